@@ -29,17 +29,25 @@ if TYPE_CHECKING:
 def command(source: str, steps: int, seed: int | None, as_json: bool, cluster: ClusterAddress) -> None:
     """Check the chain of a run, and repeat random steps, which must give the published weights bit for bit.
 
-    A checkpoint is verified with the steps before it: it must have the weights that its step published.
+    A checkpoint is verified with the steps before it: it must have the weights that its step published. The folder of
+    an offline training is verified with the chain of the run that it trained on.
     Exit code 1 if something contradicts the run, or if nothing could be verified.
     """
     quiet_libraries()
     from staleflow.pipeline.api.stored_run import open_run
     from staleflow.pipeline.recovery import certificate
+    from staleflow.pipeline.stored_runs import offline_verification
 
     checkpoint = Path(source) if (Path(source) / certificate.FILE).exists() else None
-    stored = open_run(source if checkpoint is None else certificate.run_of(checkpoint))
+    offline = (Path(source) / offline_verification.RECORD).exists()
+    stored = None if offline else open_run(source if checkpoint is None else certificate.run_of(checkpoint))
     with named_cluster(cluster) as client, progress(quiet=as_json) as report:
-        result = stored.verify(checkpoint=checkpoint, steps=steps, seed=seed, client=client, report=report)
+        if stored is None:
+            result = offline_verification.verify_offline(
+                Path(source), steps=steps, seed=seed, client=client, report=report
+            )
+        else:
+            result = stored.verify(checkpoint=checkpoint, steps=steps, seed=seed, client=client, report=report)
     if as_json:
         click.echo(json.dumps({**dataclasses.asdict(result), "verified": result.verified}, indent=2))
     else:

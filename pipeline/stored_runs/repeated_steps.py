@@ -47,6 +47,17 @@ def chosen_rows(store: VersionedStore, where: str) -> dict[int, npt.NDArray[np.i
     return dict(zip(steps.tolist(), np.split(at, firsts[1:]), strict=True)) if len(at) else {}
 
 
+def offline_steps(
+    store: VersionedStore, where: str, epochs: int, num_steps: int
+) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+    """(step number for the learning-rate schedule, positions of the rows) of each step, over all epochs. num_steps: of
+    the job, for the numbers of later epochs."""
+    chosen = chosen_rows(store, where)
+    for epoch in range(epochs):
+        for step, rows in chosen.items():
+            yield epoch * num_steps + step, rows
+
+
 @contextlib.contextmanager
 def open_policy(
     config: RunConfig, run_job: RunConfig, num_steps: int, held_out: int, *, shared: bool
@@ -100,9 +111,11 @@ def train_step(policy: Policy, step: int, batch: Sequence[EndedTrajectory]) -> d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPart:
-    """Steps that one start of the run trained, first <= step < last, and its job."""
+    """Steps that were trained by one job, first <= step < last; the other fields are as in `open_policy`."""
 
     config: RunConfig
+    run_job: RunConfig
+    num_steps: int
     first: int
     last: int
 
@@ -122,9 +135,12 @@ class Repetition:
 
     path: str
     snapshot: str
+    where: str = ""
+    epochs: int = 1
+    """Which rows were trained on, as in offline training."""
     stretches: tuple[Stretch, ...]
     weights: dict[int, str]
-    """Fingerprint of each version."""
+    """Fingerprint of each version; version 0 may be unknown."""
     batches: dict[int, str]
     """Fingerprint of each step's batch."""
 
@@ -178,7 +194,7 @@ class _Repeater:
 
     def __init__(self, plan: Repetition, store: VersionedStore, report: Report, *, shared: bool) -> None:
         self._plan, self._store, self._report, self._shared = plan, store, report, shared
-        self._rows = chosen_rows(store, "")
+        self._steps = list(offline_steps(store, plan.where, plan.epochs, plan.stretches[0].parts[0].config.steps))
         self._total = sum(part.last - part.first for stretch in plan.stretches for part in stretch.parts)
         self.result = RepetitionResult()
 
@@ -188,7 +204,7 @@ class _Repeater:
             points, point = ResumePoints(Path(folder)), Path(stretch.point) if stretch.point else None
             for part in stretch.parts:
                 config, held_out = part.config, self._store.header.held_out
-                with open_policy(config, config, config.steps, held_out, shared=self._shared) as policy:
+                with open_policy(config, part.run_job, part.num_steps, held_out, shared=self._shared) as policy:
                     self._load(policy, part, point)
                     for step in range(part.first, part.last):
                         self._step(policy, step)
@@ -216,16 +232,17 @@ class _Repeater:
 
     def _step(self, policy: Policy, step: int) -> None:
         where = f"step {step}"
-        batch = [row for row in batch_at(self._store, self._rows[step]) if isinstance(row, EndedTrajectory)]
+        schedule, places = self._steps[step]
+        batch = [row for row in batch_at(self._store, places) if isinstance(row, EndedTrajectory)]
         if batch_fingerprint((row.trajectory, row.advantage) for row in batch) != self._plan.batches[step]:
             raise _Differs(Difference(where, "its batch is not the one that the trainer received", step, False))
-        metrics = train_step(policy, step, batch)
+        metrics = train_step(policy, schedule, batch)
         self._compare(policy, step + 1, where, computed=True)
         self.result.steps.append(step)
         self._report({"done": len(self.result.steps), "total": self._total, "metrics": metrics})
 
     def _compare(self, policy: Policy, version: int, where: str, *, computed: bool) -> None:
-        weights, published = policy.published(fingerprint), self._plan.weights[version]
-        if weights != published:
+        weights, published = policy.published(fingerprint), self._plan.weights.get(version, "")
+        if published and weights != published:
             message = f"the weights are {weights}, the run published {published}"
             raise _Differs(Difference(where, message, version - 1, computed))

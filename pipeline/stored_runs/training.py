@@ -18,7 +18,6 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,14 +29,22 @@ from staleflow.pipeline.config import actor_settings, knob_tree, user_files
 from staleflow.pipeline.config.model_facts import inspect_model
 from staleflow.pipeline.config.model_files import find_model
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.recovery import source_fingerprints
+from staleflow.pipeline.recovery import source_fingerprints, start_inputs
 from staleflow.pipeline.recovery.run_folder import LOCK, load_job, lock_folder
 from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluation, fewer_prompts
 from staleflow.pipeline.stored_runs.pool import Pool, creation_lock, store_at
-from staleflow.pipeline.stored_runs.repeated_steps import Report, batch_at, chosen_rows, open_policy, train_step
+from staleflow.pipeline.stored_runs.repeated_steps import (
+    Report,
+    batch_at,
+    chosen_rows,
+    offline_steps,
+    open_policy,
+    train_step,
+)
 from staleflow.stores.errors import ConfigError, StoreError, raised_as
 from staleflow.stores.files import claim_folder, publish, replace_text
 from staleflow.stores.trajectories.reader import UnreadableRow
+from staleflow.stores.trajectories.records import batch_fingerprint, entry_of
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory, InstanceId, PolicyVersion
 from staleflow.stores.weights import weight_file
@@ -231,7 +238,7 @@ def _trained(plan: OfflinePlan, out: Path, tmp_path: Path, report: Report, *, sh
     num_steps, held_out = plan.config.steps * plan.epochs, store_at(plan.path, plan.snapshot).header.held_out
     with open_policy(plan.config, plan.run_job, num_steps, held_out, shared=shared) as policy:
         training = _Training(plan, tmp_path, policy)
-        steps = list(training.steps())
+        steps = list(offline_steps(store_at(plan.path, plan.snapshot), plan.where, plan.epochs, plan.config.steps))
         report({"total": len(steps)})
         for step in range(0 if training.version else plan.config.training.sft.steps):
             policy.fine_tune(step)
@@ -269,6 +276,17 @@ def _prepare(tmp_path: Path, plan: OfflinePlan) -> None:
         replace_text(tmp_path / "plan", plan.digest, ELSEWHERE)
 
 
+NOT_METRICS = ("same", "batch", "weights", "numerics", "previous")
+"""Of a line of history.jsonl: whether the weights are the run's, fingerprints of the batch and of the weights, what the
+trainer computes with, and the hash of the line before."""
+
+
+def origin_of(store: VersionedStore, branch: str, where: str, epochs: int, job: Path) -> bytes:
+    """What the first line of history.jsonl follows: the entry of the run, and how its rows are trained on."""
+    origin = {"entry": store.newest_entry, "branch": branch, "where": where, "epochs": epochs}
+    return json.dumps(origin | {"settings": start_inputs.settings_hash(job)}).encode()
+
+
 class _Training:
     """The trainer and its progress."""
 
@@ -281,36 +299,41 @@ class _Training:
         self._published = {r.step: r.weight_fingerprint for r in self._store.steps() if r.kind == "step"}
         self._prints: list[bool] = []
         self._points = ResumePoints(tmp_path / "resume")
+        self._entry = entry_of(origin_of(self._store, plan.branch, plan.where, plan.epochs, tmp_path / "job.toml"))
+        """Entry of the line before in history.jsonl: a chain that goes on from the run's."""
         self._saved_at = time.monotonic()
         self.version = max(self._points.complete_versions(), default=PolicyVersion(0))
         if self.version:
             self.policy.load_state(self._points.path(self.version))
             lines = (tmp_path / "history.jsonl").read_text().splitlines()[: self.version]
-            self.history = [json.loads(line) for line in lines]
-            self._prints = [bool(h.pop("same", False)) for h in self.history]
+            entries = [json.loads(line) for line in lines]
+            self._prints = [bool(entry.get("same", False)) for entry in entries]
+            self.history = [{k: v for k, v in entry.items() if k not in NOT_METRICS} for entry in entries]
+            self._entry = entry_of(lines[-1].encode())
             replace_text(tmp_path / "history.jsonl", "".join(f"{line}\n" for line in lines), ELSEWHERE)
-
-    def steps(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """(step number for the learning-rate schedule, positions of the rows), over all epochs."""
-        chosen = chosen_rows(self._store, self._plan.where)
-        for epoch in range(self._plan.epochs):
-            for step, rows in chosen.items():
-                yield epoch * self._plan.config.steps + step, rows
 
     def step(self, number: int, schedule: int, positions: npt.NDArray[np.int64]) -> dict[str, float]:
         """Train step `number` on the rows at `positions`; returns its metrics. schedule: the step the learning rate is
         of."""
+        from staleflow.tasks.training.numerics import numerics
+
         picked = batch_at(self._store, positions)
         self.errors |= {int(row.trajectory): row.error for row in picked if isinstance(row, UnreadableRow)}
+        batch = [row for row in picked if isinstance(row, EndedTrajectory)]
         started_s = time.monotonic()
-        metrics = train_step(self.policy, schedule, [row for row in picked if isinstance(row, EndedTrajectory)])
+        metrics = train_step(self.policy, schedule, batch)
         metrics |= {"step": float(number), "train_s": time.monotonic() - started_s}
-        recorded = self._published.get(schedule, "")
-        is_equal = self._plan.exact and self.policy.published(lambda weights: fingerprint(weights) == recorded)
+        weights = self.policy.published(fingerprint)
+        is_equal = self._plan.exact and weights == self._published.get(schedule)
         self._prints.append(is_equal)
         self.history.append(metrics)
+        trained_on = batch_fingerprint((row.trajectory, row.advantage) for row in batch)
+        hashes = {"same": is_equal, "batch": trained_on, "weights": weights}
+        hashes |= {"numerics": numerics(), "previous": self._entry}
+        line = json.dumps({**metrics, **hashes})
+        self._entry = entry_of(line.encode())
         with (self._part / "history.jsonl").open("a") as file:
-            file.write(json.dumps({**metrics, "same": is_equal}) + "\n")
+            file.write(f"{line}\n")
         if time.monotonic() - self._saved_at > POINT_S:
             sharded = self._plan.config.training.ranks > 1
             with self._points.writing(PolicyVersion(number + 1), sharded=sharded) as point:

@@ -89,7 +89,7 @@ class Verification:
             lines.append(f"  chain: {self.num_entries} of {self.num_commits} commits, newest entry {self.entry}")
         if self.repeated:
             count = f"{len(self.repeated)} of {self.num_steps} steps repeated bit for bit"
-            lines.append(f"  weights: {count}: {_words(self.repeated)}")
+            lines.append(f"  weights: {count}: {steps_in_words(self.repeated)}")
         if self.checkpoint_same:
             lines.append("  checkpoint: it has the weights that its step published, bit for bit")
         lines += [f"  contradicted: {finding.where}: {finding.message}" for finding in self.findings]
@@ -132,7 +132,7 @@ def verify_run(
     trained = [record for record in store.steps() if record.kind == "step"] if not chain.findings else []
     starts = _starts(run_dir, chain.inputs, len(trained)) if trained else []
     findings += _changed_files(run_dir, starts)
-    unverified += [f"{_words(start.steps)}: {start.problem}" for start in starts if start.problem]
+    unverified += [f"{steps_in_words(start.steps)}: {start.problem}" for start in starts if start.problem]
     if starts and starts[-1].inputs["staleflow"] != start_inputs.package_hash():
         unverified.append("this package: the run used other sources of it")
     able = _origins(run_dir, starts)
@@ -144,14 +144,14 @@ def verify_run(
         plan = _planned(run_dir, store, trained, starts, {step: able[step] for step in chosen})
         report({"say": _announcement(plan, chosen, trained)})
         if checkpoint is not None and certified is not None:
-            plan, lines = _with_checkpoint(plan, checkpoint, certified.version)
+            plan, lines = with_checkpoint(plan, checkpoint, certified.version)
             unverified += lines
-        result = _run(plan, client, report)
+        result = run_repetition(plan, client, report)
     else:
         unverified.append(f"weights: {'the chain is broken' if chain.findings else 'no step can be repeated'}")
-    wrong, other = _judged(result, starts)
+    wrong, other = judged(result, {step: start.inputs["numerics"] for start in starts for step in start.steps})
     if rest := sorted({*chosen} - {*result.steps}):
-        unverified.append(f"{_words(rest)}: chosen, and not repeated to the end")
+        unverified.append(f"{steps_in_words(rest)}: chosen, and not repeated to the end")
     return Verification(
         run=str(run_dir),
         num_steps=len(trained),
@@ -185,19 +185,19 @@ def _starts(run_dir: Path, inputs: Sequence[tuple[int, dict[str, str]]], num_ste
         job, problem = None, "their job file is not in the run's folder"
         if file := files.get(of_start["settings"]):
             try:
-                job, problem = _trainable(load_job(run_dir, file=file)), ""
+                job, problem = trainable(load_job(run_dir, file=file)), ""
             except ConfigError as error:
                 problem = str(error)
         starts.append(_Start(steps=range(first, last), inputs=of_start, job=job, problem=problem))
     return starts
 
 
-def _trainable(config: RunConfig) -> RunConfig:
+def trainable(config: RunConfig) -> RunConfig:
     """The job with its models located. Raises ConfigError if its trainer cannot be built here."""
     if config.emulated:
         raise ConfigError("an emulated run has no weights")
     find_model(config.model.path)
-    return user_files.models_located(config)
+    return user_files.with_absolute_models(config)
 
 
 def _changed_files(run_dir: Path, starts: Sequence[_Start]) -> Iterator[Finding]:
@@ -219,7 +219,7 @@ def _changed_files(run_dir: Path, starts: Sequence[_Start]) -> Iterator[Finding]
 
 def _origins(run_dir: Path, starts: Sequence[_Start]) -> dict[int, int]:
     """The version to begin with, by step that can be repeated: 0 or that of the nearest resume point."""
-    points = ResumePoints(run_dir / "resume").whole()
+    points = ResumePoints(run_dir / "resume").complete_versions()
     origins: dict[int, int] = {}
     origin: int | None = None
     for start in starts:
@@ -243,7 +243,7 @@ def _planned(
     for origin in sorted({*chosen.values()}):
         end = max(step for step, first in chosen.items() if first == origin) + 1
         parts = [
-            JobPart(config=start.job, first=max(origin, start.steps.start), last=min(end, start.steps.stop))
+            job_part(start.job, max(origin, start.steps.start), min(end, start.steps.stop))
             for start in starts
             if start.job is not None and start.steps.start < end and start.steps.stop > origin
         ]
@@ -259,27 +259,33 @@ def _planned(
     )
 
 
+def job_part(config: RunConfig, first: int, last: int) -> JobPart:
+    """Steps of a run that one of its jobs trained."""
+    return JobPart(config=config, run_job=config, num_steps=config.steps, first=first, last=last)
+
+
 def _wrong_entry(certified: Certificate, entries: Mapping[int, str]) -> Iterator[Finding]:
     if (entry := entries.get(certified.version - 1, "none")) != certified.entry:
         message = f"it names the entry {certified.entry}, that of step {certified.version - 1} is {entry}"
         yield Finding(check="chain", where=certificate.FILE, message=message)
 
 
-def _with_checkpoint(plan: Repetition, checkpoint: Path, version: PolicyVersion) -> tuple[Repetition, list[str]]:
+def with_checkpoint(plan: Repetition, checkpoint: Path, version: PolicyVersion) -> tuple[Repetition, list[str]]:
     """Compare a checkpoint's weights, too; or why they cannot be."""
     job = plan.stretches[0].parts[0].config
     if job.training.lora.rank:
         return plan, ["the checkpoint's weights: an adapter is merged into them"]
     config = dataclasses.replace(job, model=dataclasses.replace(job.model, path=str(checkpoint)))
-    model = Stretch(point="", parts=(JobPart(config=config, first=version, last=version),))
+    model = Stretch(point="", parts=(job_part(config, version, version),))
     return dataclasses.replace(plan, stretches=(model, *plan.stretches)), []
 
 
-def _judged(result: RepetitionResult, starts: Sequence[_Start]) -> tuple[list[Finding], list[str]]:
-    """Which differences contradict the run, and which another kind of machine may explain."""
+def judged(result: RepetitionResult, numerics: Mapping[int, str]) -> tuple[list[Finding], list[str]]:
+    """Which differences contradict the run, and which another kind of machine may explain. numerics: that each step was
+    trained with."""
     wrong, other = list[Finding](), list[str]()
     for difference in result.differences:
-        theirs = next((start.inputs["numerics"] for start in starts if max(0, difference.step) in start.steps), "")
+        theirs = numerics[max(0, difference.step)]
         if difference.computed and theirs != result.numerics:
             line = f"it has other weights than with {theirs}; here it is {result.numerics}"
             other.append(f"{difference.where}: {line}")
@@ -291,10 +297,11 @@ def _judged(result: RepetitionResult, starts: Sequence[_Start]) -> tuple[list[Fi
 def _announcement(plan: Repetition, chosen: Sequence[int], trained: Sequence[StepRecord]) -> str:
     steps = [s for stretch in plan.stretches for part in stretch.parts for s in range(part.first, part.last)]
     seconds = sum(trained[step].metrics.get("train_s", 0.0) for step in steps)
-    return f"repeating {_words(steps)} for {_words(chosen)}: the run's trainer took {seconds:.0f} s for them"
+    repeated = f"repeating {steps_in_words(steps)} for {steps_in_words(chosen)}"
+    return f"{repeated}: the run's trainer took {seconds:.0f} s for them"
 
 
-def _run(plan: Repetition, client: Any, report: Report) -> RepetitionResult:
+def run_repetition(plan: Repetition, client: Any, report: Report) -> RepetitionResult:
     """Repeat steps on a worker, and as many more as the job has ranks."""
     ranks = max(part.config.training.ranks for stretch in plan.stretches for part in stretch.parts)
     with pool_of(client, ranks, model=True) as pool:
@@ -316,10 +323,10 @@ def _task(plan: bytes, topic: str, shared: bool) -> bytes:
     return pickle.dumps(repeat(pickle.loads(plan), lambda event: worker.log_event(topic, dict(event)), shared=shared))
 
 
-def _words(steps: Iterable[int]) -> str:
+def steps_in_words(steps: Iterable[int]) -> str:
     """Steps in words.
 
-    >>> _words([1, 2, 3, 7])
+    >>> steps_in_words([1, 2, 3, 7])
     'steps 1-3, 7'
     """
     ranges = (f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in id_ranges(steps))

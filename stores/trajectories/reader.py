@@ -167,8 +167,10 @@ class StoreReader:
 
     @property
     def newest_entry(self) -> str:
-        """The entry of the last commit, as it was noted with its snapshot; empty if none was."""
-        (newest,) = itertools.islice(self._repository.ancestry(snapshot_id=self.snapshot), 1)
+        """The entry of the last commit, as it was noted with its snapshot; empty if none was. Of a branch with other
+        rewards or logprobs, that of the commit it was made from."""
+        of_run = self.lineage.get("parent", self.snapshot)
+        (newest,) = itertools.islice(self._repository.ancestry(snapshot_id=of_run), 1)
         return str(newest.metadata.get("entry", ""))
 
     def _records(self, root: Any, start: int, stop: int) -> Iterator[StepRecord]:

@@ -19,12 +19,14 @@ from safetensors.numpy import load_file, save_file
 from staleflow.pipeline.jobs.execution import execute
 from staleflow.pipeline.recovery import certificate, resumption
 from staleflow.pipeline.runtime.run_listener import RunListener
-from staleflow.pipeline.stored_runs import verification
+from staleflow.pipeline.stored_runs import offline_verification, training, verification
+from staleflow.pipeline.stored_runs.offline_verification import verify_offline
 from staleflow.pipeline.stored_runs.repeated_steps import Repetition, RepetitionResult, repeat
 from staleflow.pipeline.stored_runs.verification import Verification, verify_run
 from staleflow.stores.auditing.chain import check_chain
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.columns import COLUMNS
+from staleflow.stores.trajectories.derived_branches import Rewards, derive
 from staleflow.stores.trajectories.layout import TOKEN_ARRAYS
 from staleflow.stores.trajectories.records import StepRecord, batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -44,7 +46,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(plan: Repetition, client: Any, report: Any) -> RepetitionResult:
         return repeat(plan, report)
 
-    monkeypatch.setattr(verification, "_run", run)
+    monkeypatch.setattr(verification, "run_repetition", run)
+    monkeypatch.setattr(offline_verification, "run_repetition", run)
 
 
 @pytest.fixture
@@ -116,6 +119,40 @@ def test_a_run_resumed_under_other_settings_and_from_a_lost_point_is_verified(jo
     assert result.verified and result.repeated == (0, 1, 2, 3, 4)
     (undone,) = VersionedStore.open(folder / "store").branches()
     assert not check_chain(VersionedStore.open(folder / "store", branch=undone)).findings
+
+
+def test_an_offline_training_continues_the_chain_of_its_run(copy: Path, tmp_path: Path) -> None:
+    """On other rewards, chosen rows and two epochs: a step of its own is repeated, and a change is found."""
+    reward_rescoring_branch(copy)
+    out = tmp_path / "out"
+    changes = ("task.eval_prompts=0", "training.learning_rate=1e-2")
+    plan = training.planned(copy, out, changes, "other", "staleness <= 1", 2)
+    training.train(plan, lambda _: None)
+    result = verify_offline(out, steps=ALL)
+    assert result.verified and not result.unverified and result.checkpoint_same
+    assert result.repeated == (0, 1, 2, 3, 4, 5)
+    done = command("verify", out, "--steps", 1)
+    assert done.returncode == 0 and done.stdout.startswith(f"{out / 'checkpoints' / 'step-000006'}: verified")
+
+    history = (out / "history.jsonl").read_text()
+    (out / "history.jsonl").write_text(history.replace('"rows": 16.0', '"rows": 15.0', 1))
+    assert wheres(verify_offline(out)) == [("chain", "step 1 of history.jsonl")]
+    (out / "history.jsonl").write_text(history)
+    job = (out / "job.toml").read_text()
+    (out / "job.toml").write_text(job.replace("learning_rate = 0.01", "learning_rate = 0.02"))
+    assert wheres(verify_offline(out)) == [("chain", "step 0 of history.jsonl")]
+    (out / "job.toml").write_text(job)
+    shutil.rmtree(copy / "store")
+    assert command("verify", out).returncode == 2
+
+
+def reward_rescoring_branch(run: Path) -> None:
+    """Make a branch whose rewards are the responses' lengths."""
+    store = VersionedStore.open(run / "store")
+    columns = store.columns()
+    lengths = columns["response_tokens"].astype(np.float32)
+    new = Rewards(rewards=lengths, advantages=lengths - lengths.mean(), loss_mask=columns["loss_mask"], errors={})
+    derive(store, run / "store", "other", new, {"reward": "length"})
 
 
 # -- what cannot be checked does not pass ----------------------------------------------------------------------------

@@ -1,0 +1,121 @@
+"""Verification of an offline training: its chain, which goes on from that of the run, and random steps done again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.recovery.run_folder import load_job
+from staleflow.pipeline.stored_runs.repeated_steps import JobPart, Repetition, RepetitionResult, Report, Stretch
+from staleflow.pipeline.stored_runs.training import origin_of
+from staleflow.pipeline.stored_runs.verification import (
+    STEPS,
+    Verification,
+    judged,
+    run_repetition,
+    steps_in_words,
+    trainable,
+    with_checkpoint,
+)
+from staleflow.stores.auditing.chain import CHECK, check_chain
+from staleflow.stores.auditing.findings import Finding
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories.reader import StoreReader
+from staleflow.stores.trajectories.records import entry_of
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import PolicyVersion
+
+RECORD, HISTORY, JOB = "offline.json", "history.jsonl", "job.toml"
+"""Files in the folder of an offline training: what it was made from, its chain, and its job."""
+
+
+def verify_offline(
+    folder: Path, *, steps: int = STEPS, seed: int | None = None, client: Any = None, report: Report = lambda _: None
+) -> Verification:
+    """Verify an offline training with the chain of the run whose batches it used, and its last weights.
+
+    Args:
+        folder: The folder that it made; its run's store is where it was.
+        steps: Random steps to repeat, all from the base model.
+        seed: Chooses them; by default others each time.
+        client: A `distributed.Client` whose workers repeat them; by default local processes do.
+        report: Called with events, as in `train_offline`.
+
+    Raises:
+        ConfigError: The run's store is gone, or it is not an offline training of this version.
+        StoreUnavailable: The store's bucket fails.
+    """
+    try:
+        record = json.loads((folder / RECORD).read_text("utf-8"))
+        lines = (folder / HISTORY).read_bytes().splitlines()
+        entries = [json.loads(line) for line in lines]
+        path, snapshot, where, epochs = (record[name] for name in ("store", "snapshot", "where", "epochs"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder}: not an offline training: {error}") from error
+    if not Path(path).exists():
+        raise ConfigError(f"{folder}: it trained on {path}, which is not there")
+    store = VersionedStore.at(Path(path), snapshot)
+    report({"say": "checking the chain"})
+    chain = check_chain(StoreReader.at(Path(path), store.lineage.get("parent", snapshot)))
+    findings = list(chain.findings)
+    unverified: list[str] = []
+    if not chain.num_entries or not all("previous" in entry for entry in entries):
+        unverified.append("everything: an earlier version stored it, or its run, without a chain")
+    else:
+        origin = entry_of(origin_of(store, record["branch"], where, epochs, folder / JOB))
+        findings += _wrong_lines(origin, lines, entries)
+    result, chosen = RepetitionResult(), list[int]()
+    checkpoint = next((folder / "checkpoints").glob("step-*"), None)
+    if not findings and not unverified:
+        try:
+            config = trainable(loading.load(folder / JOB))
+        except ConfigError as error:
+            unverified.append(f"weights: {error}")
+        else:
+            chosen = sorted(random.Random(seed).sample(range(len(entries)), min(steps, len(entries))))
+            run_job = dataclasses.replace(config, seed=load_job(Path(path).parent).seed)
+            part = JobPart(
+                config=config, run_job=run_job, num_steps=config.steps * epochs, first=0, last=max(chosen) + 1
+            )
+            plan = Repetition(
+                path=path,
+                snapshot=snapshot,
+                where=where,
+                epochs=epochs,
+                stretches=(Stretch(point="", parts=(part,)),),
+                weights={number + 1: entry["weights"] for number, entry in enumerate(entries)},
+                batches={number: entry["batch"] for number, entry in enumerate(entries)},
+            )
+            if checkpoint is not None:
+                plan, lines_of_checkpoint = with_checkpoint(plan, checkpoint.resolve(), PolicyVersion(len(entries)))
+                unverified += lines_of_checkpoint
+            report({"say": f"repeating {steps_in_words(range(max(chosen) + 1))} for {steps_in_words(chosen)}"})
+            result = run_repetition(plan, client, report)
+    wrong, other = judged(result, {number: entry.get("numerics", "") for number, entry in enumerate(entries)})
+    return Verification(
+        run=str(folder),
+        num_steps=len(entries),
+        num_commits=chain.num_commits,
+        num_entries=chain.num_entries,
+        entry=entry_of(lines[-1]) if lines else "",
+        chosen=tuple(chosen),
+        repeated=tuple(sorted(result.steps)),
+        findings=(*findings, *wrong),
+        unverified=(*unverified, *other),
+        checkpoint="" if checkpoint is None else str(checkpoint.resolve()),
+        checkpoint_same=checkpoint is not None and str(checkpoint.resolve()) in result.models,
+    )
+
+
+def _wrong_lines(origin: str, lines: Sequence[bytes], entries: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+    before = origin
+    for number, (line, entry) in enumerate(zip(lines, entries, strict=True)):
+        if entry["previous"] != before:
+            what = "the line before it" if number else f"the run, {JOB} and {RECORD}"
+            yield Finding(check=CHECK, where=f"step {number} of {HISTORY}", message=f"does not follow {what}")
+        before = entry_of(line)
