@@ -16,8 +16,8 @@ from staleflow.pipeline.stored_runs.training import origin_of
 from staleflow.pipeline.stored_runs.verification import (
     STEPS,
     Verification,
-    judged,
     run_repetition,
+    sort_differences,
     steps_in_words,
     trainable,
     with_checkpoint,
@@ -53,8 +53,9 @@ def verify_offline(
     try:
         record = json.loads((folder / RECORD).read_text("utf-8"))
         lines = (folder / HISTORY).read_bytes().splitlines()
-        entries = [json.loads(line) for line in lines]
+        entries = [dict(json.loads(line)) for line in lines]
         path, snapshot, where, epochs = (record[name] for name in ("store", "snapshot", "where", "epochs"))
+        branch, num_steps = record["branch"], record["steps"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder}: not an offline training: {error}") from error
     if not Path(path).exists():
@@ -67,9 +68,12 @@ def verify_offline(
     if not chain.num_entries or not all("previous" in entry for entry in entries):
         unverified.append("everything: an earlier version stored it, or its run, without a chain")
     else:
-        origin = entry_of(origin_of(store, record["branch"], where, epochs, folder / JOB))
+        origin = entry_of(origin_of(store, branch, where, epochs, folder / JOB))
         findings += _wrong_lines(origin, lines, entries)
-    result, chosen = RepetitionResult(), list[int]()
+        if len(lines) != num_steps:
+            message = f"it has {len(lines)} lines; {num_steps} steps were trained"
+            findings.append(Finding(check=CHECK, where=HISTORY, message=message))
+    result, sample = RepetitionResult(), list[int]()
     checkpoint = next((folder / "checkpoints").glob("step-*"), None)
     if not findings and not unverified:
         try:
@@ -77,10 +81,10 @@ def verify_offline(
         except ConfigError as error:
             unverified.append(f"weights: {error}")
         else:
-            chosen = sorted(random.Random(seed).sample(range(len(entries)), min(steps, len(entries))))
+            sample = sorted(random.Random(seed).sample(range(len(entries)), min(steps, len(entries))))
             run_job = dataclasses.replace(config, seed=load_job(Path(path).parent).seed)
             part = JobPart(
-                config=config, run_job=run_job, num_steps=config.steps * epochs, first=0, last=max(chosen) + 1
+                config=config, run_job=run_job, num_steps=config.steps * epochs, start=0, stop=max(sample) + 1
             )
             plan = Repetition(
                 path=path,
@@ -92,23 +96,25 @@ def verify_offline(
                 batches={number: entry["batch"] for number, entry in enumerate(entries)},
             )
             if checkpoint is not None:
-                plan, lines_of_checkpoint = with_checkpoint(plan, checkpoint.resolve(), PolicyVersion(len(entries)))
-                unverified += lines_of_checkpoint
-            report({"say": f"repeating {steps_in_words(range(max(chosen) + 1))} for {steps_in_words(chosen)}"})
+                plan, reasons = with_checkpoint(plan, checkpoint.resolve(), PolicyVersion(len(entries)))
+                unverified += reasons
+            report({"say": f"repeating {steps_in_words(range(max(sample) + 1))} for {steps_in_words(sample)}"})
             result = run_repetition(plan, client, report)
-    wrong, other = judged(result, {number: entry.get("numerics", "") for number, entry in enumerate(entries)})
+    contradictions, explained = sort_differences(
+        result, {number: entry.get("numerics", "") for number, entry in enumerate(entries)}
+    )
     return Verification(
         run=str(folder),
         num_steps=len(entries),
         num_commits=chain.num_commits,
         num_entries=chain.num_entries,
         entry=entry_of(lines[-1]) if lines else "",
-        chosen=tuple(chosen),
-        repeated=tuple(sorted(result.steps)),
-        findings=(*findings, *wrong),
-        unverified=(*unverified, *other),
+        sample_steps=tuple(sample),
+        repeated_steps=tuple(sorted(result.steps)),
+        findings=(*findings, *contradictions),
+        unverified=(*unverified, *explained),
         checkpoint="" if checkpoint is None else str(checkpoint.resolve()),
-        checkpoint_same=checkpoint is not None and str(checkpoint.resolve()) in result.models,
+        checkpoint_is_equal=checkpoint is not None and str(checkpoint.resolve()) in result.models,
     )
 
 

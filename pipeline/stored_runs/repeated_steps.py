@@ -41,10 +41,10 @@ def chosen_rows(store: VersionedStore, where: str) -> dict[int, npt.NDArray[np.i
     """Positions of the consumed rows that `where` selects, by training step in order."""
     columns = store.columns()
     mask = Selection(where).mask(columns) & (columns["staleness"] >= 0)
-    (at,) = np.nonzero(mask)
-    at = at[np.argsort(columns["step"][at], kind="stable")]
-    steps, firsts = np.unique(columns["step"][at], return_index=True)
-    return dict(zip(steps.tolist(), np.split(at, firsts[1:]), strict=True)) if len(at) else {}
+    (positions,) = np.nonzero(mask)
+    positions = positions[np.argsort(columns["step"][positions], kind="stable")]
+    steps, firsts = np.unique(columns["step"][positions], return_index=True)
+    return dict(zip(steps.tolist(), np.split(positions, firsts[1:]), strict=True)) if len(positions) else {}
 
 
 def offline_steps(
@@ -72,7 +72,6 @@ def open_policy(
         shared: As in Pool.
     """
     from staleflow.tasks.training.policy import TrainerSettings
-    from staleflow.tasks.training.policy_trainer import PolicyTrainer
 
     settings = actor_settings.trainer_settings(config)
     assert isinstance(settings, TrainerSettings)
@@ -84,17 +83,17 @@ def open_policy(
         examples=actor_settings.example_settings(run_job, held_out),
     )
     if settings.training.ranks == 1:
-        yield PolicyTrainer(settings)
+        yield settings.build(config.cluster.threads)
         return
     with lead_group(settings, config.cluster.threads, shared=shared) as policy:
         yield policy
 
 
-def batch_at(store: VersionedStore, places: npt.NDArray[np.int64]) -> list[EndedTrajectory | UnreadableRow]:
-    """Read the rows of a batch. places: their positions, in the trainer's order."""
-    first, last = int(places[0]), int(places[-1]) + 1  # of one commit, so close together
-    stored = list(store.readable(first, last))
-    return [stored[i - first] for i in places.tolist()]
+def batch_at(store: VersionedStore, positions: npt.NDArray[np.int64]) -> list[EndedTrajectory | UnreadableRow]:
+    """Read the rows of a batch. positions: of its rows, in the trainer's order."""
+    start, stop = int(positions[0]), int(positions[-1]) + 1  # of one commit, so close together
+    stored = list(store.readable(start, stop))
+    return [stored[i - start] for i in positions.tolist()]
 
 
 def train_step(policy: Policy, step: int, batch: Sequence[EndedTrajectory]) -> dict[str, float]:
@@ -111,13 +110,13 @@ def train_step(policy: Policy, step: int, batch: Sequence[EndedTrajectory]) -> d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPart:
-    """Steps that were trained by one job, first <= step < last; the other fields are as in `open_policy`."""
+    """Steps that were trained by one job, start <= step < stop; the other fields are as in `open_policy`."""
 
     config: RunConfig
     run_job: RunConfig
     num_steps: int
-    first: int
-    last: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +194,7 @@ class _Repeater:
     def __init__(self, plan: Repetition, store: VersionedStore, report: Report, *, shared: bool) -> None:
         self._plan, self._store, self._report, self._shared = plan, store, report, shared
         self._steps = list(offline_steps(store, plan.where, plan.epochs, plan.stretches[0].parts[0].config.steps))
-        self._total = sum(part.last - part.first for stretch in plan.stretches for part in stretch.parts)
+        self._total = sum(part.stop - part.start for stretch in plan.stretches for part in stretch.parts)
         self.result = RepetitionResult()
 
     def repeat(self, stretch: Stretch) -> None:
@@ -206,34 +205,34 @@ class _Repeater:
                 config, held_out = part.config, self._store.header.held_out
                 with open_policy(config, part.run_job, part.num_steps, held_out, shared=self._shared) as policy:
                     self._load(policy, part, point)
-                    for step in range(part.first, part.last):
+                    for step in range(part.start, part.stop):
                         self._step(policy, step)
                     if part is not stretch.parts[-1]:  # the next one's settings are others
-                        version, sharded = PolicyVersion(part.last), config.training.ranks > 1
-                        with points.writing(version, sharded=sharded) as part_path:
-                            policy.begin_save(part_path)
+                        version, sharded = PolicyVersion(part.stop), config.training.ranks > 1
+                        with points.writing(version, sharded=sharded) as tmp_path:
+                            policy.begin_save(tmp_path)
                             policy.end_save()
                         point = points.path(version)
 
     def _load(self, policy: Policy, part: JobPart, point: Path | None) -> None:
-        where, computed = f"version {part.first} in {part.config.model.path}", False
+        where, computed = f"version {part.start} in {part.config.model.path}", False
         if point is not None:
-            where = f"resume point of version {part.first}"
+            where = f"resume point of version {part.start}"
             try:
                 policy.load_state(point)
             except StoreError as error:
-                raise _Differs(Difference(where, str(error), part.first - 1, False)) from error
-        elif not part.first:
+                raise _Differs(Difference(where, str(error), part.start - 1, False)) from error
+        elif not part.start:
             for step in range(part.config.training.sft.steps):
                 policy.fine_tune(step)
                 computed = True
-        self._compare(policy, part.first, where, computed=computed)
+        self._compare(policy, part.start, where, computed=computed)
         self.result.models.append(str(point or part.config.model.path))
 
     def _step(self, policy: Policy, step: int) -> None:
         where = f"step {step}"
-        schedule, places = self._steps[step]
-        batch = [row for row in batch_at(self._store, places) if isinstance(row, EndedTrajectory)]
+        schedule, positions = self._steps[step]
+        batch = [row for row in batch_at(self._store, positions) if isinstance(row, EndedTrajectory)]
         if batch_fingerprint((row.trajectory, row.advantage) for row in batch) != self._plan.batches[step]:
             raise _Differs(Difference(where, "its batch is not the one that the trainer received", step, False))
         metrics = train_step(policy, schedule, batch)

@@ -60,24 +60,24 @@ class Verification:
     """Commits with an entry in the chain."""
     entry: str
     """The newest entry; empty without a chain."""
-    chosen: tuple[int, ...]
-    """Steps that were to be repeated."""
-    repeated: tuple[int, ...]
-    """Steps that were repeated bit for bit: chosen ones, and those on the way to them."""
+    sample_steps: tuple[int, ...]
+    """Random steps that were to be repeated."""
+    repeated_steps: tuple[int, ...]
+    """Steps that were repeated bit for bit: those of the sample, and those on the way to them."""
     findings: tuple[Finding, ...]
     """What contradicts the run."""
     unverified: tuple[str, ...]
     """What was not verified, each with the reason."""
     checkpoint: str = ""
     """The checkpoint that was verified with the run."""
-    checkpoint_same: bool = False
+    checkpoint_is_equal: bool = False
     """Whether its weights are those that its step published, bit for bit."""
 
     @property
     def verified(self) -> bool:
         """Whether nothing contradicts the run, it has a chain, some step was repeated, and a checkpoint has the weights
         that its step published."""
-        done = self.num_entries and self.repeated and (self.checkpoint_same or not self.checkpoint)
+        done = self.num_entries and self.repeated_steps and (self.checkpoint_is_equal or not self.checkpoint)
         return not self.findings and bool(done)
 
     @property
@@ -87,10 +87,10 @@ class Verification:
         lines = [f"{self.checkpoint or self.run}: {state}"]
         if self.num_entries:
             lines.append(f"  chain: {self.num_entries} of {self.num_commits} commits, newest entry {self.entry}")
-        if self.repeated:
-            count = f"{len(self.repeated)} of {self.num_steps} steps repeated bit for bit"
-            lines.append(f"  weights: {count}: {steps_in_words(self.repeated)}")
-        if self.checkpoint_same:
+        if self.repeated_steps:
+            count = f"{len(self.repeated_steps)} of {self.num_steps} steps repeated bit for bit"
+            lines.append(f"  weights: {count}: {steps_in_words(self.repeated_steps)}")
+        if self.checkpoint_is_equal:
             lines.append("  checkpoint: it has the weights that its step published, bit for bit")
         lines += [f"  contradicted: {finding.where}: {finding.message}" for finding in self.findings]
         return (*lines, *(f"  not verified: {line}" for line in self.unverified))
@@ -109,7 +109,7 @@ def verify_run(
 
     Args:
         run_dir: Its folder.
-        checkpoint: Folder of one of its checkpoints, to be verified with it: then only steps before it are chosen.
+        checkpoint: Folder of one of its checkpoints, to be verified with it: then only steps before it are sample.
         steps: Random steps to repeat.
         seed: Chooses them; by default others each time.
         client: A `distributed.Client` whose workers repeat them; by default local processes do.
@@ -120,13 +120,13 @@ def verify_run(
         StoreUnavailable: The store's bucket fails.
     """
     checkpoint = checkpoint and checkpoint.resolve()
-    certified = None if checkpoint is None else certificate.read(checkpoint)
+    record = None if checkpoint is None else certificate.read(checkpoint)
     store = VersionedStore.pinned(run_dir / "store")
     report({"say": "checking the chain"})
     chain = check_chain(store)
     findings, unverified = list(chain.findings), list[str]()
-    if certified is not None and chain.num_entries:
-        findings += _wrong_entry(certified, chain.entries)
+    if record is not None and chain.num_entries:
+        findings += _wrong_entry(record, chain.entries)
     if before := chain.num_commits - chain.num_entries:
         unverified.append(f"{before} of {chain.num_commits} commits: an earlier version stored them, without a chain")
     trained = [record for record in store.steps() if record.kind == "step"] if not chain.findings else []
@@ -135,35 +135,37 @@ def verify_run(
     unverified += [f"{steps_in_words(start.steps)}: {start.problem}" for start in starts if start.problem]
     if starts and starts[-1].inputs["staleflow"] != start_inputs.package_hash():
         unverified.append("this package: the run used other sources of it")
-    able = _origins(run_dir, starts)
-    if certified is not None:
-        able = {step: origin for step, origin in able.items() if step < certified.version}
-    chosen = sorted(random.Random(seed).sample(sorted(able), min(steps, len(able))))
+    origins = _origins(run_dir, starts)
+    if record is not None:
+        origins = {step: origin for step, origin in origins.items() if step < record.version}
+    sample = sorted(random.Random(seed).sample(sorted(origins), min(steps, len(origins))))
     result = RepetitionResult()
-    if chosen:
-        plan = _planned(run_dir, store, trained, starts, {step: able[step] for step in chosen})
-        report({"say": _announcement(plan, chosen, trained)})
-        if checkpoint is not None and certified is not None:
-            plan, lines = with_checkpoint(plan, checkpoint, certified.version)
+    if sample:
+        plan = _planned(run_dir, store, trained, starts, {step: origins[step] for step in sample})
+        report({"say": _announcement(plan, sample, trained)})
+        if checkpoint is not None and record is not None:
+            plan, lines = with_checkpoint(plan, checkpoint, record.version)
             unverified += lines
         result = run_repetition(plan, client, report)
     else:
         unverified.append(f"weights: {'the chain is broken' if chain.findings else 'no step can be repeated'}")
-    wrong, other = judged(result, {step: start.inputs["numerics"] for start in starts for step in start.steps})
-    if rest := sorted({*chosen} - {*result.steps}):
-        unverified.append(f"{steps_in_words(rest)}: chosen, and not repeated to the end")
+    contradictions, explained = sort_differences(
+        result, {step: start.inputs["numerics"] for start in starts for step in start.steps}
+    )
+    if rest := sorted({*sample} - {*result.steps}):
+        unverified.append(f"{steps_in_words(rest)}: of the sample, and not repeated to the end")
     return Verification(
         run=str(run_dir),
         num_steps=len(trained),
         num_commits=chain.num_commits,
         num_entries=chain.num_entries,
         entry=store.newest_entry if chain.num_entries else "",
-        chosen=tuple(chosen),
-        repeated=tuple(sorted(result.steps)),
-        findings=(*findings, *wrong),
-        unverified=(*unverified, *other),
+        sample_steps=tuple(sample),
+        repeated_steps=tuple(sorted(result.steps)),
+        findings=(*findings, *contradictions),
+        unverified=(*unverified, *explained),
         checkpoint="" if checkpoint is None else str(checkpoint),
-        checkpoint_same=str(checkpoint) in result.models,
+        checkpoint_is_equal=str(checkpoint) in result.models,
     )
 
 
@@ -181,14 +183,14 @@ class _Start:
 def _starts(run_dir: Path, inputs: Sequence[tuple[int, dict[str, str]]], num_steps: int) -> list[_Start]:
     files = {start_inputs.settings_hash(path): path.name for path in run_dir.glob("config*.toml")}
     starts = []
-    for (first, of_start), (last, _) in pairwise([*inputs, (num_steps, {})]):
+    for (first, start_input), (stop, _) in pairwise([*inputs, (num_steps, {})]):
         job, problem = None, "their job file is not in the run's folder"
-        if file := files.get(of_start["settings"]):
+        if file := files.get(start_input["settings"]):
             try:
                 job, problem = trainable(load_job(run_dir, file=file)), ""
             except ConfigError as error:
                 problem = str(error)
-        starts.append(_Start(steps=range(first, last), inputs=of_start, job=job, problem=problem))
+        starts.append(_Start(steps=range(first, stop), inputs=start_input, job=job, problem=problem))
     return starts
 
 
@@ -204,15 +206,15 @@ def _changed_files(run_dir: Path, starts: Sequence[_Start]) -> Iterator[Finding]
     """Compare the files of the run's folder with the hashes that the chain has. A file that is not there is no
     contradiction: only the store may be here."""
     jobs = {start_inputs.settings_hash(path): path.name for path in run_dir.glob("config*.toml")}
-    known = {start.inputs["settings"] for start in starts}
-    if known - jobs.keys():
-        for file in (name for found, name in jobs.items() if found not in known):
+    recorded = {start.inputs["settings"] for start in starts}
+    if recorded - jobs.keys():
+        for file in (name for settings, name in jobs.items() if settings not in recorded):
             yield Finding(check="settings", where=file, message="the steps of no start were trained by this job file")
     code = start_inputs.user_code_hash(run_dir)
     if starts and code not in ("", starts[-1].inputs["user_code"]):
         yield Finding(check="settings", where="code", message="it is not the user code that the run used")
-    prints = source_fingerprints.read(run_dir)
-    if len(starts) == 1 and prints is not None and start_inputs.sources_hash(prints) != starts[0].inputs["sources"]:
+    stored = source_fingerprints.read(run_dir)
+    if len(starts) == 1 and stored is not None and start_inputs.sources_hash(stored) != starts[0].inputs["sources"]:
         where = source_fingerprints.FILE
         yield Finding(check="settings", where=where, message="it has not the fingerprints that the run began with")
 
@@ -236,12 +238,12 @@ def _planned(
     store: VersionedStore,
     trained: Sequence[StepRecord],
     starts: Sequence[_Start],
-    chosen: Mapping[int, int],
+    sample: Mapping[int, int],
 ) -> Repetition:
-    """Plan to repeat the chosen steps, by the versions to begin with."""
+    """Plan to repeat the sample steps, by the versions to begin with."""
     points, stretches = ResumePoints(run_dir / "resume"), []
-    for origin in sorted({*chosen.values()}):
-        end = max(step for step, first in chosen.items() if first == origin) + 1
+    for origin in sorted({*sample.values()}):
+        end = max(step for step, first in sample.items() if first == origin) + 1
         parts = [
             job_part(start.job, max(origin, start.steps.start), min(end, start.steps.stop))
             for start in starts
@@ -259,14 +261,14 @@ def _planned(
     )
 
 
-def job_part(config: RunConfig, first: int, last: int) -> JobPart:
+def job_part(config: RunConfig, start: int, stop: int) -> JobPart:
     """Steps of a run that one of its jobs trained."""
-    return JobPart(config=config, run_job=config, num_steps=config.steps, first=first, last=last)
+    return JobPart(config=config, run_job=config, num_steps=config.steps, start=start, stop=stop)
 
 
-def _wrong_entry(certified: Certificate, entries: Mapping[int, str]) -> Iterator[Finding]:
-    if (entry := entries.get(certified.version - 1, "none")) != certified.entry:
-        message = f"it names the entry {certified.entry}, that of step {certified.version - 1} is {entry}"
+def _wrong_entry(record: Certificate, entries: Mapping[int, str]) -> Iterator[Finding]:
+    if (entry := entries.get(record.version - 1, "none")) != record.entry:
+        message = f"it names the entry {record.entry}, that of step {record.version - 1} is {entry}"
         yield Finding(check="chain", where=certificate.FILE, message=message)
 
 
@@ -280,24 +282,24 @@ def with_checkpoint(plan: Repetition, checkpoint: Path, version: PolicyVersion) 
     return dataclasses.replace(plan, stretches=(model, *plan.stretches)), []
 
 
-def judged(result: RepetitionResult, numerics: Mapping[int, str]) -> tuple[list[Finding], list[str]]:
+def sort_differences(result: RepetitionResult, numerics: Mapping[int, str]) -> tuple[list[Finding], list[str]]:
     """Which differences contradict the run, and which another kind of machine may explain. numerics: that each step was
     trained with."""
-    wrong, other = list[Finding](), list[str]()
+    findings, unverified = list[Finding](), list[str]()
     for difference in result.differences:
-        theirs = numerics[max(0, difference.step)]
-        if difference.computed and theirs != result.numerics:
-            line = f"it has other weights than with {theirs}; here it is {result.numerics}"
-            other.append(f"{difference.where}: {line}")
+        run_numerics = numerics[max(0, difference.step)]
+        if difference.computed and run_numerics != result.numerics:
+            line = f"it has other weights than with {run_numerics}; here it is {result.numerics}"
+            unverified.append(f"{difference.where}: {line}")
         else:
-            wrong.append(Finding(check="weights", where=difference.where, message=difference.message))
-    return wrong, other
+            findings.append(Finding(check="weights", where=difference.where, message=difference.message))
+    return findings, unverified
 
 
-def _announcement(plan: Repetition, chosen: Sequence[int], trained: Sequence[StepRecord]) -> str:
-    steps = [s for stretch in plan.stretches for part in stretch.parts for s in range(part.first, part.last)]
+def _announcement(plan: Repetition, sample: Sequence[int], trained: Sequence[StepRecord]) -> str:
+    steps = [s for stretch in plan.stretches for part in stretch.parts for s in range(part.start, part.stop)]
     seconds = sum(trained[step].metrics.get("train_s", 0.0) for step in steps)
-    repeated = f"repeating {steps_in_words(steps)} for {steps_in_words(chosen)}"
+    repeated = f"repeating {steps_in_words(steps)} for {steps_in_words(sample)}"
     return f"{repeated}: the run's trainer took {seconds:.0f} s for them"
 
 

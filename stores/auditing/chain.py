@@ -67,7 +67,7 @@ def check_chain(store: StoreReader) -> ChainReport:
             before, entry, num_rows = where, entry_of(text), num_rows + record.num_rows
             if record.previous and record.kind == "step":
                 report.entries[record.step] = entry
-        if report.num_entries and store.newest_entry != entry:
+        if store.newest_entry != (entry if report.num_entries else ""):
             report.findings.append(_finding(before, "is not what was committed: its snapshot names another entry"))
     except StoreUnavailable:
         raise

@@ -494,7 +494,7 @@ def test_a_run_after_fine_tuning_is_repeated_bit_for_bit(ranks: int, job: Path, 
     sft = f"training.sft={{steps=4, examples_per_step=6, learning_rate=3e-3, source='jsonl:{examples}'}}"
     result = run(job, sft, "steps=2", f"training.ranks={ranks}", "training.resume_every=1")
     assert command("store", "audit", result.run_dir).returncode == 0
-    assert verify_run(result.run_dir, steps=2).repeated == (0, 1)
+    assert verify_run(result.run_dir, steps=2).repeated_steps == (0, 1)
     if ranks > 1:
         return
     for changes, same in (("task.eval_prompts=48",), 2), (("training.sft.steps=0", "training.sft.source="), 0):

@@ -7,7 +7,7 @@ import asyncio
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from staleflow.pipeline.stored_runs.repeated_steps import Repetition, Repetition
 from staleflow.pipeline.stored_runs.verification import Verification, verify_run
 from staleflow.stores.auditing.chain import check_chain
 from staleflow.stores.errors import StoreError
+from staleflow.stores.trajectories import layout, versioned
 from staleflow.stores.trajectories.columns import COLUMNS
 from staleflow.stores.trajectories.derived_branches import Rewards, derive
 from staleflow.stores.trajectories.layout import TOKEN_ARRAYS
@@ -65,29 +66,29 @@ def wheres(result: Verification) -> list[tuple[str, str]]:
 
 
 def test_an_honest_run_is_verified_with_every_step(stored: Path) -> None:
-    told: list[Any] = []
-    result = verify_run(stored, steps=ALL, report=told.append)
+    events: list[Any] = []
+    result = verify_run(stored, steps=ALL, report=events.append)
     assert result.verified and not result.findings and not result.unverified
-    assert result.repeated == result.chosen == (0, 1, 2)
+    assert result.repeated_steps == result.sample_steps == (0, 1, 2)
     assert result.num_entries == result.num_commits == 4
-    assert [event["done"] for event in told if "done" in event] == [1, 2, 3]
+    assert [event["done"] for event in events if "done" in event] == [1, 2, 3]
     assert result.lines[0] == f"{stored}: verified"
     assert "  weights: 3 of 3 steps repeated bit for bit: steps 0-2" in result.lines
     one = verify_run(stored, steps=1, seed=2)
-    assert one.verified and len(one.chosen) == 1 and {*one.chosen} <= {*one.repeated}
+    assert one.verified and len(one.sample_steps) == 1 and {*one.sample_steps} <= {*one.repeated_steps}
 
 
 def test_a_step_is_repeated_from_the_nearest_resume_point(stored: Path) -> None:
     seeds = (seed for seed in range(ALL) if random.Random(seed).sample(range(3), 1) == [2])
     result = verify_run(stored, steps=1, seed=next(seeds))
-    assert result.repeated == (2,)
+    assert result.repeated_steps == (2,)
 
 
 def test_a_checkpoint_is_verified_with_the_steps_before_it(copy: Path, tmp_path: Path) -> None:
     folder = copy / "checkpoints" / "step-000003"
     done = command("verify", folder, "--steps", ALL, "--json")
     assert done.returncode == 0, done.stderr
-    assert (values := json.loads(done.stdout))["checkpoint_same"] and values["repeated"] == [0, 1, 2]
+    assert (values := json.loads(done.stdout))["checkpoint_is_equal"] and values["repeated_steps"] == [0, 1, 2]
     named = certificate.read(folder)
     assert (named.version, named.entry) == (3, VersionedStore.open(copy / "store").entry(2))
 
@@ -100,7 +101,7 @@ def test_a_checkpoint_is_verified_with_the_steps_before_it(copy: Path, tmp_path:
     weights[name].flat[0] += np.float32(1e-4)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     result = verify_run(copy, folder, steps=1)
-    assert not result.verified and not result.checkpoint_same
+    assert not result.verified and not result.checkpoint_is_equal
     assert wheres(result) == [("weights", f"version 3 in {folder}")]
     moved = shutil.move(folder, tmp_path / "moved")
     assert command("verify", moved).returncode == 2
@@ -116,7 +117,7 @@ def test_a_run_resumed_under_other_settings_and_from_a_lost_point_is_verified(jo
     changed = resumption.load(folder, ("steps=5", "training.schedule_steps=9"))
     asyncio.run(execute(changed, RunListener(), resume=True))
     result = verify_run(folder, steps=ALL)
-    assert result.verified and result.repeated == (0, 1, 2, 3, 4)
+    assert result.verified and result.repeated_steps == (0, 1, 2, 3, 4)
     (undone,) = VersionedStore.open(folder / "store").branches()
     assert not check_chain(VersionedStore.open(folder / "store", branch=undone)).findings
 
@@ -129,8 +130,8 @@ def test_an_offline_training_continues_the_chain_of_its_run(copy: Path, tmp_path
     plan = training.planned(copy, out, changes, "other", "staleness <= 1", 2)
     training.train(plan, lambda _: None)
     result = verify_offline(out, steps=ALL)
-    assert result.verified and not result.unverified and result.checkpoint_same
-    assert result.repeated == (0, 1, 2, 3, 4, 5)
+    assert result.verified and not result.unverified and result.checkpoint_is_equal
+    assert result.repeated_steps == (0, 1, 2, 3, 4, 5)
     done = command("verify", out, "--steps", 1)
     assert done.returncode == 0 and done.stdout.startswith(f"{out / 'checkpoints' / 'step-000006'}: verified")
 
@@ -161,7 +162,7 @@ def reward_rescoring_branch(run: Path) -> None:
 def test_a_run_without_weights_or_without_steps_is_not_verified(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=2")
     result = verify_run(run)
-    assert not result.verified and not result.findings and not result.repeated
+    assert not result.verified and not result.findings and not result.repeated_steps
     assert "weights: no step can be repeated" in result.unverified
     done = command("verify", run)
     assert done.returncode == 1
@@ -192,6 +193,24 @@ def test_other_weights_on_another_kind_of_machine_contradict_nothing(
     assert any("another machine" in line for line in result.unverified)
 
 
+def test_a_run_that_an_earlier_version_stored_is_readable_and_not_verified(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(layout, "fingerprint_rows", lambda *_: "")
+        patch.setattr(VersionedStore, "_last_entry", lambda *_: "")
+        patch.setattr(versioned, "entry_of", lambda _: "")
+        store_again(copy, VersionedStore.open(copy / "store").steps())
+    result = verify_run(copy)
+    assert not result.verified and not result.findings and not result.repeated_steps
+    assert result.unverified == (
+        "4 of 4 commits: an earlier version stored them, without a chain", "weights: no step can be repeated",
+    )  # fmt: skip
+    done = command("verify", copy)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (1, f"{copy}: NOT VERIFIED")
+    assert command("store", "audit", copy).returncode == 0
+
+
 # -- forgeries -------------------------------------------------------------------------------------------------------
 
 
@@ -199,7 +218,7 @@ def test_a_changed_store_is_found_by_its_chain_and_nothing_is_repeated(copy: Pat
     edit(copy / "store", change_a_logprob)
     result = verify_run(copy)
     assert ("chain", "step 0") in wheres(result)
-    assert not result.verified and not result.repeated
+    assert not result.verified and not result.repeated_steps
     assert command("verify", copy).returncode == 1
 
 
@@ -226,28 +245,31 @@ def with_first_segment(row: EndedTrajectory, change: Callable[[Segment], Segment
 def test_a_batch_forged_with_a_chain_of_its_own_does_not_give_the_published_weights(
     copy: Path, change: Callable[[EndedTrajectory], EndedTrajectory]
 ) -> None:
-    """The forger changes a row of step 1 and makes all hashes anew, but cannot train."""
-    source = VersionedStore.open(copy / "store")
-    records, rows = source.steps(), list(source.ended())
-    shutil.rmtree(copy / "store")
-    forged = VersionedStore.create(copy / "store", source.header)
-    at = next(i for i, r in enumerate(rows) if r.step == 1 and r.fate is Fate.CONSUMED and len(set(told(r))) > 1)
-    rows[at] = change(rows[at])
-    first = 0
-    for record in records:
-        of_commit = rows[first : first + record.num_rows]
-        first += record.num_rows
-        consumed = [(row.trajectory, row.advantage) for row in of_commit if row.fate is Fate.CONSUMED]
-        batch = batch_fingerprint(consumed) if record.kind == "step" else ""
-        forged.commit(replace(record, batch_fingerprint=batch, rows_fingerprint="", previous=""), of_commit)
-    assert not check_chain(forged).findings
+    """The forger changes what was trained on, and makes all hashes anew, but cannot train. Only what has an advantage
+    is of consequence: all rewards of a group may be equal."""
+    rows = list(VersionedStore.open(copy / "store").ended())
+    forged = [change(row) if row.fate is Fate.CONSUMED else row for row in rows]
+    store = store_again(copy, VersionedStore.open(copy / "store").steps(), forged)
+    assert not check_chain(store).findings
+    trained = {f"step {row.step}" for row in (*rows, *forged) if row.fate is Fate.CONSUMED and row.advantage}
     result = verify_run(copy, steps=ALL)
-    assert ("weights", "step 1") in wheres(result)
-    assert not result.verified
+    found = {where for _, where in wheres(result)}
+    assert found <= trained and bool(found) == bool(trained)
+    assert result.verified == (not trained)
 
 
-def told(row: EndedTrajectory) -> list[int]:
-    return row.trajectory.spans[0].tokens.tolist()
+def store_again(run: Path, records: Sequence[StepRecord], rows: Sequence[EndedTrajectory] = ()) -> VersionedStore:
+    """Commit a run's records and rows, or others, to a new store with hashes of its own."""
+    source = VersionedStore.open(run / "store")
+    stored, header = list(rows or source.ended()), source.header
+    shutil.rmtree(run / "store")
+    store = VersionedStore.create(run / "store", header)
+    for record in records:
+        committed, stored = stored[: record.num_rows], stored[record.num_rows :]
+        consumed = [(row.trajectory, row.advantage) for row in committed if row.fate is Fate.CONSUMED]
+        batch = batch_fingerprint(consumed) if record.kind == "step" else ""
+        store.commit(replace(record, batch_fingerprint=batch, rows_fingerprint="", previous=""), committed)
+    return store
 
 
 def test_changed_files_of_the_run_are_found(copy: Path) -> None:
@@ -256,7 +278,7 @@ def test_changed_files_of_the_run_are_found(copy: Path) -> None:
     job.write_text(text.replace("learning_rate = 0.001", "learning_rate = 0.002"))
     assert job.read_text() != text
     result = verify_run(copy)
-    assert wheres(result) == [("settings", "config.toml")] and not result.repeated
+    assert wheres(result) == [("settings", "config.toml")] and not result.repeated_steps
     job.unlink()
     result = verify_run(copy)
     assert not result.findings and not result.verified
@@ -279,7 +301,9 @@ def test_a_changed_resume_point_and_a_changed_base_model_are_found(
     torch.save(state, point)
     result = verify_run(copy, steps=ALL)
     assert wheres(result) == [("weights", "resume point of version 1")]
-    assert result.repeated == (0, 2) and "steps 1: chosen, and not repeated to the end" in result.unverified
+    assert (
+        result.repeated_steps == (0, 2) and "steps 1: of the sample, and not repeated to the end" in result.unverified
+    )
     point.write_bytes(point.read_bytes()[:-1000])
     assert verify_run(copy, steps=ALL).verified, "a point that is not whole is none"
 

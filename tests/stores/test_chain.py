@@ -177,6 +177,22 @@ def change_header(root: Any, rng: random.Random) -> str:
     return "step 0"
 
 
+def remove_the_chain(root: Any, rng: random.Random) -> str:
+    """Make the run look as if an earlier version had stored it."""
+    text, table, records = root["records"][:].tobytes(), root["commits"][:], b""
+    for row in table:
+        offset, size = (int(row[COMMIT_AT[name]]) for name in ("record_offset", "record_bytes"))
+        stored = json.loads(text[offset : offset + size])
+        plain = {name: value for name, value in stored.items() if name not in ("previous", "rows_fingerprint")}
+        encoded = json.dumps(plain).encode()
+        row[COMMIT_AT["record_offset"]], row[COMMIT_AT["record_bytes"]] = len(records), len(encoded)
+        records += encoded
+    root["records"].resize((len(records),))
+    root["records"][:] = np.frombuffer(records, np.uint8)
+    root["commits"][:] = table
+    return ""
+
+
 FORGERIES: dict[str, Callable[[Any, random.Random], str]] = {
     **{f"tokens/{name}": lambda root, rng, name=name: in_tokens(root, rng, name) for name in layout.TOKEN_ARRAYS},
     **{c.array: lambda root, rng, name=c.array: in_column(root, rng, name) for c in COLUMNS},
@@ -188,6 +204,7 @@ FORGERIES: dict[str, Callable[[Any, random.Random], str]] = {
     "a row added": add_a_row,
     "a step dropped": drop_a_step,
     "header": change_header,
+    "the chain removed": remove_the_chain,
 }
 
 
