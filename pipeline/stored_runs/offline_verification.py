@@ -11,7 +11,8 @@ from typing import Any
 
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.recovery.run_folder import load_job
-from staleflow.pipeline.stored_runs.repeated_steps import JobPart, Repetition, RepetitionResult, Report, Stretch
+from staleflow.pipeline.stored_runs.pool import Report
+from staleflow.pipeline.stored_runs.repeated_steps import JobPart, Repetition, RepetitionResult, Stretch
 from staleflow.pipeline.stored_runs.training import origin_of
 from staleflow.pipeline.stored_runs.verification import (
     STEPS,

@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import pickle
+import secrets
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -28,6 +30,8 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 Key = ParamSpec("Key")
 Made = TypeVar("Made")
 
+Report = Callable[[Mapping[str, Any]], None]
+"""Called with events of a training, as `Run.train_offline` describes them."""
 BLOCK_ROWS = 2048
 """Maximum trajectories per task: some 10 MiB at 500 tokens each, tenths of a second of work."""
 MIN_ROWS = 128
@@ -114,6 +118,26 @@ class Pool:
                 "wait for a job to end (`staleflow jobs`)"
             )
         return free
+
+
+def run_reporting(pool: Pool, function: Callable[..., Any], plan: Any, report: Report) -> Any:
+    """Call function(plan, report, shared=pool.shared) on a worker suited to models; returns its result. report: is also
+    called here, with what the function reports. Raises as `Pool.run`."""
+    topic = f"staleflow-report-{secrets.token_hex(4)}"
+    pool.client.subscribe_topic(topic, lambda event: report(event[1]))
+    try:
+        (result,) = pool.run(_reporting, [(pickle.dumps((function, plan)), topic, pool.shared)], model=True)
+    finally:
+        pool.client.unsubscribe_topic(topic)
+    return pickle.loads(result)
+
+
+def _reporting(call: bytes, topic: str, shared: bool) -> bytes:
+    """The task. Values are passed as bytes, which the scheduler need not unpickle."""
+    from distributed import get_worker
+
+    worker, (function, plan) = get_worker(), pickle.loads(call)
+    return pickle.dumps(function(plan, lambda event: worker.log_event(topic, dict(event)), shared=shared))
 
 
 @contextlib.contextmanager

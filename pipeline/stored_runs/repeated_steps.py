@@ -10,17 +10,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.stored_runs.pool import store_at
+from staleflow.pipeline.stored_runs.pool import Report, store_at
 from staleflow.pipeline.stored_runs.rank_tasks import lead_group
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.reader import UnreadableRow
@@ -33,8 +33,6 @@ from staleflow.stores.weights.weight_hash import fingerprint
 
 if TYPE_CHECKING:
     from staleflow.tasks.training.policy import Policy
-
-Report = Callable[[Mapping[str, Any]], None]
 
 
 def chosen_rows(store: VersionedStore, where: str) -> dict[int, npt.NDArray[np.int64]]:

@@ -13,8 +13,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import pickle
-import secrets
 import shutil
 import tempfile
 import time
@@ -32,9 +30,8 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import source_fingerprints, start_inputs
 from staleflow.pipeline.recovery.run_folder import LOCK, load_job, lock_folder
 from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluation, fewer_prompts
-from staleflow.pipeline.stored_runs.pool import Pool, creation_lock, store_at
+from staleflow.pipeline.stored_runs.pool import Pool, Report, creation_lock, run_reporting, store_at
 from staleflow.pipeline.stored_runs.repeated_steps import (
-    Report,
     batch_at,
     chosen_rows,
     offline_steps,
@@ -145,13 +142,7 @@ def train_offline(
         raise ConfigError(
             f"training.ranks = {ranks}: {free} workers are free; start more, or set training.ranks={free}"
         )
-    topic = f"staleflow-offline-{secrets.token_hex(4)}"
-    pool.client.subscribe_topic(topic, lambda event: report(event[1]))
-    try:
-        (result,) = pool.run(_task, [(pickle.dumps(plan), topic, pool.shared)], model=True)
-    finally:
-        pool.client.unsubscribe_topic(topic)
-    trained: OfflineTrainingResult = pickle.loads(result)
+    trained: OfflineTrainingResult = run_reporting(pool, train, plan, report)
     return trained
 
 
@@ -188,15 +179,6 @@ def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, w
 
 
 # -- on the worker ---------------------------------------------------------------------------------------------------
-
-
-def _task(plan: bytes, topic: str, shared: bool) -> bytes:
-    """Offline training as a Dask task. Values are passed as bytes, which the scheduler need not unpickle."""
-    from distributed import get_worker
-
-    worker = get_worker()
-    result = train(pickle.loads(plan), lambda event: worker.log_event(topic, dict(event)), shared=shared)
-    return pickle.dumps(result)
 
 
 def train(plan: OfflinePlan, report: Report, *, shared: bool = False) -> OfflineTrainingResult:

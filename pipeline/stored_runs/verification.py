@@ -12,9 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import random
-import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,12 +25,11 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import certificate, source_fingerprints, start_inputs
 from staleflow.pipeline.recovery.certificate import Certificate
 from staleflow.pipeline.recovery.run_folder import load_job
-from staleflow.pipeline.stored_runs.pool import pool_of
+from staleflow.pipeline.stored_runs.pool import Report, pool_of, run_reporting
 from staleflow.pipeline.stored_runs.repeated_steps import (
     JobPart,
     Repetition,
     RepetitionResult,
-    Report,
     Stretch,
     repeat,
 )
@@ -307,22 +304,8 @@ def run_repetition(plan: Repetition, client: Any, report: Report) -> RepetitionR
     """Repeat steps on a worker, and as many more as the job has ranks."""
     ranks = max(part.config.training.ranks for stretch in plan.stretches for part in stretch.parts)
     with pool_of(client, ranks, model=True) as pool:
-        topic = f"staleflow-verify-{secrets.token_hex(4)}"
-        pool.client.subscribe_topic(topic, lambda event: report(event[1]))
-        try:
-            (result,) = pool.run(_task, [(pickle.dumps(plan), topic, pool.shared)], model=True)
-        finally:
-            pool.client.unsubscribe_topic(topic)
-    repeated: RepetitionResult = pickle.loads(result)
-    return repeated
-
-
-def _task(plan: bytes, topic: str, shared: bool) -> bytes:
-    """Repetition as a Dask task. Values are passed as bytes, which the scheduler need not unpickle."""
-    from distributed import get_worker
-
-    worker = get_worker()
-    return pickle.dumps(repeat(pickle.loads(plan), lambda event: worker.log_event(topic, dict(event)), shared=shared))
+        repeated: RepetitionResult = run_reporting(pool, repeat, plan, report)
+        return repeated
 
 
 def steps_in_words(steps: Iterable[int]) -> str:

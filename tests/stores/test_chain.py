@@ -15,7 +15,7 @@ import pytest
 import zarr
 
 from staleflow.stores.auditing.chain import ChainReport, check_chain
-from staleflow.stores.trajectories import layout
+from staleflow.stores.trajectories import layout, versioned
 from staleflow.stores.trajectories.columns import COLUMNS
 from staleflow.stores.trajectories.layout import COMMIT_AT
 from staleflow.stores.trajectories.reader import PLACES
@@ -71,6 +71,7 @@ def test_commits_of_a_version_without_a_chain_are_counted_apart(
     with monkeypatch.context() as patch:
         patch.setattr(layout, "fingerprint_rows", lambda *_: "")
         patch.setattr(VersionedStore, "_last_entry", lambda *_: "")
+        patch.setattr(versioned, "entry_of", lambda _: "")
         store.commit(record(0), [ended(np.random.default_rng(0), 0, 0)])
     report = check_chain(store)
     assert (report.num_commits, report.num_entries, report.findings, report.entries) == (1, 0, [], {})
