@@ -186,7 +186,7 @@ class Driver:
         finally:
             starting.cancel()
         first = self._actors.trained_fingerprints
-        self._inputs = start_inputs(self._run_dir, first[max(first)], self._prints)
+        self._inputs = start_inputs(self._run_dir, first[max(first)], self._fingerprints)
         resumed = await self._resume()
         self._note(await self._actors.ask("server", "held_out_notice"))
         self._measurements.start()

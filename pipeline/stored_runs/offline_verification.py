@@ -109,7 +109,7 @@ def verify_offline(
         num_steps=len(entries),
         num_commits=chain.num_commits,
         num_entries=chain.num_entries,
-        entry=entry_of(lines[-1]) if lines else "",
+        entry=entry_of(lines[-1]) if sample else "",
         sample_steps=tuple(sample),
         repeated_steps=tuple(sorted(result.steps)),
         findings=(*findings, *contradictions),
