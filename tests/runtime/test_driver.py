@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from staleflow.pipeline.coordination.events import TrajectoryScored
+from staleflow.pipeline.recovery import certificate
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.stores.errors import ConfigError, RunStuck, StoreError
 from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion
@@ -182,6 +184,8 @@ def test_checkpoints_are_saved_as_often_as_asked(body: Body) -> None:
     run.check()
     names = [folder.rpartition("/")[2] for folder in run.workers.actor("trainer").saved]
     assert names == ["step-000002", "step-000004", "step-000005"]
+    certificates = [certificate.read(Path(folder)) for folder in run.workers.actor("trainer").saved]
+    assert [(int(c.version), c.entry) for c in certificates] == [(v, f"entry of step {v - 1}") for v in (2, 4, 5)]
 
 
 # -- nothing happens -----------------------------------------------------------------------------------------------

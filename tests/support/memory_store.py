@@ -56,6 +56,10 @@ class MemoryStore:
     def steps(self, first: int = 0) -> list[StepRecord]:
         return self._steps[first:]
 
+    def entry(self, step: int) -> str:
+        """A name for a step's entry: this store has no chain."""
+        return f"entry of step {step}"
+
     def ended(self, step: int | None = None) -> Iterable[EndedTrajectory]:
         for row in self._ended:
             if step is None or (row.fate is Fate.CONSUMED and row.step == step):
