@@ -198,7 +198,7 @@ def prompt_settings(
         context=context,
         kv_tokens=config.rollout.engine.kv_tokens,
         held_out=held_out,
-        longest=longest_prompt,
+        max_prompt_tokens=longest_prompt,
         sets=evaluation_sets(config),
         workload=None if config.has_texts else make_workload(config),
         drawn_responses=config.emulated and config.has_texts,
@@ -267,7 +267,7 @@ def overlong_penalty(config: RunConfig) -> Overlong:
     """This job's penalty on responses whose length is close to the limit."""
     training = config.training
     return Overlong(
-        tokens=training.overlong_tokens, penalty=training.overlong_penalty, longest=config.rollout.max_new_tokens
+        tokens=training.overlong_tokens, penalty=training.overlong_penalty, max_length=config.rollout.max_new_tokens
     )
 
 
@@ -285,7 +285,7 @@ def example_settings(config: RunConfig, held_out: int) -> ExampleSettings | None
     none = dataclasses.replace(config.task, source="emulated", eval_source="")
     return ExampleSettings(
         prompts=dataclasses.replace(
-            prompts, source=dataclasses.replace(prompts.source, task=none), sets=(), longest=None
+            prompts, source=dataclasses.replace(prompts.source, task=none), sets=(), max_prompt_tokens=None
         ),
         count=sft.examples_per_step,
         source=sft.source,

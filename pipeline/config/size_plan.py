@@ -49,7 +49,7 @@ def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
             batch_tokens=engine.max_batch_tokens,
         ),
         instances=config.rollout.instances,
-        longest=max_length,
+        max_length=max_length,
         num_gpus=num_gpus,
         own_gpu=num_gpus > 1,
         turns=config.turns,

@@ -20,12 +20,11 @@ class FetchPrompts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Sample `trajectory` on `instance`, which must serve `version` or newer when the first token is sampled; if it
-    serves several, under the oldest of these."""
+    """Sample `trajectory` on `instance`, under the oldest version that it serves and that is `version` or newer."""
 
     trajectory: TrajectoryId
     route_number: int
-    """Times this trajectory was routed: an answer to an earlier routing is ignored."""
+    """Number of times that this trajectory was routed; results of an earlier routing are ignored."""
     instance: InstanceId
     version: PolicyVersion
     cause: str
@@ -53,7 +52,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseCache:
-    """Free what an instance keeps of a trajectory's earlier turns: nothing goes on from them."""
+    """Release the KV cache retained for a trajectory; no later turn uses it."""
 
     trajectory: TrajectoryId
     instance: InstanceId
@@ -62,8 +61,8 @@ class ReleaseCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pull:
-    """Load the weights of `version`; running trajectories continue under it with the tokens they have, or, where
-    versions are served side by side, end under their own."""
+    """Load the weights of `version`. Running trajectories continue under it, or, where versions are served side by
+    side, finish under their own."""
 
     instance: InstanceId
     version: PolicyVersion
@@ -72,8 +71,8 @@ class Pull:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sleep:
-    """Free the GPUs, which the trainer needs for step `step`: drop weights and caches. Nothing runs there any more; the
-    next `Pull` wakes the instance."""
+    """Free the GPUs for the trainer's step `step`: drop weights and caches. No request runs there; the next `Pull`
+    wakes the instance."""
 
     instance: InstanceId
     step: int
@@ -82,7 +81,7 @@ class Sleep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetDraftLength:
-    """Draft up to so many tokens for each decode step of a request; 0: none."""
+    """Draft up to `length` tokens per decode step of a request; 0 disables drafting."""
 
     instance: InstanceId
     length: int
@@ -99,8 +98,8 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEnvironment:
-    """Have the environment of a trajectory take the step that its latest turn asks for. cut: the turn was stopped, and
-    the episode is to end with it."""
+    """Step the environment with the latest turn of a trajectory. truncated: the turn was truncated, and ends the
+    episode."""
 
     trajectory: TrajectoryId
     route_number: int
@@ -118,7 +117,7 @@ class CloseEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train:
-    """Run training step `step` on these trajectories, a group's members side by side."""
+    """Run training step `step` on these trajectories; members of a group are adjacent."""
 
     step: int
     trajectories: tuple[TrajectoryId, ...]
@@ -139,9 +138,11 @@ class Discard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishEvaluation:
-    """Sum up evaluation `evaluation`, all of whose responses were sampled under `version` alone. unanswered: those that
-    no engine or environment could finish. abandoned: it ended before it was complete, as no instance serves that
-    version any more; what it has is no result."""
+    """Finish evaluation number `evaluation`, all of whose responses were sampled under `version`.
+
+    failed: trajectories that no engine or environment could finish. abandoned: no instance serves the version any more;
+    the evaluation is incomplete and has no result.
+    """
 
     evaluation: int
     version: PolicyVersion

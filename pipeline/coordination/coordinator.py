@@ -381,11 +381,11 @@ class Coordinator(CoordinatorInspection):
             self._finish_evaluation(abandoned=True)
 
     def _fetch_prompts(self) -> None:
-        room = self._strategies.admission.room(self.ledger)
-        wanted = room - len(self._state.unreserved_groups) - self._state.groups_requested
-        if wanted > 0 and len(self._state.fleet):
-            draws = self._state.draw(wanted)
-            self._commands.append(FetchPrompts(num_groups=wanted, draws=draws, cause=self._history.cause))
+        num_free = self._strategies.admission.num_reservable(self.ledger)
+        num_groups = num_free - len(self._state.unreserved_groups) - self._state.groups_requested
+        if num_groups > 0 and len(self._state.fleet):
+            draws = self._state.draw(num_groups)
+            self._commands.append(FetchPrompts(num_groups=num_groups, draws=draws, cause=self._history.cause))
 
     def _route(self) -> None:
         """Serve the queue level by level, oldest promises first. A level stops at its first trajectory that finds no

@@ -66,7 +66,7 @@ class RoutePlanner:
         promised = self._state.queue.promised(version)
         if self._admission.refusal(ledger, version) is not None:
             return promised
-        groups = min(self._admission.room(ledger), ledger.room(version))
+        groups = min(self._admission.num_reservable(ledger), ledger.num_reservable(version))
         return promised + groups * ledger.members_started
 
     def _cached_instance(self, live: LiveTrajectory, fitting: BoolArray) -> Instance | None:

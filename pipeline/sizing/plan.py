@@ -36,7 +36,7 @@ class SizedJob:
     training: TrainingShape
     engine: EngineShape
     instances: int
-    longest: int
+    max_length: int
     num_gpus: int
     own_gpu: bool = True
     turns: bool = False
@@ -98,8 +98,8 @@ def _candidates(job: SizedJob) -> Iterator[tuple[SizedJob, dict[str, object]]]:
     options: dict[str, Sequence[object]] = {
         "model.dtype": ["bfloat16"] if training.dtype == "float32" else [],
         "training.recompute_activations": [] if training.recompute else [True],
-        "training.microbatch_tokens": [job.longest] if job.longest < training.microbatch_tokens else [],
-        "rollout.engine.kv_tokens": [job.longest] if job.longest < engine.kv_tokens else [],
+        "training.microbatch_tokens": [job.max_length] if job.max_length < training.microbatch_tokens else [],
+        "rollout.engine.kv_tokens": [job.max_length] if job.max_length < engine.kv_tokens else [],
         "training.ranks": [2**power for power in range(1, 11) if training.ranks < 2**power <= num_free_gpus],
         "rollout.engine.tensor_parallel": [
             degree for degree in (2, 4, 8) if job.own_gpu and engine.tensor_parallel < degree
@@ -162,7 +162,7 @@ def _proposed(model: ModelShape, job: SizedJob, device_bytes: int) -> dict[str, 
     share = (sum(parts.values()) - GRAPH_BYTES) / device_bytes
     return {
         "rollout.engine.kv_tokens": kv_tokens,
-        "rollout.engine.max_running": max(1, min(MAX_RUNNING, kv_tokens // job.longest)),
+        "rollout.engine.max_running": max(1, min(MAX_RUNNING, kv_tokens // job.max_length)),
         "rollout.engine.max_batch_tokens": engine.batch_tokens,
         "rollout.engine.options.gpu_memory_utilization": round(min(share, 0.95), 2),
         "deadlines.start_s": round(START_S + 4 * model.parameters / LOAD_BYTES_S),

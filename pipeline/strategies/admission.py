@@ -52,7 +52,7 @@ class Admission(RegistryEntry, ABC):
         return bound
 
     @abstractmethod
-    def room(self, ledger: StalenessLedger) -> int:
+    def num_reservable(self, ledger: StalenessLedger) -> int:
         """Number of groups of the published version that may be started now, including those already queued."""
 
     @abstractmethod
@@ -82,8 +82,8 @@ class Reservations(Admission):
 
     reserves = True
 
-    def room(self, ledger: StalenessLedger) -> int:
-        return ledger.room(ledger.version)
+    def num_reservable(self, ledger: StalenessLedger) -> int:
+        return ledger.num_reservable(ledger.version)
 
     def refusal(self, ledger: StalenessLedger, version: PolicyVersion) -> str | None:
         return ledger.refusal(version)
@@ -98,9 +98,9 @@ class CappedAdmission(Admission):
     def cap(self, ledger: StalenessLedger) -> int:
         """Most groups that may be in play."""
 
-    def room(self, ledger: StalenessLedger) -> int:
+    def num_reservable(self, ledger: StalenessLedger) -> int:
         left = self.cap(ledger) - ledger.num_reserved - ledger.num_occupied
-        return min(ledger.room(ledger.version), max(0, left))
+        return min(ledger.num_reservable(ledger.version), max(0, left))
 
     def refusal(self, ledger: StalenessLedger, version: PolicyVersion) -> str | None:
         cap, in_play = self.cap(ledger), ledger.num_reserved + ledger.num_occupied

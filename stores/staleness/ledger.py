@@ -7,8 +7,8 @@ Invariants:
 3. Once. A group is consumed by at most one step, and every step consumes exactly `groups_per_step` groups.
 4. Conservation. started = consumed + filtered + aborted + live, for groups and for trajectories, at every moment.
 
-A reservation promises a group a place by its deadline, not a particular step. The ledger assigns no group to a step; it
-keeps, by version, the groups that are promised a place by their deadline V + eta, and keeps that schedule feasible
+A reservation guarantees a group an entry by its deadline, not in a particular step. The ledger assigns no group to a
+step; it keeps the reserved groups by version, each due by its deadline V + eta, and keeps that schedule feasible
 (Hall's condition for unit jobs with deadlines): for every step D, the groups due by D fit into the steps left up to D.
 In whatever order the work finishes, choosing the earliest deadline first then leaves no group without a legal step.
 docs/protocol.md has the proof. Versions in flight span at most eta + 1 values, so every operation costs O(eta), however
@@ -20,14 +20,14 @@ Worked example, eta = 1, one group a step, version 0 published:
 >>> for g in (0, 1):
 ...     _ = ledger.start(GroupId(g))
 ...     ledger.reserve(GroupId(g), TrajectoryId(g), PolicyVersion(0))
->>> ledger.start(GroupId(2)); ledger.refusal(PolicyVersion(0))  # steps 0 and 1 are promised; group 2 would be late
+>>> ledger.start(GroupId(2)); ledger.refusal(PolicyVersion(0))  # steps 0 and 1 are reserved; group 2 would be late
 (2,)
-'2 groups are promised the 2 places up to step 1'
+'2 groups have reserved the 2 entries up to step 1'
 >>> ledger.complete(GroupId(1), TrajectoryId(1)); ledger.occupy(GroupId(1)); ledger.ready()
 True
 ()
 True
->>> ledger.consume(0).groups  # group 1 finished first, so it is trained on first; group 0 keeps its promise for step 1
+>>> ledger.consume(0).groups  # group 1 finished first, so it is trained on first; group 0 is still reserved for step 1
 (1,)
 """
 
@@ -46,13 +46,19 @@ UNBOUNDED_STEPS = 2**62
 class StalenessLedger:
     """The protocol's state. Operations are O(eta); an illegal one raises `ProtocolViolation` and changes nothing.
 
-    eta: the bound, >= 0. groups_per_step: groups one step consumes. group_size: members an advantage is computed over.
-    groups_started / members_started (redundancy): groups started per step, and members started per group; surplus is
-    aborted as soon as it can no longer be used. num_steps: planned end; nothing is promised beyond it. waits: whether a
-    step waits for promised work that is due. If not, promises reserve nothing: any number of groups may be reserved, a
-    step begins as soon as enough of them are finished, and unfinished groups due by it are aborted. The bound still
-    holds, but invariant 2 does not. (Systems that discard stale work at the consumer behave this way.) window: groups,
-    from the oldest that is promised a place, among which a step must find its batch; 0: anywhere.
+    Args:
+        eta: The staleness bound, >= 0.
+        groups_per_step: Groups that one step consumes.
+        group_size: Members that an advantage is computed over.
+        groups_started: Groups started per step; more than groups_per_step is redundancy, and the surplus is aborted as
+            soon as it can no longer be used.
+        members_started: Members started per group, as above.
+        num_steps: Planned end; nothing is reserved beyond it.
+        waits: Whether a step waits for reserved work that is due. If not, the number of reservations is not limited, a
+            step begins as soon as enough groups are finished, and unfinished groups due by it are aborted. The bound
+            still holds, but invariant 2 does not. (Systems that discard stale work at the consumer behave this way.)
+        window: Number of groups, from the oldest with a reservation, among which a step must find its batch; 0: no
+            limit.
     """
 
     def __init__(
@@ -75,8 +81,8 @@ class StalenessLedger:
         self.num_steps = num_steps
         self.waits = waits
         self.window = window
-        # Groups that may be promised places in one step.
-        self._promises_per_step = self.groups_started if waits else UNBOUNDED_STEPS
+        # Groups that may hold reservations for one step.
+        self._reservations_per_step = self.groups_started if waits else UNBOUNDED_STEPS
         if eta < 0 or groups_per_step < 1 or group_size < 1 or num_steps < 0:
             raise ValueError("eta and num_steps must be >= 0, groups_per_step and group_size >= 1")
         if self.groups_started < groups_per_step or self.members_started < group_size:
@@ -97,16 +103,16 @@ class StalenessLedger:
         return min(version + self.eta, self.num_steps - 1)
 
     def refusal(self, version: PolicyVersion) -> str | None:
-        """The reason no further group of `version` can be promised a place; None if one can."""
+        """The reason why no further group of `version` can reserve an entry; None if one can."""
         return self._shortage(self.deadline(version), self._horizon())
 
-    def room(self, version: PolicyVersion) -> int:
-        """The number of further groups of `version` that can be promised a place now."""
-        room = UNBOUNDED_STEPS
+    def num_reservable(self, version: PolicyVersion) -> int:
+        """Number of further groups of `version` that can reserve an entry now."""
+        count = UNBOUNDED_STEPS
         due = self.deadline(version)
-        for _, promises_left, places_left in self._slack(due, self._horizon()):
-            room = min(room, promises_left if places_left > 0 else 0)
-        return max(0, room) if due >= self.next_step else 0
+        for _, unreserved, unfilled in self._slack(due, self._horizon()):
+            count = min(count, unreserved if unfilled > 0 else 0)
+        return max(0, count) if due >= self.next_step else 0
 
     def can_reserve(self, group: GroupId, version: PolicyVersion) -> bool:
         """Whether a member of `group` may be sampled under `version` or newer."""
@@ -116,7 +122,7 @@ class StalenessLedger:
         return entry.state is EntryState.RESERVED and self._moved_refusal(entry, version) is None
 
     def ready(self) -> bool:
-        """Whether the next step can consume its batch now without breaking more promises than redundancy allows."""
+        """Whether the next step can consume its batch now without breaking more reservations than redundancy allows."""
         if self.next_step >= self.num_steps or self.next_step > self.version:
             return False
         num_occupied = sum(map(len, self._occupied.values()))
@@ -196,11 +202,11 @@ class StalenessLedger:
         self._validate_counts()
 
     def start(self, group: GroupId, unfinished: Sequence[TrajectoryId] | None = None) -> tuple[TrajectoryId, ...]:
-        """Add a new group to the queue; it holds no promise yet. Returns the ids of the members it starts.
+        """Add a new group to the queue; it has no reservation yet. Returns the ids of the members it starts.
 
         unfinished: of a group that a resumed run takes up, the members that had not ended when it was stored; their
-        siblings are among the counts it was resumed with. What they were promised is reserved anew, oldest version
-        first: (H) held for all these promises together, so it holds for any part of them.
+        siblings are among the counts it was resumed with. Their reservations are made again, oldest version
+        first: (H) held for all these reservations together, so it holds for any part of them.
         """
         if group in self.entries:
             raise ProtocolViolation(f"group {group} was started twice")
@@ -215,11 +221,11 @@ class StalenessLedger:
         return members
 
     def reserve(self, group: GroupId, member: TrajectoryId, version: PolicyVersion) -> None:
-        """Promise a place to `group` because `member` is about to be sampled under `version` or newer.
+        """Reserve an entry for `group` because `member` is about to be sampled under `version` or newer.
 
-        Idempotent for a group whose promise is at least as old. A member of an older version lowers the group's
-        version, and with it its deadline, if all other promises can still be kept. Raises if not: check `can_reserve`
-        first.
+        Idempotent for a group whose reservation is at least as old. A member of an older version lowers the group's
+        version, and with it its deadline, if all other reservations can still be kept. Raises ProtocolViolation if not:
+        check `can_reserve` first.
         """
         entry = self._live(group)
         if member not in entry.waiting:
@@ -228,7 +234,7 @@ class StalenessLedger:
             raise ProtocolViolation(f"group {group}: version {version} is not published, only 0 to {self.version} are")
         if not self.can_reserve(group, version):
             why = self.refusal(version) if entry.state is EntryState.QUEUED else self._moved_refusal(entry, version)
-            raise ProtocolViolation(f"group {group} cannot be promised a place at version {version}: {why}")
+            raise ProtocolViolation(f"group {group} cannot reserve an entry at version {version}: {why}")
         if entry.state is EntryState.QUEUED:
             entry.state, entry.version = EntryState.RESERVED, version
             self._reserved.setdefault(version, {})[group] = None
@@ -248,7 +254,7 @@ class StalenessLedger:
         return len(entry.completed) >= self.group_size
 
     def occupy(self, group: GroupId) -> tuple[Ending, ...]:
-        """Turn a complete group's promise into finished work; abort its surplus members and groups left without a
+        """Turn a complete group's reservation into finished work; abort its surplus members and groups left without a
         step."""
         entry = self._live(group)
         if entry.state is not EntryState.RESERVED or len(entry.completed) < self.group_size:
@@ -289,7 +295,7 @@ class StalenessLedger:
         )
 
     def abort(self, group: GroupId, reason: AbortReason, member: TrajectoryId | None = None) -> tuple[Ending, ...]:
-        """Abort a group, or one unfinished member of it if enough others remain. An aborted group's place is freed."""
+        """Abort a group, or one unfinished member of it if enough others remain. An aborted group's entry is freed."""
         entry = self._live(group)
         if member is not None:
             if member not in entry.waiting:
@@ -307,7 +313,7 @@ class StalenessLedger:
         return self._end(entry, entry.members, Fate.ABORTED, reason)
 
     def filter(self, group: GroupId, reason: AbortReason) -> tuple[Ending, ...]:
-        """Drop a complete group that is not worth training on; its place is freed for a replacement."""
+        """Drop a complete group that is not worth training on; its entry is freed for a replacement."""
         entry = self._live(group)
         if entry.state is not EntryState.RESERVED or len(entry.completed) < self.group_size:
             raise ProtocolViolation(f"group {group} is filtered before it is complete")
@@ -330,14 +336,14 @@ class StalenessLedger:
         self._validate_membership()
         self._validate_counts()
         due = occupied_due = 0
-        strict = self._promises_per_step == self.groups_per_step
+        strict = self._reservations_per_step == self.groups_per_step
         for step in range(min(self.next_step, self.version), self._horizon() + 1):
             due += self._count_at(step, reserved=True)
             occupied_due += self._count_at(step, reserved=False)
-            places = self.groups_per_step * max(0, step - self.next_step + 1)
-            if occupied_due > places or (strict and due > places):
+            num_entries = self.groups_per_step * max(0, step - self.next_step + 1)
+            if occupied_due > num_entries or (strict and due > num_entries):
                 raise ProtocolViolation(
-                    f"{due} groups ({occupied_due} finished) are due by step {step}, which has {places} places"
+                    f"{due} groups ({occupied_due} finished) are due by step {step}, which has {num_entries} entries"
                 )
         for version, groups in (*self._reserved.items(), *self._occupied.items()):
             if groups and (version > self.next_step or self.deadline(version) < self.next_step):
@@ -392,7 +398,7 @@ class StalenessLedger:
         return picked
 
     def _horizon(self) -> int:
-        """The last step by which any existing or possible promise is due."""
+        """The last step by which any existing or possible reservation is due."""
         return min(self.version + self.eta, self.num_steps - 1)
 
     def _due_versions(self, step: int) -> Iterable[PolicyVersion]:
@@ -403,7 +409,7 @@ class StalenessLedger:
         return (PolicyVersion(first),)
 
     def _count_at(self, step: int, *, reserved: bool) -> int:
-        """The number of groups due exactly at `step`: occupied ones and, if `reserved`, promised ones."""
+        """The number of groups due exactly at `step`: occupied ones and, if `reserved`, reserved ones."""
         count = 0
         for version in self._due_versions(step):
             count += len(self._occupied.get(version, ()))
@@ -416,31 +422,35 @@ class StalenessLedger:
         return sum(self._count_at(s, reserved=reserved) for s in range(self.next_step, step + 1))
 
     def _slack(self, due: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """For each step from `due` to `last`: (step, number of further groups due by then that can be promised a place,
-        number of places that finished work leaves). The two numbers differ only with redundancy, which promises more
-        places than there are."""
-        promised = self._count_due(due - 1, reserved=True)
+        """For each step from `due` to `last`: (step, number of further groups due by then that can reserve an entry,
+        number of entries that finished work leaves). The two numbers differ only with redundancy, which reserves
+        more entries than there are."""
+        num_reserved = self._count_due(due - 1, reserved=True)
         finished = self._count_due(due - 1, reserved=False)
         for step in range(due, last + 1):
-            promised += self._count_at(step, reserved=True)
+            num_reserved += self._count_at(step, reserved=True)
             finished += self._count_at(step, reserved=False)
             num_steps = step - self.next_step + 1
-            yield step, self._promises_per_step * num_steps - promised, self.groups_per_step * num_steps - finished
+            yield (
+                step,
+                self._reservations_per_step * num_steps - num_reserved,
+                self.groups_per_step * num_steps - finished,
+            )
 
     def _shortage(self, due: int, last: int) -> str | None:
-        """The reason one more group due by `due` cannot be promised a place, judged by the steps to `last`, or None."""
+        """The reason one more group due by `due` cannot reserve an entry, judged by the steps to `last`, or None."""
         if due < self.next_step:
             return f"it would have to be trained on by step {due}, the next is {self.next_step}"
-        for step, promises_left, places_left in self._slack(due, last):
-            if promises_left <= 0:
-                promised = self.groups_started * (step - self.next_step + 1) - promises_left
-                return f"{promised} groups are promised the {promised + promises_left} places up to step {step}"
-            if places_left <= 0:
-                return f"finished groups fill all places up to step {step}"
+        for step, unreserved, unfilled in self._slack(due, last):
+            if unreserved <= 0:
+                num_reserved = self.groups_started * (step - self.next_step + 1) - unreserved
+                return f"{num_reserved} groups have reserved the {num_reserved + unreserved} entries up to step {step}"
+            if unfilled <= 0:
+                return f"finished groups fill all entries up to step {step}"
         return None
 
     def _moved_refusal(self, entry: Entry, version: PolicyVersion) -> str | None:
-        """The reason a reserved group cannot take `version`; None if every promise can still be kept. One that is not
+        """The reason why a reserved group cannot take `version`; None if all reservations can still be kept. One not
         older only needs a deadline that is not over."""
         return self._shortage(self.deadline(version), self.deadline(entry.version) - 1)
 
@@ -474,15 +484,15 @@ class StalenessLedger:
 
     def _shed(self) -> tuple[Ending, ...]:
         """Abort reserved groups left without a legal step; only redundancy, or steps that do not wait, leave any."""
-        if self._promises_per_step == self.groups_per_step:
+        if self._reservations_per_step == self.groups_per_step:
             return ()
         endings: list[Ending] = []
-        room: int = UNBOUNDED_STEPS
-        # From the latest deadline down: the room at a deadline is the least slack at it or at any later one.
+        count: int = UNBOUNDED_STEPS
+        # From the latest deadline down: the count at a deadline is the least slack at it or at any later one.
         occupied_due = self._count_due(self._horizon(), reserved=False)
         for step in range(self._horizon(), self.deadline(min(self._reserved, default=self.version)) - 1, -1):
-            room = min(room, self.groups_per_step * max(0, step - self.next_step + 1) - occupied_due)
-            if room <= 0:
+            count = min(count, self.groups_per_step * max(0, step - self.next_step + 1) - occupied_due)
+            if count <= 0:
                 reason = AbortReason.TOO_STALE if step < self.next_step else AbortReason.SURPLUS_GROUP
                 for version in tuple(self._due_versions(step)):
                     for group in tuple(self._reserved.get(version, ())):

@@ -12,9 +12,9 @@ class EntryState(Enum):
     """The state of a live group."""
 
     QUEUED = auto()
-    """Started, no member routed yet: holds no promise."""
+    """Started, no member routed yet: has no reservation."""
     RESERVED = auto()
-    """At least one member was routed: holds the promise of a place."""
+    """At least one member was routed: has a reservation."""
     OCCUPIED = auto()
     """Complete and accepted by the filters: waiting to be trained on."""
 

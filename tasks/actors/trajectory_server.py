@@ -101,7 +101,7 @@ class TrajectoryServer:
         path, prompts = Path(settings.store), settings.prompts
         stored = self.stores.open(path) if settings.resumed else None
         if stored is not None:
-            prompts = replace(prompts, held_out=stored.header.held_out, longest=stored.header.longest_prompt)
+            prompts = replace(prompts, held_out=stored.header.held_out, max_prompt_tokens=stored.header.longest_prompt)
         self._settings = settings
         self._prompts: Prompts = prompts.build()
         self._store = self.stores.create(path, settings.header) if stored is None else stored

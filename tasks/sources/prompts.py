@@ -46,7 +46,7 @@ class NamedSource:
     held_out: int
     """Number of its held-out prompts excluded from training."""
     max_new_tokens: int
-    """Most tokens of a response to a prompt of it."""
+    """Maximum tokens of a response to a prompt of this source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,35 +63,35 @@ class PromptSettings:
     """Tokens that an engine's cache can hold."""
     held_out: int
     """Number of held-out prompts excluded from training."""
-    longest: int | None = None
+    max_prompt_tokens: int | None = None
     """Tokens beyond which a prompt is replaced by another; None: it is refused. For an existing store it must be the
     value in its header."""
     workload: Workload | None = None
     """Source of prompt lengths in an emulated run, which has no tokenizer; else None."""
     sets: tuple[EvaluationSet, ...] = ()
-    """What the model is evaluated on. Prompts of these are not trained on."""
+    """Evaluation sets, whose prompts are not trained on."""
     drawn_responses: bool = False
-    """Whether responses are an emulated engine's, which stand for random texts."""
+    """Whether the engine is emulated, and responses are random texts (`run --dry-run`)."""
     sources: tuple[NamedSource, ...] = ()
-    """In place of `source`: several."""
+    """Several sources, used instead of `source`."""
 
     @property
     def has_agents(self) -> bool:
-        """Whether prompts may have limits of their own for their first turns, as an agent's requests have."""
+        """Whether a source runs agents, whose requests limit their turns themselves."""
         return any(source.is_agent_source for source in (self.source, *(s.settings for s in self.sources)))
 
     def response_tokens(self, source: int) -> int:
-        """The most tokens of a response to a prompt of a source."""
+        """Maximum tokens of a response to a prompt of a source."""
         return self.sources[source].max_new_tokens if self.sources else self.max_new_tokens
 
     def of(self, source: NamedSource) -> PromptSettings:
-        """The settings of one of several sources."""
+        """Settings for one of several sources."""
         return replace(
             self,
             source=source.settings,
             held_out=source.held_out,
             max_new_tokens=source.max_new_tokens,
-            longest=self.longest if source.settings.task.skip_long else None,
+            max_prompt_tokens=self.max_prompt_tokens if source.settings.task.skip_long else None,
             sources=(),
         )
 
@@ -167,18 +167,20 @@ class EmulatedPrompts:
 
 
 class TokenizedPrompts:
-    """Prompts of a task source, encoded by the model's tokenizer. Threads may share one. Which prompt a group's id
-    stands for depends on `held_out`: for an existing store it must be the value in its header."""
+    """Prompts of a task source, encoded by the model's tokenizer. Thread-safe.
+
+    The mapping of group ids to prompts depends on `held_out`: for an existing store it must be the value in its header.
+    """
 
     def __init__(self, settings: PromptSettings, tokenizer: ChatTokenizer | None = None) -> None:
-        """texts: the model's tokenizer, if it is loaded already."""
+        """tokenizer: the model's, if it is loaded already."""
         self._task = settings.source.task
         self._observation = settings.source.limits.template
-        """Put around what an environment says, without a chat template."""
+        """Text inserted around observations without a chat template."""
         if self._task.system and not self._task.chat:
             raise ConfigError("task.system: only a chat template has a place for it; set task.chat = true")
         self._settings = settings
-        self._at_once = settings.source.concurrency
+        self._concurrency = settings.source.concurrency
         self._source: TaskSource = settings.source.build().excluding_held_out(settings.held_out)
         if excluding_held_out := frozenset(
             p
@@ -187,24 +189,24 @@ class TokenizedPrompts:
             for p in held_out_prompts(eval_set.build(), eval_set.config.prompts)
         ):
             self.exclude(excluding_held_out)
-        if settings.longest is not None:
+        if settings.max_prompt_tokens is not None:
             self._source = FilteredSource(self._source, self._fits)
         self._tokenizer = tokenizer or load_chat_tokenizer(settings.tokenizer)
         self._bridge: Bridge | None = None
 
     @property
     def held_out_set(self) -> frozenset[Prompt]:
-        """The prompts that are kept apart from training."""
+        """The held-out prompts, which are excluded from training."""
         return held_out_prompts(self._source, self._settings.held_out)
 
     def exclude(self, prompts: frozenset[Prompt]) -> None:
-        """Train on none of these prompts."""
+        """Exclude these prompts from training."""
         if prompts:
             self._source = FilteredSource(self._source, lambda task: task.prompt not in prompts, EVALUATED)
 
     @property
     def bridge(self) -> Bridge:
-        """Encodes what stands between two turns of an episode."""
+        """Encoder of the messages between two turns of an episode."""
         if self._bridge is None:
             self._bridge = make_bridge(
                 self._tokenizer, self._settings.tokenizer, chat=self._task.chat, template=self._observation
@@ -214,11 +216,11 @@ class TokenizedPrompts:
     def encode(self, task: Task) -> tuple[int, ...]:
         """Token ids of a prompt. Raises ConfigError if prompt and response exceed the context or the engine's cache."""
         ids = self._ids(task)
-        settings, room = self._settings, self._room
-        if not 0 < len(ids) <= room:
+        settings, max_tokens = self._settings, self._max_tokens
+        if not 0 < len(ids) <= max_tokens:
             smaller = "the model's context" if settings.context <= settings.kv_tokens else "rollout.engine.kv_tokens"
             raise ConfigError(
-                f"a prompt has {len(ids)} tokens; it must have 1 to {room}, {smaller} of "
+                f"a prompt has {len(ids)} tokens; it must have 1 to {max_tokens}, {smaller} of "
                 f"{min(settings.context, settings.kv_tokens)} less rollout.max_new_tokens = {settings.max_new_tokens}: "
                 f"{shown_prompt(task.prompt)}{'; task.skip_long = true skips such prompts' if ids else ''}"
             )
@@ -246,20 +248,20 @@ class TokenizedPrompts:
         raise ConfigError(f"a prompt is a list of messages; set task.chat = true: {shown_prompt(prompt)}")
 
     def _fits(self, task: Task) -> bool:
-        """Whether a prompt is no longer than `longest`."""
-        longest = self._settings.longest
-        return longest is None or not self.may_be_too_long(task) or len(self._ids(task)) <= longest
+        """Return whether a prompt is within `max_prompt_tokens`, and not replaced."""
+        limit = self._settings.max_prompt_tokens
+        return limit is None or not self.may_be_too_long(task) or len(self._ids(task)) <= limit
 
     def may_be_too_long(self, task: Task) -> bool:
-        """Whether a prompt could exceed its room, by its length alone: a token has at least one byte."""
-        room = self._room if self._settings.longest is None else self._settings.longest
+        """Return whether a prompt might have too many tokens, without encoding it: a token has at least one byte."""
+        max_tokens = self._max_tokens if self._settings.max_prompt_tokens is None else self._settings.max_prompt_tokens
         if self._task.chat or not isinstance(task.prompt, str):
             return True
-        return len(task.prompt.encode()) + len(self._task.template.encode()) > room
+        return len(task.prompt.encode()) + len(self._task.template.encode()) > max_tokens
 
     @property
-    def _room(self) -> int:
-        """Most tokens of a prompt."""
+    def _max_tokens(self) -> int:
+        """Maximum tokens of a prompt that leaves space for a response."""
         return min(self._settings.context, self._settings.kv_tokens) - self._settings.max_new_tokens
 
     def task(self, index: int) -> Task:
@@ -267,13 +269,13 @@ class TokenizedPrompts:
         return self.tasks([index])[0]
 
     def tasks(self, indices: Sequence[int], source: int = 0) -> list[Task]:
-        """Training prompts, drawn side by side where drawing one is waiting."""
-        tasks = draw_tasks(self._source, indices, concurrency=self._at_once)
+        """Training prompts, drawn concurrently if the source waits, for example on a server."""
+        tasks = draw_tasks(self._source, indices, concurrency=self._concurrency)
         return [t if t.row >= 0 else replace(t, row=index) for t, index in zip(tasks, indices, strict=True)]
 
     def held_out(self, count: int, source: int = 0) -> list[Task]:
         """The first `count` held-out prompts without duplicates; may be fewer."""
-        return [task for task in distinct_held_out(self._source, count, self._at_once) if self._fits(task)]
+        return [task for task in distinct_held_out(self._source, count, self._concurrency) if self._fits(task)]
 
     @property
     def held_out_notice(self) -> str:
@@ -292,16 +294,16 @@ class TokenizedPrompts:
         return self.bridge.ids(before, turn, [m for m in messages_ if isinstance(m, Message)], number)
 
     def render(self, messages: Sequence[Message], source: int = 0) -> list[int]:
-        directions, shown = split_params(tuple(messages))
+        directions, rest_ = split_params(tuple(messages))
         if directions.token_ids is not None:
             return list(directions.token_ids)
-        shown_messages = [m for m in shown if isinstance(m, Message)]
+        shown_messages = [m for m in rest_ if isinstance(m, Message)]
         if self._task.chat:
             if self._task.system and shown_messages[0].role != "system":
                 shown_messages.insert(0, Message("system", self._task.system))
             return list(self._tokenizer.chat_ids(shown_messages, directions.tools))
-        around = {"assistant": "{observation}"}
-        texts = (around.get(m.role, self._observation).replace("{observation}", m.content) for m in shown_messages)
+        templates = {"assistant": "{observation}"}
+        texts = (templates.get(m.role, self._observation).replace("{observation}", m.content) for m in shown_messages)
         return list(self._tokenizer.ids("".join(texts)))
 
 
@@ -310,15 +312,15 @@ class MixedPrompts:
     trained on in any other."""
 
     def __init__(self, settings: PromptSettings, tokenizer: ChatTokenizer | None = None) -> None:
-        """texts: the model's tokenizer, if it is loaded already."""
+        """tokenizer: the model's, if it is loaded already."""
         if tokenizer is None:
             tokenizer = (
                 RandomTexts(settings.tokenizer) if settings.drawn_responses else load_chat_tokenizer(settings.tokenizer)
             )
         self._names = [source.name for source in settings.sources]
-        self.each = [TokenizedPrompts(settings.of(source), tokenizer) for source in settings.sources]
-        held_out = [prompts.held_out_set for prompts in self.each]
-        for number, prompts in enumerate(self.each):
+        self.by_source = [TokenizedPrompts(settings.of(source), tokenizer) for source in settings.sources]
+        held_out = [prompts.held_out_set for prompts in self.by_source]
+        for number, prompts in enumerate(self.by_source):
             prompts.exclude(frozenset().union(*held_out[:number], *held_out[number + 1 :]))
 
     def task(self, index: int, source: int = 0) -> Task:
@@ -327,32 +329,32 @@ class MixedPrompts:
 
     def tasks(self, indices: Sequence[int], source: int = 0) -> list[Task]:
         """Training prompts of a source."""
-        return [self._named(task, source) for task in self.each[source].tasks(indices)]
+        return [self._labelled(task, source) for task in self.by_source[source].tasks(indices)]
 
     def held_out(self, count: int, source: int = 0) -> list[Task]:
         """The first `count` held-out prompts of a source without duplicates; may be fewer."""
-        return [self._named(task, source) for task in self.each[source].held_out(count)]
+        return [self._labelled(task, source) for task in self.by_source[source].held_out(count)]
 
-    def _named(self, task: Task, source: int) -> Task:
+    def _labelled(self, task: Task, source: int) -> Task:
         return replace(task, source=source, record=labelled(self._names[source], task.record))
 
     @property
     def held_out_notice(self) -> str:
         """One line on training prompts found to be held out so far; empty if there were none."""
-        notices = zip(self._names, (prompts.held_out_notice for prompts in self.each), strict=True)
+        notices = zip(self._names, (prompts.held_out_notice for prompts in self.by_source), strict=True)
         return "; ".join(f"task {name}: {notice}" for name, notice in notices if notice)
 
     def encode(self, task: Task) -> tuple[int, ...]:
         """Token ids of a prompt. Raises ConfigError if prompt and response exceed the context or the engine's cache."""
-        return self.each[task.source].encode(task)
+        return self.by_source[task.source].encode(task)
 
     def text(self, tokens: Sequence[int]) -> str:
-        return self.each[0].text(tokens)
+        return self.by_source[0].text(tokens)
 
     def bridge_tokens(
         self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int, source: int = 0
     ) -> list[int]:
-        return self.each[source].bridge_tokens(before, turn, messages, number)
+        return self.by_source[source].bridge_tokens(before, turn, messages, number)
 
     def render(self, messages: Sequence[Message], source: int = 0) -> list[int]:
-        return self.each[source].render(messages)
+        return self.by_source[source].render(messages)

@@ -31,17 +31,17 @@ class Overlong:
     """DAPO's soft penalty on responses near the length limit `longest` (2503.14476), subtracted from their reward. It
     grows from 0 at `longest - tokens` to `penalty` at `longest`.
 
-    >>> Overlong(tokens=10, penalty=1.0, longest=100).penalties(np.array([50, 90, 95, 100])).tolist()
+    >>> Overlong(tokens=10, penalty=1.0, max_length=100).penalties(np.array([50, 90, 95, 100])).tolist()
     [0.0, 0.0, 0.5, 1.0]
     """
 
     tokens: int
     penalty: float
-    longest: int
+    max_length: int
 
     def penalties(self, lengths: npt.NDArray[np.int64]) -> Rewards:
         """Penalties of responses of these lengths, each at least 0; all 0 if `tokens` is 0."""
-        excess = lengths - (self.longest - self.tokens)
+        excess = lengths - (self.max_length - self.tokens)
         result: Rewards = self.penalty * np.clip(excess / max(self.tokens, 1), 0.0, 1.0 if self.tokens else 0.0)
         return result
 

@@ -345,7 +345,7 @@ def test_a_broken_invariant_is_reported_after_the_event() -> None:
 def test_a_promise_that_cannot_be_kept_is_no_resume() -> None:
     bench = Bench(eta=0, groups=1, size=1)
     groups = tuple(in_flight(g, member(g, 0, 3)) for g in (0, 1))
-    with pytest.raises(ProtocolViolation, match="group 1 cannot be promised a place at version 0"):
+    with pytest.raises(ProtocolViolation, match="group 1 cannot reserve an entry at version 0"):
         bench.tell(RunResumed(step=0, num_ended=(), groups=groups))
 
 

@@ -40,7 +40,7 @@ class Life:
     def work(self) -> None:
         ledger, rng = self.ledger, self.rng
         number = ledger.num_started // ledger.members_started
-        if rng.random() < 0.3 and ledger.room(ledger.version) > 0:
+        if rng.random() < 0.3 and ledger.num_reservable(ledger.version) > 0:
             ledger.start(GroupId(number))
         for group, entry in list(ledger.entries.items()):
             if group not in ledger.entries:  # shed meanwhile

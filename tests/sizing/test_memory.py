@@ -164,7 +164,7 @@ def job(num_gpus: int, *, dtype: str = "bfloat16", ranks: int = 1, longest: int 
         training=TrainingShape(ranks=ranks, dtype=dtype, microbatch_tokens=8192, recompute=False, offload=False),
         engine=EngineShape(tensor_parallel=1, dtype=dtype, kv_tokens=16384, max_running=64, batch_tokens=1024),
         instances=1,
-        longest=longest,
+        max_length=longest,
         num_gpus=num_gpus,
         own_gpu=num_gpus > 1,
     )

@@ -96,7 +96,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.can_reserve(group, version) == legal
         if g.version is None:
             assert (self.ledger.refusal(version) is None) == legal
-            assert (self.ledger.room(version) > 0) == legal
+            assert (self.ledger.num_reservable(version) > 0) == legal
         if not legal:
             self.refused(self.ledger.reserve, group, member, version)
             return False

@@ -42,7 +42,7 @@ def finish(ledger: StalenessLedger, group: int) -> tuple[Ending, ...]:
 
 @pytest.mark.parametrize(("eta", "room"), [(0, 2), (1, 4), (3, 8)])
 def test_room_is_a_batch_for_each_step_the_bound_allows(eta: int, room: int) -> None:
-    assert make(eta, batch=2).room(PolicyVersion(0)) == room
+    assert make(eta, batch=2).num_reservable(PolicyVersion(0)) == room
 
 
 def test_eta_zero_starts_nothing_while_the_trainer_works() -> None:
@@ -50,24 +50,24 @@ def test_eta_zero_starts_nothing_while_the_trainer_works() -> None:
     route(ledger, 0, 0)
     finish(ledger, 0)
     ledger.consume(0)
-    assert ledger.room(PolicyVersion(0)) == 0
+    assert ledger.num_reservable(PolicyVersion(0)) == 0
     ledger.publish(PolicyVersion(1))
-    assert ledger.room(PolicyVersion(1)) == 1
+    assert ledger.num_reservable(PolicyVersion(1)) == 1
 
 
 def test_a_refusal_says_how_many_places_are_promised() -> None:
     ledger = make(1, batch=2)
     for group in range(4):
         route(ledger, group, 0)
-    assert ledger.refusal(PolicyVersion(0)) == "4 groups are promised the 4 places up to step 1"
+    assert ledger.refusal(PolicyVersion(0)) == "4 groups have reserved the 4 entries up to step 1"
     finish(ledger, 0)
     finish(ledger, 1)
     ledger.consume(0)
     ledger.publish(PolicyVersion(1))
-    assert ledger.refusal(PolicyVersion(0)) == "2 groups are promised the 2 places up to step 1"
+    assert ledger.refusal(PolicyVersion(0)) == "2 groups have reserved the 2 entries up to step 1"
     for group in (4, 5):
         route(ledger, group, 1)
-    assert ledger.refusal(PolicyVersion(1)) == "4 groups are promised the 4 places up to step 2"
+    assert ledger.refusal(PolicyVersion(1)) == "4 groups have reserved the 4 entries up to step 2"
 
 
 def test_finished_work_trains_before_older_unfinished_work_if_that_can_still_make_it() -> None:
@@ -108,7 +108,7 @@ def test_a_member_of_an_older_version_lowers_its_groups_version_only_if_all_prom
     ledger.start(GroupId(2))
     ledger.reserve(GroupId(2), TrajectoryId(4), PolicyVersion(1))
     assert not ledger.can_reserve(GroupId(2), PolicyVersion(0))  # step 1 is promised to group 1
-    with pytest.raises(ProtocolViolation, match="cannot be promised"):
+    with pytest.raises(ProtocolViolation, match="cannot reserve an entry"):
         ledger.reserve(GroupId(2), TrajectoryId(5), PolicyVersion(0))
 
 
@@ -153,10 +153,10 @@ def test_redundancy_sheds_no_more_than_was_started_in_excess() -> None:
 
 def test_nothing_is_promised_beyond_the_planned_end() -> None:
     ledger = make(2, batch=2, num_steps=2)
-    assert ledger.room(PolicyVersion(0)) == 4
+    assert ledger.num_reservable(PolicyVersion(0)) == 4
     for group in range(4):
         route(ledger, group, 0)
-    assert ledger.room(PolicyVersion(0)) == 0
+    assert ledger.num_reservable(PolicyVersion(0)) == 0
     finish(ledger, 0)
     assert not ledger.ready()
     finish(ledger, 1)
@@ -242,17 +242,17 @@ def test_finished_work_that_is_due_earlier_fills_places_of_later_steps() -> None
     ledger.publish(PolicyVersion(1))
     route(ledger, 2, 1)
     finish(ledger, 2)
-    assert ledger.refusal(PolicyVersion(1)) == "finished groups fill all places up to step 2"
-    assert ledger.room(PolicyVersion(1)) == 0
+    assert ledger.refusal(PolicyVersion(1)) == "finished groups fill all entries up to step 2"
+    assert ledger.num_reservable(PolicyVersion(1)) == 0
 
 
 def test_a_filtered_groups_place_is_free_again() -> None:
     ledger = make(0)
     route(ledger, 0, 0)
-    assert ledger.room(PolicyVersion(0)) == 0
+    assert ledger.num_reservable(PolicyVersion(0)) == 0
     ledger.complete(GroupId(0), TrajectoryId(0))
     assert [e.fate for e in ledger.filter(GroupId(0), AbortReason.NO_SIGNAL)] == [Fate.FILTERED]
-    assert ledger.room(PolicyVersion(0)) == 1
+    assert ledger.num_reservable(PolicyVersion(0)) == 1
 
 
 @pytest.mark.parametrize("bad", [{"eta": -1}, {"groups_per_step": 0}, {"groups_started": 0}, {"members_started": 0}])
@@ -341,11 +341,11 @@ def end_all(ledger: Any) -> None:
         ("group 2 is QUEUED with version 0", lambda ledger: setattr(ledger.entries[2], "version", 0)),
         ("started 4 - ended 0 = 4, but 3 live", lambda ledger: setattr(ledger, "num_started", 4)),
         ("2 trajectories consumed by 0 steps", lambda ledger: (end_all(ledger), setattr(ledger, "next_step", 0))),
-        ("4 groups (3 finished) are due by step 1, which has 2 places",
+        ("4 groups (3 finished) are due by step 1, which has 2 entries",
          lambda ledger: add(ledger, EntryState.OCCUPIED, 2)),
-        ("3 groups (1 finished) are due by step 1, which has 2 places",
+        ("3 groups (1 finished) are due by step 1, which has 2 entries",
          lambda ledger: add(ledger, EntryState.RESERVED, 1)),
-        ("2 groups (1 finished) are due by step 1, which has 0 places",
+        ("2 groups (1 finished) are due by step 1, which has 0 entries",
          lambda ledger: (end_all(ledger), setattr(ledger, "version", 1))),
         ("live work of version 0 at step 2, bound 1", end_all),
     ],
@@ -370,7 +370,7 @@ def test_places_are_counted_from_the_next_step() -> None:
     ledger.consume(0)
     ledger.publish(PolicyVersion(1))
     add(ledger, EntryState.OCCUPIED, 2)
-    message = "2 groups (2 finished) are due by step 1, which has 1 places"
+    message = "2 groups (2 finished) are due by step 1, which has 1 entries"
     with pytest.raises(ProtocolViolation, match=re.escape(message)):
         ledger.validate()
 
@@ -383,6 +383,6 @@ def test_with_redundancy_more_may_be_reserved_than_there_are_places_but_not_fini
     finish(ledger, 2)
     add(ledger, EntryState.OCCUPIED, 1)
     with pytest.raises(
-        ProtocolViolation, match=re.escape("2 groups (2 finished) are due by step 0, which has 1 places")
+        ProtocolViolation, match=re.escape("2 groups (2 finished) are due by step 0, which has 1 entries")
     ):
         ledger.validate()

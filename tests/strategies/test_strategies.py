@@ -154,7 +154,7 @@ def play(rule: Admission, *, eta: int, num_steps: int = 99) -> tuple[StalenessLe
     group, started, training = 0, [], False
     for _ in range(3):
         count = 0
-        while rule.room(ledger) > 0 and rule.refusal(ledger, ledger.version) is None:
+        while rule.num_reservable(ledger) > 0 and rule.refusal(ledger, ledger.version) is None:
             ledger.start(GroupId(group))
             ledger.reserve(GroupId(group), TrajectoryId(group), ledger.version)
             group, count = group + 1, count + 1

@@ -179,7 +179,7 @@ def server(plan: Plan, folder: Path) -> InMemoryServer:
     settings = ServerSettings(
         commit_s=60.0,
         prompts=prompts, reward="none", group_size=1, members_started=1, advantage=DrGrpo(),
-        overlong=Overlong(tokens=0, penalty=0.0, longest=MAX_TOKENS), max_error_share=1.0,
+        overlong=Overlong(tokens=0, penalty=0.0, max_length=MAX_TOKENS), max_error_share=1.0,
         store=str(folder / "store"), header=header, turn_tokens=TURN_TOKENS, keeps_kv=True,
     )  # fmt: skip
     return InMemoryServer(settings, 0.0)

@@ -54,7 +54,7 @@ async def played(episodes: EpisodeHost, task: Task, turns: Sequence[SampledTurn]
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def num_reservable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The environment that OpenEnv's own command makes: it echoes, and rewards the length of what it is told."""
     pytest.importorskip("openenv.core")
     folder = tmp_path_factory.mktemp("rooms")

@@ -41,7 +41,7 @@ def test_a_prompt_that_is_too_long_is_refused_with_length_limit_and_remedy(setti
 
 
 def test_prompts_that_are_too_long_are_replaced_by_others_always_the_same(settings: PromptSettings) -> None:
-    prompts, again = (TokenizedPrompts(replace(settings, longest=64)) for _ in range(2))
+    prompts, again = (TokenizedPrompts(replace(settings, max_prompt_tokens=64)) for _ in range(2))
     plain = TokenizedPrompts(settings)
     drawn = [prompts.task(i) for i in range(27)]
     assert all(len(prompts.encode(task)) <= 64 for task in drawn)
@@ -64,7 +64,7 @@ def test_another_prompt_is_found_whatever_the_number_of_rows(tmp_path: Path, cou
 
 def test_data_without_a_prompt_that_fits_is_one_line(settings: PromptSettings) -> None:
     with pytest.raises(ConfigError, match="1000 prompts in a row are too long; lower"):
-        TokenizedPrompts(replace(settings, longest=1)).task(0)
+        TokenizedPrompts(replace(settings, max_prompt_tokens=1)).task(0)
 
 
 def test_a_tokenizer_from_its_file_gives_the_tokens_of_the_whole_one(tiny_model: Path) -> None:

@@ -131,7 +131,7 @@ def test_a_prompt_knows_its_row_of_the_data_set(job: Path) -> None:
     prompts = prompts_of(job, rows)
     assert [task.row for task in prompts.tasks(range(4))] == [0, 1, 3, 0]
     settings = prompts._settings  # type: ignore[attr-defined]
-    fitting = TokenizedPrompts(dataclasses.replace(settings, longest=4))
+    fitting = TokenizedPrompts(dataclasses.replace(settings, max_prompt_tokens=4))
     drawn = fitting.tasks(range(6))
     assert {task.row for task in drawn} == {0, 3}
     assert all(task.prompt == rows[task.row] for task in drawn)
