@@ -21,8 +21,7 @@ SETS = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", he
 @click.option("--key", default="", help="Key that requests must have.  [default: a random one, printed]")
 @SETS
 def serve(target: str, port: int, host: str, key: str, overrides: tuple[str, ...]) -> None:
-    """Answer chat completions by a run's newest checkpoint, or by a model's folder, for evaluation and for looking at
-    it. Ends with Ctrl-C."""
+    """Serve a run's newest checkpoint, or a model, as an OpenAI-compatible endpoint. Ctrl-C ends it."""
     quiet_libraries()
     from staleflow.pipeline.config.model_files import vocabulary_of
     from staleflow.pipeline.stored_runs.serving import serving_plan
@@ -58,7 +57,7 @@ def serve(target: str, port: int, host: str, key: str, overrides: tuple[str, ...
 @click.argument("target", metavar="RUN_OR_MODEL", type=click.Path())
 @SETS
 def chat(target: str, overrides: tuple[str, ...]) -> None:
-    """Talk to a run's newest checkpoint, or to a model's folder. An empty line begins anew; Ctrl-D ends it."""
+    """Chat with a run's newest checkpoint, or a model. An empty line starts a new conversation; Ctrl-D ends it."""
     quiet_libraries()
     from staleflow.pipeline.stored_runs.serving import serving_plan
     from staleflow.tasks.endpoint.requests import ChatMessage, ChatRequest, RequestError
@@ -69,7 +68,7 @@ def chat(target: str, overrides: tuple[str, ...]) -> None:
         announce(f"loading {plan.label}: the engine takes up to a minute to start")
         policy = plan.build("")
         messages: list[ChatMessage] = []
-        click.echo(f"{plan.label}; an empty line begins anew, Ctrl-D ends it")
+        click.echo(f"{plan.label}; an empty line starts a new conversation, Ctrl-D ends it")
         try:
             with contextlib.suppress(EOFError):
                 while True:
@@ -80,7 +79,7 @@ def chat(target: str, overrides: tuple[str, ...]) -> None:
                     try:
                         reply = await policy.ask(ChatRequest(model="", messages=tuple(messages)))
                     except RequestError as refused:
-                        click.echo(f"{refused.message}; an empty line begins anew", err=True)
+                        click.echo(f"{refused.message}; an empty line starts a new conversation", err=True)
                         messages.pop()
                         continue
                     messages.append(reply.message)

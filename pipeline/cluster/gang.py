@@ -58,7 +58,7 @@ class WorkerGpus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """How many actors of each role a job has, and the GPUs that they need.
+    """Number of actors of each role of a job, and the GPUs that they need.
 
     driver: whether the job's driver runs on a worker, too. ranks: processes of the trainer, each with one GPU.
     instance_gpus: GPUs of one rollout instance, 0 if the job uses no GPUs. gpus: the job's limit on GPUs, 0 for no
@@ -75,7 +75,7 @@ class Needs:
     instance_bytes: int = 0
 
     @classmethod
-    def of(cls, config: RunConfig, *, driver: bool) -> Needs:
+    def from_config(cls, config: RunConfig, *, driver: bool) -> Needs:
         on_gpus = uses_gpus(config)
         rank_bytes, instance_bytes = gpu_bytes(config) if on_gpus else (0, 0)
         return cls(
@@ -139,27 +139,30 @@ def choose(
         if address != driver_at:
             of_kind[kinds[address]].append(address)
     counts = Counter({kind: len(addresses) for kind, addresses in of_kind.items()})
-    chosen = _assigned(needs, counts, kinds[driver_at] if driver_at else None)
-    if chosen is None:
+    assignment = _assign_roles(needs, counts, kinds[driver_at] if driver_at else None)
+    if assignment is None:
         return None
     unassigned = {kind: iter(addresses) for kind, addresses in of_kind.items()}
-    gang = {driver_at: chosen.pop(0)[1]} if driver_at else {}
-    gang |= {next(unassigned[kind]): roles for kind, roles in chosen}
-    rest = sorted(unassigned, key=lambda kind: (len(kind), sorted(kind)))
-    unused = [address for kind in rest if "rollout" in kind for address in unassigned[kind]]
+    gang = {driver_at: assignment.pop(0)[1]} if driver_at else {}
+    gang |= {next(unassigned[kind]): roles for kind, roles in assignment}
+    kinds_left = _by_flexibility(unassigned)
+    unused = [address for kind in kinds_left if "rollout" in kind for address in unassigned[kind]]
     unused.sort(key=lambda address: address not in engine_workers)
     gang |= dict.fromkeys(unused[: needs.instances], (ROLLOUT,))
     if not surplus:
         return gang
     spare = [
-        address for kind in rest if "reward" in kind and not kind & set(EXCLUSIVE_ROLES) for address in unassigned[kind]
+        address
+        for kind in kinds_left
+        if "reward" in kind and not kind & set(EXCLUSIVE_ROLES)
+        for address in unassigned[kind]
     ]
     return gang | dict.fromkeys(spare[: needs.rewards], ("reward",))
 
 
 def suffice(needs: Needs, kinds: Kinds) -> bool:
     """Whether a job could run if all these workers were free."""
-    return _assigned(needs, Counter(kinds.values())) is not None
+    return _assign_roles(needs, Counter(kinds.values())) is not None
 
 
 def describe_shortage(needs: Needs, kinds: Kinds, free: Sequence[str]) -> str:
@@ -169,13 +172,13 @@ def describe_shortage(needs: Needs, kinds: Kinds, free: Sequence[str]) -> str:
     """
     if len(set(kinds.values())) < 2:
         return ""
-    enough = [
+    sufficient_roles = [
         role
         for role in ROLES
         if choose(needs, kinds | {role: frozenset((role,))}, [*free, role], surplus=False) is not None
     ]
-    if enough:
-        return f"one more with resource {' or '.join(f'{role}=1' for role in enough)} would do"
+    if sufficient_roles:
+        return f"one more with resource {' or '.join(f'{role}=1' for role in sufficient_roles)} would do"
     return "of these " + ", ".join(f"{role} {sum(role in kinds[address] for address in free)}" for role in ROLES)
 
 
@@ -198,9 +201,9 @@ def hosts_of(gpus: Mapping[str, WorkerGpus], kinds: Kinds, free: Iterable[str]) 
     for address in free:
         if address in gpus:
             worker_gpus = gpus[address]
-            able = frozenset(ROLE_KINDS[role].value for role in kinds[address])
+            role_kinds = frozenset(ROLE_KINDS[role].value for role in kinds[address])
             uuids = tuple(device.uuid for device in worker_gpus.devices)
-            processes[worker_gpus.host].append(Process(name=address, devices=uuids, kinds=able))
+            processes[worker_gpus.host].append(Process(name=address, devices=uuids, kinds=role_kinds))
     return [
         Host(
             name=name,
@@ -223,7 +226,7 @@ def describe_workers(workers: Resources) -> str:
     return f"the cluster has {len(workers)}" + (f"; declared: {declared}" if declared else "")
 
 
-def _assigned(
+def _assign_roles(
     needs: Needs, counts: Counter[Kind], driver_at: Kind | None = None
 ) -> list[tuple[Kind, tuple[str, ...]]] | None:
     """The kind and roles of each worker to be used, without rollout instances; None if the workers do not suffice."""
@@ -233,32 +236,38 @@ def _assigned(
 
 
 def _assign(
-    roles: Sequence[str], taken: list[tuple[Kind, tuple[str, ...]]], available: Counter[Kind], needs: Needs
+    roles: Sequence[str], assigned_workers: list[tuple[Kind, tuple[str, ...]]], available: Counter[Kind], needs: Needs
 ) -> list[tuple[Kind, tuple[str, ...]]] | None:
     """Assign the light roles, then the trainer's ranks, such that enough workers are left for rollout instances.
 
-    Each light role goes to a worker in `taken` or to one of those left. Tries all possibilities: there are few, since
-    there are few kinds. None if there is none.
+    Each light role goes to a worker in `assigned_workers` or to an available one. Tries all possibilities, which are
+    few since there are few kinds. None if no assignment is possible.
     """
     if not roles:
         ranks = _ranks(available, needs)
-        return None if ranks is None else [*taken, *ranks]
+        return None if ranks is None else [*assigned_workers, *ranks]
     role, *other_roles = roles
-    for i, (kind, assigned) in enumerate(taken):
+    for i, (kind, assigned) in enumerate(assigned_workers):
         if role in kind:
             assignment = _assign(
-                other_roles, [*taken[:i], (kind, (*assigned, role)), *taken[i + 1 :]], available, needs
+                other_roles,
+                [*assigned_workers[:i], (kind, (*assigned, role)), *assigned_workers[i + 1 :]],
+                available,
+                needs,
             )
             if assignment is not None:
                 return assignment
-    for kind in sorted(
-        available, key=lambda kind: (len(kind), sorted(kind))
-    ):  # workers with few other roles come first
+    for kind in _by_flexibility(available):
         if role in kind and available[kind]:
-            assignment = _assign(other_roles, [*taken, (kind, (role,))], available - Counter([kind]), needs)
+            assignment = _assign(other_roles, [*assigned_workers, (kind, (role,))], available - Counter([kind]), needs)
             if assignment is not None:
                 return assignment
     return None
+
+
+def _by_flexibility(kinds: Iterable[Kind]) -> list[Kind]:
+    """Kinds in the order in which workers are used: those that may take the fewest roles first."""
+    return sorted(kinds, key=lambda kind: (len(kind), sorted(kind)))
 
 
 def _ranks(available: Counter[Kind], needs: Needs) -> list[tuple[Kind, tuple[str, ...]]] | None:
@@ -267,9 +276,7 @@ def _ranks(available: Counter[Kind], needs: Needs) -> list[tuple[Kind, tuple[str
     if spare < 0:
         return None
     rank_kinds: list[Kind] = []
-    for kind in sorted(
-        available, key=lambda kind: (len(kind), sorted(kind))
-    ):  # workers with few other roles come first
+    for kind in _by_flexibility(available):
         if "trainer" in kind:
             count = min(available[kind], needs.ranks - len(rank_kinds))
             if "rollout" in kind:

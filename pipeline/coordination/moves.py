@@ -67,10 +67,10 @@ class MovePlanner:
             views = [
                 Movable(
                     kv_tokens=live.kv_tokens,
-                    remaining=self._forecast.episodes.expected_sampled(
+                    remaining_tokens=self._forecast.episodes.expected_sampled(
                         self._forecast.expected_remaining(live.group, live.tokens)
                     ),
-                    due=ledger.deadline(ledger.entries[live.group].version),
+                    deadline=ledger.deadline(ledger.entries[live.group].version),
                 )
                 for live in movable
             ]

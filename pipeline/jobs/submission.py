@@ -35,7 +35,7 @@ async def submit(config: RunConfig, cluster: ClusterAddress, *, resume: bool = F
     user_files.check(config)
     config, code = with_code(config)
     submission = Submission(id=id, job=knob_tree.to_toml(config), code=code, resume=resume)
-    needs = Needs.of(config, driver=True)
+    needs = Needs.from_config(config, driver=True)
     async with cluster.connected() as client:
         await refuse_too_few_gpus(client, config)
         # The registry queues the job as soon as its task has reached the scheduler: nothing is left to do then.

@@ -324,7 +324,7 @@ class DaskWorkers:
             return ""
         self.own_worker = own_worker
         if not own_worker:
-            needs = Needs.of(config, driver=False)
+            needs = Needs.from_config(config, driver=False)
             await job_registry.ask(
                 self.client,
                 "queue",

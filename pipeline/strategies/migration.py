@@ -17,10 +17,10 @@ class Movable:
     """A running trajectory that could move."""
 
     kv_tokens: int
-    remaining: float
-    """Tokens it is expected still to sample."""
-    due: int
-    """The last training step that its bound allows it to be consumed by."""
+    remaining_tokens: float
+    """Expected number of tokens that it still has to sample."""
+    deadline: int
+    """Last training step that may consume it under the bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Migration(RegistryEntry, ABC):
 
     @abstractmethod
     def worthwhile(self, source: Load, target: Load) -> bool:
-        """Whether any move between these two could gain; asked before trajectories are examined one by one."""
+        """Whether any move between these instances could gain; called before trajectories are examined one by one."""
 
     @abstractmethod
     def moves(self, source: Load, target: Load, movable: Sequence[Movable], limit: int) -> list[int]:
@@ -78,30 +78,29 @@ class LargestGain(Migration):
         return self._faster(source, Load(running=target.running + 1, kv_tokens=target.kv_tokens))
 
     def moves(self, source: Load, target: Load, movable: Sequence[Movable], limit: int) -> list[int]:
-        here, there = source, target
-        # What its step waits for soonest comes first, and of that what is cheapest to move.
-        order = sorted(range(len(movable)), key=lambda i: (movable[i].due, movable[i].kv_tokens))
+        # The earliest deadline first, and of equal ones the cheapest to move.
+        order = sorted(range(len(movable)), key=lambda i: (movable[i].deadline, movable[i].kv_tokens))
         moved: list[int] = []
         for i in order:
             if len(moved) == limit:
                 break
-            if not self._gains(here, there, movable[i]):
+            if not self._gains(source, target, movable[i]):
                 continue
             kv = movable[i].kv_tokens
-            here = Load(running=here.running - 1, kv_tokens=here.kv_tokens - kv)
-            there = Load(running=there.running + 1, kv_tokens=there.kv_tokens + kv)
+            source = Load(running=source.running - 1, kv_tokens=source.kv_tokens - kv)
+            target = Load(running=target.running + 1, kv_tokens=target.kv_tokens + kv)
             moved.append(i)
         return moved
 
-    def _gains(self, here: Load, there: Load, work: Movable) -> bool:
+    def _gains(self, source: Load, target: Load, work: Movable) -> bool:
         cost = self.cost
-        after = Load(running=there.running + 1, kv_tokens=there.kv_tokens + work.kv_tokens)
-        if not self._faster(here, after):
+        after = Load(running=target.running + 1, kv_tokens=target.kv_tokens + work.kv_tokens)
+        if not self._faster(source, after):
             return False
-        saved_s = cost.step_s(here.running, here.kv_tokens) - cost.step_s(after.running, after.kv_tokens)
-        return work.remaining * saved_s > cost.prefill * work.kv_tokens * after.running
+        saved_s = cost.step_s(source.running, source.kv_tokens) - cost.step_s(after.running, after.kv_tokens)
+        return work.remaining_tokens * saved_s > cost.prefill * work.kv_tokens * after.running
 
-    def _faster(self, here: Load, after: Load) -> bool:
-        """Whether a decode step on the target after the move is faster than here by at least gain."""
-        here_s = self.cost.step_s(here.running, here.kv_tokens)
-        return self.cost.step_s(after.running, after.kv_tokens) < (1 - self.gain) * here_s
+    def _faster(self, source: Load, after: Load) -> bool:
+        """Whether a decode step on the target after the move is faster than one on the source by at least `gain`."""
+        source_s = self.cost.step_s(source.running, source.kv_tokens)
+        return self.cost.step_s(after.running, after.kv_tokens) < (1 - self.gain) * source_s

@@ -1,16 +1,16 @@
-"""The spool: what has become of everything in flight, on disk, so that it survives the processes that hold it.
+"""The spool: write-ahead log of in-flight work, which survives the processes of a run.
 
-Entries (stores/in_flight/spool_entries.py) are appended to numbered parts in the run's folder. Invariants:
+Entries (stores/in_flight/spool_entries.py) are appended to numbered part files in the run's folder. Invariants:
 
 - What is read back is a prefix of what was appended, part by part: each entry is framed by its length and a checksum,
-  and reading a part ends at the first frame that is not whole. A torn tail is what a kill in the middle leaves.
+  and reading a part ends at the first incomplete frame. A kill during a write leaves such a frame.
 - An entry that `append` returned from survives the end of every process, by kill -9 too: it is in the kernel's page
   cache. It is not flushed to disk; a machine that loses power loses what it had not written back yet, and then the
   trajectories concerned start again.
-- A part is removed once no group in it or in an earlier part can be needed: each was stored by a step that every resume
-  point kept has in it. So the spool holds what is in flight and what was consumed since the oldest resume point.
-- A spool that cannot be written to ends nothing: it is said once, nothing is appended until the next part is begun,
-  and what it lacks is started again by a resume.
+- A part is removed once no group in it or in an earlier part can be needed: each was stored by a step that all kept
+  resume points include. So the spool holds in-flight work and what was consumed since the oldest resume point.
+- A spool that cannot be written does not end the run: it warns once, appends nothing until the next part begins, and
+  trajectories whose entries are missing restart from their prompts when the run is resumed.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from staleflow.stores.trajectory import GroupId, TrajectoryId
 logger = logging.getLogger(__name__)
 
 HEADER = b"staleflow spool 1\n"
-"""How a part begins. A part of another version is not read."""
+"""First bytes of a part. Parts of other versions are not read."""
 FRAME = struct.Struct("<II")
 """Length of an entry in bytes, and its CRC-32."""
 PART_BYTES = 256 * 2**20
-"""A part is ended at the next commit in any case, and when it has this many bytes."""
+"""Maximum bytes of a part. Each commit begins a new part, too."""
 
 
 def add_frame(data: bytes) -> bytes:
@@ -56,45 +56,46 @@ def add_frame(data: bytes) -> bytes:
     return FRAME.pack(len(data), zlib.crc32(data)) + data
 
 
-def unframed(file: BinaryIO) -> Iterator[bytes]:
-    """The entries of an open part, up to the first that is not whole."""
+def read_frames(file: BinaryIO) -> Iterator[bytes]:
+    """Read the frames of an open part, up to the first incomplete one."""
     remaining_bytes = os.fstat(file.fileno()).st_size - file.tell()
     while len(head := file.read(FRAME.size)) == FRAME.size:
         size, checksum = FRAME.unpack(head)
         remaining_bytes -= FRAME.size + size
-        if (
-            remaining_bytes < 0 or zlib.crc32(data := file.read(size)) != checksum
-        ):  # before a damaged length is taken for one
+        # The length is checked before it is read: it may be damaged.
+        if remaining_bytes < 0 or zlib.crc32(data := file.read(size)) != checksum:
             return
         yield data
 
 
 class Spool:
-    """One run's spool. One process appends, from one thread; `read` what was there comes before the first append.
-    members: trajectories started per group."""
+    """One run's spool. One process appends, from one thread; `read` must come before the first append.
 
-    def __init__(self, folder: Path, members: int) -> None:
+    group_size: trajectories started per group.
+    """
+
+    def __init__(self, folder: Path, group_size: int) -> None:
         self.folder = folder
-        self._members = members
+        self._group_size = group_size
         self._parts: dict[int, set[GroupId]] = {}
-        """Groups that the parts have entries of, by number of the part, oldest first."""
+        """Groups with entries in a part, by part number, oldest first."""
         self._stored_by: dict[GroupId, int] = {}
         """The step whose commit stored the last of a group, for groups in these parts."""
         self._size = 0
-        """Bytes of the part that is appended to; 0 before there is one."""
+        """Bytes of the current part; 0 before there is one."""
         self._failed = False
-        """Whether nothing is appended until the next part is begun."""
-        self._said = False
+        """Whether the current part cannot be written: nothing is appended until the next one begins."""
+        self._has_warned = False
 
     def read(self) -> Iterator[Entry]:
-        """All entries, oldest first. A part that cannot be read is left out."""
+        """Read all entries, oldest first. Skips parts that cannot be read."""
         for path in sorted(self.folder.glob("part-*.log")):
             groups = self._parts.setdefault(int(path.stem[len("part-") :]), set())
             try:
                 with path.open("rb") as file:
                     if file.read(len(HEADER)) != HEADER:
                         continue
-                    for data in unframed(file):
+                    for data in read_frames(file):
                         entry = decode(data)
                         groups |= self._groups(entry)
                         yield entry
@@ -102,7 +103,7 @@ class Spool:
                 logger.warning("%s: the rest cannot be read: %s", path, error)
 
     def append(self, entries: Sequence[Entry]) -> bool:
-        """Append entries in one write. False if they could not be written."""
+        """Append entries in one write. Returns False if they could not be written."""
         if self._failed or not (self._size or self._begin_part()):
             return False
         data = b"".join(add_frame(encode(entry)) for entry in entries)
@@ -119,8 +120,8 @@ class Spool:
             self._begin_part()
         return True
 
-    def stored(self, step: int, groups: Iterable[GroupId]) -> None:
-        """Note that the commit of `step` has stored the last of these groups."""
+    def mark_stored(self, step: int, groups: Iterable[GroupId]) -> None:
+        """Record that the commit of `step` has stored the last trajectories of these groups."""
         for group in groups:
             self._stored_by[group] = step
 
@@ -140,11 +141,11 @@ class Spool:
 
     @property
     def groups(self) -> set[GroupId]:
-        """Groups that there are entries of."""
+        """Groups with entries in any part."""
         return set().union(*self._parts.values())
 
     def clear(self) -> None:
-        """Remove all entries, and make the folder if it is not there."""
+        """Remove all entries; create the folder if it does not exist."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             for path in self.folder.iterdir():
@@ -152,7 +153,7 @@ class Spool:
         self._parts, self._stored_by, self._size = {}, {}, 0
 
     def _begin_part(self) -> bool:
-        """Begin a new part, unless the present one is empty. False if it cannot be written."""
+        """Begin a new part, unless the current one is empty. Returns False if it cannot be written."""
         if self._size == len(HEADER) and not self._failed:
             return True
         number = max(self._parts, default=0) + 1
@@ -175,10 +176,10 @@ class Spool:
                 written += file.write(memoryview(data)[written:])
 
     def _fail(self, error: OSError) -> None:
-        """Give up the present part: what it lacks from here on is not there, and nothing may follow in it."""
+        """Stop writing the current part: entries are lost from here on, and none may follow in it. Warns once."""
         self._failed = True
-        if not self._said:
-            self._said = True
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "%s cannot be written: %s; the run goes on, and what is in flight now starts again if it is resumed",
                 self.folder,
@@ -204,4 +205,4 @@ class Spool:
                 return set()
 
     def _group(self, trajectory: TrajectoryId) -> GroupId:
-        return GroupId(trajectory // self._members)
+        return GroupId(trajectory // self._group_size)

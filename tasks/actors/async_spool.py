@@ -28,15 +28,15 @@ class AsyncSpool:
         nothing.set_result(True)
         return nothing
 
-    async def stored(self, step: int, groups: Iterable[GroupId]) -> None:
-        """Forget the entries of groups that are stored; see `Spool.stored`."""
-        await self._do(lambda: self._spool.stored(step, groups))
+    async def mark_stored(self, step: int, groups: Iterable[GroupId]) -> None:
+        """Forget the entries of groups that are stored; see `Spool.mark_stored`."""
+        await self._do(lambda: self._spool.mark_stored(step, groups))
 
     async def committed(self, step: int, groups: Iterable[GroupId], points: ResumePoints) -> None:
         """Forget the entries of a commit's groups, and remove the parts that no resume point needs."""
 
         def prune() -> None:
-            self._spool.stored(step, groups)
+            self._spool.mark_stored(step, groups)
             self._spool.rotate(min(points.versions(), default=None))
 
         await self._do(prune)

@@ -148,7 +148,7 @@ class TrajectoryServer:
             self._flight.add_members(members, drawn)
         in_flight = {t.group for t in self._flight.live.values()}
         in_flight |= {t.group for t in self._flight.pending_commit()}
-        self._spool.stored(ledger.next_step, self._spool.groups - in_flight)
+        self._spool.mark_stored(ledger.next_step, self._spool.groups - in_flight)
 
     async def recoverable(self) -> RecoverableWork:
         """Return the in-flight work that a resumed run can recover after the store's last record. Changes nothing."""
@@ -243,7 +243,7 @@ class TrajectoryServer:
         """Drop all trajectories of evaluations. Idempotent."""
         groups, entries = self._evaluated.end(self._now())
         await self._writing.append(entries)
-        await self._writing.stored(-1, groups)
+        await self._writing.mark_stored(-1, groups)
 
     async def keep_time(self, elapsed_s: float) -> None:
         """Set the run's clock, which starts when all actors are ready, to `elapsed_s`."""

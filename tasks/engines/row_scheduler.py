@@ -35,8 +35,8 @@ class RequestRow(BatchRow):
 
     running: RunningRequest
     tokens: list[int]
-    most: int
-    ends: frozenset[int]
+    max_tokens: int
+    eos_ids: frozenset[int]
     temperature: float
     context: Context = (PolicyVersion(0), ())
     """What it waits to have computed."""
@@ -265,7 +265,7 @@ class RowScheduler:
         busy = bool(self._waiting) or any(row.num_pending > 1 or not row.length for row in self._rows)
         token_budget = self._settings.max_batch_tokens - len(self._rows)
         for row in self._rows:
-            max_draft = min(token_budget, row.most - len(row.tokens) - 1)
+            max_draft = min(token_budget, row.max_tokens - len(row.tokens) - 1)
             row.draft = [] if busy else self._drafter.draft(row.running.key, max_draft)
             token_budget -= len(row.draft)
         if self._used() > self._pages:

@@ -40,7 +40,7 @@ def sample(
     return tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
 
 
-def accepted(drafted: Sequence[int], sampled: Sequence[int], eos_ids: Collection[int], most: int) -> int:
+def num_accepted(drafted: Sequence[int], sampled: Sequence[int], eos_ids: Collection[int], max_tokens: int) -> int:
     """How many drafted tokens a response keeps, before one more sampled token.
 
     The first sampled token that differs from what was drafted is the last one kept: what comes after it was computed
@@ -53,12 +53,17 @@ def accepted(drafted: Sequence[int], sampled: Sequence[int], eos_ids: Collection
         drafted: what was drafted after the last known token.
         sampled: a token after each of the last known token and the drafted ones.
         eos_ids: tokens that end the response; nothing follows them.
-        most: tokens that the response may still have.
+        max_tokens: tokens that the response may still have.
 
-    >>> accepted([5, 6, 7], [5, 9, 7, 8], (), 10)
+    >>> num_accepted([5, 6, 7], [5, 9, 7, 8], (), 10)
     1
     """
     kept = 0
-    while kept < len(drafted) and drafted[kept] == sampled[kept] and sampled[kept] not in eos_ids and kept + 1 < most:
+    while (
+        kept < len(drafted)
+        and drafted[kept] == sampled[kept]
+        and sampled[kept] not in eos_ids
+        and kept + 1 < max_tokens
+    ):
         kept += 1
     return kept

@@ -1,8 +1,8 @@
-"""The embedded engine: a loop over a model of transformers, on CPU or GPU, that says what an engine does.
+"""The embedded engine: a plain decoding loop over a transformers model, on CPU or GPU. The reference for other engines.
 
-Requests are rows of one batch. Each step computes what is new of each row (row_scheduler.py decides what, row_model.py
-has the model compute it), samples a token after it, and gives the token to its request. Rows join and leave between two
-steps. Nothing is used of transformers but a model's forward, its cache and its interface for attention.
+Requests are rows of one batch. Each step computes the new tokens of each row (row_scheduler.py chooses them,
+row_model.py calls the model), samples one token per row, and appends it to its request. Rows join and leave between
+steps. Of transformers it uses only a model's forward, its cache and its attention interface.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ from staleflow.tasks.engines.row_scheduler import RequestRow, RowScheduler
 from staleflow.tasks.engines.row_storage import BatchRow
 from staleflow.tasks.engines.running_requests import RunningRequest
 from staleflow.tasks.engines.served_adapters import ServedAdapters
-from staleflow.tasks.engines.token_sampling import accepted, sample
+from staleflow.tasks.engines.token_sampling import num_accepted, sample
 
 _loading = threading.Lock()
-"""Held while a model is loaded. `from_pretrained` replaces functions of torch and transformers, and torch's default
-dtype, for the whole process meanwhile: one thread could restore what another had replaced, and leave it so for good."""
+"""Lock for loading a model. `from_pretrained` patches torch and transformers for the whole process meanwhile; two
+concurrent calls could leave a patch behind."""
 
 ALIGNMENT = 64
-"""Bytes. What PyTorch allocates on CPU begins at a multiple of it, the pages of a model's file anywhere. Products of
-the same numbers are rounded differently there: an engine that has slept would differ in last bits from one that has
-not."""
+"""Bytes. PyTorch allocates CPU tensors at multiples of it, while a memory-mapped model file has any alignment, and
+matrix products round differently there: an engine that has slept would differ in its last bits from others."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -68,7 +67,7 @@ class TransformersEngine(EngineThread):
         self._model: Any = load_model(settings.model, settings.dtype, device, row_attention.NAME)
         self._shapes = weight_folder.shapes(dict(self._model.named_parameters()))
         self._adapters = ServedAdapters(self._model, settings.lora) if settings.adapters else None
-        self._random = torch.Generator(device).manual_seed(settings.seed)
+        self._generator = torch.Generator(device).manual_seed(settings.seed)
         self._rows: dict[str, RequestRow] = {}
         """By the requests' keys."""
         self._batch = RowModel(self._model, settings.page_tokens, self._select_versions)
@@ -103,32 +102,32 @@ class TransformersEngine(EngineThread):
             super()._run()
 
     def _step(self) -> None:
-        """Compute what is new of each row, and sample."""
+        """Compute the new tokens of each row, and sample."""
         for counts in self._scheduler.passes():
             new = [(row, [*row.tokens[row.length : row.length + count], *row.draft]) for row, count in counts]
-            wanted = [len(row.draft) + 1 if count == row.num_pending else 0 for row, count in counts]
-            logits = self._batch.logits(new, wanted)
-            temperatures = [row.temperature for (row, _), n in zip(counts, wanted, strict=True) for _ in range(n)]
-            tokens, logprobs = sample(torch.cat(logits), temperatures, self._random) if temperatures else ([], [])
+            num_logits = [len(row.draft) + 1 if count == row.num_pending else 0 for row, count in counts]
+            logits = self._batch.logits(new, num_logits)
+            temperatures = [row.temperature for (row, _), n in zip(counts, num_logits, strict=True) for _ in range(n)]
+            tokens, logprobs = sample(torch.cat(logits), temperatures, self._generator) if temperatures else ([], [])
             start = 0
             with self._changed:
-                for (row, count), n in zip(counts, wanted, strict=True):
+                for (row, count), n in zip(counts, num_logits, strict=True):
                     row.length += count
                     if n:
-                        self._take(row, tokens[start : start + n], logprobs[start : start + n])
+                        self._add_tokens(row, tokens[start : start + n], logprobs[start : start + n])
                     start += n
-                # After all have their lengths: one that leaves may have another moved, all of its computed tokens.
-                for (row, _), n in zip(counts, wanted, strict=True):
+                # Only now, with all lengths set: ending a row may move another one, with its computed tokens.
+                for (row, _), n in zip(counts, num_logits, strict=True):
                     if n:
                         self._end_if_complete(row)
         with self._changed:
             self._fail_without_memory()
 
-    def _take(self, row: RequestRow, tokens: list[int], logprobs: list[float]) -> None:
-        """Give a request what was sampled after its last token and its drafted ones."""
+    def _add_tokens(self, row: RequestRow, tokens: list[int], logprobs: list[float]) -> None:
+        """Append sampled tokens to a request: the accepted drafts and one more."""
         running, draft = row.running, row.draft
-        kept = accepted(draft, tokens, row.ends, row.most - len(row.tokens))
-        new = tokens[: kept + 1]
+        num_drafts = num_accepted(draft, tokens, row.eos_ids, row.max_tokens - len(row.tokens))
+        new = tokens[: num_drafts + 1]
         if running.stop is not None:
             new = new[: running.stop.add(new)]
         row.draft = []
@@ -146,8 +145,8 @@ class TransformersEngine(EngineThread):
 
     def _end_if_complete(self, row: RequestRow) -> None:
         running = row.running
-        stopped = running.stopped or row.tokens[-1] in row.ends
-        if stopped or len(row.tokens) >= row.most:
+        stopped = running.stopped or row.tokens[-1] in row.eos_ids
+        if stopped or len(row.tokens) >= row.max_tokens:
             self._scheduler.end(row)
             self._leave(running)
             self._end(running.sampled(FinishReason.STOP if stopped else FinishReason.LENGTH))
@@ -166,8 +165,8 @@ class TransformersEngine(EngineThread):
         row = self._rows[running.key] = RequestRow(
             running=running,
             tokens=list(request.tokens),
-            most=len(request.tokens) + request.max_new_tokens,
-            ends=frozenset((*self._settings.eos, *request.stop.token_ids)),
+            max_tokens=len(request.tokens) + request.max_new_tokens,
+            eos_ids=frozenset((*self._settings.eos, *request.stop.token_ids)),
             temperature=0.0 if request.greedy else request.temperature or self._settings.temperature,
         )
         self._scheduler.add(row)
@@ -198,7 +197,7 @@ class TransformersEngine(EngineThread):
         self._scheduler.change_weights(keep=False)
         for parameter in self._model.parameters():
             parameter.data = parameter.new_empty(0)
-        if self._random.device.type == "cuda":
+        if self._generator.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _load_statistics(self) -> EngineLoad:
@@ -222,7 +221,7 @@ class TransformersEngine(EngineThread):
             self._requests.serve(version)
 
     def _replace_weights(self, version: PolicyVersion, parameters: dict[str, Any], loaded: dict[str, Any]) -> float:
-        """Returns the seconds that it took."""
+        """Replace all weights in place. Returns the seconds that decoding was stalled."""
         started_s = time.monotonic()
         for name, parameter in parameters.items():
             if self._asleep or parameter.data_ptr() % ALIGNMENT:
@@ -252,7 +251,7 @@ class TransformersEngine(EngineThread):
         return Drafter(speculation.first_length, speculation.max_running, self._settings.eos)
 
     def _select_versions(self, rows: Sequence[BatchRow]) -> None:
-        """Have the next pass compute each token under its row's version; a probe's under the newest."""
+        """Select the adapter of each row for the next pass; the newest for a probe."""
         if self._adapters is not None:
             self._adapters.versions.select(
                 [row.running.version if isinstance(row, RequestRow) else self.version for row in rows]
@@ -263,16 +262,16 @@ def loaded_weights(
     version: PolicyVersion,
     tensors: Mapping[str, Any],
     published: Mapping[str, Any],
-    begin_s: float,
+    started_s: float,
     stalled_s: float,
 ) -> LoadResult:
-    """The result of a load that began at `begin_s` of the monotonic clock. tensors: what the model computes with."""
+    """The result of a load that began at `started_s` of the monotonic clock. tensors: what the model computes with."""
     report = compared_by_name(tensors, published)
     return LoadResult(
         version=version,
         fingerprint=fingerprint(published),
         weights=report,
-        elapsed_s=time.monotonic() - begin_s,
+        elapsed_s=time.monotonic() - started_s,
         stalled_s=stalled_s,
     )
 
@@ -288,7 +287,7 @@ def resolve_device(name: str) -> str:
 
 
 def forward_logprobs(model: Any, tokens: Sequence[int]) -> tuple[float, ...]:
-    """Logprobs of tokens[1:], nats, each given all before it, by one plain forward pass."""
+    """Logprobs of tokens[1:] in nats, each given all tokens before it, by one plain forward pass."""
     ids = torch.tensor([list(tokens)], device=model.device)
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
@@ -296,12 +295,12 @@ def forward_logprobs(model: Any, tokens: Sequence[int]) -> tuple[float, ...]:
 
 
 def load_model(path: str, dtype: str, device: str, attention: str) -> Any:
-    """A causal LM from a folder or the hub, in eval mode. dtype: auto for that of its file, whose pages are then all
-    that it takes of this process's memory. Threads load one after another."""
-    of_type = dtype if dtype == "auto" else getattr(torch, dtype)
+    """Load a causal LM from a folder or the hub, in eval mode. dtype: "auto" for that of its file, which is then
+    memory-mapped. Thread-safe."""
+    torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     with _loading:
         try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=of_type, attn_implementation=attention)
-        except ValueError:  # its code lacks this attention: gpt-oss has sinks, which PyTorch's own knows nothing of
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=of_type, attn_implementation="eager")
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype, attn_implementation=attention)
+        except ValueError:  # the model does not support this attention, such as gpt-oss, whose attention has sinks
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype, attn_implementation="eager")
     return model.to(device).eval()

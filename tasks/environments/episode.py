@@ -1,4 +1,4 @@
-"""One episode of an environment, whatever kind it is and wherever it runs."""
+"""Interface of one episode of an environment, of any kind and in any process."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from staleflow.tasks.rendering.task_source import Message, Prompt, prompt_of
 from staleflow.tasks.settings import user_code
 
 OBSERVED = "environment"
-"""Role of an observation that is a text."""
+"""Message role of an observation that is plain text."""
 MAX_ERROR_CHARS = 500
-"""Characters of an error that are kept."""
+"""Maximum characters of an error; longer ones are truncated."""
 
 MAX_MESSAGE_CHARS = 1_000_000
-"""Characters of one message of an observation: more than any model's context holds."""
+"""Maximum characters of one message of an observation: more than any model's context holds."""
 
 
 class EpisodeFailed(RuntimeError):
-    """An environment raised, hung, died or returned a bad value. The message is one line that says so."""
+    """An environment raised, hung, died or returned a bad value. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeStart:
-    """Arguments of an episode's reset: equal ones give equal episodes. Held-out tasks have other seeds than training
-    tasks."""
+    """Arguments of an episode's reset; equal arguments give equal episodes. Held-out tasks have other seeds than
+    training tasks."""
 
     index: int
     held_out: bool
@@ -59,7 +59,7 @@ class Episode(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release what the environment holds, after its end."""
+        """Release the environment's resources after its end."""
         ...
 
     def kill(self) -> None:
@@ -76,8 +76,10 @@ class Environment(Protocol):
 
 
 class CallEnvironment:
-    """A coroutine function as an environment: each episode is one call, of which the only turn holds the arguments. It
-    raises EpisodeFailed, and the episode's process ends it."""
+    """A coroutine function as an environment: each episode is one call, and its only turn is the argument.
+
+    The function raises EpisodeFailed; a call that takes too long is ended with its process.
+    """
 
     def __init__(self, call: Callable[[EpisodeStart, str], Awaitable[EnvStepResult]]) -> None:
         self.call = call
@@ -87,7 +89,7 @@ class CallEnvironment:
 
 
 class CallEpisode:
-    """One call."""
+    """Episode of a `CallEnvironment`: one call."""
 
     def __init__(self, environment: CallEnvironment, start: EpisodeStart) -> None:
         self._environment, self._start = environment, start
@@ -106,8 +108,8 @@ class CallEpisode:
 
 
 def parse_observation(value: object, label: str) -> Prompt:
-    """Parse an observation into a text or messages of plain texts: a class of numpy or of the user could not be loaded
-    by the process that receives it. label: of the value, for messages. Raises EpisodeFailed."""
+    """Parse an observation into a text or messages of built-in strings, since the process that receives it may lack the
+    classes of numpy or of the user. label: name of the value in errors. Raises EpisodeFailed."""
     try:
         observation = prompt_of(value)
         if isinstance(observation, str):
@@ -118,7 +120,7 @@ def parse_observation(value: object, label: str) -> Prompt:
 
 
 def _plain(text: str) -> str:
-    """A text as plain Unicode of bounded length. Raises ValueError with a message that follows the value's name."""
+    """Return a text as a built-in string of bounded length. Raises ValueError; its message follows the value's name."""
     if len(text) > MAX_MESSAGE_CHARS:
         raise ValueError(f"has {len(text)} characters; at most {MAX_MESSAGE_CHARS} are given to a model")
     try:

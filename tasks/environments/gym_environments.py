@@ -1,4 +1,4 @@
-"""Episodes of classes with `reset` and `step`, as users of Gymnasium write them."""
+"""Episodes of user classes with Gymnasium's `reset` and `step`."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class GymEpisode:
         self._num_steps = 0
 
     async def begin(self) -> Prompt:
-        self._game = await self._called("cannot be created", self._make)
+        self._game = await self._call("cannot be created", self._make)
         options = {"index": self._start.index, "held_out": self._start.held_out}
         with_options = {"options": options} if _takes(self._game.reset, "options") else {}
-        result = await self._called("reset raised", self._game.reset, seed=self._start.seed, **with_options)
+        result = await self._call("reset raised", self._game.reset, seed=self._start.seed, **with_options)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
             raise EpisodeFailed(f"reset must return (observation, info), not {_short(result)}")
         return parse_observation(result[0], "the first observation")
@@ -53,7 +53,7 @@ class GymEpisode:
             return final_result(self._reward)
         self._num_steps += 1
         label = f"step {self._num_steps}"
-        result = await self._called(f"{label} raised", self._game.step, text)
+        result = await self._call(f"{label} raised", self._game.step, text)
         if not isinstance(result, tuple) or len(result) != 5 or not isinstance(result[4], Mapping):
             raise EpisodeFailed(
                 f"{label} must return (observation, reward, terminated, truncated, info), not {_short(result)}"
@@ -67,12 +67,12 @@ class GymEpisode:
     async def close(self) -> None:
         close = getattr(self._game, "close", None)
         if callable(close):
-            await self._called("close raised", close)
+            await self._call("close raised", close)
 
     def kill(self) -> None:
-        """Do nothing: a plain method has returned, a coroutine is cancelled with its caller."""
+        """Do nothing: a plain method has returned by now, and a coroutine is cancelled with its caller."""
 
-    async def _called(self, failed: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def _call(self, label: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a user's method. Raises EpisodeFailed."""
         try:
             if inspect.iscoroutinefunction(function):
@@ -80,7 +80,7 @@ class GymEpisode:
             result = outside_event_loop(lambda: function(*args, **kwargs))
             return await result if inspect.isawaitable(result) else result
         except (Exception, SystemExit) as error:
-            raise EpisodeFailed(f"{failed}: {error_line(error, line=True)}") from error
+            raise EpisodeFailed(f"{label}: {error_line(error, line=True)}") from error
 
 
 def outside_event_loop(function: Callable[[], Any]) -> Any:

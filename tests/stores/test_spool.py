@@ -158,18 +158,18 @@ def test_a_spool_cut_at_any_byte_is_a_prefix_of_its_entries(
     tmp_path_factory: pytest.TempPathFactory, batches: list[list[Entry]], data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("spool") / "spool"
-    spool = Spool(folder, members=3)
+    spool = Spool(folder, group_size=3)
     assert list(spool.read()) == []
     for batch in batches:
         assert spool.append(batch)
     whole = part(folder).read_bytes()
     written = [encode(entry) for batch in batches for entry in batch]
-    assert [encode(entry) for entry in Spool(folder, members=3).read()] == written
+    assert [encode(entry) for entry in Spool(folder, group_size=3).read()] == written
 
     cut = data.draw(st.integers(0, len(whole)))
     garbage = data.draw(st.binary(max_size=9))
     part(folder).write_bytes(whole[:cut] + garbage)
-    left = [encode(entry) for entry in Spool(folder, members=3).read()]
+    left = [encode(entry) for entry in Spool(folder, group_size=3).read()]
     assert left == written[: len(left)]
     if not garbage:
         ends = np.cumsum([len(HEADER), *(FRAME.size + len(w) for w in written)])
@@ -181,13 +181,13 @@ def test_a_changed_byte_ends_the_part_there(
     tmp_path_factory: pytest.TempPathFactory, batch: list[Entry], flip: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("spool") / "spool"
-    spool = Spool(folder, members=3)
+    spool = Spool(folder, group_size=3)
     spool.append(batch)
     data = bytearray(part(folder).read_bytes())
     at = flip.draw(st.integers(0, len(data) - 1))
     data[at] ^= flip.draw(st.integers(1, 255))
     part(folder).write_bytes(data)
-    left = [encode(entry) for entry in Spool(folder, members=3).read()]
+    left = [encode(entry) for entry in Spool(folder, group_size=3).read()]
     assert left == [encode(entry) for entry in batch][: len(left)]
     assert len(left) < len(batch)
 
@@ -197,42 +197,42 @@ def drawn(group: int) -> GroupDrawn:
 
 
 def groups_in(folder: Path) -> set[int]:
-    return {entry.group for entry in Spool(folder, members=3).read() if isinstance(entry, GroupDrawn)}
+    return {entry.group for entry in Spool(folder, group_size=3).read() if isinstance(entry, GroupDrawn)}
 
 
 def test_parts_are_removed_once_every_resume_point_has_what_is_in_them(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "spool", members=3)
+    spool = Spool(tmp_path / "spool", group_size=3)
     for step in range(20):  # group g is drawn before step g and consumed by step g + 1
         spool.append([drawn(step)])
-        spool.stored(step, [GroupId(step - 1)] if step else [])
+        spool.mark_stored(step, [GroupId(step - 1)] if step else [])
         spool.rotate(oldest_point=max(0, step - 2))
         needed = {group for group in range(step + 1) if group + 1 >= max(0, step - 2)}
         assert groups_in(tmp_path / "spool") == needed
         assert len(list((tmp_path / "spool").iterdir())) <= 5
     spool.append([drawn(20)])
-    spool.stored(20, [GroupId(19), GroupId(20)])
+    spool.mark_stored(20, [GroupId(19), GroupId(20)])
     spool.rotate(oldest_point=None)
     assert groups_in(tmp_path / "spool") == set()
 
 
 def test_a_group_that_stays_in_flight_keeps_what_came_after_it(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "spool", members=3)
+    spool = Spool(tmp_path / "spool", group_size=3)
     spool.append([drawn(0), drawn(1)])
     for step in range(1, 6):
-        spool.stored(step, [GroupId(step)])
+        spool.mark_stored(step, [GroupId(step)])
         spool.rotate(oldest_point=step)
         spool.append([drawn(step + 1)])
     assert groups_in(tmp_path / "spool") == set(range(7))
-    spool.stored(6, [GroupId(0)])
+    spool.mark_stored(6, [GroupId(0)])
     spool.rotate(oldest_point=7)
     assert groups_in(tmp_path / "spool") == {6}
 
 
 def test_one_that_goes_on_appends_to_a_part_of_its_own(tmp_path: Path) -> None:
-    first = Spool(tmp_path / "spool", members=3)
+    first = Spool(tmp_path / "spool", group_size=3)
     first.append([drawn(0), drawn(1)])
     part(tmp_path / "spool").write_bytes(part(tmp_path / "spool").read_bytes()[:-2])
-    again = Spool(tmp_path / "spool", members=3)
+    again = Spool(tmp_path / "spool", group_size=3)
     assert [entry.group for entry in again.read() if isinstance(entry, GroupDrawn)] == [0]
     again.append([drawn(2)])
     assert groups_in(tmp_path / "spool") == {0, 2}
@@ -244,7 +244,7 @@ def test_one_that_goes_on_appends_to_a_part_of_its_own(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_said_once_and_the_next_part_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A limit on the size of files stands for the disk: it too cuts a write in the middle."""
-    spool = Spool(tmp_path / "spool", members=3)
+    spool = Spool(tmp_path / "spool", group_size=3)
     assert spool.append([drawn(0)])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -264,7 +264,7 @@ def test_a_full_disk_is_said_once_and_the_next_part_goes_on(tmp_path: Path, capl
 
 
 def test_a_part_of_another_version_is_left_alone(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "spool", members=3)
+    spool = Spool(tmp_path / "spool", group_size=3)
     spool.append([drawn(0)])
     data = part(tmp_path / "spool").read_bytes()
     part(tmp_path / "spool").write_bytes(data.replace(b"spool 1", b"spool 9"))

@@ -51,10 +51,14 @@ def allowed(source: Load, target: Load, movable: list[Movable], gain: float, lim
     """The moves of LargestGain, by its docstring."""
     running, kv, to_running, to_kv = source.running, source.kv_tokens, target.running, target.kv_tokens
     moved: list[int] = []
-    for i, work in sorted(enumerate(movable), key=lambda pair: (pair[1].due, pair[1].kv_tokens)):
+    for i, work in sorted(enumerate(movable), key=lambda pair: (pair[1].deadline, pair[1].kv_tokens)):
         here_s, there_s = step_s(running, kv), step_s(to_running + 1, to_kv + work.kv_tokens)
         prefill_s = 0.125 * work.kv_tokens * (to_running + 1)
-        if len(moved) < limit and there_s < (1 - gain) * here_s and work.remaining * (here_s - there_s) > prefill_s:
+        if (
+            len(moved) < limit
+            and there_s < (1 - gain) * here_s
+            and work.remaining_tokens * (here_s - there_s) > prefill_s
+        ):
             moved.append(i)
             running, kv = running - 1, kv - work.kv_tokens
             to_running, to_kv = to_running + 1, to_kv + work.kv_tokens
@@ -69,7 +73,7 @@ def test_migration_moves_what_gains_in_order_of_urgency(
     source: Load, target: Load, work: list[tuple[int, int, int]], gain: float, limit: int
 ) -> None:
     running = Load(running=source.running + len(work), kv_tokens=source.kv_tokens + sum(kv for kv, _, _ in work))
-    movable = [Movable(kv_tokens=kv, remaining=float(left), due=due) for kv, left, due in work]
+    movable = [Movable(kv_tokens=kv, remaining_tokens=float(left), deadline=due) for kv, left, due in work]
     rule = LargestGain(COST, gain)
     moves = rule.moves(running, target, movable, limit)
     assert moves == allowed(running, target, movable, gain, limit)
@@ -84,11 +88,11 @@ def test_a_move_that_gains_nothing_is_not_made() -> None:
     # The step falls from 8.5 s to 4.75 s, and the prefill of a token takes an eighth of a second: 1/30 token.
     alone = Load(running=7, kv_tokens=0)
     for remaining, moves in ((0.125 / 3.75, []), (0.1, [0])):
-        work = Movable(kv_tokens=1, remaining=remaining, due=1)
+        work = Movable(kv_tokens=1, remaining_tokens=remaining, deadline=1)
         assert LargestGain(COST, 0.0).moves(alone, Load(running=0, kv_tokens=0), [work], 1) == moves
     # With three others there it falls to 5.75 s only, and the prefill holds up four.
     for remaining, moves in ((0.5 / 2.75, []), (0.19, [0])):
-        work = Movable(kv_tokens=1, remaining=remaining, due=1)
+        work = Movable(kv_tokens=1, remaining_tokens=remaining, deadline=1)
         assert LargestGain(COST, 0.0).moves(alone, Load(running=3, kv_tokens=0), [work], 1) == moves
 
 

@@ -133,13 +133,13 @@ def test_a_rule_that_is_no_more_is_refused_with_what_replaces_it(key: str, name:
 
 def test_migration_moves_the_urgent_first_and_stops_when_it_no_longer_gains() -> None:
     rule = LargestGain(dataclasses.replace(COST, prefill=0.0001), 0.2)
-    crowd = [Movable(kv_tokens=100, remaining=500, due=60 - i) for i in range(60)]
+    crowd = [Movable(kv_tokens=100, remaining_tokens=500, deadline=60 - i) for i in range(60)]
     moved = rule.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), crowd, limit=60)
     assert moved[0] == 59
     assert 10 < len(moved) < 40
     assert len(rule.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), crowd, limit=3)) == 3
     assert rule.moves(Load(running=30, kv_tokens=3000), Load(running=29, kv_tokens=2900), crowd, limit=9) == []
-    nearly_done = [Movable(kv_tokens=1000, remaining=1, due=1)]
+    nearly_done = [Movable(kv_tokens=1000, remaining_tokens=1, deadline=1)]
     assert rule.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), nearly_done, limit=9) == []
     stay = Stay()
     assert stay.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), crowd, limit=60) == []

@@ -19,14 +19,14 @@ def test_a_commit_ends_the_entries_of_its_groups_and_parts_that_no_point_needs(t
     done: list[Any] = []
 
     class NotedSpool(Spool):
-        def stored(self, step: int, groups: Any) -> None:
+        def mark_stored(self, step: int, groups: Any) -> None:
             done.append((step, groups))
 
         def rotate(self, oldest: int | None) -> None:
             done.append(oldest)
 
     async def scenario() -> None:
-        spool, points = AsyncSpool(NotedSpool(tmp_path, members=4)), ResumePoints(tmp_path / "resume")
+        spool, points = AsyncSpool(NotedSpool(tmp_path, group_size=4)), ResumePoints(tmp_path / "resume")
         points.write(PolicyVersion(2), Path.touch)
         await spool.committed(1, [GroupId(3)], points)
         assert await spool.append([]), "nothing is written"
@@ -46,18 +46,18 @@ def test_operations_are_done_in_the_order_of_the_calls(tmp_path: Path) -> None:
             done.append("append")
             return True
 
-        def stored(self, step: int, groups: Any) -> None:
+        def mark_stored(self, step: int, groups: Any) -> None:
             done.append("stored")
 
         def clear(self) -> None:
             done.append("clear")
 
     async def scenario() -> None:
-        spool = AsyncSpool(SlowSpool(tmp_path, members=4))
+        spool = AsyncSpool(SlowSpool(tmp_path, group_size=4))
         entry: Any = object()
         pending = [
             asyncio.ensure_future(spool.append([entry])),
-            asyncio.ensure_future(spool.stored(0, [GroupId(0)])),
+            asyncio.ensure_future(spool.mark_stored(0, [GroupId(0)])),
             asyncio.ensure_future(spool.clear()),
         ]
         # A second thread would do the others now. There is none to wait for, so give it every chance.

@@ -16,7 +16,7 @@ from staleflow.stores.trajectory import InstanceId, TrajectoryId
 from staleflow.tasks.engines import response_drafter, transformers
 from staleflow.tasks.engines.base import PromptResponses, SampledTokens
 from staleflow.tasks.engines.engine_settings import Speculation, TransformersSettings
-from staleflow.tasks.engines.token_sampling import accepted
+from staleflow.tasks.engines.token_sampling import num_accepted
 from staleflow.tasks.engines.transformers import TransformersEngine
 from tests.tasks import test_engine_transformers
 from tests.tasks.brake import brake, brake_of_transformers  # noqa: F401  used by name
@@ -147,11 +147,11 @@ def test_as_many_tokens_are_drafted_as_the_engine_is_told(model: Path) -> None:
 
 
 def test_a_response_keeps_no_drafted_token_behind_its_end_or_its_limit() -> None:
-    assert accepted([5, 6, 7], [5, 6, 7, 8], set(), 10) == 3
-    assert accepted([5, 6, 7], [5, 9, 7, 8], set(), 10) == 1
-    assert accepted([5, 6, 7], [5, 6, 7, 8], {6}, 10) == 1
-    assert accepted([5, 6, 7], [5, 6, 7, 8], set(), 2) == 1
-    assert accepted([], [8], set(), 1) == 0
+    assert num_accepted([5, 6, 7], [5, 6, 7, 8], set(), 10) == 3
+    assert num_accepted([5, 6, 7], [5, 9, 7, 8], set(), 10) == 1
+    assert num_accepted([5, 6, 7], [5, 6, 7, 8], {6}, 10) == 1
+    assert num_accepted([5, 6, 7], [5, 6, 7, 8], set(), 2) == 1
+    assert num_accepted([], [8], set(), 1) == 0
 
 
 def test_a_model_whose_states_cannot_be_taken_back_is_refused(tmp_path: Path) -> None:
