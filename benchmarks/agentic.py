@@ -147,7 +147,7 @@ BEST_SYNCHRONOUS = "synchronous, colocated"
 SYSTEMS: dict[str, dict[str, Any]] = {
     "synchronous, lock step": {"simulation": {"lock_step": True}},
     "synchronous": {},
-    BEST_SYNCHRONOUS: {"simulation": {"colocated": True, "trainer_gpus": 8}},
+    BEST_SYNCHRONOUS: {"rollout": {"instances": 16}, "cluster": {"layout": "turns"}},
     "bound 1": {"staleness": {"admission": "staleflow", "eta": 1}},
     "bound 2": {"staleness": {"admission": "staleflow", "eta": 2}},
     "bound 2, redundant": {
@@ -169,7 +169,8 @@ def training_s(name: str) -> float:
 
 def asynchronous(name: str, system: str, train_s: float, steps: int, *, quick: bool) -> dict[str, Any]:
     """A job under one system, with pulls of 2 s."""
-    tables = {"steps": steps, "simulation": {"train_s": train_s, "pull_s": 2.0}}
+    on_all_gpus = system == BEST_SYNCHRONOUS
+    tables = {"steps": steps, "simulation": {"train_s": train_s / 2 if on_all_gpus else train_s, "pull_s": 2.0}}
     config = job(JOBS[name], tables, SYSTEMS[system], SMALL if quick else {})
     if rule := RULES.get(system):
         config = with_admission(config, rule)

@@ -77,7 +77,6 @@ PACKAGES = (
             "journal": ("tests/coordination/test_journal.py", "tests/runtime/test_run_journal.py"),
             "state": ("tests/coordination/test_coordinator.py", "tests/coordination/test_state.py"),
             "fleet": ("tests/coordination/test_coordinator.py", "tests/coordination/test_state.py"),
-            "journal_conversion": ("tests/coordination/test_journal_conversion.py",),
             "mixture": ("tests/coordination/test_mixture.py",),
         },
     ),
