@@ -17,7 +17,8 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
 from tests.support.simulated_store import stored_simulation
 
-SCRIPTS = sorted(p for p in Path("benchmarks").glob("*.py") if not p.name.startswith("__"))
+NO_SCRIPTS = {"__init__", "__main__", "routing_rules"}
+SCRIPTS = sorted(p for p in Path("benchmarks").glob("*.py") if p.stem not in NO_SCRIPTS)
 
 
 def test_all_are_run() -> None:
