@@ -105,7 +105,8 @@ def _array_findings(store: StoreReader) -> Iterable[Finding]:
 
 def _rows(store: StoreReader, rows: list[EndedTrajectory], turns: list[tuple[float, ...]]) -> Iterable[Finding]:
     names = ("offset", "prompt_tokens", "response_tokens", "loss_mask")
-    numbers = zip(*(store.table()[name].tolist() for name in names), strict=True)
+    table = store.table()
+    numbers = zip(*(table[name].tolist() for name in names), strict=True)
     root = store._read_root()
     tokens = [(root[f"tokens/{name}"][:]).tolist() for name in ("versions", "logprobs", "mask")]
     for i, (row, (offset, prompt, response, trained)) in enumerate(zip(rows, numbers, strict=True)):

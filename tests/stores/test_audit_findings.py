@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import functools
 import importlib
 import inspect
 import re
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -63,6 +65,14 @@ Record = Callable[[StepRecord], StepRecord]
 Edit = Callable[[Any], None]
 
 
+def same_rows(step: int, rows: list[EndedTrajectory]) -> list[EndedTrajectory]:
+    return rows
+
+
+def same_record(record: StepRecord) -> StepRecord:
+    return record
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """A fault in a sound run, and the finding that it must be. rows, record: what a commit stores instead of what it
@@ -74,8 +84,8 @@ class Fault:
     where: str
     message: str
     """A regular expression for all of the text."""
-    rows: Rows = lambda step, rows: rows
-    record: Record = lambda record: record
+    rows: Rows = same_rows
+    record: Record = same_record
     edit: Edit | None = None
     files: Callable[[Path], None] | None = None
     alone: bool = True
@@ -98,6 +108,29 @@ def checked(fingerprint: str, refused: str = "") -> WeightCheck:
 
 def written(folder: Path, fault: Fault | None = None) -> None:
     """Store a run of three steps with a fault: each consumes a group of two and drops another, and none is left."""
+    if fault is None or (fault.rows, fault.record) == (same_rows, same_record):
+        shutil.copytree(sound_run(), folder)
+    else:
+        commit_all(folder, fault.rows, fault.record)
+    if fault is not None and fault.edit is not None:
+        repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(folder)))
+        session = repository.writable_session("main")
+        fault.edit(zarr.open_group(session.store, mode="r+"))
+        session.commit("planted")
+    if fault is not None and fault.files is not None:
+        fault.files(folder)
+
+
+@functools.cache
+def sound_run() -> Path:
+    """The run without a fault, in a folder that is removed when Python exits."""
+    made = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, made)
+    commit_all(Path(made) / "store", same_rows, same_record)
+    return Path(made) / "store"
+
+
+def commit_all(folder: Path, change_rows: Rows, change_record: Record) -> None:
     rng = np.random.default_rng(0)
     store = VersionedStore.create(folder, HEADER)
     counts: Counter[str] = Counter()
@@ -106,8 +139,7 @@ def written(folder: Path, fault: Fault | None = None) -> None:
         rows = [ended(rng, first + i, step) for i in range(2)] if step < STEPS else []
         dropped = [ended(rng, first + i, step, Fate.ABORTED, loss_mask=False) for i in (2, 3)]
         rows += [replace(row, reason=AbortReason.SURPLUS_GROUP) for row in dropped] if step < STEPS else []
-        if fault is not None:
-            rows = fault.rows(step, rows)
+        rows = change_rows(step, rows)
         counts.update(outcome_key(r.fate, r.reason) for r in rows)
         record = StepRecord(
             kind="step" if step < STEPS else "end",
@@ -119,14 +151,7 @@ def written(folder: Path, fault: Fault | None = None) -> None:
             batch_fingerprint=batch_fingerprint((r.trajectory, r.advantage) for r in rows if r.fate is Fate.CONSUMED)
             if step < STEPS else "",
         )  # fmt: skip
-        store.commit(record if fault is None else fault.record(record), rows)
-    if fault is not None and fault.edit is not None:
-        repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(folder)))
-        session = repository.writable_session("main")
-        fault.edit(zarr.open_group(session.store, mode="r+"))
-        session.commit("planted")
-    if fault is not None and fault.files is not None:
-        fault.files(folder)
+        store.commit(change_record(record), rows)
 
 
 def found_in(folder: Path, *, history: bool = False) -> list[Finding]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
@@ -197,6 +200,16 @@ class TestVersionedStore(TrajectoryStoreTests):
 
 def sound_store(folder: Path, num_steps: int = 4) -> VersionedStore:
     """A store as a faultless run writes it."""
+    shutil.copytree(_sound_store(num_steps), folder)
+    return VersionedStore.open(folder)
+
+
+@functools.cache
+def _sound_store(num_steps: int) -> Path:
+    """The store that sound stores are copies of, in a folder that is removed when Python exits."""
+    made = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, made)
+    folder = Path(made) / "store"
     rng = np.random.default_rng(1)
     header = RunHeader(run="r", eta=1, groups_per_step=2, group_size=2, members_started=2)
     store = VersionedStore.create(folder, header)
@@ -228,7 +241,7 @@ def sound_store(folder: Path, num_steps: int = 4) -> VersionedStore:
         version=num_steps,
     )
     store.commit(StepRecord(kind="end", step=num_steps, ledger=ledger), last)
-    return store
+    return folder
 
 
 def edit(folder: Path, change: Callable[[Any], Any]) -> None:
