@@ -51,9 +51,9 @@ def emulated(folder: Path, train_s: float) -> Path:
     return path
 
 
-def test_the_first_ends_a_run_in_order_and_it_can_be_resumed_and_ended_again(job: Path) -> None:
-    folder = job.parent
-    for args in (("run", "job.toml", "--set", "steps=4000"), ("resume", "runs/job")):
+def test_the_first_ends_a_run_in_order_and_it_can_be_resumed_and_ended_again(tmp_path: Path) -> None:
+    folder = emulated(tmp_path, 0.3).parent
+    for args in (("run", "job.toml"), ("resume", "runs/job")):
         with terminal(*args, cwd=folder) as shown:
             shown.until(r"step\s+([2-9]|[1-9]\d+)/4000")
             shown.ctrl_c()

@@ -208,7 +208,7 @@ def test_credentials_are_read_anew(
 def test_a_bucket_that_fails_is_not_reported_as_damage(tmp_path: Path, rng: Any, proxy: FailingProxy) -> None:
     two_steps(tmp_path / "store", rng)
     causes: list[str] = []
-    for number in itertools.count(step=1 if num_examples() > 1000 else 2):
+    for number in itertools.count(step=1 if num_examples() > 1000 else 4):
         proxy.expired = ""
         store = VersionedStore.pinned(tmp_path / "store")
         proxy.expired, proxy.requests_before = "tests", number
@@ -240,7 +240,7 @@ def test_an_audit_while_a_bucket_fails_briefly_has_no_findings_of_it(
     with BrieflyFailingProxy(server["AWS_ENDPOINT_URL"]) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         causes: list[str] = []
-        for number in itertools.count(step=1 if num_examples() > 1000 else 3):
+        for number in itertools.count(step=1 if num_examples() > 1000 else 5):
             store = VersionedStore.pinned(tmp_path / "store")
             proxy.requests_before, proxy.expired = number, "tests"
             try:

@@ -33,6 +33,7 @@ from staleflow.tasks.actors.store_thread import StoreThread
 from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.training.microbatches import MAX_LAG, BatchMessage, Row, RowArrays, microbatches, part_end
 from staleflow.tasks.training.rank import ALONE, Rank
+from tests.stores.store_conformance import HEADER
 from tests.support.bodies import Body
 from tests.tasks.test_trainer import Weights
 
@@ -187,6 +188,27 @@ def test_a_stored_step_is_sent_in_parts_from_one_reading(tmp_path: Path, monkeyp
         return parts
 
     assert all(same(a, Row.of(b)) for a, b in zip(asyncio.run(scenario()), rows, strict=True))
+
+
+def test_the_batch_of_a_step_is_made_once_unless_the_step_was_undone(tmp_path: Path, monkeypatch: Any) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(step_batches, "consumed_rows", lambda step, *_: made.append(step) or [])
+    monkeypatch.setattr(step_batches, "batch_metrics", lambda *_: {})
+
+    async def scenario() -> None:
+        thread = StoreThread(VersionedStore.create(tmp_path / "s", HEADER), 60.0)
+        settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "s", 128)
+        flight = InFlightState(group_size=1)
+        flight.batches[0] = ()
+        batches = step_batches.StepBatches(flight, thread, settings)
+        assert await batches.batch(0).fingerprint == await batches.batch(0).fingerprint
+        assert made == [0]
+        batches.forget_all()
+        await batches.batch(0).fingerprint
+        thread.close()
+
+    asyncio.run(scenario())
+    assert made == [0, 0]
 
 
 def test_a_batch_larger_than_a_message_is_fetched_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
