@@ -128,8 +128,8 @@ function response(one, run) {
             h(
               "section",
               { class: passage.sampled ? "passage" : "passage given" },
-              speaker(passage, h("span", { class: "quiet" }, many(passage.last - passage.first, "token"))),
-              h("pre", { dir: "auto" }, cells.slice(passage.first, passage.last)),
+              speaker(passage, h("span", { class: "quiet" }, many(passage.stop - passage.start, "token"))),
+              h("pre", { dir: "auto" }, cells.slice(passage.start, passage.stop)),
             ),
           ),
         )
@@ -197,7 +197,7 @@ function legend(mode, one, run) {
         {},
         h("i", { class: "swatch given" }),
         `given: ${many(
-          given.reduce((sum, passage) => sum + passage.last - passage.first, 0),
+          given.reduce((sum, passage) => sum + passage.stop - passage.start, 0),
           "token",
         )} in ${seconds(one.tool_s)}`,
       )
