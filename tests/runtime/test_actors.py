@@ -270,7 +270,8 @@ def test_a_version_that_a_replacement_fetches_is_kept(body: Body) -> None:
         await publish(stage, V1)
         _, two = stage.actors.instances.values()
         fetching = asyncio.ensure_future(stage.actors.pull(two, V1))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.0)
+        assert two.fetching == V1
         await publish(stage, V2)
         await stage.actors.prune({V2})
         await fetching

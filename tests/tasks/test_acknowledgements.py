@@ -206,6 +206,16 @@ def test_no_verb_is_answered_before_what_it_changes_is_in_the_spool(
     virtual_time.run(scenario())
 
 
+def test_the_receipt_of_an_observation_counts_the_tokens_after_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        scene = await Scene.create(in_memory(), tmp_path)
+        await scene.sample(ZERO)
+        (receipt,) = await scene.server.add_observations([SAID])
+        assert receipt.tokens == scene.server._flight.live[ZERO].num_tokens > 9
+
+    virtual_time.run(scenario())
+
+
 @both_stores
 @pytest.mark.parametrize("verb", READS)
 def test_what_writes_nothing_does_not_wait_for_the_spool_and_changes_nothing_in_flight(
