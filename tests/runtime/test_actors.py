@@ -306,6 +306,24 @@ def test_the_worker_of_a_retired_instance_has_left(body: Body) -> None:
     body.place(script)
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides"), [("reward-0", ()), ("environment-0", ("task.multi_turn=yes", "workload.kind=agentic"))]
+)
+def test_a_reward_actor_that_moves_is_placed_again_and_its_process_released(
+    body: Body, name: str, overrides: tuple[str, ...]
+) -> None:
+    async def script(stage: Stage) -> None:
+        before = stage.workers.placed[name].future
+        await stage.actors.move_reward_actor(name)
+        assert stage.workers.placed[name].future is not before
+        assert before.dead
+        stage.workers.placed.pop(name)
+        await stage.actors.move_reward_actor(name)
+        assert name in stage.workers.placed
+
+    body.place(script, *overrides)
+
+
 def test_closing_does_not_raise_whatever_is_gone(body: Body) -> None:
     async def script(stage: Stage) -> None:
         stage.workers.kill("server")
