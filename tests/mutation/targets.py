@@ -104,7 +104,6 @@ PACKAGES = (
             "async_spool": ("tests/tasks/test_async_spool.py",),
             "actors": (*RUNTIME, "tests/runtime/test_membership.py", "tests/runtime/test_turns.py"),
             "reward_worker": ("tests/runtime/test_evaluation.py",),
-            "trajectory_server": ("tests/runtime/test_taking_up.py",),
             "trainer": ("tests/tasks/test_trainer.py",),
             "step_batches": ("tests/tasks/test_packing.py",),
             "draft_corpus": ("tests/tasks/test_known_responses.py",),

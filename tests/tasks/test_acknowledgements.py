@@ -206,6 +206,28 @@ def test_no_verb_is_answered_before_what_it_changes_is_in_the_spool(
     virtual_time.run(scenario())
 
 
+def test_groups_that_are_not_in_the_spool_are_drawn_again_from_the_only_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        scene = await Scene.create(in_memory(), tmp_path)
+        await scene.take()
+        await scene.server.commit(record_of_step())
+        await scene.server._writing.clear()
+        tasks = type(scene.server._tasks)
+        draw, drawn = tasks.prompt, list[tuple[int, int]]()
+
+        def noted(self: Any, group: GroupId, source: int, task: int) -> Any:
+            drawn.append((group, source))
+            return draw(self, group, source, task)
+
+        monkeypatch.setattr(tasks, "prompt", noted)
+        scene.restart()
+        assert drawn == [(1, 0)]
+
+    virtual_time.run(scenario())
+
+
 def test_the_receipt_of_an_observation_counts_the_tokens_after_it(tmp_path: Path) -> None:
     async def scenario() -> None:
         scene = await Scene.create(in_memory(), tmp_path)
