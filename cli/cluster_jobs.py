@@ -239,7 +239,7 @@ def _details(job: dict[str, Any]) -> list[str]:
             for instance in status["instances"]
         ]
         lines += [
-            f"{host['host']:<14} {host['num_acting']} in environment, {host['places']} slots"
+            f"{host['host']:<14} {host['num_acting']} in environment, {host.get('slots', host.get('places'))} slots"
             for host in status.get("environments", ())
         ]
         lines += status.get("sources", ())

@@ -124,7 +124,7 @@ class Display(RunListener):
                 f"{instance.kv_tokens}/{instance.kv_capacity} KV tokens",
             )
         for host in outcomes.environments:
-            instances.add_row(host.host, "", f"{host.num_acting} in environment", f"{host.places} slots")
+            instances.add_row(host.host, "", f"{host.num_acting} in environment", f"{host.slots} slots")
         return Group(head, buffers, instances)
 
     def summarize(self, end: RunEnd) -> None:

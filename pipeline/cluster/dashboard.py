@@ -299,7 +299,7 @@ class View:
             "y": names,
             "right": [
                 *(lane["num_running"] / max(1, lane["max_running"]) for lane in lanes),
-                *(min(1.0, host["num_acting"] / host["places"]) for host in hosts),
+                *(min(1.0, host["num_acting"] / host["slots"]) for host in hosts),
             ],
             "kv": [*(lane["kv_tokens"] / max(1, lane["kv_capacity"]) for lane in lanes), *(math.nan for _ in hosts)],
             "colour": [*(LAG_COLORS[min(max(n, 0), len(LAG_COLORS) - 1)] for n in lag), *(HOST_COLOR for _ in hosts)],
@@ -310,7 +310,7 @@ class View:
                 f"samples {self._rates.get(lane['instance'], 0.0):.0f} {GAUGES['instance_tokens_per_s'].unit}"
                 for lane, n in zip(lanes, lag, strict=True)
             ]
-            + [f"{host['num_acting']} in environment, {host['places']} slots" for host in hosts],
+            + [f"{host['num_acting']} in environment, {host['slots']} slots" for host in hosts],
         }
 
     def _show_drops(self, status: Mapping[str, Any]) -> None:

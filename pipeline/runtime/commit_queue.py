@@ -1,9 +1,9 @@
-"""What the trajectory server has to store, told to it in the order decided, and how far training may be ahead of it.
+"""Queue of discards and commits for the trajectory server; limits how far training runs ahead of the store.
 
 Invariants:
-- Retirements and steps reach the server in the order in which they were put here, one after the other.
-- At most MAX_UNCOMMITTED trained steps are not stored: a further one begins only when there is room for it. So one of
-  the resume points that are kept (stores/weights/resume_points.py) is always of a version that the store has reached.
+- Discards and commits reach the server one at a time, in the order in which they were queued.
+- At most MAX_UNCOMMITTED trained steps are not stored; a further one waits. So one of the kept resume points
+  (stores/weights/resume_points.py) is always of a version that the store has reached.
 """
 
 from __future__ import annotations
@@ -19,69 +19,75 @@ from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.weights.resume_points import KEPT
 
 MAX_UNCOMMITTED = KEPT - 1
-"""Trained steps that may be unstored: the versions of all resume points but the oldest that is kept."""
+"""Maximum trained steps that are not stored: one less than the resume points that are kept."""
 SUBJECTS = {"end": "the run's end", "refusal": "that an instance is out of service"}
-"""What commits of other kinds than steps store."""
-LOOK_S = 2.0
-"""Seconds between two looks whether the server tries a commit again."""
+"""Names of the other kinds of commits than steps, for messages."""
+OUTAGE_POLL_S = 2.0
+"""Seconds between two checks whether the server retries a commit."""
 
 
 class CommitQueue:
-    """The queue of one run's retirements and commits. stored: is told each record and the metrics of its batch. say:
-    is told how long a commit has taken, whenever that is another deadlines.call_s, and why the store's bucket fails."""
+    """Queue of one run's discards and commits.
+
+    Args:
+        actors: The run's actors.
+        deadlines: Of the job.
+        on_commit: Called with each stored record and the metrics of its batch.
+        report: Receives a line for display about a commit that takes long, or whose bucket fails.
+    """
 
     def __init__(
         self,
         actors: Actors,
         deadlines: DeadlineConfig,
-        stored: Callable[[StepRecord, dict[str, float]], None],
-        say: Callable[[str], None],
+        on_commit: Callable[[StepRecord, dict[str, float]], None],
+        report: Callable[[str], None],
     ) -> None:
         self._actors = actors
         self._deadlines = deadlines
-        self._stored = stored
-        self._say = say
+        self._on_commit = on_commit
+        self._report = report
         self._queue: asyncio.Queue[Discard | StepRecord] = asyncio.Queue()
         self._num_uncommitted = 0
-        self._room = asyncio.Event()
-        self._room.set()
+        self._has_capacity = asyncio.Event()
+        self._has_capacity.set()
 
     @property
     def full(self) -> bool:
-        """Whether a further training step has to wait."""
-        return not self._room.is_set()
+        """Whether a further training step has to wait for a commit."""
+        return not self._has_capacity.is_set()
 
     def put(self, item: Discard | StepRecord) -> None:
-        """Queue how trajectories ended, or a record to commit."""
+        """Queue discarded trajectories, or a record to commit."""
         if isinstance(item, StepRecord):
             self._count(+1)
         self._queue.put_nowait(item)
 
     async def wait_for_room(self) -> None:
         """Wait until a further step may be trained."""
-        await self._room.wait()
+        await self._has_capacity.wait()
 
     async def work(self) -> None:
-        """Tell the server what is queued, for ever."""
+        """Send the queued items to the server, until cancelled."""
         while True:
             item = await self._queue.get()
             if isinstance(item, Discard):
                 await self._actors.ask("server", "retire", item.endings, item.versions)
             else:
-                self._stored(item, await self._commit(item))
+                self._on_commit(item, await self._commit(item))
                 self._count(-1)
             self._queue.task_done()
 
     async def finished(self) -> None:
-        """Wait until everything that was put is stored."""
+        """Wait until all queued items are stored."""
         await self._queue.join()
 
     def _count(self, change: int) -> None:
         self._num_uncommitted += change
         if self._num_uncommitted < MAX_UNCOMMITTED:
-            self._room.set()
+            self._has_capacity.set()
         else:
-            self._room.clear()
+            self._has_capacity.clear()
 
     async def _commit(self, record: StepRecord) -> dict[str, float]:
         slow = asyncio.ensure_future(self._report_slow(record))
@@ -92,25 +98,25 @@ class CommitQueue:
             slow.cancel()
 
     async def _report_slow(self, record: StepRecord) -> None:
-        """Say how long a commit takes every deadlines.call_s, and why as soon as the store's bucket fails."""
-        call_s, taken_s, said_s, outage = self._deadlines.call_s, 0.0, 0.0, ""
+        """Report a slow commit every deadlines.call_s, and at once when the store's bucket fails or recovers."""
+        call_s, elapsed_s, reported_s, outage = self._deadlines.call_s, 0.0, 0.0, ""
         subject = f"step {record.step}" if record.kind == "step" else SUBJECTS[record.kind]
         while True:
-            await asyncio.sleep(min(LOOK_S, call_s - (taken_s - said_s)))
-            taken_s += min(LOOK_S, call_s - (taken_s - said_s))
+            await asyncio.sleep(min(OUTAGE_POLL_S, call_s - (elapsed_s - reported_s)))
+            elapsed_s += min(OUTAGE_POLL_S, call_s - (elapsed_s - reported_s))
             before, outage = outage, await self._outage()
-            if taken_s - said_s < call_s and bool(outage) == bool(before):
+            if elapsed_s - reported_s < call_s and bool(outage) == bool(before):
                 continue
-            said_s = taken_s
-            goes_on = f"sampling goes on within the staleness bound, training up to {MAX_UNCOMMITTED} steps ahead"
-            why = f": {outage}; it is tried again" if outage else ""
-            self._say(
-                f"committing {subject} for {taken_s:g} s{why} (deadlines.commit_s allows "
-                f"{self._deadlines.commit_s:g}); {goes_on}"
+            reported_s = elapsed_s
+            consequence = f"sampling goes on within the staleness bound, training up to {MAX_UNCOMMITTED} steps ahead"
+            reason = f": {outage}; it is tried again" if outage else ""
+            self._report(
+                f"committing {subject} for {elapsed_s:g} s{reason} (deadlines.commit_s allows "
+                f"{self._deadlines.commit_s:g}); {consequence}"
             )
 
     async def _outage(self) -> str:
-        """Why the server tries a commit again; empty if it does not, or does not answer."""
+        """Reason why the server retries a commit; empty if it does not, or does not answer."""
         try:
             return str(await self._actors.ask_once("server", "outage"))
         except (ActorLost, ActorFailed):

@@ -17,7 +17,7 @@ COMPUTES = frozenset({"train", "publish_initial", "fine_tune", "logprobs"})
 
 
 class DeviceTurns:
-    """Who is on the shared GPUs. shared: whether they are; if not, nobody waits."""
+    """Which actors are on the shared GPUs. shared: whether GPUs are shared; if not, no call waits."""
 
     def __init__(self, *, shared: bool) -> None:
         self.shared = shared

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationDriver:
-    """One run's. found: its results, which are added to. tell: called with each request. say: shows what is going on.
+    """One run's. found: its results, which are added to. emit: called with each request. say: shows what is going on.
     note: keeps a line for the summary. elapsed_s: seconds of the run so far. prints, changed: of a set, by its name, as
     in `Evaluation.of`."""
 
@@ -43,7 +43,7 @@ class EvaluationDriver:
         actors: Actors,
         run_dir: Path,
         results: list[Evaluation],
-        tell: Callable[[Event], None],
+        emit: Callable[[Event], None],
         note: Callable[[str], None],
         elapsed_s: Callable[[], float],
         prints: Callable[[str], Mapping[str, str]],
@@ -55,7 +55,7 @@ class EvaluationDriver:
         self._actors = actors
         self._run_dir = run_dir
         self._results = results
-        self._tell = tell
+        self._emit = emit
         self._note = note
         self._elapsed_s = elapsed_s
         self._prints, self._changed = prints, changed
@@ -122,7 +122,7 @@ class EvaluationDriver:
             for i, item in enumerate(self._items)
         )
         self._number += 1
-        self._tell(EvaluationRequested(evaluation=self._number - 1, groups=groups))
+        self._emit(EvaluationRequested(evaluation=self._number - 1, groups=groups))
 
     async def _sum_up(self, command: FinishEvaluation) -> list[Evaluation]:
         groups = [group_of(command.evaluation, i, len(self._items)) for i in range(len(self._items))]

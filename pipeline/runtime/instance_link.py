@@ -51,7 +51,7 @@ REPORT_S = 0.5
 
 
 class InstanceLink:
-    """Carries commands to one instance and events back. tell: called with every event. All of its work raises ActorLost
+    """Carries commands to one instance and events back. emit: called with every event. All of its work raises ActorLost
     when the instance has to be replaced."""
 
     def __init__(
@@ -60,7 +60,7 @@ class InstanceLink:
         actors: Actors,
         deadlines: DeadlineConfig,
         time_scale: float,
-        tell: Callable[[Event], None],
+        emit: Callable[[Event], None],
         *,
         drafts: bool = False,
     ) -> None:
@@ -70,7 +70,7 @@ class InstanceLink:
         self._actors = actors
         self._deadlines = deadlines
         self._time_scale = time_scale
-        self._tell = tell
+        self._emit = emit
         self._drafts = drafts
         self._stillness = StallDetector(deadlines.sample_s)
 
@@ -115,17 +115,17 @@ class InstanceLink:
                 ids = tuple(c.trajectory for c in batch if isinstance(c, Interrupt))
                 for o in await self._actors.ask(self._name, "interrupt", SERVER, ids):
                     drafts = {"drafted_tokens": o.drafted_tokens, "accepted_tokens": o.accepted_tokens}
-                    self._tell(
+                    self._emit(
                         TrajectoryInterrupted(
                             trajectory=o.trajectory, route_number=o.route_number, tokens=o.tokens, **drafts
                         )
                     )
             case Pull(instance=instance, version=version):
                 await self._actors.pull(self._instance, version)
-                self._tell(PullFinished(instance=instance, version=version))
+                self._emit(PullFinished(instance=instance, version=version))
             case Sleep(instance=instance, step=step):
                 await self._actors.put_to_sleep(self._instance)
-                self._tell(InstanceSlept(instance=instance, step=step))
+                self._emit(InstanceSlept(instance=instance, step=step))
 
     async def _listen(self) -> None:
         """Pass on the results of requests that ended."""
@@ -141,7 +141,7 @@ class InstanceLink:
                 )
                 if o.error:
                     event = TrajectoryFailed(trajectory=o.trajectory, route_number=o.route_number, error=o.error)
-                self._tell(event)
+                self._emit(event)
 
     async def _watch(self) -> None:
         """Report progress, measure how busy the engine is, and notice when it stands still."""
@@ -163,7 +163,7 @@ class InstanceLink:
             instance.tokens_sampled = load.tokens_sampled
             instance.load = load
             reported_steps = stats if self._drafts else None
-            self._tell(
+            self._emit(
                 InstanceReported(
                     instance=instance.id, progress=load.progress, delivered=load.delivered, steps=reported_steps
                 )

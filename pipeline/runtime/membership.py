@@ -43,7 +43,7 @@ SAVE_S = 10.0
 
 
 class Membership:
-    """The rollout instances of one run, each with its link. tell: called with every event, and with the error that ends
+    """The rollout instances of one run, each with its link. emit: called with every event, and with the error that ends
     the run. has_left: whether the coordinator has emptied an instance that leaves. elapsed_s: seconds of the run so
     far."""
 
@@ -52,14 +52,14 @@ class Membership:
         config: RunConfig,
         actors: Actors,
         background: Background,
-        tell: Callable[[Event | BaseException], None],
+        emit: Callable[[Event | BaseException], None],
         has_left: Callable[[InstanceId], bool],
         elapsed_s: Callable[[], float],
     ) -> None:
         self._config = config
         self._actors = actors
         self._background = background
-        self._tell = tell
+        self._emit = emit
         self._has_left = has_left
         self._elapsed_s = elapsed_s
         self._resting = True
@@ -113,7 +113,7 @@ class Membership:
         return ""
 
     async def _retire(self, instance: InstanceHandle) -> None:
-        self._tell(InstanceLeaving(instance=instance.id))
+        self._emit(InstanceLeaving(instance=instance.id))
         while not self._has_left(instance.id):
             await asyncio.sleep(EMPTY_S)
         self._retiring.discard(instance.index)
@@ -121,7 +121,7 @@ class Membership:
             return  # it was lost meanwhile, or the run ends
         for task in instance.tasks:
             task.cancel()
-        self._tell(InstanceLost(instance=instance.id, why="it was retired"))
+        self._emit(InstanceLost(instance=instance.id, why="it was retired"))
         await self._actors.retire(instance)
         logger.warning("%s on %s was retired", instance.id, instance.placed.address)
         if instance.index < self._config.rollout.instances:
@@ -174,12 +174,12 @@ class Membership:
         config = self._config
         engine = config.rollout.engine
         link = InstanceLink(
-            instance, self._actors, config.deadlines, config.rollout.engine.time_scale, self._tell,
+            instance, self._actors, config.deadlines, config.rollout.engine.time_scale, self._emit,
             drafts=engine.speculation.num_speculative_tokens > 0,
         )  # fmt: skip
         for work in link.work():
             instance.tasks.append(asyncio.ensure_future(self._guard(instance, work)))
-        self._tell(
+        self._emit(
             InstanceJoined(
                 instance=instance.id,
                 version=instance.version,
@@ -200,11 +200,11 @@ class Membership:
                     for task in instance.tasks:
                         if task is not asyncio.current_task():
                             task.cancel()
-                    self._tell(InstanceLost(instance=instance.id, why=str(lost)))
+                    self._emit(InstanceLost(instance=instance.id, why=str(lost)))
                     self._actors.record_loss(instance.placed.name, lost, self._elapsed_s())
                     self._fill(instance.index)
         except Exception as error:  # noqa: BLE001  carried to the main loop, which raises it
-            self._tell(error)
+            self._emit(error)
 
     async def _replace(self, index: int) -> None:
         """Place an instance that is missing, as soon as there is a worker for it. Raises NoFreeWorker if there is none

@@ -36,19 +36,19 @@ MAX_GROUPS_COUNTED = 10_000
 
 
 class Scoring:
-    """The responses of one run that wait for a reward worker. tell: called with every score. elapsed_s: seconds of the
+    """The responses of one run that wait for a reward worker. emit: called with every score. elapsed_s: seconds of the
     run so far."""
 
     def __init__(
         self,
         config: RunConfig,
         actors: Actors,
-        tell: Callable[[TrajectoryScored], None],
+        emit: Callable[[TrajectoryScored], None],
         elapsed_s: Callable[[], float],
     ) -> None:
         self._config = config
         self._actors = actors
-        self._tell = tell
+        self._emit = emit
         self._elapsed_s = elapsed_s
         self._queue: asyncio.Queue[TrajectoryId] = asyncio.Queue()
         self._num_free = 0
@@ -159,4 +159,4 @@ class Scoring:
                         level, "trajectory %d: reward failed: %s; further ones: steps count them", trajectory, error
                     )
                     self._failure_said = True
-                self._tell(TrajectoryScored(trajectory=trajectory, reward=reward, error=error))
+                self._emit(TrajectoryScored(trajectory=trajectory, reward=reward, error=error))

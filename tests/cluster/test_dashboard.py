@@ -41,7 +41,7 @@ STATUS: dict[str, Any] = {
         {"instance": "rollout-0", "version": 2, "pulling": True, "num_running": 6, "max_running": 8, "kv_tokens": 100,
          "kv_capacity": 400},
     ],
-    "num_acting": 80, "environments": [{"host": "environment-0", "num_acting": 80, "places": 64}],
+    "num_acting": 80, "environments": [{"host": "environment-0", "num_acting": 80, "slots": 64}],
     "decisions": [[12.5, 17, "routed to rollout-0 at version 3", "Tick#9"]], "tokens_sampled": {"rollout-0": 900},
 }  # fmt: skip
 STEP = {

@@ -12,7 +12,7 @@ import pytest
 from staleflow.pipeline.coordination.commands import StepEnvironment
 from staleflow.pipeline.coordination.events import EnvironmentStepped
 from staleflow.pipeline.profiling.latencies import latencies
-from staleflow.pipeline.runtime.environment_hosts import LATEST
+from staleflow.pipeline.runtime.environment_hosts import NUM_LATEST
 from staleflow.stores.errors import TooManyFailedEnvironments
 from staleflow.stores.trajectory import AbortReason, EnvSpan
 from staleflow.tasks.actors.environment_host import FAILED_BEFORE
@@ -49,7 +49,7 @@ def test_every_turn_is_answered_and_the_episodes_are_stored_whole(body: Body) ->
     assert all(s > 0 for s in waited)
     assert {span.role for t in rows for span in t.spans if isinstance(span, EnvSpan)} == {"tool"}
     (host,) = run.outcomes.environments
-    assert (host.host, host.places) == ("environment-0", run.config.environment.concurrency)
+    assert (host.host, host.slots) == ("environment-0", run.config.environment.concurrency)
 
 
 def test_what_an_act_takes_beyond_its_environment_and_a_place_there_is_measured(body: Body) -> None:
@@ -172,5 +172,5 @@ def test_environments_that_always_fail_end_the_run(body: Body) -> None:
     run = body.run(*AGENTS, "simulation.failed_step_share=1")
     error = run.raised()
     assert isinstance(error, TooManyFailedEnvironments)
-    assert f"environments failed in {LATEST} of their latest {LATEST} answers" in str(error)
+    assert f"environments failed in {NUM_LATEST} of their latest {NUM_LATEST} steps" in str(error)
     run.check_kept()
