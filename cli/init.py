@@ -38,9 +38,9 @@ def command(
 
     if sys.stdin.isatty() and sys.stdout.isatty() and not (yes or data or model or reward):
         click.echo("Enter takes what is in brackets.")
-        data = _asked("Data set: a .jsonl or .parquet file, a folder, a hub name", "made-up sums")
-        model = _asked("Model: a folder or a hub name", "" if data else "a tiny one, made here in a minute")
-        reward = _asked("Reward: exact, math_verify, FILE.py:NAME", "a file of your own, to edit")
+        data = _prompt_user("Data set: a .jsonl or .parquet file, a folder, a hub name", "made-up sums")
+        model = _prompt_user("Model: a folder or a hub name", "" if data else "a tiny one, made here in a minute")
+        reward = _prompt_user("Reward: exact, math_verify, FILE.py:NAME", "a file of your own, to edit")
     settings: dict[str, object] = {}
     for option in options:
         apply_override(settings, option)
@@ -70,7 +70,7 @@ def command(
     click.echo("  staleflow store show runs/first --worst 3")
 
 
-def _asked(question: str, default: str) -> str:
+def _prompt_user(question: str, default: str) -> str:
     """An answer from the terminal; empty for the default."""
     answer: str = click.prompt(
         f"{question} [{default}]" if default else question, default="" if default else None, show_default=False

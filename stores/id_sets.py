@@ -32,8 +32,8 @@ class IdSet:
         if len(new):
             starts = np.sort(np.concatenate([self._starts, new + 1]))
             ends = np.sort(np.concatenate([self._ends, new]))
-            kept = starts < ends
-            self._starts, self._ends = starts[kept], ends[kept]
+            nonempty = starts < ends
+            self._starts, self._ends = starts[nonempty], ends[nonempty]
             self.count += len(new)
         return unique[~absent | (counts > 1)]
 

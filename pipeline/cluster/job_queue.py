@@ -102,7 +102,7 @@ class JobQueue:
         """Workers that running jobs have beyond what they need, and are to give back, by job."""
         self._unwanted: list[str] = []
         """Dirty workers that nobody was told of yet."""
-        self._gone: dict[str, tuple[Mapping[str, float], float]] = {}
+        self._disconnected: dict[str, tuple[Mapping[str, float], float]] = {}
         self._kinds: Kinds | None = None
         self.gpus: dict[str, WorkerGpus] = {}
         """What workers report, those that have just left included."""
@@ -117,7 +117,7 @@ class JobQueue:
         """A worker has joined; perhaps a restarted one, under a new address. unreported_since: when it was asked for
         its GPUs; None: it has none."""
         self.workers[address] = dict(resources)
-        restarted = next((old for old, (has, _) in self._gone.items() if has == resources), None)
+        restarted = next((old for old, (has, _) in self._disconnected.items() if has == resources), None)
         if restarted is not None:
             self._forget_gone(restarted)
         if unreported_since is not None:
@@ -138,7 +138,7 @@ class JobQueue:
         """A worker has left."""
         resources = self.workers.pop(address, None)
         if resources is not None:
-            self._gone[address] = resources, now
+            self._disconnected[address] = resources, now
         claim = self.claims.pop(address, None)
         if claim is not None and claim.devices:
             self._lost_places.setdefault(claim.job, []).append((claim.roles[0], self._place_of(address, claim)))
@@ -149,7 +149,7 @@ class JobQueue:
         self._kinds = None
 
     def _forget_gone(self, address: str) -> None:
-        del self._gone[address]
+        del self._disconnected[address]
         self.gpus.pop(address, None)
 
     @property
@@ -419,7 +419,7 @@ class JobQueue:
 
     def _expire(self, now: float) -> None:
         """Forget workers that have not come back, and give up engines that no driver has taken over in time."""
-        for address in [a for a, (_, since) in self._gone.items() if now - since > RETURN_S]:
+        for address in [a for a, (_, since) in self._disconnected.items() if now - since > RETURN_S]:
             self._forget_gone(address)
             self._kinds = None
         for address in [a for a, (_, since) in self._kept.items() if now - since > RETURN_S]:
@@ -524,7 +524,7 @@ class JobQueue:
     def _known_kinds(self) -> Kinds:
         """Of all workers, and of those that have just left and may come back."""
         if self._kinds is None:
-            self._kinds = kinds_of({a: has for a, (has, _) in self._gone.items()} | self.workers)
+            self._kinds = kinds_of({a: has for a, (has, _) in self._disconnected.items()} | self.workers)
         return self._kinds
 
 

@@ -66,7 +66,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         """Restarts of workers under way, and looks at them."""
         self._timer: asyncio.TimerHandle | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._told: set[str] = set()
+        self._announced: set[str] = set()
         """Waiting jobs whose log says what they wait for."""
 
     async def start(self, scheduler: Any) -> None:
@@ -336,13 +336,13 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         for id, gang in admitted.items():
             job = self.jobs[id]
             job.place, job.why = place_of(gang), "its driver starts"
-            self._told.discard(id)
+            self._announced.discard(id)
             job.say(f"has its {len(gang)} workers")
             self._restrict(job)
         for entry in [e for e in self.job_queue.entries.values() if not e.num_workers]:
             job = self.jobs[entry.id]
-            if entry.id not in self._told:
-                self._told.add(entry.id)
+            if entry.id not in self._announced:
+                self._announced.add(entry.id)
                 job.say(f"waits: {entry.why}")
             job.state, job.why, job.reported_at = "waiting", entry.why, time.time()
             if entry.id in expired:
@@ -377,7 +377,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
     def _end(self, job: Job, state: str, why: str) -> None:
         """End a job whose driver does not run."""
         job.state, job.why, job.place, job.reported_at = state, why, "", time.time()
-        self._told.discard(job.id)
+        self._announced.discard(job.id)
         job.say(f"{state}: {why}")
         self.job_queue.leave(job.id)
         if self._task(job) is not None:

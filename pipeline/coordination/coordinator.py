@@ -484,8 +484,8 @@ class Coordinator(CoordinatorInspection):
 
     def _finish_evaluation(self, *, abandoned: bool = False) -> None:
         """End the running evaluation, and summarize it."""
-        evaluation, left = self._state.close_evaluation()
-        self._stop(left)
+        evaluation, unpinned = self._state.close_evaluation()
+        self._stop(unpinned)
         self._commands.append(
             FinishEvaluation(
                 evaluation=evaluation.number,

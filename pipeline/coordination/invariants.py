@@ -80,8 +80,8 @@ def _validate_evaluation(state: CoordinatorState) -> None:
         raise ProtocolViolation(
             f"{evaluation.to_sample} are taken to be sampled yet for evaluation {evaluation.number}"
         )
-    if gone := [name for name in evaluation.pinned if state.fleet.get(name) is None]:
-        raise ProtocolViolation(f"evaluation {evaluation.number} has hosts that are gone: {gone}")
+    if missing := [name for name in evaluation.pinned if state.fleet.get(name) is None]:
+        raise ProtocolViolation(f"evaluation {evaluation.number} has hosts that are gone: {missing}")
     for member in members:
         live = state.live[member]
         target = state.fleet.get(live.instance)

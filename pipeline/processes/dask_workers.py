@@ -162,7 +162,7 @@ class DaskWorkers:
         )
         try:
             async with asyncio.timeout(within_s):
-                actor = await self._made(future, name, address)
+                actor = await self._wait_for_actor(future, name, address)
         except (StaleflowError, TimeoutError):
             raise
         except Exception as error:
@@ -184,7 +184,7 @@ class DaskWorkers:
             raise ActorLost(f"{name} could not start on {address}: {type(error).__name__}: {error}", name) from error
         logger.debug("%s has GPUs %s", name, visible or "none")
 
-    async def _made(self, future: Any, name: str, address: str) -> Any:
+    async def _wait_for_actor(self, future: Any, name: str, address: str) -> Any:
         """The actor that is being created on a worker. Raises ActorLost if the worker leaves meanwhile: Dask would wait
         for it to come back, which it never does under this address."""
         # The handle belongs to the client that is current where it arrives, in this task; a process may have several.

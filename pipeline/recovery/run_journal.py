@@ -45,8 +45,8 @@ def compress(part: Path) -> None:
     """Replace a closed part by a compressed one. Never raises: a part that cannot be compressed stays as it is."""
 
     def write(target: Path) -> None:
-        with part.open("rb") as plain, gzip.open(target, "wb", compresslevel=LEVEL) as packed:
-            shutil.copyfileobj(plain, packed, COPIED_AT_ONCE)
+        with part.open("rb") as source, gzip.open(target, "wb", compresslevel=LEVEL) as packed:
+            shutil.copyfileobj(source, packed, COPIED_AT_ONCE)
 
     try:
         replace_file(part.with_name(f"{part.name}.gz"), write, "it stays uncompressed")

@@ -52,8 +52,8 @@ def sources_hash(fingerprints: Fingerprints) -> str:
 
 
 def _hash_files(folder: Path, files: Iterable[Path]) -> str:
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     names = sorted(str(path.relative_to(folder)) for path in files)
     for name in names:
-        whole.update(f"{name}:{hashlib.sha256((folder / name).read_bytes()).hexdigest()};".encode())
-    return whole.hexdigest() if names else ""
+        digest.update(f"{name}:{hashlib.sha256((folder / name).read_bytes()).hexdigest()};".encode())
+    return digest.hexdigest() if names else ""

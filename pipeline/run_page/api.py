@@ -198,7 +198,7 @@ class RunApi:
             **plain(facts(row)),
             "response_tokens": t.num_sampled,
             "turns": len(t.turns),
-            "said": self._said(t, limit) if t.has_env_steps else [],
+            "said": self._messages_of(t, limit) if t.has_env_steps else [],
             "scored": bool(t.timings.rewarded_s > 0 or row.staleness >= 0),
             "loss_mask": row.loss_mask,
             "error": t.error,
@@ -207,7 +207,7 @@ class RunApi:
             "segments": [_strip_part(span) for span in t.spans],
         }
 
-    def _said(self, trajectory: Trajectory, limit: int) -> list[dict[str, Any]]:
+    def _messages_of(self, trajectory: Trajectory, limit: int) -> list[dict[str, Any]]:
         """The beginning of a conversation, by who speaks, of about so many characters."""
         messages = []
         for span in passages(trajectory):

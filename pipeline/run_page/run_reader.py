@@ -119,14 +119,14 @@ class JournalFollower:
         read, total = sum(offset for _, offset, _ in self._files), sum(sizes)
         self.index.read_share = min(1.0, read / total) if total else 1.0
 
-    def _read(self, number: int, file: Path, inode: int, size: int, most: int) -> int:
+    def _read(self, number: int, file: Path, inode: int, size: int, max_bytes: int) -> int:
         """Read on in a file that has `size` bytes; returns how many were read."""
         _, start, line_number = self._files[number]
         offset = start
         if offset < size:
             with open_part(file) as lines:
                 lines.seek(offset)
-                while offset < size and offset - start < most and (line := lines.readline()).endswith(b"\n"):
+                while offset < size and offset - start < max_bytes and (line := lines.readline()).endswith(b"\n"):
                     line_number += 1
                     offset += len(line)
                     if line_number > 1 or not line.startswith(HEADING):

@@ -53,7 +53,7 @@ class Scoring:
         self._queue: asyncio.Queue[TrajectoryId] = asyncio.Queue()
         self._num_free = 0
         """Reward workers that wait for work."""
-        self._held: list[TrajectoryId] = []
+        self._held_back: list[TrajectoryId] = []
         self._releasing: asyncio.TimerHandle | None = None
         self._num_sampled: dict[GroupId, int] = {}
         self._failure_said = False
@@ -77,8 +77,8 @@ class Scoring:
 
     def put(self, trajectory: TrajectoryId) -> None:
         """Queue a sampled response, with those held back if its group is complete with it."""
-        self._held.append(trajectory)
-        if self._completes(trajectory) or len(self._held) >= SCORE_BATCH:
+        self._held_back.append(trajectory)
+        if self._completes(trajectory) or len(self._held_back) >= SCORE_BATCH:
             self._release()
         elif self._releasing is None:
             self._releasing = asyncio.get_running_loop().call_later(HELD_S, self._release)
@@ -101,7 +101,7 @@ class Scoring:
         if self._releasing is not None:
             self._releasing.cancel()
             self._releasing = None
-        batch, self._held = self._held, []
+        batch, self._held_back = self._held_back, []
         for trajectory in batch:
             self._queue.put_nowait(trajectory)
 

@@ -33,7 +33,7 @@ class TrainingWatch:
     def __init__(self) -> None:
         self._latest: deque[tuple[float, float]] = deque(maxlen=STEPS)
         """(effective sample size, its standard error) of the latest steps."""
-        self._given: set[str] = set()
+        self._raised: set[str] = set()
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """The alarms of a finished training step, each a line with value, limit and remedy."""
@@ -57,6 +57,6 @@ class TrainingWatch:
 
     def _once(self, kind: str) -> bool:
         """Whether this kind is given for the first time."""
-        first = kind not in self._given
-        self._given.add(kind)
+        first = kind not in self._raised
+        self._raised.add(kind)
         return first

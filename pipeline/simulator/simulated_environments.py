@@ -168,21 +168,21 @@ class Barrier:
     def __init__(self, release: Callable[[list[EnvironmentStepped]], None]) -> None:
         self._release = release
         self._playing: set[TrajectoryId] = set()
-        self._held: dict[TrajectoryId, EnvironmentStepped] = {}
+        self._held_back: dict[TrajectoryId, EnvironmentStepped] = {}
 
     def enter(self, trajectory: TrajectoryId) -> None:
         self._playing.add(trajectory)
 
     def hold(self, event: EnvironmentStepped) -> None:
-        self._held[event.trajectory] = event
+        self._held_back[event.trajectory] = event
         self._open_if_all_wait()
 
     def leave(self, trajectory: TrajectoryId) -> None:
         self._playing.discard(trajectory)
-        self._held.pop(trajectory, None)
+        self._held_back.pop(trajectory, None)
         self._open_if_all_wait()
 
     def _open_if_all_wait(self) -> None:
-        if self._held and len(self._held) == len(self._playing):
-            waiting, self._held = list(self._held.values()), {}
+        if self._held_back and len(self._held_back) == len(self._playing):
+            waiting, self._held_back = list(self._held_back.values()), {}
             self._release(waiting)

@@ -127,7 +127,7 @@ class SimulatedRun:
         self._instances: dict[InstanceId, SimulatedInstance] = {}
         self._touched: dict[InstanceId, SimulatedInstance] = {}
         self._tokens: dict[TrajectoryId, int] = {}
-        self._given: dict[TrajectoryId, int] = {}  # tokens that were given since the latest turn
+        self._env_tokens: dict[TrajectoryId, int] = {}  # tokens that were given since the latest turn
         # What the trajectory server has of running responses: their tokens when they were last delivered.
         self._delivered: dict[InstanceId, dict[TrajectoryId, int]] = {}
         self._delivered_s = 0.0
@@ -277,7 +277,7 @@ class SimulatedRun:
                     reason = outcome_key(ending.fate, ending.reason)
                     self.trace.ended[reason] = self.trace.ended.get(reason, 0) + 1
                     self._tokens.pop(ending.trajectory, None)
-                    self._given.pop(ending.trajectory, None)
+                    self._env_tokens.pop(ending.trajectory, None)
                     self._environments.ended(ending.trajectory)
 
     def _on_instance(self, command: Route | Abort | ReleaseCache | Interrupt | Pull | Sleep | SetDraftLength) -> None:
@@ -336,7 +336,7 @@ class SimulatedRun:
         """Count the tokens of an evaluation that has ended, and forget its trajectories."""
         for trajectory in [t for t in self._tokens if is_evaluation(t)]:
             self.trace.evaluated_tokens += self._response(trajectory, self._tokens.pop(trajectory)).sampled
-            self._given.pop(trajectory, None)
+            self._env_tokens.pop(trajectory, None)
             self._environments.ended(trajectory)
 
     def _sample(self, instance: SimulatedInstance, command: Route) -> None:
@@ -352,13 +352,13 @@ class SimulatedRun:
             self._workload.prompt_tokens(group),
             tokens,
             turns,
-            num_env_tokens=self._given.pop(command.trajectory, 0),
+            num_env_tokens=self._env_tokens.pop(command.trajectory, 0),
         )
 
     def _environment_told(self, event: Answered) -> None:
         match event:
             case EnvironmentStepped():
-                self._given[event.trajectory] = event.tokens - self._tokens[event.trajectory]
+                self._env_tokens[event.trajectory] = event.tokens - self._tokens[event.trajectory]
                 self._tokens[event.trajectory] = event.tokens
             case EnvironmentFailed():
                 del self._tokens[event.trajectory]

@@ -91,9 +91,9 @@ class Pool:
                 break
             yield result
 
-    def blocks(self, count: int, most: int = BLOCK_ROWS) -> Iterator[tuple[int, int]]:
+    def blocks(self, count: int, max_rows: int = BLOCK_ROWS) -> Iterator[tuple[int, int]]:
         """(first, last) of blocks that cover `count` rows, sized to keep all workers busy."""
-        rows = min(most, max(MIN_ROWS, count // (len(self.free()) * BLOCKS_A_WORKER)))
+        rows = min(max_rows, max(MIN_ROWS, count // (len(self.free()) * BLOCKS_A_WORKER)))
         return blocks(count, rows)
 
     def free(self, *, model: bool = False) -> list[str]:

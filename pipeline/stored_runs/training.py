@@ -350,8 +350,8 @@ def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report
         return None
     if config.acts or config.task.sources:
         if not version:
-            what = "environments are played" if config.acts else "several task sources are evaluated"
-            report({"say": f"no evaluation: {what} by runs only"})
+            reason = "environments are played" if config.acts else "several task sources are evaluated"
+            report({"say": f"no evaluation: {reason} by runs only"})
         return None
     report({"say": f"evaluating {'the base model' if not version else 'the trained policy'}"})
     store = store_at(plan.path, plan.snapshot)
@@ -367,12 +367,15 @@ def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report
     if apart < count:
         rows = np.concatenate(list(chosen_rows(store, plan.where).values()))
         trained = {prompts.task(int(g)).prompt for g in np.unique(store.columns()["group"][rows])}
-        kept = [task for task in tasks if task.prompt not in trained]
-        if not version and len(kept) < len(tasks):
+        untrained = [task for task in tasks if task.prompt not in trained]
+        if not version and len(untrained) < len(tasks):
             report(
-                {"say": f"leaving out {len(tasks) - len(kept)} of {len(tasks)} held-out prompts: they were trained on"}
+                {
+                    "say": f"leaving out {len(tasks) - len(untrained)} of {len(tasks)} held-out prompts: they were "
+                    "trained on"
+                }
             )
-        tasks = kept
+        tasks = untrained
     if not tasks:
         return None
     # Always the transformers engine: it is available wherever the trainer is.

@@ -99,8 +99,8 @@ class CappedAdmission(Admission):
         """Most groups that may be in play."""
 
     def num_reservable(self, ledger: StalenessLedger) -> int:
-        left = self.cap(ledger) - ledger.num_reserved - ledger.num_occupied
-        return min(ledger.num_reservable(ledger.version), max(0, left))
+        num_free = self.cap(ledger) - ledger.num_reserved - ledger.num_occupied
+        return min(ledger.num_reservable(ledger.version), max(0, num_free))
 
     def refusal(self, ledger: StalenessLedger, version: PolicyVersion) -> str | None:
         cap, in_play = self.cap(ledger), ledger.num_reserved + ledger.num_occupied

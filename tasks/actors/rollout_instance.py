@@ -346,8 +346,8 @@ def _after(sampled: SampledTokens, delivered: tuple[int, int] | None) -> Sampled
     skip = delivered[1] - sampled.start
     segments = []
     for segment in sampled.segments:
-        rest = segment.drop_first(min(skip, len(segment.tokens)))
-        skip -= len(segment.tokens) - len(rest.tokens)
-        if len(rest.tokens):
-            segments.append(rest)
+        undelivered = segment.drop_first(min(skip, len(segment.tokens)))
+        skip -= len(segment.tokens) - len(undelivered.tokens)
+        if len(undelivered.tokens):
+            segments.append(undelivered)
     return dataclasses.replace(sampled, start=min(delivered[1], _end(sampled)), segments=tuple(segments))

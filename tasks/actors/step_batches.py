@@ -32,21 +32,21 @@ class StepBatches:
 
     def __init__(self, flight: InFlightState, stored: StoreThread, settings: ServerSettings) -> None:
         self._flight, self._stored, self._settings = flight, stored, settings
-        self._made: dict[int, StepBatch] = {}
+        self._batches: dict[int, StepBatch] = {}
         self._again: list[EndedTrajectory] = []
         """The rows of a stored step that is trained again, number `_again_step`."""
         self._again_step = -1
 
     def batch(self, step: int) -> StepBatch:
         """Return the batch of a step in flight."""
-        if step not in self._made:
+        if step not in self._batches:
             settings, group_size = self._settings, self._settings.group_size
             rows = consumed_rows(step, self._flight.batches[step], group_size, settings.advantage, settings.overlong)
             values = [(e.trajectory, e.advantage) for e in rows]
             fingerprint = asyncio.get_running_loop().run_in_executor(self._stored.executor, batch_fingerprint, values)
             metrics = batch_metrics(rows, group_size)
-            self._made[step] = StepBatch(rows=rows, fingerprint=fingerprint, metrics=metrics)
-        return self._made[step]
+            self._batches[step] = StepBatch(rows=rows, fingerprint=fingerprint, metrics=metrics)
+        return self._batches[step]
 
     async def part(self, step: int, start: int) -> BatchMessage:
         """Return rows of a step from row `start` on, as many as fit into a message. A step that is not in flight is
@@ -62,11 +62,11 @@ class StepBatches:
 
     def forget(self, step: int) -> None:
         """Drop the batch of a step that is stored."""
-        self._made.pop(step, None)
+        self._batches.pop(step, None)
 
     def forget_all(self) -> None:
         """Drop all batches: the steps are undone."""
-        self._made.clear()
+        self._batches.clear()
 
 
 async def _part_of(rows: list[EndedTrajectory], start: int) -> BatchMessage:

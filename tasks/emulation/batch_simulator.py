@@ -140,7 +140,9 @@ class SimulatedBatch:
         self._decoding: dict[int, SimulatedRequest] = {}
         self._waiting: deque[SimulatedRequest] = deque()
         self._in_tool: dict[int, SimulatedRequest] = {}
-        self._kept: OrderedDict[int, int] = OrderedDict()  # tokens kept for later turns by trajectory, oldest first
+        self._cached_for_turns: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # tokens kept for later turns by trajectory, oldest first
         self._kv_kept = 0
         self._stops: list[tuple[int, int, SimulatedRequest]] = []  # step at which a turn ends; void if it left before
         self._returns: list[tuple[float, int, SimulatedRequest]] = []  # when a tool answers
@@ -306,7 +308,7 @@ class SimulatedBatch:
         instead of prefilling all contexts again."""
         self._to_boundary(now)
         self._settle()
-        self._kept.clear()
+        self._cached_for_turns.clear()
         self._kv_kept = 0
         self.clock += seconds
         loaded_s = self.clock
@@ -330,9 +332,9 @@ class SimulatedBatch:
         while not _still_valid(self._decoding, self._stops[0]):
             heapq.heappop(self._stops)
         steps = self._stops[0][0] - self._steps
-        room = self._kv_capacity - self._kv - self._kv_in_tool
+        free_tokens = self._kv_capacity - self._kv - self._kv_in_tool
         if len(self._decoding) > 1:
-            steps = min(steps, max(0, room // len(self._decoding)))
+            steps = min(steps, max(0, free_tokens // len(self._decoding)))
         return steps
 
     def _to_boundary(self, now: float) -> None:
@@ -403,10 +405,10 @@ class SimulatedBatch:
             self._admit(self._waiting.popleft())
 
     def _admit(self, request: SimulatedRequest) -> None:
-        kept = min(self._forget(request.trajectory), request.to_prefill)
-        self.work.cached += kept
-        self.work.reprefilled -= kept
-        self._prefill(request.to_prefill - kept)
+        cached_tokens = min(self._forget(request.trajectory), request.to_prefill)
+        self.work.cached += cached_tokens
+        self.work.reprefilled -= cached_tokens
+        self._prefill(request.to_prefill - cached_tokens)
         request.since = self._steps
         request.drafts_since = self._drafts
         self._kv += request.kv_tokens
@@ -447,7 +449,7 @@ class SimulatedBatch:
                     drafts=decoding.drafts,
                 )
             )
-            self._kept[decoding.trajectory] = decoding.kv_tokens
+            self._cached_for_turns[decoding.trajectory] = decoding.kv_tokens
             self._kv_kept += decoding.kv_tokens
             return
         decoding.remaining = decoding.turns[decoding.turn].tokens
@@ -459,12 +461,12 @@ class SimulatedBatch:
 
     def _make_room(self) -> None:
         """Evict what is kept for later turns, as far as running requests need the memory."""
-        while self._kept and self._kv + self._kv_in_tool + self._kv_kept > self._kv_capacity:
-            self._forget(next(iter(self._kept)))
+        while self._cached_for_turns and self._kv + self._kv_in_tool + self._kv_kept > self._kv_capacity:
+            self._forget(next(iter(self._cached_for_turns)))
 
     def _forget(self, trajectory: int) -> int:
         """Remove a trajectory's cached context; returns its tokens."""
-        tokens = self._kept.pop(trajectory, 0)
+        tokens = self._cached_for_turns.pop(trajectory, 0)
         self._kv_kept -= tokens
         return tokens
 

@@ -110,12 +110,12 @@ class CostModel:
             k4=self.k4 * share, b=self.b * share, prefill=self.prefill, verify_share=self.verify_share,
         )  # fmt: skip
 
-    def best_length(self, running: int, kv_tokens: float, most: int, acceptance: float) -> int:
-        """Choose the draft length, 0 to `most`, with the least seconds a token of each running trajectory; that is at
-        the same time the most tokens per second of all. The shorter draft if two are as good."""
+    def best_length(self, running: int, kv_tokens: float, max_length: int, acceptance: float) -> int:
+        """Choose the draft length from 0 to `max_length` with the fewest seconds per token, which also gives the most
+        tokens per second of all trajectories. The shorter one of two equally good lengths."""
         if not running:
             return 0
-        return min(range(most + 1), key=lambda n: self.drafting(n, acceptance).step_s(running, kv_tokens))
+        return min(range(max_length + 1), key=lambda n: self.drafting(n, acceptance).step_s(running, kv_tokens))
 
     # -- decoding in closed form: between two changes n is fixed and the cache grows by n a step ------------------
 

@@ -20,7 +20,7 @@ READ_ON_S = 2.0
 connection, and a client that is still writing would never read why."""
 
 
-def timed_protocol(head_s: float, most: int) -> type[H11Protocol]:
+def timed_protocol(head_s: float, max_connections: int) -> type[H11Protocol]:
     """Make a uvicorn protocol with limits: seconds for a request's head, and connections at once."""
 
     class TimedProtocol(H11Protocol):
@@ -31,8 +31,8 @@ def timed_protocol(head_s: float, most: int) -> type[H11Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
             super().connection_made(transport)
-            if len(self.connections) > most:
-                why = f"endpoint.max_connections = {most} are open; try again"
+            if len(self.connections) > max_connections:
+                why = f"endpoint.max_connections = {max_connections} are open; try again"
                 self._end(503, why, "too_many", f"Retry-After: {RETRY_S}\r\n")
             else:
                 self._late = self.loop.call_later(head_s, self._too_late)

@@ -141,11 +141,12 @@ class ServedPolicy:
         except ConfigError as error:
             raise RequestError(400, str(error)) from error
         parts = [
-            m.content if i == 0 or m.role == "assistant" else self._given(m.content) for i, m in enumerate(messages)
+            m.content if i == 0 or m.role == "assistant" else self._in_template(m.content)
+            for i, m in enumerate(messages)
         ]
         return self._tokenizer.ids("".join(parts))
 
-    def _given(self, text: str) -> str:
+    def _in_template(self, text: str) -> str:
         return self._template.replace("{observation}", text)
 
     def _hear(self) -> None:

@@ -90,13 +90,13 @@ def layers(shapes: Mapping[str, tuple[int, ...]], source: object) -> list[Adapte
         if match is None or len(shape) != 2:
             raise StoreError(f"{source}: {name} {shape} is no part of an adapter")
         by_module.setdefault(match["module"], {})[match["half"]] = shape
-    made = []
+    layers = []
     for module, halves in by_module.items():
         down, up = halves.get("A"), halves.get("B")
         if down is None or up is None or down[0] != up[1]:
             raise StoreError(f"{source}: the adapter of {module} is not whole: A is {down}, B is {up}")
-        made.append(AdapterLayer(module, rank=down[0], inputs=down[1], outputs=up[0]))
-    return made
+        layers.append(AdapterLayer(module, rank=down[0], inputs=down[1], outputs=up[0]))
+    return layers
 
 
 def check(layers: Iterable[AdapterLayer], rank: int, weights: Mapping[str, tuple[int, ...]], source: object) -> None:

@@ -75,15 +75,15 @@ class RowModel:
             self._before([new[i][0] for i in row_pass.order for _ in new[i][1]])
         ids = [token for i in row_pass.order for token in new[i][1]]
         positions = [new[i][0].length + n for i in row_pass.order for n in range(len(new[i][1]))]
-        kept: Any
+        logit_positions: Any
         if cache.can_crop:
-            shape, kept, end = (1, len(ids)), [], 0
+            shape, logit_positions, end = (1, len(ids)), [], 0
             for i in row_pass.order:
                 end += len(new[i][1])
-                kept += range(end - wanted[i], end)
-            kept = torch.tensor(kept or [0], device=device)
+                logit_positions += range(end - wanted[i], end)
+            logit_positions = torch.tensor(logit_positions or [0], device=device)
         else:
-            shape, kept = (len(new), len(new[0][1])), max(*wanted, 1)
+            shape, logit_positions = (len(new), len(new[0][1])), max(*wanted, 1)
         token = current.set(row_pass)
         try:
             output = self._model(
@@ -91,7 +91,7 @@ class RowModel:
                 position_ids=torch.tensor(positions, device=device).view(shape),
                 **{self._cache_name: cache},
                 use_cache=True,
-                logits_to_keep=kept,
+                logits_to_keep=logit_positions,
             )
         finally:
             current.reset(token)

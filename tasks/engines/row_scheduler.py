@@ -77,7 +77,7 @@ class RowScheduler:
         self._waiting: deque[RequestRow] = deque()
         self._awaited: Counter[Context] = Counter()
         self._rows: list[RequestRow] = []
-        self._kept: OrderedDict[TrajectoryId, KeptContext] = OrderedDict()
+        self._cached_contexts: OrderedDict[TrajectoryId, KeptContext] = OrderedDict()
         self._prompts: dict[Context, SavedRow] = {}
         self.failed: list[RequestRow] = []
         """Rows that can never have memory enough, since the last look; they are in no list any more."""
@@ -85,7 +85,7 @@ class RowScheduler:
 
     def clear(self) -> None:
         """Forget all that is kept, and all counts. Nothing runs or waits."""
-        self._kept.clear()
+        self._cached_contexts.clear()
         self._prompts.clear()
         self.prefilled_tokens = self.cached_tokens = self.preemptions = 0
 
@@ -96,7 +96,9 @@ class RowScheduler:
     @property
     def kept_tokens(self) -> int:
         """Tokens kept for turns to come."""
-        return sum(len(kept.tokens) for kept in tuple(self._kept.values()))  # while the loop may change it
+        return sum(
+            len(cached.tokens) for cached in tuple(self._cached_contexts.values())
+        )  # while the loop may change it
 
     def add(self, row: RequestRow) -> None:
         """Have a request wait for a place."""
@@ -116,17 +118,17 @@ class RowScheduler:
         if row.running.request.keep_kv and not row.is_mixed:
             self.forget(row.trajectory)
             saved = self._cache.save(row)
-            self._kept[row.trajectory] = KeptContext(row.running.version, row.tokens[: row.length], saved)
+            self._cached_contexts[row.trajectory] = KeptContext(row.running.version, row.tokens[: row.length], saved)
         self.remove(row)
 
     def forget(self, trajectory: TrajectoryId) -> None:
         """Free what is kept of a trajectory."""
-        self._kept.pop(trajectory, None)
+        self._cached_contexts.pop(trajectory, None)
 
     def change_weights(self, *, keep: bool) -> None:
         """Under the weights that are in place from now on nothing is valid that was kept. keep: rows that decode go on
         with what they have; else all prefill again."""
-        self._kept.clear()
+        self._cached_contexts.clear()
         self._prompts.clear()
         for row in reversed(self._rows.copy()):
             if keep and row.num_pending == 1:
@@ -213,9 +215,9 @@ class RowScheduler:
     def _begin(self, row: RequestRow) -> None:
         """Have the first of those that wait enter, with what is found computed of it."""
         self._waiting.popleft()
-        kept = self._kept.pop(row.trajectory, None)
-        if kept is not None and _continues(row, kept):
-            self._cache.restore(row, kept.saved)
+        cached = self._cached_contexts.pop(row.trajectory, None)
+        if cached is not None and _continues(row, cached):
+            self._cache.restore(row, cached.saved)
         elif (prompt := self._prompts.get(row.context)) is not None:
             self._cache.restore(row, prompt)
         else:
@@ -241,20 +243,20 @@ class RowScheduler:
 
     def _pages_of(self, row: RequestRow) -> int:
         """Pages kept for a row that waits, which it takes over."""
-        kept = self._kept.get(row.trajectory)
-        return 0 if kept is None else self._count(len(kept.tokens))
+        cached = self._cached_contexts.get(row.trajectory)
+        return 0 if cached is None else self._count(len(cached.tokens))
 
     def _give_way(self, but: RequestRow | None = None) -> bool:
         """Free something that is kept, if anything is. but: a request whose own is not to be."""
         if self._prompts:
             self._prompts.popitem()
             return True
-        awaited = [row.trajectory for row in self._waiting if row.trajectory in self._kept]
+        awaited = [row.trajectory for row in self._waiting if row.trajectory in self._cached_contexts]
         waits = set(awaited)
-        order = [trajectory for trajectory in self._kept if trajectory not in waits] + awaited[::-1]
+        order = [trajectory for trajectory in self._cached_contexts if trajectory not in waits] + awaited[::-1]
         for trajectory in order:
             if but is None or trajectory != but.trajectory:
-                del self._kept[trajectory]
+                del self._cached_contexts[trajectory]
                 return True
         return False
 
@@ -288,15 +290,15 @@ class RowScheduler:
     def _used(self) -> int:
         """Pages of all that runs and is kept, after the next step."""
         rows = sum(self._count(len(row.tokens) + len(row.draft)) for row in self._rows)
-        kept = sum(self._count(len(cached.tokens)) for cached in self._kept.values())
+        kept = sum(self._count(len(cached.tokens)) for cached in self._cached_contexts.values())
         return rows + kept + sum(self._count(saved.length) for saved in self._prompts.values())
 
     def _count(self, tokens: int) -> int:
         return -(-tokens // self._page)
 
 
-def _continues(row: RequestRow, kept: KeptContext) -> bool:
+def _continues(row: RequestRow, cached: KeptContext) -> bool:
     """Whether a row's tokens begin with a kept context and go on."""
-    count = len(kept.tokens)
-    same_version = row.running.version == kept.version
-    return same_version and len(row.tokens) > count and row.tokens[:count] == kept.tokens
+    count = len(cached.tokens)
+    same_version = row.running.version == cached.version
+    return same_version and len(row.tokens) > count and row.tokens[:count] == cached.tokens

@@ -54,7 +54,7 @@ class RunningRequest:
     @property
     def stopped(self) -> bool:
         """Whether it has sampled one of its stop strings."""
-        return self.stop is not None and self.stop.found
+        return self.stop is not None and self.stop.has_stopped
 
     @property
     def num_sampled(self) -> int:

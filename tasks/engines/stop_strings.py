@@ -30,23 +30,23 @@ class StopCheck:
     def __init__(self, detokenizer: Detokenizer, strings: Sequence[str], tokens: Sequence[int] = ()) -> None:
         self._detokenizer = detokenizer
         self._strings = tuple(strings)
-        self._kept = max(map(len, self._strings)) + SLACK
+        self._window_tokens = max(map(len, self._strings)) + SLACK
         """Characters of the end of the text that the next match may begin in."""
         self._window: list[int] = []
         """The last tokens, whose text has at least so many characters, or all."""
-        self.found = False
+        self.has_stopped = False
         """Whether the text has a stop string: the turn ends with the last token that was added."""
         self.add(tokens)
 
     def add(self, tokens: Sequence[int]) -> int:
         """Add tokens up to the one that completes a stop string; returns how many were added: all, if none does."""
         for count, token in enumerate(tokens):
-            if self.found:
+            if self.has_stopped:
                 return count
             self._window.append(token)
             text = self._detokenizer.text(self._window)
-            self.found = find_stop(text, self._strings) is not None
-            if len(text) > 4 * self._kept:
+            self.has_stopped = find_stop(text, self._strings) is not None
+            if len(text) > 4 * self._window_tokens:
                 self._shorten()
         return len(tokens)
 
@@ -55,11 +55,11 @@ class StopCheck:
         on average. Not within a character, since decoders make nothing of a run of bytes that begins so; where one ends
         is known when the last one is whole."""
         text, middle = self._detokenizer.text(self._window), max(1, len(self._window) // 2)
-        if text.endswith("\ufffd") and len(text) < MAX_RUN * self._kept:
+        if text.endswith("\ufffd") and len(text) < MAX_RUN * self._window_tokens:
             return
         for cut in range(middle, min(middle + MAX_TOKENS_PER_CHARACTER, len(self._window))):
             rest = self._detokenizer.text(self._window[cut:])
-            if len(rest) < self._kept:
+            if len(rest) < self._window_tokens:
                 return
             if text.endswith(rest[SLACK:]):
                 del self._window[:cut]

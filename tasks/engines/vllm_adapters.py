@@ -51,24 +51,24 @@ class VllmAdapters:
         self._engine = engine
         self._config = config
         self._slots = served + SPARE
-        self._held: dict[PolicyVersion, Any] = {}
+        self._adapters: dict[PolicyVersion, Any] = {}
         self._added = 0
 
     def request(self, version: PolicyVersion) -> Any:
         """What a request of this version is given to vLLM with; None if the version has no adapter: the model as it
         is."""
-        return self._held.get(version)
+        return self._adapters.get(version)
 
     @property
     def full(self) -> bool:
         """Whether no slot is free."""
-        return len(self._held) >= self._slots
+        return len(self._adapters) >= self._slots
 
     def add(self, version: PolicyVersion, file: Path) -> None:
         """Load the adapter of a version that is not held into a free slot. Raises what vLLM raises."""
         from vllm.lora.request import LoRARequest
 
-        assert not self.full and version not in self._held
+        assert not self.full and version not in self._adapters
         self._added += 1
         settings = adapters.peft_settings(self._config)
         with tempfile.TemporaryDirectory(prefix="adapter-") as folder:
@@ -77,22 +77,22 @@ class VllmAdapters:
             request = LoRARequest(lora_name=f"v{version}", lora_int_id=self._added, lora_path=folder)
             # It is read here and never again: vLLM does so only for an adapter that it does not hold.
             self._engine.add_lora(request)
-        self._held[version] = request
+        self._adapters[version] = request
 
     def drop(self, version: PolicyVersion) -> None:
         """Free a version's slot."""
-        adapter = self._held.pop(version, None)
+        adapter = self._adapters.pop(version, None)
         if adapter is not None:
             self._engine.remove_lora(adapter.lora_int_id)
 
     def clear(self) -> None:
         """Free all slots."""
-        for version in tuple(self._held):
+        for version in tuple(self._adapters):
             self.drop(version)
 
     def compared(self, version: PolicyVersion, file: Path) -> WeightReport:
         """What is in a version's slot on each worker, compared with its file."""
-        args = (self._held[version].lora_int_id, str(file), self._config.scaling)
+        args = (self._adapters[version].lora_int_id, str(file), self._config.scaling)
         return total(self._engine.collective_rpc("compared_adapter", args=args))
 
 

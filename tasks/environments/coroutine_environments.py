@@ -53,7 +53,7 @@ class Session:
     def __init__(self) -> None:
         self.reward: Any = 0.0
         """Reward of an episode that is truncated."""
-        self._asked: asyncio.Future[Prompt] = asyncio.get_running_loop().create_future()
+        self._next_prompt: asyncio.Future[Prompt] = asyncio.get_running_loop().create_future()
         self._answered: asyncio.Future[str] | None = None
 
     async def ask(self, *messages: Any) -> str:
@@ -65,14 +65,14 @@ class Session:
         chat = [{"role": OBSERVED, "content": m} if isinstance(m, str) else m for m in messages]
         prompt = parse_observation(messages[0] if alone else chat, "what ask is given")
         self._answered = asyncio.get_running_loop().create_future()
-        self._asked.set_result(prompt)
+        self._next_prompt.set_result(prompt)
         return await self._answered
 
     def _answer(self, text: str, *, truncated: bool) -> None:
         """Let the waiting `ask` return, or raise EpisodeTruncated."""
         answered = self._answered
         assert answered is not None
-        self._asked = asyncio.get_running_loop().create_future()
+        self._next_prompt = asyncio.get_running_loop().create_future()
         self._answered = None
         if truncated:
             answered.set_exception(EpisodeTruncated(text))
@@ -154,7 +154,7 @@ class CoroutineEpisode(AskingEpisode):
     async def begin(self) -> Prompt:
         self._session = Session()
         self._run(self._play, self._session, self._task)
-        first = await self._next_request(self._session._asked)
+        first = await self._next_request(self._session._next_prompt)
         if isinstance(first, EnvStepResult):
             raise EpisodeFailed("play returned before it asked the model for anything; call session.ask first")
         return first
@@ -162,10 +162,10 @@ class CoroutineEpisode(AskingEpisode):
     async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
         assert self._session is not None
         self._session._answer(text, truncated=truncated)
-        next_ = await self._next_request(self._session._asked)
+        next_ = await self._next_request(self._session._next_prompt)
         if not isinstance(next_, EnvStepResult) and (truncated or last):
             self._session._answer("", truncated=True)
-            next_ = await self._next_request(self._session._asked)
+            next_ = await self._next_request(self._session._next_prompt)
             if not isinstance(next_, EnvStepResult):
                 raise EpisodeFailed("play asked again after EpisodeTruncated; return a reward then, or do not catch it")
         if isinstance(next_, EnvStepResult):

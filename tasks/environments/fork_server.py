@@ -201,11 +201,11 @@ def _run_episode(connection: socket.socket, environment: Environment, settings: 
         os._exit(status)
 
 
-def _limit_memory(most: int) -> None:
-    """Limit this process's memory to what it has now and `most` bytes more."""
+def _limit_memory(max_bytes: int) -> None:
+    """Limit this process's memory to what it has now and `max_bytes` bytes more."""
     with contextlib.suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * os.sysconf("SC_PAGE_SIZE") + most
+        limit = pages * os.sysconf("SC_PAGE_SIZE") + max_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 

@@ -201,17 +201,17 @@ class ForkedEpisode:
             await asyncio.to_thread(self._server.start)
             self._number, self._connection = self._server.fork()
         self._connection.setblocking(False)
-        prompt: Prompt = await self._asked(BEGIN, self._start)
+        prompt: Prompt = await self._request(BEGIN, self._start)
         return prompt
 
     async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
-        result: EnvStepResult = await self._asked(STEP, text, truncated, last)
+        result: EnvStepResult = await self._request(STEP, text, truncated, last)
         return result
 
     async def close(self) -> None:
         if self._connection is not None:
             try:
-                await self._asked(CLOSE)
+                await self._request(CLOSE)
             finally:
                 self.kill()
 
@@ -221,7 +221,7 @@ class ForkedEpisode:
             self._connection = None
             self._server.kill(self._number)
 
-    async def _asked(self, *request: Any) -> Any:
+    async def _request(self, *request: Any) -> Any:
         connection = self._connection
         assert connection is not None
         try:

@@ -103,12 +103,12 @@ def _program(options: Mapping[str, Any], where: str) -> LoadedAgent:
     command = options.get("command")
     if not isinstance(command, list) or not command or not all(isinstance(part, str) for part in command):
         raise ConfigError(f'{where}: task.options.command must be a list of texts, such as ["python", "agent.py"]')
-    rest = {name: value for name, value in options.items() if name != "command"}
+    other_options = {name: value for name, value in options.items() if name != "command"}
 
     async def run(args: AgentArgs) -> Any:
         return await _run_program(command, args)
 
-    return LoadedAgent(run=run, blocking=True, options=rest)
+    return LoadedAgent(run=run, blocking=True, options=other_options)
 
 
 async def _run_program(command: Sequence[str], args: AgentArgs) -> Any:

@@ -47,11 +47,11 @@ class LmHead:
     def __init__(self, model: Any, device: str) -> None:
         self._layer = model.get_output_embeddings()
         self._answer: Answer | None = None
-        self.plain = False
+        self.is_fused = False
         """Whether it can be asked for anything but logits."""
         if self._layer is not None:
             self._logits = self._layer.forward
-            self.plain = self._tried(model, device)
+            self.is_fused = self._tried(model, device)
             self._layer.forward = self._computed
 
     @property

@@ -82,7 +82,7 @@ class LogprobModel:
         with self._autocast():
             object.__setattr__(self, "layer", LmHead(self.model, self.device))
             why = "its logits are not those of its output layer as they are"
-            if self.layer.plain:
+            if self.layer.is_fused:
                 why = why_padded(self.model, self.device, self.token_budget)
             object.__setattr__(self, "padded_because", why)
             object.__setattr__(self, "longest_row", longest_row(self.model, self.device))
@@ -109,7 +109,7 @@ class LogprobModel:
         other's logprob, and may be asked for parts of a row, too. Of a batch without sampled tokens it is not asked.
         """
         sampled = _Sampled.of(batch, self.device)
-        if not self.layer.plain:
+        if not self.layer.is_fused:
             values = self._computed(batch, entropy=entropy)
             total = values.sum() if sampled.none else loss(batch, *_unbound(values))
             total.backward()
@@ -137,7 +137,7 @@ class LogprobModel:
         """[N, T, 1 or 2] logprobs and entropies."""
         sampled = _Sampled.of(batch, self.device)
         query = LogprobQuery(temperature=self.temperature, entropy=entropy)
-        if not self.layer.plain:
+        if not self.layer.is_fused:
             logits = self._through(batch, sampled, None)
             return sampled.scattered(
                 target_logprobs(logits.float() / self.temperature, sampled.tokens, entropy=entropy)

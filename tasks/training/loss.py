@@ -116,9 +116,9 @@ class UserLoss(UserCode, Loss):
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         parts = [getattr(tokens, f.name) for f in fields(tokens)][:4]
-        whole = len(inspect.signature(self.code.token_loss).parameters) == 1
+        takes_all = len(inspect.signature(self.code.token_loss).parameters) == 1
         try:
-            result = self.code.token_loss(*([tokens] if whole else parts))
+            result = self.code.token_loss(*([tokens] if takes_all else parts))
         except (Exception, SystemExit) as error:  # user code
             raise ConfigError(
                 f"{LOSSES.key} = {self.name!r}: token_loss raised {type(error).__name__}: {error_text(error)}"

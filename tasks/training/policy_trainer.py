@@ -520,13 +520,15 @@ class PolicyTrainer:
             earlier = torch.from_numpy(part.scattered(rows, before)).to(self.device)
             tokens = self._tokens(part, logprobs, proximal=earlier.where(known, logprobs.detach()))
             padding = ~tokens.sampled
-            kept = None
+            reference_logprobs = None
             if reference is not None:
-                kept = torch.from_numpy(part.scattered(rows, reference)).to(self.device).masked_fill(padding, 0)
-            result = self.objective.token_loss(tokens, kept, entropy)
+                reference_logprobs = (
+                    torch.from_numpy(part.scattered(rows, reference)).to(self.device).masked_fill(padding, 0)
+                )
+            result = self.objective.token_loss(tokens, reference_logprobs, entropy)
             loss = (result.loss.masked_fill(padding, 0) * torch.from_numpy(part.weight).to(self.device)).sum()
             with torch.no_grad():
-                sums.add_loss(loss, tokens, kept)
+                sums.add_loss(loss, tokens, reference_logprobs)
                 sums.add(tokens, result, self.objective.old(tokens))
             return loss
 

@@ -88,7 +88,7 @@ class RankGroup:
         in, for they become `dtype`, if that is given, a block at a time, too."""
         if self._mesh is None:
             return model.to(self.device)
-        kept = CPUOffloadPolicy(pin_memory=self.device == "cuda") if self._offload else OffloadPolicy()
+        offload_policy = CPUOffloadPolicy(pin_memory=self.device == "cuda") if self._offload else OffloadPolicy()
         # Under autocast a block's products are in bfloat16 anyway. What is outside of blocks, such as embeddings, is
         # not: what they give is what the blocks add to, in float32.
         gathered = MixedPrecisionPolicy(
@@ -96,9 +96,9 @@ class RankGroup:
         )
         for block in blocks(model):
             _convert(block, dtype)
-            fully_shard(block, mesh=self._mesh, mp_policy=gathered, offload_policy=kept)
+            fully_shard(block, mesh=self._mesh, mp_policy=gathered, offload_policy=offload_policy)
         _convert(model, dtype)
-        fully_shard(model, mesh=self._mesh, offload_policy=kept)
+        fully_shard(model, mesh=self._mesh, offload_policy=offload_policy)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)

@@ -43,8 +43,8 @@ def ended(text: str, *strings: str, ids: tuple[int, ...] = ()) -> str | None:
     tokens = ids or TEXTS.ids(text)
     check = StopCheck(TEXTS, strings)
     count = check.add(tokens)
-    assert check.found or count == len(tokens)
-    return TEXTS.text(tokens[:count]) if check.found else None
+    assert check.has_stopped or count == len(tokens)
+    return TEXTS.text(tokens[:count]) if check.has_stopped else None
 
 
 def test_a_stop_string_is_found_whatever_tokens_it_is_made_of() -> None:
@@ -78,7 +78,7 @@ def test_a_stop_string_is_found_behind_a_long_run_of_bytes(lead: int) -> None:
     said = [257] * lead + [byte + 1 for byte in ("\u1781\u17d2\u1789\u17bb\u17c6" * 40 + stop).encode()]
     check = StopCheck(texts, [stop])
     assert check.add([*said, 257, 257]) == len(said)
-    assert check.found
+    assert check.has_stopped
 
 
 def test_special_tokens_are_not_in_the_text() -> None:
@@ -91,11 +91,11 @@ def test_what_was_sampled_before_an_interrupt_counts() -> None:
     tokens = TEXTS.ids("so. The END of it")
     whole = StopCheck(TEXTS, ["END of"])
     count = whole.add(tokens)
-    assert whole.found and TEXTS.text(tokens[:count]) == "so. The END of"
+    assert whole.has_stopped and TEXTS.text(tokens[:count]) == "so. The END of"
     for cut in range(count):
         rest = StopCheck(TEXTS, ["END of"], tokens[:cut])
-        assert rest.add(tokens[cut:]) == count - cut and rest.found
-    assert StopCheck(TEXTS, ["END of"], tokens[:count]).found
+        assert rest.add(tokens[cut:]) == count - cut and rest.has_stopped
+    assert StopCheck(TEXTS, ["END of"], tokens[:count]).has_stopped
     assert whole.add(tokens) == 0, "nothing comes after it"
 
 
@@ -111,8 +111,8 @@ def test_random_texts_end_where_a_plain_search_says() -> None:
         plain = next((n for n in range(1, len(tokens) + 1) if find_stop(TEXTS.text(tokens[:n]), strings)), None)
         check = StopCheck(TEXTS, strings)
         assert check.add(tokens) == (plain or len(tokens))
-        assert check.found == (plain is not None)
-        result += check.found
+        assert check.has_stopped == (plain is not None)
+        result += check.has_stopped
     assert 50 < result < 290
 
 
@@ -127,9 +127,9 @@ def test_a_token_of_a_long_turn_costs_what_one_of_a_short_turn_does() -> None:
         check.add(tokens)
     assert texts.decoded - first < 1.5 * first
     check.add(TEXTS.ids("it is never"))
-    assert not check.found
+    assert not check.has_stopped
     check.add(TEXTS.ids(" said"))
-    assert check.found
+    assert check.has_stopped
 
 
 # -- requests ----------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_chunks_change_neither_numbers_nor_gradients(
     expected = outcome(model, *plainly(model, batch))
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", tokens * 4 * model.config.vocab_size)
     under = logprob_model(model)
-    assert under.layer.plain
+    assert under.layer.is_fused
     for found, wanted in zip(outcome(model, *under.batch_and_entropy(batch)), expected, strict=True):
         torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(under.batch(batch).double(), expected[0].double(), rtol=1e-5, atol=1e-6)
@@ -193,7 +193,7 @@ def test_a_model_that_changes_its_logits_further_is_asked_for_them(tiny_model: P
     model.forward = capped
     expected = outcome(model, *plainly(model, batch))
     under = logprob_model(model)
-    assert not under.layer.plain
+    assert not under.layer.is_fused
     for found, wanted in zip(outcome(model, *under.batch_and_entropy(batch)), expected, strict=True):
         torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=1e-6)
 
@@ -203,7 +203,7 @@ def test_a_model_may_be_used_by_several(tiny_model: Path) -> None:
     model, batch = model_at(tiny_model), micro_batch()
     first = logprob_model(model)
     second = replace(first, temperature=2.0)
-    assert second.layer.plain
+    assert second.layer.is_fused
     torch.testing.assert_close(first.batch(batch).double(), plainly(model, batch)[0].double(), rtol=1e-5, atol=1e-6)
     assert not torch.equal(first.batch(batch), second.batch(batch))
     assert model(input_ids=torch.arange(3)[None]).logits.shape == (1, 3, model.config.vocab_size)
