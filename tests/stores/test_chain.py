@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -180,12 +180,22 @@ def change_header(root: Any, rng: random.Random) -> str:
 
 def remove_the_chain(root: Any, rng: random.Random) -> str:
     """Make the run look as if an earlier version had stored it."""
+    return without_entries(root, range(3))
+
+
+def remove_an_entry(root: Any, rng: random.Random) -> str:
+    step = rng.randrange(1, 3)
+    without_entries(root, [step])
+    return f"step {step}"
+
+
+def without_entries(root: Any, steps: Container[int]) -> str:
     text, table, records = root["records"][:].tobytes(), root["commits"][:], b""
-    for row in table:
+    for step, row in enumerate(table):
         offset, size = (int(row[COMMIT_AT[name]]) for name in ("record_offset", "record_bytes"))
         stored = json.loads(text[offset : offset + size])
-        plain = {name: value for name, value in stored.items() if name not in ("previous", "rows_fingerprint")}
-        encoded = json.dumps(plain).encode()
+        hashes = ("previous", "rows_fingerprint") if step in steps else ()
+        encoded = json.dumps({name: value for name, value in stored.items() if name not in hashes}).encode()
         row[COMMIT_AT["record_offset"]], row[COMMIT_AT["record_bytes"]] = len(records), len(encoded)
         records += encoded
     root["records"].resize((len(records),))
@@ -206,6 +216,7 @@ FORGERIES: dict[str, Callable[[Any, random.Random], str]] = {
     "a step dropped": drop_a_step,
     "header": change_header,
     "the chain removed": remove_the_chain,
+    "an entry removed": remove_an_entry,
 }
 
 
