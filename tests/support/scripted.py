@@ -457,10 +457,10 @@ class PlayedTrainer:
         self._ranks = ranks
         self._others: tuple[Any, ...] = ()
 
-    async def form_group(self, host: str, *others: Any) -> None:
-        assert len(others) == self._ranks - 1
-        self._others = others
-        for number, other in enumerate(others, start=1):
+    async def form_group(self, host: str, *peers: Any) -> None:
+        assert len(peers) == self._ranks - 1
+        self._others = peers
+        for number, other in enumerate(peers, start=1):
             rank = Rank(number=number, count=self._ranks, host=host, port=1)
             await call_actor(other, "join", rank, timeout_s=CALL_TIMEOUT_S, actor_name=rank_name(number))
 
