@@ -44,36 +44,38 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 HEAVIEST = (
-    "test_soak.py",
-    "runtime/test_run.py",
     "jobs/test_jobs.py",
+    "runtime/test_run.py",
     "api/test_running.py",
-    "api/test_submitting.py",
-    "stores/test_audit.py",
-    "jobs/test_resume.py",
-    "jobs/test_bucket.py",
-    "cli/test_ctrl_c.py",
-    "runtime/test_run_ranks.py",
-    "stored_runs/test_conversion.py",
-    "stored_runs/test_offline.py",
     "run_page/test_browser.py",
-    "tasks/test_engine_transformers.py",
-    "runtime/test_run_folder.py",
-    "stored_runs/test_reprocessing.py",
-    "runtime/test_driver_losses.py",
+    "stored_runs/test_offline.py",
+    "jobs/test_bucket.py",
+    "tasks/test_agents.py",
+    "cli/test_ctrl_c.py",
     "stored_runs/test_threads.py",
+    "runtime/test_run_ranks.py",
     "stores/test_history.py",
-    "test_benchmarks.py",
+    "stores/test_bucket.py",
+    "tasks/test_episode_faults.py",
+    "jobs/test_resume.py",
+    "stored_runs/test_auditing.py",
+    "tasks/test_ranks.py",
+    "stores/test_spans.py",
+    "cli/test_malformed.py",
+    "stores/test_audit_findings.py",
+    "runtime/test_driver_losses.py",
+    "api/test_new_results.py",
+    "stored_runs/test_reprocessing.py",
 )
 """The files that take longest. Processes that share the tests by file begin with them: the last ones are short, and no
 process works alone for long at the end."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    folder = config.rootpath / "tests"
+    ranks = {folder / name: rank for rank, name in enumerate(HEAVIEST)}
+    assert all(path.is_file() for path in ranks), "HEAVIEST names what is not there"
     if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = config.rootpath / "tests"
-        ranks = {folder / name: rank for rank, name in enumerate(HEAVIEST)}
-        assert all(path.is_file() for path in ranks), "HEAVIEST names what is not there"
         items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
 
