@@ -56,7 +56,8 @@ def test_what_lost_instances_sampled_counts() -> None:
 
 @pytest.mark.parametrize(("admission", "eta"), [(Synchronous(), 0), (OneStep(), 1)])
 def test_a_rule_that_does_not_ask_for_eta_is_measured_by_its_own(admission: Admission, eta: int) -> None:
-    own, asked = (with_admission(job(staleness__eta=e, steps=24), admission) for e in (eta, 3))
+    greedy = {"rollout__synchronization": "greedy"}  # staggered asks for eta
+    own, asked = (with_admission(job(staleness__eta=e, steps=24, **greedy), admission) for e in (eta, 3))
     first, second = (measure(config, run(config)) for config in (own, asked))
     assert (first.finished_s, first.steady_tokens_per_s) == (second.finished_s, second.steady_tokens_per_s)
     assert (first.of_bound, first.bound) == (second.of_bound, second.bound)
