@@ -157,7 +157,7 @@ def check_header(config: RunConfig, header: RunHeader) -> None:
 
 def prepare(config: RunConfig) -> Resumption:
     """Prepare a run's folder for resuming; returns where to resume. Undoes steps after the resume point. Requires the
-    folder's lock. Raises as `reached` does."""
+    folder's lock. Raises as `resume_version` does."""
     from staleflow.stores.trajectories.versioned import VersionedStore
 
     run_dir, version = config.run_dir, resume_version(config)
