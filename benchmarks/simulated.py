@@ -66,7 +66,7 @@ STEPS = 36
 SEEDS = (1, 2, 3)
 SIZES = (4, 16)
 SWEPT = (4,)
-"""Sizes at which knobs are swept; above, the values that were best there are used."""
+"""Sizes at which knobs are swept, and their best values run with all seeds; above, these values run with one seed."""
 TRAINER_SHARE = 0.8
 """Training takes the physical minimum of the rollout over this: provisioned so that rollout may run at 80 % of it."""
 CUT = ("batch.stragglers=truncate", "batch.stragglers.patience=0.1", "batch.stragglers.share=0.02")
@@ -92,6 +92,10 @@ class Row:
 
 LEAST_REQUESTS = f"rollout.routing={ROUTING_RULES['least_requests']}"
 CUTTING = "staleflow, stragglers cut"
+AUTHORS = "reservations, throughput_optimal"
+"""StaleFlow as its authors route."""
+LARGE = 64
+"""Instances of a few more runs of `deadline` and of the authors' rule."""
 
 
 def short_rows() -> list[Row]:
@@ -139,10 +143,16 @@ def long_rows(swept: bool) -> list[Row]:
     for eta in (1, 2, 3) if swept else ():
         rows.append(Row("reservations, random", "", eta, (f"rollout.routing={ROUTING_RULES['random']}",)))
     for eta in (1, 2, 3) if swept else ():
-        for mu in (0.1, 0.2, 0.3):
-            extra = (f"rollout.routing={ROUTING_RULES['throughput_optimal']}", f"rollout.routing.mu={mu}")
-            rows.append(Row("reservations, throughput_optimal", f"mu {mu:g}", eta, extra))
+        rows += [authors(mu, eta) for mu in (0.1, 0.2, 0.3)]
+    rows += [] if swept else [authors(0.1, 3)]
+    rows += [Row("default", "", eta, ("rollout.on_pull=interrupt",)) for eta in (1, 2, 3) if swept]
     return rows
+
+
+def authors(mu: float, eta: int) -> Row:
+    """A row of StaleFlow's rule."""
+    extra = (f"rollout.routing={ROUTING_RULES['throughput_optimal']}", f"rollout.routing.mu={mu}")
+    return Row(AUTHORS, f"mu {mu:g}", eta, extra)
 
 
 def job(model: str, workload: str, size: int, row: Row, steps: int, seed: int = 1) -> RunConfig:
@@ -241,6 +251,11 @@ def best(rates: Rates, system: str, eta: int | None = None) -> tuple[BySeed, str
     return (fits[key], key[1]) if key else ({}, "")
 
 
+def best_synchronous(rates: Rates) -> BySeed:
+    """The rates of the best synchronous run, by the seed that all settings were run with."""
+    return max((best(rates, system)[0] for system in SYNCHRONOUS), key=lambda by_seed: by_seed.get(SEEDS[0], 0.0))
+
+
 def ratio(rates: BySeed, base: BySeed) -> float:
     """One rate over another, over the seeds that both were run with; 0 if there is none."""
     both = rates.keys() & base.keys()
@@ -255,19 +270,21 @@ every run). No GPU was used.
 
 | | |
 |---|---|
-| models | 7B, 14B, 32B, 30B-A3B: decode-step times published with StaleFlow |
+| models | 7B, 14B, 32B, 30B-A3B: decode-step times published with StaleFlow (arXiv 2601.12784; PACMMOD, 2026) |
 | lengths | lognormal: median 2,000, sigma 1; bimodal: median 1,000, 15 % of them 15 times as long; agentic: lognormal \
 in five turns, tools of 5 s |
 | tokens | 512 a prompt, at most 16,000 a response |
 | batch | {GROUPS_AN_INSTANCE} groups of 8 for each instance, {STEPS} steps |
-| rollout | 4 or 16 instances of at most 256 running, `synchronization = "greedy"`, `on_pull = "keep"` |
+| rollout | 4 or 16 instances of at most 256 running; `on_pull = "keep"` unless stated: a job's default is `interrupt` |
 | training | on as many GPUs as rollout; a step takes the rollout's roofline / {TRAINER_SHARE:g} |
+| seconds | 2 for a pull; instances report every 10 |
 
 ## Rules
 
-Tokens/s trained on, as a ratio to the best synchronous run (`least_requests`, `deadline`, or one redundant group): mean
-over 12 combinations of model and lengths (least-most), each rule at its best of the values tried, with `least_requests`
-unless named, `eta` 3 at most. With 16 instances only the last one or two values were tried. Three seeds, or as stated.
+Tokens/s trained on, as a ratio to the best synchronous run with as many GPUs (rollout and training on all of them in
+turns, or on half of them each with `least_requests`, `deadline` or one redundant group): mean over 12 combinations of
+model and lengths (least-most), each rule at its best of the values tried, with routing to the fewest requests unless
+named, `eta` 3 at most. With 16 instances only the last one or two values were tried. Three seeds, or as stated.
 """
 SHOWN = {
     "synchronous, colocated": "colocated",
@@ -280,7 +297,9 @@ SHOWN = {
 }
 KEPT = ("synchronous, colocated", "one_step", "pipeline_depth", "windowed_fifo", "credits")
 PLAIN = "reservations, least_requests"
+SYNCHRONOUS = ("synchronous, colocated", "synchronous")
 SETTINGS: tuple[tuple[str, int | None, str, str], ...] = (
+    ("synchronous", None, "`synchronous`", ""),
     ("synchronous, colocated", None, "`synchronous`, in turns on all GPUs", ""),
     ("one_step", None, "`one_step`", ""),
     ("pipeline_depth", None, "`pipeline_depth`", "`depth` 1, 2, 3, 4"),
@@ -289,14 +308,17 @@ SETTINGS: tuple[tuple[str, int | None, str, str], ...] = (
     ("over_provision", None, "`over_provision`, keeps no bound", "`excess` .5, 1, 2"),
     ("backlog", None, "`backlog`, keeps no bound", "`eta` 1, 2, 3"),
     (PLAIN, 3, "`staleflow`", "`eta` 3"),
+    (AUTHORS, 3, "`staleflow`, routing of StaleFlow's authors", "`eta` 3, `mu` .3, .2, .1"),
     *(("staleflow", eta, "`staleflow`, `deadline`", f"`eta` {eta}") for eta in (1, 2, 3)),
     (CUTTING, None, "the same, stragglers truncated", "`eta` 3, `patience` .1, `share` .02"),
+    *(("default", eta, "the default: `staleflow`, `deadline`, `interrupt`", f"`eta` {eta}") for eta in (1, 2, 3)),
 )
 """system, eta (None: its best), and what the page says: the rule and the values tried."""
 
 
 def page(results: list[dict[str, Any]], long_tail: list[dict[str, Any]]) -> str:
     """The page of all results, as Markdown. long_tail: those of benchmarks/ablation.py."""
+    everything, results = results, [r for r in results if r["workload"] in WORKLOADS and r["instances"] != LARGE]
     sizes = sorted({r["instances"] for r in results})
     lines = [HEAD, f"| `admission` | tried | {' | '.join(f'{size} instances' for size in sizes)} |"]
     lines += ["|---" * (2 + len(sizes)) + "|"]
@@ -308,6 +330,7 @@ def page(results: list[dict[str, Any]], long_tail: list[dict[str, Any]]) -> str:
     for size in sizes:
         lines += _margins([r for r in results if r["instances"] == size], size)
     lines += _details(results)
+    lines += _versus_authors(everything)
     lines += ["", "![Ratio to synchronous by model, lengths and rule](simulated.png)", ""]
     lines += ablation.section(long_tail) if long_tail else []
     return "\n".join(lines).rstrip() + "\n"
@@ -318,7 +341,7 @@ def _cell(results: list[dict[str, Any]], system: str, eta: int | None) -> str:
     ratios, seeds = [], set()
     for own, _, _ in combinations(results):
         rates = rates_of(own)
-        rate, base = best(rates, system, eta)[0], best(rates, "synchronous")[0]
+        rate, base = best(rates, system, eta)[0], best_synchronous(rates)
         if rate and base:
             ratios.append(ratio(rate, base))
             seeds.add(len(rate))
@@ -383,6 +406,32 @@ def _details(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def _versus_authors(results: list[dict[str, Any]]) -> list[str]:
+    """`deadline` against StaleFlow's rule with its published `mu`, on the same seeds, and its share of the roofline."""
+    rates = {(*combination(r), r["system"], r["knob"]): r["steady_tokens_per_s"] for r in results}
+    groups: dict[str, list[float]] = {}
+    for key, rate in rates.items():
+        size, _, workload, eta, _, system, _ = key
+        base = rates.get((*key[:5], AUTHORS, "mu 0.1"))
+        if system == "staleflow" and base and eta:
+            kind = "the lengths above" if workload in WORKLOADS else "power-law lengths, on which nothing was chosen"
+            groups.setdefault(f"{size} instances, {kind}", []).append(rate / base)
+    lines = ["- `deadline` over the routing of StaleFlow's authors, `mu` .1, both with `staleflow`, `eta` 1 to 3:"]
+    for name, ratios in sorted(groups.items()):
+        spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+        lines.append(f"  - {name}: {statistics.mean(ratios):.3f} times ({spread}, {len(ratios)} runs);")
+    reached = [r["of_bound"] for r in results if (r["system"], r["eta"]) == ("staleflow", 3)]
+    if not groups:
+        return []
+    share = f"{statistics.mean(reached):.0%} ({min(reached):.0%} to {max(reached):.0%})"
+    return [*lines, f"- `deadline` at `eta` 3 reaches {share} of the roofline of its job."]
+
+
+def combination(result: dict[str, Any]) -> tuple[Any, ...]:
+    """Instances, model, workload, bound and seed of a run."""
+    return tuple(result[name] for name in ("instances", "model", "workload", "eta", "seed"))
+
+
 def combinations(results: list[dict[str, Any]]) -> Iterator[tuple[list[dict[str, Any]], str, str]]:
     """The rows of each model and workload."""
     for model, workload in sorted({(r["model"], r["workload"]) for r in results}):
@@ -401,6 +450,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 
     systems_run = {(r["instances"], r["system"]) for r in results}
     size = max(SIZES, key=lambda size: (sum(size == one for one, _ in systems_run), size))
+    results = [r for r in results if r["workload"] in WORKLOADS]
     labels = {name: shown for name, shown in {**SHOWN, "staleflow": "staleflow"}.items() if (size, name) in systems_run}
     colors = dict(zip([*SHOWN, "staleflow"], COLORS, strict=True))
     figure = Figure(figsize=(11, 3.6), layout="constrained")
@@ -408,7 +458,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     models = sorted({r["model"] for r in results})
     for own, model, workload in combinations([r for r in results if r["instances"] == size]):
         rates = rates_of(own)
-        base = best(rates, "synchronous")[0]
+        base = best_synchronous(rates)
         for i, (system, label) in enumerate(labels.items()):
             where = models.index(model) + (i - (len(labels) - 1) / 2) * 0.11
             height = ratio(best(rates, system, 3 if system == "staleflow" else None)[0], base)
@@ -418,7 +468,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
         axes.set_xticks(range(len(models)), models)
         axes.set_title(workload)
     first = panels[next(iter(WORKLOADS))]
-    first.set_ylabel("tokens/s, synchronous = 1")
+    first.set_ylabel("tokens/s, best synchronous = 1")
     figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=len(labels), fontsize=8)
     figure.suptitle(f"{size} instances, each system at its best value up to a bound of 3", fontsize=10)
     figure.savefig(path, dpi=110)
@@ -441,15 +491,24 @@ def work_of(
 
 def bests_of(results: list[dict[str, Any]], seeds: Sequence[int], steps: int) -> Iterator[tuple[Any, ...]]:
     """The best of each sweep, with the seeds that are left."""
-    for size in sorted({r["instances"] for r in results}):
+    for size in SWEPT:
         for own, model, workload in combinations([r for r in results if r["instances"] == size]):
             rates = rates_of([r for r in own if r["seed"] == seeds[0]])
             for system in ("synchronous", *SHOWN):
                 found, knob = best(rates, system)
-                rows = [*long_rows(size in SWEPT), *short_rows()]
+                rows = [*long_rows(swept=True), *short_rows()]
                 row = next((r for r in rows if (r.system, r.knob) == (system, knob)), None)
                 if found and row is not None:
                     yield from ((model, workload, size, row, steps, seed) for seed in seeds[1:])
+
+
+def versus_authors(sizes: Sequence[int], models: Sequence[str], steps: int) -> Iterator[tuple[Any, ...]]:
+    """Runs of `deadline` and of the authors' rule that the tables do not have: on other lengths, on more instances."""
+    for model, workload, eta in itertools.product(models, UNTUNED, (1, 2, 3)):
+        for row in (Row("staleflow", "", eta, ()), authors(0.1, eta)):
+            yield model, workload, min(sizes), row, steps, SEEDS[0]
+    for row in (Row("staleflow", "", 3, ()), authors(0.1, 3)):
+        yield "7B", "lognormal", LARGE, row, steps, SEEDS[0]
 
 
 def main() -> None:
@@ -485,6 +544,8 @@ def main() -> None:
     if not args.tables:
         run(work_of(sizes, models, workloads, steps, seeds))
         run(bests_of(results, seeds, steps))
+        if not args.quick:
+            run(versus_authors(sizes, models, steps))
     text = page(results, ablation.stored(args.out))
     (args.out / "simulated.md").write_text(text)
     draw(results, args.out / "simulated.png")
