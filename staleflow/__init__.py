@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from staleflow.pipeline.stored_runs.steps import ConsumedBatch as ConsumedBatch
     from staleflow.pipeline.stored_runs.stored_trajectories import StoredTrajectory as StoredTrajectory
     from staleflow.pipeline.stored_runs.training import OfflineTrainingResult as OfflineTrainingResult
+    from staleflow.pipeline.stored_runs.verification import Verification as Verification
     from staleflow.pipeline.stored_runs.views import TokenView as TokenView
     from staleflow.pipeline.stored_runs.views import TrajectoryView as TrajectoryView
     from staleflow.pipeline.strategies.routing import Candidate as Candidate
@@ -124,6 +125,7 @@ _MODULES = {
     "ConsumedBatch": "staleflow.pipeline.stored_runs.steps",
     "StoredTrajectory": "staleflow.pipeline.stored_runs.stored_trajectories",
     "OfflineTrainingResult": "staleflow.pipeline.stored_runs.training",
+    "Verification": "staleflow.pipeline.stored_runs.verification",
     "TokenView": "staleflow.pipeline.stored_runs.views",
     "TrajectoryView": "staleflow.pipeline.stored_runs.views",
     "Candidate": "staleflow.pipeline.strategies.routing",

@@ -104,10 +104,10 @@ class Recorded:
     rows: list[EndedTrajectory] = field(default_factory=list)
 
     def sampled(
-        self, trajectory: int, first: int, last: int, instance: str = "rollout-0", route_number: int = 0
+        self, trajectory: int, start: int, stop: int, instance: str = "rollout-0", route_number: int = 0
     ) -> None:
         self.lines.append(
-            {"instance": instance, "trajectory": trajectory, "route_number": route_number, "first": first, "last": last}
+            {"instance": instance, "trajectory": trajectory, "route_number": route_number, "start": start, "stop": stop}
         )
 
     def stored(self, trajectory: int) -> int:

@@ -134,7 +134,7 @@ def balance(run_dir: Path, records: Path) -> Balance:
         match record:
             case Sampling(trajectory=t) if t >= 0:
                 key = record.instance, record.route_number, record.start
-                streams[t][key] = max(record.last, streams[t].get(key, record.start))
+                streams[t][key] = max(record.stop, streams[t].get(key, record.start))
             case Loading(version=version, loaded_version=loaded_version) if version == loaded_version:
                 loaded.add((record.instance, version))
             case _:
@@ -148,7 +148,7 @@ def balance(run_dir: Path, records: Path) -> Balance:
     missing: dict[int, int] = {}
     invented: list[int] = []
     for t in sorted({*streams, *stored}):
-        num_sampled = sum(end - first for (_, _, first), end in streams[t].items())
+        num_sampled = sum(stop - start for (_, _, start), stop in streams[t].items())
         num_matched, num_unknown = _matched(streams[t], stored.get(t))
         counts["sampled"] += num_sampled
         counts["stored"] += num_matched
@@ -183,9 +183,9 @@ def _matched(streams: dict[tuple[str, int, int], int], stored: Trajectory | None
         size = len(span.tokens)
         if isinstance(span, Segment):
             sampled = np.zeros(size, bool)
-            for (instance, _, first), last in streams.items():
+            for (instance, _, start), stop in streams.items():
                 if instance == span.instance:
-                    sampled[max(0, first - position) : max(0, last - position)] = True
+                    sampled[max(0, start - position) : max(0, stop - position)] = True
             num_matched += int(sampled.sum())
             num_unknown += int(size - sampled.sum())
         position += size

@@ -23,13 +23,13 @@ FOLDER = "STALEFLOW_SOAK_RECORDS"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Tokens that an engine sampled in one go: positions start <= position < last of a trajectory's response."""
+    """Tokens that an engine sampled in one go: positions start <= position < stop of a trajectory's response."""
 
     instance: str
     trajectory: int
     route_number: int
     start: int
-    last: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +54,13 @@ def dask_setup(worker: Any) -> None:
 
     def recorded_sampled(self: Any, *args: Any) -> Any:
         result = sampled(self, *args)
-        last = result.start + sum(len(segment.tokens) for segment in result.segments)
+        stop = result.start + sum(len(segment.tokens) for segment in result.segments)
         write(
             instance=self._instance,
             trajectory=result.trajectory,
             route_number=result.route_number,
             start=result.start,
-            last=last,
+            stop=stop,
         )
         return result
 

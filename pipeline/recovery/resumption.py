@@ -115,7 +115,8 @@ def resume_version(config: RunConfig) -> PolicyVersion:
     has_first_point = num_trained <= 2 * every and (run_dir / "resume").is_dir()
     if num_trained and not points and not has_first_point:
         raise ConfigError(
-            f"{run_dir}: {num_trained} steps are stored but no complete resume point; training.resume_every was {every}"
+            f"{run_dir}: {num_trained} steps are stored but there is no complete resume point; "
+            f"training.resume_every was {every}"
         )
     return points[-1] if points else PolicyVersion(0)
 

@@ -59,7 +59,8 @@ def prove(run: staleflow.Run, client: Client) -> bool:
     report: staleflow.AuditReport = run.audit(full=True, memory_mib=512, workers=4, client=client)
     bias: staleflow.DropBias = run.drop_bias()
     replay: staleflow.ReplayResult = run.replay(3)
-    return report.clean and not bias.lines and not replay.difference
+    repeated: staleflow.Verification = run.verify(steps=2, seed=1, client=client)
+    return repeated.verified and report.clean and not bias.lines and not replay.difference
 
 
 def go_on(run: staleflow.Run, client: Client, progress: Callable[[int, int], None]) -> float:
