@@ -6,6 +6,7 @@ but no row, columns come in the range that is asked for.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -88,10 +89,15 @@ class Summary:
 
 
 class ArrayCache:
-    """The arrays of a session, by name; each is looked up once."""
+    """The arrays of a session, by name; each is looked up once. Raises StoreError if their metadata cannot be read.
 
-    def __init__(self, session: Any) -> None:
-        self._group = zarr.open_group(session.store, mode="r")
+    where: the store's path or URL, for messages.
+    """
+
+    def __init__(self, session: Any, where: str) -> None:
+        self._where = where
+        with self._damage_named("the store"):
+            self._group = zarr.open_group(session.store, mode="r")
         self._arrays: dict[str, Any] = {}
 
     @property
@@ -104,11 +110,20 @@ class ArrayCache:
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._arrays:
-            self._arrays[name] = self._group[name]
+            with self._damage_named(name):
+                self._arrays[name] = self._group[name]
         return self._arrays[name]
 
     def __contains__(self, name: str) -> bool:
-        return name in self._arrays or name in self._group
+        with self._damage_named(name):
+            return name in self._arrays or name in self._group
+
+    @contextlib.contextmanager
+    def _damage_named(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # json, zarr and icechunk each raise their own for damaged metadata
+            raise failure(Path(self._where), f"{name} cannot be read", error) from error
 
 
 class StoreReader:
@@ -460,9 +475,9 @@ class StoreReader:
         """The arrays as they are now; of a snapshot always the same."""
         try:
             if self._at_snapshot is None:
-                return ArrayCache(self._repository.readonly_session(self._branch))
+                return ArrayCache(self._repository.readonly_session(self._branch), self._where)
             if self._root is None:
-                self._root = ArrayCache(self._repository.readonly_session(snapshot_id=self._at_snapshot))
+                self._root = ArrayCache(self._repository.readonly_session(snapshot_id=self._at_snapshot), self._where)
             return self._root
         except icechunk.IcechunkError as error:
             raise failure(Path(self._where), "the store cannot be read", error) from error

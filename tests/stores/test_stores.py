@@ -14,18 +14,20 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import icechunk
 import numpy as np
 import pytest
 import zarr
+from zarr.storage import LocalStore
 
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.columns import COLUMNS
 from staleflow.stores.trajectories.layout import COMMIT_AT
-from staleflow.stores.trajectories.reader import UnreadableRow
+from staleflow.stores.trajectories.reader import ArrayCache, UnreadableRow
 from staleflow.stores.trajectories.records import (
     LedgerState,
     RunHeader,
@@ -384,3 +386,16 @@ def test_ended_knows_staleness_only_of_what_was_consumed() -> None:
     rng = np.random.default_rng(0)
     row: EndedTrajectory = ended(rng, 0, 3, Fate.FILTERED)
     assert row.staleness == -1
+
+
+@pytest.mark.parametrize("text", ['{"zarr_format" 3}', '{"zarr_format": 3, "node_type": "arry"}', "\ufffd"])
+def test_damaged_metadata_of_an_array_is_a_store_error(tmp_path: Path, text: str) -> None:
+    """A changed bit in them was a traceback of the JSON parser."""
+    zarr.create_group(tmp_path).create_array("ids", shape=(3,), dtype="int32")
+    (tmp_path / "ids" / "zarr.json").write_text(text)
+    arrays = ArrayCache(SimpleNamespace(store=LocalStore(tmp_path)), "a store")
+    with pytest.raises(StoreError, match=r"^a store: ids cannot be read: "):
+        arrays["ids"]
+    (tmp_path / "zarr.json").write_text(text)
+    with pytest.raises(StoreError, match=r"^a store: the store cannot be read: "):
+        ArrayCache(SimpleNamespace(store=LocalStore(tmp_path)), "a store")
