@@ -89,7 +89,7 @@ def test_what_cannot_score_leaves_neither_a_branch_nor_its_code(run: staleflow.R
 
 def test_an_asynchronous_client_is_refused(run: staleflow.Run) -> None:
     async def export() -> None:
-        async with Client(processes=False, n_workers=0, dashboard_address=None, asynchronous=True) as client:
+        async with Client(processes=False, n_workers=0, dashboard_address="127.0.0.1:0", asynchronous=True) as client:
             run.export("jsonl", run.path / "out.jsonl", client=client)
 
     with pytest.raises(staleflow.ConfigError, match="it is asynchronous"):
