@@ -79,17 +79,24 @@ class RunStuck(StaleflowError, TimeoutError):
 @contextlib.contextmanager
 def raised_as(
     kind: type[Exception],
-    what: str,
+    problem: str,
     *errors: type[Exception],
     remedy: str = "",
-    said: Callable[[Exception], str] = str,
+    describe: Callable[[Exception], str] = str,
 ) -> Iterator[None]:
-    """Context manager that raises any of these errors as an error of this kind, of one line: what failed, what the
-    error said and, if there is one, the remedy."""
+    """Context manager that raises any of these errors as an error of this kind, with a message of one line.
+
+    Args:
+        kind: The error to raise.
+        problem: What failed; begins the message.
+        errors: The errors to catch.
+        remedy: What to do about it; ends the message. Empty: none.
+        describe: Returns a caught error's own text.
+    """
     try:
         yield
     except errors as error:
-        raise kind(f"{what}: {said(error)}" + (f"; {remedy}" if remedy else "")) from error
+        raise kind(f"{problem}: {describe(error)}" + (f"; {remedy}" if remedy else "")) from error
 
 
 def strerror(error: Exception) -> str:

@@ -34,7 +34,7 @@ def write(run_dir: Path, changes: Mapping[str, Any], lines: Sequence[str]) -> No
     """Update a job's record and append lines to its log. changes: new values by key. Raises StoreError."""
     before = read(run_dir) if has_record(run_dir) else DEFAULT_RECORD | {"submitted_at": time.time()}
     record = before | {"name": run_dir.name, "run_dir": str(run_dir), "reported_at": time.time()} | dict(changes)
-    with raised_as(StoreError, f"{run_dir / LOG}: cannot be written", OSError, remedy=ELSEWHERE, said=strerror):
+    with raised_as(StoreError, f"{run_dir / LOG}: cannot be written", OSError, remedy=ELSEWHERE, describe=strerror):
         if lines:
             with (run_dir / LOG).open("a", encoding="utf-8") as file:
                 file.write("".join(f"{' '.join(line.splitlines())}\n" for line in lines))

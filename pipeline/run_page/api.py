@@ -198,7 +198,7 @@ class RunApi:
             **plain(facts(row)),
             "response_tokens": t.num_sampled,
             "turns": len(t.turns),
-            "said": self._messages_of(t, limit) if t.has_env_steps else [],
+            "messages": self._messages_of(t, limit) if t.has_env_steps else [],
             "scored": bool(t.timings.rewarded_s > 0 or row.staleness >= 0),
             "loss_mask": row.loss_mask,
             "error": t.error,

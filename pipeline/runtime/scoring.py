@@ -56,7 +56,7 @@ class Scoring:
         self._held_back: list[TrajectoryId] = []
         self._releasing: asyncio.TimerHandle | None = None
         self._num_sampled: dict[GroupId, int] = {}
-        self._failure_said = False
+        self._failure_logged = False
         self._moving: set[str] = set()
         self._busy = {name: asyncio.Lock() for name in config.reward_actors}
         """Held while a reward worker scores a batch, or is moved."""
@@ -154,9 +154,9 @@ class Scoring:
                 continue
             for trajectory, reward, error in scored:
                 if error:  # the first in full: they are many and alike, and each is stored with its trajectory
-                    level = logging.DEBUG if self._failure_said else logging.WARNING
+                    level = logging.DEBUG if self._failure_logged else logging.WARNING
                     logger.log(
                         level, "trajectory %d: reward failed: %s; further ones: steps count them", trajectory, error
                     )
-                    self._failure_said = True
+                    self._failure_logged = True
                 self._emit(TrajectoryScored(trajectory=trajectory, reward=reward, error=error))

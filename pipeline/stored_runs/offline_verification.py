@@ -123,6 +123,6 @@ def _wrong_lines(origin: str, lines: Sequence[bytes], entries: Sequence[dict[str
     before = origin
     for number, (line, entry) in enumerate(zip(lines, entries, strict=True)):
         if entry["previous"] != before:
-            what = "the line before it" if number else f"the run, {JOB} and {RECORD}"
-            yield Finding(check=CHECK, where=f"step {number} of {HISTORY}", message=f"does not follow {what}")
+            predecessor = "the line before it" if number else f"the run, {JOB} and {RECORD}"
+            yield Finding(check=CHECK, where=f"step {number} of {HISTORY}", message=f"does not follow {predecessor}")
         before = entry_of(line)

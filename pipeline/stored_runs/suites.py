@@ -61,7 +61,7 @@ class SuiteFigure:
 
 def check_lm_eval(python: str) -> None:
     """Raise ConfigError if a Python has no lm-eval."""
-    with raised_as(ConfigError, f"--python = {python!r}: cannot be run", OSError, said=strerror):
+    with raised_as(ConfigError, f"--python = {python!r}: cannot be run", OSError, describe=strerror):
         ended = subprocess.run([python, "-P", "-c", HAS_LM_EVAL], check=False)
     if ended.returncode:
         raise ConfigError(

@@ -117,7 +117,7 @@ async def _run_program(command: Sequence[str], args: AgentArgs) -> Any:
     about = {"index": task.index, "held_out": task.held_out, "seed": task.seed, "options": dict(task.options)}
     variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, "STALEFLOW_TASK": json.dumps(about)}
     pipe = asyncio.subprocess.PIPE
-    with raised_as(EpisodeFailed, f"the agent's command {command[0]!r} cannot be started", OSError, said=strerror):
+    with raised_as(EpisodeFailed, f"the agent's command {command[0]!r} cannot be started", OSError, describe=strerror):
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, limit=MAX_LINE_BYTES,
             env={**os.environ, **variables}, start_new_session=True,

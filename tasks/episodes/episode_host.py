@@ -307,7 +307,7 @@ class EpisodeHost:
         return answer
 
     async def _begin(self, key: EpisodeKey, record: Record, hosted: HostedEpisode) -> None:
-        with raised_as(EpisodeFailed, "the environment cannot be made", ConfigError, KeyError, said=error_line):
+        with raised_as(EpisodeFailed, "the environment cannot be made", ConfigError, KeyError, describe=error_line):
             hosted.episode = (await self._maker_of(key, record)).make(record)
         prompt = await self._timed(hosted, hosted.episode.begin(), "reset")
         if prompt != prompt_of(record["prompt"]):

@@ -52,7 +52,7 @@ class OpenEnvironment:
         if self._url or self._app is not None:
             return
         module = f"{self._name}.server.app"
-        with raised_as(ConfigError, f"{self._where}: no app in {module}", Exception, said=error_line):
+        with raised_as(ConfigError, f"{self._where}: no app in {module}", Exception, describe=error_line):
             self._app = importlib.import_module(module).app
 
     async def run(self, args: AgentArgs) -> float:

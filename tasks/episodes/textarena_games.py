@@ -38,7 +38,9 @@ def open_game(name: str, options: Mapping[str, Any], where: str) -> Callable[[],
         raise ConfigError(
             f"{where}: cannot be made with task.options = {dict(options)}: {error_line(error)}"
         ) from error
-    with raised_as(ConfigError, f"{where}: cannot be played by one player", Exception, remedy=OTHERS, said=error_line):
+    with raised_as(
+        ConfigError, f"{where}: cannot be played by one player", Exception, remedy=OTHERS, describe=error_line
+    ):
         game.reset(0)
     if not game.has_one_player:
         raise ConfigError(f"{where}: is a game of several players; {OTHERS}")

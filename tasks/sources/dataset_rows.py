@@ -120,7 +120,7 @@ class ParquetRows:
         from pyarrow import ArrowException, parquet
 
         path = Path(name)
-        with raised_as(ConfigError, f"{where}: cannot be read", OSError, ArrowException, said=_first_line):
+        with raised_as(ConfigError, f"{where}: cannot be read", OSError, ArrowException, describe=_first_line):
             self._table = parquet.read_table(path, memory_map=True)
         self._path = path
         self.names = tuple(self._table.column_names)

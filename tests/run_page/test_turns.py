@@ -32,7 +32,7 @@ def test_a_trajectory_is_a_conversation(run: StoredRun) -> None:
     assert one["tokens"]["version"] == [0, 0, 0, -1, 0, 0, 0, 0, -1, -1]
     assert one["tokens"]["ratio"] is None
     assert one["text"] == "ask4fourno"
-    assert Page(run.run_dir).ask("trajectory", id=1)["said"] == []
+    assert Page(run.run_dir).ask("trajectory", id=1)["messages"] == []
 
 
 def test_ratios_are_of_sampled_tokens(run: StoredRun) -> None:
@@ -44,7 +44,7 @@ def test_ratios_are_of_sampled_tokens(run: StoredRun) -> None:
 
 def test_a_group_shows_who_said_what_up_to_the_limit(run: StoredRun, monkeypatch: pytest.MonkeyPatch) -> None:
     (group,) = Page(run.run_dir).ask("group", id=0)["groups"]
-    assert [(p["role"], p["text"]) for p in group["members"][0]["said"]] == [
+    assert [(p["role"], p["text"]) for p in group["members"][0]["messages"]] == [
         ("assistant", "ask"), ("tool", "4"), ("assistant", "four"), ("tool", "no"),
     ]  # fmt: skip
     from staleflow.pipeline.run_page import api
@@ -52,7 +52,7 @@ def test_a_group_shows_who_said_what_up_to_the_limit(run: StoredRun, monkeypatch
     monkeypatch.setattr(api, "TEXT_SHOWN", 6)
     monkeypatch.setattr(api, "EXCERPT", 6)
     (group,) = Page(run.run_dir).ask("group", id=0)["groups"]
-    assert [(p["role"], p["text"]) for p in group["members"][0]["said"]] == [
+    assert [(p["role"], p["text"]) for p in group["members"][0]["messages"]] == [
         ("assistant", "ask"), ("tool", "4"), ("assistant", "fo"),
     ]  # fmt: skip
     assert group["members"][0]["cut"]

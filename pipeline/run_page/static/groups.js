@@ -190,11 +190,11 @@ function memberCard(one, run, widest, against, other) {
     strip(one.segments),
     labels(one, run.eta),
     one.error ? h("p", { class: "bad small" }, one.error) : null,
-    one.said.length
+    one.messages.length
       ? h(
           "div",
           { class: "response conversation", tabindex: "0", role: "group", "aria-label": "conversation" },
-          one.said.map((passage) =>
+          one.messages.map((passage) =>
             h("div", { class: passage.sampled ? "passage" : "passage given" }, speaker(passage), text(passage.text)),
           ),
         )
