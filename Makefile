@@ -50,7 +50,7 @@ if ! $(MAKE) -s smollm2-model > runs/smollm2-model.log 2>&1; then \
     $(MAKE) -s $(3) || exit 1; \
 fi; \
 rm -rf runs/$$job; \
-echo "2 of 3: asynchronous RL on examples/$$job.toml, about ten minutes on two idle cores"; \
+echo "2 of 3: asynchronous RL on examples/$$job.toml, six to seven minutes on two idle cores"; \
 $(BIN)/staleflow run examples/$$job.toml || exit; \
 echo "3 of 3: audit of what the run stored, seconds"; \
 $(BIN)/staleflow store audit runs/$$job

@@ -90,7 +90,7 @@ async def _execute(
     from staleflow.pipeline.processes.dask_workers import connect
 
     run_dir = config.run_dir
-    config, prints, changed = _folder_ready(config, resume=resume)
+    config, fingerprints, changed = _folder_ready(config, resume=resume)
     cluster = await (
         connect(config, security) if slot is None else connect(config, slot.security, within_s=BUSY_SCHEDULER_S)
     )
@@ -112,7 +112,9 @@ async def _execute(
             listener.line(f"GPUs: {cluster.picture}")
         actors = Actors(config, cluster, run_dir, facts)
         with reporter.listening():
-            outcomes = await _train(config, actors, cluster, reporter, listener, (prints, changed), stop, resume=resume)
+            outcomes = await _train(
+                config, actors, cluster, reporter, listener, (fingerprints, changed), stop, resume=resume
+            )
         ended = ("stopped" if outcomes.stopped else "done"), outcomes.stopped
     except BaseException as error:
         ended = ("failed", str(error)) if isinstance(error, Exception) else ("stopped", "interrupted")
@@ -130,16 +132,17 @@ async def _train(
     cluster: DaskWorkers,
     reporter: Reporter,
     listener: RunListener,
-    prints: tuple[Fingerprints, list[str]],
+    sources: tuple[Fingerprints, list[str]],
     stop: StopRequest | None,
     *,
     resume: bool,
 ) -> RunReport:
-    """Drive the run on its cluster, from its beginning or from where it is resumed, to its end."""
+    """Drive the run on its cluster, from its beginning or from where it is resumed, to its end. sources: fingerprints
+    of data and code, and what changed of them since the run began."""
     from staleflow.pipeline.jobs.tracking import Tracking
     from staleflow.pipeline.recovery import resumption as resumptions
 
-    run_dir, (fingerprints, changed) = config.run_dir, prints
+    run_dir, (fingerprints, changed) = config.run_dir, sources
     resumption = resumptions.prepare(config) if resume else None
     version, elapsed_s = (0, 0.0) if resumption is None else (resumption.version, resumption.elapsed_s)
     starts = Starts(run_dir, version, elapsed_s)
@@ -165,14 +168,14 @@ def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Finger
     StoreError."""
     from staleflow.pipeline.recovery import resumption
 
-    prints = source_fingerprints.compute(config)
+    fingerprints = source_fingerprints.compute(config)
     if resume:
         resumption.resume_version(config)
-        return config, prints, source_fingerprints.changes(source_fingerprints.read(config.run_dir), prints)
+        return config, fingerprints, source_fingerprints.changes(source_fingerprints.read(config.run_dir), fingerprints)
     config, code = user_files.with_code(config, user_files.copied_keys(config))
     config = user_files.with_code_in(config, config.run_dir / "code", code)
-    source_fingerprints.write(prepare_run_dir(config, code), prints)
-    return config, prints, []
+    source_fingerprints.write(prepare_run_dir(config, code), fingerprints)
+    return config, fingerprints, []
 
 
 async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None], stop: StopRequest | None) -> RunReport:

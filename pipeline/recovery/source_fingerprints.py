@@ -95,11 +95,13 @@ def _of_several(config: RunConfig) -> Fingerprints:
     """Fingerprints of a job with several task sources: each one's, under its name."""
     together = Fingerprints(reward={}, data={}, template={})
     for name, job in config.by_source.items():
-        prints = compute(job)
+        fingerprints = compute(job)
         for part in PARTS:
-            getattr(together, part).update({f"{name}: {key}": value for key, value in getattr(prints, part).items()})
-        together.sets.update(prints.sets)
-        together.sets[name] = {"reward": prints.reward, "data": prints.data}
+            getattr(together, part).update(
+                {f"{name}: {key}": value for key, value in getattr(fingerprints, part).items()}
+            )
+        together.sets.update(fingerprints.sets)
+        together.sets[name] = {"reward": fingerprints.reward, "data": fingerprints.data}
     return together
 
 

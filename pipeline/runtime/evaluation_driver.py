@@ -33,9 +33,19 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationDriver:
-    """One run's. found: its results, which are added to. emit: called with each request. say: shows what is going on.
-    note: keeps a line for the summary. elapsed_s: seconds of the run so far. prints, changed: of a set, by its name, as
-    in `Evaluation.of`."""
+    """Runs the evaluations of one run.
+
+    Args:
+        config: The run's job.
+        actors: The run's actors.
+        run_dir: The run's folder, to which each evaluation is written.
+        results: The run's evaluations; new ones are appended.
+        emit: Called with each event for the coordinator.
+        note: Keeps a line for the summary.
+        elapsed_s: Returns the seconds of the run so far.
+        fingerprints: Returns the fingerprints of a set's data and reward, by the set's name, as in `Evaluation.of`.
+        changed: Returns what changed of a set, by its name, as in `Evaluation.of`.
+    """
 
     def __init__(
         self,
@@ -46,7 +56,7 @@ class EvaluationDriver:
         emit: Callable[[Event], None],
         note: Callable[[str], None],
         elapsed_s: Callable[[], float],
-        prints: Callable[[str], Mapping[str, str]],
+        fingerprints: Callable[[str], Mapping[str, str]],
         changed: Callable[[str], Sequence[str]],
     ) -> None:
         self._config = config
@@ -58,7 +68,7 @@ class EvaluationDriver:
         self._emit = emit
         self._note = note
         self._elapsed_s = elapsed_s
-        self._prints, self._changed = prints, changed
+        self._fingerprints, self._changed = fingerprints, changed
         self._items: list[ItemView] = []
         self._number = 0
         self._began_s = 0.0
@@ -147,7 +157,7 @@ class EvaluationDriver:
             greedy = [response.score or NO_RESPONSE for item, response in set_responses if item.sample == GREEDY]
             results.append(
                 Evaluation.of(
-                    command.version, sampled, greedy, self._prints(name), self._changed(name), name=name,
+                    command.version, sampled, greedy, self._fingerprints(name), self._changed(name), name=name,
                     samples=evaluation_set.samples, tokens=sum(response.tokens for _, response in set_responses),
                     seconds=seconds, figures=figures_of(rewards[name], evaluation_set.samples, base.get(name, {})),
                 )
@@ -162,4 +172,6 @@ class EvaluationDriver:
         """The rewards of version 0, by set, of the sets whose reward is still the same."""
         rewards = read_rewards(self._run_dir, 0)
         evaluated = {result.name: result.reward for result in self._results if result.version == 0}
-        return {name: rewards[name] for name in rewards if evaluated.get(name) == self._prints(name).get("reward", "")}
+        return {
+            name: rewards[name] for name in rewards if evaluated.get(name) == self._fingerprints(name).get("reward", "")
+        }

@@ -69,7 +69,7 @@ class Evaluation:
         version: int,
         sampled: Sequence[ScoredResponse],
         greedy: Sequence[ScoredResponse],
-        prints: Mapping[str, str],
+        fingerprints: Mapping[str, str],
         changed: Sequence[str] = (),
         *,
         name: str = HELD_OUT,
@@ -79,7 +79,7 @@ class Evaluation:
         figures: EvaluationFigures = NO_FIGURES,
     ) -> Evaluation:
         """Summarize scores that lie prompt by prompt: `samples` sampled ones of each, and a greedy one, or either.
-        prints: fingerprints of reward, data and template."""
+        fingerprints: fingerprints of reward, data and template."""
         failures = [s.error for s in (*sampled, *greedy) if s.error]
         at_temperature, at_greedy = _estimate(sampled, samples), _estimate(greedy, 1)
         return cls(
@@ -98,7 +98,7 @@ class Evaluation:
             tokens=tokens,
             seconds=seconds,
             figures=figures,
-            **prints,
+            **fingerprints,
         )
 
     @classmethod

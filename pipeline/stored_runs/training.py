@@ -279,7 +279,7 @@ class _Training:
         self.errors: dict[int, str] = {}
         self.history: list[dict[str, float]] = []
         self._published = {r.step: r.weight_fingerprint for r in self._store.steps() if r.kind == "step"}
-        self._prints: list[bool] = []
+        self._are_equal: list[bool] = []
         self._points = ResumePoints(tmp_path / "resume")
         self._entry = entry_of(origin_of(self._store, plan.branch, plan.where, plan.epochs, tmp_path / "job.toml"))
         """Entry of the line before in history.jsonl: a chain that goes on from the run's."""
@@ -289,7 +289,7 @@ class _Training:
             self.policy.load_state(self._points.path(self.version))
             lines = (tmp_path / "history.jsonl").read_text().splitlines()[: self.version]
             entries = [json.loads(line) for line in lines]
-            self._prints = [bool(entry.get("same", False)) for entry in entries]
+            self._are_equal = [bool(entry.get("same", False)) for entry in entries]
             self.history = [{k: v for k, v in entry.items() if k not in NOT_METRICS} for entry in entries]
             self._entry = entry_of(lines[-1].encode())
             replace_text(tmp_path / "history.jsonl", "".join(f"{line}\n" for line in lines), ELSEWHERE)
@@ -307,7 +307,7 @@ class _Training:
         metrics |= {"step": float(number), "train_s": time.monotonic() - started_s}
         weights = self.policy.published(fingerprint)
         is_equal = self._plan.exact and weights == self._published.get(schedule)
-        self._prints.append(is_equal)
+        self._are_equal.append(is_equal)
         self.history.append(metrics)
         trained_on = batch_fingerprint((row.trajectory, row.advantage) for row in batch)
         hashes = {"same": is_equal, "batch": trained_on, "weights": weights}
@@ -335,7 +335,7 @@ class _Training:
         """The value of OfflineTrainingResult.same_steps."""
         if not self._plan.exact:
             return None
-        return next((i for i, is_equal in enumerate(self._prints) if not is_equal), len(self._prints))
+        return next((i for i, is_equal in enumerate(self._are_equal) if not is_equal), len(self._are_equal))
 
 
 def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report: Report) -> Evaluation | None:
