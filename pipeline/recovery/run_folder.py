@@ -24,6 +24,8 @@ from typing import Any, TextIO
 
 from staleflow.pipeline.config import knob_tree, loading, user_files
 from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.strategies.routing import ROUTING
+from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
 from staleflow.stores.errors import ConfigError, StoreError, raised_as
 from staleflow.stores.files import replace_text
 from staleflow.tasks.settings.source_kinds import kind_of
@@ -43,6 +45,8 @@ REMOVED = (
     ("simulation", "trainer_gpus"),
 )
 """Keys that jobs of stored runs may have and that are ignored: they changed no result, and are gone."""
+RULES = (ROUTING, SYNCHRONIZATION)
+"""Kinds of rules of which jobs of stored runs may name one that is gone. It decided where and when work ran."""
 
 
 class FolderInUse(ConfigError):
@@ -104,10 +108,28 @@ def write_job(config: RunConfig) -> None:
     replace_text(config.run_dir / "config.toml", knob_tree.to_toml(config), ELSEWHERE)
 
 
-def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "config.toml") -> RunConfig:
-    """Load the job in a run's folder, with its paths adjusted to where the folder is now, then apply overrides. file:
-    another for the job of an earlier start. Raises ConfigError."""
+def load_job(
+    run_dir: Path, overrides: Sequence[str] = (), *, file: str = "config.toml", exact_rules: bool = False
+) -> RunConfig:
+    """Load the job in a run's folder, with its paths adjusted to where the folder is now, then apply overrides.
+
+    Args:
+        run_dir: The run's folder.
+        overrides: `key=value` each.
+        file: Another for the job of an earlier start.
+        exact_rules: Whether a job that names a rule of `RULES` that is gone is refused, as its decisions cannot be
+            repeated. Otherwise the default rule is read in its place.
+
+    Raises:
+        ConfigError: There is no such file, or it is not a valid job.
+    """
     tree = loading.read_tree(run_dir / file)
+    for registry in () if exact_rules else RULES:
+        *tables, name = registry.key.split(".")
+        rule = _value_at(tree, *tables, name)
+        rule_name = rule.get("name") if isinstance(rule, dict) else rule
+        if isinstance(rule_name, str) and rule_name in registry.elsewhere:
+            _value_at(tree, *tables).pop(name)
     for *tables, name in REMOVED:
         if isinstance(table := _value_at(tree, *tables), dict):
             table.pop(name, None)

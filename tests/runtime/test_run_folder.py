@@ -22,6 +22,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.user_files import with_code
 from staleflow.pipeline.jobs import job_driver
 from staleflow.pipeline.jobs.execution import execute
+from staleflow.pipeline.jobs.replaying import replay_run
 from staleflow.pipeline.jobs.submission import Submission
 from staleflow.pipeline.recovery import resumption, run_folder
 from staleflow.pipeline.recovery.run_folder import (
@@ -407,3 +408,35 @@ def test_a_stored_job_may_have_a_key_that_is_gone_and_changed_no_result(light: P
     assert load_job(config.run_dir) == config
     with pytest.raises(ConfigError, match=r"unknown key cluster\.delta_versions"):
         loading.load(path)
+
+
+@pytest.mark.parametrize(
+    ("stored", "gone", "name"),
+    [
+        (
+            '[rollout.synchronization]\nname = "staggered"',
+            '[rollout.synchronization]\nname = "hypothesis"',
+            "hypothesis",
+        ),
+        ('[rollout.routing]\nname = "deadline"', '[rollout.routing]\nname = "random"', "random"),
+        (
+            '[rollout.routing]\nname = "deadline"',
+            '[rollout.routing]\nname = "throughput_optimal"\nmu = 0.1',
+            "throughput",
+        ),
+    ],
+)
+def test_a_stored_run_whose_rule_is_gone_is_read_and_not_replayed(
+    light: Path, stored: str, gone: str, name: str
+) -> None:
+    """Steps, texts, rewards and training do not depend on the rule: only the coordinator's decisions do."""
+    config = begun(light)
+    path = config.run_dir / "config.toml"
+    assert stored in path.read_text()
+    path.write_text(path.read_text().replace(stored, gone, 1))
+    assert load_job(config.run_dir) == config
+    with pytest.raises(ConfigError, match=f"{name}.* is not in this version"):
+        load_job(config.run_dir, exact_rules=True)
+    (config.run_dir / "events.jsonl").touch()
+    with pytest.raises(ConfigError, match=f"{name}.* is not in this version"):
+        replay_run(config.run_dir)

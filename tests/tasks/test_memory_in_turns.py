@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from staleflow.tasks.engines.transformers import TransformersEngine
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.policy_trainer import PolicyTrainer
 from staleflow.tasks.training.trainer_settings import PolicyTrainerSettings, TrainingConfig
+from tests.tasks.brake import brake, brake_of_transformers  # noqa: F401  used by name
 from tests.tasks.engine_conformance import request, sample_until
 
 KV_TOKENS = 512
@@ -29,22 +31,25 @@ ALLOWANCE_BYTES = 40_000
 
 
 @pytest.fixture
-def others() -> set[int]:
-    """Storages of tensors that other tests have left."""
+def others() -> Iterator[set[int]]:
+    """Addresses of the storages that other tests have left. They live until the test has ended: a tensor of the test at
+    an address that became free would not be counted."""
     gc.collect()
-    return set(storages())
+    kept = storages()
+    yield set(kept)
+    kept.clear()
 
 
-def storages() -> dict[int, int]:
-    """Bytes of each storage of the process's tensors, by its address."""
-    found = {}
-    for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor):
-            for tensor in (thing, thing.grad if thing.is_leaf else None):
+def storages() -> dict[int, torch.UntypedStorage]:
+    """The storages of the process's tensors, by address."""
+    by_address = {}
+    for item in gc.get_objects():
+        if isinstance(item, torch.Tensor):
+            for tensor in (item, item.grad if item.is_leaf else None):
                 if tensor is not None and tensor.device.type == "cpu":
                     storage = tensor.untyped_storage()
-                    found[storage.data_ptr()] = storage.nbytes()
-    return found
+                    by_address[storage.data_ptr()] = storage
+    return by_address
 
 
 class SharedDevice:
@@ -58,7 +63,7 @@ class SharedDevice:
     def measure(self, moment: str) -> None:
         gc.collect()
         host = set() if self.trainer is None else {t.data_ptr() for t in self.trainer._host._copies.values()}
-        used = sum(size for address, size in storages().items() if address not in self._others | host)
+        used = sum(s.nbytes() for address, s in storages().items() if address not in self._others | host)
         self.used_bytes[moment] = used
         assert used <= self.limit_bytes, f"{moment}: {used} bytes, the limit is {self.limit_bytes}"
 
