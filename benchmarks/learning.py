@@ -37,8 +37,8 @@ SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def one(job: Path, name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """A run's summary; one that is there already is not run again."""
+def summary_of_run(job: Path, name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Run a job, audit its store, and return its summary. A run whose summary exists is not run again."""
     config = loading.load(job, (f"name={name}", "cluster.dashboard=false", *overrides))
     if not (config.run_dir / "summary.json").exists():
         end = asyncio.run(execute(config, RunListener()))
@@ -70,7 +70,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|", flush=True)
     for label, overrides in SETTINGS[args.by].items():
         results = [
-            one(args.job, f"{prefix}-{label.replace(' ', '-')}-{s}", (f"seed={s}", *overrides, *args.set))
+            summary_of_run(args.job, f"{prefix}-{label.replace(' ', '-')}-{s}", (f"seed={s}", *overrides, *args.set))
             for s in args.seeds
         ]
         before = [r["evaluations"][0]["sampled"] for r in results]

@@ -53,14 +53,14 @@ def main() -> None:
             overrides = (f"staleness.eta={bound}", f"seed={seed}", *args.set)
             if not bound:
                 overrides += ("staleness.admission=synchronous",)
-            learning.one(args.job, name, overrides)
+            learning.summary_of_run(args.job, name, overrides)
             config = loading.load(args.job, (f"name={name}", *overrides))
             runs.append({"bound": bound, "seed": seed, **figures(VersionedStore.open(config.run_dir / "store"))})
             (args.out / "time_to_quality.json").write_text(json.dumps(runs, indent=1) + "\n")
-    told = table(runs, args.delta)
-    (args.out / "time_to_quality.md").write_text("\n".join([*head(args.job, args.set), *told]) + "\n")
+    lines = table(runs, args.delta)
+    (args.out / "time_to_quality.md").write_text("\n".join([*head(args.job, args.set), *lines]) + "\n")
     draw(runs, args.out / "time_to_quality.png")
-    print("\n".join(told))
+    print("\n".join(lines))
 
 
 def figures(store: VersionedStore) -> dict[str, Any]:
