@@ -84,7 +84,8 @@ def progress(*, quiet: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
                 console.print(event["say"], highlight=False, soft_wrap=True)
             if "metrics" in event:
                 m, done, total = event["metrics"], event["done"], event["total"]
-                line = f"reward {m['reward']:.3f}  loss {m.get('loss', 0):+.4f}  KL {m.get('kl_rollout', 0):.2g}"
+                kl = f"  KL {m['kl_rollout']:.2g}" if "kl_rollout" in m else ""
+                line = f"reward {m['reward']:.3f}  loss {m.get('loss', 0):+.4f}{kl}"
                 bar.update(task, completed=done, total=total, description=line)
                 if not console.is_terminal and (done % 10 == 0 or done == total):
                     console.print(f"step {done}/{total}  {line}", highlight=False, soft_wrap=True)

@@ -103,9 +103,10 @@ METRICS = (
     Metric(name="kl_behaviour_stderr", unit="nats", doc="standard error of kl_behaviour, as of ess"),
     Metric(name="kl_reference", unit="nats", doc="k3 estimate of KL(pi || reference) over tokens with gradient; 0 "
            "without a reference model", label="reference"),
-    Metric(name="kl_rollout", unit="nats", doc="k3 estimate of KL(rollout || trainer), fresh tokens, before the step"),
-    Metric(name="mismatch_mean", unit="nats", doc="mean |stored - recomputed logprob|, fresh tokens, equal weights",
-           label="mean"),
+    Metric(name="kl_rollout", unit="nats", doc="k3 estimate of KL(rollout || trainer), fresh tokens, before the step; "
+           "absent if no row is fresh"),
+    Metric(name="mismatch_mean", unit="nats", doc="mean |stored - recomputed logprob|, fresh tokens, equal weights; "
+           "absent if no row is fresh", label="mean"),
     Metric(name="mismatch_max", unit="nats", doc="largest |stored - recomputed logprob|, as above",
            label="largest"),
     Metric(name="probe_drift", unit="nats", doc="mean |logprob of the probe - the trainer's|, of the instance where it "

@@ -68,7 +68,7 @@ def summarize(config: RunConfig, outcomes: RunReport, run_dir: Path) -> dict[str
         staleness.update(int(s) for s in table["staleness"] if s >= 0)
     phases = outcomes.phases
     wall_s = max(phases.get("wall_s", 0.0), 1e-9)
-    mismatch = [s for s in outcomes.steps if s["mismatch_max"] > 0]
+    mismatch = [s for s in outcomes.steps if "mismatch_max" in s]
     clipped = [s["clip_share"] for s in outcomes.steps if "clip_share" in s]
     return {
         "name": config.name,

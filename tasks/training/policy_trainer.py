@@ -67,22 +67,25 @@ class Mismatch:
     mean: float
     max: float
     kl: float
-    num_tokens: int
 
     @classmethod
-    def of(cls, rows: Sequence[Row], before: ByRow) -> Mismatch:
-        """Of the fresh rows. before: the trainer's logprobs, of these at least."""
+    def of(cls, rows: Sequence[Row], before: ByRow) -> Mismatch | None:
+        """Of the fresh rows; None if there are none. before: the trainer's logprobs, of these at least."""
         fresh = [i for i, row in enumerate(rows) if row.staleness == 0 and row.usable.any()]
         if not fresh:
-            return cls(mean=0.0, max=0.0, kl=0.0, num_tokens=0)
+            return None
         difference = np.concatenate([(before[i] - rows[i].behaviour)[rows[i].usable] for i in fresh])
         bounded = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         return cls(
             mean=float(np.abs(difference).mean()),
             max=float(np.abs(difference).max()),
             kl=float((np.exp(bounded) - bounded - 1).mean()),
-            num_tokens=len(difference),
         )
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The three values by the names of stores/metrics.py."""
+        return {"mismatch_mean": self.mean, "mismatch_max": self.max, "kl_rollout": self.kl}
 
 
 def fused(parameters: Iterable[torch.Tensor]) -> bool | None:
@@ -253,9 +256,7 @@ class PolicyTrainer:
             "tokens_dropped": float(sum(row.num_unusable for row in all_rows if self.objective.trains(row))),
             **sums.metrics(s.epochs, sample),
             "learning_rate": rate,
-            "mismatch_mean": mismatch.mean,
-            "mismatch_max": mismatch.max,
-            "kl_rollout": mismatch.kl,
+            **(mismatch.metrics if mismatch else {}),
         }
 
     def fine_tune(self, step: int) -> dict[str, float]:

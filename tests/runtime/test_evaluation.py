@@ -144,7 +144,7 @@ def test_nothing_scored_is_said_and_drawn(job: Path, tmp_path: Path, capsys: pyt
     step = dict.fromkeys(
         (
             "step", "reward", "staleness_mean", "staleness_max", "staleness_in_flight", "staleness_in_queue",
-            "response_mean", "response_max", "response_tokens", "elapsed_s", "mismatch_max", "probe_drift",
+            "response_mean", "response_max", "response_tokens", "elapsed_s", "probe_drift",
         ),
         0.0,
     )  # fmt: skip
@@ -152,6 +152,7 @@ def test_nothing_scored_is_said_and_drawn(job: Path, tmp_path: Path, capsys: pyt
     outcomes = RunReport(steps=[with_rate(step, None)], evaluations=[none, fewer], notes=["one"])
     summary = json.loads(json.dumps(report.write_report(config, outcomes, config.run_dir)))
     assert summary["evaluations"][0]["sampled"] is None
+    assert summary["logprob_mismatch"] == {"mean": None, "max": None}
     assert summary["notes"] == ["one"]
     assert (config.run_dir / "summary.png").stat().st_size > 10_000
     Display(config, quiet=True).summarize(RunEnd(run_dir=config.run_dir, summary=summary, stopped=""))

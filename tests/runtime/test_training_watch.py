@@ -57,8 +57,6 @@ def test_a_run_tells_and_keeps_its_alarms(body: Body, caplog: pytest.LogCaptureF
     assert [alarm.partition(":")[0] for alarm in run.outcomes.alarms] == ["step 1", "step 2"]
     for alarm in run.outcomes.alarms:
         assert sum(r.getMessage() == alarm for r in caplog.records) == 1
-    for step in run.outcomes.steps:
-        step["mismatch_max"] = 0.0
     summary = summarize(run.config, run.outcomes, run.config.run_dir)
     assert summary["alarms"] == run.outcomes.alarms
     assert summary["training"] == {

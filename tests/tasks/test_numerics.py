@@ -295,6 +295,14 @@ def test_rows_without_gradient_still_count_in_the_denominator(tiny_model: Any) -
     assert together["grad_norm"] == pytest.approx(alone["grad_norm"] * share, rel=1e-4)
 
 
+def test_a_step_without_fresh_rows_has_no_mismatch(tiny_model: Any) -> None:
+    """Stored logprobs can be compared only where the weights are those that sampled: 0 would claim that they agree."""
+    fresh = [replace(row, staleness=0) for row in rows(3)]
+    names = {"mismatch_mean", "mismatch_max", "kl_rollout"}
+    assert names <= trainer(tiny_model).step(0, fresh).keys()
+    assert not names & trainer(tiny_model).step(0, [replace(row, staleness=1) for row in fresh]).keys()
+
+
 def test_recomputed_logprobs_are_at_the_sampling_temperature(tiny_model: Any) -> None:
     (row,) = rows(1)
     one = trainer(tiny_model, temperature=2.0)
