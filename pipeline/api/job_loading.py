@@ -70,7 +70,7 @@ def load_job(source: JobSource, overrides: Overrides | None = None) -> Job:
         source: The path of a job file, a nested mapping as in a job file, or a Job. In a mapping a function or class
             may stand wherever a job file names one as `path/to/file.py:NAME`.
         overrides: Values that replace the job's: a mapping such as `{"training.learning_rate": 1e-4}`, or texts
-            `key=value` as after `--set`.
+            `key=value` as after `--set`. A table replaces the job's whole table: set single keys as `"task.source"`.
 
     Returns:
         The job, frozen; `job.run_dir` is the folder of its run.

@@ -1,4 +1,4 @@
-"""The notebook of examples/, executed as a person does: cell by cell, in a kernel of its own."""
+"""The notebooks of examples/, executed as a person does: cell by cell, in kernels of their own."""
 
 from __future__ import annotations
 
@@ -9,27 +9,37 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-NOTEBOOK = Path("examples/first_run.ipynb")
 
-
-@pytest.mark.slow  # by default test_typing.py checks its calls, and others what these do
-@pytest.mark.timeout(900)
-def test_the_notebook_starts_a_run_stops_it_and_trains_from_what_it_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+def execute(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the cells of a notebook print and show, executed in a folder."""
+    notebook = nbformat.read(Path("examples") / name, as_version=4)
     monkeypatch.setenv("PYTHONPATH", os.getcwd(), prepend=os.pathsep)
     monkeypatch.setenv("MPLBACKEND", "agg")
-    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    shown = {
-        cell.id: "".join(str(out.get("data", {}).get("text/plain", out.get("text", ""))) for out in cell.outputs)
-        for cell in notebook.cells
-        if cell.cell_type == "code"
-    }
-    text = "\n".join(shown.values())
-    run = tmp_path / "first-run" / "runs" / "notebook"
-    assert (run / "store").exists()
-    assert "def reward(answer, row)" in "\n".join(path.read_text() for path in (run / "code").glob("*.py"))
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    text = "\n".join(str(output.get("data", {}).get("text/plain", output.get("text", ""))) for output in outputs)
     assert "Traceback" not in text
-    assert "stopped" in text
-    assert (tmp_path / "first-run" / "offline" / "checkpoints").is_dir()
+    return text
+
+
+@pytest.mark.slow  # by default test_typing.py checks the notebooks' calls, and others what these do
+@pytest.mark.timeout(900)
+class TestNotebooks:
+    def test_a_first_run_is_started_stopped_and_audited(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        text = execute("first_run.ipynb", tmp_path, monkeypatch)
+        run = tmp_path / "first-run" / "runs" / "notebook"
+        assert (run / "store").exists()
+        assert "def reward(answer, row)" in "\n".join(path.read_text() for path in (run / "code").glob("*.py"))
+        assert "stopped" in text
+        assert "holds" in text
+
+    def test_a_stored_run_is_verified_rescored_and_trained_from(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        text = execute("stored_run.ipynb", tmp_path, monkeypatch)
+        assert "verified" in text
+        assert (tmp_path / "stored-run" / "offline" / "checkpoints").is_dir()
+
+    def test_own_parts_train_and_are_kept_with_the_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        text = execute("own_parts.ipynb", tmp_path, monkeypatch)
+        assert "['loss_Discard.py', 'routing_LeastTokens.py', 'task_LongSums.py']" in text

@@ -11,7 +11,7 @@ from pathlib import Path
 import staleflow
 
 ROOT = Path(__file__).parents[2]
-NOTEBOOK = ROOT / "examples" / "first_run.ipynb"
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 SCRIPT = Path(__file__).with_name("user_script.py")
 MISTAKES = """
 import staleflow
@@ -24,14 +24,15 @@ staleflow.open_run("runs/demo").sorted_ids("last", 3)
 
 
 def test_a_script_that_calls_everything_passes_and_mistakes_are_found(tmp_path: Path) -> None:
-    """The cells of the notebook pass as such a script, but for annotations of its functions."""
+    """The cells of the notebooks pass as such a script, but for annotations of their functions."""
     (tmp_path / "mistakes.py").write_text(MISTAKES)
-    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
-    assert not any(cell["outputs"] for cell in cells), "outputs are not committed"
-    source = "\n".join("".join(cell["source"]) for cell in cells)
-    (tmp_path / "notebook.py").write_text(f"# mypy: allow-untyped-defs\n{source}")
+    for notebook in NOTEBOOKS:
+        cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+        assert not any(cell["outputs"] for cell in cells), "outputs are not committed"
+        source = "\n".join("".join(cell["source"]) for cell in cells)
+        (tmp_path / f"{notebook.stem}.py").write_text(f"# mypy: allow-untyped-defs, allow-untyped-calls\n{source}")
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", SCRIPT, tmp_path / "mistakes.py", tmp_path / "notebook.py"],
+        [sys.executable, "-m", "mypy", SCRIPT, *sorted(tmp_path.glob("*.py"))],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     errors = [line.rpartition("[")[2].rstrip("]") for line in done.stdout.splitlines() if ": error: " in line]
