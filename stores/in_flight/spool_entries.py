@@ -1,27 +1,26 @@
 """The entries of a spool, the log of changes to groups, trajectories and batches in flight. Pure.
 
-As bytes, an entry is a JSON list with its arrays behind it. Entries about an episode have its attempt: the number of
-times that it was restarted before.
+As bytes, an entry is a JSON list with its arrays behind it, so the order of a class's fields is part of the format.
+Entries about an episode have its attempt: the number of times that it was restarted before.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from enum import Enum
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria
 from staleflow.stores.staleness.ledger_entries import Ending
 from staleflow.stores.trajectory import (
-    AbortReason,
-    Fate,
     FinishReason,
     GroupId,
-    InstanceId,
     IntArray,
     PolicyVersion,
     Segment,
@@ -58,9 +57,9 @@ class TokensDelivered:
     trajectory: TrajectoryId
     route_number: int
     start: int
-    segments: tuple[Segment, ...]
     finish: FinishReason
     at_s: float
+    segments: tuple[Segment, ...]
     attempt: int = 0
 
 
@@ -164,183 +163,90 @@ OfEpisode = TokensDelivered | ObservationDelivered | EpisodeRestarted | RewardDe
 """Entries that belong to one attempt at an episode."""
 
 
+KINDS: dict[str, Any] = {
+    "drawn": GroupDrawn,
+    "routed": TrajectoriesRouted,
+    "tokens": TokensDelivered,
+    "given": ObservationDelivered,
+    "restarted": EpisodeRestarted,
+    "reward": RewardDelivered,
+    "batch": BatchTaken,
+    "retired": TrajectoriesDiscarded,
+    "resumed": InFlightResumed,
+    "evaluated": EvaluationEnded,
+}
+"""What the classes of entries are called in a spool."""
+_NAMES = {entry: kind for kind, entry in KINDS.items()}
+
+
 def encode(entry: Entry) -> bytes:
-    """An entry as bytes."""
-    head: list[Any]
-    arrays: Sequence[np.ndarray[Any, Any]] = ()
-    match entry:
-        case GroupDrawn():
-            head = ["drawn", entry.group, len(entry.prompt_tokens), entry.at_s, entry.dataset_row]
-            head += [entry.source, entry.task] if entry.task >= 0 else []
-            arrays = (entry.prompt_tokens.astype("<i4"),)
-        case TrajectoriesRouted():
-            head = ["routed", entry.routed, entry.at_s]
-        case TokensDelivered():
-            segments = [(s.version, s.instance, len(s.tokens)) for s in entry.segments]
-            head = [
-                "tokens",
-                entry.trajectory,
-                entry.route_number,
-                entry.start,
-                entry.finish.value,
-                entry.at_s,
-                segments,
-            ]
-            head += [entry.attempt]
-            arrays = [a for s in entry.segments for a in (s.tokens.astype("<i4"), s.logprobs.astype("<f4"))]
-        case ObservationDelivered():
-            head = ["given", entry.trajectory, entry.start, entry.role, len(entry.tokens), entry.seconds, entry.at_s]
-            head += [entry.attempt, *_next_turn(entry)]
-            arrays = (entry.tokens.astype("<i4"),)
-        case EpisodeRestarted():
-            head = ["restarted", entry.trajectory, entry.tokens, entry.route_number, entry.attempt]
-        case RewardDelivered():
-            parts = {name: float(value) for name, value in entry.parts.items()}
-            head = ["reward", entry.trajectory, entry.tokens, float(entry.reward), parts, entry.error, entry.at_s]
-            head += [entry.attempt]
-        case BatchTaken():
-            head = ["batch", entry.step, entry.trajectories, entry.versions]
-        case TrajectoriesDiscarded():
-            endings = [(e.trajectory, e.group, e.fate.value, e.reason.value, e.step) for e in entry.endings]
-            head = ["retired", endings, entry.versions]
-        case InFlightResumed():
-            head = ["resumed", entry.version, entry.from_prompt, entry.at_s]
-        case EvaluationEnded():
-            head = ["evaluated", entry.at_s]
-    text = json.dumps(head, separators=(",", ":")).encode()
+    """An entry as bytes: its kind and its fields in the order of its class, without the last ones that have their
+    default. A field that is an array is stored as its length."""
+    declared = fields(entry)
+    values = [getattr(entry, f.name) for f in declared]
+    while declared[len(values) - 1].default is not MISSING and values[-1] == declared[len(values) - 1].default:
+        values.pop()
+    if isinstance(values[-1], StopCriteria):
+        values[-1:] = [values[-1].strings, values[-1].token_ids]
+    arrays: list[np.ndarray[Any, Any]] = []
+
+    def plain(value: Any) -> Any:
+        match value:
+            case np.ndarray():
+                arrays.append(value.astype("<i4"))
+                return len(value)
+            case Segment():
+                arrays.extend([value.tokens.astype("<i4"), value.logprobs.astype("<f4")])
+                return value.version, value.instance, len(value.tokens)
+            case Ending():
+                return [getattr(value, f.name) for f in fields(value)]
+            case Enum():
+                return value.value
+        return float(value)  # a number of numpy
+
+    text = json.dumps([_NAMES[type(entry)], *values], default=plain, separators=(",", ":")).encode()
     return b"".join([struct.pack("<I", len(text)), text, *(a.tobytes() for a in arrays)])
-
-
-def _next_turn(entry: ObservationDelivered) -> list[Any]:
-    """Fields of the turn that follows an observation, up to the last that differs from its default."""
-    if entry.stop != NO_STOP:
-        return [entry.turn_tokens, entry.after, entry.auxiliary, entry.stop.strings, entry.stop.token_ids]
-    if entry.after is not None or entry.auxiliary:
-        return [entry.turn_tokens, entry.after, entry.auxiliary]
-    return [entry.turn_tokens] if entry.turn_tokens else []
 
 
 def decode(data: bytes) -> Entry:
     """The inverse of `encode`. Raises ValueError for what no version of `encode` has written."""
     try:
         (size,) = struct.unpack_from("<I", data)
-        kind, *rest = json.loads(data[4 : 4 + size])
-        entry: Entry = _DECODERS[kind](data, 4 + size, *rest)
+        kind, *values = json.loads(data[4 : 4 + size])
+        hints, offset = _hints(KINDS[kind]), 4 + size
+        if kind == "given" and len(values) == len(hints) + 1:
+            values[-2:] = [values[-2:]]  # the two parts of its stop criteria
+        if len(values) > len(hints):
+            raise ValueError(f"{len(values)} fields")
+
+        def array(dtype: str, count: int) -> np.ndarray[Any, Any]:
+            nonlocal offset
+            offset += 4 * count
+            return np.frombuffer(data, dtype, count, offset - 4 * count)
+
+        def parsed(hint: Any, value: Any) -> Any:
+            if hint == IntArray:
+                return array("<i4", value)
+            if hint is Segment:
+                version, instance, count = value
+                return Segment(
+                    version=version, instance=instance, tokens=array("<i4", count), logprobs=array("<f4", count)
+                )
+            if hint is Ending:
+                return Ending(**{n: parsed(h, v) for (n, h), v in zip(_hints(Ending).items(), value, strict=True)})
+            if hint is StopCriteria:
+                return StopCriteria(*map(tuple, value))
+            if get_origin(hint) is tuple:
+                return tuple(parsed(get_args(hint)[0], item) for item in value)
+            return hint(value) if isinstance(hint, type) and issubclass(hint, Enum) else value
+
+        entry: Entry = KINDS[kind](**{n: parsed(h, v) for (n, h), v in zip(hints.items(), values, strict=False)})
         return entry
     except (struct.error, ValueError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"no entry of a spool: {error}") from error
 
 
-def _ints(data: bytes, offset: int, count: int) -> IntArray:
-    return np.frombuffer(data, "<i4", count, offset)
-
-
-def _tokens(
-    data: bytes,
-    offset: int,
-    trajectory: int,
-    route_number: int,
-    start: int,
-    finish: str,
-    at_s: float,
-    parts: list[Any],
-    attempt: int,
-) -> TokensDelivered:
-    segments = []
-    for version, instance, count in parts:
-        segments.append(
-            Segment(
-                version=PolicyVersion(version),
-                instance=InstanceId(instance),
-                tokens=_ints(data, offset, count),
-                logprobs=np.frombuffer(data, "<f4", count, offset + 4 * count),
-            )
-        )
-        offset += 8 * count
-    return TokensDelivered(
-        trajectory=TrajectoryId(trajectory),
-        route_number=route_number,
-        start=start,
-        segments=tuple(segments),
-        finish=FinishReason(finish),
-        at_s=at_s,
-        attempt=attempt,
-    )
-
-
-def _observation(
-    data: bytes,
-    offset: int,
-    trajectory: int,
-    start: int,
-    role: str,
-    count: int,
-    seconds: float,
-    at_s: float,
-    attempt: int,
-    turn_tokens: int = 0,
-    after: int | None = None,
-    auxiliary: bool = False,
-    strings: Sequence[str] = (),
-    token_ids: Sequence[int] = (),
-) -> ObservationDelivered:
-    return ObservationDelivered(
-        trajectory=TrajectoryId(trajectory),
-        start=start,
-        role=role,
-        tokens=_ints(data, offset, count),
-        seconds=seconds,
-        at_s=at_s,
-        attempt=attempt,
-        turn_tokens=turn_tokens,
-        after=after,
-        auxiliary=auxiliary,
-        stop=StopCriteria(tuple(strings), tuple(token_ids)),
-    )
-
-
-def _discarded(data: bytes, offset: int, endings: list[Any], versions: list[Any]) -> TrajectoriesDiscarded:
-    return TrajectoriesDiscarded(
-        endings=tuple(
-            Ending(trajectory=TrajectoryId(t), group=GroupId(g), fate=Fate(f), reason=AbortReason(r), step=s)
-            for t, g, f, r, s in endings
-        ),
-        versions=tuple(map(PolicyVersion, versions)),
-    )
-
-
-_DECODERS: dict[str, Any] = {
-    "evaluated": lambda data, at, at_s: EvaluationEnded(at_s=at_s),
-    "drawn": lambda data, at, group, count, at_s, row=-1, source=0, task=-1: GroupDrawn(
-        group=GroupId(group),
-        prompt_tokens=_ints(data, at, count),
-        at_s=at_s,
-        dataset_row=row,
-        source=source,
-        task=task,
-    ),
-    "routed": lambda data, at, routed, at_s: TrajectoriesRouted(
-        routed=tuple((TrajectoryId(t), route_number) for t, route_number in routed), at_s=at_s
-    ),
-    "tokens": _tokens,
-    "given": _observation,
-    "restarted": lambda data, at, trajectory, tokens, route_number, attempt: EpisodeRestarted(
-        trajectory=TrajectoryId(trajectory), tokens=tokens, route_number=route_number, attempt=attempt
-    ),
-    "reward": lambda data, at, trajectory, tokens, reward, parts, error, at_s, attempt: RewardDelivered(
-        trajectory=TrajectoryId(trajectory),
-        tokens=tokens,
-        reward=reward,
-        parts=parts,
-        error=error,
-        at_s=at_s,
-        attempt=attempt,
-    ),
-    "batch": lambda data, at, step, trajectories, versions: BatchTaken(
-        step=step, trajectories=tuple(map(TrajectoryId, trajectories)), versions=tuple(map(PolicyVersion, versions))
-    ),
-    "retired": _discarded,
-    "resumed": lambda data, at, version, from_prompt, at_s: InFlightResumed(
-        version=PolicyVersion(version), from_prompt=tuple(map(TrajectoryId, from_prompt)), at_s=at_s
-    ),
-}
+@functools.cache
+def _hints(entry: Any) -> dict[str, Any]:
+    """The types of a class's fields by name, in their order."""
+    return get_type_hints(entry)
