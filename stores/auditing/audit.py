@@ -9,7 +9,7 @@ commits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from staleflow.stores.auditing.weight_counts import Refusal, WeightCounts
 from staleflow.stores.errors import StoreError, StoreUnavailable
 from staleflow.stores.trajectories.columns import Rows
 from staleflow.stores.trajectories.reader import NUM_ROWS, PLACES, StoreReader
-from staleflow.stores.trajectories.records import BatchDigest, StepRecord
+from staleflow.stores.trajectories.records import EMPTY, BatchDigest, StepRecord
 
 CHECKS = ("arrays", "bound", "once", "conservation", "fingerprints")
 COUNTS = ("num_steps", "num_trajectories", "num_tokens", "max_staleness")
@@ -122,7 +122,8 @@ def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MAX_TOKE
     store = StoreReader.at(store.path, store.snapshot)  # a live run goes on
     findings = list(_array_findings(store))
     try:
-        commits = [_Commit.of(record) for record in _records(store)]
+        # Without what is large: the audit keeps the records of all commits.
+        commits = [replace(r, ledger=EMPTY, metrics={}, weight_checks=()) for r in _records(store)]
         lost = list(_conservation(store))
         consumption = single_consumption.ConsumedRows()
         for rows in _all_rows(store, single_consumption.READ):
@@ -149,7 +150,7 @@ def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MAX_TOKE
     findings += consumption.findings(store.header, trained, _all_rows(store, single_consumption.READ))
     findings += lost
     findings += _fingerprints(commits, digests)
-    published = {commit.step + 1: commit.weights for commit in commits if commit.kind == "step"}
+    published = {commit.step + 1: commit.weight_fingerprint for commit in commits if commit.kind == "step"}
     findings += [finding for record in _records(store) for finding in weight_counts.contradictions(record, published)]
     return AuditReport(
         num_steps=len(trained),
@@ -160,29 +161,6 @@ def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MAX_TOKE
         findings=tuple(findings),
         weights=weight_counts.counted(_records(store), published),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Commit:
-    """The fields of a commit's record that the audit keeps."""
-
-    kind: str
-    step: int
-    num_rows: int
-    num_tokens: int
-    weights: str
-    batch: str
-
-    @classmethod
-    def of(cls, record: StepRecord) -> _Commit:
-        return cls(
-            kind=record.kind,
-            step=record.step,
-            num_rows=record.num_rows,
-            num_tokens=record.num_tokens,
-            weights=record.weight_fingerprint,
-            batch=record.batch_fingerprint,
-        )
 
 
 def _records(store: StoreReader) -> Iterator[StepRecord]:
@@ -270,7 +248,7 @@ def _conservation(store: StoreReader) -> Iterator[Finding]:
 
 def _read_tokens(
     store: StoreReader,
-    commits: Sequence[_Commit],
+    commits: Sequence[StepRecord],
     consumption: single_consumption.ConsumedRows,
     run: Runner,
     most_tokens: int,
@@ -305,7 +283,7 @@ def _read_tokens(
     return [finding for result in results for finding in result.findings], digests
 
 
-def _ranges(commits: Sequence[_Commit], num_rows: int) -> Iterator[tuple[int, int]]:
+def _ranges(commits: Sequence[StepRecord], num_rows: int) -> Iterator[tuple[int, int]]:
     """Ranges of rows that cover the store, of whole commits."""
     start = stop = tokens = count = 0
     for commit in commits:
@@ -320,10 +298,10 @@ def _ranges(commits: Sequence[_Commit], num_rows: int) -> Iterator[tuple[int, in
         yield start, num_rows
 
 
-def _fingerprints(commits: Sequence[_Commit], digests: dict[int, str]) -> Iterator[Finding]:
+def _fingerprints(commits: Sequence[StepRecord], digests: dict[int, str]) -> Iterator[Finding]:
     """Check that batches read back as the trainer received them."""
     for commit in commits:
         where = f"{commit.kind} {commit.step}"
-        if commit.kind == "step" and digests.get(commit.step, BatchDigest().hex) != commit.batch:
+        if commit.kind == "step" and digests.get(commit.step, BatchDigest().hex) != commit.batch_fingerprint:
             message = "the stored batch is not the one the trainer received"
             yield Finding(check="fingerprints", where=where, message=message)

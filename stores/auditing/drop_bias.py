@@ -13,7 +13,8 @@ Memory is a few numbers per group, and one block of rows at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -34,6 +35,9 @@ BLOCK = 65_536
 """Rows read at once."""
 DROPPED, TRUNCATED = "dropped", "truncated"
 """Kinds besides "fate:reason": all dropped together, but what the run's end stopped; and consumed responses cut off."""
+
+MEANS = ("response_tokens", "prompt_tokens", "turns", "tool_s")
+"""Columns whose means are compared."""
 
 Array = npt.NDArray[np.float64]
 
@@ -79,6 +83,16 @@ class OutcomeStats:
     reward_difference: Contrast | None = None
 
 
+IN_WORDS: dict[str, Callable[[float], str]] = {
+    "length_ratio": "{:.2g} times as long".format,
+    "turns_ratio": "of {:.2g} times as many turns".format,
+    "tool_ratio": "{:.2g} times as long with their environments".format,
+    "reward_difference": lambda gap: f"{abs(gap):.2g} {'higher' if gap > 0 else 'lower'} in reward",
+    "prompt_ratio": "to prompts {:.2g} times as long".format,
+}
+"""What the contrasts of OutcomeStats say."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropBias:
     """How what a run did not train on differs from what it did."""
@@ -100,18 +114,11 @@ class DropBias:
         """The differences worth reporting, a line for each kind of end; empty if there are none."""
         lines = []
         for kind in self.others:
-            contrasts = []
-            if (d := kind.length_ratio) is not None:
-                contrasts.append(f"{d.factor:.2g} times as long ({d.sure})")
-            if (d := kind.turns_ratio) is not None:
-                contrasts.append(f"of {d.factor:.2g} times as many turns ({d.sure})")
-            if (d := kind.tool_ratio) is not None:
-                contrasts.append(f"{d.factor:.2g} times as long with their environments ({d.sure})")
-            if (d := kind.reward_difference) is not None:
-                more = "higher" if d.factor > 0 else "lower"
-                contrasts.append(f"{abs(d.factor):.2g} {more} in reward ({d.sure})")
-            if (d := kind.prompt_ratio) is not None:
-                contrasts.append(f"to prompts {d.factor:.2g} times as long ({d.sure})")
+            contrasts = [
+                f"{words(contrast.factor)} ({contrast.sure})"
+                for name, words in IN_WORDS.items()
+                if (contrast := getattr(kind, name)) is not None
+            ]
             trajectories = self.consumed.trajectories
             if kind.name == TRUNCATED:
                 if contrasts or kind.trajectories >= MANY_TRUNCATED * trajectories:
@@ -143,7 +150,7 @@ def bias_of(blocks: Iterable[Mapping[str, npt.NDArray[Any]]]) -> DropBias:
     finished = sums.pop("whole", _GroupSums())
     order = sorted(sums, key=lambda name: (name != DROPPED, name == TRUNCATED, -sums[name].trajectories))
     outcomes = tuple(_compared(name, sums[name], finished if name == TRUNCATED else trained) for name in order)
-    never = len(groups) - int((trained.count > 0).sum())
+    never = len(groups) - len(trained.means("count"))
     return DropBias(consumed=_kind("consumed", trained), others=outcomes, groups=len(groups), never_trained=never)
 
 
@@ -167,59 +174,42 @@ def _kinds(table: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.bo
 
 @dataclass(slots=True)
 class _GroupSums:
-    """Sums over the trajectories of one kind, by group: arrays that grow with the groups' ids."""
+    """Sums over the trajectories of one kind, by name: arrays by group, which grow with the groups' ids."""
 
     trajectories: int = 0
     stopped: int = 0
-    count: Array = field(default_factory=lambda: np.zeros(0))
-    response_tokens: Array = field(default_factory=lambda: np.zeros(0))
-    prompt_tokens: Array = field(default_factory=lambda: np.zeros(0))
-    turns: Array = field(default_factory=lambda: np.zeros(0))
-    tool_s: Array = field(default_factory=lambda: np.zeros(0))
-    scored: Array = field(default_factory=lambda: np.zeros(0))
-    reward: Array = field(default_factory=lambda: np.zeros(0))
+    sums: defaultdict[str, Array] = field(default_factory=lambda: defaultdict(lambda: np.zeros(0)))
 
     def add(self, rows: Mapping[str, npt.NDArray[Any]]) -> None:
-        group = rows["group"]
         # A reward that failed is none; of what was dropped, the mask does not tell, and a failed one counts as scored.
         consumed = rows["fate"] == Fate.CONSUMED.value
         scored = (rows["rewarded_s"] > 0) & ~(consumed & (rows["loss_mask"] == 0))
-        self.trajectories += len(group)
+        self.trajectories += len(scored)
         self.stopped += int((rows["finish"] == FinishReason.UNFINISHED.value).sum())
-        for name, values in (
-            ("count", np.ones(len(group))),
-            ("response_tokens", rows["response_tokens"]),
-            ("prompt_tokens", rows["prompt_tokens"]),
-            ("turns", rows["turns"]),
-            ("tool_s", rows["tool_s"]),
-            ("scored", scored),
-            ("reward", np.where(scored, rows["reward"], 0.0)),
-        ):
-            before = getattr(self, name)
-            total = np.bincount(group, weights=values, minlength=len(before))
+        added = {name: rows[name] for name in MEANS}
+        added |= {"count": np.ones(len(scored)), "scored": scored, "reward": np.where(scored, rows["reward"], 0.0)}
+        for name, values in added.items():
+            before = self.sums[name]
+            total: Array = np.bincount(rows["group"], values, len(before)).astype(np.float64)
             total[: len(before)] += before
-            setattr(self, name, total)
+            self.sums[name] = total
 
     def means(self, name: str, by: str = "count") -> Array:
         """A mean for each group that has any."""
-        count = getattr(self, by)
-        nonempty = count > 0
-        means: Array = getattr(self, name)[nonempty] / count[nonempty]
+        nonempty = self.sums[by] > 0
+        means: Array = self.sums[name][nonempty] / self.sums[by][nonempty]
         return means
 
 
 def _kind(name: str, sums: _GroupSums, **differences: Contrast | None) -> OutcomeStats:
     rewards = sums.means("reward", "scored")
+    figures: dict[str, Any] = {**{name: _mean(sums.means(name)) for name in MEANS}, **differences}
     return OutcomeStats(
         name=name,
         trajectories=sums.trajectories,
-        groups=int((sums.count > 0).sum()),
-        response_tokens=_mean(sums.means("response_tokens")),
-        prompt_tokens=_mean(sums.means("prompt_tokens")),
-        turns=_mean(sums.means("turns")),
-        tool_s=_mean(sums.means("tool_s")),
+        groups=len(sums.means("count")),
         reward=_mean(rewards) if len(rewards) else None,
-        **differences,
+        **figures,
     )
 
 

@@ -29,7 +29,14 @@ from staleflow.stores.auditing.weight_counts import WeightCounts
 from staleflow.stores.id_sets import IdSet, merged
 from staleflow.stores.trajectories.columns import COLUMNS, FATES, chosen, empty_rows
 from staleflow.stores.trajectories.layout import COMMIT_AT
-from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord, batch_fingerprint, id_ranges
+from staleflow.stores.trajectories.records import (
+    EMPTY,
+    LedgerState,
+    RunHeader,
+    StepRecord,
+    batch_fingerprint,
+    id_ranges,
+)
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import AbortReason, EndedTrajectory, Fate, InstanceId, PolicyVersion, outcome_key
 from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
@@ -503,7 +510,7 @@ def test_tasks_cover_all_rows_and_are_as_small_as_they_may(
     sizes: list[tuple[int, int]], num_rows: int, most_tokens: int, most_commits: int
 ) -> None:
     commits = [
-        audit_module._Commit(kind="step", step=i, num_rows=rows, num_tokens=tokens, weights="", batch="")
+        StepRecord(kind="step", step=i, ledger=EMPTY, num_rows=rows, num_tokens=tokens)
         for i, (rows, tokens) in enumerate(sizes)
     ]
     with pytest.MonkeyPatch.context() as patch:
