@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from staleflow.stores.errors import ActorLost, ProtocolViolation, WeightsRefused
 from staleflow.stores.trajectory import InstanceId, TrajectoryId, is_evaluation
@@ -29,6 +30,8 @@ from staleflow.tasks.engines import engine_handover
 from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Request, SampledTokens
 from staleflow.tasks.engines.engine_builder import build_engine
 from staleflow.tasks.engines.engine_settings import EngineSettings
+
+T = TypeVar("T")
 
 LEARN_S = 1.0
 """Seconds between two requests for other responses to draft from, while the engine drafts."""
@@ -160,8 +163,7 @@ class RolloutInstance:
 
     async def logprobs(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
         """Return the logprobs of tokens[1:], nats, under the engine's current weights."""
-        logprobs: tuple[float, ...] = await self._command(self._engine.logprobs, tokens)
-        return logprobs
+        return await self._command(self._engine.logprobs, tokens)
 
     async def pull(self, published: PublishedWeights, path: str) -> WeightCheck:
         """Load published weights, and check that the engine has them and computes the trainer's logprobs. No token is
@@ -313,7 +315,7 @@ class RolloutInstance:
         short = [s for s, part in zip(sampled, parts, strict=True) if totals.get(s.trajectory, part.start) < part.start]
         return totals | await deliver(short) if short else totals  # it has less than it once said: all of it again
 
-    async def _command(self, function: Any, *args: Any) -> Any:
+    async def _command(self, function: Callable[..., T], *args: Any) -> T:
         """Run a function in the thread of commands. Raises ActorLost if this actor is closed."""
         if self._closed:
             raise ActorLost(f"{self._instance} is closed")

@@ -103,15 +103,14 @@ class Trainer:
 
     async def logprobs(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
         """Return the logprobs of tokens[1:], nats, under the present weights."""
-        logprobs: tuple[float, ...] = await self._in_thread(self._while_awake, self._policy.probe, tokens)
-        return logprobs
+        return await self._while_awake(self._policy.probe, tokens)
 
     async def fine_tune(self, step: int) -> dict[str, float]:
         """Do step `step` of supervised fine-tuning, which precedes version 0, and return its metrics; none if it was
         done before."""
         if step < self._fine_tuned:
             return {}
-        metrics: dict[str, float] = await self._in_thread(self._while_awake, self._policy.fine_tune, step)
+        metrics = await self._while_awake(self._policy.fine_tune, step)
         self._fine_tuned = step + 1
         return metrics
 
@@ -123,8 +122,7 @@ class Trainer:
             recorded: the version's fingerprint when it was first published; empty if unknown.
         """
         self._probe = probe
-        result: PublishedStep = await self._in_thread(self._while_awake, self._publish_initial, version, recorded)
-        return result
+        return await self._while_awake(self._publish_initial, version, recorded)
 
     async def train(
         self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
@@ -142,7 +140,7 @@ class Trainer:
             await self._saved()
             resume_wait_s = time.monotonic() - fetched
         seconds = {"fetch_s": fetched - started_s, "resume_wait_s": resume_wait_s}
-        result: PublishedStep = await self._in_thread(self._while_awake, self._train, step, rows, seconds)
+        result = await self._while_awake(self._train, step, rows, seconds)
         if is_point_due:
             # Queued now, before any further step: it copies what that would change.
             pending_point = self._executor.submit(self._begin_point, result.version)
@@ -191,13 +189,17 @@ class Trainer:
             rest = message.rest
         return rows
 
-    def _while_awake(self, function: Callable[..., T], *args: Any) -> T:
+    async def _while_awake(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function that needs the policy's device. After a failure the policy stays awake: it is replaced, or
         the run ends, and the other ranks of a group that is lost may never answer."""
-        self._policy.wake()
-        result = function(*args)
-        self._policy.sleep()
-        return result
+
+        def call() -> T:
+            self._policy.wake()
+            result = function(*args)
+            self._policy.sleep()
+            return result
+
+        return await self._in_thread(call)
 
     def _publish_initial(self, version: PolicyVersion, recorded: str) -> PublishedStep:
         if version:
@@ -265,5 +267,5 @@ class Trainer:
         elif not saving.cancelled() and (error := saving.exception()) is not None:
             logger.error("the latest resume point is missing: %s", error)
 
-    async def _in_thread(self, function: Any, *args: Any) -> Any:
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)

@@ -116,35 +116,30 @@ class DistributedPolicy:
             self._policy: Policy = self._result(self._executor.submit(settings.build, threads, lead), pending)
 
     def wake(self) -> None:
-        self._call_all("wake")
+        self._call_all(self._policy.wake)
 
     def sleep(self) -> None:
-        self._call_all("sleep")
+        self._call_all(self._policy.sleep)
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
         """Run a training step on all ranks. The policy itself sends rows to the other ranks."""
-        pending = [self._call_peer(name, "call_policy", "step", step, ()) for name in self._peers]
-        metrics: dict[str, float] = self._result(self._executor.submit(self._policy.step, step, rows), pending)
-        return metrics
+        return self._call_all(self._policy.step, step, rows, peer_args=(step, ()))
 
     def fine_tune(self, step: int) -> dict[str, float]:
-        metrics: dict[str, float] = self._call_all("fine_tune", step)
-        return metrics
+        return self._call_all(self._policy.fine_tune, step)
 
     def published(self, use: Callable[[Weights], T]) -> T:
-        pending = [self._call_peer(name, "call_policy", "published", discard) for name in self._peers]
-        result: T = self._result(self._executor.submit(self._policy.published, use), pending)
+        result: T = self._call_all(self._policy.published, use, peer_args=(discard,))
         return result
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        logprobs: tuple[float, ...] = self._call_all("probe", tokens)
-        return logprobs
+        return self._call_all(self._policy.probe, tokens)
 
     def save(self, folder: Path, published: Path) -> None:
         self._policy.save(folder, published)
 
     def begin_save(self, path: Path) -> None:
-        self._call_all("begin_save", path)
+        self._call_all(self._policy.begin_save, path)
 
     def end_save(self) -> None:
         """Finish saving: rank 0's part ends once all ranks have written theirs, or one has failed."""
@@ -154,16 +149,19 @@ class DistributedPolicy:
             raise _cause(error, [self._call_peer(name, "ping") for name in self._peers]) from error
 
     def load_state(self, path: Path) -> None:
-        self._call_all("load_state", path)
+        self._call_all(self._policy.load_state, path)
 
     def close(self) -> None:
         """Leave the group. The other ranks leave when they are closed."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._policy.close()
 
-    def _call_all(self, method: str, *args: Any) -> Any:
-        pending = [self._call_peer(name, "call_policy", method, *args) for name in self._peers]
-        return self._result(self._executor.submit(getattr(self._policy, method), *args), pending)
+    def _call_all(self, method: Callable[..., T], *args: Any, peer_args: tuple[Any, ...] | None = None) -> T:
+        """Call a method of the policy on all ranks. Returns this rank's result. peer_args: the other ranks' arguments,
+        if they are not the same."""
+        peer_args = args if peer_args is None else peer_args
+        pending = [self._call_peer(name, "call_policy", method.__name__, *peer_args) for name in self._peers]
+        return self._result(self._executor.submit(method, *args), pending)
 
     def _call_peer(self, name: str, method: str, *args: Any) -> Future[None]:
         calling: Coroutine[Any, Any, None] = call_actor(
@@ -171,9 +169,10 @@ class DistributedPolicy:
         )
         return self._context.run(asyncio.run_coroutine_threadsafe, calling, self._loop)
 
-    def _result(self, local: Future[Any], pending: Sequence[Future[None]]) -> Any:
+    def _result(self, local: Future[T], pending: Sequence[Future[None]]) -> T:
         """Return this rank's result once all ranks are done. local: this rank's call. pending: the others'."""
-        done, _ = wait((local, *pending), return_when=FIRST_EXCEPTION)
+        every: list[Future[Any]] = [local, *pending]
+        done, _ = wait(every, return_when=FIRST_EXCEPTION)
         for future in done:
             if (error := future.exception()) is not None:
                 raise _cause(error, pending)
