@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 import shutil
 import tempfile
@@ -77,6 +79,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     assert all(path.is_file() for path in ranks), "HEAVIEST names what is not there"
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function: by its module's RUN, or by asyncio."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    getattr(pyfuncitem.module, "RUN", asyncio.run)(pyfuncitem.obj(**arguments))
+    return True
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

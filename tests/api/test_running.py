@@ -199,19 +199,16 @@ def test_stopped_before_it_begins(tmp_path: Path) -> None:
     assert handle.status().state == "stopped"
 
 
-def test_a_cancelled_coroutine_stops_its_run_in_order(tmp_path: Path) -> None:
-    async def cancelled() -> None:
-        first = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        running = asyncio.ensure_future(
-            staleflow.run_async(emulated(tmp_path, steps=200), progress=lambda _: loop.call_soon_threadsafe(first.set))
-        )
-        await first.wait()
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-    asyncio.run(cancelled())
+async def test_a_cancelled_coroutine_stops_its_run_in_order(tmp_path: Path) -> None:
+    first = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    running = asyncio.ensure_future(
+        staleflow.run_async(emulated(tmp_path, steps=200), progress=lambda _: loop.call_soon_threadsafe(first.set))
+    )
+    await first.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
     run = staleflow.open_run(tmp_path / "runs" / "emulated")
     assert 1 <= len(run.steps()) < 200
     summary = json.loads((run.path / "summary.json").read_text())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -245,10 +245,6 @@ def settings(named: str, options: dict[str, Any] | None = None, **limits: Any) -
     return EpisodeSettings(
         source=SourceSettings(task=TaskConfig(source=named, options=options or {}), seed=3, limits=config)
     )
-
-
-def running(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(work)
 
 
 async def acted(episodes: EpisodeHost, of: Task, *turns: str, cut: bool = False, **key: Any) -> HostedStepResult:

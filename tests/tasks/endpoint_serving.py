@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,14 +23,6 @@ LOGPROBS = tuple(np.asarray([-0.1, -1.7e-3], np.float32).tolist())
 
 def turn(text: str, before: tuple[int, ...] = (1, 2, 3), **more: Any) -> SampledTurn:
     return SampledTurn(prompt_tokens=before, tokens=(7, 8), logprobs=LOGPROBS, text=text, **more)
-
-
-def running(work: Coroutine[Any, Any, None]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(120):
-            await work
-
-    asyncio.run(limited())
 
 
 @asynccontextmanager

@@ -39,6 +39,8 @@ from tests.support.bodies import Body
 from tests.support.route_items import route_item
 from tests.support.scripted import World, response, server_class
 
+RUN = virtual_time.run
+
 ZERO, ONE = TrajectoryId(0), TrajectoryId(1)
 V0 = PolicyVersion(0)
 LONG_S = 500.0
@@ -184,128 +186,107 @@ def test_every_verb_of_the_server_is_known_to_write_or_not_to() -> None:
 
 @both_stores
 @pytest.mark.parametrize("verb", WRITES)
-def test_no_verb_is_answered_before_what_it_changes_is_in_the_spool(
+async def test_no_verb_is_answered_before_what_it_changes_is_in_the_spool(
     make: Callable[[], type[TrajectoryServer]], tmp_path: Path, verb: str
 ) -> None:
     """While the spool's thread is blocked it is not; then a server that is made anew has what was answered."""
     before, ask = WRITES[verb]
-
-    async def scenario() -> None:
-        scene = await Scene.create(make(), tmp_path)
-        await before(scene)
-        server = scene.server
-        opened, blocked = block_spool(server)
-        answer = asyncio.ensure_future(ask(scene))
-        await asyncio.wait({answer}, timeout=LONG_S)
-        assert not answer.done(), f"{verb} was answered while nothing could be written"
-        opened.set()
-        await asyncio.gather(blocked, answer)
-        assert repr(scene.restart()._flight) == repr(server._flight)
-        assert scene.server._last_ledger == server._last_ledger
-
-    virtual_time.run(scenario())
+    scene = await Scene.create(make(), tmp_path)
+    await before(scene)
+    server = scene.server
+    opened, blocked = block_spool(server)
+    answer = asyncio.ensure_future(ask(scene))
+    await asyncio.wait({answer}, timeout=LONG_S)
+    assert not answer.done(), f"{verb} was answered while nothing could be written"
+    opened.set()
+    await asyncio.gather(blocked, answer)
+    assert repr(scene.restart()._flight) == repr(server._flight)
+    assert scene.server._last_ledger == server._last_ledger
 
 
-def test_groups_that_are_not_in_the_spool_are_drawn_again_from_the_only_source(
+async def test_groups_that_are_not_in_the_spool_are_drawn_again_from_the_only_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        scene = await Scene.create(in_memory(), tmp_path)
-        await scene.take()
-        await scene.server.commit(record_of_step())
-        await scene.server._writing.clear()
-        tasks = type(scene.server._tasks)
-        draw, drawn = tasks.prompt, list[tuple[int, int]]()
+    scene = await Scene.create(in_memory(), tmp_path)
+    await scene.take()
+    await scene.server.commit(record_of_step())
+    await scene.server._writing.clear()
+    tasks = type(scene.server._tasks)
+    draw, drawn = tasks.prompt, list[tuple[int, int]]()
 
-        def noted(self: Any, group: GroupId, source: int, task: int) -> Any:
-            drawn.append((group, source))
-            return draw(self, group, source, task)
+    def noted(self: Any, group: GroupId, source: int, task: int) -> Any:
+        drawn.append((group, source))
+        return draw(self, group, source, task)
 
-        monkeypatch.setattr(tasks, "prompt", noted)
-        scene.restart()
-        assert drawn == [(1, 0)]
-
-    virtual_time.run(scenario())
+    monkeypatch.setattr(tasks, "prompt", noted)
+    scene.restart()
+    assert drawn == [(1, 0)]
 
 
-def test_the_receipt_of_an_observation_counts_the_tokens_after_it(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await Scene.create(in_memory(), tmp_path)
-        await scene.sample(ZERO)
-        (receipt,) = await scene.server.add_observations([SAID])
-        assert receipt.tokens == scene.server._flight.live[ZERO].num_tokens > 9
-
-    virtual_time.run(scenario())
+async def test_the_receipt_of_an_observation_counts_the_tokens_after_it(tmp_path: Path) -> None:
+    scene = await Scene.create(in_memory(), tmp_path)
+    await scene.sample(ZERO)
+    (receipt,) = await scene.server.add_observations([SAID])
+    assert receipt.tokens == scene.server._flight.live[ZERO].num_tokens > 9
 
 
 @both_stores
 @pytest.mark.parametrize("verb", READS)
-def test_what_writes_nothing_does_not_wait_for_the_spool_and_changes_nothing_in_flight(
+async def test_what_writes_nothing_does_not_wait_for_the_spool_and_changes_nothing_in_flight(
     make: Callable[[], type[TrajectoryServer]], tmp_path: Path, verb: str
 ) -> None:
-    async def scenario() -> None:
-        scene = await Scene.create(make(), tmp_path)
-        await scene.sample(ZERO)
-        in_flight = repr(scene.server._flight)
-        opened, blocked = block_spool(scene.server)
-        await asyncio.wait_for(READS[verb](scene), LONG_S)
-        assert repr(scene.server._flight) == in_flight
-        opened.set()
-        await blocked
-
-    virtual_time.run(scenario())
+    scene = await Scene.create(make(), tmp_path)
+    await scene.sample(ZERO)
+    in_flight = repr(scene.server._flight)
+    opened, blocked = block_spool(scene.server)
+    await asyncio.wait_for(READS[verb](scene), LONG_S)
+    assert repr(scene.server._flight) == in_flight
+    opened.set()
+    await blocked
 
 
 @both_stores
-def test_a_step_is_stored_when_its_commit_is_asked_for_again_after_one_that_failed(
+async def test_a_step_is_stored_when_its_commit_is_asked_for_again_after_one_that_failed(
     make: Callable[[], type[TrajectoryServer]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A record counts as the last one once it is in the store, and not when that is tried; until then no row is
     forgotten, neither of the batch nor of those that ended otherwise."""
+    scene = await Scene.create(make(), tmp_path)
+    await scene.take()
+    server = scene.server
+    await scene.sample(TrajectoryId(2))
+    await server.retire((replace(ENDING, trajectory=TrajectoryId(2), group=GroupId(1)),), (V0,))
+    with monkeypatch.context() as patch:
 
-    async def scenario() -> None:
-        scene = await Scene.create(make(), tmp_path)
-        await scene.take()
-        server = scene.server
-        await scene.sample(TrajectoryId(2))
-        await server.retire((replace(ENDING, trajectory=TrajectoryId(2), group=GroupId(1)),), (V0,))
-        with monkeypatch.context() as patch:
+        def fail(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
 
-            def fail(*_: Any) -> None:
-                raise OSError(28, "No space left on device")
-
-            patch.setattr(server._store, "commit", fail)
-            with pytest.raises(ActorFailed, match="No space left"):
-                await server.commit(record_of_step())
-        assert (await server.recoverable()).ledger.next_step == 0
-        await server.commit(record_of_step())
-        (stored,) = server._store.steps()
-        assert (stored.step, stored.num_rows) == (0, 3)
-        await server.commit(record_of_step())
-        assert len(server._store.steps()) == 1, "a repeated one is in the store once"
-
-    virtual_time.run(scenario())
+        patch.setattr(server._store, "commit", fail)
+        with pytest.raises(ActorFailed, match="No space left"):
+            await server.commit(record_of_step())
+    assert (await server.recoverable()).ledger.next_step == 0
+    await server.commit(record_of_step())
+    (stored,) = server._store.steps()
+    assert (stored.step, stored.num_rows) == (0, 3)
+    await server.commit(record_of_step())
+    assert len(server._store.steps()) == 1, "a repeated one is in the store once"
 
 
 @both_stores
-def test_what_a_resume_has_undone_does_not_come_back_although_that_could_not_be_written(
+async def test_what_a_resume_has_undone_does_not_come_back_although_that_could_not_be_written(
     make: Callable[[], type[TrajectoryServer]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The entries before it are removed instead: without this one they would be read as the run's own."""
+    scene = await Scene.create(make(), tmp_path)
+    await scene.sample(ZERO, ONE)
+    server = scene.restart()
+    with monkeypatch.context() as patch:
 
-    async def scenario() -> None:
-        scene = await Scene.create(make(), tmp_path)
-        await scene.sample(ZERO, ONE)
-        server = scene.restart()
-        with monkeypatch.context() as patch:
+        def full(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
 
-            def full(*_: Any) -> None:
-                raise OSError(28, "No space left on device")
-
-            patch.setattr(Spool, "_write", full)
-            await server.resume((ZERO,))
-        assert server._flight.live[ZERO].num_tokens == 0
-        later = scene.restart()
-        assert later._flight.live[ZERO].num_tokens == 0
-
-    virtual_time.run(scenario())
+        patch.setattr(Spool, "_write", full)
+        await server.resume((ZERO,))
+    assert server._flight.live[ZERO].num_tokens == 0
+    later = scene.restart()
+    assert later._flight.live[ZERO].num_tokens == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -57,104 +57,84 @@ async def serving(*texts: str) -> AsyncIterator[tuple[EndpointServer, AgentSessi
         await server.stop()
 
 
-def running(work: Callable[[], Awaitable[None]]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(60):
-            await work()
+@pytest.mark.parametrize("stream", [False, True])
+async def test_openai_over_several_turns_with_a_tool(stream: bool) -> None:
+    openai = pytest.importorskip("openai")
+    async with (
+        serving(f"I add. {CALL}", "It is 3.") as (server, session, told),
+        openai.AsyncOpenAI(base_url=server.base_url, api_key=session.key, max_retries=0) as client,
+    ):
+        messages: list[Any] = [{"role": "user", "content": "1 + 2"}]
 
-    asyncio.run(limited())
+        async def ask() -> Any:
+            if not stream:
+                answer = await client.chat.completions.create(
+                    model="m", messages=messages, tools=TOOLS, extra_body={"return_token_ids": True}
+                )
+                assert tuple(answer.prompt_token_ids) == told[-1].prompt_tokens
+                assert tuple(answer.choices[0].token_ids) == told[-1].tokens
+                result = np.asarray([x.logprob for x in answer.choices[0].logprobs.content], np.float32)
+                assert result.tobytes() == np.asarray(told[-1].logprobs, np.float32).tobytes()
+                return answer.choices[0].message
+            async with client.chat.completions.stream(
+                model="m", messages=messages, tools=TOOLS, stream_options={"include_usage": True}
+            ) as events:
+                async for _ in events:
+                    pass
+                final = await events.get_final_completion()
+            assert final.usage.completion_tokens == len(told[-1].tokens)
+            return final.choices[0].message
+
+        message = await ask()
+        assert message.content == "I add."
+        (call,) = message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("add", '{"a": 1, "b": 2}')
+        messages.append(message.model_dump(exclude_none=True))
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
+        assert (await ask()).content == "It is 3."
+        assert [m.id for m in (await client.models.list()).data] == ["policy"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_openai_over_several_turns_with_a_tool(stream: bool) -> None:
+async def test_openai_is_told_a_turn_up_to_its_stop_string(stream: bool) -> None:
     openai = pytest.importorskip("openai")
-
-    async def work() -> None:
-        async with (
-            serving(f"I add. {CALL}", "It is 3.") as (server, session, told),
-            openai.AsyncOpenAI(base_url=server.base_url, api_key=session.key, max_retries=0) as client,
-        ):
-            messages: list[Any] = [{"role": "user", "content": "1 + 2"}]
-
-            async def ask() -> Any:
-                if not stream:
-                    answer = await client.chat.completions.create(
-                        model="m", messages=messages, tools=TOOLS, extra_body={"return_token_ids": True}
-                    )
-                    assert tuple(answer.prompt_token_ids) == told[-1].prompt_tokens
-                    assert tuple(answer.choices[0].token_ids) == told[-1].tokens
-                    result = np.asarray([x.logprob for x in answer.choices[0].logprobs.content], np.float32)
-                    assert result.tobytes() == np.asarray(told[-1].logprobs, np.float32).tobytes()
-                    return answer.choices[0].message
-                async with client.chat.completions.stream(
-                    model="m", messages=messages, tools=TOOLS, stream_options={"include_usage": True}
-                ) as events:
-                    async for _ in events:
-                        pass
-                    final = await events.get_final_completion()
-                assert final.usage.completion_tokens == len(told[-1].tokens)
-                return final.choices[0].message
-
-            message = await ask()
-            assert message.content == "I add."
-            (call,) = message.tool_calls
-            assert (call.function.name, call.function.arguments) == ("add", '{"a": 1, "b": 2}')
-            messages.append(message.model_dump(exclude_none=True))
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
-            assert (await ask()).content == "It is 3."
-            assert [m.id for m in (await client.models.list()).data] == ["policy"]
-
-    running(work)
+    async with (
+        serving("It is 3; or so", "yes") as (server, session, told),
+        openai.AsyncOpenAI(base_url=server.base_url, api_key=session.key, max_retries=0) as client,
+    ):
+        messages: list[Any] = [{"role": "user", "content": "1 + 2"}]
+        more = {"extra_body": {"return_token_ids": True}}
+        if stream:
+            text = ""
+            async for part in await client.chat.completions.create(
+                model="m", messages=messages, stop=[";", "!"], stream=True
+            ):
+                text += part.choices[0].delta.content or ""
+        else:
+            answer = await client.chat.completions.create(model="m", messages=messages, stop=[";", "!"], **more)
+            text = answer.choices[0].message.content
+            assert tuple(answer.choices[0].token_ids) == told[0].tokens
+            assert answer.choices[0].finish_reason == "stop"
+        assert text == "It is 3"
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "sure?"}]
+        answer = await client.chat.completions.create(model="m", messages=messages, stop=";", **more)
+        assert answer.choices[0].message.content == "yes"
+        with pytest.raises(openai.BadRequestError, match="stop must be a text or a list of at most 16"):
+            await client.chat.completions.create(model="m", messages=messages, stop=["x"] * 17)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_openai_is_told_a_turn_up_to_its_stop_string(stream: bool) -> None:
+async def test_openai_raises_its_own_errors_for_what_is_refused() -> None:
     openai = pytest.importorskip("openai")
-
-    async def work() -> None:
-        async with (
-            serving("It is 3; or so", "yes") as (server, session, told),
-            openai.AsyncOpenAI(base_url=server.base_url, api_key=session.key, max_retries=0) as client,
-        ):
-            messages: list[Any] = [{"role": "user", "content": "1 + 2"}]
-            more = {"extra_body": {"return_token_ids": True}}
-            if stream:
-                text = ""
-                async for part in await client.chat.completions.create(
-                    model="m", messages=messages, stop=[";", "!"], stream=True
-                ):
-                    text += part.choices[0].delta.content or ""
-            else:
-                answer = await client.chat.completions.create(model="m", messages=messages, stop=[";", "!"], **more)
-                text = answer.choices[0].message.content
-                assert tuple(answer.choices[0].token_ids) == told[0].tokens
-                assert answer.choices[0].finish_reason == "stop"
-            assert text == "It is 3"
-            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "sure?"}]
-            answer = await client.chat.completions.create(model="m", messages=messages, stop=";", **more)
-            assert answer.choices[0].message.content == "yes"
-            with pytest.raises(openai.BadRequestError, match="stop must be a text or a list of at most 16"):
-                await client.chat.completions.create(model="m", messages=messages, stop=["x"] * 17)
-
-    running(work)
+    async with serving() as (server, session, _):
+        async with openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError, match="no session has this key"):
+                await client.models.list()
+        async with openai.AsyncOpenAI(base_url=server.base_url, api_key=session.key, max_retries=0) as client:
+            with pytest.raises(openai.BadRequestError, match="n = 8: a turn is sampled once"):
+                await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}], n=8)
 
 
-def test_openai_raises_its_own_errors_for_what_is_refused() -> None:
-    openai = pytest.importorskip("openai")
-
-    async def work() -> None:
-        async with serving() as (server, session, _):
-            async with openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client:
-                with pytest.raises(openai.AuthenticationError, match="no session has this key"):
-                    await client.models.list()
-            async with openai.AsyncOpenAI(base_url=server.base_url, api_key=session.key, max_retries=0) as client:
-                with pytest.raises(openai.BadRequestError, match="n = 8: a turn is sampled once"):
-                    await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}], n=8)
-
-    running(work)
-
-
-def test_verifiers_train_client_accepts_what_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_verifiers_train_client_accepts_what_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own checks of ids, logprobs and fields run unmodified, and turns are bridged by its own renderer."""
     pytest.importorskip("verifiers")
     import verifiers.v1 as vf
@@ -165,25 +145,21 @@ def test_verifiers_train_client_accepts_what_it_is_told(tmp_path: Path, monkeypa
 
     folder = str(tmp_path / "qwen3")
     chat_tokenizer("qwen3").save_pretrained(folder)
-
-    async def work() -> None:
-        async with serving("any") as (server, session, told):
-            base_url = server.base_url.replace("/v1", f"/session/{session.key}/v1")
-            config = TrainClientConfig(
-                base_url=base_url, api_key_var="NO_SUCH_KEY", renderer=Qwen3RendererConfig(),
-                renderer_model_name=folder,
-            )  # fmt: skip
-            client = TrainClient(config)
-            body = {"model": "m", "messages": [{"role": "user", "content": "1 + 2"}]}
-            sampling = vf.SamplingConfig(temperature=1.0, max_tokens=9)
-            response = await client.get_response(ChatDialect(), body, sampling, session_id="theirs")
-            assert response.tokens is not None
-            assert response.tokens.completion_ids == list(told[0].tokens)
-            result = np.asarray(response.tokens.completion_logprobs, np.float32)
-            assert result.tobytes() == np.asarray(told[0].logprobs, np.float32).tobytes()
-            await client.close()
-
-    running(work)
+    async with serving("any") as (server, session, told):
+        base_url = server.base_url.replace("/v1", f"/session/{session.key}/v1")
+        config = TrainClientConfig(
+            base_url=base_url, api_key_var="NO_SUCH_KEY", renderer=Qwen3RendererConfig(),
+            renderer_model_name=folder,
+        )  # fmt: skip
+        client = TrainClient(config)
+        body = {"model": "m", "messages": [{"role": "user", "content": "1 + 2"}]}
+        sampling = vf.SamplingConfig(temperature=1.0, max_tokens=9)
+        response = await client.get_response(ChatDialect(), body, sampling, session_id="theirs")
+        assert response.tokens is not None
+        assert response.tokens.completion_ids == list(told[0].tokens)
+        result = np.asarray(response.tokens.completion_logprobs, np.float32)
+        assert result.tobytes() == np.asarray(told[0].logprobs, np.float32).tobytes()
+        await client.close()
 
 
 def free_port() -> int:
@@ -215,26 +191,23 @@ async def capturing(server: EndpointServer, session: AgentSession, **options: An
         await asyncio.to_thread(capture.stop)
 
 
-def test_openenv_captures_an_agent_without_a_fatal_finding() -> None:
+async def test_openenv_captures_an_agent_without_a_fatal_finding() -> None:
     """Its capture server stands between an agent and the endpoint, and validates what it records."""
     pytest.importorskip("openenv.core.harness.capture")
     openai = pytest.importorskip("openai")
     from openenv.core.harness.capture.export import export_session
 
-    async def work() -> None:
-        async with serving("first", "second", "third") as (server, session, told):
-            async with capturing(server, session, capture_level="tokens") as (capture, base_url):
-                recorded = capture.registry.create("rollout", purpose="train")
-                messages: list[Any] = [{"role": "user", "content": "go"}]
-                async with openai.AsyncOpenAI(base_url=base_url, api_key=recorded.session_id, max_retries=0) as client:
-                    for _ in range(3):
-                        answer = await client.chat.completions.create(model="policy", messages=messages)
-                        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
-                        messages.append({"role": "user", "content": "go on"})
-            document = export_session(recorded)
-            assert not [finding for finding in document["validation"] if "[FATAL" in str(finding)]
-            nodes = recorded.graph.nodes()
-            assert [tuple(node.sampled_ids) for node in nodes] == [turn.tokens for turn in told]
-            assert len(recorded.graph.roots()) == 1
-
-    running(work)
+    async with serving("first", "second", "third") as (server, session, told):
+        async with capturing(server, session, capture_level="tokens") as (capture, base_url):
+            recorded = capture.registry.create("rollout", purpose="train")
+            messages: list[Any] = [{"role": "user", "content": "go"}]
+            async with openai.AsyncOpenAI(base_url=base_url, api_key=recorded.session_id, max_retries=0) as client:
+                for _ in range(3):
+                    answer = await client.chat.completions.create(model="policy", messages=messages)
+                    messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+                    messages.append({"role": "user", "content": "go on"})
+        document = export_session(recorded)
+        assert not [finding for finding in document["validation"] if "[FATAL" in str(finding)]
+        nodes = recorded.graph.nodes()
+        assert [tuple(node.sampled_ids) for node in nodes] == [turn.tokens for turn in told]
+        assert len(recorded.graph.roots()) == 1

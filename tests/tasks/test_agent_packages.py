@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,6 @@ def settings(source: str, options: dict[str, Any], **limits: Any) -> EpisodeSett
     return EpisodeSettings(
         source=SourceSettings(task=TaskConfig(source=source, options=options), seed=3, limits=config)
     )
-
-
-def running(work: Coroutine[Any, Any, None]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(240):
-            await work
-
-    asyncio.run(limited())
 
 
 async def played(episodes: EpisodeHost, task: Task, turns: Sequence[SampledTurn]) -> list[HostedStepResult]:
@@ -96,7 +87,7 @@ def test_what_the_model_says_is_an_action_or_none() -> None:
 
 
 @pytest.mark.slow
-def test_an_environment_of_openenv_is_played_through_its_own_server(
+async def test_an_environment_of_openenv_is_played_through_its_own_server(
     room: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("openai")
@@ -104,20 +95,16 @@ def test_an_environment_of_openenv_is_played_through_its_own_server(
     made = settings("openenv:echo_room", {"field": "echoed_message"})
     task = made.source.build().task(0)
     assert [m.content for m in split_params(task.prompt)[1]] == ["Echo Room environment ready!"]
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        turns = [
-            SampledTurn(prompt_tokens=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)
-            for n, text in enumerate(["four", '{"message": "123456"}', "x" * 50])
-        ]
-        answers = await played(episodes, task, turns)
-        assert [[m.content for m in a.messages] for a in answers] == [["four"], ["123456"], []]
-        assert [(a.ended, a.error) for a in answers] == [(False, ""), (False, ""), (True, "")]
-        assert answers[-1].reward == pytest.approx(0.4 + 0.6 + 1.0)
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    turns = [
+        SampledTurn(prompt_tokens=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)
+        for n, text in enumerate(["four", '{"message": "123456"}', "x" * 50])
+    ]
+    answers = await played(episodes, task, turns)
+    assert [[m.content for m in a.messages] for a in answers] == [["four"], ["123456"], []]
+    assert [(a.ended, a.error) for a in answers] == [(False, ""), (False, ""), (True, "")]
+    assert answers[-1].reward == pytest.approx(0.4 + 0.6 + 1.0)
+    await episodes.close()
 
 
 @pytest.fixture
@@ -136,52 +123,44 @@ def room_url(room: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_a_server_of_openenv_that_runs_is_played_by_its_url(room_url: str) -> None:
+async def test_a_server_of_openenv_that_runs_is_played_by_its_url(room_url: str) -> None:
     pytest.importorskip("openai")
     made = settings(f"openenv:{room_url}", {"field": "echoed_message", "system": "Say much."}, max_turns=2)
     task = made.source.build().task(0)
     assert [m.content for m in split_params(task.prompt)[1]] == ["Say much.", "Echo Room environment ready!"]
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        turns = [
-            SampledTurn(prompt_tokens=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)
-            for n, text in enumerate(["four", "sixsix"])
-        ]
-        answers = await played(episodes, task, turns)
-        assert [[m.content for m in a.messages] for a in answers] == [["four"], []]
-        assert [(a.ended, a.error) for a in answers] == [(False, ""), (True, "")]
-        assert answers[-1].reward == pytest.approx(0.4 + 0.6)
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    turns = [
+        SampledTurn(prompt_tokens=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)
+        for n, text in enumerate(["four", "sixsix"])
+    ]
+    answers = await played(episodes, task, turns)
+    assert [[m.content for m in a.messages] for a in answers] == [["four"], []]
+    assert [(a.ended, a.error) for a in answers] == [(False, ""), (True, "")]
+    assert answers[-1].reward == pytest.approx(0.4 + 0.6)
+    await episodes.close()
 
 
 @pytest.mark.slow
-def test_openenv_finds_nothing_fatal_in_an_episode_of_its_own_environment(room_url: str) -> None:
+async def test_openenv_finds_nothing_fatal_in_an_episode_of_its_own_environment(room_url: str) -> None:
     """Its capture server stands between the agent and the endpoint, and validates what it records."""
     pytest.importorskip("openai")
     from openenv.core.harness.capture.export import export_session
 
     agent = open_source(SourceType.AGENT, f"openenv:{room_url}", {"field": "echoed_message"}, "task.source")
     task = AgentTask(index=0, held_out=False, seed=4, options={}, rng=random.Random(4))
-
-    async def work() -> None:
-        async with serving("four", "sixsix", '{"this": "is no action"}') as (server, session, told):
-            async with capturing(server, session) as (capture, base_url):
-                recorded = capture.registry.create("rollout", purpose="train")
-                reward = await agent.run((base_url, recorded.session_id, task))
-            assert reward == pytest.approx(0.4 + 0.6)
-            document = export_session(recorded)
-            (row,) = document["sequences"]
-            findings = [*document["validation"], *row["validation"]]
-            assert not [finding for finding in findings if "[FATAL" in finding], findings
-            assert document["trainable"] and row["role"] == "agent"
-            assert row["input_ids"] == [*told[-1].prompt_tokens, *told[-1].tokens]
-            assert row["n_trainable"] == sum(len(turn.tokens) for turn in told)
-            assert [turn["sampled_logprobs"] for turn in document["turns"]] == [list(turn.logprobs) for turn in told]
-
-    running(work())
+    async with serving("four", "sixsix", '{"this": "is no action"}') as (server, session, told):
+        async with capturing(server, session) as (capture, base_url):
+            recorded = capture.registry.create("rollout", purpose="train")
+            reward = await agent.run((base_url, recorded.session_id, task))
+        assert reward == pytest.approx(0.4 + 0.6)
+        document = export_session(recorded)
+        (row,) = document["sequences"]
+        findings = [*document["validation"], *row["validation"]]
+        assert not [finding for finding in findings if "[FATAL" in finding], findings
+        assert document["trainable"] and row["role"] == "agent"
+        assert row["input_ids"] == [*told[-1].prompt_tokens, *told[-1].tokens]
+        assert row["n_trainable"] == sum(len(turn.tokens) for turn in told)
+        assert [turn["sampled_logprobs"] for turn in document["turns"]] == [list(turn.logprobs) for turn in told]
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +175,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_taskset_of_verifiers_is_run_by_its_own_harness(
+async def test_a_taskset_of_verifiers_is_run_by_its_own_harness(
     words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A game of two turns: its environment, harness, interception, rewards and train client are the package's."""
@@ -222,21 +201,17 @@ def test_a_taskset_of_verifiers_is_run_by_its_own_harness(
     prompt = directions.token_ids
     assert prompt is not None
     assert "Word Search" in tokenizer.decode(prompt)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        before, turns, answers = tuple(prompt), list[SampledTurn](), list[HostedStepResult]()
-        for text in ("[1 1 1 1]", "[2 2 2 2]"):
-            ids = (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)
-            turns.append(SampledTurn(prompt_tokens=before, tokens=ids, logprobs=(-0.5,) * len(ids), text=text))
-            answers = await played(episodes, task, turns)
-            assert answers[-1].error == ""
-            if not answers[-1].ended:
-                token_ids = split_params(answers[-1].messages)[0].token_ids
-                assert token_ids
-                before = (*before, *ids, *token_ids)
-        assert [a.ended for a in answers] == [False, True]
-        assert list(answers[-1].parts) == ["game_reward"]
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    before, turns, answers = tuple(prompt), list[SampledTurn](), list[HostedStepResult]()
+    for text in ("[1 1 1 1]", "[2 2 2 2]"):
+        ids = (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)
+        turns.append(SampledTurn(prompt_tokens=before, tokens=ids, logprobs=(-0.5,) * len(ids), text=text))
+        answers = await played(episodes, task, turns)
+        assert answers[-1].error == ""
+        if not answers[-1].ended:
+            token_ids = split_params(answers[-1].messages)[0].token_ids
+            assert token_ids
+            before = (*before, *ids, *token_ids)
+    assert [a.ended for a in answers] == [False, True]
+    assert list(answers[-1].parts) == ["game_reward"]
+    await episodes.close()

@@ -7,7 +7,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,14 +186,6 @@ def settings(
     )
 
 
-def running(work: Coroutine[Any, Any, None]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(240):
-            await work
-
-    asyncio.run(limited())
-
-
 async def acted(episodes: EpisodeHost, task: Task, *turns: str, member: int = 0, **more: Any) -> HostedStepResult:
     """Have an agent told the last of these turns."""
     newest = SampledTurn(prompt_tokens=(1,) * (2 * len(turns) - 1), tokens=(2,), logprobs=(-0.5,), text=turns[-1])
@@ -206,26 +198,22 @@ async def played(episodes: EpisodeHost, task: Task, turns: Sequence[str], **more
 
 
 @pytest.mark.parametrize(("name", "isolation"), [("count", "auto"), ("count", "process"), ("count_slowly", "auto")])
-def test_an_episode_is_the_same_wherever_the_agent_runs(agents: Path, name: str, isolation: str) -> None:
+async def test_an_episode_is_the_same_wherever_the_agent_runs(agents: Path, name: str, isolation: str) -> None:
     made = settings(f"agent:{agents}:{name}", isolation=isolation)
     source = made.source.build()
     tasks = [source.task(i) for i in (0, 1)]
     assert len({task.prompt for task in tasks}) == 2
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        await episodes.check()
-        first, second = await asyncio.gather(
-            played(episodes, tasks[0], ["a", "b", "stop"]), played(episodes, tasks[1], ["stop"], member=1)
-        )
-        assert [a.messages for a in first] == [(Message("user", "more 1"),), (Message("user", "more 2"),), ()]
-        assert [(a.ended, a.reward, a.parts, a.error) for a in first[2:] + second] == [
-            (True, 2.0, {"turns": 2.0}, ""), (True, 0.0, {"turns": 0.0}, ""),
-        ]  # fmt: skip
-        assert await acted(episodes, tasks[0], "a", "b", "stop") == first[2]
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    await episodes.check()
+    first, second = await asyncio.gather(
+        played(episodes, tasks[0], ["a", "b", "stop"]), played(episodes, tasks[1], ["stop"], member=1)
+    )
+    assert [a.messages for a in first] == [(Message("user", "more 1"),), (Message("user", "more 2"),), ()]
+    assert [(a.ended, a.reward, a.parts, a.error) for a in first[2:] + second] == [
+        (True, 2.0, {"turns": 2.0}, ""), (True, 0.0, {"turns": 0.0}, ""),
+    ]  # fmt: skip
+    assert await acted(episodes, tasks[0], "a", "b", "stop") == first[2]
+    await episodes.close()
 
 
 @pytest.mark.parametrize(("does", "reward", "parts", "error"), [
@@ -234,21 +222,17 @@ def test_an_episode_is_the_same_wherever_the_agent_runs(agents: Path, name: str,
     ("prose", 0.0, {}, "the last line that the agent printed must be its reward"),
     ("fail", 0.0, {}, "the agent's command ended with exit code 1: it does not work"),
 ])  # fmt: skip
-def test_a_program_prints_its_reward(
+async def test_a_program_prints_its_reward(
     agents: Path, does: str, reward: float, parts: dict[str, float], error: str
 ) -> None:
     made = settings("agent:command", {"command": [sys.executable, str(agents.with_name("program.py"))]})
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        (answer,) = await played(episodes, task, [does])
-        assert answer.ended
-        assert answer.error.startswith(error) if error else not answer.error
-        assert (answer.reward, answer.parts) == (reward, parts)
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    (answer,) = await played(episodes, task, [does])
+    assert answer.ended
+    assert answer.error.startswith(error) if error else not answer.error
+    assert (answer.reward, answer.parts) == (reward, parts)
+    await episodes.close()
 
 
 @pytest.mark.parametrize(("does", "error"), [
@@ -258,40 +242,32 @@ def test_a_program_prints_its_reward(
     ("text", "what the agent returned is 'good'; it must be a number"),
     ("rewrite", "the agent raised: RuntimeError: changed_past"),
 ])  # fmt: skip
-def test_an_agent_that_fails_is_an_error_with_its_reason(agents: Path, does: str, error: str) -> None:
+async def test_an_agent_that_fails_is_an_error_with_its_reason(agents: Path, does: str, error: str) -> None:
     made = settings(f"agent:{agents}:moody", step_timeout_s=6.0, changed_past="refuse")
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        good = asyncio.ensure_future(played(episodes, task, ["a", "b", "c"], member=1))
-        (answer,) = await played(episodes, task, [does])
-        assert answer.ended
-        assert error in answer.error
-        assert "\n" not in answer.error
-        assert not any(other.error for other in await good)
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    good = asyncio.ensure_future(played(episodes, task, ["a", "b", "c"], member=1))
+    (answer,) = await played(episodes, task, [does])
+    assert answer.ended
+    assert error in answer.error
+    assert "\n" not in answer.error
+    assert not any(other.error for other in await good)
+    await episodes.close()
 
 
-def test_an_agent_that_rewrites_its_past_begins_a_branch(agents: Path) -> None:
+async def test_an_agent_that_rewrites_its_past_begins_a_branch(agents: Path) -> None:
     made = settings(f"agent:{agents}:moody")
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        first, then = await played(episodes, task, ["rewrite", "a"])
-        directions, shown = split_params(first.messages)
-        assert (directions.after_turn, shown) == (0, (Message("user", "something else"),))
-        # The agent goes on from the turn before its branch.
-        assert (split_params(then.messages)[0].after_turn, then.ended) == (1, False)
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    first, then = await played(episodes, task, ["rewrite", "a"])
+    directions, shown = split_params(first.messages)
+    assert (directions.after_turn, shown) == (0, (Message("user", "something else"),))
+    # The agent goes on from the turn before its branch.
+    assert (split_params(then.messages)[0].after_turn, then.ended) == (1, False)
+    await episodes.close()
 
 
-def test_an_agent_that_says_nothing_or_never_the_same_is_refused(agents: Path) -> None:
+async def test_an_agent_that_says_nothing_or_never_the_same_is_refused(agents: Path) -> None:
     with pytest.raises(ConfigError, match="the agent ended before it asked the model for anything"):
         settings(f"agent:{agents}:silent").source.build()
     with pytest.raises(ConfigError, match=r"an agent takes \(base_url, key, task\)"):
@@ -303,49 +279,37 @@ def test_an_agent_that_says_nothing_or_never_the_same_is_refused(agents: Path) -
     with pytest.raises(ConfigError, match="'no-such-program' cannot be started: No such file"):
         settings("agent:command", {"command": ["no-such-program"]}).source.build()
     made = settings(f"agent:{agents}:unlike")
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        with pytest.raises(ConfigError, match="reset with the same seed gives another first observation"):
-            await episodes.check()
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    with pytest.raises(ConfigError, match="reset with the same seed gives another first observation"):
+        await episodes.check()
+    await episodes.close()
 
 
-def test_limits_of_turns_come_with_what_is_said(agents: Path) -> None:
+async def test_limits_of_turns_come_with_what_is_said(agents: Path) -> None:
     made = settings(f"agent:{agents}:limited")
     task = made.source.build().task(0)
     assert params_of(task.record).max_tokens == 3
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        answer = await acted(episodes, task, "a")
-        directions, shown = split_params(answer.messages)
-        assert (directions.max_tokens, shown) == (5, (Message("user", "second"),))
-        assert (await acted(episodes, task, "a", "b")).reward == 1.0
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    answer = await acted(episodes, task, "a")
+    directions, shown = split_params(answer.messages)
+    assert (directions.max_tokens, shown) == (5, (Message("user", "second"),))
+    assert (await acted(episodes, task, "a", "b")).reward == 1.0
+    await episodes.close()
 
 
-def test_an_episode_at_its_limit_ends_with_what_the_agent_returns(agents: Path) -> None:
+async def test_an_episode_at_its_limit_ends_with_what_the_agent_returns(agents: Path) -> None:
     made = settings(f"agent:{agents}:insists", max_turns=3)
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        *_, last = await played(episodes, task, ["a", "b", "c"])
-        assert (last.ended, last.reward, last.error) == (True, 3.0, "")
-        cut = await acted(episodes, task, "a", member=1, cut=True)
-        assert (cut.ended, cut.reward, cut.error) == (True, 1.0, "")
-        # For its next turn there is no room: what it asks is refused.
-        await acted(episodes, task, "a", member=2)
-        full = await episodes.end(EpisodeKey(task=0, member=2), task.record)
-        assert (full.ended, full.reward, full.error) == (True, 1.0, "")
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    *_, last = await played(episodes, task, ["a", "b", "c"])
+    assert (last.ended, last.reward, last.error) == (True, 3.0, "")
+    cut = await acted(episodes, task, "a", member=1, cut=True)
+    assert (cut.ended, cut.reward, cut.error) == (True, 1.0, "")
+    # For its next turn there is no room: what it asks is refused.
+    await acted(episodes, task, "a", member=2)
+    full = await episodes.end(EpisodeKey(task=0, member=2), task.record)
+    assert (full.ended, full.reward, full.error) == (True, 1.0, "")
+    await episodes.close()
 
 
 def alive(pids: Path) -> list[int]:
@@ -363,22 +327,18 @@ def alive(pids: Path) -> list[int]:
 @pytest.mark.parametrize(("does", "error"), [
     ("die", "its process ended with exit code 7"), ("hang", "step 1 took longer than environment.step_timeout_s = 6 s"),
 ])  # fmt: skip
-def test_a_process_ends_with_all_that_it_started(agents: Path, tmp_path: Path, does: str, error: str) -> None:
+async def test_a_process_ends_with_all_that_it_started(agents: Path, tmp_path: Path, does: str, error: str) -> None:
     pids = tmp_path / "pids"
     made = settings(f"agent:{agents}:die", {"pids": str(pids)}, step_timeout_s=6.0)
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        (answer,) = await played(episodes, task, [does])
-        assert error in answer.error
-        begin = time.monotonic()
-        while alive(pids) and time.monotonic() < begin + 10:
-            await asyncio.sleep(0.05)
-        assert alive(pids) == []
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    (answer,) = await played(episodes, task, [does])
+    assert error in answer.error
+    begin = time.monotonic()
+    while alive(pids) and time.monotonic() < begin + 10:
+        await asyncio.sleep(0.05)
+    assert alive(pids) == []
+    await episodes.close()
 
 
 def descendants(marker: str) -> Iterator[int]:
@@ -392,19 +352,15 @@ def descendants(marker: str) -> Iterator[int]:
                 continue
 
 
-def test_a_program_is_ended_with_its_children_and_theirs(agents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_program_is_ended_with_its_children_and_theirs(agents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MARKED_BY", marker := f"test-{os.getpid()}-{time.monotonic_ns()}")
     command = ["/bin/sh", "-c", f"{sys.executable} {agents.with_name('program.py')}; echo 1"]
     made = settings("agent:command", {"command": command}, step_timeout_s=6.0)
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        (answer,) = await played(episodes, task, ["tree"])
-        assert "took longer than environment.step_timeout_s" in answer.error
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    (answer,) = await played(episodes, task, ["tree"])
+    assert "took longer than environment.step_timeout_s" in answer.error
+    await episodes.close()
     begin = time.monotonic()
 
     def left() -> list[str]:
@@ -421,37 +377,29 @@ def test_a_program_is_ended_with_its_children_and_theirs(agents: Path, monkeypat
     assert left() == []
 
 
-def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+async def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     pids = tmp_path / "pid"
     started = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])"
     left = f"import subprocess, sys; open({str(pids)!r}, 'w').write(str({started}.pid)); print(0.5)"
     agent = load_agent("command", {"command": [sys.executable, "-c", left]}, "task.source")
     task = AgentTask(index=0, held_out=False, seed=1, options={}, rng=random.Random(1))
-
-    async def work() -> None:
-        assert await agent.run(("http://x/v1", "key", task)) == 0.5
-        folder = Path("/proc") / pids.read_text()
-        while folder.exists() and (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-            await asyncio.sleep(0.01)
-
-    running(work())
+    assert await agent.run(("http://x/v1", "key", task)) == 0.5
+    folder = Path("/proc") / pids.read_text()
+    while folder.exists() and (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        await asyncio.sleep(0.01)
 
 
-def test_an_episode_that_is_cancelled_ends_its_agent_and_its_key(agents: Path) -> None:
+async def test_an_episode_that_is_cancelled_ends_its_agent_and_its_key(agents: Path) -> None:
     made = settings(f"agent:{agents}:moody")
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        await acted(episodes, task, "a")
-        acting = asyncio.ensure_future(acted(episodes, task, "a", "hang"))
-        await asyncio.sleep(0.3)
-        episodes.cancel([EpisodeKey(task=0)])
-        assert (await acting).error == "the episode was cancelled"
-        assert len(episodes._endpoint.sessions) == 0
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    await acted(episodes, task, "a")
+    acting = asyncio.ensure_future(acted(episodes, task, "a", "hang"))
+    await asyncio.sleep(0.3)
+    episodes.cancel([EpisodeKey(task=0)])
+    assert (await acting).error == "the episode was cancelled"
+    assert len(episodes._endpoint.sessions) == 0
+    await episodes.close()
 
 
 def test_directions_are_read_back_from_records() -> None:

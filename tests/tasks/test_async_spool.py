@@ -15,7 +15,7 @@ from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.tasks.actors.async_spool import AsyncSpool
 
 
-def test_a_commit_ends_the_entries_of_its_groups_and_parts_that_no_point_needs(tmp_path: Path) -> None:
+async def test_a_commit_ends_the_entries_of_its_groups_and_parts_that_no_point_needs(tmp_path: Path) -> None:
     done: list[Any] = []
 
     class NotedSpool(Spool):
@@ -25,18 +25,15 @@ def test_a_commit_ends_the_entries_of_its_groups_and_parts_that_no_point_needs(t
         def rotate(self, oldest: int | None) -> None:
             done.append(oldest)
 
-    async def scenario() -> None:
-        spool, points = AsyncSpool(NotedSpool(tmp_path, group_size=4)), ResumePoints(tmp_path / "resume")
-        points.write(PolicyVersion(2), Path.touch)
-        await spool.committed(1, [GroupId(3)], points)
-        assert await spool.append([]), "nothing is written"
-        spool.close()
-
-    asyncio.run(scenario())
+    spool, points = AsyncSpool(NotedSpool(tmp_path, group_size=4)), ResumePoints(tmp_path / "resume")
+    points.write(PolicyVersion(2), Path.touch)
+    await spool.committed(1, [GroupId(3)], points)
+    assert await spool.append([]), "nothing is written"
+    spool.close()
     assert done == [(1, [GroupId(3)]), 2]
 
 
-def test_operations_are_done_in_the_order_of_the_calls(tmp_path: Path) -> None:
+async def test_operations_are_done_in_the_order_of_the_calls(tmp_path: Path) -> None:
     """The first one waits until all others were asked for; none of them may begin before it has ended."""
     asked, done = threading.Event(), list[str]()
 
@@ -52,23 +49,20 @@ def test_operations_are_done_in_the_order_of_the_calls(tmp_path: Path) -> None:
         def clear(self) -> None:
             done.append("clear")
 
-    async def scenario() -> None:
-        spool = AsyncSpool(SlowSpool(tmp_path, group_size=4))
-        entry: Any = object()
-        pending = [
-            asyncio.ensure_future(spool.append([entry])),
-            asyncio.ensure_future(spool.mark_stored(0, [GroupId(0)])),
-            asyncio.ensure_future(spool.clear()),
-        ]
-        # A second thread would do the others now. There is none to wait for, so give it every chance.
-        for _ in range(100):
-            await asyncio.sleep(0)
-        await asyncio.wait(pending[1:], timeout=0.2)
-        early = list(done)
-        asked.set()
-        await asyncio.gather(*pending)
-        spool.close()
-        assert early == []
-
-    asyncio.run(scenario())
+    spool = AsyncSpool(SlowSpool(tmp_path, group_size=4))
+    entry: Any = object()
+    pending = [
+        asyncio.ensure_future(spool.append([entry])),
+        asyncio.ensure_future(spool.mark_stored(0, [GroupId(0)])),
+        asyncio.ensure_future(spool.clear()),
+    ]
+    # A second thread would do the others now. There is none to wait for, so give it every chance.
+    for _ in range(100):
+        await asyncio.sleep(0)
+    await asyncio.wait(pending[1:], timeout=0.2)
+    early = list(done)
+    asked.set()
+    await asyncio.gather(*pending)
+    spool.close()
+    assert early == []
     assert done == ["append", "stored", "clear"]

@@ -107,33 +107,25 @@ class Answering:
         raise RuntimeError("no memory")
 
 
-def test_arguments_and_results_reach_an_actor_of_a_cluster_as_they_are() -> None:
+async def test_arguments_and_results_reach_an_actor_of_a_cluster_as_they_are() -> None:
     """Where they travel, they are pickled as one piece; numbers, bytes and None too."""
-
-    async def scenario() -> None:
-        async with (
-            LocalCluster(n_workers=1, processes=False, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
-            Client(cluster, asynchronous=True) as client,
-        ):
-            actor = await client.submit(Answering, actor=True)
-            sent = (
-                1,
-                b"two",
-                None,
-                [
-                    SampledTokens(
-                        trajectory=TrajectoryId(3), route_number=1, start=0, segments=(), finish=FinishReason.STOP
-                    )
-                ],
-                {"a": (1.5,)},
-            )
-            assert await call_actor(actor, "take", *sent, timeout_s=30.0, actor_name="it") == sent
-            assert await call_actor(actor, "read", 5, timeout_s=30.0, actor_name="it") == b"xxxxx"
-            assert await call_actor(actor, "take", timeout_s=30.0, actor_name="it") == ()
-            with pytest.raises(ActorFailed, match=r"^it failed: RuntimeError: no memory$"):
-                await call_actor(actor, "fail", timeout_s=30.0, actor_name="it")
-
-    asyncio.run(scenario())
+    async with (
+        LocalCluster(n_workers=1, processes=False, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        actor = await client.submit(Answering, actor=True)
+        sent = (
+            1,
+            b"two",
+            None,
+            [SampledTokens(trajectory=TrajectoryId(3), route_number=1, start=0, segments=(), finish=FinishReason.STOP)],
+            {"a": (1.5,)},
+        )
+        assert await call_actor(actor, "take", *sent, timeout_s=30.0, actor_name="it") == sent
+        assert await call_actor(actor, "read", 5, timeout_s=30.0, actor_name="it") == b"xxxxx"
+        assert await call_actor(actor, "take", timeout_s=30.0, actor_name="it") == ()
+        with pytest.raises(ActorFailed, match=r"^it failed: RuntimeError: no memory$"):
+            await call_actor(actor, "fail", timeout_s=30.0, actor_name="it")
 
 
 class Ending:
@@ -173,57 +165,47 @@ class Relaying:
         return get_worker()._client is not None
 
 
-def test_an_actor_hears_at_once_that_another_which_it_calls_has_died() -> None:
+async def test_an_actor_hears_at_once_that_another_which_it_calls_has_died() -> None:
     """By itself Dask would have it wait until the lost one's key is back, or try for 30 s to connect."""
-
-    async def scenario() -> None:
-        async with (
-            LocalCluster(n_workers=2, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
-            Client(cluster, asynchronous=True, direct_to_workers=True) as client,
-        ):
-            here, there = (w.worker_address for w in cluster.workers.values())
-            one = await client.submit(Relaying, actor=True, workers=[here], key="one")
-            held = client.submit(Relaying, actor=True, workers=[there], key="other")
-            other = await held
-            process = await call_actor(one, "relay", other, "process", timeout_s=30.0, actor_name="one")
-            calls = [asyncio.ensure_future(call_actor(one, "relay", other, "wait", timeout_s=30.0, actor_name="one"))]
-            await asyncio.sleep(0.5)
-            os.kill(process, signal.SIGKILL)
-            for pause_s in (0.0, 3.0, 0.0):  # while it was called; once everybody knows of its end; again
-                await asyncio.sleep(pause_s)
-                async with asyncio.timeout(10.0):
-                    with pytest.raises(ActorLost, match=r"^other is gone"):
-                        await calls.pop()
-                calls.append(
-                    asyncio.ensure_future(call_actor(one, "relay", other, "wait", timeout_s=30.0, actor_name="one"))
-                )
-            calls.pop().cancel()
-
-    asyncio.run(scenario())
+    async with (
+        LocalCluster(n_workers=2, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster, asynchronous=True, direct_to_workers=True) as client,
+    ):
+        here, there = (w.worker_address for w in cluster.workers.values())
+        one = await client.submit(Relaying, actor=True, workers=[here], key="one")
+        held = client.submit(Relaying, actor=True, workers=[there], key="other")
+        other = await held
+        process = await call_actor(one, "relay", other, "process", timeout_s=30.0, actor_name="one")
+        calls = [asyncio.ensure_future(call_actor(one, "relay", other, "wait", timeout_s=30.0, actor_name="one"))]
+        await asyncio.sleep(0.5)
+        os.kill(process, signal.SIGKILL)
+        for pause_s in (0.0, 3.0, 0.0):  # while it was called; once everybody knows of its end; again
+            await asyncio.sleep(pause_s)
+            async with asyncio.timeout(10.0):
+                with pytest.raises(ActorLost, match=r"^other is gone"):
+                    await calls.pop()
+            calls.append(
+                asyncio.ensure_future(call_actor(one, "relay", other, "wait", timeout_s=30.0, actor_name="one"))
+            )
+        calls.pop().cancel()
 
 
-def test_an_actor_that_is_handed_on_is_called_without_the_scheduler() -> None:
+async def test_an_actor_that_is_handed_on_is_called_without_the_scheduler() -> None:
     """Dask's own proxy makes a client of each worker that it comes to, which tells the scheduler of every call twice
     and keeps the actor alive when its driver is gone."""
-
-    async def scenario() -> None:
-        async with (
-            LocalCluster(n_workers=2, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
-            Client(cluster, asynchronous=True, direct_to_workers=True) as client,
-        ):
-            here, there = (w.worker_address for w in cluster.workers.values())
-            one = await client.submit(Relaying, actor=True, workers=[here], key="one")
-            other = await client.submit(Relaying, actor=True, workers=[there], key="other")
-            own = await call_actor(one, "process", timeout_s=30.0, actor_name="one")
-            assert await call_actor(one, "relay", other, "process", timeout_s=30.0, actor_name="one") != own
-            # Handed on twice, it calls back.
-            assert (
-                await call_actor(one, "relay", other, "relay", one, "process", timeout_s=30.0, actor_name="one") == own
-            )
-            for actor in (one, other):
-                assert not await call_actor(actor, "is_client", timeout_s=30.0, actor_name="it")
-
-    asyncio.run(scenario())
+    async with (
+        LocalCluster(n_workers=2, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster, asynchronous=True, direct_to_workers=True) as client,
+    ):
+        here, there = (w.worker_address for w in cluster.workers.values())
+        one = await client.submit(Relaying, actor=True, workers=[here], key="one")
+        other = await client.submit(Relaying, actor=True, workers=[there], key="other")
+        own = await call_actor(one, "process", timeout_s=30.0, actor_name="one")
+        assert await call_actor(one, "relay", other, "process", timeout_s=30.0, actor_name="one") != own
+        # Handed on twice, it calls back.
+        assert await call_actor(one, "relay", other, "relay", one, "process", timeout_s=30.0, actor_name="one") == own
+        for actor in (one, other):
+            assert not await call_actor(actor, "is_client", timeout_s=30.0, actor_name="it")
 
 
 def calling_from_a_thread(other: Any) -> list[int]:
@@ -240,16 +222,12 @@ def calling_from_a_thread(other: Any) -> list[int]:
     return asyncio.run(scenario())
 
 
-def test_a_driver_in_a_workers_process_calls_on_the_loop_that_its_connections_belong_to() -> None:
+async def test_a_driver_in_a_workers_process_calls_on_the_loop_that_its_connections_belong_to() -> None:
     """Two threads that write to one connection spoil it."""
-
-    async def scenario() -> None:
-        async with (
-            LocalCluster(n_workers=2, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
-            Client(cluster, asynchronous=True, direct_to_workers=True) as client,
-        ):
-            here, there = (w.worker_address for w in cluster.workers.values())
-            other = await client.submit(Answering, actor=True, workers=[there], key="other")
-            assert await client.submit(calling_from_a_thread, other, workers=[here]) == [100_000] * 400
-
-    asyncio.run(scenario())
+    async with (
+        LocalCluster(n_workers=2, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster, asynchronous=True, direct_to_workers=True) as client,
+    ):
+        here, there = (w.worker_address for w in cluster.workers.values())
+        other = await client.submit(Answering, actor=True, workers=[there], key="other")
+        assert await client.submit(calling_from_a_thread, other, workers=[here]) == [100_000] * 400

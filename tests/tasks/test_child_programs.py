@@ -16,7 +16,7 @@ from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Task
 from tests.support.games import is_gone
-from tests.tasks.test_agents import acted, running, settings
+from tests.tasks.test_agents import acted, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 """An agent that leaves programs behind has not waited for them."""
@@ -83,39 +83,31 @@ async def started(episodes: EpisodeHost, task: Task, member: int) -> list[int]:
     return pids
 
 
-def test_programs_of_an_agent_end_with_its_episode_however_it_ends(agent: Path) -> None:
+async def test_programs_of_an_agent_end_with_its_episode_however_it_ends(agent: Path) -> None:
     made = settings(f"agent:{agent}:run", step_timeout_s=60.0)
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        staying = await started(episodes, task, 9)
-        for member, last in enumerate(("end", "raise", "")):
-            pids = await started(episodes, task, member)
-            if last:
-                assert (await acted(episodes, task, "start", last, member=member)).ended
-            else:
-                episodes.cancel([EpisodeKey(task=0, member=member)])
-            await until_gone(pids)
-            assert not any(map(is_gone, staying)), "they belong to another episode"
-        await episodes.close()
-        await until_gone(staying)
-
-    running(work())
+    episodes = EpisodeHost(made)
+    staying = await started(episodes, task, 9)
+    for member, last in enumerate(("end", "raise", "")):
+        pids = await started(episodes, task, member)
+        if last:
+            assert (await acted(episodes, task, "start", last, member=member)).ended
+        else:
+            episodes.cancel([EpisodeKey(task=0, member=member)])
+        await until_gone(pids)
+        assert not any(map(is_gone, staying)), "they belong to another episode"
+    await episodes.close()
+    await until_gone(staying)
 
 
-def test_programs_of_a_coroutine_environment_end_with_its_episode(agent: Path) -> None:
+async def test_programs_of_a_coroutine_environment_end_with_its_episode(agent: Path) -> None:
     made = settings(f"{agent}:play", step_timeout_s=60.0)
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        pids = await started(episodes, task, 0)
-        assert (await acted(episodes, task, "start", "end")).reward == 1.0
-        await until_gone(pids)
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    pids = await started(episodes, task, 0)
+    assert (await acted(episodes, task, "start", "end")).reward == 1.0
+    await until_gone(pids)
+    await episodes.close()
 
 
 def test_programs_of_agents_end_with_a_host_that_is_killed(agent: Path) -> None:
@@ -141,7 +133,7 @@ asyncio.run(work())
         assert len(pids) == 10
         host.kill()
 
-    running(until_gone(pids))
+    asyncio.run(until_gone(pids))
 
 
 def test_a_program_that_is_started_after_the_end_is_refused_and_others_are_left_alone() -> None:
@@ -175,4 +167,4 @@ asyncio.run(run_python("import time; time.sleep(10000)", within_s=10000, memory_
         while not any(item.rlimit(psutil.RLIMIT_CORE) == (0, 0) for item in inside):  # which it sets last
             inside = psutil.Process(host.pid).children(recursive=True)
         host.kill()
-    running(until_gone([item.pid for item in inside]))
+    asyncio.run(until_gone([item.pid for item in inside]))

@@ -13,91 +13,80 @@ import pytest
 from staleflow.tasks.endpoint.replies import parse_tool_calls
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.rendering.turn_params import split_params
-from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, LOGPROBS, answered, chat, keyed, running, serving, turn
+from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, LOGPROBS, answered, chat, keyed, serving, turn
 
 
-def test_a_conversation_is_answered_with_the_very_ids_and_logprobs() -> None:
-    async def work() -> None:
-        async with serving() as (server, client):
-            session = server.sessions.open()
-            telling = asyncio.ensure_future(
-                answered(session, turn("hi"), turn("so so", before=(1, 2, 3, 7, 8, 4), truncated=True))
-            )
-            first = await chat(client, session, HELLO, logprobs=True, return_token_ids=True, top_logprobs=0)
-            assert first.status_code == 200
-            parsed = first.json()
-            assert parsed["prompt_token_ids"] == [1, 2, 3]
-            choice = parsed["choices"][0]
-            assert choice["token_ids"] == [7, 8]
-            assert [item["token"] for item in choice["logprobs"]["content"]] == ["token_id:7", "token_id:8"]
-            told = np.asarray([item["logprob"] for item in choice["logprobs"]["content"]], np.float32)
-            assert told.tobytes() == np.asarray(LOGPROBS, np.float32).tobytes()
-            assert choice["message"] == {"role": "assistant", "content": "hi"}
-            assert choice["finish_reason"] == "stop"
-            more = [*HELLO, {"role": "assistant", "content": "hi "}, {"role": "user", "content": "how are you?"}]
-            second = (await chat(client, session, more)).json()
-            assert second["choices"][0]["finish_reason"] == "length"
-            assert second["choices"][0]["logprobs"] is None
-            assert second["usage"] == {"prompt_tokens": 6, "completion_tokens": 2, "total_tokens": 8}
-            assert await telling == [(Message("user", "hello"),), (Message("user", "how are you?"),)]
-
-    running(work())
+async def test_a_conversation_is_answered_with_the_very_ids_and_logprobs() -> None:
+    async with serving() as (server, client):
+        session = server.sessions.open()
+        telling = asyncio.ensure_future(
+            answered(session, turn("hi"), turn("so so", before=(1, 2, 3, 7, 8, 4), truncated=True))
+        )
+        first = await chat(client, session, HELLO, logprobs=True, return_token_ids=True, top_logprobs=0)
+        assert first.status_code == 200
+        parsed = first.json()
+        assert parsed["prompt_token_ids"] == [1, 2, 3]
+        choice = parsed["choices"][0]
+        assert choice["token_ids"] == [7, 8]
+        assert [item["token"] for item in choice["logprobs"]["content"]] == ["token_id:7", "token_id:8"]
+        told = np.asarray([item["logprob"] for item in choice["logprobs"]["content"]], np.float32)
+        assert told.tobytes() == np.asarray(LOGPROBS, np.float32).tobytes()
+        assert choice["message"] == {"role": "assistant", "content": "hi"}
+        assert choice["finish_reason"] == "stop"
+        more = [*HELLO, {"role": "assistant", "content": "hi "}, {"role": "user", "content": "how are you?"}]
+        second = (await chat(client, session, more)).json()
+        assert second["choices"][0]["finish_reason"] == "length"
+        assert second["choices"][0]["logprobs"] is None
+        assert second["usage"] == {"prompt_tokens": 6, "completion_tokens": 2, "total_tokens": 8}
+        assert await telling == [(Message("user", "hello"),), (Message("user", "how are you?"),)]
 
 
-def test_a_request_sent_again_waits_for_the_same_turn_and_gets_it() -> None:
+async def test_a_request_sent_again_waits_for_the_same_turn_and_gets_it() -> None:
     """As clients do after a timeout or a lost connection: nothing is sampled twice."""
-
-    async def work() -> None:
-        async with serving() as (server, client):
-            session = server.sessions.open()
-            asking = [asyncio.ensure_future(chat(client, session, HELLO)) for _ in range(3)]
-            with pytest.raises(httpx.ReadTimeout):
-                await client.post(CHAT, headers=keyed(session), json={"model": "m", "messages": HELLO}, timeout=0.2)
-            assert await answered(session, turn("hi")) == [(Message("user", "hello"),)]
-            results = [(await item).json() for item in asking]
-            assert results[0] == results[1] == results[2] == (await chat(client, session, HELLO)).json()
-            assert not session.next_messages.done()
-
-    running(work())
+    async with serving() as (server, client):
+        session = server.sessions.open()
+        asking = [asyncio.ensure_future(chat(client, session, HELLO)) for _ in range(3)]
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post(CHAT, headers=keyed(session), json={"model": "m", "messages": HELLO}, timeout=0.2)
+        assert await answered(session, turn("hi")) == [(Message("user", "hello"),)]
+        results = [(await item).json() for item in asking]
+        assert results[0] == results[1] == results[2] == (await chat(client, session, HELLO)).json()
+        assert not session.next_messages.done()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_of_tools_are_read_from_what_the_model_says(stream: bool) -> None:
+async def test_calls_of_tools_are_read_from_what_the_model_says(stream: bool) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     text = 'Now.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ä"}}\n</tool_call>'
-
-    async def work() -> None:
-        async with serving() as (server, client):
-            session = server.sessions.open()
-            telling = asyncio.ensure_future(answered(session, turn(text), turn("3", before=(1, 2, 3, 7, 8, 4))))
-            response = await chat(client, session, HELLO, tools=tools, stream=stream)
-            if stream:
-                events = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
-                assert events[-1] == "[DONE]"
-                deltas = [json.loads(event)["choices"][0]["delta"] for event in events[:-1]]
-                (call,) = [call for delta in deltas for call in delta.get("tool_calls", ())]
-                content = "".join(delta.get("content", "") for delta in deltas)
-                assert json.loads(events[-2])["choices"][0]["finish_reason"] == "tool_calls"
-            else:
-                choice = response.json()["choices"][0]
-                assert choice["finish_reason"] == "tool_calls"
-                (call,), content = choice["message"]["tool_calls"], choice["message"]["content"]
-            assert content == "Now."
-            assert (call["type"], call["id"]) == ("function", "call_0_0")
-            assert call["function"]["name"] == "add"
-            assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": "ä"}
-            # A client may write the call in another way.
-            call["function"]["arguments"] = '{"b":"\\u00e4","a":1}'
-            past = [*HELLO, {"role": "assistant", "content": "Now.", "tool_calls": [call]}]
-            result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
-            second = await chat(client, session, [*past, result], tools=tools)
-            assert second.json()["choices"][0]["message"] == {"role": "assistant", "content": "3"}
-            first_said, then = await telling
-            assert json.loads(split_params(first_said)[0].tools) == tools
-            assert split_params(first_said)[1] == (Message("user", "hello"),)
-            assert then == (Message("tool", "3"),)
-
-    running(work())
+    async with serving() as (server, client):
+        session = server.sessions.open()
+        telling = asyncio.ensure_future(answered(session, turn(text), turn("3", before=(1, 2, 3, 7, 8, 4))))
+        response = await chat(client, session, HELLO, tools=tools, stream=stream)
+        if stream:
+            events = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+            assert events[-1] == "[DONE]"
+            deltas = [json.loads(event)["choices"][0]["delta"] for event in events[:-1]]
+            (call,) = [call for delta in deltas for call in delta.get("tool_calls", ())]
+            content = "".join(delta.get("content", "") for delta in deltas)
+            assert json.loads(events[-2])["choices"][0]["finish_reason"] == "tool_calls"
+        else:
+            choice = response.json()["choices"][0]
+            assert choice["finish_reason"] == "tool_calls"
+            (call,), content = choice["message"]["tool_calls"], choice["message"]["content"]
+        assert content == "Now."
+        assert (call["type"], call["id"]) == ("function", "call_0_0")
+        assert call["function"]["name"] == "add"
+        assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": "ä"}
+        # A client may write the call in another way.
+        call["function"]["arguments"] = '{"b":"\\u00e4","a":1}'
+        past = [*HELLO, {"role": "assistant", "content": "Now.", "tool_calls": [call]}]
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+        second = await chat(client, session, [*past, result], tools=tools)
+        assert second.json()["choices"][0]["message"] == {"role": "assistant", "content": "3"}
+        first_said, then = await telling
+        assert json.loads(split_params(first_said)[0].tools) == tools
+        assert split_params(first_said)[1] == (Message("user", "hello"),)
+        assert then == (Message("tool", "3"),)
 
 
 def test_what_is_no_call_stays_text() -> None:
@@ -106,28 +95,25 @@ def test_what_is_no_call_stays_text() -> None:
     assert parse_tool_calls("none") == ("none", ())
 
 
-def test_token_ids_in_give_token_ids_out_and_go_on_exactly() -> None:
-    async def work() -> None:
-        async with serving(changed_past="refuse") as (server, client):
-            session = server.sessions.open()
+async def test_token_ids_in_give_token_ids_out_and_go_on_exactly() -> None:
+    async with serving(changed_past="refuse") as (server, client):
+        session = server.sessions.open()
 
-            async def generate(ids: list[int]) -> httpx.Response:
-                params = {"logprobs": 1, "stop_token_ids": [9], "skip_special_tokens": False}
-                body = {"model": "m", "token_ids": ids, "sampling_params": params, "cache_salt": "0"}
-                return await client.post(GENERATE, headers=keyed(session), json=body)
+        async def generate(ids: list[int]) -> httpx.Response:
+            params = {"logprobs": 1, "stop_token_ids": [9], "skip_special_tokens": False}
+            body = {"model": "m", "token_ids": ids, "sampling_params": params, "cache_salt": "0"}
+            return await client.post(GENERATE, headers=keyed(session), json=body)
 
-            telling = asyncio.ensure_future(answered(session, turn(""), turn("", before=(1, 2, 3, 7, 8, 4))))
-            first = (await generate([1, 2, 3])).json()
-            assert first["prompt_token_ids"] == [1, 2, 3]
-            assert first["choices"][0]["token_ids"] == [7, 8]
-            assert first["choices"][0]["logprobs"]["content"][0]["token"] == "token_id:7"
-            changed = await generate([1, 2, 3, 7, 9, 4])
-            assert changed.status_code == 400
-            assert "differ from the 5 so far from position 4 on" in changed.json()["error"]["message"]
-            assert (await generate([1, 2, 3, 7, 8, 4])).status_code == 200
-            assert [split_params(item)[0].token_ids for item in await telling] == [(1, 2, 3), (4,)]
-
-    running(work())
+        telling = asyncio.ensure_future(answered(session, turn(""), turn("", before=(1, 2, 3, 7, 8, 4))))
+        first = (await generate([1, 2, 3])).json()
+        assert first["prompt_token_ids"] == [1, 2, 3]
+        assert first["choices"][0]["token_ids"] == [7, 8]
+        assert first["choices"][0]["logprobs"]["content"][0]["token"] == "token_id:7"
+        changed = await generate([1, 2, 3, 7, 9, 4])
+        assert changed.status_code == 400
+        assert "differ from the 5 so far from position 4 on" in changed.json()["error"]["message"]
+        assert (await generate([1, 2, 3, 7, 8, 4])).status_code == 200
+        assert [split_params(item)[0].token_ids for item in await telling] == [(1, 2, 3), (4,)]
 
 
 CHANGED: dict[str, tuple[list[Any], str]] = {
@@ -148,23 +134,19 @@ CHANGED: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_a_changed_past_is_refused_and_changes_nothing(name: str) -> None:
+async def test_a_changed_past_is_refused_and_changes_nothing(name: str) -> None:
     messages, why = CHANGED[name]
-
-    async def work() -> None:
-        async with serving(changed_past="refuse") as (server, client):
-            session = server.sessions.open()
-            telling = asyncio.ensure_future(answered(session, turn("hi"), turn("well", before=(1, 2, 3, 7, 8, 4))))
-            assert (await chat(client, session, HELLO)).status_code == 200
-            refused = await chat(client, session, messages)
-            assert refused.status_code == 400
-            assert refused.json()["error"]["code"] == "changed_past"
-            assert refused.json()["error"]["message"].startswith(why)
-            right = [*HELLO, {"role": "assistant", "content": "hi"}, *HELLO]
-            assert (await chat(client, session, right)).json()["choices"][0]["message"]["content"] == "well"
-            await telling
-
-    running(work())
+    async with serving(changed_past="refuse") as (server, client):
+        session = server.sessions.open()
+        telling = asyncio.ensure_future(answered(session, turn("hi"), turn("well", before=(1, 2, 3, 7, 8, 4))))
+        assert (await chat(client, session, HELLO)).status_code == 200
+        refused = await chat(client, session, messages)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "changed_past"
+        assert refused.json()["error"]["message"].startswith(why)
+        right = [*HELLO, {"role": "assistant", "content": "hi"}, *HELLO]
+        assert (await chat(client, session, right)).json()["choices"][0]["message"]["content"] == "well"
+        await telling
 
 
 def said_by(role: str, text: str) -> dict[str, str]:
@@ -194,157 +176,131 @@ BRANCHES: dict[str, tuple[list[Any], int, tuple[Message, ...]]] = {
 
 
 @pytest.mark.parametrize("name", BRANCHES)
-def test_a_changed_past_begins_a_branch_after_the_turn_that_it_agrees_with(name: str) -> None:
+async def test_a_changed_past_begins_a_branch_after_the_turn_that_it_agrees_with(name: str) -> None:
     messages, after, told = BRANCHES[name]
-
-    async def work() -> None:
-        async with serving() as (server, client):
-            session = server.sessions.open()
-            turns = turn("hi"), turn("ho! ", before=(1, 2, 3, 7, 8, 4)), turn("so", before=(9,))
-            telling = asyncio.ensure_future(answered(session, *turns))
-            assert (await chat(client, session, HELLO)).status_code == 200
-            requests = [item | {"content": "ho!"} if item == HO else item for item in [*HELLO, HI, ONE]]
-            assert (await chat(client, session, requests)).status_code == 200
-            requests = [item | {"content": "ho!"} if item == HO else item for item in messages]
-            assert (await chat(client, session, requests)).json()["choices"][0]["message"]["content"] == "so"
-            directions, shown = split_params((await telling)[-1])
-            assert directions.after_turn == (None if after < 0 else after)
-            assert tuple(m._replace(content=m.content.strip()) for m in shown if isinstance(m, Message)) == told
-
-    running(work())
+    async with serving() as (server, client):
+        session = server.sessions.open()
+        turns = turn("hi"), turn("ho! ", before=(1, 2, 3, 7, 8, 4)), turn("so", before=(9,))
+        telling = asyncio.ensure_future(answered(session, *turns))
+        assert (await chat(client, session, HELLO)).status_code == 200
+        requests = [item | {"content": "ho!"} if item == HO else item for item in [*HELLO, HI, ONE]]
+        assert (await chat(client, session, requests)).status_code == 200
+        requests = [item | {"content": "ho!"} if item == HO else item for item in messages]
+        assert (await chat(client, session, requests)).json()["choices"][0]["message"]["content"] == "so"
+        directions, shown = split_params((await telling)[-1])
+        assert directions.after_turn == (None if after < 0 else after)
+        assert tuple(m._replace(content=m.content.strip()) for m in shown if isinstance(m, Message)) == told
 
 
-def test_other_tools_and_other_token_ids_begin_a_branch_too() -> None:
+async def test_other_tools_and_other_token_ids_begin_a_branch_too() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
-
-    async def work() -> None:
-        async with serving() as (server, client):
-            session = server.sessions.open()
-            telling = asyncio.ensure_future(answered(session, turn("hi"), turn("ho")))
-            await chat(client, session, HELLO)
-            assert (await chat(client, session, [*HELLO, HI, ONE], tools=tools)).status_code == 200
-            directions, shown = split_params((await telling)[-1])
-            assert (directions.after_turn, json.loads(directions.tools)) == (0, tools)
-            assert [m.content for m in shown if isinstance(m, Message)] == ["hello", "hi", "one"]
-            session = server.sessions.open()
-            telling = asyncio.ensure_future(answered(session, turn(""), turn(""), turn("")))
-            for ids in ([1, 2, 3], [1, 2, 9], [1, 2, 3, 7, 8, 5]):
-                body = {"model": "m", "token_ids": ids, "sampling_params": {"logprobs": 1}}
-                assert (await client.post(GENERATE, headers=keyed(session), json=body)).status_code == 200
-            results = [split_params(element)[0] for element in await telling]
-            assert [(item.after_turn, item.token_ids) for item in results] == [
-                (None, (1, 2, 3)), (0, (1, 2, 9)), (None, (5,)),
-            ]  # fmt: skip
-
-    running(work())
+    async with serving() as (server, client):
+        session = server.sessions.open()
+        telling = asyncio.ensure_future(answered(session, turn("hi"), turn("ho")))
+        await chat(client, session, HELLO)
+        assert (await chat(client, session, [*HELLO, HI, ONE], tools=tools)).status_code == 200
+        directions, shown = split_params((await telling)[-1])
+        assert (directions.after_turn, json.loads(directions.tools)) == (0, tools)
+        assert [m.content for m in shown if isinstance(m, Message)] == ["hello", "hi", "one"]
+        session = server.sessions.open()
+        telling = asyncio.ensure_future(answered(session, turn(""), turn(""), turn("")))
+        for ids in ([1, 2, 3], [1, 2, 9], [1, 2, 3, 7, 8, 5]):
+            body = {"model": "m", "token_ids": ids, "sampling_params": {"logprobs": 1}}
+            assert (await client.post(GENERATE, headers=keyed(session), json=body)).status_code == 200
+        results = [split_params(element)[0] for element in await telling]
+        assert [(item.after_turn, item.token_ids) for item in results] == [
+            (None, (1, 2, 3)), (0, (1, 2, 9)), (None, (5,)),
+        ]  # fmt: skip
 
 
-def test_requests_side_by_side_have_their_turns_one_after_the_other() -> None:
-    async def work() -> None:
-        async with serving() as (server, client):
-            session = server.sessions.open()
-            telling = asyncio.ensure_future(answered(session, turn("hi"), turn("a"), turn("b")))
-            await chat(client, session, HELLO)
-            requests = [asyncio.ensure_future(chat(client, session, [*HELLO, HI, item])) for item in (ONE, TWO)]
-            results = [(await item).json()["choices"][0]["message"]["content"] for item in requests]
-            assert sorted(results) == ["a", "b"]
-            assert sorted(element[-1].content for element in (await telling)[1:]) == ["one", "two"]
-
-    running(work())
+async def test_requests_side_by_side_have_their_turns_one_after_the_other() -> None:
+    async with serving() as (server, client):
+        session = server.sessions.open()
+        telling = asyncio.ensure_future(answered(session, turn("hi"), turn("a"), turn("b")))
+        await chat(client, session, HELLO)
+        requests = [asyncio.ensure_future(chat(client, session, [*HELLO, HI, item])) for item in (ONE, TWO)]
+        results = [(await item).json()["choices"][0]["message"]["content"] for item in requests]
+        assert sorted(results) == ["a", "b"]
+        assert sorted(element[-1].content for element in (await telling)[1:]) == ["one", "two"]
 
 
-def test_whoever_waits_for_the_turns_before_is_told_when_there_are_no_more() -> None:
-    async def work() -> None:
-        async with serving() as (server, client):
-            session = server.sessions.open()
-            requests = [asyncio.ensure_future(chat(client, session, [item])) for item in (ONE, TWO)]
-            await session.next_messages
-            while not session.waiting:
-                await asyncio.sleep(0.01)
-            server.sessions.close(session, "it is over")
-            assert [(await item).status_code for item in requests] == [410, 410]
-
-    running(work())
+async def test_whoever_waits_for_the_turns_before_is_told_when_there_are_no_more() -> None:
+    async with serving() as (server, client):
+        session = server.sessions.open()
+        requests = [asyncio.ensure_future(chat(client, session, [item])) for item in (ONE, TWO)]
+        await session.next_messages
+        while not session.waiting:
+            await asyncio.sleep(0.01)
+        server.sessions.close(session, "it is over")
+        assert [(await item).status_code for item in requests] == [410, 410]
 
 
 @pytest.mark.parametrize("changed_past", ["branch", "refuse"])
-def test_what_comes_after_an_auxiliary_turn_goes_on_from_what_came_before_it(changed_past: str) -> None:
-    async def work() -> None:
-        async with serving(changed_past=changed_past) as (server, client):
-            session = server.sessions.open()
-            first = await chat(client, session, HELLO, auxiliary=True)
-            assert (first.status_code, first.json()["error"]["code"]) == (400, "auxiliary_first")
-            telling = asyncio.ensure_future(answered(session, turn("hi"), turn("t"), turn("s"), turn("ho"), turn("so")))
-            await chat(client, session, HELLO)
-            title = await chat(client, session, [*HELLO, HI, said_by("user", "a title")], auxiliary=True)
-            assert title.json()["choices"][0]["message"]["content"] == "t"
-            headers = {**keyed(session), "X-Auxiliary": "1"}
-            beside = [said_by("system", "sum up"), TWO]
-            await client.post(CHAT, headers=headers, json={"model": "m", "messages": beside})
-            await chat(client, session, [*HELLO, HI, ONE])
-            await chat(client, session, [*HELLO, HI, ONE, HO, TWO])
-            results = [split_params(element)[0] for element in await telling]
-            assert [(item.after_turn, item.auxiliary) for item in results] == [
-                (None, False), (1, True), (0, True), (1, False), (None, False),
-            ]  # fmt: skip
-
-    running(work())
+async def test_what_comes_after_an_auxiliary_turn_goes_on_from_what_came_before_it(changed_past: str) -> None:
+    async with serving(changed_past=changed_past) as (server, client):
+        session = server.sessions.open()
+        first = await chat(client, session, HELLO, auxiliary=True)
+        assert (first.status_code, first.json()["error"]["code"]) == (400, "auxiliary_first")
+        telling = asyncio.ensure_future(answered(session, turn("hi"), turn("t"), turn("s"), turn("ho"), turn("so")))
+        await chat(client, session, HELLO)
+        title = await chat(client, session, [*HELLO, HI, said_by("user", "a title")], auxiliary=True)
+        assert title.json()["choices"][0]["message"]["content"] == "t"
+        headers = {**keyed(session), "X-Auxiliary": "1"}
+        beside = [said_by("system", "sum up"), TWO]
+        await client.post(CHAT, headers=headers, json={"model": "m", "messages": beside})
+        await chat(client, session, [*HELLO, HI, ONE])
+        await chat(client, session, [*HELLO, HI, ONE, HO, TWO])
+        results = [split_params(element)[0] for element in await telling]
+        assert [(item.after_turn, item.auxiliary) for item in results] == [
+            (None, False), (1, True), (0, True), (1, False), (None, False),
+        ]  # fmt: skip
 
 
-def test_sampling_parameters_are_overridden_or_refused_as_the_job_says() -> None:
+async def test_sampling_parameters_are_overridden_or_refused_as_the_job_says() -> None:
     requests = {"temperature": 0.2, "top_p": 0.9, "top_k": 20, "seed": 3, "presence_penalty": 0}
-
-    async def work() -> None:
-        async with serving() as (server, client):
-            session = server.sessions.open()
-            telling = asyncio.ensure_future(answered(session, turn("hi")))
-            parsed = (await chat(client, session, HELLO, **requests)).json()
-            assert parsed["overridden"] == {"temperature": 0.7, "top_p": 1, "top_k": -1, "seed": None}
-            await telling
-        async with serving(sampling="refuse") as (server, client):
-            session = server.sessions.open()
-            refused = await chat(client, session, HELLO, **requests)
-            assert refused.status_code == 400
-            assert refused.json()["error"]["message"].startswith(
-                "temperature, top_p, top_k, seed: the job samples with"
-            )
-            telling = asyncio.ensure_future(answered(session, turn("hi")))
-            parsed = (await chat(client, session, HELLO, temperature=0.7, top_p=1.0, top_k=-1, n=1)).json()
-            assert "overridden" not in parsed
-            await telling
-
-    running(work())
+    async with serving() as (server, client):
+        session = server.sessions.open()
+        telling = asyncio.ensure_future(answered(session, turn("hi")))
+        parsed = (await chat(client, session, HELLO, **requests)).json()
+        assert parsed["overridden"] == {"temperature": 0.7, "top_p": 1, "top_k": -1, "seed": None}
+        await telling
+    async with serving(sampling="refuse") as (server, client):
+        session = server.sessions.open()
+        refused = await chat(client, session, HELLO, **requests)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith("temperature, top_p, top_k, seed: the job samples with")
+        telling = asyncio.ensure_future(answered(session, turn("hi")))
+        parsed = (await chat(client, session, HELLO, temperature=0.7, top_p=1.0, top_k=-1, n=1)).json()
+        assert "overridden" not in parsed
+        await telling
 
 
-def test_a_key_is_its_session_alone_and_void_when_that_ends() -> None:
-    async def work() -> None:
-        async with serving() as (server, client):
-            mine, other = server.sessions.open(), server.sessions.open()
-            models = (await client.get("/v1/models", headers=keyed(mine))).json()
-            assert [model["id"] for model in models["data"]] == ["mine"]
-            assert (await client.get("/v1/models/mine", headers=keyed(mine))).json()["id"] == "mine"
-            body = {"model": "m", "messages": HELLO}
-            for headers, status in (
-                ({}, 401),
-                ({"Authorization": f"Bearer {mine.id}.wrong"}, 401),
-                ({"Authorization": f"Bearer {mine.id}.{other.key.partition('.')[2]}"}, 401),
-                ({"Authorization": "Bearer ä".encode("latin-1").decode("latin-1")}, 401),
-                ({**keyed(mine), "X-Session-ID": other.id}, 403),
-            ):
-                raw = {name: value.encode("latin-1") for name, value in headers.items()}
-                assert (await client.post(CHAT, json=body, headers=raw)).status_code == status
-            telling = asyncio.ensure_future(answered(mine, turn("hi")))
-            assert (await client.post(f"/session/{mine.key}{CHAT}", json=body)).status_code == 200
-            assert (await client.post(CHAT, json=body, headers={"X-Session-ID": mine.key})).status_code == 200
-            await telling
-            waiting = asyncio.ensure_future(chat(client, other, HELLO))
-            await other.next_messages
-            server.sessions.close(other)
-            assert (await waiting).status_code == 410
-            void = await chat(client, other, HELLO)
-            assert (void.status_code, void.json()["error"]["message"]) == (
-                410, "the episode has ended; its key is void",
-            )  # fmt: skip
-            assert (await chat(client, mine, HELLO)).status_code == 200
-
-    running(work())
+async def test_a_key_is_its_session_alone_and_void_when_that_ends() -> None:
+    async with serving() as (server, client):
+        mine, other = server.sessions.open(), server.sessions.open()
+        models = (await client.get("/v1/models", headers=keyed(mine))).json()
+        assert [model["id"] for model in models["data"]] == ["mine"]
+        assert (await client.get("/v1/models/mine", headers=keyed(mine))).json()["id"] == "mine"
+        body = {"model": "m", "messages": HELLO}
+        for headers, status in (
+            ({}, 401),
+            ({"Authorization": f"Bearer {mine.id}.wrong"}, 401),
+            ({"Authorization": f"Bearer {mine.id}.{other.key.partition('.')[2]}"}, 401),
+            ({"Authorization": "Bearer ä".encode("latin-1").decode("latin-1")}, 401),
+            ({**keyed(mine), "X-Session-ID": other.id}, 403),
+        ):
+            raw = {name: value.encode("latin-1") for name, value in headers.items()}
+            assert (await client.post(CHAT, json=body, headers=raw)).status_code == status
+        telling = asyncio.ensure_future(answered(mine, turn("hi")))
+        assert (await client.post(f"/session/{mine.key}{CHAT}", json=body)).status_code == 200
+        assert (await client.post(CHAT, json=body, headers={"X-Session-ID": mine.key})).status_code == 200
+        await telling
+        waiting = asyncio.ensure_future(chat(client, other, HELLO))
+        await other.next_messages
+        server.sessions.close(other)
+        assert (await waiting).status_code == 410
+        void = await chat(client, other, HELLO)
+        assert (void.status_code, void.json()["error"]["message"]) == (
+            410, "the episode has ended; its key is void",
+        )  # fmt: skip
+        assert (await chat(client, mine, HELLO)).status_code == 200

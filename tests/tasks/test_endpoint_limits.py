@@ -13,7 +13,7 @@ from staleflow.tasks.endpoint.replies import TurnReply
 from staleflow.tasks.endpoint.requests import ChatRequest
 from staleflow.tasks.endpoint.server import EndpointServer, listening_socket
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
-from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, chat, keyed, raw, running, serving, turn
+from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, chat, keyed, raw, serving, turn
 
 
 class NeverAnswers:
@@ -52,180 +52,152 @@ def request(key: str) -> bytes:
     return head.encode() + body
 
 
-def test_an_answer_is_not_held_back_until_the_client_acknowledges_its_head() -> None:
+async def test_an_answer_is_not_held_back_until_the_client_acknowledges_its_head() -> None:
     """Without TCP_NODELAY each answer whose head and body are written one after the other is 40 ms late: the kernel
     keeps the body until the head is acknowledged, and clients delay that."""
+    accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    async def work() -> None:
-        accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-        def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            one: socket.socket = writer.get_extra_info("socket")
-            accepted.set_result(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-            writer.close()
-
-        listening = listening_socket("127.0.0.1", 0)
-        async with await asyncio.start_server(connected, sock=listening):
-            _, writer = await asyncio.open_connection(*listening.getsockname())
-            assert await accepted != 0
-            writer.close()
-
-    asyncio.run(work())
-
-
-def test_a_client_that_leaves_has_its_request_cancelled() -> None:
-    async def work() -> None:
-        policy = NeverAnswers()
-        server = EndpointServer(EndpointSettings(), policy)
-        await server.start()
-        _, writer = await asyncio.open_connection(*address(server))
-        writer.write(request("any"))
-        await policy.next_messages.wait()
+    def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        one: socket.socket = writer.get_extra_info("socket")
+        accepted.set_result(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         writer.close()
-        await policy.cancelled.wait()
-        await server.stop()
 
-    running(work())
+    listening = listening_socket("127.0.0.1", 0)
+    async with await asyncio.start_server(connected, sock=listening):
+        _, writer = await asyncio.open_connection(*listening.getsockname())
+        assert await accepted != 0
+        writer.close()
 
 
-def test_a_session_whose_client_left_gets_its_turn_when_it_asks_again() -> None:
-    async def work() -> None:
-        async with serving(max_requests=1) as (server, client):
-            session = server.sessions.open()
-            _, writer = await asyncio.open_connection(*address(server))
-            writer.write(request(session.key))
-            await session.next_messages
-            writer.close()
-            while (await client.get("/v1/models", headers=keyed(session))).status_code == 429:
-                await asyncio.sleep(0.01)  # until the endpoint has noticed
+async def test_a_client_that_leaves_has_its_request_cancelled() -> None:
+    policy = NeverAnswers()
+    server = EndpointServer(EndpointSettings(), policy)
+    await server.start()
+    _, writer = await asyncio.open_connection(*address(server))
+    writer.write(request("any"))
+    await policy.next_messages.wait()
+    writer.close()
+    await policy.cancelled.wait()
+    await server.stop()
+
+
+async def test_a_session_whose_client_left_gets_its_turn_when_it_asks_again() -> None:
+    async with serving(max_requests=1) as (server, client):
+        session = server.sessions.open()
+        _, writer = await asyncio.open_connection(*address(server))
+        writer.write(request(session.key))
+        await session.next_messages
+        writer.close()
+        while (await client.get("/v1/models", headers=keyed(session))).status_code == 429:
+            await asyncio.sleep(0.01)  # until the endpoint has noticed
+        session.answer(turn("hi"))
+        result = await chat(client, session, HELLO)
+        assert result.json()["choices"][0]["message"]["content"] == "hi"
+        assert not session.next_messages.done()
+
+
+async def test_more_sessions_than_requests_may_be_in_flight_wait_for_their_turns() -> None:
+    async with serving(max_requests=2) as (server, client):
+        sessions = [server.sessions.open() for _ in range(9)]
+        waiting = [asyncio.ensure_future(chat(client, session, HELLO)) for session in sessions]
+        await asyncio.gather(*(session.next_messages for session in sessions))
+        assert (await client.get("/v1/models", headers=keyed(sessions[0]))).status_code == 429
+        assert (await client.get("/health")).status_code == 200
+        assert "staleflow_endpoint_in_flight 9.0" in (await client.get("/metrics")).text
+        for session in sessions:
             session.answer(turn("hi"))
-            result = await chat(client, session, HELLO)
-            assert result.json()["choices"][0]["message"]["content"] == "hi"
-            assert not session.next_messages.done()
-
-    running(work())
+        assert [(await item).status_code for item in waiting] == [200] * 9
 
 
-def test_more_sessions_than_requests_may_be_in_flight_wait_for_their_turns() -> None:
-    async def work() -> None:
-        async with serving(max_requests=2) as (server, client):
-            sessions = [server.sessions.open() for _ in range(9)]
-            waiting = [asyncio.ensure_future(chat(client, session, HELLO)) for session in sessions]
-            await asyncio.gather(*(session.next_messages for session in sessions))
-            assert (await client.get("/v1/models", headers=keyed(sessions[0]))).status_code == 429
-            assert (await client.get("/health")).status_code == 200
-            assert "staleflow_endpoint_in_flight 9.0" in (await client.get("/metrics")).text
-            for session in sessions:
-                session.answer(turn("hi"))
-            assert [(await item).status_code for item in waiting] == [200] * 9
+async def test_what_one_session_sends_takes_bounded_memory_and_disturbs_no_other() -> None:
+    long = [[{"role": "user", "content": f"{number}{'x' * 7000}"}] for number in range(120)]
+    async with serving(max_session_kib=32, max_body_kib=64) as (server, client):
+        greedy, modest = server.sessions.open(), server.sessions.open()
 
-    running(work())
+        async def fill() -> list[asyncio.Task[httpx.Response]]:
+            """Requests that wait, once there is no room for another."""
+            waiting: list[asyncio.Task[httpx.Response]] = []
+            for messages in long:
+                asking = asyncio.ensure_future(chat(client, greedy, messages))
+                while not asking.done() and greedy.waiting + greedy.next_messages.done() == len(waiting):
+                    await asyncio.sleep(0)
+                if asking.done():
+                    result = asking.result()
+                    assert (result.status_code, result.headers["Retry-After"]) == (429, "1")
+                    assert "endpoint.max_session_kib = 32" in result.json()["error"]["message"]
+                    return waiting
+                waiting.append(asking)
+            raise AssertionError("all of them wait")
 
-
-def test_what_one_session_sends_takes_bounded_memory_and_disturbs_no_other() -> None:
-    async def work() -> None:
-        long = [[{"role": "user", "content": f"{number}{'x' * 7000}"}] for number in range(120)]
-        async with serving(max_session_kib=32, max_body_kib=64) as (server, client):
-            greedy, modest = server.sessions.open(), server.sessions.open()
-
-            async def fill() -> list[asyncio.Task[httpx.Response]]:
-                """Requests that wait, once there is no room for another."""
-                waiting: list[asyncio.Task[httpx.Response]] = []
-                for messages in long:
-                    asking = asyncio.ensure_future(chat(client, greedy, messages))
-                    while not asking.done() and greedy.waiting + greedy.next_messages.done() == len(waiting):
-                        await asyncio.sleep(0)
-                    if asking.done():
-                        result = asking.result()
-                        assert (result.status_code, result.headers["Retry-After"]) == (429, "1")
-                        assert "endpoint.max_session_kib = 32" in result.json()["error"]["message"]
-                        return waiting
-                    waiting.append(asking)
-                raise AssertionError("all of them wait")
-
-            waiting = await fill()
-            assert len(waiting) == 4
-            chunk = b"%x\r\n%s\r\n" % (9000, b"x" * 9000)
-            head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {greedy.key}\r\n"
-            assert b" 429 " in await raw(server, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk)
-            other = asyncio.ensure_future(chat(client, modest, [{"role": "user", "content": "x" * 50_000}]))
-            await modest.next_messages
-            modest.answer(turn("hi"))
-            assert (await other).status_code == 200, "one alone may be larger"
-            # Requests whose clients have gone wait on, and count on.
-            for item in waiting:
-                item.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-            while "in_flight 0.0" not in (await client.get("/metrics")).text:
-                await asyncio.sleep(0.01)
-            assert (await chat(client, greedy, long[5])).status_code == 429
-            for number in range(4):
-                await greedy.next_messages
-                greedy.answer(turn(str(number)))
-            while greedy.pending_bytes:
-                await asyncio.sleep(0)
-            assert greedy.waiting == 0
-            assert len(await fill()) == 4
-            server.sessions.close(greedy)
-            while "in_flight 0.0" not in (await client.get("/metrics")).text:
-                await asyncio.sleep(0.01)
-            while greedy.pending_bytes:
-                await asyncio.sleep(0)
-
-    running(work())
+        waiting = await fill()
+        assert len(waiting) == 4
+        chunk = b"%x\r\n%s\r\n" % (9000, b"x" * 9000)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {greedy.key}\r\n"
+        assert b" 429 " in await raw(server, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk)
+        other = asyncio.ensure_future(chat(client, modest, [{"role": "user", "content": "x" * 50_000}]))
+        await modest.next_messages
+        modest.answer(turn("hi"))
+        assert (await other).status_code == 200, "one alone may be larger"
+        # Requests whose clients have gone wait on, and count on.
+        for item in waiting:
+            item.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        while "in_flight 0.0" not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.01)
+        assert (await chat(client, greedy, long[5])).status_code == 429
+        for number in range(4):
+            await greedy.next_messages
+            greedy.answer(turn(str(number)))
+        while greedy.pending_bytes:
+            await asyncio.sleep(0)
+        assert greedy.waiting == 0
+        assert len(await fill()) == 4
+        server.sessions.close(greedy)
+        while "in_flight 0.0" not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.01)
+        while greedy.pending_bytes:
+            await asyncio.sleep(0)
 
 
-def test_requests_for_health_and_metrics_are_not_counted() -> None:
-    async def work() -> None:
-        async with serving() as (_, client):
-            for path in ("/health", "/metrics", "/v1/models"):
-                await client.get(path)
-            counts = [line for line in (await client.get("/metrics")).text.splitlines() if "requests_total{" in line]
-            assert counts == ['staleflow_endpoint_requests_total{status="401"} 1.0']
-
-    running(work())
+async def test_requests_for_health_and_metrics_are_not_counted() -> None:
+    async with serving() as (_, client):
+        for path in ("/health", "/metrics", "/v1/models"):
+            await client.get(path)
+        counts = [line for line in (await client.get("/metrics")).text.splitlines() if "requests_total{" in line]
+        assert counts == ['staleflow_endpoint_requests_total{status="401"} 1.0']
 
 
 @pytest.mark.parametrize("data", [b"", b"GET /v1/mod", b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Slow: "])
-def test_a_head_that_never_ends_is_refused(data: bytes) -> None:
-    async def work() -> None:
-        async with serving(body_s=0.2) as (server, _):
-            result = await raw(server, data)
-            assert b" 408 " in result
-            assert b"took longer than endpoint.body_s = 0.2 s" in result
-
-    running(work())
+async def test_a_head_that_never_ends_is_refused(data: bytes) -> None:
+    async with serving(body_s=0.2) as (server, _):
+        result = await raw(server, data)
+        assert b" 408 " in result
+        assert b"took longer than endpoint.body_s = 0.2 s" in result
 
 
-def test_a_second_head_that_never_ends_is_refused_too_and_an_idle_connection_is_not() -> None:
-    async def work() -> None:
-        async with serving(body_s=0.2) as (server, _):
-            reader, writer = await asyncio.open_connection(*address(server))
-            for _ in range(2):
-                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-                assert b" 200 " in await reader.readuntil(b'{"status":"ok"}')
-                await asyncio.sleep(0.4)
-            writer.write(b"GET /hea")
-            assert b" 408 " in await reader.read()
+async def test_a_second_head_that_never_ends_is_refused_too_and_an_idle_connection_is_not() -> None:
+    async with serving(body_s=0.2) as (server, _):
+        reader, writer = await asyncio.open_connection(*address(server))
+        for _ in range(2):
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 " in await reader.readuntil(b'{"status":"ok"}')
+            await asyncio.sleep(0.4)
+        writer.write(b"GET /hea")
+        assert b" 408 " in await reader.read()
+        writer.close()
+
+
+async def test_connections_beyond_the_limit_are_told_to_try_again() -> None:
+    async with serving(max_connections=2) as (server, client):
+        values = [await asyncio.open_connection(*address(server)) for _ in range(2)]
+        result = await raw(server, b"")
+        assert result.startswith(b"HTTP/1.1 503 ")
+        assert b"\r\nRetry-After: 1\r\n" in result
+        for _, writer in values:
             writer.close()
-
-    running(work())
-
-
-def test_connections_beyond_the_limit_are_told_to_try_again() -> None:
-    async def work() -> None:
-        async with serving(max_connections=2) as (server, client):
-            values = [await asyncio.open_connection(*address(server)) for _ in range(2)]
-            result = await raw(server, b"")
-            assert result.startswith(b"HTTP/1.1 503 ")
-            assert b"\r\nRetry-After: 1\r\n" in result
-            for _, writer in values:
-                writer.close()
-                await writer.wait_closed()
-            await asyncio.sleep(0.05)
-            assert (await client.get("/health")).status_code == 200
-
-    running(work())
+            await writer.wait_closed()
+        await asyncio.sleep(0.05)
+        assert (await client.get("/health")).status_code == 200
 
 
 @pytest.mark.parametrize("size", [100, 300_000])
@@ -253,18 +225,15 @@ def test_a_client_that_is_still_sending_reads_why_it_found_no_place(size: int) -
     asyncio.run(work())
 
 
-def test_token_ids_beyond_the_vocabulary_are_refused_at_the_door() -> None:
-    async def work() -> None:
-        server = EndpointServer(EndpointSettings(vocabulary=300))
-        await server.start()
-        session = server.sessions.open()
-        async with httpx.AsyncClient(base_url=server.base_url.removesuffix("/v1")) as client:
-            body = {"model": "m", "token_ids": [1, 300], "sampling_params": {"logprobs": 1}}
-            result = await client.post(GENERATE, headers=keyed(session), json=body)
-            assert result.status_code == 400
-            why = "token_ids has 300, where the model's vocabulary has 300 tokens"
-            assert result.json()["error"]["message"] == why
-            assert not session.next_messages.done()
-        await server.stop()
-
-    running(work())
+async def test_token_ids_beyond_the_vocabulary_are_refused_at_the_door() -> None:
+    server = EndpointServer(EndpointSettings(vocabulary=300))
+    await server.start()
+    session = server.sessions.open()
+    async with httpx.AsyncClient(base_url=server.base_url.removesuffix("/v1")) as client:
+        body = {"model": "m", "token_ids": [1, 300], "sampling_params": {"logprobs": 1}}
+        result = await client.post(GENERATE, headers=keyed(session), json=body)
+        assert result.status_code == 400
+        why = "token_ids has 300, where the model's vocabulary has 300 tokens"
+        assert result.json()["error"]["message"] == why
+        assert not session.next_messages.done()
+    await server.stop()

@@ -19,7 +19,7 @@ from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.endpoint.sessions import AgentSession, Sessions
 from staleflow.tasks.episodes.episode_host import EpisodeSettings
 from staleflow.tasks.settings.endpoint_settings import EndpointConfig, EndpointSettings
-from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, chat, keyed, raw, running, serving, turn
+from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, chat, keyed, raw, serving, turn
 
 LIMITED = {"model": "m", "messages": HELLO}
 PARAMS = {"logprobs": 1}
@@ -75,59 +75,52 @@ MALFORMED: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_malformed_requests_get_a_line_each_and_disturb_nobody() -> None:
+async def test_malformed_requests_get_a_line_each_and_disturb_nobody() -> None:
     assert len(MALFORMED) >= 50
-
-    async def work() -> None:
-        async with serving() as (server, client):
-            session, other = server.sessions.open(), server.sessions.open()
-            waiting = asyncio.ensure_future(chat(client, other, HELLO))
-            await other.next_messages
-            for path, body in MALFORMED:
-                content = body if isinstance(body, bytes) else json.dumps(body).encode()
-                result = await client.post(path, headers=keyed(session), content=content)
-                assert 400 <= result.status_code < 500, (body, result.text)
-                message = result.json()["error"]["message"]
-                assert message
-                assert "\n" not in message
-                assert len(message) < 300
-                assert "Traceback" not in result.text
-            assert not session.next_messages.done()
-            for method, path in (("GET", CHAT), ("DELETE", "/v1/models"), ("POST", "/v1/embeddings"), ("GET", "/")):
-                assert (await client.request(method, path)).status_code in (404, 405)
-            other.answer(turn("hi"))
-            assert (await waiting).status_code == 200
-
-    running(work())
+    async with serving() as (server, client):
+        session, other = server.sessions.open(), server.sessions.open()
+        waiting = asyncio.ensure_future(chat(client, other, HELLO))
+        await other.next_messages
+        for path, body in MALFORMED:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            result = await client.post(path, headers=keyed(session), content=content)
+            assert 400 <= result.status_code < 500, (body, result.text)
+            message = result.json()["error"]["message"]
+            assert message
+            assert "\n" not in message
+            assert len(message) < 300
+            assert "Traceback" not in result.text
+        assert not session.next_messages.done()
+        for method, path in (("GET", CHAT), ("DELETE", "/v1/models"), ("POST", "/v1/embeddings"), ("GET", "/")):
+            assert (await client.request(method, path)).status_code in (404, 405)
+        other.answer(turn("hi"))
+        assert (await waiting).status_code == 200
 
 
-def test_long_and_slow_bodies_and_too_many_requests_are_refused() -> None:
-    async def work() -> None:
-        async with serving(max_body_kib=4, body_s=0.3, max_requests=2) as (server, client):
-            session, other = server.sessions.open(), server.sessions.open()
-            long = [{"role": "user", "content": "x" * 5000}]
-            result = await chat(client, session, long)
-            assert (result.status_code, result.json()["error"]["message"]) == (
-                413, "the body is longer than endpoint.max_body_kib = 4",
-            )  # fmt: skip
-            head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
-            chunk = b"%x\r\n%s\r\n" % (3000, b"x" * 3000)
-            assert b" 413 " in await raw(server, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 2)
-            assert b" 408 " in await raw(server, f"{head}Content-Length: 100\r\n\r\n{{".encode())
-            assert b" 400 " in await raw(server, b"nonsense\r\n\r\n")
-            waiting = [asyncio.ensure_future(chat(client, item, HELLO)) for item in (session, other)]
-            await asyncio.gather(session.next_messages, other.next_messages)
-            busy = await client.get("/v1/models", headers=keyed(session))
-            assert (busy.status_code, busy.headers["Retry-After"]) == (429, "1")
-            for item in (session, other):
-                item.answer(turn("hi"))
-            assert [(await item).status_code for item in waiting] == [200, 200]
-            metrics = (await client.get("/metrics")).text
-            assert 'staleflow_endpoint_requests_total{status="429"} 1.0' in metrics
-            assert "staleflow_endpoint_sessions 2.0" in metrics
-            assert (await client.get("/health")).json() == {"status": "ok"}
-
-    running(work())
+async def test_long_and_slow_bodies_and_too_many_requests_are_refused() -> None:
+    async with serving(max_body_kib=4, body_s=0.3, max_requests=2) as (server, client):
+        session, other = server.sessions.open(), server.sessions.open()
+        long = [{"role": "user", "content": "x" * 5000}]
+        result = await chat(client, session, long)
+        assert (result.status_code, result.json()["error"]["message"]) == (
+            413, "the body is longer than endpoint.max_body_kib = 4",
+        )  # fmt: skip
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
+        chunk = b"%x\r\n%s\r\n" % (3000, b"x" * 3000)
+        assert b" 413 " in await raw(server, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 2)
+        assert b" 408 " in await raw(server, f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        assert b" 400 " in await raw(server, b"nonsense\r\n\r\n")
+        waiting = [asyncio.ensure_future(chat(client, item, HELLO)) for item in (session, other)]
+        await asyncio.gather(session.next_messages, other.next_messages)
+        busy = await client.get("/v1/models", headers=keyed(session))
+        assert (busy.status_code, busy.headers["Retry-After"]) == (429, "1")
+        for item in (session, other):
+            item.answer(turn("hi"))
+        assert [(await item).status_code for item in waiting] == [200, 200]
+        metrics = (await client.get("/metrics")).text
+        assert 'staleflow_endpoint_requests_total{status="429"} 1.0' in metrics
+        assert "staleflow_endpoint_sessions 2.0" in metrics
+        assert (await client.get("/health")).json() == {"status": "ok"}
 
 
 @pytest.mark.parametrize("data", [
@@ -142,109 +135,89 @@ def test_long_and_slow_bodies_and_too_many_requests_are_refused() -> None:
     b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
     b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nnonsense\r\n\r\n",
 ])  # fmt: skip
-def test_what_is_no_http_is_answered_with_a_line_as_json_too(data: bytes) -> None:
-    async def work() -> None:
-        async with serving() as (server, client):
-            session = server.sessions.open()
-            result = await raw(server, data.replace(b"%KEY", session.key.encode()), wait_s=20.0)
-            *_, head, body = result.split(b"\r\n\r\n")
-            assert b"HTTP/1.1 400 " in head
-            assert b"Content-Type: application/json" in head
-            error = json.loads(body)["error"]
-            assert (error["code"], "\n" in error["message"]) == ("invalid_http", False)
-            assert (await client.get("/health")).status_code == 200
-            assert "in_flight 0.0" in (await client.get("/metrics")).text
-
-    running(work())
+async def test_what_is_no_http_is_answered_with_a_line_as_json_too(data: bytes) -> None:
+    async with serving() as (server, client):
+        session = server.sessions.open()
+        result = await raw(server, data.replace(b"%KEY", session.key.encode()), wait_s=20.0)
+        *_, head, body = result.split(b"\r\n\r\n")
+        assert b"HTTP/1.1 400 " in head
+        assert b"Content-Type: application/json" in head
+        error = json.loads(body)["error"]
+        assert (error["code"], "\n" in error["message"]) == ("invalid_http", False)
+        assert (await client.get("/health")).status_code == 200
+        assert "in_flight 0.0" in (await client.get("/metrics")).text
 
 
-def test_a_late_request_to_an_ended_episode_is_told_that_it_has_ended() -> None:
-    async def work() -> None:
-        async with serving() as (server, client):
-            session = server.sessions.open()
-            waiting = asyncio.ensure_future(chat(client, session, HELLO))
-            await session.next_messages
-            session.answer(turn("hi"))
-            assert (await waiting).status_code == 200
-            server.sessions.close(session)
-            late = [
-                await chat(client, session, HELLO),
-                await client.get("/v1/models", headers=keyed(session)),
-                await client.get(f"/session/{session.key}/v1/models"),
-                await client.post(GENERATE, headers={"X-Session-ID": session.key}, content=b"nonsense"),
-            ]
-            assert [(item.status_code, item.json()["error"]["code"]) for item in late] == [(410, "session_ended")] * 4
-
-    running(work())
+async def test_a_late_request_to_an_ended_episode_is_told_that_it_has_ended() -> None:
+    async with serving() as (server, client):
+        session = server.sessions.open()
+        waiting = asyncio.ensure_future(chat(client, session, HELLO))
+        await session.next_messages
+        session.answer(turn("hi"))
+        assert (await waiting).status_code == 200
+        server.sessions.close(session)
+        late = [
+            await chat(client, session, HELLO),
+            await client.get("/v1/models", headers=keyed(session)),
+            await client.get(f"/session/{session.key}/v1/models"),
+            await client.post(GENERATE, headers={"X-Session-ID": session.key}, content=b"nonsense"),
+        ]
+        assert [(item.status_code, item.json()["error"]["code"]) for item in late] == [(410, "session_ended")] * 4
 
 
-def test_an_error_of_ours_shows_a_client_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_of_ours_shows_a_client_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fails(self: AgentSession, request: object) -> None:
         raise RuntimeError("a secret of ours")
 
     monkeypatch.setattr(AgentSession, "ask", fails)
-
-    async def work() -> None:
-        async with serving() as (server, client):
-            result = await chat(client, server.sessions.open(), HELLO)
-            assert result.status_code == 500
-            assert "secret" not in result.text
-
-    running(work())
+    async with serving() as (server, client):
+        result = await chat(client, server.sessions.open(), HELLO)
+        assert result.status_code == 500
+        assert "secret" not in result.text
 
 
-def test_a_stopping_endpoint_has_clients_try_again() -> None:
-    async def work() -> None:
-        async with serving() as (server, client):
-            stopping = asyncio.ensure_future(server.stop())
-            await asyncio.sleep(0)
-            try:
-                result = await client.get("/v1/models", headers=keyed(server.sessions.open()))
-                assert (result.status_code, result.headers["Retry-After"]) == (503, "1")
-            except httpx.ConnectError:  # it no longer listens, which clients take alike
-                pass
-            await stopping
-
-    running(work())
+async def test_a_stopping_endpoint_has_clients_try_again() -> None:
+    async with serving() as (server, client):
+        stopping = asyncio.ensure_future(server.stop())
+        await asyncio.sleep(0)
+        try:
+            result = await client.get("/v1/models", headers=keyed(server.sessions.open()))
+            assert (result.status_code, result.headers["Retry-After"]) == (503, "1")
+        except httpx.ConnectError:  # it no longer listens, which clients take alike
+            pass
+        await stopping
 
 
-def test_an_address_that_cannot_be_used_is_named() -> None:
-    async def work() -> None:
-        async with serving() as (server, _):
-            port = int(server.base_url.removesuffix("/v1").rpartition(":")[2])
-            taken = EndpointServer(EndpointSettings(config=EndpointConfig(port=port)))
-            with pytest.raises(ConfigError, match=f"endpoint.port = {port}: cannot be listened on"):
-                await taken.start()
-
-    running(work())
+async def test_an_address_that_cannot_be_used_is_named() -> None:
+    async with serving() as (server, _):
+        port = int(server.base_url.removesuffix("/v1").rpartition(":")[2])
+        taken = EndpointServer(EndpointSettings(config=EndpointConfig(port=port)))
+        with pytest.raises(ConfigError, match=f"endpoint.port = {port}: cannot be listened on"):
+            await taken.start()
 
 
-def test_with_a_certificate_it_speaks_https(tmp_path: Path) -> None:
+async def test_with_a_certificate_it_speaks_https(tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
          "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
         check=True, capture_output=True,
     )  # fmt: skip
-
-    async def work() -> None:
-        server = EndpointServer(EndpointSettings(config=EndpointConfig(tls_cert=str(cert), tls_key=str(key))))
-        await server.start()
-        try:
-            assert server.base_url.startswith("https://")
-            async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=str(cert))) as client:
-                health = server.base_url.removesuffix("/v1") + "/health"
-                assert (await client.get(health)).json() == {"status": "ok"}
-        finally:
-            await server.stop()
-        bad = EndpointServer(EndpointSettings(config=EndpointConfig(tls_cert=str(tmp_path / "none"))))
-        with pytest.raises(ConfigError, match=r"endpoint\.tls_cert"):
-            await bad.start()
-
-    running(work())
+    server = EndpointServer(EndpointSettings(config=EndpointConfig(tls_cert=str(cert), tls_key=str(key))))
+    await server.start()
+    try:
+        assert server.base_url.startswith("https://")
+        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=str(cert))) as client:
+            health = server.base_url.removesuffix("/v1") + "/health"
+            assert (await client.get(health)).json() == {"status": "ok"}
+    finally:
+        await server.stop()
+    bad = EndpointServer(EndpointSettings(config=EndpointConfig(tls_cert=str(tmp_path / "none"))))
+    with pytest.raises(ConfigError, match=r"endpoint\.tls_cert"):
+        await bad.start()
 
 
-def test_a_key_of_a_lost_endpoint_is_to_be_tried_again_until_its_episodes_have_begun_anew() -> None:
+async def test_a_key_of_a_lost_endpoint_is_to_be_tried_again_until_its_episodes_have_begun_anew() -> None:
     seconds = 100.0
 
     def status(sessions: Sessions, key: str) -> int:
@@ -253,39 +226,32 @@ def test_a_key_of_a_lost_endpoint_is_to_be_tried_again_until_its_episodes_have_b
         assert (found.value.retry_s is not None) == (found.value.status == 503)
         return found.value.status
 
-    async def work() -> None:
-        nonlocal seconds
-        lost, sessions = Sessions().open(), Sessions(now=lambda: seconds)
-        assert status(sessions, lost.key) == 401, "it is in no other's place"
-        sessions.expect_predecessor_keys(30.0)
-        mine, ended = sessions.open(), sessions.open()
-        assert status(sessions, lost.key) == 503
-        assert sessions.find(mine.key) is mine
-        for wrong in ("", "none", "a.b", f"{lost.key}x", lost.id):
-            assert status(sessions, wrong) == 401, "it is no key of any endpoint"
-        sessions.close(ended)
-        assert status(sessions, ended.key) == 410, "it is known"
-        for wrong in (ended.id, f"{ended.id}.", f"{ended.id}.{mine.key.partition('.')[2]}"):
-            assert status(sessions, wrong) in (401, 503), "only its secret shows that it was there"
-        seconds = 130.0
-        assert status(sessions, lost.key) == 401
-        assert sessions.find(mine.key) is mine
-
-    running(work())
+    lost, sessions = Sessions().open(), Sessions(now=lambda: seconds)
+    assert status(sessions, lost.key) == 401, "it is in no other's place"
+    sessions.expect_predecessor_keys(30.0)
+    mine, ended = sessions.open(), sessions.open()
+    assert status(sessions, lost.key) == 503
+    assert sessions.find(mine.key) is mine
+    for wrong in ("", "none", "a.b", f"{lost.key}x", lost.id):
+        assert status(sessions, wrong) == 401, "it is no key of any endpoint"
+    sessions.close(ended)
+    assert status(sessions, ended.key) == 410, "it is known"
+    for wrong in (ended.id, f"{ended.id}.", f"{ended.id}.{mine.key.partition('.')[2]}"):
+        assert status(sessions, wrong) in (401, 503), "only its secret shows that it was there"
+    seconds = 130.0
+    assert status(sessions, lost.key) == 401
+    assert sessions.find(mine.key) is mine
 
 
-def test_an_endpoint_in_the_place_of_a_lost_one_has_its_clients_try_again() -> None:
-    async def work() -> None:
-        lost = Sessions().open()
-        for replaces_s, status, retry in ((0.0, 401, None), (60.0, 503, "1")):
-            server = EndpointServer(EndpointSettings(replaces_s=replaces_s))
-            await server.start()
-            async with httpx.AsyncClient(base_url=server.base_url.removesuffix("/v1")) as client:
-                result = await chat(client, lost, HELLO)
-                assert (result.status_code, result.headers.get("Retry-After")) == (status, retry)
-            await server.stop()
-
-    running(work())
+async def test_an_endpoint_in_the_place_of_a_lost_one_has_its_clients_try_again() -> None:
+    lost = Sessions().open()
+    for replaces_s, status, retry in ((0.0, 401, None), (60.0, 503, "1")):
+        server = EndpointServer(EndpointSettings(replaces_s=replaces_s))
+        await server.start()
+        async with httpx.AsyncClient(base_url=server.base_url.removesuffix("/v1")) as client:
+            result = await chat(client, lost, HELLO)
+            assert (result.status_code, result.headers.get("Retry-After")) == (status, retry)
+        await server.stop()
 
 
 def test_a_host_is_told_whether_it_is_in_the_place_of_a_lost_one(job: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.rendering.turn_params import TurnParams, split_params
 from tests.stores.test_in_flight_turns import ID, drawn, flight, resumed, routed, sampled
 from tests.tasks.chat_models import chat_tokenizer
-from tests.tasks.endpoint_serving import GENERATE, HELLO, answered, chat, keyed, running, serving, turn
+from tests.tasks.endpoint_serving import GENERATE, HELLO, answered, chat, keyed, serving, turn
 
 TEXTS = ChatTokenizer(chat_tokenizer("smollm2"))
 USER = {"role": "user", "content": "more"}
@@ -193,93 +193,77 @@ def test_it_travels_with_the_directions_and_is_spooled_with_the_answer_before_th
         ("none", {}, "It is 3. END of"),
     ],
 )
-def test_a_turn_is_told_up_to_the_stop_string_with_all_its_ids(
+async def test_a_turn_is_told_up_to_the_stop_string_with_all_its_ids(
     stop: Any, more: dict[str, Any], told: str, stream: bool
 ) -> None:
-    async def work() -> None:
-        async with serving(changed_past="refuse") as (server, client):
-            session = server.sessions.open()
-            turns = turn("It is 3. END of"), turn("yes", before=(1, 2, 3, 7, 8, 4))
-            telling = asyncio.ensure_future(answered(session, *turns))
-            requests = {"stop": stop, "return_token_ids": True, "stream": stream, **more}
-            result = await chat(client, session, HELLO, **requests)
-            if stream:
-                events = [json.loads(line[6:]) for line in result.text.splitlines() if line and line[6:] != "[DONE]"]
-                choices = [event["choices"][0] for event in events]
-                content = "".join(choice["delta"].get("content", "") for choice in choices)
-            else:
-                choices = result.json()["choices"]
-                content = choices[0]["message"]["content"]
-            assert content == told
-            assert (choices[-1]["finish_reason"], choices[-1]["token_ids"]) == ("stop", [7, 8])
-            assert len(choices[-1]["logprobs"]["content"]) == 2
-            # What is said next comes after all that was sampled, and after the very text that was told.
-            past = [*HELLO, {"role": "assistant", "content": content}, USER]
-            assert (await chat(client, session, past, stop=stop)).status_code == 200
-            first, then = await telling
-            criteria = StopCriteria((stop,) if isinstance(stop, str) else tuple(stop))
-            assert [split_params(item)[0].stop for item in (first, then)] == [criteria, criteria]
-            assert split_params(then) == (TurnParams(stop=criteria), (Message("user", "more"),))
-
-    running(work())
+    async with serving(changed_past="refuse") as (server, client):
+        session = server.sessions.open()
+        turns = turn("It is 3. END of"), turn("yes", before=(1, 2, 3, 7, 8, 4))
+        telling = asyncio.ensure_future(answered(session, *turns))
+        requests = {"stop": stop, "return_token_ids": True, "stream": stream, **more}
+        result = await chat(client, session, HELLO, **requests)
+        if stream:
+            events = [json.loads(line[6:]) for line in result.text.splitlines() if line and line[6:] != "[DONE]"]
+            choices = [event["choices"][0] for event in events]
+            content = "".join(choice["delta"].get("content", "") for choice in choices)
+        else:
+            choices = result.json()["choices"]
+            content = choices[0]["message"]["content"]
+        assert content == told
+        assert (choices[-1]["finish_reason"], choices[-1]["token_ids"]) == ("stop", [7, 8])
+        assert len(choices[-1]["logprobs"]["content"]) == 2
+        # What is said next comes after all that was sampled, and after the very text that was told.
+        past = [*HELLO, {"role": "assistant", "content": content}, USER]
+        assert (await chat(client, session, past, stop=stop)).status_code == 200
+        first, then = await telling
+        criteria = StopCriteria((stop,) if isinstance(stop, str) else tuple(stop))
+        assert [split_params(item)[0].stop for item in (first, then)] == [criteria, criteria]
+        assert split_params(then) == (TurnParams(stop=criteria), (Message("user", "more"),))
 
 
-def test_a_call_of_a_tool_that_a_stop_string_ends_is_one() -> None:
+async def test_a_call_of_a_tool_that_a_stop_string_ends_is_one() -> None:
     text = 'Now. <tool_call>{"name": "add", "arguments": {}}</tool_call> and'
     tools = [{"type": "function", "function": {"name": "add"}}]
-
-    async def work() -> None:
-        async with serving() as (server, client):
-            session = server.sessions.open()
-            telling = asyncio.ensure_future(answered(session, turn(text)))
-            result = (await chat(client, session, HELLO, tools=tools, stop="</tool_call>")).json()["choices"][0]
-            assert (result["message"]["content"], result["finish_reason"]) == ("Now.", "tool_calls")
-            assert result["message"]["tool_calls"][0]["function"]["name"] == "add"
-            await telling
-
-    running(work())
+    async with serving() as (server, client):
+        session = server.sessions.open()
+        telling = asyncio.ensure_future(answered(session, turn(text)))
+        result = (await chat(client, session, HELLO, tools=tools, stop="</tool_call>")).json()["choices"][0]
+        assert (result["message"]["content"], result["finish_reason"]) == ("Now.", "tool_calls")
+        assert result["message"]["tool_calls"][0]["function"]["name"] == "add"
+        await telling
 
 
-def test_a_request_sent_again_gets_the_same_turn_only_with_the_same_stop() -> None:
-    async def work() -> None:
-        async with serving(changed_past="refuse") as (server, client):
-            session = server.sessions.open()
-            telling = asyncio.ensure_future(answered(session, turn("hi; ho")))
-            results = [(await chat(client, session, HELLO, stop=[";"])).json() for _ in range(2)]
-            assert results[0] == results[1]
-            assert results[0]["choices"][0]["message"]["content"] == "hi"
-            for stop in (None, ["!"], [";", "!"]):
-                other = await chat(client, session, HELLO, stop=stop)
-                assert (other.status_code, other.json()["error"]["code"]) == (400, "changed_past")
-            limited = await chat(client, session, HELLO, stop=";", max_tokens=5)
-            assert (limited.status_code, limited.json()["error"]["code"]) == (400, "changed_past")
-            await telling
-
-    running(work())
+async def test_a_request_sent_again_gets_the_same_turn_only_with_the_same_stop() -> None:
+    async with serving(changed_past="refuse") as (server, client):
+        session = server.sessions.open()
+        telling = asyncio.ensure_future(answered(session, turn("hi; ho")))
+        results = [(await chat(client, session, HELLO, stop=[";"])).json() for _ in range(2)]
+        assert results[0] == results[1]
+        assert results[0]["choices"][0]["message"]["content"] == "hi"
+        for stop in (None, ["!"], [";", "!"]):
+            other = await chat(client, session, HELLO, stop=stop)
+            assert (other.status_code, other.json()["error"]["code"]) == (400, "changed_past")
+        limited = await chat(client, session, HELLO, stop=";", max_tokens=5)
+        assert (limited.status_code, limited.json()["error"]["code"]) == (400, "changed_past")
+        await telling
 
 
-def test_token_ids_are_told_whole_whatever_stopped_them() -> None:
-    async def work() -> None:
-        async with serving() as (server, client):
-            session = server.sessions.open()
-            telling = asyncio.ensure_future(answered(session, turn("hi; ho")))
-            params = {"logprobs": 1, "stop": ";", "stop_token_ids": [9, 8]}
-            body = {"model": "m", "token_ids": [1, 2, 3], "sampling_params": params}
-            parsed = (await client.post(GENERATE, headers=keyed(session), json=body)).json()
-            assert (parsed["choices"][0]["token_ids"], parsed["choices"][0]["finish_reason"]) == ([7, 8], "stop")
-            (said,) = await telling
-            assert split_params(said)[0].stop == StopCriteria((";",), (9, 8))
-
-    running(work())
+async def test_token_ids_are_told_whole_whatever_stopped_them() -> None:
+    async with serving() as (server, client):
+        session = server.sessions.open()
+        telling = asyncio.ensure_future(answered(session, turn("hi; ho")))
+        params = {"logprobs": 1, "stop": ";", "stop_token_ids": [9, 8]}
+        body = {"model": "m", "token_ids": [1, 2, 3], "sampling_params": params}
+        parsed = (await client.post(GENERATE, headers=keyed(session), json=body)).json()
+        assert (parsed["choices"][0]["token_ids"], parsed["choices"][0]["finish_reason"]) == ([7, 8], "stop")
+        (said,) = await telling
+        assert split_params(said)[0].stop == StopCriteria((";",), (9, 8))
 
 
-def test_a_turn_that_a_limit_cut_after_all_is_told_so() -> None:
-    async def work() -> None:
-        async with serving() as (server, client):
-            session = server.sessions.open()
-            telling = asyncio.ensure_future(answered(session, turn("hi", truncated=True)))
-            result = (await chat(client, session, HELLO, stop=";")).json()["choices"][0]
-            assert (result["message"]["content"], result["finish_reason"]) == ("hi", "length")
-            await telling
-
-    running(work())
+async def test_a_turn_that_a_limit_cut_after_all_is_told_so() -> None:
+    async with serving() as (server, client):
+        session = server.sessions.open()
+        telling = asyncio.ensure_future(answered(session, turn("hi", truncated=True)))
+        result = (await chat(client, session, HELLO, stop=";")).json()["choices"][0]
+        assert (result["message"]["content"], result["finish_reason"]) == ("hi", "length")
+        await telling

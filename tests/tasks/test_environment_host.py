@@ -16,6 +16,8 @@ from staleflow.tasks.rendering.task_source import Message, Record
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from tests.support import virtual_time
 
+RUN = virtual_time.run
+
 
 class Environments:
     """Every even task is answered, every odd one ends."""
@@ -172,14 +174,11 @@ def test_an_episode_whose_observation_differs_is_cancelled_and_starts_again() ->
     assert sorted(key.task for key in cancelled) == list(range(0, 90, 2))
 
 
-def test_outcomes_that_are_there_are_returned_at_once() -> None:
-    async def acted() -> None:
-        host = EnvironmentHost(Environments(), call_s=5)
-        await host.act(Server(), (ActItem(trajectory=TrajectoryId(1), route_number=0, cut=False),))
-        await asyncio.sleep(1.0)
-        begin = asyncio.get_running_loop().time()
-        assert len(await host.outcomes(60.0)) == 1
-        assert asyncio.get_running_loop().time() == begin
-        await host.close()
-
-    virtual_time.run(acted())
+async def test_outcomes_that_are_there_are_returned_at_once() -> None:
+    host = EnvironmentHost(Environments(), call_s=5)
+    await host.act(Server(), (ActItem(trajectory=TrajectoryId(1), route_number=0, cut=False),))
+    await asyncio.sleep(1.0)
+    begin = asyncio.get_running_loop().time()
+    assert len(await host.outcomes(60.0)) == 1
+    assert asyncio.get_running_loop().time() == begin
+    await host.close()

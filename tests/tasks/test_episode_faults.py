@@ -21,7 +21,7 @@ from staleflow.tasks.environments.pickled_messages import packed
 from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Message, TaskSource, distinct_held_out, draw_tasks
-from tests.support.games import GAMES, acted, is_gone, played, running, settings, until_gone
+from tests.support.games import GAMES, acted, is_gone, played, settings, until_gone
 
 
 @pytest.fixture(scope="module")
@@ -45,38 +45,30 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", ["Moody", "AsyncMoody"])
-def test_what_an_environment_does_wrong_is_one_line_and_its_own(games: Path, name: str) -> None:
+async def test_what_an_environment_does_wrong_is_one_line_and_its_own(games: Path, name: str) -> None:
     made = settings(f"{games}:{name}")
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        await acted(episodes, task, "other")
-        for member, (action, message) in enumerate(FAULTS.items(), 1):
-            await acted(episodes, task, "a", member=member)
-            answer = await acted(episodes, task, "a", action, member=member)
-            assert answer.ended and not answer.lost and message in answer.error and "\n" not in answer.error
-            assert (" raised: " in answer.error) == bool(re.search(r" \(games\.py:\d+\)$", answer.error))
-            assert await acted(episodes, task, "a", action, member=member) == answer
-        assert (await acted(episodes, task, "other", "b")).messages == (Message("environment", "2"),)
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    await acted(episodes, task, "other")
+    for member, (action, message) in enumerate(FAULTS.items(), 1):
+        await acted(episodes, task, "a", member=member)
+        answer = await acted(episodes, task, "a", action, member=member)
+        assert answer.ended and not answer.lost and message in answer.error and "\n" not in answer.error
+        assert (" raised: " in answer.error) == bool(re.search(r" \(games\.py:\d+\)$", answer.error))
+        assert await acted(episodes, task, "a", action, member=member) == answer
+    assert (await acted(episodes, task, "other", "b")).messages == (Message("environment", "2"),)
+    await episodes.close()
 
 
 @pytest.mark.parametrize(("name", "isolation"), [("Moody", "auto"), ("Quick", "auto")])
-def test_plain_methods_may_use_asyncio_and_texts_of_their_own(games: Path, name: str, isolation: str) -> None:
+async def test_plain_methods_may_use_asyncio_and_texts_of_their_own(games: Path, name: str, isolation: str) -> None:
     made = settings(f"{games}:{name}", isolation=isolation)
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        answers = await played(episodes, task, ["run", "own", "a"])
-        assert [m.content for a in answers for m in a.messages] == ["later", "mine", "3"]
-        assert type(answers[1].messages[0].content) is str
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    answers = await played(episodes, task, ["run", "own", "a"])
+    assert [m.content for a in answers for m in a.messages] == ["later", "mine", "3"]
+    assert type(answers[1].messages[0].content) is str
+    await episodes.close()
 
 
 @pytest.mark.parametrize(
@@ -88,147 +80,115 @@ def test_plain_methods_may_use_asyncio_and_texts_of_their_own(games: Path, name:
         ("eat", "step 2 raised: MemoryError: (LINE) (environment.memory_mib = 64)"),
     ],
 )
-def test_an_environment_that_hangs_dies_or_eats_memory_hurts_only_itself(
+async def test_an_environment_that_hangs_dies_or_eats_memory_hurts_only_itself(
     games: Path, action: str, message: str
 ) -> None:
     made = settings(f"{games}:Moody", step_timeout_s=4.0, memory_mib=64)
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        (other,) = (await acted(episodes, task, "pid")).messages
-        (mine,) = (await acted(episodes, task, "pid", member=1)).messages
-        assert int(mine.content) != int(other.content)
-        bad, good = await asyncio.gather(
-            acted(episodes, task, "pid", action, member=1), acted(episodes, task, "pid", "pid")
-        )
-        assert re.sub(r"games\.py:\d+", "LINE", " ".join(bad.error.split())) == message
-        assert good.messages == (other,)
-        await until_gone(int(mine.content))
-        assert (await acted(episodes, task, "pid", "pid", "pid")).messages == (other,)
-        await episodes.close()
-        await until_gone(int(other.content))
-
-    running(work())
+    episodes = EpisodeHost(made)
+    (other,) = (await acted(episodes, task, "pid")).messages
+    (mine,) = (await acted(episodes, task, "pid", member=1)).messages
+    assert int(mine.content) != int(other.content)
+    bad, good = await asyncio.gather(
+        acted(episodes, task, "pid", action, member=1), acted(episodes, task, "pid", "pid")
+    )
+    assert re.sub(r"games\.py:\d+", "LINE", " ".join(bad.error.split())) == message
+    assert good.messages == (other,)
+    await until_gone(int(mine.content))
+    assert (await acted(episodes, task, "pid", "pid", "pid")).messages == (other,)
+    await episodes.close()
+    await until_gone(int(other.content))
 
 
 @pytest.mark.parametrize(
     ("name", "isolation"), [("AsyncMoody", "auto"), ("Waiting", "auto"), ("AsyncMoody", "process")]
 )
-def test_an_environment_that_never_answers_hurts_only_itself(games: Path, name: str, isolation: str) -> None:
+async def test_an_environment_that_never_answers_hurts_only_itself(games: Path, name: str, isolation: str) -> None:
     made = settings(f"{games}:{name}", step_timeout_s=4.0, isolation=isolation)
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        await episodes.check()
-        bad, *good = await asyncio.gather(
-            acted(episodes, task, "hang"), *(acted(episodes, task, "a", member=m) for m in range(1, 4))
-        )
-        assert bad.error == "step 1 took longer than environment.step_timeout_s = 4 s"
-        assert [answer.messages for answer in good] == [(Message("environment", "1"),)] * 3
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    await episodes.check()
+    bad, *good = await asyncio.gather(
+        acted(episodes, task, "hang"), *(acted(episodes, task, "a", member=m) for m in range(1, 4))
+    )
+    assert bad.error == "step 1 took longer than environment.step_timeout_s = 4 s"
+    assert [answer.messages for answer in good] == [(Message("environment", "1"),)] * 3
+    await episodes.close()
 
 
-def test_a_server_that_is_killed_takes_its_episodes_with_it_and_is_started_again(games: Path) -> None:
+async def test_a_server_that_is_killed_takes_its_episodes_with_it_and_is_started_again(games: Path) -> None:
     made = settings(f"{games}:Moody")
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        (server,) = (await acted(episodes, task, "server")).messages
-        (mine,) = (await acted(episodes, task, "server", "pid")).messages
-        os.kill(int(server.content), signal.SIGKILL)
-        await until_gone(int(mine.content))
-        assert (await acted(episodes, task, "server", "pid", "a")).error == "its process died"
-        assert (await acted(episodes, task, "a", member=1)).messages == (Message("environment", "1"),)
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    (server,) = (await acted(episodes, task, "server")).messages
+    (mine,) = (await acted(episodes, task, "server", "pid")).messages
+    os.kill(int(server.content), signal.SIGKILL)
+    await until_gone(int(mine.content))
+    assert (await acted(episodes, task, "server", "pid", "a")).error == "its process died"
+    assert (await acted(episodes, task, "a", member=1)).messages == (Message("environment", "1"),)
+    await episodes.close()
 
 
-def test_what_an_environment_started_ends_with_it_also_in_a_session_of_its_own(games: Path) -> None:
+async def test_what_an_environment_started_ends_with_it_also_in_a_session_of_its_own(games: Path) -> None:
     made = settings(f"{games}:Moody")
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        (child,) = (await acted(episodes, task, "child")).messages
-        assert not is_gone(int(child.content))
-        episodes.cancel([EpisodeKey(task=0)])
-        await until_gone(int(child.content))
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    (child,) = (await acted(episodes, task, "child")).messages
+    assert not is_gone(int(child.content))
+    episodes.cancel([EpisodeKey(task=0)])
+    await until_gone(int(child.content))
+    await episodes.close()
 
 
 @pytest.mark.parametrize("name", ["Moody", "AsyncMoody"])
-def test_a_surplus_episode_is_cancelled_at_once(games: Path, name: str) -> None:
+async def test_a_surplus_episode_is_cancelled_at_once(games: Path, name: str) -> None:
     made = settings(f"{games}:{name}")
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        await acted(episodes, task, "a")
-        waiting = asyncio.ensure_future(acted(episodes, task, "a", "hang"))
-        other = asyncio.ensure_future(acted(episodes, task, "b", member=1))
-        await asyncio.sleep(0.1)
-        begin = time.monotonic()
-        episodes.cancel([EpisodeKey(task=0), EpisodeKey(task=7)])
-        assert (await waiting).error == "the episode was cancelled"
-        assert (await other).messages == (Message("environment", "1"),)
-        assert time.monotonic() - begin < 20
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    await acted(episodes, task, "a")
+    waiting = asyncio.ensure_future(acted(episodes, task, "a", "hang"))
+    other = asyncio.ensure_future(acted(episodes, task, "b", member=1))
+    await asyncio.sleep(0.1)
+    begin = time.monotonic()
+    episodes.cancel([EpisodeKey(task=0), EpisodeKey(task=7)])
+    assert (await waiting).error == "the episode was cancelled"
+    assert (await other).messages == (Message("environment", "1"),)
+    assert time.monotonic() - begin < 20
+    await episodes.close()
 
 
-def test_a_coroutine_that_ignores_being_cancelled_is_not_waited_for(games: Path) -> None:
+async def test_a_coroutine_that_ignores_being_cancelled_is_not_waited_for(games: Path) -> None:
     made = settings(f"{games}:AsyncMoody", step_timeout_s=3.0)
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        assert "took longer than environment.step_timeout_s" in (await acted(episodes, task, "stubborn")).error
-        assert (await acted(episodes, task, "a", member=1)).messages == (Message("environment", "1"),)
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    assert "took longer than environment.step_timeout_s" in (await acted(episodes, task, "stubborn")).error
+    assert (await acted(episodes, task, "a", member=1)).messages == (Message("environment", "1"),)
+    await episodes.close()
 
 
-def test_the_seconds_of_all_steps_are_limited_together(games: Path) -> None:
+async def test_the_seconds_of_all_steps_are_limited_together(games: Path) -> None:
     made = settings(f"{games}:AsyncMoody", step_timeout_s=60, episode_timeout_s=3)
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        await acted(episodes, task, "a")
-        answer = await acted(episodes, task, "a", "hang")
-        assert answer.error == "step 2 took longer than environment.episode_timeout_s = 3 s"
-        assert 0 < answer.seconds < 60
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    await acted(episodes, task, "a")
+    answer = await acted(episodes, task, "a", "hang")
+    assert answer.error == "step 2 took longer than environment.episode_timeout_s = 3 s"
+    assert 0 < answer.seconds < 60
+    await episodes.close()
 
 
-def test_as_many_steps_as_allowed_are_taken_at_once(games: Path) -> None:
+async def test_as_many_steps_as_allowed_are_taken_at_once(games: Path) -> None:
     task = settings(f"{games}:AsyncMoody").source.build().task(0)
     made = settings(f"{games}:AsyncMoody", step_timeout_s=0.2, concurrency=2)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        begin = time.monotonic()
-        answers = await asyncio.gather(*(acted(episodes, task, "hang", member=m) for m in range(6)))
-        assert all("took longer" in a.error for a in answers)
-        assert time.monotonic() - begin >= 0.6
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    begin = time.monotonic()
+    answers = await asyncio.gather(*(acted(episodes, task, "hang", member=m) for m in range(6)))
+    assert all("took longer" in a.error for a in answers)
+    assert time.monotonic() - begin >= 0.6
+    await episodes.close()
 
 
-def test_slow_resets_go_side_by_side_where_prompts_are_drawn_and_in_episodes(tmp_path: Path) -> None:
+async def test_slow_resets_go_side_by_side_where_prompts_are_drawn_and_in_episodes(tmp_path: Path) -> None:
     """The first reset takes long, and each other waits until four have begun: one after another, none would end in
     time."""
     (tmp_path / "slow.py").write_text(
@@ -253,14 +213,10 @@ def test_slow_resets_go_side_by_side_where_prompts_are_drawn_and_in_episodes(tmp
         assert len({task.prompt for task in tasks}) == 8
         assert tasks[7] == source.task(7, held_out=held_out)
     empty(folder)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        answers = await asyncio.gather(*(acted(episodes, tasks[0], "go", member=m) for m in range(4)))
-        assert [(a.error, a.reward) for a in answers] == [("", 1.0)] * 4
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    answers = await asyncio.gather(*(acted(episodes, tasks[0], "go", member=m) for m in range(4)))
+    assert [(a.error, a.reward) for a in answers] == [("", 1.0)] * 4
+    await episodes.close()
 
 
 def empty(folder: Path) -> None:
@@ -309,35 +265,27 @@ def test_what_a_coroutine_does_wrong_is_one_line(games: Path, name: str, message
         assert message in (await acted(episodes, task, "a")).error
         await episodes.close()
 
-    running(work())
+    asyncio.run(work())
 
 
-def test_a_coroutine_may_ask_texts_of_its_own(games: Path) -> None:
+async def test_a_coroutine_may_ask_texts_of_its_own(games: Path) -> None:
     made = settings(f"{games}:own")
     task = made.source.build().task(0)
     assert type(task.prompt) is str
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        (message,) = (await acted(episodes, task, "a")).messages
-        assert (message.content, type(message.content)) == ("mine", str)
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    (message,) = (await acted(episodes, task, "a")).messages
+    assert (message.content, type(message.content)) == ("mine", str)
+    await episodes.close()
 
 
-def test_an_environment_that_does_not_keep_to_its_seed_is_found_before_the_run(games: Path) -> None:
+async def test_an_environment_that_does_not_keep_to_its_seed_is_found_before_the_run(games: Path) -> None:
     made = settings(f"{games}:Unseeded")
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        with pytest.raises(ConfigError, match="reset with the same seed gives another first observation"):
-            await episodes.check()
-        assert "another first observation" in (await acted(episodes, task, "a")).error
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    with pytest.raises(ConfigError, match="reset with the same seed gives another first observation"):
+        await episodes.check()
+    assert "another first observation" in (await acted(episodes, task, "a")).error
+    await episodes.close()
 
 
 def test_tasks_are_functions_of_their_index_and_held_out_ones_have_other_seeds(games: Path) -> None:
@@ -367,7 +315,7 @@ asyncio.run(work({named!r}))
 """
 
 
-def test_environments_end_with_a_host_that_is_killed(games: Path) -> None:
+async def test_environments_end_with_a_host_that_is_killed(games: Path) -> None:
     script = HOST.format(named=f"{games}:Moody")
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", script], stdout=pipe, stderr=pipe, text=True) as host:
@@ -376,11 +324,7 @@ def test_environments_end_with_a_host_that_is_killed(games: Path) -> None:
         assert not any(map(is_gone, pids))
         host.kill()
         assert not host.stderr.read(), "they end without a word"
-
-    async def all_gone() -> None:
-        await asyncio.gather(*map(until_gone, pids))
-
-    running(all_gone())
+    await asyncio.gather(*map(until_gone, pids))
 
 
 def test_processes_that_end_unheard_keep_nobody_waiting(games: Path) -> None:

@@ -21,7 +21,7 @@ from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.sources.task_sources import labelled
-from tests.support.games import GAMES, acted, played, running, said, settings
+from tests.support.games import GAMES, acted, played, said, settings
 from tests.tasks.chat_models import MODELS
 
 
@@ -41,114 +41,90 @@ KINDS = ("Guess", "AsyncGuess", "guess")
 
 @pytest.mark.parametrize("isolation", ["auto", "process"])
 @pytest.mark.parametrize("name", KINDS)
-def test_an_episode_is_the_same_wherever_it_runs(games: Path, name: str, isolation: str) -> None:
+async def test_an_episode_is_the_same_wherever_it_runs(games: Path, name: str, isolation: str) -> None:
     made = settings(f"{games}:{name}", isolation=isolation)
     task = made.source.build().task(4)
     assert task.prompt == "Guess a number from 1 to 8."
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        await episodes.check()
-        right = await played(episodes, task, "12345678", task=4)
-        number = len(right)
-        assert 1 < number <= 5
-        assert said(right[:-1]) == higher(*["higher"] * (number - 1))
-        assert said(right[-1:]) == [((), True, 1.25 - 0.25 * number, {"left": 5 - number}, "")]
-        wrong = await played(episodes, task, "88888", task=4, member=1)
-        assert said(wrong[:-1]) == higher(*["lower"] * 4)
-        assert said(wrong[-1:]) == [((), True, -1.25, {}, "")]
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    await episodes.check()
+    right = await played(episodes, task, "12345678", task=4)
+    number = len(right)
+    assert 1 < number <= 5
+    assert said(right[:-1]) == higher(*["higher"] * (number - 1))
+    assert said(right[-1:]) == [((), True, 1.25 - 0.25 * number, {"left": 5 - number}, "")]
+    wrong = await played(episodes, task, "88888", task=4, member=1)
+    assert said(wrong[:-1]) == higher(*["lower"] * 4)
+    assert said(wrong[-1:]) == [((), True, -1.25, {}, "")]
+    await episodes.close()
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_who_asks_again_gets_the_same_answer_and_nothing_is_stepped_twice(games: Path, name: str) -> None:
+async def test_who_asks_again_gets_the_same_answer_and_nothing_is_stepped_twice(games: Path, name: str) -> None:
     made = settings(f"{games}:{name}")
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        first = await asyncio.gather(*(acted(episodes, task, "8") for _ in range(3)))
-        assert first[0] == first[1] == first[2]
-        assert await acted(episodes, task, "8") == first[0]
-        second = [await acted(episodes, task, "8", "8") for _ in range(2)]
-        assert second[0] == second[1]
-        last = [await acted(episodes, task, *"88888") for _ in range(2)]
-        assert last[0] == last[1]
-        assert (last[0].ended, last[0].reward) == (True, -1.25)
-        assert last[0].replayed == ((Message("environment", "lower"),),) * 2
-        after = await acted(episodes, task, *"888888")
-        assert after.error == "the episode ended with turn 5; it cannot take another one"
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    first = await asyncio.gather(*(acted(episodes, task, "8") for _ in range(3)))
+    assert first[0] == first[1] == first[2]
+    assert await acted(episodes, task, "8") == first[0]
+    second = [await acted(episodes, task, "8", "8") for _ in range(2)]
+    assert second[0] == second[1]
+    last = [await acted(episodes, task, *"88888") for _ in range(2)]
+    assert last[0] == last[1]
+    assert (last[0].ended, last[0].reward) == (True, -1.25)
+    assert last[0].replayed == ((Message("environment", "lower"),),) * 2
+    after = await acted(episodes, task, *"888888")
+    assert after.error == "the episode ended with turn 5; it cannot take another one"
+    await episodes.close()
 
 
 @pytest.mark.parametrize("name", ["Counted", "Moody"])
-def test_a_turn_that_comes_before_the_last_one_is_answered_waits_for_it(games: Path, name: str) -> None:
+async def test_a_turn_that_comes_before_the_last_one_is_answered_waits_for_it(games: Path, name: str) -> None:
     made = settings(f"{games}:{name}")
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        both = await asyncio.gather(acted(episodes, task, "a"), acted(episodes, task, "a", "b"))
-        seed = task.record["seed"]
-        expected = [f"{seed}:a", f"{seed}:a,b"] if name == "Counted" else ["1", "2"]
-        assert [(m.content, a.replayed) for a in both for m in a.messages] == [(text, ()) for text in expected]
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    both = await asyncio.gather(acted(episodes, task, "a"), acted(episodes, task, "a", "b"))
+    seed = task.record["seed"]
+    expected = [f"{seed}:a", f"{seed}:a,b"] if name == "Counted" else ["1", "2"]
+    assert [(m.content, a.replayed) for a in both for m in a.messages] == [(text, ()) for text in expected]
+    await episodes.close()
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_repeatable_environment_is_set_back_on_another_host(games: Path, name: str) -> None:
+async def test_a_repeatable_environment_is_set_back_on_another_host(games: Path, name: str) -> None:
     made = settings(f"{games}:{name}")
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        here, there = EpisodeHost(made), EpisodeHost(made)
-        answers = [await acted(here, task, *"8888"[:n]) for n in range(1, 5)]
-        taken_up = await acted(there, task, *"8888")
-        assert taken_up.messages == answers[-1].messages
-        assert taken_up.replayed == tuple(a.messages for a in answers[:-1])
-        assert said([await acted(there, task, *"88888")]) == said([await acted(here, task, *"88888")])
-        await here.close()
-        await there.close()
-
-    running(work())
+    here, there = EpisodeHost(made), EpisodeHost(made)
+    answers = [await acted(here, task, *"8888"[:n]) for n in range(1, 5)]
+    taken_up = await acted(there, task, *"8888")
+    assert taken_up.messages == answers[-1].messages
+    assert taken_up.replayed == tuple(a.messages for a in answers[:-1])
+    assert said([await acted(there, task, *"88888")]) == said([await acted(here, task, *"88888")])
+    await here.close()
+    await there.close()
 
 
-def test_other_environments_that_a_host_does_not_have_are_started_again(games: Path) -> None:
+async def test_other_environments_that_a_host_does_not_have_are_started_again(games: Path) -> None:
     made = settings(f"{games}:Moody")
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        answer = await acted(episodes, task, "a", "b")
-        assert answer.lost and answer.ended and "cannot be set back; start it again" in answer.error
-        await acted(episodes, task, "a")
-        assert (await acted(episodes, task, "other", "b")).lost
-        assert (await acted(episodes, task, "a", attempt=1)).messages == (Message("environment", "1"),)
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    answer = await acted(episodes, task, "a", "b")
+    assert answer.lost and answer.ended and "cannot be set back; start it again" in answer.error
+    await acted(episodes, task, "a")
+    assert (await acted(episodes, task, "other", "b")).lost
+    assert (await acted(episodes, task, "a", attempt=1)).messages == (Message("environment", "1"),)
+    await episodes.close()
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_an_episode_that_is_cut_has_the_reward_so_far(games: Path, name: str) -> None:
+async def test_an_episode_that_is_cut_has_the_reward_so_far(games: Path, name: str) -> None:
     made = settings(f"{games}:{name}", max_turns=3)
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        await acted(episodes, task, "8")
-        cut = await acted(episodes, task, "8", "7 or", cut=True)
-        assert said([cut]) == [((), True, -0.25, {}, "")]
-        assert said([(await played(episodes, task, "88888", member=1))[-1]]) == [((), True, -0.75, {}, "")]
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    await acted(episodes, task, "8")
+    cut = await acted(episodes, task, "8", "7 or", cut=True)
+    assert said([cut]) == [((), True, -0.25, {}, "")]
+    assert said([(await played(episodes, task, "88888", member=1))[-1]]) == [((), True, -0.75, {}, "")]
+    await episodes.close()
 
 
 REQUESTS = st.lists(
@@ -210,7 +186,7 @@ def test_whatever_is_asked_each_turn_is_taken_once(games: Path, requests: list[t
         for host in hosts:
             await host.close()
 
-    running(work())
+    asyncio.run(work())
 
 
 def test_a_job_with_an_environment_has_settings_for_its_hosts(games: Path, tmp_path: Path) -> None:
@@ -273,23 +249,19 @@ def test_a_job_whose_environment_cannot_be_used_is_one_line(
         assert "18 of its 21 tokens are unknown to the model's tokenizer, which reads '<unk><unk>" in note
 
 
-def test_a_coroutine_may_return_a_reward_when_its_episode_is_cut(games: Path) -> None:
+async def test_a_coroutine_may_return_a_reward_when_its_episode_is_cut(games: Path) -> None:
     made = settings(f"{games}:graceful", max_turns=2)
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        assert said(await played(episodes, task, ["a", "b"]))[-1] == ((), True, 0.5, {"cut": 1.0}, "")
-        assert said([await acted(episodes, task, "a", cut=True, member=1)]) == [((), True, 0.5, {"cut": 1.0}, "")]
-        await acted(episodes, task, "a", member=2)
-        key = EpisodeKey(task=0, member=2)
-        assert [await episodes.end(key, task.record) for _ in range(2)][1].reward == 0.5
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    assert said(await played(episodes, task, ["a", "b"]))[-1] == ((), True, 0.5, {"cut": 1.0}, "")
+    assert said([await acted(episodes, task, "a", cut=True, member=1)]) == [((), True, 0.5, {"cut": 1.0}, "")]
+    await acted(episodes, task, "a", member=2)
+    key = EpisodeKey(task=0, member=2)
+    assert [await episodes.end(key, task.record) for _ in range(2)][1].reward == 0.5
+    await episodes.close()
 
 
-def test_held_out_tasks_may_be_of_another_environment(games: Path) -> None:
+async def test_held_out_tasks_may_be_of_another_environment(games: Path) -> None:
     made = settings(f"{games}:Guess")
     source = replace(made.source, task=replace(made.source.task, eval_source=f"{games}:AsyncMoody"))
     made = replace(made, source=source)
@@ -297,15 +269,11 @@ def test_held_out_tasks_may_be_of_another_environment(games: Path) -> None:
     train, held_out = built.task(0), built.task(0, held_out=True)
     assert (train.prompt, held_out.prompt) == ("Guess a number from 1 to 8.", "what now?")
     assert held_out.identity == ("what now?", held_out.record["seed"])
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        await episodes.check()
-        assert said([await acted(episodes, train, "8")]) == higher("lower")
-        assert said([await acted(episodes, held_out, "8", held_out=True)]) == higher("1")
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    await episodes.check()
+    assert said([await acted(episodes, train, "8")]) == higher("lower")
+    assert said([await acted(episodes, held_out, "8", held_out=True)]) == higher("1")
+    await episodes.close()
 
 
 SOURCES = """
@@ -324,7 +292,9 @@ answer_pattern = '(-?\\d+)'
 """
 
 
-def test_tasks_of_several_sources_are_played_in_the_environment_of_each_or_scored(games: Path, tmp_path: Path) -> None:
+async def test_tasks_of_several_sources_are_played_in_the_environment_of_each_or_scored(
+    games: Path, tmp_path: Path
+) -> None:
     (tmp_path / "job.toml").write_text(SOURCES.format(games=games))
     config = loading.load(tmp_path / "job.toml")
     assert config.acts
@@ -334,17 +304,13 @@ def test_tasks_of_several_sources_are_played_in_the_environment_of_each_or_score
     for name, source in config.task.sources.items():
         task = actor_settings.source_settings(config, source).build().task(0)
         tasks[name] = replace(task, record=labelled(name, task.record))
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        await episodes.check()
-        assert said([await acted(episodes, tasks["guess"], "8", task=0)]) == higher("lower")
-        assert said([await acted(episodes, tasks["moody"], "8", task=1)]) == higher("1")
-        right = await acted(episodes, tasks["sums"], f"it is {tasks['sums'].record['answer']}", task=2)
-        assert (right.ended, right.reward, right.error) == (True, 1.0, "")
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(made)
+    await episodes.check()
+    assert said([await acted(episodes, tasks["guess"], "8", task=0)]) == higher("lower")
+    assert said([await acted(episodes, tasks["moody"], "8", task=1)]) == higher("1")
+    right = await acted(episodes, tasks["sums"], f"it is {tasks['sums'].record['answer']}", task=2)
+    assert (right.ended, right.reward, right.error) == (True, 1.0, "")
+    await episodes.close()
 
 
 SLOW = """

@@ -14,7 +14,7 @@ import pytest
 
 from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
 from staleflow.tasks.episodes.step_results import EpisodeKey
-from tests.tasks.test_agents import acted, running, settings
+from tests.tasks.test_agents import acted, settings
 
 PROGRAM = """
 import json, os, sys, urllib.request
@@ -77,64 +77,52 @@ async def waiting(asking: Path, turn: int) -> tuple[int, httpx.Request]:
         await asyncio.sleep(0.02)
 
 
-def test_a_program_that_is_killed_while_it_waits_ends_its_episode_with_the_reason(asking: Path) -> None:
+async def test_a_program_that_is_killed_while_it_waits_ends_its_episode_with_the_reason(asking: Path) -> None:
     config = made(asking)
     task = config.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(config)
-        assert not (await acted(episodes, task, "a")).ended
-        pid, request = await waiting(asking, 1)
-        os.kill(pid, signal.SIGKILL)
-        answer = await acted(episodes, task, "a", "b")
-        assert answer.ended
-        assert answer.error == "the agent's command ended with exit code -9"
-        async with httpx.AsyncClient() as client:  # its key is void
-            assert (await client.send(request)).status_code == 410
-        # The episode begins again, with an agent and a key of its own.
-        assert not (await acted(episodes, task, "a", member=1)).ended
-        assert (await waiting(asking, 1))[1].headers["Authorization"] != request.headers["Authorization"]
-        await episodes.close()
-
-    running(work())
+    episodes = EpisodeHost(config)
+    assert not (await acted(episodes, task, "a")).ended
+    pid, request = await waiting(asking, 1)
+    os.kill(pid, signal.SIGKILL)
+    answer = await acted(episodes, task, "a", "b")
+    assert answer.ended
+    assert answer.error == "the agent's command ended with exit code -9"
+    async with httpx.AsyncClient() as client:  # its key is void
+        assert (await client.send(request)).status_code == 410
+    # The episode begins again, with an agent and a key of its own.
+    assert not (await acted(episodes, task, "a", member=1)).ended
+    assert (await waiting(asking, 1))[1].headers["Authorization"] != request.headers["Authorization"]
+    await episodes.close()
 
 
-def test_whoever_waits_at_an_endpoint_that_stops_is_told_to_try_again(tmp_path: Path) -> None:
+async def test_whoever_waits_at_an_endpoint_that_stops_is_told_to_try_again(tmp_path: Path) -> None:
     (tmp_path / "agents.py").write_text(WAITS)
     config = settings(f"agent:{tmp_path}/agents.py:waits", {"answers": str(tmp_path / "answers")})
     task = config.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(config)
-        assert not (await acted(episodes, task, "a")).ended  # the agent has asked for its second turn
-        await episodes.close()
-        written = tmp_path / f"answers-{os.getpid()}"
-        while len(answers := written.read_text().splitlines()) < 2:
-            await asyncio.sleep(0.02)
-        assert answers == ["200 None", "503 1"]
-
-    running(work())
+    episodes = EpisodeHost(config)
+    assert not (await acted(episodes, task, "a")).ended  # the agent has asked for its second turn
+    await episodes.close()
+    written = tmp_path / f"answers-{os.getpid()}"
+    while len(answers := written.read_text().splitlines()) < 2:
+        await asyncio.sleep(0.02)
+    assert answers == ["200 None", "503 1"]
 
 
-def test_an_episode_whose_host_is_gone_begins_again_at_another(asking: Path) -> None:
+async def test_an_episode_whose_host_is_gone_begins_again_at_another(asking: Path) -> None:
     config = made(asking)
     task = config.source.build().task(0)
-
-    async def work() -> None:
-        lost, other = EpisodeHost(config), EpisodeHost(config)
-        await acted(lost, task, "a")
-        _, request = await waiting(asking, 1)
-        await lost.close()
-        answer = await acted(other, task, "a", "b")
-        assert answer.lost
-        assert answer.error.endswith("its environment cannot be set back; start it again")
-        assert not (await acted(other, task, "a")).ended
-        _, again = await waiting(asking, 1)
-        async with httpx.AsyncClient() as client:
-            key = {"Authorization": request.headers["Authorization"]}
-            refused = await client.post(again.url, headers=key, content=again.content)
-        assert refused.status_code == 401
-        other.cancel([EpisodeKey(task=0)])
-        await other.close()
-
-    running(work())
+    lost, other = EpisodeHost(config), EpisodeHost(config)
+    await acted(lost, task, "a")
+    _, request = await waiting(asking, 1)
+    await lost.close()
+    answer = await acted(other, task, "a", "b")
+    assert answer.lost
+    assert answer.error.endswith("its environment cannot be set back; start it again")
+    assert not (await acted(other, task, "a")).ended
+    _, again = await waiting(asking, 1)
+    async with httpx.AsyncClient() as client:
+        key = {"Authorization": request.headers["Authorization"]}
+        refused = await client.post(again.url, headers=key, content=again.content)
+    assert refused.status_code == 401
+    other.cancel([EpisodeKey(task=0)])
+    await other.close()

@@ -35,6 +35,8 @@ from tests.support.bodies import Body
 from tests.support.route_items import route_item
 from tests.support.scripted import VirtualEngine, VirtualRolloutInstance, VirtualSettings, World, response, server_class
 
+RUN = virtual_time.run
+
 PROMPT, OTHER = (3, 10, 14), (3, 10, 15)
 NOTHING: frozenset[TrajectoryId] = frozenset()
 
@@ -175,69 +177,59 @@ def engine(instance: VirtualRolloutInstance) -> Learning:
     return instance._engine
 
 
-def test_a_server_that_is_lost_while_it_is_asked_for_drafts_fails_nothing(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        world = World(length=lambda trajectory: 9)
+async def test_a_server_that_is_lost_while_it_is_asked_for_drafts_fails_nothing(tmp_path: Path) -> None:
+    world = World(length=lambda trajectory: 9)
 
-        class Lost(server_class(world)):  # type: ignore[misc]  # a class that a function makes
-            async def other_responses(self, *_: object) -> NewResponses:
-                raise ActorLost("connection closed", "server")
+    class Lost(server_class(world)):  # type: ignore[misc]  # a class that a function makes
+        async def other_responses(self, *_: object) -> NewResponses:
+            raise ActorLost("connection closed", "server")
 
-        config = Body(tmp_path).config("batch.group_size=2")
-        server = Lost(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-        one = VirtualRolloutInstance(LearningSettings(world), InstanceId("one"), 1, 30.0, 0.0, True)
-        await server.draw(0, 1)
-        await one.route(server, (route_item(0, 1),))
-        assert len(await one.next_events(server, 9.0)) == 1
-
-    virtual_time.run(scenario())
+    config = Body(tmp_path).config("batch.group_size=2")
+    server = Lost(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+    one = VirtualRolloutInstance(LearningSettings(world), InstanceId("one"), 1, 30.0, 0.0, True)
+    await server.draw(0, 1)
+    await one.route(server, (route_item(0, 1),))
+    assert len(await one.next_events(server, 9.0)) == 1
 
 
-def test_a_server_is_asked_for_drafts_no_more_than_once_in_a_while(tmp_path: Path) -> None:
+async def test_a_server_is_asked_for_drafts_no_more_than_once_in_a_while(tmp_path: Path) -> None:
     requests: list[float] = []
+    world = World(length=lambda trajectory: 90)
 
-    async def scenario() -> None:
-        world = World(length=lambda trajectory: 90)
+    class Counting(server_class(world)):  # type: ignore[misc]  # a class that a function makes
+        async def other_responses(self, *args: Any) -> NewResponses:
+            requests.append(asyncio.get_running_loop().time())
+            answer: NewResponses = await super().other_responses(*args)
+            return answer
 
-        class Counting(server_class(world)):  # type: ignore[misc]  # a class that a function makes
-            async def other_responses(self, *args: Any) -> NewResponses:
-                requests.append(asyncio.get_running_loop().time())
-                answer: NewResponses = await super().other_responses(*args)
-                return answer
-
-        config = Body(tmp_path).config("batch.group_size=2")
-        server = Counting(replace(actor_settings.server_settings(config, tmp_path / "store", 128), drafts=True), 0.0)
-        one = VirtualRolloutInstance(LearningSettings(world), InstanceId("one"), 1, 30.0, 0.0, True)
-        await server.draw(0, 1)
-        await one.route(server, (route_item(0, 1),))
-        while asyncio.get_running_loop().time() < 3.3:
-            await one.next_events(server, 0.1)
-
-    virtual_time.run(scenario())
+    config = Body(tmp_path).config("batch.group_size=2")
+    server = Counting(replace(actor_settings.server_settings(config, tmp_path / "store", 128), drafts=True), 0.0)
+    one = VirtualRolloutInstance(LearningSettings(world), InstanceId("one"), 1, 30.0, 0.0, True)
+    await server.draw(0, 1)
+    await one.route(server, (route_item(0, 1),))
+    while asyncio.get_running_loop().time() < 3.3:
+        await one.next_events(server, 0.1)
     gaps = np.diff(requests)
     assert len(gaps) == 3 and gaps.min() >= LEARN_S
 
 
-def test_an_instance_hears_of_siblings_that_finished_on_another(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        world = World(length=lambda trajectory: 9 if trajectory == 0 else 90)
-        config = Body(tmp_path).config("batch.group_size=2")
-        settings = actor_settings.server_settings(config, tmp_path / "store", 128)
-        server = server_class(world)(replace(settings, drafts=True), 0.0)
-        one, two = (
-            VirtualRolloutInstance(made(world), InstanceId(name), 1, 30.0, 0.0, drafts)
-            for made, name, drafts in ((LearningSettings, "one", True), (LearningSettings, "two", False))
-        )
-        await server.draw(0, 1)
-        await one.route(server, (route_item(1, 1),))
-        await two.route(server, (route_item(0, 1),))
-        assert await one.next_events(server, 1.5) == []
-        assert len(await two.next_events(server, 5.0)) == 1
-        assert await one.next_events(server, 0.1) == []
-        (learned,) = engine(one).learned
-        assert learned.responses == ((0, tuple(response(0, 9))),)
-        assert len(await one.next_events(server, 9.0)) == 1
-        assert len(engine(one).learned) == 1, "it is told once"
-        assert not hasattr(two._engine, "learned")
-
-    virtual_time.run(scenario())
+async def test_an_instance_hears_of_siblings_that_finished_on_another(tmp_path: Path) -> None:
+    world = World(length=lambda trajectory: 9 if trajectory == 0 else 90)
+    config = Body(tmp_path).config("batch.group_size=2")
+    settings = actor_settings.server_settings(config, tmp_path / "store", 128)
+    server = server_class(world)(replace(settings, drafts=True), 0.0)
+    one, two = (
+        VirtualRolloutInstance(made(world), InstanceId(name), 1, 30.0, 0.0, drafts)
+        for made, name, drafts in ((LearningSettings, "one", True), (LearningSettings, "two", False))
+    )
+    await server.draw(0, 1)
+    await one.route(server, (route_item(1, 1),))
+    await two.route(server, (route_item(0, 1),))
+    assert await one.next_events(server, 1.5) == []
+    assert len(await two.next_events(server, 5.0)) == 1
+    assert await one.next_events(server, 0.1) == []
+    (learned,) = engine(one).learned
+    assert learned.responses == ((0, tuple(response(0, 9))),)
+    assert len(await one.next_events(server, 9.0)) == 1
+    assert len(engine(one).learned) == 1, "it is told once"
+    assert not hasattr(two._engine, "learned")

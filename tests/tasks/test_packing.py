@@ -126,7 +126,7 @@ def test_a_batch_in_parts_is_the_batch_and_no_part_is_larger_than_a_message(
     assert all(same(a, Row.of(b)) for a, b in zip(got, data, strict=True))
 
 
-def test_the_trainer_asks_for_rows_until_it_has_all(tmp_path: Path) -> None:
+async def test_the_trainer_asks_for_rows_until_it_has_all(tmp_path: Path) -> None:
     data = consumed([(3, [5]), (4, [40]), (2, [1, 2]), (9, [9])])
     requests: list[int] = []
 
@@ -145,13 +145,9 @@ def test_the_trainer_asks_for_rows_until_it_has_all(tmp_path: Path) -> None:
             return {}
 
     weights = Keeps()
-
-    async def scenario() -> None:
-        actor = Trainer(weights, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 0)
-        await actor.train(Server(), 2, (), ())
-        await actor.close()
-
-    asyncio.run(scenario())
+    actor = Trainer(weights, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 0)
+    await actor.train(Server(), 2, (), ())
+    await actor.close()
     assert requests == [0, 1, 2]
     assert all(same(a, Row.of(b)) for a, b in zip(weights.rows, data, strict=True))
 
@@ -190,24 +186,20 @@ def test_a_stored_step_is_sent_in_parts_from_one_reading(tmp_path: Path, monkeyp
     assert all(same(a, Row.of(b)) for a, b in zip(asyncio.run(scenario()), rows, strict=True))
 
 
-def test_the_batch_of_a_step_is_made_once_unless_the_step_was_undone(tmp_path: Path, monkeypatch: Any) -> None:
+async def test_the_batch_of_a_step_is_made_once_unless_the_step_was_undone(tmp_path: Path, monkeypatch: Any) -> None:
     made: list[int] = []
     monkeypatch.setattr(step_batches, "consumed_rows", lambda step, *_: made.append(step) or [])
     monkeypatch.setattr(step_batches, "batch_metrics", lambda *_: {})
-
-    async def scenario() -> None:
-        thread = StoreThread(VersionedStore.create(tmp_path / "s", HEADER), 60.0)
-        settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "s", 128)
-        flight = InFlightState(group_size=1)
-        flight.batches[0] = ()
-        batches = step_batches.StepBatches(flight, thread, settings)
-        assert await batches.batch(0).fingerprint == await batches.batch(0).fingerprint
-        assert made == [0]
-        batches.forget_all()
-        await batches.batch(0).fingerprint
-        thread.close()
-
-    asyncio.run(scenario())
+    thread = StoreThread(VersionedStore.create(tmp_path / "s", HEADER), 60.0)
+    settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "s", 128)
+    flight = InFlightState(group_size=1)
+    flight.batches[0] = ()
+    batches = step_batches.StepBatches(flight, thread, settings)
+    assert await batches.batch(0).fingerprint == await batches.batch(0).fingerprint
+    assert made == [0]
+    batches.forget_all()
+    await batches.batch(0).fingerprint
+    thread.close()
     assert made == [0, 0]
 
 

@@ -20,6 +20,8 @@ from tests.support import virtual_time
 from tests.support.scripted import PlayedParameterServer, World
 from tests.tasks.parameter_conformance import NUM_BYTES, ParameterHost, ParameterServerTests
 
+RUN = virtual_time.run
+
 V4 = PolicyVersion(4)
 CALL_S = 60.0
 PIECE = 7
@@ -111,37 +113,33 @@ class Host:
 
 
 @pytest.mark.parametrize("verb", ["prune", "ensure"])
-def test_what_the_server_answers_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+async def test_what_the_server_answers_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     """A version has a path once its last byte is written, and old ones are gone when that is said."""
+    source, target = RealHost(tmp_path / "a"), RealHost(tmp_path / "b")
+    source.publish(4)
+    for version in (2, 3):
+        target.publish(version)
+    opened = asyncio.Event()
+    prune, write = WeightFolder.prune, PartialFile.write
 
-    async def scenario() -> None:
-        source, target = RealHost(tmp_path / "a"), RealHost(tmp_path / "b")
-        source.publish(4)
-        for version in (2, 3):
-            target.publish(version)
-        opened = asyncio.Event()
-        prune, write = WeightFolder.prune, PartialFile.write
+    async def pruned(*args: Any) -> Any:  # a thread that waits, to a loop in virtual time
+        await opened.wait()
+        return prune(*args)
 
-        async def pruned(*args: Any) -> Any:  # a thread that waits, to a loop in virtual time
-            await opened.wait()
-            return prune(*args)
+    async def written(*args: Any) -> None:
+        await opened.wait()
+        write(*args)
 
-        async def written(*args: Any) -> None:
-            await opened.wait()
-            write(*args)
-
-        monkeypatch.setattr(WeightFolder, "prune", pruned)
-        monkeypatch.setattr(PartialFile, "write", written)
-        asked = target.server.prune((), PolicyVersion(3)) if verb == "prune" else target.ensure(4, source)
-        answer = asyncio.ensure_future(asked)
-        await asyncio.wait({answer}, timeout=5 * CALL_S)
-        assert not answer.done() and target.versions() == [2, 3]
-        opened.set()
-        await answer
-        assert target.versions() == ([3] if verb == "prune" else [2, 3, 4])
-        await target.server.close()
-
-    virtual_time.run(scenario())
+    monkeypatch.setattr(WeightFolder, "prune", pruned)
+    monkeypatch.setattr(PartialFile, "write", written)
+    asked = target.server.prune((), PolicyVersion(3)) if verb == "prune" else target.ensure(4, source)
+    answer = asyncio.ensure_future(asked)
+    await asyncio.wait({answer}, timeout=5 * CALL_S)
+    assert not answer.done() and target.versions() == [2, 3]
+    opened.set()
+    await answer
+    assert target.versions() == ([3] if verb == "prune" else [2, 3, 4])
+    await target.server.close()
 
 
 Fault = Callable[[int, Callable[[], Awaitable[bytes | None]]], Awaitable[bytes | None]]
@@ -187,20 +185,17 @@ def after(count: int, fault: Fault) -> Fault:
 
 
 @pytest.mark.parametrize("size", [0, 1, PIECE - 1, PIECE, PIECE + 1, 100, 10 * PIECE])
-def test_a_version_arrives_whole_and_is_read_once(tmp_path: Path, size: int) -> None:
-    async def scenario() -> None:
-        source, target = Host(tmp_path / "a", data_of(size)), Host(tmp_path / "b")
-        result = await asyncio.gather(*(target.fetch(size, source) for _ in range(3)))
-        assert result == [data_of(size)] * 3
-        assert await source.server.bytes_read() == size
-        assert source.most_at_once == min(PIECES_AT_ONCE, -(-size // PIECE))
-        assert target.folder.versions() == [4]
-        assert await target.fetch(size, source) == data_of(size)
-        assert await source.server.bytes_read() == size
-        await target.server.close()
-        assert not (tmp_path / "b").exists()
-
-    virtual_time.run(scenario())
+async def test_a_version_arrives_whole_and_is_read_once(tmp_path: Path, size: int) -> None:
+    source, target = Host(tmp_path / "a", data_of(size)), Host(tmp_path / "b")
+    result = await asyncio.gather(*(target.fetch(size, source) for _ in range(3)))
+    assert result == [data_of(size)] * 3
+    assert await source.server.bytes_read() == size
+    assert source.most_at_once == min(PIECES_AT_ONCE, -(-size // PIECE))
+    assert target.folder.versions() == [4]
+    assert await target.fetch(size, source) == data_of(size)
+    assert await source.server.bytes_read() == size
+    await target.server.close()
+    assert not (tmp_path / "b").exists()
 
 
 @settings(max_examples=60, deadline=None)
@@ -226,95 +221,79 @@ def test_a_source_that_fails_at_any_piece_is_left_for_another(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_source_that_recovers_within_the_deadline_is_asked_again(tmp_path: Path, fault: Fault) -> None:
-    async def scenario() -> None:
-        source, target = Host(tmp_path / "a", data_of(50)), Host(tmp_path / "b")
-        source.fault = fault
+async def test_a_source_that_recovers_within_the_deadline_is_asked_again(tmp_path: Path, fault: Fault) -> None:
+    source, target = Host(tmp_path / "a", data_of(50)), Host(tmp_path / "b")
+    source.fault = fault
 
-        async def recover() -> None:
-            await asyncio.sleep(CALL_S / 2)
-            source.fault = None
+    async def recover() -> None:
+        await asyncio.sleep(CALL_S / 2)
+        source.fault = None
 
-        recovering = asyncio.ensure_future(recover())
-        assert await target.fetch(50, source) == data_of(50)
-        await recovering
-
-    virtual_time.run(scenario())
+    recovering = asyncio.ensure_future(recover())
+    assert await target.fetch(50, source) == data_of(50)
+    await recovering
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_when_nobody_hands_it_on_the_error_names_the_sources_and_nothing_is_left(tmp_path: Path, fault: Fault) -> None:
-    async def scenario() -> None:
-        one, two, target = Host(tmp_path / "a", data_of(50)), Host(tmp_path / "b", data_of(50)), Host(tmp_path / "c")
-        one.fault = two.fault = after(2, fault)
-        with pytest.raises(TransferFailed, match=r"version 4 cannot be fetched: parameters-0 .*; parameters-1 "):
-            await target.fetch(50, one, two)
-        assert CALL_S < asyncio.get_running_loop().time() < 3 * CALL_S
-        assert [p.name for p in target.folder.folder.iterdir()] == [".owner"]
-        one.fault = two.fault = None
-        assert await target.fetch(50, one, two) == data_of(50)
-
-    virtual_time.run(scenario())
-
-
-def test_a_host_hands_on_what_has_arrived_before_it_has_all(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        source, between, last = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b"), Host(tmp_path / "c")
-
-        async def slowly(number: int, well: Callable[[], Awaitable[bytes | None]]) -> bytes | None:
-            await asyncio.sleep(1.0)
-            return await well()
-
-        source.fault = slowly
-        two = asyncio.ensure_future(between.fetch(70, source))
-        three = asyncio.ensure_future(last.fetch(70, between, source))
-        await asyncio.sleep(1.5)
-        assert not two.done()
-        assert await between.server.bytes_read() > 0
-        assert await two == await three == data_of(70)
-        assert await source.server.bytes_read() == 70
-        assert await between.server.bytes_read() == 70
-
-    virtual_time.run(scenario())
+async def test_when_nobody_hands_it_on_the_error_names_the_sources_and_nothing_is_left(
+    tmp_path: Path, fault: Fault
+) -> None:
+    one, two, target = Host(tmp_path / "a", data_of(50)), Host(tmp_path / "b", data_of(50)), Host(tmp_path / "c")
+    one.fault = two.fault = after(2, fault)
+    with pytest.raises(TransferFailed, match=r"version 4 cannot be fetched: parameters-0 .*; parameters-1 "):
+        await target.fetch(50, one, two)
+    assert CALL_S < asyncio.get_running_loop().time() < 3 * CALL_S
+    assert [p.name for p in target.folder.folder.iterdir()] == [".owner"]
+    one.fault = two.fault = None
+    assert await target.fetch(50, one, two) == data_of(50)
 
 
-def test_when_a_host_dies_those_behind_it_go_on_with_what_they_have(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        source, between, last = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b"), Host(tmp_path / "c")
-        source.fault = after(6, never_has_it)
-        between.fault = after(5, dies)
-        two = asyncio.ensure_future(between.fetch(70, source))
-        three = asyncio.ensure_future(last.fetch(70, between, source))
-        await asyncio.sleep(5.0)
-        source.fault = None
-        assert await three == data_of(70)
-        assert await two == data_of(70)
+async def test_a_host_hands_on_what_has_arrived_before_it_has_all(tmp_path: Path) -> None:
+    source, between, last = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b"), Host(tmp_path / "c")
 
-    virtual_time.run(scenario())
+    async def slowly(number: int, well: Callable[[], Awaitable[bytes | None]]) -> bytes | None:
+        await asyncio.sleep(1.0)
+        return await well()
 
-
-def test_how_far_it_is_is_told_while_it_comes(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        source, target = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b")
-        source.fault = after(6, is_silent)
-        answer = await target.server.ensure(V4, 70, (Source("one", source),))
-        assert answer == FetchProgress(path="", num_bytes=42)
-        assert asyncio.get_running_loop().time() == pytest.approx(2.0)
-        await target.server.close()
-
-    virtual_time.run(scenario())
+    source.fault = slowly
+    two = asyncio.ensure_future(between.fetch(70, source))
+    three = asyncio.ensure_future(last.fetch(70, between, source))
+    await asyncio.sleep(1.5)
+    assert not two.done()
+    assert await between.server.bytes_read() > 0
+    assert await two == await three == data_of(70)
+    assert await source.server.bytes_read() == 70
+    assert await between.server.bytes_read() == 70
 
 
-def test_memory_that_is_full_is_not_the_sources_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        source, target = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b")
+async def test_when_a_host_dies_those_behind_it_go_on_with_what_they_have(tmp_path: Path) -> None:
+    source, between, last = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b"), Host(tmp_path / "c")
+    source.fault = after(6, never_has_it)
+    between.fault = after(5, dies)
+    two = asyncio.ensure_future(between.fetch(70, source))
+    three = asyncio.ensure_future(last.fetch(70, between, source))
+    await asyncio.sleep(5.0)
+    source.fault = None
+    assert await three == data_of(70)
+    assert await two == data_of(70)
 
-        def full(*_: Any) -> None:
-            raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("staleflow.stores.weights.partial_file.PartialFile.write", full)
-        with pytest.raises(StoreError, match=r"cannot be written: No space left on device; free memory"):
-            await target.fetch(70, source)
-        assert [p.name for p in target.folder.folder.iterdir()] == [".owner"]
+async def test_how_far_it_is_is_told_while_it_comes(tmp_path: Path) -> None:
+    source, target = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b")
+    source.fault = after(6, is_silent)
+    answer = await target.server.ensure(V4, 70, (Source("one", source),))
+    assert answer == FetchProgress(path="", num_bytes=42)
+    assert asyncio.get_running_loop().time() == pytest.approx(2.0)
+    await target.server.close()
 
-    virtual_time.run(scenario())
+
+async def test_memory_that_is_full_is_not_the_sources_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("staleflow.stores.weights.partial_file.PartialFile.write", full)
+    with pytest.raises(StoreError, match=r"cannot be written: No space left on device; free memory"):
+        await target.fetch(70, source)
+    assert [p.name for p in target.folder.folder.iterdir()] == [".owner"]

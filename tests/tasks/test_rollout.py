@@ -49,28 +49,26 @@ from tests.tasks.adapter_conformance import Versions
 from tests.tasks.branching import branching_row
 from tests.tasks.test_engine_transformers import changed_weights
 
+RUN = virtual_time.run
 
-def test_a_turn_of_a_branch_is_asked_for_with_its_context_and_its_trajectorys_prompt(tmp_path: Path) -> None:
+
+async def test_a_turn_of_a_branch_is_asked_for_with_its_context_and_its_trajectorys_prompt(tmp_path: Path) -> None:
     """What an engine knows of a prompt is found by the prompt, wherever the context leaves it."""
-
-    async def scenario() -> None:
-        branching = replace(branching_row().trajectory, finish=FinishReason.UNFINISHED)
-        settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "store", 128)
-        asked, whole = (
-            request_of(t, route_item(i), settings, None, 0, NO_STOP)
-            for i, t in enumerate((branching, replace(branching, spans=branching.spans[:2])))
-        )
-        assert isinstance(asked, Request) and isinstance(whole, Request)
-        prompt, response = tuple(branching.prompt_tokens), tuple(branching.response_tokens)
-        assert asked.tokens == tuple(branching.context) != (*prompt, *response)
-        assert whole.tokens == (*prompt, *response[: whole.num_prior])
-        assert asked.prompt_tokens == whole.prompt_tokens == prompt
-        cut = replace(branching, spans=branching.spans[:1])  # in the middle of its first turn
-        further = request_of(cut, route_item(2), settings, None, 30, NO_STOP)
-        assert isinstance(further, Request)
-        assert further.max_new_tokens == 30 - cut.num_tokens < 30
-
-    virtual_time.run(scenario())
+    branching = replace(branching_row().trajectory, finish=FinishReason.UNFINISHED)
+    settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "store", 128)
+    asked, whole = (
+        request_of(t, route_item(i), settings, None, 0, NO_STOP)
+        for i, t in enumerate((branching, replace(branching, spans=branching.spans[:2])))
+    )
+    assert isinstance(asked, Request) and isinstance(whole, Request)
+    prompt, response = tuple(branching.prompt_tokens), tuple(branching.response_tokens)
+    assert asked.tokens == tuple(branching.context) != (*prompt, *response)
+    assert whole.tokens == (*prompt, *response[: whole.num_prior])
+    assert asked.prompt_tokens == whole.prompt_tokens == prompt
+    cut = replace(branching, spans=branching.spans[:1])  # in the middle of its first turn
+    further = request_of(cut, route_item(2), settings, None, 30, NO_STOP)
+    assert isinstance(further, Request)
+    assert further.max_new_tokens == 30 - cut.num_tokens < 30
 
 
 def test_interrupted_tokens_are_with_the_server_and_are_continued(job: Path, tmp_path: Path) -> None:
@@ -184,151 +182,129 @@ def test_a_trajectory_goes_on_under_its_own_version_where_that_is_served(
     asyncio.run(scenario())
 
 
-def test_a_whole_response_whose_instance_was_lost_is_not_continued(tmp_path: Path) -> None:
+async def test_a_whole_response_whose_instance_was_lost_is_not_continued(tmp_path: Path) -> None:
     """Its tokens had reached the server, the news of it had not reached the driver: the next instance tells it."""
-
-    async def scenario() -> None:
-        world = World(length=lambda _: 9)
-        config = Body(tmp_path).config()
-        server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-        one, two = (
-            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 30.0, 0.0) for name in ("one", "two")
-        )
-        await server.draw(0, 1)
-        await one.route(server, (route_item(0, 1), route_item(1, 1)))
-        assert len(await one.next_events(server, 5.0)) == 2
-        await two.route(server, (route_item(0, 2),))
-        answered = await two.next_events(server, 5.0)
-        assert answered == [RequestOutcome(trajectory=TrajectoryId(0), route_number=2, tokens=9)]
-        assert await two.next_events(server, 1.0) == []
-        (held,) = await server.requests((route_item(0, 2),))
-        assert held == SampledTokens(
-            trajectory=TrajectoryId(0), route_number=2, start=9, segments=(), finish=FinishReason.STOP
-        )
-        assert (await two.report()).running == 0
-
-    virtual_time.run(scenario())
+    world = World(length=lambda _: 9)
+    config = Body(tmp_path).config()
+    server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+    one, two = (
+        VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 30.0, 0.0) for name in ("one", "two")
+    )
+    await server.draw(0, 1)
+    await one.route(server, (route_item(0, 1), route_item(1, 1)))
+    assert len(await one.next_events(server, 5.0)) == 2
+    await two.route(server, (route_item(0, 2),))
+    answered = await two.next_events(server, 5.0)
+    assert answered == [RequestOutcome(trajectory=TrajectoryId(0), route_number=2, tokens=9)]
+    assert await two.next_events(server, 1.0) == []
+    (held,) = await server.requests((route_item(0, 2),))
+    assert held == SampledTokens(
+        trajectory=TrajectoryId(0), route_number=2, start=9, segments=(), finish=FinishReason.STOP
+    )
+    assert (await two.report()).running == 0
 
 
-def test_what_a_given_up_instance_still_delivers_is_dropped(tmp_path: Path) -> None:
+async def test_what_a_given_up_instance_still_delivers_is_dropped(tmp_path: Path) -> None:
     """It was routed anew, and both instances sample it: the server takes the tokens of the latest routing only."""
-
-    async def scenario() -> None:
-        world = World(length=lambda _: 9)
-        config = Body(tmp_path).config()
-        server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-        old, new = (
-            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 30.0, 0.0) for name in ("old", "new")
-        )
-        await server.draw(0, 1)
-        await old.route(server, (route_item(0, 1),))
-        await asyncio.sleep(0.2)
-        await new.route(server, (route_item(0, 2),))
-        assert await old.next_events(server, 5.0) == [
-            RequestOutcome(trajectory=TrajectoryId(0), route_number=1, tokens=0)
-        ]
-        assert await new.next_events(server, 5.0) == [
-            RequestOutcome(trajectory=TrajectoryId(0), route_number=2, tokens=9)
-        ]
-        assert server._flight.live[TrajectoryId(0)].response_tokens.tolist() == response(0, 9)
-
-    virtual_time.run(scenario())
+    world = World(length=lambda _: 9)
+    config = Body(tmp_path).config()
+    server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+    old, new = (
+        VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 30.0, 0.0) for name in ("old", "new")
+    )
+    await server.draw(0, 1)
+    await old.route(server, (route_item(0, 1),))
+    await asyncio.sleep(0.2)
+    await new.route(server, (route_item(0, 2),))
+    assert await old.next_events(server, 5.0) == [RequestOutcome(trajectory=TrajectoryId(0), route_number=1, tokens=0)]
+    assert await new.next_events(server, 5.0) == [RequestOutcome(trajectory=TrajectoryId(0), route_number=2, tokens=9)]
+    assert server._flight.live[TrajectoryId(0)].response_tokens.tolist() == response(0, 9)
 
 
-def test_a_lost_instance_loses_no_more_than_it_sampled_since_its_last_delivery(tmp_path: Path) -> None:
+async def test_a_lost_instance_loses_no_more_than_it_sampled_since_its_last_delivery(tmp_path: Path) -> None:
     """Another goes on from there; what the lost one had delivered is there once, with its version."""
-
-    async def scenario() -> None:
-        world = World(length=lambda _: 90)
-        config = Body(tmp_path).config()
-        server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-        lost, other = (
-            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 30.0, spool_s)
-            for name, spool_s in (("lost", 1.0), ("other", 0.0))
-        )
-        await server.draw(0, 1)
-        await lost.route(server, (route_item(0, 1), route_item(1, 1)))
-        delivered: dict[int, list[int]] = {0: [], 1: []}
-        while asyncio.get_running_loop().time() < 2.7:
-            assert await lost.next_events(server, 0.25) == []
-            for trajectory, tokens in (await lost.report()).delivered:
-                delivered[trajectory].append(tokens)
-        assert len(delivered[0]) == len(delivered[1]) == 2
-        assert 20 <= delivered[0][0] < 40 <= delivered[0][1] < 50, "two deliveries of a second's tokens each"
-        assert (await lost.report()).delivered == ()
-        await other.route(server, (route_item(0, 2),))
-        assert server._flight.live[TrajectoryId(0)].response_tokens.tolist() == response(0, delivered[0][1])
-        await lost.next_events(server, 1.5)  # it is not dead, only slow
-        assert await other.next_events(server, 5.0) == [
-            RequestOutcome(trajectory=TrajectoryId(0), route_number=2, tokens=90)
-        ]
-        whole = server._flight.live[TrajectoryId(0)]
-        assert list(whole.response_tokens) == response(0, 90)
-        assert [(s.instance, len(s.tokens)) for s in whole.segments] == [
-            ("lost", delivered[0][1]),
-            ("other", 90 - delivered[0][1]),
-        ]
-
-    virtual_time.run(scenario())
+    world = World(length=lambda _: 90)
+    config = Body(tmp_path).config()
+    server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+    lost, other = (
+        VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 30.0, spool_s)
+        for name, spool_s in (("lost", 1.0), ("other", 0.0))
+    )
+    await server.draw(0, 1)
+    await lost.route(server, (route_item(0, 1), route_item(1, 1)))
+    delivered: dict[int, list[int]] = {0: [], 1: []}
+    while asyncio.get_running_loop().time() < 2.7:
+        assert await lost.next_events(server, 0.25) == []
+        for trajectory, tokens in (await lost.report()).delivered:
+            delivered[trajectory].append(tokens)
+    assert len(delivered[0]) == len(delivered[1]) == 2
+    assert 20 <= delivered[0][0] < 40 <= delivered[0][1] < 50, "two deliveries of a second's tokens each"
+    assert (await lost.report()).delivered == ()
+    await other.route(server, (route_item(0, 2),))
+    assert server._flight.live[TrajectoryId(0)].response_tokens.tolist() == response(0, delivered[0][1])
+    await lost.next_events(server, 1.5)  # it is not dead, only slow
+    assert await other.next_events(server, 5.0) == [
+        RequestOutcome(trajectory=TrajectoryId(0), route_number=2, tokens=90)
+    ]
+    whole = server._flight.live[TrajectoryId(0)]
+    assert list(whole.response_tokens) == response(0, 90)
+    assert [(s.instance, len(s.tokens)) for s in whole.segments] == [
+        ("lost", delivered[0][1]),
+        ("other", 90 - delivered[0][1]),
+    ]
 
 
-def test_each_delivery_starts_where_the_one_before_it_ended(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        world = World(length=lambda _: 90)
-        config = Body(tmp_path).config()
-        server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 1.0)
-        spans: list[tuple[int, int]] = []
+async def test_each_delivery_starts_where_the_one_before_it_ended(tmp_path: Path) -> None:
+    world = World(length=lambda _: 90)
+    config = Body(tmp_path).config()
+    server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+    one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 1.0)
+    spans: list[tuple[int, int]] = []
 
-        class Recording:
-            async def deliver(self, parts: list[SampledTokens]) -> Any:
-                spans.extend((p.start, p.start + sum(len(s.tokens) for s in p.segments)) for p in parts)
-                return await server.deliver(parts)
+    class Recording:
+        async def deliver(self, parts: list[SampledTokens]) -> Any:
+            spans.extend((p.start, p.start + sum(len(s.tokens) for s in p.segments)) for p in parts)
+            return await server.deliver(parts)
 
-        await server.draw(0, 1)
-        await one.route(server, (route_item(0, 1),))
-        for _ in range(3):
-            await asyncio.sleep(1.0)
-            await one.flush(Recording())
-        assert len(spans) == 3
-        assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]
-
-    virtual_time.run(scenario())
+    await server.draw(0, 1)
+    await one.route(server, (route_item(0, 1),))
+    for _ in range(3):
+        await asyncio.sleep(1.0)
+        await one.flush(Recording())
+    assert len(spans) == 3
+    assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]
 
 
 @pytest.mark.parametrize("verb", ["next_events", "next_events_at_the_end", "flush", "interrupt"])
-def test_no_verb_is_answered_before_the_server_has_the_tokens(tmp_path: Path, verb: str) -> None:
-    async def scenario() -> None:
-        world = World(length=lambda _: 90)
-        config = Body(tmp_path).config()
-        server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-        ended = verb == "next_events_at_the_end"
-        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 0.0 if ended else 1.0)
-        may_answer = asyncio.Event()
+async def test_no_verb_is_answered_before_the_server_has_the_tokens(tmp_path: Path, verb: str) -> None:
+    world = World(length=lambda _: 90)
+    config = Body(tmp_path).config()
+    server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+    ended = verb == "next_events_at_the_end"
+    one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 0.0 if ended else 1.0)
+    may_answer = asyncio.Event()
 
-        class Slow:
-            async def deliver(self, sampled: list[SampledTokens]) -> Any:
-                await may_answer.wait()
-                return await server.deliver(sampled)
+    class Slow:
+        async def deliver(self, sampled: list[SampledTokens]) -> Any:
+            await may_answer.wait()
+            return await server.deliver(sampled)
 
-        await server.draw(0, 1)
-        await one.route(server, (route_item(0, 1),))
-        assert await one.next_events(server, 0.25) == []  # the spool is due a second after this
-        await asyncio.sleep(20.0 if ended else 1.5)
-        match verb:
-            case "flush":
-                call = asyncio.ensure_future(one.flush(Slow()))
-            case "interrupt":
-                call = asyncio.ensure_future(one.interrupt(Slow(), (TrajectoryId(0),)))
-            case _:
-                call = asyncio.ensure_future(one.next_events(Slow(), 0.25))
-        await asyncio.sleep(5.0)
-        assert not call.done()
-        may_answer.set()
-        await call
-        assert server._flight.live[TrajectoryId(0)].num_tokens >= 10
-
-    virtual_time.run(scenario())
+    await server.draw(0, 1)
+    await one.route(server, (route_item(0, 1),))
+    assert await one.next_events(server, 0.25) == []  # the spool is due a second after this
+    await asyncio.sleep(20.0 if ended else 1.5)
+    match verb:
+        case "flush":
+            call = asyncio.ensure_future(one.flush(Slow()))
+        case "interrupt":
+            call = asyncio.ensure_future(one.interrupt(Slow(), (TrajectoryId(0),)))
+        case _:
+            call = asyncio.ensure_future(one.next_events(Slow(), 0.25))
+    await asyncio.sleep(5.0)
+    assert not call.done()
+    may_answer.set()
+    await call
+    assert server._flight.live[TrajectoryId(0)].num_tokens >= 10
 
 
 def test_commands_that_wait_when_an_instance_is_closed_do_not_reach_its_engine() -> None:
@@ -361,133 +337,118 @@ def test_commands_that_wait_when_an_instance_is_closed_do_not_reach_its_engine()
     assert calls == [(TrajectoryId(0),)]
 
 
-def test_what_was_interrupted_reaches_the_server_even_if_that_was_away(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        world = World(length=lambda _: 90)
-        config = Body(tmp_path).config()
-        server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 0.0)
+async def test_what_was_interrupted_reaches_the_server_even_if_that_was_away(tmp_path: Path) -> None:
+    world = World(length=lambda _: 90)
+    config = Body(tmp_path).config()
+    server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+    one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 0.0)
 
-        class Away:
-            async def deliver(self, *_: object) -> None:
-                raise OSError("connection closed")
+    class Away:
+        async def deliver(self, *_: object) -> None:
+            raise OSError("connection closed")
 
-        await server.draw(0, 1)
-        await one.route(server, (route_item(0, 1), route_item(1, 1)))
-        await asyncio.sleep(1.0)
-        with pytest.raises(ActorLost, match="server is gone"):
-            await one.interrupt(Away(), (TrajectoryId(0), TrajectoryId(1)))
-        outcomes = await one.interrupt(server, (TrajectoryId(0), TrajectoryId(1)))
-        assert outcomes == [RequestOutcome(trajectory=TrajectoryId(i), route_number=1, tokens=20) for i in (0, 1)]
-        assert await one.interrupt(server, (TrajectoryId(0),)) == []
-
-    virtual_time.run(scenario())
+    await server.draw(0, 1)
+    await one.route(server, (route_item(0, 1), route_item(1, 1)))
+    await asyncio.sleep(1.0)
+    with pytest.raises(ActorLost, match="server is gone"):
+        await one.interrupt(Away(), (TrajectoryId(0), TrajectoryId(1)))
+    outcomes = await one.interrupt(server, (TrajectoryId(0), TrajectoryId(1)))
+    assert outcomes == [RequestOutcome(trajectory=TrajectoryId(i), route_number=1, tokens=20) for i in (0, 1)]
+    assert await one.interrupt(server, (TrajectoryId(0),)) == []
 
 
-def test_ended_responses_reach_the_server_even_if_it_was_away(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        world = World(length=lambda _: 20)
-        config = Body(tmp_path).config()
-        server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-        instance = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 0.0)
+async def test_ended_responses_reach_the_server_even_if_it_was_away(tmp_path: Path) -> None:
+    world = World(length=lambda _: 20)
+    config = Body(tmp_path).config()
+    server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+    instance = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 0.0)
 
-        class Away:
-            async def deliver(self, *_: object) -> None:
-                raise OSError("connection closed")
+    class Away:
+        async def deliver(self, *_: object) -> None:
+            raise OSError("connection closed")
 
-        await server.draw(0, 1)
-        await instance.route(server, (route_item(0, 1), route_item(1, 1)))
-        with pytest.raises(ActorLost, match="server is gone"):
-            await instance.next_events(Away(), 5.0)
-        outcomes = []
-        while len(outcomes) < 2 and asyncio.get_running_loop().time() < 60:
-            outcomes += await instance.next_events(server, 5.0)
-        assert [(o.trajectory, o.tokens, o.error) for o in outcomes] == [(0, 20, ""), (1, 20, "")]
-        assert list(server._flight.live[TrajectoryId(0)].response_tokens) == response(0, 20)
-
-    virtual_time.run(scenario())
+    await server.draw(0, 1)
+    await instance.route(server, (route_item(0, 1), route_item(1, 1)))
+    with pytest.raises(ActorLost, match="server is gone"):
+        await instance.next_events(Away(), 5.0)
+    outcomes = []
+    while len(outcomes) < 2 and asyncio.get_running_loop().time() < 60:
+        outcomes += await instance.next_events(server, 5.0)
+    assert [(o.trajectory, o.tokens, o.error) for o in outcomes] == [(0, 20, ""), (1, 20, "")]
+    assert list(server._flight.live[TrajectoryId(0)].response_tokens) == response(0, 20)
 
 
-def test_a_response_with_a_logprob_that_is_not_finite_fails_and_is_not_held(tmp_path: Path) -> None:
+async def test_a_response_with_a_logprob_that_is_not_finite_fails_and_is_not_held(tmp_path: Path) -> None:
     """Such a token has no importance ratio. What was sampled before it stays, and others are not concerned."""
-
-    async def scenario() -> None:
-        poisoned = set[int]()
-        world = World(length=lambda _: 20, not_finite=poisoned.__contains__)
-        config = Body(tmp_path).config()
-        server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 0.0)
-        await server.draw(0, 1)
-        await one.route(server, (route_item(0, 1), route_item(1, 1)))
-        await asyncio.sleep(0.25)
-        await one.flush(server)
-        poisoned.add(0)
-        await asyncio.sleep(0.25)
-        await one.flush(server)
-        outcomes = {o.trajectory: o for o in await one.next_events(server, 5.0)}
-        assert (outcomes[TrajectoryId(1)].tokens, outcomes[TrajectoryId(1)].error) == (20, "")
-        assert (outcomes[TrajectoryId(0)].tokens, outcomes[TrajectoryId(0)].error) == (
-            5,
-            "token 19 of the response has a logprob of nan under version 0 on one; every sampled token needs a finite "
-            "one",
-        )
-        held = server._flight.live[TrajectoryId(0)]
-        assert (held.num_tokens, held.finish) == (5, FinishReason.UNFINISHED)
-        assert np.isfinite(held.logprobs).all()
-
-    virtual_time.run(scenario())
+    poisoned = set[int]()
+    world = World(length=lambda _: 20, not_finite=poisoned.__contains__)
+    config = Body(tmp_path).config()
+    server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+    one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 0.0)
+    await server.draw(0, 1)
+    await one.route(server, (route_item(0, 1), route_item(1, 1)))
+    await asyncio.sleep(0.25)
+    await one.flush(server)
+    poisoned.add(0)
+    await asyncio.sleep(0.25)
+    await one.flush(server)
+    outcomes = {o.trajectory: o for o in await one.next_events(server, 5.0)}
+    assert (outcomes[TrajectoryId(1)].tokens, outcomes[TrajectoryId(1)].error) == (20, "")
+    assert (outcomes[TrajectoryId(0)].tokens, outcomes[TrajectoryId(0)].error) == (
+        5,
+        "token 19 of the response has a logprob of nan under version 0 on one; every sampled token needs a finite one",
+    )
+    held = server._flight.live[TrajectoryId(0)]
+    assert (held.num_tokens, held.finish) == (5, FinishReason.UNFINISHED)
+    assert np.isfinite(held.logprobs).all()
 
 
-def test_a_server_made_anew_has_all_that_was_acknowledged(tmp_path: Path) -> None:
+async def test_a_server_made_anew_has_all_that_was_acknowledged(tmp_path: Path) -> None:
     """Tokens, epochs, rewards, batches and endings, in the middle of a run whose other actors go on."""
+    world = World(length=lambda trajectory: 9 if trajectory < 5 else 90)
+    config = Body(tmp_path).config()
+    settings = actor_settings.server_settings(config, tmp_path / "store", 128)
+    first = server_class(world)(settings, 0.0)
+    one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 1.0)
+    await first.draw(0, 4)
+    await one.route(first, tuple(route_item(i, 1) for i in range(6)))
+    assert len(await one.next_events(first, 5.0)) == 5
+    scored = await first.scoring_items(tuple(TrajectoryId(i) for i in range(5)))
+    await first.record_rewards([RewardItem(*i[:3], ScoredResponse(reward=float(i.trajectory))) for i in scored])
+    await asyncio.sleep(1.0)
+    await one.next_events(first, 0.1)
+    versions = (PolicyVersion(0), PolicyVersion(0))
+    packed = (await first.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions, 0)).packed
+    ending = Ending(
+        trajectory=TrajectoryId(4), group=GroupId(2), fate=Fate.ABORTED, reason=AbortReason.ENGINE_FAILED, step=0
+    )
+    await first.retire((ending,), (PolicyVersion(0),))
 
-    async def scenario() -> None:
-        world = World(length=lambda trajectory: 9 if trajectory < 5 else 90)
-        config = Body(tmp_path).config()
-        settings = actor_settings.server_settings(config, tmp_path / "store", 128)
-        first = server_class(world)(settings, 0.0)
-        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 1.0)
-        await first.draw(0, 4)
-        await one.route(first, tuple(route_item(i, 1) for i in range(6)))
-        assert len(await one.next_events(first, 5.0)) == 5
-        scored = await first.scoring_items(tuple(TrajectoryId(i) for i in range(5)))
-        await first.record_rewards([RewardItem(*i[:3], ScoredResponse(reward=float(i.trajectory))) for i in scored])
-        await asyncio.sleep(1.0)
-        await one.next_events(first, 0.1)
-        versions = (PolicyVersion(0), PolicyVersion(0))
-        packed = (await first.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions, 0)).packed
-        ending = Ending(
-            trajectory=TrajectoryId(4), group=GroupId(2), fate=Fate.ABORTED, reason=AbortReason.ENGINE_FAILED, step=0
-        )
-        await first.retire((ending,), (PolicyVersion(0),))
+    second = server_class(world)(replace(settings, resumed=True), 20.0)
+    assert repr(second._flight) == repr(first._flight)
+    await second.retire((ending,), (PolicyVersion(0),))
+    again = (await second.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions, 0)).packed
+    np.testing.assert_array_equal(again.response_tokens, packed.response_tokens)
+    np.testing.assert_array_equal(again.advantages, packed.advantages)
+    drawn = await second.draw(0, 5)
+    assert [g.group for g in drawn] == [0, 1, 2, 3, 4]
+    assert await second.deliver(one._undelivered) == {}
+    (rest,) = await one.interrupt(second, (TrajectoryId(5),))
+    assert rest.tokens == second._flight.live[TrajectoryId(5)].num_tokens > 20
+    assert [len(s.tokens) for s in second._flight.live[TrajectoryId(5)].segments] == [rest.tokens]
+    (unscored,) = await second.scoring_items((TrajectoryId(3),))
+    assert unscored.text
 
-        second = server_class(world)(replace(settings, resumed=True), 20.0)
-        assert repr(second._flight) == repr(first._flight)
-        await second.retire((ending,), (PolicyVersion(0),))
-        again = (await second.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions, 0)).packed
-        np.testing.assert_array_equal(again.response_tokens, packed.response_tokens)
-        np.testing.assert_array_equal(again.advantages, packed.advantages)
-        drawn = await second.draw(0, 5)
-        assert [g.group for g in drawn] == [0, 1, 2, 3, 4]
-        assert await second.deliver(one._undelivered) == {}
-        (rest,) = await one.interrupt(second, (TrajectoryId(5),))
-        assert rest.tokens == second._flight.live[TrajectoryId(5)].num_tokens > 20
-        assert [len(s.tokens) for s in second._flight.live[TrajectoryId(5)].segments] == [rest.tokens]
-        (unscored,) = await second.scoring_items((TrajectoryId(3),))
-        assert unscored.text
-
-        ledger = LedgerState(num_started=8, num_ended={"consumed:none": 2, "aborted:engine_failed": 1}, live=(),
-                             next_step=1, version=0)  # fmt: skip
-        await second.commit(StepRecord(kind="step", step=0, ledger=ledger))
-        await second.commit(StepRecord(kind="step", step=0, ledger=ledger))
-        (record,) = world.stores[str(tmp_path / "store")].steps()
-        assert (record.num_rows, record.ledger.live) == (3, ((2, 4), (5, 8)))
-        third = server_class(world)(replace(settings, resumed=True), 30.0)
-        assert repr(third._flight) == repr(second._flight)
-        assert third._flight.num_drawn == 5
-        assert third._spool._stored_by == {0: 1}, "the parts of the spool that hold no other group may be removed"
-
-    virtual_time.run(scenario())
+    ledger = LedgerState(num_started=8, num_ended={"consumed:none": 2, "aborted:engine_failed": 1}, live=(),
+                         next_step=1, version=0)  # fmt: skip
+    await second.commit(StepRecord(kind="step", step=0, ledger=ledger))
+    await second.commit(StepRecord(kind="step", step=0, ledger=ledger))
+    (record,) = world.stores[str(tmp_path / "store")].steps()
+    assert (record.num_rows, record.ledger.live) == (3, ((2, 4), (5, 8)))
+    third = server_class(world)(replace(settings, resumed=True), 30.0)
+    assert repr(third._flight) == repr(second._flight)
+    assert third._flight.num_drawn == 5
+    assert third._spool._stored_by == {0: 1}, "the parts of the spool that hold no other group may be removed"
 
 
 class Gate:
@@ -533,28 +494,24 @@ def test_a_report_that_waits_for_the_engine_keeps_nobody_else_waiting() -> None:
     asyncio.run(scenario())
 
 
-def test_the_spool_of_a_group_that_is_not_stored_yet_is_kept_by_a_server_made_anew(tmp_path: Path) -> None:
+async def test_the_spool_of_a_group_that_is_not_stored_yet_is_kept_by_a_server_made_anew(tmp_path: Path) -> None:
     """All its members have ended, and wait for the next commit."""
-
-    async def scenario() -> None:
-        world = World(length=lambda _: 9)
-        settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "store", 128)
-        first = server_class(world)(settings, 0.0)
-        await first.draw(0, 1)
-        endings = tuple(
-            Ending(trajectory=t, group=GroupId(0), fate=Fate.ABORTED, reason=AbortReason.ENGINE_FAILED, step=0)
-            for t in first._flight.live
-        )
-        await first.retire(endings, (PolicyVersion(0),) * len(endings))
-        second = server_class(world)(replace(settings, resumed=True), 20.0)
-        assert len(second._flight.pending_commit()) == len(endings) > 0
-        assert not second._flight.live
-        assert second._spool._stored_by == {}
-        for server in (first, second):
-            await server.close()
-            assert server._storing.executor._shutdown, "its thread ends"
-
-    virtual_time.run(scenario())
+    world = World(length=lambda _: 9)
+    settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "store", 128)
+    first = server_class(world)(settings, 0.0)
+    await first.draw(0, 1)
+    endings = tuple(
+        Ending(trajectory=t, group=GroupId(0), fate=Fate.ABORTED, reason=AbortReason.ENGINE_FAILED, step=0)
+        for t in first._flight.live
+    )
+    await first.retire(endings, (PolicyVersion(0),) * len(endings))
+    second = server_class(world)(replace(settings, resumed=True), 20.0)
+    assert len(second._flight.pending_commit()) == len(endings) > 0
+    assert not second._flight.live
+    assert second._spool._stored_by == {}
+    for server in (first, second):
+        await server.close()
+        assert server._storing.executor._shutdown, "its thread ends"
 
 
 def test_tokens_wait_for_a_pull_whose_caller_has_given_up_and_for_nothing_after_it() -> None:

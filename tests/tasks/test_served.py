@@ -68,7 +68,7 @@ class Echo:
         self.closed.set()
 
 
-def test_every_request_is_answered_alone_by_whoever_has_the_key() -> None:
+async def test_every_request_is_answered_alone_by_whoever_has_the_key() -> None:
     engine = Echo()
 
     async def work() -> None:
@@ -104,15 +104,12 @@ def test_every_request_is_answered_alone_by_whoever_has_the_key() -> None:
         await server.stop()
         policy.close()
 
-    async def limited() -> None:
-        async with asyncio.timeout(30):
-            await work()
-
-    asyncio.run(limited())
+    async with asyncio.timeout(30):
+        await work()
     assert engine.closed.is_set()
 
 
-def test_a_served_policy_samples_at_the_temperature_of_the_request(tiny_model: Path) -> None:
+async def test_a_served_policy_samples_at_the_temperature_of_the_request(tiny_model: Path) -> None:
     """Two requests at temperature 0 get the same answer, whatever else they say of sampling, and it is what the engine
     samples greedily; what the engine cannot do is refused, and never answered with other sampling."""
     plan = serving_plan(str(tiny_model), ("rollout.max_new_tokens=12",))
@@ -159,11 +156,8 @@ def test_a_served_policy_samples_at_the_temperature_of_the_request(tiny_model: P
         await server.stop()
         policy.close()
 
-    async def limited() -> None:
-        async with asyncio.timeout(240):
-            await work()
-
-    asyncio.run(limited())
+    async with asyncio.timeout(240):
+        await work()
 
 
 def greedy_response(model: Path, prompt: tuple[int, ...], length: int) -> list[int]:

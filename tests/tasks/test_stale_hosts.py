@@ -25,6 +25,8 @@ from tests.support.bodies import Body
 from tests.support.route_items import route_item
 from tests.support.scripted import World, server_class
 
+RUN = virtual_time.run
+
 ID = TrajectoryId(0)
 
 
@@ -141,28 +143,27 @@ async def rewarded(scene: Scene) -> None:
 @pytest.mark.parametrize(
     "meanwhile", [next_turn_of_equal_length, answered, answered_with_nothing, restarted_to_equal_length, rewarded]
 )
-def test_what_a_late_host_says_changes_nothing(tmp_path: Path, meanwhile: Meanwhile, late: HostedStepResult) -> None:
-    async def scenario() -> None:
-        config = Body(tmp_path).config("rollout.max_new_tokens=100")
-        scene = Scene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
-        await scene.server.draw(0, 1)
-        await scene.turn(3)
-        old = asyncio.create_task(scene.act(Says(late, after_s=5.0)))
-        await asyncio.sleep(1.0)
-        await meanwhile(scene)
-        held, route_number, score = scene.trajectory, scene.server._flight.route_number(ID), scene.reward
-        outcomes = await old
-        assert scene.trajectory is held
-        assert scene.server._flight.route_number(ID) == route_number
-        assert scene.reward == score
-        (told,) = outcomes
-        assert (told.ended, told.reward) == ((True, 0.25) if meanwhile is rewarded else (False, 0.0))
-        if meanwhile in (answered, answered_with_nothing):
-            assert told.tokens == scene.trajectory.num_tokens, "of the answer that was heard"
-        elif meanwhile is not rewarded:
-            assert told.failed, "of an earlier route_number, which nobody asks about"
-
-    virtual_time.run(scenario())
+async def test_what_a_late_host_says_changes_nothing(
+    tmp_path: Path, meanwhile: Meanwhile, late: HostedStepResult
+) -> None:
+    config = Body(tmp_path).config("rollout.max_new_tokens=100")
+    scene = Scene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
+    await scene.server.draw(0, 1)
+    await scene.turn(3)
+    old = asyncio.create_task(scene.act(Says(late, after_s=5.0)))
+    await asyncio.sleep(1.0)
+    await meanwhile(scene)
+    held, route_number, score = scene.trajectory, scene.server._flight.route_number(ID), scene.reward
+    outcomes = await old
+    assert scene.trajectory is held
+    assert scene.server._flight.route_number(ID) == route_number
+    assert scene.reward == score
+    (told,) = outcomes
+    assert (told.ended, told.reward) == ((True, 0.25) if meanwhile is rewarded else (False, 0.0))
+    if meanwhile in (answered, answered_with_nothing):
+        assert told.tokens == scene.trajectory.num_tokens, "of the answer that was heard"
+    elif meanwhile is not rewarded:
+        assert told.failed, "of an earlier route_number, which nobody asks about"
 
 
 class MeanwhileSomethingElse:
@@ -208,18 +209,15 @@ def test_a_late_host_tells_its_agent_no_turn_of_another_host(tmp_path: Path, mea
     virtual_time.run(scenario())
 
 
-def test_a_reward_worker_that_scores_again_tells_the_reward_that_is_held(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        config = Body(tmp_path).config("rollout.max_new_tokens=100")
-        scene = Scene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
-        await scene.server.draw(0, 1)
-        await scene.turn(3)
-        (asked,) = await scene.server.scoring_items((ID,))
-        first, second = ScoredResponse(reward=0.5), ScoredResponse(reward=0.75)
-        assert await scene.server.record_rewards([RewardItem(ID, asked.tokens, asked.route_number, first)]) == [first]
-        assert await scene.server.record_rewards([RewardItem(ID, asked.tokens, asked.route_number, second)]) == [first]
-        assert scene.reward == 0.5
-        other = RewardItem(TrajectoryId(1), 1, 0, first)
-        assert await scene.server.record_rewards([other]) == [None], "it has no such tokens"
-
-    virtual_time.run(scenario())
+async def test_a_reward_worker_that_scores_again_tells_the_reward_that_is_held(tmp_path: Path) -> None:
+    config = Body(tmp_path).config("rollout.max_new_tokens=100")
+    scene = Scene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
+    await scene.server.draw(0, 1)
+    await scene.turn(3)
+    (asked,) = await scene.server.scoring_items((ID,))
+    first, second = ScoredResponse(reward=0.5), ScoredResponse(reward=0.75)
+    assert await scene.server.record_rewards([RewardItem(ID, asked.tokens, asked.route_number, first)]) == [first]
+    assert await scene.server.record_rewards([RewardItem(ID, asked.tokens, asked.route_number, second)]) == [first]
+    assert scene.reward == 0.5
+    other = RewardItem(TrajectoryId(1), 1, 0, first)
+    assert await scene.server.record_rewards([other]) == [None], "it has no such tokens"

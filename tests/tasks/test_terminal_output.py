@@ -18,7 +18,7 @@ from staleflow.tasks.rendering.reward_values import MAX_NAME_CHARS, MAX_PARTS, I
 from staleflow.tasks.settings.task_config import RewardConfig, TaskConfig
 from staleflow.tasks.sources.reward_process import Scorer, ScoringSettings
 from staleflow.tasks.sources.task_sources import SourceSettings
-from tests.tasks.test_agents import acted, running, settings
+from tests.tasks.test_agents import acted, settings
 
 CLEAR = "\\x1b[2J\\x07"
 AGENT = f"""
@@ -57,26 +57,21 @@ def code(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("isolation", ["auto", "process"])
-def test_what_agents_and_their_programs_print_reaches_no_terminal_as_it_is(
+async def test_what_agents_and_their_programs_print_reaches_no_terminal_as_it_is(
     code: Path, isolation: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     made = settings(f"agent:{code}:run", isolation=isolation, step_timeout_s=60.0)
     task = made.source.build().task(0)
     capfd.readouterr()
     said = ""
-
-    async def work() -> None:
-        nonlocal said
-        episodes = EpisodeHost(made)
-        await acted(episodes, task, "a")
-        answer = await acted(episodes, task, "a", "b")
-        assert "ValueError: it is \\x1b[2J\\x07 broken" in answer.error
-        await episodes.close()
-        while any(line not in said for line in ("begin\\x1b[2J", "part \\x1b[2J\\x07end", "child\\x1b[2J\\x07")):
-            said += "".join(capfd.readouterr())
-            await asyncio.sleep(0.01)
-
-    running(work())
+    episodes = EpisodeHost(made)
+    await acted(episodes, task, "a")
+    answer = await acted(episodes, task, "a", "b")
+    assert "ValueError: it is \\x1b[2J\\x07 broken" in answer.error
+    await episodes.close()
+    while any(line not in said for line in ("begin\\x1b[2J", "part \\x1b[2J\\x07end", "child\\x1b[2J\\x07")):
+        said += "".join(capfd.readouterr())
+        await asyncio.sleep(0.01)
     assert "\x1b" not in said
     assert "\x07" not in said
 

@@ -156,16 +156,13 @@ def test_a_process_that_wrote_more_than_is_read_of_it_ends_when_it_is_killed() -
     assert asyncio.run(killed()) == -signal.SIGKILL
 
 
-def test_a_sandbox_that_is_cancelled_leaves_nothing_running() -> None:
-    async def cancelled() -> None:
-        task = asyncio.ensure_future(run_python("import time; time.sleep(1000)", within_s=100, memory_mib=256))
-        await asyncio.sleep(1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            async with asyncio.timeout(10):
-                await task
-
-    asyncio.run(cancelled())
+async def test_a_sandbox_that_is_cancelled_leaves_nothing_running() -> None:
+    task = asyncio.ensure_future(run_python("import time; time.sleep(1000)", within_s=100, memory_mib=256))
+    await asyncio.sleep(1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(10):
+            await task
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -233,50 +230,42 @@ async def answers(
     return [await episodes.act(of, record, turns[: i + 1], truncated=cut[i]) for i in range(len(turns))]
 
 
-def test_a_task_with_a_verifier_is_played_with_tools(tooled: Path) -> None:
+async def test_a_task_with_a_verifier_is_played_with_tools(tooled: Path) -> None:
     made = settings(tooled)
     assert made.roles == ("tool",)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        await episodes.check()
-        first, second, last = await answers(
-            episodes, ["<calculator>12*12</calculator>", call("python", code="12 ** 2"), "so 144"], made
-        )
-        assert first.messages == (Message("tool", "<result>144</result>"),)
-        assert second.messages == (Message("tool", "144"),)
-        assert (last.ended, last.reward, last.error) == (True, 1.0, "")
-        (wrong,) = await answers(episodes, ["so 143"], made, member=1)
-        assert (wrong.ended, wrong.reward) == (True, 0.0)
-        (cut,) = await answers(episodes, ["so 144 <calculator>..."], made, member=2)
-        assert (cut.ended, cut.reward) == (True, 1.0)
-        *_, third = await answers(episodes, ["<calculator>1"] * 2 + ["so 144 <calculator>1"], made, member=3)
-        assert (third.ended, third.reward) == (True, 1.0)
-        (many,) = await answers(episodes, ["<calculator>1</calculator>" * 20], made, member=4)
-        assert len(many.messages) == MAX_CALLS_PER_TURN + 1
-        assert (
-            many.messages[-1].content == f"<result>error: a turn may call at most {MAX_CALLS_PER_TURN} tools</result>"
-        )
-        await episodes.close()
-
-    asyncio.run(work())
+    episodes = EpisodeHost(made)
+    await episodes.check()
+    first, second, last = await answers(
+        episodes, ["<calculator>12*12</calculator>", call("python", code="12 ** 2"), "so 144"], made
+    )
+    assert first.messages == (Message("tool", "<result>144</result>"),)
+    assert second.messages == (Message("tool", "144"),)
+    assert (last.ended, last.reward, last.error) == (True, 1.0, "")
+    (wrong,) = await answers(episodes, ["so 143"], made, member=1)
+    assert (wrong.ended, wrong.reward) == (True, 0.0)
+    (cut,) = await answers(episodes, ["so 144 <calculator>..."], made, member=2)
+    assert (cut.ended, cut.reward) == (True, 1.0)
+    *_, third = await answers(episodes, ["<calculator>1"] * 2 + ["so 144 <calculator>1"], made, member=3)
+    assert (third.ended, third.reward) == (True, 1.0)
+    (many,) = await answers(episodes, ["<calculator>1</calculator>" * 20], made, member=4)
+    assert len(many.messages) == MAX_CALLS_PER_TURN + 1
+    assert many.messages[-1].content == f"<result>error: a turn may call at most {MAX_CALLS_PER_TURN} tools</result>"
+    await episodes.close()
 
 
-def test_a_generated_task_is_played_with_tools(tooled: Path) -> None:
+async def test_a_generated_task_is_played_with_tools(tooled: Path) -> None:
     made = settings(tooled, "task.source=reasoning_gym:chain_sum", "task.answer_pattern=")
     task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        first, last = await answers(episodes, ["<calculator>1 + 1</calculator>", task.record["answer"]], made)
-        assert (first.error, first.messages) == ("", (Message("tool", "<result>2</result>"),))
-        assert (last.error, last.reward) == ("", 1.0)
-        await episodes.close()
-
-    asyncio.run(work())
+    episodes = EpisodeHost(made)
+    first, last = await answers(episodes, ["<calculator>1 + 1</calculator>", task.record["answer"]], made)
+    assert (first.error, first.messages) == ("", (Message("tool", "<result>2</result>"),))
+    assert (last.error, last.reward) == ("", 1.0)
+    await episodes.close()
 
 
-def test_an_evaluation_set_of_its_own_source_is_played_with_tools_and_scored_by_its_own_verifier(tooled: Path) -> None:
+async def test_an_evaluation_set_of_its_own_source_is_played_with_tools_and_scored_by_its_own_verifier(
+    tooled: Path,
+) -> None:
     (tooled.parent / "other.jsonl").write_text('{"prompt": "2 + 2?", "answer": "4"}\n')
     (tooled.parent / "mine.py").write_text("def half(answer, record):\n    return 0.5 * (answer == record['answer'])\n")
     made = settings(
@@ -288,58 +277,42 @@ def test_an_evaluation_set_of_its_own_source_is_played_with_tools_and_scored_by_
     (own,) = made.scoring.sets
     task = own.build().task(0, held_out=True)
     record = pickle.loads(pickle.dumps(EvaluationRecord.named("other", task.record)))
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        key = EpisodeKey(task=-1, held_out=True)
-        first = await episodes.act(key, record, ["<calculator>2+2</calculator>"], truncated=False)
-        assert first.messages == (Message("tool", "<result>4</result>"),)
-        last = await episodes.act(key, record, ["<calculator>2+2</calculator>", "so 4"], truncated=False)
-        assert (last.ended, last.reward, last.error) == (True, 0.5, "")
-        await episodes.close()
-
-    asyncio.run(work())
+    episodes = EpisodeHost(made)
+    key = EpisodeKey(task=-1, held_out=True)
+    first = await episodes.act(key, record, ["<calculator>2+2</calculator>"], truncated=False)
+    assert first.messages == (Message("tool", "<result>4</result>"),)
+    last = await episodes.act(key, record, ["<calculator>2+2</calculator>", "so 4"], truncated=False)
+    assert (last.ended, last.reward, last.error) == (True, 0.5, "")
+    await episodes.close()
 
 
-def test_a_tool_that_takes_too_long_is_told_to_the_model_and_hurts_nothing(tooled: Path) -> None:
+async def test_a_tool_that_takes_too_long_is_told_to_the_model_and_hurts_nothing(tooled: Path) -> None:
     made = settings(tooled, "environment.tool_timeout_s=1")
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        (late,) = await answers(episodes, ["<python>while True: pass</python><calculator>1</calculator>"], made)
-        assert [m.content for m in late.messages] == [
-            "<result>error: stopped after 1 s</result>",
-            "<result>error: the calls of this turn took longer than 1 s</result>",
-        ]
-        assert not late.ended and not late.error
-        await episodes.close()
-
-    asyncio.run(work())
+    episodes = EpisodeHost(made)
+    (late,) = await answers(episodes, ["<python>while True: pass</python><calculator>1</calculator>"], made)
+    assert [m.content for m in late.messages] == [
+        "<result>error: stopped after 1 s</result>",
+        "<result>error: the calls of this turn took longer than 1 s</result>",
+    ]
+    assert not late.ended and not late.error
+    await episodes.close()
 
 
-def test_a_tool_that_does_not_work_on_a_machine_is_found_before_the_run(tooled: Path) -> None:
+async def test_a_tool_that_does_not_work_on_a_machine_is_found_before_the_run(tooled: Path) -> None:
     made = settings(tooled, "environment.memory_mib=1")
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        with pytest.raises(ConfigError, match=r"environment\.tools: python does not work on this machine: import math"):
-            await episodes.check()
-        await episodes.close()
-
-    asyncio.run(work())
+    episodes = EpisodeHost(made)
+    with pytest.raises(ConfigError, match=r"environment\.tools: python does not work on this machine: import math"):
+        await episodes.check()
+    await episodes.close()
 
 
-def test_a_verifier_that_fails_is_an_error_and_no_reward_of_0(tooled: Path) -> None:
+async def test_a_verifier_that_fails_is_an_error_and_no_reward_of_0(tooled: Path) -> None:
     (tooled.parent / "mine.py").write_text("def angry(answer, record):\n    raise ValueError('no')\n")
     made = settings(tooled, f"reward.function={tooled.parent}/mine.py:angry")
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
-        (answer,) = await answers(episodes, ["so 144"], made)
-        assert (answer.ended, answer.error) == (True, "ValueError: no (mine.py, line 2)")
-        await episodes.close()
-
-    asyncio.run(work())
+    episodes = EpisodeHost(made)
+    (answer,) = await answers(episodes, ["so 144"], made)
+    assert (answer.ended, answer.error) == (True, "ValueError: no (mine.py, line 2)")
+    await episodes.close()
 
 
 @pytest.mark.parametrize(

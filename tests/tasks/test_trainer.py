@@ -90,19 +90,15 @@ def trainer(folder: Path, weights: Weights) -> Trainer:
 
 
 @pytest.mark.parametrize("method", ["train", "save_checkpoint"])
-def test_a_resume_point_that_could_not_be_written_is_told_at_the_next_call(tmp_path: Path, method: str) -> None:
+async def test_a_resume_point_that_could_not_be_written_is_told_at_the_next_call(tmp_path: Path, method: str) -> None:
     """Not only if the next step happens to begin after the attempt has failed."""
-
-    async def whole() -> None:
-        actor = trainer(tmp_path, Weights(full=True))
-        try:
-            await actor.train(Server(), 0, (), ())
-            with pytest.raises(StoreError, match=r"No space left.*training.resume_every"):
-                await (actor.train(Server(), 1, (), ()) if method == "train" else actor.save_checkpoint("folder"))
-        finally:
-            await actor.close()
-
-    asyncio.run(whole())
+    actor = trainer(tmp_path, Weights(full=True))
+    try:
+        await actor.train(Server(), 0, (), ())
+        with pytest.raises(StoreError, match=r"No space left.*training.resume_every"):
+            await (actor.train(Server(), 1, (), ()) if method == "train" else actor.save_checkpoint("folder"))
+    finally:
+        await actor.close()
 
 
 class Slow(Weights):
@@ -124,26 +120,23 @@ class Slow(Weights):
         super().end_save()
 
 
-def test_steps_go_on_while_a_point_is_written_and_the_next_point_waits_for_it(tmp_path: Path) -> None:
-    async def whole() -> None:
-        policy = Slow()
-        actor = Trainer(policy, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 2)
-        for step in range(3):
-            assert (await actor.train(Server(), step, (), ())).metrics["resume_wait_s"] == 0
-        assert (policy.begun, policy.ended, actor._points.versions()) == (1, 0, [])
-        fourth = asyncio.ensure_future(actor.train(Server(), 3, (), ()))
-        await asyncio.sleep(0.2)
-        assert not fourth.done() and await actor.version() == 3
-        policy.free.set()
-        assert (await fourth).metrics["resume_wait_s"] > 0
-        await actor.save_checkpoint(str(tmp_path / "checkpoint"))
-        assert actor._points.versions() == [2, 4]
-        await actor.close()
-
-    asyncio.run(whole())
+async def test_steps_go_on_while_a_point_is_written_and_the_next_point_waits_for_it(tmp_path: Path) -> None:
+    policy = Slow()
+    actor = Trainer(policy, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 2)
+    for step in range(3):
+        assert (await actor.train(Server(), step, (), ())).metrics["resume_wait_s"] == 0
+    assert (policy.begun, policy.ended, actor._points.versions()) == (1, 0, [])
+    fourth = asyncio.ensure_future(actor.train(Server(), 3, (), ()))
+    await asyncio.sleep(0.2)
+    assert not fourth.done() and await actor.version() == 3
+    policy.free.set()
+    assert (await fourth).metrics["resume_wait_s"] > 0
+    await actor.save_checkpoint(str(tmp_path / "checkpoint"))
+    assert actor._points.versions() == [2, 4]
+    await actor.close()
 
 
-def test_a_checkpoint_is_of_the_version_that_was_asked_for(tmp_path: Path) -> None:
+async def test_a_checkpoint_is_of_the_version_that_was_asked_for(tmp_path: Path) -> None:
     """Though a step ends while the resume point is awaited. Of a version that is not here any more there is none."""
     saved: list[int] = []
 
@@ -151,95 +144,81 @@ def test_a_checkpoint_is_of_the_version_that_was_asked_for(tmp_path: Path) -> No
         def save(self, folder: Path, published: Path) -> None:
             saved.append(int(published.stem[1:]))
 
-    async def whole() -> None:
-        policy = Noting()
-        actor = Trainer(policy, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 2)
-        for step in range(2):
-            await actor.train(Server(), step, (), ())
-        requests = [asyncio.ensure_future(actor.save_checkpoint(str(tmp_path / "newest")))]
-        requests += [asyncio.ensure_future(actor.save_checkpoint(str(tmp_path / str(v)), v)) for v in (1, 2, 7)]
-        await asyncio.sleep(0)
-        await actor.train(Server(), 2, (), ())
-        policy.free.set()
-        assert await asyncio.gather(*requests) == [True, True, True, False]
-        await actor.close()
-
-    asyncio.run(whole())
+    policy = Noting()
+    actor = Trainer(policy, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 2)
+    for step in range(2):
+        await actor.train(Server(), step, (), ())
+    requests = [asyncio.ensure_future(actor.save_checkpoint(str(tmp_path / "newest")))]
+    requests += [asyncio.ensure_future(actor.save_checkpoint(str(tmp_path / str(v)), v)) for v in (1, 2, 7)]
+    await asyncio.sleep(0)
+    await actor.train(Server(), 2, (), ())
+    policy.free.set()
+    assert await asyncio.gather(*requests) == [True, True, True, False]
+    await actor.close()
     assert sorted(saved) == [1, 2, 2]
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_what_keeps_a_point_from_being_written_is_told_once_by_whatever_call_comes_next(
+async def test_what_keeps_a_point_from_being_written_is_told_once_by_whatever_call_comes_next(
     tmp_path: Path, late: bool
 ) -> None:
     """Also one that comes long after, or has no point of its own. late: it fails while the next step is trained."""
-
-    async def whole() -> None:
-        policy = Slow()
-        policy.full = True
-        actor = Trainer(policy, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 5)
-        for step in range(5 + late):
-            await actor.train(Server(), step, (), ())
-        policy.free.set()
-        await asyncio.sleep(0.2)
-        with pytest.raises(StoreError, match=r"No space left.*training.resume_every"):
-            await actor.train(Server(), 5 + late, (), ())
+    policy = Slow()
+    policy.full = True
+    actor = Trainer(policy, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 5)
+    for step in range(5 + late):
+        await actor.train(Server(), step, (), ())
+    policy.free.set()
+    await asyncio.sleep(0.2)
+    with pytest.raises(StoreError, match=r"No space left.*training.resume_every"):
         await actor.train(Server(), 5 + late, (), ())
-        await actor.close()
-
-    asyncio.run(whole())
+    await actor.train(Server(), 5 + late, (), ())
+    await actor.close()
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_trainer_that_is_closed_waits_for_its_point_and_says_what_kept_it(
+async def test_a_trainer_that_is_closed_waits_for_its_point_and_says_what_kept_it(
     tmp_path: Path, full: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def whole() -> None:
-        policy = Slow()
-        policy.full = full
-        actor = trainer(tmp_path, policy)
-        await actor.train(Server(), 0, (), ())
-        closing = asyncio.ensure_future(actor.close())
-        await asyncio.sleep(0.1)
-        assert not closing.done()
-        policy.free.set()
-        await closing
-
-    asyncio.run(whole())
+    policy = Slow()
+    policy.full = full
+    actor = trainer(tmp_path, policy)
+    await actor.train(Server(), 0, (), ())
+    closing = asyncio.ensure_future(actor.close())
+    await asyncio.sleep(0.1)
+    assert not closing.done()
+    policy.free.set()
+    await closing
     assert ResumePoints(tmp_path / "resume").complete_versions() == []  # an empty file is none
     assert len(list((tmp_path / "resume").iterdir())) == (not full)
     assert ("the latest resume point is missing" in caplog.text) == full
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_trainer_that_another_one_has_replaced_writes_no_point(tmp_path: Path, sharded: bool) -> None:
+async def test_a_trainer_that_another_one_has_replaced_writes_no_point(tmp_path: Path, sharded: bool) -> None:
     """Its driver was killed, and the run goes on from an older point. One version later that run would be taken to have
     the weights of this one."""
     points = ResumePoints(tmp_path / "resume")
-
-    async def whole() -> None:
-        policy = Slow()
-        left = trainer(tmp_path, policy)
-        left._ranks = 1 + sharded
-        if sharded:
-            policy.begin_save = lambda path: None  # type: ignore[method-assign]  # no collective here
-        await left.train(Server(), 0, (), ())
-        points.claim()  # as `resume` does
-        points.remove_after(PolicyVersion(0))
-        policy.free.set()
-        with pytest.raises(StoreError, match=r"v00000001.* is not written: the run goes on with another trainer"):
-            await left.save_checkpoint(str(tmp_path / "checkpoint"))
-        assert points.versions() == []
-        following = trainer(tmp_path, Weights())
-        await following.train(Server(), 0, (), ())
-        await following.save_checkpoint(str(tmp_path / "checkpoint"))
-        assert points.versions() == [1]
-        await left.train(Server(), 1, (), ())  # it was in the middle of that one
-        await left.close()
-        assert points.versions() == [1]
-        await following.close()
-
-    asyncio.run(whole())
+    policy = Slow()
+    left = trainer(tmp_path, policy)
+    left._ranks = 1 + sharded
+    if sharded:
+        policy.begin_save = lambda path: None  # type: ignore[method-assign]  # no collective here
+    await left.train(Server(), 0, (), ())
+    points.claim()  # as `resume` does
+    points.remove_after(PolicyVersion(0))
+    policy.free.set()
+    with pytest.raises(StoreError, match=r"v00000001.* is not written: the run goes on with another trainer"):
+        await left.save_checkpoint(str(tmp_path / "checkpoint"))
+    assert points.versions() == []
+    following = trainer(tmp_path, Weights())
+    await following.train(Server(), 0, (), ())
+    await following.save_checkpoint(str(tmp_path / "checkpoint"))
+    assert points.versions() == [1]
+    await left.train(Server(), 1, (), ())  # it was in the middle of that one
+    await left.close()
+    assert points.versions() == [1]
+    await following.close()
 
 
 def test_a_stopped_writer_does_not_keep_others_from_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,19 +248,16 @@ def test_what_a_killed_writer_has_moved_aside_is_removed_with_the_points_of_its_
         assert points.complete_versions() == [1]
 
 
-def test_a_point_that_cannot_be_begun_is_told_too(tmp_path: Path) -> None:
+async def test_a_point_that_cannot_be_begun_is_told_too(tmp_path: Path) -> None:
     class Large(Weights):
         def begin_save(self, path: Path) -> None:
             raise RuntimeError("not enough memory for a copy")
 
-    async def whole() -> None:
-        actor = trainer(tmp_path, Large())
-        await actor.train(Server(), 0, (), ())
-        with pytest.raises(StoreError, match="cannot be written: not enough memory for a copy"):
-            await actor.save_checkpoint(str(tmp_path / "checkpoint"))
-        await actor.close()
-
-    asyncio.run(whole())
+    actor = trainer(tmp_path, Large())
+    await actor.train(Server(), 0, (), ())
+    with pytest.raises(StoreError, match="cannot be written: not enough memory for a copy"):
+        await actor.save_checkpoint(str(tmp_path / "checkpoint"))
+    await actor.close()
     assert list((tmp_path / "resume").iterdir()) == []
 
 
@@ -306,19 +282,16 @@ def test_what_torch_says_of_a_full_disk_is_told_as_what_it_is(tmp_path: Path, sa
     assert list((tmp_path / "resume").iterdir()) == []
 
 
-def test_resume_points_are_written_beside_what_follows(tmp_path: Path) -> None:
-    async def whole() -> None:
-        actor = trainer(tmp_path, Weights())
-        for step in range(3):
-            assert (await actor.train(Server(), step, (), ())).version == PolicyVersion(step + 1)
-        await actor.save_checkpoint(str(tmp_path / "checkpoint"))
-        await actor.close()
-
-    asyncio.run(whole())
+async def test_resume_points_are_written_beside_what_follows(tmp_path: Path) -> None:
+    actor = trainer(tmp_path, Weights())
+    for step in range(3):
+        assert (await actor.train(Server(), step, (), ())).version == PolicyVersion(step + 1)
+    await actor.save_checkpoint(str(tmp_path / "checkpoint"))
+    await actor.close()
     assert sorted(p.name for p in (tmp_path / "resume").iterdir()) == [f"v{v:08d}.pt" for v in (1, 2, 3)]
 
 
-def test_an_emulated_trainer_goes_on_from_its_resume_points(tmp_path: Path) -> None:
+async def test_an_emulated_trainer_goes_on_from_its_resume_points(tmp_path: Path) -> None:
     """A dry run can try recovery: its points count as complete, and give the published weights again."""
     settings = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0)
     points = ResumePoints(tmp_path / "resume")
@@ -326,24 +299,21 @@ def test_an_emulated_trainer_goes_on_from_its_resume_points(tmp_path: Path) -> N
     def started() -> Trainer:
         return Trainer(settings, str(tmp_path / "memory"), 1, 60.0, str(points.folder), 1)
 
-    async def whole() -> None:
-        first = started()
-        published = [await first.train(Server(), step, (), ()) for step in range(2)]
-        await first.save_checkpoint(str(tmp_path / "checkpoint"))  # the points are written by then
-        await first.close()
-        assert points.complete_versions() == [1, 2]
-        second = started()
-        for result in published:
-            again = await second.publish_initial((), result.version, result.fingerprint)
-            assert (again.version, again.fingerprint) == (result.version, result.fingerprint)
-        torn = points.path(PolicyVersion(2))
-        torn.write_bytes(torn.read_bytes()[:-20])
-        assert points.complete_versions() == [1]
-        with pytest.raises(StoreError, match="no resume point of this job"):
-            await second.publish_initial((), PolicyVersion(2), "")
-        await second.close()
-
-    asyncio.run(whole())
+    first = started()
+    published = [await first.train(Server(), step, (), ()) for step in range(2)]
+    await first.save_checkpoint(str(tmp_path / "checkpoint"))  # the points are written by then
+    await first.close()
+    assert points.complete_versions() == [1, 2]
+    second = started()
+    for result in published:
+        again = await second.publish_initial((), result.version, result.fingerprint)
+        assert (again.version, again.fingerprint) == (result.version, result.fingerprint)
+    torn = points.path(PolicyVersion(2))
+    torn.write_bytes(torn.read_bytes()[:-20])
+    assert points.complete_versions() == [1]
+    with pytest.raises(StoreError, match="no resume point of this job"):
+        await second.publish_initial((), PolicyVersion(2), "")
+    await second.close()
 
 
 WITHOUT_TORCH = """

@@ -98,26 +98,23 @@ def actors(folder: Path, settings: Any, ranks: int) -> tuple[Trainer, list[Train
     return lead, [TrainerRank(settings, 1) for _ in range(ranks - 1)]
 
 
-def test_all_ranks_do_the_same_in_the_same_order(tmp_path: Path) -> None:
+async def test_all_ranks_do_the_same_in_the_same_order(tmp_path: Path) -> None:
     group = Together(3)
     closed: list[Any] = []
     before = set(threading.enumerate())
-
-    async def scenario() -> None:
-        lead, others = actors(tmp_path, group, 3)
-        await lead.form_group("localhost", *others)
-        initial = await lead.publish_initial((1, 2), PolicyVersion(0), "")
-        assert initial.probe == (0.5,)
-        trained = await lead.train(Server(), 0, (), ())
-        assert trained.metrics["rows"] == 0.0
-        await lead.save_checkpoint(str(tmp_path / "checkpoint"))
-        again = await lead.publish_initial((1, 2), PolicyVersion(1), trained.fingerprint)
-        assert again.as_recorded
-        for actor in (lead, *others):
-            await actor.close()
-            closed.append(actor)  # or its threads would end because it is forgotten
-
-    asyncio.run(scenario())
+    lead, others = actors(tmp_path, group, 3)
+    await lead.form_group("localhost", *others)
+    initial = await lead.publish_initial((1, 2), PolicyVersion(0), "")
+    assert initial.probe == (0.5,)
+    trained = await lead.train(Server(), 0, (), ())
+    assert trained.metrics["rows"] == 0.0
+    await lead.save_checkpoint(str(tmp_path / "checkpoint"))
+    again = await lead.publish_initial((1, 2), PolicyVersion(1), trained.fingerprint)
+    assert again.as_recorded
+    for actor in (lead, *others):
+        await actor.close()
+        closed.append(actor)  # or its threads would end because it is forgotten
+    await asyncio.get_running_loop().shutdown_default_executor()
     for thread in set(threading.enumerate()) - before:
         thread.join(60.0)
         assert not thread.is_alive(), f"{thread.name} of {closed} runs on"
@@ -155,21 +152,17 @@ CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by pee
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_lost_rank_is_told_as_lost_though_the_others_fail_first(tmp_path: Path, first: int) -> None:
+async def test_a_lost_rank_is_told_as_lost_though_the_others_fail_first(tmp_path: Path, first: int) -> None:
     """Their connections to it break before anybody has looked whether it is there."""
     group = Together(3, breaks=(first, "step", CLOSED))
-
-    async def scenario() -> None:
-        lead, others = actors(tmp_path, group, 3)
-        await lead.form_group("localhost", others[0], Lost(others[1], 4))
-        await lead.publish_initial((), PolicyVersion(0), "")
-        with pytest.raises(ActorLost, match="trainer-2 is gone: connection closed"):
-            await call_actor(lead, "train", Server(), 0, (), (), timeout_s=60.0, actor_name="trainer")
-        group.barrier.abort()
-        for actor in (lead, *others):
-            await actor.close()
-
-    asyncio.run(scenario())
+    lead, others = actors(tmp_path, group, 3)
+    await lead.form_group("localhost", others[0], Lost(others[1], 4))
+    await lead.publish_initial((), PolicyVersion(0), "")
+    with pytest.raises(ActorLost, match="trainer-2 is gone: connection closed"):
+        await call_actor(lead, "train", Server(), 0, (), (), timeout_s=60.0, actor_name="trainer")
+    group.barrier.abort()
+    for actor in (lead, *others):
+        await actor.close()
 
 
 NCCL = (
@@ -219,28 +212,24 @@ def test_errors_that_would_come_again_are_not_taken_for_a_lost_rank() -> None:
         (0, CLOSED, "the trainer's ranks have lost each other: .*closed by peer"),
     ],
 )
-def test_what_fails_on_one_rank_is_told_though_the_others_wait_for_it(
+async def test_what_fails_on_one_rank_is_told_though_the_others_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: Exception, told: str
 ) -> None:
     """Ranks that have lost each other are replaced; an error of a rank's own would come again."""
     monkeypatch.setattr(trainer_rank, "SETTLE_S", 0.2)
     group = Together(2, breaks=(number, "step", error))
-
-    async def scenario() -> None:
-        lead, others = actors(tmp_path, group, 2)
-        await lead.form_group("localhost", *others)
-        await lead.publish_initial((), PolicyVersion(0), "")
-        with pytest.raises(ActorLost if error is CLOSED else ActorFailed, match=told):
-            await call_actor(lead, "train", Server(), 0, (), (), timeout_s=60.0, actor_name="trainer")
-        group.barrier.abort()
-        for actor in (lead, *others):
-            await actor.close()
-
-    asyncio.run(scenario())
+    lead, others = actors(tmp_path, group, 2)
+    await lead.form_group("localhost", *others)
+    await lead.publish_initial((), PolicyVersion(0), "")
+    with pytest.raises(ActorLost if error is CLOSED else ActorFailed, match=told):
+        await call_actor(lead, "train", Server(), 0, (), (), timeout_s=60.0, actor_name="trainer")
+    group.barrier.abort()
+    for actor in (lead, *others):
+        await actor.close()
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_rank_that_is_lost_while_a_point_is_written_is_told_as_lost(
+async def test_a_rank_that_is_lost_while_a_point_is_written_is_told_as_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
 ) -> None:
     """The disk is not to blame. gone: whether anybody has noticed which."""
@@ -270,47 +259,37 @@ def test_a_rank_that_is_lost_while_a_point_is_written_is_told_as_lost(
 
             return asked
 
-    async def scenario() -> None:
-        lead, others = actors(tmp_path, group, 2)
-        await lead.form_group("localhost", Gone(others[0]))
+    lead, others = actors(tmp_path, group, 2)
+    await lead.form_group("localhost", Gone(others[0]))
+    await lead.train(Server(), 0, (), ())
+    said = "trainer-1 is gone: connection closed" if gone else "the trainer's ranks have lost each other"
+    with pytest.raises(ActorLost, match=said):
+        await call_actor(lead, "train", Server(), 1, (), (), timeout_s=60.0, actor_name="trainer")
+    for actor in (lead, *others):
+        await actor.close()
+
+
+async def test_a_trainer_whose_ranks_are_not_a_group_yet_says_so(tmp_path: Path) -> None:
+    lead, _ = actors(tmp_path, Together(2), 2)
+    with pytest.raises(ProtocolViolation, match="the 2 ranks of the trainer are not a group yet"):
         await lead.train(Server(), 0, (), ())
-        said = "trainer-1 is gone: connection closed" if gone else "the trainer's ranks have lost each other"
-        with pytest.raises(ActorLost, match=said):
-            await call_actor(lead, "train", Server(), 1, (), (), timeout_s=60.0, actor_name="trainer")
-        for actor in (lead, *others):
-            await actor.close()
-
-    asyncio.run(scenario())
+    await lead.close()
 
 
-def test_a_trainer_whose_ranks_are_not_a_group_yet_says_so(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        lead, _ = actors(tmp_path, Together(2), 2)
-        with pytest.raises(ProtocolViolation, match="the 2 ranks of the trainer are not a group yet"):
-            await lead.train(Server(), 0, (), ())
-        await lead.close()
-
-    asyncio.run(scenario())
-
-
-def test_emulated_ranks_go_on_from_their_resume_points(tmp_path: Path) -> None:
+async def test_emulated_ranks_go_on_from_their_resume_points(tmp_path: Path) -> None:
     settings = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0)
-
-    async def scenario() -> None:
-        lead, others = actors(tmp_path, settings, 2)
-        await lead.form_group("localhost", *others)
-        trained = await lead.train(Server(), 4, (), ())
-        await lead.save_checkpoint(str(tmp_path / "checkpoint"))
+    lead, others = actors(tmp_path, settings, 2)
+    await lead.form_group("localhost", *others)
+    trained = await lead.train(Server(), 4, (), ())
+    await lead.save_checkpoint(str(tmp_path / "checkpoint"))
+    for actor in (lead, *others):
+        await actor.close()
+    assert ResumePoints(tmp_path / "resume").complete_versions() == [5]
+    for ranks in (1, 2):
+        lead, others = actors(tmp_path, settings, ranks)
+        if ranks > 1:
+            await lead.form_group("localhost", *others)
+        again = await lead.publish_initial((), PolicyVersion(5), trained.fingerprint)
+        assert again.as_recorded
         for actor in (lead, *others):
             await actor.close()
-        assert ResumePoints(tmp_path / "resume").complete_versions() == [5]
-        for ranks in (1, 2):
-            lead, others = actors(tmp_path, settings, ranks)
-            if ranks > 1:
-                await lead.form_group("localhost", *others)
-            again = await lead.publish_initial((), PolicyVersion(5), trained.fingerprint)
-            assert again.as_recorded
-            for actor in (lead, *others):
-                await actor.close()
-
-    asyncio.run(scenario())
