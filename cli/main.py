@@ -40,6 +40,8 @@ COMMANDS = {
 }
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 """Errors of an output that takes no more."""
+UNREADABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
+"""Errors of a path that this user cannot use, or that can be none."""
 
 
 @click.group(cls=LazyGroup, commands_at=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
@@ -81,6 +83,9 @@ def main() -> None:
     except (click.UsageError, StaleflowError) as error:
         fail(*format_error(error))
     except OSError as error:
+        if error.errno in UNREADABLE and error.filename:
+            name = os.fsdecode(error.filename)[:200]
+            fail(f"{name}: cannot be used: {error.strerror}; check the path and its permissions", 2)
         if error.errno not in UNWRITABLE:
             raise
         discard_output()

@@ -37,14 +37,18 @@ def command(source: str, steps: int, seed: int | None, as_json: bool, cluster: C
     from staleflow.pipeline.api.stored_run import open_run
     from staleflow.pipeline.recovery import certificate
     from staleflow.pipeline.stored_runs import offline_verification
+    from staleflow.stores.errors import ConfigError
+    from staleflow.stores.printable import printable
 
     checkpoint = Path(source) if (Path(source) / certificate.FILE).exists() else None
-    offline = (Path(source) / offline_verification.RECORD).exists()
-    stored = None if offline else open_run(source if checkpoint is None else certificate.run_of(checkpoint))
+    if checkpoint is None and (Path(source) / "config.json").exists():
+        raise ConfigError(f"{source}: it has no {certificate.FILE}; name a run, or a checkpoint that a run saved")
+    run = source if checkpoint is None else certificate.run_of(checkpoint)
+    stored = None if (Path(run) / offline_verification.RECORD).exists() else open_run(run)
     with named_cluster(cluster) as client, progress(quiet=as_json) as report:
         if stored is None:
             result = offline_verification.verify_offline(
-                Path(source), steps=steps, seed=seed, client=client, report=report
+                Path(run), steps=steps, seed=seed, client=client, report=report
             )
         else:
             result = stored.verify(checkpoint=checkpoint, steps=steps, seed=seed, client=client, report=report)
@@ -52,6 +56,6 @@ def command(source: str, steps: int, seed: int | None, as_json: bool, cluster: C
         click.echo(json.dumps({**dataclasses.asdict(result), "verified": result.verified}, indent=2))
     else:
         for line in result.lines:
-            click.echo(line)
+            click.echo(printable(line))
     if not result.verified:  # an empty check does not pass
         sys.exit(1)

@@ -21,6 +21,7 @@ ValueError: tokens: expected int, got '3'
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, UnionType
@@ -35,6 +36,14 @@ Plain = Any
 TAG = "type"
 SMALL = 2**64
 """Whole numbers are below: msgpack has no larger ones."""
+
+
+def parse_json(text: str | bytes) -> Plain:
+    """Parse JSON of unknown origin. Raises ValueError, also if it is nested too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
 
 
 class Codec:

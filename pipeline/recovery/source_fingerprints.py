@@ -21,6 +21,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.user_files import data_file, split_code
 from staleflow.stores.errors import StoreError
 from staleflow.stores.files import replace_text
+from staleflow.stores.serialization import parse_json
 from staleflow.tasks.settings import extensions, reward_functions
 from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.source_kinds import SourceType, kind_of
@@ -115,7 +116,7 @@ def read(run_dir: Path) -> Fingerprints | None:
     """Read the fingerprints of the run's start; None if they were removed. Raises StoreError."""
     path, remedy = run_dir / FILE, "remove it to resume without comparing"
     try:
-        return Fingerprints(**json.loads(path.read_text())) if path.is_file() else None
+        return Fingerprints(**parse_json(path.read_bytes())) if path.is_file() else None
     except (OSError, ValueError) as error:
         raise StoreError(f"{path}: cannot be read: {error}; {remedy}") from error
     except TypeError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -33,10 +34,12 @@ def settings_hash(job: Path) -> str:
     return hashlib.sha256(job.read_bytes()).hexdigest() if job.is_file() else ""
 
 
-def user_code_hash(run_dir: Path) -> str:
-    """Hash of the user code in a run's folder; empty if there is none."""
+def user_code_hash(run_dir: Path, *, branches: bool = True) -> str:
+    """Hash of the user code in a run's folder; empty if there is none. branches: with the rewards of branches, which
+    may have come later (pipeline/api/branch_code.py)."""
     folder = run_dir / "code"
-    return _hash_files(folder, (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"))
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return _hash_files(folder, (path for path in files if branches or not path.name.startswith("branch_")))
 
 
 def package_hash() -> str:
@@ -55,5 +58,6 @@ def _hash_files(folder: Path, files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     names = sorted(str(path.relative_to(folder)) for path in files)
     for name in names:
-        digest.update(f"{name}:{hashlib.sha256((folder / name).read_bytes()).hexdigest()};".encode())
+        content = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        digest.update(os.fsencode(name) + f":{content};".encode())
     return digest.hexdigest() if names else ""

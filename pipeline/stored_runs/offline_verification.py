@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.config import loading
+from staleflow.pipeline.recovery import certificate
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.stored_runs.pool import Report
 from staleflow.pipeline.stored_runs.repeated_steps import JobPart, Repetition, RepetitionResult, Stretch
+from staleflow.pipeline.stored_runs.run_files import steps_in_words
 from staleflow.pipeline.stored_runs.training import origin_of
 from staleflow.pipeline.stored_runs.verification import (
     STEPS,
     Verification,
     run_repetition,
     sort_differences,
-    steps_in_words,
     trainable,
-    with_checkpoint,
 )
 from staleflow.stores.auditing.chain import CHECK, check_chain
 from staleflow.stores.auditing.findings import Finding
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, strerror
+from staleflow.stores.serialization import Codec, parse_json
 from staleflow.stores.trajectories.reader import StoreReader
 from staleflow.stores.trajectories.records import entry_of
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import PolicyVersion
 
-RECORD, HISTORY, JOB = "offline.json", "history.jsonl", "job.toml"
+RECORD, HISTORY, JOB = certificate.OFFLINE, "history.jsonl", "job.toml"
 """Files in the folder of an offline training: what it was made from, its chain, and its job."""
 
 
@@ -51,32 +51,35 @@ def verify_offline(
         ConfigError: The run's store is gone, or it is not an offline training of this version.
         StoreUnavailable: The store's bucket fails.
     """
-    try:
-        record = json.loads((folder / RECORD).read_text("utf-8"))
-        lines = (folder / HISTORY).read_bytes().splitlines()
-        entries = [dict(json.loads(line)) for line in lines]
-        path, snapshot, where, epochs = (record[name] for name in ("store", "snapshot", "where", "epochs"))
-        branch, num_steps = record["branch"], record["steps"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder}: not an offline training: {error}") from error
+    record, lines, entries = _read(folder)
+    path = record.store
     if not Path(path).exists():
-        raise ConfigError(f"{folder}: it trained on {path}, which is not there")
-    store = VersionedStore.at(Path(path), snapshot)
+        raise ConfigError(f"{folder}: it trained on {path}, which is not there; put that run back")
+    store = VersionedStore.at(Path(path), record.snapshot)
     report({"say": "checking the chain"})
-    chain = check_chain(StoreReader.at(Path(path), store.lineage.get("parent", snapshot)))
+    chain = check_chain(StoreReader.at(Path(path), store.lineage.get("parent", record.snapshot)))
     findings = list(chain.findings)
     unverified: list[str] = []
-    if not chain.num_entries or not all("previous" in entry for entry in entries):
+    if not chain.num_entries or not any(entry.previous for entry in entries):
         unverified.append("everything: an earlier version stored it, or its run, without a chain")
     else:
-        origin = entry_of(origin_of(store, branch, where, epochs, folder / JOB))
+        origin = entry_of(origin_of(store, record.branch, record.where, record.epochs, folder / JOB))
         findings += _wrong_lines(origin, lines, entries)
-        if len(lines) != num_steps:
-            message = f"it has {len(lines)} lines; {num_steps} steps were trained"
+        if len(lines) != record.steps:
+            message = f"it has {len(lines)} lines; {record.steps} steps were trained"
             findings.append(Finding(check=CHECK, where=HISTORY, message=message))
     result, sample = RepetitionResult(), list[int]()
-    checkpoint = next((folder / "checkpoints").glob("step-*"), None)
-    if not findings and not unverified:
+    checkpoint = (folder / "checkpoints" / f"step-{record.steps:06d}").resolve()
+    if (checkpoint / certificate.FILE).exists():
+        named = certificate.read(checkpoint)
+        if lines and (named.version, named.entry) != (record.steps, entry_of(lines[-1])):
+            message = (
+                f"its last line, {len(lines) - 1}, is not the one that {certificate.FILE} of {checkpoint.name} names"
+            )
+            findings.append(Finding(check=CHECK, where=HISTORY, message=message))
+    else:
+        unverified.append(f"the last line of {HISTORY}: no {certificate.FILE} of {checkpoint.name} names it")
+    if not findings and chain.num_entries and entries[0].previous:
         try:
             config = trainable(loading.load(folder / JOB))
         except ConfigError as error:
@@ -85,24 +88,26 @@ def verify_offline(
             sample = sorted(random.Random(seed).sample(range(len(entries)), min(steps, len(entries))))
             run_job = dataclasses.replace(config, seed=load_job(Path(path).parent).seed)
             part = JobPart(
-                config=config, run_job=run_job, num_steps=config.steps * epochs, start=0, stop=max(sample) + 1
+                config=config, run_job=run_job, num_steps=config.steps * record.epochs, start=0, stop=max(sample) + 1
             )
             plan = Repetition(
                 path=path,
-                snapshot=snapshot,
-                where=where,
-                epochs=epochs,
+                snapshot=record.snapshot,
+                where=record.where,
+                epochs=record.epochs,
                 stretches=(Stretch(point="", parts=(part,)),),
-                weights={number + 1: entry["weights"] for number, entry in enumerate(entries)},
-                batches={number: entry["batch"] for number, entry in enumerate(entries)},
+                weights={number + 1: entry.weights for number, entry in enumerate(entries)},
+                batches={number: entry.batch for number, entry in enumerate(entries)},
             )
-            if checkpoint is not None:
-                plan, reasons = with_checkpoint(plan, checkpoint.resolve(), PolicyVersion(len(entries)))
-                unverified += reasons
+            if checkpoint.is_dir():
+                last = dataclasses.replace(part, start=len(entries), stop=len(entries))
+                plan = dataclasses.replace(plan, checkpoint=(str(checkpoint), last))
+            else:
+                unverified.append(f"the weights of {checkpoint.name}: it is not in checkpoints/")
             report({"say": f"repeating {steps_in_words(range(max(sample) + 1))} for {steps_in_words(sample)}"})
             result = run_repetition(plan, client, report)
     contradictions, explained = sort_differences(
-        result, {number: entry.get("numerics", "") for number, entry in enumerate(entries)}
+        result, {number: entry.numerics for number, entry in enumerate(entries)}
     )
     return Verification(
         run=str(folder),
@@ -113,16 +118,59 @@ def verify_offline(
         sample_steps=tuple(sample),
         repeated_steps=tuple(sorted(result.steps)),
         findings=(*findings, *contradictions),
-        unverified=(*unverified, *explained),
-        checkpoint="" if checkpoint is None else str(checkpoint.resolve()),
-        checkpoint_is_equal=checkpoint is not None and str(checkpoint.resolve()) in result.models,
+        unverified=(*unverified, *explained, *result.unverified),
+        checkpoint=str(checkpoint) if checkpoint.is_dir() else "",
+        checkpoint_is_equal=result.checkpoint_is_equal,
+        not_covered=(
+            f"{RECORD}: the evaluations and metrics in it; those in {HISTORY} are",
+            "plan: nothing is read from it",
+        ),
     )
 
 
-def _wrong_lines(origin: str, lines: Sequence[bytes], entries: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OfflineRecord:
+    """What of the record of an offline training says what it was made from."""
+
+    store: str
+    snapshot: str
+    branch: str
+    where: str
+    epochs: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HistoryLine:
+    """What of a line of the history is verified."""
+
+    batch: str = ""
+    weights: str = ""
+    numerics: str = ""
+    previous: str = ""
+    """Empty in what an earlier version trained."""
+
+
+def _read(folder: Path) -> tuple[_OfflineRecord, list[bytes], list[_HistoryLine]]:
+    """The record of an offline training and the lines of its history, as bytes and decoded. Raises ConfigError."""
+    codec, name = Codec(), RECORD
+    try:
+        record = codec.decode(parse_json((folder / RECORD).read_bytes()), _OfflineRecord)
+        if record.epochs < 1 or record.steps < 1 or not record.snapshot or not record.store or "\0" in record.store:
+            raise ValueError("epochs and steps must be >= 1, and store and snapshot name what it trained on")
+        name = HISTORY
+        *lines, rest = (folder / HISTORY).read_bytes().split(b"\n")
+        if rest or not lines:
+            raise ValueError(f"its line {len(lines)} has no end")
+        return record, lines, [codec.decode(parse_json(line), _HistoryLine) for line in lines]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / name}: not of an offline training: {strerror(error)}; copy it again") from error
+
+
+def _wrong_lines(origin: str, lines: Sequence[bytes], entries: Sequence[_HistoryLine]) -> Iterator[Finding]:
     before = origin
     for number, (line, entry) in enumerate(zip(lines, entries, strict=True)):
-        if entry["previous"] != before:
+        if entry.previous != before:
             predecessor = "the line before it" if number else f"the run, {JOB} and {RECORD}"
             yield Finding(check=CHECK, where=f"step {number} of {HISTORY}", message=f"does not follow {predecessor}")
         before = entry_of(line)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,22 +18,29 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError
 
 from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.stored_runs.checkpoint_files import compare_files
 from staleflow.pipeline.stored_runs.pool import Report, store_at
 from staleflow.pipeline.stored_runs.rank_tasks import lead_group
-from staleflow.stores.errors import StoreError
+from staleflow.stores.errors import ConfigError, StaleflowError, StoreError
 from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory, PolicyVersion
-from staleflow.stores.weights.resume_points import ResumePoints
+from staleflow.stores.weights import weight_file, weight_folder
+from staleflow.stores.weights.resume_points import MALFORMED, ResumePoints
 from staleflow.stores.weights.weight_hash import fingerprint
 
 if TYPE_CHECKING:
     from staleflow.tasks.training.policy import Policy
+
+
+ADAPTER = ("adapter", "adapter_model.safetensors")
+"""Where in a checkpoint an adapter's weights are, as they were published (tasks/training/lora.py)."""
 
 
 def chosen_rows(store: VersionedStore, where: str) -> dict[int, npt.NDArray[np.int64]]:
@@ -136,6 +144,8 @@ class Repetition:
     epochs: int = 1
     """Which rows were trained on, as in offline training."""
     stretches: tuple[Stretch, ...]
+    checkpoint: tuple[str, JobPart] | None = None
+    """Folder of a checkpoint to compare, and the job that its version was trained by, with `start` as its version."""
     weights: dict[int, str]
     """Fingerprint of each version; version 0 may be unknown."""
     batches: dict[int, str]
@@ -160,8 +170,10 @@ class RepetitionResult:
 
     steps: list[int] = field(default_factory=list)
     """Steps with the recorded batch, whose weights equal the published ones bit for bit."""
-    models: list[str] = field(default_factory=list)
-    """Folders of models, and resume points, whose weights are the published ones."""
+    checkpoint_is_equal: bool = False
+    """Whether the checkpoint is what the job's trainer saves of the published weights."""
+    unverified: list[str] = field(default_factory=list)
+    """What of the checkpoint was not compared, with the reason."""
     differences: list[Difference] = field(default_factory=list)
     numerics: str = ""
     """What this process computes with, in words."""
@@ -177,9 +189,12 @@ def repeat(plan: Repetition, report: Report, *, shared: bool = False) -> Repetit
 
     store = store_at(plan.path, plan.snapshot)
     repeater = _Repeater(plan, store, report, shared=shared)
-    for stretch in plan.stretches:
+    work = [functools.partial(repeater.repeat, stretch) for stretch in plan.stretches]
+    if plan.checkpoint is not None:
+        work.insert(0, functools.partial(repeater.compare_checkpoint, *plan.checkpoint))
+    for part in work:
         try:
-            repeater.repeat(stretch)
+            part()
         except _Differs as differs:
             repeater.result.differences.append(differs.args[0])
     repeater.result.numerics = numerics()
@@ -200,17 +215,58 @@ class _Repeater:
         with tempfile.TemporaryDirectory(prefix="staleflow-") as folder:
             points, point = ResumePoints(Path(folder)), Path(stretch.point) if stretch.point else None
             for part in stretch.parts:
-                config, held_out = part.config, self._store.header.held_out
-                with open_policy(config, part.run_job, part.num_steps, held_out, shared=self._shared) as policy:
+                with self._opened(part.config, part) as policy:
                     self._load(policy, part, point)
                     for step in range(part.start, part.stop):
                         self._step(policy, step)
                     if part is not stretch.parts[-1]:  # the next one's settings are others
-                        version, sharded = PolicyVersion(part.stop), config.training.ranks > 1
+                        version, sharded = PolicyVersion(part.stop), part.config.training.ranks > 1
                         with points.writing(version, sharded=sharded) as tmp_path:
                             policy.begin_save(tmp_path)
                             policy.end_save()
                         point = points.path(version)
+
+    def compare_checkpoint(self, folder: str, part: JobPart) -> None:
+        """Compare a checkpoint's weights with the published ones, and its files with those that the job's trainer saves
+        of these weights. Raises _Differs."""
+        where, version = f"version {part.start} in {folder}", part.start
+        is_adapter = bool(part.config.training.lora.rank)
+        with tempfile.TemporaryDirectory(prefix="staleflow-") as tmp:
+            published, saved = Path(tmp) / "published.safetensors", Path(tmp) / "saved"
+            try:
+                if is_adapter:
+                    adapter = weight_folder.read(Path(folder, *ADAPTER))
+                    weights = weight_file.write(published, adapter)
+                else:
+                    own = dataclasses.replace(part.config.model, path=folder)
+                    with self._opened(dataclasses.replace(part.config, model=own), part) as policy:
+                        weights = policy.published(lambda tensors: weight_file.write(published, tensors))
+            except (ConfigError, StoreError) as error:
+                raise _Differs(Difference(where, str(error), version - 1, False)) from error
+            self._compare(weights, version, where, computed=False)
+            with self._opened(part.config, part) as policy:
+                policy.save(saved, published)
+            files = compare_files(Path(folder), saved)
+        self.result.unverified += files.unverified
+        self.result.checkpoint_is_equal = files.weights_are_equal and not files.differences
+        if files.differences:
+            computed = is_adapter and not files.weights_are_equal  # an adapter was merged into the model's weights here
+            raise _Differs(Difference(where, "; ".join(files.differences), version - 1, computed))
+
+    @contextlib.contextmanager
+    def _opened(self, config: RunConfig, part: JobPart) -> Iterator[Policy]:
+        """`open_policy` for a part's job. Raises ConfigError if its model cannot be loaded."""
+        held_out, path = self._store.header.held_out, config.model.path
+        with contextlib.ExitStack() as stack:
+            try:
+                opened = open_policy(config, part.run_job, part.num_steps, held_out, shared=self._shared)
+                policy = stack.enter_context(opened)
+            except StaleflowError:
+                raise
+            except (*MALFORMED, SafetensorError) as error:
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                raise ConfigError(f"model.path = {path!r}: cannot be loaded: {reason}; copy the model again") from error
+            yield policy
 
     def _load(self, policy: Policy, part: JobPart, point: Path | None) -> None:
         where, computed = f"version {part.start} in {part.config.model.path}", False
@@ -224,22 +280,25 @@ class _Repeater:
             for step in range(part.config.training.sft.steps):
                 policy.fine_tune(step)
                 computed = True
-        self._compare(policy, part.start, where, computed=computed)
-        self.result.models.append(str(point or part.config.model.path))
+        if self._plan.weights.get(part.start):  # a run of an earlier version may not have stored it
+            self._compare(policy.published(fingerprint), part.start, where, computed=computed)
 
     def _step(self, policy: Policy, step: int) -> None:
         where = f"step {step}"
+        if step >= len(self._steps):
+            raise _Differs(Difference(where, "no row that it was trained on is stored", step, False))
         schedule, positions = self._steps[step]
         batch = [row for row in batch_at(self._store, positions) if isinstance(row, EndedTrajectory)]
         if batch_fingerprint((row.trajectory, row.advantage) for row in batch) != self._plan.batches[step]:
             raise _Differs(Difference(where, "its batch is not the one that the trainer received", step, False))
         metrics = train_step(policy, schedule, batch)
-        self._compare(policy, step + 1, where, computed=True)
+        self._compare(policy.published(fingerprint), step + 1, where, computed=True)
         self.result.steps.append(step)
         self._report({"done": len(self.result.steps), "total": self._total, "metrics": metrics})
 
-    def _compare(self, policy: Policy, version: int, where: str, *, computed: bool) -> None:
-        weights, published = policy.published(fingerprint), self._plan.weights.get(version, "")
-        if published and weights != published:
-            message = f"the weights are {weights}, the run published {published}"
+    def _compare(self, weights: str, version: int, where: str, *, computed: bool) -> None:
+        """Compare the fingerprint of weights with that of the version. Raises _Differs."""
+        published = self._plan.weights.get(version, "")
+        if weights != published:
+            message = f"the weights are {weights}, the run published {published or 'none'}"
             raise _Differs(Difference(where, message, version - 1, computed))

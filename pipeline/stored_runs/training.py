@@ -27,7 +27,8 @@ from staleflow.pipeline.config import actor_settings, knob_tree, user_files
 from staleflow.pipeline.config.model_facts import inspect_model
 from staleflow.pipeline.config.model_files import find_model
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.recovery import source_fingerprints, start_inputs
+from staleflow.pipeline.recovery import certificate, source_fingerprints, start_inputs
+from staleflow.pipeline.recovery.certificate import Certificate
 from staleflow.pipeline.recovery.run_folder import LOCK, load_job, lock_folder
 from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluation, fewer_prompts
 from staleflow.pipeline.stored_runs.pool import Pool, Report, creation_lock, run_reporting, store_at
@@ -230,6 +231,8 @@ def _trained(plan: OfflinePlan, out: Path, tmp_path: Path, report: Report, *, sh
             report({"done": number + 1, "total": len(steps), "metrics": training.step(number, *steps[number])})
         checkpoint = tmp_path / "checkpoints" / f"step-{len(steps):06d}"
         training.save(checkpoint)
+        version, run = PolicyVersion(len(steps)), out.name
+        certificate.write(checkpoint, Certificate(run=run, store="", version=version, entry=training.entry))
     after = _evaluated(plan, str(checkpoint), len(steps), context, report)
     result = OfflineTrainingResult(
         out=plan.out,
@@ -281,7 +284,7 @@ class _Training:
         self._published = {r.step: r.weight_fingerprint for r in self._store.steps() if r.kind == "step"}
         self._are_equal: list[bool] = []
         self._points = ResumePoints(tmp_path / "resume")
-        self._entry = entry_of(origin_of(self._store, plan.branch, plan.where, plan.epochs, tmp_path / "job.toml"))
+        self.entry = entry_of(origin_of(self._store, plan.branch, plan.where, plan.epochs, tmp_path / "job.toml"))
         """Entry of the line before in history.jsonl: a chain that goes on from the run's."""
         self._saved_at = time.monotonic()
         self.version = max(self._points.complete_versions(), default=PolicyVersion(0))
@@ -291,7 +294,7 @@ class _Training:
             entries = [json.loads(line) for line in lines]
             self._are_equal = [bool(entry.get("same", False)) for entry in entries]
             self.history = [{k: v for k, v in entry.items() if k not in NOT_METRICS} for entry in entries]
-            self._entry = entry_of(lines[-1].encode())
+            self.entry = entry_of(lines[-1].encode())
             replace_text(tmp_path / "history.jsonl", "".join(f"{line}\n" for line in lines), ELSEWHERE)
 
     def step(self, number: int, schedule: int, positions: npt.NDArray[np.int64]) -> dict[str, float]:
@@ -311,9 +314,9 @@ class _Training:
         self.history.append(metrics)
         trained_on = batch_fingerprint((row.trajectory, row.advantage) for row in batch)
         hashes = {"same": is_equal, "batch": trained_on, "weights": weights}
-        hashes |= {"numerics": numerics(), "previous": self._entry}
+        hashes |= {"numerics": numerics(), "previous": self.entry}
         line = json.dumps({**metrics, **hashes})
-        self._entry = entry_of(line.encode())
+        self.entry = entry_of(line.encode())
         with (self._part / "history.jsonl").open("a") as file:
             file.write(f"{line}\n")
         if time.monotonic() - self._saved_at > POINT_S:

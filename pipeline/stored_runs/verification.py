@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 from staleflow.pipeline.config import user_files
 from staleflow.pipeline.config.model_files import find_model
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.recovery import certificate, source_fingerprints, start_inputs
+from staleflow.pipeline.recovery import certificate, start_inputs
 from staleflow.pipeline.recovery.certificate import Certificate
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.stored_runs.pool import Report, pool_of, run_reporting
@@ -33,10 +33,17 @@ from staleflow.pipeline.stored_runs.repeated_steps import (
     Stretch,
     repeat,
 )
+from staleflow.pipeline.stored_runs.run_files import (
+    TrainedStart,
+    compare_files,
+    job_files,
+    not_covered_files,
+    steps_in_words,
+)
 from staleflow.stores.auditing.chain import check_chain
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.errors import ConfigError
-from staleflow.stores.trajectories.records import StepRecord, id_ranges
+from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
@@ -69,6 +76,8 @@ class Verification:
     """The checkpoint that was verified with the run."""
     checkpoint_is_equal: bool = False
     """Whether its weights are those that its step published, bit for bit."""
+    not_covered: tuple[str, ...] = ()
+    """What no verification covers of what is there, each with the reason."""
 
     @property
     def verified(self) -> bool:
@@ -90,7 +99,8 @@ class Verification:
         if self.checkpoint_is_equal:
             lines.append("  checkpoint: it has the weights that its step published, bit for bit")
         lines += [f"  contradicted: {finding.where}: {finding.message}" for finding in self.findings]
-        return (*lines, *(f"  not verified: {line}" for line in self.unverified))
+        lines += [f"  not verified: {line}" for line in self.unverified]
+        return (*lines, *(f"  not covered: {line}" for line in self.not_covered))
 
 
 def verify_run(
@@ -127,10 +137,15 @@ def verify_run(
     if before := chain.num_commits - chain.num_entries:
         unverified.append(f"{before} of {chain.num_commits} commits: an earlier version stored them, without a chain")
     trained = [record for record in store.steps() if record.kind == "step"] if not chain.findings else []
+    if gap := next((number for number, record in enumerate(trained) if record.step != number), None):
+        findings.append(Finding(check="chain", where=f"step {gap}", message="is missing"))
+        trained = []
     starts = _starts(run_dir, chain.inputs, len(trained)) if trained else []
-    findings += _changed_files(run_dir, starts)
+    changed, absent = compare_files(run_dir, starts)
+    findings += changed
+    unverified += absent
     unverified += [f"{steps_in_words(start.steps)}: {start.problem}" for start in starts if start.problem]
-    if starts and starts[-1].inputs["staleflow"] != start_inputs.package_hash():
+    if starts and starts[-1].input("staleflow") != start_inputs.package_hash():
         unverified.append("this package: the run used other sources of it")
     origins = _origins(run_dir, starts)
     if record is not None:
@@ -141,13 +156,15 @@ def verify_run(
         plan = _planned(run_dir, store, trained, starts, {step: origins[step] for step in sample})
         report({"say": _announcement(plan, sample, trained)})
         if checkpoint is not None and record is not None:
-            plan, lines = with_checkpoint(plan, checkpoint, record.version)
-            unverified += lines
+            last = record.version - 1
+            plan = next(
+                (with_checkpoint(plan, checkpoint, s.job, last) for s in starts if s.job and last in s.steps), plan
+            )
         result = run_repetition(plan, client, report)
     else:
-        unverified.append(f"weights: {'the chain is broken' if chain.findings else 'no step can be repeated'}")
+        unverified.append(f"weights: {'no step can be repeated' if trained or not findings else 'the chain is broken'}")
     contradictions, explained = sort_differences(
-        result, {step: start.inputs["numerics"] for start in starts for step in start.steps}
+        result, {step: start.input("numerics") for start in starts for step in start.steps}
     )
     if rest := sorted({*sample} - {*result.steps}):
         unverified.append(f"{steps_in_words(rest)}: of the sample, and not repeated to the end")
@@ -160,34 +177,24 @@ def verify_run(
         sample_steps=tuple(sample),
         repeated_steps=tuple(sorted(result.steps)),
         findings=(*findings, *contradictions),
-        unverified=(*unverified, *explained),
+        unverified=(*unverified, *explained, *result.unverified),
         checkpoint="" if checkpoint is None else str(checkpoint),
-        checkpoint_is_equal=str(checkpoint) in result.models,
+        checkpoint_is_equal=result.checkpoint_is_equal,
+        not_covered=tuple(not_covered_files(run_dir, checkpoint, {origins[step] for step in sample})),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Start:
-    """The steps that one start of the run trained, and what it computed their weights from."""
-
-    steps: range
-    inputs: dict[str, str]
-    job: RunConfig | None
-    """None if they cannot be repeated, for the reason `problem`."""
-    problem: str
-
-
-def _starts(run_dir: Path, inputs: Sequence[tuple[int, dict[str, str]]], num_steps: int) -> list[_Start]:
-    files = {start_inputs.settings_hash(path): path.name for path in run_dir.glob("config*.toml")}
+def _starts(run_dir: Path, inputs: Sequence[tuple[int, dict[str, str]]], num_steps: int) -> list[TrainedStart]:
+    files = {settings: name for name, settings in job_files(run_dir).items()}
     starts = []
     for (first, start_input), (stop, _) in pairwise([*inputs, (num_steps, {})]):
         job, problem = None, "their job file is not in the run's folder"
-        if file := files.get(start_input["settings"]):
+        if file := files.get(start_input.get("settings", "")):
             try:
                 job, problem = trainable(load_job(run_dir, file=file)), ""
             except ConfigError as error:
                 problem = str(error)
-        starts.append(_Start(steps=range(first, stop), inputs=start_input, job=job, problem=problem))
+        starts.append(TrainedStart(steps=range(first, stop), inputs=start_input, job=job, problem=problem))
     return starts
 
 
@@ -199,24 +206,7 @@ def trainable(config: RunConfig) -> RunConfig:
     return user_files.with_absolute_models(config)
 
 
-def _changed_files(run_dir: Path, starts: Sequence[_Start]) -> Iterator[Finding]:
-    """Compare the files of the run's folder with the hashes that the chain has. A file that is not there is no
-    contradiction: only the store may be here."""
-    jobs = {start_inputs.settings_hash(path): path.name for path in run_dir.glob("config*.toml")}
-    recorded = {start.inputs["settings"] for start in starts}
-    if recorded - jobs.keys():
-        for file in (name for settings, name in jobs.items() if settings not in recorded):
-            yield Finding(check="settings", where=file, message="the steps of no start were trained by this job file")
-    code = start_inputs.user_code_hash(run_dir)
-    if starts and code not in ("", starts[-1].inputs["user_code"]):
-        yield Finding(check="settings", where="code", message="it is not the user code that the run used")
-    stored = source_fingerprints.read(run_dir)
-    if len(starts) == 1 and stored is not None and start_inputs.sources_hash(stored) != starts[0].inputs["sources"]:
-        where = source_fingerprints.FILE
-        yield Finding(check="settings", where=where, message="it has not the fingerprints that the run began with")
-
-
-def _origins(run_dir: Path, starts: Sequence[_Start]) -> dict[int, int]:
+def _origins(run_dir: Path, starts: Sequence[TrainedStart]) -> dict[int, int]:
     """The version to begin with, by step that can be repeated: 0 or that of the nearest resume point."""
     points = ResumePoints(run_dir / "resume").complete_versions()
     origins: dict[int, int] = {}
@@ -234,7 +224,7 @@ def _planned(
     run_dir: Path,
     store: VersionedStore,
     trained: Sequence[StepRecord],
-    starts: Sequence[_Start],
+    starts: Sequence[TrainedStart],
     sample: Mapping[int, int],
 ) -> Repetition:
     """Plan to repeat the sample steps, by the versions to begin with."""
@@ -249,13 +239,20 @@ def _planned(
         point = str(points.path(PolicyVersion(origin))) if origin else ""
         stretches.append(Stretch(point=point, parts=tuple(parts)))
     weights = {record.step + 1: record.weight_fingerprint for record in trained}
+    if not starts[0].steps.start and (first := starts[0].input("weights")):
+        weights[0] = first
     return Repetition(
         path=str(store.path),
         snapshot=store.snapshot,
         stretches=tuple(stretches),
-        weights=weights | ({0: starts[0].inputs["weights"]} if not starts[0].steps.start else {}),
+        weights=weights,
         batches={record.step: record.batch_fingerprint for record in trained},
     )
+
+
+def with_checkpoint(plan: Repetition, checkpoint: Path, job: RunConfig, step: int) -> Repetition:
+    """A plan with a checkpoint to compare. job: the one that its last step, `step`, was trained by."""
+    return dataclasses.replace(plan, checkpoint=(str(checkpoint), job_part(job, step + 1, step + 1)))
 
 
 def job_part(config: RunConfig, start: int, stop: int) -> JobPart:
@@ -264,19 +261,10 @@ def job_part(config: RunConfig, start: int, stop: int) -> JobPart:
 
 
 def _wrong_entry(record: Certificate, entries: Mapping[int, str]) -> Iterator[Finding]:
-    if (entry := entries.get(record.version - 1, "none")) != record.entry:
-        message = f"it names the entry {record.entry}, that of step {record.version - 1} is {entry}"
+    if (entry := entries.get(record.version - 1)) != record.entry:
+        of_step = "not stored" if entry is None else entry
+        message = f"it names the entry {record.entry}, that of step {record.version - 1} is {of_step}"
         yield Finding(check="chain", where=certificate.FILE, message=message)
-
-
-def with_checkpoint(plan: Repetition, checkpoint: Path, version: PolicyVersion) -> tuple[Repetition, list[str]]:
-    """Compare a checkpoint's weights, too; or why they cannot be."""
-    job = plan.stretches[0].parts[0].config
-    if job.training.lora.rank:
-        return plan, ["the checkpoint's weights: an adapter is merged into them"]
-    config = dataclasses.replace(job, model=dataclasses.replace(job.model, path=str(checkpoint)))
-    model = Stretch(point="", parts=(job_part(config, version, version),))
-    return dataclasses.replace(plan, stretches=(model, *plan.stretches)), []
 
 
 def sort_differences(result: RepetitionResult, numerics: Mapping[int, str]) -> tuple[list[Finding], list[str]]:
@@ -284,7 +272,7 @@ def sort_differences(result: RepetitionResult, numerics: Mapping[int, str]) -> t
     trained with."""
     findings, unverified = list[Finding](), list[str]()
     for difference in result.differences:
-        run_numerics = numerics[max(0, difference.step)]
+        run_numerics = numerics.get(max(0, difference.step), "")
         if difference.computed and run_numerics != result.numerics:
             line = f"it has other weights than with {run_numerics}; here it is {result.numerics}"
             unverified.append(f"{difference.where}: {line}")
@@ -306,13 +294,3 @@ def run_repetition(plan: Repetition, client: Any, report: Report) -> RepetitionR
     with pool_of(client, ranks, model=True) as pool:
         repeated: RepetitionResult = run_reporting(pool, repeat, plan, report)
         return repeated
-
-
-def steps_in_words(steps: Iterable[int]) -> str:
-    """Steps in words.
-
-    >>> steps_in_words([1, 2, 3, 7])
-    'steps 1-3, 7'
-    """
-    ranges = (f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in id_ranges(steps))
-    return f"steps {', '.join(ranges)}"

@@ -17,12 +17,12 @@ that, and repeated steps show whether the weights follow from the rows (pipeline
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.errors import StoreError, StoreUnavailable
+from staleflow.stores.serialization import parse_json
 from staleflow.stores.trajectories.reader import StoreReader
 from staleflow.stores.trajectories.records import CODEC, StepRecord, entry_of
 
@@ -81,7 +81,7 @@ def _records(store: StoreReader) -> Iterator[tuple[bytes, StepRecord]]:
     while texts := store.record_texts(first, first + RECORDS_AT_ONCE):
         for text in texts:
             try:
-                yield text, CODEC.decode(json.loads(text), StepRecord)
+                yield text, CODEC.decode(parse_json(text), StepRecord)
             except ValueError as error:
                 raise StoreError(f"a record is corrupt: {error}") from error
         first += len(texts)

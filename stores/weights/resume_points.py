@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import os
 import pickle
+import re
 import secrets
 import shutil
 import time
@@ -30,7 +31,16 @@ KEPT = 3
 """Resume points kept. The trainer may be two steps ahead of the last commit: one being committed, one waiting."""
 RENAME_S = 5.0
 """Seconds that a writer may take to have its point appear; whoever waits for it then goes on."""
+NAME = re.compile("v([0-9]{8}|[1-9][0-9]{8,17})")
+"""The name of a point, without its suffix."""
+SHARDS = ".metadata"
+"""The file of a folder of shards that says where each tensor is."""
 REMEDY = "free space, move runs_dir or set training.resume_every"
+MALFORMED = (
+    OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError,
+    zipfile.BadZipFile,
+)  # fmt: skip
+"""What reading a file raises that is no resume point of the job, or only a part of one."""
 SHORT_WRITE = ("inline_container", "PytorchStreamWriter")
 """In what torch says when it could not write all of a file."""
 
@@ -62,15 +72,16 @@ class ResumePoints:
     def versions(self) -> list[PolicyVersion]:
         """The versions that have a resume point, oldest first."""
         paths = (*self.folder.glob("v*.pt"), *self.folder.glob("v*.shards"))
-        return sorted({PolicyVersion(int(path.stem[1:])) for path in paths})
+        return sorted({PolicyVersion(int(path.stem[1:])) for path in paths if NAME.fullmatch(path.stem)})
 
     def complete_versions(self) -> list[PolicyVersion]:
         """The versions whose resume point is complete.
 
-        A folder is complete if it exists; a torch file if it is a zip archive, since the zip directory is written last.
+        A folder is complete if it has the file that is written last; a torch file if it is a zip archive, since the zip
+        directory is written last.
         """
         candidates = ((version, self.path(version)) for version in self.versions())
-        return [version for version, path in candidates if path.is_dir() or zipfile.is_zipfile(path)]
+        return [version for version, path in candidates if (path / SHARDS).is_file() or zipfile.is_zipfile(path)]
 
     def remove_after(self, version: PolicyVersion) -> None:
         """Remove the points of later versions, also those that a killed writer had moved aside.
@@ -161,6 +172,6 @@ def loading(path: Path) -> Iterator[None]:
     """Raise what loading a resume point with torch or numpy raises as a StoreError that says what to do."""
     try:
         yield
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+    except MALFORMED as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise StoreError(f"{path}: no resume point of this job: {reason}; remove it to use an older one") from error

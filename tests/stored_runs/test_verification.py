@@ -259,6 +259,21 @@ def test_a_batch_forged_with_a_chain_of_its_own_does_not_give_the_published_weig
     assert result.verified == (not trained)
 
 
+def test_records_that_lack_what_is_verified_are_not_verified(copy: Path) -> None:
+    """With a chain of their own: weights that no step published, no inputs, and a step that is missing."""
+    records = VersionedStore.open(copy / "store").steps()
+    store_again(copy, [replace(record, weight_fingerprint="") for record in records])
+    result = verify_run(copy, steps=ALL)
+    assert not result.repeated_steps and ("weights", "step 0") in wheres(result)
+    store_again(copy, [replace(record, inputs={"more": ""} if record.inputs else {}) for record in records])
+    result = verify_run(copy, steps=ALL)
+    assert not result.verified and "steps 0-2: their job file is not in the run's folder" in result.unverified
+    rows = list(VersionedStore.open(copy / "store").ended())
+    before, after = records[0].num_rows, records[0].num_rows + records[1].num_rows
+    store_again(copy, [records[0], *records[2:]], [*rows[:before], *rows[after:]])
+    assert wheres(verify_run(copy)) == [("chain", "step 1")]
+
+
 def store_again(run: Path, records: Sequence[StepRecord], rows: Sequence[EndedTrajectory] = ()) -> VersionedStore:
     """Commit a run's records and rows, or others, to a new store with hashes of its own."""
     source = VersionedStore.open(run / "store")

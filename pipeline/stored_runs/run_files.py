@@ -1,0 +1,140 @@
+"""The files of a run's folder besides its store: which of them a verification covers, and what it finds.
+
+Invariant: each file that is there is compared with a hash that the chain has, is of those that a step is repeated from,
+or is listed as not covered, with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import chain
+from pathlib import Path
+
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.recovery import source_fingerprints, start_inputs
+from staleflow.stores.auditing.findings import Finding
+from staleflow.stores.errors import StoreError
+from staleflow.stores.trajectories.records import id_ranges
+from staleflow.stores.weights.resume_points import ResumePoints
+
+EARLIER_JOB = re.compile(r"config\.([1-9][0-9]{0,8})\.toml")
+"""The job file of an earlier start, with its number."""
+NOT_COVERED = {
+    "`staleflow replay` checks them": ("events*",),
+    "it has only what is not committed": ("spool",),
+    "no weights are computed from them": (
+        "evaluations*", "job.json", "job.log", "job.txt", "rows.jsonl", "starts.json", "summary.*", "tensorboard",
+    ),
+}  # fmt: skip
+"""Names of files that are not covered, by the reason."""
+COVERED = ("config*.toml", "fingerprints.json", "code", "store", "checkpoints", "resume", ".*")
+"""Names of all other files: all or some of each are covered. Those with a dot are locks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedStart:
+    """The steps that one start of the run trained, and what it computed their weights from."""
+
+    steps: range
+    inputs: dict[str, str]
+    job: RunConfig | None
+    """None if they cannot be repeated, for the reason `problem`."""
+    problem: str
+
+    def input(self, name: str) -> str:
+        """One of the inputs; empty if it is not stored."""
+        return self.inputs.get(name, "")
+
+
+def job_files(run_dir: Path) -> dict[str, str]:
+    """Hashes of the job files of the run's starts, oldest first, by name."""
+    earlier = {int(match[1]): path for path in run_dir.iterdir() if (match := EARLIER_JOB.fullmatch(path.name))}
+    paths = [*(earlier[number] for number in sorted(earlier)), run_dir / "config.toml"]
+    return {path.name: start_inputs.settings_hash(path) for path in paths if path.is_file()}
+
+
+def compare_files(run_dir: Path, starts: Sequence[TrainedStart]) -> tuple[list[Finding], list[str]]:
+    """Compare the files with the hashes that the chain has.
+
+    Returns:
+        What contradicts the chain; and what is not there, each with the reason why it is not verified. That contradicts
+        nothing, since only the store may be here.
+    """
+    wrong, absent = dict[str, str](), list[str]()
+    for compare in (_compare_jobs, _compare_code, _compare_fingerprints) if starts else ():
+        compare(run_dir, starts, wrong, absent)
+    return [Finding(check="settings", where=name, message=message) for name, message in wrong.items()], absent
+
+
+def _compare_jobs(run_dir: Path, starts: Sequence[TrainedStart], wrong: dict[str, str], absent: list[str]) -> None:
+    jobs = job_files(run_dir)
+    names, place = list(jobs), 0
+    for settings in (start.input("settings") for start in starts):
+        places = [number for number, name in enumerate(names) if jobs[name] == settings]
+        if places and places[-1] < place:
+            wrong[names[places[-1]]] = "it is not in its place: job files are numbered as the starts of the run"
+            break
+        place = next((number for number in places if number >= place), place)
+    recorded = {start.input("settings") for start in starts}
+    for name in (name for name, settings in jobs.items() if settings not in recorded):
+        if recorded - {*jobs.values()}:
+            wrong[name] = "the steps of no start were trained by this job file"
+        else:
+            absent.append(f"{name}: no stored step was trained by this job file")
+
+
+def _compare_code(run_dir: Path, starts: Sequence[TrainedStart], wrong: dict[str, str], absent: list[str]) -> None:
+    code, newest = start_inputs.user_code_hash(run_dir), starts[-1].input("user_code")
+    if newest and not code:
+        absent.append("code: the user code of the run is not in its folder")
+    elif newest not in (code, start_inputs.user_code_hash(run_dir, branches=False)):
+        wrong["code"] = "it is not the user code that the run used"
+    if others := [step for start in starts if start.input("user_code") != newest for step in start.steps]:
+        absent.append(f"the user code of {steps_in_words(others)}: only that of the last start is kept")
+
+
+def _compare_fingerprints(
+    run_dir: Path, starts: Sequence[TrainedStart], wrong: dict[str, str], absent: list[str]
+) -> None:
+    first, name = starts[0], source_fingerprints.FILE
+    if first.steps.start or not first.input("sources"):  # an earlier version began the run
+        return
+    try:
+        stored = source_fingerprints.read(run_dir)
+    except StoreError as error:
+        wrong[name] = str(error).partition("; ")[0]
+        return
+    if stored is None:
+        absent.append(f"{name}: it is not in the run's folder")
+    elif start_inputs.sources_hash(stored) != first.input("sources"):
+        wrong[name] = "it has not the fingerprints that the run began with"
+
+
+def not_covered_files(run_dir: Path, checkpoint: Path | None, points: Container[int]) -> Iterator[str]:
+    """What is not covered of what is in the run's folder, a line for each reason. checkpoint: the one that is compared.
+    points: versions of the resume points that steps are repeated from."""
+    names = sorted(path.name for path in run_dir.iterdir())
+    known = (*COVERED, *chain.from_iterable(NOT_COVERED.values()))
+    unknown = tuple(name for name in names if not any(fnmatchcase(name, pattern) for pattern in known))
+    for reason, patterns in (*NOT_COVERED.items(), ("no run writes them", unknown)):
+        if found := [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]:
+            yield f"{', '.join(found)}: {reason}"
+    if kept := [f"v{version:08d}" for version in ResumePoints(run_dir / "resume").versions() if version not in points]:
+        yield f"resume/ {', '.join(kept)}: no repeated step begins from them"
+    folders = sorted(path.name for path in (run_dir / "checkpoints").glob("*") if path.resolve() != checkpoint)
+    if folders:
+        yield f"checkpoints/ {', '.join(folders)}: not named"
+    yield "store/: earlier snapshots and other branches; `staleflow store audit --full` reads them"
+
+
+def steps_in_words(steps: Iterable[int]) -> str:
+    """Steps in words.
+
+    >>> steps_in_words([1, 2, 3, 7])
+    'steps 1-3, 7'
+    """
+    ranges = (f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in id_ranges(steps))
+    return f"steps {', '.join(ranges)}"

@@ -1,0 +1,217 @@
+"""What `staleflow verify` answers to damaged and malformed files: one line and exit code 2 for input that is none, a
+report and exit code 1 for a run that is contradicted, never a traceback, and never "verified" for what was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from staleflow.pipeline.stored_runs import offline_verification, training, verification
+from staleflow.pipeline.stored_runs.repeated_steps import Repetition, RepetitionResult, repeat
+from tests.commands import command
+
+CHECKPOINT = "checkpoints/step-000003"
+CERTIFICATE = f"{CHECKPOINT}/certificate.json"
+POINT = "resume/v00000001.pt"
+DEEP = "[" * 100_000
+Change = Callable[[Path], object]
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are repeated in this process."""
+
+    def run(plan: Repetition, client: Any, report: Any) -> RepetitionResult:
+        return repeat(plan, report)
+
+    monkeypatch.setattr(verification, "run_repetition", run)
+    monkeypatch.setattr(offline_verification, "run_repetition", run)
+
+
+@pytest.fixture(scope="module")
+def offline(stored: Path) -> Path:
+    """An offline training of the stored run."""
+    out = stored.parent / "offline"
+    training.train(training.planned(stored, out, (), "main", "", 1), lambda _: None)
+    return out
+
+
+def text(name: str, content: str | bytes) -> Change:
+    return lambda run: (run / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def gone(name: str) -> Change:
+    return lambda run: (run / name).unlink()
+
+
+def cut(name: str, num_bytes: int) -> Change:
+    return lambda run: os.truncate(run / name, num_bytes)
+
+
+def values(name: str, **changes: Any) -> Change:
+    """Change values of a JSON file."""
+
+    def change(run: Path) -> None:
+        (run / name).write_text(json.dumps({**json.loads((run / name).read_text()), **changes}))
+
+    return change
+
+
+def without(name: str, key: str) -> Change:
+    def change(run: Path) -> None:
+        kept = json.loads((run / name).read_text())
+        del kept[key]
+        (run / name).write_text(json.dumps(kept))
+
+    return change
+
+
+def last_line(**changes: Any) -> Change:
+    """Change values of the last line of a history, which no other follows."""
+
+    def change(run: Path) -> None:
+        *before, last = (run / "history.jsonl").read_text().splitlines()
+        lines = [*before, json.dumps({**json.loads(last), **changes})]
+        (run / "history.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+    return change
+
+
+def point(state: Any) -> Change:
+    return lambda run: torch.save(state, run / POINT)
+
+
+def linked(run: Path) -> None:
+    (run / "code").mkdir()
+    (run / "code" / os.fsdecode(b"\xff.py")).write_text("x = 1\n")
+
+
+NO_CERTIFICATE: list[tuple[str, Change]] = [
+    *((str(content)[:9], text(CERTIFICATE, content)) for content in ("", "{", b"\xff", "[]", "3", "NaN", DEEP)),
+    *(
+        (f"version {value}", values(CERTIFICATE, version=value))
+        for value in ("3", 0, -1, 2.5, True, None, 10**30, float("nan"), float("inf"))
+    ),
+    *((f"entry {value}", values(CERTIFICATE, entry=value)) for value in ("none", "", None, 3, "a\x1b[2J")),
+    ("version 9, entry none", values(CERTIFICATE, version=9, entry="none")),
+    ("store", values(CERTIFICATE, store=["s3://"])),
+    *((f"no {key}", without(CERTIFICATE, key)) for key in ("run", "store", "version", "entry")),
+    ("none", gone(CERTIFICATE)),
+]
+CONTRADICTED: list[tuple[str, Change, str]] = [
+    ("a later version", values(CERTIFICATE, version=9), "certificate.json: it names the entry"),
+    ("another entry", values(CERTIFICATE, entry="0" * 64), "certificate.json: it names the entry"),
+    ("no weights", gone(f"{CHECKPOINT}/model.safetensors"), "cannot be loaded"),
+    ("cut weights", cut(f"{CHECKPOINT}/model.safetensors", 1000), "cannot be loaded"),
+    ("empty weights", cut(f"{CHECKPOINT}/model.safetensors", 0), "cannot be loaded"),
+    ("no architecture", gone(f"{CHECKPOINT}/config.json"), "cannot be loaded"),
+    ("another architecture", values(f"{CHECKPOINT}/config.json", rope_theta=9.0), "config.json is not the file"),
+    ("no tokenizer", gone(f"{CHECKPOINT}/tokenizer.json"), "tokenizer.json is not there"),
+    ("another file", text(f"{CHECKPOINT}/more.bin", "{}"), "more.bin: the run saves no such"),
+    ("another type", point([1, 2]), "resume point of version 1"),
+    ("an empty state", point({}), "resume point of version 1"),
+    ("another state", point({"model": 3}), "resume point of version 1"),
+    ("fingerprints", text("fingerprints.json", DEEP), "fingerprints.json: "),
+    ("fingerprints that are none", text("fingerprints.json", "[]"), "fingerprints.json: "),
+    ("code of a name that is no text", linked, "code: it is not the user code"),
+]
+NO_TRAINING: list[tuple[str, Change]] = [
+    *(
+        (f"history {str(content)[:9]}", text("history.jsonl", content))
+        for content in ("", "{", b"\xff\n", "[]\n", DEEP)
+    ),
+    *((f"record {content[:9]}", text("offline.json", content)) for content in ("{", "[]", DEEP)),
+    *(
+        (f"{key} {value}", values("offline.json", **{key: value}))
+        for key in ("store", "snapshot", "steps", "epochs")
+        for value in (None, -1, [1], "")
+    ),
+    ("no where", without("offline.json", "where")),
+    *((f"{key} of the last line", last_line(**{key: None})) for key in ("batch", "weights", "numerics", "previous")),
+    ("no end", lambda run: cut("history.jsonl", (run / "history.jsonl").stat().st_size - 1)(run)),
+]
+
+
+def copied(run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "copy"))
+
+
+def require_one_line(code: int, out: str, err: str) -> None:
+    assert (code, out, len(err.splitlines())) == (2, "", 1), (code, out, err)
+    assert err.startswith("staleflow: ") and "Traceback" not in err and "\x1b" not in err
+
+
+@pytest.mark.parametrize("change", [pytest.param(c, id=name) for name, c in NO_CERTIFICATE])
+def test_a_malformed_certificate_is_refused(stored: Path, tmp_path: Path, change: Change) -> None:
+    run = copied(stored, tmp_path)
+    change(run)
+    done = command("verify", run / CHECKPOINT)
+    require_one_line(done.returncode, done.stdout, done.stderr)
+    assert "certificate.json" in done.stderr
+
+
+@pytest.mark.parametrize(("change", "says"), [pytest.param(c, says, id=name) for name, c, says in CONTRADICTED])
+def test_damage_contradicts_the_run(stored: Path, tmp_path: Path, change: Change, says: str) -> None:
+    run = copied(stored, tmp_path)
+    change(run)
+    done = command("verify", run / CHECKPOINT, "--steps", 3)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stdout.startswith(f"{run / CHECKPOINT}: CONTRADICTED")
+    (found,) = (line for line in done.stdout.splitlines() if line.startswith("  contradicted: "))
+    assert says in found
+
+
+@pytest.mark.parametrize("change", [pytest.param(c, id=name) for name, c in NO_TRAINING])
+def test_a_malformed_offline_training_is_refused(offline: Path, tmp_path: Path, change: Change) -> None:
+    folder = copied(offline, tmp_path)
+    change(folder)
+    done = command("verify", folder)
+    require_one_line(done.returncode, done.stdout, done.stderr)
+
+
+def test_the_last_line_of_a_history_is_the_one_that_its_checkpoint_names(offline: Path, tmp_path: Path) -> None:
+    folder = copied(offline, tmp_path)
+    last_line(reward=2.0)(folder)
+    done = command("verify", folder / CHECKPOINT)
+    assert done.returncode == 1 and "contradicted: history.jsonl: its last line, 2, is not the one" in done.stdout
+    shutil.rmtree(folder / "checkpoints")
+    done = command("verify", folder)
+    assert "not verified: the last line of history.jsonl" in done.stdout
+    assert "not verified: the weights of step-000003" in done.stdout
+
+
+def test_a_checkpoint_elsewhere_names_its_run(stored: Path, tmp_path: Path) -> None:
+    run = copied(stored, tmp_path)
+    moved = Path(shutil.move(run / CHECKPOINT, tmp_path / "moved"))
+    for store in ("", str(run / "store"), "s3:/x"):
+        values("certificate.json", store=store)(moved)
+        done = command("verify", moved)
+        require_one_line(done.returncode, done.stdout, done.stderr)
+        assert "put it into checkpoints/ of job" in done.stderr
+
+
+@pytest.mark.parametrize("steps", ["0", "-1", "x"])
+def test_a_number_of_steps_out_of_range_is_refused(stored: Path, steps: str) -> None:
+    done = command("verify", stored, "--steps", steps)
+    assert done.returncode == 2 and "--steps" in done.stderr and not done.stdout
+
+
+def test_a_path_that_can_be_none_is_refused() -> None:
+    done = command("verify", "x" * 5000)
+    require_one_line(done.returncode, done.stdout, done.stderr)
+
+
+def test_files_that_are_no_resume_points_are_none(stored: Path, tmp_path: Path) -> None:
+    run = copied(stored, tmp_path)
+    shutil.copy(run / POINT, run / "resume" / "vabc.pt")
+    (run / "resume" / "v00000002.shards").mkdir()
+    done = command("verify", run, "--steps", 1_000_000)
+    assert done.returncode == 0, done.stdout
+    assert "3 of 3 steps repeated bit for bit" in done.stdout
