@@ -33,6 +33,7 @@ COMMANDS = {
     "serve": ("staleflow.cli.serve:serve", "serve a run's policy, or a model, over HTTP"),
     "chat": ("staleflow.cli.serve:chat", "talk to a run's policy, or a model, in the terminal"),
     "eval": ("staleflow.cli.eval:evaluate", "run benchmark tasks of lm-eval on a run's checkpoint, or a model"),
+    "push": ("staleflow.cli.push", "upload a run's checkpoint to the Hugging Face hub, with a model card"),
     "store": ("staleflow.cli.store", "inspect, audit and process stored runs"),
     "verify": ("staleflow.cli.verify", "check a run's chain, and repeat random steps bit for bit"),
     "replay": ("staleflow.cli.replay", "replay a run's recorded events and compare the commands"),

@@ -231,6 +231,25 @@ class Run(RunData):
 
         return difference(self._path, first, second)
 
+    def push(self, repo: str, *, step: int | None = None, private: bool = False) -> str:
+        """Upload a checkpoint to the Hugging Face hub, with a model card: base model, data, settings, audit and
+        evaluations.
+
+        Args:
+            repo: Name of the model repository, as `OWNER/NAME`; it is created if there is none.
+            step: Step of the checkpoint; the newest if None.
+            private: Whether a new repository is private.
+
+        Returns:
+            The URL of the commit.
+
+        Raises:
+            ConfigError: There is no such checkpoint, the hub cannot be reached, or it refuses the upload.
+        """
+        from staleflow.pipeline.stored_runs.hub import push_checkpoint
+
+        return push_checkpoint(self._path, repo, step=step, private=private)
+
     def export(
         self,
         to: ExportFormat,

@@ -108,6 +108,17 @@ def write_job(config: RunConfig) -> None:
     replace_text(config.run_dir / "config.toml", knob_tree.to_toml(config), ELSEWHERE)
 
 
+def find_checkpoint(run_dir: Path, step: int | None = None) -> Path:
+    """The checkpoint of a step of a run; None: the newest. Raises ConfigError if there is none."""
+    checkpoints = sorted((run_dir / "checkpoints").glob("step-*"))
+    if not checkpoints:
+        raise ConfigError(f"{run_dir}: the run has no checkpoint; let it end, or set training.checkpoint_every")
+    steps = [int(folder.name.removeprefix("step-")) for folder in checkpoints]
+    if step is not None and step not in steps:
+        raise ConfigError(f"--step = {step}: {run_dir} has checkpoints of steps {', '.join(map(str, steps))}")
+    return checkpoints[-1 if step is None else steps.index(step)]
+
+
 def load_job(
     run_dir: Path, overrides: Sequence[str] = (), *, file: str = "config.toml", exact_rules: bool = False
 ) -> RunConfig:

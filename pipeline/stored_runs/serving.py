@@ -11,6 +11,7 @@ from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.model_facts import ModelFacts, inspect_model
 from staleflow.pipeline.config.model_files import find_model, read_context
 from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.recovery.run_folder import find_checkpoint
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import InstanceId
 from staleflow.tasks.endpoint.served_policy import ServedPolicy
@@ -65,12 +66,6 @@ def serving_plan(target: str, overrides: tuple[str, ...] = (), *, step: int | No
     config = loading.load(path / "config.toml", overrides)
     if config.emulated:
         raise ConfigError(f"{target}: its engine is emulated, so it has no policy to serve")
-    checkpoints = sorted((path / "checkpoints").glob("step-*"))
-    if not checkpoints:
-        raise ConfigError(f"{target}: the run has no checkpoint; let it end, or set training.checkpoint_every")
-    steps = [int(folder.name.removeprefix("step-")) for folder in checkpoints]
-    if step is not None and step not in steps:
-        raise ConfigError(f"--step = {step}: {target} has checkpoints of steps {', '.join(map(str, steps))}")
-    checkpoint = checkpoints[-1 if step is None else steps.index(step)]
+    checkpoint = find_checkpoint(path, step)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(checkpoint)))
     return ServingPlan(config=config, facts=inspect_model(config), label=f"{checkpoint.name} of {path.name}")

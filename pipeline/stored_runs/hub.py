@@ -1,0 +1,165 @@
+"""Publishes a checkpoint of a run on the Hugging Face hub, with a model card that says how it was trained."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from staleflow.pipeline.config import knob_tree
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.recovery import certificate, run_folder
+from staleflow.pipeline.recovery.run_folder import find_checkpoint
+from staleflow.pipeline.runtime.evaluation_results import Evaluation, read_evaluations
+from staleflow.stores.auditing.audit import audit
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories.versioned import VersionedStore
+
+CARD = "README.md"
+UNPUBLISHED = ("name", "runs_dir", "store", "profile", "model.path")
+"""Settings that say where a run is, or that the card has in words."""
+
+
+def push_checkpoint(run_dir: Path, repo: str, *, step: int | None = None, private: bool = False) -> str:
+    """Upload a checkpoint of a run and its model card to a model repository, which is created if there is none.
+
+    Args:
+        run_dir: The run's folder.
+        repo: Name of the repository, as `OWNER/NAME`.
+        step: Step of the checkpoint; the newest if None.
+        private: Whether a new repository is private.
+
+    Returns:
+        The URL of the commit.
+
+    Raises:
+        ConfigError: There is no such checkpoint, the hub cannot be reached, or it refuses the upload.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    card = model_card(run_dir, step=step, title=repo.rpartition("/")[2])
+    checkpoint = find_checkpoint(run_dir, step)
+    hub = HfApi()
+    try:
+        hub.create_repo(repo, private=private, exist_ok=True)
+        commit = hub.upload_folder(
+            repo_id=repo,
+            folder_path=checkpoint,
+            ignore_patterns=CARD,
+            commit_message=f"{checkpoint.name} of {run_dir.name}",
+        )
+        commit = hub.upload_file(
+            repo_id=repo, path_or_fileobj=card.encode(), path_in_repo=CARD, commit_message="Model card"
+        )
+    except HFValidationError as error:
+        raise ConfigError(f"{repo}: not the name of a repository, such as OWNER/NAME: {error}") from error
+    except HfHubHTTPError as error:
+        reason = error.server_message or str(error).splitlines()[0]
+        raise ConfigError(
+            f"{repo}: {hub.endpoint} refuses: {reason}; `hf auth login` or HF_TOKEN gives access"
+        ) from error
+    except Exception as error:  # of the HTTP client, which differs between versions of huggingface_hub
+        reason = str(error) or type(error).__name__
+        raise ConfigError(f"{repo}: {hub.endpoint} cannot be reached: {reason}") from error
+    return str(commit.commit_url)
+
+
+def model_card(run_dir: Path, *, title: str, step: int | None = None) -> str:
+    """The model card of a run's checkpoint in Markdown: base model, data, settings, audit and evaluations.
+
+    Args:
+        run_dir: The run's folder, whose store is audited now.
+        title: The card's title.
+        step: Step of the checkpoint; the newest if None.
+
+    Raises:
+        ConfigError: It is no run's folder, or has no such checkpoint.
+    """
+    from huggingface_hub import ModelCardData
+
+    config = run_folder.load_job(run_dir)
+    checkpoint = find_checkpoint(run_dir, step)
+    store = VersionedStore.open(run_dir / "store")
+    base = config.model.path
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        base_model=None if Path(base).is_absolute() else base,
+        tags=["reinforcement-learning", "staleflow"],
+    )
+    version = int(checkpoint.name.removeprefix("step-"))
+    lines = [
+        "---",
+        data.to_yaml(),
+        "---",
+        f"# {title}",
+        "",
+        f"{without_folders(base)} after {version} steps of reinforcement learning with staleflow "
+        f"{importlib.metadata.version('staleflow')}.",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {text} |" for name, text in _facts(config, store, checkpoint)),
+        "",
+        "## Evaluation",
+        "",
+        *_evaluations([e for e in read_evaluations(run_dir) if e.version <= version]),
+        "",
+        "## Settings",
+        "",
+        "Those that differ from the defaults.",
+        "",
+        "```toml",
+        *_settings(config),
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _facts(config: RunConfig, store: VersionedStore, checkpoint: Path) -> Iterator[tuple[str, str]]:
+    """Rows of the card's first table."""
+    yield "data", ", ".join(f"`{without_folders(task.source)}`" for task in config.task.named.values())
+    yield "reward", f"`{without_folders(config.reward.named)}`"
+    report = audit(store)
+    yield "stored by the run", f"{report.num_trajectories:,} responses, {report.num_tokens:,} tokens with prompts"
+    yield "staleness bound", f"{config.staleness.eta} versions; largest in the run {report.max_staleness}"
+    yield "audit of the run", f"{report.verdict}; {'; '.join(report.weights.lines)}"
+    if (checkpoint / certificate.FILE).is_file():
+        yield "entry in the run's chain", f"`{certificate.read(checkpoint).entry}`"
+
+
+def _evaluations(evaluations: Sequence[Evaluation]) -> Iterator[str]:
+    """A table of mean rewards on held-out prompts, with their standard errors."""
+    if not evaluations:
+        yield "The run was not evaluated."
+        return
+    yield "Mean rewards on held-out prompts: sampled at the training temperature, and greedy."
+    yield ""
+    yield "| version | prompts | basis | sampled | greedy |"
+    yield "|---|---|---|---|---|"
+    for e in evaluations:
+        yield f"| {e.version} | {e.name} | {e.basis} | {e.sampled_mean} | {e.greedy_mean} |"
+
+
+def _settings(config: RunConfig) -> Iterator[str]:
+    """The settings that differ from their defaults, as lines of TOML."""
+    for row in knob_tree.explained(config):
+        if row.value != row.default and row.key not in UNPUBLISHED:
+            yield f"{row.key} = {knob_tree.toml_value(without_folders(row.value))}"
+
+
+def without_folders(value: Any) -> Any:
+    """The value with only the last part of each absolute path in it: folders are of no use to others.
+
+    >>> without_folders("/home/me/rewards.py:short"), without_folders("jsonl:/data/sums.jsonl"), without_folders("a/b")
+    ('rewards.py:short', 'jsonl:sums.jsonl', 'a/b')
+    """
+    if isinstance(value, str):
+        return re.sub(r"(^|(?<=[\s'\"=:]))/[^\s'\"]*/", "", value)
+    if isinstance(value, Mapping):
+        return {key: without_folders(item) for key, item in value.items()}
+    return [without_folders(item) for item in value] if isinstance(value, (list, tuple)) else value

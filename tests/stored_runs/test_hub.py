@@ -1,0 +1,118 @@
+"""Pushing a checkpoint to a hub: a real server on this machine that answers as the Hugging Face hub does."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from staleflow.pipeline.recovery.run_folder import find_checkpoint, load_job
+from staleflow.pipeline.stored_runs.hub import model_card, push_checkpoint
+from staleflow.stores.errors import ConfigError
+
+
+@dataclass
+class Hub:
+    """url: of the server. status: of its answers, if they are refusals. files: what was uploaded, by name."""
+
+    url: str = ""
+    status: int = 200
+    created: list[dict[str, Any]] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=dict)
+
+    def answer(self, path: str, body: bytes) -> dict[str, Any]:
+        if path == "/api/repos/create":
+            self.created.append(json.loads(body))
+            return {"url": f"{self.url}/me/policy", "id": "1", "name": "me/policy"}
+        if "/preupload/" in path:
+            asked = json.loads(body)["files"]
+            return {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in asked]}
+        if "/commit/" in path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            return {"success": True, "commitUrl": f"{self.url}/me/policy/commit/1", "commitOid": "1"}
+        if path == "/api/validate-yaml":
+            return {"errors": [], "warnings": []}
+        raise KeyError(path)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    hub = Hub()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            refused = hub.status != 200
+            answer = {"error": "Invalid username or password."} if refused else hub.answer(self.path, body)
+            text = json.dumps(answer).encode()
+            self.send_response(hub.status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        hub.url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN", "hf_test")
+        yield hub
+        server.shutdown()
+
+
+def test_a_checkpoint_is_pushed_whole_with_its_card(finished_run: Path, hub: Hub) -> None:
+    url = push_checkpoint(finished_run, "me/policy", private=True)
+    assert url == f"{hub.url}/me/policy/commit/1"
+    assert "private" in json.dumps(hub.created)
+    checkpoint = find_checkpoint(finished_run)
+    uploaded = dict(hub.files)
+    card = ModelCard(uploaded.pop("README.md").decode())
+    assert uploaded == {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    assert card.data.library_name == "transformers"
+    assert "audit of the run | holds" in card.text
+
+
+def test_the_card_names_no_folder_of_this_machine(finished_run: Path) -> None:
+    card = model_card(finished_run, title="policy")
+    assert str(finished_run) not in card
+    assert str(Path(load_job(finished_run).model.path).parent) not in card
+    settings = card.partition("```toml\n")[2]
+    assert "steps = " in settings
+    assert "runs_dir" not in settings
+
+
+@pytest.mark.parametrize("status", [401, 403, 500])
+def test_a_refusal_of_the_hub_is_one_line(finished_run: Path, hub: Hub, status: int) -> None:
+    hub.status = status
+    with pytest.raises(ConfigError, match="me/policy: .* refuses: .*HF_TOKEN") as caught:
+        push_checkpoint(finished_run, "me/policy")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_pushed_is_one_line(finished_run: Path, hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not the name of a repository"):
+        push_checkpoint(finished_run, "a/b/c")
+    with pytest.raises(ConfigError, match="has checkpoints of steps"):
+        push_checkpoint(finished_run, "me/policy", step=1000)
+    with pytest.raises(ConfigError, match=r"config\.toml"):
+        push_checkpoint(tmp_path, "me/policy")
+    assert not hub.created
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(finished_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9 cannot be reached"):
+        push_checkpoint(finished_run, "me/policy")
