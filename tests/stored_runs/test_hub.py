@@ -97,7 +97,7 @@ def test_the_card_names_no_folder_of_this_machine(finished_run: Path) -> None:
 @pytest.mark.parametrize("status", [401, 403, 500])
 def test_a_refusal_of_the_hub_is_one_line(finished_run: Path, hub: Hub, status: int) -> None:
     hub.status = status
-    with pytest.raises(ConfigError, match="me/policy: .* refuses: .*HF_TOKEN") as caught:
+    with pytest.raises(ConfigError, match=r"me/policy: .* refuses: .*HF_TOKEN") as caught:
         push_checkpoint(finished_run, "me/policy")
     assert "\n" not in str(caught.value)
 
