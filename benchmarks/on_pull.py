@@ -5,7 +5,7 @@
 `interrupt` computes a running response's KV cache again under the new weights; `keep` continues with the old one, so
 that tokens after a pull attend to keys and values of older versions. Runs examples/demo.toml and examples/agent.toml at
 bounds 1 and 3 with three seeds, one run after the other. Each run is audited. Runs stay in runs/, and one that is there
-is not run again. Writes on_pull.json and on_pull.png and prints the table of docs/engines.md.
+is not run again. Writes on_pull.json and on_pull.png and prints a table.
 """
 
 from __future__ import annotations
