@@ -101,8 +101,8 @@ METRICS = (
     Metric(name="kl_behaviour", unit="nats", doc="k3 estimate of KL(rollout || pi) as rows are trained on",
            label="behaviour"),
     Metric(name="kl_behaviour_stderr", unit="nats", doc="standard error of kl_behaviour, as of ess"),
-    Metric(name="kl_reference", unit="nats", doc="k3 estimate of KL(pi || reference) over tokens with gradient; 0 "
-           "without a reference model", label="reference"),
+    Metric(name="kl_reference", unit="nats", doc="k3 estimate of KL(pi || reference) over tokens with gradient; "
+           "absent without a reference model", label="reference"),
     Metric(name="kl_rollout", unit="nats", doc="k3 estimate of KL(rollout || trainer), fresh tokens, before the step; "
            "absent if no row is fresh"),
     Metric(name="mismatch_mean", unit="nats", doc="mean |stored - recomputed logprob|, fresh tokens, equal weights; "

@@ -18,8 +18,8 @@ from staleflow.tasks.training.rank import ALONE, Rank
 
 ZEROS = (
     "loss", "grad_norm", "updates_dropped", "tokens_dropped", "clip_share", "clip_share_low", "clip_share_high",
-    "entropy", "kl_old", "kl_behaviour", "kl_reference", "learning_rate", "ess_stderr",
-    "entropy_stderr", "kl_behaviour_stderr",
+    "entropy", "kl_old", "kl_behaviour", "learning_rate", "ess_stderr", "entropy_stderr",
+    "kl_behaviour_stderr",
 )  # fmt: skip
 """Metrics that are 0 where nothing is learned."""
 

@@ -249,12 +249,15 @@ class PolicyTrainer:
             norms.append(float(norm))
         sums = TokenSums(self.group.all_reduce(sums.values))
         mismatch = Mismatch.of(rows, before | self.group.all_gather(first))
+        figures = sums.metrics(s.epochs, sample)
+        if reference is None:
+            del figures["kl_reference"]
         return {
             "loss": (sums.loss + sum(losses)) / max(1, len(norms)),
             "grad_norm": float(np.mean(norms or [0.0])),
             "updates_dropped": float(np.count_nonzero(~np.isfinite(norms))),
             "tokens_dropped": float(sum(row.num_unusable for row in all_rows if self.objective.trains(row))),
-            **sums.metrics(s.epochs, sample),
+            **figures,
             "learning_rate": rate,
             **(mismatch.metrics if mismatch else {}),
         }

@@ -299,6 +299,7 @@ def test_a_step_without_fresh_rows_has_no_mismatch(tiny_model: Any) -> None:
     """Stored logprobs can be compared only where the weights are those that sampled: 0 would claim that they agree."""
     fresh = [replace(row, staleness=0) for row in rows(3)]
     names = {"mismatch_mean", "mismatch_max", "kl_rollout"}
+    assert "kl_reference" not in trainer(tiny_model).step(0, fresh)
     assert names <= trainer(tiny_model).step(0, fresh).keys()
     assert not names & trainer(tiny_model).step(0, [replace(row, staleness=1) for row in fresh]).keys()
 
