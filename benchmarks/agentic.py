@@ -143,7 +143,7 @@ RULES = {"credits, alpha 0.5": Credits(alpha=0.5), "credits, alpha 2": Credits(a
 """Admission rules of other systems, which no job can name."""
 ROLLOUT_SHARE = 0.7
 """Share of a synchronous step that is rollout: the paper says more than 70 %."""
-BEST_SYNCHRONOUS = "synchronous, colocated"
+BEST_SYNCHRONOUS = "synchronous, in turns"
 SYSTEMS: dict[str, dict[str, Any]] = {
     "synchronous, lock step": {"simulation": {"lock_step": True}},
     "synchronous": {},
@@ -384,9 +384,9 @@ HEAD = """\
 # Agents in virtual time
 
 ROLL Flash's experiments (arXiv 2510.11345), simulated with the coordinator of real runs: `python -m
-benchmarks.agentic --out docs`; agentic.json has every run, also of single turns. The paper gives latencies, batch sizes
-and seconds, but neither turns, tokens nor engines. Assumed here: a 7B model on eight instances, prompts of 500 tokens,
-100 tokens a turn and an observation, `on_pull = "keep"`, `least_requests`. Ratios depend on these.
+benchmarks.agentic --out docs` (agentic.json). The paper gives no numbers of turns or tokens and no engine. Assumed
+here: a 7B model on eight instances, prompts of 500 tokens, 100 tokens a turn and an observation, `on_pull = "keep"`,
+routing to the fewest requests (`least_requests`). Ratios depend on these.
 
 ![Seconds a batch and steps per second](agentic.png)
 """
@@ -400,9 +400,8 @@ REDUNDANCY = """\
 ## Redundant environments
 
 Latency N(10, 5) s, four turns, 32 x 8 trained; what is surplus is aborted. The paper: 243 s for 32 x 8, 45 s for 36 x
-9 (5.4 times), 46 s for 36 x 12. It does not say how often environments hang. Without hangs, redundancy gains
-what the first row says; ratios like the paper's need hangs. Here a step that hangs is given up after 200 s. In
-brackets: times as fast as 32 x 8 of the same row.
+9 (5.4 times), 46 s for 36 x 12, without saying how often environments hang; here a step that hangs is given up after
+200 s. In brackets: times as fast as 32 x 8 of the same row.
 """
 ASYNCHRONOUS = f"""\
 ## Asynchronous training
@@ -410,8 +409,8 @@ ASYNCHRONOUS = f"""\
 Training takes {1 - ROLLOUT_SHARE:.0%} of a synchronous step, on eight GPUs of its own. ALFWorld-like: 16 x 8, 25 turns,
 latency 2 s (median, lognormal). SWE-like: 8 x 8, 30 turns, 5 s, 30 s to reset. Redundant: two groups and one member
 more. `credits` is ROLL Flash's rule. The bound held in all runs. Ratios are to the best synchronous training with as
-many GPUs, as the paper's are: no lock step between environments, and rollout and training both on all 16 GPUs, in
-turns. The paper: 2.72 on ALFWorld (2.27 without redundancy), 1.81 on SWE (1.68).
+many GPUs: no lock step between environments, and rollout and training both on all 16 GPUs, in turns. The paper: 2.72
+on ALFWorld (2.27 without redundancy), 1.81 on SWE (1.68).
 """
 PREFIX = """\
 ## Cached contexts
@@ -454,7 +453,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
             right.set_yticks(range(len(own)), [r["system"] for r in own], fontsize=6)
     right.invert_yaxis()
     right.axvline(1, color="black", linewidth=0.8)
-    right.set(title="steps per second, colocated = 1")
+    right.set(title="steps per second, in turns = 1")
     right.legend(fontsize=7)
     figure.savefig(path, dpi=110)
 

@@ -382,14 +382,15 @@ def page(stored: dict[str, Any]) -> str:
 
 def differences(outcomes: dict[str, str]) -> list[str]:
     """What does not work for a family, works with padding only, or was not tried, each with its reason."""
-    gaps = []
+    columns: dict[str, list[str]] = {}  # by reason, which several columns may share
     for column in COLUMNS:
         outcome = outcomes.get(column, "yes")
         if outcome.startswith(PADDED):
             reason = outcome.removeprefix(PADDED).partition(", by ")[0]  # by how much, which differs by family
-            gaps.append(f"{column} padded: {reason}")
+            columns.setdefault(reason, []).append(f"{column} padded")
         elif outcome != "yes":
-            gaps.append(f"no {column}: {outcome}")
+            columns.setdefault(outcome, []).append(f"no {column}")
+    gaps = [f"{', '.join(names)}: {reason}" for reason, names in columns.items()]
     untried = [column for column in COLUMNS if column not in outcomes]
     return [*gaps, *([f"{', '.join(untried)} not tried"] if untried else [])]
 
