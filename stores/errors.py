@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 
 class StaleflowError(Exception):
@@ -80,9 +81,9 @@ class RunStuck(StaleflowError, TimeoutError):
 def raised_as(
     kind: type[Exception],
     problem: str,
-    *errors: type[Exception],
+    *errors: type[BaseException],
     remedy: str = "",
-    describe: Callable[[Exception], str] = str,
+    describe: Callable[[Any], str] = str,
 ) -> Iterator[None]:
     """Context manager that raises any of these errors as an error of this kind, with a message of one line.
 
@@ -97,6 +98,11 @@ def raised_as(
         yield
     except errors as error:
         raise kind(f"{problem}: {describe(error)}" + (f"; {remedy}" if remedy else "")) from error
+
+
+def with_type(error: BaseException) -> str:
+    """An error's type and message, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def strerror(error: Exception) -> str:

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from staleflow.stores.errors import ConfigError, StaleflowError, StoreError
+from staleflow.stores.errors import ConfigError, StaleflowError, StoreError, raised_as, strerror
 
 NAME_CHARS = 50
 """Characters of the final name that a temporary name repeats: at most 200 bytes, where file systems allow 255."""
@@ -111,14 +111,10 @@ def publish(tmp_path: Path, path: Path) -> None:
 def claim_folder(folder: Path, option: str) -> None:
     """Create a folder and check that files can be written there, before minutes of work. option: what names the folder,
     for the message. Raises ConfigError."""
-    try:
+    remedy = f"choose another folder with {option}"
+    with raised_as(ConfigError, f"{folder}: cannot be written", OSError, remedy=remedy, describe=strerror):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"{folder}: cannot be written: {error.strerror}; choose another folder with {option}"
-        ) from error
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 @contextlib.contextmanager

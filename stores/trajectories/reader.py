@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import zarr
 
-from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
+from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable, raised_as
 from staleflow.stores.trajectories import dataframes, layout
 from staleflow.stores.trajectories.column_chunks import read_all
 from staleflow.stores.trajectories.columns import COLUMNS, FATES, Column, Rows, chosen, empty_rows, shown_columns
@@ -138,10 +138,8 @@ class StoreReader:
         attributes = dict(self._read_root().attrs)
         self._first_entry = entry_of(json.dumps(attributes.get("header"), sort_keys=True).encode())
         check_format(attributes.get("format"), where)
-        try:
+        with raised_as(StoreError, f"{where}: the store's header is corrupt", ValueError):
             self.header = CODEC.decode(attributes.get("header"), RunHeader)
-        except ValueError as error:
-            raise StoreError(f"{where}: the store's header is corrupt: {error}") from error
         self.lineage: dict[str, Any] = attributes.get("lineage", {})
         """How a branch was made; empty on the branch of the run itself. See stores/trajectories/derived_branches.py."""
         self._errors: dict[str, str] | None = attributes.get("errors")
@@ -190,10 +188,9 @@ class StoreReader:
 
     def _records(self, root: Any, start: int, stop: int) -> Iterator[StepRecord]:
         for step, text in self._texts(root, start, stop):
-            try:
-                yield CODEC.decode(json.loads(text), StepRecord)
-            except ValueError as error:
-                raise StoreError(f"{self._where}: the record of step {step} is corrupt: {error}") from error
+            with raised_as(StoreError, f"{self._where}: the record of step {step} is corrupt", ValueError):
+                record = CODEC.decode(json.loads(text), StepRecord)
+            yield record
 
     def _texts(self, root: Any, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
         """(step, record as it is stored) of the commits at start <= number < stop."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import icechunk
 
-from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
+from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable, raised_as
 from staleflow.stores.files import publish
 from staleflow.stores.trajectories.storage import bucket_storage, check_endpoint, name_url, storage_at, url_of
 
@@ -65,15 +65,14 @@ def creating(path: Path, url: str = "") -> Iterator[Any]:
 
 def check_bucket(url: str, *, new: bool) -> None:
     """Raise ConfigError if a store's bucket does not answer. new: or if there is a run's store already."""
-    try:
+    problem, remedy = (
+        f"store = {url!r}: the bucket cannot be used",
+        "check the name, AWS_ENDPOINT_URL and AWS_ACCESS_KEY_ID",
+    )
+    with raised_as(ConfigError, problem, icechunk.IcechunkError, OSError, remedy=remedy, describe=first_line):
         check_endpoint()
         if icechunk.Repository.exists(bucket_storage(url)) and new:
             _unused(url)
-    except (icechunk.IcechunkError, OSError) as error:
-        raise ConfigError(
-            f"store = {url!r}: the bucket cannot be used: {first_line(error)}; check the name, AWS_ENDPOINT_URL and "
-            "AWS_ACCESS_KEY_ID"
-        ) from error
 
 
 def _unused(url: str) -> Any:

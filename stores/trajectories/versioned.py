@@ -30,7 +30,7 @@ import numpy.typing as npt
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
-from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
+from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable, raised_as
 from staleflow.stores.trajectories import layout
 from staleflow.stores.trajectories.column_chunks import CODEC as CHUNK_CODEC
 from staleflow.stores.trajectories.column_chunks import append_all
@@ -86,16 +86,17 @@ class VersionedStore(StoreReader):
     @classmethod
     def create(cls, path: Path, header: RunHeader) -> Self:
         """Create an empty store, atomically, in a folder or in the bucket that the header names."""
+        problem = f"{path}: the store cannot be created"
         if path.exists():
-            raise StoreError(f"{path}: the store cannot be created: there is one already")
-        try:
-            with creating(path, header.url) as repository:
-                session = repository.writable_session(MAIN)
-                root = zarr.open_group(session.store, mode="w", zarr_format=3)
-                create_arrays(root, CODEC.encode(header))
-                session.commit(CREATED, metadata={"kind": CREATED})
-        except (icechunk.IcechunkError, OSError) as error:
-            raise StoreError(f"{path}: the store cannot be created: {first_line(error)}") from error
+            raise StoreError(f"{problem}: there is one already")
+        with (
+            raised_as(StoreError, problem, icechunk.IcechunkError, OSError, describe=first_line),
+            creating(path, header.url) as repository,
+        ):
+            session = repository.writable_session(MAIN)
+            root = zarr.open_group(session.store, mode="w", zarr_format=3)
+            create_arrays(root, CODEC.encode(header))
+            session.commit(CREATED, metadata={"kind": CREATED})
         return cls.open(path)
 
     @classmethod

@@ -148,23 +148,13 @@ def _begun(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     return task
 
 
-async def _watched(pending: asyncio.Task[Any], address: str, actor_name: str) -> Any:
-    """Await a call between actors. Raises ActorLost once nothing listens at the address; Dask would retry for 30 s."""
-    while not (await asyncio.wait({pending}, timeout=PROBE_S))[0]:
+async def _ended(pending: asyncio.Task[Any], address: str, actor_name: str) -> Any:
+    """Return the result of a call, which goes on if its caller is cancelled. address: of the actor, if another actor
+    calls it: once nothing listens there, ActorLost is raised; Dask would retry for 30 s. Raises RuntimeError if the
+    call itself was cancelled, so that the caller does not take it as its own cancellation."""
+    while not (await asyncio.wait({pending}, timeout=PROBE_S if address else None))[0]:
         if await _refused(address):
             raise ActorLost(f"{actor_name} is gone: nothing listens at {address}", actor_name)
-    return _answer(pending)
-
-
-async def _waited(pending: asyncio.Task[Any]) -> Any:
-    """Await a call of the driver; the call goes on if the driver's task is cancelled."""
-    await asyncio.wait({pending})
-    return _answer(pending)
-
-
-def _answer(pending: asyncio.Task[Any]) -> Any:
-    """Return the result of a call that has ended. Raises RuntimeError if the call itself was cancelled, so that the
-    caller does not take it as its own cancellation."""
     if pending.cancelled():
         raise RuntimeError("the call was cancelled")
     return pending.result()
@@ -204,7 +194,7 @@ async def call_actor(actor: Any, method: str, *args: Any, timeout_s: float, acto
                 return await getattr(actor, method)(*args)
             pending = _begun(_execute(actor, method, _packed(args)))
             address = actor.address if isinstance(actor, RemoteActor) else actor._address
-            result = await (_watched(pending, address, actor_name) if _within_actor.get() else _waited(pending))
+            result = await _ended(pending, address if _within_actor.get() else "", actor_name)
             return result if type(result) is bytes else pickle.loads(result[1])
     except ActorFailed as error:
         if error.actor:

@@ -47,6 +47,10 @@ class ActItem:
     route_number: int
     cut: bool
 
+    def outcome(self, **fields: Any) -> EnvStepOutcome:
+        """An outcome of its env step."""
+        return EnvStepOutcome(trajectory=self.trajectory, route_number=self.route_number, **fields)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvStepOutcome:
@@ -191,7 +195,7 @@ class EnvironmentHost:
         try:
             outcome = await self._outcome(ask, item)
         except ActorLost:  # nobody else is called
-            outcome = EnvStepOutcome(trajectory=item.trajectory, route_number=item.route_number, server_lost=True)
+            outcome = item.outcome(server_lost=True)
         except Exception as error:  # noqa: BLE001  it is raised where outcomes are asked for
             self._error, outcome = error, None
             self._changed.set()
@@ -228,9 +232,7 @@ class EnvironmentHost:
             )
             receipt: ObservationReceipt = await ask("add_observations", observation)
             if not receipt.problem:
-                return EnvStepOutcome(
-                    trajectory=trajectory, route_number=route_number, tokens=receipt.tokens, seconds=took_s
-                )
+                return item.outcome(tokens=receipt.tokens, seconds=took_s)
             if receipt.problem == "late":
                 return (await self._check_server(ask, item))[1]
             if receipt.problem == "full":
@@ -243,37 +245,27 @@ class EnvironmentHost:
         if answer.error:
             if not await ask("restart", (trajectory, state.tokens, route_number)):
                 return (await self._check_server(ask, item))[1]
-            return EnvStepOutcome(trajectory=trajectory, route_number=route_number, failed=answer.error)
+            return item.outcome(failed=answer.error)
         score = ScoredResponse(reward=answer.reward, parts=dict(answer.parts))
         recorded: ScoredResponse | None = await ask(
             "record_rewards", RewardItem(trajectory, state.tokens, route_number, score)
         )
         if recorded is None:
             return (await self._check_server(ask, item))[1]
-        return EnvStepOutcome(
-            trajectory=trajectory,
-            route_number=route_number,
-            ended=True,
-            reward=recorded.reward,
-            error=recorded.error,
-            seconds=took_s,
-        )
+        return item.outcome(ended=True, reward=recorded.reward, error=recorded.error, seconds=took_s)
 
     async def _check_server(
         self, ask: ServerBatcher, item: ActItem
     ) -> tuple[EpisodeState | None, EnvStepOutcome | None]:
         """Return the state of a trajectory, None if it is no longer live, and the outcome of its env step, if it has
         one: of an earlier request, or of another host that was taken for lost and answered first."""
-        trajectory, route_number = item.trajectory, item.route_number
-        state: EpisodeState | None = await ask("episode_states", (trajectory, route_number))
+        state: EpisodeState | None = await ask("episode_states", (item.trajectory, item.route_number))
         if state is None:
             return None, None
         if (score := state.score) is not None:
-            return state, EnvStepOutcome(
-                trajectory=trajectory, route_number=route_number, ended=True, reward=score.reward, error=score.error
-            )
+            return state, item.outcome(ended=True, reward=score.reward, error=score.error)
         if state.restarted:
-            return state, EnvStepOutcome(trajectory=trajectory, route_number=route_number, failed=FAILED_BEFORE)
+            return state, item.outcome(failed=FAILED_BEFORE)
         if state.answered:
-            return state, EnvStepOutcome(trajectory=trajectory, route_number=route_number, tokens=state.tokens)
+            return state, item.outcome(tokens=state.tokens)
         return state, None

@@ -20,7 +20,6 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from staleflow.tasks.emulation.cost_model import CostModel, tokens_per_step
 from staleflow.tasks.emulation.workload import Turn
@@ -86,14 +85,6 @@ class Finished:
     at_s: float
     drafts: DraftedTokens = DraftedTokens()
     """Since it was submitted."""
-
-
-class Stopped(NamedTuple):
-    """A request that was stopped. tokens: of its response. drafts: since it was submitted."""
-
-    route_number: int
-    tokens: int
-    drafts: DraftedTokens
 
 
 @dataclass(slots=True)
@@ -284,23 +275,23 @@ class SimulatedBatch:
         """Drop the cached context of a trajectory that will not return here. Running requests are not touched."""
         self._forget(trajectory)
 
-    def remove(self, now: float, trajectory: int) -> Stopped | None:
-        """Stop a request; returns what it has, or None if it is unknown."""
+    def remove(self, now: float, trajectory: int) -> SimulatedRequest | None:
+        """Stop a request; returns it, or None if it is unknown."""
         self._to_boundary(now)
         self._settle()
         decoding = self._decoding.get(trajectory)
         if decoding is not None:
             self._leave(decoding)
             self._settle()
-            return _stopped(decoding)
+            return decoding
         request = self._in_tool.pop(trajectory, None)
         if request is not None:
             self._kv_in_tool -= request.kv_tokens
-            return _stopped(request)
+            return request
         for waiting in self._waiting:
             if waiting.trajectory == trajectory:
                 self._waiting.remove(waiting)
-                return _stopped(waiting)
+                return waiting
         return None
 
     def load(self, now: float, seconds: float, *, keep: bool = False) -> float:
@@ -469,10 +460,6 @@ class SimulatedBatch:
         tokens = self._cached_for_turns.pop(trajectory, 0)
         self._kv_kept -= tokens
         return tokens
-
-
-def _stopped(request: SimulatedRequest) -> Stopped:
-    return Stopped(route_number=request.route_number, tokens=request.tokens, drafts=request.drafts)
 
 
 def _still_valid(requests: dict[int, SimulatedRequest], scheduled: tuple[float, int, SimulatedRequest]) -> bool:

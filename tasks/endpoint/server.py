@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as, strerror
 from staleflow.tasks.endpoint.connections import timed_protocol
 from staleflow.tasks.endpoint.endpoint_metrics import EndpointMetrics
 from staleflow.tasks.endpoint.replies import TurnReply, chunks, completion, generate_reply, refusal
@@ -394,7 +394,8 @@ async def _unknown(request: Request, error: Exception) -> Response:
 
 def listening_socket(host: str, port: int) -> socket.socket:
     """Open a listening socket. Raises ConfigError."""
-    try:
+    problem = f"endpoint.host = {host!r}, endpoint.port = {port}: cannot be listened on"
+    with raised_as(ConfigError, problem, OSError, describe=strerror):
         (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         # asyncio sends without delay (TCP_NODELAY) only where the protocol is named.
         sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -405,8 +406,4 @@ def listening_socket(host: str, port: int) -> socket.socket:
         except OSError:
             sock.close()
             raise
-    except OSError as error:
-        raise ConfigError(
-            f"endpoint.host = {host!r}, endpoint.port = {port}: cannot be listened on: {error.strerror}"
-        ) from error
     return sock

@@ -25,7 +25,7 @@ from staleflow.tasks.engines.engine_thread import EngineThread
 from staleflow.tasks.engines.running_requests import RunningRequest
 from staleflow.tasks.engines.vllm_drafting import VllmSpeculation
 from staleflow.tasks.engines.vllm_drafting import arguments as speculation_arguments
-from staleflow.tasks.engines.vllm_scheduler import SchedulerStats, VllmScheduler, salt
+from staleflow.tasks.engines.vllm_scheduler import VllmScheduler, salt
 from staleflow.tasks.engines.vllm_sizes import adapted_layers, cache_bytes, checkpoint_shapes, longest_sequence
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class VllmEngine(EngineThread):
         self._settings = settings
         self._probes: dict[str, Future[Any]] = {}  # probes under way, by request id
         self._num_probes = 0
-        self._figures = SchedulerStats()  # as of the last step, stop or load
+        self._figures: dict[str, int] = {}  # as of the last step, stop or load
         self._engine: Any = None
         self._scheduler: VllmScheduler
         self._adapters: VllmAdapters | None = None
@@ -118,7 +118,8 @@ class VllmEngine(EngineThread):
         return self._probes.values()
 
     def _load_statistics(self) -> EngineLoad:
-        return dataclasses.replace(self._requests.load(), **self._figures._asdict())
+        figures: dict[str, Any] = {**self._figures}
+        return dataclasses.replace(self._requests.load(), **figures)
 
     def _admit(self, running: RunningRequest) -> None:
         request, version = running.request, running.version

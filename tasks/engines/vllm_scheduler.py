@@ -7,24 +7,11 @@ them are counted. Only the driving thread uses this.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from staleflow.stores.errors import ActorLost
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.tasks.engines.vllm_drafting import VllmSpeculation
-
-
-class SchedulerStats(NamedTuple):
-    """Fields of EngineLoad that the scheduler knows, as of one moment."""
-
-    waiting: int = 0
-    preemptions: int = 0
-    kept_tokens: int = 0
-    prefilled_tokens: int = 0
-    cached_tokens: int = 0
-    drafts: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
 
 
 def salt(version: PolicyVersion) -> str:
@@ -43,24 +30,25 @@ class VllmScheduler:
         self._preemptions = self._prefilled_tokens = self._cached_tokens = 0
         self._count()
 
-    def figures(self) -> SchedulerStats:
-        """The present figures. kept_tokens: in cached pages that nothing in the batch uses, of turns to come and of
-        trajectories that have ended, which vLLM does not tell apart; pages that hold the same count once."""
+    def figures(self) -> dict[str, int]:
+        """The present values of the fields of EngineLoad that the scheduler knows. kept_tokens: in cached pages that
+        nothing in the batch uses, of turns to come and of trajectories that have ended, which vLLM does not tell apart;
+        pages that hold the same count once."""
         scheduler = self._scheduler
         pool = scheduler.kv_cache_manager.block_pool
         used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # vLLM keeps one for itself
         # A page is cached once it is full, and the last page of each request is not.
         used_and_cached = max(0, used - len(scheduler.running))
-        return SchedulerStats(
-            waiting=len(scheduler.waiting),
-            preemptions=self._preemptions,
-            kept_tokens=self._page_tokens * max(0, len(pool.cached_block_hash_to_block) - used_and_cached),
-            prefilled_tokens=self._prefilled_tokens,
-            cached_tokens=self._cached_tokens,
-            drafts=self._speculation.num_drafts,
-            drafted_tokens=self._speculation.num_drafted_tokens,
-            accepted_tokens=self._speculation.num_accepted_tokens,
-        )
+        return {
+            "waiting": len(scheduler.waiting),
+            "preemptions": self._preemptions,
+            "kept_tokens": self._page_tokens * max(0, len(pool.cached_block_hash_to_block) - used_and_cached),
+            "prefilled_tokens": self._prefilled_tokens,
+            "cached_tokens": self._cached_tokens,
+            "drafts": self._speculation.num_drafts,
+            "drafted_tokens": self._speculation.num_drafted_tokens,
+            "accepted_tokens": self._speculation.num_accepted_tokens,
+        }
 
     def reset(self) -> None:
         """Forget all cached pages, which a later version of the same number must not find, and all counts. No request

@@ -11,12 +11,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+from staleflow.stores.errors import raised_as
 from staleflow.tasks.environments.episode import (
     OBSERVED,
     EnvStepResult,
     EpisodeFailed,
     EpisodeStart,
-    error_line,
+    error_and_line,
     final_result,
     parse_observation,
 )
@@ -126,7 +127,7 @@ class AskingEpisode:
             return result
         if isinstance(error, EpisodeFailed):
             raise error
-        raise EpisodeFailed(f"{self.runner} raised: {error_line(error, line=True)}") from error
+        raise EpisodeFailed(f"{self.runner} raised: {error_and_line(error)}") from error
 
     def _result_after(self, error: BaseException) -> EnvStepResult | None:
         """Return the result of an episode whose coroutine raised an error that is no failure; None if it is one."""
@@ -182,7 +183,5 @@ class CoroutineEpisode(AskingEpisode):
 async def without_exit(runner: str, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
     """Return the result of a coroutine function. Raises EpisodeFailed in place of SystemExit, which would end the event
     loop with all other episodes on it."""
-    try:
+    with raised_as(EpisodeFailed, f"{runner} raised", SystemExit, describe=error_and_line):
         return await function(*args)
-    except SystemExit as error:
-        raise EpisodeFailed(f"{runner} raised: {error_line(error, line=True)}") from error

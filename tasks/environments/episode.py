@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from staleflow.stores.errors import with_type
 from staleflow.stores.printable import printable
 from staleflow.tasks.rendering.reward_values import InvalidReward, parse_reward
 from staleflow.tasks.rendering.task_source import Message, Prompt, prompt_of
@@ -145,11 +146,15 @@ def final_result(reward: object, parts: object = None, *, label: str = "the rewa
     return EnvStepResult(ended=True, reward=number, parts=reward_parts)
 
 
-def error_line(error: BaseException, *, line: bool = False) -> str:
-    """Return an environment's error on one line of text. line: add the line of user code where it was raised."""
-    text = printable(" ".join(f"{type(error).__name__}: {error}".split()), MAX_ERROR_CHARS)
-    where = user_code.line_of(error) if line else ""
-    return f"{text} ({where})" if where else text
+def error_line(error: BaseException) -> str:
+    """Return an environment's error on one line of text."""
+    return printable(with_type(error), MAX_ERROR_CHARS)
+
+
+def error_and_line(error: BaseException) -> str:
+    """Return an environment's error on one line of text, with the line of user code where it was raised."""
+    where = user_code.line_of(error)
+    return f"{error_line(error)} ({where})" if where else error_line(error)
 
 
 def record_of(start: EpisodeStart, prompt: Prompt) -> dict[str, Any]:

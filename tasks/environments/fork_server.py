@@ -27,7 +27,7 @@ from typing import Any
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_loader import open_environment
-from staleflow.tasks.environments.episode import Environment, Episode, EpisodeFailed, error_line
+from staleflow.tasks.environments.episode import Environment, Episode, EpisodeFailed, error_and_line
 from staleflow.tasks.environments.pickled_messages import HEADER, packed, read_exactly, read_message
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 
@@ -249,7 +249,7 @@ async def _serve(connection: socket.socket, environment: Environment) -> None:
         except EpisodeFailed as failed:
             problem = str(failed)
         except MemoryError as error:
-            problem = error_line(error, line=True)
+            problem = error_and_line(error)
         await loop.sock_sendall(connection, packed((result, problem)))
 
 

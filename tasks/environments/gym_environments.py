@@ -7,16 +7,18 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from staleflow.stores.errors import raised_as
 from staleflow.tasks.environments.episode import (
     EnvStepResult,
     EpisodeFailed,
     EpisodeStart,
-    error_line,
+    error_and_line,
     final_result,
     observation_messages,
     parse_observation,
 )
 from staleflow.tasks.rendering.task_source import Prompt
+from staleflow.tasks.settings.knobs import shown
 
 
 class GymEnvironment:
@@ -45,7 +47,7 @@ class GymEpisode:
         with_options = {"options": options} if _takes(self._game.reset, "options") else {}
         result = await self._call("reset raised", self._game.reset, seed=self._start.seed, **with_options)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
-            raise EpisodeFailed(f"reset must return (observation, info), not {_short(result)}")
+            raise EpisodeFailed(f"reset must return (observation, info), not {shown(result)}")
         return parse_observation(result[0], "the first observation")
 
     async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
@@ -56,7 +58,7 @@ class GymEpisode:
         result = await self._call(f"{label} raised", self._game.step, text)
         if not isinstance(result, tuple) or len(result) != 5 or not isinstance(result[4], Mapping):
             raise EpisodeFailed(
-                f"{label} must return (observation, reward, terminated, truncated, info), not {_short(result)}"
+                f"{label} must return (observation, reward, terminated, truncated, info), not {shown(result)}"
             )
         observation, reward, terminated, env_truncated, info = result
         self._reward += final_result(reward, label=f"the reward of {label}").reward
@@ -74,13 +76,11 @@ class GymEpisode:
 
     async def _call(self, label: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a user's method. Raises EpisodeFailed."""
-        try:
+        with raised_as(EpisodeFailed, label, Exception, SystemExit, describe=error_and_line):
             if inspect.iscoroutinefunction(function):
                 return await function(*args, **kwargs)
             result = outside_event_loop(lambda: function(*args, **kwargs))
             return await result if inspect.isawaitable(result) else result
-        except (Exception, SystemExit) as error:
-            raise EpisodeFailed(f"{label}: {error_line(error, line=True)}") from error
 
 
 def outside_event_loop(function: Callable[[], Any]) -> Any:
@@ -100,8 +100,3 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     except (TypeError, ValueError):
         return False
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else f"{text[:80]}..."

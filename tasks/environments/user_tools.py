@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.environments.episode import CallEnvironment, EnvStepResult, EpisodeFailed, EpisodeStart, error_line
 from staleflow.tasks.environments.gym_environments import outside_event_loop
 from staleflow.tasks.rendering.task_source import Message
@@ -60,10 +60,8 @@ def load_tool(reference: str) -> UserTool:
 
 def _parameters(function: Callable[..., Any], where: str) -> dict[str, Any]:
     """The JSON schema of a function's arguments. Raises ConfigError."""
-    try:
+    with raised_as(ConfigError, f"{where}: its type hints cannot be read", Exception, describe=error_line):
         hints = typing.get_type_hints(function)
-    except Exception as error:  # whatever a user's hints raise when they are read
-        raise ConfigError(f"{where}: its type hints cannot be read: {error_line(error)}") from error
     properties, required = {}, []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -190,9 +188,8 @@ def tool_environment(tool: UserTool) -> CallEnvironment:
 
 def _text(result: Any) -> str:
     """Return a tool's result as text for the model. Raises EpisodeFailed."""
-    try:
+    problem, errors = "it returned what JSON cannot say", (TypeError, ValueError, RecursionError)
+    with raised_as(EpisodeFailed, problem, *errors, describe=error_line):
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise EpisodeFailed(f"it returned what JSON cannot say: {error_line(error)}") from error
     text = re.sub("[\ud800-\udfff]", "\ufffd", text)  # halves of characters, which no tokenizer reads
     return text if len(text) <= MAX_RESULT_CHARS else f"{text[:MAX_RESULT_CHARS]}... ({len(text)} characters)"

@@ -33,7 +33,7 @@ from staleflow.tasks.environments.episode import (
     EnvStepResult,
     EpisodeFailed,
     EpisodeStart,
-    error_line,
+    error_and_line,
     final_result,
     parse_observation,
 )
@@ -267,7 +267,7 @@ def forked_agent(agent: LoadedAgent) -> CallEnvironment:
         except EpisodeFailed:
             raise
         except Exception as error:
-            raise EpisodeFailed(f"the agent raised: {error_line(error, line=True)}") from error
+            raise EpisodeFailed(f"the agent raised: {error_and_line(error)}") from error
         return final_result(reward, label="what the agent returned")
 
     return CallEnvironment(run)

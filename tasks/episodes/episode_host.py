@@ -23,7 +23,15 @@ from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.environments.child_programs import ChildPrograms
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.environments.environment_loader import open_environment, traits_of
-from staleflow.tasks.environments.episode import OBSERVED, EnvStepResult, Episode, EpisodeFailed, error_line, start_of
+from staleflow.tasks.environments.episode import (
+    OBSERVED,
+    EnvStepResult,
+    Episode,
+    EpisodeFailed,
+    error_and_line,
+    error_line,
+    start_of,
+)
 from staleflow.tasks.environments.fork_server import ForkSettings
 from staleflow.tasks.environments.forked_episodes import ForkedEpisode, ForkServer
 from staleflow.tasks.environments.user_tools import TOOL_ROLE
@@ -367,7 +375,7 @@ class EpisodeHost:
         except EpisodeFailed:
             raise
         except Exception as error:
-            raise EpisodeFailed(f"{label} raised: {error_line(error, line=True)}") from error
+            raise EpisodeFailed(f"{label} raised: {error_and_line(error)}") from error
 
     def _end(self, key: EpisodeKey, hosted: HostedEpisode, turns: tuple[str, ...], answer: HostedStepResult) -> None:
         """Keep an episode's last answer, and release its environment in the background."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.environments.episode import error_line
 
 MAX_NUMBERS = 100
@@ -24,14 +24,11 @@ def open_game(name: str, options: Mapping[str, Any], where: str) -> Callable[[],
 
     arguments = dict(options)
     rules = str(arguments.pop("rules", ""))
-    try:
+    problem = f"{where}: cannot be made with task.options = {dict(options)}"
+    with raised_as(ConfigError, problem, Exception, describe=error_line):
         if "render_mode" not in arguments and "ansi" in _render_modes(gymnasium.spec(name)):
             arguments["render_mode"] = "ansi"
         trial = gymnasium.make(name, **arguments)
-    except Exception as error:  # gymnasium and what it loads raise many kinds
-        raise ConfigError(
-            f"{where}: cannot be made with task.options = {dict(options)}: {error_line(error)}"
-        ) from error
     try:
         for label, space in (("observations", trial.observation_space), ("actions", trial.action_space)):
             drawn = label == "observations" and trial.render_mode == "ansi"

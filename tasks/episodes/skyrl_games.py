@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.environments.episode import error_line
 from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.sources.dataset_rows import Rows, RowSource
@@ -29,10 +29,8 @@ def open_game(name: str, options: Mapping[str, Any], where: str, data: Rows) -> 
     def make() -> SkyRLGame:
         return SkyRLGame(lambda row: skyrl_gym.make(name, env_config=options.get("env_config"), extras=row), rows)
 
-    try:
+    with raised_as(ConfigError, f"{where}: cannot be made with its first row", Exception, describe=error_line):
         make().reset(0, {"index": 0, "held_out": False})
-    except Exception as error:  # an environment may raise anything
-        raise ConfigError(f"{where}: cannot be made with its first row: {error_line(error)}") from error
     return make
 
 

@@ -32,12 +32,9 @@ def open_game(name: str, options: Mapping[str, Any], where: str) -> Callable[[],
     def make() -> TextArenaGame:
         return TextArenaGame(textarena.make(raw, **options))
 
-    try:
+    problem = f"{where}: cannot be made with task.options = {dict(options)}"
+    with raised_as(ConfigError, problem, Exception, describe=error_line):
         game = make()
-    except Exception as error:  # a game may raise anything
-        raise ConfigError(
-            f"{where}: cannot be made with task.options = {dict(options)}: {error_line(error)}"
-        ) from error
     with raised_as(
         ConfigError, f"{where}: cannot be played by one player", Exception, remedy=OTHERS, describe=error_line
     ):

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.rendering.model_renderers import known_renderer
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.settings.user_code import error_text
@@ -67,31 +67,19 @@ class ChatTokenizer:
                 "task.chat = true: the chat template leaves out the definitions of tools; describe them in a message, "
                 "or put a template that has a place for them into the model's folder (chat_template.jinja)"
             )
-        try:
+        # Such as a half of a character that the template has put in.
+        problem = "task.chat = true: what the chat template says is no tokens"
+        with raised_as(ConfigError, problem, Exception, describe=error_text):
             return self.ids(text)
-        except Exception as error:  # such as a half of a character that the template has put in
-            raise ConfigError(
-                f"task.chat = true: what the chat template says is no tokens: {error_text(error)}"
-            ) from error
 
     def chat_text(self, messages: Sequence[Message], tools: str = "") -> str:
         """Render a conversation as text. Raises ConfigError if the template fails."""
         with_tools = {"tools": json.loads(tools)} if tools else {}
-        with self._lock:
-            try:
-                return str(
-                    self._tokenizer.apply_chat_template(
-                        [message._asdict() for message in messages],
-                        tokenize=False,
-                        add_generation_prompt=True,
-                        **with_tools,
-                    )
-                )
-            except Exception as error:  # a model's template may raise anything
-                roles = ", ".join(message.role for message in messages)
-                raise ConfigError(
-                    f"task.chat = true: the chat template fails on messages of {roles}: {error_text(error)}"
-                ) from error
+        chat = [message._asdict() for message in messages]
+        problem = f"task.chat = true: the chat template fails on messages of {', '.join(m.role for m in messages)}"
+        with self._lock, raised_as(ConfigError, problem, Exception, describe=error_text):
+            render = self._tokenizer.apply_chat_template
+            return str(render(chat, tokenize=False, add_generation_prompt=True, **with_tools))
 
     def is_special(self, token: int) -> bool:
         """Whether a token is one that texts leave out, such as an end of a turn."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.settings.knobs import shown
 
 TEMPLATE = "chat_template.jinja"
@@ -24,12 +24,9 @@ class FileTokenizer:
         self._folder = folder
         self._full: Any = None
         file = folder / "tokenizer.json"
-        try:
+        problem = f"model.path = {str(folder)!r}: its tokenizer cannot be loaded"
+        with raised_as(ConfigError, problem, Exception, remedy="copy the model again"):  # the package's own
             self._fast: Any = tokenizers.Tokenizer.from_file(str(file)) if file.is_file() else None
-        except Exception as error:  # the package raises Exception itself
-            raise ConfigError(
-                f"model.path = {str(folder)!r}: its tokenizer cannot be loaded: {error}; copy the model again"
-            ) from error
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
         if self._fast is None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.tasks.rendering.task_source import Record, Reward
+from staleflow.tasks.settings.knobs import shown
 from staleflow.tasks.settings.user_code import PICKLED
 
 MAX_REWARD = 3.4e38
@@ -34,7 +35,7 @@ def parse_reward(result: Any) -> tuple[float, dict[str, float]]:
     reward, parts = result, dict[str, Any]()
     if isinstance(result, tuple):
         if len(result) != 2 or not isinstance(result[1], Mapping):
-            raise InvalidReward(f"the reward is {_short(result)}; it must be a number, or (number, its parts by name)")
+            raise InvalidReward(f"the reward is {shown(result)}; it must be a number, or (number, its parts by name)")
         reward, parts = result
     if len(parts) > MAX_PARTS:
         raise InvalidReward(f"the reward has {len(parts)} parts; at most {MAX_PARTS} are kept")
@@ -84,14 +85,14 @@ def _name(value: object) -> str:
     name = str(value)
     if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
         raise InvalidReward(
-            f"a part of the reward is named {_short(name[:MAX_NAME_CHARS])}, {len(name)} characters; a name must have "
+            f"a part of the reward is named {shown(name[:MAX_NAME_CHARS])}, {len(name)} characters; a name must have "
             f"1 to {MAX_NAME_CHARS} characters and no control characters"
         )
     return name
 
 
 def _number(value: Any, label: str) -> float:
-    problem = f"{label} is {_short(value)}; it must be a number"
+    problem = f"{label} is {shown(value)}; it must be a number"
     if isinstance(value, (str, bytes, bytearray)):  # which float() would read
         raise InvalidReward(problem)
     try:
@@ -101,8 +102,3 @@ def _number(value: Any, label: str) -> float:
     if not math.isfinite(number) or abs(number) > MAX_REWARD:
         raise InvalidReward(f"{label} is {number}; it must be a finite number")
     return number
-
-
-def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from staleflow.tasks.settings.knobs import shown
+
 Record = Mapping[str, Any]
 Reward = Callable[[str, Record], float | tuple[float, dict[str, float]]]
 """(answer text, record) -> reward, or (reward, its parts by name). The record holds prompt, answer and metadata."""
@@ -39,13 +41,13 @@ def prompt_of(value: object) -> Prompt:
     if isinstance(value, str):
         return value
     if not isinstance(value, (list, tuple)) or not value:
-        raise ValueError(f"must be a text or a list of messages, not {_short(value)}")
+        raise ValueError(f"must be a text or a list of messages, not {shown(value)}")
     messages = []
     for number, message in enumerate(value, 1):
         parts = message if isinstance(message, Mapping) else {}
         role, content = parts.get("role"), parts.get("content")
         if not isinstance(role, str) or not isinstance(content, str):
-            raise ValueError(f"has a message {number} without `role` and `content` as texts: {_short(message)}")
+            raise ValueError(f"has a message {number} without `role` and `content` as texts: {shown(message)}")
         messages.append(Message(role, content))
     if messages[-1].role == "assistant":
         raise ValueError("ends with a message of the assistant; the last one must be what the model answers")
@@ -59,11 +61,6 @@ def require_text(prompt: Prompt) -> Prompt:
     if not any(text.strip() for text in texts):
         raise ValueError("is empty; a prompt must have a text that the model answers")
     return prompt
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def shown_prompt(prompt: Prompt) -> str:

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from staleflow.stores.errors import ConfigError
-from staleflow.tasks.settings import user_code
+from staleflow.stores.errors import ConfigError, raised_as, with_type
 
 
 def installed(group: str) -> Mapping[str, EntryPoint]:
@@ -32,13 +31,12 @@ def _installed(group: str, path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
 def load(group: str, name: str) -> Any:
     """Import what a package adds under a name. Raises ConfigError, which names the package."""
     point = installed(group)[name]
-    try:
+    problem, remedy = (
+        f"{group}: {name!r} of the package {package_of(point)} cannot be loaded",
+        "update or uninstall that package",
+    )
+    with raised_as(ConfigError, problem, Exception, SystemExit, remedy=remedy, describe=with_type):
         return point.load()
-    except (Exception, SystemExit) as error:  # code of the package
-        raise ConfigError(
-            f"{group}: {name!r} of the package {package_of(point)} cannot be loaded: {type(error).__name__}: "
-            f"{user_code.error_text(error)}; update or uninstall that package"
-        ) from error
 
 
 def package_of(point: EntryPoint) -> str:

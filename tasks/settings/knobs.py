@@ -94,7 +94,7 @@ class Knob:
 def shown(value: object) -> str:
     """A value as a message repeats it: on one line, and not too long."""
     try:
-        text = repr(value)
+        text = " ".join(repr(value).split())
     except ValueError:  # a number of more digits than Python writes
         text = hex(value) if isinstance(value, int) else type(value).__name__
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, with_type
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.knobs import (
     METADATA,
@@ -172,9 +172,7 @@ class Registry(Generic[T]):
         except ConfigError:
             raise
         except (Exception, SystemExit) as error:  # user code
-            raise ConfigError(
-                f"{where}: cannot be constructed: {type(error).__name__}: {user_code.error_text(error)}"
-            ) from error
+            raise ConfigError(f"{where}: cannot be constructed: {with_type(error)}") from error
         if missing := self.missing(configured):
             raise ConfigError(f"{where}: it lacks {', '.join(missing)}; docs/extending.md has an example")
         return configured

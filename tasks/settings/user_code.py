@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, with_type
 
 MODULES = "staleflow_user_"
 """How the names of modules begin that are user code."""
@@ -39,9 +39,7 @@ def load(reference: str, key: str, kind: str = "function") -> Any:
     except (ImportError, OSError, SyntaxError) as error:
         raise ConfigError(f"{key} = {reference!r}: cannot be loaded: {error_text(error)}") from error
     except (Exception, SystemExit) as error:  # user code
-        raise ConfigError(
-            f"{key} = {reference!r}: cannot be loaded: {type(error).__name__}: {error_text(error)}"
-        ) from error
+        raise ConfigError(f"{key} = {reference!r}: cannot be loaded: {with_type(error)}") from error
     loaded = getattr(module, name, None)
     if not callable(loaded) or (kind == "class" and not isinstance(loaded, type)):
         near = difflib.get_close_matches(name, [n for n, v in vars(module).items() if _own(v, module)], n=1, cutoff=0.3)

@@ -14,7 +14,7 @@ import urllib.request
 from http import HTTPStatus
 from pathlib import Path
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as, with_type
 from staleflow.stores.files import replace_text
 from staleflow.tasks.rendering.task_source import Record, prompt_of
 
@@ -82,12 +82,11 @@ class Judge:
 
     def __call__(self, answer: str, record: Record) -> tuple[float, dict[str, float]]:
         """Return the reward of a response, from 0 to 1, and its score as the part `score`. Raises JudgeError."""
-        try:
+        problem, errors = "the judge's question cannot be filled in", (KeyError, IndexError, ValueError)
+        with raised_as(JudgeError, problem, *errors, describe=with_type):
             prompt = prompt_of(record.get("prompt", " "))
             text = prompt if isinstance(prompt, str) else "\n".join(message.content for message in prompt)
             question = self._question.format(**{**record, "prompt": text, "response": answer})
-        except (KeyError, IndexError, ValueError) as error:
-            raise JudgeError(f"the judge's question cannot be filled in: {type(error).__name__} {error}") from error
         reply = self._reply(question)
         matches = list(re.finditer(self._pattern, reply))
         try:

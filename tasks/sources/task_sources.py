@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Self
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as, with_type
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.environments.environment_source import EnvironmentSource
 from staleflow.tasks.rendering.reward_values import WeightedSum
@@ -53,19 +53,14 @@ class UserSource:
         self._held_out: frozenset[Prompt] = frozenset()
         self._num_drawn = self._num_overlapping = 0
         make = user_code.load(reference, key)
-        try:
+        with raised_as(ConfigError, f"{self._where}: cannot be created", Exception, describe=with_type):
             self._environment = make(dict(options), seed)
             self.score = self._environment.score
-        except Exception as error:  # a user's code may raise anything
-            raise ConfigError(f"{self._where}: cannot be created: {type(error).__name__}: {error}") from error
         self.task(0)
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
-        try:
-            with DRAW_LOCK:
-                record = self._environment.record(index, held_out)
-        except Exception as error:  # a user's code may raise anything
-            raise ConfigError(f"{self._where}: record {index}: {type(error).__name__}: {error}") from error
+        with DRAW_LOCK, raised_as(ConfigError, f"{self._where}: record {index}", Exception, describe=with_type):
+            record = self._environment.record(index, held_out)
         if not isinstance(record, Mapping) or "prompt" not in record:
             raise ConfigError(f"{self._where}: record {index} must be a dict with a `prompt`, not {record!r}")
         try:

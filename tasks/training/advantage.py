@@ -14,10 +14,10 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as, with_type
 from staleflow.stores.reward_signal import has_signal
 from staleflow.tasks.settings.registry import Registry, RegistryEntry, UserCode
-from staleflow.tasks.settings.user_code import error_text, load
+from staleflow.tasks.settings.user_code import load
 
 EPS = 1e-6
 """Added to a standard deviation that is divided by, as in the published implementations."""
@@ -77,10 +77,8 @@ class UserAdvantage(UserCode, Advantage):
     def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
         function = self.code or load(self.name, ADVANTAGES.key)
         where = f"{ADVANTAGES.key} = {self.name!r}"
-        try:
+        with raised_as(ConfigError, f"{where} raised", Exception, SystemExit, describe=with_type):
             estimates = np.asarray(function(rewards.copy(), valid.copy()), np.float64)
-        except (Exception, SystemExit) as error:  # user code
-            raise ConfigError(f"{where}: raised {type(error).__name__}: {error_text(error)}") from error
         if estimates.shape != rewards.shape or not np.isfinite(estimates[valid]).all():
             mistake = f"shape {estimates.shape}" if estimates.shape != rewards.shape else "a number that is not finite"
             raise ConfigError(f"{where}: gave {mistake}; it must give {rewards.shape} finite numbers")

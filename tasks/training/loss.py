@@ -15,10 +15,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as, with_type
 from staleflow.tasks.settings.knobs import knob
 from staleflow.tasks.settings.registry import Registry, RegistryEntry, UserCode
-from staleflow.tasks.settings.user_code import error_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,20 +116,13 @@ class UserLoss(UserCode, Loss):
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         parts = [getattr(tokens, f.name) for f in fields(tokens)][:4]
         takes_all = len(inspect.signature(self.code.token_loss).parameters) == 1
-        try:
+        where, expected = f"{LOSSES.key} = {self.name!r}: token_loss", tuple(tokens.logprobs.shape)
+        with raised_as(ConfigError, f"{where} raised", Exception, SystemExit, describe=with_type):
             result = self.code.token_loss(*([tokens] if takes_all else parts))
-        except (Exception, SystemExit) as error:  # user code
-            raise ConfigError(
-                f"{LOSSES.key} = {self.name!r}: token_loss raised {type(error).__name__}: {error_text(error)}"
-            ) from error
         for part in ("loss", "clipped"):
-            tensor = getattr(result, part, None)
-            if getattr(tensor, "shape", None) != tokens.logprobs.shape:
-                raise ConfigError(
-                    f"{LOSSES.key} = {self.name!r}: token_loss gave {part} of shape "
-                    f"{tuple(getattr(tensor, 'shape', ()))}; it must be {tuple(tokens.logprobs.shape)}, one number per "
-                    "token"
-                )
+            shape = tuple(getattr(getattr(result, part, None), "shape", ()))
+            if shape != expected:
+                raise ConfigError(f"{where} gave {part} of shape {shape}; it must be {expected}, one number per token")
         checked: TokenLoss = result
         return checked
 

@@ -269,7 +269,7 @@ def test_a_loss_from_a_file_has_its_knobs_and_must_give_a_number_a_token(mine: P
     with pytest.raises(ConfigError, match=r"gave loss of shape \(\); it must be \(2, 3\), one number per token"):
         summed.token_loss(tokens)
     torn = LOSSES.make(job(f"training.loss.name={mine}:Torn").training.loss)
-    with pytest.raises(ConfigError, match=r":Torn': token_loss raised RuntimeError: The size of tensor") as caught:
+    with pytest.raises(ConfigError, match=r":Torn': token_loss raised: RuntimeError: The size of tensor") as caught:
         torn.token_loss(tokens)
     assert "\n" not in str(caught.value)
 

@@ -116,8 +116,8 @@ def test_an_interrupted_response_goes_on_elsewhere_with_one_more_prefill() -> No
     assert first.advance(0.2) == []
     stopped = first.remove(0.2, 7)
     assert stopped is not None
-    route_number, tokens, _ = stopped
-    assert (route_number, 0 < tokens < 100) == (1, True)
+    tokens = stopped.tokens
+    assert (stopped.route_number, 0 < tokens < 100) == (1, True)
     second = SimulatedBatch(COST, kv_capacity=1000, max_running=4)
     second.submit(0.0, 7, 2, 10, tokens, (Turn(100),))
     (ended,) = second.advance(1e9)
