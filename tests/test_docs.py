@@ -91,7 +91,10 @@ def test_the_navigation_has_every_page_once_in_the_order_of_the_index() -> None:
     index = site_pages.with_navigation(Path("docs/index.md").read_text())
     trees = re.findall(r"```\{toctree\}\n:hidden:\n:caption: ([^\n]+)\n\n(.*?)\n```", index, flags=re.DOTALL)
     assert [caption for caption, _ in trees] == ["Tutorials", "How to", "Reference", "Explanation", "Results"]
-    entries = [entry for _, tree in trees for entry in re.findall(r"<(.+)>", tree)]
+    lines = [line for _, tree in trees for line in tree.splitlines()]
+    matches = [re.fullmatch(r"[^<>]+ <(.+)>", line) for line in lines]
+    assert [line for line, match in zip(lines, matches, strict=True) if match is None] == []
+    entries = [match[1] for match in matches if match]
     assert len(entries) == len(set(entries))
     pages = {Path("docs", entry).resolve() for entry in entries if not entry.startswith("generated/")}
     assert pages == {path.resolve() for path in (*PAGES, *Path("examples").glob("*.ipynb"))} - {

@@ -114,7 +114,6 @@ SHOWN = (
     "One GPU, which trainer and instance share",
     "Two GPUs, in turns",
     "Two hosts of eight",
-    "MIG slices",
     "A third job, too large",
 )
 
