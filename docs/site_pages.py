@@ -195,8 +195,8 @@ def with_navigation(index: str) -> str:
     for number, section in enumerate(sections):
         for title, page in re.findall(r"\[([^\]]+)\]\(([^)#]+\.(?:md|ipynb))\)", section):
             places.pop(page, None)
-            title = " ".join(title.split())  # it may be broken into lines, an entry may not
-            places[page] = number, title[:1].upper() + title[1:]
+            words = " ".join(title.split())  # a link may be broken into lines, an entry may not
+            places[page] = number, words[:1].upper() + words[1:]
     trees = []
     for number, section in enumerate(sections):
         entries = [f"{title} <{page}>" for page, (place, title) in places.items() if place == number]

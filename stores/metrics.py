@@ -89,11 +89,10 @@ METRICS = (
     Metric(name="clip_share_low", unit="share", doc="tokens clipped because their ratio is low", label="low"),
     Metric(name="clip_share_high", unit="share", doc="tokens clipped because their ratio is high", label="high"),
     Metric(name="ratio_mean", unit="", doc="mean importance ratio to the behaviour policy"),
-    Metric(name="ess", unit="share", doc="effective sample size of the importance ratios to the behaviour policy over "
-           "the number of tokens; 1 is on-policy", exported="effective_sample_size"),
-    Metric(name="ess_stderr", unit="share", doc="standard error of ess, from the sample that represents rows without a "
-           "gradient; 0 if all rows were computed"),
-    Metric(name="entropy", unit="nats", doc="entropy of what a token is drawn from, at the sampling temperature; from "
+    Metric(name="ess", unit="share", doc="effective sample size of the importance ratios over the number of tokens; 1 "
+           "is on-policy", exported="effective_sample_size"),
+    Metric(name="ess_stderr", unit="share", doc="standard error of ess; 0 if all rows were computed"),
+    Metric(name="entropy", unit="nats", doc="entropy of each token's distribution, at the sampling temperature; from "
            "the sampled tokens' logprobs"),
     Metric(name="entropy_stderr", unit="nats", doc="standard error of entropy, as of ess"),
     Metric(name="kl_old", unit="nats", doc="k3 estimate of KL(pi_old || pi) as rows are trained on; pi_old as in the "
@@ -238,10 +237,8 @@ def page() -> str:
     lines = [
         "# Metrics",
         "",
-        "Generated from `stores/metrics.py` by `make generated`.",
-        "",
-        "Tokens per second are response tokens that were trained on, over wall time: of a run from when its first step",
-        "could begin to the end of its last step, of a step since the end of the step before.",
+        "Generated from `stores/metrics.py` by `make generated`. Tokens per second are response tokens that were",
+        "trained on, over wall time.",
     ]
     for kind, intro in SECTIONS.items():
         rows = [(m, _meaning(m)) for m in METRICS if m.kind is kind]

@@ -97,7 +97,7 @@ class Truncate(StragglerRule):
 
     patience: float = knob(1.0, "wait of the trainer, in intervals between steps, after which a step is stuck", above=0)
     share: float = knob(
-        0.1, "largest share of the trained responses that are cut, of each step and of all", low=0, high=1
+        0.1, "largest share of the trained responses that are truncated, of each step and of all", low=0, high=1
     )
 
     truncates = True

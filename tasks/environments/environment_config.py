@@ -30,11 +30,11 @@ class EnvironmentConfig:
         user_code=True,
     )
     tool_timeout_s: float = knob(
-        5.0, "seconds for all tool calls of one turn; the model is told of those that took longer", above=0
+        5.0, "seconds for all tool calls of one turn; a slower call returns an error text to the model", above=0
     )
     template: str = knob(
         "{observation}",
-        "without task.chat: text around what an environment says after the first time; must contain {observation}",
+        "without task.chat: text around each observation after the first; must contain {observation}",
     )
     isolation: str = knob(
         "auto",

@@ -15,14 +15,14 @@ class EndpointConfig:
     port: int = knob(0, "port; 0: a free one, as it must be with several environment hosts", low=0, high=65_535)
     sampling: str = knob(
         "override",
-        "what becomes of a request's temperature, top_p and the like, where the job samples otherwise: override "
-        "ignores them, and the answer says so; refuse answers 400",
+        "how a temperature, top_p and the like other than the job's are handled: override ignores them, and the reply "
+        "names them; refuse replies 400",
         choices=("override", "refuse"),
     )
     changed_past: str = knob(
         "branch",
-        "what becomes of a request that changes what was said before: branch begins one where it differs, and what is "
-        "sampled there is trained on, too; refuse answers 400",
+        "how a request that changes earlier messages is handled: branch starts a context branch, which is trained on, "
+        "too; refuse replies 400",
         choices=("branch", "refuse"),
     )
     max_body_kib: int = knob(8192, "KiB of a request's body; a longer one is answered 413", low=1, high=1_048_576)

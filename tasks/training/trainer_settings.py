@@ -91,7 +91,7 @@ class TrainingConfig:
     loss: Loss = choice(LOSSES, "decoupled_ppo", "policy loss; docs/losses.md has the formulas")
     aggregation: str = knob("token_mean", "how token losses are reduced to one number", choices=AGGREGATION_NAMES)
     entropy_bonus: float = knob(
-        0.0, "weight of the entropy of what each token was drawn from, subtracted from the loss; 0: none", low=0
+        0.0, "weight of the entropy of each token's distribution, subtracted from the loss; 0: none", low=0
     )
     kl: KlConfig = KlConfig()
     sft: SftConfig = SftConfig()
