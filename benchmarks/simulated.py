@@ -252,8 +252,9 @@ def best(rates: Rates, system: str, eta: int | None = None) -> tuple[BySeed, str
 
 
 def best_synchronous(rates: Rates) -> BySeed:
-    """The rates of the best synchronous run, by the seed that all settings were run with."""
-    return max((best(rates, system)[0] for system in SYNCHRONOUS), key=lambda by_seed: by_seed.get(SEEDS[0], 0.0))
+    """The rates of the best synchronous run, by the seed that all settings were run with; empty if one was not run."""
+    runs = [best(rates, system)[0] for system in SYNCHRONOUS]
+    return max(runs, key=lambda by_seed: by_seed.get(SEEDS[0], 0.0)) if all(runs) else {}
 
 
 def ratio(rates: BySeed, base: BySeed) -> float:
