@@ -122,7 +122,7 @@ def choose(
     needs: Needs,
     kinds: Kinds,
     free: Iterable[str],
-    driver_at: str = "",
+    driver_worker: str = "",
     engine_workers: Sequence[str] = (),
     *,
     surplus: bool = True,
@@ -130,20 +130,20 @@ def choose(
     """Choose the workers for a job; None if the free workers do not suffice.
 
     kinds: the roles that each worker may take, for all workers. free: addresses of free workers; earlier ones are
-    preferred. driver_at: the free worker on which the job's driver runs already. engine_workers: addresses of more
+    preferred. driver_worker: the free worker on which the job's driver runs already. engine_workers: addresses of more
     workers, on which engines of this job are loaded. They are preferred for rollout instances and get another role only
     if the free workers do not suffice. surplus: whether reward workers also get workers of their own.
     """
     of_kind: dict[Kind, list[str]] = defaultdict(list)
     for address in (*free, *engine_workers):
-        if address != driver_at:
+        if address != driver_worker:
             of_kind[kinds[address]].append(address)
     counts = Counter({kind: len(addresses) for kind, addresses in of_kind.items()})
-    assignment = _assign_roles(needs, counts, kinds[driver_at] if driver_at else None)
+    assignment = _assign_roles(needs, counts, kinds[driver_worker] if driver_worker else None)
     if assignment is None:
         return None
     unassigned = {kind: iter(addresses) for kind, addresses in of_kind.items()}
-    gang = {driver_at: assignment.pop(0)[1]} if driver_at else {}
+    gang = {driver_worker: assignment.pop(0)[1]} if driver_worker else {}
     gang |= {next(unassigned[kind]): roles for kind, roles in assignment}
     kinds_left = _by_flexibility(unassigned)
     unused = [address for kind in kinds_left if "rollout" in kind for address in unassigned[kind]]
@@ -227,11 +227,11 @@ def describe_workers(workers: Resources) -> str:
 
 
 def _assign_roles(
-    needs: Needs, counts: Counter[Kind], driver_at: Kind | None = None
+    needs: Needs, counts: Counter[Kind], driver_kind: Kind | None = None
 ) -> list[tuple[Kind, tuple[str, ...]]] | None:
     """The kind and roles of each worker to be used, without rollout instances; None if the workers do not suffice."""
-    if driver_at is not None:
-        return _assign(["server", "reward"], [(driver_at, (DRIVER,))], counts, needs)
+    if driver_kind is not None:
+        return _assign(["server", "reward"], [(driver_kind, (DRIVER,))], counts, needs)
     return _assign(["server", DRIVER, "reward"] if needs.driver else ["server", "reward"], [], counts, needs)
 
 

@@ -80,7 +80,7 @@ async def refuse_too_few_gpus(client: Any, config: RunConfig) -> None:
     """Raise ConfigError if all workers of a cluster together do not have the GPUs that a job needs, or none with as
     much memory."""
     needs = asdict(Needs.from_config(config, driver=True))
-    while (answer := await job_registry.ask(client, "short_of_gpus", needs=needs)) is None:
+    while (answer := await job_registry.ask(client, "gpu_shortage", needs=needs)) is None:
         await asyncio.sleep(POLL_S)
     why, sizes = answer
     if why:

@@ -24,7 +24,7 @@ from distributed import SchedulerPlugin
 
 from staleflow.pipeline.cluster import worker_restarts
 from staleflow.pipeline.cluster.gang import ROLLOUT, Gang, Needs, WorkerGpus
-from staleflow.pipeline.cluster.job_queue import REPORT_S, JobQueue, place_of
+from staleflow.pipeline.cluster.job_queue import REPORT_LIMIT_S, JobQueue, driver_address
 from staleflow.pipeline.cluster.submitted_job import Job, Plain
 from staleflow.pipeline.config.local_gpus import read_devices
 from staleflow.pipeline.placement.devices import Device
@@ -83,13 +83,14 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
     def dispatch(self, verb: str, **arguments: Any) -> Any:
         """Dispatch a client's call. Raises ValueError for an unknown verb, which only a newer client sends."""
         verbs: dict[str, Callable[..., Any]] = {
-            "submit": self.submit, "arrived": self.arrived, "queue": self.queue, "begin": self.begin,
-            "admitted": self.admitted, "end": self.end,
+            "submit": self.submit, "check_arrival": self.check_arrival, "queue": self.queue, "begin": self.begin,
+            "check_admission": self.check_admission, "end": self.end,
             "claim": self.claim, "workers_of": self.workers_of, "unavailable": self.unavailable,
             "report": self.report, "stop": self.ask_to_stop, "jobs": self.all_jobs, "lines": self.lines,
-            "report_gpus": self.report_gpus, "short_of_gpus": self.short_of_gpus, "picture": self.picture,
-            "visible": self.visible, "claim_gpus": self.claim_gpus,
-            "retire": self.ask_to_retire, "leaving": self.leaving, "wanted": self.wanted, "give_back": self.give_back,
+            "report_gpus": self.report_gpus, "gpu_shortage": self.gpu_shortage, "placement_text": self.placement_text,
+            "visible_devices": self.visible_devices, "claim_gpus": self.claim_gpus,
+            "retire": self.ask_to_retire, "take_retirements": self.take_retirements,
+            "surplus_to_return": self.surplus_to_return, "return_worker": self.return_worker,
         }  # fmt: skip
         if verb not in verbs:
             raise ValueError(f"the scheduler's staleflow has no call {verb!r}; install the same version everywhere")
@@ -98,29 +99,30 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
     # -- workers -------------------------------------------------------------------------------------------------
 
     def claim(self, id: str, address: str, role: str) -> bool:
-        """Give a running job one worker in a lost one's place. False if it is another's, or gone. Idempotent."""
+        """Give a running job a worker that replaces a lost one. Returns False if the worker belongs to another job or
+        has left. Idempotent."""
         return self.job_queue.claim(id, address, role)
 
     def workers_of(self, id: str) -> Gang:
-        """The workers of a job, and the roles each was given for."""
+        """The workers of a job and their roles."""
         return self.job_queue.workers_of(id)
 
     def unavailable(self, owner: str) -> list[str]:
-        """Workers that cannot be used by a job, or by whoever is none (owner: its id, or empty)."""
+        """Workers that a job cannot use. owner: id of the job; empty for a process that belongs to no job."""
         return self.job_queue.unavailable(owner)
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
-        self.job_queue.joined(worker, scheduler.workers[worker].resources, time.monotonic())
+        self.job_queue.add_worker(worker, scheduler.workers[worker].resources, time.monotonic())
         self._begin(self._ask_for_gpus(worker))
         self._serve()
 
     async def _ask_for_gpus(self, address: str) -> None:
         """Have a worker report its GPUs. A plugin of Dask's workers would do the same, but end those that cannot load
         this package."""
-        until = time.monotonic() + REPORT_S
+        until = time.monotonic() + REPORT_LIMIT_S
         while address in self._scheduler.workers and time.monotonic() < until:
             try:
-                async with asyncio.timeout(REPORT_S):
+                async with asyncio.timeout(REPORT_LIMIT_S):
                     answer = await self._scheduler.rpc(address).run(function=pickle.dumps(report_gpus))
                 if answer["status"] == "OK":
                     return
@@ -136,34 +138,34 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         """A worker's GPUs: arguments of `Device`."""
         if (worker := self._scheduler.workers.get(address)) is not None:
             gpus = WorkerGpus(host=worker.host, devices=tuple(Device(**device) for device in devices))
-            self.job_queue.reported(address, gpus)
+            self.job_queue.set_gpus(address, gpus)
             self._serve()
 
-    def short_of_gpus(self, needs: Mapping[str, Any]) -> tuple[str, list[int]] | None:
+    def gpu_shortage(self, needs: Mapping[str, Any]) -> tuple[str, list[int]] | None:
         """Why all workers together do not have the GPUs that a job needs, empty if they do, and the bytes of each GPU;
         None if some have not reported yet. needs: arguments of `Needs`."""
         if self.job_queue.awaits_reports(time.monotonic()):
             return None
         sizes = [device.memory_bytes for device in self.job_queue.devices()]
-        return self.job_queue.short_of_gpus(Needs(**needs)), sizes
+        return self.job_queue.gpu_shortage(Needs(**needs)), sizes
 
-    def visible(self, id: str) -> Plain:
-        """What CUDA_VISIBLE_DEVICES has to say on each worker of a job; empty if it computes on no GPU."""
-        return dict(self.job_queue.visible(id))
+    def visible_devices(self, id: str) -> Plain:
+        """Value of CUDA_VISIBLE_DEVICES for each worker of a job, by address; empty if the job uses no GPU."""
+        return dict(self.job_queue.visible_devices(id))
 
-    def picture(self, id: str) -> str:
-        """Where the roles of a job are; empty if it computes on no GPU."""
-        return self.job_queue.picture(id)
+    def placement_text(self, id: str) -> str:
+        """The job's roles on hosts and GPUs, as text of several lines; empty if the job uses no GPU."""
+        return self.job_queue.placement_text(id)
 
     def claim_gpus(self, id: str, role: str, avoid: Sequence[str], peek: bool = False) -> str:
         """Give a running job a worker and its GPUs; returns its address, empty if there is none."""
         return self.job_queue.claim_gpus(id, role, avoid, peek=peek)
 
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
-        self.job_queue.left(worker, time.monotonic())
+        self.job_queue.remove_worker(worker, time.monotonic())
         for job in self.jobs.values():
             if (
-                job.place == worker and not job.client and job.state not in ENDED
+                job.driver_worker == worker and not job.client and job.state not in ENDED
             ):  # its driver had not begun: nothing is left on its workers
                 self._wait_again(job)
         self._serve()
@@ -178,21 +180,21 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
                     self._end(job, "failed", GONE if job.needs is None else UNSENT)
                 continue
             gang = self.job_queue.workers_of(job.id)
-            workers_left = self.job_queue.driver_lost(job.id, time.monotonic())
-            engines: list[str] = []
+            workers_left = self.job_queue.requeue_after_driver_loss(job.id, time.monotonic())
+            engine_workers: list[str] = []
             if job.state in ENDED:
                 self.job_queue.leave(job.id)
             elif self._task(job) is None:
                 self._end(job, "failed", GONE)
             else:
                 self._wait_again(job)
-                engines = [address for address in workers_left if gang[address] == (ROLLOUT,)]
+                engine_workers = [address for address in workers_left if gang[address] == (ROLLOUT,)]
             self._begin(
                 worker_restarts.restart(
-                    self._scheduler, [address for address in workers_left if address not in engines]
+                    self._scheduler, [address for address in workers_left if address not in engine_workers]
                 )
             )
-            self._begin(self._keep(engines))
+            self._begin(self._reserve(engine_workers))
         self._serve()
 
     async def _watch_drivers(self) -> None:
@@ -208,8 +210,10 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             for job in self.silent_drivers(now, awake_since):
                 if job.client not in ended:
                     ended.add(job.client)
-                    job.say(f"its driver on {job.place} has not been heard of for {LEASE_S:g} s; it is started again")
-                    self._begin(worker_restarts.restart(self._scheduler, [job.place]))
+                    job.say(
+                        f"its driver on {job.driver_worker} has not reported for {LEASE_S:g} s; it is started again"
+                    )
+                    self._begin(worker_restarts.restart(self._scheduler, [job.driver_worker]))
 
     def silent_drivers(self, now: float, awake_since: float) -> list[Job]:
         """Submitted jobs whose driver counts as lost, where a nanny can end it: else it might go on beside the next.
@@ -220,7 +224,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             for job in self.jobs.values()
             if job.state not in ENDED
             and (client := clients.get(job.client)) is not None
-            and (worker := workers.get(job.place)) is not None
+            and (worker := workers.get(job.driver_worker)) is not None
             and worker.nanny
             and now - max(client.last_seen, awake_since) > LEASE_S
         ]
@@ -230,14 +234,14 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         self._work.add(task)
         task.add_done_callback(self._work.discard)
 
-    async def _keep(self, addresses: Sequence[str]) -> None:
+    async def _reserve(self, addresses: Sequence[str]) -> None:
         """Keep workers on which an engine is and which answer; restart the others."""
         engine_flags = await asyncio.gather(
             *(worker_restarts.has_engine(self._scheduler, address) for address in addresses)
         )
         for address, has_engine in zip(addresses, engine_flags, strict=True):
             if has_engine:
-                self.job_queue.keep(address, time.monotonic())
+                self.job_queue.reserve_or_restart(address, time.monotonic())
         dead = [address for address, has_engine in zip(addresses, engine_flags, strict=True) if not has_engine]
         self._serve()
         await worker_restarts.restart(self._scheduler, dead)
@@ -272,7 +276,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
                 del self.jobs[old]
         return {}
 
-    def arrived(self, id: str) -> Plain:
+    def check_arrival(self, id: str) -> Plain:
         """A submitted job, and whether its task is there, with which it is in the queue."""
         job = self.jobs[id]
         self._enter(job)
@@ -301,23 +305,25 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         """Whether a job's driver may run on this worker. If not, it goes to the right one, or waits, when it is
         rescheduled. driver: Dask's id of its client."""
         job = self.jobs[id]
-        if job.place == address:
+        if job.driver_worker == address:
             job.client = driver
             return True
         self._restrict(job)
         return False
 
-    def admitted(self, id: str) -> Plain:
+    def check_admission(self, id: str) -> Plain:
         """The state of a job, and whether it has all its workers. If its driver runs on one of them (place), it may
         have lost that one, too, and must be rescheduled."""
         job = self.jobs[id]
         self._serve()
-        is_complete = id in self.job_queue.entries and self.job_queue.has_all_workers(id, time.monotonic(), job.place)
-        if job.place and self.job_queue.waits(id):  # it has waited too long for what it lost
+        is_complete = id in self.job_queue.entries and self.job_queue.replace_lost_workers(
+            id, time.monotonic(), job.driver_worker
+        )
+        if job.driver_worker and self.job_queue.waits(id):  # it has waited too long for what it lost
             self._wait_again(job)
         if not is_complete and id in self.job_queue.entries:
             job.state, job.why, job.reported_at = "waiting", self.job_queue.entries[id].why, time.time()
-        return job.plain() | {"admitted": is_complete, "place": job.place}
+        return job.plain() | {"admitted": is_complete, "driver_worker": job.driver_worker}
 
     def end(self, id: str) -> None:
         """Release the workers of a job that has ended. It must have left no actors on them. Ignores a job that this
@@ -327,7 +333,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             self.job_queue.restart_gpus(id, nannies)
         self.job_queue.leave(id)
         if id in self.jobs:
-            self.jobs[id].place = ""
+            self.jobs[id].driver_worker = ""
         self._serve()
 
     def _serve(self) -> None:
@@ -335,7 +341,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         admitted, expired = self.job_queue.admit_ready(time.monotonic())
         for id, gang in admitted.items():
             job = self.jobs[id]
-            job.place, job.why = place_of(gang), "its driver starts"
+            job.driver_worker, job.why = driver_address(gang), "its driver starts"
             self._announced.discard(id)
             job.say(f"has its {len(gang)} workers")
             self._restrict(job)
@@ -347,8 +353,8 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             job.state, job.why, job.reported_at = "waiting", entry.why, time.time()
             if entry.id in expired:
                 self._end(job, "failed", f"waited {entry.wait_s:g} s for workers (deadlines.wait_s): {entry.why}")
-        if unwanted := self.job_queue.take_unwanted():
-            self._begin(worker_restarts.restart(self._scheduler, unwanted))
+        if addresses := self.job_queue.take_pending_restarts():
+            self._begin(worker_restarts.restart(self._scheduler, addresses))
         waiting = [e.id for e in self.job_queue.entries.values() if not e.num_workers]
         self._keep_waiting(waiting)
         if self._timer is None and waiting:
@@ -369,14 +375,14 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     def _wait_again(self, job: Job) -> None:
         """Let a job wait with nothing held; its driver, if it is a task, starts when the job is admitted."""
-        job.place, job.state, job.client = "", "waiting", ""
+        job.driver_worker, job.state, job.client = "", "waiting", ""
         if self.job_queue.entries[job.id].num_workers:
             self.job_queue.requeue(job.id, time.monotonic())
         self._restrict(job)
 
     def _end(self, job: Job, state: str, why: str) -> None:
         """End a job whose driver does not run."""
-        job.state, job.why, job.place, job.reported_at = state, why, "", time.time()
+        job.state, job.why, job.driver_worker, job.reported_at = state, why, "", time.time()
         self._announced.discard(job.id)
         job.say(f"{state}: {why}")
         self.job_queue.leave(job.id)
@@ -397,8 +403,8 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         """Restrict a job's driver to its worker, or to none, and let it start there if it waits in Dask."""
         task = self._task(job)
         if task is not None:
-            task.worker_restrictions = {job.place or NOWHERE}
-            if job.place and task.state == "no-worker":
+            task.worker_restrictions = {job.driver_worker or NOWHERE}
+            if job.driver_worker and task.state == "no-worker":
                 self._scheduler.transitions({task.key: "processing"}, stimulus_id="staleflow-admitted")
 
     def transition(self, key: Any, start: str, finish: str, *_: Any, **__: Any) -> None:
@@ -448,33 +454,33 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         # Else it is a run on its own local cluster.
         queued = self.job_queue.waits(id) or self._task(job) is not None or job.needs is not None
         driven = job.client and (job.needs is None or id in self.job_queue.entries)
-        if queued and not driven and not job.place and state not in ENDED:
+        if queued and not driven and not job.driver_worker and state not in ENDED:
             self._end(job, "stopped", why)
             self._serve()
         return state
 
     def ask_to_retire(self, id: str, worker: str) -> str:
-        """Ask a job to give up one of its workers; returns its state. Only one that runs is asked."""
+        """Ask a running job to retire one of its workers. Returns the job's state; nothing is asked in other states."""
         job = self.jobs[id]
         if job.state == "running":
-            job.leaving.append(worker)
+            job.retirements.append(worker)
         return job.state
 
-    def leaving(self, id: str) -> list[str]:
-        """The workers that a job was asked to give up since this was last called."""
+    def take_retirements(self, id: str) -> list[str]:
+        """Return the workers that a job was asked to retire since the last call."""
         job = self.jobs.get(id)
         if job is None:
             return []
-        addresses, job.leaving = job.leaving, []
+        addresses, job.retirements = job.retirements, []
         return addresses
 
-    def wanted(self, id: str) -> list[str]:
-        """The workers that a job has beyond what it needs, and another could start with."""
-        return self.job_queue.wanted.get(id, [])
+    def surplus_to_return(self, id: str) -> list[str]:
+        """Workers that a job does not need and should return, so that another job can start."""
+        return self.job_queue.surplus_to_return.get(id, [])
 
-    def give_back(self, id: str, address: str) -> bool:
-        """Take back a worker that a running job was asked for and has left. False if it needs the worker."""
-        is_returned = self.job_queue.give_back(id, address)
+    def return_worker(self, id: str, address: str) -> bool:
+        """Release a worker that a running job does not need. Returns False if the job needs it."""
+        is_returned = self.job_queue.return_worker(id, address)
         self._serve()
         return is_returned
 

@@ -29,8 +29,8 @@ class Job:
     """Reason why a job waits, stopped or failed."""
     stop: str = ""
     """Reason of a request to stop; empty if there is none."""
-    leaving: list[str] = field(default_factory=list)
-    """Workers that it is asked to give up, and has not heard of."""
+    retirements: list[str] = field(default_factory=list)
+    """Workers that it is asked to retire; empty once its driver has read them."""
     status: Plain = field(default_factory=dict)
     history: dict[int, Plain] = field(default_factory=dict)
     """Metrics of each training step."""
@@ -41,8 +41,8 @@ class Job:
     needs: Needs | None = None
     """What a submitted job needs. It waits in the queue from the moment its task is there."""
     wait_s: float = 0.0
-    place: str = ""
-    """The worker that the driver of a submitted job is to run on; empty while it waits."""
+    driver_worker: str = ""
+    """Address of the worker that the driver of a submitted job is to run on; empty while it waits."""
     num_lines: int = 0
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))
 

@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from staleflow.pipeline.cluster.job_queue import RETURN_S
+from staleflow.pipeline.cluster.job_queue import RESTART_LIMIT_S
 from staleflow.tasks.engines.engine_handover import require_orphan
 
 END_S = 2.0
@@ -35,7 +35,7 @@ async def restart(scheduler: Any, addresses: Sequence[str]) -> None:
     # Workers without a nanny are shut down; only whoever started them can start them again.
     with contextlib.suppress(Exception):
         await scheduler.restart_workers(
-            list(addresses), timeout=RETURN_S, wait_for_workers=False, on_error="return",
+            list(addresses), timeout=RESTART_LIMIT_S, wait_for_workers=False, on_error="return",
             stimulus_id="staleflow-restart",
         )  # fmt: skip
 

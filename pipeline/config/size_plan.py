@@ -9,8 +9,8 @@ from staleflow.pipeline.config.model_files import find_model, local_model, read_
 from staleflow.pipeline.config.run_roles import run_roles, tensor_parallel, uses_gpus
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.placement.devices import GB, Device, Host, describe
-from staleflow.pipeline.placement.picture import draw
 from staleflow.pipeline.placement.placement import Shortage, place
+from staleflow.pipeline.placement.placement_text import placement_text
 from staleflow.pipeline.sizing.memory import (
     CONTEXT_BYTES,
     MARGIN,
@@ -141,7 +141,7 @@ def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
              f"{job.training.ranks} ranks", *table(plan)]  # fmt: skip
     placed = place(hosts, run_roles(config), share=len(devices) == 1, turns=config.turns)
     short = isinstance(placed, Shortage)
-    lines += ["", placed.line if isinstance(placed, Shortage) else draw(hosts, placed.assignments)]
+    lines += ["", placed.line if isinstance(placed, Shortage) else placement_text(hosts, placed.assignments)]
     lines += ["", verdict(plan)]
     if proposed := split_line(config, len(devices), min(sizes)):
         lines.append(proposed)
@@ -192,7 +192,7 @@ def usable_devices(config: RunConfig, devices: Sequence[Device]) -> tuple[Device
 
 
 def place_locally(config: RunConfig, devices: Sequence[Device]) -> tuple[Mapping[str, str], str]:
-    """What CUDA_VISIBLE_DEVICES says in the process of each role, by name, and a picture of it. Both are empty if the
+    """What CUDA_VISIBLE_DEVICES says in the process of each role, by name, and the same as text. Both are empty if the
     job uses no GPU. The roles share a GPU only if there is one. devices: of this machine. Raises ConfigError if they do
     not suffice."""
     devices = usable_devices(config, devices) if uses_gpus(config) else ()
@@ -210,8 +210,8 @@ def place_locally(config: RunConfig, devices: Sequence[Device]) -> tuple[Mapping
     by_name = {
         name: ",".join(visible[uuid] for uuid in assignment.devices) for name, assignment in placed.assignments.items()
     }
-    picture = draw([host], placed.assignments)
+    text = placement_text([host], placed.assignments)
     idle = len(devices) - len({uuid for assignment in placed.assignments.values() for uuid in assignment.devices})
     if idle and (proposed := split_line(config, len(devices), min(device.memory_bytes for device in devices))):
-        picture += f"\n{proposed}"
-    return by_name, picture
+        text += f"\n{proposed}"
+    return by_name, text

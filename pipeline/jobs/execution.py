@@ -108,8 +108,8 @@ async def _execute(
             ended = "stopped", stopped
             summary = summarize(config, RunReport(stopped=stopped), run_dir)  # not written: nothing has changed
             return RunEnd(run_dir=run_dir, summary=summary, stopped=stopped)
-        if cluster.picture:
-            listener.line(f"GPUs: {cluster.picture}")
+        if cluster.placement_text:
+            listener.line(f"GPUs: {cluster.placement_text}")
         actors = Actors(config, cluster, run_dir, facts)
         with reporter.listening():
             outcomes = await _train(

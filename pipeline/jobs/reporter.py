@@ -115,10 +115,10 @@ class Reporter(RunListener):
                 "tokens_sampled": driver.tokens_sampled(),
                 "kept_tokens": driver.kept_tokens(),
             }
-            for worker in await job_registry.ask(cluster.client, "leaving", id=self.id):
+            for worker in await job_registry.ask(cluster.client, "take_retirements", id=self.id):
                 self._log(driver.retire(worker) or f"retiring {worker}")
             if cluster.shared:
-                for worker in await job_registry.ask(cluster.client, "wanted", id=self.id):
+                for worker in await job_registry.ask(cluster.client, "surplus_to_return", id=self.id):
                     driver.give_back(worker)
             stop = await self.report(cluster.client, state, why, more)
             if stop:

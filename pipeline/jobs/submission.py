@@ -53,7 +53,7 @@ async def submit(config: RunConfig, cluster: ClusterAddress, *, resume: bool = F
         refuse_second(other_job)
         # The task runs on no worker until the registry assigns workers to the job.
         future = client.submit(drive, submission, key=job_registry.KEY + id, pure=False, workers=[job_registry.NOWHERE])
-        while not (job := await job_registry.ask(client, "arrived", id=id))["arrived"]:
+        while not (job := await job_registry.ask(client, "check_arrival", id=id))["arrived"]:
             if future.status in ("error", "lost", "cancelled"):
                 raise ConfigError(f"the scheduler at {client.scheduler.address} refuses the job: {await _why(future)}")
             await asyncio.sleep(ARRIVED_POLL_S)

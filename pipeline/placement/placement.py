@@ -7,7 +7,7 @@ The rules, each a property that tests/placement/ holds against random fleets:
 - The GPUs of an instance are of one link domain of one host, at one processor if they can be.
 - Light roles get no GPU, and hosts without GPUs if there are any.
 - A shortage is reported only if the roles do not fit: no GPU is idle while a role that fits waits.
-- What was placed before stays where it was, if that is still there. A role that has to move goes to a GPU of its own
+- A role that had an assignment keeps it, if its GPUs are still there. A role that has to move goes to a GPU of its own
   host, or else of a host on which the run has its weights already.
 - Hosts are filled one after another, and the ranks of a trainer are on as few hosts as can be.
 - A role's process sees its GPUs; of several, the one that has them first in its list and sees the fewest others.
@@ -25,8 +25,8 @@ from enum import Enum
 
 from staleflow.pipeline.placement.devices import Device, Host, Process
 
-NOTHING_BEFORE: Mapping[str, Assignment] = {}
-NOBODY: Mapping[str, str] = {}
+NO_ASSIGNMENTS: Mapping[str, Assignment] = {}
+NO_OWNERS: Mapping[str, str] = {}
 NAMELESS = Process(name="")
 """The process of a role on a host that has as many as are needed."""
 
@@ -82,8 +82,8 @@ def place(
     hosts: Sequence[Host],
     roles: Sequence[Role],
     *,
-    taken: Mapping[str, str] = NOBODY,
-    before: Mapping[str, Assignment] = NOTHING_BEFORE,
+    taken: Mapping[str, str] = NO_OWNERS,
+    previous: Mapping[str, Assignment] = NO_ASSIGNMENTS,
     share: bool = False,
     turns: bool = False,
 ) -> Placement | Shortage:
@@ -93,15 +93,15 @@ def place(
         hosts: Earlier ones are filled first.
         roles: Of one run.
         taken: UUIDs of GPUs that others have, with their names.
-        before: Earlier places of these roles, by name.
+        previous: Previous assignments of these roles, by name.
         share: Whether GPUs may be shared if there are fewer than the roles need.
         turns: Whether an instance and a rank have the same GPUs, in turns.
     """
     share = share and not turns and sum(role.num_devices for role in roles) > _num_free(hosts, taken)
     shortage = None
-    for previous in ({role.name: before[role.name] for role in roles if role.name in before}, {}):
+    for to_keep in ({role.name: previous[role.name] for role in roles if role.name in previous}, {}):
         occupancy = _Occupancy.of(hosts, taken, share=share, turns=turns)
-        shortage = occupancy.place_all(roles, previous, before)
+        shortage = occupancy.place_all(roles, to_keep, previous)
         if shortage is None:
             return Placement(assignments={role.name: occupancy.assignments[role.name] for role in roles})
     assert shortage is not None
@@ -174,34 +174,35 @@ class _Occupancy:
         return cls(hosts, reaches, share, turns, processes_of)
 
     def place_all(
-        self, roles: Sequence[Role], previous: Mapping[str, Assignment], before: Mapping[str, Assignment]
+        self, roles: Sequence[Role], to_keep: Mapping[str, Assignment], previous: Mapping[str, Assignment]
     ) -> Role | None:
-        """Place all roles, those in `previous` where they were if possible; returns the first that does not fit."""
+        """Place all roles, those in `to_keep` where they were if possible. Returns the first role that does not fit, or
+        None. previous: assignments that the new ones should be near."""
         for role in roles:
-            if role.name in previous:
-                self._keep(role, previous[role.name])
+            if role.name in to_keep:
+                self._keep(role, to_keep[role.name])
         waiting = [role for role in roles if role.name not in self.assignments]
         # The hardest to place first: what is left over after them any smaller role can use.
         waiting.sort(key=lambda role: (-role.num_devices, -role.memory_bytes))
         while waiting:
             role = waiting.pop(0)
-            if not (self._place_on_devices(role, waiting, before) if role.num_devices else self._place_light(role)):
+            if not (self._place_on_devices(role, waiting, previous) if role.num_devices else self._place_light(role)):
                 return role
         return None
 
-    def _keep(self, role: Role, earlier: Assignment) -> None:
+    def _keep(self, role: Role, previous: Assignment) -> None:
         if not role.num_devices:
-            able = self._able(role, earlier.host, self.open.get(earlier.host, ()))
-            if able and not earlier.devices:
-                self._assign(role, earlier.host, (), _same(able, earlier))
+            candidates = self._able(role, previous.host, self.open.get(previous.host, ()))
+            if candidates and not previous.devices:
+                self._assign(role, previous.host, (), _same(candidates, previous))
             return
         for reach in self.reaches:
-            cards = [card for card in reach.cards if card.device.uuid in earlier.devices]
-            able = self._able(role, reach.host, reach.processes) if reach.host == earlier.host else ()
-            if able and len(cards) == len(earlier.devices) == role.num_devices:
+            cards = [card for card in reach.cards if card.device.uuid in previous.devices]
+            candidates = self._able(role, reach.host, reach.processes) if reach.host == previous.host else ()
+            if candidates and len(cards) == len(previous.devices) == role.num_devices:
                 if all(card.fits(role, share=self.share, turns=self.turns) for card in cards):
-                    cards.sort(key=lambda card: earlier.devices.index(card.device.uuid))
-                    self._assign(role, earlier.host, cards, _same(able, earlier))
+                    cards.sort(key=lambda card: previous.devices.index(card.device.uuid))
+                    self._assign(role, previous.host, cards, _same(candidates, previous))
                 return
 
     def _able(self, role: Role, host: str, processes: Sequence[Process] | None) -> Sequence[Process]:
@@ -221,11 +222,11 @@ class _Occupancy:
         devices = tuple(card.device.uuid for card in cards)
         self.assignments[role.name] = Assignment(host=host, devices=devices, process=process.name)
 
-    def _place_on_devices(self, role: Role, waiting: Sequence[Role], before: Mapping[str, Assignment]) -> bool:
+    def _place_on_devices(self, role: Role, waiting: Sequence[Role], previous: Mapping[str, Assignment]) -> bool:
         greater = [other.memory_bytes for other in waiting if other.memory_bytes > role.memory_bytes]
         scarce_bytes = min(greater, default=0)
-        earlier_host = before[role.name].host if role.name in before else ""
-        loaded = {assignment.host for assignment in before.values() if assignment.devices}
+        previous_host = previous[role.name].host if role.name in previous else ""
+        loaded = {assignment.host for assignment in previous.values() if assignment.devices}
         num_alike = 1 + sum(other.kind is role.kind for other in waiting)
         order = {host.name: index for index, host in enumerate(self.hosts)}
         fitting_of = [
@@ -237,16 +238,16 @@ class _Occupancy:
         best: tuple[tuple[float, ...], str, list[_Card], Process] | None = None
         for reach, fitting in zip(self.reaches, fitting_of, strict=True):
             host = reach.host
-            if len(fitting) < role.num_devices or not (able := self._able(role, host, reach.processes)):
+            if len(fitting) < role.num_devices or not (candidates := self._able(role, host, reach.processes)):
                 continue
             num_free = room[host, fitting[0].device.link_domain]
             cards = _choose_cards(fitting, role.num_devices, scarce_bytes, crowding)
-            process = min(able, key=lambda process: (len(process.kinds or KINDS), _offset(process, cards)))
+            process = min(candidates, key=lambda process: (len(process.kinds or KINDS), _offset(process, cards)))
             key = (
                 crowding * sum(len(card.roles) for card in cards),
                 _num_scarce(cards, scarce_bytes),
                 len(process.kinds or KINDS),
-                0 if host == earlier_host else 1 if host in loaded else 2,
+                0 if host == previous_host else 1 if host in loaded else 2,
                 *(self._grouping(host, num_free, num_alike) if role.kind is RoleKind.RANK else ()),
                 num_free,
                 order[host],
@@ -270,19 +271,19 @@ class _Occupancy:
         return (not self.num_ranks[host], num_free < num_ranks, 0 if num_free >= num_ranks else -num_free)
 
     def _place_light(self, role: Role) -> bool:
-        able = {host.name: self._able(role, host.name, host.processes) for host in self.hosts}
-        hosts = [host for host in self.hosts if able[host.name]]
+        candidates = {host.name: self._able(role, host.name, host.processes) for host in self.hosts}
+        hosts = [host for host in self.hosts if candidates[host.name]]
         if not hosts:
             return False
         spread = role.kind is RoleKind.ENVIRONMENT
         chosen = min(hosts, key=lambda host: (self.num_environments[host.name] if spread else 0, bool(host.devices)))
-        self._assign(role, chosen.name, (), min(able[chosen.name], key=lambda process: len(process.devices)))
+        self._assign(role, chosen.name, (), min(candidates[chosen.name], key=lambda process: len(process.devices)))
         return True
 
 
-def _same(able: Sequence[Process], earlier: Assignment) -> Process:
+def _same(candidates: Sequence[Process], previous: Assignment) -> Process:
     """The process that a role had, or else the first of those that may have it."""
-    return next((process for process in able if process.name == earlier.process), able[0])
+    return next((process for process in candidates if process.name == previous.process), candidates[0])
 
 
 def _offset(process: Process, cards: Sequence[_Card]) -> int:

@@ -85,7 +85,7 @@ class DaskWorkers:
     """The GPUs of each role on a local cluster, as CUDA_VISIBLE_DEVICES has them, by the role's name."""
     on_gpus: bool = False
     """Whether the run computes on GPUs of a shared cluster: then the registry chooses its workers, and their GPUs."""
-    picture: str = ""
+    placement_text: str = ""
     """What `visible` says, for people."""
     waiting: dict[str, str] = field(default_factory=dict)
     """Actors that have no worker yet, by name, and what each needs: shown to whoever watches the run."""
@@ -145,7 +145,7 @@ class DaskWorkers:
     ) -> PlacedActor:
         worker, address, host = where
         if self.on_gpus:
-            visible = (await job_registry.ask(self.client, "visible", id=self.job)).get(address, "")
+            visible = (await job_registry.ask(self.client, "visible_devices", id=self.job)).get(address, "")
         else:
             visible = self.visible.get(name.partition(".")[0])  # a replacement takes the GPUs of the instance before it
         if visible is not None:
@@ -210,7 +210,7 @@ class DaskWorkers:
         address = self.placed[name].address
         self.forget(name)
         if self.shared and not any(placed.address == address for placed in self.placed.values()):
-            await job_registry.ask(self.client, "give_back", id=self.job, address=address)
+            await job_registry.ask(self.client, "return_worker", id=self.job, address=address)
 
     def lose(self, name: str) -> None:
         """Give up an actor that is gone. Its process is not used again: it may hang, or still hold the memory of what
@@ -336,13 +336,13 @@ class DaskWorkers:
         announced = ""
         while (
             await self._identity(0)
-            and not (job := await job_registry.ask(self.client, "admitted", id=self.job))["admitted"]
+            and not (job := await job_registry.ask(self.client, "check_admission", id=self.job))["admitted"]
         ):
             if job["state"] in job_registry.ENDED:
                 raise ConfigError(f"cluster: {job['why']}")
             if job["stop"]:
                 return str(job["stop"])
-            if own_worker and job["place"] != own_worker:
+            if own_worker and job["driver_worker"] != own_worker:
                 raise DriverSlotTaken("this worker no longer belongs to the run")
             if job["why"] != announced:
                 announced = job["why"]
@@ -350,8 +350,8 @@ class DaskWorkers:
             await asyncio.sleep(ADMITTED_POLL_S)
         if own_worker:
             self.roles_by_worker[str((await self._workers())[own_worker]["name"])] = ["driver"]
-        self.picture = await job_registry.ask(self.client, "picture", id=self.job)
-        self.on_gpus = bool(self.picture)
+        self.placement_text = await job_registry.ask(self.client, "placement_text", id=self.job)
+        self.on_gpus = bool(self.placement_text)
         return ""
 
     async def _identity(self, n_workers: int) -> dict[str, Any]:
@@ -410,7 +410,7 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
     cannot be reached."""
     cluster = config.cluster
     local: Any = None
-    visible, picture = place_locally(config, read_devices()) if cluster.kind == "local" else ({}, "")
+    visible, placement_text = place_locally(config, read_devices()) if cluster.kind == "local" else ({}, "")
     if cluster.kind == "local":
         local = await local_cluster.start(
             1 + config.training.ranks + len(config.reward_actors) + config.rollout.instances,
@@ -437,5 +437,5 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
         shared=local is None,
         num_heavy=config.rollout.instances + config.training.ranks,
         visible=visible,
-        picture=picture,
+        placement_text=placement_text,
     )

@@ -84,7 +84,7 @@ class Jobs:
         sent = self.client.submit(
             drive, id, seconds, key=job_registry.KEY + id, pure=False, workers=[job_registry.NOWHERE]
         )
-        while not (job := await job_registry.ask(self.client, "arrived", id=id))["arrived"]:
+        while not (job := await job_registry.ask(self.client, "check_arrival", id=id))["arrived"]:
             assert sent.status in ("pending", "finished")  # and keep it: Dask drops what nobody holds
             await asyncio.sleep(0.02)
         return dict(job)
@@ -249,8 +249,8 @@ def test_a_run_whose_process_is_gone_has_failed_and_holds_nothing() -> None:
             for id in ("run", "waits"):
                 await job_registry.ask(theirs, "submit", id=id, name=id, steps=1, run_dir=f"/runs/{id}")
                 await job_registry.ask(theirs, "queue", id=id, needs=NEEDS, wait_s=0.0, driver=theirs.id)
-            assert (await job_registry.ask(theirs, "admitted", id="run"))["admitted"]
-            assert not (await job_registry.ask(theirs, "admitted", id="waits"))["admitted"]
+            assert (await job_registry.ask(theirs, "check_admission", id="run"))["admitted"]
+            assert not (await job_registry.ask(theirs, "check_admission", id="waits"))["admitted"]
             received = {"name": "told", "steps": 1, "run_dir": "/runs/told", "by": theirs.id}
             await job_registry.ask(theirs, "submit", id="told", **received)  # and nothing more
         for id in ("run", "waits", "told"):
@@ -266,7 +266,9 @@ def silent(**changes: Any) -> list[str]:
     """The jobs whose drivers are silent at second 1,000, of one that was last heard of at 900."""
     one = JobRegistry()
     at: dict[str, Any] = {"heard": 900.0, "awake_since": 0.0, "nanny": "tcp://nanny", "state": "running", **changes}
-    one.jobs["a"] = Job("a", "a", "/runs/a", 1, 0.0, state=at["state"], client="c", place=at.get("place", "w"))
+    one.jobs["a"] = Job(
+        "a", "a", "/runs/a", 1, 0.0, state=at["state"], client="c", driver_worker=at.get("driver_worker", "w")
+    )
     clients, workers = {"c": SimpleNamespace(last_seen=at["heard"])}, {"w": SimpleNamespace(nanny=at["nanny"])}
     one._scheduler = SimpleNamespace(clients=clients, workers=workers)
     return [job.id for job in one.silent_drivers(1000.0, at["awake_since"])]
@@ -278,7 +280,7 @@ def test_a_driver_that_is_silent_for_the_lease_is_lost_and_one_that_is_slow_is_n
     assert silent(awake_since=950.0) == [], "the scheduler itself was stopped, and heard nobody"
     assert silent(nanny=None) == [], "nobody could end it, and two might drive"
     assert silent(state="done") == []
-    assert silent(place="") == [], "a command in the foreground, which a person may have stopped"
+    assert silent(driver_worker="") == [], "a command in the foreground, which a person may have stopped"
 
 
 @pytest.mark.slow
@@ -297,7 +299,7 @@ def test_a_driver_that_is_stopped_is_ended_and_its_job_is_driven_again(monkeypat
             jobs = Jobs(cluster, client)
             await jobs.submit("a", 15.0)
             await jobs.until("a", "running")
-            (place,) = {job.place for job in cluster.scheduler.plugins["staleflow"].jobs.values()}
+            (place,) = {job.driver_worker for job in cluster.scheduler.plugins["staleflow"].jobs.values()}
             os.kill(cluster.scheduler.workers[place].pid, signal.SIGSTOP)
             await jobs.until("a", "waiting")
             assert any("has not been heard of for 3 s" in line for line in await jobs.lines("a"))

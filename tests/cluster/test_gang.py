@@ -27,8 +27,10 @@ def needs(instances: int = 1, rewards: int = 1, *, driver: bool = True, ranks: i
     return Needs(instances=instances, rewards=rewards, driver=driver, ranks=ranks)
 
 
-def chosen(needs: Needs, workers: dict[str, dict[str, float]], free: Iterable[str], driver_at: str = "") -> Gang | None:
-    return choose(needs, kinds_of(workers), free, driver_at)
+def chosen(
+    needs: Needs, workers: dict[str, dict[str, float]], free: Iterable[str], driver_worker: str = ""
+) -> Gang | None:
+    return choose(needs, kinds_of(workers), free, driver_worker)
 
 
 def roles(gang: Gang | None) -> dict[str, str]:
@@ -49,7 +51,7 @@ def test_light_roles_share_a_worker_and_heavy_ones_have_one_each() -> None:
 
 
 def test_the_driver_stays_where_it_is() -> None:
-    assert roles(chosen(needs(), PLAIN, "abcd", driver_at="c")) == {
+    assert roles(chosen(needs(), PLAIN, "abcd", driver_worker="c")) == {
         "c": "driver server reward", "a": "trainer", "b": "rollout",
     }  # fmt: skip
 

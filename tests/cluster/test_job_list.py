@@ -126,10 +126,10 @@ def test_a_running_job_is_asked_once_to_give_up_a_worker(registry: tuple[JobRegi
     asked = command("retire", "one", "tcp://host:1234", "--scheduler", address)
     assert asked.returncode == 0, asked.stderr
     assert asked.stdout == "one-aa gives up tcp://host:1234; `staleflow logs one-aa -f` says when it has left\n"
-    assert jobs.leaving("one-aa") == ["tcp://host:1234"]
-    assert jobs.leaving("one-aa") == []
+    assert jobs.take_retirements("one-aa") == ["tcp://host:1234"]
+    assert jobs.take_retirements("one-aa") == []
     for id, state in (("old-cc", "done"), ("two-bb", "waiting")):
         refused = command("retire", id, "tcp://host:1234", "--scheduler", address)
         assert (refused.returncode, refused.stdout) == (2, "")
         assert f"{id} is {state}: only a running job can give up a worker" in refused.stderr
-        assert jobs.leaving(id) == [], "else it would give one up as soon as it runs"
+        assert jobs.take_retirements(id) == [], "else it would give one up as soon as it runs"

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from staleflow.pipeline.cluster.gang import Needs, WorkerGpus, kinds_of, suffice
-from staleflow.pipeline.cluster.job_queue import REPORT_S, RETURN_S, UNREPORTED, JobQueue, place_of
+from staleflow.pipeline.cluster.job_queue import (
+    REPORT_LIMIT_S,
+    RESTART_LIMIT_S,
+    WAITS_FOR_GPU_REPORT,
+    JobQueue,
+    driver_address,
+)
 from staleflow.pipeline.placement.devices import Device, parse_fleet
 
 
@@ -20,7 +26,7 @@ def on(workers: str, *jobs: tuple[str, int]) -> JobQueue:
     """Plain workers, and jobs that came in this order and need so many."""
     one = JobQueue()
     for address in workers:
-        one.joined(address, {})
+        one.add_worker(address, {})
     for id, count in jobs:
         one.enter(id, f"/runs/{id}", needing(count), 0.0, 0.0)
     return one
@@ -61,7 +67,7 @@ def test_one_that_the_cluster_cannot_hold_says_so_and_holds_nobody_up() -> None:
     )
     one.enter("later", "/runs/later", needing(3), 0.0, 1.0)
     for address in "defghi":
-        one.joined(address, {})
+        one.add_worker(address, {})
     assert admitted(one) == [], "it has its place in the line, now that there are enough"
     one.leave("small")
     assert admitted(one) == ["huge"]
@@ -81,20 +87,20 @@ def test_a_time_limit_is_for_those_that_wait() -> None:
 def test_the_workers_of_a_driver_that_is_gone_are_nobodys_until_they_have_restarted() -> None:
     one = on("abc", ("first", 3), ("second", 3))
     assert admitted(one) == ["first"]
-    assert sorted(one.driver_lost("first", 1.0)) == ["a", "b", "c"]
+    assert sorted(one.requeue_after_driver_loss("first", 1.0)) == ["a", "b", "c"]
     assert admitted(one, 1.0) == []
     assert one.entries["first"].why == "needs the workers of its earlier driver to restart"
     for old, new in zip("abc", "xyz", strict=True):
-        one.left(old, 2.0)
+        one.remove_worker(old, 2.0)
         assert admitted(one, 2.0) == []
-        one.joined(new, {})
+        one.add_worker(new, {})
     assert admitted(one, 3.0) == ["first"], "at its old place, before the second"
 
 
 def test_none_goes_past_a_job_whose_workers_restart() -> None:
     one = on("abcdef", ("first", 3))
     assert admitted(one) == ["first"]
-    one.driver_lost("first", 1.0)
+    one.requeue_after_driver_loss("first", 1.0)
     one.enter("second", "/runs/second", needing(3), 0.0, 1.0)
     assert admitted(one, 1.0) == [], "d, e and f would do"
 
@@ -102,26 +108,26 @@ def test_none_goes_past_a_job_whose_workers_restart() -> None:
 def test_the_workers_of_a_run_that_is_given_up_are_nobodys_either() -> None:
     one = on("abc", ("first", 3), ("second", 3))
     assert admitted(one) == ["first"]
-    one.driver_lost("first", 1.0)
+    one.requeue_after_driver_loss("first", 1.0)
     one.leave("first")
     assert admitted(one, 1.0) == []
     for old, new in zip("abc", "xyz", strict=True):
-        one.left(old, 2.0)
-        one.joined(new, {})
+        one.remove_worker(old, 2.0)
+        one.add_worker(new, {})
     assert admitted(one, 2.0) == ["second"]
 
 
 def abandoned(one: JobQueue) -> str:
     """Let the first job's driver be gone; returns the worker that has its engine, and only that."""
     (engine,) = [address for address, roles in one.workers_of("first").items() if roles == ("rollout",)]
-    one.driver_lost("first", 1.0)
+    one.requeue_after_driver_loss("first", 1.0)
     return engine
 
 
 def restart(one: JobQueue, workers: str) -> None:
     for address in workers:
-        one.left(address, 2.0)
-        one.joined(address.upper(), {})
+        one.remove_worker(address, 2.0)
+        one.add_worker(address.upper(), {})
 
 
 def test_a_worker_with_an_engine_is_kept_for_the_next_driver_of_its_job() -> None:
@@ -129,8 +135,8 @@ def test_a_worker_with_an_engine_is_kept_for_the_next_driver_of_its_job() -> Non
     assert admitted(one) == ["first"]
     one.enter("second", "/runs/second", needing(3), 0.0, 0.5)
     engine = abandoned(one)
-    one.keep(engine, 1.0)
-    assert one.take_unwanted() == []
+    one.reserve_or_restart(engine, 1.0)
+    assert one.take_pending_restarts() == []
     assert engine not in one.free
     assert engine in one.unavailable("second")
     assert engine in one.unavailable("")
@@ -146,12 +152,12 @@ def test_a_worker_with_an_engine_that_nobody_takes_over_is_restarted_before_anyo
     one = on("abc", ("first", 3), ("second", 3))
     assert admitted(one) == ["first"]
     engine = abandoned(one)
-    one.keep(engine, 1.0)
+    one.reserve_or_restart(engine, 1.0)
     if end == "cancelled":
         one.leave("first")
-    assert admitted(one, 1.0 + (RETURN_S + 1 if end == "waited too long" else 0)) == []
-    assert one.take_unwanted() == [engine]
-    assert one.take_unwanted() == [], "it is told once"
+    assert admitted(one, 1.0 + (RESTART_LIMIT_S + 1 if end == "waited too long" else 0)) == []
+    assert one.take_pending_restarts() == [engine]
+    assert one.take_pending_restarts() == [], "it is told once"
     restart(one, "abc")
     assert admitted(one, 40.0) == (["second"] if end == "cancelled" else ["first"])
 
@@ -161,11 +167,11 @@ def test_only_an_engine_alone_is_kept_and_only_for_a_job_that_waits() -> None:
     assert admitted(one) == ["first"]
     engine = abandoned(one)
     for address in "abc".replace(engine, ""):
-        one.keep(address, 1.0)
-    assert sorted(one.take_unwanted()) == sorted("abc".replace(engine, ""))
+        one.reserve_or_restart(address, 1.0)
+    assert sorted(one.take_pending_restarts()) == sorted("abc".replace(engine, ""))
     one.leave("first")
-    one.keep(engine, 1.0)
-    assert one.take_unwanted() == [engine]
+    one.reserve_or_restart(engine, 1.0)
+    assert one.take_pending_restarts() == [engine]
     assert one.free == []
 
 
@@ -173,30 +179,30 @@ def test_a_worker_whose_kept_engine_was_not_taken_over_is_free_to_nobody() -> No
     one = on("abc", ("first", 3), ("second", 3))
     assert admitted(one) == ["first"]
     engine = abandoned(one)
-    one.keep(engine, 1.0)
+    one.reserve_or_restart(engine, 1.0)
     restart(one, "abc".replace(engine, ""))
     assert admitted(one, 3.0) == ["first"]
     one.requeue("first", 4.0)  # the driver's worker has left before it began
-    assert one.take_unwanted() == [engine]
+    assert one.take_pending_restarts() == [engine]
     assert engine not in one.free
-    one.left(engine, 5.0)
-    one.joined("z", {})
+    one.remove_worker(engine, 5.0)
+    one.add_worker("z", {})
     assert admitted(one, 5.0) == ["first"]
-    one.left(next(a for a, roles in one.workers_of("first").items() if "trainer" in roles), 6.0)
-    one.joined("y", {})
-    assert one.has_all_workers("first", 6.0), "one that was restarted is like any other"
+    one.remove_worker(next(a for a, roles in one.workers_of("first").items() if "trainer" in roles), 6.0)
+    one.add_worker("y", {})
+    assert one.replace_lost_workers("first", 6.0), "one that was restarted is like any other"
 
 
 def test_a_trainers_replacement_is_not_placed_on_a_kept_engine() -> None:
     one = on("abc", ("first", 3))
     assert admitted(one) == ["first"]
     engine = abandoned(one)
-    one.keep(engine, 1.0)
+    one.reserve_or_restart(engine, 1.0)
     restart(one, "abc".replace(engine, ""))
     assert admitted(one, 3.0) == ["first"]
-    one.left(next(a for a, roles in one.workers_of("first").items() if "trainer" in roles), 4.0)
-    one.joined("new", {})
-    assert one.has_all_workers("first", 4.0, place_of(one.workers_of("first")))
+    one.remove_worker(next(a for a, roles in one.workers_of("first").items() if "trainer" in roles), 4.0)
+    one.add_worker("new", {})
+    assert one.replace_lost_workers("first", 4.0, driver_address(one.workers_of("first")))
     assert one.workers_of("first")[engine] == ("rollout",)
     assert "trainer" in one.workers_of("first")["new"]
 
@@ -205,57 +211,57 @@ def test_a_worker_with_an_engine_that_another_role_needs_is_restarted() -> None:
     one = JobQueue()
     both, only = {"rollout": 1.0, "trainer": 1.0}, {"rollout": 1.0}
     for address, resources in {"a": {"server": 1.0, "reward": 1.0}, "b": both, "c": both}.items():
-        one.joined(address, resources)
+        one.add_worker(address, resources)
     one.enter("first", "/runs/first", needing(3), 0.0, 0.0)
     assert admitted(one) == ["first"]
     engine = abandoned(one)
-    one.keep(engine, 1.0)
-    one.left("a", 2.0)
-    one.joined("A", {"server": 1.0, "reward": 1.0})
-    one.left("b" if engine == "c" else "c", 2.0)
-    one.joined("B", only)
+    one.reserve_or_restart(engine, 1.0)
+    one.remove_worker("a", 2.0)
+    one.add_worker("A", {"server": 1.0, "reward": 1.0})
+    one.remove_worker("b" if engine == "c" else "c", 2.0)
+    one.add_worker("B", only)
     assert admitted(one, 2.0) == []
     assert one.entries["first"].why == "needs the workers of its earlier driver to restart"
-    assert one.take_unwanted() == [engine]
-    one.left(engine, 3.0)
-    one.joined("C", both)
+    assert one.take_pending_restarts() == [engine]
+    one.remove_worker(engine, 3.0)
+    one.add_worker("C", both)
     assert admitted(one, 3.0) == ["first"]
 
 
 def test_a_worker_that_came_back_counts_once() -> None:
     one = on("abc", ("huge", 4), ("small", 3))
-    one.left("c", 0.0)
-    one.joined("d", {})
+    one.remove_worker("c", 0.0)
+    one.add_worker("d", {})
     assert admitted(one) == ["small"]
 
 
 def test_workers_that_restart_count_as_there() -> None:
     """Otherwise a small job would go past a big one whenever a worker restarts."""
     one = on("abcdef", ("big", 6), ("small", 3))
-    one.left("f", 0.0)
+    one.remove_worker("f", 0.0)
     assert admitted(one, 1.0) == []
-    one.joined("g", {})
+    one.add_worker("g", {})
     assert admitted(one, 2.0) == ["big"]
     one.leave("big")
     one.enter("big again", "/runs/again", needing(6), 0.0, 3.0)
     one.leave("small")
     one.enter("small", "/runs/small", needing(3), 0.0, 3.0)
-    one.left("g", 3.0)
+    one.remove_worker("g", 3.0)
     assert admitted(one, 4.0) == []
-    assert admitted(one, 4.0 + RETURN_S) == ["small"], "it has not come back"
+    assert admitted(one, 4.0 + RESTART_LIMIT_S) == ["small"], "it has not come back"
 
 
 def test_a_running_job_gets_its_lost_worker_back_before_anyone_is_admitted() -> None:
     one = on("abcde", ("first", 4), ("second", 3))
     assert admitted(one) == ["first"]
     (rollout, *_) = [a for a, roles in one.workers_of("first").items() if roles == ("rollout",)]
-    one.left(rollout, 1.0)
-    one.joined("x", {})
-    one.joined("y", {})  # with e, x and y the second one could run
+    one.remove_worker(rollout, 1.0)
+    one.add_worker("x", {})
+    one.add_worker("y", {})  # with e, x and y the second one could run
     assert admitted(one, 1.0) == []
     assert one.claim("first", "x", "rollout")
     assert one.claim("first", "x", "rollout"), "twice is once"
-    one.joined("z", {})
+    one.add_worker("z", {})
     assert admitted(one, 1.0) == ["second"]
     assert not one.claim("second", "x", "rollout")
     assert not one.claim("unknown", "e", "rollout")
@@ -265,17 +271,17 @@ def test_a_role_that_shares_a_worker_after_a_loss_is_owed_none() -> None:
     one = JobQueue()
     declared = {"t": ["trainer"], "r": ["rollout"], "s": ["server", "reward"], "x": ["reward"]}
     for address, roles in declared.items():
-        one.joined(address, dict.fromkeys(roles, 1.0))
+        one.add_worker(address, dict.fromkeys(roles, 1.0))
     one.enter("first", "/runs/first", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
     assert admitted(one) == ["first"]
     assert one.workers_of("first")["x"] == ("reward",)
-    one.left("x", 1.0)
+    one.remove_worker("x", 1.0)
     for address, roles in {"t2": ["trainer"], "r2": ["rollout"], "s2": ["server", "reward"]}.items():
-        one.joined(address, dict.fromkeys(roles, 1.0))
+        one.add_worker(address, dict.fromkeys(roles, 1.0))
     one.enter("second", "/runs/second", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
     assert admitted(one, 1.0) == []
     assert one.claim("first", "s", "reward")
-    assert one.has_all_workers("first", 1.0)
+    assert one.replace_lost_workers("first", 1.0)
     assert admitted(one, 1.0) == ["second"]
 
 
@@ -283,7 +289,7 @@ def declared(**workers: str) -> JobQueue:
     """Workers with the roles that they declare."""
     one = JobQueue()
     for address, roles in workers.items():
-        one.joined(address, dict.fromkeys(roles.split(), 1.0))
+        one.add_worker(address, dict.fromkeys(roles.split(), 1.0))
     return one
 
 
@@ -295,23 +301,23 @@ def test_reward_workers_beyond_need_are_given_back_to_a_job_that_could_start_wit
     assert {a for a, roles in one.workers_of("first").items() if roles == ("reward",)} == {"x", "y", "z"}
     one.enter("second", "/runs/second", needs, 0.0, 1.0)
     assert admitted(one, 1.0) == []
-    assert one.wanted == {}, "it would not be enough"
+    assert one.surplus_to_return == {}, "it would not be enough"
     for address, role in (("t2", "trainer"), ("r2", "rollout"), ("s2", "server")):
-        one.joined(address, {role: 1.0})
+        one.add_worker(address, {role: 1.0})
     assert admitted(one, 2.0) == []
     assert one.entries["second"].why.endswith("; next in line; one more with resource reward=1 would do")
-    ((wanted,),) = one.wanted.values()
-    assert wanted in {"x", "y", "z"}
-    assert not one.give_back("first", "s")
-    assert not one.give_back("second", wanted)
-    assert one.give_back("first", wanted)
+    ((surplus,),) = one.surplus_to_return.values()
+    assert surplus in {"x", "y", "z"}
+    assert not one.return_worker("first", "s")
+    assert not one.return_worker("second", surplus)
+    assert one.return_worker("first", surplus)
     assert admitted(one, 3.0) == ["second"]
-    assert one.workers_of("second")[wanted] == ("reward",)
-    assert one.wanted == {}
-    assert one.has_all_workers("first", 3.0), "it lacks none"
+    assert one.workers_of("second")[surplus] == ("reward",)
+    assert one.surplus_to_return == {}
+    assert one.replace_lost_workers("first", 3.0), "it lacks none"
     kept, other = (a for a, roles in one.workers_of("first").items() if roles == ("reward",))
-    assert one.give_back("first", other)
-    assert not one.give_back("first", kept), "it needs one"
+    assert one.return_worker("first", other)
+    assert not one.return_worker("first", kept), "it needs one"
 
 
 def test_no_worker_beyond_need_is_taken_while_another_job_waits() -> None:
@@ -329,34 +335,34 @@ def test_no_worker_beyond_need_is_taken_while_another_job_waits() -> None:
 def test_a_driver_that_resumes_gets_what_it_lost_or_waits_again_without_any() -> None:
     one = on("abcd", ("first", 3), ("second", 3))
     (gang,) = one.admit_ready(0.0)[0].values()
-    place = place_of(gang)
+    place = driver_address(gang)
     lost = next(a for a, roles in gang.items() if roles == ("trainer",))
-    one.left(lost, 1.0)
-    assert one.has_all_workers("first", 1.0, place), "d was free"
-    assert place_of(one.workers_of("first")) == place
-    one.left("d", 2.0)
-    assert not one.has_all_workers("first", 2.0, place)
-    assert not one.has_all_workers("first", 1.0 + RETURN_S, place)
+    one.remove_worker(lost, 1.0)
+    assert one.replace_lost_workers("first", 1.0, place), "d was free"
+    assert driver_address(one.workers_of("first")) == place
+    one.remove_worker("d", 2.0)
+    assert not one.replace_lost_workers("first", 2.0, place)
+    assert not one.replace_lost_workers("first", 1.0 + RESTART_LIMIT_S, place)
     assert len(one.workers_of("first")) == 2
-    assert not one.has_all_workers("first", 3.0 + RETURN_S, place)
+    assert not one.replace_lost_workers("first", 3.0 + RESTART_LIMIT_S, place)
     assert one.workers_of("first") == {}
     assert one.waits("first")
-    one.joined("e", {})
+    one.add_worker("e", {})
     assert admitted(one, 40.0) == ["first"]
 
 
 def test_a_driver_stays_on_its_worker_though_another_would_do_better() -> None:
     one = JobQueue()
     for address, roles in {"t": ["trainer"], "r": ["rollout"], "s": ["server", "reward", "rollout"]}.items():
-        one.joined(address, dict.fromkeys(roles, 1.0))
+        one.add_worker(address, dict.fromkeys(roles, 1.0))
     one.enter("first", "/runs/first", Needs(instances=1, rewards=1, driver=True), 0.0, 0.0)
     (gang,) = one.admit_ready(0.0)[0].values()
-    assert place_of(gang) == "s"
-    one.left("t", 1.0)
-    one.joined("t2", {"trainer": 1.0})
-    one.joined("light", {"server": 1.0, "reward": 1.0})
-    assert one.has_all_workers("first", 1.0, "s")
-    assert place_of(one.workers_of("first")) == "s"
+    assert driver_address(gang) == "s"
+    one.remove_worker("t", 1.0)
+    one.add_worker("t2", {"trainer": 1.0})
+    one.add_worker("light", {"server": 1.0, "reward": 1.0})
+    assert one.replace_lost_workers("first", 1.0, "s")
+    assert driver_address(one.workers_of("first")) == "s"
 
 
 class Cluster(RuleBasedStateMachine):
@@ -375,13 +381,13 @@ class Cluster(RuleBasedStateMachine):
     @rule(target=workers, roles=st.sampled_from([(), (), ("trainer",), ("rollout",), ("server", "reward")]))
     def join(self, roles: tuple[str, ...]) -> str:
         self.number += 1
-        self.one.joined(f"w{self.number}", dict.fromkeys(roles, 1.0))
+        self.one.add_worker(f"w{self.number}", dict.fromkeys(roles, 1.0))
         return f"w{self.number}"
 
     @rule(worker=consumes(workers), later=st.sampled_from([0.0, 1.0, 40.0]))
     def leave(self, worker: str, later: float) -> None:
         self.now += later
-        self.one.left(worker, self.now)
+        self.one.remove_worker(worker, self.now)
 
     @rule(target=jobs, instances=st.integers(1, 3), driver=st.booleans())
     def enter(self, instances: int, driver: bool) -> str:
@@ -397,12 +403,12 @@ class Cluster(RuleBasedStateMachine):
     @rule(job=jobs)
     def driver_gone(self, job: str) -> None:
         if job in self.one.entries and not self.one.waits(job):
-            self.one.driver_lost(job, self.now)
+            self.one.requeue_after_driver_loss(job, self.now)
 
     @rule(worker=workers)
     def keep(self, worker: str) -> None:
         if worker in self.one.needs_restart:
-            self.one.keep(worker, self.now)
+            self.one.reserve_or_restart(worker, self.now)
 
     @rule(job=jobs, worker=workers, role=st.sampled_from(["rollout", "trainer", "reward"]))
     def claim(self, job: str, worker: str, role: str) -> None:
@@ -413,9 +419,9 @@ class Cluster(RuleBasedStateMachine):
     @rule(job=jobs)
     def resume(self, job: str) -> None:
         if job in self.one.entries:
-            place = place_of(self.one.workers_of(job))
-            if self.one.has_all_workers(job, self.now, place):
-                assert place_of(self.one.workers_of(job)) == place or not place
+            place = driver_address(self.one.workers_of(job))
+            if self.one.replace_lost_workers(job, self.now, place):
+                assert driver_address(self.one.workers_of(job)) == place or not place
 
     @rule(later=st.sampled_from([0.0, 1.0, 40.0]))
     def serve(self, later: float) -> None:
@@ -438,9 +444,9 @@ class Cluster(RuleBasedStateMachine):
         if not hasattr(self, "one"):
             return
         one = self.one
-        owners = [*one.claims, *one.needs_restart, *one._kept, *one.free]
+        owners = [*one.claims, *one.needs_restart, *one._reservations, *one.free]
         assert sorted(owners) == sorted(one.workers)
-        assert all(one.waits(claim.job) and claim.roles == ("rollout",) for claim, _ in one._kept.values())
+        assert all(one.waits(claim.job) and claim.roles == ("rollout",) for claim, _ in one._reservations.values())
         for entry in one.entries.values():
             assert len(one.workers_of(entry.id)) == 0 or entry.num_workers
         assert {claim.job for claim in one.claims.values()} <= set(one.entries)
@@ -466,8 +472,8 @@ def gpu_queue(fleet: str, *, rotated: bool = False, plain: int = 1) -> JobQueue:
 
 
 def join(one: JobQueue, address: str, host: str, devices: tuple[Device, ...]) -> None:
-    one.joined(address, {}, 0.0)
-    one.reported(address, WorkerGpus(host=host, devices=devices))
+    one.add_worker(address, {}, 0.0)
+    one.set_gpus(address, WorkerGpus(host=host, devices=devices))
 
 
 def gpu_job(instances: int, ranks: int = 1, tensor_parallel: int = 1) -> Needs:
@@ -483,10 +489,10 @@ def test_no_two_roles_share_a_gpu_and_light_roles_have_none(rotated: bool) -> No
     one = gpu_queue("8xH100-80", rotated=rotated)
     enter(one, "first", gpu_job(instances=6, ranks=2))
     assert admitted(one) == ["first"]
-    visible = one.visible("first")
+    visible = one.visible_devices("first")
     assert sorted(text for text in visible.values() if text) == [str(n) for n in range(8)]
     assert visible["plain-0"] == "" and set(one.workers_of("first")["plain-0"]) == {"driver", "server", "reward"}
-    assert "| t0 t1 r0 r1 r2 r3 r4 r5 |" in one.picture("first")
+    assert "| t0 t1 r0 r1 r2 r3 r4 r5 |" in one.placement_text("first")
 
 
 def test_an_instance_of_two_gpus_is_one_worker_that_sees_both() -> None:
@@ -494,7 +500,7 @@ def test_an_instance_of_two_gpus_is_one_worker_that_sees_both() -> None:
     enter(one, "first", gpu_job(instances=1, ranks=1, tensor_parallel=2))
     assert admitted(one) == ["first"]
     (instance,) = [a for a, roles in one.workers_of("first").items() if roles == ("rollout",)]
-    assert len(one.visible("first")[instance].split(",")) == 2
+    assert len(one.visible_devices("first")[instance].split(",")) == 2
     apart = gpu_queue("4xH100-80")
     enter(apart, "first", gpu_job(instances=1, ranks=1, tensor_parallel=2))
     assert admitted(apart) == []
@@ -510,7 +516,7 @@ def test_the_queue_counts_gpus_not_processes() -> None:
     assert admitted(one) == ["first"]
     why = one.entries["second"].why
     assert why.endswith("needs 3 GPUs (1 for training, 2 for rollout); 1 of 4 are free, 3 belong to first")
-    assert one.short_of_gpus(gpu_job(instances=2)) == "" != one.short_of_gpus(gpu_job(instances=4))
+    assert one.gpu_shortage(gpu_job(instances=2)) == "" != one.gpu_shortage(gpu_job(instances=4))
     one.leave("first")
     assert admitted(one) == ["second", "third"]
 
@@ -521,12 +527,12 @@ def test_a_lost_gpu_is_replaced_on_its_host_or_where_the_weights_are() -> None:
     assert admitted(one) == ["first"]
     (address,) = [a for a, roles in one.workers_of("first").items() if roles == ("rollout",)]
     host = address.partition(":")[0]
-    one.left(address, 1.0)
+    one.remove_worker(address, 1.0)
     assert one.claim_gpus("first", "rollout", peek=True) == one.claim_gpus("first", "rollout", peek=True)
     second = one.claim_gpus("first", "rollout")
     assert second.startswith(host) and second != address
-    assert one.visible("first")[second] == second.partition(":")[2]
-    one.left(second, 2.0)
+    assert one.visible_devices("first")[second] == second.partition(":")[2]
+    one.remove_worker(second, 2.0)
     spare = [a for a in one.free if a.startswith(host)]
     if not spare:
         assert one.claim_gpus("first", "rollout") and not one.claim_gpus("first", "rollout", avoid=one.free)
@@ -538,7 +544,7 @@ def test_a_hung_worker_keeps_its_gpu_until_it_has_left() -> None:
     assert admitted(one) == ["first"]
     (address,) = [a for a, roles in one.workers_of("first").items() if roles == ("rollout",)]
     assert one.claim_gpus("first", "rollout", avoid=[address]) == ""
-    one.left(address, 1.0)
+    one.remove_worker(address, 1.0)
     join(one, "again", "node-0", one.gpus[address].devices)
     assert one.claim_gpus("first", "rollout", avoid=[address]) == "again"
 
@@ -548,29 +554,29 @@ def test_workers_that_used_gpus_are_restarted_before_another_job_has_them() -> N
     enter(one, "first", gpu_job(instances=1))
     enter(one, "second", gpu_job(instances=1))
     assert admitted(one) == ["first"]
-    heavy = [a for a, text in one.visible("first").items() if text]
+    heavy = [a for a, text in one.visible_devices("first").items() if text]
     one.restart_gpus("first", [*heavy, "plain-0"])
     one.leave("first")
-    assert admitted(one) == [] and sorted(one.take_unwanted()) == sorted(heavy)
+    assert admitted(one) == [] and sorted(one.take_pending_restarts()) == sorted(heavy)
     for number, address in enumerate(heavy):
         devices = one.gpus[address].devices
-        one.left(address, 1.0)
+        one.remove_worker(address, 1.0)
         join(one, f"again-{number}", "node-0", devices)
     assert admitted(one) == ["second"]
 
 
 def test_a_job_waits_until_new_workers_have_reported_and_a_silent_one_has_no_gpu() -> None:
     one = gpu_queue("2xH100-80")
-    one.joined("silent", {}, 0.0)
+    one.add_worker("silent", {}, 0.0)
     enter(one, "first", gpu_job(instances=1))
     enter(one, "plain", Needs(instances=1, rewards=1, driver=True))
-    assert admitted(one) == [] and one.entries["first"].why == UNREPORTED
-    assert admitted(one, REPORT_S + 1.0) == ["first"]
+    assert admitted(one) == [] and one.entries["first"].why == WAITS_FOR_GPU_REPORT
+    assert admitted(one, REPORT_LIMIT_S + 1.0) == ["first"]
 
 
 def test_without_gpus_a_job_that_may_use_them_runs_without_and_one_that_asks_for_some_does_not() -> None:
     one = on("abc")
     enter(one, "auto", gpu_job(instances=1))
-    assert admitted(one) == ["auto"] and one.visible("auto") == {} and one.picture("auto") == ""
+    assert admitted(one) == ["auto"] and one.visible_devices("auto") == {} and one.placement_text("auto") == ""
     asks = Needs(instances=1, rewards=1, driver=True, instance_gpus=1, gpus=2)
-    assert one.short_of_gpus(asks) == "may have cluster.gpus = 2; the cluster's workers have no GPU"
+    assert one.gpu_shortage(asks) == "may have cluster.gpus = 2; the cluster's workers have no GPU"

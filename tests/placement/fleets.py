@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from staleflow.pipeline.placement.devices import GB, Device, Host, parse_fleet, uniform_host
-from staleflow.pipeline.placement.picture import draw
 from staleflow.pipeline.placement.placement import Assignment, Placement, Role, RoleKind, Shortage, place
+from staleflow.pipeline.placement.placement_text import placement_text
 
 
 def roles_of(
@@ -33,21 +33,25 @@ def roles_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """Hosts, the roles that are to be placed, and what was there before."""
+    """Hosts, the roles that are to be placed, and their previous assignments."""
 
     hosts: Sequence[Host]
     roles: Sequence[Role]
     taken: Mapping[str, str] = field(default_factory=dict)
-    before: Mapping[str, Assignment] = field(default_factory=dict)
+    previous: Mapping[str, Assignment] = field(default_factory=dict)
     share: bool = False
     turns: bool = False
 
     def place(self) -> Placement | Shortage:
-        return place(self.hosts, self.roles, taken=self.taken, before=self.before, share=self.share, turns=self.turns)
+        return place(
+            self.hosts, self.roles, taken=self.taken, previous=self.previous, share=self.share, turns=self.turns
+        )
 
     def picture(self) -> str:
         placed = self.place()
-        return placed.line if isinstance(placed, Shortage) else draw(self.hosts, placed.assignments, self.taken)
+        return (
+            placed.line if isinstance(placed, Shortage) else placement_text(self.hosts, placed.assignments, self.taken)
+        )
 
 
 def mig_host() -> Host:
@@ -100,7 +104,7 @@ def fleets() -> dict[str, Fleet]:
         "MIG slices: no instance of two": Fleet(hosts=[mig_host()], roles=roles_of(instances=2, tensor_parallel=2)),
         "MIG slices: instances of one": Fleet(hosts=[mig_host()], roles=roles_of(instances=5)),
         "A GPU has failed (the third): its role moves to the idle one, the others stay": Fleet(
-            hosts=[without(eight[0], 2)], roles=lost.roles, before=placed(lost)
+            hosts=[without(eight[0], 2)], roles=lost.roles, previous=placed(lost)
         ),
         "A second job beside the first": Fleet(hosts=pair, roles=roles_of(instances=4, ranks=4), taken=taken),
         "A third job, too large": Fleet(

@@ -119,7 +119,7 @@ def test_in_turns_a_gpu_has_one_instance_and_one_rank_each_with_all_its_memory(f
     for role in fleet.roles:
         for uuid in placed.assignments[role.name].devices:
             assert role.memory_bytes <= memory_bytes[uuid]
-    assert dataclasses.replace(turns, before=placed.assignments).place() == placed
+    assert dataclasses.replace(turns, previous=placed.assignments).place() == placed
 
 
 def test_in_turns_ranks_and_instances_are_on_the_same_gpus_where_they_can_be() -> None:
@@ -172,7 +172,7 @@ def test_each_role_has_a_process_of_its_own_that_sees_its_gpus(fleet: Fleet, see
         assert len({process.name for process in used}) == len(used)
         for own, process in zip(placed.assignments.values(), used, strict=True):
             assert process.name.startswith(own.host) and set(own.devices) <= set(process.devices)
-        assert dataclasses.replace(of_hosts, before=placed.assignments).place() == placed
+        assert dataclasses.replace(of_hosts, previous=placed.assignments).place() == placed
 
 
 @given(random_fleets(), st.sampled_from(["all", "rotated"]))
@@ -223,7 +223,7 @@ def test_a_restart_moves_nothing_and_a_lost_gpu_moves_its_role_alone(fleet: Flee
     if not isinstance(first, Placement):
         return
     before = first.assignments
-    again = dataclasses.replace(fleet, before=before)
+    again = dataclasses.replace(fleet, previous=before)
     assert again.place() == first
     used = sorted({uuid for item in before.values() for uuid in item.devices})
     lost = data.draw(st.sampled_from(used))
@@ -252,10 +252,10 @@ def test_a_role_that_moves_prefers_its_own_host_and_then_one_with_the_weights() 
         "rollout-0": Assignment(host="node-2", devices=("node-2/0",)),
         "rollout-1": Assignment(host="node-2", devices=("gone",)),
     }
-    placed = place(hosts, roles, before=before)
+    placed = place(hosts, roles, previous=before)
     assert isinstance(placed, Placement)
     assert placed.assignments["rollout-1"] == Assignment(host="node-2", devices=("node-2/1",))
-    placed = place(hosts, roles, before=before, taken={"node-2/1": "job-b"})
+    placed = place(hosts, roles, previous=before, taken={"node-2/1": "job-b"})
     assert isinstance(placed, Placement)
     assert placed.assignments["rollout-1"] == Assignment(host="node-1", devices=("node-1/1",))
 

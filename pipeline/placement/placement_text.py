@@ -10,8 +10,8 @@ from staleflow.pipeline.placement.placement import Assignment
 IDLE, OTHERS = "..", "##"
 
 
-def draw(hosts: Sequence[Host], assignments: Mapping[str, Assignment], others: Iterable[str] = ()) -> str:
-    """A picture of where roles are. others: UUIDs of GPUs that other runs have.
+def placement_text(hosts: Sequence[Host], assignments: Mapping[str, Assignment], others: Iterable[str] = ()) -> str:
+    """Show which host and GPUs each role has. others: UUIDs of GPUs that other runs use.
 
     A cell has the roles on a GPU (r3: rollout-3, t0: the trainer, t1: trainer-1), `..` if it is idle, `##` if another
     run has it; link domains are between bars; roles without a GPU stand behind.
