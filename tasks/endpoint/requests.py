@@ -291,7 +291,7 @@ def _call(value: Any, where: str) -> FunctionCall:
 
 
 def _tools(value: Any) -> str:
-    """Return definitions of tools as JSON; may_be_empty without any."""
+    """Return definitions of tools as JSON; empty if there are none."""
     if not value:
         return ""
     if not isinstance(value, list):

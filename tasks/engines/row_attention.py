@@ -1,13 +1,13 @@
-"""Attention of a pass over rows of a batch, each to its own context, in any model of transformers.
+"""Attention of a batch in which each row attends to its own context, for all transformers models.
 
-A pass computes some new tokens of some rows, one row's after the other's. Rows in the same bucket that compute about as
-many tokens are computed side by side, padded to the longest of them. It reaches the model by transformers' public
-AttentionInterface and AttentionMaskInterface: the model says what may be attended to (everything before, a window, a
-chunk) as a function of two positions, and how (scale, soft cap, sinks).
+A pass computes new tokens of several rows; they are packed into one sequence, row after row. Rows of the same bucket
+with similar numbers of new tokens are computed together, padded to the longest of them. The module is registered by
+transformers' public AttentionInterface and AttentionMaskInterface: the model passes its mask (causal, sliding window,
+chunked) as a function of two positions, and scale, soft cap and sinks.
 
-Most models attend to what they have cached, which is then read where it lies. Some cache less, and expand it in each
-pass (latent attention, arXiv 2405.04434): their layers are handed all that is cached of the contexts, and attend to
-what they make of it.
+Most models attend to the cached keys and values themselves, which are read in place. Some cache a smaller tensor and
+compute keys and values from it in each pass (latent attention, arXiv 2405.04434). A layer of these is an expanding
+layer: it gets the cached tensors of all contexts, and passes the keys and values that it computes from them.
 """
 
 from __future__ import annotations
@@ -24,31 +24,33 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from staleflow.tasks.engines.row_storage import BatchRow, Buckets, LayerStorage
 
 NAME = "staleflow_batch"
-"""Of this attention, as a model's attn_implementation."""
+"""Name of this attention for the argument attn_implementation of a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """R rows of a bucket that are computed side by side, Q new tokens each at most, over K positions."""
+    """R rows of a bucket that are computed together, with at most Q new tokens each and K positions in their
+    contexts."""
 
     capacity: int
     slots: slice | torch.Tensor
-    """Of the rows in the bucket."""
+    """[R] slots of the rows in the bucket."""
     tokens: slice | torch.Tensor
-    """[R * Q] places of their new tokens in the pass; of padding, the row's first."""
+    """[R * Q] indices of the new tokens in the pass. For padding it is the row's first new token."""
     token_indices: torch.Tensor | None
-    """Which of these R * Q are no padding; None if all."""
-    to: slice | torch.Tensor
-    """Their places in the pass."""
+    """Which of these R * Q tokens are not padding; None if there is no padding."""
+    output_indices: slice | torch.Tensor
+    """Indices of the tokens without padding in the pass."""
     positions: torch.Tensor
-    """[R, 1, Q, 1] of the new tokens in their contexts."""
-    keys: int
+    """[R, 1, Q, 1] positions of the new tokens in their contexts."""
+    num_keys: int
     """K."""
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """The new tokens of a bucket's rows: where they are in the pass, and [tokens] their slots and positions."""
+class NewTokens:
+    """The new tokens of a bucket's rows. rows: number of rows in the bucket. tokens: their range in the pass. slots,
+    positions: [tokens] slot in the bucket and position in the context of each token."""
 
     capacity: int
     rows: int
@@ -58,11 +60,14 @@ class Written:
 
 
 class RowPass:
-    """Attention state of one forward pass, shared by all layers.
+    """State of one forward pass, shared by the attention of all layers.
 
-    counts: (row, number of its new tokens); rows must have capacity for them. `order`: of the rows in the pass. layers:
-    by index. expanding: layers that expand their cached keys and values, as far as known; others are added in a pass
-    over rows without any cached token, in which there is no difference.
+    Args:
+        counts: Rows with the number of their new tokens; the rows must have capacity for them. `order` has the indices
+            of the rows in the order of the pass.
+        layers: Storage of each layer, by index.
+        expanding_layers: Indices of the layers known to be expanding. A pass over empty rows, in which both kinds get
+            the same keys, adds those that it detects.
     """
 
     def __init__(
@@ -70,57 +75,64 @@ class RowPass:
         counts: Sequence[tuple[BatchRow, int]],
         buckets: Buckets,
         layers: dict[int, LayerStorage],
-        expanding: set[int],
+        expanding_layers: set[int],
         device: torch.device,
     ) -> None:
         self._layers = layers
-        self._expanding = expanding
-        self._returned: dict[int, tuple[int, torch.Tensor]] = {}
-        """By the id of the keys that `update` has returned: the layer that attends to what it has cached."""
+        self._expanding_layers = expanding_layers
+        self._layers_by_keys: dict[int, tuple[int, torch.Tensor]] = {}
+        """The layer of each keys tensor that `update` has returned unexpanded, by the tensor's id; the tensor is kept
+        so that its id stays unique."""
         self.order = sorted(range(len(counts)), key=lambda i: (counts[i][0].capacity, counts[i][0].slot))
         self._parts: list[Part] = []
-        self._written: list[Written] = []
-        self._shared: dict[tuple[int, int], list[torch.Tensor]] = {}
-        """By the id of masks and the heads that share keys: the masks of all of their queries."""
-        self._places: dict[int, list[torch.Tensor]] = {}
+        self._new_tokens: list[NewTokens] = []
+        self._masks_by_heads: dict[tuple[int, int], list[torch.Tensor]] = {}
+        """Masks repeated for all heads of a group, by the id of the masks and the number of heads."""
+        self._storage_indices: dict[int, list[torch.Tensor]] = {}
+        """The argument `indices` of `LayerStorage.write` for each bucket, by the number of heads."""
         self._device = device
-        by_room: dict[int, list[tuple[BatchRow, int, int]]] = {}
+        rows_by_capacity: dict[int, list[tuple[BatchRow, int, int]]] = {}
         start = 0
         for row, count in (counts[i] for i in self.order):
-            by_room.setdefault(row.capacity, []).append((row, count, start))
+            rows_by_capacity.setdefault(row.capacity, []).append((row, count, start))
             start += count
-        for capacity, rows in by_room.items():
-            self._written.append(_written(capacity, rows, buckets.rows(capacity), device))
-            alike: dict[int, list[tuple[BatchRow, int, int]]] = {}
+        for capacity, rows in rows_by_capacity.items():
+            self._new_tokens.append(_new_tokens(capacity, rows, buckets.num_rows(capacity), device))
+            rows_by_width: dict[int, list[tuple[BatchRow, int, int]]] = {}
             for member in rows:
-                alike.setdefault((member[1] - 1).bit_length(), []).append(member)
-            self._parts += [_part(capacity, members, device) for members in alike.values()]
+                rows_by_width.setdefault((member[1] - 1).bit_length(), []).append(member)
+            self._parts += [_part(capacity, members, device) for members in rows_by_width.values()]
 
     def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new tokens' keys and values, [B, heads, tokens, size] each, into a layer's storage. Returns them,
-        or all that is cached of the contexts, [1, heads, R * K of each part, size], if the layer expands that."""
+        """Write keys and values of the new tokens, [B, heads, tokens, size] each, into a layer's storage. Returns the
+        same tensors; for an expanding layer the cached tensors of all contexts, [1, heads, sum of R * K of all parts,
+        size]."""
         flat_keys, flat_values = _flat(keys), _flat(values)
         heads = keys.shape[1]
-        if heads not in self._places:
-            of_head = torch.arange(heads, device=self._device)
-            self._places[heads] = [
-                ((written.slots[:, None] * heads + of_head) * written.capacity + written.positions[:, None]).ravel()
-                for written in self._written
+        if heads not in self._storage_indices:
+            head_offsets = torch.arange(heads, device=self._device)
+            self._storage_indices[heads] = [
+                (
+                    (new_tokens.slots[:, None] * heads + head_offsets) * new_tokens.capacity
+                    + new_tokens.positions[:, None]
+                ).ravel()
+                for new_tokens in self._new_tokens
             ]
-        for written, slots in zip(self._written, self._places[heads], strict=True):
-            new = flat_keys[written.tokens], flat_values[written.tokens]
-            self._layers[layer].write(written.capacity, written.rows, slots, *new)
-        if layer in self._expanding:
+        for new_tokens, slots in zip(self._new_tokens, self._storage_indices[heads], strict=True):
+            new = flat_keys[new_tokens.tokens], flat_values[new_tokens.tokens]
+            self._layers[layer].write(new_tokens.capacity, new_tokens.rows, slots, *new)
+        if layer in self._expanding_layers:
             return self._contexts(self._layers[layer].keys), self._contexts(self._layers[layer].values)
-        self._returned[id(keys)] = layer, keys
+        self._layers_by_keys[id(keys)] = layer, keys
         return keys, values
 
     def masks(self, allowed: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-        """[R, 1, Q, K] for each part: 0 where a token may attend to a position, else -inf."""
+        """Return the mask of each part, [R, 1, Q, K]: 0 where a token may attend to a position, else -inf. allowed: the
+        model's mask function."""
         zero = torch.zeros((), dtype=torch.long, device=self._device)
         outputs = []
         for part in self._parts:
-            key_positions = torch.arange(part.keys, device=self._device)[None, None, None, :]
+            key_positions = torch.arange(part.num_keys, device=self._device)[None, None, None, :]
             visible_mask = allowed(zero, zero, part.positions, key_positions)
             outputs.append(torch.zeros(visible_mask.shape, device=self._device).masked_fill_(~visible_mask, -torch.inf))
         return outputs
@@ -136,78 +148,86 @@ class RowPass:
         cap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[B, tokens, heads, size] what each new token attends to. query: [B, heads, tokens, size]. key, value: what
-        `update` has returned, or what the layer has expanded that to."""
+        """Return the attention of each new token, [B, tokens, heads, size]. query: [B, heads, tokens, size]. key,
+        value: tensors that `update` has returned; of an expanding layer, expanded."""
         batch, heads, tokens, size = query.shape
         flat = _flat(query)
         output: torch.Tensor | None = None
         for number, (part, keys, values) in enumerate(self._read(layer, key, value)):
             rows, groups = keys.shape[:2]
-            each, width = heads // groups, part.positions.shape[2]
-            mask = self._of_all(masks, each, query.dtype)[number]
-            # Heads that share keys are queries side by side: no key is copied for each of them.
-            queries = flat[part.tokens].view(rows, width, groups, each, size)
-            queries = queries.permute(0, 2, 3, 1, 4).reshape(rows, groups, each * width, size)
+            heads_per_group, width = heads // groups, part.positions.shape[2]
+            mask = self._repeat_masks(masks, heads_per_group, query.dtype)[number]
+            # Heads that share keys become more queries of one head, so that keys are not copied.
+            queries = flat[part.tokens].view(rows, width, groups, heads_per_group, size)
+            queries = queries.permute(0, 2, 3, 1, 4).reshape(rows, groups, heads_per_group * width, size)
             if cap is None and sinks is None:
                 attended = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
             else:
                 attended = _attend(queries, keys, values, mask, scale, cap, sinks)
             attended = (
-                attended.view(rows, groups, each, width, -1).permute(0, 3, 1, 2, 4).reshape(rows * width, heads, -1)
+                attended.view(rows, groups, heads_per_group, width, -1)
+                .permute(0, 3, 1, 2, 4)
+                .reshape(rows * width, heads, -1)
             )
             if part.token_indices is not None:
                 attended = attended[part.token_indices]
-            if len(self._parts) == 1 and isinstance(part.to, slice):
+            if len(self._parts) == 1 and isinstance(part.output_indices, slice):
                 output = attended
                 break
             if output is None:
                 output = attended.new_empty(batch * tokens, heads, attended.shape[-1])
-            output[part.to] = attended
+            output[part.output_indices] = attended
         assert output is not None
         return output.view(batch, tokens, heads, -1)
 
     def _read(
         self, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> Iterator[tuple[Part, torch.Tensor, torch.Tensor]]:
-        """[R, heads, K, size] keys and values of each part's contexts."""
-        if id(key) in self._returned:
-            storage = self._layers[self._returned[id(key)][0]]  # of another layer, if it shares its keys
+        """Yield each part with the keys and values of its contexts, [R, heads, K, size] each."""
+        if id(key) in self._layers_by_keys:
+            storage = self._layers[
+                self._layers_by_keys[id(key)][0]
+            ]  # a layer that shares keys with another one reads that one's storage
             for part in self._parts:
-                of_part = part.slots, slice(None), slice(part.keys)
-                yield part, storage.keys[part.capacity][of_part], storage.values[part.capacity][of_part]
+                index = part.slots, slice(None), slice(part.num_keys)
+                yield part, storage.keys[part.capacity][index], storage.values[part.capacity][index]
             return
-        self._expanding.add(layer)
+        self._expanding_layers.add(layer)
         start = 0
         for part in self._parts:
-            shape = len(part.positions), part.keys
+            shape = len(part.positions), part.num_keys
             token_range = slice(start, start + shape[0] * shape[1])
-            keys, values = (of_all[0, :, token_range].unflatten(1, shape).transpose(0, 1) for of_all in (key, value))
+            keys, values = (tensor[0, :, token_range].unflatten(1, shape).transpose(0, 1) for tensor in (key, value))
             yield part, keys, values
             start = token_range.stop
 
-    def _of_all(self, masks: list[torch.Tensor], each: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Masks of all queries of so many heads that share keys."""
-        if (id(masks), each) not in self._shared:
-            self._shared[id(masks), each] = [mask.to(dtype).repeat(1, 1, each, 1) for mask in masks]
-        return self._shared[id(masks), each]
+    def _repeat_masks(self, masks: list[torch.Tensor], heads_per_group: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Repeat masks for all heads of a group of `heads_per_group`."""
+        if (id(masks), heads_per_group) not in self._masks_by_heads:
+            self._masks_by_heads[id(masks), heads_per_group] = [
+                mask.to(dtype).repeat(1, 1, heads_per_group, 1) for mask in masks
+            ]
+        return self._masks_by_heads[id(masks), heads_per_group]
 
     def _contexts(self, buckets: dict[int, torch.Tensor]) -> torch.Tensor:
         parts = [
-            buckets[part.capacity][part.slots, :, : part.keys].transpose(0, 1).flatten(1, 2) for part in self._parts
+            buckets[part.capacity][part.slots, :, : part.num_keys].transpose(0, 1).flatten(1, 2) for part in self._parts
         ]
         return torch.cat(parts, 1)[None]
 
 
-current: ContextVar[RowPass] = ContextVar("current")
-"""The pass that this thread computes."""
+current_pass: ContextVar[RowPass] = ContextVar("current_pass")
+"""The pass that the current thread computes."""
 
 
-def _written(capacity: int, rows: list[tuple[BatchRow, int, int]], slots_used: int, device: torch.device) -> Written:
+def _new_tokens(
+    capacity: int, rows: list[tuple[BatchRow, int, int]], slots_used: int, device: torch.device
+) -> NewTokens:
     slots = [row.slot for row, count, _ in rows for _ in range(count)]
     positions = [row.length + i for row, count, _ in rows for i in range(count)]
     first = rows[0][2]
     indices = torch.tensor([slots, positions], device=device)
-    return Written(capacity, slots_used, slice(first, first + len(slots)), indices[0], indices[1])
+    return NewTokens(capacity, slots_used, slice(first, first + len(slots)), indices[0], indices[1])
 
 
 def _part(capacity: int, rows: list[tuple[BatchRow, int, int]], device: torch.device) -> Part:
@@ -217,24 +237,24 @@ def _part(capacity: int, rows: list[tuple[BatchRow, int, int]], device: torch.de
     positions = [row.length + (i if i < count else 0) for row, count, _ in rows for i in range(width)]
     return Part(
         capacity=capacity,
-        slots=_places([row.slot for row, _, _ in rows], device),
-        tokens=_places(tokens, device),
+        slots=_indices([row.slot for row, _, _ in rows], device),
+        tokens=_indices(tokens, device),
         token_indices=None if len(token_indices) == len(tokens) else torch.tensor(token_indices, device=device),
-        to=_places([tokens[index] for index in token_indices], device),
+        output_indices=_indices([tokens[index] for index in token_indices], device),
         positions=torch.tensor(positions, device=device).view(len(rows), 1, width, 1),
-        keys=max(row.length + count for row, count, _ in rows),
+        num_keys=max(row.length + count for row, count, _ in rows),
     )
 
 
-def _places(indices: list[int], device: torch.device) -> slice | torch.Tensor:
-    """As a slice if they follow one another, so that they are read without copying."""
+def _indices(indices: list[int], device: torch.device) -> slice | torch.Tensor:
+    """Return indices as a slice if they are consecutive, which reads without copying; else as a tensor."""
     if indices == list(range(indices[0], indices[0] + len(indices))):
         return slice(indices[0], indices[0] + len(indices))
     return torch.tensor(indices, device=device)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """[B, heads, tokens, size] as [B * tokens, heads, size]."""
+    """Reshape [B, heads, tokens, size] to [B * tokens, heads, size]."""
     batch, heads, tokens, size = tensor.shape
     return tensor.transpose(1, 2).reshape(batch * tokens, heads, size)
 
@@ -248,8 +268,8 @@ def _attend(
     cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention whose scores have a soft cap (Gemma 2, arXiv 2408.00118), or that may attend to nothing, as far as a
-    head's sink says (gpt-oss, arXiv 2508.10925). sinks: [heads]."""
+    """Attention with a soft cap on its scores (Gemma 2, arXiv 2408.00118) or with a sink for each head, an additional
+    score without a value (gpt-oss, arXiv 2508.10925). sinks: [heads]."""
     scores = (query @ keys.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if cap is not None:
         scores = torch.tanh(scores / cap) * cap
@@ -257,8 +277,8 @@ def _attend(
     if sinks is None:
         return scores.softmax(-1) @ values
     groups, queries = scores.shape[1:3]
-    of_query = sinks.to(scores.dtype).view(groups, -1).repeat_interleave(queries // (sinks.numel() // groups), 1)
-    scores = torch.cat([scores, of_query[None, :, :, None].expand(*scores.shape[:3], 1)], -1)
+    query_sinks = sinks.to(scores.dtype).view(groups, -1).repeat_interleave(queries // (sinks.numel() // groups), 1)
+    scores = torch.cat([scores, query_sinks[None, :, :, None].expand(*scores.shape[:3], 1)], -1)
     return scores.softmax(-1)[..., :-1] @ values
 
 
@@ -273,14 +293,15 @@ def attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What a model calls for attention of this name, after its cache was updated with key and value."""
+    """Attention function that a model calls in each layer, after it has updated its cache with key and value."""
     layer: Any = module.layer_idx
-    return current.get().attend(layer, query, key, value, attention_mask, scaling, softcap, s_aux), None
+    return current_pass.get().attend(layer, query, key, value, attention_mask, scaling, softcap, s_aux), None
 
 
 def masks(*args: Any, mask_function: Callable[..., torch.Tensor], **kwargs: Any) -> list[torch.Tensor]:
-    """What a model calls for the mask of each of its kinds of attention, and hands to `attention` in its layers."""
-    return current.get().masks(mask_function)
+    """Mask function that a model calls for each of its kinds of attention. The model passes the result to
+    `attention`."""
+    return current_pass.get().masks(mask_function)
 
 
 AttentionInterface.register(NAME, attention)

@@ -1,17 +1,18 @@
-"""The cache that a model computes with: of each row, keys and values where a layer attends, and else its state.
+"""The cache of a batch in a transformers model: keys and values of attention layers, and states of recurrent layers.
 
-A layer that attends writes into its storage (row_storage.py) in place. A layer of another kind (Mamba, gated delta net,
-short convolution) has one state for each row, of constant size: transformers' own layer holds those of the rows of one
-pass after another. While it is the same rows that are computed nothing is copied; else states are put together anew.
+An attention layer writes keys and values into its storage (row_storage.py) in place. A recurrent layer (Mamba, gated
+delta net, short convolution) has one state of constant size for each row. The transformers class of the layer stores
+the states of the rows of one pass in one tensor. If the next pass has the same rows, nothing is copied; otherwise the
+states are saved in their rows, and the states of the new rows are concatenated.
 
-Invariant: a state is that after all of its row's computed tokens, so rows of a model that has states cannot be cut
-(`can_crop`), and all rows of a pass compute as many new tokens.
+Invariant: a state includes all computed tokens of its row. So a model with recurrent layers cannot remove tokens from a
+row (`can_crop`), and all rows of a pass must have the same number of new tokens.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +28,12 @@ from transformers.cache_utils import (
 )
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.engines.row_attention import RowPass, current
+from staleflow.tasks.engines.row_attention import RowPass, current_pass
 from staleflow.tasks.engines.row_storage import BatchRow, Buckets, KeysAndValues, LayerStorage
 
 
-class AttentionRows(CacheLayerMixin):
-    """A layer that attends."""
+class AttentionLayerCache(CacheLayerMixin):
+    """The cache of an attention layer."""
 
     def __init__(self, index: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -41,10 +42,10 @@ class AttentionRows(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: its storage grows as it is written."""
+        """Do nothing: the storage is allocated when it is written."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return current.get().update(self._index, key_states, value_states)
+        return current_pass.get().update(self._index, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0  # RowPass knows the sizes
@@ -56,17 +57,17 @@ class AttentionRows(CacheLayerMixin):
         return -1
 
 
-class AttentionAndStateRows(LinearAttentionLayer, AttentionRows):
-    """A layer that attends and has a state (Falcon-H1)."""
+class AttentionStateLayerCache(LinearAttentionLayer, AttentionLayerCache):
+    """The cache of a layer that has both attention and a recurrent state (Falcon-H1)."""
 
     def __init__(self, index: int, number_of_states: int) -> None:
-        AttentionRows.__init__(self, index)
+        AttentionLayerCache.__init__(self, index)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
 
 @dataclass(frozen=True, slots=True)
 class SavedRow:
-    """A copy of what a row has computed: `length` tokens."""
+    """A copy of a row's cache after `length` tokens. attention: by attention layer. states: by recurrent layer."""
 
     length: int
     attention: list[KeysAndValues]
@@ -74,104 +75,114 @@ class SavedRow:
 
 
 class RowCache(Cache):
-    """The cache of a batch. config: the model's. page: tokens; see Buckets. Raises ConfigError for a model whose layers
-    are of other kinds."""
+    """The cache of a batch of rows.
 
-    def __init__(self, config: Any, page: int) -> None:
-        layers = [_layer(index, layer) for index, layer in enumerate(DynamicCache(config=config).layers)]
+    Args:
+        config: Configuration of the model. Raises ConfigError if it has layers of other kinds.
+        page_tokens: See Buckets.
+    """
+
+    def __init__(self, config: Any, page_tokens: int) -> None:
+        layers = [_layer_cache(index, layer) for index, layer in enumerate(DynamicCache(config=config).layers)]
         super().__init__(layers=layers)
-        self._storages = {i: layer.storage for i, layer in enumerate(layers) if isinstance(layer, AttentionRows)}
-        self._buckets = Buckets(self._storages.values(), page)
+        self._storages = {i: layer.storage for i, layer in enumerate(layers) if isinstance(layer, AttentionLayerCache)}
+        self._buckets = Buckets(self._storages.values(), page_tokens)
         self._stateful = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
-        self.continues = True
-        """Whether states go on from several new tokens at once."""
-        self._present: list[BatchRow] = []
-        """The rows whose states the layers hold, in this order."""
+        self.can_split_input = True
+        """Whether recurrent layers compute several new tokens correctly from a state that is not empty. RowModel sets
+        it."""
+        self._loaded_rows: list[BatchRow] = []
+        """The rows whose states are in the layers, in this order."""
 
     @property
     def can_crop(self) -> bool:
-        """Whether computed tokens can be taken back, by making a row's length smaller."""
+        """Whether the last tokens of a row can be removed by making its length smaller."""
         return not self._stateful
 
-    def begin_pass(self, counts: Sequence[tuple[BatchRow, int]], expanding: set[int], device: torch.device) -> RowPass:
-        """Make room for a pass over these rows, so many new tokens each. expanding: see RowPass."""
+    def begin_pass(
+        self, counts: Sequence[tuple[BatchRow, int]], expanding_layers: set[int], device: torch.device
+    ) -> RowPass:
+        """Allocate the storage for a pass. counts: its rows, each with the number of its new tokens. expanding_layers:
+        see RowPass."""
         for row, count in counts:
             self._buckets.reserve(row, row.length + count)
-        row_pass = RowPass(counts, self._buckets, self._storages, expanding, device)
+        row_pass = RowPass(counts, self._buckets, self._storages, expanding_layers, device)
         if self._stateful:
-            self._select([counts[i][0] for i in row_pass.order])
+            self._load_states([counts[i][0] for i in row_pass.order])
         return row_pass
 
     def remove(self, row: BatchRow) -> None:
-        """Forget a row."""
+        """Remove a row and all that it has computed."""
         self._buckets.remove(row)
-        self._put_down([row])
+        self._move_states_to_rows([row])
         row.states, row.length = None, 0
 
     def save(self, row: BatchRow) -> SavedRow:
-        """A copy of what a row has computed."""
-        self._put_down([row])
+        """Return a copy of a row's cache."""
+        self._move_states_to_rows([row])
         return SavedRow(row.length, self._buckets.save(row), row.states or [])
 
     def restore(self, row: BatchRow, saved: SavedRow) -> None:
-        """Have a row that has computed nothing go on from a copy."""
+        """Set an empty row to a saved copy."""
         self._buckets.restore(row, saved.attention, saved.length)
         row.states = saved.states or None
 
-    def _put_down(self, rows: Sequence[BatchRow]) -> None:
-        """Have rows hold their states themselves, and the layers none."""
-        if any(row in self._present for row in rows):
-            self._select([])
+    def _move_states_to_rows(self, rows: Sequence[BatchRow]) -> None:
+        """If one of these rows has its state in the layers, move the states of all rows from there to the rows."""
+        if any(row in self._loaded_rows for row in rows):
+            self._load_states([])
 
-    def _select(self, rows: list[BatchRow]) -> None:
-        """Have the layers hold the states of these rows: of all that go on, or of new ones."""
-        if rows == self._present:
+    def _load_states(self, rows: list[BatchRow]) -> None:
+        """Put the states of these rows into the layers; those that were there are saved in their rows. Either all of
+        these rows have a state, or all of them are new."""
+        if rows == self._loaded_rows:
             return
-        for index, row in enumerate(self._present):
-            row.states = [_states_of(self.layers[i], slice(index, index + 1)) for i in self._stateful]
+        for index, row in enumerate(self._loaded_rows):
+            row.states = [_slice_states(self.layers[i], slice(index, index + 1)) for i in self._stateful]
         for number, i in enumerate(self._stateful):
             if rows and rows[0].states is not None:
-                self.layers[i] = _joined([row.states[number] for row in rows if row.states is not None])
+                self.layers[i] = _concatenate_states([row.states[number] for row in rows if row.states is not None])
             else:
-                self.layers[i] = _without_states(self.layers[i])
-        self._present = rows
+                self.layers[i] = _clear_states(self.layers[i])
+        self._loaded_rows = rows
 
 
-def _layer(index: int, layer: Any) -> Any:
-    """Our layer in place of a DynamicCache's. What a window hides is kept: the mask hides it, and tokens can be taken
-    back."""
+def _layer_cache(index: int, layer: Any) -> Any:
+    """The cache of a layer that replaces the one of a DynamicCache. Sliding windows are applied by the mask: tokens
+    outside of the window are stored, too, so the last tokens of a row can be removed."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         attends = isinstance(layer, DynamicLayer)
-        return AttentionAndStateRows(index, layer.number_of_states) if attends else layer
+        return AttentionStateLayerCache(index, layer.number_of_states) if attends else layer
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-        return AttentionRows(index)
-    if not isinstance(layer, CacheLayerMixin):  # it holds nothing
+        return AttentionLayerCache(index)
+    if not isinstance(layer, CacheLayerMixin):  # a layer without a cache
         return layer
     raise ConfigError(f"the model has layers with a {type(layer).__name__}, which the transformers engine cannot batch")
 
 
-def _without_states(layer: Any) -> Any:
-    """A layer with no states that writes into the same storage."""
+def _clear_states(layer: Any) -> Any:
+    """A copy of a layer without states, with the same storage."""
     clone = copy.copy(layer)
     LinearAttentionLayer.__init__(clone, number_of_states=layer.number_of_states)
     return clone
 
 
-def _states_of(layer: Any, rows: slice) -> Any:
-    """The layer with the states of some of its rows, as views."""
-    return _with_states(layer, lambda states: states[rows], layer)
+def _slice_states(layer: Any, rows: slice) -> Any:
+    """A copy of a layer with views of the states of some rows."""
+    return _map_states(lambda states: states[rows], layer)
 
 
-def _joined(layers: list[Any]) -> Any:
-    """A layer with the states of all rows of these, copied."""
-    return _with_states(layers[0], lambda *states: torch.cat(states), *layers)
+def _concatenate_states(layers: list[Any]) -> Any:
+    """A copy of the first layer with the concatenated states of all of them."""
+    return _map_states(lambda *states: torch.cat(states), *layers)
 
 
-def _with_states(like: Any, make: Any, *layers: Any) -> Any:
-    clone = copy.copy(like)
+def _map_states(function: Callable[..., torch.Tensor], *layers: Any) -> Any:
+    """A copy of the first layer whose states are `function` of the states of all layers, each [rows, ...]."""
+    clone = copy.copy(layers[0])
     for kind in ("conv_states", "recurrent_states"):
-        of_each = [getattr(layer, kind) for layer in layers]
-        states = {key: None if state is None else make(*(states_of_layer[key] for states_of_layer in of_each))
-                  for key, state in of_each[0].items()}  # fmt: skip
+        layer_states = [getattr(layer, kind) for layer in layers]
+        states = {key: None if state is None else function(*(states[key] for states in layer_states))
+                  for key, state in layer_states[0].items()}  # fmt: skip
         setattr(clone, kind, states)
     return clone

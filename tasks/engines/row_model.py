@@ -1,8 +1,7 @@
-"""A model that computes some new tokens of some rows of a batch in one pass.
+"""A transformers model that computes new tokens of several rows of a batch in one forward pass.
 
-Rows of a model that only attends are computed as one sequence, one row's new tokens after the other's, as many as each
-has: nothing is padded but what attention reads. Where layers have states, rows are sequences of their own, all of as
-many new tokens.
+A model whose layers are all attention layers gets the new tokens of all rows packed into one sequence, without padding.
+A model with recurrent layers gets one sequence for each row; all rows must have the same number of new tokens.
 """
 
 from __future__ import annotations
@@ -13,66 +12,69 @@ from typing import Any
 
 import torch
 
-from staleflow.tasks.engines.row_attention import current
+from staleflow.tasks.engines.row_attention import current_pass
 from staleflow.tasks.engines.row_cache import RowCache
 from staleflow.tasks.engines.row_storage import BatchRow
 
-TRIAL = [0, 1, 2, 1, 0, 2]
-"""Tokens that every vocabulary has."""
+TRIAL_TOKENS = [0, 1, 2, 1, 0, 2]
+"""Input for detecting a model's properties. All vocabularies have these tokens."""
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-"""What a model's forward calls its cache: as of transformers 5.20, before, and where it has states only."""
-ROUNDING = 0.05
-"""Difference of logits, of their standard deviation, that rounding may make in half precision."""
+"""Names of the cache in the arguments of `forward`: since transformers 5.20, before 5.20, and for recurrent models."""
+ROUNDING_TOLERANCE = 0.05
+"""Largest difference of equal logits that rounding in half precision can cause, in standard deviations of the
+logits."""
 
 
 class RowModel:
-    """A causal LM of transformers with the attention of row_attention.py. before: called before each pass with the row
-    of each of its tokens, in its order."""
+    """A causal LM of transformers with the attention of row_attention.py. before_pass: called before each forward pass
+    with one row for each token of the pass, in the order of the tokens."""
 
-    def __init__(self, model: Any, page: int, before: Callable[[Sequence[BatchRow]], object] | None = None) -> None:
+    def __init__(
+        self, model: Any, page_tokens: int, before_pass: Callable[[Sequence[BatchRow]], object] | None = None
+    ) -> None:
         self._model = model
-        self._page = page
-        self._before = before
+        self._page_tokens = page_tokens
+        self._before_pass = before_pass
         names = inspect.signature(model.forward).parameters
         self._cache_name = next(name for name in CACHE_NAMES if name in names)
-        self._expanding: set[int] = set()
+        self._expanding_layers: set[int] = set()
         self.cache = self.new_cache()
         with torch.inference_mode():
-            self._try_out()
+            self._detect_properties()
 
-    def _try_out(self) -> None:
-        """Find out which layers expand what they have cached, and whether states go on from several new tokens: some
-        models compute those as if nothing were before them."""
-        full_row, begun, cache = BatchRow(), BatchRow(), self.new_cache()
-        (expected,) = self.logits([(full_row, TRIAL)], [1], self.new_cache())
+    def _detect_properties(self) -> None:
+        """Detect which layers expand their cached keys and values (see RowPass), and whether recurrent layers can
+        compute several new tokens from a state that is not empty: in some models these ignore the state."""
+        full_row, split_row, cache = BatchRow(), BatchRow(), self.new_cache()
+        (expected,) = self.logits([(full_row, TRIAL_TOKENS)], [1], self.new_cache())
         if not self.cache.can_crop:
-            self.logits([(begun, TRIAL[:3])], [1], cache)
-            begun.length = 3
-            (continued,) = self.logits([(begun, TRIAL[3:])], [1], cache)
-            self.cache.continues = bool((continued - expected).abs().max() < ROUNDING * expected.std())
+            self.logits([(split_row, TRIAL_TOKENS[:3])], [1], cache)
+            split_row.length = 3
+            (actual,) = self.logits([(split_row, TRIAL_TOKENS[3:])], [1], cache)
+            self.cache.can_split_input = bool((actual - expected).abs().max() < ROUNDING_TOLERANCE * expected.std())
 
     def new_cache(self) -> RowCache:
-        """A cache without rows."""
-        return RowCache(self._model.config, self._page)
+        """Return an empty cache for this model."""
+        return RowCache(self._model.config, self._page_tokens)
 
     def logits(
-        self, new: Sequence[tuple[BatchRow, Sequence[int]]], wanted: Sequence[int], cache: RowCache | None = None
+        self, new: Sequence[tuple[BatchRow, Sequence[int]]], num_logits: Sequence[int], cache: RowCache | None = None
     ) -> list[torch.Tensor]:
-        """Compute new tokens of rows. Their lengths stay as they are: what counts as computed is for the caller to say.
+        """Compute new tokens of rows. The caller must add the number of new tokens to the length of each row.
 
         Args:
-            new: rows and what follows their computed tokens, for layers with states as many tokens of each.
-            wanted: for each row, after how many of its last new tokens the next one is to be predicted.
-            cache: what the rows are in, if not in this model's own.
+            new: Rows and their new tokens; for a model with recurrent layers the same number of tokens for each row.
+            num_logits: For each row, the number of its last new tokens whose logits are returned.
+            cache: The cache that has these rows; None for `self.cache`.
 
         Returns:
-            For each row [wanted, vocabulary], float32.
+            For each row [num_logits, vocabulary], float32.
         """
         cache = cache or self.cache
         device = self._model.device
-        row_pass = cache.begin_pass([(row, len(tokens)) for row, tokens in new], self._expanding, device)
-        if self._before is not None:
-            self._before([new[i][0] for i in row_pass.order for _ in new[i][1]])
+        row_pass = cache.begin_pass([(row, len(tokens)) for row, tokens in new], self._expanding_layers, device)
+        if self._before_pass is not None:
+            self._before_pass([new[i][0] for i in row_pass.order for _ in new[i][1]])
         ids = [token for i in row_pass.order for token in new[i][1]]
         positions = [new[i][0].length + n for i in row_pass.order for n in range(len(new[i][1]))]
         logit_positions: Any
@@ -80,11 +82,11 @@ class RowModel:
             shape, logit_positions, end = (1, len(ids)), [], 0
             for i in row_pass.order:
                 end += len(new[i][1])
-                logit_positions += range(end - wanted[i], end)
+                logit_positions += range(end - num_logits[i], end)
             logit_positions = torch.tensor(logit_positions or [0], device=device)
         else:
-            shape, logit_positions = (len(new), len(new[0][1])), max(*wanted, 1)
-        token = current.set(row_pass)
+            shape, logit_positions = (len(new), len(new[0][1])), max(*num_logits, 1)
+        token = current_pass.set(row_pass)
         try:
             output = self._model(
                 input_ids=torch.tensor(ids, device=device).view(shape),
@@ -94,13 +96,13 @@ class RowModel:
                 logits_to_keep=logit_positions,
             )
         finally:
-            current.reset(token)
+            current_pass.reset(token)
         logits: list[torch.Tensor] = [output.logits[0, :0]] * len(new)
         start = 0
         for index, i in enumerate(row_pass.order):
             if cache.can_crop:
-                logits[i] = output.logits[0, start : start + wanted[i]]
-                start += wanted[i]
-            elif wanted[i]:
-                logits[i] = output.logits[index, -wanted[i] :]
+                logits[i] = output.logits[0, start : start + num_logits[i]]
+                start += num_logits[i]
+            elif num_logits[i]:
+                logits[i] = output.logits[index, -num_logits[i] :]
         return logits

@@ -154,7 +154,7 @@ class RowScheduler:
             if not (row.length and row.num_pending == 1) and budget > 0:
                 # A prompt that others wait for is computed without its last token, copied, and then as others go on.
                 count = row.num_pending - (row.is_shared and row.num_pending > 1)
-                if self._cache.continues:
+                if self._cache.can_split_input:
                     count = min(count, budget)
                 elif row.length:
                     count = 1

@@ -1,12 +1,12 @@
-"""Keys and values of a batch whose rows, one context each, have any lengths. Pure torch.
+"""Storage for the keys and values of a batch whose rows have different lengths. Pure torch.
 
-Rows of similar length lie side by side: the capacity of a row is a power of two of pages, and all rows of one capacity
-share one tensor per layer, their bucket. So a step reads them as views, pads a row to less than twice its length, and
-writes only new tokens. A row moves to the next bucket when its capacity is used up: amortized constant cost per token.
+The capacity of a row is a power of two times the page size. All rows of one capacity share one tensor per layer, their
+bucket. So a pass reads the rows of a bucket as views, pads a row to less than twice its length, and writes only new
+tokens. A row moves to the next bucket when its capacity is used up, at amortized constant cost per token.
 
-Invariants: the rows of a bucket are in the slots 0, 1, 2, ... without gaps, the same ones in each layer; token i of a
-row is at position i of its slot. What lies beyond a row's length is finite, and is overwritten before it counts: so to
-take tokens back is to make the length smaller.
+Invariants: the rows of a bucket use the slots 0, 1, 2, ... without gaps, the same slots in each layer; token i of a row
+is at position i of its slot. Values after a row's length are finite and are overwritten before they are used, so the
+last tokens of a row can be removed by making its length smaller.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from typing import Any
 import torch
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
-"""Of a row in a layer: [heads, tokens, size] each."""
+"""Keys and values of a row in one layer: [heads, tokens, size] each."""
 INITIAL_SLOTS = 4
 """Slots that a bucket's tensors have at first."""
 
 
 @dataclass(eq=False, slots=True)
 class BatchRow:
-    """A row of the engine's batch. length: computed tokens. capacity: tokens that fit without a move; 0: in no bucket.
-    slot: its index in the bucket. states: of layers without keys and values, while the row is not in a pass
-    (row_cache.py)."""
+    """A row of the engine's batch, with one context.
+
+    length: number of computed tokens. capacity: number of tokens that fit into its bucket; 0: it is in no bucket. slot:
+    index in the bucket. states: states of the recurrent layers, valid while they are not in the layers
+    themselves (row_cache.py)."""
 
     length: int = 0
     capacity: int = 0
@@ -43,18 +45,19 @@ class LayerStorage:
     values: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def write(self, capacity: int, slots: int, indices: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write new tokens into a bucket of `slots` slots. keys, values: [tokens, heads, size]. indices: [tokens *
-        heads], of each token's heads, counted over slots, heads and positions."""
+        """Write new tokens into a bucket with at least `slots` slots. keys, values: [tokens, heads, size]. indices:
+        [tokens * heads], index of each head of each token in the bucket flattened to [slots * heads * capacity,
+        size]."""
         for buckets, new in ((self.keys, keys), (self.values, values)):
-            bucket = _grown(buckets, capacity, slots, new)
+            bucket = _ensure_slots(buckets, capacity, slots, new)
             bucket.view(-1, new.shape[-1]).index_copy_(0, indices, new.reshape(-1, new.shape[-1]))
 
-    def copy(self, from_room: int, from_slot: int, to_room: int, to_slot: int, length: int) -> None:
-        """Copy a row from slot to slot."""
+    def copy(self, from_capacity: int, from_slot: int, to_capacity: int, to_slot: int, length: int) -> None:
+        """Copy the first `length` tokens of a slot to another slot."""
         for buckets in (self.keys, self.values):
-            if from_room in buckets:
-                source = buckets[from_room][from_slot, :, :length]
-                _grown(buckets, to_room, to_slot + 1, source.transpose(0, 1))[to_slot, :, :length] = source
+            if from_capacity in buckets:
+                source = buckets[from_capacity][from_slot, :, :length]
+                _ensure_slots(buckets, to_capacity, to_slot + 1, source.transpose(0, 1))[to_slot, :, :length] = source
 
     def free(self, capacity: int) -> None:
         """Free a bucket's memory."""
@@ -62,36 +65,36 @@ class LayerStorage:
         self.values.pop(capacity, None)
 
     def read(self, row: BatchRow) -> KeysAndValues:
-        """A copy of a row's keys and values."""
+        """Return a copy of a row's keys and values."""
         keys, values = (
             buckets[row.capacity][row.slot, :, : row.length].clone() for buckets in (self.keys, self.values)
         )
         return keys, values
 
     def insert(self, row: BatchRow, saved: KeysAndValues) -> None:
-        """Write a row that was read."""
+        """Write keys and values that `read` returned into a row's slot."""
         for buckets, tensor in zip((self.keys, self.values), saved, strict=True):
-            bucket = _grown(buckets, row.capacity, row.slot + 1, tensor.transpose(0, 1))
+            bucket = _ensure_slots(buckets, row.capacity, row.slot + 1, tensor.transpose(0, 1))
             bucket[row.slot, :, : tensor.shape[1]] = tensor
 
 
 class Buckets:
-    """The buckets of all layers. page: tokens of a page."""
+    """The buckets of all layers. page_tokens: smallest capacity of a row, in tokens."""
 
-    def __init__(self, layers: Iterable[LayerStorage], page: int) -> None:
+    def __init__(self, layers: Iterable[LayerStorage], page_tokens: int) -> None:
         self._layers = list(layers)
-        self._page = page
+        self._page_tokens = page_tokens
         self._rows: dict[int, list[BatchRow]] = {}
 
-    def rows(self, capacity: int) -> int:
+    def num_rows(self, capacity: int) -> int:
         """Number of rows in a bucket."""
         return len(self._rows[capacity])
 
     def reserve(self, row: BatchRow, tokens: int) -> None:
-        """Give a row capacity for `tokens` tokens; its contents stay."""
+        """Make a row's capacity at least `tokens`, with the same contents."""
         if row.capacity >= tokens:
             return
-        capacity, old = max(row.capacity, self._page), (row.capacity, row.slot)
+        capacity, old = max(row.capacity, self._page_tokens), (row.capacity, row.slot)
         while capacity < tokens:
             capacity *= 2
         bucket = self._rows.setdefault(capacity, [])
@@ -119,24 +122,25 @@ class Buckets:
         row.capacity = 0
 
     def save(self, row: BatchRow) -> list[KeysAndValues]:
-        """A copy of what a row has computed, by layer."""
+        """Return a copy of a row's keys and values, by layer."""
         return [layer.read(row) for layer in self._layers]
 
     def restore(self, row: BatchRow, saved: list[KeysAndValues], length: int) -> None:
-        """Give a row without a capacity a copy of what was computed, so many tokens."""
+        """Set a row that is in no bucket to keys and values that `save` returned, `length` tokens."""
         self.reserve(row, length)
         for layer, tensors in zip(self._layers, saved, strict=True):
             layer.insert(row, tensors)
         row.length = length
 
 
-def _grown(buckets: dict[int, torch.Tensor], capacity: int, slots: int, new: torch.Tensor) -> torch.Tensor:
-    """The bucket's tensor with so many slots at least. new: [tokens, heads, size], for its shape and type."""
+def _ensure_slots(buckets: dict[int, torch.Tensor], capacity: int, slots: int, new: torch.Tensor) -> torch.Tensor:
+    """Return the bucket's tensor, enlarged to `slots` slots if it has fewer. new: [tokens, heads, size], has the
+    tensor's number of heads, size and type."""
     bucket = buckets.get(capacity)
     if bucket is not None and bucket.shape[0] >= slots:
         return bucket
     count = INITIAL_SLOTS if bucket is None else 2 * bucket.shape[0]
-    # Zeros, as what was never written may be no number, and would remain so under any mask.
+    # Zeros: memory that was never written may have NaN, which no mask removes.
     grown = new.new_zeros(max(count, slots), new.shape[1], capacity, new.shape[2])
     if bucket is not None:
         grown[: bucket.shape[0]] = bucket

@@ -302,7 +302,7 @@ def test_a_driver_that_is_stopped_is_ended_and_its_job_is_driven_again(monkeypat
             (place,) = {job.driver_worker for job in cluster.scheduler.plugins["staleflow"].jobs.values()}
             os.kill(cluster.scheduler.workers[place].pid, signal.SIGSTOP)
             await jobs.until("a", "waiting")
-            assert any("has not been heard of for 3 s" in line for line in await jobs.lines("a"))
+            assert any("has not reported for 3 s" in line for line in await jobs.lines("a"))
             await jobs.until("a", "running")
 
     with dask.config.set({"distributed.client.heartbeat": "500ms"}):
