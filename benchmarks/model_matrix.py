@@ -89,12 +89,12 @@ def weights_of(trainer: Any) -> dict[str, Any]:
     """A copy of the weights that a trainer publishes."""
     import torch
 
-    from staleflow.stores.weights.weight_hash import Weights, in_order
+    from staleflow.stores.weights.weight_hash import Weights, sorted_tensors
 
     def copies(weights: Weights) -> dict[str, Any]:
-        return {name: torch.as_tensor(tensor).clone() for name, tensor in in_order(weights)}
+        return {name: torch.as_tensor(tensor).clone() for name, tensor in sorted_tensors(weights)}
 
-    weights: dict[str, Any] = trainer.published(copies)
+    weights: dict[str, Any] = trainer.apply_to_weights(copies)
     return weights
 
 
@@ -229,7 +229,7 @@ class Trial:
         from staleflow.stores.weights.weight_folder import WeightFolder
 
         folder = WeightFolder(self.folder / "weights")
-        self.trainer.published(lambda weights: folder.publish(PolicyVersion(1), weights))
+        self.trainer.apply_to_weights(lambda weights: folder.publish(PolicyVersion(1), weights))
         loaded = self.engine.load(PolicyVersion(1), folder.path(PolicyVersion(1)))
         if loaded.weights.outcome != "verified":
             return str(loaded.weights.line)
@@ -244,7 +244,7 @@ class Trial:
         from staleflow.stores.weights.weight_folder import WeightFolder
 
         folder = WeightFolder(self.folder / "saved")
-        self.trainer.published(lambda weights: folder.publish(PolicyVersion(1), weights))
+        self.trainer.apply_to_weights(lambda weights: folder.publish(PolicyVersion(1), weights))
         out = self.folder / "checkpoint"
         self.trainer.save(out, folder.path(PolicyVersion(1)))
         shapes = []

@@ -27,8 +27,8 @@ def command(run: str, trajectory: int | None, as_json: bool) -> None:
     else:
         for line in result.story:
             click.echo(line)
-        if result.torn:
-            click.echo(result.torn)
+        if result.truncated:
+            click.echo(result.truncated)
         verdict = "the same commands"
         if result.difference:
             verdict = f"DIFFER: {result.difference}"

@@ -252,7 +252,7 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
         commit_s=config.deadlines.commit_s,
         resumed=resumed,
         turn_tokens=config.rollout.turn_tokens or config.rollout.max_new_tokens,
-        keeps_kv=config.acts,
+        keeps_kv=config.has_environment,
         drafts=drafts_from_responses(config),
     )
 
@@ -292,7 +292,7 @@ def example_settings(config: RunConfig, held_out: int) -> ExampleSettings | None
         options=sft.options,
         seed=config.seed,
         columns=config.task.columns,
-        excluded=None if config.acts else prompts.source,
+        excluded=None if config.has_environment else prompts.source,
     )
 
 

@@ -76,7 +76,7 @@ def _check_objective(config: RunConfig) -> Iterator[str]:
     sft = config.training.sft
     if sft.source and not sft.steps:
         yield f"training.sft.source = {sft.source!r} is not used while training.sft.steps = 0; set it above 0"
-    if sft.steps and config.acts and not config.environment.tools and not sft.source:
+    if sft.steps and config.has_environment and not config.environment.tools and not sft.source:
         yield "training.sft.source is missing: task.source is an environment; name rows with answers"
     if sft.steps and not kl.reference and (kl.coefficient or isinstance(config.training.loss, Dpo)):
         yield (
@@ -190,7 +190,7 @@ def _check_evaluation(config: RunConfig) -> Iterator[str]:
     max_new_tokens, sets = config.rollout.max_new_tokens, config.evaluation_sets
     if HELD_OUT in config.evaluation.sets:
         yield f"evaluation.sets.{HELD_OUT} is the name of the set of task.eval_prompts; rename it"
-    plays = config.acts and not config.environment.tools and not config.task.sources
+    plays = config.has_environment and not config.environment.tools and not config.task.sources
     for name, evaluation_set in config.evaluation.sets.items():
         key = f"evaluation.sets.{name}"
         if not evaluation_set.responses_per_prompt:

@@ -31,7 +31,7 @@ def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
     loaded, or if rollout.max_new_tokens or rollout.engine.kv_tokens does not fit its context.
     """
     if config.emulated:
-        if config.workload.kind == "agentic" and not config.acts:
+        if config.workload.kind == "agentic" and not config.has_environment:
             raise ConfigError(
                 'workload.kind = "agentic": without environments only `staleflow simulate` has tool calls; set '
                 'task.multi_turn = "yes", or choose another'

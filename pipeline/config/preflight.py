@@ -103,7 +103,7 @@ def _try_source(config: RunConfig, folder: Path | None, unchecked: list[str]) ->
     examples = actor_settings.example_settings(config, config.held_out)
     if examples is not None and prompts is not None:
         Examples(examples, prompts).rows(0)
-    environments = actor_settings.episode_settings(config) if config.acts else None
+    environments = actor_settings.episode_settings(config) if config.has_environment else None
     if environments is None or environments.scoring is not None:
         _try_reward(config, task)
     if environments is not None:
@@ -129,10 +129,10 @@ def check_names(config: RunConfig) -> None:
 
 
 def _check_steps(config: RunConfig) -> None:
-    """Check that a job that acts does not count as stuck while it waits for a step of an environment."""
+    """Check that a job with an environment does not count as stuck while it waits for a step of an environment."""
     time_scale = config.rollout.engine.time_scale
     step_timeout_s, stuck_s = config.environment.step_timeout_s / time_scale, config.deadlines.stuck_s
-    if step_timeout_s >= stuck_s and config.acts:
+    if step_timeout_s >= stuck_s and config.has_environment:
         emulated = f" (at rollout.engine.time_scale = {time_scale:g})" if time_scale != 1 else ""
         raise ConfigError(
             f"environment.step_timeout_s = {config.environment.step_timeout_s:g}{emulated} must be less than "

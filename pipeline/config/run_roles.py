@@ -1,4 +1,4 @@
-"""The roles of a job that need a place."""
+"""The roles of a job that are placed on hosts and GPUs."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from staleflow.tasks.training.rank import rank_name
 
 
 def tensor_parallel(config: RunConfig) -> int:
-    """GPUs of a rollout instance."""
+    """Number of GPUs of a rollout instance."""
     return int(getattr(config.rollout.engine, "tensor_parallel", 1))
 
 
 def uses_gpus(config: RunConfig) -> bool:
-    """Whether a job computes on GPUs, if there are any. One without a model only asks for them by cluster.gpus."""
+    """Whether a job uses GPUs where there are some. A job without a model (an emulated one) does only if it sets
+    cluster.gpus."""
     return config.model.device != "cpu" and (not config.emulated or config.cluster.gpus > 0)
 
 
 def run_roles(config: RunConfig, rank_bytes: int = 0, instance_bytes: int = 0) -> tuple[Role, ...]:
-    """The roles of a job, by the names of its actors. rank_bytes, instance_bytes: what each needs of a GPU."""
+    """The roles of a job, one for each of its actors. rank_bytes, instance_bytes: memory that a rank or an instance
+    needs on each of its GPUs, 0 if not known."""
     ranks = (rank_name(number) for number in range(config.training.ranks))
     instances = (f"rollout-{number}" for number in range(config.rollout.instances))
-    judge = RoleKind.ENVIRONMENT if config.acts else RoleKind.LIGHT
+    reward_kind = RoleKind.ENVIRONMENT if config.has_environment else RoleKind.LIGHT
     return (
         Role(name="server", kind=RoleKind.LIGHT),
-        *(Role(name=name, kind=judge) for name in config.reward_actors),
+        *(Role(name=name, kind=reward_kind) for name in config.reward_actors),
         *(Role(name=name, kind=RoleKind.RANK, num_devices=1, memory_bytes=rank_bytes) for name in ranks),
         *(
             Role(name=name, kind=RoleKind.INSTANCE, num_devices=tensor_parallel(config), memory_bytes=instance_bytes)

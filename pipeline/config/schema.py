@@ -295,7 +295,7 @@ class RunConfig:
         )
 
     @property
-    def acts(self) -> bool:
+    def has_environment(self) -> bool:
         """Whether trajectories have several turns: an environment, an agent or tools answer the model. With
         task.multi_turn = auto this loads a user's file named by task.source; False if it cannot be loaded here."""
         if self.task.multi_turn != "auto" or not self.has_texts:
@@ -322,8 +322,9 @@ class RunConfig:
 
     @property
     def reward_actors(self) -> tuple[str, ...]:
-        """Names of the actors that give rewards: environment hosts if it acts, else reward workers."""
-        if self.acts:
+        """Names of the actors that give rewards: environment hosts if the job has an environment, else
+        reward workers."""
+        if self.has_environment:
             return tuple(f"environment-{i}" for i in range(self.environment.hosts))
         return tuple(f"reward-{i}" for i in range(self.reward.workers))
 
@@ -375,7 +376,7 @@ def _has_turns(source: str) -> bool:
 
 
 DERIVED = (
-    "acts",
+    "has_environment",
     "trajectories_per_step",
     "oversampled_groups",
     "oversampled_group_size",

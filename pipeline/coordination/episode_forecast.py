@@ -1,29 +1,29 @@
-"""Forecasts the share of an episode's tokens that are sampled; the others are observations of its environment. Pure.
+"""Forecast of the share of an episode's tokens that the policy samples; the others are observations. Pure.
 
-The share is learned over the latest finished episodes.
+The share is an exponential moving average over finished episodes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-LATEST = 256
-"""Number of finished episodes that the running means cover, roughly: older ones count less and less."""
+AVERAGED_EPISODES = 256
+"""Approximate number of finished episodes in the exponential moving average."""
 
 
 @dataclass(slots=True)
 class EpisodeForecast:
-    """Forecasts the sampled share of further tokens of trajectories: all of them in a run without environments."""
+    """Forecasts how many of a trajectory's next tokens are sampled: all of them in a run without environments."""
 
     _tokens: float = 0.0
-    _given_tokens: float = 0.0
+    _observation_tokens: float = 0.0
 
-    def observe(self, tokens: int, given_tokens: int) -> None:
-        """Learn from a finished episode of `tokens`, of which `given_tokens` were observations of its environment."""
-        decay = 1 - 1 / LATEST
+    def observe(self, tokens: int, observation_tokens: int) -> None:
+        """Add a finished episode of `tokens` tokens, of which `observation_tokens` are observations."""
+        decay = 1 - 1 / AVERAGED_EPISODES
         self._tokens = self._tokens * decay + tokens
-        self._given_tokens = self._given_tokens * decay + given_tokens
+        self._observation_tokens = self._observation_tokens * decay + observation_tokens
 
     def expected_sampled(self, tokens: float) -> float:
         """Expected number of sampled tokens among the next `tokens` of a trajectory."""
-        return tokens * (1 - self._given_tokens / self._tokens) if self._tokens else tokens
+        return tokens * (1 - self._observation_tokens / self._tokens) if self._tokens else tokens

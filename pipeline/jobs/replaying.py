@@ -25,13 +25,13 @@ class ReplayResult:
     num_events: int
     num_commands: int
     difference: str
-    """The first differing command; empty if there is none."""
+    """Message: the first command that differs; empty if there is none."""
     missing: str
-    """What the run stored that its journals do not cover; empty if they cover everything."""
-    torn: str
-    """Journals that end in the middle of a line, as a killed run's may; empty if none does."""
+    """Message: what the run stored that its journals do not cover; empty if they cover everything."""
+    truncated: str
+    """Message: which journals end in the middle of a line, as the journal of a killed run may; empty if none does."""
     story: tuple[str, ...]
-    """The events of the trajectory that was asked for, a line each."""
+    """The events of the chosen trajectory, one line each."""
 
 
 def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayResult:
@@ -44,7 +44,7 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayR
     stored = VersionedStore.open(run_dir / "store").summary() if (run_dir / "store").exists() else None
     result = journal.Replay(num_events=0, num_commands=0, difference="")
     story: list[str] = []
-    torn: list[str] = []
+    truncated: list[str] = []
     missing = ""
     coverage = _Coverage()
     for config, events in recorded_starts(run_dir):
@@ -65,7 +65,7 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayR
         if coverage.stopped:
             coverage.ended_at = coverage.version
         if entries.torn_line:
-            torn.append(f"{events.name}, line {entries.torn_line}, is cut off and was left out")
+            truncated.append(f"{events.name}, line {entries.torn_line}, is cut off and was left out")
         if trajectory is not None:
             story += coordinator.story(trajectory)
     if trajectory is not None and not story and not result.difference:
@@ -75,7 +75,7 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayR
         num_commands=result.num_commands,
         difference=result.difference,
         missing="" if result.difference else missing or coverage.missing(stored),
-        torn="; ".join(torn),
+        truncated="; ".join(truncated),
         story=tuple(story),
     )
 

@@ -211,7 +211,7 @@ class Actors:
         version = PolicyVersion(0) if resumption is None else resumption.version
         self._earlier_starts = 0 if resumption is None else resumption.earlier_starts
         self._resumed = resumption is not None
-        place_scorer = self.place_environment if config.acts else self.place_reward
+        place_scorer = self.place_environment if config.has_environment else self.place_reward
 
         def store_exists() -> bool:  # a server that was lost right after its start may have created it
             return (resumption is not None or "server" in self._lost_at) and (self._run_dir / "store").exists()
@@ -332,7 +332,7 @@ class Actors:
         if name in self._workers.placed:
             logger.info("%s leaves %s, which another job waits for", name, self._workers.placed[name].address)
             await self._workers.give_back(name)
-        await (self.place_environment(name) if self._config.acts else self.place_reward(name))
+        await (self.place_environment(name) if self._config.has_environment else self.place_reward(name))
 
     def reward_actor_at(self, address: str) -> str:
         """Name of the reward worker or environment host at a Dask worker's address; empty if there is none."""

@@ -279,7 +279,7 @@ class Driver:
         Idempotent. worker: its address."""
         name = self._actors.reward_actor_at(worker)
         if name and self.training:
-            move = self._environment_hosts.move(name) if self._config.acts else self._scoring.move(name)
+            move = self._environment_hosts.move(name) if self._config.has_environment else self._scoring.move(name)
             self._background.spawn(move, "give back")
 
     async def close(self) -> None:

@@ -67,7 +67,7 @@ class EnvironmentHosts:
         self._actors = actors
         self._emit = emit
         self._elapsed_s = elapsed_s
-        count = config.environment.hosts if config.acts else 0
+        count = config.environment.hosts if config.has_environment else 0
         self._hosts = [_Host(f"environment-{i}") for i in range(count)]
         self._has_logged_failure = False
         self._latest_failed: deque[bool] = deque(maxlen=NUM_LATEST)

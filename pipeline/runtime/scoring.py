@@ -107,7 +107,7 @@ class Scoring:
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
         """An endless coroutine for each reward worker, to be run side by side."""
-        return [self._score_on(name) for name in self._config.reward_actors if not self._config.acts]
+        return [self._score_on(name) for name in self._config.reward_actors if not self._config.has_environment]
 
     async def _watched(self, name: str, asking: Coroutine[Any, Any, T]) -> T:
         """The result of a call to a reward worker that may take long. Raises ActorLost if its process does not answer

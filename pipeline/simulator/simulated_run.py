@@ -117,7 +117,7 @@ class SimulatedRun:
         self._cost_alone = factories.drafted_cost(config, 1, 0.0)
         self._observe = observe
         self._members = config.oversampled_group_size
-        self._acts = config.acts  # which may look a user's file up
+        self._acts = config.has_environment  # which may look a user's file up
         self.coordinator: Coordinator = factories.make_coordinator(config, validate_each=validate_each)
         self._faults = generator(config.seed, Stream.FAULTS)
         self._now = 0.0

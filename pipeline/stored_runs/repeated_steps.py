@@ -240,7 +240,7 @@ class _Repeater:
                 else:
                     own = dataclasses.replace(part.config.model, path=folder)
                     with self._opened(dataclasses.replace(part.config, model=own), part) as policy:
-                        weights = policy.published(lambda tensors: weight_file.write(published, tensors))
+                        weights = policy.apply_to_weights(lambda tensors: weight_file.write(published, tensors))
             except (ConfigError, StoreError) as error:
                 raise _Differs(Difference(where, str(error), version - 1, False)) from error
             self._compare(weights, version, where, computed=False)
@@ -281,7 +281,7 @@ class _Repeater:
                 policy.fine_tune(step)
                 computed = True
         if self._plan.weights.get(part.start):  # a run of an earlier version may not have stored it
-            self._compare(policy.published(fingerprint), part.start, where, computed=computed)
+            self._compare(policy.apply_to_weights(fingerprint), part.start, where, computed=computed)
 
     def _step(self, policy: Policy, step: int) -> None:
         where = f"step {step}"
@@ -292,7 +292,7 @@ class _Repeater:
         if batch_fingerprint((row.trajectory, row.advantage) for row in batch) != self._plan.batches[step]:
             raise _Differs(Difference(where, "its batch is not the one that the trainer received", step, False))
         metrics = train_step(policy, schedule, batch)
-        self._compare(policy.published(fingerprint), step + 1, where, computed=True)
+        self._compare(policy.apply_to_weights(fingerprint), step + 1, where, computed=True)
         self.result.steps.append(step)
         self._report({"done": len(self.result.steps), "total": self._total, "metrics": metrics})
 

@@ -163,7 +163,7 @@ def _with_reward(config: RunConfig, reward: str) -> RunConfig:
 
     if config.emulated:
         raise ConfigError(f"{config.run_dir}: an emulated run has no texts to score")
-    if config.acts and (reward or config.reward.function) == "task" and not config.reward.parts:
+    if config.has_environment and (reward or config.reward.function) == "task" and not config.reward.parts:
         raise ConfigError(
             f"the reward of the task: the environment {config.task.source} rewards its episodes while they are "
             "played, and stored ones cannot be played again; name a function of your own, FILE.py:NAME, which gets the "

@@ -308,7 +308,7 @@ class _Training:
         started_s = time.monotonic()
         metrics = train_step(self.policy, schedule, batch)
         metrics |= {"step": float(number), "train_s": time.monotonic() - started_s}
-        weights = self.policy.published(fingerprint)
+        weights = self.policy.apply_to_weights(fingerprint)
         is_equal = self._plan.exact and weights == self._published.get(schedule)
         self._are_equal.append(is_equal)
         self.history.append(metrics)
@@ -331,7 +331,7 @@ class _Training:
         """Save the present weights for `from_pretrained`."""
         with tempfile.NamedTemporaryFile(dir=self._part, prefix=".weights-") as file:
             weights = Path(file.name)
-            self.policy.published(lambda tensors: weight_file.write(weights, tensors))
+            self.policy.apply_to_weights(lambda tensors: weight_file.write(weights, tensors))
             self.policy.save(checkpoint, weights)
 
     def same_steps(self) -> int | None:
@@ -351,9 +351,9 @@ def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report
     count = config.task.eval_prompts
     if not count:
         return None
-    if config.acts or config.task.sources:
+    if config.has_environment or config.task.sources:
         if not version:
-            reason = "environments are played" if config.acts else "several task sources are evaluated"
+            reason = "environments are played" if config.has_environment else "several task sources are evaluated"
             report({"say": f"no evaluation: {reason} by runs only"})
         return None
     report({"say": f"evaluating {'the base model' if not version else 'the trained policy'}"})

@@ -1,11 +1,11 @@
 """Samplers: which task of a source is drawn next. Pure.
 
-A sampler has settings only. What it has learned is its state, lists of numbers by name, which its methods receive; the
-store keeps it, so a resumed run draws as it would have drawn. Random numbers come from the job's seed and the number of
-the draw.
+A sampler object has settings only. What it learns is its state: named lists of numbers, which are arguments of its
+methods. The state is in the store, so a resumed run draws the same tasks as an uninterrupted one. Random numbers come
+from the job's seed and the number of the draw.
 
-Weights are never zero: a task that leaves the window can come back to it, so no set of tasks is drained. A task counts
-as seen as soon as a group of it has ended, however it ended: one that only fails is not new for ever.
+Weights are never zero, so a task that has left the window can return to it. A task counts as seen as soon as a group of
+it has ended, even if the group failed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from staleflow.tasks.settings.seeds import Stream, generator
 from staleflow.tasks.settings.user_code import error_text
 
 State = dict[str, list[float]]
-"""What a sampler has learned. It fits into JSON."""
+"""State of a sampler: named lists of numbers. It can be stored as JSON."""
 T = TypeVar("T")
-FRESH = -1.0
-"""In place of the mean reward of a task of which no group has ended."""
+UNSEEN = -1.0
+"""Value that stands for the mean reward of a task of which no group has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,28 +70,32 @@ class UserSampler(UserCode, Sampler):
     Its errors carry its name."""
 
     def choose(self, draw: Draw, state: State) -> int:
-        task = self._guarded("choose", lambda: self.code.choose(draw, state))
+        task = self._call_user_code("choose", lambda: self.code.choose(draw, state))
         try:
             number = operator.index(task)
         except Exception:  # noqa: BLE001  a value of user code may raise anything
             number = -1
         if number < 0:
-            raise ConfigError(f"{self._where}: choose returned {task!r}; it must return the number of a task, from 0")
+            raise ConfigError(
+                f"{self._error_prefix}: choose returned {task!r}; it must return the number of a task, from 0"
+            )
         return number
 
     def learn(self, task: int, reward: float | None, state: State) -> None:
         if hasattr(self.code, "learn"):
-            self._guarded("learn", lambda: self.code.learn(task, reward, state))
+            self._call_user_code("learn", lambda: self.code.learn(task, reward, state))
 
     @property
-    def _where(self) -> str:
+    def _error_prefix(self) -> str:
         return f"{SAMPLERS.key} = {self.name!r}"
 
-    def _guarded(self, method: str, call: Callable[[], T]) -> T:
+    def _call_user_code(self, method: str, call: Callable[[], T]) -> T:
         try:
             return call()
         except (Exception, SystemExit) as error:  # user code
-            raise ConfigError(f"{self._where}: {method} raised {type(error).__name__}: {error_text(error)}") from error
+            raise ConfigError(
+                f"{self._error_prefix}: {method} raised {type(error).__name__}: {error_text(error)}"
+            ) from error
 
 
 SAMPLERS: Registry[Sampler] = Registry("sampler", "task.sampler", Sampler, user_code=UserSampler)
@@ -130,16 +134,16 @@ class DifficultyWindow(Sampler):
     """Tasks whose mean reward is within a window, and those that are new, are preferred to all others."""
 
     tasks: int = knob(1000, "tasks to choose from, the first of the source", low=1, high=1_000_000)
-    low: float = knob(0.2, "mean reward of a task from which on it is in the window")
-    high: float = knob(0.8, "mean reward of a task up to which it is in the window")
+    low: float = knob(0.2, "lowest mean reward of a task in the window")
+    high: float = knob(0.8, "highest mean reward of a task in the window")
     outside: float = knob(
         0.1, "weight of a task outside of the window; one inside, or a new one, has weight 1", above=0, high=1
     )
-    memory: float = knob(0.5, "weight of a task's rewards before, when its mean is updated", low=0, high=0.99)
+    memory: float = knob(0.5, "weight of a task's earlier rewards when its mean is updated", low=0, high=0.99)
 
     def choose(self, draw: Draw, state: State) -> int:
         means = _means(state, "means", self.tasks)
-        inside = (means == FRESH) | ((means >= self.low) & (means <= self.high))
+        inside = (means == UNSEEN) | ((means >= self.low) & (means <= self.high))
         return _weighted(np.where(inside, 1.0, self.outside), draw)
 
     def learn(self, task: int, reward: float | None, state: State) -> None:
@@ -153,8 +157,8 @@ class LearningProgress(Sampler):
 
     tasks: int = knob(1000, "tasks to choose from, the first of the source", low=1, high=1_000_000)
     explore: float = knob(0.3, "share of draws in which all tasks are equally likely", above=0, high=1)
-    fast: float = knob(0.5, "weight of the rewards before in the fast average", low=0, high=0.99)
-    slow: float = knob(0.9, "weight of the rewards before in the slow average", low=0, high=0.999)
+    fast: float = knob(0.5, "weight of earlier rewards in the fast average", low=0, high=0.99)
+    slow: float = knob(0.9, "weight of earlier rewards in the slow average", low=0, high=0.999)
 
     def choose(self, draw: Draw, state: State) -> int:
         fast, slow = _means(state, "fast", self.tasks), _means(state, "slow", self.tasks)
@@ -177,7 +181,7 @@ class Curriculum(Sampler):
     stages: int = knob(4, "stages that the tasks are divided into", low=1, high=1000)
     reward: float = knob(0.7, "mean reward of a stage's latest groups at which the next stage begins")
     groups: int = knob(32, "latest groups of a stage that the mean is over", low=1, high=10_000)
-    review: float = knob(0.1, "share of draws from the stages before", low=0, high=1)
+    review: float = knob(0.1, "share of draws from earlier stages", low=0, high=1)
     most_groups: int = knob(0, "groups after which the next stage begins whatever the reward; 0: no limit", low=0)
 
     def choose(self, draw: Draw, state: State) -> int:
@@ -211,28 +215,29 @@ class Curriculum(Sampler):
 
 
 def _means(state: State, name: str, tasks: int) -> npt.NDArray[np.float64]:
-    """A moving average of each task; FRESH of those of which no group has ended."""
-    means = np.full(tasks, FRESH)
+    """Array with a moving average for each task; UNSEEN for tasks of which no group has ended."""
+    means = np.full(tasks, UNSEEN)
     known = state.get(name, [])
     means[: len(known)] = known
     return means
 
 
 def _update(state: State, name: str, tasks: int, task: int, reward: float | None, memory: float) -> None:
-    """Update a moving average of one task. A group without a reward leaves it, and counts as 0 if it was the first."""
+    """Update a moving average of one task in the state. A group without a reward does not change the average; if it is
+    the task's first group it counts as reward 0."""
     means = state.setdefault(name, [])
     if not 0 <= task < tasks:
         return
-    means += [FRESH] * (task + 1 - len(means))
-    if means[task] == FRESH:
+    means += [UNSEEN] * (task + 1 - len(means))
+    if means[task] == UNSEEN:
         means[task] = max(0.0, reward or 0.0)
     elif reward is not None:
         means[task] = max(0.0, memory * means[task] + (1 - memory) * reward)
 
 
 def _weighted(weights: npt.NDArray[np.float64], draw: Draw) -> int:
-    """A random task by these weights; one in flight only if all are."""
-    free = weights.copy()
-    free[[task for task in draw.in_flight if task < len(free)]] = 0.0
-    cumulated = np.cumsum(free if free.any() else weights)
+    """Draw a random task with these weights. Tasks in flight are left out, unless all are in flight."""
+    available = weights.copy()
+    available[[task for task in draw.in_flight if task < len(available)]] = 0.0
+    cumulated = np.cumsum(available if available.any() else weights)
     return int(min(np.searchsorted(cumulated, draw.rng().random() * cumulated[-1], side="right"), len(weights) - 1))

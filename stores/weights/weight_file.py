@@ -1,7 +1,7 @@
-"""A version's file, in the safetensors format: written piece by piece, and hashed at the same time.
+"""Writes the weights of a policy version to a safetensors file, and hashes them at the same time.
 
-Tensors may be anywhere, and come one by one; no more of them than a piece a thread is copied to this process' memory at
-a time.
+Tensors may be on any device, and may be computed one after another (TensorStream). Each thread copies one piece at a
+time to this process' memory.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ TYPES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "float64": "F64",
     "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
-"""Names of torch's types in the format."""
-ALIGNED = 8
-"""Tensors begin at multiples of their element's size: the header's size is a multiple of this, and larger elements come
-first."""
+"""Names of torch types in the safetensors format."""
+ALIGNMENT = 8
+"""Alignment in bytes. The header's size is a multiple of it, and tensors with larger elements are written first, so
+each tensor begins at a multiple of its element size."""
 
 
 def write(path: Path, weights: Tensors | TensorStream) -> str:
     """Write weights to a file, and return their fingerprint. Raises OSError; StoreError for a type that the format does
     not have."""
-    header, begins = layout(weights.described if isinstance(weights, TensorStream) else weights)
+    header, begins = layout(weights.meta_tensors if isinstance(weights, TensorStream) else weights)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         _write_all(fd, header, 0)
@@ -39,13 +39,13 @@ def write(path: Path, weights: Tensors | TensorStream) -> str:
         def write_piece(name: str, offset: int, data: memoryview) -> None:
             _write_all(fd, data, begins[name] + offset)
 
-        return fingerprint(weights, also=write_piece)
+        return fingerprint(weights, on_piece=write_piece)
     finally:
         os.close(fd)
 
 
 def layout(tensors: Tensors) -> tuple[bytes, dict[str, int]]:
-    """Read a file's header, and where in the file each tensor begins."""
+    """Make the header of a file with these tensors. Returns it, and the offset of each tensor in the file, by name."""
     entries: dict[str, object] = {}
     begins, end = {}, 0
     for name in sorted(tensors, key=lambda n: (-tensors[n].itemsize, n)):
@@ -55,7 +55,7 @@ def layout(tensors: Tensors) -> tuple[bytes, dict[str, int]]:
             "dtype": _type(name, tensor), "shape": list(tensor.shape), "data_offsets": [begins[name], end],
         }  # fmt: skip
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % ALIGNED)
+    text += b" " * (-len(text) % ALIGNMENT)
     header = struct.pack("<Q", len(text)) + text
     return header, {name: len(header) + begin for name, begin in begins.items()}
 

@@ -4,7 +4,7 @@ A fingerprint is the name of its scheme, `sha256-tree:`, and 64 hex digits. Each
 16 MiB, which threads hash side by side; a tensor's digest is that of its name, shape, type and pieces; the fingerprint
 is that of all tensors in name order.
 
-torch is loaded only where there are tensors of its: arrays of numpy's have the fingerprint of equal tensors.
+numpy arrays have the same fingerprint as equal torch tensors. torch is imported only for torch tensors.
 """
 
 from __future__ import annotations
@@ -34,52 +34,55 @@ SCHEME = "sha256-tree"
 PIECE_BYTES = 16 * 2**20
 """Bytes hashed at once by a thread. Part of the scheme: other pieces give other fingerprints."""
 MAX_THREADS = 8
-"""Threads that hash at once, at most: about as fast as memory is read, and a host's other instances hash too."""
+"""Maximum number of threads for one fingerprint. More are hardly faster, as reading memory limits them, and other
+instances on the host hash at the same time."""
 
 
-AHEAD = 4
-"""Pieces that wait for each thread, at most: tensors that come one by one are not kept for longer."""
+MAX_QUEUED_PIECES = 4
+"""Maximum number of pieces in the queue for each thread. It limits the memory that a TensorStream needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorStream:
-    """Tensors that are produced one by one in the order of their names, so that never all are in memory."""
+    """Tensors that are computed one after another, in the order of their names, so that not all are in memory at
+    once."""
 
-    described: Tensors
-    """Tensors of their types and shapes without a content."""
-    come: Iterator[tuple[str, torch.Tensor]]
-    """All of them, once."""
+    meta_tensors: Tensors
+    """Tensors on the meta device with the types and shapes of all tensors, by name."""
+    tensors: Iterator[tuple[str, torch.Tensor]]
+    """All tensors with their names. Can be read once."""
 
 
 Weights: TypeAlias = "Tensors | TensorStream"
 
 
-def in_order(weights: Weights) -> Iterator[tuple[str, AnyTensor]]:
+def sorted_tensors(weights: Weights) -> Iterator[tuple[str, AnyTensor]]:
     """Yield tensors in the order of their names. A TensorStream is consumed."""
     if isinstance(weights, TensorStream):
-        yield from weights.come
+        yield from weights.tensors
     else:
         for name in sorted(weights):
             yield name, weights[name]
 
 
 def fingerprint(
-    weights: Weights, threads: int | None = None, also: Callable[[str, int, memoryview], object] | None = None
+    weights: Weights, threads: int | None = None, on_piece: Callable[[str, int, memoryview], object] | None = None
 ) -> str:
-    """Compute the fingerprint of weights, wherever they are.
+    """Compute the fingerprint of weights on any device.
 
     Args:
         weights: Tensors by name.
-        threads: How many hash at once, by default one for each processor, up to MAX_THREADS. Each copies a piece at a
-            time.
-        also: Called in these threads with each piece, its tensor's name and its first byte's position in the tensor.
+        threads: Number of threads, by default one for each processor, up to MAX_THREADS. Each copies one piece at a
+            time to this process' memory.
+        on_piece: Called in these threads with the tensor's name, the offset of the piece in the tensor in bytes, and
+            the bytes of the piece.
     """
 
     def digest(item: tuple[str, int, torch.Tensor | Array]) -> bytes:
         name, offset, piece = item
         data = _data(piece)
-        if also is not None:
-            also(name, offset, data)
+        if on_piece is not None:
+            on_piece(name, offset, data)
         return hashlib.sha256(data).digest()  # hashlib lets other threads run meanwhile
 
     if threads is None:
@@ -94,11 +97,11 @@ def fingerprint(
         return len(digests)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="hash") as pool:
-        for name, tensor in in_order(weights):
+        for name, tensor in sorted_tensors(weights):
             digests = [pool.submit(digest, (name, *piece)) for piece in _pieces(tensor)]
             waiting.append((_header(name, tensor), digests))
             num_waiting += len(digests)
-            while num_waiting > AHEAD * threads:
+            while num_waiting > MAX_QUEUED_PIECES * threads:
                 num_waiting -= add(*waiting.popleft())
         for header, digests in waiting:
             add(header, digests)
@@ -106,12 +109,12 @@ def fingerprint(
 
 
 def _header(name: str, tensor: AnyTensor) -> bytes:
-    kind = f"torch.{tensor.dtype}" if isinstance(tensor, np.ndarray) else tensor.dtype
-    return f"{name}:{tuple(tensor.shape)}:{kind};".encode()
+    dtype = f"torch.{tensor.dtype}" if isinstance(tensor, np.ndarray) else tensor.dtype
+    return f"{name}:{tuple(tensor.shape)}:{dtype};".encode()
 
 
 def _pieces(tensor: AnyTensor) -> Iterator[tuple[int, torch.Tensor | Array]]:
-    """Views of a tensor's bytes with their place in it, PIECE_BYTES each and the rest."""
+    """Split a tensor's bytes into views of PIECE_BYTES; yields each with its offset. The last one may be shorter."""
     flat: torch.Tensor | Array
     if isinstance(tensor, np.ndarray):
         flat = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
@@ -123,6 +126,6 @@ def _pieces(tensor: AnyTensor) -> Iterator[tuple[int, torch.Tensor | Array]]:
 
 
 def _data(piece: torch.Tensor | Array) -> memoryview:
-    """The bytes of a piece, in this process' memory."""
+    """Return the bytes of a piece in this process' memory."""
     array: Array = piece if isinstance(piece, np.ndarray) else piece.cpu().numpy()
     return array.data

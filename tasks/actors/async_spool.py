@@ -13,41 +13,41 @@ from staleflow.stores.weights.resume_points import ResumePoints
 
 
 class AsyncSpool:
-    """Runs the operations of one spool in one thread, in the order of the calls."""
+    """Runs the operations of one spool in a thread, in the order of the calls."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="spool")
 
     def append(self, entries: Sequence[Entry]) -> asyncio.Future[bool]:
-        """Write entries. Returns a future that is done once they are written; its value is that of `Spool.append`."""
+        """Write entries. Returns a future of the result of `Spool.append`."""
         loop = asyncio.get_running_loop()
         if entries:
             return loop.run_in_executor(self._thread, self._spool.append, entries)
-        nothing: asyncio.Future[bool] = loop.create_future()
-        nothing.set_result(True)
-        return nothing
+        written: asyncio.Future[bool] = loop.create_future()
+        written.set_result(True)
+        return written
 
     async def mark_stored(self, step: int, groups: Iterable[GroupId]) -> None:
         """Forget the entries of groups that are stored; see `Spool.mark_stored`."""
-        await self._do(lambda: self._spool.mark_stored(step, groups))
+        await self._run(lambda: self._spool.mark_stored(step, groups))
 
-    async def committed(self, step: int, groups: Iterable[GroupId], points: ResumePoints) -> None:
-        """Forget the entries of a commit's groups, and remove the parts that no resume point needs."""
+    async def forget_committed(self, step: int, groups: Iterable[GroupId], resume_points: ResumePoints) -> None:
+        """Forget the entries of a commit's groups, and remove the spool's files that no resume point needs."""
 
         def prune() -> None:
             self._spool.mark_stored(step, groups)
-            self._spool.rotate(min(points.versions(), default=None))
+            self._spool.rotate(min(resume_points.versions(), default=None))
 
-        await self._do(prune)
+        await self._run(prune)
 
     async def clear(self) -> None:
         """Forget all entries."""
-        await self._do(self._spool.clear)
+        await self._run(self._spool.clear)
 
     def close(self) -> None:
         """Wait until all entries are written, and end the thread."""
         self._thread.shutdown(wait=True)
 
-    async def _do(self, operation: Callable[[], object]) -> None:
+    async def _run(self, operation: Callable[[], object]) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, operation)

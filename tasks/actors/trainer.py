@@ -206,7 +206,7 @@ class Trainer:
             self._policy.load_state(self._points.path(version))
         result = self._publish(version, {})
         if recorded not in ("", result.fingerprint):
-            is_equal = self._policy.published(lambda weights: fingerprint(weights) == recorded)
+            is_equal = self._policy.apply_to_weights(lambda weights: fingerprint(weights) == recorded)
             result = replace(result, as_recorded=is_equal)
         return result
 
@@ -220,7 +220,7 @@ class Trainer:
         return result
 
     def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> PublishedStep:
-        fingerprint = self._policy.published(lambda weights: self._folder.publish(version, weights))
+        fingerprint = self._policy.apply_to_weights(lambda weights: self._folder.publish(version, weights))
         path = self._folder.path(version)
         self._version = version
         return PublishedStep(

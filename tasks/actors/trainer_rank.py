@@ -128,8 +128,8 @@ class DistributedPolicy:
     def fine_tune(self, step: int) -> dict[str, float]:
         return self._call_all(self._policy.fine_tune, step)
 
-    def published(self, use: Callable[[Weights], T]) -> T:
-        result: T = self._call_all(self._policy.published, use, peer_args=(discard,))
+    def apply_to_weights(self, function: Callable[[Weights], T]) -> T:
+        result: T = self._call_all(self._policy.apply_to_weights, function, peer_args=(discard,))
         return result
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:

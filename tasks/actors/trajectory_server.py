@@ -114,7 +114,7 @@ class TrajectoryServer:
         self._committed = asyncio.Event()
         """Set by the next commit, and replaced."""
         self._storing = StoreThread(self._store, settings.commit_s)
-        self._writing = AsyncSpool(self._spool)
+        self._async_spool = AsyncSpool(self._spool)
         self._evaluated = EvaluationTrajectories(self._flight, self._tasks, self._prompts.text)
         self._answers = ObservationEncoder(self._prompts)
         self._batches = StepBatches(self._flight, self._storing, settings)
@@ -165,9 +165,9 @@ class TrajectoryServer:
         resumed = self._resumed(from_prompt)
         self._flight.apply(resumed)
         self._batches.forget_all()
-        if not await self._writing.append([resumed]):
+        if not await self._async_spool.append([resumed]):
             # A later run must never recover what this run has undone.
-            await self._writing.clear()
+            await self._async_spool.clear()
         recovered = [t for t in self._flight.live.values() if t.segments]
         work = RecoveredWork(
             ledger=self._last_ledger,
@@ -220,7 +220,7 @@ class TrajectoryServer:
             )
             for group, (prompt, (source, task)) in enumerate(zip(prompts, source_tasks, strict=True), first_group)
         ]
-        await self._writing.append([entry for entry in drawn if self._flight.apply(entry)])
+        await self._async_spool.append([entry for entry in drawn if self._flight.apply(entry)])
         return [
             DrawnGroup(group=entry.group, prompt_tokens=len(entry.prompt_tokens), source=entry.source, task=entry.task)
             for entry in drawn
@@ -242,8 +242,8 @@ class TrajectoryServer:
     async def end_evaluation(self) -> None:
         """Drop all trajectories of evaluations. Idempotent."""
         groups, entries = self._evaluated.end(self._now())
-        await self._writing.append(entries)
-        await self._writing.mark_stored(-1, groups)
+        await self._async_spool.append(entries)
+        await self._async_spool.mark_stored(-1, groups)
 
     async def keep_time(self, elapsed_s: float) -> None:
         """Set the run's clock, which starts when all actors are ready, to `elapsed_s`."""
@@ -259,7 +259,7 @@ class TrajectoryServer:
         """Return what an engine is to sample of routed trajectories that are still live; of one whose turn has ended, a
         delivery without tokens. Deliveries of earlier route numbers are ignored from now on."""
         evaluated, applied = await self._evaluated.begin((item.trajectory for item in items), self._now())
-        await self._writing.append(applied)
+        await self._async_spool.append(applied)
         records: dict[GroupId, Record] = {}
         if self._settings.prompts.has_agents:
             live = [self._flight.live[item.trajectory] for item in items if item.trajectory in self._flight.live]
@@ -275,7 +275,7 @@ class TrajectoryServer:
                 params = params_of(records[t.group])
                 turn_tokens, stop = params.max_tokens, params.stop
             requests.append(request_of(t, item, self._settings, evaluated.get(t.id), turn_tokens, stop))
-        await self._writing.append([entry] if changed else [])
+        await self._async_spool.append([entry] if changed else [])
         return requests
 
     async def deliver(self, sampled: list[SampledTokens]) -> dict[TrajectoryId, int]:
@@ -301,7 +301,7 @@ class TrajectoryServer:
                 accepted.append(entry)
             if self._flight.accepts(item.trajectory, item.route_number):
                 totals[item.trajectory] = self._flight.live[item.trajectory].num_tokens
-        await self._writing.append(accepted)
+        await self._async_spool.append(accepted)
         return totals
 
     async def other_responses(self, running: tuple[TrajectoryId, ...], sent: frozenset[TrajectoryId]) -> NewResponses:
@@ -380,7 +380,7 @@ class TrajectoryServer:
                 if self._flight.apply(entry):
                     accepted.append(entry)
                 receipts.append(ObservationReceipt(item.tokens + len(result.tokens)))
-        await self._writing.append(accepted)
+        await self._async_spool.append(accepted)
         return receipts
 
     async def restart(self, failed: list[tuple[TrajectoryId, int, int]]) -> list[bool]:
@@ -401,7 +401,7 @@ class TrajectoryServer:
             )
             if restarted[-1]:
                 accepted.append(entry)
-        await self._writing.append(accepted)
+        await self._async_spool.append(accepted)
         return restarted
 
     async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[ScoringItem]:
@@ -437,7 +437,7 @@ class TrajectoryServer:
             ):
                 accepted.append(entry)
             rewards.append(self._score(item.trajectory))
-        await self._writing.append(accepted)
+        await self._async_spool.append(accepted)
         return rewards
 
     def _score(self, trajectory: TrajectoryId) -> ScoredResponse | None:
@@ -463,7 +463,7 @@ class TrajectoryServer:
             check_batch(step, members, settings.group_size, settings.max_error_share, settings.reward)
             entry = BatchTaken(step=step, trajectories=trajectories, versions=versions)
             self._flight.apply(entry)
-            written = self._writing.append([entry])
+            written = self._async_spool.append([entry])
         message = await self._batches.part(step, start)
         if written is not None:
             await written
@@ -472,7 +472,7 @@ class TrajectoryServer:
     async def retire(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
         """End trajectories that are not trained on. The next commit stores them with their v_traj."""
         if self._flight.apply(entry := TrajectoriesDiscarded(endings=endings, versions=versions)):
-            await self._writing.append([entry])
+            await self._async_spool.append([entry])
 
     async def commit(self, record: StepRecord) -> dict[str, float]:
         """Commit a step: the rows that it consumed and those that ended since the last commit. Returns metrics of the
@@ -516,7 +516,7 @@ class TrajectoryServer:
 
     async def close(self) -> None:
         self._tasks.close()
-        self._writing.close()
+        self._async_spool.close()
         self._storing.close()
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -535,7 +535,7 @@ class TrajectoryServer:
         if step is not None:
             self._batches.forget(step)
         self._tasks.forget(done)
-        await self._writing.committed(record.step, done, self._points)
+        await self._async_spool.forget_committed(record.step, done, self._points)
 
     @property
     def _last_ledger(self) -> LedgerState:

@@ -8,12 +8,13 @@ from pathlib import Path
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, load_tokenizer
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
 
-SPREAD = 2_654_435_761
-"""Odd, and larger than any vocabulary: spreads the few ids of an emulated engine over all of a tokenizer's."""
+ID_MULTIPLIER = 2_654_435_761
+"""Multiplier that maps the few token ids of an emulated engine to ids all over a vocabulary. Odd, and larger than any
+vocabulary."""
 
 
 class RandomTexts(ChatTokenizer):
-    """As ChatTokenizer, except that ids of an emulated engine's responses stand for random tokens."""
+    """A ChatTokenizer that decodes the token ids of an emulated engine as random tokens of the vocabulary."""
 
     def __init__(self, model: str) -> None:
         tokenizer = FileTokenizer(Path(model)) if Path(model).is_dir() else load_tokenizer(model)
@@ -21,4 +22,4 @@ class RandomTexts(ChatTokenizer):
         self._size = max(1, len(tokenizer))
 
     def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        return super().text([token * SPREAD % self._size for token in tokens], special=special)
+        return super().text([token * ID_MULTIPLIER % self._size for token in tokens], special=special)

@@ -68,8 +68,8 @@ class EmulatedPolicy:
         """Do nothing: there is no model to tune."""
         return {}
 
-    def published(self, use: Callable[[Weights], T]) -> T:
-        return use(weights(self._version))
+    def apply_to_weights(self, function: Callable[[Weights], T]) -> T:
+        return function(weights(self._version))
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return tuple(word_logprobs(np.asarray(tokens[1:], np.int32)).tolist())

@@ -37,8 +37,8 @@ class Policy(Protocol):
         """Do step `step` of supervised fine-tuning. Returns metrics by name."""
         ...
 
-    def published(self, use: Callable[[Weights], T]) -> T:
-        """What `use` makes of the weights as engines load them. They may come one by one."""
+    def apply_to_weights(self, function: Callable[[Weights], T]) -> T:
+        """Call `function` with the weights as engines load them, and return its result. They may be a TensorStream."""
         ...
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]: ...

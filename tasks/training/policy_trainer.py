@@ -289,19 +289,19 @@ class PolicyTrainer:
         finally:
             self.settings, self.objective = settings, objective
 
-    def published(self, use: Callable[[Weights], T]) -> T:
-        """What `use` makes of the weights as engines load them, of those that are trained. They come one by one,
-        gathered from all ranks, so that there is no copy of the model beside it."""
+    def apply_to_weights(self, function: Callable[[Weights], T]) -> T:
+        """Call `function` with a TensorStream of the trained weights as engines load them, and return its result. Each
+        tensor is gathered from all ranks when it is read, so there is no second copy of the model."""
         dtype = getattr(torch, self.settings.dtype)
         parameters = self._trained()
         if self.settings.training.lora.rank:
             parameters = {adapters.name_in_file(name): parameter for name, parameter in parameters.items()}
         parameters = dict(sorted(parameters.items()))
-        come = ((name, self.group.full_tensor(p.detach().to(dtype))) for name, p in parameters.items())
-        described = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in parameters.items()}
-        result = use(TensorStream(described, come))
-        for _ in come:
-            continue  # what it has no use for: the other ranks give theirs all the same
+        tensors = ((name, self.group.full_tensor(p.detach().to(dtype))) for name, p in parameters.items())
+        meta_tensors = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in parameters.items()}
+        result = function(TensorStream(meta_tensors, tensors))
+        for _ in tensors:
+            continue  # gather tensors that `function` did not read: the other ranks take part in all of them
         return result
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:

@@ -99,7 +99,7 @@ def test_an_environment_is_a_job_of_turns(here: Path, tiny_model: Path, monkeypa
     init("mine", "--data", "count.py:Count", "--model", str(tiny_model))
     config = loaded(here / "mine", monkeypatch)
     text = (here / "mine" / "job.toml").read_text()
-    assert user_files.with_multi_turn(config).acts
+    assert user_files.with_multi_turn(config).has_environment
     assert 'function = "task"  # the environment gives the reward' in text
     assert "max_turns = 16" in text
     assert 0 < config.rollout.turn_tokens < config.rollout.max_new_tokens

@@ -87,7 +87,7 @@ def fresh(*args: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_kind_of_environment_is_found_by_each_command(play: Path, tmp_path: Path) -> None:
     config = loading.load(play)
-    assert config.acts
+    assert config.has_environment
     assert SimulatedRun(config, make_workload(config)).run().steps
     explained = fresh("config", "explain", play, "--json")  # which also begins an episode
     assert explained.returncode == 0, explained.stderr

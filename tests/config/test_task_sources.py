@@ -61,7 +61,7 @@ def test_environment_among_several_sources_rewards_its_episodes_itself_and_has_i
         "environment.tools=['calculator']",
         "reward.function=math_verify",
     )
-    assert config.acts
+    assert config.has_environment
     a, b = config.by_source.values()
     assert (a.reward.function, b.reward.function) == ("math_verify", "task")
     assert (len(a.environment.tools), len(b.environment.tools)) == (1, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from staleflow.pipeline.config import actor_settings
-from staleflow.pipeline.coordination.episode_forecast import LATEST, EpisodeForecast
+from staleflow.pipeline.coordination.episode_forecast import AVERAGED_EPISODES, EpisodeForecast
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from tests.simulator.test_environments import agents
 
@@ -28,7 +28,7 @@ def test_an_episode_counts_for_one_of_those_that_the_means_cover() -> None:
     forecast = EpisodeForecast()
     forecast.observe(100, 90)
     forecast.observe(200, 50)
-    earlier = 1 - 1 / LATEST
+    earlier = 1 - 1 / AVERAGED_EPISODES
     assert forecast.expected_sampled(1.0) == pytest.approx(1 - (90 * earlier + 50) / (100 * earlier + 200), rel=1e-12)
 
 

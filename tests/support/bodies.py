@@ -189,7 +189,7 @@ class Run(RunListener):
                     )
                 at = end
             versions = t.versions[t.sampled]
-            assert self.config.acts or list(versions) == sorted(versions)
+            assert self.config.has_environment or list(versions) == sorted(versions)
             if row.fate is Fate.CONSUMED:
                 self._check_whole(t)
                 assert 0 <= row.step - t.v_traj <= self.config.staleness.eta
@@ -197,7 +197,7 @@ class Run(RunListener):
 
     def _check_whole(self, t: Trajectory) -> None:
         """A response has all its tokens, or all its turns."""
-        if not self.config.acts:
+        if not self.config.has_environment:
             whole = min(self.world.length(t.id), self.config.rollout.max_new_tokens)
             assert t.num_tokens == whole, f"trajectory {t.id} is cut off, or more than whole"
             return

@@ -104,7 +104,7 @@ def block_spool(server: TrajectoryServer) -> tuple[asyncio.Event, asyncio.Future
     """Have the thread that writes a server's spool wait for an event; returns that, and when it has done so."""
     opened = asyncio.Event()
     wait: Callable[[], Any] = opened.wait
-    return opened, asyncio.get_running_loop().run_in_executor(server._writing._thread, wait)
+    return opened, asyncio.get_running_loop().run_in_executor(server._async_spool._thread, wait)
 
 
 def record_of_step() -> StepRecord:
@@ -210,7 +210,7 @@ async def test_groups_that_are_not_in_the_spool_are_drawn_again_from_the_only_so
     scene = await Scene.create(in_memory(), tmp_path)
     await scene.take()
     await scene.server.commit(record_of_step())
-    await scene.server._writing.clear()
+    await scene.server._async_spool.clear()
     tasks = type(scene.server._tasks)
     draw, drawn = tasks.prompt, list[tuple[int, int]]()
 

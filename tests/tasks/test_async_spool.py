@@ -27,7 +27,7 @@ async def test_a_commit_ends_the_entries_of_its_groups_and_parts_that_no_point_n
 
     spool, points = AsyncSpool(NotedSpool(tmp_path, group_size=4)), ResumePoints(tmp_path / "resume")
     points.write(PolicyVersion(2), Path.touch)
-    await spool.committed(1, [GroupId(3)], points)
+    await spool.forget_committed(1, [GroupId(3)], points)
     assert await spool.append([]), "nothing is written"
     spool.close()
     assert done == [(1, [GroupId(3)]), 2]

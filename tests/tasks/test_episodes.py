@@ -196,8 +196,10 @@ def test_a_job_with_an_environment_has_settings_for_its_hosts(games: Path, tmp_p
     made = actor_settings.episode_settings(config)
     assert made.source.limits.max_turns == 5
     assert made.source.build().task(0).prompt == "Guess a number from 1 to 8."
-    assert user_files.with_absolute_paths(config).acts
-    assert not user_files.with_absolute_paths(loading.load(job, ["task.source=reasoning_gym:chain_sum"])).acts
+    assert user_files.with_absolute_paths(config).has_environment
+    assert not user_files.with_absolute_paths(
+        loading.load(job, ["task.source=reasoning_gym:chain_sum"])
+    ).has_environment
     with pytest.raises(ConfigError, match=r"reward\.function = 'math_verify': task\.source = .* rewards its episodes"):
         actor_settings.episode_settings(loading.load(job, ["reward.function=math_verify"]))
 
@@ -297,7 +299,7 @@ async def test_tasks_of_several_sources_are_played_in_the_environment_of_each_or
 ) -> None:
     (tmp_path / "job.toml").write_text(SOURCES.format(games=games))
     config = loading.load(tmp_path / "job.toml")
-    assert config.acts
+    assert config.has_environment
     made = actor_settings.episode_settings(config)
     assert list(made.environments) == ["guess", "moody"]
     tasks = {}

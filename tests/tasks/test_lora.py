@@ -15,7 +15,7 @@ from benchmarks.models.model_families import make_family_model
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from staleflow.stores.weights import weight_file, weight_folder
-from staleflow.stores.weights.weight_hash import in_order
+from staleflow.stores.weights.weight_hash import sorted_tensors
 from staleflow.tasks.engines import adapters
 from staleflow.tasks.engines.adapters import AdapterLayer, LoraConfig
 from staleflow.tasks.engines.engine_settings import TransformersSettings
@@ -38,8 +38,8 @@ def adapted(job: Training, lora: LoraConfig = LORA, **changes: Any) -> Training:
 
 
 def published(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
-    result: dict[str, torch.Tensor] = trainer.published(
-        lambda w: {n: torch.as_tensor(t).clone() for n, t in in_order(w)}
+    result: dict[str, torch.Tensor] = trainer.apply_to_weights(
+        lambda w: {n: torch.as_tensor(t).clone() for n, t in sorted_tensors(w)}
     )
     return result
 
@@ -81,7 +81,7 @@ def test_a_checkpoint_has_the_merged_model_and_the_adapter(tiny_model: Path, tmp
     trainer = PolicyTrainer(job.settings)
     for step, rows in enumerate(job.batches):
         trainer.step(step, rows)
-    trainer.published(lambda weights: weight_file.write(tmp_path / "weights", weights))
+    trainer.apply_to_weights(lambda weights: weight_file.write(tmp_path / "weights", weights))
     trainer.save(tmp_path / "step", tmp_path / "weights")
     merged = load_model(str(tmp_path / "step"), "float32", "cpu", attention="sdpa")
     base = load_model(str(tiny_model), "float32", "cpu", attention="sdpa")
@@ -193,7 +193,7 @@ def test_adapters_are_for_linear_layers_of_any_family_and_are_served_as_they_are
         trainer.step(step, rows)
     layers = adapters.layers(weight_folder.shapes(published(trainer)), "it")
     assert {layer.module.rpartition(".")[2] for layer in layers} == last_parts
-    trainer.published(lambda weights: weight_file.write(tmp_path / "weights", weights))
+    trainer.apply_to_weights(lambda weights: weight_file.write(tmp_path / "weights", weights))
     settings = model_settings(tmp_path / "model") | {"lora": LORA, "adapters": 2}
     engine = TransformersEngine(TransformersSettings(**settings), InstanceId("i"))
     try:

@@ -118,7 +118,7 @@ def take_turns(model: Path, folder: Path, device: SharedDevice, *, turns: bool) 
             device.measure("trainer awake")
             if version:
                 trainer.step(version - 1, [a_row()])
-            trainer.published(partial(weights.publish, version))
+            trainer.apply_to_weights(partial(weights.publish, version))
             if turns:
                 trainer.sleep()
             device.measure("trainer asleep")

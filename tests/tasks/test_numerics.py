@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from staleflow.stores.weights.weight_hash import in_order
+from staleflow.stores.weights.weight_hash import sorted_tensors
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
 from staleflow.tasks.settings.knobs import values
 from staleflow.tasks.training import policy_trainer
@@ -323,7 +323,7 @@ def test_bfloat16_is_published_but_trained_in_float32(tiny_model: Any) -> None:
     assert np.isfinite(one.step(0, rows(4))["loss"])
     assert all(p.dtype == torch.float32 for p in one.model.parameters())
     assert any(not torch.equal(p, before[n]) for n, p in one.model.named_parameters())
-    assert one.published(lambda weights: {t.dtype for _, t in in_order(weights)}) == {torch.bfloat16}
+    assert one.apply_to_weights(lambda weights: {t.dtype for _, t in sorted_tensors(weights)}) == {torch.bfloat16}
 
 
 def test_learning_rate_schedule(tiny_model: Any) -> None:

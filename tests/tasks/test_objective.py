@@ -234,7 +234,7 @@ def test_the_gradient_of_a_penalty_is_that_of_the_sampled_tokens_one_by_one(
     other = trainer(tiny_model, seed=3)
     other.step(0, data)
     if reference == "other":
-        other.published(lambda weights: weight_file.write(tmp_path / "weights", weights))
+        other.apply_to_weights(lambda weights: weight_file.write(tmp_path / "weights", weights))
         other.save(tmp_path / "reference", tmp_path / "weights")
     path = str(tmp_path / "reference") if reference == "other" else ""
     kl = KlConfig(coefficient=0.7, estimator="k2", reference=path)
@@ -348,7 +348,7 @@ def moved_model(tiny_model: Path, folder: Path) -> str:
     other = trainer(tiny_model, seed=3, learning_rate=1e-2)
     for step in range(4):
         other.step(step, rows_of_many_turns())
-    other.published(lambda weights: weight_file.write(folder / "weights", weights))
+    other.apply_to_weights(lambda weights: weight_file.write(folder / "weights", weights))
     other.save(folder / "moved", folder / "weights")
     return str(folder / "moved")
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from staleflow.stores.errors import StoreError
 from staleflow.stores.weights import weight_file, weight_folder
-from staleflow.stores.weights.weight_hash import in_order
+from staleflow.stores.weights.weight_hash import sorted_tensors
 from staleflow.tasks.actors.trainer_rank import is_lost_rank_error
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
 from staleflow.tasks.training import microbatch_split, rank_group
@@ -159,8 +159,8 @@ def train(rank: Rank, job: Training, begin: str = "", point: str = "") -> Traine
     for step, rows in enumerate(job.batches):
         metrics.append(trainer.step(step, rows if rank.leads else ()))
     probe = trainer.probe([3, 4, 5, 6])
-    weights = trainer.published(
-        lambda item: {name: t.float().numpy().copy() for name, t in in_order(item) if rank.leads}
+    weights = trainer.apply_to_weights(
+        lambda item: {name: t.float().numpy().copy() for name, t in sorted_tensors(item) if rank.leads}
     )
     if point:
         trainer.begin_save(Path(point))
@@ -303,7 +303,7 @@ def test_a_model_becomes_float32_a_block_at_a_time(
     monkeypatch.setattr(rank_group, "fully_shard", counted)
     job = training(tmp_path, (), "ppo_clip", "token_mean", offload=True)  # so that one process is a group
     trainer = PolicyTrainer(job.settings)
-    weights = trainer.published(lambda item: {name: t.clone() for name, t in in_order(item)})
+    weights = trainer.apply_to_weights(lambda item: {name: t.clone() for name, t in sorted_tensors(item)})
     trainer.close()
     first, second = (sum(p.numel() for p in block.parameters()) for block in blocks(model))
     rest = sum(p.numel() for p in model.parameters()) - first - second
@@ -317,7 +317,7 @@ def saved(rank: Rank, job: Training, folder: Path) -> None:
     torch.set_num_threads(1)
     trainer = PolicyTrainer(job.settings, rank)
     trainer.step(0, job.batches[0] if rank.leads else ())
-    trainer.published(lambda weights: weight_file.write(folder / "weights", weights) if rank.leads else None)
+    trainer.apply_to_weights(lambda weights: weight_file.write(folder / "weights", weights) if rank.leads else None)
     if rank.leads:
         trainer.save(folder / "checkpoint", folder / "weights")
     trainer.close()

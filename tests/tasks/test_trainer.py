@@ -63,8 +63,8 @@ class Weights:
             raise self.error
         return {}
 
-    def published(self, use: Callable[[Weighed], Any]) -> Any:
-        return use({"w": torch.zeros(1)})
+    def apply_to_weights(self, function: Callable[[Weighed], Any]) -> Any:
+        return function({"w": torch.zeros(1)})
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return ()

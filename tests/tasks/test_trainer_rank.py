@@ -65,9 +65,9 @@ class OneOf:
         self.meet("step")
         return {"rows": float(len(rows))}
 
-    def published(self, use: Callable[[Weights], Any]) -> Any:
+    def apply_to_weights(self, function: Callable[[Weights], Any]) -> Any:
         self.meet("published")
-        return use({"w": torch.zeros(1)})
+        return function({"w": torch.zeros(1)})
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
         self.meet("probe")
