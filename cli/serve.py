@@ -77,7 +77,7 @@ def chat(target: str, overrides: tuple[str, ...]) -> None:
                     if not messages:
                         continue
                     try:
-                        reply = await policy.ask(ChatRequest(model="", messages=tuple(messages)))
+                        reply = await policy.request_turn(ChatRequest(model="", messages=tuple(messages)))
                     except RequestError as refused:
                         click.echo(f"{refused.message}; an empty line starts a new conversation", err=True)
                         messages.pop()

@@ -113,7 +113,7 @@ def _plain(view: TrajectoryView) -> dict[str, Any]:
 
 def show_steps(run: Run, as_json: bool) -> None:
     """Print one line per commit."""
-    from staleflow.stores.metrics import REWARD_PART
+    from staleflow.stores.metrics import REWARD_PART_PREFIX
 
     commits = run.commits()
     if as_json:
@@ -128,7 +128,9 @@ def show_steps(run: Run, as_json: bool) -> None:
         ended = ", ".join(f"{n} {k.removesuffix(':none')}" for k, n in commit.ledger.num_ended.items())
         figures = ""
         if commit.kind == "step":
-            reward_parts = {name.removeprefix(REWARD_PART): m[name] for name in m if name.startswith(REWARD_PART)}
+            reward_parts = {
+                name.removeprefix(REWARD_PART_PREFIX): m[name] for name in m if name.startswith(REWARD_PART_PREFIX)
+            }
             parts = "".join(f"{printable(name, 100)} {value:.3f}  " for name, value in reward_parts.items())
             turns = f"turns {m['turns_mean']:.1f}  " if m.get("given_tokens") else ""
             figures = (

@@ -1,10 +1,10 @@
 """All metrics: name, unit and meaning, declared once.
 
-TensorBoard, Prometheus, the dashboard, summary.png and docs/metrics.md read them from here. Values are passed around as
-floats by name.
+TensorBoard, Prometheus, the dashboard, summary.png and docs/metrics.md use these declarations. Values of metrics are
+floats in dicts, by name.
 
 Tokens per second has one meaning: response tokens that were trained on, over wall time. For a run: from when its first
-step could begin to the end of its last step. For a step: its batch, over the time since the end of the step before.
+step could begin to the end of its last step. For a step: its batch, over the time since the end of the previous step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Metric:
     kind: Kind = Kind.STEP
     label: str = ""
     """Legend entry in a plot with other metrics of the same unit."""
-    exported: str = ""
+    prometheus_name: str = ""
     """Name in Prometheus, after "staleflow_"; empty if it is not exported."""
 
     @property
@@ -46,7 +46,7 @@ class Metric:
 
 
 METRICS = (
-    Metric(name="reward", unit="", doc="mean reward of the consumed batch", label="batch", exported="reward"),
+    Metric(name="reward", unit="", doc="mean reward of the consumed batch", label="batch", prometheus_name="reward"),
     Metric(name="reward_errors", unit="trajectories", doc="trajectories whose reward could not be computed",
            label="failed"),
     Metric(name="groups_with_signal", unit="share", doc="groups with unequal rewards; failed ones are left out"),
@@ -59,20 +59,20 @@ METRICS = (
     Metric(name="branches", unit="branches", doc="times that a conversation continued from an earlier point"),
     Metric(name="given_tokens", unit="tokens", doc="tokens that environments returned between turns"),
     Metric(name="tool_s", unit="s", doc="mean time a trajectory waited for its environment, all turns together"),
-    Metric(name="prefilled_tokens", unit="tokens", doc="tokens of contexts that instances computed, since the step "
-           "before", label="computed"),
-    Metric(name="cached_tokens", unit="tokens", doc="tokens of contexts that instances found cached, since the step "
-           "before", label="found cached"),
+    Metric(name="prefilled_tokens", unit="tokens", doc="prompt and context tokens that instances computed since the "
+           "previous step", label="computed"),
+    Metric(name="cached_tokens", unit="tokens", doc="prompt and context tokens that instances found in their KV "
+           "caches since the previous step", label="found cached"),
     Metric(name="kept_tokens", unit="tokens", doc="KV tokens kept for turns to come, on all instances, when the step "
            "ended"),
-    Metric(name="drafted_tokens", unit="tokens", doc="drafted tokens that instances verified, since the step before",
+    Metric(name="drafted_tokens", unit="tokens", doc="drafted tokens that instances verified, since the previous step",
            label="drafted"),
-    Metric(name="accepted_tokens", unit="tokens", doc="drafted tokens that the policy sampled too, since the step "
-           "before", label="accepted"),
+    Metric(name="accepted_tokens", unit="tokens", doc="drafted tokens that the policy sampled too, since the "
+           "previous step", label="accepted"),
     Metric(name="truncated_share", unit="share", doc="responses cut off at max_new_tokens"),
     Metric(name="staleness_mean", unit="versions", doc="mean of step - v_traj over the batch", label="consumed, mean"),
     Metric(name="staleness_max", unit="versions", doc="largest step - v_traj of the batch; at most eta",
-           label="consumed, max", exported="staleness_max"),
+           label="consumed, max", prometheus_name="staleness_max"),
     Metric(name="staleness_in_flight", unit="versions", doc="mean age of groups being sampled, over the step",
            label="in flight, mean"),
     Metric(name="staleness_in_queue", unit="versions", doc="mean age of finished groups in the queue, over the step",
@@ -90,7 +90,7 @@ METRICS = (
     Metric(name="clip_share_high", unit="share", doc="tokens clipped because their ratio is high", label="high"),
     Metric(name="ratio_mean", unit="", doc="mean importance ratio to the behaviour policy"),
     Metric(name="ess", unit="share", doc="effective sample size of the importance ratios over the number of tokens; 1 "
-           "is on-policy", exported="effective_sample_size"),
+           "is on-policy", prometheus_name="effective_sample_size"),
     Metric(name="ess_stderr", unit="share", doc="standard error of ess; 0 if all rows were computed"),
     Metric(name="entropy", unit="nats", doc="entropy of each token's distribution, at the sampling temperature; from "
            "the sampled tokens' logprobs"),
@@ -128,75 +128,75 @@ METRICS = (
     Metric(name="wait_s", unit="s", doc="time the trainer waited for the batch to be ready"),
     Metric(name="elapsed_s", unit="s", doc="time since the run's first step could begin"),
     Metric(name="commit_s", unit="s", doc="time to store the step, while the next one runs"),
-    Metric(name="tokens_per_s", unit="tokens/s", doc="response_tokens over the time since the end of the step before",
-           label="step", exported="tokens_per_second"),
+    Metric(name="tokens_per_s", unit="tokens/s", doc="response_tokens over the time since the end of the previous step",
+           label="step", prometheus_name="tokens_per_second"),
 
     Metric(name="sampled", unit="", kind=Kind.EVALUATION, doc="mean reward of the sampled responses"),
     Metric(name="sampled_stderr", unit="", kind=Kind.EVALUATION, doc="standard error of that mean, over prompts"),
     Metric(name="greedy", unit="", kind=Kind.EVALUATION, doc="mean reward of the greedy responses"),
     Metric(name="greedy_stderr", unit="", kind=Kind.EVALUATION, doc="standard error of that mean, over prompts"),
-    Metric(name="tokens", unit="tokens", kind=Kind.EVALUATION, doc="tokens sampled for it"),
-    Metric(name="seconds", unit="s", kind=Kind.EVALUATION, doc="time from its request to its last score"),
+    Metric(name="tokens", unit="tokens", kind=Kind.EVALUATION, doc="tokens sampled in the evaluation"),
+    Metric(name="seconds", unit="s", kind=Kind.EVALUATION, doc="time from the evaluation's request to its last score"),
     Metric(name="tokens_per_s", unit="tokens/s", kind=Kind.RUN, doc="response tokens of all steps over elapsed_s of "
            "the last (summary.json, live view, simulate)"),
     Metric(name="steady_tokens_per_s", unit="tokens/s", kind=Kind.RUN, doc="the same without the run's warm-up and end "
            "(simulate, to compare variants)"),
 
-    Metric(name="step", unit="steps", kind=Kind.GAUGE, doc="training steps finished", exported="step"),
+    Metric(name="step", unit="steps", kind=Kind.GAUGE, doc="training steps finished", prometheus_name="step"),
     Metric(name="staleness_in_flight", unit="versions", kind=Kind.GAUGE, doc="mean age of groups being sampled, now",
-           exported="staleness_in_flight"),
+           prometheus_name="staleness_in_flight"),
     Metric(name="staleness_in_queue", unit="versions", kind=Kind.GAUGE, doc="mean age of finished groups "
-           "in the queue, now", exported="staleness_in_queue"),
+           "in the queue, now", prometheus_name="staleness_in_queue"),
     Metric(name="num_queued", unit="trajectories", kind=Kind.GAUGE, doc="trajectories waiting for an instance",
-           exported="trajectories_queued"),
+           prometheus_name="trajectories_queued"),
     Metric(name="num_running", unit="trajectories", kind=Kind.GAUGE, doc="trajectories being sampled",
-           exported="trajectories_running"),
+           prometheus_name="trajectories_running"),
     Metric(name="num_acting", unit="trajectories", kind=Kind.GAUGE, doc="trajectories waiting for their environment",
-           exported="trajectories_acting"),
+           prometheus_name="trajectories_acting"),
     Metric(name="num_scoring", unit="trajectories", kind=Kind.GAUGE, doc="trajectories waiting for their reward",
-           exported="trajectories_scoring"),
+           prometheus_name="trajectories_scoring"),
     Metric(name="instance_tokens_per_s", unit="tokens/s", kind=Kind.GAUGE, doc="tokens sampled by one instance, since "
            "the dashboard page was last drawn"),
     Metric(name="num_started", unit="trajectories", kind=Kind.COUNTER, doc="trajectories started since the run began",
-           exported="trajectories_started"),
+           prometheus_name="trajectories_started"),
 )  # fmt: skip
 
-EVALUATION = "evaluation/"
-"""Beginning of the names under which trackers have the values of evaluations."""
-REWARD_PART = "reward/"
-"""Beginning of the names of metrics that a job's own reward brings: the mean of each part, by the part's name."""
-TASK = "task/"
-"""Beginning of the names of metrics of a job's task sources: then the source's name, and one of OF_TASK."""
-OF_TASK = {
+EVALUATION_PREFIX = "evaluation/"
+"""Prefix of the metrics of evaluations in trackers: `evaluation/SET/METRIC`."""
+REWARD_PART_PREFIX = "reward/"
+"""Prefix of the mean of each part of a job's reward: `reward/PART`."""
+SOURCE_PREFIX = "task/"
+"""Prefix of the metrics of a job's task sources: `task/SOURCE/METRIC`, with a metric of SOURCE_METRICS."""
+SOURCE_METRICS = {
     "reward": "mean reward of the source's groups in the batch",
-    "reward_scored": "mean reward of all its groups that were scored since the step before, filtered ones included",
+    "reward_scored": "mean reward of all its groups that were scored since the previous step, filtered ones included",
     "trained_share": "its share of the groups trained on since the run began",
     "drawn_share": "its share of the groups drawn since the run began",
 }
-"""Metrics of a task source, by the end of their names."""
-STEP = {m.name: m for m in METRICS if m.kind is Kind.STEP}
-OF_EVALUATION = {m.name: m for m in METRICS if m.kind is Kind.EVALUATION}
-"""Metrics of a training step, by name."""
+"""Meanings of the metrics of a task source, by name without prefix."""
+STEP_METRICS = {m.name: m for m in METRICS if m.kind is Kind.STEP}
+EVALUATION_METRICS = {m.name: m for m in METRICS if m.kind is Kind.EVALUATION}
 GAUGES = {m.name: m for m in METRICS if m.kind is Kind.GAUGE}
-NAMES = frozenset(STEP)
-DERIVED = frozenset({"commit_s", "tokens_per_s"})
-"""Metrics of a step that are not in its stored record: known after it is stored, or computed from the step before."""
+DERIVED_METRICS = frozenset({"commit_s", "tokens_per_s"})
+"""Metrics of a step that are not in its stored record: they are known later, or computed from two steps."""
 
 
-def axis(quantity: str, *names: str) -> str:
-    """Title of a plot of these step metrics, with their unit. Raises ValueError if their units differ."""
-    (unit,) = {STEP[name].unit for name in names}
+def axis_title(quantity: str, *names: str) -> str:
+    """Title of the axis of a plot: the quantity and the unit of these step metrics. Raises ValueError if their units
+    differ."""
+    (unit,) = {STEP_METRICS[name].unit for name in names}
     return f"{quantity}, {unit}" if unit else quantity
 
 
-def with_rate(step: Mapping[str, float], before: Mapping[str, float] | None) -> dict[str, float]:
-    """A step's metrics with its tokens_per_s. before: the step before; None for a run's first."""
-    seconds = step.get("elapsed_s", 0.0) - (before.get("elapsed_s", 0.0) if before else 0.0)
+def with_rate(step: Mapping[str, float], previous: Mapping[str, float] | None) -> dict[str, float]:
+    """Add tokens_per_s to a copy of a step's metrics. previous: the metrics of the step before; None for the first
+    step."""
+    seconds = step.get("elapsed_s", 0.0) - (previous.get("elapsed_s", 0.0) if previous else 0.0)
     return {**step, "tokens_per_s": _rate(step.get("response_tokens", 0.0), seconds)}
 
 
 def with_rates(steps: Iterable[Mapping[str, float]]) -> list[dict[str, float]]:
-    """The steps of a run, each with its tokens_per_s."""
+    """Add tokens_per_s to copies of the metrics of a run's steps."""
     rated: list[dict[str, float]] = []
     for step in steps:
         rated.append(with_rate(step, rated[-1] if rated else None))
@@ -221,11 +221,13 @@ HEADINGS = {
 }
 SECTIONS = {
     Kind.STEP: "Values of a training step: in TensorBoard under these names, and in its record in the store\n"
-    f"(`staleflow store show RUN --json`), except {' and '.join(sorted(DERIVED))}. A reward with parts adds\n"
-    f"`{REWARD_PART}NAME`, the mean of part NAME over the batch's responses that could be scored. Several task\n"
-    f"sources add `{TASK}NAME/...` of each: " + ";\n".join(f"`{name}`, {doc}" for name, doc in OF_TASK.items()) + ".",
-    Kind.EVALUATION: f"Values of one evaluation set: in TensorBoard as `{EVALUATION}SET/NAME`, at the evaluated\n"
-    "version, and in evaluations.json.",
+    f"(`staleflow store show RUN --json`), except {' and '.join(sorted(DERIVED_METRICS))}. A reward with parts adds\n"
+    f"`{REWARD_PART_PREFIX}NAME`, the mean of part NAME over the batch's responses that could be scored. Several task\n"
+    f"sources add `{SOURCE_PREFIX}NAME/...` of each: "
+    + ";\n".join(f"`{name}`, {doc}" for name, doc in SOURCE_METRICS.items())
+    + ".",
+    Kind.EVALUATION: f"Values of one evaluation set: in TensorBoard as `{EVALUATION_PREFIX}SET/NAME`, at the\n"
+    "evaluated version, and in evaluations.json.",
     Kind.RUN: "Values over all steps of a run.",
     Kind.GAUGE: "Current values: `staleflow status --json`, the dashboard, Prometheus.",
     Kind.COUNTER: "Values that only grow.",
@@ -246,9 +248,9 @@ def page() -> str:
         lines += [intro, "", *(f"- `{metric.name}`: {meaning}" for metric, meaning in rows)]
     lines += ["", "## Prometheus", "", "Values of steps are those of the last one.", ""]
     for metric in METRICS:
-        if metric.exported:
-            total = TOTAL if metric.kind is Kind.COUNTER else ""
-            lines.append(f"- `{PREFIX}{metric.exported}{total}`: `{metric.name}`")
+        if metric.prometheus_name:
+            suffix = COUNTER_SUFFIX if metric.kind is Kind.COUNTER else ""
+            lines.append(f"- `{PROMETHEUS_PREFIX}{metric.prometheus_name}{suffix}`: `{metric.name}`")
     return "\n".join(lines) + "\n"
 
 
@@ -257,8 +259,8 @@ def _meaning(metric: Metric) -> str:
     return metric.doc if metric.unit in metric.doc.replace(",", "").split() else metric.help
 
 
-PREFIX, TOTAL = "staleflow_", "_total"
-"""Prefix of all names in Prometheus, and suffix of counters."""
+PROMETHEUS_PREFIX, COUNTER_SUFFIX = "staleflow_", "_total"
+"""Prefix of all names in Prometheus, and suffix of the names of counters."""
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from tornado.ioloop import IOLoop
 from staleflow.pipeline.cluster import run_pages
 from staleflow.pipeline.cluster.job_registry import JobRegistry
 from staleflow.pipeline.cluster.submitted_job import Job
-from staleflow.stores.metrics import GAUGES, METRICS, PREFIX, STEP, Kind
+from staleflow.stores.metrics import GAUGES, METRICS, PROMETHEUS_PREFIX, STEP_METRICS, Kind
 
 REFRESH_MS = 500
 """Milliseconds between refreshes: as often as runs report."""
@@ -116,9 +116,9 @@ class JobsCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         jobs = [job for registry in self.registries for job in registry.jobs.values()]
-        for metric in (m for m in METRICS if m.exported):
+        for metric in (m for m in METRICS if m.prometheus_name):
             family_class = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
-            family = family_class(f"{PREFIX}{metric.exported}", metric.help, labels=["job"])
+            family = family_class(f"{PROMETHEUS_PREFIX}{metric.prometheus_name}", metric.help, labels=["job"])
             for job in jobs:
                 values = last_metrics(job) if metric.kind is Kind.STEP else {**job.status, "step": len(job.history)}
                 if (number := values.get(metric.name)) is not None:
@@ -332,7 +332,7 @@ def headline(job: Job, jobs: list[Job]) -> str:
     if step:
         parts.append(f"reward <b>{step['reward']:.3f}</b>")
         parts.append(f"staleness {step['staleness_mean']:.2f}, at most {step['staleness_max']:.0f}")
-        parts.append(f"{step['tokens_per_s']:.0f} {STEP['tokens_per_s'].unit}")
+        parts.append(f"{step['tokens_per_s']:.0f} {STEP_METRICS['tokens_per_s'].unit}")
     if job.status.get("doing") and job.state == "running":
         parts.append(escaped(job.status["doing"]))
     if job.status.get("num_acting") and job.state == "running":

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from staleflow.pipeline.strategies.samplers import Draw, Sampler
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight
-from staleflow.stores.metrics import TASK
+from staleflow.stores.metrics import SOURCE_PREFIX
 from staleflow.stores.trajectories.records import SourceState
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId
 
@@ -171,7 +171,7 @@ class Mixture:
         """Metrics of a step, of each source. Rewards are those since the previous call."""
         metrics: dict[str, float] = {}
         for source, view in zip(self._sources, self.views(), strict=True):
-            name = f"{TASK}{view.name}/"
+            name = f"{SOURCE_PREFIX}{view.name}/"
             for metric, rewards in (("reward", source.trained), ("reward_scored", source.scored)):
                 if rewards:
                     metrics[name + metric] = sum(rewards) / len(rewards)

@@ -19,7 +19,7 @@ from staleflow.pipeline.runtime.training_alarms import least_average
 from staleflow.stores.auditing.drop_bias import DropBias, bias_report
 from staleflow.stores.auditing.weight_counts import WeightCounts, counted
 from staleflow.stores.files import replace_file, replace_text
-from staleflow.stores.metrics import STEP, axis, tokens_per_s
+from staleflow.stores.metrics import STEP_METRICS, axis_title, tokens_per_s
 
 REMEDY = "free space or move runs_dir; the run itself is stored"
 STALENESS_LINES = {
@@ -177,7 +177,7 @@ def draw(config: RunConfig, outcomes: RunReport, path: Path) -> None:
     figure.suptitle(title, fontsize=12)
 
     reward = axes[0][0]
-    reward.plot(x, [s["reward"] for s in steps], color="#9ecae1", linewidth=1, label=STEP["reward"].label)
+    reward.plot(x, [s["reward"] for s in steps], color="#9ecae1", linewidth=1, label=STEP_METRICS["reward"].label)
     reward.plot(x, _smooth([s["reward"] for s in steps]), color="#08519c", linewidth=2, label="mean of last 10")
     colours = iter(EVALUATION_COLOURS)
     for name, alike in by_set(outcomes.evaluations).items():
@@ -197,23 +197,23 @@ def draw(config: RunConfig, outcomes: RunReport, path: Path) -> None:
 
     stale = axes[0][1]
     for name, (color, width) in STALENESS_LINES.items():
-        stale.plot(x, [s[name] for s in steps], color=color, linewidth=width, label=STEP[name].label)
+        stale.plot(x, [s[name] for s in steps], color=color, linewidth=width, label=STEP_METRICS[name].label)
     stale.axhline(config.staleness.eta, color="#cb181d", linestyle="--", linewidth=1, label="eta")
     staleness_limit = max([config.staleness.eta, *(s["staleness_max"] for s in steps)])
-    stale.set(title=axis("staleness", *STALENESS_LINES), xlabel="step", ylim=(-0.05, 1.5 * staleness_limit + 0.2))
+    stale.set(title=axis_title("staleness", *STALENESS_LINES), xlabel="step", ylim=(-0.05, 1.5 * staleness_limit + 0.2))
     stale.legend(fontsize=7, loc="upper center", ncols=3)
 
     lengths = axes[1][0]
     for name, (color, width) in LENGTH_LINES.items():
-        lengths.plot(x, [s[name] for s in steps], color=color, linewidth=width, label=STEP[name].label)
-    lengths.set(title=axis("response length", *LENGTH_LINES), xlabel="step", ylim=(0, None))
+        lengths.plot(x, [s[name] for s in steps], color=color, linewidth=width, label=STEP_METRICS[name].label)
+    lengths.set(title=axis_title("response length", *LENGTH_LINES), xlabel="step", ylim=(0, None))
     lengths.legend(fontsize=8)
 
     speed = axes[1][1]
     rate = [s["tokens_per_s"] for s in steps]
     speed.plot(x, rate, color="#9ecae1", linewidth=1)
     speed.plot(x, _smooth(rate), color="#08519c", linewidth=2)
-    speed.set(title=axis("throughput", "tokens_per_s"), xlabel="step", ylim=(0, None))
+    speed.set(title=axis_title("throughput", "tokens_per_s"), xlabel="step", ylim=(0, None))
     for ax in figure.axes:
         ax.grid(alpha=0.25)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))

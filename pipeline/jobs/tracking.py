@@ -37,7 +37,14 @@ from staleflow.pipeline.runtime.evaluation_results import Evaluation
 from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.files import replace_text
-from staleflow.stores.metrics import EVALUATION, OF_EVALUATION, OF_TASK, REWARD_PART, STEP, TASK
+from staleflow.stores.metrics import (
+    EVALUATION_METRICS,
+    EVALUATION_PREFIX,
+    REWARD_PART_PREFIX,
+    SOURCE_METRICS,
+    SOURCE_PREFIX,
+    STEP_METRICS,
+)
 from staleflow.tasks.settings import user_code
 
 logger = logging.getLogger(__name__)
@@ -68,13 +75,13 @@ class TensorBoard:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            about = STEP[name].help if name in STEP else ""
-            if name.startswith(EVALUATION):
-                about = OF_EVALUATION[name.rpartition("/")[2]].help
-            if name.startswith(REWARD_PART):
-                about = f"mean of part {name.removeprefix(REWARD_PART)} of the reward"
-            if name.startswith(TASK):
-                about = OF_TASK[name.rpartition("/")[2]]
+            about = STEP_METRICS[name].help if name in STEP_METRICS else ""
+            if name.startswith(EVALUATION_PREFIX):
+                about = EVALUATION_METRICS[name.rpartition("/")[2]].help
+            if name.startswith(REWARD_PART_PREFIX):
+                about = f"mean of part {name.removeprefix(REWARD_PART_PREFIX)} of the reward"
+            if name.startswith(SOURCE_PREFIX):
+                about = SOURCE_METRICS[name.rpartition("/")[2]]
             self._writer.add_scalar(name, value, step, summary_description=about)
         self._writer.flush()
 
@@ -230,7 +237,9 @@ class Tracking(RunListener):
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Track an evaluation, at the version it is of."""
-        values = {f"{EVALUATION}{evaluation.name}/{name}": getattr(evaluation, name) for name in OF_EVALUATION}
+        values = {
+            f"{EVALUATION_PREFIX}{evaluation.name}/{name}": getattr(evaluation, name) for name in EVALUATION_METRICS
+        }
         self._each("step", evaluation.version, {name: float(v) for name, v in values.items() if v is not None})
 
     def close(self) -> None:

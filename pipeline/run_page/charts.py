@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from staleflow.stores.metrics import OF_TASK, STEP, TASK, with_rates
+from staleflow.stores.metrics import SOURCE_METRICS, SOURCE_PREFIX, STEP_METRICS, with_rates
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectory import Fate
 
@@ -31,7 +31,7 @@ class Chart:
         """The chart as plain values for the page, with unit and descriptions."""
         return {
             "title": self.title, "hint": self.hint, "eta": self.eta, "held_out": self.held_out,
-            "unit": "" if self.names[0].startswith(TASK) else STEP[self.names[0]].unit,
+            "unit": "" if self.names[0].startswith(SOURCE_PREFIX) else STEP_METRICS[self.names[0]].unit,
             "lines": [
                 {"name": name, "label": self._label(name), "doc": self._doc(name)}
                 for name in self.names
@@ -42,13 +42,13 @@ class Chart:
         """A line's label; a line alone needs none besides the title."""
         if len(self.names) == 1 and not self.held_out:
             return ""
-        if name.startswith(TASK):
-            return name.removeprefix(TASK).rpartition("/")[0]
-        return STEP[name].label or name.removesuffix("_s").replace("_", " ")
+        if name.startswith(SOURCE_PREFIX):
+            return name.removeprefix(SOURCE_PREFIX).rpartition("/")[0]
+        return STEP_METRICS[name].label or name.removesuffix("_s").replace("_", " ")
 
     def _doc(self, name: str) -> str:
         """What a line shows."""
-        return OF_TASK[name.rpartition("/")[2]] if name.startswith(TASK) else STEP[name].doc
+        return SOURCE_METRICS[name.rpartition("/")[2]] if name.startswith(SOURCE_PREFIX) else STEP_METRICS[name].doc
 
 
 CHARTS = (
@@ -98,7 +98,11 @@ def charts(records: Sequence[StepRecord], sources: Sequence[str] = ()) -> list[C
     sources, if it has several."""
     many_turns = any_many_turns(records)
     of_tasks = [
-        Chart(title=title, names=tuple(f"{TASK}{source}/{metric}" for source in sources), hint=OF_TASK[metric])
+        Chart(
+            title=title,
+            names=tuple(f"{SOURCE_PREFIX}{source}/{metric}" for source in sources),
+            hint=SOURCE_METRICS[metric],
+        )
         for metric, title in CHARTS_OF_TASKS.items()
         if sources
     ]
@@ -121,7 +125,7 @@ def series(records: Sequence[StepRecord], first: int) -> dict[str, Any]:
     before = steps[first - 1] if first else None
     rated = with_rates({"elapsed_s": 0.0, **r.metrics} for r in steps[max(0, first - 1) :])[1 if first else 0 :]
     names = {name for chart in CHARTS for name in chart.names}
-    present = sorted({name for step in rated for name in step if name in names or name.startswith(TASK)})
+    present = sorted({name for step in rated for name in step if name in names or name.startswith(SOURCE_PREFIX)})
     page_steps = steps[first:]
     counts = [r.ledger.num_ended for r in ([before] if before else []) + page_steps]
     reasons = sorted({key for count in counts for key in count if not key.startswith(Fate.CONSUMED.value)})

@@ -67,11 +67,11 @@ class ServedPolicy:
             return self
         raise RequestError(401, "this is not the key that the server was started with", "invalid_api_key")
 
-    def is_another(self, id: str, session: object) -> bool:
+    def belongs_to_other(self, id: str, session: object) -> bool:
         """Return False: there are no other sessions."""
         return False
 
-    async def ask(self, request: ChatRequest) -> TurnReply:
+    async def request_turn(self, request: ChatRequest) -> TurnReply:
         """Sample the turn of a request. Raises RequestError."""
         prompt_tokens = self._encoded(request)
         if not prompt_tokens:

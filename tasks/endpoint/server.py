@@ -60,7 +60,7 @@ class TurnSource(Protocol):
 
     pending_bytes: int
 
-    async def ask(self, request: ChatRequest) -> TurnReply: ...
+    async def request_turn(self, request: ChatRequest) -> TurnReply: ...
 
 
 class SessionLookup(Protocol):
@@ -70,7 +70,7 @@ class SessionLookup(Protocol):
 
     def find(self, key: str) -> TurnSource: ...
 
-    def is_another(self, id: str, session: Any) -> bool: ...
+    def belongs_to_other(self, id: str, session: Any) -> bool: ...
 
 
 class EndpointServer:
@@ -198,7 +198,7 @@ class EndpointServer:
                     del body
                     self._check_ids(parsed)
                     started_s = time.monotonic()
-                    reply = await _unless_disconnected(request, session.ask(parsed))
+                    reply = await _unless_disconnected(request, session.request_turn(parsed))
                 self._counts.answered(time.monotonic() - started_s, len(reply.turn.tokens))
                 return to_response(parsed, reply)
 
@@ -219,7 +219,7 @@ class EndpointServer:
             raise RequestError(401, "no key: send it as Authorization: Bearer KEY", "invalid_api_key")
         keys = self._keys
         session = keys.find(key)
-        if session_id and keys.is_another(session_id, session):
+        if session_id and keys.belongs_to_other(session_id, session):
             raise RequestError(403, "X-Session-ID names another session than the key's", "invalid_session")
         return session
 

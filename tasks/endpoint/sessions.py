@@ -1,13 +1,15 @@
-"""Sessions: an agent's conversation with the policy, which is an episode's trajectory seen from outside.
+"""Sessions of the endpoint. A session is an agent's conversation with the policy; its turns are an episode's
+trajectory.
 
 Invariants:
-- One request has its turn sampled at a time, and a request that is sent again, after its connection broke, waits for
-  the same turn: nothing is sampled twice for it.
-- A request goes on from what the model said: its messages begin with those of a request before it and with the answer
-  to that, and its token ids with token ids so far. One that goes on from the newest turn extends the trajectory; any
-  other one begins a branch (stores/context_branches.py), or is refused and changes nothing, as the job says.
-- Auxiliary turns are sampled and returned, not trained on. Later turns do not see them.
-- A key belongs to one session, is random, and is void when the session is closed.
+- A session samples one turn at a time. If a client sends a request again because its connection broke, the request gets
+  the same turn; it is not sampled twice.
+- A request continues the conversation if its messages start with those of an earlier request and the reply to it, or
+  its token ids start with all earlier token ids. A request that continues the last main turn extends the trajectory.
+  Any other request starts a branch (stores/context_branches.py) or is refused, depending on endpoint.changed_past.
+- Auxiliary turns are sampled and returned, but not trained on, and not part of later contexts. The others are main
+  turns.
+- A key is random, belongs to one session, and is void once the session is closed.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message
 
 _KEY = re.compile(r"[0-9a-f]{16}\.[\w-]{32}", re.ASCII)
-"""What keys look like, those of other endpoints too."""
+"""Form of the keys of all endpoints."""
 RETRY_S = 1.0
-"""Seconds after which a client is told to try again."""
-KEPT_CLOSED = 10_000
-"""Closed sessions whose keys are remembered, and why they ended."""
+"""Seconds after which a client should send its request again."""
+MAX_CLOSED_KEYS = 10_000
+"""Number of closed sessions whose keys are kept, to answer why they ended."""
 
 
 class _PendingRequest:
-    """A request whose turn is pending."""
+    """A request that has not received its turn yet."""
 
     def __init__(self, request: ChatRequest) -> None:
         self.request = request
@@ -47,7 +49,7 @@ class _PendingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AnsweredTurn:
-    """A turn that the agent has received. messages: the conversation up to it; empty for requests of token ids."""
+    """A turn that the agent has received. messages: the conversation including it; empty for a request of token ids."""
 
     messages: tuple[ChatMessage, ...]
     tools: str
@@ -63,137 +65,140 @@ class AgentSession:
         self._branches = branches
         self._turns: list[_AnsweredTurn] = []
         """All turns that the agent has received, in order."""
-        self._main = 0
-        """The newest turn that is not auxiliary, from 1."""
-        self._ids: tuple[int, ...] = ()
-        """All token ids of its context, and its own."""
-        self._texts: dict[tuple[Any, ...], str] = {}
-        """The model's text of each turn, by the message's canonical form."""
-        self._latest: _PendingRequest | None = None
+        self._last_main_turn = 0
+        """Number of the last main turn, counted from 1; 0 before it."""
+        self._token_ids: tuple[int, ...] = ()
+        """Token ids of the last main turn: its context and its response."""
+        self._sampled_texts: dict[tuple[Any, ...], str] = {}
+        """The exact text that was sampled for each turn, by the canonical form of its message."""
+        self._latest_request: _PendingRequest | None = None
         """The latest request whose turn was sampled or is being sampled."""
         self._queue: deque[_PendingRequest] = deque()
-        """Requests that wait for the turns before theirs."""
+        """Requests that wait until the turns of earlier requests are sampled."""
         self._next_messages: asyncio.Future[tuple[Message, ...]] = asyncio.get_running_loop().create_future()
-        self._refused: RequestError | None = None
-        """Why no further turn is sampled."""
+        self._refusal: RequestError | None = None
+        """The error of all further requests, if no further turn is sampled."""
         self.pending_bytes = 0
-        """Bytes of its requests that are read, or wait for their turns."""
+        """Size of the session's unanswered requests."""
 
     @property
     def key(self) -> str:
         return f"{self.id}.{self._secret}"
 
     @property
-    def waiting(self) -> int:
-        """Requests that wait for the turns before theirs."""
+    def num_queued(self) -> int:
+        """Number of requests that wait until the turns of earlier requests are sampled."""
         return len(self._queue)
 
-    def holds(self, secret: str) -> bool:
+    def has_secret(self, secret: str) -> bool:
         """Return True if this is the secret of the session's key. Compares in constant time."""
         return hmac.compare_digest(self._secret.encode(), secret.encode())
 
     # -- the agent's side ----------------------------------------------------------------------------------------
 
-    async def ask(self, request: ChatRequest) -> TurnReply:
-        """Return the turn that a request asks for. Raises RequestError."""
-        latest = self._latest
-        for waiting in (*self._queue, *([latest] if latest is not None else ())):
-            if _same(waiting.request, request) and not _failed(waiting):
-                return await asyncio.shield(waiting.reply)
-        if self._refused is not None:
-            raise self._refused
-        if not self._branches and latest is not None and not latest.reply.done():
+    async def request_turn(self, request: ChatRequest) -> TurnReply:
+        """Wait until the turn of a request is sampled, and return it. Raises RequestError."""
+        latest_request = self._latest_request
+        for pending in (*self._queue, *([latest_request] if latest_request is not None else ())):
+            if _is_same_turn(pending.request, request) and not _failed(pending):
+                return await asyncio.shield(pending.reply)
+        if self._refusal is not None:
+            raise self._refusal
+        if not self._branches and latest_request is not None and not latest_request.reply.done():
             raise RequestError(
                 400,
-                "another request of this session waits for its turn; its turns are one conversation, so ask one after "
-                "the other",
+                "another request of this session waits for its turn; the turns are one conversation, so send requests "
+                "one after the other",
                 "concurrent_request",
             )
-        waiting = _PendingRequest(request)
-        self._queue.append(waiting)
-        self._ask_next()
+        pending = _PendingRequest(request)
+        self._queue.append(pending)
+        self._start_next()
         try:
-            return await asyncio.shield(waiting.reply)
-        except asyncio.CancelledError:  # its client is gone, and it waits for whoever sends it again
-            if not waiting.reply.done():
+            return await asyncio.shield(pending.reply)
+        except asyncio.CancelledError:  # the client has left; the turn is kept in case the request is sent again
+            if not pending.reply.done():
                 self.pending_bytes += request.num_bytes
-                waiting.reply.add_done_callback(lambda _: self._release(request.num_bytes))
+                pending.reply.add_done_callback(lambda _: self._release(request.num_bytes))
             raise
 
     def _release(self, num_bytes: int) -> None:
         self.pending_bytes -= num_bytes
 
-    def _ask_next(self) -> None:
-        """Request the next pending turn, if none is being sampled."""
-        while self._queue and (self._latest is None or self._latest.reply.done()):
-            waiting = self._queue.popleft()
+    def _start_next(self) -> None:
+        """Start the next request of the queue, if no turn is being sampled."""
+        while self._queue and (self._latest_request is None or self._latest_request.reply.done()):
+            pending = self._queue.popleft()
             try:
-                new = self._new(waiting.request)
-            except RequestError as refused:
-                waiting.reply.set_exception(refused)
+                new = self._new_messages(pending.request)
+            except RequestError as refusal:
+                pending.reply.set_exception(refusal)
                 continue
-            self._latest = waiting
+            self._latest_request = pending
             self._next_messages.set_result(new)
 
-    def _new(self, request: ChatRequest) -> tuple[Message, ...]:
-        """Return the messages that a request adds to the conversation, with the turn's parameters. Raises
+    def _new_messages(self, request: ChatRequest) -> tuple[Message, ...]:
+        """Return the messages that a request adds to the conversation; the first one has the turn's parameters. Raises
         RequestError."""
-        if not self._main:
-            return self._first(request)
+        if not self._last_main_turn:
+            return self._first_messages(request)
         if request.auxiliary:
-            return self._branch(request)
+            return self._branch_messages(request)
         if reason := self._difference(request):
             if self._branches:
-                return self._branch(request)
-            raise _changed(reason)
-        if self._main < len(self._turns):
-            return self._branch(request)
-        ids = None if request.token_ids is None else request.token_ids[len(self._ids) :]
-        messages = request.messages[len(self._turns[self._main - 1].messages) :]
+                return self._branch_messages(request)
+            raise _changed_past(reason)
+        if self._last_main_turn < len(self._turns):
+            return self._branch_messages(request)
+        ids = None if request.token_ids is None else request.token_ids[len(self._token_ids) :]
+        messages = request.messages[len(self._turns[self._last_main_turn - 1].messages) :]
         return request.turn_params(first=False, ids=ids).prepend_to([to_model_message(message) for message in messages])
 
-    def _first(self, request: ChatRequest) -> tuple[Message, ...]:
+    def _first_messages(self, request: ChatRequest) -> tuple[Message, ...]:
         """Return the messages of a session's first request. Raises RequestError."""
         if request.auxiliary:
             raise RequestError(
                 400,
-                "auxiliary: the first request of a session is its task's prompt, and its turn is trained on; ask "
-                "this afterwards",
+                "auxiliary: the first turn of a session answers the task's prompt and is trained on; send auxiliary "
+                "requests after it",
                 "auxiliary_first",
             )
         if any(message.calls for message in request.messages):
-            raise _changed("messages have calls of tools, and nothing was sampled here yet")
-        directions = request.turn_params(first=True, ids=request.token_ids)
-        return directions.prepend_to([to_model_message(message) for message in request.messages])
+            raise _changed_past("messages have tool calls, but no turn was sampled in this session yet")
+        params = request.turn_params(first=True, ids=request.token_ids)
+        return params.prepend_to([to_model_message(message) for message in request.messages])
 
     def _difference(self, request: ChatRequest) -> str:
-        """Return why a request does not continue the newest turn that is not auxiliary; empty if it does."""
-        main = self._turns[self._main - 1]
+        """Return why a request does not continue the last main turn; empty if it does."""
+        main_turn = self._turns[self._last_main_turn - 1]
         if request.token_ids is not None:
-            if request.token_ids[: len(self._ids)] == self._ids:
+            if request.token_ids[: len(self._token_ids)] == self._token_ids:
                 return ""
-            pairs = enumerate(zip(self._ids, request.token_ids, strict=False))
-            position = next((i for i, (a, b) in pairs if a != b), min(len(self._ids), len(request.token_ids)))
-            return f"token_ids differ from the {len(self._ids)} so far from position {position} on"
-        if not main.messages:
+            pairs = enumerate(zip(self._token_ids, request.token_ids, strict=False))
+            position = next((i for i, (a, b) in pairs if a != b), min(len(self._token_ids), len(request.token_ids)))
+            return f"token_ids differ from the {len(self._token_ids)} so far from position {position} on"
+        if not main_turn.messages:
             return "this session began with token_ids"
-        if request.tools != main.tools:
-            return "tools are other ones than before"
-        for index, (before, now) in enumerate(zip(main.messages, request.messages, strict=False)):
-            if before.canonical != now.canonical:
-                return f"messages[{index}], of role {now.role}, is not what it was"
-        new = request.messages[len(main.messages) :]
+        if request.tools != main_turn.tools:
+            return "tools differ from those of earlier requests"
+        for index, (earlier, present) in enumerate(zip(main_turn.messages, request.messages, strict=False)):
+            if earlier.canonical != present.canonical:
+                return f"messages[{index}], of role {present.role}, differs from the earlier request"
+        new = request.messages[len(main_turn.messages) :]
         if not new:
-            num_known, num_sent = len(main.messages), len(request.messages)
-            return f"{num_sent} messages, where {num_known} were said already and one must follow"
-        for index, message in enumerate(new, len(main.messages)):
+            num_known, num_sent = len(main_turn.messages), len(request.messages)
+            return (
+                f"{num_sent} messages, where {num_known} are in the conversation already and at least one must follow"
+            )
+        for index, message in enumerate(new, len(main_turn.messages)):
             if message.role == "assistant":
-                return f"messages[{index}] is the assistant's, and was not sampled here"
+                return f"messages[{index}] is the assistant's, and was not sampled in this session"
         return ""
 
-    def _branch(self, request: ChatRequest) -> tuple[Message, ...]:
-        """Return the messages of a request that branches: those after the turn with the longest agreement, else the
-        complete conversation, which is rendered anew: the branch then starts where its token ids differ."""
+    def _branch_messages(self, request: ChatRequest) -> tuple[Message, ...]:
+        """Return the messages of a request that starts a branch. These are the messages after the longest earlier
+        conversation that the request starts with. Without one it is the complete conversation, rendered again; the
+        branch then starts where its token ids differ."""
         if request.token_ids is not None:
             return request.turn_params(first=False, ids=request.token_ids, after_turn=0).prepend_to(())
         canonical = [message.canonical for message in request.messages]
@@ -206,45 +211,45 @@ class AgentSession:
                 best = max(best, (len(turn.messages), index))
         count, index = best
         if index:
-            directions = request.turn_params(first=False, after_turn=index)
-            return directions.prepend_to([to_model_message(message) for message in request.messages[count:]])
-        directions = request.turn_params(first=True, after_turn=0)
-        return directions.prepend_to([self._shown_again(message) for message in request.messages])
+            params = request.turn_params(first=False, after_turn=index)
+            return params.prepend_to([to_model_message(message) for message in request.messages[count:]])
+        params = request.turn_params(first=True, after_turn=0)
+        return params.prepend_to([self._render_again(message) for message in request.messages])
 
-    def _shown_again(self, message: ChatMessage) -> Message:
-        """Return a message of a conversation that is rendered anew. A turn of the model keeps its exact text."""
-        text = self._texts.get(message.canonical) if message.role == "assistant" else None
+    def _render_again(self, message: ChatMessage) -> Message:
+        """Return a message for a conversation that is rendered again. A sampled turn keeps its exact text."""
+        text = self._sampled_texts.get(message.canonical) if message.role == "assistant" else None
         return to_model_message(message)._replace(content=render_tool_calls(message) if text is None else text)
 
     # -- the episode's side --------------------------------------------------------------------------------------
 
     @property
     def next_messages(self) -> asyncio.Future[tuple[Message, ...]]:
-        """The messages of the agent's next request, with the turn's parameters."""
+        """Future of the messages of the agent's next request; the first one has the turn's parameters."""
         return self._next_messages
 
     def answer(self, turn: SampledTurn) -> None:
         """Reply to the pending request with its turn."""
-        waiting = self._latest
-        assert waiting is not None and self._next_messages.done(), "an answer to nothing"
-        request, number = waiting.request, len(self._turns)
+        pending = self._latest_request
+        assert pending is not None and self._next_messages.done(), "no request is pending"
+        request, number = pending.request, len(self._turns)
         reply = reply_of(f"chatcmpl-{self.id}-{number}", number, int(time.time()), turn, request)
         messages = (*request.messages, reply.message) if request.token_ids is None else ()
         self._turns.append(_AnsweredTurn(messages=messages, tools=request.tools))
-        self._texts[reply.message.canonical] = turn.text
+        self._sampled_texts[reply.message.canonical] = turn.text
         if not request.auxiliary:
-            self._main = len(self._turns)
-            self._ids = (*turn.prompt_tokens, *turn.tokens)
+            self._last_main_turn = len(self._turns)
+            self._token_ids = (*turn.prompt_tokens, *turn.tokens)
         self._next_messages = asyncio.get_running_loop().create_future()
-        waiting.reply.set_result(reply)
-        self._ask_next()
+        pending.reply.set_result(reply)
+        self._start_next()
 
-    def refuse(self, refused: RequestError) -> None:
+    def refuse(self, refusal: RequestError) -> None:
         """Refuse pending and later requests of this session."""
-        self._refused = refused
-        for waiting in (*self._queue, *([self._latest] if self._latest is not None else ())):
-            if not waiting.reply.done():
-                waiting.reply.set_exception(refused)
+        self._refusal = refusal
+        for pending in (*self._queue, *([self._latest_request] if self._latest_request is not None else ())):
+            if not pending.reply.done():
+                pending.reply.set_exception(refusal)
         self._queue.clear()
 
 
@@ -254,10 +259,10 @@ class Sessions:
     def __init__(self, *, branches: bool = True, now: Callable[[], float] = time.monotonic) -> None:
         self._branches = branches
         self._now = now
-        self._unsure_until = -math.inf
+        self._predecessor_keys_until = -math.inf
         self._open: dict[str, AgentSession] = {}
         self._closed: OrderedDict[str, RequestError] = OrderedDict()
-        """What the clients of closed sessions are told, by their keys."""
+        """The errors of requests to closed sessions, by key."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -268,66 +273,68 @@ class Sessions:
         self._open[session.id] = session
         return session
 
-    def close(self, session: AgentSession, why: str = "the episode has ended") -> None:
+    def close(self, session: AgentSession, reason: str = "the episode has ended") -> None:
         """Make a session's key void."""
         if self._open.pop(session.id, None) is not None:
-            void = RequestError(410, f"{why}; its key is void", "session_ended")
-            session.refuse(void)
-            self._closed[session.key] = void
-            while len(self._closed) > KEPT_CLOSED:
+            error = RequestError(410, f"{reason}; its key is void", "session_ended")
+            session.refuse(error)
+            self._closed[session.key] = error
+            while len(self._closed) > MAX_CLOSED_KEYS:
                 self._closed.popitem(last=False)
 
-    def refuse_all(self, refused: RequestError) -> None:
+    def refuse_all(self, refusal: RequestError) -> None:
         """Refuse pending and later requests of all sessions."""
         for session in self._open.values():
-            session.refuse(refused)
+            session.refuse(refusal)
 
     def expect_predecessor_keys(self, within_s: float) -> None:
         """For `within_s`, answer unknown keys with 503, not 401: they may be those of a lost endpoint, whose episodes
         are being restarted."""
-        self._unsure_until = self._now() + within_s
+        self._predecessor_keys_until = self._now() + within_s
 
     def find(self, key: str) -> AgentSession:
         """Return the session of a key. Raises RequestError."""
         id, _, secret = key.partition(".")
         session = self._open.get(id)
-        if session is not None and session.holds(secret):
+        if session is not None and session.has_secret(secret):
             return session
-        if (void := self._closed.get(key)) is not None:
-            raise void
-        if self._now() < self._unsure_until and _KEY.fullmatch(key):
-            why = "this endpoint has just taken the place of one that was lost, and does not know this key; try again"
-            raise RequestError(503, why, "replaced", RETRY_S)
+        if (error := self._closed.get(key)) is not None:
+            raise error
+        if self._now() < self._predecessor_keys_until and _KEY.fullmatch(key):
+            reason = (
+                "this endpoint has just taken the place of one that was lost, and does not know this key; try again"
+            )
+            raise RequestError(503, reason, "replaced", RETRY_S)
         raise RequestError(
             401, "no session has this key; use the one that the agent was started with", "invalid_api_key"
         )
 
-    def is_another(self, id: str, session: AgentSession) -> bool:
-        """Return True if an id belongs to another open session than `session`."""
+    def belongs_to_other(self, id: str, session: AgentSession) -> bool:
+        """Return True if an id belongs to an open session other than `session`."""
         return id.partition(".")[0] in self._open and id.partition(".")[0] != session.id
 
 
-def _changed(why: str) -> RequestError:
+def _changed_past(reason: str) -> RequestError:
     return RequestError(
         400,
-        f"{why}; a session goes on from what was said and sampled, so send the earlier messages unchanged and append, "
+        f"{reason}; a session continues its conversation, so send the earlier messages unchanged and append, "
         'or set endpoint.changed_past = "branch"',
         "changed_past",
     )
 
 
-def _same(first: ChatRequest, second: ChatRequest) -> bool:
-    """Return True if two requests ask for the same turn."""
+def _is_same_turn(first: ChatRequest, second: ChatRequest) -> bool:
+    """Return True if two requests are for the same turn, that is if one repeats the other."""
 
-    def asks(request: ChatRequest) -> tuple[Any, ...]:
+    def key(request: ChatRequest) -> tuple[Any, ...]:
         messages = tuple(message.canonical for message in request.messages)
         return messages, request.token_ids, request.tools, request.max_tokens, request.stop, request.auxiliary
 
-    return asks(first) == asks(second)
+    return key(first) == key(second)
 
 
-def _failed(waiting: _PendingRequest) -> bool:
-    return waiting.reply.done() and waiting.reply.exception() is not None
+def _failed(pending: _PendingRequest) -> bool:
+    return pending.reply.done() and pending.reply.exception() is not None
 
 
 def _consume_error(reply: asyncio.Future[TurnReply]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from staleflow.stores.errors import ConfigError, ProtocolViolation
-from staleflow.stores.metrics import REWARD_PART
+from staleflow.stores.metrics import REWARD_PART_PREFIX
 from staleflow.stores.reward_signal import has_signal
 from staleflow.stores.trajectory import EndedTrajectory, Fate, Trajectory
 from staleflow.tasks.training.advantage import Advantage, Overlong
@@ -60,7 +60,7 @@ def batch_metrics(consumed: Sequence[EndedTrajectory], group_size: int) -> dict[
     parts: dict[str, list[float]] = {}
     for row in consumed:
         for name, value in row.trajectory.reward_parts.items() if row.loss_mask else ():
-            parts.setdefault(f"{REWARD_PART}{name}", []).append(value)
+            parts.setdefault(f"{REWARD_PART_PREFIX}{name}", []).append(value)
     sampling_s = np.asarray([e.trajectory.timings.sampled_s - e.trajectory.timings.routed_s for e in consumed])
     return {
         "reward": float(rewards[valid].mean()) if valid.any() else 0.0,

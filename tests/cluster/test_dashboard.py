@@ -24,7 +24,7 @@ from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.mixture import source_views
 from staleflow.pipeline.processes.dask_workers import connect
-from staleflow.stores.metrics import STEP as STEP_METRICS
+from staleflow.stores.metrics import STEP_METRICS
 from staleflow.stores.trajectories.records import SourceState
 from tests.support.browser import in_browser, opened
 from tests.support.stored_runs import Response, StoredRun

@@ -11,7 +11,7 @@ import pytest
 
 from staleflow.pipeline.run_page import api, charts, listing, page_server
 from staleflow.stores.errors import ConfigError
-from staleflow.stores.metrics import STEP
+from staleflow.stores.metrics import STEP_METRICS
 from staleflow.stores.trajectories.records import LedgerState, StepRecord
 
 
@@ -185,7 +185,7 @@ def test_every_chart_has_known_metrics_of_one_unit_and_each_is_drawn_once() -> N
     drawn = [name for chart in charts.CHARTS for name in chart.names]
     assert len(drawn) == len(set(drawn))
     for chart in charts.CHARTS:
-        assert len({STEP[name].unit for name in chart.names}) == 1, chart.title
+        assert len({STEP_METRICS[name].unit for name in chart.names}) == 1, chart.title
 
 
 @pytest.mark.parametrize("module", [api, charts, page_server])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.stores.metrics import NAMES
+from staleflow.stores.metrics import STEP_METRICS
 from staleflow.stores.trajectory import Fate
 from staleflow.tasks.training.tiny_model import SYMBOLS
 from tests.runtime.test_agent_run import check_example
@@ -36,7 +36,7 @@ def test_a_run_with_vllm_trains_and_every_weight_is_the_trainers(job: Path, on_p
     # No two implementations agree to the last bit.
     assert all(0 < one.drift < one.limit for one in checks)
     for record in store.steps():
-        assert set(record.metrics) <= NAMES
+        assert set(record.metrics) <= STEP_METRICS
     assert not end.summary["alarms"]
 
 

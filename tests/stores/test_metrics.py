@@ -62,7 +62,9 @@ def simulated() -> Trace:
 def test_summary_and_simulation_say_the_same(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text("")
     config = loading.load(tmp_path / "job.toml", ("model.path=x", "steps=3", "staleness.eta=0"))
-    steps = [{**dict.fromkeys((m.name for m in metrics.STEP.values()), 0.0), **s} for s in metrics.with_rates(STEPS)]
+    steps = [
+        {**dict.fromkeys((m.name for m in metrics.STEP_METRICS.values()), 0.0), **s} for s in metrics.with_rates(STEPS)
+    ]
     steps[0] |= {"prefilled_tokens": 30.0, "cached_tokens": 70.0, "branches": 4.0}
     steps[2]["branches"] = 3.0
     del steps[1]["cached_tokens"], steps[1]["branches"]  # of an earlier version
@@ -82,15 +84,15 @@ def test_the_page_in_docs_is_current() -> None:
 
 def test_names_are_unique_and_pictures_have_one_unit() -> None:
     assert len({(m.kind, m.name) for m in metrics.METRICS}) == len(metrics.METRICS)
-    exported = [m.exported for m in metrics.METRICS if m.exported]
+    exported = [m.prometheus_name for m in metrics.METRICS if m.prometheus_name]
     assert len(set(exported)) == len(exported)
-    assert metrics.axis("staleness", "staleness_mean", "staleness_max") == "staleness, versions"
-    assert metrics.axis("reward", "reward") == "reward"
+    assert metrics.axis_title("staleness", "staleness_mean", "staleness_max") == "staleness, versions"
+    assert metrics.axis_title("reward", "reward") == "reward"
     with pytest.raises(ValueError, match="too many values"):
-        metrics.axis("both", "staleness_mean", "response_mean")
+        metrics.axis_title("both", "staleness_mean", "response_mean")
     for series in (summary.STALENESS_LINES, summary.LENGTH_LINES):
-        assert metrics.axis("picture", *series)
-        assert all(metrics.STEP[name].label for name in series)
+        assert metrics.axis_title("picture", *series)
+        assert all(metrics.STEP_METRICS[name].label for name in series)
 
 
 def test_steps_record_exactly_the_metrics_that_are_listed(tmp_path: Path) -> None:
@@ -105,8 +107,8 @@ def test_steps_record_exactly_the_metrics_that_are_listed(tmp_path: Path) -> Non
         0, [Row.of(ended(np.random.default_rng(0), 1, 1))], {"fetch_s": 0.5, "resume_wait_s": 0.0}
     ).metrics
     asyncio.run(trainer.close())
-    assert recorded | reported.keys() == metrics.NAMES - metrics.DERIVED
-    assert shown - recorded == metrics.DERIVED | {"step"}
+    assert recorded | reported.keys() == metrics.STEP_METRICS.keys() - metrics.DERIVED_METRICS
+    assert shown - recorded == metrics.DERIVED_METRICS | {"step"}
 
 
 def test_both_trainers_report_the_same_metrics(tiny_model: Path) -> None:
@@ -140,4 +142,7 @@ def test_the_parts_of_a_reward_are_metrics_by_name() -> None:
     parts = ({"a": 9.0}, {"a": 1.0, "b": 0.5}, {"a": 2.0}, {"c": 9.0})
     rows = [replace(r, trajectory=replace(r.trajectory, reward_parts=p)) for r, p in zip(rows, parts, strict=True)]
     found = batch_metrics(rows, 2)
-    assert {k: v for k, v in found.items() if k.startswith(metrics.REWARD_PART)} == {"reward/a": 1.5, "reward/b": 0.5}
+    assert {k: v for k, v in found.items() if k.startswith(metrics.REWARD_PART_PREFIX)} == {
+        "reward/a": 1.5,
+        "reward/b": 0.5,
+    }

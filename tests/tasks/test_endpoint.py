@@ -119,16 +119,16 @@ async def test_token_ids_in_give_token_ids_out_and_go_on_exactly() -> None:
 CHANGED: dict[str, tuple[list[Any], str]] = {
     "another beginning": (
         [{"role": "user", "content": "good day"}, {"role": "assistant", "content": "hi"}, *HELLO],
-        "messages[0], of role user, is not what it was",
+        "messages[0], of role user, differs from the earlier request",
     ),
     "another answer": (
-        [*HELLO, {"role": "assistant", "content": "ho"}, *HELLO], "messages[1], of role assistant, is not what it was"
+        [*HELLO, {"role": "assistant", "content": "ho"}, *HELLO], "messages[1], of role assistant, differs from the earlier request"
     ),
-    "nothing new": ([*HELLO, *HELLO], "messages[1], of role user, is not what it was"),
-    "shorter": ([{"role": "user", "content": "other"}], "messages[0], of role user, is not what it was"),
+    "nothing new": ([*HELLO, *HELLO], "messages[1], of role user, differs from the earlier request"),
+    "shorter": ([{"role": "user", "content": "other"}], "messages[0], of role user, differs from the earlier request"),
     "words put in": (
         [*HELLO, {"role": "assistant", "content": "hi"}, {"role": "assistant", "content": "ho"}, *HELLO],
-        "messages[2] is the assistant's, and was not sampled here",
+        "messages[2] is the assistant's, and was not sampled in this session",
     ),
 }  # fmt: skip
 
@@ -229,7 +229,7 @@ async def test_whoever_waits_for_the_turns_before_is_told_when_there_are_no_more
         session = server.sessions.open()
         requests = [asyncio.ensure_future(chat(client, session, [item])) for item in (ONE, TWO)]
         await session.next_messages
-        while not session.waiting:
+        while not session.num_queued:
             await asyncio.sleep(0.01)
         server.sessions.close(session, "it is over")
         assert [(await item).status_code for item in requests] == [410, 410]

@@ -30,10 +30,10 @@ class NeverAnswers:
     def find(self, key: str) -> NeverAnswers:
         return self
 
-    def is_another(self, id: str, found: object) -> bool:
+    def belongs_to_other(self, id: str, found: object) -> bool:
         return False
 
-    async def ask(self, request: ChatRequest) -> TurnReply:
+    async def request_turn(self, request: ChatRequest) -> TurnReply:
         self.next_messages.set()
         try:
             return await asyncio.get_running_loop().create_future()

@@ -169,7 +169,7 @@ async def test_an_error_of_ours_shows_a_client_nothing_of_it(monkeypatch: pytest
     async def fails(self: AgentSession, request: object) -> None:
         raise RuntimeError("a secret of ours")
 
-    monkeypatch.setattr(AgentSession, "ask", fails)
+    monkeypatch.setattr(AgentSession, "request_turn", fails)
     async with serving() as (server, client):
         result = await chat(client, server.sessions.open(), HELLO)
         assert result.status_code == 500
