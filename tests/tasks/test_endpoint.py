@@ -122,7 +122,8 @@ CHANGED: dict[str, tuple[list[Any], str]] = {
         "messages[0], of role user, differs from the earlier request",
     ),
     "another answer": (
-        [*HELLO, {"role": "assistant", "content": "ho"}, *HELLO], "messages[1], of role assistant, differs from the earlier request"
+        [*HELLO, {"role": "assistant", "content": "ho"}, *HELLO],
+        "messages[1], of role assistant, differs from the earlier request",
     ),
     "nothing new": ([*HELLO, *HELLO], "messages[1], of role user, differs from the earlier request"),
     "shorter": ([{"role": "user", "content": "other"}], "messages[0], of role user, differs from the earlier request"),

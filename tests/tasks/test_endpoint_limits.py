@@ -119,7 +119,7 @@ async def test_what_one_session_sends_takes_bounded_memory_and_disturbs_no_other
             waiting: list[asyncio.Task[httpx.Response]] = []
             for messages in long:
                 asking = asyncio.ensure_future(chat(client, greedy, messages))
-                while not asking.done() and greedy.waiting + greedy.next_messages.done() == len(waiting):
+                while not asking.done() and greedy.num_queued + greedy.next_messages.done() == len(waiting):
                     await asyncio.sleep(0)
                 if asking.done():
                     result = asking.result()
@@ -150,7 +150,7 @@ async def test_what_one_session_sends_takes_bounded_memory_and_disturbs_no_other
             greedy.answer(turn(str(number)))
         while greedy.pending_bytes:
             await asyncio.sleep(0)
-        assert greedy.waiting == 0
+        assert greedy.num_queued == 0
         assert len(await fill()) == 4
         server.sessions.close(greedy)
         while "in_flight 0.0" not in (await client.get("/metrics")).text:
