@@ -83,11 +83,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine function: by its module's RUN, or by asyncio."""
+    """Run a test that is a coroutine function: by its module's RUN, or by asyncio if it has none or in real time."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    getattr(pyfuncitem.module, "RUN", asyncio.run)(pyfuncitem.obj(**arguments))
+    real_time = pyfuncitem.get_closest_marker("real_time") is not None
+    run = asyncio.run if real_time else getattr(pyfuncitem.module, "RUN", asyncio.run)
+    run(pyfuncitem.obj(**arguments))
     return True
 
 

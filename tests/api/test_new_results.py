@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from collections.abc import Iterator
@@ -87,13 +86,10 @@ def test_what_cannot_score_leaves_neither_a_branch_nor_its_code(run: staleflow.R
     assert run.branches == branches
 
 
-def test_an_asynchronous_client_is_refused(run: staleflow.Run) -> None:
-    async def export() -> None:
+async def test_an_asynchronous_client_is_refused(run: staleflow.Run) -> None:
+    with pytest.raises(staleflow.ConfigError, match="it is asynchronous"):
         async with Client(processes=False, n_workers=0, dashboard_address="127.0.0.1:0", asynchronous=True) as client:
             run.export("jsonl", run.path / "out.jsonl", client=client)
-
-    with pytest.raises(staleflow.ConfigError, match="it is asynchronous"):
-        asyncio.run(export())
 
 
 def test_without_a_client_local_processes_export(run: staleflow.Run, tmp_path: Path) -> None:

@@ -78,15 +78,12 @@ def test_a_cluster_that_is_not_there_and_one_named_twice_are_told_in_one_line(tm
         staleflow.submitted_jobs(client=client, scheduler="tcp://127.0.0.1:1")
 
 
-def test_a_coroutine_is_called_where_a_loop_runs() -> None:
+async def test_a_coroutine_is_called_where_a_loop_runs() -> None:
     async def one() -> int:
         await asyncio.sleep(0)
         return 1
 
-    async def notebook() -> int:
-        return own_loop.call(one())
-
-    assert asyncio.run(notebook()) == 1
+    assert own_loop.call(one()) == 1
 
 
 def test_an_iteration_that_is_left_ends_the_asynchronous_one() -> None:

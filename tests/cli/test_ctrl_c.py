@@ -119,21 +119,32 @@ def test_reprocessing_ends_and_leaves_no_branch(stored: Path, tmp_path: Path) ->
     assert "slow" not in repository_at(run / "store").list_branches()
 
 
+COMMAND = """
+import click, sys
+from staleflow.cli import main
+if __name__ == "__main__":
+    main.cli = click.Command("staleflow", callback=callback)
+    sys.argv = ["staleflow"]
+    main.entry()
+"""
+
+
+def ran(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script with a function `callback` as the command."""
+    (folder / "signalled.py").write_text(f"{script}\n{COMMAND}")
+    environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}:{folder}"}
+    command = [sys.executable, "-m", "signalled"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
 def test_the_exit_code_is_that_of_an_interrupt_wherever_python_was(tmp_path: Path) -> None:
     """In code that is made at run time, too: an interrupt there is remembered until Python exits."""
     script = """
-import os, signal, sys
-import click
-from staleflow.cli import main
 CODE = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(30)"
-main.cli = click.Command("staleflow", callback=lambda: exec(CODE))
-sys.argv = ["staleflow"]
-main.entry()
+def callback():
+    exec(CODE)
 """
-    (tmp_path / "interrupted.py").write_text(script)
-    environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}:{tmp_path}"}
-    command = [sys.executable, "-m", "interrupted"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = ran(script, tmp_path)
     assert (done.returncode, done.stderr.strip()) == (130, "staleflow: interrupted")
 
 
@@ -163,10 +174,8 @@ def test_a_signal_is_not_lost_where_python_or_a_module_ignores_all_errors(
     (tmp_path / "swallowing.py").write_text(
         "from signalled import kill\ntry:\n    kill()\nexcept BaseException:\n    pass"
     )
-    (tmp_path / "signalled.py").write_text(f"""
-import os, signal, sys
-import click
-from staleflow.cli import main
+    script = f"""
+import os, signal
 
 def kill():
     os.kill(os.getpid(), signal.{name})
@@ -174,14 +183,10 @@ def kill():
         pass
 
 CODE = {where!r} + "\\nimport time; time.sleep(60)"
-if __name__ == "__main__":
-    main.cli = click.Command("staleflow", callback=lambda: exec(CODE))
-    sys.argv = ["staleflow"]
-    main.entry()
-""")
-    environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}:{tmp_path}"}
-    command = [sys.executable, "-m", "signalled"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+def callback():
+    exec(CODE)
+"""
+    done = ran(script, tmp_path)
     shown = "staleflow: interrupted" if name == "SIGINT" else ""
     assert (done.returncode, done.stderr.strip()) == (code, shown)
 
@@ -192,10 +197,8 @@ def test_a_signal_before_a_run_listens_reaches_it_while_it_imports(tmp_path: Pat
         "import time\nuntil = time.monotonic() + 8\nwhile time.monotonic() < until:\n    pass\n"
     )
     (tmp_path / "early.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
-    (tmp_path / "starting.py").write_text("""
-import asyncio, sys
-import click
-from staleflow.cli import main
+    script = """
+import asyncio
 from staleflow.pipeline.jobs.stopping import Interrupted, StopRequest, stopped_by_signals
 
 async def run():
@@ -209,15 +212,8 @@ def callback():
         asyncio.run(run())
     except Interrupted as stopped:
         print(stopped)
-
-if __name__ == "__main__":
-    main.cli = click.Command("staleflow", callback=callback)
-    sys.argv = ["staleflow"]
-    main.entry()
-""")
-    environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}:{tmp_path}"}
-    command = [sys.executable, "-m", "starting"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+"""
+    done = ran(script, tmp_path)
     text = "interrupted: stopping; Ctrl-C again ends at once\ninterrupted\n"
     assert (done.returncode, done.stdout, done.stderr) == (0, text, "")
 
@@ -225,9 +221,7 @@ if __name__ == "__main__":
 def test_the_exit_code_is_the_commands_whatever_happens_while_python_is_taken_apart(tmp_path: Path) -> None:
     """Threads of libraries may abort the process then; what atexit calls still runs."""
     script = """
-import atexit, os, sys
-import click
-from staleflow.cli import main
+import atexit, os
 class Aborts:
     def __del__(self, abort=os.abort):
         abort()
@@ -236,12 +230,6 @@ def callback():
     atexit.register(print, "cleaned up")
     print("done")
     sys.exit(3)
-main.cli = click.Command("staleflow", callback=callback)
-sys.argv = ["staleflow"]
-main.entry()
 """
-    (tmp_path / "aborting.py").write_text(script)
-    environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}:{tmp_path}"}
-    command = [sys.executable, "-m", "aborting"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = ran(script, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (3, "done\ncleaned up\n", "")

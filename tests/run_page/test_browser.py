@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +50,14 @@ async def serving(run_dir: Path, other: Path | None = None) -> AsyncIterator[str
         listening.close()
 
 
-def look(
-    run: StoredRun, at: Callable[[Any, str], Awaitable[None]], other: StoredRun | None = None, **context: Any
-) -> None:
-    """Run `at` on a page of a browser and the address that serves the run, with another beside it."""
-
-    async def scenario() -> None:
-        async with (
-            serving(run.run_dir, other and other.run_dir) as address,
-            opened(viewport=DESKTOP, **context) as page,
-        ):
-            await at(page, address)
-
-    asyncio.run(scenario())
+@contextlib.asynccontextmanager
+async def looking(run: StoredRun, other: StoredRun | None = None, **context: Any) -> AsyncIterator[tuple[Any, str]]:
+    """A page of a browser and the address that serves the run, with another beside it."""
+    async with (
+        serving(run.run_dir, other and other.run_dir) as address,
+        opened(viewport=DESKTOP, **context) as page,
+    ):
+        yield page, address
 
 
 @pytest.fixture
@@ -113,8 +108,8 @@ def journal() -> str:
 JOURNAL = journal()
 
 
-def test_what_a_model_wrote_is_shown_and_never_executed_or_hidden(run: StoredRun) -> None:
-    async def at(page: Any, address: str) -> None:
+async def test_what_a_model_wrote_is_shown_and_never_executed_or_hidden(run: StoredRun) -> None:
+    async with looking(run) as (page, address):
         for view in (
             "/",
             "/step/1",
@@ -132,11 +127,9 @@ def test_what_a_model_wrote_is_shown_and_never_executed_or_hidden(run: StoredRun
         await page.goto(f"{address}/trajectory/3")
         await page.get_by_text("<b>form</b>").wait_for()
 
-    look(run, at)
 
-
-def test_a_step_stored_meanwhile_appears_without_reloading(run: StoredRun) -> None:
-    async def at(page: Any, address: str) -> None:
+async def test_a_step_stored_meanwhile_appears_without_reloading(run: StoredRun) -> None:
+    async with looking(run) as (page, address):
         await page.goto(address)
         steps = page.locator(".tile", has_text="of 3").locator("b")
         await page.get_by_text("of 3").wait_for()
@@ -148,11 +141,9 @@ def test_a_step_stored_meanwhile_appears_without_reloading(run: StoredRun) -> No
         await page.get_by_text("finished", exact=True).wait_for()
         assert await page.evaluate("window.kept") is True
 
-    look(run, at)
 
-
-def test_a_filter_goes_into_the_address_and_a_wrong_one_is_told_in_one_line(run: StoredRun) -> None:
-    async def at(page: Any, address: str) -> None:
+async def test_a_filter_goes_into_the_address_and_a_wrong_one_is_told_in_one_line(run: StoredRun) -> None:
+    async with looking(run) as (page, address):
         await page.goto(f"{address}/trajectories")
         await page.get_by_label("Where").fill("fate == 'aborted'")
         await page.get_by_label("Where").press("Enter")
@@ -169,11 +160,9 @@ def test_a_filter_goes_into_the_address_and_a_wrong_one_is_told_in_one_line(run:
         await page.go_back()
         await page.get_by_text("aborted: surplus member").wait_for()
 
-    look(run, at)
 
-
-def test_a_token_is_told_by_pointing_at_it_and_by_the_arrow_keys(run: StoredRun) -> None:
-    async def at(page: Any, address: str) -> None:
+async def test_a_token_is_told_by_pointing_at_it_and_by_the_arrow_keys(run: StoredRun) -> None:
+    async with looking(run) as (page, address):
         await page.goto(f"{address}/step/0")
         await page.get_by_role("link", name="1 ›", exact=True).first.click()  # a sibling, or the next step
         await page.goto(f"{address}/trajectory/1")
@@ -185,11 +174,9 @@ def test_a_token_is_told_by_pointing_at_it_and_by_the_arrow_keys(run: StoredRun)
         await page.keyboard.press("ArrowRight")
         assert "4 of 5" in await details.inner_text()
 
-    look(run, at)
 
-
-def test_time_is_zoomed_by_dragging_and_the_trainer_leads_to_its_step(run: StoredRun) -> None:
-    async def at(page: Any, address: str) -> None:
+async def test_time_is_zoomed_by_dragging_and_the_trainer_leads_to_its_step(run: StoredRun) -> None:
+    async with looking(run) as (page, address):
         await page.goto(f"{address}/lanes")
         plot = page.get_by_role("img", name="instances and trainer over time")
         await plot.wait_for()
@@ -210,23 +197,19 @@ def test_time_is_zoomed_by_dragging_and_the_trainer_leads_to_its_step(run: Store
         await page.get_by_text("Whole run").wait_for()
         assert "from=" in page.url
 
-    look(run, at)
 
-
-def test_a_trajectorys_life_is_told_and_its_reasons_are_asked_for(run: StoredRun) -> None:
-    async def at(page: Any, address: str) -> None:
+async def test_a_trajectorys_life_is_told_and_its_reasons_are_asked_for(run: StoredRun) -> None:
+    async with looking(run) as (page, address):
         await page.goto(f"{address}/trajectory/3")
         await page.get_by_text("routed to rollout-1 at version 1").wait_for()
         await page.get_by_role("button", name="Why?").click()
         # This journal was not made by a coordinator, so its replay differs: that is said, in the page.
         await page.locator(".error").wait_for()
 
-    look(run, at)
-
 
 @pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
-def test_every_view_fits_the_width_and_says_something(run: StoredRun, viewport: dict[str, int]) -> None:
-    async def at(page: Any, address: str) -> None:
+async def test_every_view_fits_the_width_and_says_something(run: StoredRun, viewport: dict[str, int]) -> None:
+    async with looking(run, color_scheme="dark", has_touch=True) as (page, address):
         await page.set_viewport_size(viewport)
         for view in VIEWS:
             await page.goto(address + view)
@@ -238,15 +221,13 @@ def test_every_view_fits_the_width_and_says_something(run: StoredRun, viewport: 
             assert wide <= viewport["width"], view
             assert len(await page.locator("main").inner_text()) > 60, view
 
-    look(run, at, color_scheme="dark", has_touch=True)
 
-
-def test_a_chart_is_zoomed_by_dragging_and_leads_to_a_step_by_clicking(tmp_path: Path) -> None:
+async def test_a_chart_is_zoomed_by_dragging_and_leads_to_a_step_by_clicking(tmp_path: Path) -> None:
     run = StoredRun(tmp_path, steps=20)
     for step in range(20):
         run.train([(f"prompt {step}", [Response("a", step / 20), Response("b", 0.0)])])
 
-    async def at(page: Any, address: str) -> None:
+    async with looking(run) as (page, address):
         await page.goto(address)
         chart = page.get_by_role("img", name="reward", exact=True)
         await chart.wait_for()
@@ -265,15 +246,13 @@ def test_a_chart_is_zoomed_by_dragging_and_leads_to_a_step_by_clicking(tmp_path:
         assert "/step/8" in page.url
         assert "from=" not in page.url
 
-    look(run, at)
 
-
-def test_a_conversation_is_walked_token_by_token_and_says_who_gave_what(tmp_path: Path) -> None:
+async def test_a_conversation_is_walked_token_by_token_and_says_who_gave_what(tmp_path: Path) -> None:
     stored = StoredRun(tmp_path)
     turns = (("tool", f"4 {HOSTILE}", 2.5, "four"), ("user", "ok", 0.0, "bye"))
     stored.train([("2+2", [Response("ask", 1.0, versions=(0,), turns=turns), Response("5")])])
 
-    async def at(page: Any, address: str) -> None:
+    async with looking(stored) as (page, address):
         await page.goto(f"{address}/trajectory/0")
         block = page.locator(".tokens")
         await block.wait_for()
@@ -300,15 +279,13 @@ def test_a_conversation_is_walked_token_by_token_and_says_who_gave_what(tmp_path
         await page.locator(".sibling .passage").first.wait_for()
         assert await page.locator(".sibling .passage").count() == 5
 
-    look(stored, at)
 
-
-def test_two_runs_are_side_by_side_and_their_settings_compared(run: StoredRun, tmp_path: Path) -> None:
+async def test_two_runs_are_side_by_side_and_their_settings_compared(run: StoredRun, tmp_path: Path) -> None:
     other = StoredRun(tmp_path / "second", group=3, eta=0)
     for step in range(4):
         other.train([("p", [Response("a", float(step)), Response("b"), Response("c")])])
 
-    async def at(page: Any, address: str) -> None:
+    async with looking(run, other) as (page, address):
         await page.goto(address)
         await page.locator("svg path.line.other").first.wait_for()
         reward = page.locator(".card", has=page.get_by_role("heading", name="reward", exact=False)).first
@@ -321,21 +298,17 @@ def test_two_runs_are_side_by_side_and_their_settings_compared(run: StoredRun, t
         await page.get_by_role("button", name="Audit what is stored").click()
         await page.get_by_text("The audit: ").wait_for()
 
-    look(run, at, other)
 
-
-def test_versions_of_a_view_have_colours_of_their_own(tmp_path: Path) -> None:
+async def test_versions_of_a_view_have_colours_of_their_own(tmp_path: Path) -> None:
     """Of any number of versions: with a fixed set of colours the ninth had that of the first."""
     run = StoredRun(tmp_path, group=2, eta=40)
     versions = (*range(30),)
     run.train([("p", [Response("x" * 60, 1.0, versions=versions), Response("y")])])
 
-    async def at(page: Any, address: str) -> None:
+    async with looking(run) as (page, address):
         await page.goto(f"{address}/trajectory/0")
         await page.locator(".swatch").first.wait_for()
         colours = await page.evaluate(
             "[...document.querySelectorAll('.swatch')].map((one) => getComputedStyle(one).backgroundColor)"
         )
         assert len(colours) == len(set(colours)) == len(versions)
-
-    look(run, at)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,16 @@ def settings(named: str, options: dict[str, Any] | None = None, **limits: Any) -
     return EpisodeSettings(
         source=SourceSettings(task=TaskConfig(source=named, options=options or {}), seed=3, limits=config)
     )
+
+
+@contextlib.asynccontextmanager
+async def hosted(made: EpisodeSettings) -> AsyncIterator[tuple[EpisodeHost, Task]]:
+    """A host of episodes, and its first task."""
+    episodes = EpisodeHost(made)
+    try:
+        yield episodes, made.source.build().task(0)
+    finally:
+        await episodes.close()
 
 
 async def acted(episodes: EpisodeHost, of: Task, *turns: str, cut: bool = False, **key: Any) -> HostedStepResult:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,5 @@ class Terminal:
 @contextlib.contextmanager
 def terminal(*args: str | Path, cwd: Path, forked: bool = True) -> Iterator[Terminal]:
     """A command in a terminal; whatever is left of it at the end is killed."""
-    opened = Terminal(*args, cwd=cwd, forked=forked)
-    try:
+    with closing(Terminal(*args, cwd=cwd, forked=forked)) as opened:
         yield opened
-    finally:
-        opened.close()

@@ -24,6 +24,7 @@ from staleflow.tasks.rendering.turn_params import split_params
 from staleflow.tasks.settings.source_kinds import SourceType, open_source
 from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.sources.task_sources import SourceSettings
+from tests.support.games import hosted
 from tests.tasks.chat_models import chat_tokenizer
 from tests.tasks.test_agent_clients import capturing, free_port, serving
 
@@ -92,19 +93,16 @@ async def test_an_environment_of_openenv_is_played_through_its_own_server(
 ) -> None:
     pytest.importorskip("openai")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(room), *sys.path]))
-    made = settings("openenv:echo_room", {"field": "echoed_message"})
-    task = made.source.build().task(0)
-    assert [m.content for m in split_params(task.prompt)[1]] == ["Echo Room environment ready!"]
-    episodes = EpisodeHost(made)
-    turns = [
-        SampledTurn(prompt_tokens=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)
-        for n, text in enumerate(["four", '{"message": "123456"}', "x" * 50])
-    ]
-    answers = await played(episodes, task, turns)
-    assert [[m.content for m in a.messages] for a in answers] == [["four"], ["123456"], []]
-    assert [(a.ended, a.error) for a in answers] == [(False, ""), (False, ""), (True, "")]
-    assert answers[-1].reward == pytest.approx(0.4 + 0.6 + 1.0)
-    await episodes.close()
+    async with hosted(settings("openenv:echo_room", {"field": "echoed_message"})) as (episodes, task):
+        assert [m.content for m in split_params(task.prompt)[1]] == ["Echo Room environment ready!"]
+        turns = [
+            SampledTurn(prompt_tokens=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)
+            for n, text in enumerate(["four", '{"message": "123456"}', "x" * 50])
+        ]
+        answers = await played(episodes, task, turns)
+        assert [[m.content for m in a.messages] for a in answers] == [["four"], ["123456"], []]
+        assert [(a.ended, a.error) for a in answers] == [(False, ""), (False, ""), (True, "")]
+        assert answers[-1].reward == pytest.approx(0.4 + 0.6 + 1.0)
 
 
 @pytest.fixture
@@ -126,18 +124,16 @@ def room_url(room: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 async def test_a_server_of_openenv_that_runs_is_played_by_its_url(room_url: str) -> None:
     pytest.importorskip("openai")
     made = settings(f"openenv:{room_url}", {"field": "echoed_message", "system": "Say much."}, max_turns=2)
-    task = made.source.build().task(0)
-    assert [m.content for m in split_params(task.prompt)[1]] == ["Say much.", "Echo Room environment ready!"]
-    episodes = EpisodeHost(made)
-    turns = [
-        SampledTurn(prompt_tokens=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)
-        for n, text in enumerate(["four", "sixsix"])
-    ]
-    answers = await played(episodes, task, turns)
-    assert [[m.content for m in a.messages] for a in answers] == [["four"], []]
-    assert [(a.ended, a.error) for a in answers] == [(False, ""), (True, "")]
-    assert answers[-1].reward == pytest.approx(0.4 + 0.6)
-    await episodes.close()
+    async with hosted(made) as (episodes, task):
+        assert [m.content for m in split_params(task.prompt)[1]] == ["Say much.", "Echo Room environment ready!"]
+        turns = [
+            SampledTurn(prompt_tokens=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)
+            for n, text in enumerate(["four", "sixsix"])
+        ]
+        answers = await played(episodes, task, turns)
+        assert [[m.content for m in a.messages] for a in answers] == [["four"], []]
+        assert [(a.ended, a.error) for a in answers] == [(False, ""), (True, "")]
+        assert answers[-1].reward == pytest.approx(0.4 + 0.6)
 
 
 @pytest.mark.slow
@@ -186,32 +182,31 @@ async def test_a_taskset_of_verifiers_is_run_by_its_own_harness(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     tokenizer = chat_tokenizer("qwen3")
     tokenizer.save_pretrained(tmp_path)
-    made = settings(
-        "verifiers:textarena",
-        {
-            "env": {"taskset": {"game": "WordSearch-v0"}, "player": {"max_turns": 2}},
-            "tokenizer": str(tmp_path),
-            "renderer": {"name": "qwen3"},
-        },
-        memory_mib=0,
-    )
-    task = made.source.build().task(0)
-    directions, shown = split_params(task.prompt)
-    assert not shown
-    prompt = directions.token_ids
-    assert prompt is not None
-    assert "Word Search" in tokenizer.decode(prompt)
-    episodes = EpisodeHost(made)
-    before, turns, answers = tuple(prompt), list[SampledTurn](), list[HostedStepResult]()
-    for text in ("[1 1 1 1]", "[2 2 2 2]"):
-        ids = (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)
-        turns.append(SampledTurn(prompt_tokens=before, tokens=ids, logprobs=(-0.5,) * len(ids), text=text))
-        answers = await played(episodes, task, turns)
-        assert answers[-1].error == ""
-        if not answers[-1].ended:
-            token_ids = split_params(answers[-1].messages)[0].token_ids
-            assert token_ids
-            before = (*before, *ids, *token_ids)
-    assert [a.ended for a in answers] == [False, True]
-    assert list(answers[-1].parts) == ["game_reward"]
-    await episodes.close()
+    async with hosted(
+        settings(
+            "verifiers:textarena",
+            {
+                "env": {"taskset": {"game": "WordSearch-v0"}, "player": {"max_turns": 2}},
+                "tokenizer": str(tmp_path),
+                "renderer": {"name": "qwen3"},
+            },
+            memory_mib=0,
+        )
+    ) as (episodes, task):
+        directions, shown = split_params(task.prompt)
+        assert not shown
+        prompt = directions.token_ids
+        assert prompt is not None
+        assert "Word Search" in tokenizer.decode(prompt)
+        before, turns, answers = tuple(prompt), list[SampledTurn](), list[HostedStepResult]()
+        for text in ("[1 1 1 1]", "[2 2 2 2]"):
+            ids = (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)
+            turns.append(SampledTurn(prompt_tokens=before, tokens=ids, logprobs=(-0.5,) * len(ids), text=text))
+            answers = await played(episodes, task, turns)
+            assert answers[-1].error == ""
+            if not answers[-1].ended:
+                token_ids = split_params(answers[-1].messages)[0].token_ids
+                assert token_ids
+                before = (*before, *ids, *token_ids)
+        assert [a.ended for a in answers] == [False, True]
+        assert list(answers[-1].parts) == ["game_reward"]

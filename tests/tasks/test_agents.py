@@ -25,6 +25,7 @@ from staleflow.tasks.rendering.turn_params import params_of, split_params
 from staleflow.tasks.settings.endpoint_settings import EndpointConfig, EndpointSettings
 from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.sources.task_sources import SourceSettings
+from tests.support.games import hosted
 
 AGENTS = '''
 import asyncio, json, os, sys, time, urllib.error, urllib.request
@@ -203,17 +204,16 @@ async def test_an_episode_is_the_same_wherever_the_agent_runs(agents: Path, name
     source = made.source.build()
     tasks = [source.task(i) for i in (0, 1)]
     assert len({task.prompt for task in tasks}) == 2
-    episodes = EpisodeHost(made)
-    await episodes.check()
-    first, second = await asyncio.gather(
-        played(episodes, tasks[0], ["a", "b", "stop"]), played(episodes, tasks[1], ["stop"], member=1)
-    )
-    assert [a.messages for a in first] == [(Message("user", "more 1"),), (Message("user", "more 2"),), ()]
-    assert [(a.ended, a.reward, a.parts, a.error) for a in first[2:] + second] == [
-        (True, 2.0, {"turns": 2.0}, ""), (True, 0.0, {"turns": 0.0}, ""),
-    ]  # fmt: skip
-    assert await acted(episodes, tasks[0], "a", "b", "stop") == first[2]
-    await episodes.close()
+    async with hosted(made) as (episodes, _):
+        await episodes.check()
+        first, second = await asyncio.gather(
+            played(episodes, tasks[0], ["a", "b", "stop"]), played(episodes, tasks[1], ["stop"], member=1)
+        )
+        assert [a.messages for a in first] == [(Message("user", "more 1"),), (Message("user", "more 2"),), ()]
+        assert [(a.ended, a.reward, a.parts, a.error) for a in first[2:] + second] == [
+            (True, 2.0, {"turns": 2.0}, ""), (True, 0.0, {"turns": 0.0}, ""),
+        ]  # fmt: skip
+        assert await acted(episodes, tasks[0], "a", "b", "stop") == first[2]
 
 
 @pytest.mark.parametrize(("does", "reward", "parts", "error"), [
@@ -226,13 +226,11 @@ async def test_a_program_prints_its_reward(
     agents: Path, does: str, reward: float, parts: dict[str, float], error: str
 ) -> None:
     made = settings("agent:command", {"command": [sys.executable, str(agents.with_name("program.py"))]})
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    (answer,) = await played(episodes, task, [does])
-    assert answer.ended
-    assert answer.error.startswith(error) if error else not answer.error
-    assert (answer.reward, answer.parts) == (reward, parts)
-    await episodes.close()
+    async with hosted(made) as (episodes, task):
+        (answer,) = await played(episodes, task, [does])
+        assert answer.ended
+        assert answer.error.startswith(error) if error else not answer.error
+        assert (answer.reward, answer.parts) == (reward, parts)
 
 
 @pytest.mark.parametrize(("does", "error"), [
@@ -243,28 +241,22 @@ async def test_a_program_prints_its_reward(
     ("rewrite", "the agent raised: RuntimeError: changed_past"),
 ])  # fmt: skip
 async def test_an_agent_that_fails_is_an_error_with_its_reason(agents: Path, does: str, error: str) -> None:
-    made = settings(f"agent:{agents}:moody", step_timeout_s=6.0, changed_past="refuse")
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    good = asyncio.ensure_future(played(episodes, task, ["a", "b", "c"], member=1))
-    (answer,) = await played(episodes, task, [does])
-    assert answer.ended
-    assert error in answer.error
-    assert "\n" not in answer.error
-    assert not any(other.error for other in await good)
-    await episodes.close()
+    async with hosted(settings(f"agent:{agents}:moody", step_timeout_s=6.0, changed_past="refuse")) as (episodes, task):
+        good = asyncio.ensure_future(played(episodes, task, ["a", "b", "c"], member=1))
+        (answer,) = await played(episodes, task, [does])
+        assert answer.ended
+        assert error in answer.error
+        assert "\n" not in answer.error
+        assert not any(other.error for other in await good)
 
 
 async def test_an_agent_that_rewrites_its_past_begins_a_branch(agents: Path) -> None:
-    made = settings(f"agent:{agents}:moody")
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    first, then = await played(episodes, task, ["rewrite", "a"])
-    directions, shown = split_params(first.messages)
-    assert (directions.after_turn, shown) == (0, (Message("user", "something else"),))
-    # The agent goes on from the turn before its branch.
-    assert (split_params(then.messages)[0].after_turn, then.ended) == (1, False)
-    await episodes.close()
+    async with hosted(settings(f"agent:{agents}:moody")) as (episodes, task):
+        first, then = await played(episodes, task, ["rewrite", "a"])
+        directions, shown = split_params(first.messages)
+        assert (directions.after_turn, shown) == (0, (Message("user", "something else"),))
+        # The agent goes on from the turn before its branch.
+        assert (split_params(then.messages)[0].after_turn, then.ended) == (1, False)
 
 
 async def test_an_agent_that_says_nothing_or_never_the_same_is_refused(agents: Path) -> None:
@@ -278,38 +270,30 @@ async def test_an_agent_that_says_nothing_or_never_the_same_is_refused(agents: P
         settings("agent:command", {"command": "python agent.py"}).source.build()
     with pytest.raises(ConfigError, match="'no-such-program' cannot be started: No such file"):
         settings("agent:command", {"command": ["no-such-program"]}).source.build()
-    made = settings(f"agent:{agents}:unlike")
-    episodes = EpisodeHost(made)
-    with pytest.raises(ConfigError, match="reset with the same seed gives another first observation"):
-        await episodes.check()
-    await episodes.close()
+    async with hosted(settings(f"agent:{agents}:unlike")) as (episodes, _):
+        with pytest.raises(ConfigError, match="reset with the same seed gives another first observation"):
+            await episodes.check()
 
 
 async def test_limits_of_turns_come_with_what_is_said(agents: Path) -> None:
-    made = settings(f"agent:{agents}:limited")
-    task = made.source.build().task(0)
-    assert params_of(task.record).max_tokens == 3
-    episodes = EpisodeHost(made)
-    answer = await acted(episodes, task, "a")
-    directions, shown = split_params(answer.messages)
-    assert (directions.max_tokens, shown) == (5, (Message("user", "second"),))
-    assert (await acted(episodes, task, "a", "b")).reward == 1.0
-    await episodes.close()
+    async with hosted(settings(f"agent:{agents}:limited")) as (episodes, task):
+        assert params_of(task.record).max_tokens == 3
+        answer = await acted(episodes, task, "a")
+        directions, shown = split_params(answer.messages)
+        assert (directions.max_tokens, shown) == (5, (Message("user", "second"),))
+        assert (await acted(episodes, task, "a", "b")).reward == 1.0
 
 
 async def test_an_episode_at_its_limit_ends_with_what_the_agent_returns(agents: Path) -> None:
-    made = settings(f"agent:{agents}:insists", max_turns=3)
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    *_, last = await played(episodes, task, ["a", "b", "c"])
-    assert (last.ended, last.reward, last.error) == (True, 3.0, "")
-    cut = await acted(episodes, task, "a", member=1, cut=True)
-    assert (cut.ended, cut.reward, cut.error) == (True, 1.0, "")
-    # For its next turn there is no room: what it asks is refused.
-    await acted(episodes, task, "a", member=2)
-    full = await episodes.end(EpisodeKey(task=0, member=2), task.record)
-    assert (full.ended, full.reward, full.error) == (True, 1.0, "")
-    await episodes.close()
+    async with hosted(settings(f"agent:{agents}:insists", max_turns=3)) as (episodes, task):
+        *_, last = await played(episodes, task, ["a", "b", "c"])
+        assert (last.ended, last.reward, last.error) == (True, 3.0, "")
+        cut = await acted(episodes, task, "a", member=1, cut=True)
+        assert (cut.ended, cut.reward, cut.error) == (True, 1.0, "")
+        # For its next turn there is no room: what it asks is refused.
+        await acted(episodes, task, "a", member=2)
+        full = await episodes.end(EpisodeKey(task=0, member=2), task.record)
+        assert (full.ended, full.reward, full.error) == (True, 1.0, "")
 
 
 def alive(pids: Path) -> list[int]:
@@ -329,16 +313,13 @@ def alive(pids: Path) -> list[int]:
 ])  # fmt: skip
 async def test_a_process_ends_with_all_that_it_started(agents: Path, tmp_path: Path, does: str, error: str) -> None:
     pids = tmp_path / "pids"
-    made = settings(f"agent:{agents}:die", {"pids": str(pids)}, step_timeout_s=6.0)
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    (answer,) = await played(episodes, task, [does])
-    assert error in answer.error
-    begin = time.monotonic()
-    while alive(pids) and time.monotonic() < begin + 10:
-        await asyncio.sleep(0.05)
-    assert alive(pids) == []
-    await episodes.close()
+    async with hosted(settings(f"agent:{agents}:die", {"pids": str(pids)}, step_timeout_s=6.0)) as (episodes, task):
+        (answer,) = await played(episodes, task, [does])
+        assert error in answer.error
+        begin = time.monotonic()
+        while alive(pids) and time.monotonic() < begin + 10:
+            await asyncio.sleep(0.05)
+        assert alive(pids) == []
 
 
 def descendants(marker: str) -> Iterator[int]:
@@ -355,12 +336,9 @@ def descendants(marker: str) -> Iterator[int]:
 async def test_a_program_is_ended_with_its_children_and_theirs(agents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MARKED_BY", marker := f"test-{os.getpid()}-{time.monotonic_ns()}")
     command = ["/bin/sh", "-c", f"{sys.executable} {agents.with_name('program.py')}; echo 1"]
-    made = settings("agent:command", {"command": command}, step_timeout_s=6.0)
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    (answer,) = await played(episodes, task, ["tree"])
-    assert "took longer than environment.step_timeout_s" in answer.error
-    await episodes.close()
+    async with hosted(settings("agent:command", {"command": command}, step_timeout_s=6.0)) as (episodes, task):
+        (answer,) = await played(episodes, task, ["tree"])
+        assert "took longer than environment.step_timeout_s" in answer.error
     begin = time.monotonic()
 
     def left() -> list[str]:
@@ -390,16 +368,13 @@ async def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None
 
 
 async def test_an_episode_that_is_cancelled_ends_its_agent_and_its_key(agents: Path) -> None:
-    made = settings(f"agent:{agents}:moody")
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    await acted(episodes, task, "a")
-    acting = asyncio.ensure_future(acted(episodes, task, "a", "hang"))
-    await asyncio.sleep(0.3)
-    episodes.cancel([EpisodeKey(task=0)])
-    assert (await acting).error == "the episode was cancelled"
-    assert len(episodes._endpoint.sessions) == 0
-    await episodes.close()
+    async with hosted(settings(f"agent:{agents}:moody")) as (episodes, task):
+        await acted(episodes, task, "a")
+        acting = asyncio.ensure_future(acted(episodes, task, "a", "hang"))
+        await asyncio.sleep(0.3)
+        episodes.cancel([EpisodeKey(task=0)])
+        assert (await acting).error == "the episode was cancelled"
+        assert len(episodes._endpoint.sessions) == 0
 
 
 def test_directions_are_read_back_from_records() -> None:

@@ -31,48 +31,38 @@ class Waiting:
 
 
 @pytest.mark.parametrize("turns", range(8))
-def test_a_caller_is_cancelled_also_in_the_moment_of_its_answer(turns: int) -> None:
+async def test_a_caller_is_cancelled_also_in_the_moment_of_its_answer(turns: int) -> None:
     """A task that calls in a loop, as those of an instance do, ends when it is cancelled. asyncio.wait_for of Python
     3.11 returns the answer instead if it has just come; the task then went on for ever, and closing a run waited."""
+    actor = Waiting()
 
-    async def scenario() -> bool:
-        actor = Waiting()
+    async def calling() -> None:
+        while True:
+            await call_actor(actor, "answer", timeout_s=60.0, actor_name="it")
+            actor.may_answer.clear()
 
-        async def calling() -> None:
-            while True:
-                await call_actor(actor, "answer", timeout_s=60.0, actor_name="it")
-                actor.may_answer.clear()
-
-        task = asyncio.ensure_future(calling())
-        for _ in range(5):
-            await asyncio.sleep(0)
-        actor.may_answer.set()
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        task.cancel()
-        for _ in range(20):
-            await asyncio.sleep(0)
-        ended = task.done()
-        task.cancel()
-        return ended
-
-    assert asyncio.run(scenario())
+    task = asyncio.ensure_future(calling())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    actor.may_answer.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    ended = task.done()
+    task.cancel()
+    assert ended
 
 
-def test_an_answer_after_the_deadline_is_a_loss_that_names_the_knob() -> None:
-    async def scenario() -> None:
+async def test_an_answer_after_the_deadline_is_a_loss_that_names_the_knob() -> None:
+    with pytest.raises(ActorLost, match=r"^rollout-0 did not answer within 0.01 s \(deadlines.call_s\)$"):
         await call_actor(Waiting(), "answer", timeout_s=0.01, actor_name="rollout-0", limit="deadlines.call_s")
 
-    with pytest.raises(ActorLost, match=r"^rollout-0 did not answer within 0.01 s \(deadlines.call_s\)$"):
-        asyncio.run(scenario())
 
-
-def test_an_error_of_the_method_itself_is_passed_on() -> None:
-    async def scenario() -> None:
-        await call_actor(Waiting(), "refuse", timeout_s=60.0, actor_name="server")
-
+async def test_an_error_of_the_method_itself_is_passed_on() -> None:
     with pytest.raises(StoreError, match="the disk is full"):
-        asyncio.run(scenario())
+        await call_actor(Waiting(), "refuse", timeout_s=60.0, actor_name="server")
 
 
 @pytest.mark.parametrize(("who", "named"), [("", "rollout-0"), ("server", "server")])
@@ -136,16 +126,15 @@ class Ending:
 
 
 @pytest.mark.parametrize("within_actor", [False, True])
-def test_a_call_that_is_cancelled_on_its_way_is_a_loss_and_does_not_cancel_the_caller(within_actor: bool) -> None:
-    async def scenario() -> None:
-        other = RemoteActor("inproc://none", "key", Ending())
-        if within_actor:
-            await Relaying().relay(other, "wait")
-        else:
-            await call_actor(other, "wait", timeout_s=60.0, actor_name="other")
-
+async def test_a_call_that_is_cancelled_on_its_way_is_a_loss_and_does_not_cancel_the_caller(within_actor: bool) -> None:
+    other = RemoteActor("inproc://none", "key", Ending())
+    calls = (
+        Relaying().relay(other, "wait")
+        if within_actor
+        else call_actor(other, "wait", timeout_s=60.0, actor_name="other")
+    )
     with pytest.raises(ActorLost, match=r"^other is gone: the call was cancelled$"):
-        asyncio.run(scenario())
+        await calls
 
 
 @remote_methods

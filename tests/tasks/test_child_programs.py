@@ -15,7 +15,7 @@ from staleflow.tasks.environments.child_programs import ChildPrograms
 from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Task
-from tests.support.games import is_gone
+from tests.support.games import hosted, is_gone
 from tests.tasks.test_agents import acted, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -84,30 +84,24 @@ async def started(episodes: EpisodeHost, task: Task, member: int) -> list[int]:
 
 
 async def test_programs_of_an_agent_end_with_its_episode_however_it_ends(agent: Path) -> None:
-    made = settings(f"agent:{agent}:run", step_timeout_s=60.0)
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    staying = await started(episodes, task, 9)
-    for member, last in enumerate(("end", "raise", "")):
-        pids = await started(episodes, task, member)
-        if last:
-            assert (await acted(episodes, task, "start", last, member=member)).ended
-        else:
-            episodes.cancel([EpisodeKey(task=0, member=member)])
-        await until_gone(pids)
-        assert not any(map(is_gone, staying)), "they belong to another episode"
-    await episodes.close()
+    async with hosted(settings(f"agent:{agent}:run", step_timeout_s=60.0)) as (episodes, task):
+        staying = await started(episodes, task, 9)
+        for member, last in enumerate(("end", "raise", "")):
+            pids = await started(episodes, task, member)
+            if last:
+                assert (await acted(episodes, task, "start", last, member=member)).ended
+            else:
+                episodes.cancel([EpisodeKey(task=0, member=member)])
+            await until_gone(pids)
+            assert not any(map(is_gone, staying)), "they belong to another episode"
     await until_gone(staying)
 
 
 async def test_programs_of_a_coroutine_environment_end_with_its_episode(agent: Path) -> None:
-    made = settings(f"{agent}:play", step_timeout_s=60.0)
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    pids = await started(episodes, task, 0)
-    assert (await acted(episodes, task, "start", "end")).reward == 1.0
-    await until_gone(pids)
-    await episodes.close()
+    async with hosted(settings(f"{agent}:play", step_timeout_s=60.0)) as (episodes, task):
+        pids = await started(episodes, task, 0)
+        assert (await acted(episodes, task, "start", "end")).reward == 1.0
+        await until_gone(pids)
 
 
 def test_programs_of_agents_end_with_a_host_that_is_killed(agent: Path) -> None:

@@ -201,7 +201,7 @@ async def test_connections_beyond_the_limit_are_told_to_try_again() -> None:
 
 
 @pytest.mark.parametrize("size", [100, 300_000])
-def test_a_client_that_is_still_sending_reads_why_it_found_no_place(size: int) -> None:
+async def test_a_client_that_is_still_sending_reads_why_it_found_no_place(size: int) -> None:
     """It asks in a process of its own, as agents do. Closed at once, most of these connections were reset instead."""
     asks = (
         "import asyncio, httpx, sys\n"
@@ -213,16 +213,12 @@ def test_a_client_that_is_still_sending_reads_why_it_found_no_place(size: int) -
         "    assert {await ask() for _ in range(20)} == {(503, '1')}\n"
         "asyncio.run(main())\n"
     )
-
-    async def work() -> None:
-        # The idle one may be the only one for as long as the other process takes to start.
-        async with serving(max_connections=1, body_s=300.0) as (server, _):
-            _, writer = await asyncio.open_connection(*address(server))
-            process = await asyncio.create_subprocess_exec(sys.executable, "-c", asks, server.base_url)
-            assert await process.wait() == 0
-            writer.close()
-
-    asyncio.run(work())
+    # The idle one may be the only one for as long as the other process takes to start.
+    async with serving(max_connections=1, body_s=300.0) as (server, _):
+        _, writer = await asyncio.open_connection(*address(server))
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", asks, server.base_url)
+        assert await process.wait() == 0
+        writer.close()
 
 
 async def test_token_ids_beyond_the_vocabulary_are_refused_at_the_door() -> None:

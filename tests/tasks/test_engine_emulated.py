@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +154,7 @@ class TestEmulatedEngine(SleepingEngineTests, ReusingEngineTests):
 
 
 def test_responses_are_as_long_and_as_good_as_the_workload_says() -> None:
-    engine = EmulatedEngine(settings(time_scale=50.0), InstanceId("i"))
-    try:
+    with closing(EmulatedEngine(settings(time_scale=50.0), InstanceId("i"))) as engine:
         engine.submit([request(i, max_new_tokens=100) for i in range(40)])
         for trajectory, sampled in collect(engine, 40).items():
             group, member = divmod(trajectory, 4)
@@ -163,14 +162,11 @@ def test_responses_are_as_long_and_as_good_as_the_workload_says() -> None:
             assert len(tokens) == workload().turns(group, member)[0].tokens
             assert sampled.finish is FinishReason.STOP
             assert tokens[0] == REWARD_TOKEN + workload().reward(group, member)
-    finally:
-        engine.close()
 
 
 def test_a_request_ends_with_its_turn_and_the_next_one_goes_on_from_what_was_given() -> None:
     acting = workload(kind="agentic")
-    engine = EmulatedEngine(settings(time_scale=50.0, workload=acting), InstanceId("i"))
-    try:
+    with closing(EmulatedEngine(settings(time_scale=50.0, workload=acting), InstanceId("i"))) as engine:
         for trajectory in range(6):
             tokens = 0
             for turn in acting.turns(*divmod(trajectory, 4)):
@@ -190,22 +186,17 @@ def test_a_request_ends_with_its_turn_and_the_next_one_goes_on_from_what_was_giv
                 assert sampled.finish is FinishReason.STOP
                 assert engine.load_statistics().kept_tokens >= 4 + tokens + turn.tokens
                 tokens += turn.tokens + turn.tool_tokens
-    finally:
-        engine.close()
 
 
 def test_time_passes_as_the_cost_model_says() -> None:
     """One request alone: its tokens times the step time, and not sooner. (That it is not much later is measured, in
     benchmarks/reality.py overhead.)"""
-    engine = EmulatedEngine(settings(), InstanceId("i"))
-    try:
+    with closing(EmulatedEngine(settings(), InstanceId("i"))) as engine:
         begin = time.monotonic()
         engine.submit([request(0, max_new_tokens=20)])
         length = len(tokens_of(collect(engine, 1)[0]))
         assert time.monotonic() - begin >= (COST.decode_s(1, 4, length) + 4 * COST.prefill) / 2.0
         assert engine.load_statistics().busy_s == pytest.approx((COST.decode_s(1, 4, length) + 4 * COST.prefill) / 2.0)
-    finally:
-        engine.close()
 
 
 def test_what_a_pull_needs_is_imported_before_the_engine_is_ready(tmp_path: Path) -> None:
@@ -258,16 +249,13 @@ def test_versions_are_served_side_by_side(tmp_path: Path) -> None:
 
 def test_what_is_kept_for_a_turn_to_come_is_let_go_when_there_is_none() -> None:
     """A trajectory that cannot return leaves nothing; one that could is forgotten when it is aborted after its turn."""
-    engine = EmulatedEngine(settings(time_scale=50.0), InstanceId("i"))
-    try:
+    with closing(EmulatedEngine(settings(time_scale=50.0), InstanceId("i"))) as engine:
         engine.submit([request(i, max_new_tokens=20, keep_kv=i > 0) for i in range(3)])
         done = collect(engine, 3)
         values = {i: 4 + len(tokens_of(sampled)) for i, sampled in done.items()}
         assert engine.load_statistics().kept_tokens == values[1] + values[2]
         engine.abort([TrajectoryId(1)])
         assert engine.load_statistics().kept_tokens == values[2]
-    finally:
-        engine.close()
 
 
 def test_as_many_tokens_are_drafted_as_the_engine_is_told() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +106,9 @@ class TestTransformersEngine(SleepingEngineTests, StopTests, ReusingEngineTests)
             assert logprobs_of(by_id[number]) == pytest.approx(expected, abs=2e-4)
 
     def test_temperature_is_in_the_logprobs(self, tiny_model: Path) -> None:
-        one = TransformersEngine(settings(tiny_model, temperature=2.0), InstanceId("i"))
-        try:
+        with closing(TransformersEngine(settings(tiny_model, temperature=2.0), InstanceId("i"))) as one:
             one.submit([request(0)])
             (segment,) = collect(one, 1)[0].segments
-        finally:
-            one.close()
         tokens = [3, 10, 14, 7, *segment.tokens.tolist()]
         expected = plain_logprobs(tiny_model, tokens, 4, None, temperature=2.0)
         assert segment.logprobs.tolist() == pytest.approx(expected, abs=2e-4)
@@ -245,8 +242,7 @@ def test_keep_goes_on_with_the_old_cache_which_nothing_else_sees(tiny_model: Pat
     """Neither another request nor its own trajectory's next turn: what is kept must be of one version."""
     torch.set_num_threads(1)
     path, _ = changed_weights(tiny_model, tmp_path)
-    one = TransformersEngine(settings(tiny_model, keep=True, eos=()), InstanceId("i"))
-    try:
+    with closing(TransformersEngine(settings(tiny_model, keep=True, eos=()), InstanceId("i"))) as one:
         sample_until(one, 5, [request(0, PROMPT, max_new_tokens=50, keep_kv=True)])
         one.load(PolicyVersion(5), path)
         one.submit([request(1, PROMPT, max_new_tokens=8)])
@@ -256,8 +252,6 @@ def test_keep_goes_on_with_the_old_cache_which_nothing_else_sees(tiny_model: Pat
         context = (*PROMPT, *tokens_of(done[0]), *GIVEN)
         one.submit([request(0, context, route_number=2, max_new_tokens=8)])
         later = collect(one, 1)[TrajectoryId(0)]
-    finally:
-        one.close()
     assert [s.version for s in done[0].segments] == [0, 5]
     for before, sampled in ((PROMPT, done[1]), (context, later)):
         exact = plain_logprobs(tiny_model, [*before, *tokens_of(sampled)], len(before), path)
@@ -270,28 +264,22 @@ def test_keep_goes_on_with_the_old_cache_which_nothing_else_sees(tiny_model: Pat
 
 def test_a_prompt_of_many_requests_is_computed_once_also_for_those_that_wait(tiny_model: Path) -> None:
     torch.set_num_threads(1)
-    one = TransformersEngine(settings(tiny_model, max_running=3, max_batch_tokens=16), InstanceId("i"))
-    try:
+    with closing(TransformersEngine(settings(tiny_model, max_running=3, max_batch_tokens=16), InstanceId("i"))) as one:
         one.submit([request(i, PROMPT) for i in range(8)])
         for sampled in collect(one, 8).values():
             exact = plain_logprobs(tiny_model, [*PROMPT, *tokens_of(sampled)], len(PROMPT), None)
             assert logprobs_of(sampled) == pytest.approx(exact, abs=1e-5)
         load = one.load_statistics()
         assert (load.prefilled_tokens, load.cached_tokens) == (len(PROMPT) + 7, 7 * (len(PROMPT) - 1))
-    finally:
-        one.close()
 
 
 def test_a_context_that_never_fits_fails_and_the_others_go_on(tiny_model: Path) -> None:
     torch.set_num_threads(1)
-    one = TransformersEngine(settings(tiny_model, eos=(), kv_tokens=64), InstanceId("i"))
-    try:
+    with closing(TransformersEngine(settings(tiny_model, eos=(), kv_tokens=64), InstanceId("i"))) as one:
         one.submit([request(0, PROMPT + PROMPT), request(1, PROMPT, max_new_tokens=60), request(2, max_new_tokens=9)])
         ended: dict[int, Any] = {}
         while len(ended) < 3:
             ended |= {event.trajectory: event for event in one.events(0.5)}
-    finally:
-        one.close()
     assert ended[0].error == "rollout.engine.kv_tokens = 64 is too small for 80 tokens"
     assert "is too small for 65 tokens" in ended[1].error
     assert len(tokens_of(ended[2])) == 9

@@ -6,7 +6,7 @@ import importlib.util
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +155,9 @@ class TestVllmEngine(StopTests, ReusingEngineTests):
 
 
 def test_temperature_is_in_the_logprobs(tiny_model: Path) -> None:
-    one = VllmEngine(settings(tiny_model, temperature=2.0), InstanceId("i"))
-    try:
+    with closing(VllmEngine(settings(tiny_model, temperature=2.0), InstanceId("i"))) as one:
         one.submit([request(0)])
         (segment,) = collect(one, 1)[0].segments
-    finally:
-        one.close()
     expected = plain_logprobs(tiny_model, [3, 10, 14, 7, *segment.tokens.tolist()], 4, None, temperature=2.0)
     assert segment.logprobs.tolist() == pytest.approx(expected, abs=2e-4)
 
@@ -168,14 +165,11 @@ def test_temperature_is_in_the_logprobs(tiny_model: Path) -> None:
 def test_keep_goes_on_with_the_old_cache_which_new_requests_never_see(tiny_model: Path, tmp_path: Path) -> None:
     path, _ = changed_weights(tiny_model, tmp_path)
     prompt = tuple(3 + i % 10 for i in range(70))  # fills pages, so that a cache of the old weights could be hit
-    one = VllmEngine(settings(tiny_model, keep=True, eos=()), InstanceId("i"))
-    try:
+    with closing(VllmEngine(settings(tiny_model, keep=True, eos=()), InstanceId("i"))) as one:
         sample_until(one, 5, [request(0, prompt=prompt, max_new_tokens=50)])
         one.load(PolicyVersion(5), path)
         one.submit([request(1, prompt=prompt, max_new_tokens=8)])
         done = collect(one, 2)
-    finally:
-        one.close()
     assert [s.version for s in done[0].segments] == [0, 5]
     assert sum(len(s.tokens) for s in done[0].segments) == 50
     exact = plain_logprobs(tiny_model, [*prompt, *tokens_of(done[1])], len(prompt), path)
@@ -193,8 +187,7 @@ def test_a_request_that_waits_while_weights_load_uses_no_older_pages(
     """Only what has pages of its own when weights change may go on with them."""
     path, _ = changed_weights(tiny_model, tmp_path)
     prompt = tuple(3 + i % 10 for i in range(70))
-    one = VllmEngine(settings(tiny_model, keep=keep, eos=(), max_running=1), InstanceId("i"))
-    try:
+    with closing(VllmEngine(settings(tiny_model, keep=keep, eos=(), max_running=1), InstanceId("i"))) as one:
         # Two run at once, the place for a probe taken too; the third waits for one of them to end.
         sample_until(one, 5, [request(i, prompt=prompt, max_new_tokens=50) for i in range(3)])
         before = one.load_statistics().cached_tokens
@@ -202,8 +195,6 @@ def test_a_request_that_waits_while_weights_load_uses_no_older_pages(
             one.load(PolicyVersion(5), path)
         done = collect(one, 3)
         cached = one.load_statistics().cached_tokens - before
-    finally:
-        one.close()
     assert [[s.version for s in done[i].segments] for i in range(3)] == [[0, 5], [0, 5], [5]]
     exact = plain_logprobs(tiny_model, [*prompt, *tokens_of(done[2])], len(prompt), path)
     assert logprobs_of(done[2]) == pytest.approx(exact, abs=2e-4)
@@ -215,23 +206,21 @@ def test_greedy_turns_are_the_same_with_and_without_reuse(tiny_model: Path) -> N
     played: dict[bool, list[list[int]]] = {}
     results: dict[bool, int] = {}
     for reuse in (True, False):
-        one = VllmEngine(settings(tiny_model, eos=(), options={"enable_prefix_caching": reuse}), InstanceId("i"))
-        try:
+        with closing(
+            VllmEngine(settings(tiny_model, eos=(), options={"enable_prefix_caching": reuse}), InstanceId("i"))
+        ) as one:
             context, played[reuse] = PROMPT, []
             for route_number in (1, 2, 3):
                 one.submit([request(0, prompt=context, route_number=route_number, max_new_tokens=16, greedy=True)])
                 played[reuse].append(tokens_of(collect(one, 1)[0]))
                 context = (*context, *played[reuse][-1], *GIVEN)
             results[reuse] = one.load_statistics().cached_tokens
-        finally:
-            one.close()
     assert played[True] == played[False]
     assert results == {True: 32 + 64, False: 0}
 
 
 def test_what_is_kept_for_turns_to_come_is_reported_and_gives_way(tiny_model: Path) -> None:
-    one = VllmEngine(settings(tiny_model, kv_tokens=320, eos=()), InstanceId("i"))
-    try:
+    with closing(VllmEngine(settings(tiny_model, kv_tokens=320, eos=()), InstanceId("i"))) as one:
         one.submit([request(0, prompt=PROMPT, max_new_tokens=30)])
         collect(one, 1)
         kept = one.load_statistics().kept_tokens
@@ -239,24 +228,19 @@ def test_what_is_kept_for_turns_to_come_is_reported_and_gives_way(tiny_model: Pa
         squeezed = one.load_statistics().kept_tokens
         one.interrupt([TrajectoryId(1), TrajectoryId(2)])
         left = one.load_statistics().kept_tokens
-    finally:
-        one.close()
     assert kept == 64
     assert squeezed <= 320 - 2 * 115
     assert left >= 2 * 96
 
 
 def test_memory_pressure_is_reported_and_loses_nothing(tiny_model: Path) -> None:
-    one = VllmEngine(settings(tiny_model, kv_tokens=320, eos=()), InstanceId("i"))
-    try:
+    with closing(VllmEngine(settings(tiny_model, kv_tokens=320, eos=()), InstanceId("i"))) as one:
         one.submit([request(i, max_new_tokens=100) for i in range(8)])
         waiting, done = 0, {}
         while len(done) < 8:
             waiting = max(waiting, one.load_statistics().waiting)
             done |= {e.trajectory: e for e in one.events(0.01) if isinstance(e, SampledTokens)}
         load = one.load_statistics()
-    finally:
-        one.close()
     assert waiting > 0
     assert load.preemptions > 0
     for sampled in done.values():
@@ -288,12 +272,9 @@ def test_a_closed_engine_says_so(tiny_model: Path) -> None:
 
 
 def test_a_cache_smaller_than_the_context_will_do(tiny_model: Path) -> None:
-    one = VllmEngine(settings(tiny_model, kv_tokens=64, eos=()), InstanceId("i"))
-    try:
+    with closing(VllmEngine(settings(tiny_model, kv_tokens=64, eos=()), InstanceId("i"))) as one:
         one.submit([request(i, max_new_tokens=40) for i in range(3)])
         assert all(len(tokens_of(sampled)) == 40 for sampled in collect(one, 3).values())
-    finally:
-        one.close()
 
 
 class TestServedAdapters(AdapterEngineTests):

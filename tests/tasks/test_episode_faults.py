@@ -18,10 +18,9 @@ from staleflow.tasks.environments.episode import EpisodeStart
 from staleflow.tasks.environments.fork_server import BEGIN, ForkSettings, read_value
 from staleflow.tasks.environments.forked_episodes import ForkServer
 from staleflow.tasks.environments.pickled_messages import packed
-from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Message, TaskSource, distinct_held_out, draw_tasks
-from tests.support.games import GAMES, acted, is_gone, played, settings, until_gone
+from tests.support.games import GAMES, acted, hosted, is_gone, played, settings, until_gone
 
 
 @pytest.fixture(scope="module")
@@ -46,29 +45,23 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", ["Moody", "AsyncMoody"])
 async def test_what_an_environment_does_wrong_is_one_line_and_its_own(games: Path, name: str) -> None:
-    made = settings(f"{games}:{name}")
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    await acted(episodes, task, "other")
-    for member, (action, message) in enumerate(FAULTS.items(), 1):
-        await acted(episodes, task, "a", member=member)
-        answer = await acted(episodes, task, "a", action, member=member)
-        assert answer.ended and not answer.lost and message in answer.error and "\n" not in answer.error
-        assert (" raised: " in answer.error) == bool(re.search(r" \(games\.py:\d+\)$", answer.error))
-        assert await acted(episodes, task, "a", action, member=member) == answer
-    assert (await acted(episodes, task, "other", "b")).messages == (Message("environment", "2"),)
-    await episodes.close()
+    async with hosted(settings(f"{games}:{name}")) as (episodes, task):
+        await acted(episodes, task, "other")
+        for member, (action, message) in enumerate(FAULTS.items(), 1):
+            await acted(episodes, task, "a", member=member)
+            answer = await acted(episodes, task, "a", action, member=member)
+            assert answer.ended and not answer.lost and message in answer.error and "\n" not in answer.error
+            assert (" raised: " in answer.error) == bool(re.search(r" \(games\.py:\d+\)$", answer.error))
+            assert await acted(episodes, task, "a", action, member=member) == answer
+        assert (await acted(episodes, task, "other", "b")).messages == (Message("environment", "2"),)
 
 
 @pytest.mark.parametrize(("name", "isolation"), [("Moody", "auto"), ("Quick", "auto")])
 async def test_plain_methods_may_use_asyncio_and_texts_of_their_own(games: Path, name: str, isolation: str) -> None:
-    made = settings(f"{games}:{name}", isolation=isolation)
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    answers = await played(episodes, task, ["run", "own", "a"])
-    assert [m.content for a in answers for m in a.messages] == ["later", "mine", "3"]
-    assert type(answers[1].messages[0].content) is str
-    await episodes.close()
+    async with hosted(settings(f"{games}:{name}", isolation=isolation)) as (episodes, task):
+        answers = await played(episodes, task, ["run", "own", "a"])
+        assert [m.content for a in answers for m in a.messages] == ["later", "mine", "3"]
+        assert type(answers[1].messages[0].content) is str
 
 
 @pytest.mark.parametrize(
@@ -83,20 +76,17 @@ async def test_plain_methods_may_use_asyncio_and_texts_of_their_own(games: Path,
 async def test_an_environment_that_hangs_dies_or_eats_memory_hurts_only_itself(
     games: Path, action: str, message: str
 ) -> None:
-    made = settings(f"{games}:Moody", step_timeout_s=4.0, memory_mib=64)
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    (other,) = (await acted(episodes, task, "pid")).messages
-    (mine,) = (await acted(episodes, task, "pid", member=1)).messages
-    assert int(mine.content) != int(other.content)
-    bad, good = await asyncio.gather(
-        acted(episodes, task, "pid", action, member=1), acted(episodes, task, "pid", "pid")
-    )
-    assert re.sub(r"games\.py:\d+", "LINE", " ".join(bad.error.split())) == message
-    assert good.messages == (other,)
-    await until_gone(int(mine.content))
-    assert (await acted(episodes, task, "pid", "pid", "pid")).messages == (other,)
-    await episodes.close()
+    async with hosted(settings(f"{games}:Moody", step_timeout_s=4.0, memory_mib=64)) as (episodes, task):
+        (other,) = (await acted(episodes, task, "pid")).messages
+        (mine,) = (await acted(episodes, task, "pid", member=1)).messages
+        assert int(mine.content) != int(other.content)
+        bad, good = await asyncio.gather(
+            acted(episodes, task, "pid", action, member=1), acted(episodes, task, "pid", "pid")
+        )
+        assert re.sub(r"games\.py:\d+", "LINE", " ".join(bad.error.split())) == message
+        assert good.messages == (other,)
+        await until_gone(int(mine.content))
+        assert (await acted(episodes, task, "pid", "pid", "pid")).messages == (other,)
     await until_gone(int(other.content))
 
 
@@ -104,88 +94,68 @@ async def test_an_environment_that_hangs_dies_or_eats_memory_hurts_only_itself(
     ("name", "isolation"), [("AsyncMoody", "auto"), ("Waiting", "auto"), ("AsyncMoody", "process")]
 )
 async def test_an_environment_that_never_answers_hurts_only_itself(games: Path, name: str, isolation: str) -> None:
-    made = settings(f"{games}:{name}", step_timeout_s=4.0, isolation=isolation)
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    await episodes.check()
-    bad, *good = await asyncio.gather(
-        acted(episodes, task, "hang"), *(acted(episodes, task, "a", member=m) for m in range(1, 4))
-    )
-    assert bad.error == "step 1 took longer than environment.step_timeout_s = 4 s"
-    assert [answer.messages for answer in good] == [(Message("environment", "1"),)] * 3
-    await episodes.close()
+    async with hosted(settings(f"{games}:{name}", step_timeout_s=4.0, isolation=isolation)) as (episodes, task):
+        await episodes.check()
+        bad, *good = await asyncio.gather(
+            acted(episodes, task, "hang"), *(acted(episodes, task, "a", member=m) for m in range(1, 4))
+        )
+        assert bad.error == "step 1 took longer than environment.step_timeout_s = 4 s"
+        assert [answer.messages for answer in good] == [(Message("environment", "1"),)] * 3
 
 
 async def test_a_server_that_is_killed_takes_its_episodes_with_it_and_is_started_again(games: Path) -> None:
-    made = settings(f"{games}:Moody")
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    (server,) = (await acted(episodes, task, "server")).messages
-    (mine,) = (await acted(episodes, task, "server", "pid")).messages
-    os.kill(int(server.content), signal.SIGKILL)
-    await until_gone(int(mine.content))
-    assert (await acted(episodes, task, "server", "pid", "a")).error == "its process died"
-    assert (await acted(episodes, task, "a", member=1)).messages == (Message("environment", "1"),)
-    await episodes.close()
+    async with hosted(settings(f"{games}:Moody")) as (episodes, task):
+        (server,) = (await acted(episodes, task, "server")).messages
+        (mine,) = (await acted(episodes, task, "server", "pid")).messages
+        os.kill(int(server.content), signal.SIGKILL)
+        await until_gone(int(mine.content))
+        assert (await acted(episodes, task, "server", "pid", "a")).error == "its process died"
+        assert (await acted(episodes, task, "a", member=1)).messages == (Message("environment", "1"),)
 
 
 async def test_what_an_environment_started_ends_with_it_also_in_a_session_of_its_own(games: Path) -> None:
-    made = settings(f"{games}:Moody")
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    (child,) = (await acted(episodes, task, "child")).messages
-    assert not is_gone(int(child.content))
-    episodes.cancel([EpisodeKey(task=0)])
-    await until_gone(int(child.content))
-    await episodes.close()
+    async with hosted(settings(f"{games}:Moody")) as (episodes, task):
+        (child,) = (await acted(episodes, task, "child")).messages
+        assert not is_gone(int(child.content))
+        episodes.cancel([EpisodeKey(task=0)])
+        await until_gone(int(child.content))
 
 
 @pytest.mark.parametrize("name", ["Moody", "AsyncMoody"])
 async def test_a_surplus_episode_is_cancelled_at_once(games: Path, name: str) -> None:
-    made = settings(f"{games}:{name}")
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    await acted(episodes, task, "a")
-    waiting = asyncio.ensure_future(acted(episodes, task, "a", "hang"))
-    other = asyncio.ensure_future(acted(episodes, task, "b", member=1))
-    await asyncio.sleep(0.1)
-    begin = time.monotonic()
-    episodes.cancel([EpisodeKey(task=0), EpisodeKey(task=7)])
-    assert (await waiting).error == "the episode was cancelled"
-    assert (await other).messages == (Message("environment", "1"),)
-    assert time.monotonic() - begin < 20
-    await episodes.close()
+    async with hosted(settings(f"{games}:{name}")) as (episodes, task):
+        await acted(episodes, task, "a")
+        waiting = asyncio.ensure_future(acted(episodes, task, "a", "hang"))
+        other = asyncio.ensure_future(acted(episodes, task, "b", member=1))
+        await asyncio.sleep(0.1)
+        begin = time.monotonic()
+        episodes.cancel([EpisodeKey(task=0), EpisodeKey(task=7)])
+        assert (await waiting).error == "the episode was cancelled"
+        assert (await other).messages == (Message("environment", "1"),)
+        assert time.monotonic() - begin < 20
 
 
 async def test_a_coroutine_that_ignores_being_cancelled_is_not_waited_for(games: Path) -> None:
-    made = settings(f"{games}:AsyncMoody", step_timeout_s=3.0)
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    assert "took longer than environment.step_timeout_s" in (await acted(episodes, task, "stubborn")).error
-    assert (await acted(episodes, task, "a", member=1)).messages == (Message("environment", "1"),)
-    await episodes.close()
+    async with hosted(settings(f"{games}:AsyncMoody", step_timeout_s=3.0)) as (episodes, task):
+        assert "took longer than environment.step_timeout_s" in (await acted(episodes, task, "stubborn")).error
+        assert (await acted(episodes, task, "a", member=1)).messages == (Message("environment", "1"),)
 
 
 async def test_the_seconds_of_all_steps_are_limited_together(games: Path) -> None:
-    made = settings(f"{games}:AsyncMoody", step_timeout_s=60, episode_timeout_s=3)
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    await acted(episodes, task, "a")
-    answer = await acted(episodes, task, "a", "hang")
-    assert answer.error == "step 2 took longer than environment.episode_timeout_s = 3 s"
-    assert 0 < answer.seconds < 60
-    await episodes.close()
+    async with hosted(settings(f"{games}:AsyncMoody", step_timeout_s=60, episode_timeout_s=3)) as (episodes, task):
+        await acted(episodes, task, "a")
+        answer = await acted(episodes, task, "a", "hang")
+        assert answer.error == "step 2 took longer than environment.episode_timeout_s = 3 s"
+        assert 0 < answer.seconds < 60
 
 
 async def test_as_many_steps_as_allowed_are_taken_at_once(games: Path) -> None:
     task = settings(f"{games}:AsyncMoody").source.build().task(0)
-    made = settings(f"{games}:AsyncMoody", step_timeout_s=0.2, concurrency=2)
-    episodes = EpisodeHost(made)
-    begin = time.monotonic()
-    answers = await asyncio.gather(*(acted(episodes, task, "hang", member=m) for m in range(6)))
-    assert all("took longer" in a.error for a in answers)
-    assert time.monotonic() - begin >= 0.6
-    await episodes.close()
+    async with hosted(settings(f"{games}:AsyncMoody", step_timeout_s=0.2, concurrency=2)) as (episodes, _):
+        begin = time.monotonic()
+        answers = await asyncio.gather(*(acted(episodes, task, "hang", member=m) for m in range(6)))
+        assert all("took longer" in a.error for a in answers)
+        assert time.monotonic() - begin >= 0.6
 
 
 async def test_slow_resets_go_side_by_side_where_prompts_are_drawn_and_in_episodes(tmp_path: Path) -> None:
@@ -213,10 +183,9 @@ async def test_slow_resets_go_side_by_side_where_prompts_are_drawn_and_in_episod
         assert len({task.prompt for task in tasks}) == 8
         assert tasks[7] == source.task(7, held_out=held_out)
     empty(folder)
-    episodes = EpisodeHost(made)
-    answers = await asyncio.gather(*(acted(episodes, tasks[0], "go", member=m) for m in range(4)))
-    assert [(a.error, a.reward) for a in answers] == [("", 1.0)] * 4
-    await episodes.close()
+    async with hosted(made) as (episodes, _):
+        answers = await asyncio.gather(*(acted(episodes, tasks[0], "go", member=m) for m in range(4)))
+        assert [(a.error, a.reward) for a in answers] == [("", 1.0)] * 4
 
 
 def empty(folder: Path) -> None:
@@ -256,36 +225,23 @@ def test_wrong_options_are_one_line(games: Path) -> None:
         ("endless", "what ask is given has 2000000 characters; at most 1000000 are given to a model"),
     ],
 )
-def test_what_a_coroutine_does_wrong_is_one_line(games: Path, name: str, message: str) -> None:
-    made = settings(f"{games}:{name}", max_turns=1 + (name == "hasty"))
-    task = made.source.build().task(0)
-
-    async def work() -> None:
-        episodes = EpisodeHost(made)
+async def test_what_a_coroutine_does_wrong_is_one_line(games: Path, name: str, message: str) -> None:
+    async with hosted(settings(f"{games}:{name}", max_turns=1 + (name == "hasty"))) as (episodes, task):
         assert message in (await acted(episodes, task, "a")).error
-        await episodes.close()
-
-    asyncio.run(work())
 
 
 async def test_a_coroutine_may_ask_texts_of_its_own(games: Path) -> None:
-    made = settings(f"{games}:own")
-    task = made.source.build().task(0)
-    assert type(task.prompt) is str
-    episodes = EpisodeHost(made)
-    (message,) = (await acted(episodes, task, "a")).messages
-    assert (message.content, type(message.content)) == ("mine", str)
-    await episodes.close()
+    async with hosted(settings(f"{games}:own")) as (episodes, task):
+        assert type(task.prompt) is str
+        (message,) = (await acted(episodes, task, "a")).messages
+        assert (message.content, type(message.content)) == ("mine", str)
 
 
 async def test_an_environment_that_does_not_keep_to_its_seed_is_found_before_the_run(games: Path) -> None:
-    made = settings(f"{games}:Unseeded")
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    with pytest.raises(ConfigError, match="reset with the same seed gives another first observation"):
-        await episodes.check()
-    assert "another first observation" in (await acted(episodes, task, "a")).error
-    await episodes.close()
+    async with hosted(settings(f"{games}:Unseeded")) as (episodes, task):
+        with pytest.raises(ConfigError, match="reset with the same seed gives another first observation"):
+            await episodes.check()
+        assert "another first observation" in (await acted(episodes, task, "a")).error
 
 
 def test_tasks_are_functions_of_their_index_and_held_out_ones_have_other_seeds(games: Path) -> None:
@@ -300,7 +256,7 @@ def test_tasks_are_functions_of_their_index_and_held_out_ones_have_other_seeds(g
 
 HOST = """
 import asyncio
-from tests.support.games import EpisodeHost, acted, settings
+from tests.support.games import EpisodeHost, acted, hosted, settings
 
 async def work(named):
     made = settings(named)

@@ -21,7 +21,7 @@ from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.sources.task_sources import labelled
-from tests.support.games import GAMES, acted, played, said, settings
+from tests.support.games import GAMES, acted, hosted, played, said, settings
 from tests.tasks.chat_models import MODELS
 
 
@@ -45,48 +45,41 @@ async def test_an_episode_is_the_same_wherever_it_runs(games: Path, name: str, i
     made = settings(f"{games}:{name}", isolation=isolation)
     task = made.source.build().task(4)
     assert task.prompt == "Guess a number from 1 to 8."
-    episodes = EpisodeHost(made)
-    await episodes.check()
-    right = await played(episodes, task, "12345678", task=4)
-    number = len(right)
-    assert 1 < number <= 5
-    assert said(right[:-1]) == higher(*["higher"] * (number - 1))
-    assert said(right[-1:]) == [((), True, 1.25 - 0.25 * number, {"left": 5 - number}, "")]
-    wrong = await played(episodes, task, "88888", task=4, member=1)
-    assert said(wrong[:-1]) == higher(*["lower"] * 4)
-    assert said(wrong[-1:]) == [((), True, -1.25, {}, "")]
-    await episodes.close()
+    async with hosted(made) as (episodes, _):
+        await episodes.check()
+        right = await played(episodes, task, "12345678", task=4)
+        number = len(right)
+        assert 1 < number <= 5
+        assert said(right[:-1]) == higher(*["higher"] * (number - 1))
+        assert said(right[-1:]) == [((), True, 1.25 - 0.25 * number, {"left": 5 - number}, "")]
+        wrong = await played(episodes, task, "88888", task=4, member=1)
+        assert said(wrong[:-1]) == higher(*["lower"] * 4)
+        assert said(wrong[-1:]) == [((), True, -1.25, {}, "")]
 
 
 @pytest.mark.parametrize("name", KINDS)
 async def test_who_asks_again_gets_the_same_answer_and_nothing_is_stepped_twice(games: Path, name: str) -> None:
-    made = settings(f"{games}:{name}")
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    first = await asyncio.gather(*(acted(episodes, task, "8") for _ in range(3)))
-    assert first[0] == first[1] == first[2]
-    assert await acted(episodes, task, "8") == first[0]
-    second = [await acted(episodes, task, "8", "8") for _ in range(2)]
-    assert second[0] == second[1]
-    last = [await acted(episodes, task, *"88888") for _ in range(2)]
-    assert last[0] == last[1]
-    assert (last[0].ended, last[0].reward) == (True, -1.25)
-    assert last[0].replayed == ((Message("environment", "lower"),),) * 2
-    after = await acted(episodes, task, *"888888")
-    assert after.error == "the episode ended with turn 5; it cannot take another one"
-    await episodes.close()
+    async with hosted(settings(f"{games}:{name}")) as (episodes, task):
+        first = await asyncio.gather(*(acted(episodes, task, "8") for _ in range(3)))
+        assert first[0] == first[1] == first[2]
+        assert await acted(episodes, task, "8") == first[0]
+        second = [await acted(episodes, task, "8", "8") for _ in range(2)]
+        assert second[0] == second[1]
+        last = [await acted(episodes, task, *"88888") for _ in range(2)]
+        assert last[0] == last[1]
+        assert (last[0].ended, last[0].reward) == (True, -1.25)
+        assert last[0].replayed == ((Message("environment", "lower"),),) * 2
+        after = await acted(episodes, task, *"888888")
+        assert after.error == "the episode ended with turn 5; it cannot take another one"
 
 
 @pytest.mark.parametrize("name", ["Counted", "Moody"])
 async def test_a_turn_that_comes_before_the_last_one_is_answered_waits_for_it(games: Path, name: str) -> None:
-    made = settings(f"{games}:{name}")
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    both = await asyncio.gather(acted(episodes, task, "a"), acted(episodes, task, "a", "b"))
-    seed = task.record["seed"]
-    expected = [f"{seed}:a", f"{seed}:a,b"] if name == "Counted" else ["1", "2"]
-    assert [(m.content, a.replayed) for a in both for m in a.messages] == [(text, ()) for text in expected]
-    await episodes.close()
+    async with hosted(settings(f"{games}:{name}")) as (episodes, task):
+        both = await asyncio.gather(acted(episodes, task, "a"), acted(episodes, task, "a", "b"))
+        seed = task.record["seed"]
+        expected = [f"{seed}:a", f"{seed}:a,b"] if name == "Counted" else ["1", "2"]
+        assert [(m.content, a.replayed) for a in both for m in a.messages] == [(text, ()) for text in expected]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -104,27 +97,21 @@ async def test_a_repeatable_environment_is_set_back_on_another_host(games: Path,
 
 
 async def test_other_environments_that_a_host_does_not_have_are_started_again(games: Path) -> None:
-    made = settings(f"{games}:Moody")
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    answer = await acted(episodes, task, "a", "b")
-    assert answer.lost and answer.ended and "cannot be set back; start it again" in answer.error
-    await acted(episodes, task, "a")
-    assert (await acted(episodes, task, "other", "b")).lost
-    assert (await acted(episodes, task, "a", attempt=1)).messages == (Message("environment", "1"),)
-    await episodes.close()
+    async with hosted(settings(f"{games}:Moody")) as (episodes, task):
+        answer = await acted(episodes, task, "a", "b")
+        assert answer.lost and answer.ended and "cannot be set back; start it again" in answer.error
+        await acted(episodes, task, "a")
+        assert (await acted(episodes, task, "other", "b")).lost
+        assert (await acted(episodes, task, "a", attempt=1)).messages == (Message("environment", "1"),)
 
 
 @pytest.mark.parametrize("name", KINDS)
 async def test_an_episode_that_is_cut_has_the_reward_so_far(games: Path, name: str) -> None:
-    made = settings(f"{games}:{name}", max_turns=3)
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    await acted(episodes, task, "8")
-    cut = await acted(episodes, task, "8", "7 or", cut=True)
-    assert said([cut]) == [((), True, -0.25, {}, "")]
-    assert said([(await played(episodes, task, "88888", member=1))[-1]]) == [((), True, -0.75, {}, "")]
-    await episodes.close()
+    async with hosted(settings(f"{games}:{name}", max_turns=3)) as (episodes, task):
+        await acted(episodes, task, "8")
+        cut = await acted(episodes, task, "8", "7 or", cut=True)
+        assert said([cut]) == [((), True, -0.25, {}, "")]
+        assert said([(await played(episodes, task, "88888", member=1))[-1]]) == [((), True, -0.75, {}, "")]
 
 
 REQUESTS = st.lists(
@@ -252,15 +239,12 @@ def test_a_job_whose_environment_cannot_be_used_is_one_line(
 
 
 async def test_a_coroutine_may_return_a_reward_when_its_episode_is_cut(games: Path) -> None:
-    made = settings(f"{games}:graceful", max_turns=2)
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    assert said(await played(episodes, task, ["a", "b"]))[-1] == ((), True, 0.5, {"cut": 1.0}, "")
-    assert said([await acted(episodes, task, "a", cut=True, member=1)]) == [((), True, 0.5, {"cut": 1.0}, "")]
-    await acted(episodes, task, "a", member=2)
-    key = EpisodeKey(task=0, member=2)
-    assert [await episodes.end(key, task.record) for _ in range(2)][1].reward == 0.5
-    await episodes.close()
+    async with hosted(settings(f"{games}:graceful", max_turns=2)) as (episodes, task):
+        assert said(await played(episodes, task, ["a", "b"]))[-1] == ((), True, 0.5, {"cut": 1.0}, "")
+        assert said([await acted(episodes, task, "a", cut=True, member=1)]) == [((), True, 0.5, {"cut": 1.0}, "")]
+        await acted(episodes, task, "a", member=2)
+        key = EpisodeKey(task=0, member=2)
+        assert [await episodes.end(key, task.record) for _ in range(2)][1].reward == 0.5
 
 
 async def test_held_out_tasks_may_be_of_another_environment(games: Path) -> None:
@@ -271,11 +255,10 @@ async def test_held_out_tasks_may_be_of_another_environment(games: Path) -> None
     train, held_out = built.task(0), built.task(0, held_out=True)
     assert (train.prompt, held_out.prompt) == ("Guess a number from 1 to 8.", "what now?")
     assert held_out.identity == ("what now?", held_out.record["seed"])
-    episodes = EpisodeHost(made)
-    await episodes.check()
-    assert said([await acted(episodes, train, "8")]) == higher("lower")
-    assert said([await acted(episodes, held_out, "8", held_out=True)]) == higher("1")
-    await episodes.close()
+    async with hosted(made) as (episodes, _):
+        await episodes.check()
+        assert said([await acted(episodes, train, "8")]) == higher("lower")
+        assert said([await acted(episodes, held_out, "8", held_out=True)]) == higher("1")
 
 
 SOURCES = """
@@ -306,13 +289,12 @@ async def test_tasks_of_several_sources_are_played_in_the_environment_of_each_or
     for name, source in config.task.sources.items():
         task = actor_settings.source_settings(config, source).build().task(0)
         tasks[name] = replace(task, record=labelled(name, task.record))
-    episodes = EpisodeHost(made)
-    await episodes.check()
-    assert said([await acted(episodes, tasks["guess"], "8", task=0)]) == higher("lower")
-    assert said([await acted(episodes, tasks["moody"], "8", task=1)]) == higher("1")
-    right = await acted(episodes, tasks["sums"], f"it is {tasks['sums'].record['answer']}", task=2)
-    assert (right.ended, right.reward, right.error) == (True, 1.0, "")
-    await episodes.close()
+    async with hosted(made) as (episodes, _):
+        await episodes.check()
+        assert said([await acted(episodes, tasks["guess"], "8", task=0)]) == higher("lower")
+        assert said([await acted(episodes, tasks["moody"], "8", task=1)]) == higher("1")
+        right = await acted(episodes, tasks["sums"], f"it is {tasks['sums'].record['answer']}", task=2)
+        assert (right.ended, right.reward, right.error) == (True, 1.0, "")
 
 
 SLOW = """

@@ -14,6 +14,7 @@ import pytest
 
 from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
 from staleflow.tasks.episodes.step_results import EpisodeKey
+from tests.support.games import hosted
 from tests.tasks.test_agents import acted, settings
 
 PROGRAM = """
@@ -79,29 +80,25 @@ async def waiting(asking: Path, turn: int) -> tuple[int, httpx.Request]:
 
 async def test_a_program_that_is_killed_while_it_waits_ends_its_episode_with_the_reason(asking: Path) -> None:
     config = made(asking)
-    task = config.source.build().task(0)
-    episodes = EpisodeHost(config)
-    assert not (await acted(episodes, task, "a")).ended
-    pid, request = await waiting(asking, 1)
-    os.kill(pid, signal.SIGKILL)
-    answer = await acted(episodes, task, "a", "b")
-    assert answer.ended
-    assert answer.error == "the agent's command ended with exit code -9"
-    async with httpx.AsyncClient() as client:  # its key is void
-        assert (await client.send(request)).status_code == 410
-    # The episode begins again, with an agent and a key of its own.
-    assert not (await acted(episodes, task, "a", member=1)).ended
-    assert (await waiting(asking, 1))[1].headers["Authorization"] != request.headers["Authorization"]
-    await episodes.close()
+    async with hosted(config) as (episodes, task):
+        assert not (await acted(episodes, task, "a")).ended
+        pid, request = await waiting(asking, 1)
+        os.kill(pid, signal.SIGKILL)
+        answer = await acted(episodes, task, "a", "b")
+        assert answer.ended
+        assert answer.error == "the agent's command ended with exit code -9"
+        async with httpx.AsyncClient() as client:  # its key is void
+            assert (await client.send(request)).status_code == 410
+        # The episode begins again, with an agent and a key of its own.
+        assert not (await acted(episodes, task, "a", member=1)).ended
+        assert (await waiting(asking, 1))[1].headers["Authorization"] != request.headers["Authorization"]
 
 
 async def test_whoever_waits_at_an_endpoint_that_stops_is_told_to_try_again(tmp_path: Path) -> None:
     (tmp_path / "agents.py").write_text(WAITS)
-    config = settings(f"agent:{tmp_path}/agents.py:waits", {"answers": str(tmp_path / "answers")})
-    task = config.source.build().task(0)
-    episodes = EpisodeHost(config)
-    assert not (await acted(episodes, task, "a")).ended  # the agent has asked for its second turn
-    await episodes.close()
+    made = settings(f"agent:{tmp_path}/agents.py:waits", {"answers": str(tmp_path / "answers")})
+    async with hosted(made) as (episodes, task):
+        assert not (await acted(episodes, task, "a")).ended  # the agent has asked for its second turn
     written = tmp_path / f"answers-{os.getpid()}"
     while len(answers := written.read_text().splitlines()) < 2:
         await asyncio.sleep(0.02)

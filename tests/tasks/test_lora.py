@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -195,14 +196,11 @@ def test_adapters_are_for_linear_layers_of_any_family_and_are_served_as_they_are
     assert {layer.module.rpartition(".")[2] for layer in layers} == last_parts
     trainer.apply_to_weights(lambda weights: weight_file.write(tmp_path / "weights", weights))
     settings = model_settings(tmp_path / "model") | {"lora": LORA, "adapters": 2}
-    engine = TransformersEngine(TransformersSettings(**settings), InstanceId("i"))
-    try:
+    with closing(TransformersEngine(TransformersSettings(**settings), InstanceId("i"))) as engine:
         before = engine.logprobs(PROBE)
         engine.load(PolicyVersion(1), tmp_path / "weights")
         np.testing.assert_allclose(engine.logprobs(PROBE), trainer.probe(PROBE), atol=1e-5)
         assert np.abs(np.subtract(before, trainer.probe(PROBE))).max() > 1e-3
-    finally:
-        engine.close()
     chosen = replace(job.settings.training, lora=LoraConfig(rank=2, targets=[left_out]))
     with pytest.raises(ConfigError, match=rf"^training.lora.targets = \['{left_out}'\]: .*{left_out}.*; name layers"):
         PolicyTrainer(replace(job.settings, training=chosen))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -108,8 +109,7 @@ def take_turns(model: Path, folder: Path, device: SharedDevice, *, turns: bool) 
         model=str(model), dtype="float32", device="cpu", temperature=1.0, eos=(), seed=0, turns=turns,
         max_running=4, kv_tokens=KV_TOKENS, page_tokens=16, max_batch_tokens=64,
     )  # fmt: skip
-    engine = TransformersEngine(settings, InstanceId("rollout-0"))
-    try:
+    with closing(TransformersEngine(settings, InstanceId("rollout-0"))) as engine:
         device.measure("engine built")
         for version in (PolicyVersion(0), PolicyVersion(1)):
             if turns:
@@ -126,8 +126,6 @@ def take_turns(model: Path, folder: Path, device: SharedDevice, *, turns: bool) 
             sample_until(engine, 20, [request(version, max_new_tokens=90)])
             device.measure("sampling")
             engine.interrupt([TrajectoryId(version)])
-    finally:
-        engine.close()
 
 
 def test_neither_has_memory_in_the_others_turn(tiny_model: Path, tmp_path: Path, others: set[int]) -> None:

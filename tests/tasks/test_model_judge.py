@@ -7,6 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -180,11 +181,8 @@ def test_in_a_run_a_failure_is_an_error_of_that_response(server: Server, tmp_pat
     server.replies = ["8", "what?", "10"]
     reward = RewardConfig(function=f"{tmp_path}/mine.py:helpful")
     source = SourceSettings(task=TaskConfig(source="reasoning_gym:chain_sum"), seed=0)
-    scorer = Scorer(ScoringSettings(source=source, reward=reward))
-    try:
+    with closing(Scorer(ScoringSettings(source=source, reward=reward))) as scorer:
         scored = scorer.score([(answer, {"prompt": "1 + 1"}) for answer in ("2", "3", "4")])
-    finally:
-        scorer.close()
     assert [s.reward for s in scored] == [0.8, 0.0, 1.0]
     assert [bool(s.error) for s in scored] == [False, True, False]
     assert "JudgeError: no score from 0 to 10" in scored[1].error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -152,7 +151,7 @@ async def test_the_trainer_asks_for_rows_until_it_has_all(tmp_path: Path) -> Non
     assert all(same(a, Row.of(b)) for a, b in zip(weights.rows, data, strict=True))
 
 
-def test_a_stored_step_is_sent_in_parts_from_one_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stored_step_is_sent_in_parts_from_one_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_batches, "part_end", lambda rows, first: part_end(rows, first, 220))
     rows = [replace(row, step=0) for row in consumed([(3, [5]), (4, [40]), (2, [1, 2]), (9, [9])])]
     store = VersionedStore.create(
@@ -167,23 +166,20 @@ def test_a_stored_step_is_sent_in_parts_from_one_reading(tmp_path: Path, monkeyp
             readings.append(step)
             return await super().consumed(step)
 
-    async def scenario() -> list[Row]:
-        thread = Counted(store, 60.0)
-        settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "s", 128)
-        batches = step_batches.StepBatches(InFlightState(group_size=1), thread, settings)
-        parts: list[Row] = []
-        for count in (1, 2):
-            parts = []
-            while len(parts) < len(rows):
-                message = await batches.part(0, len(parts))
-                parts += message.packed.rows()
-                assert message.rest == len(rows) - len(parts)
-            assert readings == [0] * count
-            assert batches._again == [], "what is sent is not kept"
-        thread.close()
-        return parts
-
-    assert all(same(a, Row.of(b)) for a, b in zip(asyncio.run(scenario()), rows, strict=True))
+    thread = Counted(store, 60.0)
+    settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "s", 128)
+    batches = step_batches.StepBatches(InFlightState(group_size=1), thread, settings)
+    parts: list[Row] = []
+    for count in (1, 2):
+        parts = []
+        while len(parts) < len(rows):
+            message = await batches.part(0, len(parts))
+            parts += message.packed.rows()
+            assert message.rest == len(rows) - len(parts)
+        assert readings == [0] * count
+        assert batches._again == [], "what is sent is not kept"
+    thread.close()
+    assert all(same(a, Row.of(b)) for a, b in zip(parts, rows, strict=True))
 
 
 async def test_the_batch_of_a_step_is_made_once_unless_the_step_was_undone(tmp_path: Path, monkeypatch: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,31 @@ from tests.tasks.test_engine_transformers import changed_weights
 RUN = virtual_time.run
 
 
+@dataclass(frozen=True)
+class Building:
+    """Settings of an engine that is there already."""
+
+    engine: Any
+
+    def build(self, instance: InstanceId, threads: int) -> Any:
+        return self.engine
+
+
+class Away:
+    """A server that nobody reaches."""
+
+    async def deliver(self, *_: object) -> None:
+        raise OSError("connection closed")
+
+
+def made_server(world: World, folder: Path) -> Any:
+    return server_class(world)(actor_settings.server_settings(Body(folder).config(), folder / "store", 128), 0.0)
+
+
+def made_instance(world: World, name: str = "one", spool_s: float = 0.0) -> VirtualRolloutInstance:
+    return VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 30.0, spool_s)
+
+
 async def test_a_turn_of_a_branch_is_asked_for_with_its_context_and_its_trajectorys_prompt(tmp_path: Path) -> None:
     """What an engine knows of a prompt is found by the prompt, wherever the context leaves it."""
     branching = replace(branching_row().trajectory, finish=FinishReason.UNFINISHED)
@@ -71,43 +96,40 @@ async def test_a_turn_of_a_branch_is_asked_for_with_its_context_and_its_trajecto
     assert further.max_new_tokens == 30 - cut.num_tokens < 30
 
 
-def test_interrupted_tokens_are_with_the_server_and_are_continued(job: Path, tmp_path: Path) -> None:
+@pytest.mark.real_time
+async def test_interrupted_tokens_are_with_the_server_and_are_continued(job: Path, tmp_path: Path) -> None:
     """Interrupted on one instance, routed again on another: the response holds both parts, none twice, none lost."""
-
-    async def scenario() -> None:
-        config = loading.load(job, ("rollout.max_new_tokens=100",))
-        server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-        one, two = (
-            RolloutInstance(actor_settings.engine_settings(config, i, ()), InstanceId(name), 1, 30.0, 0.0)
-            for i, name in enumerate("ab")
-        )
-        try:
-            await server.draw(0, 1)
-            await one.route(server, (route_item(0, 1), route_item(1, 1)))
-            deadline = time.monotonic() + 120
-            while not any(n >= 3 for _, n in (await one.report()).progress):
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.001)
-            (outcome,) = await one.interrupt(server, (TrajectoryId(0),))
-            first = server._flight.live[TrajectoryId(0)].response_tokens.tolist()
-            assert (outcome.trajectory, outcome.route_number, outcome.tokens) == (0, 1, len(first))
-            assert 3 <= len(first) < 100
-            await two.route(server, (route_item(0, 2),))
-            ended = []
-            while not ended:
-                ended = await two.next_events(server, 5.0)
-            assert [(o.trajectory, o.route_number, o.tokens, o.error) for o in ended] == [(0, 2, 100, "")]
-            whole = server._flight.live[TrajectoryId(0)]
-            assert [s.instance for s in whole.segments] == ["a", "b"]
-            np.testing.assert_array_equal(whole.response_tokens[: len(first)], first)
-            with pytest.raises(ProtocolViolation, match="serves version 0, trajectory 2 needs 3"):
-                await two.route(server, (route_item(2, 1, version=3),))
-        finally:
-            await one.close()
-            await two.close()
-            await server.close()
-
-    asyncio.run(scenario())
+    config = loading.load(job, ("rollout.max_new_tokens=100",))
+    server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+    one, two = (
+        RolloutInstance(actor_settings.engine_settings(config, i, ()), InstanceId(name), 1, 30.0, 0.0)
+        for i, name in enumerate("ab")
+    )
+    try:
+        await server.draw(0, 1)
+        await one.route(server, (route_item(0, 1), route_item(1, 1)))
+        deadline = time.monotonic() + 120
+        while not any(n >= 3 for _, n in (await one.report()).progress):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.001)
+        (outcome,) = await one.interrupt(server, (TrajectoryId(0),))
+        first = server._flight.live[TrajectoryId(0)].response_tokens.tolist()
+        assert (outcome.trajectory, outcome.route_number, outcome.tokens) == (0, 1, len(first))
+        assert 3 <= len(first) < 100
+        await two.route(server, (route_item(0, 2),))
+        ended = []
+        while not ended:
+            ended = await two.next_events(server, 5.0)
+        assert [(o.trajectory, o.route_number, o.tokens, o.error) for o in ended] == [(0, 2, 100, "")]
+        whole = server._flight.live[TrajectoryId(0)]
+        assert [s.instance for s in whole.segments] == ["a", "b"]
+        np.testing.assert_array_equal(whole.response_tokens[: len(first)], first)
+        with pytest.raises(ProtocolViolation, match="serves version 0, trajectory 2 needs 3"):
+            await two.route(server, (route_item(2, 1, version=3),))
+    finally:
+        await one.close()
+        await two.close()
+        await server.close()
 
 
 def published_as(version: int, file: Path) -> PublishedWeights:
@@ -116,80 +138,71 @@ def published_as(version: int, file: Path) -> PublishedWeights:
     return PublishedWeights(version=PolicyVersion(version), fingerprint=digest, probe=(), logprobs=(), limit=1e-3)
 
 
-def test_no_token_of_scrambled_weights_leaves_an_instance(job: Path, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.real_time
+async def test_no_token_of_scrambled_weights_leaves_an_instance(job: Path, tiny_model: Path, tmp_path: Path) -> None:
     """Requests run to their end under them before the comparison is done, while results are asked for."""
+    config = loading.load(job, ("rollout.max_new_tokens=100",))
+    server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+    one = RolloutInstance(actor_settings.engine_settings(config, 0, ()), InstanceId("a"), 1, 30.0, spool_s=0.01)
+    engine: Any = one._engine
+    load, named = engine.load, dict(engine._model.named_parameters())
 
-    async def scenario() -> None:
-        config = loading.load(job, ("rollout.max_new_tokens=100",))
-        server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-        one = RolloutInstance(actor_settings.engine_settings(config, 0, ()), InstanceId("a"), 1, 30.0, spool_s=0.01)
-        engine: Any = one._engine
-        load, named = engine.load, dict(engine._model.named_parameters())
+    def scramble(version: PolicyVersion, file: Path) -> LoadResult:
+        loaded: LoadResult = load(version, file)
+        next(iter(named.values())).data.view(torch.int32)[0, 0] ^= 1
+        while engine.load_statistics().running:
+            time.sleep(0.001)
+        return replace(loaded, weights=compared_by_name(named, weight_folder.read(file)))
 
-        def scramble(version: PolicyVersion, file: Path) -> LoadResult:
-            loaded: LoadResult = load(version, file)
-            next(iter(named.values())).data.view(torch.int32)[0, 0] ^= 1
-            while engine.load_statistics().running:
-                time.sleep(0.001)
-            return replace(loaded, weights=compared_by_name(named, weight_folder.read(file)))
-
-        engine.load = scramble
-        path, _ = changed_weights(tiny_model, tmp_path)
-        try:
-            await server.draw(0, 1)
-            await one.route(server, (route_item(0, 1), route_item(1, 1)))
-            pull = asyncio.ensure_future(one.pull(published_as(1, path), str(path)))
-            while not pull.done():
-                await one.next_events(server, 0.05)
-            check = await pull
-            assert (check.outcome, check.weights.contradicted) == ("contradicted", 1)
-            assert "1 contradicted (model.embed_tokens.weight)" in check.refused
-            assert await one.next_events(server, 0.05) == []
-            live = server._flight.live
-            assert {s.version for i in (0, 1) for s in live[TrajectoryId(i)].segments} <= {0}
-        finally:
-            await one.close()
-            await server.close()
-
-    asyncio.run(scenario())
+    engine.load = scramble
+    path, _ = changed_weights(tiny_model, tmp_path)
+    try:
+        await server.draw(0, 1)
+        await one.route(server, (route_item(0, 1), route_item(1, 1)))
+        pull = asyncio.ensure_future(one.pull(published_as(1, path), str(path)))
+        while not pull.done():
+            await one.next_events(server, 0.05)
+        check = await pull
+        assert (check.outcome, check.weights.contradicted) == ("contradicted", 1)
+        assert "1 contradicted (model.embed_tokens.weight)" in check.refused
+        assert await one.next_events(server, 0.05) == []
+        live = server._flight.live
+        assert {s.version for i in (0, 1) for s in live[TrajectoryId(i)].segments} <= {0}
+    finally:
+        await one.close()
+        await server.close()
 
 
-def test_a_trajectory_goes_on_under_its_own_version_where_that_is_served(
+@pytest.mark.real_time
+async def test_a_trajectory_goes_on_under_its_own_version_where_that_is_served(
     job: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     """The instance has pulled an adapter meanwhile, under which new trajectories begin."""
-
-    async def scenario() -> None:
-        overrides = ("training.lora={rank=3, alpha=6}", "rollout.on_pull=adapter")
-        config = loading.load(job, overrides)
-        server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-        settings = actor_settings.engine_settings(config, 0, ())
-        one = RolloutInstance(settings, InstanceId("a"), 1, 30.0, 0.0)
-        try:
-            await server.draw(0, 1)
-            file = Versions(tiny_model, tmp_path / "published").file(1)
-            assert (await one.pull(published_as(1, file), str(file))).outcome == "verified"
-            await one.route(server, (route_item(0, 2, version=0), route_item(1, 1, version=1)))
-            ended = []
-            while len(ended) < 2:
-                ended += await one.next_events(server, 5.0)
-            versions = [{s.version for s in server._flight.live[TrajectoryId(i)].segments} for i in (0, 1)]
-            assert versions == [{0}, {1}]
-        finally:
-            await one.close()
-            await server.close()
-
-    asyncio.run(scenario())
+    overrides = ("training.lora={rank=3, alpha=6}", "rollout.on_pull=adapter")
+    config = loading.load(job, overrides)
+    server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+    settings = actor_settings.engine_settings(config, 0, ())
+    one = RolloutInstance(settings, InstanceId("a"), 1, 30.0, 0.0)
+    try:
+        await server.draw(0, 1)
+        file = Versions(tiny_model, tmp_path / "published").file(1)
+        assert (await one.pull(published_as(1, file), str(file))).outcome == "verified"
+        await one.route(server, (route_item(0, 2, version=0), route_item(1, 1, version=1)))
+        ended = []
+        while len(ended) < 2:
+            ended += await one.next_events(server, 5.0)
+        versions = [{s.version for s in server._flight.live[TrajectoryId(i)].segments} for i in (0, 1)]
+        assert versions == [{0}, {1}]
+    finally:
+        await one.close()
+        await server.close()
 
 
 async def test_a_whole_response_whose_instance_was_lost_is_not_continued(tmp_path: Path) -> None:
     """Its tokens had reached the server, the news of it had not reached the driver: the next instance tells it."""
     world = World(length=lambda _: 9)
-    config = Body(tmp_path).config()
-    server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-    one, two = (
-        VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 30.0, 0.0) for name in ("one", "two")
-    )
+    server = made_server(world, tmp_path)
+    one, two = (made_instance(world, name) for name in ("one", "two"))
     await server.draw(0, 1)
     await one.route(server, (route_item(0, 1), route_item(1, 1)))
     assert len(await one.next_events(server, 5.0)) == 2
@@ -207,11 +220,8 @@ async def test_a_whole_response_whose_instance_was_lost_is_not_continued(tmp_pat
 async def test_what_a_given_up_instance_still_delivers_is_dropped(tmp_path: Path) -> None:
     """It was routed anew, and both instances sample it: the server takes the tokens of the latest routing only."""
     world = World(length=lambda _: 9)
-    config = Body(tmp_path).config()
-    server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-    old, new = (
-        VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 30.0, 0.0) for name in ("old", "new")
-    )
+    server = made_server(world, tmp_path)
+    old, new = (made_instance(world, name) for name in ("old", "new"))
     await server.draw(0, 1)
     await old.route(server, (route_item(0, 1),))
     await asyncio.sleep(0.2)
@@ -224,12 +234,8 @@ async def test_what_a_given_up_instance_still_delivers_is_dropped(tmp_path: Path
 async def test_a_lost_instance_loses_no_more_than_it_sampled_since_its_last_delivery(tmp_path: Path) -> None:
     """Another goes on from there; what the lost one had delivered is there once, with its version."""
     world = World(length=lambda _: 90)
-    config = Body(tmp_path).config()
-    server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-    lost, other = (
-        VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 30.0, spool_s)
-        for name, spool_s in (("lost", 1.0), ("other", 0.0))
-    )
+    server = made_server(world, tmp_path)
+    lost, other = (made_instance(world, name, spool_s) for name, spool_s in (("lost", 1.0), ("other", 0.0)))
     await server.draw(0, 1)
     await lost.route(server, (route_item(0, 1), route_item(1, 1)))
     delivered: dict[int, list[int]] = {0: [], 1: []}
@@ -256,9 +262,8 @@ async def test_a_lost_instance_loses_no_more_than_it_sampled_since_its_last_deli
 
 async def test_each_delivery_starts_where_the_one_before_it_ended(tmp_path: Path) -> None:
     world = World(length=lambda _: 90)
-    config = Body(tmp_path).config()
-    server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-    one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 1.0)
+    server = made_server(world, tmp_path)
+    one = made_instance(world, "one", 1.0)
     spans: list[tuple[int, int]] = []
 
     class Recording:
@@ -278,10 +283,9 @@ async def test_each_delivery_starts_where_the_one_before_it_ended(tmp_path: Path
 @pytest.mark.parametrize("verb", ["next_events", "next_events_at_the_end", "flush", "interrupt"])
 async def test_no_verb_is_answered_before_the_server_has_the_tokens(tmp_path: Path, verb: str) -> None:
     world = World(length=lambda _: 90)
-    config = Body(tmp_path).config()
-    server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+    server = made_server(world, tmp_path)
     ended = verb == "next_events_at_the_end"
-    one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 0.0 if ended else 1.0)
+    one = made_instance(world, "one", 0.0 if ended else 1.0)
     may_answer = asyncio.Event()
 
     class Slow:
@@ -307,7 +311,8 @@ async def test_no_verb_is_answered_before_the_server_has_the_tokens(tmp_path: Pa
     assert server._flight.live[TrajectoryId(0)].num_tokens >= 10
 
 
-def test_commands_that_wait_when_an_instance_is_closed_do_not_reach_its_engine() -> None:
+@pytest.mark.real_time
+async def test_commands_that_wait_when_an_instance_is_closed_do_not_reach_its_engine() -> None:
     gate, calls = Gate(), []
 
     class Busy:
@@ -319,33 +324,21 @@ def test_commands_that_wait_when_an_instance_is_closed_do_not_reach_its_engine()
 
         def close(self) -> None: ...
 
-    class Settings:
-        def build(self, instance: InstanceId, threads: int) -> Busy:
-            return Busy()
-
-    async def scenario() -> None:
-        one = RolloutInstance(Settings(), InstanceId("one"), 1, 30.0, 0.0)
-        running = [asyncio.ensure_future(one.abort((TrajectoryId(i),))) for i in (0, 1)]
-        while not calls:
-            await asyncio.sleep(0.001)
-        await one.close()
-        await gate.open()
-        results = await asyncio.gather(*running, return_exceptions=True)
-        assert results[0] is None and isinstance(results[1], asyncio.CancelledError)
-
-    asyncio.run(scenario())
+    one = RolloutInstance(Building(Busy()), InstanceId("one"), 1, 30.0, 0.0)
+    running = [asyncio.ensure_future(one.abort((TrajectoryId(i),))) for i in (0, 1)]
+    while not calls:
+        await asyncio.sleep(0.001)
+    await one.close()
+    await gate.open()
+    results = await asyncio.gather(*running, return_exceptions=True)
+    assert results[0] is None and isinstance(results[1], asyncio.CancelledError)
     assert calls == [(TrajectoryId(0),)]
 
 
 async def test_what_was_interrupted_reaches_the_server_even_if_that_was_away(tmp_path: Path) -> None:
     world = World(length=lambda _: 90)
-    config = Body(tmp_path).config()
-    server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-    one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 0.0)
-
-    class Away:
-        async def deliver(self, *_: object) -> None:
-            raise OSError("connection closed")
+    server = made_server(world, tmp_path)
+    one = made_instance(world)
 
     await server.draw(0, 1)
     await one.route(server, (route_item(0, 1), route_item(1, 1)))
@@ -359,13 +352,8 @@ async def test_what_was_interrupted_reaches_the_server_even_if_that_was_away(tmp
 
 async def test_ended_responses_reach_the_server_even_if_it_was_away(tmp_path: Path) -> None:
     world = World(length=lambda _: 20)
-    config = Body(tmp_path).config()
-    server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-    instance = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 0.0)
-
-    class Away:
-        async def deliver(self, *_: object) -> None:
-            raise OSError("connection closed")
+    server = made_server(world, tmp_path)
+    instance = made_instance(world)
 
     await server.draw(0, 1)
     await instance.route(server, (route_item(0, 1), route_item(1, 1)))
@@ -382,9 +370,8 @@ async def test_a_response_with_a_logprob_that_is_not_finite_fails_and_is_not_hel
     """Such a token has no importance ratio. What was sampled before it stays, and others are not concerned."""
     poisoned = set[int]()
     world = World(length=lambda _: 20, not_finite=poisoned.__contains__)
-    config = Body(tmp_path).config()
-    server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-    one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 0.0)
+    server = made_server(world, tmp_path)
+    one = made_instance(world)
     await server.draw(0, 1)
     await one.route(server, (route_item(0, 1), route_item(1, 1)))
     await asyncio.sleep(0.25)
@@ -409,7 +396,7 @@ async def test_a_server_made_anew_has_all_that_was_acknowledged(tmp_path: Path) 
     config = Body(tmp_path).config()
     settings = actor_settings.server_settings(config, tmp_path / "store", 128)
     first = server_class(world)(settings, 0.0)
-    one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 1.0)
+    one = made_instance(world, "one", 1.0)
     await first.draw(0, 4)
     await one.route(first, tuple(route_item(i, 1) for i in range(6)))
     assert len(await one.next_events(first, 5.0)) == 5
@@ -468,7 +455,8 @@ class Gate:
         self._opened.set()
 
 
-def test_a_report_that_waits_for_the_engine_keeps_nobody_else_waiting() -> None:
+@pytest.mark.real_time
+async def test_a_report_that_waits_for_the_engine_keeps_nobody_else_waiting() -> None:
     gate = Gate()
     load = EngineLoad(version=PolicyVersion(0), running=0, kv_tokens=0, busy_s=0.0, tokens_sampled=0, progress=())
 
@@ -481,17 +469,10 @@ def test_a_report_that_waits_for_the_engine_keeps_nobody_else_waiting() -> None:
 
         def close(self) -> None: ...
 
-    class Settings:
-        def build(self, instance: InstanceId, threads: int) -> Busy:
-            return Busy()
-
-    async def scenario() -> None:
-        one = RolloutInstance(Settings(), InstanceId("one"), 1, 30.0, 0.0)
-        report, _ = await asyncio.gather(one.report(), gate.open())
-        assert report == load
-        await one.close()
-
-    asyncio.run(scenario())
+    one = RolloutInstance(Building(Busy()), InstanceId("one"), 1, 30.0, 0.0)
+    report, _ = await asyncio.gather(one.report(), gate.open())
+    assert report == load
+    await one.close()
 
 
 async def test_the_spool_of_a_group_that_is_not_stored_yet_is_kept_by_a_server_made_anew(tmp_path: Path) -> None:
@@ -514,7 +495,8 @@ async def test_the_spool_of_a_group_that_is_not_stored_yet_is_kept_by_a_server_m
         assert server._storing.executor._shutdown, "its thread ends"
 
 
-def test_tokens_wait_for_a_pull_whose_caller_has_given_up_and_for_nothing_after_it() -> None:
+@pytest.mark.real_time
+async def test_tokens_wait_for_a_pull_whose_caller_has_given_up_and_for_nothing_after_it() -> None:
     loading, sampling, delivered = Gate(), Gate(), []
 
     class Pulling:
@@ -531,35 +513,28 @@ def test_tokens_wait_for_a_pull_whose_caller_has_given_up_and_for_nothing_after_
 
         def close(self) -> None: ...
 
-    class Settings:
-        def build(self, instance: InstanceId, threads: int) -> Pulling:
-            return Pulling()
-
     class Server:
         async def deliver(self, parts: list[SampledTokens]) -> dict[TrajectoryId, int]:
             delivered.extend(parts)
             return {part.trajectory: 9 for part in parts}
 
-    async def scenario() -> None:
-        one = RolloutInstance(Settings(), InstanceId("one"), 1, 30.0, 0.0)
-        published = PublishedWeights(version=PolicyVersion(1), fingerprint="f", probe=(), logprobs=(), limit=1.0)
-        events = asyncio.ensure_future(one.next_events(Server(), 0.01))
-        await asyncio.sleep(0)
-        pull = asyncio.ensure_future(one.pull(published, ""))
-        await asyncio.sleep(0)
-        pull.cancel()
-        await sampling.open()
-        assert await events == []
-        assert delivered == []
-        await loading.open()
-        while one._pulling is not None and not one._pulling.done():
-            await asyncio.sleep(0.001)
-        (outcome,) = await one.next_events(Server(), 20.0)
-        assert (outcome.trajectory, outcome.tokens) == (0, 9)
-        assert len(delivered) == 1
-        await one.close()
-
-    asyncio.run(scenario())
+    one = RolloutInstance(Building(Pulling()), InstanceId("one"), 1, 30.0, 0.0)
+    published = PublishedWeights(version=PolicyVersion(1), fingerprint="f", probe=(), logprobs=(), limit=1.0)
+    events = asyncio.ensure_future(one.next_events(Server(), 0.01))
+    await asyncio.sleep(0)
+    pull = asyncio.ensure_future(one.pull(published, ""))
+    await asyncio.sleep(0)
+    pull.cancel()
+    await sampling.open()
+    assert await events == []
+    assert delivered == []
+    await loading.open()
+    while one._pulling is not None and not one._pulling.done():
+        await asyncio.sleep(0.001)
+    (outcome,) = await one.next_events(Server(), 20.0)
+    assert (outcome.trajectory, outcome.tokens) == (0, 9)
+    assert len(delivered) == 1
+    await one.close()
 
 
 def whole_response(trajectory: TrajectoryId) -> SampledTokens:
@@ -570,35 +545,32 @@ def whole_response(trajectory: TrajectoryId) -> SampledTokens:
     return SampledTokens(trajectory=trajectory, route_number=1, start=0, segments=(segment,), finish=FinishReason.STOP)
 
 
-def test_texts_are_decoded_and_batches_packed_beside_what_the_server_answers(
+@pytest.mark.real_time
+async def test_texts_are_decoded_and_batches_packed_beside_what_the_server_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        world = World(length=lambda _: 9)
-        config = Body(tmp_path).config()
-        server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-        await server.draw(0, 1)
-        ids = (TrajectoryId(0), TrajectoryId(1))
-        await server.deliver([whole_response(i) for i in ids])
-        decoding, packing = Gate(), Gate()
-        text, pack = server._prompts.text, RowArrays.of
+    world = World(length=lambda _: 9)
+    server = made_server(world, tmp_path)
+    await server.draw(0, 1)
+    ids = (TrajectoryId(0), TrajectoryId(1))
+    await server.deliver([whole_response(i) for i in ids])
+    decoding, packing = Gate(), Gate()
+    text, pack = server._prompts.text, RowArrays.of
 
-        def decode(tokens: list[int]) -> str:
-            decoding.wait()
-            return text(tokens)
+    def decode(tokens: list[int]) -> str:
+        decoding.wait()
+        return text(tokens)
 
-        def packed(rows: list[EndedTrajectory]) -> RowArrays:
-            packing.wait()
-            return pack(rows)
+    def packed(rows: list[EndedTrajectory]) -> RowArrays:
+        packing.wait()
+        return pack(rows)
 
-        monkeypatch.setattr(server._prompts, "text", decode)
-        monkeypatch.setattr(RowArrays, "of", packed)
-        scoring, _ = await asyncio.gather(server.scoring_items(ids), decoding.open())
-        assert [(item.trajectory, item.text) for item in scoring] == [(i, text(response(i, 9))) for i in ids]
-        monkeypatch.setattr(server._prompts, "text", text)
-        await server.record_rewards([RewardItem(*item[:3], ScoredResponse(reward=1.0)) for item in scoring])
-        part, _ = await asyncio.gather(server.batch(0, ids, (PolicyVersion(0),) * 2, 0), packing.open())
-        assert (len(part.packed.rows()), part.rest) == (2, 0)
-        await server.close()
-
-    asyncio.run(scenario())
+    monkeypatch.setattr(server._prompts, "text", decode)
+    monkeypatch.setattr(RowArrays, "of", packed)
+    scoring, _ = await asyncio.gather(server.scoring_items(ids), decoding.open())
+    assert [(item.trajectory, item.text) for item in scoring] == [(i, text(response(i, 9))) for i in ids]
+    monkeypatch.setattr(server._prompts, "text", text)
+    await server.record_rewards([RewardItem(*item[:3], ScoredResponse(reward=1.0)) for item in scoring])
+    part, _ = await asyncio.gather(server.batch(0, ids, (PolicyVersion(0),) * 2, 0), packing.open())
+    assert (len(part.packed.rows()), part.rest) == (2, 0)
+    await server.close()

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -269,11 +270,8 @@ def test_a_users_own_environment(tmp_path: Path) -> None:
         source=SourceSettings(task=TaskConfig(source=f"{tmp_path}/mine.py:Doubles", options={"first": 3}), seed=2),
         reward=RewardConfig(),
     )
-    scorer = Scorer(settings)
-    try:
+    with closing(Scorer(settings)) as scorer:
         assert [s.reward for s in scorer.score([("18", task.record), ("8", task.record)])] == [1.0, 0.0]
-    finally:
-        scorer.close()
     for name, message in (
         ("broken", "cannot be created: KeyError: 'first'"),
         ("Speechless", "record 0 must be a dict with a `prompt`"),
@@ -297,20 +295,14 @@ def test_answers_are_taken_from_the_last_match() -> None:
 
 
 def test_math_verify_accepts_equal_expressions() -> None:
-    one = scorer("math_verify", timeout_s=20)
-    try:
+    with closing(scorer("math_verify", timeout_s=20)) as one:
         scores = one.score([("$\\frac{1}{2}$", {"answer": "0.5"}), ("$\\frac{1}{3}$", {"answer": "0.5"})])
-    finally:
-        one.close()
     assert [s.reward for s in scores] == [1.0, 0.0]
 
 
 def test_a_users_reward_with_parts(rewards: Path, rows: Path) -> None:
-    one = scorer(f"{rewards}:length", pattern="<(.*)>", rows=rows)
-    try:
+    with closing(scorer(f"{rewards}:length", pattern="<(.*)>", rows=rows)) as one:
         (score,) = one.score([("x <abc>", {})])
-    finally:
-        one.close()
     assert (score.reward, score.parts, score.error) == (pytest.approx(0.3), {"length": 3}, "")
 
 
@@ -327,11 +319,8 @@ def test_a_scoring_process_that_starts_too_slowly_is_what_the_error_names(
 
 
 def test_whatever_a_reward_does_is_recorded_and_the_others_are_scored(rewards: Path, rows: Path) -> None:
-    one = scorer(f"{rewards}:moody", rows=rows)
-    try:
+    with closing(scorer(f"{rewards}:moody", rows=rows)) as one:
         scores = one.score([(a, {}) for a in ("ok", "raise", "hang", "nan", "text", "die", "ok")])
-    finally:
-        one.close()
     assert [s.reward for s in scores] == [1.0, 0, 0, 0, 0, 0, 1.0]
     ok, raised, hung, nan, text, died, again = (s.error for s in scores)
     assert ok == again == ""
@@ -373,11 +362,8 @@ def test_a_reward_may_be_a_weighted_sum_that_fails_with_any_part(rewards: Path, 
         "long": RewardPart(function=f"{rewards}:length", weight=-0.5),
         "moody": RewardPart(function=f"{rewards}:sometimes", weight=2),
     }
-    one = scorer("task", rows=rows, parts=parts, timeout_s=20)
-    try:
+    with closing(scorer("task", rows=rows, parts=parts, timeout_s=20)) as one:
         right, wrong, raised, nan = one.score([(a, {"answer": "2"}) for a in ("2", "444", "raise", "nan")])
-    finally:
-        one.close()
     assert right.reward == pytest.approx(1.0 - 0.5 * 0.1 + 2)
     assert right.parts == {"right": 1.0, "long": 0.1, "long.length": 1.0, "moody": 1.0}
     assert wrong.reward == pytest.approx(-0.5 * 0.3 + 2)

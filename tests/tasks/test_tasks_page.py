@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import tomllib
 from pathlib import Path
@@ -11,11 +10,12 @@ import pytest
 
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
-from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
-from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
+from staleflow.tasks.episodes.episode_host import EpisodeSettings
+from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.episodes.tools import ToolEpisode, tools_of
 from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.sources.task_sources import SourceSettings, extract_answer
+from tests.support.games import hosted
 
 PAGE = Path("docs/environments.md").read_text()
 TASKS_PAGE = Path("docs/tasks.md").read_text()
@@ -27,14 +27,12 @@ def blocks(heading: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "heading"), [("Guess", "A class with reset and step"), ("guess", "A coroutine")])
-def test_the_environments_of_the_page_are_played(name: str, heading: str, tmp_path: Path) -> None:
+async def test_the_environments_of_the_page_are_played(name: str, heading: str, tmp_path: Path) -> None:
     (tmp_path / "games.py").write_text("\n\n".join(blocks(heading, "python")))
     source = SourceSettings(task=TaskConfig(source=f"{tmp_path}/games.py:{name}"), seed=0)
     task = source.build().task(0)
     assert task.prompt == "Guess my number, from 1 to 20."
-
-    async def work() -> list[HostedStepResult]:
-        episodes = EpisodeHost(EpisodeSettings(source=source))
+    async with hosted(EpisodeSettings(source=source)) as (episodes, _):
         await episodes.check()
         low, high, turns, found = 1, 20, [], []
         while not found or not found[-1].ended:
@@ -42,12 +40,8 @@ def test_the_environments_of_the_page_are_played(name: str, heading: str, tmp_pa
             found.append(await episodes.act(EpisodeKey(task=0), task.record, turns, truncated=False))
             text = "".join(message.content for message in found[-1].messages)
             low, high = (int(turns[-1]) + 1, high) if text == "higher" else (low, int(turns[-1]) - 1)
-        await episodes.close()
-        return found
-
-    answers = asyncio.run(work())
-    assert answers[-1].reward == 1.0 and not answers[-1].error
-    assert {m.content for a in answers for m in a.messages} <= {"higher", "lower"}
+    assert found[-1].reward == 1.0 and not found[-1].error
+    assert {m.content for a in found for m in a.messages} <= {"higher", "lower"}
 
 
 def test_the_job_with_tools_is_valid() -> None:
@@ -58,7 +52,7 @@ def test_the_job_with_tools_is_valid() -> None:
     assert '"arguments": {"expression": "12 * 7"}' in config.task.system
 
 
-def test_the_tool_of_the_page_is_called(tmp_path: Path) -> None:
+async def test_the_tool_of_the_page_is_called(tmp_path: Path) -> None:
     (tmp_path / "tools.py").write_text("".join(blocks("Tools", "python")))
     limits = EnvironmentConfig(tools=["calculator", f"{tmp_path}/tools.py:capital"])
     tools = tools_of(limits)
@@ -67,13 +61,10 @@ def test_the_tool_of_the_page_is_called(tmp_path: Path) -> None:
         text = await ToolEpisode({}, tools, limits).step(turn, truncated=False, last=False)
         return [message.content for message in text.messages]
 
-    async def work() -> list[str]:
-        return await answer(
-            "<capital>Peru</capital><capital>Atlantis</capital>"
-            '<tool_call>{"name": "capital", "arguments": {"country": "France", "letters": 3}}</tool_call>'
-        )
-
-    assert asyncio.run(work()) == ["<result>Lima</result>", "<result>error: KeyError: 'Atlantis'</result>", "Par"]
+    assert await answer(
+        "<capital>Peru</capital><capital>Atlantis</capital>"
+        '<tool_call>{"name": "capital", "arguments": {"country": "France", "letters": 3}}</tool_call>'
+    ) == ["<result>Lima</result>", "<result>error: KeyError: 'Atlantis'</result>", "Par"]
     assert tools["capital"].description == "The capital of a country, or its first letters."
     for tool in tools.values():
         if tool.server is not None:

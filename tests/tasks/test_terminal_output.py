@@ -13,11 +13,11 @@ import pytest
 from staleflow.stores.printable import printable
 from staleflow.tasks.environments.child_programs import ChildPrograms
 from staleflow.tasks.environments.terminal_output import MAX_LINE_BYTES, RelayedOutput
-from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.rendering.reward_values import MAX_NAME_CHARS, MAX_PARTS, InvalidReward, parse_reward
 from staleflow.tasks.settings.task_config import RewardConfig, TaskConfig
 from staleflow.tasks.sources.reward_process import Scorer, ScoringSettings
 from staleflow.tasks.sources.task_sources import SourceSettings
+from tests.support.games import hosted
 from tests.tasks.test_agents import acted, settings
 
 CLEAR = "\\x1b[2J\\x07"
@@ -60,15 +60,12 @@ def code(tmp_path: Path) -> Path:
 async def test_what_agents_and_their_programs_print_reaches_no_terminal_as_it_is(
     code: Path, isolation: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    made = settings(f"agent:{code}:run", isolation=isolation, step_timeout_s=60.0)
-    task = made.source.build().task(0)
-    capfd.readouterr()
-    said = ""
-    episodes = EpisodeHost(made)
-    await acted(episodes, task, "a")
-    answer = await acted(episodes, task, "a", "b")
-    assert "ValueError: it is \\x1b[2J\\x07 broken" in answer.error
-    await episodes.close()
+    async with hosted(settings(f"agent:{code}:run", isolation=isolation, step_timeout_s=60.0)) as (episodes, task):
+        capfd.readouterr()
+        said = ""
+        await acted(episodes, task, "a")
+        answer = await acted(episodes, task, "a", "b")
+        assert "ValueError: it is \\x1b[2J\\x07 broken" in answer.error
     while any(line not in said for line in ("begin\\x1b[2J", "part \\x1b[2J\\x07end", "child\\x1b[2J\\x07")):
         said += "".join(capfd.readouterr())
         await asyncio.sleep(0.01)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from examples.tool_sums import ToolSums
 from staleflow.pipeline.config import actor_settings, loading
-from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Message, prompt_of
+from tests.support.games import hosted
 
 JOB = "examples/tools.toml"
 
@@ -19,19 +19,18 @@ async def test_what_the_prompt_shows_is_what_a_call_in_an_episode_is_answered() 
     assert isinstance(asked, Message) and asked.role == "user"
     examples = [shown[i : i + 4] for i in range(0, len(shown), 4)]
     assert len(examples) == 2
-    episodes = EpisodeHost(settings)
-    await episodes.check()
-    for number, (_, call, given, answer) in enumerate(examples):
-        assert isinstance(call, Message) and isinstance(answer, Message)
-        key = EpisodeKey(task=3, member=number)
-        first = await episodes.act(key, task.record, [call.content], truncated=False)
-        assert (first.ended, first.messages) == (False, (given,))
-        last = await episodes.act(key, task.record, [call.content, answer.content], truncated=False)
-        assert (last.ended, last.reward) == (True, 0.0)  # right there, and not what is asked here
-    right = task.record["answer"]
-    told = await episodes.act(EpisodeKey(task=3, member=2), task.record, [f"It is {right}"], truncated=False)
-    assert (told.ended, told.reward) == (True, 1.0)
-    await episodes.close()
+    async with hosted(settings) as (episodes, _):
+        await episodes.check()
+        for number, (_, call, given, answer) in enumerate(examples):
+            assert isinstance(call, Message) and isinstance(answer, Message)
+            key = EpisodeKey(task=3, member=number)
+            first = await episodes.act(key, task.record, [call.content], truncated=False)
+            assert (first.ended, first.messages) == (False, (given,))
+            last = await episodes.act(key, task.record, [call.content, answer.content], truncated=False)
+            assert (last.ended, last.reward) == (True, 0.0)  # right there, and not what is asked here
+        right = task.record["answer"]
+        told = await episodes.act(EpisodeKey(task=3, member=2), task.record, [f"It is {right}"], truncated=False)
+        assert (told.ended, told.reward) == (True, 1.0)
 
 
 def test_held_out_sums_are_never_trained_on() -> None:

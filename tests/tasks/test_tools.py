@@ -23,8 +23,9 @@ from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
 from staleflow.tasks.episodes.sandbox import MAX_OUTPUT_BYTES, _reaped, run_python
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.episodes.tools import MAX_CALLS_PER_TURN, TOOLS, tool_calls
-from staleflow.tasks.rendering.task_source import Message
+from staleflow.tasks.rendering.task_source import Message, Task
 from staleflow.tasks.sources.task_sources import EvaluationRecord
+from tests.support.games import hosted
 
 
 @pytest.mark.parametrize(
@@ -141,19 +142,16 @@ def test_the_sandbox_is_bounded_in_time_memory_and_output() -> None:
     assert "error: the process was killed" in ran("import os, signal; os.abort()")
 
 
-def test_a_process_that_wrote_more_than_is_read_of_it_ends_when_it_is_killed() -> None:
-    async def killed() -> int | None:
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec("yes", stdout=pipe)
-        assert process.stdout is not None
-        async with asyncio.timeout(60):
-            while not getattr(process.stdout, "_paused"):  # noqa: B009  mypy does not know it
-                await asyncio.sleep(0.01)
-            process.kill()
-            await _reaped(process)
-        return process.returncode
-
-    assert asyncio.run(killed()) == -signal.SIGKILL
+async def test_a_process_that_wrote_more_than_is_read_of_it_ends_when_it_is_killed() -> None:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec("yes", stdout=pipe)
+    assert process.stdout is not None
+    async with asyncio.timeout(60):
+        while not getattr(process.stdout, "_paused"):  # noqa: B009  mypy does not know it
+            await asyncio.sleep(0.01)
+        process.kill()
+        await _reaped(process)
+    assert process.returncode == -signal.SIGKILL
 
 
 async def test_a_sandbox_that_is_cancelled_leaves_nothing_running() -> None:
@@ -221,46 +219,42 @@ def settings(job: Path, *overrides: str) -> EpisodeSettings:
     return actor_settings.episode_settings(loading.load(job, overrides))
 
 
-async def answers(
-    episodes: EpisodeHost, turns: Sequence[str], made: EpisodeSettings, **key: Any
-) -> list[HostedStepResult]:
-    record = made.source.build().task(0).record
+async def answers(episodes: EpisodeHost, turns: Sequence[str], task: Task, **key: Any) -> list[HostedStepResult]:
     of = EpisodeKey(task=0, **key)
     cut = [turn.endswith("...") for turn in turns]
-    return [await episodes.act(of, record, turns[: i + 1], truncated=cut[i]) for i in range(len(turns))]
+    return [await episodes.act(of, task.record, turns[: i + 1], truncated=cut[i]) for i in range(len(turns))]
 
 
 async def test_a_task_with_a_verifier_is_played_with_tools(tooled: Path) -> None:
     made = settings(tooled)
     assert made.roles == ("tool",)
-    episodes = EpisodeHost(made)
-    await episodes.check()
-    first, second, last = await answers(
-        episodes, ["<calculator>12*12</calculator>", call("python", code="12 ** 2"), "so 144"], made
-    )
-    assert first.messages == (Message("tool", "<result>144</result>"),)
-    assert second.messages == (Message("tool", "144"),)
-    assert (last.ended, last.reward, last.error) == (True, 1.0, "")
-    (wrong,) = await answers(episodes, ["so 143"], made, member=1)
-    assert (wrong.ended, wrong.reward) == (True, 0.0)
-    (cut,) = await answers(episodes, ["so 144 <calculator>..."], made, member=2)
-    assert (cut.ended, cut.reward) == (True, 1.0)
-    *_, third = await answers(episodes, ["<calculator>1"] * 2 + ["so 144 <calculator>1"], made, member=3)
-    assert (third.ended, third.reward) == (True, 1.0)
-    (many,) = await answers(episodes, ["<calculator>1</calculator>" * 20], made, member=4)
-    assert len(many.messages) == MAX_CALLS_PER_TURN + 1
-    assert many.messages[-1].content == f"<result>error: a turn may call at most {MAX_CALLS_PER_TURN} tools</result>"
-    await episodes.close()
+    async with hosted(made) as (episodes, task):
+        await episodes.check()
+        first, second, last = await answers(
+            episodes, ["<calculator>12*12</calculator>", call("python", code="12 ** 2"), "so 144"], task
+        )
+        assert first.messages == (Message("tool", "<result>144</result>"),)
+        assert second.messages == (Message("tool", "144"),)
+        assert (last.ended, last.reward, last.error) == (True, 1.0, "")
+        (wrong,) = await answers(episodes, ["so 143"], task, member=1)
+        assert (wrong.ended, wrong.reward) == (True, 0.0)
+        (cut,) = await answers(episodes, ["so 144 <calculator>..."], task, member=2)
+        assert (cut.ended, cut.reward) == (True, 1.0)
+        *_, third = await answers(episodes, ["<calculator>1"] * 2 + ["so 144 <calculator>1"], task, member=3)
+        assert (third.ended, third.reward) == (True, 1.0)
+        (many,) = await answers(episodes, ["<calculator>1</calculator>" * 20], task, member=4)
+        assert len(many.messages) == MAX_CALLS_PER_TURN + 1
+        assert (
+            many.messages[-1].content == f"<result>error: a turn may call at most {MAX_CALLS_PER_TURN} tools</result>"
+        )
 
 
 async def test_a_generated_task_is_played_with_tools(tooled: Path) -> None:
     made = settings(tooled, "task.source=reasoning_gym:chain_sum", "task.answer_pattern=")
-    task = made.source.build().task(0)
-    episodes = EpisodeHost(made)
-    first, last = await answers(episodes, ["<calculator>1 + 1</calculator>", task.record["answer"]], made)
-    assert (first.error, first.messages) == ("", (Message("tool", "<result>2</result>"),))
-    assert (last.error, last.reward) == ("", 1.0)
-    await episodes.close()
+    async with hosted(made) as (episodes, task):
+        first, last = await answers(episodes, ["<calculator>1 + 1</calculator>", task.record["answer"]], task)
+        assert (first.error, first.messages) == ("", (Message("tool", "<result>2</result>"),))
+        assert (last.error, last.reward) == ("", 1.0)
 
 
 async def test_an_evaluation_set_of_its_own_source_is_played_with_tools_and_scored_by_its_own_verifier(
@@ -277,42 +271,35 @@ async def test_an_evaluation_set_of_its_own_source_is_played_with_tools_and_scor
     (own,) = made.scoring.sets
     task = own.build().task(0, held_out=True)
     record = pickle.loads(pickle.dumps(EvaluationRecord.named("other", task.record)))
-    episodes = EpisodeHost(made)
-    key = EpisodeKey(task=-1, held_out=True)
-    first = await episodes.act(key, record, ["<calculator>2+2</calculator>"], truncated=False)
-    assert first.messages == (Message("tool", "<result>4</result>"),)
-    last = await episodes.act(key, record, ["<calculator>2+2</calculator>", "so 4"], truncated=False)
-    assert (last.ended, last.reward, last.error) == (True, 0.5, "")
-    await episodes.close()
+    async with hosted(made) as (episodes, _):
+        key = EpisodeKey(task=-1, held_out=True)
+        first = await episodes.act(key, record, ["<calculator>2+2</calculator>"], truncated=False)
+        assert first.messages == (Message("tool", "<result>4</result>"),)
+        last = await episodes.act(key, record, ["<calculator>2+2</calculator>", "so 4"], truncated=False)
+        assert (last.ended, last.reward, last.error) == (True, 0.5, "")
 
 
 async def test_a_tool_that_takes_too_long_is_told_to_the_model_and_hurts_nothing(tooled: Path) -> None:
-    made = settings(tooled, "environment.tool_timeout_s=1")
-    episodes = EpisodeHost(made)
-    (late,) = await answers(episodes, ["<python>while True: pass</python><calculator>1</calculator>"], made)
-    assert [m.content for m in late.messages] == [
-        "<result>error: stopped after 1 s</result>",
-        "<result>error: the calls of this turn took longer than 1 s</result>",
-    ]
-    assert not late.ended and not late.error
-    await episodes.close()
+    async with hosted(settings(tooled, "environment.tool_timeout_s=1")) as (episodes, task):
+        (late,) = await answers(episodes, ["<python>while True: pass</python><calculator>1</calculator>"], task)
+        assert [m.content for m in late.messages] == [
+            "<result>error: stopped after 1 s</result>",
+            "<result>error: the calls of this turn took longer than 1 s</result>",
+        ]
+        assert not late.ended and not late.error
 
 
 async def test_a_tool_that_does_not_work_on_a_machine_is_found_before_the_run(tooled: Path) -> None:
-    made = settings(tooled, "environment.memory_mib=1")
-    episodes = EpisodeHost(made)
-    with pytest.raises(ConfigError, match=r"environment\.tools: python does not work on this machine: import math"):
-        await episodes.check()
-    await episodes.close()
+    async with hosted(settings(tooled, "environment.memory_mib=1")) as (episodes, _):
+        with pytest.raises(ConfigError, match=r"environment\.tools: python does not work on this machine: import math"):
+            await episodes.check()
 
 
 async def test_a_verifier_that_fails_is_an_error_and_no_reward_of_0(tooled: Path) -> None:
     (tooled.parent / "mine.py").write_text("def angry(answer, record):\n    raise ValueError('no')\n")
-    made = settings(tooled, f"reward.function={tooled.parent}/mine.py:angry")
-    episodes = EpisodeHost(made)
-    (answer,) = await answers(episodes, ["so 144"], made)
-    assert (answer.ended, answer.error) == (True, "ValueError: no (mine.py, line 2)")
-    await episodes.close()
+    async with hosted(settings(tooled, f"reward.function={tooled.parent}/mine.py:angry")) as (episodes, task):
+        (answer,) = await answers(episodes, ["so 144"], task)
+        assert (answer.ended, answer.error) == (True, "ValueError: no (mine.py, line 2)")
 
 
 @pytest.mark.parametrize(

@@ -353,28 +353,19 @@ def test_an_emulated_run_loads_no_torch_and_its_weights_have_the_fingerprint_the
     assert ran.stdout.strip() == fingerprint({"emulated": torch.tensor([0.0])})
 
 
-def test_a_resumed_version_is_compared_with_the_fingerprint_that_was_recorded(tmp_path: Path) -> None:
-    async def whole() -> list[bool]:
-        actor = trainer(tmp_path, Weights())
-        recorded = ("", fingerprint({"w": torch.zeros(1)}), fingerprint({"w": torch.ones(1)}), "0" * 32)
-        results = [(await actor.publish_initial((), PolicyVersion(0), item)).as_recorded for item in recorded]
-        await actor.close()
-        return results
-
-    assert asyncio.run(whole()) == [True, True, False, False]
+async def test_a_resumed_version_is_compared_with_the_fingerprint_that_was_recorded(tmp_path: Path) -> None:
+    actor = trainer(tmp_path, Weights())
+    recorded = ("", fingerprint({"w": torch.zeros(1)}), fingerprint({"w": torch.ones(1)}), "0" * 32)
+    results = [(await actor.publish_initial((), PolicyVersion(0), item)).as_recorded for item in recorded]
+    await actor.close()
+    assert results == [True, True, False, False]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), OSError(5, "Input/output error")])
-def test_an_actors_own_error_is_told_as_what_it_is(tmp_path: Path, error: Exception) -> None:
+async def test_an_actors_own_error_is_told_as_what_it_is(tmp_path: Path, error: Exception) -> None:
     """A trainer without memory is not gone: starting it again elsewhere would only fail again."""
-
-    async def whole() -> None:
-        actor = trainer(tmp_path, Weights(error=error))
-        try:
-            await call_actor(actor, "train", Server(), 0, (), (), timeout_s=60.0, actor_name="trainer")
-        finally:
-            await actor.close()
-
     text = r"trainer failed: RuntimeError: CUDA out of memory|trainer failed: OSError: \[Errno 5\] Input/output error"
+    actor = trainer(tmp_path, Weights(error=error))
     with pytest.raises(ActorFailed, match=text):
-        asyncio.run(whole())
+        await call_actor(actor, "train", Server(), 0, (), (), timeout_s=60.0, actor_name="trainer")
+    await actor.close()
