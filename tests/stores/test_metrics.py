@@ -20,6 +20,7 @@ from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.training.batches import batch_metrics
 from staleflow.tasks.training.emulated_trainer import EmulatedTraining
 from staleflow.tasks.training.microbatches import Row
+from staleflow.tasks.training.policy_trainer import Mismatch
 from tests.stores.store_conformance import ended
 from tests.support.bodies import Body
 from tests.tasks.branching import branching_row
@@ -97,7 +98,7 @@ def test_names_are_unique_and_pictures_have_one_unit() -> None:
 
 def test_steps_record_exactly_the_metrics_that_are_listed(tmp_path: Path) -> None:
     """What server, trainer and driver add in a run over in-process actors, whose trainer reports times only, and what
-    the real trainer adds."""
+    a trainer adds; a policy's trainer alone compares logprobs, of fresh rows and with a reference."""
     run = Body(tmp_path / "runs").run()
     recorded = {name for record in run.records for name in record.metrics}
     shown = {name for step in run.outcomes.steps for name in step}
@@ -107,7 +108,8 @@ def test_steps_record_exactly_the_metrics_that_are_listed(tmp_path: Path) -> Non
         0, [Row.of(ended(np.random.default_rng(0), 1, 1))], {"fetch_s": 0.5, "resume_wait_s": 0.0}
     ).metrics
     asyncio.run(trainer.close())
-    assert recorded | reported.keys() == metrics.STEP_METRICS.keys() - metrics.DERIVED_METRICS
+    compared = {*Mismatch(mean=0.0, max=0.0, kl=0.0).metrics, "kl_reference"}
+    assert recorded | reported.keys() | compared == metrics.STEP_METRICS.keys() - metrics.DERIVED_METRICS
     assert shown - recorded == metrics.DERIVED_METRICS | {"step"}
 
 

@@ -18,6 +18,7 @@ from staleflow.tasks.environments.episode import EpisodeStart
 from staleflow.tasks.environments.fork_server import BEGIN, ForkSettings, read_value
 from staleflow.tasks.environments.forked_episodes import ForkServer
 from staleflow.tasks.environments.pickled_messages import packed
+from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Message, TaskSource, distinct_held_out, draw_tasks
 from tests.support.games import GAMES, acted, hosted, is_gone, played, settings, until_gone
@@ -183,9 +184,10 @@ async def test_slow_resets_go_side_by_side_where_prompts_are_drawn_and_in_episod
         assert len({task.prompt for task in tasks}) == 8
         assert tasks[7] == source.task(7, held_out=held_out)
     empty(folder)
-    async with hosted(made) as (episodes, _):
-        answers = await asyncio.gather(*(acted(episodes, tasks[0], "go", member=m) for m in range(4)))
-        assert [(a.error, a.reward) for a in answers] == [("", 1.0)] * 4
+    episodes = EpisodeHost(made)
+    answers = await asyncio.gather(*(acted(episodes, tasks[0], "go", member=m) for m in range(4)))
+    assert [(a.error, a.reward) for a in answers] == [("", 1.0)] * 4
+    await episodes.close()
 
 
 def empty(folder: Path) -> None:
