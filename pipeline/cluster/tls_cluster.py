@@ -1,4 +1,4 @@
-"""A Dask scheduler and its workers on this machine, reached over TLS by holders of a folder of certificates only."""
+"""A Dask scheduler and workers on this machine that accept only TLS connections with certificates of one folder."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ WORKER_OPTIONS = (
 that listens on this machine alone: there is one even with --no-dashboard."""
 
 
-COUNT_WORKERS = """
+WAIT_SCRIPT = """
 import distributed
 with distributed.Client(timeout={timeout}) as client:
     if {number}:
         client.wait_for_workers({number}, timeout={timeout})
 """
-"""Run in a process of its own, since Dask reads its configuration when it is imported."""
+"""Script that waits for the workers. It runs in its own process, because Dask reads its configuration at import."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsCluster:
-    """Running processes of a cluster, by what they are. address: the scheduler's. folder: has their logs."""
+    """Running processes of a cluster, by name. address: the scheduler's. folder: the folder with certificates and
+    logs."""
 
     address: str
     folder: Path
@@ -54,20 +55,20 @@ class TlsCluster:
 
     def wait_for_workers(self, environment: Mapping[str, str], num_workers: int) -> None:
         """Wait until the scheduler answers and has all workers. Raises ActorLost."""
-        script = COUNT_WORKERS.format(number=num_workers, timeout=START_S)
+        script = WAIT_SCRIPT.format(number=num_workers, timeout=START_S)
         with subprocess.Popen(
             [sys.executable, "-P", "-c", script],
             env=dict(environment),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-        ) as waiting:
+        ) as waiter:
             try:
-                while waiting.poll() is None:
+                while waiter.poll() is None:
                     self._check()
                     time.sleep(POLL_S)
             finally:
-                waiting.kill()
-        if waiting.returncode:
+                waiter.kill()
+        if waiter.returncode:
             raise ActorLost(f"the workers did not join within {START_S:g} s; logs are in {self.folder}")
 
     def _check(self) -> None:
@@ -111,7 +112,9 @@ def tls_cluster(
     ]
     announce(f"starting a scheduler at {address} and {num_workers} workers")
     with contextlib.ExitStack() as stack:
-        processes = {name: stack.enter_context(_process(words, environment, folder, name)) for name, words in commands}
+        processes = {
+            name: stack.enter_context(_process(arguments, environment, folder, name)) for name, arguments in commands
+        }
         cluster = TlsCluster(address=address, folder=folder, processes=processes)
         cluster.wait_for_workers(environment, num_workers)
         yield cluster
@@ -119,12 +122,12 @@ def tls_cluster(
 
 @contextlib.contextmanager
 def _process(
-    words: Sequence[str], environment: Mapping[str, str], folder: Path, name: str
+    arguments: Sequence[str], environment: Mapping[str, str], folder: Path, name: str
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A `dask` command in a session of its own, whose output goes to a log in the folder, until the block ends."""
     with log_file(folder, name).open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "dask", *words], env=dict(environment), stdout=log, stderr=log,
+            [sys.executable, "-P", "-m", "dask", *arguments], env=dict(environment), stdout=log, stderr=log,
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
     try:

@@ -74,8 +74,8 @@ TOKEN_S_WEIGHT = 0.1
 class Sample(NamedTuple):
     """Mean decode step of an instance during one response, or between two of its reports.
 
-    computed: tokens per step, drafted ones included. steps: decode steps, each of one token and those that were drafted
-    and accepted. prefilled: tokens that the instance prefilled meanwhile, those of this response included.
+    computed_tokens: tokens per step, including drafted ones. steps: number of decode steps; a step samples one token,
+    and accepts drafted ones. prefilled: tokens that the instance prefilled in the same time, including this response's.
     """
 
     computed_tokens: float
@@ -96,14 +96,14 @@ class TimeTracker:
         first_length: Tokens that an instance drafts before the first `SetDraftLength`.
 
     Attributes:
-        loads: Times of each finished training step.
+        finished_steps: Times of each finished training step.
         latencies: Latencies of everything but decoding.
     """
 
-    def __init__(self, cost: CostModel, members: int, *, on_pull: str = "keep", first_length: int = 0) -> None:
+    def __init__(self, cost: CostModel, group_size: int, *, on_pull: str = "keep", first_length: int = 0) -> None:
         self._cost = cost
         self._on_pull = on_pull
-        self._group_size = members
+        self._group_size = group_size
         self._first_length = first_length
         self._now = 0.0
         self._training = False
@@ -122,7 +122,7 @@ class TimeTracker:
         self._step_samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)  # between two reports of an instance
         self._warmup_samples: list[Sample] = []
         self._until_sample = self._sample_every = 1
-        self.loads: list[StepTimes] = []
+        self.finished_steps: list[StepTimes] = []
         self.latencies = Latencies()
         self._reported_drafts, self._sampled_drafts = DraftsUsed(), DraftsUsed()
 
@@ -202,12 +202,12 @@ class TimeTracker:
     @property
     def num_instances(self) -> int:
         """Number of instances that have finished a response so far."""
-        return len(sum_steps(self.loads).speeds)
+        return len(sum_steps(self.finished_steps).speeds)
 
     @property
     def slow(self) -> tuple[list[InstanceId], float]:
         """Slow instances of the run so far, and their factor; see `slow_instances`."""
-        return slow_instances(sum_steps(self.loads).speeds)
+        return slow_instances(sum_steps(self.finished_steps).speeds)
 
     # -- time ----------------------------------------------------------------------------------------------------
 
@@ -270,8 +270,8 @@ class TimeTracker:
                     self._tokens[event.trajectory] = event.tokens
                     self._queued.add(event.trajectory)
             case TrajectoryFailed():
-                on = self._instance_of.get(event.trajectory)
-                delivered_tokens = 0 if on is None else on.running[event.trajectory].delivered_tokens
+                earlier = self._instance_of.get(event.trajectory)
+                delivered_tokens = 0 if earlier is None else earlier.running[event.trajectory].delivered_tokens
                 if self._leave(event.trajectory, event.route_number, None):
                     self._tokens[event.trajectory] = delivered_tokens
                     self._queued.add(event.trajectory)
@@ -286,11 +286,11 @@ class TimeTracker:
                 self._set_pulling(self._instances[event.instance], pulling=False)
             case VersionPublished():
                 self._training = False
-                if not self.loads:  # processes have warmed up
+                if not self.finished_steps:  # processes have warmed up
                     self._warmup_samples, self._samples = self._samples, []
                     self._until_sample = self._sample_every = 1
                 self._step.steps = 1
-                self.loads.append(self._step)
+                self.finished_steps.append(self._step)
                 self._step = StepTimes()
 
     def _apply_command(self, command: Command) -> None:  # noqa: PLR0912  one case per command
@@ -337,9 +337,9 @@ class TimeTracker:
         self._tokens.pop(trajectory, None)
 
     def _end_turn(self, event: TrajectorySampled) -> None:
-        on = self._instance_of.get(event.trajectory)
-        if self._leave(event.trajectory, event.route_number, event) and on is not None:
-            self._cached_on[event.trajectory] = on.name, on.pulls, event.tokens
+        instance = self._instance_of.get(event.trajectory)
+        if self._leave(event.trajectory, event.route_number, event) and instance is not None:
+            self._cached_on[event.trajectory] = instance.name, instance.pulls, event.tokens
 
     def _end_environment_step(self, trajectory: TrajectoryId, route_number: int, tokens: int) -> None:
         """Queue a trajectory after its environment step. tokens: its length now; 0 if the environment failed."""
@@ -374,9 +374,9 @@ class TimeTracker:
             kv_s=instance.kv_s, pull_s=instance.pull_s, prefilled=instance.prefilled,
         )  # fmt: skip
         instance.kv_tokens += prompt_tokens + tokens
-        home, pulls, cached = self._cached_on.get(command.trajectory, ("", 0, 0))
-        stays = home == instance.name and pulls == instance.pulls
-        instance.prefilled += max(0, tokens - cached) if stays else prompt_tokens + tokens
+        cached_on, pulls, cached = self._cached_on.get(command.trajectory, ("", 0, 0))
+        is_cached = cached_on == instance.name and pulls == instance.pulls
+        instance.prefilled += max(0, tokens - cached) if is_cached else prompt_tokens + tokens
         self._instance_of[command.trajectory] = instance
         self._fleet.count(instance, 1)
 
@@ -428,7 +428,7 @@ class TimeTracker:
         running, kv_tokens = (instance.running_s - state.running_s) / passed_s, (instance.kv_s - state.kv_s) / passed_s
         computed = running * (
             1.0 + self._cost.verify_share * sampled.drafted_tokens / steps
-        )  # the others draft as it does
+        )  # assumes that the other requests have equally long drafts
         speed = self._step.speeds.setdefault(instance.name, Speed())
         speed.measured_s += seconds
         speed.expected_s += self._cost.mean_step_s(computed, kv_tokens) * steps
@@ -470,16 +470,16 @@ class TimeTracker:
         if before is None or before.length_changes != now.length_changes:
             return
         self._reported_drafts.add(stats, instance.draft_length)
-        passed_s, gained = now.updated_s - before.updated_s, stats.tokens - stats.accepted_tokens
+        passed_s, sampled_tokens = now.updated_s - before.updated_s, stats.tokens - stats.accepted_tokens
         running_s, kv_s = now.running_s - before.running_s, now.kv_s - before.kv_s
         if before.pulls != now.pulls or instance.pulling or stats.seconds < MIN_BUSY_SHARE * passed_s or not passed_s:
             return
         running = running_s / passed_s
-        if gained >= MIN_STEPS * running > 0:
-            computed = running * (1.0 + self._cost.verify_share * stats.drafted_tokens / gained)
+        if sampled_tokens >= MIN_STEPS * running > 0:
+            computed = running * (1.0 + self._cost.verify_share * stats.drafted_tokens / sampled_tokens)
             prefilled = now.prefilled - before.prefilled
             self._step_samples.append(
-                Sample(computed, kv_s / passed_s, stats.seconds, gained / running, prefilled, instance.name)
+                Sample(computed, kv_s / passed_s, stats.seconds, sampled_tokens / running, prefilled, instance.name)
             )
 
 

@@ -18,13 +18,13 @@ from staleflow.stores.files import replace_file
 
 logger = logging.getLogger(__name__)
 
-COPIED_AT_ONCE = 2**20
-LEVEL = 6
-"""Of compression: events take a fifteenth of their bytes, 64 MiB a second or two."""
+COPY_BYTES = 2**20
+GZIP_LEVEL = 6
+"""Compression level. Events are compressed to a fifteenth of their size; 64 MiB take one or two seconds."""
 
 
 class RunJournal(Journal):
-    """A journal whose closed parts are compressed. wait: on close, for those that are not yet."""
+    """A journal whose closed parts are compressed. close(wait=True) waits until all of them are."""
 
     def __init__(self, path: Path, part_bytes: int = PART_BYTES) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
@@ -45,8 +45,8 @@ def compress(part: Path) -> None:
     """Replace a closed part by a compressed one. Never raises: a part that cannot be compressed stays as it is."""
 
     def write(target: Path) -> None:
-        with part.open("rb") as source, gzip.open(target, "wb", compresslevel=LEVEL) as packed:
-            shutil.copyfileobj(source, packed, COPIED_AT_ONCE)
+        with part.open("rb") as source, gzip.open(target, "wb", compresslevel=GZIP_LEVEL) as packed:
+            shutil.copyfileobj(source, packed, COPY_BYTES)
 
     try:
         replace_file(part.with_name(f"{part.name}.gz"), write, "it stays uncompressed")

@@ -1,5 +1,5 @@
-"""What a run's journal says about time: which instance served which version and ran how much, when the trainer trained,
-how much waited where, and the marks in each trajectory's life. Numpy, pure.
+"""Index of a run's journal by time: versions and load of each instance, when the trainer trained, how many trajectories
+were in each phase, and the marks of each trajectory (time and kind of what happened to it). Numpy, pure.
 
 The index is built entry after entry from plain JSON values, so that a live run's journal can be followed. Each start of
 a resumed run has a clock of its own; here the next start begins where the one before ended.
@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Plain = Mapping[str, Any]
+JsonObject = Mapping[str, Any]
 Floats = npt.NDArray[np.float64]
 
 ARRIVED, ROUTED, SAMPLED, INTERRUPTED, FAILED, SCORED, TRAINED, DISCARDED, ABORTED, LOST = range(10)
 TURN_SAMPLED, ENVIRONMENT_REQUESTED, ENVIRONMENT_STEPPED, RESTARTED = range(10, 14)
 """Kinds of marks in a trajectory's life."""
-STORIES = {
+MARKS = {
     ARRIVED: ("arrived", "waiting"),
     ROUTED: ("routed to {where} at version {detail}", "sampling"),
     SAMPLED: ("sampled to its end, {detail} tokens", "scoring"),
@@ -40,15 +40,15 @@ STORIES = {
     ENVIRONMENT_STEPPED: ("its environment answered, {detail} tokens so far", "waiting"),
     RESTARTED: ("its environment failed: {detail}", "waiting"),
 }
-"""What happened at each kind of mark, in words, and the phase that begins with it."""
+"""Text of each kind of mark, and the phase that begins with it."""
 WAITING, RUNNING, SCORING, READY, IN_ENVIRONMENT = range(5)
 """Where a live trajectory is; the order of `Lanes.counts`."""
 PHASE_LABELS = (
     "waiting for an instance", "being sampled", "being scored", "ready or waiting for siblings",
     "answered by their environment",
 )  # fmt: skip
-WORDS = (SCORED, DISCARDED, RESTARTED)
-"""Kinds of marks whose detail is the number of a word."""
+TEXT_DETAILS = (SCORED, DISCARDED, RESTARTED)
+"""Kinds of marks whose detail is a text; the mark has the text's number."""
 MAX_BINS = 1_000
 
 
@@ -104,23 +104,23 @@ class JournalIndex:
         self.starts: list[float] = []
         """When each start of the run began."""
         self.events: list[tuple[float, str]] = []
-        """Losses and ends, in words."""
+        """Times and texts of lost instances and of stops."""
         self.num_events = 0
         self.end_s = 0.0
-        self.invalid = ""
-        """The first line that could not be read; empty if all could."""
+        self.read_error = ""
+        """Message about the first line that could not be read; empty if all could."""
         self.read_share = 1.0
         """Share of the journal that has been read."""
         self._ids, self._times, self._kinds = array("q"), array("d"), array("b")
         self._lane, self._detail = array("h"), array("q")
         self._names: list[str] = []
-        self._words: dict[str, int] = {}
+        self._texts: dict[str, int] = {}
         self._counts = [StepFunction() for _ in PHASE_LABELS]
-        self._present = [0] * len(PHASE_LABELS)
-        self._positions: dict[int, tuple[int, str]] = {}
+        self._num_in_phase = [0] * len(PHASE_LABELS)
+        self._phases_by_id: dict[int, tuple[int, str]] = {}
         self._begin_s = 0.0
 
-        self._handlers: dict[str, Callable[[Plain, float], None]] = {
+        self._handlers: dict[str, Callable[[JsonObject, float], None]] = {
             "RunResumed": self._resumed,
             "GroupsArrived": self._arrived,
             "TrajectorySampled": lambda event, now: self._sampling_ended(event, now, SAMPLED),
@@ -130,7 +130,7 @@ class JournalIndex:
                 event, now, ENVIRONMENT_STEPPED, event["tokens"]
             ),
             "EnvironmentFailed": lambda event, now: self._environment_replied(
-                event, now, RESTARTED, self._word(event["error"])
+                event, now, RESTARTED, self._text_number(event["error"])
             ),
             "TrajectoryScored": self._scored,
             "InstanceJoined": self._serves,
@@ -154,69 +154,69 @@ class JournalIndex:
         for lane in self.lanes.values():
             self._lose(lane, self.end_s)
         self.training.set(self.end_s, 0)
-        self._positions.clear()
-        self._present = [0] * len(PHASE_LABELS)
+        self._phases_by_id.clear()
+        self._num_in_phase = [0] * len(PHASE_LABELS)
         self._note_counts(self.end_s)
         self._begin_s = self.end_s
         self.starts.append(self.end_s)
 
     def add(self, line: bytes | str, name: str) -> None:
-        """Add a line of the journal. A line that cannot be read is left out, and remembered in `invalid`. name: of the
-        place of the line, for that."""
+        """Add a line of the journal. A line that cannot be read is left out, and `read_error` is set. name: the line's
+        position, for that message."""
         try:
             entry = json.loads(line)
             self._add(entry["event"], entry["commands"], float(entry["now"]))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-            self.invalid = self.invalid or f"{name} cannot be read: {type(error).__name__}; it is left out here"
+            self.read_error = self.read_error or f"{name} cannot be read: {type(error).__name__}; it is left out here"
 
-    def _add(self, event: Plain, commands: Iterable[Plain], now: float) -> None:
+    def _add(self, event: JsonObject, commands: Iterable[JsonObject], now: float) -> None:
         kind = event["type"]
-        if kind == "RunResumed":  # its time is of the clock before
+        if kind == "RunResumed":  # its time is on the clock of the previous start
             now = 0.0
         now = max(self.end_s, self._begin_s + now)
         self.end_s = now
         self.num_events += kind != "RunResumed"
-        before = self._present.copy()
+        before = self._num_in_phase.copy()
         if kind in self._handlers:
             self._handlers[kind](event, now)
         for command in commands:
             if command["type"] in self._handlers:
                 self._handlers[command["type"]](command, now)
-        if before != self._present:
+        if before != self._num_in_phase:
             self._note_counts(now)
 
-    def _arrived(self, event: Plain, now: float) -> None:
+    def _arrived(self, event: JsonObject, now: float) -> None:
         for group in event["groups"]:
             first = group["group"] * self._members
             for id in range(first, first + self._members):
                 self._mark(id, now, ARRIVED)
                 self._move(id, WAITING)
 
-    def _resumed(self, event: Plain, now: float) -> None:
+    def _resumed(self, event: JsonObject, now: float) -> None:
         for group in event.get("groups", ()):
             for member in group["members"]:
                 self._mark(member["trajectory"], now, ARRIVED)
                 phase = READY if member.get("scored") else SCORING if member.get("sampled") else WAITING
                 self._move(member["trajectory"], phase)
 
-    def _scored(self, event: Plain, now: float) -> None:
-        if self._positions.get(event["trajectory"], (READY, ""))[0] in (SCORING, IN_ENVIRONMENT):
-            self._mark(event["trajectory"], now, SCORED, detail=self._word(f"{event['reward']:g}"))
+    def _scored(self, event: JsonObject, now: float) -> None:
+        if self._phases_by_id.get(event["trajectory"], (READY, ""))[0] in (SCORING, IN_ENVIRONMENT):
+            self._mark(event["trajectory"], now, SCORED, detail=self._text_number(f"{event['reward']:g}"))
             self._move(event["trajectory"], READY)
 
-    def _published(self, event: Plain, now: float) -> None:
+    def _published(self, event: JsonObject, now: float) -> None:
         self.training.set(now, 0)
 
-    def _stopped(self, event: Plain, now: float) -> None:
+    def _stopped(self, event: JsonObject, now: float) -> None:
         self.events.append((now, f"stop: {event['why']}"))
 
-    def _sampling_ended(self, event: Plain, now: float, kind: int) -> None:
+    def _sampling_ended(self, event: JsonObject, now: float, kind: int) -> None:
         lane = self._take_off(event["trajectory"], now)
         if lane is not None:  # else an answer to an earlier routing
             self._mark(event["trajectory"], now, kind, lane, event.get("tokens", 0))
             self._move(event["trajectory"], SCORING if kind == SAMPLED else WAITING)
 
-    def _environment_requested(self, command: Plain, now: float) -> None:
+    def _environment_requested(self, command: JsonObject, now: float) -> None:
         id = command["trajectory"]
         if self._ids and self._ids[-1] == id and self._kinds[-1] == SAMPLED:
             self._kinds[-1] = TURN_SAMPLED
@@ -224,14 +224,14 @@ class JournalIndex:
             self._mark(id, now, ENVIRONMENT_REQUESTED)
         self._move(id, IN_ENVIRONMENT)
 
-    def _environment_replied(self, event: Plain, now: float, kind: int, detail: int) -> None:
+    def _environment_replied(self, event: JsonObject, now: float, kind: int, detail: int) -> None:
         if (
-            self._positions.get(event["trajectory"], (READY, ""))[0] == IN_ENVIRONMENT
+            self._phases_by_id.get(event["trajectory"], (READY, ""))[0] == IN_ENVIRONMENT
         ):  # else an answer that came too late
             self._mark(event["trajectory"], now, kind, detail=detail)
             self._move(event["trajectory"], WAITING)
 
-    def _serves(self, event: Plain, now: float) -> None:
+    def _serves(self, event: JsonObject, now: float) -> None:
         name = event["instance"]
         lane = self.lanes.setdefault(name, Lane(name))
         if name not in self._names:
@@ -240,16 +240,16 @@ class JournalIndex:
         lane.version.set(now, event["version"])
         lane.pulling.set(now, 0)
 
-    def _lost(self, event: Plain, now: float) -> None:
+    def _lost(self, event: JsonObject, now: float) -> None:
         lane = self.lanes[event["instance"]]
         self.events.append((now, f"{lane.name} lost: {event['why']}"))
-        for id, (phase, name) in list(self._positions.items()):
+        for id, (phase, name) in list(self._phases_by_id.items()):
             if phase == RUNNING and name == lane.name:
                 self._mark(id, now, LOST, lane)
                 self._move(id, WAITING)
         self._lose(lane, now)
 
-    def _routed(self, command: Plain, now: float) -> None:
+    def _routed(self, command: JsonObject, now: float) -> None:
         lane = self.lanes[command["instance"]]
         self._mark(command["trajectory"], now, ROUTED, lane, command["version"])
         self._take_off(command["trajectory"], now)
@@ -257,29 +257,29 @@ class JournalIndex:
         lane.num_running += 1
         lane.running.set(now, lane.num_running)
 
-    def _aborted(self, command: Plain, now: float) -> None:
+    def _aborted(self, command: JsonObject, now: float) -> None:
         self._mark(command["trajectory"], now, ABORTED, self._take_off(command["trajectory"], now))
 
-    def _pulled(self, command: Plain, now: float) -> None:
+    def _pulled(self, command: JsonObject, now: float) -> None:
         self.lanes[command["instance"]].pulling.set(now, 1)
 
-    def _trained(self, command: Plain, now: float) -> None:
+    def _trained(self, command: JsonObject, now: float) -> None:
         self.training.set(now, 1)
         self.step.set(now, command["step"])
         for id in command["trajectories"]:
             self._mark(id, now, TRAINED, detail=command["step"])
             self._leave(id)
 
-    def _discarded(self, command: Plain, now: float) -> None:
+    def _discarded(self, command: JsonObject, now: float) -> None:
         for ending in command["endings"]:
             id = ending["trajectory"]
             self._take_off(id, now)
-            self._mark(id, now, DISCARDED, detail=self._word(f"{ending['fate']}: {ending['reason']}"))
+            self._mark(id, now, DISCARDED, detail=self._text_number(f"{ending['fate']}: {ending['reason']}"))
             self._leave(id)
 
     def _take_off(self, id: int, now: float) -> Lane | None:
         """Take a trajectory from the instance it runs on, if any; returns that."""
-        phase, name = self._positions.get(id, (READY, ""))
+        phase, name = self._phases_by_id.get(id, (READY, ""))
         if phase != RUNNING:
             return None
         lane = self.lanes[name]
@@ -296,15 +296,15 @@ class JournalIndex:
 
     def _move(self, id: int, phase: int, name: str = "") -> None:
         self._leave(id)
-        self._positions[id] = (phase, name)
-        self._present[phase] += 1
+        self._phases_by_id[id] = (phase, name)
+        self._num_in_phase[phase] += 1
 
     def _leave(self, id: int) -> None:
-        if id in self._positions:
-            self._present[self._positions.pop(id)[0]] -= 1
+        if id in self._phases_by_id:
+            self._num_in_phase[self._phases_by_id.pop(id)[0]] -= 1
 
     def _note_counts(self, now: float) -> None:
-        for function, count in zip(self._counts, self._present, strict=True):
+        for function, count in zip(self._counts, self._num_in_phase, strict=True):
             function.set(now, count)
 
     def _mark(self, id: int, now: float, kind: int, lane: Lane | None = None, detail: int = -1) -> None:
@@ -314,22 +314,22 @@ class JournalIndex:
         self._lane.append(-1 if lane is None else self._names.index(lane.name))
         self._detail.append(detail)
 
-    def _word(self, text: str) -> int:
-        return self._words.setdefault(text, len(self._words))
+    def _text_number(self, text: str) -> int:
+        return self._texts.setdefault(text, len(self._texts))
 
     # -- queries -------------------------------------------------------------------------------------------------
 
     def story(self, trajectory: int) -> list[dict[str, Any]]:
         """The marks of a trajectory, in order: seconds, what happened, in words, and the phase that begins."""
         indices = self._marks_of([trajectory])[trajectory]
-        words = list(self._words)
+        texts = list(self._texts)
         marks = []
         for i in indices:
             kind, detail = self._kinds[i], self._detail[i]
             where = self._names[self._lane[i]] if self._lane[i] >= 0 else ""
-            text, phase = STORIES[kind]
-            word = words[detail] if kind in WORDS else str(detail)
-            marks.append({"at_s": self._times[i], "what": text.format(where=where, detail=word), "phase": phase})
+            text, phase = MARKS[kind]
+            text_detail = texts[detail] if kind in TEXT_DETAILS else str(detail)
+            marks.append({"at_s": self._times[i], "what": text.format(where=where, detail=text_detail), "phase": phase})
         for (_, end, _, _), (start, _, phase, version) in itertools.pairwise(self._phases(indices)):
             if phase == "sampling" and start == end and not any(mark["at_s"] == start for mark in marks):
                 marks.append({"at_s": start, "what": f"goes on under version {version}", "phase": phase})
@@ -352,7 +352,7 @@ class JournalIndex:
     def _phases(self, marks: Sequence[int]) -> list[tuple[float, float, str, int]]:
         phases = []
         for i, after in itertools.pairwise(marks):
-            start_s, end_s, phase = self._times[i], self._times[after], STORIES[self._kinds[i]][1]
+            start_s, end_s, phase = self._times[i], self._times[after], MARKS[self._kinds[i]][1]
             if phase != "sampling":
                 phases.append((start_s, end_s, phase, -1))
                 continue
@@ -365,7 +365,7 @@ class JournalIndex:
 
     def window(self, begin_s: float, end_s: float, bins: int) -> dict[str, Any]:
         """Everything between two moments, in `bins` columns of equal width, at most MAX_BINS: a page's worth of
-        numbers however long the run. version: at a column's middle, -1 while an instance is gone."""
+        numbers for a run of any length. version: at a column's middle, -1 while an instance is gone."""
         bins = max(1, min(bins, MAX_BINS))
         begin_s, end_s = max(0.0, begin_s), min(end_s, self.end_s)
         if end_s <= begin_s:
@@ -388,7 +388,7 @@ class JournalIndex:
             ],
             "training": np.round(self.training.means(edges), 3).tolist(),
             "step": self.step.at(middles, -1).tolist(),
-            "places": [
+            "phases": [
                 {"name": name, "count": np.round(function.means(edges), 3).tolist()}
                 for name, function in zip(PHASE_LABELS, self._counts, strict=True)
             ],
@@ -396,5 +396,5 @@ class JournalIndex:
             "events": [[time_s, event] for time_s, event in self.events if begin_s <= time_s <= end_s],
             "num_events": self.num_events,
             "read_share": self.read_share,
-            "invalid": self.invalid,
+            "read_error": self.read_error,
         }

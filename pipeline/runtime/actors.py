@@ -536,7 +536,7 @@ class Actors:
         started_s = now_s()
         path = await self._fetch(instance.placed, version)
         await self._turns.wake(instance.id)
-        within_s = self._transfers.within_s(version)
+        within_s = self._transfers.timeout_s(version)
         instance.loading = True
         expected = self.verification.expected(self._published[version])
         check: WeightCheck = await self.ask(

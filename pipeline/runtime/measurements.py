@@ -129,13 +129,13 @@ class Measurements:
     @property
     def bottleneck(self) -> Diagnosis | None:
         """What limited the latest steps; None before the first ended."""
-        return diagnose(recent(self._watch.loads, self._sizes.eta), self._sizes)
+        return diagnose(recent(self._watch.finished_steps, self._sizes.eta), self._sizes)
 
     def diagnosis_and_profile(self, source: str) -> tuple[Diagnosis | None, Profile | None]:
         """What limited the steady part of the run; and for simulations its cost model and latencies, None if too little
         was sampled."""
         fit, drafts = self._watch.fit(), self._watch.drafts
-        diagnosis = diagnose(steady(self._watch.loads, self._sizes.eta), sizes_of(self._config, fit, drafts))
+        diagnosis = diagnose(steady(self._watch.finished_steps, self._sizes.eta), sizes_of(self._config, fit, drafts))
         if fit is None:
             return diagnosis, None
         latencies = measured_latencies(self._watch, fit)

@@ -144,7 +144,7 @@ class SimulatedRun:
             self._cost, self._members, on_pull=config.rollout.on_pull,
             first_length=config.rollout.engine.speculation.first_length,
         )  # fmt: skip
-        self.trace = Trace(loads=self._watch.loads)
+        self.trace = Trace(loads=self._watch.finished_steps)
 
     def run(self) -> Trace:
         """Run all steps. Raises RunStuck, with what the job waits for, if nothing more can happen."""

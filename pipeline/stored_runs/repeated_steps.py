@@ -32,7 +32,7 @@ from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory, PolicyVersion
 from staleflow.stores.weights import weight_file, weight_folder
-from staleflow.stores.weights.resume_points import MALFORMED, ResumePoints
+from staleflow.stores.weights.resume_points import LOAD_ERRORS, ResumePoints
 from staleflow.stores.weights.weight_hash import fingerprint
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ class _Repeater:
                 policy = stack.enter_context(opened)
             except StaleflowError:
                 raise
-            except (*MALFORMED, SafetensorError) as error:
+            except (*LOAD_ERRORS, SafetensorError) as error:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise ConfigError(f"model.path = {path!r}: cannot be loaded: {reason}; copy the model again") from error
             yield policy

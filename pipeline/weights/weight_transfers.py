@@ -1,11 +1,11 @@
-"""The way of weights from host to host: a tree whose root is the trainer's host, and whose hosts serve what they have.
+"""Broadcast of weights from the trainer's host to all other hosts along a tree.
 
-A host that fetches a version can already be fetched from: it hands on what has arrived. So every host that asks joins
-the tree at once, and the last one has all bytes little later than the first. Invariants:
+A host sends the bytes that it has received to other hosts while it still receives the rest. So each host can join the
+tree at once, and the last host has all bytes soon after the first. Invariants:
 
-- A host fetches from hosts that have all of a version, or began to fetch it before: nobody waits for itself.
-- No more than FAN_OUT hosts fetch from one at a time, as long as nothing fails.
-- Every source is named together with others that a host may turn to when it fails, the root among them.
+- A host fetches from hosts that have the whole version or began to fetch it earlier, so there are no cycles.
+- At most FAN_OUT hosts fetch from one host at a time, unless a fetch fails.
+- A host gets several sources, the root among them, and uses the next one when one fails.
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ SLOW_S = 5.0
 
 
 class BroadcastTree:
-    """Who fetches one version from whom. Decides as hosts ask; does nothing."""
+    """Tree of the hosts that fetch one version. It only decides the sources of each host; it transfers nothing."""
 
     def __init__(self, root: str) -> None:
         self.complete_hosts: set[str] = {root}
-        """Hosts that have all of it."""
+        """Hosts that have the whole version."""
         self._parents: dict[str, str] = {}
-        """Of the hosts that fetch it now, in the order in which they began."""
+        """Parent of each host that is fetching, in the order in which they began."""
         self._failed: set[str] = set()
 
     def join(self, host: str) -> tuple[str, ...]:
-        """The hosts to fetch from, best first: those near the root, FAN_OUT at each. A host that asks again while it
-        fetches keeps its parent. One whose fetch has failed waits for nobody who may wait for it: it is sent to hosts
-        that have the whole version."""
+        """Add a host to the tree and return the hosts to fetch from, best first: those near the root that have fewer
+        than FAN_OUT children. A host that joins again while it fetches keeps its parent. A host whose fetch has failed
+        gets only hosts that have the whole version, so that there are no cycles."""
         parent = self._parents.get(host)
-        earlier = [] if host in self._failed else list(itertools.takewhile(lambda h: h != host, self._parents))
+        earlier_hosts = [] if host in self._failed else list(itertools.takewhile(lambda h: h != host, self._parents))
         children = Counter(p for h, p in self._parents.items() if h != host)
         ranked = sorted(
-            [*(self.complete_hosts - {host}), *earlier],
+            [*(self.complete_hosts - {host}), *earlier_hosts],
             key=lambda h: (h != parent, children[h] >= FAN_OUT, self._depth(h), children[h], h),
         )
         if ranked and host not in self.complete_hosts:
             self._parents.setdefault(host, ranked[0])
         return tuple(ranked)
 
-    def arrived(self, host: str) -> None:
-        """Note that a host has the version."""
+    def mark_complete(self, host: str) -> None:
+        """Record that a host has the whole version."""
         self._parents.pop(host, None)
         self._failed.discard(host)
         self.complete_hosts.add(host)
 
-    def failed(self, host: str) -> None:
-        """Note that a host has given up."""
+    def mark_failed(self, host: str) -> None:
+        """Record that a host's fetch has failed."""
         self._parents.pop(host, None)
         self._failed.add(host)
 
@@ -84,7 +84,7 @@ class Caller(Protocol):
 
 
 class WeightTransfers:
-    """Brings versions to hosts, each to a host once. call_s: see deadlines.call_s."""
+    """Transfers versions to hosts, each version once to a host. call_s: see deadlines.call_s."""
 
     def __init__(self, caller: Caller, call_s: float) -> None:
         self._caller = caller
@@ -92,34 +92,34 @@ class WeightTransfers:
         self._trees: dict[PolicyVersion, BroadcastTree] = {}
         self._num_bytes: dict[PolicyVersion, int] = {}
         self.bytes_arrived = 0
-        """Bytes that have arrived on hosts so far, none counted twice: as long as it grows, work goes on."""
-        self._arrived: dict[tuple[PolicyVersion, str], int] = {}
-        """Most bytes of a version that a host is known to have had, while it fetches."""
+        """Bytes received by all hosts so far, none counted twice. While it grows, transfers make progress."""
+        self._bytes_on_hosts: dict[tuple[PolicyVersion, str], int] = {}
+        """Largest number of bytes of a version that a host has reported while it fetches."""
 
     def publish(self, version: PolicyVersion, host: str, num_bytes: int) -> None:
-        """Note that a version is on a host, to be fetched from there; maybe on another as well, if it was published
-        again."""
-        self._trees.setdefault(version, BroadcastTree(host)).arrived(host)
+        """Record that a host has a version that others can fetch. A version that is published again may be on two
+        hosts."""
+        self._trees.setdefault(version, BroadcastTree(host)).mark_complete(host)
         self._num_bytes[version] = num_bytes
 
-    def within_s(self, version: PolicyVersion) -> float:
-        """Seconds that reading, hashing or loading a version may take."""
+    def timeout_s(self, version: PolicyVersion) -> float:
+        """Timeout for reading, hashing or loading a version, in seconds."""
         return timeout_for(self._call_s, self._num_bytes[version])
 
     def keep(self, used: Iterable[PolicyVersion]) -> None:
-        """Forget where versions are, except these and the newest."""
+        """Remove the trees of versions that are not used; the newest is kept."""
         for version in set(self._trees) - {*used, max(self._trees, default=None)}:
             del self._trees[version], self._num_bytes[version]
-        self._arrived = {key: count for key, count in self._arrived.items() if key[0] in self._trees}
+        self._bytes_on_hosts = {key: count for key, count in self._bytes_on_hosts.items() if key[0] in self._trees}
 
     async def fetch(self, version: PolicyVersion, host: str) -> str:
-        """The path of a version on a host, to which it is brought if it is not there. May take as long as bytes arrive:
-        each call of the host's parameter server is answered in time, however large the version. Raises ActorLost if
-        that server is gone, TransferFailed if nothing comes from those that have the version."""
+        """Transfer a version to a host if it is not there, and return its path. There is no limit on the time while
+        bytes arrive; each call of the host's parameter server is short. Raises ActorLost if that server is gone,
+        TransferFailed if no bytes arrive from any source."""
         tree, num_bytes = self._trees[version], self._num_bytes[version]
         name, begin = f"parameters-{host}", now_s()
         sources = self._sources(tree.join(host))
-        slow_s = self.within_s(version)
+        slow_s = self.timeout_s(version)
         try:
             while not (fetched := await self._ensure(name, version, num_bytes, sources)).path:
                 self._count(version, host, fetched.num_bytes)
@@ -131,18 +131,18 @@ class WeightTransfers:
                     )  # fmt: skip
                     slow_s *= 2
         except BaseException:
-            tree.failed(host)
+            tree.mark_failed(host)
             raise
-        tree.arrived(host)
+        tree.mark_complete(host)
         took_s = now_s() - begin
         level = logging.INFO if took_s > SLOW_S else logging.DEBUG
         logger.log(level, "%s has version %d, %d bytes, after %.1f s", name, version, num_bytes, took_s)
         return fetched.path
 
     def _count(self, version: PolicyVersion, host: str, num_bytes: int) -> None:
-        before = self._arrived.get((version, host), 0)
-        self._arrived[version, host] = max(before, num_bytes)
-        self.bytes_arrived += max(0, num_bytes - before)
+        previous = self._bytes_on_hosts.get((version, host), 0)
+        self._bytes_on_hosts[version, host] = max(previous, num_bytes)
+        self.bytes_arrived += max(0, num_bytes - previous)
 
     async def _ensure(
         self, name: str, version: PolicyVersion, num_bytes: int, sources: tuple[Source, ...]
@@ -151,7 +151,7 @@ class WeightTransfers:
         return fetched
 
     def _sources(self, hosts: tuple[str, ...]) -> tuple[Source, ...]:
-        """The parameter servers of these hosts, as far as they are there."""
+        """The parameter servers of these hosts; hosts without one are left out."""
         sources = []
         for host in hosts:
             with contextlib.suppress(ActorLost):

@@ -1,12 +1,11 @@
 """A run's resume points: the trainer's full state at a version. One per version, the latest few kept.
 
 A trainer of one process writes a file; one of several a folder, into which each process writes its shards. Either
-becomes visible by rename (stores/files.py), so a process that resumes sees all of it or nothing, and either can be gone
-on from by any number of processes.
+becomes visible by rename (stores/files.py), so a process that resumes sees all of it or nothing. Any number of
+processes can resume from either.
 
-Invariant: after `claim`, no point appears that another claimant writes, whenever it began to. A trainer outlives the
-driver that it lost by the step it is at: its point, of weights that the run which goes on never had, would be taken for
-that run's own.
+Invariant: after `claim`, no point of an earlier claimant becomes visible. After its driver is lost, a trainer still
+finishes its step and writes a point. The resumed run never had these weights, and must not take the point for its own.
 """
 
 from __future__ import annotations
@@ -28,21 +27,22 @@ from staleflow.stores.files import remove, replacing, replacing_folder
 from staleflow.stores.trajectory import PolicyVersion
 
 KEPT = 3
-"""Resume points kept. The trainer may be two steps ahead of the last commit: one being committed, one waiting."""
+"""Number of resume points that are kept. The trainer may be two steps ahead of the last commit: one being committed,
+one waiting."""
 RENAME_S = 5.0
-"""Seconds that a writer may take to have its point appear; whoever waits for it then goes on."""
+"""Seconds to wait for the lock of another writer; after that it is ignored."""
 NAME = re.compile("v([0-9]{8}|[1-9][0-9]{8,17})")
 """The name of a point, without its suffix."""
-SHARDS = ".metadata"
-"""The file of a folder of shards that says where each tensor is."""
+SHARD_METADATA = ".metadata"
+"""File in a folder of shards that says which shard has each tensor."""
 REMEDY = "free space, move runs_dir or set training.resume_every"
-MALFORMED = (
+LOAD_ERRORS = (
     OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError,
     zipfile.BadZipFile,
 )  # fmt: skip
-"""What reading a file raises that is no resume point of the job, or only a part of one."""
-SHORT_WRITE = ("inline_container", "PytorchStreamWriter")
-"""In what torch says when it could not write all of a file."""
+"""Exceptions that reading a file can raise if it is not a complete resume point of the job."""
+SHORT_WRITE_MARKS = ("inline_container", "PytorchStreamWriter")
+"""Texts in torch's errors if it could not write the whole file."""
 
 
 class ResumePoints:
@@ -50,22 +50,22 @@ class ResumePoints:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._writer = folder.with_name(f".{folder.name}.writer")
-        """The file with the name of the latest claimant, by which writers lock each other out."""
-        self._claimed = b""
+        self._claim_file = folder.with_name(f".{folder.name}.writer")
+        """File with the token of the latest claimant. Writers lock it."""
+        self._claim_token = b""
 
     def claim(self) -> None:
-        """Become the only writer of points: points that others are still writing are refused. Raises StoreError."""
-        claimed = secrets.token_hex(8).encode()
-        with raised_as(StoreError, f"{self._writer}: cannot be written", OSError, remedy=REMEDY):
-            self._writer.parent.mkdir(parents=True, exist_ok=True)
+        """Become the only writer of points. Earlier claimants can no longer publish a point. Raises StoreError."""
+        token = secrets.token_hex(8).encode()
+        with raised_as(StoreError, f"{self._claim_file}: cannot be written", OSError, remedy=REMEDY):
+            self._claim_file.parent.mkdir(parents=True, exist_ok=True)
             with self._locked() as fd:
                 os.ftruncate(fd, 0)
-                os.pwrite(fd, claimed, 0)
-        self._claimed = claimed
+                os.pwrite(fd, token, 0)
+        self._claim_token = token
 
     def path(self, version: PolicyVersion, *, sharded: bool | None = None) -> Path:
-        """The file or folder of a version. sharded: which of them; by default the one that is there."""
+        """Path of a version's point. sharded: True for the folder, False for the file, None for the one that exists."""
         file, folder = self.folder / f"v{version:08d}.pt", self.folder / f"v{version:08d}.shards"
         return folder if sharded or (sharded is None and folder.exists()) else file
 
@@ -81,7 +81,9 @@ class ResumePoints:
         directory is written last.
         """
         candidates = ((version, self.path(version)) for version in self.versions())
-        return [version for version, path in candidates if (path / SHARDS).is_file() or zipfile.is_zipfile(path)]
+        return [
+            version for version, path in candidates if (path / SHARD_METADATA).is_file() or zipfile.is_zipfile(path)
+        ]
 
     def remove_after(self, version: PolicyVersion) -> None:
         """Remove the points of later versions, also those that a killed writer had moved aside.
@@ -112,28 +114,28 @@ class ResumePoints:
         with contextlib.ExitStack() as until_renamed:
             with replacement(path, REMEDY, failures=(RuntimeError,)) as tmp_path, _short_writes_named(tmp_path.parent):
                 yield tmp_path
-                until_renamed.enter_context(self._allowed(path))
-            # Of another number of processes; what is there is never both.
+                until_renamed.enter_context(self._checked_claim(path))
+            # A file and a folder of one version must not exist together: they are of different numbers of processes.
             remove(self.path(version, sharded=not sharded))
             for old in self.versions()[:-KEPT]:
                 self._remove(old)
 
     @contextlib.contextmanager
-    def _allowed(self, path: Path) -> Iterator[None]:
-        """Context manager in which nobody else can claim the points. Raises StoreError if somebody has, after this."""
-        if not self._claimed:
+    def _checked_claim(self, path: Path) -> Iterator[None]:
+        """Context manager that locks the claim. Raises StoreError if another writer has claimed the points since."""
+        if not self._claim_token:
             yield
             return
         with self._locked() as fd:
-            if os.pread(fd, len(self._claimed) + 1, 0) != self._claimed:
+            if os.pread(fd, len(self._claim_token) + 1, 0) != self._claim_token:
                 raise StoreError(f"{path}: is not written: the run goes on with another trainer")
             yield
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
-        """The file of the claimant, locked where files can be, and unless somebody keeps it locked, as a process does
-        that was stopped. Raises OSError."""
-        fd = os.open(self._writer, os.O_RDWR | os.O_CREAT, 0o666)
+        """Context manager with the locked claim file. It is not locked if the file system has no locks, or if another
+        process keeps it locked for longer than RENAME_S, for example a stopped one. Raises OSError."""
+        fd = os.open(self._claim_file, os.O_RDWR | os.O_CREAT, 0o666)
         until = time.monotonic() + RENAME_S
         try:
             while True:
@@ -161,7 +163,7 @@ def _short_writes_named(folder: Path) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not any(mark in str(error) for mark in SHORT_WRITE):
+        if not any(mark in str(error) for mark in SHORT_WRITE_MARKS):
             raise
         free = shutil.disk_usage(folder).free
         raise RuntimeError(f"a write was cut short, as on a full disk ({free / 2**20:.1f} MiB are free)") from error
@@ -172,6 +174,6 @@ def loading(path: Path) -> Iterator[None]:
     """Raise what loading a resume point with torch or numpy raises as a StoreError that says what to do."""
     try:
         yield
-    except MALFORMED as error:
+    except LOAD_ERRORS as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise StoreError(f"{path}: no resume point of this job: {reason}; remove it to use an older one") from error

@@ -36,9 +36,9 @@ class EngineThread(ABC):
         """model: folder or hub name, for the tokenizer of stop strings."""
         self._instance = instance
         self._requests = RunningRequests(instance)
-        self._stops = StopChecks(model)
+        self._stop_checks = StopChecks(model)
         self._drafter: Drafter | None = None
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         """The lock. It is notified of calls, of what has ended, and of the thread's end."""
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._ended: list[SampledTokens | Failed] = []
@@ -52,7 +52,7 @@ class EngineThread(ABC):
         return self._requests.version
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._stops.prepare(requests)
+        self._stop_checks.prepare(requests)
         self._call(lambda: self._submit(requests))
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
@@ -60,7 +60,7 @@ class EngineThread(ABC):
         return [running.sampled(FinishReason.UNFINISHED) for running in stopped]
 
     def peek(self) -> list[SampledTokens]:
-        with self._changed:
+        with self._condition:
             self._check()
             return self._requests.peek()
 
@@ -71,14 +71,14 @@ class EngineThread(ABC):
         self._call(self._fall_asleep).result()
 
     def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or self._error, timeout_s)
+        with self._condition:
+            self._condition.wait_for(lambda: self._ended or self._error, timeout_s)
             self._check()
             ended, self._ended = self._ended, []
             return ended
 
     def load_statistics(self) -> EngineLoad:
-        with self._changed:
+        with self._condition:
             self._check()
             return self._load_statistics()
 
@@ -95,9 +95,9 @@ class EngineThread(ABC):
         self._call(lambda: self._reset(instance)).result()
 
     def close(self) -> None:
-        with self._changed:
+        with self._condition:
             self._closing = True
-            self._changed.notify_all()
+            self._condition.notify_all()
         self._thread.join(CLOSE_S)
 
     # -- what differs; all but _load_statistics run in the engine's thread ---------------------------------------
@@ -146,18 +146,18 @@ class EngineThread(ABC):
                 self._step()
         except BaseException as raised:  # noqa: BLE001  whatever it is, this instance is lost, and says why
             error = raised
-        with self._changed:
+        with self._condition:
             self._error = error
             for answer in (*(answer for _, answer in self._calls), *self._unanswered()):
                 answer.set_exception(self._lost())
-            self._changed.notify_all()
+            self._condition.notify_all()
         self._shut_down()
 
     def _carry_out_calls(self) -> bool:
         """Carry out calls until there is something to compute; False once the engine is to close."""
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._calls or self._is_busy() or self._closing)
+            with self._condition:
+                self._condition.wait_for(lambda: self._calls or self._is_busy() or self._closing)
                 if self._closing:
                     return False
                 if not self._calls:
@@ -178,25 +178,25 @@ class EngineThread(ABC):
                 if older.request.route_number == request.route_number:
                     continue  # a repeated request
                 self._stop([request.trajectory])
-            running = RunningRequest(request, stop=self._stops.check(request))
+            running = RunningRequest(request, stop=self._stop_checks.make_check(request))
             if running.stopped:  # its instance was lost before it could tell that the turn had ended
                 self._end(running.sampled(FinishReason.STOP))
                 continue
-            with self._changed:
+            with self._condition:
                 key = self._requests.enter(running)
             if self._drafter is not None:
                 self._drafter.begin(key, request.trajectory, request.prompt_tokens, request.tokens)
             try:
                 self._admit(running)
             except Exception as error:  # noqa: BLE001  such as a prompt longer than the model can attend to
-                with self._changed:
+                with self._condition:
                     self._leave(running)
                 self._fail(running, str(error))
 
     def _stop(self, trajectories: Iterable[TrajectoryId]) -> list[RunningRequest]:
         """Stop requests and return them; unknown ones are ignored."""
         stopped = [running for trajectory in trajectories if (running := self._requests.of(trajectory)) is not None]
-        with self._changed:
+        with self._condition:
             self._remove(stopped)
             for running in stopped:
                 self._leave(running)
@@ -204,7 +204,7 @@ class EngineThread(ABC):
 
     def _abort(self, trajectories: frozenset[TrajectoryId]) -> None:
         self._stop(trajectories)
-        with self._changed:
+        with self._condition:
             self._ended = [ended for ended in self._ended if ended.trajectory not in trajectories]
 
     def _fall_asleep(self) -> None:
@@ -216,7 +216,7 @@ class EngineThread(ABC):
 
     def _reset(self, instance: InstanceId) -> None:
         self._stop([running.request.trajectory for running in self._requests])
-        with self._changed:
+        with self._condition:
             self._instance, self._ended = instance, []
             self._requests.reset(instance)
             self._forget_all()
@@ -226,10 +226,10 @@ class EngineThread(ABC):
     def _call(self, function: Callable[[], T]) -> Future[T]:
         """Have the thread call a function between two steps; calls are carried out in order."""
         answer: Future[T] = Future()
-        with self._changed:
+        with self._condition:
             self._check()
             self._calls.append((function, answer))
-            self._changed.notify_all()
+            self._condition.notify_all()
         return answer
 
     def _check(self) -> None:
@@ -247,9 +247,9 @@ class EngineThread(ABC):
 
     def _end(self, ended: SampledTokens | Failed) -> None:
         """Return a request that has ended, by `events`."""
-        with self._changed:
+        with self._condition:
             self._ended.append(ended)
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def _fail(self, running: RunningRequest, error: str) -> None:
         """Return a request that cannot be continued, by `events`."""

@@ -110,7 +110,7 @@ class TransformersEngine(EngineThread):
             temperatures = [row.temperature for (row, _), n in zip(counts, num_logits, strict=True) for _ in range(n)]
             tokens, logprobs = sample(torch.cat(logits), temperatures, self._generator) if temperatures else ([], [])
             start = 0
-            with self._changed:
+            with self._condition:
                 for (row, count), n in zip(counts, num_logits, strict=True):
                     row.length += count
                     if n:
@@ -120,7 +120,7 @@ class TransformersEngine(EngineThread):
                 for (row, _), n in zip(counts, num_logits, strict=True):
                     if n:
                         self._end_if_complete(row)
-        with self._changed:
+        with self._condition:
             self._fail_without_memory()
 
     def _add_tokens(self, row: RequestRow, tokens: list[int], logprobs: list[float]) -> None:
@@ -215,7 +215,7 @@ class TransformersEngine(EngineThread):
         """Serve a version's adapter beside the others."""
         assert self._adapters is not None
         self._adapters.add(version, layers, tensors)
-        with self._changed:
+        with self._condition:
             for old in self._requests.drop_old(version, self._settings.adapters):
                 self._adapters.drop(old)
             self._requests.serve(version)
@@ -228,7 +228,7 @@ class TransformersEngine(EngineThread):
                 parameter.data = torch.empty(self._shapes[name], dtype=parameter.dtype, device=parameter.device)
             parameter.copy_(loaded[name])
         self._asleep = False
-        with self._changed:
+        with self._condition:
             self._requests.change_version(version)
             self._scheduler.change_weights(keep=self._settings.keep)
         return time.monotonic() - started_s

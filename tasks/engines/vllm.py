@@ -212,10 +212,10 @@ class VllmEngine(EngineThread):
             engine.collective_rpc("start_weight_update")
             engine.collective_rpc("update_weights", args=({"path": str(weights)},))
             engine.collective_rpc("finish_weight_update")
-        with self._changed:
+        with self._condition:
             self._requests.change_version(version)
         self._scheduler.change_version(version, keep=self._settings.keep)
-        with self._changed:
+        with self._condition:
             self._figures = self._scheduler.figures()
         return time.monotonic() - started_s
 
@@ -223,7 +223,7 @@ class VllmEngine(EngineThread):
         """Serve an adapter beside the others; returns the seconds that decoding paused, None if there is no room
         yet."""
         started_s = time.monotonic()
-        with self._changed:
+        with self._condition:
             evicted = self._requests.drop_old(version, self._settings.adapters)
         with raised_as(ActorLost, f"{self._instance}: {weights} cannot be served", Exception):
             for old in evicted:
@@ -232,7 +232,7 @@ class VllmEngine(EngineThread):
                 if served.full:
                     return None
                 served.add(version, weights)
-        with self._changed:
+        with self._condition:
             self._requests.serve(version)
         return time.monotonic() - started_s
 
@@ -240,7 +240,7 @@ class VllmEngine(EngineThread):
         from vllm.v1.engine import FinishReason as Reason
 
         outputs = self._engine.engine_core.get_output().outputs
-        with self._changed:
+        with self._condition:
             for output in outputs:
                 if output.request_id in self._probes and output.new_prompt_logprobs_tensors is not None:
                     (logprobs,) = output.new_prompt_logprobs_tensors.logprobs[:, :1].T.tolist()
@@ -262,7 +262,7 @@ class VllmEngine(EngineThread):
                     self._fail(running, f"vLLM ended it: {output.finish_reason}")
             self._figures = self._scheduler.figures()
             if self._ended:
-                self._changed.notify_all()
+                self._condition.notify_all()
 
     def _extend(self, running: RunningRequest, output: Any) -> None:
         """Record what a step has sampled of a request."""

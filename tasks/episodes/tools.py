@@ -29,14 +29,16 @@ from staleflow.tasks.episodes.sandbox import run_python
 from staleflow.tasks.rendering.task_source import Message, Prompt, Record, prompt_of
 
 MAX_CALLS_PER_TURN = 8
-"""Calls of one turn that are carried out."""
+"""Maximum number of tool calls of one turn that are executed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A tool. description, parameters: what a model is told, with the JSON schema of its arguments. argument: the one
-    that a call may give alone; empty if there is none. run: takes the text of that argument, the seconds left and the
-    limits, and returns what is given back. trial: an argument, and what is given back for it where the tool works."""
+    """A tool that a model can call.
+
+    description, parameters: text for the model, and the JSON schema of the arguments. argument: name of the argument
+    that a call may have alone; empty if there is none. run: function of that argument's text, the seconds left and the
+    config; returns the result. trial: an argument, and the result that a working tool returns for it."""
 
     description: str
     parameters: Mapping[str, Any]
@@ -44,20 +46,20 @@ class Tool:
     run: Callable[[str, float, EnvironmentConfig], Awaitable[str]]
     trial: tuple[str, str] = ("", "")
     server: ForkServer | None = field(default=None, compare=False)
-    """Of a user's tool, which takes all its arguments as a JSON object in place of one: forks a process for each call.
-    None of the others."""
+    """Forks a process for each call of a user's tool, whose `run` gets all arguments as a JSON object; None for the
+    other tools."""
 
 
-async def _calculator(text: str, left_s: float, limits: EnvironmentConfig) -> str:
+async def _calculator(text: str, left_s: float, config: EnvironmentConfig) -> str:
     return calculate(text)
 
 
-async def _python(text: str, left_s: float, limits: EnvironmentConfig) -> str:
-    return await run_python(text, within_s=left_s, memory_mib=limits.memory_mib)
+async def _python(text: str, left_s: float, config: EnvironmentConfig) -> str:
+    return await run_python(text, within_s=left_s, memory_mib=config.memory_mib)
 
 
-def _of_one_text(argument: str, meaning: str) -> dict[str, Any]:
-    """The JSON schema of one argument, a text."""
+def _text_argument_schema(argument: str, meaning: str) -> dict[str, Any]:
+    """Make the JSON schema of one text argument."""
     properties = {argument: {"type": "string", "description": meaning}}
     return {"type": "object", "properties": properties, "required": [argument]}
 
@@ -65,14 +67,14 @@ def _of_one_text(argument: str, meaning: str) -> dict[str, Any]:
 TOOLS = {
     "calculator": Tool(
         description="Computes an arithmetic expression.",
-        parameters=_of_one_text("expression", "such as 12 * 7"),
+        parameters=_text_argument_schema("expression", "such as 12 * 7"),
         argument="expression",
         run=_calculator,
         trial=("6 * 7", "42"),
     ),
     "python": Tool(
         description="Runs Python code; gives back what it prints, and the value of a last expression.",
-        parameters=_of_one_text("code", "such as print(12 * 7)"),
+        parameters=_text_argument_schema("code", "such as print(12 * 7)"),
         argument="code",
         run=_python,
         trial=("import math; math.gcd(12, 18)", "6"),
@@ -81,31 +83,31 @@ TOOLS = {
 """Tools by their names in a job file, which TOOL_NAMES lists."""
 
 
-def tools_of(limits: EnvironmentConfig) -> dict[str, Tool]:
+def tools_of(config: EnvironmentConfig) -> dict[str, Tool]:
     """Load the tools of a job, by the names that models call them. Starts no process. Raises ConfigError."""
     tools: dict[str, Tool] = {}
-    for reference in limits.tools:
-        name, tool = (reference, TOOLS[reference]) if reference in TOOLS else _own(reference, limits)
+    for reference in config.tools:
+        name, tool = (reference, TOOLS[reference]) if reference in TOOLS else _load_user_tool(reference, config)
         if name in tools or name == "tool_call":
             raise ConfigError(f"{TOOLS_KEY}: {reference!r}: another is called {name}; rename the function")
         tools[name] = tool
     return tools
 
 
-def _own(reference: str, limits: EnvironmentConfig) -> tuple[str, Tool]:
+def _load_user_tool(reference: str, config: EnvironmentConfig) -> tuple[str, Tool]:
     """Load a user's tool. Returns its name and the tool. Raises ConfigError."""
     loaded = load_tool(reference)
-    server = ForkServer(ForkSettings(source=reference, options={}, key=TOOLS_KEY, memory_mib=limits.memory_mib))
+    server = ForkServer(ForkSettings(source=reference, options={}, key=TOOLS_KEY, memory_mib=config.memory_mib))
     return loaded.name, Tool(
         description=loaded.description,
         parameters=loaded.parameters,
         argument=only_argument(loaded.parameters),
-        run=functools.partial(_call, server),
+        run=functools.partial(_call_user_tool, server),
         server=server,
     )
 
 
-async def _call(server: ForkServer, arguments: str, left_s: float, limits: EnvironmentConfig) -> str:
+async def _call_user_tool(server: ForkServer, arguments: str, left_s: float, config: EnvironmentConfig) -> str:
     """Call a user's tool in a process, which is then killed. Returns its result as text, or a line that begins with
     `error:`."""
     episode = ForkedEpisode(server, EpisodeStart(index=0, held_out=False, seed=0))
@@ -122,7 +124,7 @@ async def _call(server: ForkServer, arguments: str, left_s: float, limits: Envir
     return result.messages[0].content
 
 
-def describe_tools(limits: EnvironmentConfig) -> str:
+def describe_tools(config: EnvironmentConfig) -> str:
     """Describe the tools of a job for the model: a line of JSON each. Raises ConfigError."""
     return "\n".join(
         json.dumps(
@@ -132,18 +134,18 @@ def describe_tools(limits: EnvironmentConfig) -> str:
             },
             ensure_ascii=False,
         )
-        for name, tool in tools_of(limits).items()
+        for name, tool in tools_of(config).items()
     )
 
 
-async def check_tools(tools: Mapping[str, Tool], limits: EnvironmentConfig) -> None:
-    """Raise ConfigError for a tool that does not work on this machine. What forks processes is started."""
+async def check_tools(tools: Mapping[str, Tool], config: EnvironmentConfig) -> None:
+    """Raise ConfigError for a tool that does not work on this machine. Starts the fork servers of users' tools."""
     for name, tool in tools.items():
         if tool.server is not None:
             await asyncio.to_thread(tool.server.start)
             continue
         argument, expected = tool.trial
-        output = await tool.run(argument, limits.step_timeout_s, limits)
+        output = await tool.run(argument, config.step_timeout_s, config)
         if output != expected:
             raise ConfigError(
                 f"environment.tools: {name} does not work on this machine: "
@@ -153,8 +155,8 @@ async def check_tools(tools: Mapping[str, Tool], limits: EnvironmentConfig) -> N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call of a tool in a model's turn. text: of its argument, or of all as JSON; see Tool. problem: why it cannot be
-    carried out. tagged: it is <name>text</name>."""
+    """A tool call in a model's turn. text: its argument, or all arguments as JSON for a user's tool. problem: why it
+    cannot be executed; empty if it can. tagged: whether it has the form <name>text</name>."""
 
     name: str = ""
     text: str = ""
@@ -164,7 +166,7 @@ class ToolCall:
 
 def tool_calls(turn: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
     """Parse the tool calls in a model's turn, in order: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or
-    the tool's name as a tag around the argument. The last closing tag may be missing: it may be what ended the turn.
+    the tool's name as a tag around the argument. The last closing tag may be missing, because it may be a stop string.
 
     >>> [c.text for c in tool_calls("So <calculator>1 + 1</calculator>", TOOLS)]
     ['1 + 1']
@@ -186,10 +188,10 @@ def _tagged_call(name: str, text: str, tool: Tool) -> ToolCall:
         )
         return ToolCall(name=name, problem=problem, tagged=True)
     value = read_argument(text.strip(), tool.parameters["properties"][tool.argument])
-    return _own_call(name, {tool.argument: value}, tool, tagged=True)
+    return _user_tool_call(name, {tool.argument: value}, tool, tagged=True)
 
 
-def _own_call(name: str, arguments: Mapping[str, Any], tool: Tool, *, tagged: bool = False) -> ToolCall:
+def _user_tool_call(name: str, arguments: Mapping[str, Any], tool: Tool, *, tagged: bool = False) -> ToolCall:
     if problem := argument_error(arguments, tool.parameters):
         return ToolCall(name=name, problem=f"{name}: {problem}", tagged=tagged)
     return ToolCall(name=name, text=json.dumps(arguments), tagged=tagged)
@@ -208,7 +210,7 @@ def _json_call(text: str, tools: Mapping[str, Tool]) -> ToolCall:
     arguments: Any = call.get("arguments", call.get("parameters"))
     if tool.server is not None:
         kwargs = arguments if isinstance(arguments, dict) else {tool.argument: arguments} if tool.argument else {}
-        return _own_call(call["name"], kwargs, tool)
+        return _user_tool_call(call["name"], kwargs, tool)
     argument = arguments.get(tool.argument) if isinstance(arguments, dict) else arguments
     if isinstance(argument, (int, float)) and not isinstance(argument, bool):
         argument = str(argument)
@@ -218,11 +220,11 @@ def _json_call(text: str, tools: Mapping[str, Tool]) -> ToolCall:
 
 
 class ToolEpisode:
-    """An episode of a task with a verifier: turns that call tools are given the results, and the first one that calls
-    none is the answer, to be scored. So is a turn that is truncated, or the last one that may be taken."""
+    """An episode of a task with a verifier. A turn with tool calls is followed by their results. The first turn without
+    tool calls is the answer, which is scored; so is a truncated turn, and the last allowed one."""
 
-    def __init__(self, record: Record, tools: Mapping[str, Tool], limits: EnvironmentConfig) -> None:
-        self._record, self._tools, self._limits = record, tools, limits
+    def __init__(self, record: Record, tools: Mapping[str, Tool], config: EnvironmentConfig) -> None:
+        self._record, self._tools, self._limits = record, tools, config
 
     async def begin(self) -> Prompt:
         return prompt_of(self._record["prompt"])
@@ -249,7 +251,7 @@ class ToolEpisode:
         return EnvStepResult(messages=tuple(results))
 
     async def close(self) -> None:
-        """There is nothing to release."""
+        """Nothing to release."""
 
     def kill(self) -> None:
-        """The step that runs is cancelled by whoever waits for it, and what it started ends with it."""
+        """Nothing to do: cancelling a running step also ends the processes that it started."""

@@ -1,4 +1,4 @@
-"""Writing a trainer's state while it goes on training: a copy of it, in a thread of its own."""
+"""Saving a trainer's state in a background thread, from a copy, while training continues."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from typing import Any
 import torch
 
 
-def copied(state: Any) -> Any:
-    """A copy of dicts and lists, and of the tensors in them, these in the processor's memory. Names of one tensor, as
-    of tied weights, are names of one copy."""
+def copy_to_cpu(state: Any) -> Any:
+    """Copy nested dicts and lists and the tensors in them to CPU memory. A tensor that appears several times, such as
+    tied weights, is copied once."""
     copies: dict[tuple[Any, ...], torch.Tensor] = {}
 
-    def copy(thing: Any) -> Any:
-        if isinstance(thing, dict):
-            return {key: copy(value) for key, value in thing.items()}
-        if isinstance(thing, list):
-            return [copy(value) for value in thing]
-        if not isinstance(thing, torch.Tensor):
-            return thing
-        storage_key = (thing.data_ptr(), thing.dtype, thing.shape, thing.stride())
+    def copy(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: copy(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [copy(item) for item in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        storage_key = (value.data_ptr(), value.dtype, value.shape, value.stride())
         if storage_key not in copies:
-            copies[storage_key] = thing.detach().to("cpu", copy=True)
+            copies[storage_key] = value.detach().to("cpu", copy=True)
         return copies[storage_key]
 
     return copy(state)
 
 
-def in_background(work: Callable[[], object]) -> Future[None]:
-    """Do some work in a thread that does not keep the process from ending."""
-    done: Future[None] = Future()
+def run_in_background(work: Callable[[], object]) -> Future[None]:
+    """Call a function in a daemon thread. Returns a future that has its error, if it raises one."""
+    future: Future[None] = Future()
 
     def run() -> None:
         try:
             work()
         except BaseException as error:  # noqa: BLE001  whoever waits for it raises it
-            done.set_exception(error)
+            future.set_exception(error)
         else:
-            done.set_result(None)
+            future.set_result(None)
 
     threading.Thread(target=run, name="resume-point", daemon=True).start()
-    return done
+    return future

@@ -1,7 +1,7 @@
-"""Attention of rows that stand one after another in a single sequence, without padding between them.
+"""Attention of rows that are packed into one sequence without padding.
 
-What a model does token by token then costs nothing for padding; only attention has to know where a row ends. Rows that
-share their prompt have it in the sequence once (tasks/training/shared_prompts.py), and each attends to it.
+All other operations of a model work on single tokens, so only attention must know where a row ends. Rows with the same
+prompt share one copy of it in the sequence (tasks/training/shared_prompts.py), and each attends to it.
 
 Invariants:
 - A token attends to those before it in its own row, in a layer with a sliding window to the last of them, and to no
@@ -29,17 +29,17 @@ from staleflow.tasks.training.blocks import one_layer_of_each_kind
 from staleflow.tasks.training.shared_prompts import PromptBlock
 
 NAME = "staleflow_rows"
-"""As transformers knows this attention."""
-KNOWN = {"position_ids", "use_cache", "past_key_values", "cache_position", "is_causal", "output_attentions",
+"""Name of this attention in transformers."""
+IGNORED_ARGUMENTS = {"position_ids", "use_cache", "past_key_values", "cache_position", "is_causal", "output_attentions",
          "output_router_logits"}  # fmt: skip
-"""Further arguments of an attention that change nothing here. One with a value that is not among them, such as a
-window or a cap, does."""
-COMPARED = (PromptBlock(0, (3, 2)), PromptBlock(2, (1, 3)))
-"""The rows of a trial that are compared with those rows alone: some by themselves, and two that share their prompt.
-They stand at the beginning of the sequence and at its end."""
+"""Arguments of the attention that have no effect here. Any other argument with a value, such as a soft cap, raises
+NotPacked."""
+COMPARED_BLOCKS = (PromptBlock(0, (3, 2)), PromptBlock(2, (1, 3)))
+"""The rows of a trial whose logits are compared with those of each row alone: some without, and two with a shared
+prompt. They are at the beginning and at the end of the trial's sequence."""
 FILLER_TOKENS = 64
-"""Length of the rows between them: short, as attention takes time with the square of it."""
-MASKED = 256
+"""Length of the rows between them. Short, because the time of attention grows with its square."""
+MAX_MASKED_TOKENS = 256
 """Tokens after a prompt, or as many as it has, of which attention is computed on a processor with a mask that lets the
 first see all of the prompt. That leaves no pair out, as a causal kernel does, which works on blocks about this long. Of
 longer ones, and on a GPU, where kernels that take a mask are slower ones, it is computed of the prompt as well."""
@@ -59,11 +59,11 @@ class PackedRowLengths:
 
     @property
     def single(self) -> bool:
-        """Whether it is one row, of which every attention is the model's own."""
+        """Whether it is a single row, for which the model's own attention is used."""
         return len(self.blocks) == 1 and len(self.blocks[0].rests) == 1
 
     def positions(self, device: str) -> torch.Tensor:
-        """[1, T] the place of each token in its row.
+        """Position of each token in its row, [1, T].
 
         >>> PackedRowLengths((PromptBlock(0, (3, 2)),)).positions("cpu")
         tensor([[0, 1, 2, 0, 1]])
@@ -100,7 +100,8 @@ def _attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[1, T, heads, D] from [1, heads, T, D]; without row_lengths, of a single row. Raises NotPacked."""
+    """Attention function for transformers: [1, T, heads, D] from query, key and value of [1, heads, T, D]. row_lengths:
+    None for a single row. Raises NotPacked."""
     window: int | None = None
     if isinstance(attention_mask, LocalMask):
         if sliding_window != attention_mask.size:  # a chunk, say
@@ -113,24 +114,24 @@ def _attention(
         return output
     if attention_mask is not None:
         raise NotPacked(f"{type(module).__name__} has a mask of its own")
-    more = [name for name, value in kwargs.items() if name not in KNOWN and value is not None]
-    more += ["dropout"] if dropout else []
-    more += ["sliding_window"] if sliding_window != window else []
-    more += [] if getattr(module, "is_causal", True) else ["is_causal = False"]
-    if more:
-        raise NotPacked(f"{type(module).__name__} has {', '.join(more)}")
+    unsupported = [name for name, value in kwargs.items() if name not in IGNORED_ARGUMENTS and value is not None]
+    unsupported += ["dropout"] if dropout else []
+    unsupported += ["sliding_window"] if sliding_window != window else []
+    unsupported += [] if getattr(module, "is_causal", True) else ["is_causal = False"]
+    if unsupported:
+        raise NotPacked(f"{type(module).__name__} has {', '.join(unsupported)}")
     attention = functools.partial(_causal, window=window, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
     blocks = (PromptBlock(0, (query.shape[2],)),) if row_lengths is None else row_lengths.blocks
     sizes = [size for block in blocks for size in (block.prompt, *block.rests) if size]
     parts = iter(zip(*(sequence.split(sizes, 2) for sequence in (query, key, value)), strict=True))
-    attended = [output.transpose(1, 2) for block in blocks for output in _of_block(block, parts, attention)]
+    attended = [output.transpose(1, 2) for block in blocks for output in _block_attention(block, parts, attention)]
     return torch.cat(attended, 1), None
 
 
-def _of_block(
+def _block_attention(
     block: PromptBlock, parts: Iterator[QueryKeyValue], attention: Callable[..., torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """[1, heads, T, D] of each part of a block, from as many of the parts."""
+    """Yield the attention of each part of a block, [1, heads, T, D]. Takes the block's parts from `parts`."""
     if not block.prompt:
         for _ in block.rests:
             yield attention(*next(parts))
@@ -140,7 +141,7 @@ def _of_block(
     for rest in block.rests:
         query, *rest_keys_values = next(parts)
         key, value = (torch.cat(both, 2) for both in zip(prompt[1:], rest_keys_values, strict=True))
-        if query.device.type == "cpu" and rest <= max(MASKED, block.prompt):
+        if query.device.type == "cpu" and rest <= max(MAX_MASKED_TOKENS, block.prompt):
             yield attention(query, key, value)
         else:
             queries = torch.cat([prompt[0], query], 2)
@@ -150,7 +151,7 @@ def _of_block(
 def _causal(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, window: int | None, **options: Any
 ) -> torch.Tensor:
-    """Attention of the last tokens of a row, whose keys are those of all of it."""
+    """Causal attention of the last tokens of a row. query: of these tokens; key, value: of the whole row."""
     tokens, length = query.shape[2], key.shape[2]
     if tokens == length and (window is None or length <= window):
         return scaled_dot_product_attention(query, key, value, is_causal=True, **options)
@@ -191,25 +192,25 @@ def _try_packed(model: Any, device: str, most_tokens: int) -> None:
     Args:
         most_tokens: Length of the sequence; at least that of the compared rows.
     """
-    size = sum(block.size for block in COMPARED)
+    size = sum(block.size for block in COMPARED_BLOCKS)
     full, rest = divmod(max(0, most_tokens - 2 * size), FILLER_TOKENS)
     filler = [PromptBlock(0, (count,)) for count in [*[FILLER_TOKENS] * full, rest] if count]
-    rows = PackedRowLengths((*COMPARED, *filler, *COMPARED))
+    rows = PackedRowLengths((*COMPARED_BLOCKS, *filler, *COMPARED_BLOCKS))
     tokens = torch.arange(size, device=device) % 5
     expected, start = list[torch.Tensor](), 0
     total = sum(block.size for block in rows.blocks)
     keep = torch.cat([torch.arange(size), torch.arange(total - size, total)]).to(device)
     full_row = torch.cat([tokens, torch.arange(total - 2 * size, device=device) % 5, tokens])
     with torch.no_grad():
-        for block in COMPARED:
+        for block in COMPARED_BLOCKS:
             prompt, *rests = tokens[start : start + block.size].split([block.prompt, *block.rests])
             alone = [model(input_ids=torch.cat([prompt, rest])[None], use_cache=False).logits[0] for rest in rests]
             expected += [alone[0][: block.prompt], *(logits[block.prompt :] for logits in alone)]
             start += block.size
         inputs = {"input_ids": full_row[None], "position_ids": rows.positions(device), "row_lengths": rows}
         logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits[0]
-    wanted = torch.cat([*expected, *expected])
-    difference = float((logits - wanted).abs().max() / logits.abs().max())
+    expected_logits = torch.cat([*expected, *expected])
+    difference = float((logits - expected_logits).abs().max() / logits.abs().max())
     rounding = 1e-4 if logits.dtype in (torch.float32, torch.float64) else 2e-2
     if not difference <= rounding:
         raise NotPacked(

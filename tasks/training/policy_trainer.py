@@ -36,7 +36,7 @@ from staleflow.tasks.rendering.chat_tokenizer import load_tokenizer
 from staleflow.tasks.rendering.file_tokenizer import check_same_tokens
 from staleflow.tasks.settings.seeds import Stream, generator
 from staleflow.tasks.training import lora
-from staleflow.tasks.training.async_save import copied, in_background
+from staleflow.tasks.training.async_save import copy_to_cpu, run_in_background
 from staleflow.tasks.training.blocks import recompute
 from staleflow.tasks.training.branch_sequences import BranchSequences
 from staleflow.tasks.training.host_memory import HostMemory
@@ -350,8 +350,8 @@ class PolicyTrainer:
             "optimizer": self.optimizer.state_dict(),
             "random": self._rng.bit_generator.state,
         }
-        state = copied(tree_map_only(torch.Tensor, self.group.full_tensor, state))
-        self._saving = in_background(lambda: _write_state(state, path))
+        state = copy_to_cpu(tree_map_only(torch.Tensor, self.group.full_tensor, state))
+        self._saving = run_in_background(lambda: _write_state(state, path))
 
     def end_save(self) -> None:
         """Wait until what was begun is written; raises what keeps it from being. Nothing if none was."""

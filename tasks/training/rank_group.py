@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from staleflow.tasks.training.async_save import in_background
+from staleflow.tasks.training.async_save import run_in_background
 from staleflow.tasks.training.blocks import blocks
 from staleflow.tasks.training.rank import ALONE, COLLECTIVE_TIMEOUT_S, Rank
 
@@ -161,7 +161,7 @@ class RankGroup:
             if self.rank.leads:
                 _require_all_here(folder)
 
-        return in_background(finish)
+        return run_in_background(finish)
 
     def load(self, state: dict[str, Any], folder: Path) -> None:
         """Overwrite a state by one that a group of any size has saved, each rank its own shards. Raises

@@ -154,16 +154,16 @@ def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
     watch = TimeTracker(config.rollout.cost, config.oversampled_group_size)
     for entry in entries:
         watch.observe(entry.now, entry.event, entry.commands)
-    whole = sum_steps(watch.loads)
-    assert whole.steps == len(watch.loads) == 6
+    whole = sum_steps(watch.finished_steps)
+    assert whole.steps == len(watch.finished_steps) == 6
     assert whole.total_s == pytest.approx(max(e.now for e in entries if isinstance(e.event, VersionPublished)))
     sampled = [e.event.tokens for e in entries if isinstance(e.event, TrajectorySampled)]
-    assert whole.tokens == sum(sampled) == sum(load.tokens for load in watch.loads)
+    assert whole.tokens == sum(sampled) == sum(load.tokens for load in watch.finished_steps)
     assert sum(speed.responses for speed in whole.speeds.values()) == len(sampled)
     for part in (whole.waiting, whole.training):
         assert 0 <= part.at_max_running_s + part.out_of_memory_s <= part.total_s + 1e-9
         assert 0 <= part.running <= config.rollout.engine.max_running
-    assert steady(watch.loads, 2).steps == 5
+    assert steady(watch.finished_steps, 2).steps == 5
 
 
 def test_what_was_in_flight_before_a_resume_is_forgotten(tmp_path: Path) -> None:
@@ -173,12 +173,12 @@ def test_what_was_in_flight_before_a_resume_is_forgotten(tmp_path: Path) -> None
     twice = TimeTracker(config.rollout.cost, config.oversampled_group_size)
     for entry in entries[: len(entries) // 2]:
         twice.observe(entry.now, entry.event, entry.commands)
-    before, begin_s = len(twice.loads), 1000.0
+    before, begin_s = len(twice.finished_steps), 1000.0
     twice.observe(begin_s, RunResumed(step=0, num_ended=()), ())
     for entry in entries:
         alone.observe(entry.now, entry.event, entry.commands)
         twice.observe(begin_s + entry.now, entry.event, entry.commands)
-    for one, other in zip(alone.loads, twice.loads[before:], strict=True):
+    for one, other in zip(alone.finished_steps, twice.finished_steps[before:], strict=True):
         assert other.total_s == pytest.approx(one.total_s)
         assert other.waiting.running == pytest.approx(one.waiting.running)
 
@@ -212,6 +212,6 @@ def test_what_a_lost_instance_had_delivered_is_not_sampled_again() -> None:
     watch.observe(0.7, InstanceLost(instance=one, why="x"), route(2, two))
     watch.observe(1.0, TrajectorySampled(trajectory=TrajectoryId(0), route_number=2, tokens=100), ())
     watch.observe(1.0, VersionPublished(version=PolicyVersion(1)), ())
-    (load,) = watch.loads
+    (load,) = watch.finished_steps
     assert load.tokens == 30
     assert load.speeds[two].measured_s == pytest.approx(0.3)

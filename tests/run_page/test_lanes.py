@@ -23,7 +23,7 @@ def index(*entries: tuple[float, dict[str, Any], list[dict[str, Any]]], members:
 def add(made: JournalIndex, *entries: tuple[float, dict[str, Any], list[dict[str, Any]]]) -> None:
     for now, event, commands in entries:
         made.add(json.dumps({"now": now, "event": event, "commands": commands}), "a line")
-    assert made.invalid == ""
+    assert made.read_error == ""
 
 
 def joined(name: str, version: int = 0) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_the_life_of_an_episode_tells_its_turns_and_what_its_environment_did() -
         (7.0, "sampled a turn, 4 tokens so far", "acting"),
         (9.0, "reward 1", "ready"),
     ]
-    places = {place["name"]: place["count"] for place in made.window(2.0, 4.0, 2)["places"]}
+    places = {place["name"]: place["count"] for place in made.window(2.0, 4.0, 2)["phases"]}
     assert places["answered by their environment"] == [1.0, 1.0]
     assert places["being scored"] == [0.0, 0.0]
 
@@ -132,7 +132,7 @@ def test_a_window_shows_who_ran_what_and_when() -> None:
     assert b["pulling"] == [0, 0, 0.5, 0, 0, 0, 0, 0, 0, 0]
     assert window["training"] == [0, 0, 0, 0, 0, 0, 0, 1, 1, 0]
     assert window["step"] == [-1] * 7 + [0, 0, 0]
-    places = {place["name"]: place["count"] for place in window["places"]}
+    places = {place["name"]: place["count"] for place in window["phases"]}
     assert places["being sampled"] == [0, 2, 2, 2, 1, 1, 0, 0, 0, 0]
     assert places["being scored"] == [0, 0, 0, 0, 1, 0, 1, 0, 0, 0]
     assert places["ready or waiting for siblings"] == [0, 0, 0, 0, 0, 1, 1, 0, 0, 0]
@@ -188,7 +188,7 @@ def test_a_next_start_of_the_run_begins_with_nothing_in_flight() -> None:
     window = made.window(0.0, 3.0, 3)
     assert (window["last_s"], window["starts"]) == (3.0, [1.0])
     assert window["instances"][0]["running"] == [0, 0, 0]
-    assert window["places"][1]["count"] == [0, 0, 0]
+    assert window["phases"][1]["count"] == [0, 0, 0]
 
 
 def test_a_next_start_shows_what_it_has_taken_up() -> None:
@@ -209,7 +209,7 @@ def test_a_next_start_shows_what_it_has_taken_up() -> None:
         (1.0, {"type": "TrajectoryScored", "trajectory": 7, "reward": 1.0}, []),
         (2.0, {"type": "Tick"}, []),
     )
-    counts = {place["name"]: place["count"] for place in made.window(1.0, 3.0, 4)["places"]}
+    counts = {place["name"]: place["count"] for place in made.window(1.0, 3.0, 4)["phases"]}
     assert counts == {
         "waiting for an instance": [2, 1, 1, 1],
         "being sampled": [0, 1, 1, 1],

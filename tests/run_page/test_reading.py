@@ -215,7 +215,7 @@ def test_a_journal_is_read_on_from_where_it_was_and_half_a_line_is_left_for_late
     assert follower.index.num_events == 1
     path.write_text(JOINED + tick(1.0) + tick(2.0))
     follower.follow([path])
-    assert (follower.index.num_events, follower.index.end_s, follower.index.invalid) == (3, 2.0, "")
+    assert (follower.index.num_events, follower.index.end_s, follower.index.read_error) == (3, 2.0, "")
 
 
 def test_a_long_journal_is_read_by_and_by(tmp_path: Path) -> None:
@@ -250,4 +250,4 @@ def test_a_line_that_is_none_is_named_and_left_out(tmp_path: Path) -> None:
     follower = JournalFollower(1)
     follower.follow([path])
     assert follower.index.num_events == 2
-    assert follower.index.invalid.startswith("events.jsonl, line 2, cannot be read")
+    assert follower.index.read_error.startswith("events.jsonl, line 2, cannot be read")

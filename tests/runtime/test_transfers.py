@@ -40,9 +40,9 @@ def test_every_host_is_below_the_root_and_none_below_itself(events: list[tuple[s
             assert len(set(sources)) == len(sources) and host not in sources and "root" in sources
             assert tree.join(host) == sources, "asking twice changes nothing"
         elif event == "arrived":
-            tree.arrived(host)
+            tree.mark_complete(host)
         else:
-            tree.failed(host)
+            tree.mark_failed(host)
         for item in HOSTS:
             ancestors(tree, item)
 
@@ -61,8 +61,8 @@ def test_while_nothing_fails_no_host_serves_more_than_a_few(hosts: list[str]) ->
 def test_a_host_that_has_it_serves_it() -> None:
     tree = BroadcastTree("root")
     assert [tree.join(h)[0] for h in HOSTS[:2]] == ["root", "root"]
-    tree.arrived(HOSTS[0])
-    tree.arrived(HOSTS[1])
+    tree.mark_complete(HOSTS[0])
+    tree.mark_complete(HOSTS[1])
     assert [tree.join(h)[0] for h in HOSTS[2:8]] == ["host-00", "host-01", "root", "host-00", "host-01", "root"]
 
 
@@ -70,7 +70,7 @@ def test_one_that_failed_does_not_wait_for_those_that_may_wait_for_it() -> None:
     tree = BroadcastTree("root")
     for host in HOSTS[:7]:
         tree.join(host)
-    tree.failed(HOSTS[0])
+    tree.mark_failed(HOSTS[0])
     assert tree.join(HOSTS[0]) == ("root",)
 
 

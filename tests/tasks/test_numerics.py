@@ -270,7 +270,7 @@ def test_a_resume_point_that_is_written_after_the_next_step_is_of_the_moment_it_
         late.append(work)
         return Future()
 
-    monkeypatch.setattr(policy_trainer, "in_background", queued)
+    monkeypatch.setattr(policy_trainer, "run_in_background", queued)
     data = rows(8)
     one = trainer(tiny_model, minibatches=3)
     one.step(0, data)

@@ -91,7 +91,7 @@ const notes = (found) => [
   found.read_share < 1
     ? h("p", { class: "note" }, `The journal is being read: ${Math.round(100 * found.read_share)} % so far.`)
     : null,
-  found.invalid ? h("p", { class: "note" }, visible(found.invalid)) : null,
+  found.read_error ? h("p", { class: "note" }, visible(found.read_error)) : null,
   found.num_events ? null : h("p", { class: "quiet" }, "The run’s folder has no journal (events.jsonl)."),
 ];
 
@@ -211,22 +211,22 @@ function lanes(plot, found, run) {
       .filter(Boolean),
   );
   y += LANE + GAP;
-  const queues = found.places.filter(
+  const queues = found.phases.filter(
     ({ name, count }) => name in QUEUES && (name !== OF_MANY_TURNS || count.some((one) => one > 0)),
   );
-  const most = Math.max(1, ...queues.flatMap((place) => place.count));
+  const most = Math.max(1, ...queues.flatMap((phase) => phase.count));
   parts.push(
     label(y, "queues", `to ${short(Math.ceil(most))}`),
     svg("rect", { class: "back", x: NAME, y, width: inner, height: LANE + 24 }),
   );
-  queues.forEach((place) => {
-    const d = place.count
+  queues.forEach((phase) => {
+    const d = phase.count
       .map(
         (count, i) =>
           `${i ? "L" : "M"}${(NAME + (i + 0.5) * wide).toFixed(1)} ${(y + (LANE + 24) * (1 - count / most)).toFixed(1)}`,
       )
       .join("");
-    parts.push(svg("path", { class: `line ${QUEUES[place.name]}`, d }));
+    parts.push(svg("path", { class: `line ${QUEUES[phase.name]}`, d }));
   });
   for (const [at] of found.events)
     parts.push(svg("line", { class: "bound", x1: x(at), x2: x(at), y1: 0, y2: height - AXIS }));
@@ -241,7 +241,7 @@ function lanes(plot, found, run) {
   const legend = h(
     "div",
     { class: "legend" },
-    queues.map((place) => h("span", { class: `key ${QUEUES[place.name]}` }, place.name)),
+    queues.map((phase) => h("span", { class: `key ${QUEUES[phase.name]}` }, phase.name)),
   );
   plot.replaceChildren(
     svg("svg", { width, height, role: "img", "aria-label": "instances and trainer over time" }, parts, selection, hair),
@@ -321,5 +321,5 @@ function describe(row, found, i) {
     return found.step[i] < 0
       ? ["no step yet"]
       : [`trainer: step ${found.step[i]}, busy ${Math.round(100 * found.training[i])} %`, "click for its groups"];
-  return found.places.map((place) => `${place.name}: ${short(place.count[i])}`);
+  return found.phases.map((phase) => `${phase.name}: ${short(phase.count[i])}`);
 }
