@@ -135,26 +135,20 @@ def costs(config: RunConfig) -> float:
 
 
 def transformers(quick: bool) -> None:
-    """The demo's job with one instance, foretold from `staleflow profile` of the engine, alone on the machine, and
-    from `staleflow profile` of a short run with another seed, in which trainer, server and engine shared cores."""
+    """The demo's job with one instance, foretold from `staleflow profile` of a short run with another seed, in which
+    trainer, server and engine shared cores."""
     overrides = (f"steps={3 if quick else 40}", "rollout.instances=1", "task.eval_prompts=0", "cluster.dashboard=false")
     config = loading.load(DEMO, ("name=reality-transformers", *overrides))
-    alone, beside = Path("runs/reality-alone.json"), Path("runs/reality-beside.json")
-    sets = [part for override in overrides for part in ("--set", override)]
-    profile.main([DEMO, *sets, "--steps", "8" if quick else "24", "--out", str(alone)], standalone_mode=False)
-    short = loading.load(
-        DEMO, ("name=reality-short", *overrides, f"steps={3 if quick else 20}", "seed=1", f"profile={alone}")
-    )
-    print("its decode steps, measured over profiled:", real(short)["cost_model"]["measured_over_predicted"])
-    profile.main([str(short.run_dir), "--out", str(beside)], standalone_mode=False)
-    measured = json.loads(beside.read_text())["latencies"]
+    path = Path("runs/reality-profile.json")
+    short = loading.load(DEMO, ("name=reality-short", *overrides, f"steps={3 if quick else 20}", "seed=1"))
+    real(short)
+    profile.main([str(short.run_dir), "--out", str(path)], standalone_mode=False)
+    measured = json.loads(path.read_text())["latencies"]
     summary = real(config)
-    for path in (alone, beside):
-        print(f"\n{path}")
-        emulated = ("rollout.engine.name=emulated", f"profile={path}", "simulation.report_s=0.5")
-        lengths = ("workload.kind=recorded", f"workload.run={config.run_dir}")
-        job = loading.load(DEMO, ("name=reality-transformers", *overrides, *emulated, *lengths))
-        compare(summary, *simulated(with_latencies(job, measured)))
+    emulated = ("rollout.engine.name=emulated", f"profile={path}", "simulation.report_s=0.5")
+    lengths = ("workload.kind=recorded", f"workload.run={config.run_dir}")
+    job = loading.load(DEMO, ("name=reality-transformers", *overrides, *emulated, *lengths))
+    compare(summary, *simulated(with_latencies(job, measured)))
 
 
 def main() -> None:

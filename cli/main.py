@@ -27,7 +27,7 @@ COMMANDS = {
     "cancel": ("staleflow.cli.cluster_jobs:cancel", "stop a job at its next step"),
     "train-offline": ("staleflow.cli.train_offline", "train on stored trajectories, without rollout"),
     "simulate": ("staleflow.cli.simulate", "run a job in virtual time: how long it would take, and why"),
-    "profile": ("staleflow.cli.profile", "measure an engine's decode steps and fit the cost model"),
+    "profile": ("staleflow.cli.profile", "fit the cost model of simulations to a run"),
     "config": ("staleflow.cli.config", "explain a job file, or print the schema"),
     "view": ("staleflow.cli.view", "show a run in the browser, live or finished"),
     "serve": ("staleflow.cli.serve:serve", "serve a run's policy, or a model, over HTTP"),

@@ -69,7 +69,7 @@ def command(
         claim_folder(Path(out), "--out")
     quiet = as_json or len(rows) == 1
     results = list(track(simulated(rows), "simulating", len(rows), transient=True, disable=quiet))
-    if not as_json and (note := note or assumptions(load(overrides), config_path)):
+    if not as_json and (note := note or assumptions(load(overrides))):
         click.echo(note, err=True)  # not before: an error is to be one line
     if out is not None:
         write_results(Path(out), results)

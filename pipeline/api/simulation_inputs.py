@@ -11,7 +11,7 @@ from staleflow.pipeline.config.emulation import SimulationConfig
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.what_if import as_recorded
 from staleflow.pipeline.profiling.diagnosis import versions_behind
-from staleflow.pipeline.profiling.engine_profile import profile_run
+from staleflow.pipeline.profiling.run_profile import profile_run
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.simulator.analysis import steady_tokens_per_s
 from staleflow.stores.errors import ConfigError
@@ -53,8 +53,8 @@ def recorded_run(run_dir: Path) -> RecordedRun:
     return RecordedRun(overrides=as_recorded(run_dir, profile), note=note)
 
 
-def assumptions(config: RunConfig, path: str) -> str:
-    """One line on the numbers that the job of a file leaves at their defaults, which are those of another model and
+def assumptions(config: RunConfig) -> str:
+    """One line on the numbers that a job leaves at their defaults, which are those of another model and
     machine, and on how to measure them; empty if there are none."""
     cost, default = config.rollout.cost, CostModel()
     assumed = []
@@ -68,8 +68,8 @@ def assumptions(config: RunConfig, path: str) -> str:
         assumed.append(f"responses of {config.workload.median:g} tokens in the median (workload)")
     if not assumed:
         return ""
-    measure = f"staleflow profile {path} measures decode steps; a run measures all: then staleflow simulate --from RUN"
-    profile = Path(f"profiles/{config.name}.json")
+    measure = "a run of some ten steps measures all: then staleflow simulate --from RUN"
+    profile = Path(f"profiles/{config.name}-run.json")
     if (config.run_dir / "summary.json").is_file():
         measure = f"this job has run, with all of them measured: staleflow simulate --from {config.run_dir}"
     elif profile.is_file():

@@ -221,7 +221,7 @@ class RunConfig:
     steps: int = knob(10, "training steps", low=1)
     profile: str = knob(
         "",
-        "file written by `staleflow profile`; replaces rollout.cost, and parts of simulation if made from a run",
+        "file written by `staleflow profile`; replaces rollout.cost and parts of simulation",
     )
     model: ModelConfig = ModelConfig()
     task: TaskTableConfig = TaskTableConfig()

@@ -12,7 +12,7 @@ from typing import Any
 from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.profiling.diagnosis import Cause, Diagnosis, trainer_limits
-from staleflow.pipeline.profiling.engine_profile import Profile
+from staleflow.pipeline.profiling.run_profile import Profile
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.simulator.analysis import measure
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun

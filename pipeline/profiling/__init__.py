@@ -1,1 +1,1 @@
-"""Measurement of an engine, and the fit of the cost model to it."""
+"""Where the time of a run goes, and the cost model fitted to it."""

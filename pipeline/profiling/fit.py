@@ -19,8 +19,6 @@ from staleflow.tasks.emulation.cost_model import CostModel
 
 Array = npt.NDArray[np.float64]
 
-MAX_VERIFY_SHARE = 10.0
-"""Largest verify_share that is tried."""
 
 HUBER = 0.05
 """Relative residual beyond which a point loses weight: decode steps repeat to within a few percent."""
@@ -48,17 +46,6 @@ class StepPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftedPoint:
-    """A measured decode step that verifies drafts: running trajectories, the KV tokens they held, the drafted tokens
-    that it verified of each, and seconds."""
-
-    running: int
-    kv_tokens: float
-    drafted: float
-    step_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     """A fitted model and its accuracy. error_*: |predicted - measured| / measured on the held-out points."""
 
@@ -78,12 +65,11 @@ class Fit:
         return self.model.mean_step_s(running, kv_tokens) / model.mean_step_s(running, kv_tokens)
 
 
-def fit_steps(points: Sequence[StepPoint], prefill: float = 0.0) -> Fit:
+def fit_steps(points: Sequence[StepPoint]) -> Fit:
     """Fit the cost model to measured decode steps.
 
     Args:
         points: Measured steps.
-        prefill: Coefficient of prefill, used if the points contain none.
 
     Raises:
         ValueError: fewer than MIN_POINTS points.
@@ -93,7 +79,7 @@ def fit_steps(points: Sequence[StepPoint], prefill: float = 0.0) -> Fit:
     ordered = sorted(points, key=lambda p: (p.running, p.kv_tokens))
     held_out = ordered[HELD_OUT // 2 :: HELD_OUT]
     train_points = [p for i, p in enumerate(ordered) if i % HELD_OUT != HELD_OUT // 2]
-    model, delay_s = _best_model(train_points, prefill)
+    model, delay_s = _best_model(train_points)
     errors = [abs(_predicted(model, delay_s, p) - p.step_s) / p.step_s for p in held_out]
     return Fit(
         model=model,
@@ -106,37 +92,7 @@ def fit_steps(points: Sequence[StepPoint], prefill: float = 0.0) -> Fit:
     )
 
 
-def fit_prefill(tokens: Sequence[float], seconds: Sequence[float]) -> float:
-    """Seconds per prompt token, from times to the first token at several prompt lengths: the median of the slopes
-    between all pairs (Theil-Sen), which a single slow measurement cannot shift. Never negative."""
-    slopes = [
-        (s2 - s1) / (n2 - n1)
-        for (n1, s1), (n2, s2) in itertools.combinations(zip(tokens, seconds, strict=True), 2)
-        if n1 != n2
-    ]
-    return max(0.0, float(np.median(slopes))) if slopes else 0.0
-
-
-def fit_verify_share(model: CostModel, points: Sequence[DraftedPoint]) -> tuple[float, float]:
-    """Fit the cost of verifying a drafted token: (share of k3, median relative error of the steps' seconds with it).
-
-    The share with the smallest mean error is chosen; among equals, the one nearest to 1: while reading the weights
-    dominates, points do not determine it. points: at least one.
-    """
-    running, kv, drafted, seconds = (
-        np.array([getattr(p, name) for p in points], float) for name in ("running", "kv_tokens", "drafted", "step_s")
-    )
-
-    def errors(verified: float) -> Array:
-        predicted = model.steps_s(running * (1.0 + verified * drafted), kv)
-        return np.abs(predicted - seconds) / seconds  # type: ignore[no-any-return]  # untyped by numpy
-
-    candidates = np.linspace(0.0, MAX_VERIFY_SHARE, 1001)
-    best = min(candidates, key=lambda verified: (round(float(errors(verified).mean()), 6), abs(verified - 1.0)))
-    return float(best), float(np.median(errors(best)))
-
-
-def _best_model(points: Sequence[StepPoint], prefill: float) -> tuple[CostModel, float]:
+def _best_model(points: Sequence[StepPoint]) -> tuple[CostModel, float]:
     """(model, delay_s) of the best fit."""
     running = np.array([p.running for p in points], float)
     kv = np.array([p.kv_tokens for p in points], float)
@@ -155,7 +111,7 @@ def _best_model(points: Sequence[StepPoint], prefill: float) -> tuple[CostModel,
         if flat.all():
             offset = 0.0
         k4 = min(floor, offset) if flat.any() and not flat.all() else 0.0
-        model = CostModel(k1=k1, k2=floor - k4, k3=k3, k4=k4, b=offset - k4, prefill=fitted[0] if fitted else prefill)
+        model = CostModel(k1=k1, k2=floor - k4, k3=k3, k4=k4, b=offset - k4, prefill=fitted[0] if fitted else 0.0)
         delay_s = fitted[1] if fitted else 0.0
         predicted = np.array([_predicted(model, delay_s, p) for p in points])
         loss = float(_huber_loss((predicted - seconds) / seconds).sum())

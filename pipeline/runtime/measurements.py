@@ -16,7 +16,7 @@ from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.processes.instance_handle import COUNTS, InstanceHandle
 from staleflow.pipeline.profiling.diagnosis import Diagnosis, diagnose, recent, sizes_of
-from staleflow.pipeline.profiling.engine_profile import Profile, measured_latencies
+from staleflow.pipeline.profiling.run_profile import Profile, measured_latencies
 from staleflow.pipeline.profiling.step_times import steady
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.stores.trajectory import InstanceId

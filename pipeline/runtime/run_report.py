@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from staleflow.pipeline.coordination.mixture import SourceView
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.profiling.diagnosis import Diagnosis
-from staleflow.pipeline.profiling.engine_profile import Profile
+from staleflow.pipeline.profiling.run_profile import Profile
 from staleflow.pipeline.runtime.environment_hosts import HostView
 from staleflow.pipeline.runtime.evaluation_results import Evaluation
 

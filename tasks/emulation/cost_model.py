@@ -57,7 +57,7 @@ class StepCosts(Protocol):
 class CostModel:
     """The [rollout.cost] table of a job file: k1 * kv + max(k2, b + k3 * n) + k4 seconds a decode step.
 
-    The defaults are a published fit of a 7B model; `staleflow profile` measures yours."""
+    The defaults are a published fit of a 7B model; `staleflow profile` fits them to a run of yours."""
 
     k1: float = knob(3.35e-08, "seconds per KV token", low=0, high=10)
     k2: float = knob(0.0064, "seconds to read the weights, floor of the compute term", low=0, high=10)

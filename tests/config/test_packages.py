@@ -99,8 +99,6 @@ def test_a_kind_of_environment_is_found_by_each_command(play: Path, tmp_path: Pa
     assert "treasure" in schema["reward"]["properties"]["function"]["anyOf"][0]["enum"]
     simulated = command("simulate", play, "--json")
     assert simulated.returncode == 0, simulated.stderr
-    profiled = command("profile", play, "--steps", "4", "--max-running", "2", "--out", tmp_path / "p.json", "--json")
-    assert profiled.returncode == 0, profiled.stderr
 
 
 def test_a_job_of_such_a_kind_runs(play: Path) -> None:
@@ -126,7 +124,7 @@ def test_a_reward_is_found_by_name(dungeons: Path, job: Path) -> None:
     ],
 )
 def test_a_package_that_cannot_be_loaded_is_one_line(play: Path, kind: str, words: str) -> None:
-    for verb in (("config", "explain"), ("simulate",), ("profile",), ("run",), ("run", "--dry-run")):
+    for verb in (("config", "explain"), ("simulate",), ("run",), ("run", "--dry-run")):
         answer = command(*verb, play, "--set", f"task.source={kind}:1")
         assert (answer.returncode, answer.stdout) == (2, "")
         assert words in answer.stderr

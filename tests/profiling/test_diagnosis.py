@@ -12,7 +12,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.summary import diagnosis_entry
 from staleflow.pipeline.jobs.what_if import WORSE, WhatIf, check_by_simulation, expect
 from staleflow.pipeline.profiling.diagnosis import Cause, diagnose, sizes_of
-from staleflow.pipeline.profiling.engine_profile import profile_run
+from staleflow.pipeline.profiling.run_profile import profile_run
 from staleflow.pipeline.profiling.step_times import StepTimes
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.simulator.analysis import measure

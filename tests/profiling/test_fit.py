@@ -7,9 +7,7 @@ import itertools
 import json
 import math
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,19 +29,12 @@ from staleflow.pipeline.coordination.events import (
 from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.journal import Journal
 from staleflow.pipeline.profiling import fit as fitting
-from staleflow.pipeline.profiling.engine_profile import Grid, measure_prefill, measure_steps, profile_run
-from staleflow.pipeline.profiling.fit import (
-    DraftedPoint,
-    StepPoint,
-    fit_prefill,
-    fit_steps,
-    fit_verify_share,
-)
+from staleflow.pipeline.profiling.fit import StepPoint, fit_steps
+from staleflow.pipeline.profiling.run_profile import profile_run
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
-from staleflow.stores.errors import ActorLost, ConfigError
+from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel
-from staleflow.tasks.engines.base import EngineLoad, Failed, Request
 from tests.support.simulated_store import stored_simulation
 
 PUBLISHED = {
@@ -80,32 +71,6 @@ def test_interrupted_steps_do_not_bend_the_line() -> None:
     fit = fit_steps([*points, *spoiled])
     for n, context in ((3, 500), (48, 3000), (100, 7000)):
         assert fit.model.step_s(n, n * context) == pytest.approx(model.step_s(n, n * context), rel=0.06)
-
-
-def test_prefill_is_the_slope_between_prompt_lengths() -> None:
-    tokens = [100.0, 400.0, 1600.0] * 3
-    seconds = [0.01 + 0.0002 * n for n in tokens]
-    seconds[4] += 5.0
-    assert fit_prefill(tokens, seconds) == pytest.approx(0.0002, rel=1e-6)
-    assert fit_prefill([100.0], [1.0]) == 0.0
-
-
-@pytest.mark.parametrize("verified", [0.0, 0.4, 1.0, 2.5])
-def test_what_a_verified_token_costs_is_found_and_is_one_where_it_cannot_be_told(verified: float) -> None:
-    rng = np.random.default_rng(1)
-    for name, told in (("7B", verified), ("no floor", verified), ("all floor", 1.0)):
-        model = PUBLISHED[name]
-        steps = [
-            DraftedPoint(
-                running=n, kv_tokens=500.0 * n, drafted=drafted,
-                step_s=float(model.steps_s(np.asarray(n * (1 + verified * drafted)), np.asarray(500.0 * n)))
-                * math.exp(0.02 * rng.standard_normal()),
-            )
-            for n, drafted in itertools.product((1, 2, 4, 8, 16, 32, 64), (2.0, 3.7))
-        ]  # fmt: skip
-        found, error = fit_verify_share(model, steps)
-        assert found == pytest.approx(told, abs=0.15)
-        assert error < 0.05
 
 
 def test_too_few_points_are_refused() -> None:
@@ -178,49 +143,6 @@ def test_the_window_follows_a_policy_that_drifts() -> None:
 # -- the command -------------------------------------------------------------------------------------------------
 
 
-def test_profile_writes_a_file_that_a_job_can_use(tmp_path: Path) -> None:
-    path, out = tmp_path / "job.toml", tmp_path / "profile.json"
-    path.write_text(
-        'name = "p"\n[rollout]\nmax_new_tokens = 30\n'
-        '[rollout.engine]\nname = "emulated"\nmax_running = 8\nkv_tokens = 4000\ntime_scale = 1.0\n'
-        "[rollout.cost]\nk1 = 1e-6\nk2 = 0.004\nk3 = 0.0004\nb = 0.002\nk4 = 0.0\nprefill = 1e-5\n"
-        "[workload]\nmedian = 400\n"
-    )
-    result = CliRunner().invoke(command, [str(path), "--out", str(out), "--steps", "12"], catch_exceptions=False)
-    assert result.exit_code == 0
-    assert "on steps left out of the fit the error is" in result.output
-    value = json.loads(out.read_text())
-    assert set(value) == {
-        "source", "hardware", "coefficients", "latencies", "held_out_error", "range", "num_points", "points",
-        "drafted_points", "acceptance_rate",
-    }  # fmt: skip
-    assert value["drafted_points"] == []
-    assert value["acceptance_rate"] is None
-    assert value["range"]["running"] == [1, 8]
-    config = loading.load(path, (f"profile={out}",))
-    used = config.rollout.cost
-    assert dataclasses.asdict(used) == value["coefficients"]
-    assert loading.from_tree(tomllib.loads(knob_tree.to_toml(config))) == config  # and needs the file no more
-    assert used.step_s(8, 800) > 0
-
-
-def test_profile_times_steps_with_drafts_where_the_job_drafts(tmp_path: Path) -> None:
-    path, out = tmp_path / "job.toml", tmp_path / "profile.json"
-    path.write_text(
-        'name = "p"\n[rollout]\nmax_new_tokens = 30\n'
-        '[rollout.engine]\nname = "emulated"\nmax_running = 4\nkv_tokens = 4000\ntime_scale = 1.0\n'
-        "[rollout.engine.speculation]\nnum_speculative_tokens = 3\ndisable_above = 2\n"
-        "[workload]\nmedian = 400\nacceptance_rate = 0.5\n"
-    )
-    result = CliRunner().invoke(command, [str(path), "--out", str(out), "--steps", "16"], catch_exceptions=False)
-    assert result.exit_code == 0
-    value = json.loads(out.read_text())
-    assert [p["running"] for p in value["drafted_points"]] == [1, 2, 4]
-    assert [p["drafted"] for p in value["drafted_points"]] == pytest.approx([3.0] * 3, rel=0.3)
-    assert f"drafted token costs {value['coefficients']['verify_share']:.4g} of k3" in result.output
-    assert loading.load(path, (f"profile={out}",)).rollout.cost.verify_share == value["coefficients"]["verify_share"]
-
-
 def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
     job, profile = tmp_path / "job.toml", tmp_path / "x.json"
     job.write_text('[rollout.engine]\nname = "emulated"\n')
@@ -270,8 +192,16 @@ def test_a_finished_run_is_a_profile_too(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, [str(run), "--out", str(out)], catch_exceptions=False)
     assert result.exit_code == 0
     assert "train_s" in result.output
+    assert "on steps left out of the fit the error is" in result.output
+    value = json.loads(out.read_text())
+    assert set(value) == {
+        "source", "coefficients", "latencies", "held_out_error", "range", "num_points", "acceptance_rate",
+    }  # fmt: skip
+    assert value["acceptance_rate"] is None
     job = loading.load(run / "config.toml")
     again = loading.load(run / "config.toml", (f"profile={out}", "simulation.train_s=1.0"))
+    assert dataclasses.asdict(again.rollout.cost) == value["coefficients"]
+    assert loading.from_tree(tomllib.loads(knob_tree.to_toml(again))) == again  # and needs the file no more
     assert again.rollout.cost.step_s(8, 2000) == pytest.approx(job.rollout.cost.step_s(8, 2000), rel=0.1)
 
 
@@ -284,42 +214,19 @@ def test_latencies_are_those_between_commands_and_their_events(tmp_path: Path) -
     assert [means[name] for name in names] == pytest.approx([0.5, 0.4, 7.0, 0.2])
 
 
+def test_a_place_that_cannot_be_written_is_found_before_the_fit(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    run = str(finished_run(tmp_path / "run"))
+    with pytest.raises(ConfigError, match="choose another folder"):
+        CliRunner().invoke(command, [run, "--out", str(file / "p.json")], catch_exceptions=False)
+
+
 def test_a_run_that_saw_too_little_or_has_not_ended_is_no_profile(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="too few decode steps"):
         profile_run(finished_run(tmp_path / "short"))
     with pytest.raises(ConfigError, match="no finished run"):
         profile_run(tmp_path)
-
-
-class Broken:
-    """An engine that cannot sample."""
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.asked = requests
-
-    def events(self, timeout_s: float) -> list[Failed]:
-        return [
-            Failed(trajectory=r.trajectory, route_number=r.route_number, error="no such kernel") for r in self.asked
-        ]
-
-    def load_statistics(self) -> EngineLoad:
-        return EngineLoad(version=PolicyVersion(0), running=0, kv_tokens=0, busy_s=0.0, tokens_sampled=0, progress=())
-
-
-@pytest.mark.parametrize("measure", [measure_prefill, measure_steps])
-def test_an_engine_that_fails_is_said_at_once(measure: Any) -> None:
-    grid = Grid(running=(1,), contexts=(8,), steps=4)
-    arguments = ((8,), 0) if measure is measure_prefill else (grid, 1000, lambda _: None)
-    with pytest.raises(ActorLost, match="no such kernel"):
-        measure(Broken(), *arguments)
-
-
-def test_a_place_that_cannot_be_written_is_found_before_anything_is_measured(tmp_path: Path) -> None:
-    job, file = tmp_path / "job.toml", tmp_path / "file"
-    job.write_text('[rollout.engine]\nname = "emulated"\n')
-    file.write_text("")
-    with pytest.raises(ConfigError, match="choose another folder"):
-        CliRunner().invoke(command, [str(job), "--out", str(file / "p.json")], catch_exceptions=False)
 
 
 def plain_non_negative(design: fitting.Array, target: fitting.Array) -> fitting.Array:

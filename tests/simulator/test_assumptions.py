@@ -25,7 +25,7 @@ def test_assumed_numbers_are_named_with_the_way_to_measure_them(
     assert said("job.toml") == (
         "assumed, not measured: decode steps of a 7B model (rollout.cost), simulation.train_s = 20, "
         "simulation.pull_s = 1, simulation.reward_s = 0.1, responses of 2000 tokens in the median (workload); "
-        "staleflow profile job.toml measures decode steps; a run measures all: then staleflow simulate --from RUN"
+        "a run of some ten steps measures all: then staleflow simulate --from RUN"
     )
     known = ("simulation.train_s=1.0", "simulation.pull_s=0.5", "simulation.reward_s=0.2", "workload.median=50.0")
     values = [part for item in known for part in ("--set", item)]
@@ -33,8 +33,8 @@ def test_assumed_numbers_are_named_with_the_way_to_measure_them(
     assert said("job.toml", *values, "--set", "rollout.cost.k2=0.001") == ""
     assert said("job.toml", "--json") == ""
     Path("profiles").mkdir()
-    Path("profiles/mine.json").write_text("{}")
-    assert said("job.toml").endswith("; there is a profile of this job: set profile=profiles/mine.json")
+    Path("profiles/mine-run.json").write_text("{}")
+    assert said("job.toml").endswith("; there is a profile of this job: set profile=profiles/mine-run.json")
     Path("runs/mine").mkdir(parents=True)
     Path("runs/mine/summary.json").write_text("{}")
     expected = "this job has run, with all of them measured: staleflow simulate --from runs/mine"

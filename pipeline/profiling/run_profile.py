@@ -1,0 +1,100 @@
+"""A run's profile: the cost model fitted to its responses, and the latencies of all else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.coordination import journal
+from staleflow.pipeline.profiling.draft_stats import DraftsUsed
+from staleflow.pipeline.profiling.fit import Fit
+from staleflow.pipeline.profiling.time_breakdown import TimeTracker
+from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.files import replace_text
+from staleflow.tasks.emulation.cost_model import CostModel
+from staleflow.tasks.engines.engine_settings import Speculation
+
+REFERENCE = CostModel(k1=0.0, k2=0.0, k3=0.0, k4=1.0, b=0.0, prefill=0.0)
+"""Cost model for a `TimeTracker` of which only the fit is used, not the comparison."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Contents of a profile file, which `profile = FILE` in a job reads.
+
+    source: the run's folder. latencies: seconds by setting of [simulation]. drafts: draft statistics.
+    """
+
+    source: str
+    fit: Fit
+    latencies: dict[str, float] = field(default_factory=dict)
+    drafts: DraftsUsed = field(default_factory=DraftsUsed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Stored form: coefficients, ranges, residuals on held-out steps, and their source."""
+        fit = self.fit
+        return {
+            "source": self.source,
+            "coefficients": asdict(fit.model),
+            "latencies": self.latencies,
+            "held_out_error": {"median": fit.error_median, "p90": fit.error_p90},
+            "range": {"running": fit.running, "kv_tokens": fit.kv_tokens},
+            "num_points": fit.num_points,
+            "acceptance_rate": self.drafts.acceptance,
+        }
+
+
+def profile_run(run_dir: Path) -> Profile:
+    """Make a profile from a finished run: the cost model fitted to its responses, and the latencies of all else.
+
+    Raises:
+        ConfigError: the run has not ended, or sampled too little.
+        StoreError: its summary is damaged.
+    """
+    try:
+        json.loads((run_dir / "summary.json").read_text())
+    except OSError as error:
+        raise ConfigError(f"{run_dir}: no finished run: summary.json cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise StoreError(f"{run_dir}: summary.json is damaged: {error}; restore it") from error
+    job = run_dir / "config.toml"
+    tree = loading.read_tree(job) if job.is_file() else {}
+    batch, rollout = tree.get("batch", {}), tree.get("rollout", {})
+    group_size = batch.get("group_size", 1) + batch.get("extra_members", 0)
+    verify_share = rollout.get("cost", {}).get("verify_share", 1.0)
+    drafting = rollout.get("engine", {}).get("speculation", {})
+    speculation = Speculation(
+        num_speculative_tokens=drafting.get("num_speculative_tokens", 0), disable_above=drafting.get("disable_above", 0)
+    )
+    watch = TimeTracker(
+        replace(REFERENCE, verify_share=verify_share), group_size, on_pull=rollout.get("on_pull", "interrupt"),
+        first_length=speculation.first_length,
+    )  # fmt: skip
+    for entry in journal.read(run_dir / "events.jsonl"):
+        watch.observe(entry.now, entry.event, entry.commands)
+    fit = watch.fit()
+    if fit is None:
+        raise ConfigError(f"{run_dir}: the run had too few decode steps to fit a cost model; make it longer")
+    return Profile(source=str(run_dir), fit=fit, latencies=measured_latencies(watch, fit), drafts=watch.drafts)
+
+
+def measured_latencies(watch: TimeTracker, fit: Fit) -> dict[str, float]:
+    """Latencies of a run as settings of [simulation], slow instances included. A response's delay is two messages, and
+    the messages of a pull are not counted in pull_s."""
+    seconds = watch.latencies.means
+    slow, factor = watch.slow
+    if slow:
+        seconds |= {"straggler_share": len(slow) / watch.num_instances, "straggler_factor": factor}
+    if fit.delay_s:
+        seconds["message_s"] = fit.delay_s / 2
+        if "pull_s" in seconds:
+            seconds["pull_s"] = max(0.0, seconds["pull_s"] - fit.delay_s)
+    return seconds
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write a profile as JSON. Raises StoreError if the file cannot be written."""
+    replace_text(path, json.dumps(profile.as_dict(), indent=1) + "\n", "choose another place with --out")
