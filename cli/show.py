@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -45,7 +44,6 @@ RATIO_STYLES = (
 @click.option("--at-step", type=int, help="The batch of this training step, from the store as of that step.")
 @click.option("--branch", default="main", show_default=True, help="Branch whose rewards or logprobs to use.")
 @click.option("--model", default="", help="Checkpoint folder or hub name: colour tokens by importance ratio under it.")
-@click.option("--html", type=click.Path(), help="Write the trajectories to this HTML file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     run: str,
@@ -57,28 +55,24 @@ def command(
     at_step: int | None,
     branch: str,
     model: str,
-    html: str | None,
     as_json: bool,
 ) -> None:
     """Show a run's steps; with --at-step the batch of one step; or trajectories, with tokens coloured by the policy
     version that sampled them or by importance ratio."""
     from staleflow.pipeline.api.stored_run import open_run
     from staleflow.stores.errors import ConfigError
-    from staleflow.stores.files import claim_folder
 
     counts: tuple[tuple[Order, int | None], ...] = (("worst", worst), ("best", best), ("longest", longest))
     orders = {order: count for order, count in counts if count is not None}
     if len(orders) + (trajectory is not None) > 1:
         raise ConfigError("give only one of --trajectory, --worst, --best and --longest at a time")
     stored = open_run(run, branch=branch, at_step=at_step)
-    if html is not None:
-        claim_folder(Path(html).parent, "--html")
     if orders or trajectory is not None:
         ids = [] if trajectory is None else [trajectory]
         for order, count in orders.items():
             ids = stored.sorted_ids(order, count, selection, step=at_step)
-        show_trajectories(stored, ids, model, html, as_json)
-    elif selection or model or html:
+        show_trajectories(stored, ids, model, as_json)
+    elif selection or model:
         raise ConfigError(
             "how many trajectories, and in which order? give --worst N, --best N or --longest N, or --trajectory ID"
         )
@@ -88,15 +82,9 @@ def command(
         sys.exit(1)
 
 
-def show_trajectories(run: Run, ids: list[int], model: str, html: str | None, as_json: bool) -> None:
-    """Print trajectories to the terminal or as JSON, or write them to an HTML page."""
+def show_trajectories(run: Run, ids: list[int], model: str, as_json: bool) -> None:
+    """Print trajectories to the terminal or as JSON."""
     quiet_libraries()
-    if html is not None:
-        from staleflow.stores.files import replace_text
-
-        replace_text(Path(html), run.page(ids, model=model), "choose another file with --html")
-        click.echo(f"{html}: {len(ids)} trajectories")
-        return
     views = run.view(ids, model=model)
     if as_json:
         click.echo(json.dumps([_plain(view) for view in views], indent=2))

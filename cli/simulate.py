@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 )
 @click.option("--baselines", is_flag=True, help="Add a row for each other system's admission rule, at the same bound.")
 @click.option("--explain", is_flag=True, help="Show where the time goes, compared with the lower bound on step time.")
-@click.option("--out", type=click.Path(), help="Write simulate.json and a picture per row into this folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, and no table.")
 def command(
     config_path: str,
@@ -39,7 +38,6 @@ def command(
     sweeps: tuple[str, ...],
     baselines: bool,
     explain: bool,
-    out: str | None,
     as_json: bool,
 ) -> None:
     """Run a job in virtual time: how long it would take, without using a GPU.
@@ -50,11 +48,10 @@ def command(
     from rich.progress import track
 
     from staleflow.pipeline.api.job_loading import load_job
-    from staleflow.pipeline.api.simulating import simulated, variants, write_results
+    from staleflow.pipeline.api.simulating import simulated, variants
     from staleflow.pipeline.api.simulation_inputs import assumptions, recorded_run
     from staleflow.pipeline.recovery.run_folder import load_job as stored_job
     from staleflow.stores.errors import ConfigError
-    from staleflow.stores.files import claim_folder
 
     if bool(config_path) == bool(run):
         raise ConfigError("give a job file or --from RUN")
@@ -65,14 +62,10 @@ def command(
         recorded = recorded_run(Path(run))
         load, note, overrides = partial(stored_job, Path(run)), recorded.note, (*recorded.overrides, *overrides)
     rows = variants(load, overrides, swept, baselines)
-    if out is not None:
-        claim_folder(Path(out), "--out")
     quiet = as_json or len(rows) == 1
     results = list(track(simulated(rows), "simulating", len(rows), transient=True, disable=quiet))
     if not as_json and (note := note or assumptions(load(overrides))):
         click.echo(note, err=True)  # not before: an error is to be one line
-    if out is not None:
-        write_results(Path(out), results)
     if as_json:
         click.echo(json.dumps([result.as_dict() for result in results], indent=2))
         return
@@ -81,8 +74,6 @@ def command(
         for result in results:
             click.echo(f"\n{result.label}")
             click.echo("\n".join(f"  {line}" for line in result.explanation()))
-    if out is not None:
-        click.echo(f"\n{out}: simulate.json and {len(results)} pictures")
 
 
 def parse_sweeps(sweeps: Sequence[str], overrides: Sequence[str] = ()) -> dict[str, list[str]]:

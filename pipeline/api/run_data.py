@@ -208,13 +208,6 @@ class RunData:
         ids = [trajectories] if isinstance(trajectories, int) else trajectories
         return view(self._path, self._store(), [TrajectoryId(id) for id in ids], model)
 
-    def page(self, trajectories: int | Iterable[int], *, model: str = "") -> str:
-        """Trajectories as a self-contained HTML page, their tokens coloured by policy version or importance ratio. The
-        arguments are those of `view`."""
-        from staleflow.pipeline.stored_runs.trajectory_page import page
-
-        return page(self._source, self.view(trajectories, model=model), model or self._branch)
-
     def to_pandas(self, where: str = "", *, texts: bool = True) -> pandas.DataFrame:
         """Trajectories as a `pandas.DataFrame`, one row each; token columns hold numpy arrays.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import html
 import itertools
-import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,17 +23,12 @@ from staleflow.pipeline.processes.local_cluster import context_without_main
 from staleflow.pipeline.recovery.run_folder import load_job as stored_job
 from staleflow.pipeline.simulator.analysis import Measures, explanation, measure
 from staleflow.pipeline.simulator.baselines import other_systems, with_admission
-from staleflow.pipeline.simulator.plots import draw_run
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
 from staleflow.stores.errors import ActorLost, ConfigError
-from staleflow.stores.files import replace_file, replace_text
 
 GREEDY = ("rollout.synchronization=greedy",)
 """What distinguishes baselines from the job besides their admission rule."""
-PICTURE_STEPS = 12
-"""Most steps in a picture; with more, pulls would be too thin to see."""
-ELSEWHERE = "choose another folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +59,6 @@ class SimulationResult:
     def explanation(self) -> list[str]:
         """Lines that say where the time of a step went, compared with the lower bound on step time."""
         return explanation(self.variant.job, self.measures)
-
-    def draw(self, path: str | Path) -> None:
-        """Draw the trainer, the instances and the staleness buffers over time, as a PNG file. Raises StoreError."""
-        measures = self.measures
-        speed = f"{measures.steady_tokens_per_s:,.0f} tokens/s, {measures.of_bound:.0%} of the bound"
-        title = f"{self.variant.job.name}, {self.label}: {speed}"
-        drawn = functools.partial(draw_run, self.trace, title, span_s=PICTURE_STEPS * measures.step_s)
-        replace_file(Path(path), drawn, ELSEWHERE)
 
     def as_dict(self) -> dict[str, Any]:
         """The result as plain values, without the trace."""
@@ -215,12 +201,3 @@ def _simulated(variant: SimulatedVariant) -> SimulationResult:
     """Simulate one variant. Picklable, to run in a worker process."""
     trace = SimulatedRun(variant.job, actor_settings.make_workload(variant.job)).run()
     return SimulationResult(variant=variant, measures=measure(variant.job, trace), trace=trace)
-
-
-def write_results(folder: Path, results: Iterable[SimulationResult]) -> None:
-    """Write simulate.json and a picture per result. Raises StoreError if the folder cannot be written."""
-    results = list(results)
-    text = json.dumps([result.as_dict() for result in results], indent=2) + "\n"
-    replace_text(folder / "simulate.json", text, ELSEWHERE)
-    for number, result in enumerate(results):
-        result.draw(folder / f"row-{number:02d}.png")

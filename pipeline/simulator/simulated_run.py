@@ -212,17 +212,8 @@ class SimulatedRun:
                 self._tell(InstanceReported(instance=instance.id, progress=progress, delivered=delivered, steps=steps))
                 if delivers:
                     self._delivered[instance.id] = dict(progress)
-            instance.trace.loads.append((self._now, instance.engine.num_decoding))
             instance.trace.most_kept = max(instance.trace.most_kept, instance.engine.kept_tokens)
         self._tell(Tick())
-        view = self.coordinator.ledger.view()
-        self.trace.buffers.append(
-            (
-                self._now,
-                {b.step: sum(b.reserved.values()) for b in view},
-                {b.step: sum(b.occupied.values()) for b in view},
-            )
-        )
         self._at(self._now + self._simulation.report_s, self._tick, recurring=True)
 
     def _steps_taken(self, instance: SimulatedInstance) -> DecodeStats:
@@ -322,7 +313,6 @@ class SimulatedRun:
                 else:
                     loaded_s = instance.engine.load(self._now, seconds, keep=self._config.rollout.on_pull == "keep")
                 instance.version = command.version
-                instance.trace.pulls.append((self._now, loaded_s))
                 self._after(
                     loaded_s - self._now + self._simulation.message_s,
                     PullFinished(instance=instance.id, version=command.version),

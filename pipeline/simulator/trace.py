@@ -30,13 +30,11 @@ class TrainedStep:
 
 @dataclass(slots=True)
 class InstanceTrace:
-    """One instance. loads: (seconds, trajectories decoding) at every tick; pulls: (ordered, loaded) seconds."""
+    """One instance."""
 
     name: str
     joined_s: float
     lost_s: float | None = None
-    loads: list[tuple[float, int]] = field(default_factory=list)
-    pulls: list[tuple[float, float]] = field(default_factory=list)
     work: WorkTotals = field(default_factory=WorkTotals)
     most_kept: int = 0
     """Most KV tokens held for turns to come, at any tick."""
@@ -44,11 +42,10 @@ class InstanceTrace:
 
 @dataclass(slots=True)
 class Trace:
-    """One simulated run. commands: counts by kind. buffers: (seconds, groups reserved and finished, by step)."""
+    """One simulated run. commands: counts by kind."""
 
     steps: list[TrainedStep] = field(default_factory=list)
     instances: list[InstanceTrace] = field(default_factory=list)
-    buffers: list[tuple[float, dict[int, int], dict[int, int]]] = field(default_factory=list)
     commands: dict[str, int] = field(default_factory=dict)
     num_events: int = 0
     ended: dict[str, int] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Stored trajectories for display: the text, and for each token the version that sampled it and its probability.
 
-Values only; the terminal and the HTML page render them.
+Values only; the terminal and the run page render them.
 """
 
 from __future__ import annotations

@@ -39,8 +39,7 @@ def read(run: staleflow.Run) -> float:
     one: staleflow.StoredTrajectory = run.trajectory(3)
     ids: list[int] = run.sorted_ids("worst", 3, "staleness == 1")
     views: list[staleflow.TrajectoryView] = run.view(ids, model="runs/model")
-    page: str = run.page(ids)
-    return total + len(one.response) + len(views[0].tokens) + len(page)
+    return total + len(one.response) + len(views[0].tokens)
 
 
 def tables(run: staleflow.Run) -> list[Any]:

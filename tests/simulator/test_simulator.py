@@ -267,7 +267,7 @@ def test_a_pull_of_an_adapter_stops_nothing_and_nothing_is_prefilled_again() -> 
             workload__kind="agentic", workload__tool_s=0.05, workload__tool_tokens=10, task__multi_turn="yes",
         )  # fmt: skip
         trace = run(config)
-        assert sum(len(instance.pulls) for instance in trace.instances) >= 8
+        assert trace.commands["Pull"] >= 8
         results[on_pull] = [instance.work for instance in trace.instances]
     assert sum(work.reprefilled for work in results["adapter"]) == 0 < sum(work.reprefilled for work in results["keep"])
     assert all(work.pull_s == 0 for work in results["adapter"])
@@ -525,11 +525,10 @@ def test_backlog_keeps_no_bound_and_says_so() -> None:
 # -- the command -------------------------------------------------------------------------------------------------
 
 
-def test_simulate_prints_a_table_explains_and_draws(tmp_path: Path) -> None:
+def test_simulate_prints_a_table_and_explains(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(knob_tree.to_toml(job()))
-    out = tmp_path / "out"
-    arguments = [str(path), "--sweep", "staleness.eta=0,2", "--baselines", "--explain", "--out", str(out)]
+    arguments = [str(path), "--sweep", "staleness.eta=0,2", "--baselines", "--explain"]
     result = CliRunner().invoke(command, arguments, catch_exceptions=False)
     assert result.exit_code == 0
     for word in (
@@ -542,10 +541,11 @@ def test_simulate_prints_a_table_explains_and_draws(tmp_path: Path) -> None:
         "the trainer waited",
     ):
         assert word in result.output
-    rows = json.loads((out / "simulate.json").read_text())
+    result = CliRunner().invoke(command, [*arguments, "--json"], catch_exceptions=False)
+    rows = json.loads(result.stdout)
     assert [r["row"] for r in rows][:2] == ["eta=0", "eta=2"]
     assert all(r["tokens_per_s"] > 0 for r in rows)
-    assert len(list(out.glob("row-*.png"))) == len(rows) == 6
+    assert len(rows) == 6
 
 
 def test_rows_of_a_sweep_are_named_by_their_whole_values() -> None:
@@ -562,15 +562,10 @@ def test_a_wrong_sweep_is_one_line(tmp_path: Path) -> None:
         CliRunner().invoke(command, [str(path), "--sweep", "staleness.etta=1,2"], catch_exceptions=False)
 
 
-def test_a_killed_simulation_and_an_unwritable_folder_are_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, file = tmp_path / "job.toml", tmp_path / "file"
+def test_a_killed_simulation_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "job.toml"
     path.write_text(knob_tree.to_toml(job()))
-    file.write_text("")
     monkeypatch.setattr("staleflow.pipeline.api.simulating._simulated", killed)
-    with pytest.raises(ConfigError, match="choose another folder"):
-        CliRunner().invoke(command, [str(path), "--out", str(file / "out")], catch_exceptions=False)
     with pytest.raises(ActorLost, match="a simulation process was killed"):
         CliRunner().invoke(command, [str(path), "--sweep", "staleness.eta=0,1"], catch_exceptions=False)
 

@@ -14,7 +14,6 @@ import pytest
 from staleflow.cli.show import coloured, legend, print_trajectory
 from staleflow.pipeline.config import actor_settings, knob_tree, loading
 from staleflow.pipeline.stored_runs import exporting, logprob_recompute, reward_rescoring
-from staleflow.pipeline.stored_runs.trajectory_page import page
 from staleflow.pipeline.stored_runs.views import sorted_ids, view
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import dataframes
@@ -78,10 +77,6 @@ def test_a_conversation_is_shown_with_roles_and_times(run: StoredRun, capsys: py
     print_trajectory(one)
     shown = capsys.readouterr().out
     assert re.search(r"assistant \(7 tokens\)\nguess 5\ntool \(8 tokens, 1.25 s\)\n\nhigher", shown)
-    made = page("r", [one, single], "main")
-    assert made.count("<section>") == 3 and made.count("<section class=given>") == 2
-    assert "<h3>tool<small> · 1.25 s</small></h3>" in made and "given by tool, id" in made
-    assert "version 1&nbsp;" in made and "version -1" not in made
 
 
 def test_the_command_shows_it_too(run: StoredRun) -> None:
