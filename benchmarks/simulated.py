@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ablation
+from benchmarks.admission_rules import OverProvision, PipelineDepth, WindowedFifo
 from benchmarks.routing_rules import ROUTING_RULES
 from staleflow.pipeline.config import actor_settings, knob_tree, loading
 from staleflow.pipeline.config.schema import RunConfig
@@ -34,9 +35,6 @@ from staleflow.pipeline.simulator.baselines import (
     Backlog,
     Credits,
     OneStep,
-    OverProvision,
-    PipelineDepth,
-    WindowedFifo,
     with_admission,
 )
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun

@@ -1,13 +1,11 @@
-"""Admission rules of other systems, to compare with in simulations. No job can name them: some keep no bound. Pure.
+"""Admission rules of other systems, to compare with in simulations. No job can name them: some keep no bound. Those
+that only tables compare with are in benchmarks/admission_rules.py. Pure.
 
 | rule | in play (reserved and finished, not the batch being trained) | late work | keeps the bound |
 |---|---|---|---|
 | one_step | one batch, while the one before trains | is waited for | yes |
-| pipeline_depth | `depth` batches (tinker-cookbook #822) | is waited for | yes |
-| windowed_fifo | (1 + ahead) batches, trained in order but for a window (arXiv 2605.26494) | is waited for | yes |
 | credits | (1 + alpha) batches (ROLL Flash, arXiv 2510.11345) | is dropped | yes |
 | backlog | (eta + 1 + version - next step) batches (AReaL, arXiv 2505.24298) | is trained late | no |
-| over_provision | (1 + excess) batches, started between steps (APRIL, arXiv 2509.18521) | is trained late | no |
 
     config = with_admission(config, Credits(alpha=2.0))
 """
@@ -57,57 +55,6 @@ class OneStep(Baseline):
         return ledger.groups_started
 
 
-@BASELINES.register("pipeline_depth")
-@dataclass(frozen=True, slots=True)
-class PipelineDepth(Baseline):
-    """Sampling runs at most so many batches ahead of training: staleness is kept by pacing, nothing is dropped."""
-
-    depth: float = knob(1.0, "batches that may be sampled or waiting while one is trained; at most eta + 1", low=1)
-
-    def check(self, eta: int) -> None:
-        if self.depth > eta + 1:
-            raise ConfigError(
-                f"depth = {self.depth:g} samples further ahead than staleness.eta = {eta} allows "
-                f"to train; it must be at most {eta + 1}"
-            )
-
-    def cap(self, ledger: StalenessLedger) -> int:
-        return math.ceil(self.depth * ledger.groups_started)
-
-
-@BASELINES.register("windowed_fifo")
-@dataclass(frozen=True, slots=True)
-class WindowedFifo(Baseline):
-    """Groups are trained in the order they were drawn, except that a step may pass over unfinished ones within a window
-    anchored at the oldest: P groups a step, (S + 1) P in play, the batch being trained included, and a window of
-    window_share of these.
-
-    A group is overtaken by at most W - 1 others, so it lags at most S + ceil((W - 1) / P) steps.
-    """
-
-    ahead: int = knob(1, "S, batches in play beyond the first", low=0)
-    window_share: float = knob(
-        0.3, "share of the groups in play that a step may choose its batch from", above=0, high=1
-    )
-
-    def check(self, eta: int) -> None:
-        # W - 1 is less than window_share x (S + 1) x P, whatever P is.
-        lag = self.ahead + math.ceil(self.window_share * (self.ahead + 1))
-        if lag > eta:
-            raise ConfigError(
-                f"ahead = {self.ahead} with window_share = {self.window_share:g} lets groups lag "
-                f"{lag} steps, staleness.eta allows {eta}; lower ahead or raise eta"
-            )
-
-    @property
-    def window(self) -> float:
-        return self.window_share * (self.ahead + 1)
-
-    def cap(self, ledger: StalenessLedger) -> int:
-        trained = ledger.next_step - ledger.version  # the batch being trained holds its places until it is published
-        return (self.ahead + 1 - trained) * ledger.groups_started
-
-
 @BASELINES.register("credits")
 @dataclass(frozen=True, slots=True)
 class Credits(Baseline):
@@ -144,22 +91,6 @@ class Backlog(Baseline):
 
     def cap(self, ledger: StalenessLedger) -> int:
         return (self.eta + 1 + ledger.version - ledger.next_step) * ledger.groups_started
-
-
-@BASELINES.register("over_provision")
-@dataclass(frozen=True, slots=True)
-class OverProvision(Baseline):
-    """APRIL: more groups than a step needs are sampled side by side, the first to finish are trained, and the others
-    go on in the next round with the tokens they have. New ones start between two steps only."""
-
-    excess: float = knob(1.0, "groups in play beyond those a step needs, as a share of them", low=0)
-
-    late = LateWork.TRAIN
-
-    def cap(self, ledger: StalenessLedger) -> int:
-        if ledger.version != ledger.next_step:
-            return 0
-        return math.ceil((1 + self.excess) * ledger.groups_started)
 
 
 def other_systems(eta: int) -> dict[str, Admission]:

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.admission_rules import OverProvision, PipelineDepth, WindowedFifo
 from staleflow.cli.simulate import command, parse_sweeps
 from staleflow.pipeline.api.simulating import SimulatedVariant, sweep_rows
 from staleflow.pipeline.config import actor_settings, knob_tree, loading
@@ -30,9 +31,6 @@ from staleflow.pipeline.simulator.baselines import (
     Baseline,
     Credits,
     OneStep,
-    OverProvision,
-    PipelineDepth,
-    WindowedFifo,
     with_admission,
 )
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun

@@ -10,15 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.admission_rules import OverProvision, PipelineDepth, WindowedFifo
 from benchmarks.routing_rules import LeastRequests, ThroughputOptimal
 from staleflow.pipeline.simulator.baselines import (
     Backlog,
     Baseline,
     Credits,
     OneStep,
-    OverProvision,
-    PipelineDepth,
-    WindowedFifo,
 )
 from staleflow.pipeline.strategies.admission import Admission, Reservations, Synchronous
 from staleflow.pipeline.strategies.affinity import CacheAffinity

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.admission_rules import PipelineDepth, WindowedFifo
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.simulator.baselines import (
     BASELINES,
@@ -16,8 +17,6 @@ from staleflow.pipeline.simulator.baselines import (
     Baseline,
     Credits,
     OneStep,
-    PipelineDepth,
-    WindowedFifo,
     with_admission,
 )
 from staleflow.pipeline.strategies.admission import ADMISSION, SIMULATED, Admission, LateWork, Reservations, Synchronous
