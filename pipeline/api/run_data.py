@@ -251,16 +251,14 @@ class RunData:
     # -- in a notebook -------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return run_display.line(self._facts())
+        return run_display.line(self.url or str(self._path), self._facts())
 
     def _repr_html_(self) -> str:
-        return run_display.html(self._facts())
+        return run_display.html(self.url or str(self._path), self._facts())
 
-    def _facts(self) -> run_display.RunFacts:
+    def _facts(self) -> dict[str, str]:
         summary = self._store().summary() if self._has_store() else None
-        return run_display.RunFacts.of(
-            self.url or str(self._path), self._branch, self._at_step, summary, live=self.live
-        )
+        return run_display.facts(self._branch, self._at_step, summary, live=self.live)
 
     # -- reading -------------------------------------------------------------------------------------------------
 

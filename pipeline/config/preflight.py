@@ -12,7 +12,6 @@ import importlib.util
 import itertools
 import json
 import re
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -51,8 +50,6 @@ DRAWN = 100_000
 """Most prompts that are looked at."""
 DRAWN_S = 2.0
 """Seconds after which no more prompts are looked at."""
-LISTENS_S, LISTENS_POLL_S = 5.0, 0.2
-"""Seconds in which a scheduler must listen at the address of a job, and between two attempts."""
 PACKAGES = {"vllm": "pip install 'staleflow[vllm]'"}
 """Optional packages of engines, with how to install them."""
 
@@ -67,8 +64,6 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
         _check_runs_dir(Path(config.runs_dir))
     if here and config.cluster.kind == "local":
         _check_machine(config)
-    if here and config.cluster.kind == "address":
-        _check_address(config.cluster.address)
     if here and config.store:
         from staleflow.stores.trajectories.repository import check_bucket
 
@@ -167,24 +162,6 @@ def _check_machine(config: RunConfig) -> None:
     if config.model.device == "cuda" and not config.emulated and (why := _why_no_cuda()):
         raise ConfigError(f'model.device = "cuda": {why}; set it to "auto" or "cpu"')
     size_plan.place_locally(config, local_gpus.read_devices())
-
-
-def _check_address(address: str) -> None:
-    """Raise ConfigError if nothing listens at a scheduler's address, which may just be starting. Other mistakes in it
-    are told by Dask."""
-    match = re.fullmatch(r"(?:tcp|tls)://(\[.*\]|[^:]*):(\d{1,5})", address)
-    end = time.monotonic() + LISTENS_S
-    while match is not None:
-        try:
-            socket.create_connection((match[1].strip("[]"), int(match[2])), LISTENS_S).close()
-            return
-        except (OSError, OverflowError) as error:
-            if time.monotonic() + LISTENS_POLL_S > end:
-                reason = getattr(error, "strerror", None) or error
-                raise ConfigError(
-                    f"cluster.address: no scheduler at {address}: {reason}; start one, or correct the address"
-                ) from error
-            time.sleep(LISTENS_POLL_S)
 
 
 def _why_unwritable(folder: Path) -> str:
