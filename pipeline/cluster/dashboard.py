@@ -20,7 +20,6 @@ from bokeh.layouts import column, row
 from bokeh.models import (
     BasicTicker,
     ColumnDataSource,
-    DataRange1d,
     DataTable,
     Div,
     HoverTool,
@@ -168,29 +167,21 @@ class View:
         self._head = Div(sizing_mode="stretch_width")
         self._slots = ColumnDataSource({name: [] for name in ("x", "y", "colour", "line", "what")})
         self._lanes = ColumnDataSource({name: [] for name in ("y", "right", "kv", "colour", "label", "text")})
-        self._drops_source = ColumnDataSource({name: [] for name in ("why", "count")})
         self._decisions = ColumnDataSource({name: [] for name in ("at", "who", "what", "cause")})
         self._buffers = self._buffer_plot()
         self._instances = self._instance_plot()
-        self._drops_plot = figure(
-            title="trajectories dropped, by reason", y_range=["none"], x_range=DataRange1d(start=0),
-            height=220, toolbar_location=None, sizing_mode="stretch_width", styles=PLOT_STYLE,
-        )  # fmt: skip
-        self._drops_plot.hbar(y="why", right="count", height=0.6, color="#8c6bb1", source=self._drops_source)
         table = DataTable(
             source=self._decisions, height=220, index_position=None, sizing_mode="stretch_width",
-            styles=PLOT_STYLE,
             columns=[
                 TableColumn(field="at", title="at, s", width=70),
                 TableColumn(field="who", title="trajectory", width=80),
                 TableColumn(field="what", title="decision", width=360), TableColumn(field="cause", title="cause"),
             ],
         )  # fmt: skip
-        row_style = {"flex-wrap": "wrap"}
         self.root = column(
             self._head,
-            row(self._buffers, self._instances, sizing_mode="stretch_width", styles=row_style),
-            row(self._drops_plot, table, sizing_mode="stretch_width", styles=row_style),
+            row(self._buffers, self._instances, sizing_mode="stretch_width", styles={"flex-wrap": "wrap"}),
+            table,
             sizing_mode="stretch_width",
         )
 
@@ -222,7 +213,7 @@ class View:
         plot = figure(
             title="instances: running trajectories (bar), KV cache (line); environment hosts: in environment",
             height=240, toolbar_location=None, styles=PLOT_STYLE,
-            sizing_mode="stretch_width", y_range=["none"], x_range=Range1d(0, 1.6),
+            sizing_mode="stretch_width", y_range=["none"], x_range=Range1d(0, 1.8),
         )  # fmt: skip
         plot.hbar(y="y", right="right", height=0.5, color="colour", source=self._lanes)
         plot.scatter(x="kv", y="y", marker="dash", angle=1.5708, size=26, color="#222222", source=self._lanes)
@@ -244,7 +235,6 @@ class View:
         if status:
             self._show_buffers(status)
             self._show_instances(status)
-            self._show_drops(status)
             decisions = status.get("decisions", ())
             self._decisions.data = {
                 "at": [f"{d[0]:.1f}" for d in decisions], "who": [d[1] for d in decisions],
@@ -312,13 +302,6 @@ class View:
             ]
             + [f"{host['num_acting']} in environment, {host['slots']} slots" for host in hosts],
         }
-
-    def _show_drops(self, status: Mapping[str, Any]) -> None:
-        drops = {why: n for why, n in status["ended"].items() if not why.startswith("consumed")}
-        names = sorted(drops, key=lambda why: drops[why]) or ["none"]
-        if self._drops_plot.y_range.factors != names:
-            self._drops_plot.y_range.factors = names
-        self._drops_source.data = {"why": names, "count": [drops.get(name, 0) for name in names]}
 
 
 def headline(job: Job, jobs: list[Job]) -> str:
