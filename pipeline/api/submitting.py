@@ -24,15 +24,6 @@ from staleflow.stores.errors import ConfigError, JobFailed
 
 logger = logging.getLogger(__name__)
 
-STATES: Mapping[str, RunState] = {
-    "waiting": "waiting",
-    "running": "running",
-    "done": "done",
-    "stopped": "stopped",
-    "failed": "failed",
-}
-"""What a cluster calls a job's state."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmittedJob:
@@ -186,7 +177,7 @@ def _status_of(job: Mapping[str, Any]) -> RunStatus:
     done = int(last["step"]) + 1 if last else 0
     elapsed_s = last.get("elapsed_s", 0.0)
     remaining_steps = job["steps"] - done
-    state = STATES[job["state"]]
+    state: RunState = job["state"]
     if job["stop"] and state not in ENDED:
         state = "stopping"
     return RunStatus(

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, cast, get_args
 from staleflow.pipeline.coordination.commands import Command
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.events import DecodeStats, Event, NewGroup, RunResumed
-from staleflow.stores.errors import ConfigError, ProtocolViolation, StoreError
+from staleflow.stores.errors import ConfigError, ProtocolViolation, StoreError, raised_as, strerror
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
 from staleflow.stores.serialization import Codec
 from staleflow.stores.staleness.ledger_entries import Ending
@@ -119,15 +119,10 @@ class Journal:
         if self._closed is not None:
             self._closed(part)
 
-    @contextlib.contextmanager
-    def _one_line_errors(self) -> Iterator[None]:
+    def _one_line_errors(self) -> contextlib.AbstractContextManager[None]:
         """Raise a failure to write as a StoreError of one line."""
-        try:
-            yield
-        except OSError as error:
-            raise StoreError(
-                f"{self._path}: cannot be written: {error.strerror}; free space or move runs_dir"
-            ) from error
+        remedy = "free space or move runs_dir"
+        return raised_as(StoreError, f"{self._path}: cannot be written", OSError, remedy=remedy, describe=strerror)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # what could not be written has been said

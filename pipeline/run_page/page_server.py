@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from staleflow.pipeline.run_page.api import RunApi
-from staleflow.stores.errors import ConfigError, StaleflowError
+from staleflow.stores.errors import ConfigError, StaleflowError, raised_as, strerror
 from staleflow.stores.trajectories.repository import MAIN
 
 POLICY = (
@@ -206,10 +206,9 @@ def allowed(host: str, names: frozenset[str]) -> bool:
 def listen(host: str, port: int, *, exactly: bool) -> socket.socket:
     """A socket that listens on a port, or on a free one if that is taken and need not be `exactly` it. Raises
     ConfigError."""
-    try:
+    remedy = "give a name or an address of this machine"
+    with raised_as(ConfigError, f"--host {host}", OSError, remedy=remedy, describe=strerror):
         (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"--host {host}: {error.strerror}; give a name or an address of this machine") from error
     failure = OSError()
     for candidate in (port,) if exactly else (port, 0):
         # asyncio sends without delay (TCP_NODELAY) only where the protocol is named.
