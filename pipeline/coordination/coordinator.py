@@ -220,7 +220,7 @@ class Coordinator(CoordinatorInspection):
             return
         self._state.finish_sampling(live, event.tokens)
         if not live.is_eval:  # by other rules: greedily, say
-            self.forecast.observe(live.group, event.tokens, live.forecast)
+            self.forecast.observe(live.group, event.tokens)
         self._score(live, f"sampled, {tokens_sampled(event)}")
 
     def _on_interrupted(self, event: TrajectoryInterrupted) -> None:
@@ -264,7 +264,7 @@ class Coordinator(CoordinatorInspection):
         if live.phase is Phase.IN_ENVIRONMENT:
             if not live.is_eval:  # of the others, sampling has told
                 if not live.truncated:
-                    self.forecast.observe(live.group, live.tokens, live.forecast)
+                    self.forecast.observe(live.group, live.tokens)
                 self.forecast.episodes.observe(live.tokens, live.given_tokens)
             self._release_cache(live.id, self._state.pop_cached_instance(live))
         complete = self._state.score(live, None if event.error else event.reward)
@@ -415,7 +415,7 @@ class Coordinator(CoordinatorInspection):
     def _send(self, live: LiveTrajectory, instance: Instance) -> None:
         # What is kept is taken over where it is routed to; elsewhere it stays, in case a later turn returns.
         self._state.pop_cached_instance(live)
-        self._state.send(live, instance, forecast=self.forecast.expected_remaining(live.group, 0))
+        self._state.send(live, instance)
         self._history.note(live.id, f"routed to {instance.instance} at version {instance.version}")
         self._commands.append(
             Route(

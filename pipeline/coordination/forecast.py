@@ -26,20 +26,6 @@ REFRESH = 0.02
 """Share of new lengths after which the sums over the sorted window are computed again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForecastError:
-    """Accuracy of the forecasts made when trajectories were first routed; in tokens, over the latest ones."""
-
-    count: int
-    mean_length: float
-    mean_error: float
-    """Mean of |forecast - length|."""
-    bias: float
-    """Mean of forecast - length."""
-    sibling_correlation: float
-    """Correlation of log lengths within a group, -1 to 1: how well finished members predict the others."""
-
-
 @dataclass(slots=True)
 class _Siblings:
     count: int = 0
@@ -62,14 +48,11 @@ class LengthForecast:
         self._groups: dict[GroupId, _Siblings] = {}
         self._log_count, self._log_mean, self._log_square = 0, 0.0, 0.0
         self._pair_count, self._pair_product = 0, 0.0
-        # Forecast and length of the latest, and their sums, which `error` divides: it is read twice a second.
-        self._errors: deque[tuple[float, int]] = deque()
-        self._length_sum, self._error_sum, self._bias_sum = 0, 0.0, 0.0
 
     # -- updating ------------------------------------------------------------------------------------------------
 
-    def observe(self, group: GroupId, length: int, forecast: float) -> None:
-        """Learn the length of a trajectory that was not truncated. forecast: its expected length when first routed."""
+    def observe(self, group: GroupId, length: int) -> None:
+        """Learn the length of a trajectory that was not truncated."""
         self._latest.append(length)
         insort(self._sorted, length)
         if len(self._latest) > WINDOW:
@@ -77,11 +60,6 @@ class LengthForecast:
         self._since_refresh += 1
         if self._since_refresh > REFRESH * len(self._lengths):
             self._refresh()
-        if forecast > 0:
-            self._errors.append((forecast, length))
-            self._sum_error(forecast, length, 1)
-            if len(self._errors) > WINDOW:
-                self._sum_error(*self._errors.popleft(), -1)
         self._learn_siblings(group, math.log(max(1, length)))
 
     def forget(self, group: GroupId) -> None:
@@ -116,23 +94,7 @@ class LengthForecast:
             return self._max_tokens / 4
         return self._squares / (2 * self._tails[0])
 
-    @property
-    def error(self) -> ForecastError:
-        count = len(self._errors)
-        return ForecastError(
-            count=count,
-            mean_length=self._length_sum / max(1, count),
-            mean_error=self._error_sum / max(1, count),
-            bias=self._bias_sum / max(1, count),
-            sibling_correlation=self._correlation,
-        )
-
     # -- inside --------------------------------------------------------------------------------------------------
-
-    def _sum_error(self, forecast: float, length: int, sign: int) -> None:
-        self._length_sum += sign * length
-        self._error_sum += sign * abs(forecast - length)
-        self._bias_sum += sign * (forecast - length)
 
     def _refresh(self) -> None:
         self._since_refresh = 0
@@ -154,6 +116,7 @@ class LengthForecast:
 
     @property
     def _correlation(self) -> float:
+        """Correlation of log lengths within a group, -1 to 1: how well finished members predict the others."""
         if self._pair_count < MIN_LENGTHS or self._log_square <= 0:
             return 0.0
         correlation = (self._pair_product / self._pair_count) / (self._log_square / self._log_count)

@@ -62,7 +62,7 @@ class CoordinatorInspection:
 
     def snapshot(self) -> Snapshot:
         """The run as it is now. O(live trajectories + groups + instances)."""
-        return take_snapshot(self._state, self._history.refusals, self.forecast.error)
+        return take_snapshot(self._state, self._history.refusals)
 
     def validate(self) -> None:
         """Check every invariant of state and ledger. Raises `ProtocolViolation` on the first that is broken."""

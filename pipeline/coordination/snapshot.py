@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from staleflow.pipeline.coordination.forecast import ForecastError
 from staleflow.pipeline.coordination.phases import Phase
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.work_queue import FRESH
@@ -50,15 +49,13 @@ class Snapshot:
     instances: tuple[InstanceView, ...]
     refusals: dict[str, int]
     """How often routing declined, by reason."""
-    forecast: ForecastError
-    """Accuracy of the length forecast."""
     evaluated_version: int = -1
     """The version that is being evaluated; -1 if none is, or none is chosen yet."""
     num_eval_in_flight: int = 0
     """Its trajectories in flight. Other numbers do not count them, except those of instances."""
 
 
-def take_snapshot(state: CoordinatorState, refusals: dict[str, int], forecast: ForecastError) -> Snapshot:
+def take_snapshot(state: CoordinatorState, refusals: dict[str, int]) -> Snapshot:
     """The run as it is now. O(live trajectories + groups + instances)."""
     phases = dict.fromkeys(Phase, 0)
     for live in state.live.values():
@@ -97,7 +94,6 @@ def take_snapshot(state: CoordinatorState, refusals: dict[str, int], forecast: F
             for i in state.fleet
         ),
         refusals=dict(refusals),
-        forecast=forecast,
         evaluated_version=-1 if state.evaluation is None else state.evaluation.evaluated_version,
         num_eval_in_flight=0 if state.evaluation is None else len(state.evaluation.members),
     )

@@ -277,15 +277,15 @@ class CoordinatorState(ReplanFlags):
 
     # -- trajectories --------------------------------------------------------------------------------------------
 
-    def send(self, live: LiveTrajectory, instance: Instance, *, forecast: float) -> None:
-        """Route a queued trajectory, under a promise. forecast: tokens expected of it; kept the first time only."""
+    def send(self, live: LiveTrajectory, instance: Instance) -> None:
+        """Route a queued trajectory, under a promise."""
         phase = next_phase(live.phase, Transition.ROUTED)
         promised = self.level(live.group)
         if live.is_eval:
             live.v_traj = instance.version
         elif live.v_traj < 0:
             self.ledger.reserve(live.group, live.id, instance.version)
-            live.v_traj, live.forecast = instance.version, forecast
+            live.v_traj = instance.version
             self._fresh_groups.discard(live.group)
         self._queue.remove(live, live.level)
         self._finish_move(live)

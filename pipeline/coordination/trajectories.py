@@ -44,8 +44,6 @@ class LiveTrajectory:
     """None until it is scored, and for good if it could not be."""
     since: float = 0.0
     """When the present phase began, seconds."""
-    forecast: float = 0.0
-    """Tokens expected of it when it was first routed."""
     target: InstanceId | None = None
     """The instance it is being moved to, from the Interrupt until it is routed or sampled."""
     moved_at: int = -1

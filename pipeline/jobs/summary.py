@@ -108,7 +108,6 @@ def summarize(config: RunConfig, outcomes: RunReport, run_dir: Path) -> dict[str
         "tasks": [{**asdict(source), "line": source.line} for source in outcomes.sources],
         "commands": outcomes.commands,
         "cost_model": _cost_model(config, outcomes),
-        "forecast": asdict(outcomes.snapshot.forecast) if outcomes.snapshot else None,
         "losses": outcomes.losses,
         "probe_drift": max((s["probe_drift"] for s in outcomes.steps), default=None),
         "weights": {**asdict(weights), "lines": weights.lines},

@@ -23,7 +23,7 @@ LAWFUL = 17
 """Pairs of the table; a new one is added here too, on purpose."""
 
 VERBS: dict[Transition, Callable[[CoordinatorState, LiveTrajectory], object]] = {
-    Transition.ROUTED: lambda state, live: state.send(live, state.fleet[0], forecast=9.0),
+    Transition.ROUTED: lambda state, live: state.send(live, state.fleet[0]),
     Transition.SAMPLED: lambda state, live: state.finish_sampling(live, 7),
     Transition.TRUNCATED: lambda state, live: state.finish_sampling(live, 7, truncated=True),
     Transition.INTERRUPTED: lambda state, live: state.interrupt(live, 7),

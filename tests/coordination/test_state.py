@@ -13,7 +13,6 @@ import pytest
 
 from staleflow.pipeline.coordination.events import NewGroup
 from staleflow.pipeline.coordination.fleet import Fleet, Instance, MutableFleet
-from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.invariants import validate
 from staleflow.pipeline.coordination.phases import Phase, Transition
 from staleflow.pipeline.coordination.snapshot import take_snapshot, waiting_for
@@ -53,7 +52,7 @@ def live(state: CoordinatorState, trajectory: int) -> LiveTrajectory:
 
 
 def send(state: CoordinatorState, trajectory: int, row: int = 0) -> None:
-    state.send(live(state, trajectory), state.fleet[row], forecast=30.0)
+    state.send(live(state, trajectory), state.fleet[row])
 
 
 # -- invariants --------------------------------------------------------------------------------------------------
@@ -293,13 +292,13 @@ def test_a_snapshot_counts_what_is_in_each_phase() -> None:
     state.occupy(GroupId(0))
     state.ledger.version = PolicyVersion(3)
     state.ledger.entries[GroupId(1)].version = PolicyVersion(1)
-    view = take_snapshot(state, {"KV memory": 2}, LengthForecast(100).error)
+    view = take_snapshot(state, {"KV memory": 2})
     phases = (view.num_queued, view.num_running, view.num_acting, view.num_scoring)
     assert phases == (3, 1, 0, 1)
     assert (view.version, view.next_step, view.training, view.num_started, view.num_live) == (3, 0, False, 9, 9)
     assert (view.staleness_in_flight, view.staleness_in_queue) == (2.5, 3.0)
     assert (view.evaluated_version, view.num_eval_in_flight, view.refusals) == (-1, 0, {"KV memory": 2})
-    empty = take_snapshot(CoordinatorState(StalenessLedger(eta=1, groups_per_step=2, group_size=3)), {}, view.forecast)
+    empty = take_snapshot(CoordinatorState(StalenessLedger(eta=1, groups_per_step=2, group_size=3)), {})
     assert (empty.staleness_in_flight, empty.staleness_in_queue, empty.num_queued, empty.ended) == (0.0, 0.0, 0, {})
 
 
@@ -419,7 +418,7 @@ def test_nobody_outside_the_room_calls_the_ledgers_verbs() -> None:
         "self._state.ledger.publish(3)",
         "state.fleet.add(instance, 3, 4, 0.1)",
         "self._state.queue.append(live, 3)",
-        "self._state.send(live, instance, forecast=1.0)",
+        "self._state.send(live, instance)",
     ],
 )
 def test_a_write_by_another_module_is_seen(line: str) -> None:
