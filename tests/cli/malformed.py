@@ -375,7 +375,8 @@ VIRTUAL = (
     Case(name="audit: no memory", command="store audit runs/none --memory 0", says=("--memory", "0")),
     Case(name="job: no time for a commit", says=("deadlines.commit_s",),
          command="simulate job.toml --set deadlines.commit_s=0"),
-    Case(name="profile: nowhere", command="profile runs/finished --out /proc/none/x.json", says=("/proc/none", "--out")),
+    Case(name="profile: nowhere", command="profile runs/finished --out /proc/none/x.json",
+         says=("/proc/none", "--out")),
 )  # fmt: skip
 
 DRY = (
