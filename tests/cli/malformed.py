@@ -49,7 +49,6 @@ MINE = "--set reward.function=mine.py:f"
 """Option that selects the reward of mine.py."""
 LONG = "x" * 300
 CHAT = "--set task.chat=true"
-FINISHED = "runs/finished"
 CONFIG = "runs/finished/config.toml"
 EVENTS = "runs/finished/events.jsonl"
 

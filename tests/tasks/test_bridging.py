@@ -13,11 +13,10 @@ from staleflow.tasks.rendering.bridging import PlainBridge, RendererBridge, Temp
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.rendering.model_renderers import known_renderer
 from staleflow.tasks.rendering.task_source import Message
-from tests.tasks.chat_models import CHATML, LLAMA, MODELS, QWEN, chat_tokenizer
+from tests.tasks.chat_models import MODELS, chat_tokenizer
 
 TEXTS = {name: ChatTokenizer(chat_tokenizer(name)) for name in MODELS}
 WORDS = st.text("the in12\n<>/é", max_size=12)
-SPECIAL = [*CHATML, *LLAMA, *QWEN, "<s>", "</s>", "[INST]"]
 
 
 def whole(name: str, ids: list[int]) -> str:

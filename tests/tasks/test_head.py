@@ -52,6 +52,18 @@ def outcome(model: Any, logprobs: torch.Tensor, entropy: torch.Tensor) -> list[t
     return [logprobs.detach(), entropy.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
+def counted_logits(under: LogprobModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that each computation of logits adds the number of its tokens to."""
+    sizes, logits = list[int](), under.layer._logits
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(hidden))
+        return logits(hidden)
+
+    monkeypatch.setattr(under.layer, "_logits", counted)
+    return sizes
+
+
 @pytest.mark.parametrize("tokens", [1, 7, 10_000])
 def test_chunks_change_neither_numbers_nor_gradients(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tokens: int
@@ -68,16 +80,10 @@ def test_chunks_change_neither_numbers_nor_gradients(
 
 def test_there_are_never_more_logits_than_a_chunks(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only those of sampled tokens, once forward and, for the gradient, once again; none is kept meanwhile."""
-    model, batch, sizes = model_at(tiny_model), micro_batch(), list[int]()
+    model, batch = model_at(tiny_model), micro_batch()
     under = logprob_model(model)
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", 5 * 4 * model.config.vocab_size)
-    logits = under.layer._logits
-
-    def counted(hidden: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(hidden))
-        return logits(hidden)
-
-    monkeypatch.setattr(under.layer, "_logits", counted)
+    sizes = counted_logits(under, monkeypatch)
     kept: list[int] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -153,16 +159,10 @@ def test_logits_of_a_loss_by_token_are_computed_once(tiny_model: Path, monkeypat
 def test_a_row_of_more_than_a_chunk_is_computed_again_for_a_loss_of_whole_rows(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, batch, sizes = model_at(tiny_model), micro_batch(), list[int]()
+    model, batch = model_at(tiny_model), micro_batch()
     under = logprob_model(model)
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", 7 * 4 * model.config.vocab_size)
-    logits = under.layer._logits
-
-    def counted(hidden: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(hidden))
-        return logits(hidden)
-
-    monkeypatch.setattr(under.layer, "_logits", counted)
+    sizes = counted_logits(under, monkeypatch)
     under.backward(batch, by_row, entropy=True, by_token=False)
     counts = (batch.mask > 0).sum(1)
     assert sum(sizes) == counts.sum() + counts[counts > 7].sum()
