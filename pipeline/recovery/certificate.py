@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from staleflow.stores.errors import ConfigError, raised_as, strerror
+from staleflow.stores.errors import ConfigError, StoreError, raised_as, strerror
 from staleflow.stores.files import replace_text
 from staleflow.stores.s3_url import is_url
 from staleflow.stores.serialization import Codec, parse_json
@@ -16,6 +17,8 @@ from staleflow.stores.trajectory import PolicyVersion
 
 FILE = "certificate.json"
 """In the checkpoint's folder."""
+SIGNATURE = f"{FILE}.sig"
+"""Its signature, beside it, as ssh-keygen names it."""
 OFFLINE = "offline.json"
 """The record of an offline training, in its folder."""
 ENTRY = re.compile("[0-9a-f]{64}")
@@ -64,3 +67,32 @@ def read(checkpoint: Path) -> Certificate:
         if not ENTRY.fullmatch(certificate.entry):
             raise ValueError(f"entry {certificate.entry!r} must be 64 hex digits")
     return certificate
+
+
+def signer_of(checkpoint: Path, allowed_signers: Path) -> str:
+    """The principal whose key signed a checkpoint's certificate, by `ssh-keygen -Y sign -n file`.
+
+    Args:
+        checkpoint: Its folder, with the signature beside the certificate.
+        allowed_signers: File of principals and public keys, as of ssh-keygen.
+
+    Raises:
+        ConfigError: There is no signature, no such file, or no ssh-keygen.
+        StoreError: None of these keys signed this certificate.
+    """
+    signed, signature = checkpoint / FILE, checkpoint / SIGNATURE
+    for file, remedy in ((signature, f"sign {FILE} with `ssh-keygen -Y sign -n file -f KEY`"), (allowed_signers, "")):
+        if not file.is_file():
+            raise ConfigError(f"{file}: no such file" + (f"; {remedy}" if remedy else ""))
+    key = ("-f", str(allowed_signers), "-s", str(signature))
+    with raised_as(ConfigError, "ssh-keygen", OSError, remedy="install OpenSSH", describe=strerror):
+        found = _ssh_keygen(b"", "find-principals", *key)
+        principal = next(iter(found.stdout.decode(errors="replace").splitlines()), "")
+        done = _ssh_keygen(signed.read_bytes(), "verify", *key, "-n", "file", "-I", principal)
+    if not principal or found.returncode or done.returncode:
+        raise StoreError(f"{signature}: no key of {allowed_signers} signed this {FILE}; it may have been changed")
+    return principal
+
+
+def _ssh_keygen(data: bytes, action: str, *options: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["ssh-keygen", "-Y", action, *options], input=data, capture_output=True, check=False)

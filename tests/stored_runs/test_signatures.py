@@ -1,0 +1,60 @@
+"""Signatures on a checkpoint's certificate, by ssh-keygen itself."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from staleflow.pipeline.recovery import certificate
+from staleflow.pipeline.recovery.certificate import Certificate
+from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.trajectory import PolicyVersion
+from tests.commands import command
+
+pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")
+
+
+def new_key(folder: Path, name: str) -> Path:
+    key = folder / name
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", key], check=True)
+    (folder / f"{name}.allowed").write_text(f"{name}@here {key.with_suffix('.pub').read_text()}")
+    return key
+
+
+def test_only_what_a_listed_key_signed_is_signed(tmp_path: Path) -> None:
+    """A forger who makes the chain anew needs another entry in the certificate, and has not the key."""
+    mine, other = new_key(tmp_path, "mine"), new_key(tmp_path, "other")
+    checkpoint = tmp_path / "step-000003"
+    checkpoint.mkdir()
+    named = Certificate(run="job", store="", version=PolicyVersion(3), entry="0" * 64)
+    certificate.write(checkpoint, named)
+    allowed = tmp_path / "mine.allowed"
+    with pytest.raises(ConfigError, match=r"certificate.json.sig: no such file; sign certificate.json"):
+        certificate.signer_of(checkpoint, allowed)
+
+    def sign(key: Path) -> None:
+        (checkpoint / certificate.SIGNATURE).unlink(missing_ok=True)
+        words = ["ssh-keygen", "-q", "-Y", "sign", "-n", "file", "-f", str(key), str(checkpoint / certificate.FILE)]
+        subprocess.run(words, check=True, capture_output=True)
+
+    sign(mine)
+    assert certificate.signer_of(checkpoint, allowed) == "mine@here"
+    with pytest.raises(ConfigError, match="none: no such file"):
+        certificate.signer_of(checkpoint, tmp_path / "none")
+    certificate.write(checkpoint, replace(named, entry="1" * 64))
+    with pytest.raises(StoreError, match=r"no key of .* signed this certificate.json"):
+        certificate.signer_of(checkpoint, allowed)
+    done = command("verify", checkpoint, "--signed-by", allowed)
+    assert (done.returncode, done.stdout) == (1, "") and "signed this certificate.json" in done.stderr
+    sign(other)
+    with pytest.raises(StoreError, match="no key of"):
+        certificate.signer_of(checkpoint, allowed)
+    (checkpoint / certificate.SIGNATURE).write_text("no signature")
+    with pytest.raises(StoreError, match="no key of"):
+        certificate.signer_of(checkpoint, allowed)
+    done = command("verify", tmp_path, "--signed-by", allowed)
+    assert done.returncode == 2 and "no checkpoint with certificate.json" in done.stderr
