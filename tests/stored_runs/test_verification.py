@@ -4,10 +4,11 @@ where the forger has made a chain anew; and what cannot be checked does not pass
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from staleflow.pipeline.stored_runs.offline_verification import verify_offline
 from staleflow.pipeline.stored_runs.repeated_steps import Repetition, RepetitionResult, repeat
 from staleflow.pipeline.stored_runs.verification import Verification, verify_run
 from staleflow.stores.auditing.chain import check_chain
-from staleflow.stores.errors import StoreError
+from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import remove
 from staleflow.stores.trajectories import layout, versioned
 from staleflow.stores.trajectories.columns import COLUMNS
@@ -375,6 +376,51 @@ def test_every_file_of_a_run_is_verified_or_listed_as_not_covered(copy: Path) ->
         remove(copy / name)
     point.write_bytes(data)
     assert verify_run(copy, steps=ALL).verified, "nothing of it is needed"
+
+
+class Forger:
+    """Changes one random file of a run, all files equally likely, and puts it back."""
+
+    def __init__(self, run: Path, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._files = sorted(path for path in run.rglob("*") if path.is_file())
+
+    @contextlib.contextmanager
+    def forged(self) -> Iterator[tuple[list[Path], str]]:
+        """The files that are changed meanwhile, and how."""
+        file, other = self._rng.sample(self._files, 2)
+        kind = self._rng.choice(("bit", "delete", "cut", "swap") if file.stat().st_size else ("delete", "swap"))
+        data, other_data = file.read_bytes(), other.read_bytes()
+        if kind == "swap":
+            file.write_bytes(other_data)
+            other.write_bytes(data)
+        elif kind == "delete":
+            file.unlink()
+        else:
+            file.write_bytes(flipped(data, self._rng) if kind == "bit" else data[: self._rng.randrange(len(data))])
+        try:
+            yield [file, other] if kind == "swap" else [file], kind
+        finally:
+            file.write_bytes(data)
+            other.write_bytes(other_data)
+
+
+def test_random_forgeries_of_all_files_are_found_or_not_covered(copy: Path) -> None:
+    """Resume points that are not whole are none; of the store's files some have only what earlier snapshots read."""
+    checkpoint, contents = copy / "checkpoints" / "step-000003", read_all(copy / "store")
+    forger, num_found = Forger(copy, seed=10), 0
+    for _ in range(10):
+        with forger.forged() as (files, kind):
+            try:
+                result = verify_run(copy, checkpoint, steps=ALL)
+                found = not result.verified or bool(result.unverified)
+            except (ConfigError, StoreError):  # it cannot be read
+                found = True
+            for name in () if found else [str(file.relative_to(copy)) for file in files]:
+                assert name.startswith(("store/", "resume/", *NOT_COVERED)), (name, kind)
+                assert not name.startswith("store/") or read_all(copy / "store") == contents, (name, kind)
+            num_found += found
+    assert num_found > 2
 
 
 def test_random_changes_of_the_stores_files_are_found_or_not_read(copy: Path) -> None:
