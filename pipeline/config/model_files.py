@@ -24,22 +24,23 @@ HUB_S = 5.0
 """Seconds the hub may take to answer whether it has a model."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """Files of which a tokenizer has at least one."""
-INDEX = "model.safetensors.index.json"
+SHARD_INDEX = "model.safetensors.index.json"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 """Ends of the names of the tensor with one row per token."""
-LISTS = ("auto_mappings.py", "configuration_auto.py")
+MODEL_LISTS = ("auto_mappings.py", "configuration_auto.py")
 """Files of transformers that list the kinds of models it knows."""
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-"""What a model's code in transformers looks up how to compute attention in."""
+ATTENTION_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+"""Name of the table of attention functions that a model's code in transformers uses if its attention can be
+replaced."""
 OWN_CACHE = ("minimax", "recurrent_gemma")
-"""Kinds of models that compute with no other cache than theirs."""
-ONLY_STATES = "cache_params: Cache"
-"""What the code of models has whose layers have recurrent states and no attention."""
-SELECTED = ("update_indexer(", "compressed_sparse_attention")
-"""Calls in the code of models whose attention is to what an index selects."""
-HEADER = struct.Struct("<Q")
+"""Kinds of models that work only with a cache class of their own."""
+RECURRENT_ONLY = "cache_params: Cache"
+"""Text in the code of models that have recurrent layers only."""
+INDEXED_ATTENTION = ("update_indexer(", "compressed_sparse_attention")
+"""Calls in the code of models that attend only to tokens selected by an index (sparse attention)."""
+HEADER_LENGTH = struct.Struct("<Q")
 UNLIMITED = 2**31
-"""Context of a model that states none, tokens."""
+"""Context length in tokens of a model whose configuration has none."""
 MAX_HEADER_BYTES = 100 * 2**20
 """Most bytes of a safetensors header; more is refused when the file is loaded, too."""
 
@@ -103,7 +104,7 @@ def _ask_hub(name: str, subject: str) -> None:
 
 
 def read_architecture(folder: Path, subject: str) -> dict[str, Any]:
-    """A model's config.json. what: names the model, for messages. Raises ConfigError."""
+    """A model's config.json. subject: names the model, for messages. Raises ConfigError."""
     path = folder / "config.json"
     try:
         read = json.loads(path.read_text("utf-8"))
@@ -117,7 +118,7 @@ def read_architecture(folder: Path, subject: str) -> dict[str, Any]:
 
 
 def read_context(folder: Path, subject: str) -> int:
-    """Tokens a model can attend to, by its config.json; practically unlimited if that does not say. what: names the
+    """Tokens a model can attend to, by its config.json; practically unlimited if that does not say. subject: names the
     model, for messages. Raises ConfigError."""
     return context_of(read_architecture(folder, subject))
 
@@ -160,7 +161,7 @@ def _rotary_settings(architecture: Mapping[str, Any]) -> Iterator[Mapping[str, A
 
 
 def vocabulary_of(path: str) -> int:
-    """How many tokens a model on this machine knows; 0 if there is no telling. Raises ConfigError."""
+    """Vocabulary size of a model on this machine; 0 if it is not known. Raises ConfigError."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
         return 0
@@ -172,7 +173,7 @@ def check_files(folder: Path, subject: str) -> None:
     """Raise ConfigError if transformers does not know a model's kind, or if its weights or its tokenizer are missing or
     incomplete. Reads headers only."""
     kind = read_architecture(folder, subject).get("model_type")
-    if isinstance(kind, str) and not _known(kind):
+    if isinstance(kind, str) and not _is_known_kind(kind):
         raise ConfigError(
             f"{subject}: its config.json says model_type = {kind!r}, which the installed transformers does not know"
         )
@@ -193,11 +194,11 @@ def check_attention(folder: Path, key: str) -> None:
     kind = read_architecture(folder, key).get("model_type")
     code = _code(kind) if isinstance(kind, str) else ""
     why = ""
-    if code and INTERFACE not in code and ONLY_STATES not in code:
+    if code and ATTENTION_INTERFACE not in code and RECURRENT_ONLY not in code:
         why = "does not compute attention by transformers' interface"
     elif kind in OWN_CACHE:
         why = "computes with a cache of its own"
-    elif any(call in code for call in SELECTED):
+    elif any(call in code for call in INDEXED_ATTENTION):
         why = "attends to what an index of its own selects"
     if why:
         raise ConfigError(
@@ -208,21 +209,21 @@ def check_attention(folder: Path, key: str) -> None:
 
 def _code(kind: str) -> str:
     """The code of this kind of model in transformers; empty if it is not where it was."""
-    names = (kind.replace("-", "_"), *re.findall(rf'\("{re.escape(kind)}", "(\w+)"\)', _lists()))
+    names = (kind.replace("-", "_"), *re.findall(rf'\("{re.escape(kind)}", "(\w+)"\)', _model_lists()))
     files = (_library() / "models" / name / f"modeling_{name}.py" for name in names)
     return next((path.read_text() for path in files if path.is_file()), "")
 
 
-def _known(kind: str) -> bool:
-    """Whether transformers has a configuration for this kind of model; true if its list is not where it was. The list
-    is searched as text: to import it takes seconds."""
-    text = _lists()
+def _is_known_kind(kind: str) -> bool:
+    """Whether transformers has a configuration for this kind of model; True if its list is not found. The list is
+    searched as text, because importing it takes seconds."""
+    text = _model_lists()
     return f'"{kind}"' in text or '"llama"' not in text
 
 
-def _lists() -> str:
-    """What lists the kinds of models that transformers knows."""
-    paths = (_library() / "models" / "auto" / name for name in LISTS)
+def _model_lists() -> str:
+    """Text of the files that list the kinds of models that transformers knows."""
+    paths = (_library() / "models" / "auto" / name for name in MODEL_LISTS)
     return "".join(path.read_text() for path in paths if path.is_file())
 
 
@@ -233,11 +234,11 @@ def _library() -> Path:
 
 
 def _shards(folder: Path, subject: str) -> Iterator[Path]:
-    if (folder / INDEX).is_file():
+    if (folder / SHARD_INDEX).is_file():
         try:
-            names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+            names = set(json.loads((folder / SHARD_INDEX).read_text())["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{subject}: its {INDEX} cannot be read: {error}; copy the model again") from error
+            raise ConfigError(f"{subject}: its {SHARD_INDEX} cannot be read: {error}; copy the model again") from error
         yield from (folder / name for name in sorted(names))
     elif (folder / "model.safetensors").is_file():
         yield folder / "model.safetensors"
@@ -247,10 +248,10 @@ def _check_weights(path: Path, subject: str, vocabulary: object) -> None:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            (length,) = HEADER.unpack(file.read(HEADER.size))
+            (length,) = HEADER_LENGTH.unpack(file.read(HEADER_LENGTH.size))
             header = json.loads(file.read(length)) if length <= min(size, MAX_HEADER_BYTES) else {}
         ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__" and isinstance(v, Mapping)]
-        file_bytes = HEADER.size + length + max(ends, default=0)
+        file_bytes = HEADER_LENGTH.size + length + max(ends, default=0)
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error) as error:
         raise ConfigError(f"{subject}: {path.name} cannot be read: {error}; copy the model again") from error
     rows = vocabulary and next((v["shape"][0] for k, v in header.items() if k.endswith(EMBEDDINGS)), vocabulary)

@@ -16,7 +16,7 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
 
 IDENTITY = ("trajectory", "step", "fate", "offset", "response_tokens", "text_offset", "text_bytes", "arrived_s")
-"""Columns that no branch replaces, by which the same row is known."""
+"""Columns that no branch changes. Rows with equal values in them are the same row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ def difference(run_dir: Path, first: str, second: str) -> BranchDifference:
         raise ConfigError(f"{run_dir}: {first} is compared with itself; name two branches")
     first_store, second_store = (VersionedStore.open(path, branch=name) for name in (first, second))
     tables = first_store.table(), second_store.table()
-    count = _shared(*tables)
+    count = _num_common_rows(*tables)
     table, other = ({name: column[:count] for name, column in table.items()} for table in tables)
     (positions,) = np.nonzero(table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value))
     if not len(positions):
@@ -83,9 +83,9 @@ def difference(run_dir: Path, first: str, second: str) -> BranchDifference:
     )
 
 
-def _shared(first_rows: Mapping[str, npt.NDArray[Any]], second_rows: Mapping[str, npt.NDArray[Any]]) -> int:
-    """Number of rows, from the first on, that two branches have in common. After steps were undone they go on with
-    other trajectories, and a commit is shared as a whole or not at all."""
+def _num_common_rows(first_rows: Mapping[str, npt.NDArray[Any]], second_rows: Mapping[str, npt.NDArray[Any]]) -> int:
+    """Number of leading rows that two branches have in common. The branches have different trajectories after steps
+    that were undone. A commit is common as a whole or not at all."""
     rows = min(len(first_rows["trajectory"]), len(second_rows["trajectory"]))
     # Undone trajectories and those sampled instead may have one id; where their text is stored differs.
     equal = np.logical_and.reduce([first_rows[name][:rows] == second_rows[name][:rows] for name in IDENTITY])

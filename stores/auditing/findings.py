@@ -1,4 +1,4 @@
-"""What an audit reports. Pure."""
+"""The findings of an audit. Pure."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ class Finding:
     check: str
     """Name of the check that found it."""
     where: str
-    """What it is about, such as "step 3" or "trajectory 17"."""
+    """Subject of the finding, such as "step 3" or "trajectory 17"."""
     message: str
-    """What is wrong, in words."""
+    """Description of the contradiction."""

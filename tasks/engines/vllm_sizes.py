@@ -24,8 +24,8 @@ def cache_bytes(settings: VllmSettings) -> int:
     config = AutoConfig.from_pretrained(settings.model).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    a_token = 2 * config.num_hidden_layers * heads * width * getattr(torch, settings.dtype).itemsize
-    return int(a_token * (settings.kv_tokens + settings.page_tokens))
+    token_bytes = 2 * config.num_hidden_layers * heads * width * getattr(torch, settings.dtype).itemsize
+    return int(token_bytes * (settings.kv_tokens + settings.page_tokens))
 
 
 def checkpoint_shapes(model: str) -> weight_folder.Shapes:
@@ -42,7 +42,7 @@ def adapted_layers(settings: VllmSettings) -> list[str]:
 
 
 def empty_model(model: str) -> Any:
-    """A model without weights, as transformers lays it out."""
+    """A model of transformers on the meta device, without weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

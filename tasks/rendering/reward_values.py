@@ -1,4 +1,4 @@
-"""What a reward function returns, as plain numbers, and sums of several."""
+"""Parsing of the results of reward functions, and weighted sums of rewards."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class InvalidReward(ValueError):
 
 
 def parse_reward(result: Any) -> tuple[float, dict[str, float]]:
-    """A reward function's result as (reward, its parts by name), in plain numbers: a class of numpy or of the user's
-    own could neither be stored, nor loaded by the process that receives it. Raises InvalidReward.
+    """Convert the result of a reward function to (reward, parts by name) with Python floats. Other number classes could
+    not be stored, or not be loaded by the process that receives them. Raises InvalidReward.
 
     >>> parse_reward((np.float32(0.5), {"length": np.int64(3)}))
     (0.5, {'length': 3.0})
@@ -46,8 +46,8 @@ def parse_reward(result: Any) -> tuple[float, dict[str, float]]:
     return _number(reward, "the reward"), numbers
 
 
-def described(error: BaseException) -> str:
-    """What a user's function raised, as one line that names the line of its file."""
+def describe_error(error: BaseException) -> str:
+    """Describe an error of a user's function in one line, with the line of its file."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((f for f in frames if not _ours(f.filename)), None)
     # The file of a function that was pickled by value is not known.
@@ -71,12 +71,12 @@ class WeightedSum:
         parts: dict[str, float] = {}
         for name, reward in self._rewards.items():
             try:
-                parts[name], below = parse_reward(reward(answer, record))
-            except InvalidReward as refused:
-                raise InvalidReward(f"part {name}: {refused}") from refused
+                parts[name], inner_parts = parse_reward(reward(answer, record))
+            except InvalidReward as invalid:
+                raise InvalidReward(f"part {name}: {invalid}") from invalid
             except Exception as error:  # a user's function may raise anything
-                raise InvalidReward(f"part {name}: {described(error)}") from error
-            parts |= {f"{name}.{key}": value for key, value in below.items()}
+                raise InvalidReward(f"part {name}: {describe_error(error)}") from error
+            parts |= {f"{name}.{key}": value for key, value in inner_parts.items()}
         return sum(weight * parts[name] for name, weight in self._weights.items()), parts
 
 

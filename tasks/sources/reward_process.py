@@ -23,7 +23,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.stores.printable import printable
 from staleflow.tasks.environments.pickled_messages import packed, read_message
 from staleflow.tasks.environments.terminal_output import RelayedOutput
-from staleflow.tasks.rendering.reward_values import InvalidReward, described, parse_reward
+from staleflow.tasks.rendering.reward_values import InvalidReward, describe_error, parse_reward
 from staleflow.tasks.rendering.task_source import Reward
 from staleflow.tasks.settings.task_config import RewardConfig
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
@@ -224,7 +224,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
         except InvalidReward as refused:
             reward, parts, problem = 0.0, {}, str(refused)
         except (Exception, SystemExit) as raised:  # noqa: BLE001  a user's function may raise anything; it is recorded
-            reward, parts, problem = 0.0, {}, described(raised)
+            reward, parts, problem = 0.0, {}, describe_error(raised)
         _write(answers, (number, 0.0 if problem else reward, parts, " ".join(printable(problem, 500).split())))
 
 

@@ -1,7 +1,7 @@
-"""Where a trainer's tensors are while rollout instances have its device: in the layout "turns".
+"""Host memory for a trainer's tensors while rollout instances use its device (cluster.layout = "turns").
 
-On a GPU that is pinned memory of the host. On a CPU, where the device's memory is the process's own, it is a mapped
-file without a name, so that the process does free as much; the system writes it to disk as it needs the memory.
+For a GPU it is pinned host memory. For a CPU it is a memory-mapped file without a name: the process frees its own
+memory, and the system can write the file to disk.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ import torch
 
 
 class HostMemory:
-    """Copies of tensors by name, whose memory is used again. device: where the tensors are while they are in use."""
+    """Stores copies of tensors by name in host memory that is allocated once. device: where the tensors are while in
+    use."""
 
     def __init__(self, device: str) -> None:
         self._device = device
         self._copies: dict[str, torch.Tensor] = {}
 
     def put(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The copy of a tensor, made anew unless the tensor itself is it."""
+        """Copy a tensor to host memory, and return the copy. Its memory is reused by the next `put` of that name."""
         copy = self._copies.get(name)
         if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
             copy = self._copies[name] = self._empty(tensor)
         return copy.copy_(tensor)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor's values on the device."""
+        """Return a copy of a stored tensor on the device."""
         return tensor.to(self._device, copy=True)
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
