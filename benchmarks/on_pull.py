@@ -28,8 +28,6 @@ BOUNDS = (1, 3)
 SEEDS = (21, 22, 23)
 COLUMNS = {
     "mixed": "share of the responses trained on that were sampled under more than one version",
-    "mismatch_mean": "nats between stored and recomputed logprobs of tokens whose version is the trainer's, mean",
-    "mismatch_max": "the largest of these",
     "ess": "effective sample size over the number of tokens",
     "kl_behaviour": "KL divergence of the sampling policy from the trained one, nats",
     "tokens_per_s": "response tokens trained on per second",
@@ -74,8 +72,6 @@ def figures(summary: dict[str, Any], store: VersionedStore) -> dict[str, Any]:
     trained = columns["fate"] == Fate.CONSUMED.value
     return {
         "mixed": float((columns["v_min"] != columns["v_max"])[trained].mean()),
-        "mismatch_mean": statistics.mean(step["mismatch_mean"] for step in steps),
-        "mismatch_max": max(step["mismatch_max"] for step in steps),
         "ess": statistics.mean(step["ess"] for step in steps),
         "kl_behaviour": statistics.mean(step["kl_behaviour"] for step in steps),
         "tokens_per_s": sum(step["response_tokens"] for step in steps) / steps[-1]["elapsed_s"],
