@@ -9,8 +9,9 @@ from pathlib import Path
 from staleflow.pipeline.api.stored_run import open_run
 from staleflow.pipeline.config.emulation import SimulationConfig
 from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.jobs.what_if import as_recorded
 from staleflow.pipeline.profiling.diagnosis import versions_behind
-from staleflow.pipeline.profiling.run_profile import as_recorded, profile_run
+from staleflow.pipeline.profiling.run_profile import profile_run
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.simulator.analysis import steady_tokens_per_s
 from staleflow.stores.errors import ConfigError

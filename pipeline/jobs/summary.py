@@ -11,6 +11,7 @@ from typing import Any
 
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.starts import read, with_all_starts
+from staleflow.pipeline.jobs.what_if import WhatIf, check_by_simulation
 from staleflow.pipeline.profiling.diagnosis import Diagnosis
 from staleflow.pipeline.runtime.evaluation_results import by_set, not_comparable
 from staleflow.pipeline.runtime.run_report import RunReport
@@ -43,7 +44,8 @@ def write_report(config: RunConfig, outcomes: RunReport, run_dir: Path) -> dict[
     summary = summarize(config, with_all_starts(outcomes, run_dir), run_dir)
     summary["starts"] = [{"version": start.version, "end": start.end} for start in read(run_dir)]
     if outcomes.diagnosis is not None:
-        summary["diagnosis"] = diagnosis_entry(run_dir, outcomes.diagnosis)
+        advice = check_by_simulation(run_dir, outcomes.profile, outcomes.diagnosis, config.rollout.instances)
+        summary["diagnosis"] = diagnosis_entry(*advice)
     replace_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n", REMEDY)
     if outcomes.steps:
         replace_file(run_dir / "summary.png", lambda tmp_path: draw(config, outcomes, tmp_path), REMEDY)
@@ -127,12 +129,14 @@ def _cost_model(config: RunConfig, outcomes: RunReport) -> dict[str, Any]:
     return {"measured_over_predicted": ratio, "drifted": drifted}
 
 
-def diagnosis_entry(run_dir: Path, diagnosis: Diagnosis) -> dict[str, Any]:
-    """The bottleneck of a run for summary.json. line: the same as one line of text, with the command that simulates the
-    advised change."""
-    changes = "".join(f" --set {key}={json.dumps(value)}" for key, value in diagnosis.change)
-    line = f"{diagnosis.line}; see what it would bring: staleflow simulate --from {run_dir}{changes}"
-    return {**diagnosis.as_dict(), "line": line if changes else diagnosis.line}
+def diagnosis_entry(diagnosis: Diagnosis, expectation: WhatIf) -> dict[str, Any]:
+    """The bottleneck of a run and the expected effect of a change, for summary.json. line: both as one line of text."""
+    return {
+        **diagnosis.as_dict(),
+        "expected_ratio": expectation.ratio,
+        "command": expectation.command,
+        "line": f"{diagnosis.line}; {expectation.line}",
+    }
 
 
 def step_line(step: Mapping[str, float], num_steps: int, bottleneck: str = "") -> str:

@@ -118,7 +118,11 @@ class Diagnosis:
     advice: str
     """What to change, for people."""
     change: tuple[tuple[str, float | str], ...] = ()
-    """The same as keys of the job file and their new values, where it is that."""
+    """The same as keys of the job file and their new values, for a simulation of its effect."""
+    halved: tuple[str, ...] = ()
+    """Keys whose seconds a simulation of its effect halves."""
+    injected: tuple[tuple[str, float], ...] = ()
+    """Keys and values that the job does not have, but the run: what slows it and no job file says."""
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""
@@ -158,6 +162,7 @@ def _trainer_waits(load: StepTimes, sizes: Sizes, share: float) -> Diagnosis:
             share=share,
             finding=f"{waits}, {waiting.share(waiting.scoring_s):.0%} of that for rewards",
             advice="make the reward function faster, or raise reward.workers",
+            halved=("simulation.reward_s",),
         )
     if waiting.share(waiting.environment_s) >= MAIN_SHARE:
         return _environment_limits(waiting, sizes, share)
@@ -169,6 +174,11 @@ def _trainer_waits(load: StepTimes, sizes: Sizes, share: float) -> Diagnosis:
             share=share,
             finding=f"{waits}, and {names} {factor:.1f} times as long for a token as the others",
             advice="see what else runs on that machine, or do without it",
+            change=(("simulation.straggler_share", 0.0),),
+            injected=(
+                ("simulation.straggler_share", len(slow) / sizes.instances),
+                ("simulation.straggler_factor", factor),
+            ),
         )
     if waiting.share(waiting.pull_s) >= MAIN_SHARE:
         return Diagnosis(
@@ -176,6 +186,7 @@ def _trainer_waits(load: StepTimes, sizes: Sizes, share: float) -> Diagnosis:
             share=share,
             finding=f"{waits}, and instances load weights {waiting.share(waiting.pull_s):.0%} of that",
             advice="pull less often (rollout.synchronization), or speed up the network between the hosts",
+            halved=("simulation.pull_s",),
         )
     runs = f"instances run {waiting.running:.0f} of {sizes.max_running}"
     if waiting.share(waiting.out_of_memory_s) >= MAIN_SHARE:
@@ -229,6 +240,7 @@ def _environment_limits(waiting: PeriodTimes, sizes: Sizes, share: float) -> Dia
         share=share,
         finding=f"{waits} environments ({waiting.awaiting_environment:.0f} in steps, {num_slots} slots)",
         advice="make the environment faster, or start more (batch.extra_groups)",
+        halved=("workload.tool_s",),
     )
 
 
@@ -249,6 +261,7 @@ def trainer_limits(share: float, needed: int, instances: int) -> Diagnosis:
         share=share,
         finding=f"{trains}{suffices}",
         advice="a faster trainer, or a smaller batch" if instances == 1 or suffices else "all parts are used well",
+        halved=("simulation.train_s", "simulation.train_s_per_token"),
     )
 
 

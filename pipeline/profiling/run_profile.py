@@ -95,21 +95,6 @@ def measured_latencies(watch: TimeTracker, fit: Fit) -> dict[str, float]:
     return seconds
 
 
-def as_recorded(run_dir: Path, profile: Profile) -> tuple[str, ...]:
-    """A stored run's responses and measured times, as overrides of its job file."""
-    overrides = ["workload.kind=recorded", f"workload.run={json.dumps(str(run_dir))}"]
-    cost = profile.drafts.cost(profile.fit.model)
-    overrides += [f"rollout.cost.{name}={value!r}" for name, value in asdict(cost).items()]
-    if profile.drafts.acceptance is not None:
-        overrides.append(f"workload.acceptance_rate={profile.drafts.acceptance!r}")
-    overrides += [f"simulation.{name}={value!r}" for name, value in profile.latencies.items()]
-    if "straggler_share" not in profile.latencies:  # as slow as they were, all of them
-        overrides.append("simulation.straggler_share=0.0")
-    if "train_s" in profile.latencies:  # the mean step, of mean tokens
-        overrides.append("simulation.train_s_per_token=0.0")
-    return tuple(overrides)
-
-
 def write_profile(path: Path, profile: Profile) -> None:
     """Write a profile as JSON. Raises StoreError if the file cannot be written."""
     replace_text(path, json.dumps(profile.as_dict(), indent=1) + "\n", "choose another place with --out")

@@ -10,12 +10,16 @@ import pytest
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.summary import diagnosis_entry
+from staleflow.pipeline.jobs.what_if import WORSE, WhatIf, check_by_simulation, expect
 from staleflow.pipeline.profiling.diagnosis import Cause, diagnose, sizes_of
+from staleflow.pipeline.profiling.run_profile import profile_run
 from staleflow.pipeline.profiling.step_times import StepTimes
+from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.simulator.analysis import measure
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from tests.support.bodies import Body
 from tests.support.scripted import World
+from tests.support.simulated_store import stored_simulation
 
 JOB = "examples/dryrun.toml"
 PLANTED = {
@@ -48,14 +52,6 @@ PLANTED = {
     Cause.WEIGHTS: ("rollout.instances=2", "simulation.pull_s=15.0"),
 }
 """Changes to the example, by the cause that each plants."""
-CURES = {
-    Cause.REWARD: ("simulation.reward_s=10.0",),
-    Cause.ENVIRONMENT: ("workload.tool_s=10.0",),
-    Cause.SLOW_INSTANCE: ("simulation.straggler_share=0.0",),
-    Cause.TRAINER: ("simulation.train_s=15.0",),
-    Cause.WEIGHTS: ("simulation.pull_s=7.5",),
-}
-"""Of the causes whose cure is no key of a job: what it does in the example."""
 
 
 def simulated(*overrides: str) -> RunConfig:
@@ -71,8 +67,8 @@ def test_a_planted_cause_is_found_in_a_simulation_and_its_cure_helps(cause: Caus
     assert (diagnosis.cause, diagnosis.line) == (cause, diagnosis.line)
     assert diagnosis.line.count("\n") == 0
     assert f"bottleneck: {cause.value} (trainer" in diagnosis.short
-    changes = (f"{key}={value}" for key, value in diagnosis.change)
-    cured = simulated(*PLANTED[cause], *changes, *CURES.get(cause, ()))
+    halved = [f"{key}={_value(config, key) / 2}" for key in diagnosis.halved]
+    cured = simulated(*PLANTED[cause], *(f"{key}={value}" for key, value in diagnosis.change), *halved)
     then = measure(cured, SimulatedRun(cured, actor_settings.make_workload(cured)).run())
     gain = then.steady_tokens_per_s / measures.steady_tokens_per_s
     if cause is Cause.MANY_INSTANCES:  # what is said not to be needed is not needed
@@ -80,6 +76,11 @@ def test_a_planted_cause_is_found_in_a_simulation_and_its_cure_helps(cause: Caus
         assert cured.rollout.instances < config.rollout.instances / 2
     else:
         assert gain > 1.1
+
+
+def _value(config: RunConfig, key: str) -> float:
+    table, _, name = key.partition(".")
+    return float(getattr(getattr(config, table), name))
 
 
 def test_nothing_is_said_of_no_steps() -> None:
@@ -134,10 +135,60 @@ def test_a_planted_cause_is_found_by_the_driver(tmp_path: Path, cause: Cause) ->
     assert run.outcomes.bottlenecks[steps - 3].startswith(f"bottleneck: {cause.value} (trainer ")
 
 
-def test_a_summary_names_the_command_that_simulates_the_change(tmp_path: Path) -> None:
-    config = simulated(*PLANTED[Cause.FEW_INSTANCES])
+# -- what a change would bring -----------------------------------------------------------------------------------
+
+
+def test_a_simulation_of_the_run_says_what_the_change_would_bring(tmp_path: Path) -> None:
+    run = stored_simulation(tmp_path, "steps=14", *PLANTED[Cause.FEW_INSTANCES])
+    config = load_job(run)
     diagnosis = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
     assert diagnosis is not None
-    entry = diagnosis_entry(tmp_path, diagnosis)
-    assert entry["cause"] == "too few instances"
-    assert entry["line"].endswith(f": staleflow simulate --from {tmp_path} --set rollout.instances=2")
+    expected = expect(run, profile_run(run), diagnosis, budget_s=60.0)
+    assert expected.ratio == pytest.approx(1.9, abs=0.2)
+    assert expected.command == f"staleflow simulate --from {run} --set rollout.instances=2"
+    text = diagnosis_entry(diagnosis, expected)
+    assert text["cause"] == "too few instances"
+    assert text["line"].endswith(f"a simulation of this run expects {expected.ratio:.2f} times the tokens/s of it")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "line"),
+    [
+        (0.94, "but a simulation of this run expects 0.94 times the tokens/s of it"),
+        (1.004, "a simulation of this run expects about the same tokens/s (1.00 times)"),
+        (1.02, "a simulation of this run expects 1.02 times the tokens/s of it"),
+        (None, "see what it would bring: staleflow simulate"),
+    ],
+)
+def test_a_change_that_brings_nothing_is_not_praised(ratio: float | None, line: str) -> None:
+    assert WhatIf(ratio=ratio, command="staleflow simulate").line == line
+
+
+def test_instances_that_a_simulation_finds_to_be_needed_are_not_said_to_be_too_many(tmp_path: Path) -> None:
+    """Five would sample as much on average, but the tails of eight are what keeps the trainer busy."""
+    run = stored_simulation(tmp_path, "steps=14", "rollout.instances=8", "simulation.train_s=5.0")
+    config = load_job(run)
+    found = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
+    assert found is not None
+    assert found.cause is Cause.MANY_INSTANCES
+    profile = profile_run(run)
+    at_first = expect(run, profile, found, budget_s=60.0)
+    assert at_first.ratio is not None
+    assert at_first.ratio < WORSE, "the simulation contradicts what the averages say"
+    diagnosis, expected = check_by_simulation(run, profile, found, 8, budget_s=60.0)
+    assert expected.ratio is not None
+    assert expected.ratio >= WORSE
+    line = diagnosis_entry(diagnosis, expected)["line"]
+    assert "but" not in line
+    assert diagnosis.cause is Cause.TRAINER or "would keep up: rollout.instances = " in line
+
+
+def test_a_simulation_that_takes_too_long_is_left_to_the_user(tmp_path: Path) -> None:
+    run = stored_simulation(tmp_path, "steps=4", *PLANTED[Cause.FEW_INSTANCES])
+    config = load_job(run)
+    diagnosis = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
+    assert diagnosis is not None
+    for profile, budget_s in ((profile_run(run), 0.0), (None, 60.0)):
+        expected = expect(run, profile, diagnosis, budget_s)
+        assert expected.ratio is None
+        assert expected.line == (f"see what it would bring: staleflow simulate --from {run} --set rollout.instances=2")

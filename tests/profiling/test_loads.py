@@ -21,9 +21,10 @@ from staleflow.pipeline.coordination.events import (
     TrajectorySampled,
     VersionPublished,
 )
+from staleflow.pipeline.jobs.what_if import as_recorded
 from staleflow.pipeline.profiling.diagnosis import sizes_of
 from staleflow.pipeline.profiling.draft_stats import DraftsUsed
-from staleflow.pipeline.profiling.run_profile import as_recorded, profile_run, write_profile
+from staleflow.pipeline.profiling.run_profile import profile_run, write_profile
 from staleflow.pipeline.profiling.step_times import steady, sum_steps
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.pipeline.recovery.run_folder import load_job
