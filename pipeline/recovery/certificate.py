@@ -86,10 +86,10 @@ def signer_of(checkpoint: Path, allowed_signers: Path) -> str:
             raise ConfigError(f"{file}: no such file" + (f"; {remedy}" if remedy else ""))
     key = ("-f", str(allowed_signers), "-s", str(signature))
     with raised_as(ConfigError, "ssh-keygen", OSError, remedy="install OpenSSH", describe=strerror):
-        found = _ssh_keygen(b"", "find-principals", *key)
-        principal = next(iter(found.stdout.decode(errors="replace").splitlines()), "")
-        done = _ssh_keygen(signed.read_bytes(), "verify", *key, "-n", "file", "-I", principal)
-    if not principal or found.returncode or done.returncode:
+        principals = _ssh_keygen(b"", "find-principals", *key)
+        principal = next(iter(principals.stdout.decode(errors="replace").splitlines()), "")
+        check = _ssh_keygen(signed.read_bytes(), "verify", *key, "-n", "file", "-I", principal)
+    if not principal or principals.returncode or check.returncode:
         raise StoreError(f"{signature}: no key of {allowed_signers} signed this {FILE}; it may have been changed")
     return principal
 

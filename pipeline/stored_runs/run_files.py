@@ -133,8 +133,8 @@ def not_covered_files(run_dir: Path, checkpoint: Path | None, points: Container[
 def steps_in_words(steps: Iterable[int]) -> str:
     """Steps in words.
 
-    >>> steps_in_words([1, 2, 3, 7])
-    'steps 1-3, 7'
+    >>> steps_in_words([1, 2, 3, 7]), steps_in_words([4])
+    ('steps 1-3, 7', 'step 4')
     """
-    ranges = (f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in id_ranges(steps))
-    return f"steps {', '.join(ranges)}"
+    ranges = [f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in id_ranges(steps)]
+    return f"{'step' if len(ranges) == 1 and '-' not in ranges[0] else 'steps'} {', '.join(ranges)}"
