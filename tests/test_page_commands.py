@@ -29,7 +29,7 @@ OUTPUTS = {
     "docs/store.md": ("runs/NAME/",),
 }
 """How blocks begin that show what is printed or stored, by page."""
-OTHER_PROGRAMS = {"cd", "docker", "for", "helm", "kubectl", "sbatch", "source", "tail"}
+OTHER_PROGRAMS = {"cd", "docker", "for", "helm", "kubectl", "sbatch", "source", "ssh-keygen", "tail"}
 """Programs whose options are not checked."""
 OWN_KEYS = {"rollout.routing.most", "training.loss.most"}
 """Keys of what docs/extending.md adds."""

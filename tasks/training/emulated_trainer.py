@@ -78,10 +78,12 @@ class EmulatedPolicy:
         """Do nothing: there are no weights to save."""
 
     def begin_save(self, path: Path) -> None:
-        """Write the version as a zip archive, as every trainer's resume points are, by which a torn one is told."""
+        """Write the version as a zip archive, and in a group's folder the file by which it is complete."""
         if self._rank.leads:
             with _file(path).open("wb") as file:
                 np.savez(file, version=self._version)
+            if path.is_dir():
+                (path / resume_points.SHARD_METADATA).touch()
 
     def end_save(self) -> None:
         """Do nothing: it is written."""

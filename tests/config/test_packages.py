@@ -92,7 +92,7 @@ def test_a_kind_of_environment_is_found_by_each_command(play: Path, tmp_path: Pa
     explained = fresh("config", "explain", play, "--json")  # which also begins an episode
     assert explained.returncode == 0, explained.stderr
     rows = {row["key"]: row for row in json.loads(explained.stdout)}
-    assert rows["acts"]["value"] is True
+    assert rows["has_environment"]["value"] is True
     assert "dungeon:NAME" in rows["task.source"]["doc"]
     schema = json.loads(fresh("config", "schema").stdout)["properties"]
     assert "dungeon:NAME" in schema["task"]["anyOf"][0]["properties"]["source"]["description"]

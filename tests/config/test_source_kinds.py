@@ -20,9 +20,9 @@ def test_the_example_with_environments_has_them_for_every_command(tmp_path: Path
     loaded = loading.load(AGENT)
     located = user_files.with_absolute_paths(loaded)
     tried = dry_run(loading.load(AGENT, (f"model.path={tmp_path}",)), tmp_path)
-    assert located.acts
-    assert loaded.acts
-    assert tried.acts
+    assert located.has_environment
+    assert loaded.has_environment
+    assert tried.has_environment
     assert make_strategies(loaded).environments
     answer = CliRunner().invoke(cli, ["config", "explain", AGENT, "--no-check", "--json"])
-    assert {row["key"]: row["value"] for row in json.loads(answer.output)}["acts"] is True
+    assert {row["key"]: row["value"] for row in json.loads(answer.output)}["has_environment"] is True

@@ -185,7 +185,7 @@ def test_checkpoints_are_saved_as_often_as_asked(body: Body) -> None:
     names = [folder.rpartition("/")[2] for folder in run.workers.actor("trainer").saved]
     assert names == ["step-000002", "step-000004", "step-000005"]
     certificates = [certificate.read(Path(folder)) for folder in run.workers.actor("trainer").saved]
-    assert [(int(c.version), c.entry) for c in certificates] == [(v, f"entry of step {v - 1}") for v in (2, 4, 5)]
+    assert [(int(c.version), c.entry) for c in certificates] == [(v, f"{v - 1:064x}") for v in (2, 4, 5)]
 
 
 # -- nothing happens -----------------------------------------------------------------------------------------------

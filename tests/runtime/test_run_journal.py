@@ -233,7 +233,7 @@ def test_the_run_page_follows_parts_as_they_are_closed_and_compressed(tmp_path: 
     assert (follower.index.num_events, follower.index.end_s) == (alone.index.num_events, alone.index.end_s)
     assert follower.index.starts == alone.index.starts
     views = [index.window(0, 1e9, 20) for index in (follower.index, alone.index)]
-    assert {bool(view.pop("invalid")) for view in views} in ({False}, {True}), "the line of an instance lost unknown"
+    assert {bool(view.pop("read_error")) for view in views} in ({False}, {True}), "the line of an instance lost unknown"
     assert views[0] == views[1]
 
 

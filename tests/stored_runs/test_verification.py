@@ -318,9 +318,7 @@ def test_a_changed_resume_point_and_a_changed_base_model_are_found(
     torch.save(state, point)
     result = verify_run(copy, steps=ALL)
     assert wheres(result) == [("weights", "resume point of version 1")]
-    assert (
-        result.repeated_steps == (0, 2) and "step 1: of the sample, and not repeated to the end" in result.unverified
-    )
+    assert result.repeated_steps == (0, 2) and "step 1: of the sample, and not repeated to the end" in result.unverified
     point.write_bytes(point.read_bytes()[:-1000])
     assert verify_run(copy, steps=ALL).verified, "a point that is not whole is none"
 

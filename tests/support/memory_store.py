@@ -57,8 +57,8 @@ class MemoryStore:
         return self._steps[first:]
 
     def entry(self, step: int) -> str:
-        """A name for a step's entry: this store has no chain."""
-        return f"entry of step {step}"
+        """A step's entry, which is the step's number: this store has no chain."""
+        return f"{step:064x}"
 
     def ended(self, step: int | None = None) -> Iterable[EndedTrajectory]:
         for row in self._ended:

@@ -236,7 +236,7 @@ def test_what_a_killed_writer_has_moved_aside_is_removed_with_the_points_of_its_
     points = ResumePoints(tmp_path / "resume")
 
     def shards(text: str) -> Callable[[Path], None]:
-        return lambda part: (part / resume_points.SHARDS).write_text(text) and None
+        return lambda part: (part / resume_points.SHARD_METADATA).write_text(text) and None
 
     for version in (1, 2):
         points.write(PolicyVersion(version), shards("old"), sharded=True)
