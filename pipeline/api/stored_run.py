@@ -248,6 +248,7 @@ class Run(RunData):
         """
         from staleflow.pipeline.stored_runs.hub import push_checkpoint
 
+        self._require_newest("push")
         return push_checkpoint(self._path, repo, step=step, private=private)
 
     def export(

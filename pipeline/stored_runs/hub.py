@@ -23,37 +23,19 @@ UNPUBLISHED = ("name", "runs_dir", "store", "profile", "model.path")
 
 
 def push_checkpoint(run_dir: Path, repo: str, *, step: int | None = None, private: bool = False) -> str:
-    """Upload a checkpoint of a run and its model card to a model repository, which is created if there is none.
-
-    Args:
-        run_dir: The run's folder.
-        repo: Name of the repository, as `OWNER/NAME`.
-        step: Step of the checkpoint; the newest if None.
-        private: Whether a new repository is private.
-
-    Returns:
-        The URL of the commit.
-
-    Raises:
-        ConfigError: There is no such checkpoint, the hub cannot be reached, or it refuses the upload.
-    """
-    from huggingface_hub import HfApi
+    """Upload a checkpoint of a run and its model card in one commit; `Run.push` describes the arguments."""
+    from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     card = model_card(run_dir, step=step, title=repo.rpartition("/")[2])
     checkpoint = find_checkpoint(run_dir, step)
+    files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
+    operations = [CommitOperationAdd(str(path.relative_to(checkpoint)), path) for path in files]
+    operations.append(CommitOperationAdd(CARD, card.encode()))
     hub = HfApi()
     try:
         hub.create_repo(repo, private=private, exist_ok=True)
-        commit = hub.upload_folder(
-            repo_id=repo,
-            folder_path=checkpoint,
-            ignore_patterns=CARD,
-            commit_message=f"{checkpoint.name} of {run_dir.name}",
-        )
-        commit = hub.upload_file(
-            repo_id=repo, path_or_fileobj=card.encode(), path_in_repo=CARD, commit_message="Model card"
-        )
+        commit = hub.create_commit(repo, operations, commit_message=f"{checkpoint.name} of {run_dir.name}")
     except HFValidationError as error:
         raise ConfigError(f"{repo}: not the name of a repository, such as OWNER/NAME: {error}") from error
     except HfHubHTTPError as error:
@@ -62,8 +44,10 @@ def push_checkpoint(run_dir: Path, repo: str, *, step: int | None = None, privat
             f"{repo}: {hub.endpoint} refuses: {reason}; `hf auth login` or HF_TOKEN gives access"
         ) from error
     except Exception as error:  # of the HTTP client, which differs between versions of huggingface_hub
-        reason = str(error) or type(error).__name__
-        raise ConfigError(f"{repo}: {hub.endpoint} cannot be reached: {reason}") from error
+        reason = next(iter(str(error).splitlines()), "")
+        raise ConfigError(
+            f"{repo}: the upload to {hub.endpoint} failed: {type(error).__name__}: {reason}; try again"
+        ) from error
     return str(commit.commit_url)
 
 
@@ -81,6 +65,8 @@ def model_card(run_dir: Path, *, title: str, step: int | None = None) -> str:
     from huggingface_hub import ModelCardData
 
     config = run_folder.load_job(run_dir)
+    if config.emulated:
+        raise ConfigError(f"{run_dir}: its engine is emulated, so it has no policy to push")
     checkpoint = find_checkpoint(run_dir, step)
     store = VersionedStore.open(run_dir / "store")
     base = config.model.path

@@ -120,8 +120,8 @@ def not_covered_files(run_dir: Path, checkpoint: Path | None, points: Container[
     known = (*COVERED, *chain.from_iterable(NOT_COVERED.values()))
     unknown = tuple(name for name in names if not any(fnmatchcase(name, pattern) for pattern in known))
     for reason, patterns in (*NOT_COVERED.items(), ("no run writes them", unknown)):
-        if found := [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]:
-            yield f"{', '.join(found)}: {reason}"
+        if matching := [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]:
+            yield f"{', '.join(matching)}: {reason}"
     if kept := [f"v{version:08d}" for version in ResumePoints(run_dir / "resume").versions() if version not in points]:
         yield f"resume/ {', '.join(kept)}: no repeated step begins from them"
     folders = sorted(path.name for path in (run_dir / "checkpoints").glob("*") if path.resolve() != checkpoint)

@@ -20,9 +20,8 @@ from safetensors.numpy import load_file, save_file
 from staleflow.pipeline.jobs.execution import execute
 from staleflow.pipeline.recovery import certificate, resumption
 from staleflow.pipeline.runtime.run_listener import RunListener
-from staleflow.pipeline.stored_runs import offline_verification, training, verification
+from staleflow.pipeline.stored_runs import training
 from staleflow.pipeline.stored_runs.offline_verification import verify_offline
-from staleflow.pipeline.stored_runs.repeated_steps import Repetition, RepetitionResult, repeat
 from staleflow.pipeline.stored_runs.verification import Verification, verify_run
 from staleflow.stores.auditing.chain import check_chain
 from staleflow.stores.errors import ConfigError, StoreError
@@ -36,21 +35,11 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory, Fate, Segment
 from staleflow.tasks.training import numerics
 from tests.commands import command
+from tests.stored_runs.in_process import repeat_in_this_process  # noqa: F401  used by name
 from tests.stores.test_stores import change_a_logprob, edit
 from tests.support.simulated_store import stored_simulation
 
 ALL = 99
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are repeated in this process."""
-
-    def run(plan: Repetition, client: Any, report: Any) -> RepetitionResult:
-        return repeat(plan, report)
-
-    monkeypatch.setattr(verification, "run_repetition", run)
-    monkeypatch.setattr(offline_verification, "run_repetition", run)
 
 
 @pytest.fixture

@@ -13,26 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from staleflow.pipeline.stored_runs import offline_verification, training, verification
-from staleflow.pipeline.stored_runs.repeated_steps import Repetition, RepetitionResult, repeat
+from staleflow.pipeline.stored_runs import training
 from tests.commands import command
+from tests.stored_runs.in_process import repeat_in_this_process  # noqa: F401  used by name
 
 CHECKPOINT = "checkpoints/step-000003"
 CERTIFICATE = f"{CHECKPOINT}/certificate.json"
 POINT = "resume/v00000001.pt"
 DEEP = "[" * 100_000
 Change = Callable[[Path], object]
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are repeated in this process."""
-
-    def run(plan: Repetition, client: Any, report: Any) -> RepetitionResult:
-        return repeat(plan, report)
-
-    monkeypatch.setattr(verification, "run_repetition", run)
-    monkeypatch.setattr(offline_verification, "run_repetition", run)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,21 @@
+"""Verification whose steps are repeated in the test's process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from staleflow.pipeline.stored_runs import offline_verification, verification
+from staleflow.pipeline.stored_runs.repeated_steps import Repetition, RepetitionResult, repeat
+
+
+@pytest.fixture(autouse=True)
+def repeat_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of a module that imports this."""
+
+    def run(plan: Repetition, client: Any, report: Any) -> RepetitionResult:
+        return repeat(plan, report)
+
+    monkeypatch.setattr(verification, "run_repetition", run)
+    monkeypatch.setattr(offline_verification, "run_repetition", run)
