@@ -16,7 +16,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # A test run starts hundreds of processes: what is compiled once need not be compiled by each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-agent recipe test quick install install-test generated docs models running-sums-model careless-player-model smollm2-model tools-vllm test-vllm test-gpu test-agents nightly-vllm nightly-tests mutants nightly bench soak clean
+.PHONY: demo demo-agent recipe test quick install install-test generated docs models running-sums-model careless-player-model smollm2-model tools-vllm test-vllm test-gpu test-agents nightly-vllm nightly-tests mutants nightly bench bench-gpu soak clean
 
 install: $(STAMP)  ## what running jobs needs, and nothing else
 
@@ -113,6 +113,9 @@ $(AGENTS_STAMP): pyproject.toml constraints.txt
 
 test-gpu: install-test  ## what needs a GPU: docs/gpu.md
 	$(BIN)/pytest -m gpu tests/gpu
+
+bench-gpu: install-test  ## trainer, engine and weights on one GPU: the tables of docs/gpu.md
+	$(BIN)/python -m benchmarks.gpu --out docs
 
 AGENT_TESTS := tests/tasks/test_endpoint.py tests/tasks/test_endpoint_refusals.py tests/tasks/test_endpoint_stop.py tests/tasks/test_agents.py tests/tasks/test_agent_clients.py tests/tasks/test_agent_packages.py
 

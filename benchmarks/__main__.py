@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "learning": (("--set", "runs_dir={folder}"),),
     "time_to_quality": (("--set", "runs_dir={folder}", "--out", "{folder}"),),
     "on_pull": (("--set", "runs_dir={folder}", "--out", "{folder}"),),
+    "gpu": (("--out", "{folder}"),),
     "soak": ((),),
     "sources": ((),),
     "endpoint": (("load",), ("identity",)),

@@ -1,0 +1,57 @@
+"""Whole runs on one GPU, which trainer and instances share: side by side and in turns, with kill -9, repeated from the
+store. docs/gpu.md says which were run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from staleflow.stores.trajectory import Fate
+from tests.commands import command
+from tests.runtime.test_run import check, run, sabotaged
+
+pytestmark = pytest.mark.gpu
+
+CUDA = ("model.device=cuda", "task.eval_prompts=0", "deadlines.call_s=60")
+ROWS_PER_STEP = 16
+"""Of the fixture `job`."""
+
+
+@pytest.mark.parametrize("layout", ["separate", "turns"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("eta", [0, 1])
+def test_a_run_is_complete_and_its_weights_are_verified(job: Path, layout: str, dtype: str, eta: int) -> None:
+    end = run(job, *CUDA, f"cluster.layout={layout}", f"model.dtype={dtype}", f"staleness.eta={eta}", "steps=3")
+    store = check(end.run_dir, 3)
+    assert sum(entry.fate is Fate.CONSUMED for entry in store.ended()) == 3 * ROWS_PER_STEP
+    mismatches = [record.metrics["mismatch_max"] for record in store.steps() if "mismatch_max" in record.metrics]
+    assert 0 < max(mismatches) < (1e-2 if dtype == "float32" else 0.3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [("training.lora.rank=4", "rollout.on_pull=adapter"), ("training.offload=true",)],
+    ids=["lora", "offload"],
+)
+def test_a_run_with_adapters_or_offload_is_complete(job: Path, settings: tuple[str, ...]) -> None:
+    check(run(job, *CUDA, *settings, "steps=3").run_dir, 3)
+
+
+@pytest.mark.parametrize("layout", ["separate", "turns"])
+@pytest.mark.parametrize("victim", ["rollout-0", "trainer", "server"])
+def test_a_killed_role_is_replaced_on_the_gpu_and_nothing_is_lost(job: Path, victim: str, layout: str) -> None:
+    overrides = (*CUDA, "steps=6", f"cluster.layout={layout}")
+    driver = asyncio.run(sabotaged(job, overrides, victim, lambda pid: os.kill(pid, signal.SIGKILL)))
+    assert any(f"{victim} is gone" in loss for loss in driver.outcomes.losses)
+    store = check(job.parent / "runs" / "job", 6)
+    assert sum(entry.fate is Fate.CONSUMED for entry in store.ended()) == 6 * ROWS_PER_STEP
+
+
+def test_steps_repeat_bit_for_bit_from_the_store(job: Path) -> None:
+    end = run(job, *CUDA, "steps=3")
+    verified = command("verify", end.run_dir, "--steps", "3")
+    assert verified.returncode == 0, verified.stdout + verified.stderr
