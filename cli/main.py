@@ -29,6 +29,7 @@ COMMANDS = {
     "simulate": ("staleflow.cli.simulate", "run a job in virtual time: how long it would take, and why"),
     "profile": ("staleflow.cli.profile", "fit the cost model of simulations to a run"),
     "config": ("staleflow.cli.config", "explain a job file, or print the schema"),
+    "compare": ("staleflow.cli.compare", "compare runs: settings, curves, same prompts, and where time went"),
     "view": ("staleflow.cli.view", "show a run in the browser, live or finished"),
     "serve": ("staleflow.cli.serve:serve", "serve a run's policy, or a model, over HTTP"),
     "chat": ("staleflow.cli.serve:chat", "talk to a run's policy, or a model, in the terminal"),

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from staleflow.pipeline.api.simulating import SimulationResult as SimulationResult
     from staleflow.pipeline.api.simulating import simulate as simulate
     from staleflow.pipeline.api.stored_run import Run as Run
+    from staleflow.pipeline.api.stored_run import compare as compare
     from staleflow.pipeline.api.stored_run import list_runs as list_runs
     from staleflow.pipeline.api.stored_run import open_run as open_run
     from staleflow.pipeline.api.submitting import SubmittedJob as SubmittedJob
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from staleflow.pipeline.jobs.tracking import Tracker as Tracker
     from staleflow.pipeline.runtime.evaluation_results import Evaluation as Evaluation
     from staleflow.pipeline.stored_runs.branch_diff import BranchDifference as BranchDifference
+    from staleflow.pipeline.stored_runs.comparison import Comparison as Comparison
     from staleflow.pipeline.stored_runs.conversations import MessageSpan as MessageSpan
     from staleflow.pipeline.stored_runs.exporting import ExportResult as ExportResult
     from staleflow.pipeline.stored_runs.logprob_recompute import LogprobComparison as LogprobComparison
@@ -106,6 +108,7 @@ _MODULES = {
     "SimulationResult": "staleflow.pipeline.api.simulating",
     "simulate": "staleflow.pipeline.api.simulating",
     "Run": "staleflow.pipeline.api.stored_run",
+    "compare": "staleflow.pipeline.api.stored_run",
     "list_runs": "staleflow.pipeline.api.stored_run",
     "open_run": "staleflow.pipeline.api.stored_run",
     "SubmittedJob": "staleflow.pipeline.api.submitting",
@@ -117,6 +120,7 @@ _MODULES = {
     "Tracker": "staleflow.pipeline.jobs.tracking",
     "Evaluation": "staleflow.pipeline.runtime.evaluation_results",
     "BranchDifference": "staleflow.pipeline.stored_runs.branch_diff",
+    "Comparison": "staleflow.pipeline.stored_runs.comparison",
     "MessageSpan": "staleflow.pipeline.stored_runs.conversations",
     "ExportResult": "staleflow.pipeline.stored_runs.exporting",
     "LogprobComparison": "staleflow.pipeline.stored_runs.logprob_recompute",

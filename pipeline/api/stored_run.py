@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from staleflow.pipeline.jobs.replaying import ReplayResult
     from staleflow.pipeline.stored_runs.branch_diff import BranchDifference
+    from staleflow.pipeline.stored_runs.comparison import Comparison
     from staleflow.pipeline.stored_runs.exporting import ExportFormat, ExportResult
     from staleflow.pipeline.stored_runs.logprob_recompute import RecomputeResult
     from staleflow.pipeline.stored_runs.reward_rescoring import RescoreResult
@@ -373,6 +374,59 @@ def list_runs(folder: str | Path = RUNS) -> list[Run]:
         why = "a file, not a folder" if path.exists() else "no such folder"
         raise ConfigError(f"{folder}: {why}; name the folder that holds runs, by default {RUNS}")
     return [Run(folder, str(folder)) for folder in run_folder.list_runs(path)]
+
+
+def compare(runs: Sequence[Run | str | Path]) -> Comparison:
+    """Compare stored runs: settings that differ, curves, differences on the same prompts, and where time went.
+
+    Runs whose settings differ only in name, seed and place are one job: its curves are means over its runs, with the
+    standard error.
+
+    Args:
+        runs: Runs, or their folders or URLs; `RUN@BRANCH` is a branch with other rewards. The first one's job is the
+            one that others are compared with on the same prompts.
+
+    Returns:
+        The comparison. Its tables are tuples of dataclasses: `pandas.DataFrame(comparison.rewards)` is the curves.
+
+    Raises:
+        ConfigError: A run cannot be read, or there are fewer than two different ones.
+
+    Example:
+        >>> comparison = staleflow.compare(["runs/demo", "runs/other"])
+        >>> [(d.key, d.values) for d in comparison.settings]
+        [('staleness.eta', {'demo': '1', 'other': '4'})]
+    """
+    from staleflow.pipeline.stored_runs import comparison
+    from staleflow.pipeline.stored_runs.run_facts import read_facts
+
+    opened = [run if isinstance(run, Run) else _open_branch(str(run)) for run in runs]
+    views = [_view(run) for run in opened]
+    endings = ["".join(f"@{value}" for value in view.values()) for view in views]
+    names = [run.name + ending for run, ending in zip(opened, endings, strict=True)]
+    if len({*names}) < len(names):
+        names = [run.source + ending for run, ending in zip(opened, endings, strict=True)]
+    return comparison.compare(
+        [
+            read_facts(run.path, run._store() if run._has_store() else None, name, view)
+            for run, name, view in zip(opened, names, views, strict=True)
+        ]
+    )
+
+
+def _open_branch(source: str) -> Run:
+    """Open `RUN` or `RUN@BRANCH`. Raises ConfigError."""
+    folder, slash, last = source.rpartition("/")
+    name, _, branch = last.partition("@")
+    if not branch or (not is_url(source) and Path(source).exists()):
+        return open_run(source)
+    return open_run(f"{folder}{slash}{name}", branch=branch)
+
+
+def _view(run: Run) -> dict[str, str]:
+    """What of a run an object shows, if not all of it as it is."""
+    view = {"branch": run._branch} if run._branch != MAIN else {}
+    return view if run._at_step is None else {**view, "at_step": str(run._at_step)}
 
 
 def _opened(run: Run) -> Run:

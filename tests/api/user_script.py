@@ -78,6 +78,13 @@ def go_on(run: staleflow.Run, client: Client, progress: Callable[[int, int], Non
     return scored.mean_after + difference.changed + comparison.kl + exported.rows + trained.steps + len(commit)
 
 
+def set_side_by_side(runs: list[staleflow.Run]) -> list[str]:
+    """Runs, folders and branches."""
+    comparison: staleflow.Comparison = staleflow.compare([*runs, "runs/demo", "runs/demo@better"])
+    low = [row.difference.interval.low for row in comparison.differences if row.difference]
+    return [*comparison.jobs, comparison.rewards[0].job, str(low)]
+
+
 def main() -> None:
     """Open runs."""
     version: str = staleflow.__version__

@@ -1,0 +1,343 @@
+"""Comparison of runs: settings that differ, curves, differences on the same prompts, and where time went. Pure.
+
+Runs whose settings differ only in those of SEED_SETTINGS are seeds of one job. A job is one line: the mean over its
+runs, with the standard error over them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from staleflow.pipeline.runtime.evaluation_figures import SetRewards
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.reward_statistics import MIN_PROMPTS, PairedDifference, paired_difference
+
+SEED_SETTINGS = ("name", "seed", "runs_dir", "store")
+"""Settings in which the runs of one job may differ."""
+MAX_BINS = 10
+"""Most points of a curve: single steps are too noisy to compare by eye."""
+AXES = ("steps", "tokens", "seconds")
+"""What rewards are drawn over; tokens are those that contributed to a gradient."""
+TIMES = ("wait_s", "train_s", "publish_s", "overhead_s")
+"""Metrics of a step that make up the time of the trainer."""
+TRAINING = "training prompts"
+"""In place of the name of an evaluation set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationFacts:
+    """What is compared of an evaluation."""
+
+    set: str
+    """Name of its set of held-out prompts."""
+    version: int
+    reward: float
+    """Mean at temperature, or greedy if nothing was sampled."""
+    stderr: float | None
+    """Over prompts."""
+    function: str
+    """Fingerprint of the reward; empty if unknown."""
+    prompts: SetRewards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What is compared of a run."""
+
+    name: str
+    """Another one for each run."""
+    settings: Mapping[str, str]
+    """All settings, as TOML, by key."""
+    steps: Sequence[Mapping[str, float]]
+    """Metrics of the training steps."""
+    evaluations: Sequence[EvaluationFacts] = ()
+    training_rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Rewards of all scored responses, by source and row of the data set; empty if rows are not known."""
+    reward: str = ""
+    """What the reward is computed by, and what the prompts are drawn from: equal texts mean the same; empty if
+    unknown."""
+    data: str = ""
+    diagnosis: str = ""
+    """What limited its speed, in a line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingDifference:
+    """A setting that is not the same in all jobs."""
+
+    key: str
+    values: dict[str, str]
+    """TOML by job; empty where a job has no such setting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """The mean reward of the batches of a job over a stretch of an axis."""
+
+    job: str
+    axis: str
+    """One of AXES."""
+    end: float
+    """End of the stretch; it begins behind the end of the one before."""
+    reward: float
+    stderr: float | None
+    """Over runs; None of one run."""
+    num_runs: int
+    """Runs that have a step there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationPoint:
+    """The mean reward of a job at a version, on one set of held-out prompts."""
+
+    job: str
+    set: str
+    version: int
+    tokens: float
+    """Trained tokens up to this version, mean over runs."""
+    seconds: float
+    reward: float
+    """At temperature, or greedy if nothing was sampled."""
+    stderr: float | None
+    """Over runs; of one run over its prompts."""
+    num_runs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptDifference:
+    """How much higher the rewards of `job` are than those of `base` on the same prompts; rewards of several runs of a
+    job are averaged prompt by prompt."""
+
+    base: str
+    job: str
+    set: str
+    """Name of the evaluation set, or TRAINING."""
+    responses: str
+    """Which of a prompt's responses: "sampled", "greedy", or "trained": all that were scored in training."""
+    version: int
+    """Of both policies; -1 in training."""
+    difference: PairedDifference | None
+    reason: str = ""
+    """Why there is no difference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeUse:
+    """Where the time of a job's trainer went, mean over its runs."""
+
+    job: str
+    elapsed_s: float
+    seconds: dict[str, float]
+    """By the metrics of TIMES; and `rest_s`."""
+    tokens: float
+    tokens_per_s: float
+    """Response tokens of all batches over elapsed_s."""
+    diagnosis: dict[str, str]
+    """What limited the speed, by run, as far as it is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A comparison of runs. The first job is the one that others are compared with on the same prompts."""
+
+    jobs: dict[str, tuple[str, ...]]
+    """Names of the runs by job."""
+    settings: tuple[SettingDifference, ...]
+    rewards: tuple[CurvePoint, ...]
+    evaluations: tuple[EvaluationPoint, ...]
+    differences: tuple[PromptDifference, ...]
+    times: tuple[TimeUse, ...]
+
+    def __repr__(self) -> str:
+        runs = sum(map(len, self.jobs.values()))
+        return f"<Comparison of {runs} runs: {', '.join(self.jobs)}>"
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    name: str
+    runs: tuple[RunFacts, ...]
+
+
+def compare(runs: Sequence[RunFacts]) -> Comparison:
+    """Compare runs. Raises ConfigError if there are fewer than two, or one comes twice."""
+    if len({run.name for run in runs}) < max(2, len(runs)):
+        raise ConfigError(f"compare: {', '.join(run.name for run in runs)}: name at least two runs, each once")
+    jobs = _jobs(runs)
+    return Comparison(
+        jobs={job.name: tuple(run.name for run in job.runs) for job in jobs},
+        settings=tuple(_differing(jobs)),
+        rewards=tuple(point for axis in AXES for point in _curves(jobs, axis)),
+        evaluations=tuple(point for job in jobs for point in _evaluated(job)),
+        differences=tuple(d for other in jobs[1:] for d in _on_same_prompts(jobs[0], other)),
+        times=tuple(map(_times, jobs)),
+    )
+
+
+def _jobs(runs: Iterable[RunFacts]) -> list[_Job]:
+    groups: dict[frozenset[tuple[str, str]], list[RunFacts]] = {}
+    for run in runs:
+        groups.setdefault(frozenset(_without_seed(run).items()), []).append(run)
+    names = (group[0].name if len(group) == 1 else f"{group[0].name} ({len(group)} runs)" for group in groups.values())
+    return [_Job(name, tuple(group)) for name, group in zip(names, groups.values(), strict=True)]
+
+
+def _without_seed(run: RunFacts) -> dict[str, str]:
+    return {key: value for key, value in run.settings.items() if key not in SEED_SETTINGS}
+
+
+def _differing(jobs: Sequence[_Job]) -> Iterator[SettingDifference]:
+    settings = {job.name: _without_seed(job.runs[0]) for job in jobs}
+    for key in dict.fromkeys(itertools.chain.from_iterable(settings.values())):
+        values = {name: values.get(key, "") for name, values in settings.items()}
+        if len({*values.values()}) > 1:
+            yield SettingDifference(key=key, values=values)
+
+
+# -- curves ------------------------------------------------------------------------------------------------------------
+
+
+def _tokens(step: Mapping[str, float]) -> float:
+    return step.get("tokens_trained", step.get("response_tokens", 0.0))
+
+
+def _ends(run: RunFacts, axis: str) -> list[float]:
+    """Where on an axis the steps of a run end."""
+    if axis == "steps":
+        return [number + 1.0 for number in range(len(run.steps))]
+    if axis == "tokens":
+        return [*itertools.accumulate(map(_tokens, run.steps))]
+    return [step.get("elapsed_s", 0.0) for step in run.steps]
+
+
+def _curves(jobs: Sequence[_Job], axis: str) -> Iterator[CurvePoint]:
+    """A job's points on one axis, in stretches of equal width that all jobs have in common."""
+    runs = [run for job in jobs for run in job.runs]
+    longest = max((end for run in runs for end in _ends(run, axis)), default=0.0)
+    count = min(MAX_BINS, max(len(run.steps) for run in runs))
+    for job in jobs:
+        means: dict[int, list[float]] = {}
+        for run in job.runs:
+            rewards: dict[int, list[float]] = {}
+            for step, end in zip(run.steps, _ends(run, axis), strict=True):
+                if math.isfinite(reward := step.get("reward", math.nan)):
+                    rewards.setdefault(max(0, math.ceil(end * count / (longest or 1.0)) - 1), []).append(reward)
+            for number, values in rewards.items():
+                means.setdefault(number, []).append(statistics.fmean(values))
+        for number, values in sorted(means.items()):
+            mean, stderr = _mean(values)
+            yield CurvePoint(
+                job=job.name, axis=axis, end=longest * (number + 1) / count, reward=mean, stderr=stderr,
+                num_runs=len(values),
+            )  # fmt: skip
+
+
+def _evaluated(job: _Job) -> Iterator[EvaluationPoint]:
+    """A job's evaluations, by set and version."""
+    by_point: dict[tuple[str, int], list[tuple[RunFacts, EvaluationFacts]]] = {}
+    for run in job.runs:
+        for evaluation in run.evaluations:
+            by_point.setdefault((evaluation.set, evaluation.version), []).append((run, evaluation))
+    for (name, version), evaluations in sorted(by_point.items()):
+        mean, stderr = _mean([evaluation.reward for _, evaluation in evaluations])
+        steps = [run.steps[:version] for run, _ in evaluations]
+        yield EvaluationPoint(
+            job=job.name,
+            set=name,
+            version=version,
+            tokens=statistics.fmean(sum(map(_tokens, before)) for before in steps),
+            seconds=statistics.fmean(before[-1].get("elapsed_s", 0.0) if before else 0.0 for before in steps),
+            reward=mean,
+            stderr=stderr if len(evaluations) > 1 else evaluations[0][1].stderr,
+            num_runs=len(evaluations),
+        )
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean and its standard error, None of one value."""
+    stderr = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return statistics.fmean(values), stderr
+
+
+# -- the same prompts --------------------------------------------------------------------------------------------------
+
+
+def _on_same_prompts(base: _Job, job: _Job) -> Iterator[PromptDifference]:
+    both = (*base.runs, *job.runs)
+    by_point = [{(e.set, e.version): e for e in run.evaluations} for run in both]
+    for name, version in sorted(set.intersection(*({*of_run} for of_run in by_point))):
+        evaluations = [of_run[name, version] for of_run in by_point]
+        reason = _other_rewards(evaluation.function for evaluation in evaluations)
+        for responses in ("sampled", "greedy"):
+            by_run = [{p: getattr(r, responses) for p, r in e.prompts.items()} for e in evaluations]
+            count = len(base.runs)
+            if all(any(of_run.values()) for of_run in by_run):
+                rewards = _together(by_run[:count]), _together(by_run[count:])
+                yield _difference(base, job, name, responses, version, rewards, reason)
+    reason = _other_rewards(run.reward for run in both)
+    if len({run.data for run in both}) > 1 or not both[0].data:
+        reason = "other data, or unknown"
+    elif not all(run.training_rewards for run in both):
+        reason = "the rows of the prompts are not stored"
+    yield _difference(
+        base, job, TRAINING, "trained", -1,
+        (_together(run.training_rewards for run in base.runs), _together(run.training_rewards for run in job.runs)),
+        reason,
+    )  # fmt: skip
+
+
+def _other_rewards(rewards: Iterable[str]) -> str:
+    return "other reward functions" if len({*rewards} - {""}) > 1 else ""
+
+
+def _together(runs: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Rewards of several runs, by prompt."""
+    rewards: dict[str, list[float]] = {}
+    for run in runs:
+        for prompt, values in run.items():
+            rewards.setdefault(prompt, []).extend(values)
+    return rewards
+
+
+def _difference(
+    base: _Job,
+    job: _Job,
+    name: str,
+    responses: str,
+    version: int,
+    rewards: tuple[Mapping[str, Sequence[float]], Mapping[str, Sequence[float]]],
+    reason: str,
+) -> PromptDifference:
+    difference = None if reason else paired_difference(*rewards)
+    if difference is None and not reason:
+        shared = sum(bool(values and rewards[1].get(prompt)) for prompt, values in rewards[0].items())
+        reason = f"{shared} prompts in common; an interval needs {MIN_PROMPTS}"
+    return PromptDifference(
+        base=base.name, job=job.name, set=name, responses=responses, version=version, difference=difference,
+        reason=reason,
+    )  # fmt: skip
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def _times(job: _Job) -> TimeUse:
+    elapsed_s = statistics.fmean(run.steps[-1].get("elapsed_s", 0.0) if run.steps else 0.0 for run in job.runs)
+    seconds = {name: statistics.fmean(_sum(run, name) for run in job.runs) for name in TIMES}
+    sampled = statistics.fmean(_sum(run, "response_tokens") for run in job.runs)
+    return TimeUse(
+        job=job.name,
+        elapsed_s=elapsed_s,
+        seconds={**seconds, "rest_s": max(0.0, elapsed_s - sum(seconds.values()))},
+        tokens=statistics.fmean(sum(map(_tokens, run.steps)) for run in job.runs),
+        tokens_per_s=sampled / elapsed_s if elapsed_s else 0.0,
+        diagnosis={run.name: run.diagnosis for run in job.runs if run.diagnosis},
+    )
+
+
+def _sum(run: RunFacts, name: str) -> float:
+    return sum(step.get(name, 0.0) for step in run.steps)

@@ -1,0 +1,89 @@
+"""Reading what is compared of a stored run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from staleflow.pipeline.config.knob_tree import explained, toml_value
+from staleflow.pipeline.recovery import source_fingerprints
+from staleflow.pipeline.recovery.run_folder import load_job
+from staleflow.pipeline.runtime.evaluation_results import read_evaluations
+from staleflow.pipeline.runtime.evaluation_rewards import read_rewards
+from staleflow.pipeline.stored_runs.comparison import EvaluationFacts, RunFacts
+from staleflow.stores.trajectories.reader import StoreReader
+
+COLUMNS = ("fate", "reward", "rewarded_s", "loss_mask", "source", "dataset_row")
+"""Columns of the store that rewards in training are read from."""
+
+
+def read_facts(run_dir: Path, store: StoreReader | None, name: str, view: Mapping[str, str]) -> RunFacts:
+    """Read what is compared of a run.
+
+    Args:
+        run_dir: Its folder.
+        store: Its store at the snapshot to read; None before the run has one.
+        name: To be shown.
+        view: What of the run is shown, if not all of it: `branch`, `at_step`.
+
+    Raises:
+        ConfigError: Its job cannot be read.
+        StoreError: Another file cannot be read.
+    """
+    settings = {row.key: toml_value(row.value) for row in explained(load_job(run_dir))} | dict(view)
+    fingerprints = source_fingerprints.read(run_dir)
+    facts = {} if fingerprints is None else asdict(fingerprints)
+    reward, data = (json.dumps(facts[part], sort_keys=True) if facts.get(part) else "" for part in ("reward", "data"))
+    reward += view.get("branch", "")  # its rewards are others
+    steps = [] if store is None else [record.metrics for record in store.steps() if record.kind == "step"]
+    return RunFacts(
+        name=name,
+        settings=settings,
+        steps=steps,
+        evaluations=_evaluations(run_dir, len(steps)),
+        training_rewards={} if store is None else _training_rewards(store),
+        reward=reward,
+        data=data,
+        diagnosis=_diagnosis(run_dir),
+    )
+
+
+def _evaluations(run_dir: Path, num_steps: int) -> list[EvaluationFacts]:
+    facts = []
+    for evaluation in read_evaluations(run_dir):
+        if evaluation.figure is not None and evaluation.version <= num_steps:
+            stderr = evaluation.sampled_stderr if evaluation.samples else evaluation.greedy_stderr
+            prompts = read_rewards(run_dir, evaluation.version).get(evaluation.name, {})
+            facts.append(
+                EvaluationFacts(
+                    set=evaluation.name, version=evaluation.version, reward=evaluation.figure, stderr=stderr,
+                    function=evaluation.reward, prompts=prompts,
+                )
+            )  # fmt: skip
+    return facts
+
+
+def _training_rewards(store: StoreReader) -> dict[str, list[float]]:
+    """Rewards of all responses that were scored, by their prompt's source and row; empty if rows are not stored."""
+    columns = store.columns(names=COLUMNS)
+    failed = (columns["fate"] == "consumed") & ~columns["loss_mask"].astype(bool)
+    (positions,) = np.nonzero((columns["rewarded_s"] > 0) & ~failed & (columns["dataset_row"] >= 0))
+    rewards: dict[str, list[float]] = {}
+    prompts = zip(columns["source"][positions].tolist(), columns["dataset_row"][positions].tolist(), strict=True)
+    for (source, row), reward in zip(prompts, columns["reward"][positions].tolist(), strict=True):
+        rewards.setdefault(f"{source}:{row}", []).append(reward)
+    return rewards
+
+
+def _diagnosis(run_dir: Path) -> str:
+    """What limited a run's speed, as its summary has it; empty if it has none."""
+    try:
+        summary: Any = json.loads((run_dir / "summary.json").read_text())
+        return str(summary["diagnosis"]["line"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""

@@ -1,0 +1,145 @@
+"""Comparison of runs: seeds of a job as one line, curves, differences on the same prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import staleflow
+from staleflow.pipeline.runtime.evaluation_figures import PromptRewards
+from staleflow.pipeline.stored_runs import reward_rescoring
+from staleflow.pipeline.stored_runs.comparison import TRAINING, EvaluationFacts, RunFacts, compare
+from staleflow.pipeline.stored_runs.pool import local_pool
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.metrics import STEP_METRICS
+from staleflow.stores.reward_statistics import paired_difference
+from tests.commands import command
+
+
+def run(name: str, rewards: list[float], *, rate: str = "0.1", **facts: Any) -> RunFacts:
+    steps = [
+        {"reward": reward, "tokens_trained": 10.0 * (i + 1), "elapsed_s": 2.0 * (i + 1), "wait_s": 0.5, "train_s": 1.0,
+         "publish_s": 0.1, "overhead_s": 0.2, "response_tokens": 20.0}
+        for i, reward in enumerate(rewards)
+    ]  # fmt: skip
+    settings = {"name": f'"{name}"', "seed": name[-1], "training.learning_rate": rate}
+    return RunFacts(name=name, settings=settings, steps=steps, **facts)
+
+
+def evaluated(version: int, rewards: dict[str, float], function: str = "f") -> EvaluationFacts:
+    prompts = {prompt: PromptRewards(sampled=(reward, reward), greedy=()) for prompt, reward in rewards.items()}
+    mean = sum(rewards.values()) / len(rewards)
+    return EvaluationFacts(
+        set="held-out", version=version, reward=mean, stderr=0.25, function=function, prompts=prompts
+    )
+
+
+def test_seeds_of_a_job_are_a_line_with_a_band_and_another_setting_is_another_line() -> None:
+    found = compare([run("a1", [0, 1, 0, 1]), run("a2", [1, 1, 0, 0]), run("b1", [1, 1, 1, 1], rate="0.2")])
+    assert found.jobs == {"a1 (2 runs)": ("a1", "a2"), "b1": ("b1",)}
+    assert [(s.key, s.values) for s in found.settings] == [
+        ("training.learning_rate", {"a1 (2 runs)": "0.1", "b1": "0.2"})
+    ]
+    steps = [p for p in found.rewards if p.axis == "steps"]
+    assert [(p.end, p.reward, p.stderr, p.num_runs) for p in steps if p.job != "b1"] == [
+        (1, 0.5, 0.5, 2), (2, 1.0, 0.0, 2), (3, 0.0, 0.0, 2), (4, 0.5, 0.5, 2),
+    ]  # fmt: skip
+    assert [(p.end, p.reward, p.stderr) for p in steps if p.job == "b1"] == [(e, 1.0, None) for e in (1, 2, 3, 4)]
+
+
+def test_a_curve_has_the_mean_of_the_steps_that_end_in_each_stretch_of_its_axis() -> None:
+    """Steps of a end at 10, 30, 60 tokens; those of b, which is longer, go on to 100: stretches of 25 tokens."""
+    found = compare([run("a", [0, 1, 0.5]), run("b", [1, 0, 0, 1], rate="0.2")])
+    points = {(p.job, p.axis, p.end): p.reward for p in found.rewards}
+    assert {(job, end): value for (job, axis, end), value in points.items() if axis == "tokens"} == {
+        ("a", 25.0): 0.0, ("a", 50.0): 1.0, ("a", 75.0): 0.5,
+        ("b", 25.0): 1.0, ("b", 50.0): 0.0, ("b", 75.0): 0.0, ("b", 100.0): 1.0,
+    }  # fmt: skip
+    assert points["b", "seconds", 8.0] == 1.0
+    long = compare([run("a", [float(i) for i in range(100)]), run("b", [0.0] * 100, rate="0.2")])
+    assert [p.reward for p in long.rewards if (p.job, p.axis) == ("a", "steps")] == [4.5 + 10 * i for i in range(10)]
+
+
+def test_held_out_prompts_are_compared_one_by_one_at_versions_that_both_evaluated() -> None:
+    base = {f"p{i}": i % 2 / 1.0 for i in range(20)}
+    better = {f"p{i}": 1.0 for i in range(5, 25)}
+    first = run("a", [0] * 4, evaluations=[evaluated(0, base), evaluated(4, base)])
+    second = run("b", [0] * 4, rate="0.2", evaluations=[evaluated(2, better), evaluated(4, better)])
+    found = compare([first, second])
+    (row,) = [d for d in found.differences if d.set == "held-out"]
+    assert (row.base, row.job, row.responses, row.version) == ("a", "b", "sampled", 4)
+    expected = paired_difference({p: [r] for p, r in base.items()}, {p: [r] for p, r in better.items()})
+    assert row.difference == expected and expected is not None and expected.num_prompts == 15
+    assert [(e.job, e.version, e.tokens, e.seconds, e.stderr) for e in found.evaluations] == [
+        ("a", 0, 0, 0, 0.25), ("a", 4, 100, 8, 0.25), ("b", 2, 30, 4, 0.25), ("b", 4, 100, 8, 0.25),
+    ]  # fmt: skip
+
+    other = dataclasses.replace(second, evaluations=[evaluated(4, better, "g")])
+    few = dataclasses.replace(second, evaluations=[evaluated(4, {"p1": 1.0, "x": 0.0})])
+    for changed, reason in ((other, "other reward functions"), (few, "1 prompts in common; an interval needs 10")):
+        row = compare([first, changed]).differences[0]
+        assert (row.difference, row.reason) == (None, reason)
+
+
+def test_training_prompts_are_compared_by_row_over_all_seeds_if_the_data_are_the_same() -> None:
+    facts: dict[str, Any] = {"data": "rows", "reward": "f"}
+    low = {f"0:{i}": [0.0, 1.0] for i in range(12)}
+    high = {f"0:{i}": [1.0] for i in range(12)}
+    runs = [
+        run("a1", [0], training_rewards=low, **facts), run("a2", [0], training_rewards=high, **facts),
+        run("b", [0], rate="0.2", training_rewards=high, **facts),
+    ]  # fmt: skip
+    (row,) = compare(runs).differences
+    assert (row.set, row.responses, row.version) == (TRAINING, "trained", -1)
+    assert row.difference is not None and row.difference.mean == pytest.approx(1 / 3)
+    for changes, reason in (
+        ({"data": "others"}, "other data, or unknown"),
+        ({"reward": "g"}, "other reward functions"),
+        ({"training_rewards": {}}, "the rows of the prompts are not stored"),
+    ):
+        (row,) = compare([*runs[:2], dataclasses.replace(runs[2], **changes)]).differences
+        assert (row.difference, row.reason) == (None, reason)
+
+
+def test_the_trainers_time_adds_up() -> None:
+    found = compare([run("a", [0, 1]), run("b", [], rate="0.2")])
+    use, none = found.times
+    assert use.seconds.keys() - {"rest_s"} <= STEP_METRICS.keys()
+    assert sum(use.seconds.values()) == pytest.approx(use.elapsed_s) == 4.0
+    assert (use.tokens, use.tokens_per_s) == (30.0, 10.0)
+    assert (none.elapsed_s, none.tokens_per_s) == (0.0, 0.0)
+
+
+def test_fewer_than_two_runs_are_refused() -> None:
+    for runs in ([run("a", [0])], [run("a", [0]), run("a", [0])], []):
+        with pytest.raises(ConfigError, match="name at least two runs, each once"):
+            compare(runs)
+
+
+def test_a_run_and_a_branch_of_it_are_compared(stored: Path) -> None:
+    with local_pool(1) as pool:
+        reward_rescoring.rescore(stored, f"{stored.parent.parent}/mine.py:length", "compared", pool)
+    found = staleflow.compare([staleflow.open_run(stored), f"{stored}@compared"])
+    assert repr(found) == "<Comparison of 2 runs: job, job@compared>"
+    assert [s.key for s in found.settings] == ["branch"]
+    assert [d.reason for d in found.differences] == ["other reward functions"]
+    printed = command("compare", stored, f"{stored}@compared")
+    assert printed.returncode == 0, printed.stderr
+    for title in ("settings that differ", "reward of batches over tokens", "where the trainer's time went"):
+        assert title in printed.stdout
+    as_json = command("compare", stored, f"{stored}@compared", "--json")
+    assert json.loads(as_json.stdout) == json.loads(json.dumps(dataclasses.asdict(found)))
+    early = staleflow.compare([staleflow.open_run(stored), staleflow.open_run(stored, at_step=1)])
+    assert list(early.jobs) == ["job", "job@1"]
+    for arguments, message in (
+        ([stored], "name at least two runs"),
+        ([stored, f"{stored}@none"], "no branch 'none'"),
+        ([stored, stored / "none"], "no such run"),
+    ):
+        refused = command("compare", *arguments)
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+        assert message in refused.stderr
