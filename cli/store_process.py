@@ -15,7 +15,7 @@ from staleflow.cli.stored import (
     progress_bar,
     quiet_libraries,
     selection_option,
-    starting,
+    starting_message,
     worker_options,
 )
 
@@ -37,13 +37,13 @@ def rescore(
 ) -> None:
     """Score the stored responses again and store the rewards on a branch. Exit code 1 if some could not be scored."""
     if not (reward or changes):
-        raise click.UsageError("name the reward: --reward FUNCTION, or --set reward.KEY=VALUE for what changes of it")
+        raise click.UsageError("name the reward: --reward FUNCTION, or change it with --set reward.KEY=VALUE")
     quiet_libraries()
     from staleflow.pipeline.api.stored_run import open_run
 
     stored = open_run(run)
-    first = starting(cluster, workers)
-    with named_cluster(cluster) as client, progress_bar("scored", quiet=as_json, first=first) as progress:
+    first_line = starting_message(cluster, workers)
+    with named_cluster(cluster) as client, progress_bar("scored", quiet=as_json, first_line=first_line) as progress:
         result = stored.rescore(
             reward=reward, changes=changes, branch=branch, workers=workers, client=client, progress=progress
         )
@@ -77,15 +77,14 @@ def diff(run: str, first: str, second: str, as_json: bool) -> None:
         f"{result.trajectories} trajectories trained on: {result.changed} rewards differ, mean {result.mean[0]:.3f} in "
         f"{first}, {result.mean[1]:.3f} in {second}"
     )
-    widest = max((max(m, n) for _, m, n in result.histogram), default=1)
-    for edge, m, n in result.histogram:
-        click.echo(
-            f"  from {edge:7.3f}  {m:7} {'#' * round(20 * m / widest):<20}  {n:7} {'#' * round(20 * n / widest)}"
-        )
+    max_count = max((max(counts) for _, *counts in result.histogram), default=1)
+    for edge, *counts in result.histogram:
+        bars = (f"{count:7} {'#' * round(20 * count / max_count):<20}" for count in counts)
+        click.echo(f"  from {edge:7.3f}  {'  '.join(bars)}".rstrip())
     for label, groups in (
-        ("order of members flipped", result.flipped),
-        (f"signal in {second} only", result.gained),
-        (f"signal in {first} only", result.lost),
+        ("order of members changed", result.order_changed),
+        (f"signal in {second} only", result.signal_second_only),
+        (f"signal in {first} only", result.signal_first_only),
     ):
         examples = ", ".join(map(str, groups[:8])) + (", ..." if len(groups) > 8 else "")
         click.echo(f"  {len(groups):6} of {result.groups} groups: {label}{f' ({examples})' if groups else ''}")
@@ -107,8 +106,8 @@ def recompute_logprobs(
     from staleflow.pipeline.api.stored_run import open_run
 
     stored = open_run(run)
-    first = starting(cluster, workers)
-    with named_cluster(cluster) as client, progress_bar("read", quiet=as_json, first=first) as progress:
+    first_line = starting_message(cluster, workers)
+    with named_cluster(cluster) as client, progress_bar("read", quiet=as_json, first_line=first_line) as progress:
         result = stored.recompute_logprobs(
             model, branch=branch, where=selection, workers=workers, client=client, progress=progress
         )
@@ -124,7 +123,8 @@ def recompute_logprobs(
             lag = "not trained on" if row.staleness < 0 else str(row.staleness)
             click.echo(
                 f"{lag:>14} {row.trajectories:12} {row.tokens:9} {row.kl:10.3g} {row.ess_tokens:10.1%} "
-                f"{row.ess_sequences:9.1%} {row.clipped:8.1%} {row.distance:12.3g} {row.farthest:8.3g}"
+                f"{row.ess_sequences:9.1%} {row.clipped:8.1%} {row.mean_abs_log_ratio:12.3g} "
+                f"{row.max_abs_log_ratio:8.3g}"
             )
         print_errors(result.errors, "could not be read; the rest is counted")
         if branch:
@@ -162,8 +162,8 @@ def export(
     from staleflow.pipeline.api.stored_run import open_run
 
     stored = open_run(run, branch=branch)
-    first = starting(cluster, workers)
-    with named_cluster(cluster) as client, progress_bar("written", quiet=as_json, first=first) as progress:
+    first_line = starting_message(cluster, workers)
+    with named_cluster(cluster) as client, progress_bar("written", quiet=as_json, first_line=first_line) as progress:
         result = stored.export(to, out or None, where=selection, workers=workers, client=client, progress=progress)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))

@@ -45,8 +45,12 @@ def worker_options(function: Command) -> Command:
 
 @contextlib.contextmanager
 def named_cluster(cluster: ClusterAddress, *, configured: bool = True) -> Iterator[Any]:
-    """A client of the cluster that the options name; None if they name none. configured: whether Dask's configuration
-    may name it, too. Raises ConfigError if it does not answer."""
+    """Context manager: a client of the cluster that the options name, or None if they name none. Raises ConfigError if
+    the cluster does not answer.
+
+    Args:
+        configured: Whether the cluster may also be named by Dask's configuration.
+    """
     if not (cluster.is_named if configured else cluster.address or cluster.scheduler_file):
         yield None
         return
@@ -62,20 +66,25 @@ def quiet_libraries() -> None:
 
 
 def announce(line: str) -> None:
-    """Tell a person who waits what the command starts, where that takes seconds."""
+    """Print to standard error what the command is about to do, before work that takes seconds."""
     click.echo(line, err=True)
 
 
-def starting(cluster: ClusterAddress, count: int) -> str:
-    """What the next seconds are for; empty if workers of a cluster are there already."""
+def starting_message(cluster: ClusterAddress, count: int) -> str:
+    """The message that local worker processes are starting; empty if a cluster is named, whose workers run already."""
     plural = "es" if count != 1 else ""
     return "" if cluster.is_named else f"starting {count} worker process{plural}; --workers sets their number"
 
 
 @contextlib.contextmanager
-def progress_bar(label: str, *, quiet: bool, first: str = "") -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal; nothing elsewhere. first: a line for when all is checked and work begins, which the
-    first call, (0, 0), says."""
+def progress_bar(label: str, *, quiet: bool, first_line: str = "") -> Iterator[Callable[[int, int], None]]:
+    """Context manager: yields a function progress(done, total) that updates a bar on a terminal, and does nothing
+    elsewhere.
+
+    Args:
+        quiet: Whether to print nothing.
+        first_line: Printed when progress(0, 0) reports that checks are done and work begins.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
@@ -86,14 +95,14 @@ def progress_bar(label: str, *, quiet: bool, first: str = "") -> Iterator[Callab
         def progress(done: int, total: int) -> None:
             if total:
                 bar.update(task, completed=done, total=total)
-            elif first and not quiet:
-                console.print(first, highlight=False, soft_wrap=True)
+            elif first_line and not quiet:
+                console.print(first_line, highlight=False, soft_wrap=True)
 
         yield progress
 
 
 def print_errors(errors: Mapping[int, str], outcome: str) -> None:
-    """Print the first errors by trajectory, and their number. what: completes "N responses ..."."""
+    """Print the first errors by trajectory, and their number. outcome: completes the sentence "N responses ..."."""
     for trajectory, error in sorted(errors.items())[:ERRORS_SHOWN]:
         click.echo(f"  trajectory {trajectory}: {error}")
     if errors:

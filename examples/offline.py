@@ -94,7 +94,9 @@ branch = f"strict-{len(run.commits())}-{os.getpid()}"
 made = run.rescore(reward=exact, branch=branch, client=client)
 print(f"mean reward {made.mean_before:.3f} -> {made.mean_after:.3f}")
 changed = run.diff("main", branch)
-print(f"{changed.changed} of {changed.trajectories} rewards differ, {len(changed.flipped)} groups rank differently")
+print(
+    f"{changed.changed} of {changed.trajectories} rewards differ, {len(changed.order_changed)} groups rank differently"
+)
 
 # %% [markdown]
 # ## How far has the policy moved? (`store recompute-logprobs`)

@@ -50,7 +50,7 @@ def dask_setup(worker: Any) -> None:
     def write(**line: str | int) -> None:
         os.write(file, json.dumps(line).encode() + b"\n")
 
-    sampled, load = EmulatedEngine._sampled, EmulatedEngine.load
+    sampled, load = EmulatedEngine._sampled_tokens, EmulatedEngine.load
 
     def recorded_sampled(self: Any, *args: Any) -> Any:
         result = sampled(self, *args)
@@ -70,7 +70,7 @@ def dask_setup(worker: Any) -> None:
         write(instance=self._instance, version=version, loaded_version=loaded_version)
         return result
 
-    setattr(EmulatedEngine, "_sampled", recorded_sampled)  # noqa: B010  a method, which mypy lets nobody assign
+    setattr(EmulatedEngine, "_sampled_tokens", recorded_sampled)  # noqa: B010  a method, which mypy lets nobody assign
     setattr(EmulatedEngine, "load", recorded_load)  # noqa: B010
 
 

@@ -86,7 +86,7 @@ def load_job(source: JobSource, overrides: Overrides | None = None) -> Job:
         tree, where = loading.read_tree(source), str(source)
     else:
         raise ConfigError(f"job: a {type(source).__name__}; expected the path of a job file, a mapping or a Job")
-    return loading.from_overridden(tree, override_texts(overrides), where)
+    return loading.from_tree_with_overrides(tree, override_texts(overrides), where)
 
 
 def override_texts(overrides: Overrides | None) -> tuple[str, ...]:

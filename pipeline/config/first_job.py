@@ -84,18 +84,20 @@ class FirstJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """A data set, as the job file describes it.
-
-    columns: None if it has none. numbers: whether its answers are numbers. gold: whether they follow the mark GOLD.
-    messages: whether its prompts are lists of chat messages. acts: whether it is an environment of many turns.
-    """
+    """What a job file must say about a data set or another task source."""
 
     source: str
+    """The value of task.source."""
     columns: Columns | None = None
+    """Columns of the prompts and answers; None if the source has no columns."""
     numbers: bool = False
+    """Whether answers are numbers."""
     gold: bool = False
+    """Whether answers follow the mark GOLD."""
     messages: bool = False
-    acts: bool = False
+    """Whether prompts are lists of chat messages."""
+    has_environment: bool = False
+    """Whether the source is an environment of several turns."""
 
 
 def write_first_job(folder: Path, inputs: InitInputs, say: Callable[[str], None]) -> FirstJob:
@@ -215,8 +217,11 @@ def _inspect_data(folder: Path, inputs: InitInputs) -> DataFacts:
     kind, _, name = source.partition(":")
     known = kind_of(source)
     if known is None or known.type is not SourceType.ROWS:
-        acts = is_environment(source, f"--data {inputs.data}")
-        return DataFacts(source=f"{_job_path(folder, kind)}:{name}" if kind.endswith(".py") else source, acts=acts)
+        has_environment = is_environment(source, f"--data {inputs.data}")
+        return DataFacts(
+            source=f"{_job_path(folder, kind)}:{name}" if kind.endswith(".py") else source,
+            has_environment=has_environment,
+        )
     rows = open_source(known.type, source, inputs.options, f"--data {inputs.data}")
     names = tuple(rows.names)
     prompt = inputs.prompt_column or next((column for column in PROMPTS if column in names), "")
@@ -357,7 +362,7 @@ def _job(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
         described += f"columns = {toml_value(columns)}  # of a row: the prompt, a text or messages; the answer\n"
     function = written.pop("function")
     scored, turn, turns = SCORED.format(function=function), "", ""
-    if data.acts:
+    if data.has_environment:
         scored = f"function = {function}  # the environment gives the reward"
         turn = (
             f"turn_tokens = {max(1, tokens // 8)}  # most tokens of a turn; max_new_tokens is for the whole episode\n"

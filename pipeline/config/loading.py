@@ -18,7 +18,7 @@ from staleflow.tasks.settings.knobs import build
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a job file and apply `key=value` overrides (values in TOML; bare words are strings)."""
-    return from_overridden(read_tree(path), overrides, str(path))
+    return from_tree_with_overrides(read_tree(path), overrides, str(path))
 
 
 def read_tree(path: str | Path) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def read_tree(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
 
 
-def from_overridden(tree: dict[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
+def from_tree_with_overrides(tree: dict[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
     """Apply overrides to nested plain values, then build and check a RunConfig from them."""
     for override in sorted(overrides, key=_depth):
         apply_override(tree, override)
@@ -51,7 +51,7 @@ def from_overridden(tree: dict[str, Any], overrides: Sequence[str], where: str) 
 
 
 def _depth(override: str) -> int:
-    """Depth of an override's key. An override of a whole table is applied before one of a key in that table."""
+    """Depth of an override's key. Overrides are sorted by it: a whole table is set before the keys in that table."""
     return override.partition("=")[0].count(".")
 
 

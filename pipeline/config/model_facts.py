@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from staleflow.pipeline.config.model_files import context_of, find_model, read_context, shown_context
+from staleflow.pipeline.config.model_files import context_of, find_model, format_context, read_context
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
 
@@ -62,7 +62,7 @@ def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
     if config.rollout.max_new_tokens >= context:
         raise ConfigError(
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt: "
-            f"the model's context is {shown_context(architecture.to_dict())}"
+            f"the model's context is {format_context(architecture.to_dict())}"
         )
     if (
         config.rollout.engine.kv_tokens < context

@@ -139,10 +139,10 @@ def context_of(architecture: Mapping[str, Any]) -> int:
     return context
 
 
-def shown_context(architecture: Mapping[str, Any]) -> str:
+def format_context(architecture: Mapping[str, Any]) -> str:
     """The context of a model for messages, with the reason if it is less than the configuration states.
 
-    >>> shown_context({"max_position_embeddings": 4096})
+    >>> format_context({"max_position_embeddings": 4096})
     '4096 tokens'
     """
     context, stated = context_of(architecture), architecture.get("max_position_embeddings")

@@ -25,9 +25,9 @@ from staleflow.pipeline.config.model_files import (
     check_attention,
     check_files,
     find_model,
+    format_context,
     read_architecture,
     read_context,
-    shown_context,
 )
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError, raised_as
@@ -206,7 +206,7 @@ def _model(config: RunConfig, unchecked: list[str], *, here: bool) -> Path | Non
     if context <= config.rollout.max_new_tokens:
         raise ConfigError(
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt: the model's "
-            f"context is {shown_context(read_architecture(folder, subject))}"
+            f"context is {format_context(read_architecture(folder, subject))}"
         )
     if any(task.chat for task in config.task.named.values()) and chat_template(folder) == "":
         raise ConfigError(
@@ -261,7 +261,7 @@ def _elsewhere(config: RunConfig, unchecked: list[str]) -> bool:
     ):
         source, (_, module, _) = kind_of(reference), user_files.split_code(reference)
         packages = () if source is None else source.packages
-        if names_user_code(reference) and not module.endswith(".py") and (source is None or source.names_code):
+        if names_user_code(reference) and not module.endswith(".py") and (source is None or source.name_is_code):
             packages = (*packages, module.partition(".")[0])
         if not all(map(is_installed, packages)):
             unchecked.append(f"not checked here: {key} = {reference!r} cannot be imported on this machine")

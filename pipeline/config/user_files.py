@@ -122,14 +122,14 @@ def data_file(source: str) -> tuple[str, Path | None]:
     kind, path = kind_of(source), Path(source.partition(":")[2])
     if kind is None or kind.type is not SourceType.ROWS:
         return "", None
-    return kind.name, path if kind.names_file or path.exists() else None
+    return kind.name, path if kind.name_is_path or path.exists() else None
 
 
 def split_code(reference: str) -> tuple[str, str, str]:
     """Split a reference to user code into (prefix, file or module, name). The prefix, such as `agent:` in
     agent:FILE.py:NAME, is empty unless the code is a task source of a kind."""
     kind = kind_of(reference)
-    prefix = f"{kind.name}:" if kind is not None and kind.names_code else ""
+    prefix = f"{kind.name}:" if kind is not None and kind.name_is_code else ""
     where, _, name = reference.removeprefix(prefix).rpartition(":")
     return prefix, where, name
 

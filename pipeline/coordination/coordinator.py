@@ -518,7 +518,7 @@ class Coordinator(CoordinatorInspection):
                     )
                 )
             self._release_cache(ending.trajectory, trajectory.cached_on)
-            if trajectory.acts:
+            if trajectory.environment_open:
                 self._commands.append(CloseEnvironment(trajectory=ending.trajectory, cause=cause))
             self.forecast.forget(ending.group)
             self._history.note(ending.trajectory, f"{ending.fate.value}: {ending.reason.value}")

@@ -11,14 +11,14 @@ from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, Traj
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiscardedTrajectory:
     """A trajectory that has just ended without being trained on. running_on: the instance that must stop it. cached_on:
-    the instance that may keep its context. acts: it has an environment to be closed."""
+    the instance that may keep its context. environment_open: its environment must be closed."""
 
     ending: Ending
     v_traj: PolicyVersion
     route_number: int
     running_on: InstanceId | None
     cached_on: InstanceId | None
-    acts: bool
+    environment_open: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

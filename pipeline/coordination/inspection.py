@@ -1,4 +1,4 @@
-"""What may be asked of a coordinator besides its decisions. Pure: changes nothing but what is remembered of stories."""
+"""Read-only queries on a coordinator. Pure: only `follow` changes anything, and only the decision log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from staleflow.stores.trajectory import InstanceId, TrajectoryId
 
 
 class CoordinatorInspection:
-    """A coordinator, to be read."""
+    """Read-only view of a coordinator's state."""
 
     def __init__(self, state: CoordinatorState, forecast: LengthForecast, history: DecisionLog) -> None:
         self.ledger = state.ledger
@@ -27,7 +27,7 @@ class CoordinatorInspection:
 
     @property
     def mixture(self) -> Mixture | None:
-        """The task sources, if the run has several, or draws tasks otherwise than in order."""
+        """The mixture of task sources; None if the run has one source and draws its tasks in order."""
         return self._state.mixture
 
     @property
@@ -36,16 +36,17 @@ class CoordinatorInspection:
         return self._state.training
 
     def loads(self) -> dict[InstanceId, int]:
-        """Trajectories that each instance is taken to be running. O(instances)."""
+        """Number of trajectories on each instance, as far as the coordinator knows. O(instances)."""
         return {i.instance: i.num_running for i in self._state.fleet}
 
-    def has_left(self, instance: InstanceId) -> bool:
+    def is_drained(self, instance: InstanceId) -> bool:
         """Whether an instance may be closed: it is gone, or it is leaving and runs nothing."""
-        listed = self._state.fleet.get(instance)
-        return listed is None or (listed.max_running == 0 and not listed.trajectories)
+        entry = self._state.fleet.get(instance)
+        return entry is None or (entry.max_running == 0 and not entry.trajectories)
 
     def follow(self, trajectory: TrajectoryId) -> None:
-        """Remember this trajectory's story only, however long the run. Before its first event."""
+        """Log the decisions about this trajectory only, without a limit on their number. Call before its first
+        event."""
         self._history.follow(trajectory)
 
     def story(self, trajectory: TrajectoryId) -> list[str]:
@@ -57,7 +58,7 @@ class CoordinatorInspection:
         return self._history.latest(count)
 
     def waiting_for(self, limit: int = 6) -> str:
-        """One paragraph about a run that makes no progress: what the next step waits for, and where that is."""
+        """Explain in one paragraph what the next step waits for, for a run that makes no progress."""
         return waiting_for(self._state, limit)
 
     def snapshot(self) -> Snapshot:

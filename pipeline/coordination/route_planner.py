@@ -63,11 +63,11 @@ class RoutePlanner:
     def num_routable(self, version: PolicyVersion) -> int:
         """Number of trajectories that could be routed to an instance serving `version`, queued or still to be drawn."""
         ledger = self._state.ledger
-        promised = self._state.queue.promised(version)
+        reserved = self._state.queue.num_reserved(version)
         if self._admission.refusal(ledger, version) is not None:
-            return promised
+            return reserved
         groups = min(self._admission.num_reservable(ledger), ledger.num_reservable(version))
-        return promised + groups * ledger.members_started
+        return reserved + groups * ledger.members_started
 
     def _cached_instance(self, live: LiveTrajectory, fitting: BoolArray) -> Instance | None:
         """The instance that may hold a trajectory's context in its cache, if it fits there."""

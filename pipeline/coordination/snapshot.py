@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from staleflow.pipeline.coordination.phases import Phase
 from staleflow.pipeline.coordination.state import CoordinatorState
-from staleflow.pipeline.coordination.work_queue import FRESH
+from staleflow.pipeline.coordination.work_queue import UNRESERVED
 from staleflow.stores.staleness.ledger_entries import BufferView, EntryState
 from staleflow.stores.trajectory import AbortReason, InstanceId, outcome_key
 
@@ -116,7 +116,7 @@ def waiting_for(state: CoordinatorState, limit: int) -> str:
     )
     oldest = sorted(
         (t for t in state.live.values() if t.phase is not Phase.DONE and not t.is_eval),
-        key=lambda t: (FRESH if (version := ledger.entries[t.group].version) < 0 else version, t.since),
+        key=lambda t: (UNRESERVED if (version := ledger.entries[t.group].version) < 0 else version, t.since),
     )[:limit]
     lines = [
         f"group {t.group}, trajectory {t.id}: {t.phase.value} for {state.now - t.since:.1f} s"

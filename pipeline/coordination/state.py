@@ -22,7 +22,7 @@ from staleflow.pipeline.coordination.phases import Phase, Transition, next_phase
 from staleflow.pipeline.coordination.replan_flags import ReplanFlags
 from staleflow.pipeline.coordination.running_means import Measured, TruncationCounts
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory, found_in_flight
-from staleflow.pipeline.coordination.work_queue import EVALUATION, FRESH, MutableWorkQueue, WorkQueue
+from staleflow.pipeline.coordination.work_queue import EVALUATION, UNRESERVED, MutableWorkQueue, WorkQueue
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight
 from staleflow.stores.staleness.ledger import StalenessLedger
@@ -119,7 +119,7 @@ class CoordinatorState(ReplanFlags):
         if is_evaluation(group):
             return EVALUATION
         version = self.ledger.entries[group].version
-        return FRESH if version < 0 else version
+        return UNRESERVED if version < 0 else version
 
     def running(self, trajectory: TrajectoryId, route_number: int) -> LiveTrajectory | None:
         """The trajectory that an instance's answer is about, or None if the answer is late."""
@@ -280,7 +280,7 @@ class CoordinatorState(ReplanFlags):
     def send(self, live: LiveTrajectory, instance: Instance) -> None:
         """Route a queued trajectory, under a promise."""
         phase = next_phase(live.phase, Transition.ROUTED)
-        promised = self.level(live.group)
+        level = self.level(live.group)
         if live.is_eval:
             live.v_traj = instance.version
         elif live.v_traj < 0:
@@ -293,7 +293,7 @@ class CoordinatorState(ReplanFlags):
         live.instance, live.refused = instance.instance, ""
         live.phase, live.since = phase, self._now
         self._fleet.add(instance, live.id, live.kv_tokens)
-        if self.level(live.group) != promised:
+        if self.level(live.group) != level:
             self._change_level(live.group)
 
     def refuse(self, live: LiveTrajectory, why: str) -> bool:
@@ -527,7 +527,7 @@ class CoordinatorState(ReplanFlags):
                     route_number=live.route_number,
                     running_on=live.instance,
                     cached_on=self.pop_cached_instance(live),
-                    acts=live.turns > 0 and live.phase is not Phase.DONE,
+                    environment_open=live.turns > 0 and live.phase is not Phase.DONE,
                 )
             )
             phase = next_phase(live.phase, Transition.GIVEN_UP)

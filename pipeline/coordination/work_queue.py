@@ -1,5 +1,8 @@
-"""The multi-level queue (StaleFlow, arXiv 2601.12784): work waits by the version it was promised under, oldest first,
-and work that holds no promise yet behind all of it. Pure."""
+"""The multi-level queue of trajectories that wait for an instance (StaleFlow, arXiv 2601.12784). Pure.
+
+A level is the version under which a group was reserved. Older levels are served first, and groups without a reservation
+last.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.stores.trajectory import TrajectoryId
 
 EVALUATION = -1
-"""Level of what is sampled to evaluate the model: before all other work, in the few places that are its."""
-FRESH = 2**62
-"""Level of work that holds no promise yet."""
+"""Level of evaluation samples: before all other work, in the few slots that evaluations have."""
+UNRESERVED = 2**62
+"""Level of groups without a reservation."""
 
 
 class WorkQueue:
-    """A read-only view of the queue. First come, first served within a level. All is O(1) but for `levels`,
-    O(eta log eta), and `promised`, O(eta)."""
+    """A read-only view of the queue. Within a level, first in, first out. Methods are O(1), except `levels`,
+    O(eta log eta), and `num_reserved`, O(eta)."""
 
     def __init__(self) -> None:
-        # Ordered: the head of a plain dict is found by walking over everything that ever stood before it.
+        # An OrderedDict finds its first item in O(1); a plain dict walks over all deleted ones.
         self._levels: dict[int, OrderedDict[TrajectoryId, LiveTrajectory]] = {}
 
     def head(self, level: int) -> LiveTrajectory:
@@ -35,8 +38,8 @@ class WorkQueue:
         """Trajectories in a level."""
         return len(self._levels.get(level, ()))
 
-    def promised(self, version: int) -> int:
-        """Trajectories with a promise that an instance of `version` can continue."""
+    def num_reserved(self, version: int) -> int:
+        """Number of waiting trajectories with a reservation that an instance of `version` can continue."""
         return sum(len(waiting) for level, waiting in self._levels.items() if EVALUATION < level <= version)
 
     def __iter__(self) -> Iterator[tuple[int, LiveTrajectory]]:
@@ -53,11 +56,11 @@ class MutableWorkQueue(WorkQueue):
     """The queue with the methods by which the state changes it."""
 
     def append(self, live: LiveTrajectory, level: int) -> None:
-        """Append to a level."""
+        """Append a trajectory to a level."""
         self._levels.setdefault(level, OrderedDict())[live.id] = live
 
     def remove(self, live: LiveTrajectory, level: int) -> None:
-        """Remove from a level."""
+        """Remove a trajectory from a level."""
         waiting = self._levels[level]
         del waiting[live.id]
         if not waiting:

@@ -1,18 +1,19 @@
 """Which host and GPUs each process of a run gets.
 
-The rules, each a property that tests/placement/ holds against random fleets:
-- A GPU is given to one role; only with `share`, for a run that has more roles than GPUs, to several whose memory fits
-  side by side, and never to two ranks of the trainer, which NCCL refuses. In turns (`turns`) it is given to an
-  instance and a rank, and both to one if they can be; each needs the memory for itself.
-- The GPUs of an instance are of one link domain of one host, at one processor if they can be.
-- Light roles get no GPU, and hosts without GPUs if there are any.
-- A shortage is reported only if the roles do not fit: no GPU is idle while a role that fits waits.
-- A role that had an assignment keeps it, if its GPUs are still there. A role that has to move goes to a GPU of its own
-  host, or else of a host on which the run has its weights already.
-- Hosts are filled one after another, and the ranks of a trainer are on as few hosts as can be.
-- A role's process sees its GPUs; of several, the one that has them first in its list and sees the fewest others.
+Rules, which tests/placement/ checks on random fleets:
+- A GPU has one role. With `share`, if a run has more roles than GPUs, it may have several whose memory fits side by
+  side, but never two ranks of the trainer, which NCCL refuses. With `turns` it has an instance and a rank, which use
+  it in turns; each may use all of its memory.
+- The GPUs of an instance are in one link domain of one host, and on one NUMA node if possible.
+- Light roles get no GPU, and run on hosts without GPUs if there are any.
+- A shortage is reported only if the roles do not fit: no GPU is idle while a role that fits it waits.
+- A role keeps its previous assignment if its GPUs are still there. Otherwise it gets a GPU of the same host, or else of
+  a host that has the run's weights already.
+- Hosts are filled one after another, and the ranks of a trainer are on as few hosts as possible.
+- A role's process sees its GPUs. Among several processes, the one with these GPUs first in its list and the fewest
+  others is chosen.
 
-The first five hold always, of hosts whose processes see either the same GPUs or none in common; the last two are
+The first five rules always hold if the processes of a host see either the same GPUs or disjoint ones. The last two are
 preferences.
 """
 
@@ -28,11 +29,11 @@ from staleflow.pipeline.placement.devices import Device, Host, Process
 NO_ASSIGNMENTS: Mapping[str, Assignment] = {}
 NO_OWNERS: Mapping[str, str] = {}
 NAMELESS = Process(name="")
-"""The process of a role on a host that has as many as are needed."""
+"""The process of a role on a host without a fixed list of processes."""
 
 
 class RoleKind(Enum):
-    """Kinds of roles. Roles of one kind in one run differ by nothing but their names."""
+    """Kinds of roles. Roles of one kind in one run differ only in their names."""
 
     INSTANCE = "rollout instance"
     RANK = "rank of the trainer"
@@ -42,12 +43,12 @@ class RoleKind(Enum):
 
 KINDS = frozenset(kind.value for kind in RoleKind)
 PURPOSES = {RoleKind.INSTANCE: "rollout", RoleKind.RANK: "training"}
-"""What kinds of roles use GPUs for, in messages."""
+"""What kinds of roles use their GPUs for, in messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """A process that needs a place. num_devices: GPUs that it computes on. memory_bytes: of each, at least; 0: any."""
+    """A process to be placed. num_devices: GPUs that it computes on. memory_bytes: least memory of each; 0: any."""
 
     name: str
     kind: RoleKind
@@ -57,7 +58,8 @@ class Role:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """The place of one role. devices: UUIDs. process: its name, on hosts that have names for them."""
+    """Host, GPUs and process of one role. devices: UUIDs. process: its name; empty on hosts without a list of
+    processes."""
 
     host: str
     devices: tuple[str, ...] = ()
@@ -66,16 +68,17 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The places of all roles, by name."""
+    """The assignments of all roles, by name."""
 
     assignments: Mapping[str, Assignment]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
-    """Why roles do not fit: what is missing, and who has it, in one line."""
+    """The reason why roles do not fit."""
 
     line: str
+    """What is missing and who uses it, in one line."""
 
 
 def place(
@@ -90,12 +93,12 @@ def place(
     """Assign each role its host and GPUs. Deterministic.
 
     Args:
-        hosts: Earlier ones are filled first.
-        roles: Of one run.
-        taken: UUIDs of GPUs that others have, with their names.
+        hosts: All hosts; earlier ones are filled first.
+        roles: The roles of one run.
+        taken: GPUs that others use: UUID to owner's name.
         previous: Previous assignments of these roles, by name.
-        share: Whether GPUs may be shared if there are fewer than the roles need.
-        turns: Whether an instance and a rank have the same GPUs, in turns.
+        share: Whether roles may share GPUs if there are too few.
+        turns: Whether an instance and a rank use the same GPUs in turns.
     """
     share = share and not turns and sum(role.num_devices for role in roles) > _num_free(hosts, taken)
     shortage = None
@@ -109,8 +112,8 @@ def place(
 
 
 @dataclass(slots=True)
-class _Card:
-    """A device while roles are placed, and those on it."""
+class _DeviceRoles:
+    """A device with the roles assigned to it so far."""
 
     device: Device
     host: str
@@ -129,26 +132,26 @@ class _Card:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reach:
-    """Devices of one link domain that processes of a host see, and the processes, all alike in that."""
+class _VisibleDevices:
+    """Devices of one link domain, and the processes of the host that see exactly these in it."""
 
     host: str
-    cards: Sequence[_Card]
+    devices: Sequence[_DeviceRoles]
     processes: Sequence[Process] | None
-    """None: as many as are needed."""
+    """None: the host starts as many as are needed."""
 
 
 @dataclass(slots=True)
 class _Occupancy:
-    """Who is where, while roles are placed."""
+    """The assignments made so far, and the devices and processes that are left."""
 
     hosts: Sequence[Host]
-    reaches: Sequence[_Reach]
-    """Devices that nobody else has, by who sees them."""
+    visible: Sequence[_VisibleDevices]
+    """Devices that no other run uses, by the processes that see them."""
     share: bool
     turns: bool
-    open: dict[str, list[Process] | None]
-    """Processes that each host has left."""
+    free_processes: dict[str, list[Process] | None]
+    """Processes of each host without a role; None: as many as are needed."""
     assignments: dict[str, Assignment] = field(default_factory=dict)
     num_ranks: Counter[str] = field(default_factory=Counter)
     """Ranks on each host."""
@@ -156,33 +159,38 @@ class _Occupancy:
 
     @classmethod
     def of(cls, hosts: Sequence[Host], taken: Mapping[str, str], *, share: bool, turns: bool) -> _Occupancy:
-        reaches: list[_Reach] = []
+        visible: list[_VisibleDevices] = []
         for host in hosts:
-            cards = [_Card(device, host.name) for device in host.devices if device.uuid not in taken]
-            alike: dict[frozenset[str], list[Process]] = {}
+            free = [_DeviceRoles(device, host.name) for device in host.devices if device.uuid not in taken]
+            by_devices: dict[frozenset[str], list[Process]] = {}
             for process in host.processes or ():
-                alike.setdefault(frozenset(process.devices), []).append(process)
-            visible: list[tuple[list[_Card], list[Process] | None]] = [
-                ([card for card in cards if card.device.uuid in uuids], processes) for uuids, processes in alike.items()
+                by_devices.setdefault(frozenset(process.devices), []).append(process)
+            parts: list[tuple[list[_DeviceRoles], list[Process] | None]] = [
+                ([entry for entry in free if entry.device.uuid in uuids], processes)
+                for uuids, processes in by_devices.items()
             ]
-            for own_cards, processes in [(cards, None)] if host.processes is None else visible:
-                domains: dict[str, list[_Card]] = {}
-                for card in own_cards:
-                    domains.setdefault(card.device.link_domain, []).append(card)
-                reaches += [_Reach(host.name, domain, processes) for domain in domains.values()]
-        processes_of = {host.name: None if host.processes is None else list(host.processes) for host in hosts}
-        return cls(hosts, reaches, share, turns, processes_of)
+            for devices, processes in [(free, None)] if host.processes is None else parts:
+                domains: dict[str, list[_DeviceRoles]] = {}
+                for entry in devices:
+                    domains.setdefault(entry.device.link_domain, []).append(entry)
+                visible += [_VisibleDevices(host.name, domain, processes) for domain in domains.values()]
+        free_processes = {host.name: None if host.processes is None else list(host.processes) for host in hosts}
+        return cls(hosts, visible, share, turns, free_processes)
 
     def place_all(
         self, roles: Sequence[Role], to_keep: Mapping[str, Assignment], previous: Mapping[str, Assignment]
     ) -> Role | None:
-        """Place all roles, those in `to_keep` where they were if possible. Returns the first role that does not fit, or
-        None. previous: assignments that the new ones should be near."""
+        """Place all roles. Returns the first role that does not fit, or None.
+
+        Args:
+            to_keep: Assignments that are kept if possible.
+            previous: Assignments near which roles are placed that cannot keep theirs.
+        """
         for role in roles:
             if role.name in to_keep:
                 self._keep(role, to_keep[role.name])
         waiting = [role for role in roles if role.name not in self.assignments]
-        # The hardest to place first: what is left over after them any smaller role can use.
+        # The largest roles first: smaller ones can use what is left.
         waiting.sort(key=lambda role: (-role.num_devices, -role.memory_bytes))
         while waiting:
             role = waiting.pop(0)
@@ -192,34 +200,34 @@ class _Occupancy:
 
     def _keep(self, role: Role, previous: Assignment) -> None:
         if not role.num_devices:
-            candidates = self._able(role, previous.host, self.open.get(previous.host, ()))
+            candidates = self._able(role, previous.host, self.free_processes.get(previous.host, ()))
             if candidates and not previous.devices:
                 self._assign(role, previous.host, (), _same(candidates, previous))
             return
-        for reach in self.reaches:
-            cards = [card for card in reach.cards if card.device.uuid in previous.devices]
-            candidates = self._able(role, reach.host, reach.processes) if reach.host == previous.host else ()
-            if candidates and len(cards) == len(previous.devices) == role.num_devices:
-                if all(card.fits(role, share=self.share, turns=self.turns) for card in cards):
-                    cards.sort(key=lambda card: previous.devices.index(card.device.uuid))
-                    self._assign(role, previous.host, cards, _same(candidates, previous))
+        for visible in self.visible:
+            chosen = [entry for entry in visible.devices if entry.device.uuid in previous.devices]
+            candidates = self._able(role, visible.host, visible.processes) if visible.host == previous.host else ()
+            if candidates and len(chosen) == len(previous.devices) == role.num_devices:
+                if all(entry.fits(role, share=self.share, turns=self.turns) for entry in chosen):
+                    chosen.sort(key=lambda entry: previous.devices.index(entry.device.uuid))
+                    self._assign(role, previous.host, chosen, _same(candidates, previous))
                 return
 
     def _able(self, role: Role, host: str, processes: Sequence[Process] | None) -> Sequence[Process]:
-        """Those of a host's processes that are left and may have a role. Nameless ones never run out."""
+        """The free processes of a host that may have a role."""
         if processes is None:
             return (NAMELESS,)
-        free_slots = self.open.get(host) or ()
-        return [p for p in processes if p in free_slots and (p.kinds is None or role.kind.value in p.kinds)]
+        free = self.free_processes.get(host) or ()
+        return [p for p in processes if p in free and (p.kinds is None or role.kind.value in p.kinds)]
 
-    def _assign(self, role: Role, host: str, cards: Sequence[_Card], process: Process) -> None:
-        for card in cards:
-            card.roles.append(role)
-        if (free_slots := self.open[host]) is not None:
-            free_slots.remove(process)
+    def _assign(self, role: Role, host: str, chosen: Sequence[_DeviceRoles], process: Process) -> None:
+        for entry in chosen:
+            entry.roles.append(role)
+        if (free := self.free_processes[host]) is not None:
+            free.remove(process)
         self.num_ranks[host] += role.kind is RoleKind.RANK
         self.num_environments[host] += role.kind is RoleKind.ENVIRONMENT
-        devices = tuple(card.device.uuid for card in cards)
+        devices = tuple(entry.device.uuid for entry in chosen)
         self.assignments[role.name] = Assignment(host=host, devices=devices, process=process.name)
 
     def _place_on_devices(self, role: Role, waiting: Sequence[Role], previous: Mapping[str, Assignment]) -> bool:
@@ -230,44 +238,45 @@ class _Occupancy:
         num_alike = 1 + sum(other.kind is role.kind for other in waiting)
         order = {host.name: index for index, host in enumerate(self.hosts)}
         fitting_of = [
-            [card for card in reach.cards if card.fits(role, share=self.share, turns=self.turns)]
-            for reach in self.reaches
+            [entry for entry in visible.devices if entry.fits(role, share=self.share, turns=self.turns)]
+            for visible in self.visible
         ]
-        crowding = -1 if self.turns else 1  # how little a card with others on it is wanted
+        crowding = -1 if self.turns else 1  # negative: devices with other roles are preferred
         room = self._room(fitting_of)
-        best: tuple[tuple[float, ...], str, list[_Card], Process] | None = None
-        for reach, fitting in zip(self.reaches, fitting_of, strict=True):
-            host = reach.host
-            if len(fitting) < role.num_devices or not (candidates := self._able(role, host, reach.processes)):
+        best: tuple[tuple[float, ...], str, list[_DeviceRoles], Process] | None = None
+        for visible, fitting in zip(self.visible, fitting_of, strict=True):
+            host = visible.host
+            if len(fitting) < role.num_devices or not (candidates := self._able(role, host, visible.processes)):
                 continue
             num_free = room[host, fitting[0].device.link_domain]
-            cards = _choose_cards(fitting, role.num_devices, scarce_bytes, crowding)
-            process = min(candidates, key=lambda process: (len(process.kinds or KINDS), _offset(process, cards)))
+            chosen = _choose_devices(fitting, role.num_devices, scarce_bytes, crowding)
+            process = min(candidates, key=lambda process: (len(process.kinds or KINDS), _offset(process, chosen)))
             key = (
-                crowding * sum(len(card.roles) for card in cards),
-                _num_scarce(cards, scarce_bytes),
+                crowding * sum(len(entry.roles) for entry in chosen),
+                _num_scarce(chosen, scarce_bytes),
                 len(process.kinds or KINDS),
                 0 if host == previous_host else 1 if host in loaded else 2,
                 *(self._grouping(host, num_free, num_alike) if role.kind is RoleKind.RANK else ()),
                 num_free,
                 order[host],
-                _offset(process, cards),
+                _offset(process, chosen),
             )
             if best is None or key < best[0]:
-                best = key, host, cards, process
+                best = key, host, chosen, process
         if best is None:
             return False
         self._assign(role, *best[1:])
         return True
 
     @staticmethod
-    def _room(fitting_of: Iterable[Sequence[_Card]]) -> Counter[tuple[str, str]]:
-        """How many of these devices there are in each link domain of each host."""
-        distinct = {card.device.uuid: card for fitting in fitting_of for card in fitting}
-        return Counter((card.host, card.device.link_domain) for card in distinct.values())
+    def _room(fitting_of: Iterable[Sequence[_DeviceRoles]]) -> Counter[tuple[str, str]]:
+        """Number of these devices in each link domain of each host."""
+        distinct = {entry.device.uuid: entry for fitting in fitting_of for entry in fitting}
+        return Counter((entry.host, entry.device.link_domain) for entry in distinct.values())
 
     def _grouping(self, host: str, num_free: int, num_ranks: int) -> tuple[float, ...]:
-        """How a host ranks for a rank of the trainer: one with ranks, one with room for all, one with more room."""
+        """Sort key of a host for a rank of the trainer: first hosts with ranks, then with room for all ranks, then with
+        more room."""
         return (not self.num_ranks[host], num_free < num_ranks, 0 if num_free >= num_ranks else -num_free)
 
     def _place_light(self, role: Role) -> bool:
@@ -282,29 +291,32 @@ class _Occupancy:
 
 
 def _same(candidates: Sequence[Process], previous: Assignment) -> Process:
-    """The process that a role had, or else the first of those that may have it."""
+    """The process that a role had before if it is among the candidates, else the first candidate."""
     return next((process for process in candidates if process.name == previous.process), candidates[0])
 
 
-def _offset(process: Process, cards: Sequence[_Card]) -> int:
-    """Where in a process's list the first of these devices is: workers of dask-cuda all see all of a host's."""
-    return process.devices.index(cards[0].device.uuid) if process.devices else 0
+def _offset(process: Process, chosen: Sequence[_DeviceRoles]) -> int:
+    """Index of the first of these devices in a process's list. Each worker of dask-cuda sees all devices of its host,
+    in an order of its own."""
+    return process.devices.index(chosen[0].device.uuid) if process.devices else 0
 
 
-def _num_scarce(cards: Iterable[_Card], scarce_bytes: int) -> int:
-    """How many of these a role that still waits could use for its greater need."""
-    return sum(0 < scarce_bytes <= card.device.memory_bytes for card in cards)
+def _num_scarce(chosen: Iterable[_DeviceRoles], scarce_bytes: int) -> int:
+    """Number of these devices whose memory is large enough for a waiting role that needs more than the present one."""
+    return sum(0 < scarce_bytes <= entry.device.memory_bytes for entry in chosen)
 
 
-def _choose_cards(fitting: Sequence[_Card], count: int, scarce_bytes: int, crowding: int) -> list[_Card]:
-    """So many of the devices of one link domain: least shared first (most, if crowding is negative), none that others
-    need, at one processor if they can be, smallest first."""
-    of_numa = Counter(card.device.numa for card in fitting)
+def _choose_devices(
+    fitting: Sequence[_DeviceRoles], count: int, scarce_bytes: int, crowding: int
+) -> list[_DeviceRoles]:
+    """Choose `count` devices of one link domain: the least shared ones (the most shared ones if crowding is negative),
+    then those that no larger role needs, then those on one NUMA node, then the smallest."""
+    of_numa = Counter(entry.device.numa for entry in fitting)
 
-    def key(card: _Card) -> tuple[int, ...]:
-        size = of_numa[card.device.numa]
-        apart = (size < count, size, card.device.numa)
-        return (crowding * len(card.roles), _num_scarce([card], scarce_bytes), *apart, card.device.memory_bytes)
+    def key(entry: _DeviceRoles) -> tuple[int, ...]:
+        size = of_numa[entry.device.numa]
+        apart = (size < count, size, entry.device.numa)
+        return (crowding * len(entry.roles), _num_scarce([entry], scarce_bytes), *apart, entry.device.memory_bytes)
 
     return sorted(fitting, key=key)[:count]
 
@@ -314,7 +326,7 @@ def _num_free(hosts: Sequence[Host], taken: Mapping[str, str]) -> int:
 
 
 def _explain(hosts: Sequence[Host], roles: Sequence[Role], role: Role, taken: Mapping[str, str], *, turns: bool) -> str:
-    """What is missing for a role, and who has GPUs, in one line."""
+    """Say in one line what is missing for a role, and who uses GPUs."""
     if not role.num_devices:
         return f"no worker process is left for {role.name}; start one more"
     counts = Counter[RoleKind]()

@@ -45,7 +45,7 @@ MP_METHOD_KEY = "distributed.worker.multiprocessing-method"
 _ENVIRONMENT_LOCK = threading.Lock()
 """Held while os.environ has the workers' variables. Without it, two concurrent starts could restore each other's values
 and leave PYTHONSAFEPATH set in this process."""
-QUIET = {
+QUIET_VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -65,7 +65,7 @@ def worker_environment(threads: int) -> dict[str, str]:
     """
     pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     malloc_thresholds = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
-    quiet = {name: os.environ.get(name, value) for name, value in QUIET.items()}
+    quiet = {name: os.environ.get(name, value) for name, value in QUIET_VARIABLES.items()}
     return {**quiet, **dict.fromkeys(malloc_thresholds, str(2**30)), **dict.fromkeys(pools, str(threads))}
 
 
@@ -76,7 +76,7 @@ def set_process_environment(threads: int) -> None:
     Args:
         threads: Number of OMP threads; kept small because idle pools spin.
     """
-    for name, value in {"OMP_NUM_THREADS": str(threads), **QUIET}.items():
+    for name, value in {"OMP_NUM_THREADS": str(threads), **QUIET_VARIABLES}.items():
         os.environ.setdefault(name, value)
 
 
@@ -184,7 +184,7 @@ async def start(
     dask.config.set(forkserver_config(threads, preload_modules) | {"distributed.worker.daemon": not may_spawn})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the dashboard's port may be taken; Dask then chooses another
-        starting = LocalCluster(
+        cluster = LocalCluster(
             n_workers=num_workers,
             threads_per_worker=1,
             processes=True,
@@ -193,16 +193,16 @@ async def start(
             silence_logs=log_level(),
             asynchronous=True,
         )
-        opening = asyncio.ensure_future(starting)
+        start_task = asyncio.ensure_future(cluster)
         try:
-            local = await asyncio.shield(opening)
+            local = await asyncio.shield(start_task)
         except BaseException:
             # A cluster knows its workers only once all have started; closed earlier, it would leave them behind.
-            await asyncio.wait([opening])
-            await starting.close()
+            await asyncio.wait([start_task])
+            await cluster.close()
             raise
     if not dashboard:
-        _serve_nothing(local)
+        _close_http_server(local)
     return local
 
 
@@ -212,7 +212,7 @@ def log_level() -> int:
     return max(logging.WARNING, logging.getLogger("distributed").getEffectiveLevel())
 
 
-def _serve_nothing(local: Any) -> None:
+def _close_http_server(local: Any) -> None:
     """Close the HTTP server of a local cluster's scheduler: Dask starts one even without a dashboard, on port 8787."""
     local.scheduler.services.pop("dashboard").stop()
     local.scheduler_info["services"].pop("dashboard", None)  # what clients make the dashboard's address from
@@ -221,12 +221,12 @@ def _serve_nothing(local: Any) -> None:
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables inside the block, for the processes started there, and restore them afterwards."""
-    before = {name: os.environ.get(name) for name in variables}
+    previous = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 del os.environ[name]
             else:
@@ -237,15 +237,15 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 def _sigint_deferred() -> Iterator[None]:
     """Defer a SIGINT received inside the block, by whichever thread, until it exits. Child processes inherit the
     blocked mask, until they ignore SIGINT as pipeline/processes/preloading.py does."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     deferred = []
-    main = threading.current_thread() is threading.main_thread()  # only the main thread may set a handler
-    handler = signal.signal(signal.SIGINT, lambda *_: deferred.append(True)) if main else None
+    is_main_thread = threading.current_thread() is threading.main_thread()  # only the main thread may set a handler
+    handler = signal.signal(signal.SIGINT, lambda *_: deferred.append(True)) if is_main_thread else None
     try:
         yield
     finally:
         if handler is not None:
             signal.signal(signal.SIGINT, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         if deferred:
             signal.raise_signal(signal.SIGINT)

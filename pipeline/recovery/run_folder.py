@@ -160,7 +160,7 @@ def load_job(
         index = int(key) if isinstance(section, list) else key
         if isinstance(value := _value_at(section, key), str):
             section[index] = _moved(value, str(Path(*stored_path)), str(new_dir))
-    config = loading.from_overridden(tree, overrides, str(run_dir / file))
+    config = loading.from_tree_with_overrides(tree, overrides, str(run_dir / file))
     return user_files.in_run_dir(config, new_dir)
 
 

@@ -158,7 +158,7 @@ def _differences(subject: str, before: Mapping[str, str], facts: Mapping[str, st
 def _source(source: str, options: Mapping[str, Any], seed: int) -> Facts:
     kind, path = data_file(source)
     known = kind_of(source)
-    if known is not None and known.names_file and path is not None:
+    if known is not None and known.name_is_path and path is not None:
         return {"task.source": kind, "file": _hash_of(path)}
     options_facts = {"task.options": json.dumps(options, sort_keys=True, default=repr)}
     if kind:

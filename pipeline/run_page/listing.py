@@ -49,8 +49,17 @@ def selection_mask(columns: Columns, where: str) -> npt.NDArray[np.bool_]:
 
 
 def trajectories(columns: Columns, where: str, sort: str, page: int) -> Page:
-    """A page of trajectories. sort: a column, with a "-" before it for descending; ties by trajectory; values that are
-    not numbers come last. Raises ConfigError."""
+    """A page of the trajectories that a filter selects, sorted by a column.
+
+    Args:
+        where: The filter expression.
+        sort: Name of a column, with a "-" before it for descending order. Ties are sorted by trajectory id; NaN comes
+            last.
+        page: Number of the page, from 1; numbers out of range give the nearest page.
+
+    Raises:
+        ConfigError: The filter or the column is not valid.
+    """
     (positions,) = np.nonzero(selection_mask(columns, where))
     name, descending = sort.removeprefix("-"), sort.startswith("-")
     if name not in columns:
@@ -107,7 +116,7 @@ def by_fate(columns: Columns, where: str) -> list[dict[str, Any]]:
                 "count": int(in_row.sum()),
                 "response_tokens": float(columns["response_tokens"][in_row].mean()),
                 "reward": float(rewards.mean()) if len(rewards) else None,
-                "cut": float((columns["finish"][in_row] == FinishReason.LENGTH.value).mean()),
+                "truncated": float((columns["finish"][in_row] == FinishReason.LENGTH.value).mean()),
             }
         )
     return rows
@@ -125,7 +134,8 @@ def batch_of_step(columns: Columns, step: int) -> Positions:
 
 
 def groups_of_step(columns: Columns, step: int, where: str, order: str, page: int) -> Page:
-    """A page of the groups that a step trained on, of which `where` selects a member. Raises ConfigError."""
+    """A page of the groups that a step trained on and that have a member which the filter `where` selects. Raises
+    ConfigError."""
     if order not in GROUP_ORDERS:
         raise ConfigError(f"groups cannot be ordered by {order!r}; there are {', '.join(GROUP_ORDERS)}")
     positions = batch_of_step(columns, step)
@@ -151,7 +161,7 @@ def groups_of_step(columns: Columns, step: int, where: str, order: str, page: in
 
 
 def members(columns: Columns, groups: Positions) -> dict[int, Positions]:
-    """Positions of each group's members, trained ones first, by id of the group, in the order given."""
+    """Positions of each group's members in the store, by group id. Members that were trained on come first."""
     (positions,) = np.nonzero(np.isin(columns["group"], groups))
     trained = columns["fate"][positions] == Fate.CONSUMED.value
     positions = positions[np.lexsort((columns["trajectory"][positions], ~trained))]
@@ -159,7 +169,8 @@ def members(columns: Columns, groups: Positions) -> dict[int, Positions]:
 
 
 def mean_by_step(branches: Sequence[Columns], name: str) -> dict[str, Any]:
-    """Mean of a column over each step's batch, one list per branch; None for a step that a branch does not have."""
+    """Mean of a column over the batch of each step, for each branch: {"step": [S], "means": [[S] per branch]}. The mean
+    is None for a step that a branch does not have."""
     last = max((int(c["step"].max()) for c in branches if len(c["step"])), default=-1)
     means = []
     for columns in branches:

@@ -100,7 +100,7 @@ class BestCheckpoint:
 
     def _keep_or_remove(self, folder: Path, version: PolicyVersion | None, results: Sequence[Evaluation]) -> None:
         """Make a folder checkpoints/best if its version's results are the best so far; otherwise remove it."""
-        reward = next((result.figure for result in results if result.name == self._evaluation_set), None)
+        reward = next((result.mean_reward for result in results if result.name == self._evaluation_set), None)
         if reward is None or version is None or not folder.is_dir() or reward <= self._best_so_far().reward:
             shutil.rmtree(folder, ignore_errors=True)
             return

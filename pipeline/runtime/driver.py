@@ -144,7 +144,7 @@ class Driver:
             actors,
             self._background,
             self._inbox.put_nowait,
-            self._coordinator.has_left,
+            self._coordinator.is_drained,
             lambda: self._measurements.elapsed_s,
         )
         self._training_watch = TrainingWatch()
@@ -349,7 +349,7 @@ class Driver:
         """Abort the work in flight; redundancy may leave some even after the last step. If the run is stopped, all
         sampled tokens are first delivered to the trajectory server, so that a resumed run continues with them."""
         if self._stop_requested and any(self._coordinator.loads().values()):
-            await self._membership.save_all()
+            await self._membership.flush_all()
         self._handle(StopRequested(why=self.outcomes.stopped or "all steps are trained"))
 
     def _check_progress(self, idle_s: float) -> None:

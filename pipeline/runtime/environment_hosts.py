@@ -20,7 +20,7 @@ from staleflow.pipeline.coordination.events import EnvironmentFailed, Environmen
 from staleflow.pipeline.runtime.actors import MAX_FALSE_LOSSES, SERVER, Actors
 from staleflow.stores import errors
 from staleflow.stores.trajectory import TrajectoryId
-from staleflow.tasks.actors.environment_host import ActItem, EnvStepOutcome
+from staleflow.tasks.actors.environment_host import EnvStepItem, EnvStepOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -102,12 +102,13 @@ class EnvironmentHosts:
             number = host.number
             try:
                 if ended:
-                    await self._actors.ask(host.name, "dismiss", ended)
+                    await self._actors.ask(host.name, "close_episodes", ended)
                 if steps:
                     items = tuple(
-                        ActItem(trajectory=a.trajectory, route_number=a.route_number, cut=a.truncated) for a in steps
+                        EnvStepItem(trajectory=a.trajectory, route_number=a.route_number, truncated=a.truncated)
+                        for a in steps
                     )
-                    await self._actors.ask(host.name, "act", SERVER, items)
+                    await self._actors.ask(host.name, "start_steps", SERVER, items)
             except (errors.ActorLost, errors.ActorFailed) as lost:
                 if lost.actor != host.name:
                     raise

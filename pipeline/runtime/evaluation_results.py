@@ -129,8 +129,8 @@ class Evaluation:
         return shown(self.greedy, self.greedy_stderr, self.figures.greedy_interval)
 
     @property
-    def figure(self) -> float | None:
-        """What the version is judged by: the mean at temperature, or the greedy one if nothing was sampled."""
+    def mean_reward(self) -> float | None:
+        """Mean reward by which versions are compared: of samples at temperature, or of greedy responses without any."""
         return self.sampled if self.samples else self.greedy
 
     @property

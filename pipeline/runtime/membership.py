@@ -1,15 +1,15 @@
-"""Which rollout instances a run has: they join, are lost, are replaced, and are retired.
+"""The rollout instances of a run: they join, are lost, are replaced, and are retired.
 
-A run begins with rollout.instances. Those are its places 0 and up; a place whose instance is lost or retired waits for
-a free worker. Up to rollout.max_instances further places are taken by workers that are spare; a further place that
-finds no worker any more is given up.
+The instance with index N is named rollout-N. Indices below rollout.instances are required: if such an instance is lost
+or retired, the run waits for a free worker to replace it. Indices from there to rollout.max_instances - 1 are optional:
+they are filled while there are spare workers, and given up if no worker is left for them.
 
 Invariants:
-- No place has two instances, and none is placed twice at once.
-- A retired instance has handed over all tokens of what it ran before it is closed. It is no loss.
-- The coordinator hears of each instance that it joined, and once at most that it was lost.
-- A lost instance is an event and is replaced; any other failure of its link, such as that of the trajectory server that
-  it asked, is not its own and ends the run.
+- There is at most one instance per index, and at most one attempt to place it.
+- A retired instance has delivered all sampled tokens before it is closed. Retiring is not a loss.
+- The coordinator receives one InstanceJoined per instance, and at most one InstanceLost.
+- A lost instance is replaced. Any other failure of its link ends the run, such as a failure of the trajectory server
+  that the instance called.
 """
 
 from __future__ import annotations
@@ -34,18 +34,22 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-GROW_S = 2.0
-"""Seconds between two looks for a spare worker."""
-EMPTY_S = 0.1
-"""Seconds between two looks whether an instance that leaves is empty."""
-SAVE_S = 10.0
-"""Seconds in which instances deliver what they run, when a run stops."""
+SPARE_CHECK_S = 2.0
+"""Seconds between two checks for a spare worker."""
+DRAINED_CHECK_S = 0.1
+"""Seconds between two checks whether a retiring instance is drained."""
+FLUSH_TIMEOUT_S = 10.0
+"""Seconds that instances have to deliver sampled tokens when a run stops."""
 
 
 class Membership:
-    """The rollout instances of one run, each with its link. emit: called with every event, and with the error that ends
-    the run. has_left: whether the coordinator has emptied an instance that leaves. elapsed_s: seconds of the run so
-    far."""
+    """The rollout instances of one run, each with its link.
+
+    Args:
+        emit: Called with every event, and with the error that ends the run.
+        is_drained: Whether an instance is gone, or is leaving and runs nothing any more.
+        elapsed_s: Returns the seconds since the run started.
+    """
 
     def __init__(
         self,
@@ -53,23 +57,24 @@ class Membership:
         actors: Actors,
         background: Background,
         emit: Callable[[Event | BaseException], None],
-        has_left: Callable[[InstanceId], bool],
+        is_drained: Callable[[InstanceId], bool],
         elapsed_s: Callable[[], float],
     ) -> None:
         self._config = config
         self._actors = actors
         self._background = background
         self._emit = emit
-        self._has_left = has_left
+        self._is_drained = is_drained
         self._elapsed_s = elapsed_s
-        self._resting = True
+        self._stopped = True
         self._missing: set[int] = set()
-        """Places for which an instance is being placed, or waits for a worker."""
+        """Indices of instances that are being placed or wait for a worker."""
         self._retiring: set[int] = set()
+        """Indices of instances that are being retired."""
 
     @property
     def line(self) -> str:
-        """How many instances the run has, and how many it misses, for people."""
+        """One line for display: the number of instances, and which are missing or retiring."""
         rollout, have = self._config.rollout, len(self._actors.instances)
         max_instances = max(rollout.instances, rollout.max_instances)
         line = f"{have} of {rollout.instances} instances" + (
@@ -83,19 +88,27 @@ class Membership:
         return line
 
     async def grow(self) -> None:
-        """Take further places, for ever, while there are spare workers."""
+        """Place optional instances while there are spare workers. Runs until cancelled."""
         rollout = self._config.rollout
         while True:
-            await asyncio.sleep(GROW_S)
+            await asyncio.sleep(SPARE_CHECK_S)
             used_indices = self._missing | self._retiring | {i.index for i in self._actors.instances.values()}
-            further = next((i for i in range(rollout.instances, rollout.max_instances) if i not in used_indices), None)
-            if further is not None and not self._resting and await self._actors.has_spare_worker():
-                self._fill(further)
+            additional_index = next(
+                (i for i in range(rollout.instances, rollout.max_instances) if i not in used_indices), None
+            )
+            if additional_index is not None and not self._stopped and await self._actors.has_spare_worker():
+                self._start_replacing(additional_index)
 
     def retire(self, worker: str) -> str:
-        """Have the instance on a worker go: its trajectories go on elsewhere, then it closes and its worker leaves the
-        cluster. worker: the instance's name, or the name or address of its worker. Returns what keeps it from going;
-        empty if nothing does. Idempotent."""
+        """Start retiring an instance: its trajectories continue elsewhere, then it is closed and its worker leaves the
+        cluster. Idempotent.
+
+        Args:
+            worker: The instance's name, or the name or address of its worker.
+
+        Returns:
+            The reason why the instance cannot be retired; empty if it can.
+        """
         for instance in self._actors.instances.values():
             if worker in (instance.id, instance.placed.worker, instance.placed.address):
                 break
@@ -103,21 +116,22 @@ class Membership:
             return f"{worker}: no rollout instance of this run is there; it has {', '.join(self._actors.instances)}"
         if instance.index in self._retiring:
             return ""
-        if self._resting:
+        if self._stopped:
             return f"{worker}: the run does not train at the moment; ask again once it does"
-        least = self._config.rollout.min_instances
-        if len(self._actors.instances) - len(self._retiring) <= least:
-            return f"{worker}: the run has no more than {least} instances (rollout.min_instances); start a worker first"
+        min_instances = self._config.rollout.min_instances
+        if len(self._actors.instances) - len(self._retiring) <= min_instances:
+            bound = f"{min_instances} instances (rollout.min_instances)"
+            return f"{worker}: the run has no more than {bound}; start a worker first"
         self._retiring.add(instance.index)
         self._background.spawn(self._retire(instance), "retire")
         return ""
 
     async def _retire(self, instance: InstanceHandle) -> None:
         self._emit(InstanceLeaving(instance=instance.id))
-        while not self._has_left(instance.id):
-            await asyncio.sleep(EMPTY_S)
+        while not self._is_drained(instance.id):
+            await asyncio.sleep(DRAINED_CHECK_S)
         self._retiring.discard(instance.index)
-        if instance.id not in self._actors.instances or self._resting:
+        if instance.id not in self._actors.instances or self._stopped:
             return  # it was lost meanwhile, or the run ends
         for task in instance.tasks:
             task.cancel()
@@ -125,51 +139,51 @@ class Membership:
         await self._actors.retire(instance)
         logger.warning("%s on %s was retired", instance.id, instance.placed.address)
         if instance.index < self._config.rollout.instances:
-            self._fill(instance.index)
+            self._start_replacing(instance.index)
 
-    def _fill(self, index: int) -> None:
-        """Place an instance that is missing, in the background."""
+    def _start_replacing(self, index: int) -> None:
+        """Start placing a missing instance in the background."""
         self._missing.add(index)
         self._background.spawn(self._replace(index), "replace")
 
     def join_all(self) -> None:
-        """Start the links of all instances that are placed, and place those that are missing."""
-        self._resting = False
+        """Start the links of all placed instances, and start placing the missing ones."""
+        self._stopped = False
         for instance in list(self._actors.instances.values()):
             self._join(instance)
         placed = {instance.index for instance in self._actors.instances.values()}
         for index in set(range(self._config.rollout.instances)) - placed:
-            self._fill(index)
+            self._start_replacing(index)
 
     def stop_links(self) -> None:
-        """Stop all links: from now on the instances answer somebody else."""
-        self._resting = True
+        """Stop all links, so that the caller may call the instances itself."""
+        self._stopped = True
         for task in self.tasks():
             task.cancel()
 
-    async def save_all(self) -> None:
-        """Have the trajectory server given the tokens of all that is running. What an instance does not deliver in time
-        starts again where it was last delivered."""
+    async def flush_all(self) -> None:
+        """Make all instances deliver their sampled tokens to the trajectory server. A trajectory whose tokens do not
+        arrive in time continues from its last delivery."""
 
         async def flush(instance: InstanceHandle) -> None:
             with contextlib.suppress(errors.ActorLost, errors.ActorFailed):
-                await self._actors.ask(instance.placed.name, "flush", SERVER, within_s=SAVE_S)
+                await self._actors.ask(instance.placed.name, "flush", SERVER, within_s=FLUSH_TIMEOUT_S)
 
         await asyncio.gather(*(flush(instance) for instance in self._actors.instances.values()))
 
     @staticmethod
-    def _is_lost(instance: InstanceHandle, lost: errors.ActorLost | errors.ActorFailed) -> bool:
-        """Whether it is the instance that is lost, and not one that it asked. Parameter servers come back by
-        themselves, except from a process that is gone."""
+    def _is_own_loss(instance: InstanceHandle, lost: errors.ActorLost | errors.ActorFailed) -> bool:
+        """Whether the instance itself is lost, not an actor that it called. A lost parameter server counts as a loss of
+        the instance: it restarts by itself unless its process, which is the instance's, is gone."""
         return lost.actor == instance.id or lost.actor.startswith("parameters-")
 
     def tasks(self) -> list[asyncio.Task[None]]:
-        """What the links run."""
+        """The tasks of all links."""
         return [task for instance in self._actors.instances.values() for task in instance.tasks]
 
     def _join(self, instance: InstanceHandle) -> None:
-        """Start an instance's link and report the instance to the coordinator, unless the links rest."""
-        if self._resting:
+        """Start an instance's link and report the instance to the coordinator, unless links are stopped."""
+        if self._stopped:
             return
         config = self._config
         engine = config.rollout.engine
@@ -189,12 +203,12 @@ class Membership:
         )
 
     async def _guard(self, instance: InstanceHandle, work: Coroutine[Any, Any, None]) -> None:
-        """A lost instance is an event and is replaced; any other failure ends the run."""
+        """Run a task of an instance's link. Replaces the instance if it is lost; any other failure ends the run."""
         try:
             try:
                 await work
             except (errors.ActorLost, errors.ActorFailed) as lost:
-                if not self._is_lost(instance, lost):
+                if not self._is_own_loss(instance, lost):
                     raise
                 if instance.id in self._actors.instances:  # else another of its tasks saw it first
                     for task in instance.tasks:
@@ -202,35 +216,38 @@ class Membership:
                             task.cancel()
                     self._emit(InstanceLost(instance=instance.id, why=str(lost)))
                     self._actors.record_loss(instance.placed.name, lost, self._elapsed_s())
-                    self._fill(instance.index)
+                    self._start_replacing(instance.index)
         except Exception as error:  # noqa: BLE001  carried to the main loop, which raises it
             self._emit(error)
 
     async def _replace(self, index: int) -> None:
-        """Place an instance that is missing, as soon as there is a worker for it. Raises NoFreeWorker if there is none
-        for start_s and too few instances are left, ActorLost if it is lost too often."""
+        """Place a missing instance as soon as there is a worker for it.
+
+        Raises:
+            NoFreeWorker: There was no worker for start_s, and too few instances are left.
+            ActorLost: The instance was lost too often.
+        """
         while True:
             try:
                 instance = await self._actors.place_instance(index)
             except NoFreeWorker as error:
-                self._refuse_too_few(error)
+                self._raise_if_too_few(error)
                 if index < self._config.rollout.instances:
                     continue
             except (errors.ActorLost, errors.ActorFailed) as lost:
-                up = next((i for i in self._actors.instances.values() if i.index == index), None)
-                if lost.actor.partition(".")[0] != f"rollout-{index}" and (up is None or not self._is_lost(up, lost)):
+                placed = next((i for i in self._actors.instances.values() if i.index == index), None)
+                own_loss = placed is not None and self._is_own_loss(placed, lost)
+                if lost.actor.partition(".")[0] != f"rollout-{index}" and not own_loss:
                     raise
-                self._actors.record_loss(
-                    lost.actor if up is None else up.id, lost, self._elapsed_s()
-                )  # while it came up
+                self._actors.record_loss(lost.actor if placed is None else placed.id, lost, self._elapsed_s())
                 continue
             else:
                 self._join(instance)
             self._missing.discard(index)
             return
 
-    def _refuse_too_few(self, error: NoFreeWorker) -> None:
-        """Raise the error if too few instances are left."""
+    def _raise_if_too_few(self, error: NoFreeWorker) -> None:
+        """Raise the error if fewer than rollout.min_instances are left; otherwise log that the run goes on."""
         num_instances, rollout = len(self._actors.instances), self._config.rollout
         if num_instances < rollout.min_instances:
             raise error

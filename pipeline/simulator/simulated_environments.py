@@ -11,7 +11,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import StepEnvironment
 from staleflow.pipeline.coordination.events import EnvironmentFailed, EnvironmentStepped, TrajectoryScored
 from staleflow.stores.trajectory import TrajectoryId
-from staleflow.tasks.emulation.emulated_episodes import left_to_sample
+from staleflow.tasks.emulation.emulated_episodes import remaining_tokens
 from staleflow.tasks.emulation.workload import Workload
 
 Answered = EnvironmentStepped | EnvironmentFailed | TrajectoryScored
@@ -20,12 +20,12 @@ Answered = EnvironmentStepped | EnvironmentFailed | TrajectoryScored
 @dataclass(slots=True)
 class _Episode:
     """An open episode. turns: that its environment was asked to answer. waits: for the answer to the latest one.
-    acts: its environment is taking that step. spent_s: by its environment."""
+    in_step: its environment is taking that step. spent_s: by its environment."""
 
     trajectory: TrajectoryId
     turns: int = 0
     waits: bool = False
-    acts: bool = False
+    in_step: bool = False
     spent_s: float = 0.0
 
 
@@ -55,10 +55,10 @@ class SimulatedEnvironments:
         self._queue: deque[Callable[[], None]] = deque()
         self._barrier = Barrier(self._release) if config.simulation.lock_step else None
 
-    def left_to_sample(self, trajectory: TrajectoryId, tokens: int) -> int:
+    def remaining_tokens(self, trajectory: TrajectoryId, tokens: int) -> int:
         """Tokens that a trajectory of `tokens` after its prompt, given ones included, samples until its turn ends."""
         turns = self._workload.turns(*divmod(abs(trajectory), self._members))
-        return max(1, min(left_to_sample(turns, tokens), self._turn_tokens, self._max_tokens - tokens))
+        return max(1, min(remaining_tokens(turns, tokens), self._turn_tokens, self._max_tokens - tokens))
 
     def begun(self, trajectory: TrajectoryId) -> None:
         """A turn of a trajectory begins to be sampled."""
@@ -70,7 +70,7 @@ class SimulatedEnvironments:
         if self._barrier is not None:
             self._barrier.leave(trajectory)
 
-    def act(self, command: StepEnvironment, tokens: int) -> None:
+    def step(self, command: StepEnvironment, tokens: int) -> None:
         """Have an environment answer the turn that a trajectory of `tokens` has ended with, once there is a place."""
         trajectory = command.trajectory
         episode = self._open.setdefault(trajectory, _Episode(trajectory))
@@ -78,7 +78,7 @@ class SimulatedEnvironments:
         self._queue.append(lambda: self._begin(episode, command, tokens))
         self._serve()
 
-    def dismiss(self, trajectory: TrajectoryId) -> None:
+    def close_environment(self, trajectory: TrajectoryId) -> None:
         """Close an environment; a step under way is cancelled."""
         episode = self._open.pop(trajectory)
         episode.waits = False
@@ -93,7 +93,7 @@ class SimulatedEnvironments:
         if not episode.waits:  # dismissed while it waited for a place
             return
         self._free -= 1
-        episode.acts = True
+        episode.in_step = True
         seconds, event = self._outcome(episode, command, tokens)
         self._after(seconds, lambda: self._end(episode, event))
 
@@ -123,8 +123,8 @@ class SimulatedEnvironments:
 
     def _leave(self, episode: _Episode) -> None:
         """Give the place of an episode to the next one, if it has one."""
-        self._free += episode.acts
-        episode.acts = False
+        self._free += episode.in_step
+        episode.in_step = False
         self._serve()
 
     def _end(self, episode: _Episode, event: Answered) -> None:

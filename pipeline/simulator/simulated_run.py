@@ -254,9 +254,9 @@ class SimulatedRun:
                 reward = self._workload.reward(*self._place(command.trajectory))
                 self._after(self._simulation.reward_s, TrajectoryScored(trajectory=command.trajectory, reward=reward))
             case StepEnvironment():
-                self._environments.act(command, self._tokens[command.trajectory])
+                self._environments.step(command, self._tokens[command.trajectory])
             case CloseEnvironment():
-                self._environments.dismiss(command.trajectory)
+                self._environments.close_environment(command.trajectory)
             case Train():
                 self._train(command)
             case FinishEvaluation():
@@ -334,7 +334,7 @@ class SimulatedRun:
         tokens = self._tokens.get(command.trajectory, 0)
         turns = self._workload.turns(group, member)
         if self._acts:
-            turns = (Turn(tokens + self._environments.left_to_sample(command.trajectory, tokens)),)
+            turns = (Turn(tokens + self._environments.remaining_tokens(command.trajectory, tokens)),)
         instance.engine.submit(
             self._now,
             command.trajectory,

@@ -31,11 +31,11 @@ class BranchDifference:
     histogram: tuple[tuple[float, int, int], ...]
     """(lower edge of the bin, trajectories in the first branch, in the second)."""
     groups: int
-    flipped: tuple[int, ...]
+    order_changed: tuple[int, ...]
     """Groups in which the better of two members became the worse."""
-    gained: tuple[int, ...]
+    signal_second_only: tuple[int, ...]
     """Groups whose rewards vary on the second branch only."""
-    lost: tuple[int, ...]
+    signal_first_only: tuple[int, ...]
     """Groups whose rewards vary on the first branch only."""
 
 
@@ -63,10 +63,10 @@ def difference(run_dir: Path, first: str, second: str) -> BranchDifference:
     scored_a, scored_b = table["loss_mask"][positions] > 0, other["loss_mask"][positions] > 0
     signal_a = has_signal(grouped_a, scored_a.reshape(-1, size))
     signal_b = has_signal(grouped_b, scored_b.reshape(-1, size))
-    # A pair of members flips if the better one becomes the worse; ties do not count.
+    # Ties do not count as a changed order.
     order_a = np.sign(grouped_a[:, :, None] - grouped_a[:, None, :])
     order_b = np.sign(grouped_b[:, :, None] - grouped_b[:, None, :])
-    flipped = ((order_a * order_b) < 0).any(axis=(1, 2))
+    order_changed = ((order_a * order_b) < 0).any(axis=(1, 2))
     edges = np.histogram_bin_edges(np.concatenate([a, b]), bins=10)
     counts = [np.histogram(values, bins=edges)[0] for values in (a, b)]
     return BranchDifference(
@@ -77,9 +77,9 @@ def difference(run_dir: Path, first: str, second: str) -> BranchDifference:
             (float(edge), int(m), int(n)) for edge, m, n in zip(edges[:-1], counts[0], counts[1], strict=True) if m or n
         ),
         groups=len(ids),
-        flipped=tuple(ids[flipped].tolist()),
-        gained=tuple(ids[~signal_a & signal_b].tolist()),
-        lost=tuple(ids[signal_a & ~signal_b].tolist()),
+        order_changed=tuple(ids[order_changed].tolist()),
+        signal_second_only=tuple(ids[~signal_a & signal_b].tolist()),
+        signal_first_only=tuple(ids[signal_a & ~signal_b].tolist()),
     )
 
 

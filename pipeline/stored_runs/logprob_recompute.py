@@ -37,9 +37,9 @@ TOKEN_BUDGET = 16_384
 MAX_LOG_RATIO = 300.0
 """Largest log ratio that is exponentiated: the square of the ratio is still finite."""
 SUMS = (
-    "tokens", "log_ratio", "distance", "farthest", "kl", "ratio", "ratio_squared", "clipped",
+    "tokens", "log_ratio", "abs_log_ratio", "max_abs_log_ratio", "kl", "ratio", "ratio_squared", "clipped",
 )  # fmt: skip
-"""What a worker returns per trajectory: sums over its sampled tokens, except for `farthest`, a maximum."""
+"""What a worker returns per trajectory: sums over its sampled tokens, except for `max_abs_log_ratio`, a maximum."""
 _SUM = {name: i for i, name in enumerate(SUMS)}
 
 
@@ -74,9 +74,9 @@ class LogprobComparison:
     """Share of tokens outside the job's clip range."""
     ratio: float
     """Mean of pi_model / pi_rollout over tokens."""
-    distance: float
+    mean_abs_log_ratio: float
     """Mean absolute log ratio, nats."""
-    farthest: float
+    max_abs_log_ratio: float
     """Largest absolute log ratio, nats."""
 
 
@@ -233,8 +233,8 @@ def _by_staleness(staleness: npt.NDArray[Any], sums: npt.NDArray[np.float64]) ->
             ess_sequences=float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())),
             clipped=total["clipped"] / tokens,
             ratio=total["ratio"] / tokens,
-            distance=total["distance"] / tokens,
-            farthest=float(lag_sums[:, _SUM["farthest"]].max()),
+            mean_abs_log_ratio=total["abs_log_ratio"] / tokens,
+            max_abs_log_ratio=float(lag_sums[:, _SUM["max_abs_log_ratio"]].max()),
         )
 
 
@@ -320,12 +320,12 @@ def _sums(
     ratio = np.exp(log_ratio)
     low, high = settings.clip_range
     clipped = (ratio < low) | (ratio > high)
-    distance = np.abs(log_ratio)
+    abs_log_ratio = np.abs(log_ratio)
     values = {
         "tokens": len(ratio),
         "log_ratio": log_ratio.sum(),
-        "distance": distance.sum(),
-        "farthest": distance.max(initial=0.0),
+        "abs_log_ratio": abs_log_ratio.sum(),
+        "max_abs_log_ratio": abs_log_ratio.max(initial=0.0),
         "kl": (ratio - 1 - log_ratio).sum(),
         "ratio": ratio.sum(),
         "ratio_squared": (ratio**2).sum(),

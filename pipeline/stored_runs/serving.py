@@ -58,7 +58,7 @@ def serving_plan(target: str, overrides: tuple[str, ...] = (), *, step: int | No
         folder = find_model(target, "MODEL")
         max_new_tokens = ANSWER_TOKENS if folder is None else min(ANSWER_TOKENS, read_context(folder, target) // 2)
         tree = {"model": {"path": target}, "rollout": {"max_new_tokens": max_new_tokens}}
-        config = loading.from_overridden(tree, overrides, target)
+        config = loading.from_tree_with_overrides(tree, overrides, target)
         facts = inspect_model(config, "MODEL")
         chat = load_chat_tokenizer(target).has_chat_template
         config = dataclasses.replace(config, task=dataclasses.replace(config.task, chat=chat))

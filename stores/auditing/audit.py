@@ -20,7 +20,7 @@ from staleflow.stores.auditing.row_checks import RowCheckResult, RowRange, check
 from staleflow.stores.auditing.weight_counts import Refusal, WeightCounts
 from staleflow.stores.errors import StoreError, StoreUnavailable
 from staleflow.stores.trajectories.columns import Rows
-from staleflow.stores.trajectories.reader import NUM_ROWS, PLACES, StoreReader
+from staleflow.stores.trajectories.reader import NUM_ROWS, SPAN_COLUMNS, StoreReader
 from staleflow.stores.trajectories.records import EMPTY, BatchDigest, StepRecord
 
 CHECKS = ("arrays", "bound", "once", "conservation", "fingerprints")
@@ -186,7 +186,7 @@ def _damage(store: StoreReader) -> Iterator[Finding]:
     num_rows, countable = store.array_lengths()[NUM_ROWS], True
     try:
         for first in range(0, num_rows, ROWS_AT_ONCE):
-            table = store.table(first, first + ROWS_AT_ONCE, (*PLACES, "text_offset", "text_bytes"))
+            table = store.table(first, first + ROWS_AT_ONCE, (*SPAN_COLUMNS, "text_offset", "text_bytes"))
             for i, chunk in enumerate(damage):
                 starts, sizes = table["offset"], table["prompt_tokens"] + table["response_tokens"]
                 if chunk.array == "text":
@@ -222,7 +222,7 @@ def _array_findings(store: StoreReader) -> Iterator[Finding]:
         yield Finding(check="arrays", where="tokens", message=f"arrays of different lengths {sorted(token_lengths)}")
     need = 0
     try:
-        for rows in _all_rows(store, PLACES):
+        for rows in _all_rows(store, SPAN_COLUMNS):
             ends = rows["offset"] + rows["prompt_tokens"] + rows["response_tokens"]
             need = max(need, int(ends.max()))
     except StoreUnavailable:

@@ -21,7 +21,7 @@ from staleflow.stores.context_branches import ContextBranch
 from staleflow.stores.errors import StoreError, StoreUnavailable
 from staleflow.stores.trajectories.columns import FATES, FINISHES, REASONS, Rows
 from staleflow.stores.trajectories.layout import parse_span
-from staleflow.stores.trajectories.reader import BLOCK_ROWS, PLACES, StoreReader
+from staleflow.stores.trajectories.reader import BLOCK_ROWS, SPAN_COLUMNS, StoreReader
 from staleflow.stores.trajectories.records import BatchDigest
 from staleflow.stores.trajectory import NO_VERSION, EnvSpan, Span
 
@@ -207,7 +207,7 @@ def _of_span(span: Span) -> tuple[str, int, int, float, int]:
 
 def _lie_in_order(rows: Rows) -> bool:
     """Whether rows lie one after another."""
-    offsets, prompts, responses = (rows[name] for name in PLACES)
+    offsets, prompts, responses = (rows[name] for name in SPAN_COLUMNS)
     return (
         bool((offsets[1:] == (offsets + prompts + responses)[:-1]).all()) and min(prompts.min(), responses.min()) >= 0
     )
@@ -216,7 +216,7 @@ def _lie_in_order(rows: Rows) -> bool:
 def _agreeing(rows: Rows, versions: npt.NDArray[np.int32], start: int, text: bytes, text_start: int) -> Spans | None:
     """The spans of rows that lie one after another, if everything about them is in order; None if anything is not,
     or if they lie otherwise."""
-    offsets, prompts, responses = (rows[name] for name in PLACES)
+    offsets, prompts, responses = (rows[name] for name in SPAN_COLUMNS)
     in_place = _lie_in_order(rows)
     for name, members in (("finish", FINISHES), ("fate", FATES), ("reason", REASONS)):
         in_place &= bool(((rows[name] >= 0) & (rows[name] < len(members))).all())
@@ -297,7 +297,7 @@ def other_turns(spans: Iterable[float], stored: Iterable[float]) -> str:
 def _not_as_sampled(block: RowBlock) -> dict[int, list[str]]:
     """By row: which of its tokens' numbers are not those of tokens that were sampled, or given."""
     if _lie_in_order(block.rows):  # all at once, which is seldom more than a glance
-        offsets, prompts, responses = (block.rows[name] for name in PLACES)
+        offsets, prompts, responses = (block.rows[name] for name in SPAN_COLUMNS)
         token_range = slice(int(offsets[0]) - block.start, int((offsets + prompts + responses)[-1]) - block.start)
         sizes = np.stack([prompts, responses], axis=1).ravel()
         trained = np.stack([np.zeros(len(prompts), np.uint8), block.rows["loss_mask"]], axis=1).ravel()
@@ -310,7 +310,7 @@ def _not_as_sampled(block: RowBlock) -> dict[int, list[str]]:
         ):
             return {}
     errors: dict[int, list[str]] = {}
-    for i, (offset, prompt, response, trained) in enumerate(block.rows[[*PLACES, "loss_mask"]].tolist()):
+    for i, (offset, prompt, response, trained) in enumerate(block.rows[[*SPAN_COLUMNS, "loss_mask"]].tolist()):
         a = offset - block.start
         if min(offset, prompt, response) < 0:
             continue
@@ -351,7 +351,7 @@ def token_faults(
 def _hash(block: RowBlock, digests: dict[int, BatchDigest], steps: Iterable[int]) -> None:
     """Add the rows of a block to the hashes of these steps' batches."""
     consumed = is_consumed(block.rows) & np.isin(block.rows["step"], sorted(steps))
-    names = ["trajectory", "v_traj", "step", *PLACES, "reward", "advantage"]
+    names = ["trajectory", "v_traj", "step", *SPAN_COLUMNS, "reward", "advantage"]
     branches = block.spans.branches(block.rows["prompt_tokens"])
     for number in np.flatnonzero(consumed).tolist():
         id, v_traj, step, offset, prompt, response, reward, advantage = block.rows[names][number].item()

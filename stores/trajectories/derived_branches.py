@@ -19,7 +19,7 @@ import numpy.typing as npt
 import zarr
 
 from staleflow.stores.errors import ConfigError, StoreError
-from staleflow.stores.trajectories.reader import PLACES, RESCORED, StoreReader, num_rows, stored_chunk
+from staleflow.stores.trajectories.reader import RESCORED, SPAN_COLUMNS, StoreReader, num_rows, stored_chunk
 from staleflow.stores.trajectories.repository import INCOMPLETE, MAIN, branch_names, repository_at
 from staleflow.stores.trajectory import NO_VERSION
 
@@ -74,7 +74,7 @@ def derive(store: StoreReader, path: Path, name: str, new: Rewards, lineage: Map
 
 def _change_masks(root: Any, loss_mask: npt.NDArray[np.bool_]) -> None:
     """Give the tokens of rows whose loss mask becomes another their new mask, file by file."""
-    table = {name: np.asarray(root[f"rows/{name}"][:]) for name in ("loss_mask", *PLACES)}
+    table = {name: np.asarray(root[f"rows/{name}"][:]) for name in ("loss_mask", *SPAN_COLUMNS)}
     rows = np.flatnonzero(table["loss_mask"] != loss_mask)
     starts = (table["offset"] + table["prompt_tokens"])[rows]
     ends = starts + table["response_tokens"][rows]

@@ -38,7 +38,7 @@ from staleflow.stores.trajectory import EndedTrajectory, Fate, TrajectoryId
 
 FORMAT = "columns"
 """The layout of stores, in their attributes. A new column does not change it."""
-PLACES = ("offset", "prompt_tokens", "response_tokens")
+SPAN_COLUMNS = ("offset", "prompt_tokens", "response_tokens")
 """Columns that say where the tokens of a row are."""
 NUM_ROWS = "rows/trajectory"
 """The array whose length is the number of rows."""
@@ -380,7 +380,7 @@ class StoreReader:
         """An xarray.Dataset over dimensions `trajectory` and `token`; token arrays stay on disk until computed."""
         header = self.header
         attributes: dict[str, str | int] = {"run": header.run, "snapshot": self.snapshot, "eta": header.eta}
-        return dataframes.to_xarray(self.columns(), self.table(names=PLACES), self._read_root(), attributes)
+        return dataframes.to_xarray(self.columns(), self.table(names=SPAN_COLUMNS), self._read_root(), attributes)
 
     def rescored(self, trajectory: TrajectoryId) -> npt.NDArray[np.float32] | None:
         """[T] logprobs of a response under another model, nats; None on branches without (derived_branches.py)."""
@@ -389,7 +389,7 @@ class StoreReader:
             return None
         position = self._position(root, trajectory)
         assert position is not None, "the trajectory is stored"
-        row = self._rows(root, position, position + 1, PLACES)[0]
+        row = self._rows(root, position, position + 1, SPAN_COLUMNS)[0]
         start = int(row["offset"] + row["prompt_tokens"])
         return self._slice(root, RESCORED, start, start + int(row["response_tokens"]))
 

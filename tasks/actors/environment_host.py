@@ -40,34 +40,37 @@ FAILED_BEFORE = "it failed, and the reason was lost with its host or the traject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActItem:
-    """An Act command as an environment host receives it. cut: the turn was cut short, so the episode ends."""
+class EnvStepItem:
+    """A request for an env step. truncated: the turn was truncated, so the episode ends."""
 
     trajectory: TrajectoryId
     route_number: int
-    cut: bool
+    truncated: bool
 
     def outcome(self, **fields: Any) -> EnvStepOutcome:
-        """An outcome of its env step."""
+        """Create the outcome of this env step."""
         return EnvStepOutcome(trajectory=self.trajectory, route_number=self.route_number, **fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvStepOutcome:
-    """The outcome of an env step, in numbers. tokens: of the response, if another turn follows. reward, error: of an
-    episode that has ended. failed: why the episode begins again; empty if it does not. server_lost: the step must be
-    requested again once there is a trajectory server. seconds: of the environment, and of waiting for a slot; None if
-    the step was done before."""
+    """The outcome of an env step, without texts."""
 
     trajectory: TrajectoryId
     route_number: int
     tokens: int = 0
+    """Length of the response with the observation, if another turn follows."""
     ended: bool = False
     reward: float = 0.0
+    """Reward of an ended episode."""
     error: str = ""
+    """Error of the reward function, if the episode has ended."""
     failed: str = ""
+    """Why the episode restarts from its prompt; empty if it does not."""
     server_lost: bool = False
+    """Whether the step must be requested again when the trajectory server is back."""
     seconds: float | None = None
+    """Time in the environment and in waiting for a slot; None if the step was done before."""
 
 
 class Environments(Protocol):
@@ -78,7 +81,7 @@ class Environments(Protocol):
 
     async def check(self) -> None: ...
 
-    async def act(
+    async def step(
         self,
         key: EpisodeKey,
         record: Record,
@@ -144,68 +147,68 @@ class EnvironmentHost:
     def __init__(self, settings: EnvironmentSettings, call_s: float) -> None:
         self._environments = settings.build()
         self._call_s = call_s
-        self._acts: dict[tuple[TrajectoryId, int], asyncio.Task[None]] = {}
+        self._running_steps: dict[tuple[TrajectoryId, int], asyncio.Task[None]] = {}
         """Running env steps, by trajectory and route number."""
         self._keys: dict[TrajectoryId, EpisodeKey] = {}
         """Open episodes."""
-        self._done: list[EnvStepOutcome] = []
+        self._outcomes: list[EnvStepOutcome] = []
         self._error: Exception | None = None
         """An error of staleflow or of the job, not of an environment."""
-        self._changed = asyncio.Event()
+        self._outcome_ready = asyncio.Event()
 
     async def check(self) -> None:
         """Raise ConfigError if the environment cannot be made."""
         await self._environments.check()
 
-    async def act(self, server: Any, items: tuple[ActItem, ...]) -> None:
-        """Start env steps for the turns that trajectories ended with. Steps that already run go on."""
+    async def start_steps(self, server: Any, items: tuple[EnvStepItem, ...]) -> None:
+        """Start env steps in reply to the latest turns of trajectories. Steps that are already running continue."""
         ask = ServerBatcher(server, self._call_s)
         for item in items:
             key = item.trajectory, item.route_number
-            if key not in self._acts:
-                self._acts[key] = asyncio.create_task(self._act(ask, item))
+            if key not in self._running_steps:
+                self._running_steps[key] = asyncio.create_task(self._run_step(ask, item))
 
     async def outcomes(self, timeout_s: float) -> list[EnvStepOutcome]:
         """Wait up to `timeout_s` for env steps to end, and return their outcomes. Raises ConfigError if an observation
         cannot be rendered for the model."""
-        if not self._done and self._error is None:
-            self._changed.clear()
+        if not self._outcomes and self._error is None:
+            self._outcome_ready.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    await self._changed.wait()
+                    await self._outcome_ready.wait()
         if self._error is not None:
             raise self._error
-        done, self._done = self._done, []
+        done, self._outcomes = self._outcomes, []
         return done
 
-    async def dismiss(self, trajectories: tuple[TrajectoryId, ...]) -> None:
+    async def close_episodes(self, trajectories: tuple[TrajectoryId, ...]) -> None:
         """Close the environments of trajectories. Running steps are cancelled and have no outcome."""
         removed = set(trajectories)
-        for key in [key for key in self._acts if key[0] in removed]:
-            self._acts.pop(key).cancel()
+        for key in [key for key in self._running_steps if key[0] in removed]:
+            self._running_steps.pop(key).cancel()
         self._environments.cancel([self._keys.pop(t) for t in removed if t in self._keys])
 
     async def close(self) -> None:
-        for task in self._acts.values():
+        for task in self._running_steps.values():
             task.cancel()
-        self._acts.clear()
+        self._running_steps.clear()
         await self._environments.close()
 
-    async def _act(self, ask: ServerBatcher, item: ActItem) -> None:
+    async def _run_step(self, ask: ServerBatcher, item: EnvStepItem) -> None:
         try:
             outcome = await self._outcome(ask, item)
-        except ActorLost:  # nobody else is called
+        except ActorLost:  # only the trajectory server is called here
             outcome = item.outcome(server_lost=True)
         except Exception as error:  # noqa: BLE001  it is raised where outcomes are asked for
             self._error, outcome = error, None
-            self._changed.set()
-        self._acts.pop((item.trajectory, item.route_number), None)
+            self._outcome_ready.set()
+        self._running_steps.pop((item.trajectory, item.route_number), None)
         if outcome is not None:
-            self._done.append(outcome)
-            self._changed.set()
+            self._outcomes.append(outcome)
+            self._outcome_ready.set()
 
-    async def _outcome(self, ask: ServerBatcher, item: ActItem) -> EnvStepOutcome | None:
-        """Do an env step as far as it is not done yet. None if nobody waits for it any more."""
+    async def _outcome(self, ask: ServerBatcher, item: EnvStepItem) -> EnvStepOutcome | None:
+        """Run an env step, or the part of it that is not done yet. Returns None if nobody waits for it any more."""
         trajectory, route_number = item.trajectory, item.route_number
         state, done = await self._check_server(ask, item)
         if state is None or done is not None:
@@ -216,19 +219,19 @@ class EnvironmentHost:
         if self._environments.needs_token_ids:
             turn = TurnItem(trajectory, state.tokens, route_number, state.turns[-1] if state.turns else "")
             newest = await ask("newest_turns", turn)
-            if newest is None:  # it is another host's by now, so the agent is told nothing
+            if newest is None:  # another host has taken over: the agent must not see the turn
                 return (await self._check_server(ask, item))[1]
-        truncated = item.cut or state.full
-        answer = await self._environments.act(key, state.record, state.turns, truncated=truncated, newest=newest)
-        took_s = answer.seconds + answer.waited_s
-        if not answer.ended:
+        truncated = item.truncated or state.full
+        result = await self._environments.step(key, state.record, state.turns, truncated=truncated, newest=newest)
+        took_s = result.seconds + result.waited_s
+        if not result.ended:
             observation = ObservationItem(
                 trajectory=trajectory,
                 tokens=state.tokens,
                 route_number=route_number,
-                messages=answer.messages,
-                seconds=answer.seconds,
-                replayed=answer.replayed,
+                messages=result.messages,
+                seconds=result.seconds,
+                replayed=result.replayed,
             )
             receipt: ObservationReceipt = await ask("add_observations", observation)
             if not receipt.problem:
@@ -236,17 +239,17 @@ class EnvironmentHost:
             if receipt.problem == "late":
                 return (await self._check_server(ask, item))[1]
             if receipt.problem == "full":
-                answer = await self._environments.end(key, state.record)
-                took_s += answer.seconds + answer.waited_s
+                result = await self._environments.end(key, state.record)
+                took_s += result.seconds + result.waited_s
             else:
                 self._environments.cancel([key])
-                answer = HostedStepResult(ended=True, error=receipt.why or DIFFERS)
+                result = HostedStepResult(ended=True, error=receipt.why or DIFFERS)
         self._keys.pop(trajectory, None)
-        if answer.error:
+        if result.error:
             if not await ask("restart", (trajectory, state.tokens, route_number)):
                 return (await self._check_server(ask, item))[1]
-            return item.outcome(failed=answer.error)
-        score = ScoredResponse(reward=answer.reward, parts=dict(answer.parts))
+            return item.outcome(failed=result.error)
+        score = ScoredResponse(reward=result.reward, parts=dict(result.parts))
         recorded: ScoredResponse | None = await ask(
             "record_rewards", RewardItem(trajectory, state.tokens, route_number, score)
         )
@@ -255,10 +258,10 @@ class EnvironmentHost:
         return item.outcome(ended=True, reward=recorded.reward, error=recorded.error, seconds=took_s)
 
     async def _check_server(
-        self, ask: ServerBatcher, item: ActItem
+        self, ask: ServerBatcher, item: EnvStepItem
     ) -> tuple[EpisodeState | None, EnvStepOutcome | None]:
-        """Return the state of a trajectory, None if it is no longer live, and the outcome of its env step, if it has
-        one: of an earlier request, or of another host that was taken for lost and answered first."""
+        """Return the state of a trajectory, or None if it is no longer live; and the outcome of its env step, if the
+        server has one from an earlier request or from another host."""
         state: EpisodeState | None = await ask("episode_states", (item.trajectory, item.route_number))
         if state is None:
             return None, None

@@ -263,7 +263,7 @@ class RolloutInstance:
         """Fetch responses to the prompts that the engine drafts for, and give them to it. A server that is lost or late
         fails no command: drafts change nothing that is sampled."""
         self._asked_s = asyncio.get_running_loop().time()
-        running: tuple[TrajectoryId, ...] = await asyncio.to_thread(self._engine.drafting)
+        running: tuple[TrajectoryId, ...] = await asyncio.to_thread(self._engine.drafting_trajectories)
         if not running:
             return
         try:

@@ -88,10 +88,10 @@ class EmulatedEpisodes:
         return turns[turn].tool_s
 
 
-def left_to_sample(turns: Sequence[Turn], tokens: int) -> int:
+def remaining_tokens(turns: Sequence[Turn], tokens: int) -> int:
     """Tokens left of the turn that a response of `tokens`, given ones included, has come to; at least 1.
 
-    >>> left_to_sample((Turn(5, 3.0, 20), Turn(6)), 2), left_to_sample((Turn(5, 3.0, 20), Turn(6)), 26)
+    >>> remaining_tokens((Turn(5, 3.0, 20), Turn(6)), 2), left_to_sample((Turn(5, 3.0, 20), Turn(6)), 26)
     (3, 5)
     """
     start = 0

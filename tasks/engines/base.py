@@ -195,22 +195,22 @@ class Engine(Protocol):
     def load_statistics(self) -> EngineLoad: ...
 
     def set_draft_length(self, length: int) -> None:
-        """From the next step on, draft up to so many tokens for a request; 0: none, and never more than the job's
-        rollout.engine.speculation.num_speculative_tokens."""
+        """Draft up to `length` tokens per request from the next step on. 0 disables drafting; lengths above the job's
+        rollout.engine.speculation.num_speculative_tokens count as that."""
         ...
 
-    def drafting(self) -> tuple[TrajectoryId, ...]:
-        """The trajectories whose requests it now drafts for from responses to their prompts; most engines for none."""
+    def drafting_trajectories(self) -> tuple[TrajectoryId, ...]:
+        """The running trajectories for which the engine drafts from earlier responses to the same prompt. Empty for
+        engines without such a drafter."""
         ...
 
     def add_draft_responses(self, responses: Sequence[PromptResponses]) -> None:
-        """Take in responses that were sampled elsewhere or long ago: drafts may follow them, and nothing else."""
+        """Add responses that were sampled by other instances or in earlier steps. They are used for drafts only."""
         ...
 
     def reset(self, instance: InstanceId) -> None:
-        """Forget all requests and what they have sampled, what is kept of them, and all counts. What is sampled from
-        now on is `instance`'s. The weights stay, as version 0, until others are loaded. Nobody else uses the engine
-        meanwhile."""
+        """Reset to the state after creation, for a new run: no requests, cached contexts or counts. The weights stay
+        loaded as version 0. Tokens sampled from now on belong to `instance`. Not safe during other calls."""
         ...
 
     def close(self) -> None: ...

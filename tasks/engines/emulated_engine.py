@@ -1,9 +1,9 @@
 """An engine without a model: continuous batching under a cost model, in wall-clock time.
 
-It keeps the contract of every engine with synthetic results: a turn is as long as the workload says, its tokens and
-logprobs are functions of trajectory and position, and decode steps take the time the cost model gives them,
-`time_scale` times faster. Everything around it is real: actors, transfers, weights files, commits. It serves for the
-dry run of a job and for measuring the system's own overhead.
+It fulfils the contract of all engines with synthetic results. The workload sets the length of a turn, tokens and
+logprobs are functions of trajectory and position, and a decode step takes the cost model's time divided by
+`time_scale`. Everything around it is real: actors, transfers, weight files, commits. It is used for dry runs of a job
+and for measuring the overhead of the system itself.
 
 The first token of a response encodes its reward: REWARD_TOKEN + 0 or 1.
 """
@@ -31,7 +31,7 @@ from staleflow.stores.trajectory import (
 from staleflow.stores.weights import weight_folder, weight_hash
 from staleflow.stores.weights.weight_comparison import compared_by_name
 from staleflow.tasks.emulation.batch_simulator import DraftedTokens, Finished, SimulatedBatch
-from staleflow.tasks.emulation.emulated_episodes import left_to_sample
+from staleflow.tasks.emulation.emulated_episodes import remaining_tokens
 from staleflow.tasks.emulation.workload import Turn
 from staleflow.tasks.engines import adapters
 from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, LoadResult, PromptResponses, Request, SampledTokens
@@ -40,7 +40,7 @@ from staleflow.tasks.settings.choice_names import REWARD_TOKEN
 
 EOS = 1
 FIRST_WORD, NUM_WORDS = 4, 90
-"""First id, and number of ids, of all other tokens."""
+"""First id, and number of ids, of tokens that are neither EOS nor a reward."""
 WEIGHTS = "emulated"
 """Name of the only tensor in published weights; it holds the version as a number."""
 
@@ -59,7 +59,7 @@ def weights(version: int) -> dict[str, weight_hash.Array]:
 
 
 def emulated_ids(key: int, start: int, count: int) -> IntArray:
-    """[count] token ids of positions first, first + 1, ... of the response identified by `key`."""
+    """[count] token ids at positions start, start + 1, ... of the response that `key` identifies."""
     positions = np.arange(start, start + count, dtype=np.uint64)
     mixed = (positions * np.uint64(2654435761) + np.uint64(key % 2**32) * np.uint64(40503)) >> np.uint64(7)
     return (mixed % np.uint64(NUM_WORDS)).astype(np.int32) + FIRST_WORD
@@ -71,8 +71,8 @@ def word_logprobs(tokens: IntArray) -> FloatArray:
 
 
 @dataclass(slots=True)
-class _Running:
-    """A running request. marks: (version, response tokens when sampling under it began), oldest first."""
+class _RunningRequest:
+    """A running request, and the response planned for it."""
 
     request: Request
     length: int
@@ -80,8 +80,10 @@ class _Running:
     ends_with_eos: bool
     """Whether it ends with EOS, not by its token limit."""
     key: int
+    """Determines the token ids of the response."""
     reward: float
-    marks: list[tuple[PolicyVersion, int]] = field(default_factory=list)
+    version_starts: list[tuple[PolicyVersion, int]] = field(default_factory=list)
+    """(version, number of response tokens when sampling under it began), oldest first."""
 
 
 class Clock:
@@ -91,9 +93,9 @@ class Clock:
         """Seconds since an arbitrary moment."""
         return time.monotonic()
 
-    def wait(self, changed: threading.Condition, seconds: float) -> None:
-        """Wait up to `seconds`, or until `changed`, which the caller holds, is notified."""
-        changed.wait(min(max(seconds, 0.0), MAX_WAIT_S))
+    def wait(self, condition: threading.Condition, seconds: float) -> None:
+        """Wait up to `seconds`, or until the condition, which the caller holds, is notified."""
+        condition.wait(min(max(seconds, 0.0), MAX_WAIT_S))
 
 
 class EmulatedEngine:
@@ -103,17 +105,17 @@ class EmulatedEngine:
         self._settings = settings
         self._instance = instance
         self._version = PolicyVersion(0)
-        self._served = [self._version]
+        self._served_versions = [self._version]
         """The versions that requests may be sampled under."""
         self._weights = weights(self._version)
         self._batch = self._new_batch()
-        self._running: dict[TrajectoryId, _Running] = {}
+        self._running: dict[TrajectoryId, _RunningRequest] = {}
         self._ended: list[SampledTokens | Failed] = []
         self._contexts: dict[TrajectoryId, tuple[PolicyVersion, tuple[int, ...]]] = {}
-        """Of what may still be kept for turns to come: the version it was computed under, and its tokens."""
-        self._changed = threading.Condition()
+        """Cached contexts of trajectories between turns: the version that computed a context, and its tokens."""
+        self._condition = threading.Condition()
         self._clock = clock or Clock()
-        self._begin = self._clock.now()
+        self._start_s = self._clock.now()
         self._asleep = False
         self._stopping = False
         self._failure: BaseException | None = None
@@ -125,28 +127,28 @@ class EmulatedEngine:
         return self._version
 
     def submit(self, requests: Sequence[Request]) -> None:
-        with self._changed:
+        with self._condition:
             now = self._begin_call()
             for request in requests:
-                older = self._running.get(request.trajectory)
-                if older is not None and older.request.route_number >= request.route_number:
+                previous = self._running.get(request.trajectory)
+                if previous is not None and previous.request.route_number >= request.route_number:
                     continue
-                if older is not None:
+                if previous is not None:
                     self._batch.remove(now, request.trajectory)
-                version = adapters.version_for(self._served, request.version)
-                computed_under, before = self._contexts.pop(request.trajectory, (version, ()))
-                if computed_under != version or request.tokens[: len(before)] != before:
+                version = adapters.version_for(self._served_versions, request.version)
+                context_version, cached = self._contexts.pop(request.trajectory, (version, ()))
+                if context_version != version or request.tokens[: len(cached)] != cached:
                     self._batch.forget(request.trajectory)
                 prior, prompt = request.num_prior, max(0, len(request.tokens) - request.num_prior)
-                running = self._response(request)
-                running.marks.append((version, prior))
+                running = self._plan_response(request)
+                running.version_starts.append((version, prior))
                 self._running[request.trajectory] = running
                 turns = (Turn(running.length),)
                 self._batch.submit(now, request.trajectory, request.route_number, prompt, prior, turns)
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
-        with self._changed:
+        with self._condition:
             now = self._begin_call()
             stopped = []
             for trajectory in trajectories:
@@ -154,19 +156,19 @@ class EmulatedEngine:
                 if removed is not None:
                     running = self._running.pop(trajectory)
                     unfinished = FinishReason.UNFINISHED
-                    stopped.append(self._sampled(running, removed.tokens, unfinished, removed.drafts))
-            self._collect()  # the boundary that stopped them may have ended others
-            self._changed.notify_all()
+                    stopped.append(self._sampled_tokens(running, removed.tokens, unfinished, removed.drafts))
+            self._collect_ended()  # others may have ended at the same step boundary
+            self._condition.notify_all()
             return stopped
 
     def peek(self) -> list[SampledTokens]:
-        with self._changed:
+        with self._condition:
             progress = [(self._running[TrajectoryId(t)], n) for t, n in self._batch.progress(self._begin_call())]
             # The last token depends on how the response ends, which is not known before it does.
-            return [self._sampled(r, min(n, r.length - 1), FinishReason.UNFINISHED) for r, n in progress]
+            return [self._sampled_tokens(r, min(n, r.length - 1), FinishReason.UNFINISHED) for r, n in progress]
 
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
-        with self._changed:
+        with self._condition:
             self.interrupt(trajectories)
             for trajectory in trajectories:
                 self._forget(trajectory)
@@ -181,20 +183,20 @@ class EmulatedEngine:
         settings = self._settings
         if settings.adapters:
             self._serve(version)
-            return self._loaded(version, loaded, started_s, stalled_s=0.0)
-        with self._changed:
+            return self._load_result(version, loaded, started_s, stalled_s=0.0)
+        with self._condition:
             done_s = self._batch.load(self._begin_call(), settings.pull_s, keep=settings.keep)
-            self._collect()
+            self._collect_ended()
             for trajectory, tokens in self._batch.progress(self._batch.clock):
-                self._running[TrajectoryId(trajectory)].marks.append((version, tokens))
+                self._running[TrajectoryId(trajectory)].version_starts.append((version, tokens))
             self._contexts.clear()
-            self._version, self._served, self._asleep = version, [version], False
-            self._changed.notify_all()
-        time.sleep(max(0.0, done_s / settings.time_scale - (self._clock.now() - self._begin)))
-        return self._loaded(version, loaded, started_s, stalled_s=self._clock.now() - started_s)
+            self._version, self._served_versions, self._asleep = version, [version], False
+            self._condition.notify_all()
+        time.sleep(max(0.0, done_s / settings.time_scale - (self._clock.now() - self._start_s)))
+        return self._load_result(version, loaded, started_s, stalled_s=self._clock.now() - started_s)
 
     def sleep(self) -> None:
-        with self._changed:
+        with self._condition:
             self._begin_call()
             if self._running:
                 raise ProtocolViolation(f"{self._instance} is put to sleep while it runs {len(self._running)} requests")
@@ -205,19 +207,19 @@ class EmulatedEngine:
         time.sleep(self._settings.switch_s / self._settings.time_scale)
 
     def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or self._failure or self._stopping, timeout_s)
+        with self._condition:
+            self._condition.wait_for(lambda: self._ended or self._failure or self._stopping, timeout_s)
             self._check()
             ended, self._ended = self._ended, []
             return ended
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        with self._changed:
+        with self._condition:
             self._check()
         return tuple(word_logprobs(np.asarray(tokens[1:], np.int32)).tolist())
 
     def load_statistics(self) -> EngineLoad:
-        with self._changed:
+        with self._condition:
             now = self._begin_call()
             work = self._batch.work_by(now)
             progress = tuple((TrajectoryId(t), n) for t, n in self._batch.progress(now))
@@ -238,31 +240,31 @@ class EmulatedEngine:
             )
 
     def set_draft_length(self, length: int) -> None:
-        with self._changed:
+        with self._condition:
             self._batch.set_draft_length(self._begin_call(), length)
-            self._collect()
-            self._changed.notify_all()
+            self._collect_ended()
+            self._condition.notify_all()
 
-    def drafting(self) -> tuple[TrajectoryId, ...]:
+    def drafting_trajectories(self) -> tuple[TrajectoryId, ...]:
         return ()
 
     def add_draft_responses(self, responses: Sequence[PromptResponses]) -> None:
-        """It drafts nothing."""
+        """Do nothing: this engine has no drafter."""
 
     def reset(self, instance: InstanceId) -> None:
-        with self._changed:
+        with self._condition:
             self._check()
             self._instance, self._version = instance, PolicyVersion(0)
-            self._served = [self._version]
+            self._served_versions = [self._version]
             self._batch = self._new_batch()
             self._running, self._ended, self._contexts = {}, [], {}
-            self._begin = self._clock.now()
-            self._changed.notify_all()
+            self._start_s = self._clock.now()
+            self._condition.notify_all()
 
     def close(self) -> None:
-        with self._changed:
+        with self._condition:
             self._stopping = True
-            self._changed.notify_all()
+            self._condition.notify_all()
         self._thread.join(timeout=5)
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -270,48 +272,52 @@ class EmulatedEngine:
     def _new_batch(self) -> SimulatedBatch:
         settings = self._settings
         return SimulatedBatch(
-            settings.cost, kv_capacity=settings.kv_tokens, max_running=settings.max_running, drafting=settings.drafting
+            settings.cost,
+            kv_capacity=settings.kv_tokens,
+            max_running=settings.max_running,
+            drafting=settings.drafting,
         )
 
     def _serve(self, version: PolicyVersion) -> None:
-        """Serve a version beside the others once it is loaded; decoding goes on meanwhile."""
+        """Load a version and serve it beside the others. Decoding goes on meanwhile."""
         time.sleep(self._settings.pull_s / self._settings.time_scale)
-        with self._changed:
+        with self._condition:
             self._check()
             self._version = version
-            served = sorted({*self._served, version})
-            running = [version for request in self._running.values() for version, _ in request.marks[-1:]]
+            served = sorted({*self._served_versions, version})
+            running = [version for request in self._running.values() for version, _ in request.version_starts[-1:]]
             evicted = adapters.unused(served, version, self._settings.adapters, running)
-            self._served = [candidate for candidate in served if candidate not in evicted]
+            self._served_versions = [candidate for candidate in served if candidate not in evicted]
 
     def _run(self) -> None:
         try:
-            with self._changed:
+            with self._condition:
                 while not self._stopping:
                     now = self._catch_up()
                     wait_s = (self._batch.next_s() - now) / self._settings.time_scale
-                    self._clock.wait(self._changed, wait_s)
+                    self._clock.wait(self._condition, wait_s)
         except Exception as error:  # noqa: BLE001  raised by `events`
             self._failure = error
-            with self._changed:
-                self._changed.notify_all()
+            with self._condition:
+                self._condition.notify_all()
 
     def _check(self) -> None:
         if self._failure is not None or not self._thread.is_alive():
             raise ActorLost(f"{self._instance}: the decoding loop has ended: {self._failure}")
 
     def _begin_call(self) -> float:
-        """Catch up and return the present time, for a call. Raises ActorLost if the decoding loop has ended."""
+        """Start a call: decode up to the present time and return it. Raises ActorLost if the decoding loop has
+        ended."""
         self._check()
         return self._catch_up()
 
     def _catch_up(self) -> float:
-        """Decode up to the present time; returns it in the cost model's seconds."""
-        now = (self._clock.now() - self._begin) * self._settings.time_scale
+        """Decode up to the present time, and return that time in the cost model's seconds."""
+        now = (self._clock.now() - self._start_s) * self._settings.time_scale
         self._finish(self._batch.advance(now))
         return now
 
-    def _collect(self) -> None:
+    def _collect_ended(self) -> None:
         """Collect the requests that ended at a command's step boundary."""
         self._finish(self._batch.advance(self._batch.clock))
 
@@ -319,22 +325,22 @@ class EmulatedEngine:
         for request in finished:
             running = self._running.pop(TrajectoryId(request.trajectory))
             reason = FinishReason.STOP if running.ends_with_eos else FinishReason.LENGTH
-            sampled = self._sampled(running, request.tokens, reason, request.drafts)
+            sampled = self._sampled_tokens(running, request.tokens, reason, request.drafts)
             self._ended.append(sampled)
             if running.request.keep_kv:
                 ids = (int(token) for segment in sampled.segments for token in segment.tokens)
-                self._contexts[sampled.trajectory] = running.marks[-1][0], (*running.request.tokens, *ids)
+                self._contexts[sampled.trajectory] = running.version_starts[-1][0], (*running.request.tokens, *ids)
             else:
                 self._forget(sampled.trajectory)
         if finished:
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def _forget(self, trajectory: TrajectoryId) -> None:
-        """Keep nothing for turns to come of a trajectory."""
+        """Drop the cached context of a trajectory."""
         self._contexts.pop(trajectory, None)
         self._batch.forget(trajectory)
 
-    def _loaded(
+    def _load_result(
         self, version: PolicyVersion, published: dict[str, weight_hash.Array], begin_s: float, stalled_s: float
     ) -> LoadResult:
         return LoadResult(
@@ -345,18 +351,18 @@ class EmulatedEngine:
             stalled_s=stalled_s,
         )
 
-    def _response(self, request: Request) -> _Running:
-        """The course of a request according to the workload; a greedy one's depends on the prompt only."""
+    def _plan_response(self, request: Request) -> _RunningRequest:
+        """Plan the response to a request according to the workload. A greedy one depends on the prompt only."""
         workload, members = self._settings.workload, self._settings.members
         key = sum(request.prompt_tokens) if request.greedy else request.trajectory
         group, member = divmod(abs(int(key)), members)
         turns = workload.turns(group, member)
         planned = sum(turn.tokens + turn.tool_tokens for turn in turns)
-        length = request.num_prior + left_to_sample(turns, request.num_prior)
+        length = request.num_prior + remaining_tokens(turns, request.num_prior)
         if planned <= request.num_prior:  # already longer than planned: it continues for as long again
             length = planned + request.num_prior
         allowed = request.num_prior + request.max_new_tokens
-        return _Running(
+        return _RunningRequest(
             request=request,
             length=max(request.num_prior + 1, min(length, allowed)),
             ends_with_eos=length <= allowed,
@@ -364,12 +370,12 @@ class EmulatedEngine:
             reward=workload.reward(group, member),
         )
 
-    def _sampled(
-        self, running: _Running, tokens: int, finish: FinishReason, drafts: DraftedTokens = NO_DRAFTS
+    def _sampled_tokens(
+        self, running: _RunningRequest, tokens: int, finish: FinishReason, drafts: DraftedTokens = NO_DRAFTS
     ) -> SampledTokens:
         segments = []
-        ends = [*(start for _, start in running.marks[1:]), tokens]
-        for (version, start), end in zip(running.marks, ends, strict=True):
+        ends = [*(start for _, start in running.version_starts[1:]), tokens]
+        for (version, start), end in zip(running.version_starts, ends, strict=True):
             if end > start:
                 ids = emulated_ids(running.key, start, end - start)
                 if start == 0:

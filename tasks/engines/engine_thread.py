@@ -82,7 +82,7 @@ class EngineThread(ABC):
             self._check()
             return self._load_statistics()
 
-    def drafting(self) -> tuple[TrajectoryId, ...]:
+    def drafting_trajectories(self) -> tuple[TrajectoryId, ...]:
         return () if self._drafter is None else self._drafter.drafted_trajectories
 
     def add_draft_responses(self, responses: Sequence[PromptResponses]) -> None:

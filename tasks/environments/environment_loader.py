@@ -53,7 +53,7 @@ def open_environment(
         runs: Environment = agents.forked_agent(agent) if endpoint is None else agents.AgentEnvironment(agent, endpoint)
         return runs
     if kind is not None:
-        rows = (_rows(options, where),) if kind.plays_rows else ()
+        rows = (_rows(options, where),) if kind.takes_rows else ()
         return GymEnvironment(kind.open(name, options, where, *rows, where=where))
     loaded = user_code.load(source, key)
     if not has_turns(loaded):

@@ -40,7 +40,7 @@ class EmulatedEnvironments:
     async def check(self) -> None:
         """Do nothing: there is nothing to check."""
 
-    async def act(
+    async def step(
         self,
         key: EpisodeKey,
         record: Record,

@@ -47,8 +47,8 @@ from staleflow.tasks.sources.reward_process import ScoredResponse, Scorer, Scori
 from staleflow.tasks.sources.task_sources import LabelledRecord, SourceSettings
 
 MAX_REASON_CHARS = 1000
-"""Characters of the reason why an episode failed."""
-KEPT_ENDED = 10_000
+"""Maximum length of the reason why an episode failed."""
+MAX_ENDED_EPISODES = 10_000
 """Number of ended episodes whose last result is kept for repeated requests."""
 
 T = TypeVar("T")
@@ -170,7 +170,7 @@ class EpisodeHost:
     def needs_token_ids(self) -> bool:
         return self._settings.needs_token_ids
 
-    async def act(
+    async def step(
         self,
         key: EpisodeKey,
         record: Record,
@@ -381,7 +381,7 @@ class EpisodeHost:
         """Keep an episode's last answer, and release its environment in the background."""
         self._hosted.pop(key, None)
         self._ended[key] = (turns, answer)
-        while len(self._ended) > KEPT_ENDED:
+        while len(self._ended) > MAX_ENDED_EPISODES:
             del self._ended[next(iter(self._ended))]
         if hosted.episode is not None:
             closing = asyncio.ensure_future(self._release(hosted, hosted.episode, gently=not answer.error))

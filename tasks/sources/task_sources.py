@@ -203,7 +203,7 @@ class SourceSettings:
     def _with_tokenizer(self, source: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of a source, with the model's tokenizer if its kind renders by it."""
         kind = kind_of(source)
-        return {"tokenizer": self.tokenizer, **options} if kind is not None and kind.gets_tokenizer else dict(options)
+        return {"tokenizer": self.tokenizer, **options} if kind is not None and kind.needs_tokenizer else dict(options)
 
     def _make_source(self, source: str, options: Mapping[str, Any], use: Use) -> TaskSource:
         return make_source(source, options, self.seed, self.task.columns, use, self.limits, self.endpoint)

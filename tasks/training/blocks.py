@@ -1,4 +1,4 @@
-"""The blocks of a language model: the layers, one after the other, that its memory is divided by."""
+"""The blocks of a language model: its layers, which are the units of sharding and of activation recomputation."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from torch.utils.checkpoint import checkpoint
 
 
 def blocks(model: Any) -> list[Any]:
-    """The blocks of a Hugging Face model, as it names them itself; empty if it names none."""
+    """The blocks of a Hugging Face model, by its `_no_split_modules`; empty if it declares none."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 @contextmanager
-def one_layer_of_each_kind(model: Any) -> Iterator[None]:
-    """While this lasts, the model computes one of its blocks of each kind, and passes over the others: what a kind of
-    layer does with a sequence takes little time to find out. Blocks are of a kind if their modules are of the same
-    classes and have the same settings."""
+def one_block_per_kind(model: Any) -> Iterator[None]:
+    """Context manager: the model runs only the first block of each kind and skips the others, so that a property of all
+    kinds of layers can be tested in little time. Blocks are of one kind if their modules have the same classes and
+    settings."""
     kinds, returns_tuple = set[Hashable](), False
 
-    def passes_over(*args: Any, **kwargs: Any) -> Any:
+    def skip_block(*args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
         return (hidden,) if returns_tuple else hidden
 
-    def computes(forward: Any) -> Any:
-        def computed(*args: Any, **kwargs: Any) -> Any:
+    def with_output_type(forward: Any) -> Any:
+        def run_block(*args: Any, **kwargs: Any) -> Any:
             nonlocal returns_tuple
             output = forward(*args, **kwargs)
             returns_tuple = isinstance(output, tuple)
             return output
 
-        return computed
+        return run_block
 
-    changed = [(block, vars(block).get("forward")) for block in blocks(model)]
-    for block, _ in changed:
+    original_forwards = [(block, vars(block).get("forward")) for block in blocks(model)]
+    for block, _ in original_forwards:
         kind = _kind(block)
-        block.forward = passes_over if kind in kinds else computes(block.forward)
+        block.forward = skip_block if kind in kinds else with_output_type(block.forward)
         kinds.add(kind)
     try:
         yield
     finally:
-        for block, forward in changed:
+        for block, forward in original_forwards:
             if forward is None:
                 del block.forward
             else:
@@ -53,7 +53,7 @@ def one_layer_of_each_kind(model: Any) -> Iterator[None]:
 
 
 def _kind(block: Any) -> Hashable:
-    """The classes of a block's modules, and their settings but for the block's number."""
+    """The classes of a block's modules and their settings, except for the block's index."""
     return tuple(
         (
             name,
@@ -68,9 +68,9 @@ def _is_setting(name: str, value: Any) -> bool:
     return name != "layer_idx" and isinstance(value, bool | int | float | str)
 
 
-def recompute(model: Any) -> None:
-    """Have each block keep only what comes into it and compute the rest again for its gradient. Where there is no
-    gradient nothing changes. To be called before the model is divided into shards."""
+def enable_recomputation(model: Any) -> None:
+    """Enable activation recomputation: each block stores only its input, and runs again in the backward pass. Without
+    gradients nothing changes. Call before sharding the model."""
     for block in blocks(model):
         block.forward = _recomputed(block.forward)
 

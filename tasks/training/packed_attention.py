@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from staleflow.tasks.training.blocks import one_layer_of_each_kind
+from staleflow.tasks.training.blocks import one_block_per_kind
 from staleflow.tasks.training.shared_prompts import PromptBlock
 
 NAME = "staleflow_rows"
@@ -178,7 +178,7 @@ def why_padded(model: Any, device: str, most_tokens: int) -> str:
     model.set_attn_implementation(NAME)
     try:
         _try_packed(model, device, 0)
-        with one_layer_of_each_kind(model):
+        with one_block_per_kind(model):
             _try_packed(model, device, most_tokens)
     except NotPacked as error:
         model.set_attn_implementation(before)

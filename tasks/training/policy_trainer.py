@@ -37,7 +37,7 @@ from staleflow.tasks.rendering.file_tokenizer import check_same_tokens
 from staleflow.tasks.settings.seeds import Stream, generator
 from staleflow.tasks.training import lora
 from staleflow.tasks.training.async_save import copy_to_cpu, run_in_background
-from staleflow.tasks.training.blocks import recompute
+from staleflow.tasks.training.blocks import enable_recomputation
 from staleflow.tasks.training.branch_sequences import BranchSequences
 from staleflow.tasks.training.host_memory import HostMemory
 from staleflow.tasks.training.logprobs import LogprobModel, by_row
@@ -140,7 +140,7 @@ class PolicyTrainer:
         if training.lora.rank:
             model = lora.inject_adapter(model, training.lora, settings.seed)
         if training.recompute_activations:
-            recompute(model)
+            enable_recomputation(model)
         self._moves = settings.turns and not self.group.shards
         """Whether the model is moved to the device and back. A divided one is there a block at a time (offload)."""
         self.model: Any = model if self._moves else self.group.sharded(model, torch.float32)

@@ -107,7 +107,7 @@ def test_logprobs_under_the_sampling_policy_are_those_that_were_stored(
 ) -> None:
     result = run.recompute_logprobs(tiny_model, where="v_max == 0 and fate == 'consumed'", client=client)
     assert result.rows > 0
-    assert all(row.farthest < 1e-3 and row.ess_tokens > 0.999 for row in result.by_staleness)
+    assert all(row.max_abs_log_ratio < 1e-3 and row.ess_tokens > 0.999 for row in result.by_staleness)
 
 
 def test_training_offline_gives_the_weights_of_the_run(run: staleflow.Run, tmp_path: Path, client: Client) -> None:

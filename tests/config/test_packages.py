@@ -120,7 +120,10 @@ def test_a_reward_is_found_by_name(dungeons: Path, job: Path) -> None:
     ("kind", "words"),
     [
         ("broken", "staleflow.sources: 'broken' of the package dungeons 1.2 cannot be loaded: ModuleNotFoundError: No"),
-        ("wrong", "staleflow.sources: 'wrong' of the package dungeons 1.2 must be a SourceKind whose form begins with"),
+        (
+            "wrong",
+            "staleflow.sources: 'wrong' of the package dungeons 1.2 must be a SourceKind whose syntax begins with",
+        ),
     ],
 )
 def test_a_package_that_cannot_be_loaded_is_one_line(play: Path, kind: str, words: str) -> None:

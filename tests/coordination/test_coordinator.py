@@ -225,13 +225,13 @@ def test_a_lost_instances_work_moves_and_keeps_its_version() -> None:
 def test_an_instance_may_be_closed_once_it_leaves_and_runs_nothing() -> None:
     bench = Bench()
     bench.join()
-    assert not bench.coordinator.has_left(A), "it is in service"
+    assert not bench.coordinator.is_drained(A), "it is in service"
     bench.arrive(0)
     assert only(bench.tell(InstanceLeaving(instance=A)), Interrupt)
-    assert not bench.coordinator.has_left(A), "what it runs is on its way"
+    assert not bench.coordinator.is_drained(A), "what it runs is on its way"
     bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(0), route_number=1, tokens=3))
-    assert bench.coordinator.has_left(A)
-    assert bench.coordinator.has_left(B), "nobody knows it"
+    assert bench.coordinator.is_drained(A)
+    assert bench.coordinator.is_drained(B), "nobody knows it"
 
 
 def test_a_draft_length_is_set_once() -> None:

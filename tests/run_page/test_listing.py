@@ -120,7 +120,7 @@ def test_what_was_trained_on_is_told_beside_what_was_not() -> None:
     at = (table["response_tokens"] > 20) & (table["fate"] == "consumed")
     assert rows[0]["response_tokens"] == pytest.approx(table["response_tokens"][at].mean())
     assert rows[0]["reward"] == pytest.approx(np.nanmean(table["reward"][at]))
-    assert rows[0]["cut"] == pytest.approx((table["finish"][at] == "length").mean())
+    assert rows[0]["truncated"] == pytest.approx((table["finish"][at] == "length").mean())
     assert rows[1]["reward"] is None, "what was never scored has no reward of 0"
     assert listing.by_fate(table, "reward > 9") == []
 

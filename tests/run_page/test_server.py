@@ -185,7 +185,7 @@ def test_two_branches_are_compared_and_a_group_is_shown_under_both(run: StoredRu
     derive(VersionedStore.open(run.run_dir / "store"), run.run_dir / "store", "better", new, {"reward": "mine.py:f"})
     assert page.ask("run")["branches"] == ["main", "better"]
     result = page.ask("compare", first="main", second="better")
-    assert (result["changed"], result["flipped"], result["groups"]) == (2, [1], 2)
+    assert (result["changed"], result["order_changed"], result["groups"]) == (2, [1], 2)
     assert result["by_step"] == {"step": [0, 1], "means": [[0.5, 0.75], [0.5, 0.5]]}
     assert result["lineage"]["better"]["reward"] == "mine.py:f"
     (group,) = page.ask("group", group=1, branch="better")["groups"]
@@ -201,7 +201,7 @@ def test_a_branch_of_undone_steps_is_compared_where_it_holds_the_same_trajectori
     run.store = VersionedStore.open(run.run_dir / "store")
     run.train([("another", [Response("x", 0.0), Response("y", 1.0)])])
     result = page.ask("compare", first="main", second=undone)
-    assert (result["trajectories"], result["groups"], result["changed"], result["flipped"]) == (2, 1, 0, [])
+    assert (result["trajectories"], result["groups"], result["changed"], result["order_changed"]) == (2, 1, 0, [])
 
 
 def test_many_or_long_siblings_are_cut_so_that_a_page_stays_small(tmp_path: Path) -> None:

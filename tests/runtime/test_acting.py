@@ -91,13 +91,13 @@ def test_what_is_surplus_leaves_no_environment_open(body: Body) -> None:
     run = body.run(*AGENTS)
     dismissed = [c.trajectory for c in run.commands("CloseEnvironment")]
     assert len(dismissed) == len(set(dismissed)) > 0
-    handed = [t for call in run.workers.calls if call.method == "dismiss" for t in call.args[0]]
+    handed = [t for call in run.workers.calls if call.method == "close_episodes" for t in call.args[0]]
     assert set(handed) <= set(dismissed)
     surplus = {r.trajectory.id for r in run.store.ended() if r.reason is AbortReason.SURPLUS_MEMBER}
     assert set(dismissed) & surplus
 
 
-@pytest.mark.parametrize("method", ["act", "outcomes", "dismiss"])
+@pytest.mark.parametrize("method", ["start_steps", "outcomes", "close_episodes"])
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_lost_host_is_replaced_and_asked_again(body: Body, method: str, moment: Moment) -> None:
     run = body.run(*AGENTS, faults=[Fault(actor="environment-0", method=method, nth=2, dies=moment)])
@@ -121,7 +121,7 @@ def test_a_lost_trajectory_server_is_restored_under_acting_episodes(body: Body) 
 
 def test_a_host_that_is_cut_off_from_a_server_that_answers_is_replaced(body: Body) -> None:
     async def cut_off(run: Run) -> None:
-        while not (acted := run.workers.methods("environment-0").count("act")) or acted < 3:
+        while not (acted := run.workers.methods("environment-0").count("start_steps")) or acted < 3:
             await asyncio.sleep(0.01)
         host = run.workers.actor("environment-0")
 
@@ -132,8 +132,8 @@ def test_a_host_that_is_cut_off_from_a_server_that_answers_is_replaced(body: Bod
 
                 return refused
 
-        reached, unreachable = host.act, Unreachable()
-        host.act = lambda _, items: reached(unreachable, items)
+        reached, unreachable = host.start_steps, Unreachable()
+        host.start_steps = lambda _, items: reached(unreachable, items)
 
     run = body.run(*AGENTS, "deadlines.stuck_s=100", meanwhile=cut_off)
     run.check()

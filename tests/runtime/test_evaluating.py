@@ -170,13 +170,13 @@ def kept(run: Run) -> int:
     parsed = json.loads((checkpoints / "best" / "evaluation.json").read_text())
     assert (checkpoints / "best" / "version").read_text() == str(parsed["version"]), "its weights are its own"
     (found,) = [e for e in run.outcomes.evaluations if e.version == parsed["version"]]
-    assert parsed["reward"] == found.figure
+    assert parsed["reward"] == found.mean_reward
     return int(parsed["version"])
 
 
 def best_of(run: Run) -> int:
     """The version after the first that its evaluations say is the best."""
-    return max((e for e in run.outcomes.evaluations if e.version), key=lambda e: (e.figure, -e.version)).version
+    return max((e for e in run.outcomes.evaluations if e.version), key=lambda e: (e.mean_reward, -e.version)).version
 
 
 FIGURES = {"rises": float, "falls": lambda n: float(-n), "peaks": lambda n: float(-abs(n - 3))}

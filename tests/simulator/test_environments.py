@@ -18,7 +18,7 @@ from staleflow.pipeline.simulator.analysis import explanation, measure
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
 from staleflow.tasks.emulation.batch_simulator import SimulatedBatch
-from staleflow.tasks.emulation.emulated_episodes import EmulatedEpisodes, StepFaults, left_to_sample
+from staleflow.tasks.emulation.emulated_episodes import EmulatedEpisodes, StepFaults, remaining_tokens
 from staleflow.tasks.emulation.workload import Turn
 from tests.simulator.test_simulator import COST, job, run
 
@@ -37,7 +37,7 @@ def agents(**changes: Any) -> RunConfig:
 
 def test_a_turn_ends_where_its_tokens_do() -> None:
     turns = (Turn(5, 3.0, 20), Turn(6, 1.0, 0), Turn(2))
-    results = [left_to_sample(turns, tokens) for tokens in (0, 4, 5, 24, 25, 30, 31, 32, 33, 40)]
+    results = [remaining_tokens(turns, tokens) for tokens in (0, 4, 5, 24, 25, 30, 31, 32, 33, 40)]
     assert results == [5, 1, 6, 6, 6, 1, 2, 1, 1, 1]
 
 

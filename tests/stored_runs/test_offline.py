@@ -230,7 +230,7 @@ def test_what_a_corrupt_chunk_holds_is_named_and_the_rest_is_exported(copy: Path
 def test_the_model_that_sampled_them_agrees_and_another_differs(stored: Path, tiny_model: Path, pool: Pool) -> None:
     same = logprob_recompute.recompute(stored, str(tiny_model), pool, where="v_max == 0 and fate == 'consumed'")
     assert same.rows == len(rows_of(stored, "v_max == 0 and fate == 'consumed'"))
-    assert all(row.farthest < 1e-3 and row.kl < 1e-6 and row.clipped == 0 for row in same.by_staleness)
+    assert all(row.max_abs_log_ratio < 1e-3 and row.kl < 1e-6 and row.clipped == 0 for row in same.by_staleness)
     assert all(row.ess_tokens == pytest.approx(1, abs=1e-4) for row in same.by_staleness)
     last = stored / "checkpoints" / "step-000003"
     other = logprob_recompute.recompute(stored, str(last), pool, where="fate == 'consumed'")

@@ -10,7 +10,7 @@ from staleflow.stores.auditing.audit import CHECKS, AuditReport
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.auditing.weight_counts import counted
 from staleflow.stores.errors import StoreError
-from staleflow.stores.trajectories.reader import PLACES, StoreReader
+from staleflow.stores.trajectories.reader import SPAN_COLUMNS, StoreReader
 from staleflow.stores.trajectories.records import RunHeader, StepRecord, batch_fingerprint
 from staleflow.stores.trajectory import EndedTrajectory, Fate, Trajectory, outcome_key
 
@@ -58,7 +58,7 @@ def _damage(store: StoreReader) -> Iterable[Finding]:
     """Every corrupt chunk, with the number of trajectories lost with it. All others can still be read."""
     damage = list(store.damage())
     try:
-        table = store.table(names=(*PLACES, "text_offset", "text_bytes"))
+        table = store.table(names=(*SPAN_COLUMNS, "text_offset", "text_bytes"))
     except StoreError:
         table = {}
     for chunk in damage:
@@ -93,7 +93,7 @@ def _array_findings(store: StoreReader) -> Iterable[Finding]:
     if len(token_lengths) > 1:
         yield Finding(check="arrays", where="tokens", message=f"arrays of different lengths {sorted(token_lengths)}")
     try:
-        table = store.table(names=PLACES)
+        table = store.table(names=SPAN_COLUMNS)
     except StoreError:
         return  # the damaged chunk is reported elsewhere
     if len(table["offset"]):

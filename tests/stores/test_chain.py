@@ -18,7 +18,7 @@ from staleflow.stores.auditing.chain import ChainReport, check_chain
 from staleflow.stores.trajectories import layout, versioned
 from staleflow.stores.trajectories.columns import COLUMNS
 from staleflow.stores.trajectories.layout import COMMIT_AT
-from staleflow.stores.trajectories.reader import PLACES
+from staleflow.stores.trajectories.reader import SPAN_COLUMNS
 from staleflow.stores.trajectories.records import entry_of
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
@@ -99,7 +99,7 @@ def change_bits(array: Any, at: int, rng: random.Random) -> None:
 def in_tokens(root: Any, rng: random.Random, name: str) -> str:
     """Flip a bit of a token's number; returns the commit that it is in."""
     row = rng.randrange(int(root["rows/offset"].shape[0]))
-    begin, prompt, response = (int(root[f"rows/{column}"][row]) for column in PLACES)
+    begin, prompt, response = (int(root[f"rows/{column}"][row]) for column in SPAN_COLUMNS)
     change_bits(root[f"tokens/{name}"], begin + rng.randrange(prompt + response), rng)
     return f"step {row // ROWS}"
 

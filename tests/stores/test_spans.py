@@ -15,7 +15,7 @@ from staleflow.stores.auditing.audit import audit
 from staleflow.stores.auditing.row_checks import RowRange, Spans, check_rows, hash_batches
 from staleflow.stores.auditing.weight_counts import Refusal
 from staleflow.stores.trajectories import derived_branches
-from staleflow.stores.trajectories.reader import PLACES, StoreReader
+from staleflow.stores.trajectories.reader import SPAN_COLUMNS, StoreReader
 from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import ContextBranch, EnvSpan, TrajectoryId
@@ -30,7 +30,7 @@ MANY_TURNS = 7
 
 def tokens_of(root: Any, row: int, *, sampled: bool) -> Any:
     """Where a row's tokens of one kind lie, after its prompt."""
-    offset, prompt, response = (int(root[f"rows/{name}"][row]) for name in PLACES)
+    offset, prompt, response = (int(root[f"rows/{name}"][row]) for name in SPAN_COLUMNS)
     first = offset + prompt
     return first + np.flatnonzero((root["tokens/versions"][first : first + response] >= 0) == sampled)
 

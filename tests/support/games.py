@@ -259,7 +259,7 @@ async def hosted(made: EpisodeSettings) -> AsyncIterator[tuple[EpisodeHost, Task
 
 
 async def acted(episodes: EpisodeHost, of: Task, *turns: str, cut: bool = False, **key: Any) -> HostedStepResult:
-    return await episodes.act(EpisodeKey(**{"task": 0, **key}), of.record, turns, truncated=cut)
+    return await episodes.step(EpisodeKey(**{"task": 0, **key}), of.record, turns, truncated=cut)
 
 
 async def played(episodes: EpisodeHost, of: Task, turns: Sequence[str], **key: Any) -> list[HostedStepResult]:

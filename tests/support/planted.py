@@ -38,7 +38,7 @@ def dropped_member() -> None:
 
 def unreported_tokens() -> None:
     """The engine keeps the last two tokens of some responses to itself."""
-    sampled = EmulatedEngine._sampled
+    sampled = EmulatedEngine._sampled_tokens
 
     def planted(self: EmulatedEngine, *args: Any) -> SampledTokens:
         whole = sampled(self, *args)
@@ -48,7 +48,7 @@ def unreported_tokens() -> None:
         short = replace(last, tokens=last.tokens[:-2], logprobs=last.logprobs[:-2])
         return replace(whole, segments=(*whole.segments[:-1], short))
 
-    _put(EmulatedEngine, "_sampled", planted)
+    _put(EmulatedEngine, "_sampled_tokens", planted)
 
 
 def crash_at_start() -> None:
@@ -72,8 +72,8 @@ def pull_without_load() -> None:
     def planted(self: EmulatedEngine, version: Any, weights: Path) -> LoadResult:
         if version % 2 == 0:
             return load(self, version, weights)
-        with self._changed:
-            self._version, self._served = version, [version]
+        with self._condition:
+            self._version, self._served_versions = version, [version]
         fingerprint = weight_hash.fingerprint(weight_folder.read_arrays(weights))
         claimed = WeightReport(verified=1)
         return LoadResult(version=version, fingerprint=fingerprint, weights=claimed, elapsed_s=0.0, stalled_s=0.0)

@@ -100,8 +100,8 @@ class WatchedEngine:
     def set_draft_length(self, length: int) -> None:
         self.engine.set_draft_length(length)
 
-    def drafting(self) -> tuple[TrajectoryId, ...]:
-        return self.engine.drafting()
+    def drafting_trajectories(self) -> tuple[TrajectoryId, ...]:
+        return self.engine.drafting_trajectories()
 
     def add_draft_responses(self, responses: Sequence[PromptResponses]) -> None:
         self.engine.add_draft_responses(responses)

@@ -460,11 +460,11 @@ def check_that_lengths_are_obeyed(engine: Engine, more: int = 30) -> None:
     up to 3, and nothing again, also for requests that run; whoever takes it over begins anew. more: told than 1."""
     sample_until(engine, 40, [request(0, max_new_tokens=3000)])
     assert engine.load_statistics().drafts == 0
-    assert engine.drafting() == ()
+    assert engine.drafting_trajectories() == ()
     BRAKE.off()
     engine.set_draft_length(1)
     before = _drafted(engine, 40)
-    assert engine.drafting() in ((TrajectoryId(0),), ())  # of the emulated engine, none
+    assert engine.drafting_trajectories() in ((TrajectoryId(0),), ())  # of the emulated engine, none
     assert before.drafts > 0
     assert before.drafted_tokens == before.drafts
     engine.set_draft_length(more)

@@ -40,7 +40,7 @@ async def played(episodes: EpisodeHost, task: Task, turns: Sequence[SampledTurn]
     texts = [turn.text for turn in turns]
     key = EpisodeKey(task=0, member=0)
     return [
-        await episodes.act(key, task.record, texts[: n + 1], truncated=False, newest=turn)
+        await episodes.step(key, task.record, texts[: n + 1], truncated=False, newest=turn)
         for n, turn in enumerate(turns)
     ]
 

@@ -191,7 +191,7 @@ async def acted(episodes: EpisodeHost, task: Task, *turns: str, member: int = 0,
     """Have an agent told the last of these turns."""
     newest = SampledTurn(prompt_tokens=(1,) * (2 * len(turns) - 1), tokens=(2,), logprobs=(-0.5,), text=turns[-1])
     key = EpisodeKey(task=int(task.record["index"]), member=member)
-    return await episodes.act(key, task.record, turns, truncated=more.pop("cut", False), newest=newest, **more)
+    return await episodes.step(key, task.record, turns, truncated=more.pop("cut", False), newest=newest, **more)
 
 
 async def played(episodes: EpisodeHost, task: Task, turns: Sequence[str], **more: Any) -> list[HostedStepResult]:

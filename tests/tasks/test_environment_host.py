@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from staleflow.stores.trajectory import GroupId, TrajectoryId
-from staleflow.tasks.actors.environment_host import ActItem, EnvironmentHost, EnvStepOutcome
+from staleflow.tasks.actors.environment_host import EnvironmentHost, EnvStepItem, EnvStepOutcome
 from staleflow.tasks.actors.server_messages import EpisodeState, ObservationItem, ObservationReceipt, RewardItem
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
@@ -29,7 +29,7 @@ class Environments:
 
     needs_token_ids = False
 
-    async def act(
+    async def step(
         self,
         key: EpisodeKey,
         record: Record,
@@ -90,11 +90,11 @@ def acts(
 
     async def acted() -> list[EnvStepOutcome]:
         host = EnvironmentHost(environments or Environments(), call_s=5)
-        await host.act(
-            server, tuple(ActItem(trajectory=TrajectoryId(i), route_number=0, cut=False) for i in range(100))
+        await host.start_steps(
+            server, tuple(EnvStepItem(trajectory=TrajectoryId(i), route_number=0, truncated=False) for i in range(100))
         )
         await asyncio.sleep(0)
-        await host.dismiss(tuple(map(TrajectoryId, dismissed)))
+        await host.close_episodes(tuple(map(TrajectoryId, dismissed)))
         results: list[EnvStepOutcome] = []
         while more := await host.outcomes(0.2):
             results += more
@@ -114,7 +114,7 @@ def test_what_many_acts_ask_at_once_is_one_call_and_each_gets_its_own_answer() -
     assert server.calls == [("episode_states", 100), ("add_observations", 45), ("record_rewards", 45)]
 
 
-def test_a_dismissed_act_takes_nothing_from_the_others() -> None:
+def test_a_closed_episode_takes_nothing_from_the_others() -> None:
     assert set(acts(Server(), dismissed=(3, 4, 5))) == set(range(90)) - {3, 4, 5}
 
 
@@ -127,7 +127,7 @@ def test_a_server_that_is_gone_is_told_of_every_act() -> None:
 class Lasting(Environments):
     """A step and an end take time, and wait for a slot before it."""
 
-    async def act(self, key: EpisodeKey, *_: object, **options: object) -> HostedStepResult:
+    async def step(self, key: EpisodeKey, *_: object, **options: object) -> HostedStepResult:
         return HostedStepResult(messages=(Message("user", "0"),), seconds=1.0, waited_s=2.0)
 
     async def end(self, key: EpisodeKey, record: Record) -> HostedStepResult:
@@ -176,7 +176,7 @@ def test_an_episode_whose_observation_differs_is_cancelled_and_starts_again() ->
 
 async def test_outcomes_that_are_there_are_returned_at_once() -> None:
     host = EnvironmentHost(Environments(), call_s=5)
-    await host.act(Server(), (ActItem(trajectory=TrajectoryId(1), route_number=0, cut=False),))
+    await host.start_steps(Server(), (EnvStepItem(trajectory=TrajectoryId(1), route_number=0, truncated=False),))
     await asyncio.sleep(1.0)
     begin = asyncio.get_running_loop().time()
     assert len(await host.outcomes(60.0)) == 1

@@ -159,7 +159,7 @@ def test_whatever_is_asked_each_turn_is_taken_once(games: Path, requests: list[t
                 continue
             host = hosts[where[member]]
             answers = await asyncio.gather(
-                *(host.act(key, record, list(turns[member]), truncated=cut) for _ in range(1 + (what == "again")))
+                *(host.step(key, record, list(turns[member]), truncated=cut) for _ in range(1 + (what == "again")))
             )
             for answer in answers:
                 assert not answer.error

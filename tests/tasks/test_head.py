@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from staleflow.tasks.training import lm_head
-from staleflow.tasks.training.blocks import recompute
+from staleflow.tasks.training.blocks import enable_recomputation
 from staleflow.tasks.training.logprobs import LogprobModel
 from staleflow.tasks.training.microbatches import EMPTY_MICROBATCH, MicroBatch, microbatches
 from tests.tasks.test_ranks import ragged
@@ -215,7 +215,7 @@ def test_blocks_that_are_computed_again_have_the_same_gradients_and_keep_less(ti
     for again in (False, True):
         model = model_at(tiny_model)
         if again:
-            recompute(model)
+            enable_recomputation(model)
         sizes: list[int] = []
 
         def keep(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:

@@ -160,7 +160,7 @@ class Learning(VirtualEngine):
 
     learned: list[PromptResponses]
 
-    def drafting(self) -> tuple[TrajectoryId, ...]:
+    def drafting_trajectories(self) -> tuple[TrajectoryId, ...]:
         return tuple(self._requests)
 
     def add_draft_responses(self, responses: Sequence[PromptResponses]) -> None:

@@ -106,7 +106,7 @@ def results(job: Path, *turns: str) -> list[list[str]]:
             record = made.source.build().task(0).record
             keys = [EpisodeKey(task=0, member=member) for member in range(len(turns))]
             requests = [
-                episodes.act(key, record, [turn], truncated=False) for key, turn in zip(keys, turns, strict=True)
+                episodes.step(key, record, [turn], truncated=False) for key, turn in zip(keys, turns, strict=True)
             ]
             return list(await asyncio.gather(*requests))
         finally:

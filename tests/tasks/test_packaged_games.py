@@ -39,10 +39,10 @@ def played(
         key = EpisodeKey(task=0)
         results: list[HostedStepResult] = []
         for number in range(1, len(turns) + 1):
-            results.append(await episodes.act(key, task.record, turns[:number], truncated=False))
+            results.append(await episodes.step(key, task.record, turns[:number], truncated=False))
             if results[-1].ended:
                 break
-        again = await other.act(key, task.record, turns[: len(results)], truncated=False)
+        again = await other.step(key, task.record, turns[: len(results)], truncated=False)
         if repeatable:
             assert (again.messages, again.ended, again.reward) == (
                 results[-1].messages,

@@ -14,10 +14,10 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.models.model_families import make_family_model
-from staleflow.pipeline.config.model_files import context_of, read_context, shown_context
+from staleflow.pipeline.config.model_files import context_of, format_context, read_context
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.engines.transformers import load_model
-from staleflow.tasks.training.blocks import one_layer_of_each_kind
+from staleflow.tasks.training.blocks import one_block_per_kind
 from staleflow.tasks.training.logprobs import LogprobModel
 from staleflow.tasks.training.microbatches import Row, microbatches
 from staleflow.tasks.training.packed_attention import NAME, NotPacked, PackedRowLengths, why_padded
@@ -177,7 +177,7 @@ def test_a_trial_computes_one_layer_of_each_kind_and_leaves_the_model_as_it_was(
 def test_layers_of_other_settings_are_of_another_kind() -> None:
     config = {"num_hidden_layers": 6, "no_rope_layers": [1, 1, 0, 1, 1, 0]}
     result = model("Llama4ForCausalLM", "Llama4TextConfig", **CHUNKED | config)
-    with one_layer_of_each_kind(result):
+    with one_block_per_kind(result):
         passed = ["passes_over" in vars(layer)["forward"].__name__ for layer in result.model.layers]
     assert passed == [False, True, False, True, True, True]
 
@@ -207,7 +207,7 @@ def test_a_context_ends_where_a_rows_logprobs_would_depend_on_its_micro_batch(tm
     result.save_pretrained(tmp_path)
     context = read_context(tmp_path, "of the test")
     assert context == context_of(result.config.to_dict()) == 80
-    assert shown_context(result.config.to_dict()) == (
+    assert format_context(result.config.to_dict()) == (
         "80 tokens, not 160: beyond, longrope would make a row's logprobs depend on its micro-batch"
     )
     short, whole, longer = (row_of(count) for count in (12, context, context + 1))

@@ -120,7 +120,7 @@ def test_a_response_that_was_sampled_elsewhere_is_drafted_from(model: Path) -> N
     with speculating(model, temperature=0.001) as engine:
         alone = sampled(engine, 0)
         engine.reset(InstanceId("rollout-1"))
-        assert engine.drafting() == ()
+        assert engine.drafting_trajectories() == ()
         known = PromptResponses(prompt=prompt, responses=((TrajectoryId(7), tuple(tokens_of(alone))),))
         engine.add_draft_responses([known])
         after = sampled(engine, 1)

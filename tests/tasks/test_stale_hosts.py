@@ -12,7 +12,7 @@ import pytest
 
 from staleflow.pipeline.config import actor_settings
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, Trajectory, TrajectoryId
-from staleflow.tasks.actors.environment_host import ActItem, EnvironmentHost, EnvStepOutcome
+from staleflow.tasks.actors.environment_host import EnvironmentHost, EnvStepItem, EnvStepOutcome
 from staleflow.tasks.actors.server_messages import EpisodeState, RewardItem
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.engines.base import SampledTokens
@@ -42,7 +42,7 @@ class Says:
 
     async def check(self) -> None: ...
 
-    async def act(
+    async def step(
         self,
         key: EpisodeKey,
         record: Record,
@@ -75,7 +75,7 @@ FAILED = HostedStepResult(ended=True, error="it broke")
 
 
 class Scene:
-    """A server with one trajectory, and hosts that act for it."""
+    """A server with one trajectory, and hosts that run its env steps."""
 
     def __init__(self, server: TrajectoryServer) -> None:
         self.server = server
@@ -102,10 +102,12 @@ class Scene:
         )
         assert await self.server.deliver([sampled]) == {ID: first + tokens}
 
-    async def act(self, says: Says, server: Any = None) -> list[EnvStepOutcome]:
-        """What comes of the present turn's act. server: as the host sees it, if not as it is."""
+    async def step(self, says: Says, server: Any = None) -> list[EnvStepOutcome]:
+        """What comes of the present turn's env step. server: as the host sees it, if not as it is."""
         host = EnvironmentHost(says, call_s=5.0)
-        await host.act(server or self.server, (ActItem(trajectory=ID, route_number=self.route_number, cut=False),))
+        await host.start_steps(
+            server or self.server, (EnvStepItem(trajectory=ID, route_number=self.route_number, truncated=False),)
+        )
         outcomes = await host.outcomes(10.0)
         await host.close()
         return outcomes
@@ -115,26 +117,26 @@ Meanwhile = Callable[[Scene], Awaitable[None]]
 
 
 async def next_turn_of_equal_length(scene: Scene) -> None:
-    await scene.act(Says(answer(2)))
+    await scene.step(Says(answer(2)))
     await scene.turn(3)
 
 
 async def answered_with_nothing(scene: Scene) -> None:
-    await scene.act(Says(answer(0)))
+    await scene.step(Says(answer(0)))
 
 
 async def answered(scene: Scene) -> None:
-    await scene.act(Says(answer(2)))
+    await scene.step(Says(answer(2)))
 
 
 async def restarted_to_equal_length(scene: Scene) -> None:
-    await scene.act(Says(FAILED))
+    await scene.step(Says(FAILED))
     scene.route_number += 1  # a restart's own
     await scene.turn(3)
 
 
 async def rewarded(scene: Scene) -> None:
-    (told,) = await scene.act(Says(reward(0.25)))
+    (told,) = await scene.step(Says(reward(0.25)))
     assert (told.ended, told.reward) == (True, 0.25)
 
 
@@ -150,7 +152,7 @@ async def test_what_a_late_host_says_changes_nothing(
     scene = Scene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
     await scene.server.draw(0, 1)
     await scene.turn(3)
-    old = asyncio.create_task(scene.act(Says(late, after_s=5.0)))
+    old = asyncio.create_task(scene.step(Says(late, after_s=5.0)))
     await asyncio.sleep(1.0)
     await meanwhile(scene)
     held, route_number, score = scene.trajectory, scene.server._flight.route_number(ID), scene.reward
@@ -198,7 +200,7 @@ def test_a_late_host_tells_its_agent_no_turn_of_another_host(tmp_path: Path, mea
         await scene.server.draw(0, 1)
         await scene.turn(3)
         says = Says(answer(4), needs_token_ids=True)
-        (told,) = await scene.act(says, MeanwhileSomethingElse(scene, meanwhile))
+        (told,) = await scene.step(says, MeanwhileSomethingElse(scene, meanwhile))
         if meanwhile is nothing:
             (turn,) = says.told
             assert turn is not None and turn.tokens == (0, 1, 2)

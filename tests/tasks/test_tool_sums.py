@@ -24,12 +24,12 @@ async def test_what_the_prompt_shows_is_what_a_call_in_an_episode_is_answered() 
         for number, (_, call, given, answer) in enumerate(examples):
             assert isinstance(call, Message) and isinstance(answer, Message)
             key = EpisodeKey(task=3, member=number)
-            first = await episodes.act(key, task.record, [call.content], truncated=False)
+            first = await episodes.step(key, task.record, [call.content], truncated=False)
             assert (first.ended, first.messages) == (False, (given,))
-            last = await episodes.act(key, task.record, [call.content, answer.content], truncated=False)
+            last = await episodes.step(key, task.record, [call.content, answer.content], truncated=False)
             assert (last.ended, last.reward) == (True, 0.0)  # right there, and not what is asked here
         right = task.record["answer"]
-        told = await episodes.act(EpisodeKey(task=3, member=2), task.record, [f"It is {right}"], truncated=False)
+        told = await episodes.step(EpisodeKey(task=3, member=2), task.record, [f"It is {right}"], truncated=False)
         assert (told.ended, told.reward) == (True, 1.0)
 
 

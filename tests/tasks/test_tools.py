@@ -222,7 +222,7 @@ def settings(job: Path, *overrides: str) -> EpisodeSettings:
 async def answers(episodes: EpisodeHost, turns: Sequence[str], task: Task, **key: Any) -> list[HostedStepResult]:
     of = EpisodeKey(task=0, **key)
     cut = [turn.endswith("...") for turn in turns]
-    return [await episodes.act(of, task.record, turns[: i + 1], truncated=cut[i]) for i in range(len(turns))]
+    return [await episodes.step(of, task.record, turns[: i + 1], truncated=cut[i]) for i in range(len(turns))]
 
 
 async def test_a_task_with_a_verifier_is_played_with_tools(tooled: Path) -> None:
@@ -273,9 +273,9 @@ async def test_an_evaluation_set_of_its_own_source_is_played_with_tools_and_scor
     record = pickle.loads(pickle.dumps(EvaluationRecord.named("other", task.record)))
     async with hosted(made) as (episodes, _):
         key = EpisodeKey(task=-1, held_out=True)
-        first = await episodes.act(key, record, ["<calculator>2+2</calculator>"], truncated=False)
+        first = await episodes.step(key, record, ["<calculator>2+2</calculator>"], truncated=False)
         assert first.messages == (Message("tool", "<result>4</result>"),)
-        last = await episodes.act(key, record, ["<calculator>2+2</calculator>", "so 4"], truncated=False)
+        last = await episodes.step(key, record, ["<calculator>2+2</calculator>", "so 4"], truncated=False)
         assert (last.ended, last.reward, last.error) == (True, 0.5, "")
 
 

@@ -81,18 +81,18 @@ export async function compareView(run) {
         tile("mean reward", `${short(found.mean[0])} → ${short(found.mean[1])}`, `${first} → ${second}`),
         tile("rewards that differ", found.changed.toLocaleString("en"), share(found.changed, found.trajectories)),
         tile(
-          "order of members flipped",
-          found.flipped.length.toLocaleString("en"),
-          `groups, ${share(found.flipped.length, found.groups)}`,
+          "order of members changed",
+          found.order_changed.length.toLocaleString("en"),
+          `groups, ${share(found.order_changed.length, found.groups)}`,
         ),
-        tile("signal gained", found.gained.length.toLocaleString("en"), `groups only ${second} learns from`),
-        tile("signal lost", found.lost.length.toLocaleString("en"), `groups only ${first} learns from`),
+        tile("signal gained", found.signal_second_only.length.toLocaleString("en"), `groups only ${second} learns from`),
+        tile("signal lost", found.signal_first_only.length.toLocaleString("en"), `groups only ${first} learns from`),
       ),
       h("div", { class: "board two" }, chart, histogram(found, first, second)),
       ...[
-        ["Groups whose order flipped", found.flipped],
-        [`Groups with signal in ${second} only`, found.gained],
-        [`Groups with signal in ${first} only`, found.lost],
+        ["Groups whose order changed", found.order_changed],
+        [`Groups with signal in ${second} only`, found.signal_second_only],
+        [`Groups with signal in ${first} only`, found.signal_first_only],
       ].map(([name, ids]) => groups(name, ids, first, second)),
       ...Object.entries(found.lineage)
         .filter(([, lineage]) => Object.keys(lineage).length)

@@ -245,7 +245,7 @@ function fates(rows) {
             h("td", { "data-name": "trajectories" }, row.count.toLocaleString("en")),
             h("td", { "data-name": "mean length" }, short(row.response_tokens)),
             h("td", { "data-name": "mean reward" }, row.reward === null ? "not scored" : short(row.reward)),
-            h("td", { "data-name": "cut off" }, `${short(100 * row.cut)} %`),
+            h("td", { "data-name": "cut off" }, `${short(100 * row.truncated)} %`),
           ),
         ),
       ),
