@@ -111,7 +111,7 @@ def test_a_weighted_sum_is_named_as_in_a_job_file(stored: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ((), "name the reward: --reward FUNCTION, or --set reward.KEY=VALUE"),
+        ((), "name the reward: --reward FUNCTION, or change it with --set reward.KEY=VALUE"),
         (
             ("--set", "steps=3"),
             "override steps=3: only how responses are scored can change: reward., task.answer_pattern=",

@@ -327,7 +327,7 @@ class VirtualEngine:
     def set_draft_length(self, length: int) -> None:
         """It drafts nothing."""
 
-    def drafting(self) -> tuple[TrajectoryId, ...]:
+    def drafting_trajectories(self) -> tuple[TrajectoryId, ...]:
         return ()
 
     def add_draft_responses(self, responses: Sequence[PromptResponses]) -> None:
