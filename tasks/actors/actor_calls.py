@@ -45,13 +45,13 @@ _within_actor: contextvars.ContextVar[bool] = contextvars.ContextVar("within an 
 
 
 def timeout_for(call_s: float, num_bytes: int) -> float:
-    """Return the timeout of a call that works on `num_bytes` bytes, where short calls have `call_s` seconds."""
+    """Return the timeout of a call that transfers `num_bytes` bytes. call_s: timeout of a short call, seconds."""
     return call_s + num_bytes / MIN_BYTES_PER_S
 
 
 def remote_methods(cls: Class) -> Class:
-    """Class decorator for actors: `call_actor` may call their public coroutine methods, whose errors that are not ours
-    arrive as ActorFailed. Direct calls are unchanged."""
+    """Class decorator for actors: lets `call_actor` call their public coroutine methods. Errors other than staleflow's
+    own arrive as ActorFailed. Direct calls are unchanged."""
     for name, method in list(vars(cls).items()):
         if inspect.iscoroutinefunction(method) and not name.startswith("_"):
             setattr(cls, name, _answering(method))
@@ -83,7 +83,7 @@ def _enter() -> None:
 
 @dataclass(frozen=True, slots=True)
 class RemoteActor:
-    """A reference to an actor of another process, as an actor receives it. rpc: calls to the worker it is on."""
+    """A reference to an actor in another process. rpc: Dask's RPC to the worker that runs it."""
 
     address: str
     key: str

@@ -1,5 +1,4 @@
-"""Responses to the same prompts, for engines that draft from them: finished siblings of the group, and what earlier
-epochs have sampled.
+"""Responses to the same prompts, from which engines draft: by finished siblings of the group, and from earlier epochs.
 
 Siblings are in flight. Of what is stored the latest tokens are remembered, by prompt; a run that is resumed reads them
 from its store. Only drafts depend on this, and drafts change nothing that is sampled.
@@ -28,7 +27,7 @@ READ_ROWS = 512
 
 
 class NewResponses(NamedTuple):
-    """Other responses to the prompts of running trajectories, for an instance to draft from."""
+    """Responses that an instance does not have yet, to the prompts of trajectories it is running."""
 
     responses: list[PromptResponses]
     """Those that the instance does not have yet."""
@@ -37,8 +36,12 @@ class NewResponses(NamedTuple):
 
 
 class DraftCorpus:
-    """Responses by prompt, in flight and stored. max_tokens: of stored responses that are remembered; 0: nothing is
-    looked up at all. store: of a run that is resumed."""
+    """Responses by prompt, in flight and stored, for drafting.
+
+    Args:
+        max_tokens: Maximum number of tokens of stored responses in memory; 0: nothing is indexed.
+        store: The store of a resumed run, whose responses are added.
+    """
 
     def __init__(self, flight: InFlightState, max_tokens: int, store: StoreReader | None = None) -> None:
         self._flight = flight
@@ -50,7 +53,7 @@ class DraftCorpus:
             self.add(_latest(store, max_tokens))
 
     def add(self, rows: Iterable[EndedTrajectory]) -> None:
-        """Remember responses that are being stored."""
+        """Add responses that are being stored."""
         for t in (row.trajectory for row in rows if self._max_tokens and row.trajectory.num_tokens):
             key = t.prompt_tokens.tobytes()
             of_prompt = self._stored.setdefault(key, OrderedDict())
@@ -66,7 +69,7 @@ class DraftCorpus:
                 del self._stored[key]
 
     def others(self, running: Iterable[TrajectoryId], sent: frozenset[TrajectoryId]) -> NewResponses:
-        """Return the responses to the prompts of running trajectories that are not in `sent`."""
+        """Return responses to the prompts of running trajectories, without those in `sent`."""
         responses: list[PromptResponses] = []
         delivered: set[TrajectoryId] = set()
         prompts: dict[bytes, list[Trajectory]] = {}

@@ -1,4 +1,4 @@
-"""What an engine is asked to sample of a live trajectory."""
+"""Builds the engine request of a live trajectory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def request_of(
     turn_tokens: int,
     stop: StopCriteria,
 ) -> Request | SampledTokens:
-    """The request for a routed trajectory's next tokens; of one whose turn has ended by itself, a delivery without
-    tokens.
+    """Build the request for a routed trajectory's next tokens. If its turn has ended already, return a delivery without
+    tokens instead.
 
     Args:
         evaluated: the item of an evaluation that it answers; None if it is to be trained on.

@@ -103,8 +103,8 @@ class EnvironmentSettings(Protocol):
 
 
 class ServerBatcher:
-    """Batches calls to the server: items of one method in one loop iteration travel together. A call costs a
-    millisecond on each side, much more than a step of many environments."""
+    """Batches calls to the trajectory server: items for one method from one loop iteration go in one call. A call costs
+    a millisecond on each side, much more than a step of many environments."""
 
     def __init__(self, server: Any, call_s: float) -> None:
         self._server, self._call_s = server, call_s

@@ -1,4 +1,4 @@
-"""The trajectories of evaluations among those that the trajectory server holds.
+"""The evaluation trajectories on the trajectory server.
 
 Such a trajectory begins when it is first routed: its number says which prompt it answers. It ends with its evaluation,
 and is in no batch, no count and no commit.
@@ -22,10 +22,10 @@ from staleflow.tasks.sources.task_sources import extract_answer
 
 
 class EvaluationTrajectories:
-    """Evaluation trajectories of one run. Returns the spool entries to write."""
+    """The evaluation trajectories of one run. Its methods return spool entries, which the caller writes."""
 
     def __init__(self, flight: InFlightState, tasks: TaskCache, text: Callable[[Sequence[int]], str]) -> None:
-        """text: decodes a response. Threads may share it."""
+        """text: decodes a response; called from several threads."""
         self._flight = flight
         self._tasks = tasks
         self._text = text
@@ -33,8 +33,8 @@ class EvaluationTrajectories:
     async def begin(
         self, routed: Iterable[TrajectoryId], now: float
     ) -> tuple[dict[TrajectoryId, EvaluationItem], list[Entry]]:
-        """Add those of `routed` that belong to an evaluation, with their prompts. Returns the item that each
-        answers, and the spool entries to write."""
+        """Add those of the routed trajectories that belong to an evaluation, with their prompts. Returns the evaluation
+        item of each, and the spool entries to write."""
         groups = {i: GroupId(i // self._flight.group_size) for i in routed if is_evaluation(i)}
         if not groups:
             return {}, []
@@ -52,13 +52,13 @@ class EvaluationTrajectories:
         return {i: items[group] for i, group in groups.items()}, applied
 
     async def max_new_tokens(self, groups: Iterable[GroupId]) -> dict[GroupId, int]:
-        """Return the token limit of a response for each group that belongs to an evaluation."""
+        """Return the maximum response length of each group that belongs to an evaluation."""
         evaluated = {group for group in groups if is_evaluation(group)}
         items = await self._tasks.evaluated(evaluated) if evaluated else {}
         return {group: item.of.config.max_new_tokens for group, item in items.items()}
 
     async def responses(self, groups: Sequence[GroupId]) -> list[EvaluatedResponse]:
-        """Return the state of each group's response, with a digest of the answer in it."""
+        """Return the state of each group's response, with a digest of its answer."""
         responses = [self._response(self._member(group)) for group in groups]
         # The pattern may fail on what the reward has failed on. An episode has turns instead of one answer.
         answered = {

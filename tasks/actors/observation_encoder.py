@@ -1,4 +1,4 @@
-"""Encodes observations: the token ids that a trajectory gets after a turn."""
+"""Encodes observations: the token ids that follow a turn."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from staleflow.tasks.sources.prompts import Prompts
 
 
 class ObservationTokens(NamedTuple):
-    """The token ids of an observation. after: the position where a context branch begins with them; None if none
-    does."""
+    """The token ids of an observation. after: position at which a context branch starts with them; None without a
+    branch."""
 
     tokens: list[int]
     after: int | None = None
@@ -95,7 +95,7 @@ class ObservationEncoder:
 
 
 def answer_entry(item: ObservationItem, encoded: ObservationTokens, attempt: int, at_s: float) -> ObservationDelivered:
-    """Make the spool entry of an observation. attempt: the attempt of the trajectory's episode."""
+    """Build the spool entry of an observation. attempt: number of the attempt at the trajectory's episode."""
     directions = split_params(item.messages)[0]
     return ObservationDelivered(
         trajectory=item.trajectory,

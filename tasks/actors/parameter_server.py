@@ -37,7 +37,7 @@ AGAIN_S = 0.5
 
 
 class Source(NamedTuple):
-    """A parameter server that has a version, or fetches it. name: for messages."""
+    """Another host's parameter server, which has a version or is fetching it. name: for messages."""
 
     name: str
     actor: Any
@@ -45,7 +45,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchProgress:
-    """Progress of fetching a version to a host. path: of its file; empty until it is complete."""
+    """Progress of fetching a version to a host. path: path of its file; empty until the file is complete."""
 
     path: str
     num_bytes: int
@@ -60,7 +60,7 @@ class ParameterServer:
     """The parameter server's Dask actor. All methods are idempotent."""
 
     def __init__(self, folder: str, call_s: float, piece_bytes: int = PIECE_BYTES) -> None:
-        """call_s: seconds without a piece from any source after which a fetch fails."""
+        """call_s: seconds without data from any source after which a fetch fails."""
         self._folder = WeightFolder(Path(folder))
         self._call_s, self._piece_bytes = call_s, piece_bytes
         self._silent_s = min(SILENT_S, call_s)
@@ -75,8 +75,8 @@ class ParameterServer:
         num_bytes: int,
         sources: tuple[Source, ...],
     ) -> FetchProgress:
-        """Fetch a version, unless it is here or on its way. Returns after WAIT_S at most: call again until there is a
-        path.
+        """Start fetching a version unless it is present or being fetched. Returns after at most WAIT_S; call again
+        until the result has a path.
 
         Args:
             num_bytes: of the version.
@@ -101,8 +101,8 @@ class ParameterServer:
         return FetchProgress(path=str(path), num_bytes=num_bytes)
 
     async def read_piece(self, version: PolicyVersion, offset: int, size: int) -> bytes | None:
-        """Read bytes of a version. None if they are on their way and have not arrived within WAIT_S. Raises StoreError
-        if the version is neither here nor on its way."""
+        """Read bytes of a version. Returns None if they are being fetched and have not arrived within WAIT_S. Raises
+        StoreError if the version is neither present nor being fetched."""
         path = self._folder.path(version)
         deadline = _now() + WAIT_S
         while True:
@@ -122,16 +122,17 @@ class ParameterServer:
             return data
 
     async def bytes_read(self) -> int:
-        """Return the number of bytes that other hosts have read here."""
+        """Return the number of bytes that other hosts have read from this server."""
         return self._bytes_read
 
     async def prune(self, used: tuple[PolicyVersion, ...], newest: PolicyVersion) -> None:
-        """Remove all versions except those in `used`, and except `newest` and later ones: they may be in use by now."""
+        """Remove all versions older than `newest` that are not in `used`. Later ones stay: they may have come into
+        use."""
         later = [version for version in self._folder.versions() if version >= newest]
         await asyncio.to_thread(self._folder.prune, (*used, *later))  # freeing gigabytes takes a while
 
     async def close(self) -> None:
-        """Stop fetching and free the shared memory."""
+        """Stop all fetches and free the shared memory."""
         fetching = list(self._fetching.values())
         for task in fetching:
             task.cancel()

@@ -14,7 +14,8 @@ from staleflow.tasks.sources.reward_process import ScoredResponse, Scorer, Scori
 
 @remote_methods
 class RewardWorker:
-    """The reward worker's Dask actor, with a scoring process of its own. Idempotent: the first score counts."""
+    """The reward worker's Dask actor, with a scoring process of its own. Scoring is idempotent: the server keeps the
+    first score."""
 
     def __init__(self, settings: ScoringSettings, call_s: float) -> None:
         self._scorer = Scorer(settings)
@@ -26,7 +27,7 @@ class RewardWorker:
         await asyncio.get_running_loop().run_in_executor(self._executor, self._scorer.check)
 
     async def ping(self) -> None:
-        """Answer, also while responses are being scored."""
+        """Return at once, also while responses are being scored."""
 
     async def score(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[tuple[TrajectoryId, float, str]]:
         """Score trajectories that are still live, and send the scores to the server. Returns (trajectory, reward,

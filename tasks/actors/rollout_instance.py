@@ -39,7 +39,7 @@ LEARN_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutcome:
-    """The result of a request for the driver: ids and lengths. error: empty if it was sampled."""
+    """The result of a request, as ids and lengths for the driver. error: empty if the request succeeded."""
 
     trajectory: TrajectoryId
     route_number: int
@@ -53,7 +53,8 @@ class RequestOutcome:
 
 @remote_methods
 class RolloutInstance:
-    """The rollout instance's Dask actor. Slow work runs in two threads, one for commands in order, one for waiting."""
+    """The rollout instance's Dask actor. Slow work runs in two threads: one executes commands in order, one waits for
+    events."""
 
     def __init__(
         self,
@@ -108,12 +109,12 @@ class RolloutInstance:
         """Tokens of running responses that the server has, where the number has changed since the last report."""
 
     async def took_over(self) -> bool:
-        """Return True if the engine was another actor's before, and so has weights loaded."""
+        """Whether the engine was taken over from a lost actor, and so has weights loaded."""
         return self._took_over
 
     async def route(self, server: Any, items: tuple[RouteItem, ...]) -> None:
-        """Start sampling trajectories after the tokens that the server has of them. Trajectories that are no longer
-        live are skipped; a response that is complete is reported as sampled."""
+        """Start sampling trajectories, after the tokens that the server has. Trajectories that are no longer live are
+        skipped; a complete response is reported as sampled."""
         requests: list[Request | SampledTokens] = await call_actor(
             server, "requests", items, timeout_s=self._call_s, actor_name="server"
         )
@@ -141,8 +142,8 @@ class RolloutInstance:
             await self._learn(server)
 
     async def interrupt(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[RequestOutcome]:
-        """Stop sampling trajectories, and send their tokens to the server. If that fails, they are sent with the next
-        ones, or when this is called again."""
+        """Stop sampling trajectories, and send their tokens to the server. If sending fails, the tokens are sent with
+        the next delivery or the next call."""
         self._stopped += await self._command(self._engine.interrupt, trajectories)
         outcomes = await self._deliver(server, self._stopped)
         self._stopped = []
@@ -157,7 +158,7 @@ class RolloutInstance:
         await self._command(self._engine.abort, trajectories)
 
     async def set_draft_length(self, length: int) -> None:
-        """Set the draft length: the most drafted tokens of one decode step of a request."""
+        """Set the maximum number of draft tokens per request in one decode step."""
         await self._command(self._engine.set_draft_length, length)
         self._asked_s = -math.inf  # what there is to draft from is asked for at once
 
@@ -166,9 +167,8 @@ class RolloutInstance:
         return await self._command(self._engine.logprobs, tokens)
 
     async def pull(self, published: PublishedWeights, path: str) -> WeightCheck:
-        """Load published weights, and check that the engine has them and computes the trainer's logprobs. No token is
-        delivered until the check is done, and none ever again if it fails. Idempotent. Raises WeightsRefused if the
-        engine cannot load them."""
+        """Load published weights, then check the weights and the logprobs computed with them. Idempotent. Tokens are
+        delivered only after the check has passed. Raises WeightsRefused if the engine cannot load them."""
         pulling = self._pulling = asyncio.ensure_future(self._command(self._load, published, path))
         try:
             check: WeightCheck = await asyncio.shield(pulling)
@@ -208,8 +208,8 @@ class RolloutInstance:
         return self._pulling is None and not self._refused
 
     async def next_events(self, server: Any, timeout_s: float) -> list[RequestOutcome]:
-        """Wait up to `timeout_s` for requests to end, and return their outcomes once the server has their tokens. If
-        the tokens of running requests are due, deliver those instead and return no outcome."""
+        """Wait up to `timeout_s` for requests to end. Returns their outcomes once the server has their tokens. When
+        tokens of running requests are due for delivery, delivers those and returns no outcomes."""
         if not await self._may_deliver(timeout_s):
             await asyncio.sleep(timeout_s if self._refused else 0)
             return []

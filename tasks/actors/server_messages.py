@@ -14,7 +14,7 @@ from staleflow.tasks.sources.reward_process import ScoredResponse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnGroup:
-    """A drawn prompt: its group's id, its length in tokens, and its source and task, as in GroupDrawn."""
+    """A group with its prompt: its id, the prompt's length in tokens, and its source and task as in GroupDrawn."""
 
     group: GroupId
     prompt_tokens: int
@@ -23,8 +23,8 @@ class DrawnGroup:
 
 
 class EvaluatedResponse(NamedTuple):
-    """The state of an evaluation's response. score: None if it has none yet. versions: of its tokens. answer: digest of
-    the answer in it; empty if it could not be scored, or has many turns."""
+    """The state of an evaluation's response. score: None until it is scored. versions: policy versions of its tokens.
+    answer: digest of its answer; empty if scoring failed or the response has several turns."""
 
     tokens: int
     versions: tuple[PolicyVersion, ...]
@@ -43,8 +43,8 @@ class RouteItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservationItem:
-    """An observation: the messages of an environment after the turn that ends a response at `tokens` tokens, routed
-    under `route_number`. replayed: its messages after the first turns, if it took them again."""
+    """The messages of an environment after the turn that ends a response at `tokens` tokens, routed under
+    `route_number`. replayed: messages after earlier turns, if the environment was replayed."""
 
     trajectory: TrajectoryId
     tokens: int
@@ -76,7 +76,7 @@ class RewardItem(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeState:
     """The state of an episode whose turn has ended, for its environment host. task, member, attempt, held_out: identify
-    the episode. turns: their texts, the newest last. tokens: of the response so far."""
+    the episode. turns: texts of its turns, oldest first. tokens: length of the response so far."""
 
     task: GroupId
     member: int
@@ -96,7 +96,8 @@ class EpisodeState:
 
 
 class TurnItem(NamedTuple):
-    """A request for the turn, of this text, that ends a response at `tokens` tokens, routed under `route_number`."""
+    """A request for a turn: the one with this text that ends a response at `tokens` tokens, routed under
+    `route_number`."""
 
     trajectory: TrajectoryId
     tokens: int
@@ -105,8 +106,8 @@ class TurnItem(NamedTuple):
 
 
 class ObservationReceipt(NamedTuple):
-    """The server's reply to an observation. tokens: of the response with it. problem: the kind of fault for which it
-    was refused. why: the reason in words."""
+    """The server's reply to an observation. tokens: length of the response with it. problem: kind of problem for which
+    it was refused; empty if it was added. why: the problem in words."""
 
     tokens: int
     problem: Literal["", "full", "differs", "late", "not rendered"] = ""
@@ -116,8 +117,8 @@ class ObservationReceipt(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoverableWork:
-    """In-flight work that a resumed run can recover. ledger: of the store's last record. groups: in flight as of that
-    record, without tokens of later versions."""
+    """In-flight work that a resumed run can recover. ledger: that of the store's last record. groups: groups in flight
+    at that record, without tokens of later versions."""
 
     ledger: LedgerState
     groups: tuple[GroupInFlight, ...]
@@ -125,8 +126,8 @@ class RecoverableWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveredWork:
-    """In-flight work that a resumed run has recovered. responses, tokens: recovered. num_restarted: number of
-    responses that had tokens and restart from their prompts."""
+    """In-flight work that a resumed run has recovered. responses, tokens: their numbers. num_restarted: responses that
+    had tokens and restart from their prompts."""
 
     ledger: LedgerState
     responses: int = 0

@@ -16,8 +16,8 @@ from staleflow.tasks.training.microbatches import BatchMessage, RowArrays, part_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """The batch of one step. rows: in the trainer's order. fingerprint: of the rows, computed in the background: the
-    trainer is waiting for them."""
+    """The batch of one step. rows: in the trainer's order. fingerprint: hash of the rows, computed in the background so
+    that the trainer does not wait for it."""
 
     rows: list[EndedTrajectory]
     fingerprint: asyncio.Future[str]
@@ -25,10 +25,11 @@ class StepBatch:
 
 
 class StepBatches:
-    """The batches of steps that are trained or wait for their commit, each made when it is first needed.
+    """The batches of steps that are being trained or committed. Each is built on first use.
 
     flight: the trajectories that each step consumed. stored: the rows of stored steps; its thread computes
-    fingerprints."""
+    fingerprints.
+    """
 
     def __init__(self, flight: InFlightState, stored: StoreThread, settings: ServerSettings) -> None:
         self._flight, self._stored, self._settings = flight, stored, settings
@@ -49,8 +50,8 @@ class StepBatches:
         return self._batches[step]
 
     async def part(self, step: int, start: int) -> BatchMessage:
-        """Return rows of a step from row `start` on, as many as fit into a message. A step that is not in flight is
-        read from the store."""
+        """Return rows of a step from row `start` on, as many as fit into a message. The rows of a step that is not in
+        flight are read from the store."""
         if step in self._flight.batches:
             return await _part_of(self.batch(step).rows, start)
         if step != self._again_step or not start:
@@ -61,11 +62,11 @@ class StepBatches:
         return message
 
     def forget(self, step: int) -> None:
-        """Drop the batch of a step that is stored."""
+        """Drop the batch of a stored step."""
         self._batches.pop(step, None)
 
     def forget_all(self) -> None:
-        """Drop all batches: the steps are undone."""
+        """Drop all batches, because their steps are undone."""
         self._batches.clear()
 
 

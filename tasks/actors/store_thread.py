@@ -1,4 +1,4 @@
-"""A trajectory store beside an event loop: commits in a thread of its own, tried again while the store's bucket fails.
+"""Runs store operations in a thread beside an event loop. Commits are retried while the store's bucket fails.
 
 A bucket that answers with errors, not at all, or that the credentials at hand have expired for, may be back in minutes.
 Until then a commit waits, and everything else goes on. Each attempt reads the credentials anew.
@@ -27,8 +27,8 @@ before an attempt fails, if the bucket is busy or resets connections, and not at
 
 
 async def while_bucket_fails(attempt: Callable[[], Awaitable[T]], within_s: float, failed: Callable[[str], None]) -> T:
-    """Retry an operation while the store's bucket fails. failed: called with the cause of each failure. Raises
-    StoreError with the cause if the bucket fails for `within_s` seconds."""
+    """Retry an operation while the store's bucket fails. Raises StoreError with the cause if it still fails after
+    `within_s` seconds. failed: called with the cause of each failure."""
     now_s = asyncio.get_running_loop().time
     started_s, pause_s = now_s(), FIRST_PAUSE_S
     while True:
@@ -46,7 +46,7 @@ async def while_bucket_fails(attempt: Callable[[], Awaitable[T]], within_s: floa
 
 
 class StoreThread:
-    """Runs the operations of one store in one thread. commit_s: seconds for which one is retried while the bucket
+    """Runs the operations of one store in one thread. commit_s: seconds for which a commit is retried while the bucket
     fails."""
 
     def __init__(self, store: VersionedStore, commit_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The tasks of a run's groups, trained on or evaluated: their prompts and records."""
+"""The tasks of a run's groups, in training and evaluation: their prompts and records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DrawnPrompt(NamedTuple):
 
 
 class TaskCache:
-    """Draws tasks from their source in a thread of its own, and keeps the records of live groups for the verifier."""
+    """Draws tasks from their source in a thread, and keeps the records of live groups for the verifier."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class TaskCache:
         sets: Sequence[EvaluationSet],
         tasks_of: Callable[[Iterable[GroupId]], Mapping[GroupId, tuple[int, int]]],
     ) -> None:
-        """tasks_of: (source, task) of groups in flight."""
+        """tasks_of: returns (source, task) of groups in flight."""
         self._prompts, self._tasks_of = prompts, tasks_of
         self._items = EvaluationItems(prompts, sets)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
@@ -51,7 +51,8 @@ class TaskCache:
         return [prompt for _, prompt in drawn]
 
     async def records(self, groups: Iterable[GroupId]) -> dict[GroupId, Record]:
-        """Return the records of groups. Those that an earlier process drew come from the source again."""
+        """Return the records of groups. Records that are not in memory, because an earlier process drew them, are read
+        from the source."""
         wanted_groups = set(groups)
         records = {group: self._records[group] for group in wanted_groups if group in self._records}
         if missing := sorted(wanted_groups - set(records)):
@@ -62,7 +63,7 @@ class TaskCache:
         return records
 
     async def items(self) -> list[ItemView]:
-        """Return the items of each evaluation: one per response to sample."""
+        """Return the items of each evaluation, one per response."""
         return await self._in_thread(self._items.views)
 
     async def evaluated(self, groups: Iterable[GroupId]) -> dict[GroupId, EvaluationItem]:

@@ -96,18 +96,18 @@ class Trainer:
         """Steps of supervised fine-tuning that are done."""
 
     async def form_group(self, host: str, *peers: Any) -> None:
-        """Connect with the other ranks, in the order of their numbers. host: this process's address for them."""
+        """Connect to the other ranks, in the order of their numbers. host: address of this process for them."""
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
         args = (self._settings, self._threads, host, peers, loop, context)
         self._joined = await self._in_thread(DistributedPolicy, *args)
 
     async def logprobs(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
-        """Return the logprobs of tokens[1:], nats, under the present weights."""
+        """Return the logprobs of tokens[1:], nats, under the current weights."""
         return await self._while_awake(self._policy.probe, tokens)
 
     async def fine_tune(self, step: int) -> dict[str, float]:
-        """Do step `step` of supervised fine-tuning, which precedes version 0, and return its metrics; none if it was
-        done before."""
+        """Run step `step` of supervised fine-tuning, which precedes version 0, and return its metrics; none if it was
+        run before."""
         if step < self._fine_tuned:
             return {}
         metrics = await self._while_awake(self._policy.fine_tune, step)
@@ -152,8 +152,8 @@ class Trainer:
         return self._version
 
     async def save_checkpoint(self, folder: str, version: PolicyVersion | None = None) -> bool:
-        """Save a checkpoint of published weights for `from_pretrained`, in their dtype. version: by default the latest.
-        Returns False if that version is not here."""
+        """Save a checkpoint of published weights for `from_pretrained`, in their dtype. version: the latest by default.
+        Returns False if that version is not on this host."""
         path = self._folder.path(self._version if version is None else version)
         await self._saved()
         if not path.is_file():

@@ -48,12 +48,12 @@ LOCAL_ERRORS = ("out of memory", "No space left", "Duplicate GPU", "gloo/transpo
 
 
 def discard(weights: Weights) -> None:
-    """Ignore gathered weights: only rank 0 uses them."""
+    """Take the gathered weights and do nothing, on ranks other than 0."""
 
 
 @remote_methods
 class TrainerRank:
-    """The Dask actor of a trainer rank other than 0: calls the policy as rank 0 does."""
+    """The Dask actor of a trainer rank other than 0. It makes the same calls of the policy as rank 0."""
 
     def __init__(self, settings: PolicySettings, threads: int) -> None:
         engine_handover.close_orphans()
@@ -70,7 +70,7 @@ class TrainerRank:
         await self._in_thread(getattr(self._policy, method), *args)
 
     async def ping(self) -> None:
-        """Answer, also while a step is being trained."""
+        """Return at once, also while a step is being trained."""
 
     async def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -82,7 +82,7 @@ class TrainerRank:
 
 
 class DistributedPolicy:
-    """The policy of a group of ranks, for rank 0. Used from one thread, which is not the event loop's."""
+    """The policy of a group of ranks, as rank 0 uses it. Call it from one thread, not from the event loop."""
 
     def __init__(
         self,
@@ -191,6 +191,6 @@ def _cause(error: BaseException, pending: Sequence[Future[None]]) -> BaseExcepti
 
 
 def is_lost_rank_error(error: BaseException) -> bool:
-    """Return True if an error says that another rank does not answer, rather than that this one failed."""
+    """Whether an error means that another rank does not respond, rather than that this one failed."""
     text = f"{type(error).__name__}: {error}"
     return any(mark in text for mark in CONNECTION_ERRORS) and not any(mark in text for mark in LOCAL_ERRORS)

@@ -1,4 +1,4 @@
-"""The trajectory server: an actor that holds the tokens of live trajectories and is the store's only committer.
+"""The trajectory server: an actor that stores the tokens of live trajectories and is the only committer to the store.
 
 Tokens and texts go directly from worker to worker; the driver and the coordinator see ids,
 lengths and versions. All its state changes on the worker's event loop, so no method needs a lock; commits, prompts and
@@ -232,7 +232,7 @@ class TrajectoryServer:
         return await self._tasks.held_out(count)
 
     async def evaluation_items(self) -> list[ItemView]:
-        """Return the items of each evaluation: one per response to sample."""
+        """Return the items of each evaluation, one per response."""
         return await self._tasks.items()
 
     async def evaluated(self, groups: list[GroupId]) -> list[EvaluatedResponse]:
@@ -246,7 +246,7 @@ class TrajectoryServer:
         await self._async_spool.mark_stored(-1, groups)
 
     async def keep_time(self, elapsed_s: float) -> None:
-        """Set the run's clock, which starts when all actors are ready, to `elapsed_s`."""
+        """Set the run's clock, which starts when all actors are ready, to `elapsed_s` seconds."""
         self._epoch = time.monotonic() - elapsed_s
 
     async def held_out_notice(self) -> str:
@@ -256,8 +256,8 @@ class TrajectoryServer:
     # -- trajectories --------------------------------------------------------------------------------------------
 
     async def requests(self, items: tuple[RouteItem, ...]) -> list[Request | SampledTokens]:
-        """Return what an engine is to sample of routed trajectories that are still live; of one whose turn has ended, a
-        delivery without tokens. Deliveries of earlier route numbers are ignored from now on."""
+        """Return the engine requests of routed trajectories that are still live. If the turn of one has ended, return a
+        delivery without tokens for it. Deliveries under earlier route numbers are ignored from now on."""
         evaluated, applied = await self._evaluated.begin((item.trajectory for item in items), self._now())
         await self._async_spool.append(applied)
         records: dict[GroupId, Record] = {}
@@ -279,11 +279,12 @@ class TrajectoryServer:
         return requests
 
     async def deliver(self, sampled: list[SampledTokens]) -> dict[TrajectoryId, int]:
-        """Add sampled tokens. Returns each trajectory's total.
+        """Add sampled tokens. Returns the number of tokens of each trajectory.
 
         Ignored are: ended trajectories, deliveries of an earlier route number, tokens that are here already, deliveries
         that would leave a gap, and those with a logprob that is not finite. For the last two the total is less than was
-        delivered."""
+        delivered.
+        """
         now = self._now()
         accepted: list[Entry] = []
         totals = {}
@@ -305,12 +306,13 @@ class TrajectoryServer:
         return totals
 
     async def other_responses(self, running: tuple[TrajectoryId, ...], sent: frozenset[TrajectoryId]) -> NewResponses:
-        """Return responses to the prompts of running trajectories, to draft from. sent: those that the instance has."""
+        """Return responses to the prompts of running trajectories, for drafting. sent: responses that the instance has
+        already."""
         return self._known.others(running, sent)
 
     async def episode_states(self, requested: list[tuple[TrajectoryId, int]]) -> list[EpisodeState | None]:
-        """Return the episode states of trajectories whose turns have ended; None where one is no longer live.
-        requested: (trajectory, route number of its routing) of each."""
+        """Return the episode states of trajectories whose turns have ended; None for one that is no longer live.
+        requested: (trajectory, route number)."""
         trajectories = [self._flight.live.get(trajectory) for trajectory, _ in requested]
         records = await self._tasks.records(t.group for t in trajectories if t is not None)
         max_new_tokens = await self._evaluated.max_new_tokens(t.group for t in trajectories if t is not None)
@@ -325,8 +327,8 @@ class TrajectoryServer:
         ]
 
     async def newest_turns(self, items: list[TurnItem]) -> list[SampledTurn | None]:
-        """Return the newest turns of trajectories, with the tokens and logprobs that are stored. None where another
-        turn has followed, or its observation."""
+        """Return the newest turns of trajectories, with the tokens and logprobs that are stored; None for one whose
+        turn has been followed by another turn or an observation."""
         awaited = [self._flight.awaits_environment(item.trajectory, item.tokens, item.route_number) for item in items]
         turns = [(self._flight.live[i.trajectory] if a else None, i.text) for i, a in zip(items, awaited, strict=True)]
         return await asyncio.to_thread(lambda: [None if t is None else newest_turn(t, text) for t, text in turns])
@@ -350,8 +352,8 @@ class TrajectoryServer:
         )
 
     async def add_observations(self, items: list[ObservationItem]) -> list[ObservationReceipt]:
-        """Add observations after the turns that they belong to. One is refused if nothing could be sampled after it, or
-        if its environment took earlier turns again and answered otherwise than before."""
+        """Add observations after their turns. An observation is refused if there is no room for tokens after it, or if
+        its environment was replayed and replied differently."""
         max_new_tokens = await self._evaluated.max_new_tokens(
             GroupId(i.trajectory // self._flight.group_size) for i in items
         )
@@ -384,9 +386,9 @@ class TrajectoryServer:
         return receipts
 
     async def restart(self, failed: list[tuple[TrajectoryId, int, int]]) -> list[bool]:
-        """Restart trajectories whose environments have failed: drop all their tokens but the prompts. failed:
-        (trajectory, tokens of its response, route number of its last routing). Returns which were restarted: not those
-        that have changed since."""
+        """Restart trajectories whose environments have failed: drop all their tokens but the prompts. Returns the
+        trajectories that were restarted; those that have changed since the failure are not. failed: (trajectory, tokens
+        of its response, latest route number)."""
         accepted: list[Entry] = []
         restarted: list[bool] = []
         for trajectory, tokens, route_number in failed:
@@ -405,7 +407,7 @@ class TrajectoryServer:
         return restarted
 
     async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[ScoringItem]:
-        """Return the texts to be scored of trajectories that are still live."""
+        """Return the responses to score of the trajectories that are still live."""
         live = [t for i in trajectories if (t := self._flight.live.get(i)) is not None]
         states = [(t.num_tokens, self._flight.route_number(t.id)) for t in live]
         by_group = await self._tasks.records(t.group for t in live)
@@ -417,8 +419,8 @@ class TrajectoryServer:
         ]
 
     async def record_rewards(self, scored: list[RewardItem]) -> list[ScoredResponse | None]:
-        """Record the rewards of live trajectories that still have the tokens that were scored. Returns the reward that
-        each has now, which is the first that was recorded; None if it has none."""
+        """Record the rewards of live trajectories whose tokens have not changed since they were scored. Returns the
+        recorded reward of each, which is the first one, or None if there is none."""
         now = self._now()
         accepted: list[Entry] = []
         rewards: list[ScoredResponse | None] = []
@@ -450,8 +452,8 @@ class TrajectoryServer:
     async def batch(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...], start: int
     ) -> BatchMessage:
-        """Return rows of training step `step` from row `start` on, as many as fit into a message. All trajectories of
-        the step count as consumed from now on.
+        """Return rows of training step `step` from row `start` on, as many as fit into a message. From now on all
+        trajectories of the step count as consumed.
 
         Args:
             trajectories: group by group; empty for a step that is requested again, stored or not.
@@ -470,13 +472,12 @@ class TrajectoryServer:
         return message
 
     async def retire(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
-        """End trajectories that are not trained on. The next commit stores them with their v_traj."""
+        """End trajectories without training on them. The next commit stores them with their v_traj."""
         if self._flight.apply(entry := TrajectoriesDiscarded(endings=endings, versions=versions)):
             await self._async_spool.append([entry])
 
     async def commit(self, record: StepRecord) -> dict[str, float]:
-        """Commit a step: the rows that it consumed and those that ended since the last commit. Returns metrics of the
-        batch.
+        """Commit a step: the rows it consumed, and all that ended since the last commit. Returns metrics of the batch.
 
         A refusal is stored without rows and with the ledger of the commit before: what ended since may belong to a step
         in training. Fills in `record.ledger.live`: trajectories started by then that are neither stored nor in this
@@ -511,7 +512,7 @@ class TrajectoryServer:
         return await self._storing.entry(step)
 
     async def outage(self) -> str:
-        """Return why the store's bucket refuses a commit that is being retried; empty if none is."""
+        """Return why the store's bucket refuses a commit that is being retried; empty if there is no such commit."""
         return self._storing.outage
 
     async def close(self) -> None:

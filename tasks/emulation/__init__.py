@@ -1,1 +1,1 @@
-"""Stand-ins for models and environments, for simulation and dry runs."""
+"""Emulated models and environments, for simulation and dry runs."""

@@ -27,7 +27,7 @@ from staleflow.tasks.emulation.workload import Turn
 
 @dataclass(frozen=True, slots=True)
 class DraftedTokens:
-    """Mean numbers of drafted tokens of one request that were verified, and of those that were sampled too."""
+    """Mean numbers of draft tokens of one request: verified ones, and accepted ones."""
 
     drafted: float = 0.0
     accepted: float = 0.0
@@ -39,13 +39,13 @@ class DraftedTokens:
         return DraftedTokens(self.drafted - other.drafted, self.accepted - other.accepted)
 
     def counts(self) -> dict[str, int]:
-        """Whole tokens, by the names that events and samples have for them."""
+        """The numbers rounded to whole tokens, by the field names of events and SampledTokens."""
         return {"drafted_tokens": round(self.drafted), "accepted_tokens": round(self.accepted)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSettings:
-    """How a simulated instance drafts."""
+    """Speculation settings of a simulated instance."""
 
     length: int = 0
     """Draft tokens of a step and request."""
@@ -57,7 +57,8 @@ class DraftSettings:
 
 @dataclass(slots=True)
 class SimulatedRequest:
-    """A request on an instance. `tokens`: of its response, including earlier ones and tool output, as of `since`."""
+    """A request on an instance. `tokens`: number of response tokens at time `since`, including earlier ones and tool
+    output."""
 
     trajectory: int
     route_number: int
@@ -89,7 +90,7 @@ class Finished:
 
 @dataclass(slots=True)
 class WorkTotals:
-    """Totals of an instance's work."""
+    """Total work of an instance since its start."""
 
     decode_s: float = 0.0
     prefill_s: float = 0.0
@@ -112,8 +113,8 @@ class WorkTotals:
 
 
 class SimulatedBatch:
-    """The running batch of one simulated instance. `clock` is the step boundary it has reached; commands at `now` act
-    at the next boundary."""
+    """The running batch of one simulated instance. `clock` is the step boundary it has reached. Commands at `now` take
+    effect at the next boundary."""
 
     def __init__(
         self, cost: CostModel, *, kv_capacity: int, max_running: int, drafting: DraftSettings | None = None
@@ -161,16 +162,16 @@ class SimulatedBatch:
 
     @property
     def kv_tokens(self) -> int:
-        """KV tokens held, as of `clock`."""
+        """KV tokens of running requests at `clock`."""
         return self._kv + self._kv_in_tool
 
     @property
     def kept_tokens(self) -> int:
-        """KV tokens kept for later turns, as of `clock`; they give way to what runs."""
+        """KV tokens cached for later turns at `clock`. They are evicted when running requests need the memory."""
         return self._kv_kept
 
     def next_s(self) -> float:
-        """The time of the next event to happen or to be returned; infinite if there is none."""
+        """Time of the next event, or of the earliest one not returned yet; infinite if there is none."""
         return min(self._change_s(), self._finished[0].at_s) if self._finished else self._change_s()
 
     def _change_s(self) -> float:
@@ -190,7 +191,7 @@ class SimulatedBatch:
         return tuple(rows)
 
     def work_by(self, now: float) -> WorkTotals:
-        """The totals with the steps that have ended by `now`."""
+        """The totals, including the steps that have ended by `now`."""
         work, steps = replace(self.work), self._steps_to_stop()
         if steps is not None and now > self.clock:
             running = len(self._decoding)
@@ -201,7 +202,7 @@ class SimulatedBatch:
     # -- time ----------------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> list[Finished]:
-        """Decode up to `now`; returns the requests that ended, in order."""
+        """Decode up to `now`. Returns the requests that ended, in order."""
         while (change_s := self._change_s()) <= now:
             steps = self._steps_to_stop()
             stop_s = math.inf
@@ -266,17 +267,17 @@ class SimulatedBatch:
         self._settle()
 
     def set_draft_length(self, now: float, length: int) -> None:
-        """Set the number of draft tokens of a request and step."""
+        """Set the number of draft tokens per request and step."""
         self._to_boundary(now)
         self._settle()
         self._set_drafting(replace(self._drafting, length=length))
 
     def forget(self, trajectory: int) -> None:
-        """Drop the cached context of a trajectory that will not return here. Running requests are not touched."""
+        """Drop the cached context of a trajectory. Running requests are not affected."""
         self._forget(trajectory)
 
     def remove(self, now: float, trajectory: int) -> SimulatedRequest | None:
-        """Stop a request; returns it, or None if it is unknown."""
+        """Stop a request and return it; None if it is unknown."""
         self._to_boundary(now)
         self._settle()
         decoding = self._decoding.get(trajectory)
@@ -295,8 +296,8 @@ class SimulatedBatch:
         return None
 
     def load(self, now: float, seconds: float, *, keep: bool = False) -> float:
-        """Load new weights within `seconds`; returns the time they are loaded. keep: keep the cache of the old weights,
-        instead of prefilling all contexts again."""
+        """Load new weights, which takes `seconds`. Returns the time at which they are loaded. keep: keep the KV cache
+        of the old weights instead of prefilling all contexts again."""
         self._to_boundary(now)
         self._settle()
         self._cached_for_turns.clear()

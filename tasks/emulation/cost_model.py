@@ -28,13 +28,14 @@ BISECTIONS = 30
 
 
 def tokens_per_step(length: int, acceptance: float) -> float:
-    """Mean tokens that a step keeps of `length` drafted ones and the one it samples itself, if each drafted token is
-    accepted with probability `acceptance` once those before it are: 1 + a + a^2 + ... + a^length."""
+    """Mean tokens per request of a verification step with `length` draft tokens, if each is accepted with probability
+    `acceptance` given that those before it are: 1 + a + a^2 + ... + a^length."""
     return float(sum(acceptance**k for k in range(length + 1)))
 
 
 def probability_at(rising: Callable[[float], float], value: float) -> float:
-    """The probability at which a function that rises with it has a value; 0 or 1 if it has it nowhere between."""
+    """Invert an increasing function of a probability: return where it has a value, or 0 or 1 if the value is out of its
+    range."""
     low, high = 0.0, 1.0
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
@@ -43,7 +44,7 @@ def probability_at(rising: Callable[[float], float], value: float) -> float:
 
 
 class StepCosts(Protocol):
-    """What decode steps cost; see CostModel. A step is one in which each running trajectory gains one token."""
+    """Costs of decode steps; see CostModel. In a step each running trajectory gains one token."""
 
     @property
     def prefill(self) -> float: ...
@@ -55,9 +56,10 @@ class StepCosts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """The [rollout.cost] table of a job file: k1 * kv + max(k2, b + k3 * n) + k4 seconds a decode step.
+    """The [rollout.cost] table of a job file: a decode step takes k1 * kv + max(k2, b + k3 * n) + k4 seconds.
 
-    The defaults are a published fit of a 7B model; `staleflow profile` fits them to a run of yours."""
+    The defaults are a published fit of a 7B model; `staleflow profile` fits them to a run of yours.
+    """
 
     k1: float = knob(3.35e-08, "seconds per KV token", low=0, high=10)
     k2: float = knob(0.0064, "seconds to read the weights, floor of the compute term", low=0, high=10)
@@ -83,11 +85,11 @@ class CostModel:
         return self.k1 * kv_tokens + self.compute_s(running) if running else 0.0
 
     def mean_step_s(self, running: float, kv_tokens: float) -> float:
-        """`step_s` at a mean number of running trajectories; of less than one, the step of one."""
+        """`step_s` for a mean number of running trajectories; a number below one counts as one."""
         return self.k1 * kv_tokens + max(self.k2, self.b + self.k3 * max(running, 1.0)) + self.k4
 
     def steps_s(self, running: Numbers, kv_tokens: Numbers) -> Numbers:
-        """`step_s` of many instances at once; of an empty one, the cost of its first step without the cache."""
+        """`step_s` of many instances at once. An empty instance costs as much as its first step without KV cache."""
         seconds: Numbers = self.k1 * kv_tokens + np.maximum(self.k2, self.b + self.k3 * running) + self.k4
         return seconds
 
@@ -102,8 +104,8 @@ class CostModel:
         return self.verifying(length, tokens_per_step(length, acceptance)) if length else self
 
     def verifying(self, drafted: float, tokens_per_step: float) -> CostModel:
-        """The cost of each sampled token where a step verifies `drafted` tokens of each trajectory, and samples
-        `tokens_per_step` of them on average."""
+        """A copy of the model with costs per sampled token, where a step verifies `drafted` draft tokens of each
+        trajectory and samples `tokens_per_step` tokens of it on average."""
         share = 1.0 / tokens_per_step
         return CostModel(
             k1=self.k1 * share, k2=self.k2 * share, k3=self.k3 * (1.0 + self.verify_share * drafted) * share,
@@ -111,8 +113,8 @@ class CostModel:
         )  # fmt: skip
 
     def best_length(self, running: int, kv_tokens: float, max_length: int, acceptance: float) -> int:
-        """Choose the draft length from 0 to `max_length` with the fewest seconds per token, which also gives the most
-        tokens per second of all trajectories. The shorter one of two equally good lengths."""
+        """Choose the draft length from 0 to `max_length` with the fewest seconds per token, and so the highest
+        throughput. Among equals, choose the shorter."""
         if not running:
             return 0
         return min(range(max_length + 1), key=lambda n: self.drafting(n, acceptance).step_s(running, kv_tokens))
@@ -120,14 +122,14 @@ class CostModel:
     # -- decoding in closed form: between two changes n is fixed and the cache grows by n a step ------------------
 
     def decode_s(self, running: int, kv_tokens: float, num_steps: float) -> float:
-        """Seconds of `num_steps` decode steps in a row that start with `kv_tokens` in the cache."""
+        """Seconds of `num_steps` consecutive decode steps that start with `kv_tokens` in the cache."""
         if not running:
             return 0.0
         grown = kv_tokens * num_steps + running * num_steps * (num_steps - 1) / 2
         return self.k1 * grown + self.compute_s(running) * num_steps
 
     def steps_within(self, running: int, kv_tokens: float, seconds: float) -> float:
-        """The number of decode steps, not rounded, that take `seconds`: the inverse of `decode_s`."""
+        """Number of decode steps, not rounded, within `seconds`: the inverse of `decode_s`."""
         if not running or seconds <= 0:
             return 0.0
         quadratic = self.k1 * running / 2
@@ -138,7 +140,7 @@ class CostModel:
 
 
 class DraftingCosts:
-    """Costs of decode steps where an instance drafts as is best for the number of trajectories that it runs. Without
+    """Costs of decode steps of an instance that chooses the best draft length for the number of its trajectories. No
     drafts until `set_rates` is called."""
 
     def __init__(self, cost: CostModel) -> None:
@@ -147,8 +149,8 @@ class DraftingCosts:
         self._models: dict[int, CostModel] = {}
 
     def set_rates(self, drafted: Numbers, tokens_per_step: Numbers) -> None:
-        """Set drafted and sampled tokens per step of a trajectory, by running trajectories 0, 1, 2, ...; the last entry
-        holds for more."""
+        """Set draft tokens and sampled tokens per step and trajectory, each for 0, 1, 2, ... running trajectories. The
+        last entry also holds for more."""
         self._drafted, self._tokens_per_step = drafted, tokens_per_step
         self._models.clear()
 

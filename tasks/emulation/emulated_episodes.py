@@ -1,4 +1,4 @@
-"""Environments where none is real: what they answer in emulated and simulated episodes, and how long they take. Pure.
+"""Emulated environments: what they return in emulated and simulated episodes, and how long they take. Pure.
 
 An episode is a response of the workload, taken apart: each turn but the last one calls a tool. As the workload, it is a
 function of ids; only what fails also depends on how often the episode has begun.
@@ -19,14 +19,14 @@ FAR = 2**24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFaults:
-    """Shares of an environment's steps that fail, or are never answered."""
+    """Shares of environment steps that fail, and that hang."""
 
     failed: float = 0.0
     hung: float = 0.0
     seed: int = 0
 
     def drawn(self, group: int, member: int, attempt: int, turn: int) -> tuple[bool, bool]:
-        """Draw whether a step fails, and whether it hangs. attempt: how often the episode began before."""
+        """Draw whether a step fails, and whether it hangs. attempt: number of earlier attempts at the episode."""
         if not self.failed and not self.hung:
             return False, False
         fails, hangs = generator(self.seed, Stream.FAULTS, 1, group, member, attempt, turn).random(2)
@@ -49,7 +49,7 @@ class EmulatedAnswer:
 
 
 class EmulatedEpisodes:
-    """The episodes of a job."""
+    """The emulated episodes of a job."""
 
     def __init__(self, workload: Workload, faults: StepFaults | None = None) -> None:
         self._workload = workload
@@ -58,7 +58,7 @@ class EmulatedEpisodes:
     def answer(
         self, group: int, member: int, turn: int, *, attempt: int = 0, truncated: bool = False
     ) -> EmulatedAnswer:
-        """Result of the environment step after a turn, of which the first is 0.
+        """Return the result of the environment step after a turn. Turns are numbered from 0.
 
         Args:
             group: The trajectory's group.
@@ -89,7 +89,7 @@ class EmulatedEpisodes:
 
 
 def remaining_tokens(turns: Sequence[Turn], tokens: int) -> int:
-    """Tokens left of the turn that a response of `tokens`, given ones included, has come to; at least 1.
+    """Tokens left to sample in the current turn of a response of `tokens` tokens, observations included; at least 1.
 
     >>> remaining_tokens((Turn(5, 3.0, 20), Turn(6)), 2), left_to_sample((Turn(5, 3.0, 20), Turn(6)), 26)
     (3, 5)

@@ -27,7 +27,8 @@ MAX_SECONDS = 100_000.0
 
 
 class Turn(NamedTuple):
-    """Tokens sampled in a row and, except in the last turn, a tool call: its duration and the tokens it returns."""
+    """One turn: the number of sampled tokens and, except in the last turn, a tool call with its duration and number of
+    tokens."""
 
     tokens: int
     tool_s: float = 0.0
@@ -38,7 +39,7 @@ class Workload(Protocol):
     def prompt_tokens(self, group: int) -> int: ...
 
     def turns(self, group: int, member: int) -> tuple[Turn, ...]:
-        """The turns of a response. member: 0 .. members per group - 1."""
+        """The turns of a response. member: index of the response in its group, from 0."""
         ...
 
     def reward(self, group: int, member: int) -> float: ...
@@ -46,8 +47,7 @@ class Workload(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadConfig:
-    """The [workload] table of a job file: responses where no model samples them, which is in `staleflow simulate` and
-    with the emulated engine."""
+    """The [workload] table of a job file: the responses in `staleflow simulate` and of the emulated engine."""
 
     kind: str = knob("lognormal", "distribution of response lengths", choices=WORKLOAD_NAMES)
     prompt_tokens: int = knob(512, "tokens per prompt", low=1)
@@ -93,7 +93,7 @@ class RandomWorkload:
     """A workload with lengths drawn from a distribution."""
 
     def __init__(self, config: WorkloadConfig, members: int, max_tokens: int, seed: int) -> None:
-        """members: of a group. max_tokens: at which responses are cut."""
+        """members: trajectories per group. max_tokens: length at which responses are truncated."""
         self._config, self._members, self._max_tokens, self._seed = config, members, max_tokens, seed
         self._block = lru_cache(maxsize=64)(self._draw_block)
         self._turns = lru_cache(maxsize=8192)(self._draw_turns)
@@ -177,7 +177,8 @@ class RandomWorkload:
 
 
 class RecordedWorkload:
-    """The prompt lengths, response lengths, turns and rewards of a stored run, group by group, repeated at the end."""
+    """Prompt lengths, response lengths, turns and rewards of a stored run, group by group. Starts again after the last
+    group."""
 
     def __init__(
         self,
@@ -186,7 +187,8 @@ class RecordedWorkload:
         rewards: npt.NDArray[np.float64],
         turns: Mapping[tuple[int, int], tuple[Turn, ...]] | None = None,
     ) -> None:
-        """prompts: [G] tokens; lengths: [G, M] tokens; rewards: [G, M]. turns: by (g, m), of responses of many."""
+        """prompts: [G] tokens. lengths: [G, M] tokens. rewards: [G, M]. turns: by (g, m), for responses of several
+        turns."""
         if not len(prompts) or lengths.shape != rewards.shape or len(lengths) != len(prompts):
             raise ValueError("a recorded workload needs prompts [G], lengths and rewards [G, M], G > 0")
         self._prompts, self._lengths, self._rewards, self._turns = prompts, lengths, rewards, turns or {}

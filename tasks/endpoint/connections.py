@@ -1,4 +1,4 @@
-"""Connections of an endpoint: how many there may be, and how long the head of a request may take to arrive.
+"""Limits of an endpoint's connections: their number, and the time for the head of a request.
 
 Agents keep connections while their tools work, so an idle one costs nothing but its place. One that has begun to send a
 request, or has never sent any, must come to the end of the request's head in time.
@@ -21,7 +21,7 @@ connection, and a client that is still writing would never read why."""
 
 
 def timed_protocol(head_s: float, max_connections: int) -> type[H11Protocol]:
-    """Make a uvicorn protocol with limits: seconds for a request's head, and connections at once."""
+    """Make a uvicorn protocol class with limits: seconds for the head of a request, and open connections."""
 
     class TimedProtocol(H11Protocol):
         """A connection whose requests' heads must arrive in time."""

@@ -1,4 +1,5 @@
-"""Answers to agents as JSON and as streams, as clients of chat completions and of token ids check them. Pure."""
+"""Replies to agents as JSON and as event streams, in the form that clients of chat completions and of token ids
+validate. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ PIECE = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnReply:
-    """A turn as an agent receives it. number: of the turn in its episode, from 0. created_s: Unix time."""
+    """A turn as an agent receives it. number: index of the turn in its episode, from 0. created_s: Unix time."""
 
     id: str
     number: int
@@ -29,7 +30,7 @@ class TurnReply:
 
 
 def reply_of(id: str, number: int, created_s: int, turn: SampledTurn, request: ChatRequest) -> TurnReply:
-    """Make the reply to a request: the turn's text up to a stop string, and the tool calls in it, if the request has
+    """Build the reply to a request: the turn's text up to a stop string, and its tool calls if the request defines
     tools."""
     content, calls = turn.text, tuple[FunctionCall, ...]()
     if (stop := find_stop(content, request.stop.strings)) is not None:
@@ -45,8 +46,8 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def parse_tool_calls(text: str) -> tuple[str, tuple[FunctionCall, ...]]:
-    """Split a text into its content and its tool calls, <tool_call>{"name": ..., "arguments": {...}}</tool_call>. A
-    text with a call that cannot be read stays as it is: nothing is guessed.
+    """Split a text into content and tool calls of the form <tool_call>{"name": ..., "arguments": {...}}</tool_call>. If
+    any call cannot be parsed, the whole text is returned as content.
 
     >>> parse_tool_calls('Now. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     ('Now.', (FunctionCall(name='add', arguments='{"a": 1}'),))
@@ -70,7 +71,7 @@ def parse_tool_calls(text: str) -> tuple[str, tuple[FunctionCall, ...]]:
 
 
 def render_tool_calls(message: ChatMessage) -> str:
-    """Render a message with its tool calls as text, as `parse_tool_calls` reads it."""
+    """Render a message with its tool calls as text, the inverse of `parse_tool_calls`."""
     calls = (
         f'<tool_call>{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}</tool_call>'
         for call in message.calls
@@ -79,7 +80,7 @@ def render_tool_calls(message: ChatMessage) -> str:
 
 
 def completion(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
-    """Make the body of a reply of /v1/chat/completions."""
+    """Build the body of a reply of /v1/chat/completions."""
     turn = reply.turn
     choice: dict[str, Any] = {
         "index": 0,
@@ -95,7 +96,7 @@ def completion(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
 
 
 def generate_reply(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
-    """Make the body of a reply of /inference/v1/generate."""
+    """Build the body of a reply of /inference/v1/generate."""
     turn = reply.turn
     choice = {
         "index": 0,
@@ -135,7 +136,7 @@ def chunks(request: ChatRequest, reply: TurnReply) -> Iterator[str]:
 
 
 def refusal(refused: RequestError) -> dict[str, Any]:
-    """Make the body of the reply to a refused request."""
+    """Build the body of the reply to a refused request."""
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
     return {"error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}}
 

@@ -1,4 +1,4 @@
-"""Read agents' requests from JSON. Anything not understood is refused with one line that says why. Pure.
+"""Parse agents' requests from JSON. A request that is not understood is refused with a one-line reason. Pure.
 
 The content of a request is read, compared and rendered, never executed.
 """
@@ -45,7 +45,7 @@ MAX_TEMPERATURE = 100
 
 
 class SamplingRule(Enum):
-    """What to do with a request whose sampling parameters differ from the engine's.
+    """How to handle a request whose sampling parameters differ from the engine's.
 
     A session's turns are trained on with the job's sampling parameters, so other sampling parameters are overridden or
     refused. A served policy is not trained, so it obeys.
@@ -63,7 +63,7 @@ AUXILIARY_HEADER = "x-auxiliary"
 
 
 class RequestError(Exception):
-    """The error of a refused request. retry_s: seconds after which it may be sent again; None: never."""
+    """The error of a refused request. retry_s: seconds after which the client may retry; None: never."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_request", retry_s: float | None = None) -> None:
         super().__init__(message)
@@ -82,7 +82,7 @@ class FunctionCall:
 
     @property
     def canonical(self) -> tuple[str, str]:
-        """The call in canonical form, which is equal for different JSON texts of the same arguments."""
+        """The call in canonical form: equal for JSON texts with the same arguments."""
         try:
             return self.name, json.dumps(json.loads(self.arguments), sort_keys=True)
         except (ValueError, RecursionError):
@@ -91,7 +91,7 @@ class FunctionCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
-    """A message of a request. calls: tool calls, only in an assistant's message."""
+    """A message of a request. calls: tool calls; only assistant messages have any."""
 
     role: str
     content: str
@@ -99,15 +99,15 @@ class ChatMessage:
 
     @property
     def canonical(self) -> tuple[Any, ...]:
-        """The message in canonical form, to compare it with an earlier one: clients strip white space around the
-        model's text, and reformat the arguments of calls."""
+        """The message in canonical form, for comparison with an earlier one: clients strip white space around the
+        model's text and reformat the arguments of calls."""
         content = self.content.strip() if self.role == "assistant" else self.content
         return self.role, content, tuple(call.canonical for call in self.calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A request for a turn, with messages or token ids.
+    """A request for a turn, with messages or with token ids.
 
     Args:
         stop: Stop criteria in addition to the model's end tokens.
@@ -138,7 +138,7 @@ class ChatRequest:
     def turn_params(
         self, *, first: bool, ids: tuple[int, ...] | None = None, after_turn: int | None = None
     ) -> TurnParams:
-        """Make the turn's parameters.
+        """Build the parameters of the requested turn.
 
         Args:
             first: Whether this is the session's first turn, which includes the definitions of tools.
@@ -156,12 +156,12 @@ class ChatRequest:
 
 
 def to_model_message(message: ChatMessage) -> Message:
-    """Convert a request's message to the one that is rendered for the model."""
+    """Convert a request's message to the message that is rendered for the model."""
     return Message("system" if message.role == "developer" else message.role, message.content)
 
 
 def read_json(body: bytes) -> Mapping[str, Any]:
-    """Parse a body as a JSON object. Raises RequestError."""
+    """Parse the body of a request as a JSON object. Raises RequestError."""
     try:
         parsed = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -172,8 +172,8 @@ def read_json(body: bytes) -> Mapping[str, Any]:
 
 
 def read_chat(body: Mapping[str, Any], *, temperature: float, sampling: SamplingRule) -> ChatRequest:
-    """Read a request of /v1/chat/completions. temperature: the engine's. sampling: what to do with other sampling
-    parameters. Raises RequestError."""
+    """Parse a request of /v1/chat/completions. Raises RequestError. temperature: the engine's. sampling: how to handle
+    other sampling parameters."""
     unread_fields = dict(body)
     model = _text(unread_fields.pop("model", None), "model")
     messages = _messages(unread_fields.pop("messages", None))
@@ -205,7 +205,7 @@ def read_chat(body: Mapping[str, Any], *, temperature: float, sampling: Sampling
 
 
 def read_generate(body: Mapping[str, Any], *, temperature: float, sampling: SamplingRule) -> ChatRequest:
-    """Read a request of /inference/v1/generate: token ids in, token ids out. Raises RequestError."""
+    """Parse a request of /inference/v1/generate, which has token ids instead of messages. Raises RequestError."""
     unread_fields = dict(body)
     model = _text(unread_fields.pop("model", None), "model")
     ids = unread_fields.pop("token_ids", None)

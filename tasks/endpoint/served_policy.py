@@ -1,4 +1,4 @@
-"""Serve a policy outside any run. Requests are independent."""
+"""Serves a policy outside of runs. Requests are independent of each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_TEMPERATURES = 8
 
 
 class ServedPolicy:
-    """Serve an engine at an endpoint, to all who have the API key. Used from one event loop.
+    """Serves an engine at an endpoint to all clients with the API key. Use from one event loop.
 
     Args:
         engine: Samples the responses; closed with this policy.
@@ -62,7 +62,7 @@ class ServedPolicy:
         return len(self._waiting)
 
     def find(self, key: str) -> ServedPolicy:
-        """Return this policy if the key is right. Raises RequestError."""
+        """Return this policy if the key is correct. Raises RequestError."""
         if hmac.compare_digest(key.encode(), self._key.encode()):
             return self
         raise RequestError(401, "this is not the key that the server was started with", "invalid_api_key")

@@ -1,4 +1,4 @@
-"""The endpoint over HTTP: reads requests, finds their sessions and sends replies.
+"""The endpoint over HTTP: parses requests, finds their sessions and sends replies.
 
 A refused request gets a reply of one line with the reason, as JSON; other sessions are not affected. Of internal errors
 a client sees only that there was one.
@@ -56,7 +56,7 @@ Read = Callable[..., ChatRequest]
 
 
 class TurnSource(Protocol):
-    """Samples the turns of one key's requests. pending_bytes: of requests that are read or pending."""
+    """Samples the turns for requests with one key. pending_bytes: size of the requests being read or pending."""
 
     pending_bytes: int
 
@@ -64,7 +64,7 @@ class TurnSource(Protocol):
 
 
 class SessionLookup(Protocol):
-    """Finds the turn source of a request by its key: a session, or a served policy."""
+    """Finds the turn source of a request by its key: a session or a served policy."""
 
     def __len__(self) -> int: ...
 
@@ -74,7 +74,8 @@ class SessionLookup(Protocol):
 
 
 class EndpointServer:
-    """An HTTP endpoint, from `start` to `stop`. served: a policy without sessions. Used from one event loop."""
+    """An HTTP endpoint, open between `start` and `stop`. Use from one event loop. served: a policy that is served
+    without sessions."""
 
     def __init__(self, settings: EndpointSettings, served: SessionLookup | None = None) -> None:
         self._settings = settings
@@ -92,7 +93,7 @@ class EndpointServer:
 
     @property
     def base_url(self) -> str:
-        """The base URL of clients, once the endpoint listens."""
+        """The base URL for clients; valid once the endpoint listens."""
         return f"{self._address}/v1"
 
     @property
@@ -100,7 +101,8 @@ class EndpointServer:
         return self.sessions if self._served is None else self._served
 
     async def start(self) -> None:
-        """Start to listen, unless it listens already. Raises ConfigError if the address cannot be used."""
+        """Start listening; does nothing if the endpoint listens already. Raises ConfigError if the address cannot be
+        used."""
         async with self._starting:
             if self._serving is not None and not self._serving.done():
                 return
@@ -131,7 +133,7 @@ class EndpointServer:
                     await asyncio.sleep(0.005)
 
     def drain(self) -> None:
-        """Refuse pending and new requests with a status that makes clients retry."""
+        """Refuse pending and new requests with a status on which clients retry."""
         self._stopping = True
         self.sessions.refuse_all(_stopping())
 
@@ -330,7 +332,7 @@ class _CountingApp:
 
 
 class QuietServer(uvicorn.Server):
-    """A uvicorn server that leaves the process's signal handlers alone."""
+    """A uvicorn server that does not change the process's signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

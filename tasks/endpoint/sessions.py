@@ -1,5 +1,5 @@
-"""Sessions of the endpoint. A session is an agent's conversation with the policy; its turns are an episode's
-trajectory.
+"""Sessions of the endpoint. A session is an agent's conversation with the policy, and its turns are the trajectory of
+an episode.
 
 Invariants:
 - A session samples one turn at a time. If a client sends a request again because its connection broke, the request gets
@@ -56,8 +56,8 @@ class _AnsweredTurn:
 
 
 class AgentSession:
-    """An agent's session. branches: whether a request that changes earlier messages starts a context branch; else it is
-    refused. Used from one event loop."""
+    """An agent's session. Use from one event loop. branches: whether a request that changes earlier messages starts a
+    context branch; otherwise it is refused."""
 
     def __init__(self, id: str, secret: str, *, branches: bool = True) -> None:
         self.id = id
@@ -87,17 +87,17 @@ class AgentSession:
 
     @property
     def num_queued(self) -> int:
-        """Number of requests that wait until the turns of earlier requests are sampled."""
+        """Number of requests that wait for the turns of earlier requests."""
         return len(self._queue)
 
     def has_secret(self, secret: str) -> bool:
-        """Return True if this is the secret of the session's key. Compares in constant time."""
+        """Whether a text is the secret of the session's key. Compares in constant time."""
         return hmac.compare_digest(self._secret.encode(), secret.encode())
 
     # -- the agent's side ----------------------------------------------------------------------------------------
 
     async def request_turn(self, request: ChatRequest) -> TurnReply:
-        """Wait until the turn of a request is sampled, and return it. Raises RequestError."""
+        """Wait until the turn for a request is sampled, and return it. Raises RequestError."""
         latest_request = self._latest_request
         for pending in (*self._queue, *([latest_request] if latest_request is not None else ())):
             if _is_same_turn(pending.request, request) and not _failed(pending):
@@ -225,11 +225,12 @@ class AgentSession:
 
     @property
     def next_messages(self) -> asyncio.Future[tuple[Message, ...]]:
-        """Future of the messages of the agent's next request; the first one has the turn's parameters."""
+        """Return a future of the messages in the agent's next request. The first message has the parameters of the
+        turn."""
         return self._next_messages
 
     def answer(self, turn: SampledTurn) -> None:
-        """Reply to the pending request with its turn."""
+        """Reply to the pending request with the sampled turn."""
         pending = self._latest_request
         assert pending is not None and self._next_messages.done(), "no request is pending"
         request, number = pending.request, len(self._turns)
@@ -254,7 +255,7 @@ class AgentSession:
 
 
 class Sessions:
-    """All sessions of an endpoint, by their keys. branches: see AgentSession. now: seconds on any clock."""
+    """All sessions of an endpoint, by key. branches: see AgentSession. now: returns seconds of any clock."""
 
     def __init__(self, *, branches: bool = True, now: Callable[[], float] = time.monotonic) -> None:
         self._branches = branches
@@ -274,7 +275,7 @@ class Sessions:
         return session
 
     def close(self, session: AgentSession, reason: str = "the episode has ended") -> None:
-        """Make a session's key void."""
+        """Close a session and make its key invalid."""
         if self._open.pop(session.id, None) is not None:
             error = RequestError(410, f"{reason}; its key is void", "session_ended")
             session.refuse(error)
@@ -288,8 +289,8 @@ class Sessions:
             session.refuse(refusal)
 
     def expect_predecessor_keys(self, within_s: float) -> None:
-        """For `within_s`, answer unknown keys with 503, not 401: they may be those of a lost endpoint, whose episodes
-        are being restarted."""
+        """For `within_s` seconds, reply to unknown keys with status 503 instead of 401: they may belong to a lost
+        endpoint whose episodes are being restarted."""
         self._predecessor_keys_until = self._now() + within_s
 
     def find(self, key: str) -> AgentSession:
@@ -310,7 +311,7 @@ class Sessions:
         )
 
     def belongs_to_other(self, id: str, session: AgentSession) -> bool:
-        """Return True if an id belongs to an open session other than `session`."""
+        """Whether an id belongs to an open session other than `session`."""
         return id.partition(".")[0] in self._open and id.partition(".")[0] != session.id
 
 

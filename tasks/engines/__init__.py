@@ -1,1 +1,1 @@
-"""What samples responses."""
+"""Rollout engines."""

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): what a job says of them, and how their tensors are named. Pure.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): their settings in a job, and the names of their tensors. Pure.
 
 To a linear layer with weight W an adapter adds alpha / rank x B A: A is [rank, inputs], B is [outputs, rank] and begins
 as 0. With adapters W never changes. A policy version is all layers' A and B, published under the names that peft gives
@@ -43,7 +43,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayer:
-    """The shapes of a layer's adapter. module: the layer's name in its model."""
+    """Shapes of one layer's adapter. module: name of the layer in its model."""
 
     module: str
     rank: int
@@ -52,17 +52,17 @@ class AdapterLayer:
 
     @property
     def down(self) -> str:
-        """Name of A in a file."""
+        """Name of matrix A in a file."""
         return f"{PREFIX}{self.module}.lora_A.weight"
 
     @property
     def up(self) -> str:
-        """Name of B in a file."""
+        """Name of matrix B in a file."""
         return f"{PREFIX}{self.module}.lora_B.weight"
 
 
 def peft_settings(config: LoraConfig) -> dict[str, Any]:
-    """What an adapter_config.json says of adapters, in peft's words."""
+    """The contents of peft's adapter_config.json for an adapter."""
     return {
         "peft_type": "LORA",
         "r": config.rank,
@@ -73,7 +73,7 @@ def peft_settings(config: LoraConfig) -> dict[str, Any]:
 
 
 def name_in_file(parameter: str) -> str:
-    """A trained parameter's name in a file.
+    """Convert a trained parameter's name to its name in a file.
 
     >>> name_in_file("model.layers.0.self_attn.q_proj.lora_A.default.weight")
     'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
@@ -82,8 +82,8 @@ def name_in_file(parameter: str) -> str:
 
 
 def layers(shapes: Mapping[str, tuple[int, ...]], source: object) -> list[AdapterLayer]:
-    """The layers of an adapter whose tensors have these shapes. source: for messages. Raises StoreError if they are no
-    adapter's, or not whole."""
+    """The layers of an adapter, from the names and shapes of its tensors. Raises StoreError if they are not those of a
+    complete adapter. source: for messages."""
     by_module: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         match = IN_FILE.fullmatch(name)
@@ -100,7 +100,7 @@ def layers(shapes: Mapping[str, tuple[int, ...]], source: object) -> list[Adapte
 
 
 def check(layers: Iterable[AdapterLayer], rank: int, weights: Mapping[str, tuple[int, ...]], source: object) -> None:
-    """Raise StoreError for an adapter that is not of this rank, or not for a model with weights of these shapes."""
+    """Raise StoreError if an adapter has another rank, or does not fit a model with these weights."""
     for layer in layers:
         shape = weights.get(f"{layer.module}.weight")
         if shape is None:
@@ -113,8 +113,8 @@ def check(layers: Iterable[AdapterLayer], rank: int, weights: Mapping[str, tuple
 
 
 def unused(served: Iterable[V], newest: V, count: int, running: Iterable[V]) -> list[V]:
-    """The served versions that nothing runs or may go on under: with `count` versions side by side, those older than
-    the last so many up to `newest`, unless something still runs under them.
+    """Served versions that can be dropped: those that are not among the latest `count` up to `newest` and that no
+    request runs under.
 
     >>> unused([3, 4, 5, 6], newest=6, count=2, running=[3])
     [4]
@@ -124,7 +124,8 @@ def unused(served: Iterable[V], newest: V, count: int, running: Iterable[V]) -> 
 
 
 def version_for(served: Iterable[V], least: V | None) -> V:
-    """The version that a request is sampled under: the oldest served one that is not older than `least`, or the newest.
+    """Choose the version a request is sampled under: the oldest served one that is at least `least`, or else the
+    newest.
 
     >>> version_for([3, 5, 6], 4), version_for([3, 5, 6], None)
     (5, 6)

@@ -19,7 +19,8 @@ from staleflow.stores.weights.weight_report import WeightReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Sample up to `max_new_tokens` after `tokens` (the prompt and what was sampled before)."""
+    """A request to sample up to `max_new_tokens` tokens after `tokens`, which are the prompt and the response so
+    far."""
 
     trajectory: TrajectoryId
     route_number: int
@@ -46,13 +47,13 @@ class Request:
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
-        """Its trajectory's prompt."""
+        """The prompt of the request's trajectory."""
         return self.tokens[: len(self.tokens) - self.num_prior] if self.prompt is None else self.prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """Tokens that a request has sampled, one segment per policy version. start: position of the first one in the
+    """Tokens that a request has sampled, one segment per policy version. start: position of the first token in the
     response. finish: UNFINISHED unless the request ended by itself."""
 
     trajectory: TrajectoryId
@@ -68,7 +69,7 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptResponses:
-    """Responses to one prompt, each the tokens of a trajectory."""
+    """Responses to one prompt, as token ids by trajectory."""
 
     prompt: tuple[int, ...]
     responses: tuple[tuple[TrajectoryId, tuple[int, ...]], ...]
@@ -85,15 +86,21 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """The present load of an engine. progress: (trajectory, tokens sampled in total). waiting: number of running
-    requests that are not in its batch now. preemptions: since start, for lack of KV memory. safe: (trajectory, tokens)
-    that the trajectory server was given since the last report; of an instance, not of its engine. version: the newest
-    it serves.
+    """The current load of an engine.
+
+    Args:
+        version: Newest version that is served.
+        progress: (trajectory, number of tokens sampled in total).
+        waiting: Number of running requests outside the current batch.
+        preemptions: Number of preemptions since start, for lack of KV memory.
+        delivered: (trajectory, tokens) delivered to the trajectory server since the last report. Set by the instance, not by
+            its engine.
 
     Every time a request enters the batch, each token of its context is either computed or found cached; the two counts
     since start are `prefilled_tokens` and `cached_tokens`. So a context that is computed again counts again, after an
     interrupt, a move, a preemption or new weights. The context of a turn is all of Request.tokens and, where it goes on
-    after a preemption or new weights, what it has sampled so far."""
+    after a preemption or new weights, what it has sampled so far.
+    """
 
     version: PolicyVersion
     running: int
@@ -105,17 +112,18 @@ class EngineLoad:
     waiting: int = 0
     preemptions: int = 0
     kept_tokens: int = 0
-    """KV tokens kept for turns to come of trajectories that do not run; they give way to what runs."""
+    """KV tokens cached for later turns of trajectories that are not running. They are evicted when running requests
+    need memory."""
     prefilled_tokens: int = 0
     """Tokens of contexts that were computed."""
     cached_tokens: int = 0
-    """Tokens of contexts that were found cached, and not computed."""
+    """Tokens of contexts that were found in the cache."""
     drafts: int = 0
-    """Times since start that a request's step verified drafted tokens."""
+    """Number of times since start that a request's step verified draft tokens."""
     drafted_tokens: int = 0
-    """Drafted tokens that were verified since start."""
+    """Draft tokens verified since start."""
     accepted_tokens: int = 0
-    """Those that the policy sampled too."""
+    """Draft tokens accepted since start."""
     delivered: tuple[tuple[TrajectoryId, int], ...] = ()
 
 
@@ -137,36 +145,37 @@ class LoadResult:
 
 
 class Engine(Protocol):
-    """A rollout engine. All methods may be called from one control thread while another waits in `events`. Once
-    decoding has ended, each raises ActorLost; while it merely stalls or loads weights, `events` and `load_statistics`
-    still answer."""
+    """A rollout engine. One control thread may call any method while another waits in `events`. Once decoding has
+    failed, each method raises ActorLost. While decoding stalls or weights are loaded, `events` and `load_statistics`
+    still return."""
 
     @property
     def version(self) -> PolicyVersion:
-        """The newest version it serves."""
+        """The newest version that is served."""
         ...
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Start sampling; returns at once. A repeated request is ignored; a newer route number replaces an older
-        one."""
+        """Start sampling; returns at once. A repeated request is ignored; one with a newer route number replaces the
+        older one."""
         ...
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
-        """Stop requests and return what they have, with finish UNFINISHED; takes at most one decode step. Those that
-        ended by themselves meanwhile are left out: `events` returns them."""
+        """Stop requests and return what they have sampled, with finish UNFINISHED. Takes at most one decode step.
+        Requests that have ended by themselves are not included; `events` returns them."""
         ...
 
     def peek(self) -> list[SampledTokens]:
-        """What the running requests have sampled so far. Stops and delays nothing."""
+        """The tokens sampled so far by running requests, which continue without delay."""
         ...
 
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
-        """Stop and forget requests, and what is kept of their trajectories' earlier turns. Unknown ones are ignored."""
+        """Stop requests, drop their tokens, and drop the cached contexts of their trajectories. Unknown requests are
+        ignored."""
         ...
 
     def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
-        """Load new weights, and compare what the engine computes with afterwards with what was published. Running
-        requests continue under them with the tokens they have, prefilled again. What is kept of earlier turns is void.
+        """Load new weights, and compare the weights in the engine with the published ones. Running requests continue
+        under the new weights, after their tokens are prefilled again. Cached contexts of earlier turns are dropped.
 
         Where versions are adapters, served side by side, nothing that runs or is kept is affected: what is submitted
         from now on may be sampled under this version, too. One that is not among the latest is dropped as soon as
@@ -175,21 +184,23 @@ class Engine(Protocol):
         An engine that sleeps is awake afterwards.
 
         Raises StoreError if the file cannot be read or has other tensors than the engine's: nothing has changed then.
-        Raises WeightsRefused if loading failed half-way."""
+        Raises WeightsRefused if loading failed half-way.
+        """
         ...
 
     def sleep(self) -> None:
-        """Free the device: weights, and all that is cached, are dropped until `load` brings others. Submits and probes
-        are allowed again then. Idempotent. Raises ProtocolViolation if a request is running."""
+        """Free the device: drop the weights and all caches until the next `load`. Idempotent. After it, `submit` and
+        `logprobs` may be called again only once weights are loaded. Raises ProtocolViolation if a request is
+        running."""
         ...
 
     def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
-        """The requests that ended since the last call; waits up to `timeout_s` for one."""
+        """Wait up to `timeout_s` for a request to end. Returns those that have ended since the last call."""
         ...
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Logprobs of tokens[1:], nats, each given all before it, at temperature 1, under the present weights. Delays
-        running requests by one decode step at most."""
+        """Logprobs of tokens[1:], nats, each given all tokens before it, at temperature 1, under the current weights.
+        Delays running requests by at most one decode step."""
         ...
 
     def load_statistics(self) -> EngineLoad: ...

@@ -54,7 +54,8 @@ def build(settings: EmulatedSettings, instance: InstanceId, threads: int) -> Eng
 
 
 def weights(version: int) -> dict[str, weight_hash.Array]:
-    """The weights that an emulated trainer publishes as `version`. No torch: importing it takes a process seconds."""
+    """The weights that an emulated trainer publishes as `version`. Does not import torch, which takes a process
+    seconds."""
     return {WEIGHTS: np.asarray([version], np.float32)}
 
 
@@ -66,7 +67,7 @@ def emulated_ids(key: int, start: int, count: int) -> IntArray:
 
 
 def word_logprobs(tokens: IntArray) -> FloatArray:
-    """[T] logprobs, nats: functions of the token alone, the same under every version."""
+    """[T] logprobs, nats. They depend only on the token, and are the same under every version."""
     return (-0.5 - (tokens % 13) / 10).astype(np.float32)
 
 
@@ -87,7 +88,7 @@ class _RunningRequest:
 
 
 class Clock:
-    """The clock of an emulated engine: this machine's."""
+    """The clock of an emulated engine: the monotonic clock of this machine."""
 
     def now(self) -> float:
         """Seconds since an arbitrary moment."""

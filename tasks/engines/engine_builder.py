@@ -19,7 +19,8 @@ built."""
 
 
 def build_engine(settings: Any, instance: InstanceId, threads: int) -> Engine:
-    """Build the engine of these settings. Those of an engine from elsewhere have a method `build(instance, threads)`.
+    """Build the engine that the settings describe. Settings of an engine from another package must have a method
+    `build(instance, threads)`.
 
     Args:
         settings: of one of the classes in MODULES, or from elsewhere.

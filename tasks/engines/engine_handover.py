@@ -1,4 +1,4 @@
-"""The engines of this process, which outlive the actors that use them.
+"""Engines of this process, which outlive their actors and are taken over by later ones.
 
 A driver that is lost takes its actors with it, as Dask drops what no client wants. The engine of a rollout instance,
 with its model in memory, stays: the instance that the driver's successor places in this process takes it over.
@@ -52,20 +52,20 @@ _lock = threading.Lock()
 
 
 def register(run: str, settings: EngineSettings, engine: Engine, user: object) -> None:
-    """Keep an engine in this process, also after `user`, its actor, is gone. run: the run's folder."""
+    """Register an engine so that it stays in this process when `user`, its actor, is gone. run: the run's folder."""
     with _lock:
         _registered.append(_RegisteredEngine(run, _digest(settings), engine, weakref.ref(user)))
 
 
 def unregister(engine: Engine) -> None:
-    """Keep an engine no longer, since its actor has closed it."""
+    """Unregister an engine that its actor has closed."""
     with _lock:
         _registered[:] = [entry for entry in _registered if entry.engine is not engine]
 
 
 async def require_orphan() -> None:
-    """Raise LookupError unless an engine is held in this process that nobody uses, or will use in a moment: its actor's
-    last call may still have to end. Called by the scheduler, which reads no answer but that."""
+    """Raise LookupError unless this process has an engine whose actor is gone, or is about to go when its last call
+    ends. The scheduler calls this and reads nothing but the error."""
     until = time.monotonic() + SETTLE_S
     while any(entry.user() is not None for entry in _registered) and time.monotonic() < until:
         gc.collect()
@@ -75,7 +75,7 @@ async def require_orphan() -> None:
 
 
 def close_orphans() -> None:
-    """Close the engines whose actors are gone: another role needs their memory."""
+    """Close the engines whose actors are gone, because another role needs their memory."""
     with _lock:
         for orphan in [orphan for orphan in _registered if orphan.user() is None]:
             _registered.remove(orphan)
@@ -83,8 +83,8 @@ def close_orphans() -> None:
 
 
 def take_over(run: str, settings: EngineSettings, instance: InstanceId) -> Engine | None:
-    """The engine of an actor of this run that is gone, begun again for `instance`; None if there is none. Closes all
-    others whose actors are gone. Waits for an actor that is about to go. run: empty if none is to be taken over."""
+    """Return the engine of a lost actor of this run, reset for `instance`; None if there is none. Waits for an actor
+    that is about to go. Closes all other engines without an actor. run: empty to take over none."""
     until = time.monotonic() + ACTOR_EXIT_S
     while _in_use(run) and time.monotonic() < until:
         gc.collect()  # what a failed call has raised may refer to the actor in circles

@@ -43,7 +43,7 @@ UNLIMITED = 2**31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """Drafted tokens, which the policy verifies several at once: what is sampled does not change, only how fast."""
+    """Settings of speculative decoding. It changes how fast tokens are sampled, not which."""
 
     num_speculative_tokens: int = knob(0, "most draft tokens a step; 0: no speculation", low=0, high=32)
     source: str = knob(
@@ -61,23 +61,23 @@ class Speculation:
 
     @property
     def decided(self) -> bool:
-        """Whether the coordinator decides how many tokens an instance drafts."""
+        """Whether the coordinator sets the draft length of each instance."""
         return self.num_speculative_tokens > 0 and self.disable_above == 0
 
     @property
     def first_length(self) -> int:
-        """Maximum length of a draft until the coordinator sets one, in tokens."""
+        """Maximum draft length until the coordinator sets one, in tokens."""
         return 0 if self.decided else self.num_speculative_tokens
 
     @property
     def max_running(self) -> int:
-        """Running requests above which an instance drafts nothing, whatever draft length the coordinator has set."""
+        """Number of running requests above which an instance does not draft, whatever the draft length."""
         return self.disable_above or UNLIMITED
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(RegistryEntry):
-    """Settings from which a worker builds its engine, whichever it is. Picklable."""
+    """Settings from which a worker builds an engine. Picklable."""
 
     max_running: int = knob(64, "most trajectories that an instance decodes at once (vLLM: max_num_seqs)", low=1)
     kv_tokens: int = knob(16384, "size of an instance's KV cache, tokens", low=64)
@@ -98,16 +98,16 @@ class EngineSettings(RegistryEntry):
 
     @classmethod
     def like(cls, other: EngineSettings, **changes: Any) -> Self:
-        """Settings of this engine with the sizes of another."""
+        """A copy of these settings with the cache and batch sizes of another engine."""
         return cls(**{f.name: getattr(other, f.name) for f in dataclasses.fields(EngineSettings)} | changes)
 
     @property
     def time_scale(self) -> float:
-        """Seconds that pass for the coordinator per second of real time."""
+        """Seconds on the coordinator's clock per second of real time."""
         return 1.0
 
     def check(self) -> None:
-        """Raise ConfigError if its knobs do not fit together."""
+        """Raise ConfigError if the settings contradict each other."""
         speculation = self.speculation
         if speculation.num_speculative_tokens and not self.drafts:
             raise ConfigError(
@@ -128,10 +128,17 @@ VllmSettings; cost, drafting, workload, members, pull_s and switch_s, see Emulat
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(EngineSettings):
-    """Settings of every engine that samples from a model. model: folder or hub name. kv_tokens: size of the paged
-    cache. eos: ids that end a response. adapters: versions that are served side by side, each an adapter of the model,
-    as `lora` describes it; 0: a version is all weights, and only one is there. keep: running requests keep their old
-    cache through a weight update. turns: it is to sleep while the trainer has its device."""
+    """Settings of engines that sample from a model.
+
+    Args:
+        model: Folder or hub name.
+        kv_tokens: Size of the paged cache in tokens.
+        eos: Ids of the tokens that end a response.
+        adapters: Number of versions served side by side, each an adapter of the model as `lora` describes it. 0: a
+            version is a full set of weights, and one is served at a time.
+        keep: Whether running requests keep their old cache through a weight update.
+        turns: Whether the engine sleeps while the trainer uses its device.
+    """
 
     model: str = parameter()
     dtype: str = parameter()
@@ -150,7 +157,7 @@ class ModelSettings(EngineSettings):
 @ENGINES.register("transformers")
 @dataclass(frozen=True, kw_only=True)
 class TransformersSettings(ModelSettings):
-    """Settings of the transformers engine: the common ones only."""
+    """Settings of the transformers engine, which has no others than the common ones."""
 
     drafts: ClassVar[tuple[str, ...]] = ("responses",)
 
@@ -227,8 +234,8 @@ class VllmSettings(ModelSettings):
 @ENGINES.register("emulated")
 @dataclass(frozen=True, kw_only=True)
 class EmulatedSettings(EngineSettings):
-    """Settings of the emulated engine; see SimulationConfig. members: trajectories per group. pull_s,
-    switch_s: in the cost model's seconds; the latter to fall asleep."""
+    """Settings of the emulated engine; see SimulationConfig. members: trajectories per group. pull_s, switch_s: seconds
+    of the cost model to load weights and to fall asleep."""
 
     cost: CostModel = parameter()
     workload: Workload = parameter()

@@ -1,4 +1,4 @@
-"""What the engines that compute share: one thread that runs the model, and requests and calls that reach it.
+"""Base of engines that compute: one thread runs the model, and other threads send it requests and calls.
 
 Invariants: only the engine's thread touches the model and its scheduler, and it carries out calls between two steps. So
 each token belongs to one version, a request that is stopped has all tokens that were sampled, and weights change under
@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 
 class EngineThread(ABC):
-    """An engine whose model is run by one thread. Subclasses say what a step is, see the abstract methods; the rest of
-    the contract is in tasks/engines/base.py."""
+    """Base class of an engine whose model runs in one thread. Subclasses implement a step by the abstract methods; the
+    contract of an engine is in tasks/engines/base.py."""
 
     def __init__(self, instance: InstanceId, model: str) -> None:
         """model: folder or hub name, for the tokenizer of stop strings."""

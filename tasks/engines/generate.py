@@ -1,4 +1,4 @@
-"""Responses to a list of prompts, one each, from an engine that is otherwise idle."""
+"""Generates one response for each of a list of prompts, with an engine that has no other requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from staleflow.tasks.engines.base import Engine, Request, SampledTokens
 def answers(
     engine: Engine, prompts: Sequence[tuple[int, ...]], *, max_new_tokens: int, greedy: bool, deadline_s: float
 ) -> list[tuple[int, ...] | None]:
-    """Token ids of the responses, in the order of the prompts; None where the engine failed. Raises TimeoutError."""
+    """Return the token ids of the responses, in the order of the prompts; None where the engine failed. Raises
+    TimeoutError."""
     requests = [
         Request(trajectory=TrajectoryId(-1 - i), route_number=0, tokens=p, max_new_tokens=max_new_tokens, greedy=greedy)
         for i, p in enumerate(prompts)

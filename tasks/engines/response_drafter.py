@@ -1,4 +1,4 @@
-"""Draft tokens for speculative sampling, from known texts of the same prompt.
+"""Draft tokens for speculative decoding from known texts of the same prompt.
 
 Known texts of a prompt are the prompt itself, the responses to it that this engine samples or has sampled, in any
 epoch, and those passed to `add_response`. A draft continues with the tokens that followed the longest suffix match;
@@ -49,7 +49,7 @@ Kind = tuple[int, int]
 
 @dataclass(slots=True)
 class Text:
-    """Tokens of a prompt or of a response."""
+    """The tokens of a prompt or a response."""
 
     number: int
     tokens: array[int] = field(default_factory=lambda: array("i"))
@@ -58,8 +58,8 @@ class Text:
 
 
 class PromptIndex:
-    """Index of the known texts of one prompt. A place is encoded as text.number << 32 | position, where `position`
-    tokens of the text are before it."""
+    """Index of the known texts of one prompt. A position is encoded as text.number << 32 | position, where `position`
+    is the number of tokens before it."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.num_tokens = 0
@@ -77,8 +77,8 @@ class PromptIndex:
         return len(self._texts) > 1 + self.num_running
 
     def response(self, trajectory: TrajectoryId, tokens: Sequence[int]) -> Text:
-        """The text of a trajectory's response, updated to these tokens. An earlier text that they continue is
-        extended."""
+        """Return the text of a trajectory's response, updated to these tokens. If they continue its earlier text, that
+        is extended."""
         text = self._responses.get(trajectory)
         if text is None or text.tokens.tolist() != list(tokens[: len(text.tokens)]):
             text = self._responses[trajectory] = self._new()
@@ -86,7 +86,8 @@ class PromptIndex:
         return text
 
     def add_response(self, trajectory: TrajectoryId, tokens: Sequence[int]) -> None:
-        """Add a response that no request here samples, unless at least as many tokens of it are indexed."""
+        """Add a response that no request of this engine samples, unless at least as many of its tokens are indexed
+        already."""
         text = self._responses.get(trajectory)
         if text is None or len(text.tokens) < len(tokens):
             self.response(trajectory, tokens)
@@ -104,8 +105,8 @@ class PromptIndex:
             text.previous_match.append(position)
 
     def matches(self, text: Text) -> tuple[int, list[tuple[Text, int]]]:
-        """Length of the longest match of a text's suffix, and the matches of that length as (text, position). Only
-        matches that are followed by a token."""
+        """Return the length of the longest match of a text's suffix, and all matches of that length as (text,
+        position). Only matches that are followed by a token count."""
         max_length = 0
         matches: list[tuple[Text, int]] = []
         match_position = (
@@ -147,19 +148,19 @@ def _agreement(votes: int, places: int) -> int:
 
 
 class AcceptanceRates:
-    """Observed rates at which drafted tokens were sampled, by kind."""
+    """Observed acceptance rates of draft tokens, by kind."""
 
     def __init__(self) -> None:
         self._num_drafted: Counter[Kind] = Counter()
         self._num_sampled: Counter[Kind] = Counter()
 
     def likelihood(self, kind: Kind) -> float:
-        """Estimated probability that a drafted token of a kind is sampled."""
+        """Estimated probability that a draft token of this kind is accepted."""
         prior = PRIORS[kind[1]] * PRIOR_WEIGHT
         return (self._num_sampled[kind] + prior) / (self._num_drafted[kind] + PRIOR_WEIGHT)
 
     def add(self, kind: Kind, *, sampled: bool) -> None:
-        """Count one drafted token."""
+        """Count one draft token."""
         self._num_drafted[kind] += 1
         self._num_sampled[kind] += sampled
         if self._num_drafted[kind] >= DECAY_AT:
@@ -222,14 +223,14 @@ class Drafter:
         return sum(index.num_tokens for index in self._indices.values())
 
     def reset(self) -> None:
-        """Forget all texts, requests and acceptance rates."""
+        """Drop all texts, requests and acceptance rates."""
         self._requests.clear()
         self._pending_responses.clear()
         self._indices: OrderedDict[tuple[int, ...], PromptIndex] = OrderedDict()
         self._acceptance = AcceptanceRates()
 
     def begin(self, key: str, trajectory: TrajectoryId, prompt: Sequence[int], context: Sequence[int]) -> None:
-        """Add a request that begins or continues. May be called by any thread.
+        """Add a request that starts or continues. Thread-safe.
 
         Args:
             prompt: The trajectory's prompt, which selects the texts.
@@ -241,24 +242,25 @@ class Drafter:
         self._requests[key] = _DraftedRequest(trajectory, tuple(prompt), response, num_prompt_tokens)
 
     def add_response(self, prompt: Sequence[int], trajectory: TrajectoryId, tokens: Sequence[int]) -> None:
-        """Add a response to a prompt that was sampled elsewhere or earlier. May be called by any thread."""
+        """Add a response that was sampled elsewhere or earlier. Thread-safe."""
         self._pending_responses.append((tuple(prompt), trajectory, tuple(tokens)))
 
     @property
     def drafted_trajectories(self) -> tuple[TrajectoryId, ...]:
-        """Trajectories that drafts are made for; none while too many requests run. May be called by any thread."""
+        """Trajectories for which drafts are made; empty while too many requests are running. Thread-safe."""
         trajectories = tuple(request.trajectory for request in tuple(self._requests.values()))
         return trajectories if self.max_length and len(trajectories) <= self._max_running else ()
 
     def num_known_tokens(self, key: str) -> int | None:
-        """Number of tokens known of a request's context and of what it has sampled; None if the request is unknown."""
+        """Number of known tokens of a request, context and sampled ones; None if the request is unknown."""
         request = self._requests.get(key)
         if request is None:
             return None
         return request.num_prompt_tokens + len(request.response if request.index is None else request.text.tokens)
 
     def extend(self, key: str, tokens: Sequence[int]) -> None:
-        """Add tokens that a request has sampled, and count which predictions were right. Ignores unknown requests."""
+        """Add tokens that a request has sampled, and count the draft tokens that were right. Ignores unknown
+        requests."""
         request = self._requests.get(key)
         if request is None:
             return

@@ -29,8 +29,8 @@ NAME = "staleflow_batch"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """R rows of a bucket that are computed together, with at most Q new tokens each and K positions in their
-    contexts."""
+    """R rows of a bucket that are computed together. Q: largest number of new tokens of a row. K: largest context
+    length."""
 
     capacity: int
     slots: slice | torch.Tensor

@@ -1,4 +1,15 @@
-"""Which requests an engine's batch has, and which of their tokens it computes next.
+"""Scheduler of the embedded engine: which requests are in the batch, and which of their tokens each step computes.
+
+Requests wait in order of arrival. They become rows of the batch while there is a free slot and memory for their
+contexts. A step computes the last token of each decoding row, and, up to `max_batch_tokens`, tokens that are still to
+be prefilled.
+
+Two kinds of cached contexts are reused, each under one policy version only: the context of a trajectory's last turn, if
+its next turn starts with the same tokens; and, except for its last token, a prompt for which several requests wait.
+
+Memory is counted in pages of tokens and never exceeds `kv_tokens`. Running rows evict cached contexts: first prompts,
+then contexts whose turns ended first, last those that requests wait for. If that is not enough, the row that entered
+last is preempted: it waits again, before all others, and is prefilled anew.
 
 Requests wait in the order they arrive, and enter as rows while there is a place and memory for their contexts. A step
 computes the last token of each row that decodes, and, as far as `max_batch_tokens` goes, what rows have yet to prefill.
@@ -30,8 +41,8 @@ Context = tuple[PolicyVersion, tuple[int, ...]]
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class RequestRow(BatchRow):
-    """A request as a row. tokens: of its context so far, of which `length` are computed. most: tokens that its context
-    may have. draft: tokens that the next step verifies."""
+    """A request as a row of the batch. tokens: its context so far; the first `length` are computed. max_tokens: maximum
+    length of the context. draft: tokens that the next step verifies."""
 
     running: RunningRequest
     tokens: list[int]
@@ -52,13 +63,13 @@ class RequestRow(BatchRow):
 
     @property
     def num_pending(self) -> int:
-        """Tokens that are to be computed before the next one is sampled."""
+        """Number of tokens to compute before the next one is sampled."""
         return len(self.tokens) - self.length
 
 
 @dataclass(frozen=True, slots=True)
 class KeptContext:
-    """What is kept of a trajectory for its next turn."""
+    """The cached context of a trajectory between two turns."""
 
     version: PolicyVersion
     tokens: list[int]
@@ -66,7 +77,7 @@ class KeptContext:
 
 
 class RowScheduler:
-    """See the module. drafter: None if nothing is to be drafted."""
+    """The scheduler of one engine; see the module. drafter: None without speculation."""
 
     def __init__(self, settings: EngineSettings, cache: RowCache, drafter: Drafter | None) -> None:
         self._settings = settings
@@ -84,7 +95,7 @@ class RowScheduler:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all that is kept, and all counts. Nothing runs or waits."""
+        """Drop all cached contexts and counts. No request may be running or waiting."""
         self._cached_contexts.clear()
         self._prompts.clear()
         self.prefilled_tokens = self.cached_tokens = self.preemptions = 0
@@ -95,17 +106,17 @@ class RowScheduler:
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens kept for turns to come."""
+        """Number of tokens cached for later turns."""
         return sum(
             len(cached.tokens) for cached in tuple(self._cached_contexts.values())
         )  # while the loop may change it
 
     def add(self, row: RequestRow) -> None:
-        """Have a request wait for a place."""
+        """Add a request, which waits for a slot."""
         self._wait(row, first=False)
 
     def remove(self, row: RequestRow) -> None:
-        """Stop a request; nothing of it is kept."""
+        """Stop a request without caching its context."""
         if row in self._rows:
             self._rows.remove(row)
             self._cache.remove(row)
@@ -114,7 +125,7 @@ class RowScheduler:
             self._no_longer_awaited(row)
 
     def end(self, row: RequestRow) -> None:
-        """A request has ended by itself; its context is kept if its trajectory may return."""
+        """End a request that has finished by itself. Its context is cached if its trajectory may have another turn."""
         if row.running.request.keep_kv and not row.is_mixed:
             self.forget(row.trajectory)
             saved = self._cache.save(row)
@@ -122,12 +133,12 @@ class RowScheduler:
         self.remove(row)
 
     def forget(self, trajectory: TrajectoryId) -> None:
-        """Free what is kept of a trajectory."""
+        """Drop the cached context of a trajectory."""
         self._cached_contexts.pop(trajectory, None)
 
     def change_weights(self, *, keep: bool) -> None:
-        """Under the weights that are in place from now on nothing is valid that was kept. keep: rows that decode go on
-        with what they have; else all prefill again."""
+        """Drop all cached contexts after new weights are loaded. keep: whether decoding rows keep their cache;
+        otherwise all rows are prefilled again."""
         self._cached_contexts.clear()
         self._prompts.clear()
         for row in reversed(self._rows.copy()):
@@ -141,8 +152,8 @@ class RowScheduler:
             self._wait(row, first=False)
 
     def passes(self) -> Iterator[list[tuple[RequestRow, int]]]:
-        """The next step: the rows of each of its passes, and how many of their pending tokens it computes. Those whose
-        tokens are all computed then are sampled, and verify their drafts."""
+        """Plan the next step: for each of its forward passes, the rows and the number of pending tokens to compute of
+        each. Rows without pending tokens left sample a token or verify their drafts."""
         self._enter()
         self._draft()
         self._fit()

@@ -1,5 +1,5 @@
-"""An engine's running requests, their tokens so far by version, and its busy time. Not thread-safe: each engine locks
-its own."""
+"""An engine's running requests with their tokens by version, and its busy time. Not thread-safe: engines use a lock of
+their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from staleflow.tasks.engines.stop_strings import StopCheck
 
 
 class ClosedSegment(NamedTuple):
-    """A closed segment, not yet in arrays: a weight update closes one per running request while decoding waits."""
+    """A closed segment before conversion to arrays, which is deferred: a weight update closes a segment of every
+    running request while decoding waits."""
 
     version: PolicyVersion
     instance: InstanceId
@@ -61,7 +62,7 @@ class RunningRequest:
         return sum(len(part.tokens) for part in self.closed) + len(self.tokens)
 
     def sampled(self, finish: FinishReason) -> SampledTokens:
-        """What it has sampled; its current segment must be closed."""
+        """Return the tokens it has sampled. Its current segment must be closed."""
         request, segments = self.request, tuple(part.segment for part in self.closed)
         return SampledTokens(
             trajectory=request.trajectory,
@@ -75,8 +76,7 @@ class RunningRequest:
 
 
 class RunningRequests:
-    """All running requests, by the engine's key and by trajectory, and the versions they may be sampled under: the
-    newest, and others that are served beside it."""
+    """All running requests, by the engine's key and by trajectory, and the versions that are served."""
 
     def __init__(self, instance: InstanceId) -> None:
         self.instance = instance
@@ -90,8 +90,8 @@ class RunningRequests:
         self._busy_since: float | None = None
 
     def reset(self, instance: InstanceId) -> None:
-        """Forget all requests and counts: the engine is `instance`'s from now on, at version 0. Keys go on: no earlier
-        one is used again."""
+        """Drop all requests and counts for a new run: the engine belongs to `instance`, and serves version 0. Keys of
+        earlier requests are not used again."""
         self.instance = instance
         self.version = PolicyVersion(0)
         self._served = [self.version]
@@ -113,26 +113,26 @@ class RunningRequests:
         return self._by_trajectory.get(trajectory)
 
     def change_version(self, version: PolicyVersion) -> None:
-        """Have all requests go on under a version, the only one from now on."""
+        """Continue all requests under a new version, which becomes the only served one."""
         for running in self._running.values():
             self.close_segment(running)
             running.version = version
         self.version, self._served = version, [version]
 
     def drop_old(self, newest: PolicyVersion, count: int) -> list[PolicyVersion]:
-        """Serve no longer what nothing runs under, and what is not among the latest `count` versions up to `newest`,
-        which is about to be served. Returns these."""
+        """Stop serving the versions that no request runs under and that are not among the latest `count` up to
+        `newest`, which is served next. Returns the dropped versions."""
         evicted = adapters.unused(self._served, newest, count, (running.version for running in self._running.values()))
         self._served = [version for version in self._served if version not in evicted]
         return evicted
 
     def serve(self, version: PolicyVersion) -> None:
-        """Serve a version beside the others, as the newest."""
+        """Add a served version, as the newest."""
         self.version = version
         self._served = sorted({*self._served, version})
 
     def enter(self, running: RunningRequest) -> str:
-        """Add a request; returns a key that was never used before."""
+        """Add a request. Returns its key, which was never used before."""
         request = running.request
         self._num_entered += 1
         running.version = adapters.version_for(self._served, request.version)
@@ -144,7 +144,7 @@ class RunningRequests:
         return running.key
 
     def leave(self, running: RunningRequest) -> None:
-        """Remove a request; its current segment is closed."""
+        """Remove a request and close its current segment."""
         self.close_segment(running)
         del self._running[running.key]
         if self._by_trajectory.get(running.request.trajectory) is running:
@@ -154,19 +154,19 @@ class RunningRequests:
             self._busy_since = None
 
     def extend(self, running: RunningRequest, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Add tokens that a request has sampled under its present version."""
+        """Add tokens that a request has sampled under its current version."""
         running.tokens += tokens
         running.logprobs += logprobs
         self._tokens_sampled += len(tokens)
 
     def close_segment(self, running: RunningRequest) -> None:
-        """Close a request's current segment: what follows is of another version or instance."""
+        """Close a request's current segment, because the next token is sampled under another version or instance."""
         if running.tokens:
             running.closed.append(self._present(running))
             running.tokens, running.logprobs = [], []
 
     def peek(self) -> list[SampledTokens]:
-        """What all requests have sampled so far; none is changed."""
+        """The tokens that all requests have sampled so far. Changes nothing."""
         return [
             RunningRequest(
                 running.request,

@@ -1,4 +1,4 @@
-"""Adapters of several policy versions in one model: each token is computed with that of its own version.
+"""Adapters of several policy versions in one model. Each token is computed with the adapter of its own version.
 
 Each linear layer that an adapter changes is replaced by one that adds to its output what the token's version adds; of a
 version without an adapter, tokens are computed by the model as it is. A pass costs what it does without adapters, and
@@ -26,7 +26,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def adapted_layers(model: Any, targets: Sequence[str]) -> list[str]:
-    """The names of the layers that get an adapter, of those whose names end so; by default all linear layers but the
+    """The names of the layers that get an adapter: those with one of these name endings, or all linear layers but the
     output layer. Raises ConfigError.
 
     A router may be a linear layer that returns more than its product (Llama 4), and experts may be one tensor (most
@@ -57,13 +57,14 @@ def adapted_layers(model: Any, targets: Sequence[str]) -> list[str]:
 
 
 class PassVersions:
-    """The versions of the next pass's tokens: the places of each one's, or None where all are of one version."""
+    """The versions of the tokens in the next forward pass: the positions of each version's tokens, or None if all have
+    one version."""
 
     def __init__(self) -> None:
         self.rows_of: dict[PolicyVersion, torch.Tensor | None] = {}
 
     def select(self, versions: Sequence[PolicyVersion]) -> None:
-        """versions: of each token of the next pass, in its order."""
+        """Set the versions of the next pass. versions: one per token, in the pass's order."""
         of_each = torch.tensor(versions)
         different = set(versions)
         self.rows_of = {
@@ -72,7 +73,7 @@ class PassVersions:
 
 
 class AdaptedLinear(torch.nn.Linear):
-    """A linear layer that adds to each token what its version's adapter adds. It has the weights of the one before."""
+    """A linear layer that adds the output of each token's adapter. It shares the weights of the layer it replaces."""
 
     def __init__(self, base: torch.nn.Linear, scaling: float, versions: PassVersions) -> None:
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
@@ -96,7 +97,8 @@ class AdaptedLinear(torch.nn.Linear):
 
 
 class ServedAdapters:
-    """The adapters of a model. `check` may be called beside the thread that runs the model, all else by that alone."""
+    """The adapters of a model. `check` may be called from any thread; all other methods only from the thread that runs
+    the model."""
 
     def __init__(self, model: Any, config: LoraConfig) -> None:
         self.versions = PassVersions()
@@ -106,7 +108,8 @@ class ServedAdapters:
         self._layers: dict[str, AdaptedLinear] = {}
 
     def check(self, tensors: Tensors, file: Path) -> tuple[list[AdapterLayer], Tensors]:
-        """A version's adapter as `add` takes it. Raises StoreError if what was read is none of this model."""
+        """Convert a version's adapter to the form that `add` takes. Raises StoreError if it is not an adapter of this
+        model."""
         layers = adapters.layers(weight_folder.shapes(tensors), file)
         adapters.check(layers, self._config.rank, self._shapes, file)
         for layer in layers:
@@ -115,7 +118,7 @@ class ServedAdapters:
         return layers, {name: tensor.to(self._model.device) for name, tensor in tensors.items()}
 
     def add(self, version: PolicyVersion, layers: Sequence[AdapterLayer], tensors: Tensors) -> None:
-        """Serve a version's adapter that was checked."""
+        """Serve an adapter that `check` has returned."""
         for layer in layers:
             if layer.module not in self._layers:
                 base: Any = self._model.get_submodule(layer.module)

@@ -70,8 +70,8 @@ class StopCheck:
 
 
 class StopChecks:
-    """Makes the StopCheck of each request. Loads the tokenizer for the first request with stop strings. model: folder
-    or hub name."""
+    """Creates the StopCheck of each request, and loads the tokenizer for the first request with stop strings. model:
+    folder or hub name."""
 
     def __init__(self, model: str, load: Callable[[str], Detokenizer] | None = None) -> None:
         self._model = model
@@ -86,7 +86,7 @@ class StopChecks:
                 self._detokenizer = self._detokenizer or self._load(self._model)
 
     def make_check(self, request: Request, sampled: Sequence[int] = ()) -> StopCheck | None:
-        """Make the check of a request that has sampled these tokens so far; None if it has no stop strings."""
+        """Create the check for a request that has sampled these tokens so far; None if it has no stop strings."""
         if not request.stop.strings:
             return None
         self.prepare([request])

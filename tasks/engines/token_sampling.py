@@ -1,4 +1,4 @@
-"""Sampling of tokens, and of the tokens after drafted ones. Pure but for the random generator."""
+"""Sampling of tokens, and verification of draft tokens. Pure except for the random generator."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sample(
 
 
 def num_accepted(drafted: Sequence[int], sampled: Sequence[int], eos_ids: Collection[int], max_tokens: int) -> int:
-    """How many drafted tokens a response keeps, before one more sampled token.
+    """Number of draft tokens that are accepted. One more token is sampled after them.
 
     The first sampled token that differs from what was drafted is the last one kept: what comes after it was computed
     after a token that is none. So each kept token is drawn from the policy's own distribution after the tokens before

@@ -45,7 +45,7 @@ matrix products round differently there: an engine that has slept would differ i
 
 @dataclasses.dataclass(slots=True)
 class DraftCounts:
-    """Counts since the engine's start, see EngineLoad."""
+    """Draft counts since the engine's start, see EngineLoad."""
 
     drafts: int = 0
     drafted_tokens: int = 0
@@ -265,7 +265,7 @@ def loaded_weights(
     started_s: float,
     stalled_s: float,
 ) -> LoadResult:
-    """The result of a load that began at `started_s` of the monotonic clock. tensors: what the model computes with."""
+    """The result of a load that started at `started_s` on the monotonic clock. tensors: the engine's own weights."""
     report = compared_by_name(tensors, published)
     return LoadResult(
         version=version,
@@ -277,8 +277,8 @@ def loaded_weights(
 
 
 def resolve_device(name: str) -> str:
-    """cpu or cuda for a configured device; auto takes CUDA when there is one. On CUDA, products of float32 matrices are
-    computed in TF32 from now on, several times as fast."""
+    """Resolve a configured device to cpu or cuda; auto takes CUDA if there is a GPU. On CUDA, enables TF32 for products
+    of float32 matrices, which makes them several times as fast."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":

@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine: its own LLMEngine in this process, which one thread drives.
+"""vLLM as a rollout engine: an LLMEngine in this process, driven by one thread.
 
 Only that thread touches vLLM: it is made there, see VllmEngine._make, and used between two decode steps.
 """
@@ -306,7 +306,7 @@ class VllmEngine(EngineThread):
 
 
 def make_engine(settings: VllmSettings) -> Any:
-    """vLLM's engine with these settings, in this process. Raises ConfigError if it refuses them."""
+    """Create vLLM's engine with these settings in this process. Raises ConfigError if vLLM refuses them."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from vllm import EngineArgs, LLMEngine
@@ -348,7 +348,7 @@ def make_engine(settings: VllmSettings) -> Any:
 
 
 def updating(settings: VllmSettings) -> dict[str, Any]:
-    """The arguments for what is loaded after the start: adapters, or weights in place of the model's."""
+    """vLLM's engine arguments for loading adapters, or new weights, after the start."""
     if settings.adapters:
         from staleflow.tasks.engines import vllm_adapters
 

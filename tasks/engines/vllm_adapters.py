@@ -1,4 +1,4 @@
-"""Adapters of several policy versions in vLLM, side by side: each request is decoded with that of its own version.
+"""Adapters of several policy versions in vLLM. Each request is decoded with the adapter of its own version.
 
 vLLM keeps adapters in a fixed number of slots, and takes one for an adapter that is not in any. If all are taken, it is
 the slot of the one that was used the longest ago, which a running request may still need: versions of vLLM before 0.25
@@ -32,8 +32,8 @@ served any more has yet to be stopped."""
 
 
 def arguments(config: LoraConfig, served: int, layers: list[str]) -> dict[str, Any]:
-    """vLLM's EngineArgs for so many versions side by side. layers: the last parts of the names of those that may have
-    an adapter. Without them vLLM would prepare its output layer for one, too, which then has no logprobs of prompts."""
+    """vLLM's engine arguments for `count` versions side by side. layers: last name components of the adapted layers;
+    without this list vLLM would also prepare its output layer, which then computes no prompt logprobs."""
     return {
         "enable_lora": True,
         "max_loras": served + SPARE,
@@ -45,7 +45,7 @@ def arguments(config: LoraConfig, served: int, layers: list[str]) -> dict[str, A
 
 
 class VllmAdapters:
-    """The adapters of an LLMEngine in this process. Only the thread that drives it calls anything."""
+    """The adapters of an LLMEngine in this process. Use only from the thread that drives the engine."""
 
     def __init__(self, engine: Any, config: LoraConfig, served: int) -> None:
         self._engine = engine
@@ -55,8 +55,8 @@ class VllmAdapters:
         self._added = 0
 
     def request(self, version: PolicyVersion) -> Any:
-        """What a request of this version is given to vLLM with; None if the version has no adapter: the model as it
-        is."""
+        """vLLM's LoRA request for a version; None if the version has no adapter, which is the model as it was
+        loaded."""
         return self._adapters.get(version)
 
     @property
@@ -65,7 +65,7 @@ class VllmAdapters:
         return len(self._adapters) >= self._slots
 
     def add(self, version: PolicyVersion, file: Path) -> None:
-        """Load the adapter of a version that is not held into a free slot. Raises what vLLM raises."""
+        """Load a version's adapter into a free slot. Raises vLLM's errors."""
         from vllm.lora.request import LoRARequest
 
         assert not self.full and version not in self._adapters
@@ -91,20 +91,20 @@ class VllmAdapters:
             self.drop(version)
 
     def compared(self, version: PolicyVersion, file: Path) -> WeightReport:
-        """What is in a version's slot on each worker, compared with its file."""
+        """Compare the contents of a version's slot on each worker with its file."""
         args = (self._adapters[version].lora_int_id, str(file), self._config.scaling)
         return total(self._engine.collective_rpc("compared_adapter", args=args))
 
 
 class AdapterExtension:
-    """Methods that vLLM adds to its worker class; called by name from the engine."""
+    """Methods that are added to vLLM's worker class; the engine calls them by name."""
 
     model_runner: Any
     vllm_config: Any
 
     def compared_adapter(self, number: int, file: str, scaling: float) -> WeightReport:
-        """An adapter that this worker has, compared with its file. vLLM keeps it for its own kernels: layers fused,
-        filled up to the size of the slot, and B times alpha / rank. Shards of it are not compared."""
+        """Compare an adapter on this worker with its file. vLLM stores it for its kernels: with fused layers, padded to
+        the size of the slot, and with B multiplied by alpha / rank. Shards are not compared."""
         tensors = weight_folder.read(Path(file))
         if self.vllm_config.parallel_config.tensor_parallel_size > 1:
             return WeightReport(not_verified={"an adapter's shards": len(tensors)})

@@ -43,7 +43,7 @@ def arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 class ResponsesProposer:
-    """vLLM proposer that returns the Drafter's drafts. vLLM constructs it and calls it after each step."""
+    """A vLLM proposer that returns the Drafter's drafts. vLLM creates it and calls it after each step."""
 
     def __init__(self, config: Any) -> None:
         self._max_length: int = config.speculative_config.num_speculative_tokens
@@ -166,7 +166,7 @@ class VllmSpeculation:
         scheduler.make_spec_decoding_stats = self._count_accepted
 
     def reset(self) -> None:
-        """Forget all drafts and counts. Call while no requests run."""
+        """Drop all drafts and counts. Call while no request is running."""
         self.num_drafts = self.num_drafted_tokens = self.num_accepted_tokens = 0
         self.set_length(self._settings.first_length)
         if self.drafter is not None:

@@ -1,4 +1,4 @@
-"""Where the layers of a vLLM model keep the tensors of a checkpoint: which piece of which parameter is what.
+"""Maps checkpoint tensors to the parameters of a vLLM model: which piece of which parameter holds which tensor.
 
 vLLM fuses some tensors of a checkpoint (q, k and v into one), stacks those of experts, pads vocabularies and cuts most
 of them into shards, one a worker. Here that is undone from what the layers say of themselves (sizes, rank, names), not
@@ -37,7 +37,7 @@ DERIVED = ("W_UK_T", "W_UV")
 
 
 def parts(model: Any, tensors: Tensors) -> Iterator[WeightPart]:
-    """All parts of a worker's model, each with what it should be equal to.
+    """All parts of a worker's model, each with the values it should be equal to.
 
     Args:
         model: The vLLM model of this worker.

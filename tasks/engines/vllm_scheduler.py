@@ -1,5 +1,5 @@
-"""What VllmEngine asks and tells vLLM's scheduler, for which vLLM has no interface: the figures of its load, and which
-version the pages of its prefix cache are of.
+"""Access to vLLM's scheduler where vLLM has no interface: load statistics, and the policy version of pages in the
+prefix cache.
 
 vLLM counts preemptions and cache hits for its own log only, which costs time at every step. Here the calls that tell of
 them are counted. Only the driving thread uses this.
@@ -15,8 +15,8 @@ from staleflow.tasks.engines.vllm_drafting import VllmSpeculation
 
 
 def salt(version: PolicyVersion) -> str:
-    """What vLLM mixes into the hashes of cached pages. Requests share pages only if their salts are equal, so pages of
-    one version are never used for another."""
+    """The salt of a version's page hashes in vLLM. Requests share cached pages only if their salts are equal, so pages
+    of one version are never used for another."""
     return f"v{version}"
 
 
@@ -31,9 +31,8 @@ class VllmScheduler:
         self._count()
 
     def figures(self) -> dict[str, int]:
-        """The present values of the fields of EngineLoad that the scheduler knows. kept_tokens: in cached pages that
-        nothing in the batch uses, of turns to come and of trajectories that have ended, which vLLM does not tell apart;
-        pages that hold the same count once."""
+        """Current values of the EngineLoad fields that the scheduler knows. kept_tokens counts cached pages outside the
+        batch, whether of coming turns or of ended trajectories; pages with equal contents count once."""
         scheduler = self._scheduler
         pool = scheduler.kv_cache_manager.block_pool
         used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # vLLM keeps one for itself
@@ -51,16 +50,16 @@ class VllmScheduler:
         }
 
     def reset(self) -> None:
-        """Forget all cached pages, which a later version of the same number must not find, and all counts. No request
-        is left. Raises ActorLost if pages are in use all the same."""
+        """Drop all cached pages and counts, so that a later run's version of the same number cannot use them. No
+        request may be running. Raises ActorLost if pages are in use nevertheless."""
         if not self._engine.reset_prefix_cache():
             raise ActorLost("vLLM keeps pages of its cache, though nothing runs")
         self._preemptions = self._prefilled_tokens = self._cached_tokens = 0
         self._speculation.reset()
 
     def change_version(self, version: PolicyVersion, *, keep: bool) -> None:
-        """Have all requests use pages of the loaded version only; keep: except those that have pages, which go on with
-        them."""
+        """Restrict all requests to cached pages of the loaded version. keep: requests that have pages already continue
+        with them."""
         if not keep:
             # Running requests return to vLLM's waiting queue with the tokens they have, and are prefilled again.
             before = self._preemptions

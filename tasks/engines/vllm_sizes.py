@@ -1,4 +1,4 @@
-"""Sizes and names that vLLM is started with, by a model's configuration. Nothing here allocates its weights."""
+"""Sizes and names with which vLLM is started, from a model's configuration. Allocates no weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from staleflow.tasks.engines.engine_settings import VllmSettings
 
 
 def longest_sequence(settings: VllmSettings) -> int:
-    """The most tokens a request may have: the model's context length, limited by the cache's size."""
+    """Maximum number of tokens of a request: the model's context length, limited by the size of the cache."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(settings.model).get_text_config()
@@ -34,7 +34,7 @@ def checkpoint_shapes(model: str) -> weight_folder.Shapes:
 
 
 def adapted_layers(settings: VllmSettings) -> list[str]:
-    """The last parts of the names of the layers that have an adapter. Allocates nothing."""
+    """Last name components of the layers with an adapter. Allocates nothing."""
     from staleflow.tasks.engines import served_adapters
 
     names = served_adapters.adapted_layers(empty_model(settings.model), settings.lora.targets)
@@ -42,7 +42,7 @@ def adapted_layers(settings: VllmSettings) -> list[str]:
 
 
 def empty_model(model: str) -> Any:
-    """A model of transformers on the meta device, without weights."""
+    """A transformers model on the meta device, without weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

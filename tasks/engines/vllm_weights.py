@@ -1,4 +1,4 @@
-"""Loads published weights into a running vLLM model, in each of its worker processes, by vLLM's own update interface.
+"""Loads published weights into a running vLLM model, in each worker process, through vLLM's own update interface.
 
 vLLM fuses some tensors of a checkpoint (q, k and v into one) and prepares others for its kernels; loading in place does
 both again, while decoding waits. vLLM's CPU build packs linear layers into copies that an update would not reach, and
@@ -39,7 +39,7 @@ BACKEND = "staleflow"
 
 
 def arguments() -> dict[str, Any]:
-    """vLLM's arguments for weights that are loaded in place of the model's."""
+    """vLLM's engine arguments for loading weights in place of the model's."""
     return {
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": f"{__name__}.{WorkerExtension.__name__}",
@@ -48,24 +48,24 @@ def arguments() -> dict[str, Any]:
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    """Empty: an update needs nothing but its path."""
+    """Empty initialization info: an update needs only its path."""
 
 
 @dataclass
 class PublishedFile(WeightTransferUpdateInfo):
-    """An update from a file. path: of a version's file on this host."""
+    """Update info for loading a file. path: a version's file on this host."""
 
     path: str = field(default="")
 
 
 class FileTransfer(WeightTransferEngine[NoInit, PublishedFile]):
-    """Loads a published safetensors file; see tasks/actors/parameter_server.py for how it gets to this host."""
+    """Loads a published safetensors file. tasks/actors/parameter_server.py brings it to this host."""
 
     init_info_cls = NoInit
     update_info_cls = PublishedFile
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
-        """Nothing: every host has the file."""
+        """Do nothing: every host has the file."""
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -77,12 +77,12 @@ class FileTransfer(WeightTransferEngine[NoInit, PublishedFile]):
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is open."""
 
 
 def checkpoint_tensors(model: str, path: str) -> dict[str, torch.Tensor]:
-    """The tensors of a published file under the names of the model's checkpoints, which vLLM knows. A trainer publishes
-    them as transformers has them in memory: with all experts of a layer in one, under names of its own."""
+    """Yield the tensors of a published file under their names in the model's checkpoints, which vLLM knows. A trainer
+    publishes them as transformers holds them in memory, with all experts of a layer in one tensor."""
     return dict(revert_weight_conversion(_empty(model), weight_folder.read(Path(path))))
 
 
@@ -92,20 +92,20 @@ def _empty(model: str) -> Any:
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker class; called by name from the engine."""
+    """Methods that are added to vLLM's worker class; the engine calls them by name."""
 
     model_runner: Any
     weight_transfer_engine: FileTransfer
     model_config: Any
 
     def compared_weights(self, path: str) -> WeightReport:
-        """What this worker has, compared with a published file."""
+        """Compare this worker's weights with a published file."""
         tensors = checkpoint_tensors(self.model_config.model, path)
         return compared(vllm_layouts.parts(self.model_runner.get_model(), tensors))
 
 
 def compute_with_weights_themselves() -> None:
-    """Have linear layers of vLLM's CPU build compute with their weights, not with packed copies of them."""
+    """Make linear layers of vLLM's CPU build compute with their weights instead of packed copies."""
     dispatch: Callable[..., None] = layer_utils.dispatch_cpu_unquantized_gemm
 
     def dispatch_unpacked(layer: Any, remove_weight: bool) -> None:
@@ -118,8 +118,8 @@ def compute_with_weights_themselves() -> None:
 
 
 def pack_experts_after_each_load() -> None:
-    """Have experts prepared for their kernel at each load: vLLM does so at the first only, and its CPU build's kernel
-    then reads what was not packed as if it were."""
+    """Prepare experts for their kernel after every load. vLLM does so only after the first one, and its CPU kernel
+    would then read unpacked weights as packed ones."""
     setup: Callable[..., None] = UnquantizedFusedMoEMethod._setup_kernel
 
     def setup_and_pack(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:

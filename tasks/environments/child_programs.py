@@ -1,4 +1,5 @@
-"""Programs that episodes on their host's event loop start: they end with their episode, and with their host.
+"""Programs started by episodes that run on their host's event loop. They are killed when their episode or the host
+ends.
 
 An episode in a process of its own ends with all that it started (fork_server.py). An agent or environment on the event
 loop has no such process: what it starts with `subprocess` or `asyncio.create_subprocess_exec` is a child of the host,
@@ -34,7 +35,7 @@ _current: contextvars.ContextVar[ChildPrograms | None] = contextvars.ContextVar(
 
 
 class ChildPrograms:
-    """The programs of one episode. Threads may share one."""
+    """The programs of one episode. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,8 +53,13 @@ class ChildPrograms:
             yield
 
     def start(self, start: Callable[..., None], process: subprocess.Popen[Any], *, own_group: bool) -> None:
-        """Start a program in the group. start: Popen's constructor, with its arguments. own_group: the caller has the
-        program lead a group of its own. Raises what Popen raises, and RuntimeError after the end of the episode."""
+        """Start a program in the episode's process group. Raises what Popen raises, and RuntimeError after the end of
+        the episode.
+
+        Args:
+            start: Popen's constructor with its arguments.
+            own_group: Whether the program leads a process group of its own.
+        """
         with self._lock:
             if self._closed:
                 raise RuntimeError("the episode has ended; it cannot start another program")
@@ -70,7 +76,7 @@ class ChildPrograms:
                     leader.stdin.write(b"%d\n" % group)
 
     def close(self) -> None:
-        """Kill all programs that are left. Waits for the shell alone, which takes a millisecond."""
+        """Kill all remaining programs. Waits only for the shell, which takes a millisecond."""
         with self._lock:
             self._closed = True
             leader, self._leader = self._leader, None
@@ -96,7 +102,7 @@ class ChildPrograms:
 
 @contextlib.contextmanager
 def ending_by_themselves() -> Iterator[None]:
-    """Context manager: programs started inside it belong to no episode; their starter ends them."""
+    """Context manager: programs started inside it belong to no episode, and whoever starts them must end them."""
     with _owned_by(None):
         yield
 

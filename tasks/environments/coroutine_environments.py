@@ -1,4 +1,4 @@
-"""Episodes of coroutines: `async def play(session, task) -> reward`, which asks the model for each turn.
+"""Episodes that are coroutines, `async def play(session, task) -> reward`, which ask the model for each turn.
 
 Agents are coroutines too (tasks/episodes/agents.py); `AskingEpisode` is what both kinds share.
 """
@@ -27,8 +27,9 @@ T = TypeVar("T")
 
 
 class EpisodeTruncated(Exception):
-    """Raised by `ask` when the episode ends before the coroutine does: the turn was truncated by the token limit, or no
-    further one may be taken. The coroutine may catch it and return a reward; otherwise it is `session.reward`."""
+    """Raised by `ask` when the episode ends before the coroutine: the last turn was truncated by the token limit, or no
+    further turn is allowed. The coroutine may catch it and return a reward; otherwise the reward is
+    `session.reward`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ class CoroutineEnvironment:
 
 
 class AskingEpisode:
-    """Base of episodes that are a running coroutine, which requests the model's turns and returns a reward.
+    """Base of episodes that run as a coroutine, which requests the model's turns and returns a reward.
 
     runner: the coroutine, in messages.
     """
@@ -181,7 +182,7 @@ class CoroutineEpisode(AskingEpisode):
 
 
 async def without_exit(runner: str, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
-    """Return the result of a coroutine function. Raises EpisodeFailed in place of SystemExit, which would end the event
-    loop with all other episodes on it."""
+    """Await a coroutine function and return its result. Raises EpisodeFailed in place of SystemExit, which would end
+    the event loop with all other episodes."""
     with raised_as(EpisodeFailed, f"{runner} raised", SystemExit, describe=error_and_line):
         return await function(*args)

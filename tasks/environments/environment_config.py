@@ -12,7 +12,7 @@ TOOL_NAMES = ("calculator", "python")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentConfig:
-    """Environments of many turns; docs/environments.md says how to write one."""
+    """Environments of several turns; docs/environments.md says how to write one."""
 
     hosts: int = knob(1, "environment hosts: processes that hold episodes", low=1, high=1024)
     max_failed_share: float = knob(

@@ -1,4 +1,4 @@
-"""Environments by the names that a job file gives them."""
+"""Loads environments by their names in a job file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EnvironmentTraits(NamedTuple):
 
 
 def traits_of(source: str, key: str) -> EnvironmentTraits:
-    """Return the properties of an environment by its name. Loads a user's file, but no package. Raises ConfigError."""
+    """Return the properties of an environment by its name. Loads user code, but no package. Raises ConfigError."""
     if (kind := kind_of(source)) is not None:
         kind.check_installed(f"{key} = {source!r}")
         return EnvironmentTraits(repeatable=kind.repeatable, blocking=kind.blocking)
@@ -40,8 +40,8 @@ def traits_of(source: str, key: str) -> EnvironmentTraits:
 def open_environment(
     source: str, options: Mapping[str, Any], key: str = "task.source", endpoint: EndpointSettings | None = None
 ) -> Environment:
-    """Load the environment named `kind:name`, `file.py:NAME` or `module:NAME`. key: of the job file; it may also be the
-    one of user tools. endpoint: see ForkSettings. Raises ConfigError."""
+    """Load the environment named `kind:name`, `file.py:NAME` or `module:NAME`. Raises ConfigError. key: key in the job
+    file, which may also be that of user tools. endpoint: see ForkSettings."""
     if key == TOOLS_KEY:
         return tool_environment(load_tool(source))
     where = f"{key} = {source!r}"

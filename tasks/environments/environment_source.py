@@ -1,4 +1,4 @@
-"""Environments of many turns as task sources: a task's prompt is the first observation."""
+"""Environments of several turns as task sources: the prompt of a task is the first observation."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from staleflow.tasks.settings.seeds import task_seed
 
 
 class EnvironmentSource:
-    """Tasks of an environment: index i is reset with a seed that follows from the job's seed and i. Seeds of held-out
-    tasks are never those of training; the first observations may well be equal."""
+    """Tasks of an environment. Task i is reset with a seed derived from the job's seed and i. Held-out tasks never have
+    the seeds of training tasks, although first observations may be equal."""
 
     num_held_out = None
     held_out_notice = ""
@@ -31,7 +31,7 @@ class EnvironmentSource:
         limits: EnvironmentConfig,
         endpoint: EndpointSettings,
     ) -> None:
-        """Load the environment. key: of the job file that names it, for messages. endpoint: of agents."""
+        """Load the environment. key: its key in the job file, for messages. endpoint: the endpoint of agents."""
         self._where = f"{key} = {source!r}"
         self._seed = seed
         settings = ForkSettings(

@@ -22,12 +22,12 @@ MAX_MESSAGE_CHARS = 1_000_000
 
 
 class EpisodeFailed(RuntimeError):
-    """An environment raised, hung, died or returned a bad value. The message is one line."""
+    """An environment raised an error, hung, died or returned an invalid value. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeStart:
-    """Arguments of an episode's reset; equal arguments give equal episodes. Held-out tasks have other seeds than
+    """Arguments of an episode's reset. Equal arguments give equal episodes. Held-out tasks have other seeds than
     training tasks."""
 
     index: int
@@ -37,8 +37,8 @@ class EpisodeStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvStepResult:
-    """Result of one environment step. reward, parts: of the complete episode, once it has ended. answer: text to be
-    scored instead of `reward` and `parts`."""
+    """Result of one environment step. reward, parts: of the whole episode, once it has ended. answer: text to score
+    instead, in place of `reward` and `parts`."""
 
     messages: tuple[Message, ...] = ()
     ended: bool = False
@@ -64,15 +64,15 @@ class Episode(Protocol):
         ...
 
     def kill(self) -> None:
-        """Stop at once, also in the middle of a step, without waiting."""
+        """Stop at once, even during a step, without waiting."""
         ...
 
 
 class Environment(Protocol):
-    """A loaded environment, which makes episodes."""
+    """A loaded environment, which creates episodes."""
 
     def episode(self, start: EpisodeStart) -> Episode:
-        """Make an episode that has not begun."""
+        """Create an episode that has not begun."""
         ...
 
 
@@ -102,15 +102,15 @@ class CallEpisode:
         return await self._environment.call(self._start, text)
 
     async def close(self) -> None:
-        """There is nothing to release."""
+        """Do nothing: there is nothing to release."""
 
     def kill(self) -> None:
-        """The process ends with the call."""
+        """Do nothing: the process ends with the call."""
 
 
 def parse_observation(value: object, label: str) -> Prompt:
-    """Parse an observation into a text or messages of built-in strings, since the process that receives it may lack the
-    classes of numpy or of the user. label: name of the value in errors. Raises EpisodeFailed."""
+    """Convert an observation to a text or messages of built-in strings, because the receiving process may lack numpy's
+    or the user's classes. Raises EpisodeFailed. label: name of the value in errors."""
     try:
         observation = prompt_of(value)
         if isinstance(observation, str):
@@ -131,14 +131,14 @@ def _plain(text: str) -> str:
 
 
 def observation_messages(value: object, label: str) -> tuple[Message, ...]:
-    """Parse an observation into messages for the model. Raises EpisodeFailed."""
+    """Convert an observation to messages for the model. Raises EpisodeFailed."""
     observation = parse_observation(value, label)
     return (Message(OBSERVED, observation),) if isinstance(observation, str) else observation
 
 
 def final_result(reward: object, parts: object = None, *, label: str = "the reward") -> EnvStepResult:
-    """Make the result of an episode's last step, with its reward and the reward's parts by name. Raises EpisodeFailed
-    if the reward is no number."""
+    """Build the result of an episode's last step from its reward and the reward's parts by name. Raises EpisodeFailed
+    if the reward is not a number."""
     try:
         number, reward_parts = parse_reward(reward if parts is None else (reward, parts))
     except InvalidReward as refused:
@@ -158,7 +158,7 @@ def error_and_line(error: BaseException) -> str:
 
 
 def record_of(start: EpisodeStart, prompt: Prompt) -> dict[str, Any]:
-    """Make the record of a task: its prompt, and the start of its episodes."""
+    """Build the record of a task: its prompt, and the start of its episodes."""
     as_json = prompt if isinstance(prompt, str) else [message._asdict() for message in prompt]
     return {"prompt": as_json, "index": start.index, "held_out": start.held_out, "seed": start.seed}
 

@@ -66,7 +66,7 @@ def read_value(connection: socket.socket) -> Any:
 
 @dataclass(slots=True)
 class ForkServerLoop:
-    """The server: the episodes that it has forked, and the loop that carries out the caller's orders."""
+    """The fork server: its child processes, and the loop that executes the caller's commands."""
 
     control: socket.socket
     environment: Environment

@@ -1,4 +1,4 @@
-"""Episodes in processes of their own, forked by a server that has loaded their environment."""
+"""Episodes in their own processes, which are forked by a server that has loaded their environment."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ POLL_S = 0.01
 
 
 class ForkServer:
-    """Starts processes for episodes. Threads may share one. It is stopped when it is closed or forgotten, and started
-    again when it has died."""
+    """Starts processes for episodes. Thread-safe. It stops when it is closed or garbage-collected, and restarts after
+    it has died."""
 
     def __init__(self, settings: ForkSettings) -> None:
         self.settings = settings
@@ -60,12 +60,12 @@ class ForkServer:
         self._part = b""
 
     def start(self) -> None:
-        """Make sure that the environment is loaded; may take seconds. Raises ConfigError."""
+        """Load the environment if it is not loaded yet, which may take seconds. Raises ConfigError."""
         with self._lock:
             self._started()
 
     def fork(self) -> tuple[int, socket.socket]:
-        """Fork a process. Returns its number, and the connection to it. Raises ConfigError."""
+        """Fork a process. Returns its number, and a connection to it. Raises ConfigError."""
         with self._lock:
             self._hear()
             ours, theirs = socket.socketpair()
@@ -89,7 +89,7 @@ class ForkServer:
             return self._num_started, ours
 
     def kill(self, number: int) -> None:
-        """Kill a process and all that it started. Waits for nothing."""
+        """Kill a process and all that it has started, without waiting."""
         with self._lock:
             self._wanted.discard(number)
             self._ended.pop(number, None)
@@ -98,7 +98,7 @@ class ForkServer:
                     self._control.sendall(ORDER.pack(KILL, number))
 
     def how_ended(self, number: int) -> int | None:
-        """Return the exit code of a process, negative if a signal ended it; None if it is not known yet."""
+        """Return the exit code of a process, negative if a signal ended it; None while it is unknown."""
         with self._lock:
             self._hear()
             if number in self._ended:
@@ -106,7 +106,7 @@ class ForkServer:
             return self._ended.pop(number, None)
 
     def death(self, number: int) -> str:
-        """Describe how a process ended. May wait for the report."""
+        """Describe how a process ended. May wait for the server's report."""
         deadline = time.monotonic() + REPORT_S
         while (status := self.how_ended(number)) is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -189,7 +189,7 @@ def _stopped(process: subprocess.Popen[bytes], control: socket.socket, output: R
 
 
 class ForkedEpisode:
-    """An episode in a process of its own."""
+    """An episode in its own process."""
 
     def __init__(self, server: ForkServer, start: EpisodeStart) -> None:
         self._server, self._start = server, start
@@ -236,8 +236,8 @@ class ForkedEpisode:
 
 
 class Resetter:
-    """Resets environments in forked processes and returns their first observations. Thread-safe; each reset has a
-    process for itself, which is kept for later ones."""
+    """Resets environments in forked processes and returns their first observations. Thread-safe. Each reset has a
+    process to itself, which is reused for later ones."""
 
     def __init__(self, settings: ForkSettings, within_s: float) -> None:
         self._server = ForkServer(settings)
@@ -249,8 +249,8 @@ class Resetter:
             connection.close()  # the process behind it ends
 
     def first_observation(self, start: EpisodeStart) -> Prompt:
-        """Return the first observation of an episode. Raises EpisodeFailed; ConfigError if the environment cannot be
-        loaded."""
+        """Return the first observation of an episode. Raises EpisodeFailed, and ConfigError if the environment cannot
+        be loaded."""
         try:
             number, connection = self._idle.pop()
         except IndexError:

@@ -84,7 +84,7 @@ class GymEpisode:
 
 
 def outside_event_loop(function: Callable[[], Any]) -> Any:
-    """Call a function as if no event loop ran, so that a plain method may use asyncio.run."""
+    """Call a function as if no event loop were running, so that a plain method may use asyncio.run."""
     loop = asyncio.get_running_loop()
     asyncio._set_running_loop(None)
     try:

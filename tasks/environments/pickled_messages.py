@@ -1,4 +1,4 @@
-"""Messages between a process and its child: values, pickled, with their length before them."""
+"""Messages between a process and its child: pickled values, each after its length."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ HEADER = struct.Struct("<I")
 
 
 def packed(value: Any) -> bytes:
-    """Return a value as a message."""
+    """Encode a value as a message."""
     data = pickle.dumps(value)
     return HEADER.pack(len(data)) + data
 
 
 def read_message(read: Callable[[int], bytes]) -> Any:
-    """Read the next message. read: returns up to so many bytes, none at the end of the stream. Raises EOFError at the
-    end, and what `read` raises."""
+    """Read the next message. Raises EOFError at the end, and what `read` raises. read: returns up to a number of bytes;
+    none at the end of the stream."""
     (size,) = HEADER.unpack(read_exactly(read, HEADER.size))
     return pickle.loads(read_exactly(read, size))
 
 
 def read_exactly(read: Callable[[int], bytes], size: int) -> bytes:
-    """Read `size` bytes. Raises EOFError if the stream ends before."""
+    """Read `size` bytes. Raises EOFError if the stream ends before that."""
     data = b""
     while len(data) < size:
         chunk = read(size - len(data))

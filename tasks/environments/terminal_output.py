@@ -1,4 +1,4 @@
-"""Relay the output of user code to a terminal: control characters are made visible, and long lines are cut.
+"""Relays the output of user code to a terminal, with visible control characters and truncated long lines.
 
 A terminal obeys control characters: an agent, a reward function, or a model through them, could clear it, change its
 title, or overwrite what it shows. Code that starts user code relays its output through this module; texts of user code
@@ -22,8 +22,8 @@ DRAIN_TIMEOUT_S = 1.0
 
 
 def sanitize_line(line: str) -> str:
-    """Make a line safe to show on a terminal. Only the text after the last carriage return is kept, as a terminal would
-    show it. line: without its line feed."""
+    """Make a line safe to print on a terminal. As on a terminal, only the text after the last carriage return is kept.
+    line: without its line feed."""
     return printable(line.rstrip("\r").rpartition("\r")[2], MAX_LINE_BYTES)
 
 
@@ -41,11 +41,11 @@ class RelayedOutput:
         return self._write_fd
 
     def close(self) -> None:
-        """Close this process's write end. The output of other processes is still relayed."""
+        """Close this process's write end. Output of other processes is still relayed."""
         os.close(self._write_fd)
 
     def wait(self) -> None:
-        """Wait until the remaining output is relayed, at most DRAIN_TIMEOUT_S, as processes may go on writing. Call
+        """Wait until the remaining output is relayed, at most DRAIN_TIMEOUT_S, since processes may go on writing. Call
         after `close`."""
         self._thread.join(DRAIN_TIMEOUT_S)
 

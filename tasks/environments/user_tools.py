@@ -1,4 +1,4 @@
-"""Users' own tools: a function of a file becomes a tool that a model may call.
+"""Users' own tools: a function in a file becomes a tool that a model may call.
 
     def lookup(word: str, limit: int = 3) -> list[str]:
         "Meanings of a word."
@@ -45,7 +45,7 @@ class UserTool:
 
 
 def load_tool(reference: str) -> UserTool:
-    """Load the tool that a job names file.py:NAME or module:NAME. Raises ConfigError."""
+    """Load a tool named file.py:NAME or module:NAME. Raises ConfigError."""
     where = f"{TOOLS_KEY}: {reference!r}"
     function = user_code.load(reference, TOOLS_KEY)
     if not inspect.isfunction(function):
@@ -107,7 +107,7 @@ def _schema(hint: Any) -> dict[str, Any] | None:
 
 
 def argument_error(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
-    """Return an error text for the arguments of a call; empty if they fit their schema."""
+    """Return an error text for the arguments of a call; empty if they match the schema."""
     properties: Mapping[str, Any] = parameters["properties"]
     known = ", ".join(properties) or "none"
     if unknown := [name for name in arguments if name not in properties]:
@@ -151,8 +151,8 @@ def _words(schema: Mapping[str, Any]) -> str:
 
 
 def only_argument(parameters: Mapping[str, Any]) -> str:
-    """Return the argument that a call may give without its name: the only one, or the only one without a default; empty
-    if there is none."""
+    """Return the name of the argument that a call may give without a name: the only one, or the only one without a
+    default; empty if there is none."""
     for names in (list(parameters["properties"]), parameters["required"]):
         if len(names) == 1:
             return str(names[0])
@@ -160,7 +160,7 @@ def only_argument(parameters: Mapping[str, Any]) -> str:
 
 
 def read_argument(text: str, schema: Mapping[str, Any]) -> Any:
-    """Parse the value of an argument that is written without quotation marks."""
+    """Parse an argument's value that is written without quotation marks."""
     if _fits(text, schema):
         return text
     try:
@@ -170,7 +170,7 @@ def read_argument(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def tool_environment(tool: UserTool) -> CallEnvironment:
-    """Make the environment of a user's tool, of which a turn is the arguments as JSON."""
+    """Build the environment of a user's tool, in which a turn is the tool's arguments as JSON."""
 
     async def call(start: EpisodeStart, text: str) -> EnvStepResult:
         arguments: dict[str, Any] = json.loads(text)

@@ -1,1 +1,1 @@
-"""Running episodes: hosts, agents, sandboxes, environments of known packages."""
+"""Running episodes: hosts, agents, sandboxes, and environments of known packages."""

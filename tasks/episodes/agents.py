@@ -1,4 +1,4 @@
-"""Episodes of agents: programs that ask the model for its turns over HTTP, and know nothing of training.
+"""Episodes of agents: programs that request the model's turns over HTTP and need not know about training.
 
 An agent's first request is its task's first observation; each further one is the observation after the turn before;
 what it returns, or prints last, is the reward. `task.source` names it:
@@ -54,7 +54,7 @@ LAST_LINES = 20
 
 
 def load_agent(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
-    """Load the agent that a job names `agent:NAME`. where: in the job, for messages. Raises ConfigError."""
+    """Load the agent named `agent:NAME` in a job. Raises ConfigError. where: its key and name, for messages."""
     if name == COMMAND:
         return _program(options, where)
     loaded = user_code.load(name, where.partition(" = ")[0])
@@ -177,7 +177,7 @@ def _printed_reward(line: str) -> Any:
 
 
 class AgentEnvironment:
-    """An agent as an environment, behind an endpoint. server: the endpoint; by default one starts with the first
+    """An agent as an environment, with an endpoint. server: the endpoint; by default one is started with the first
     episode."""
 
     def __init__(self, agent: LoadedAgent, settings: EndpointSettings, server: EndpointServer | None = None) -> None:
@@ -191,7 +191,7 @@ class AgentEnvironment:
 
 
 class AgentEpisode(AskingEpisode):
-    """An episode of an agent behind an endpoint."""
+    """An episode of an agent that uses an endpoint."""
 
     runner = "the agent"
 
@@ -216,7 +216,7 @@ class AgentEpisode(AskingEpisode):
         return first
 
     def set_turn(self, turn: SampledTurn) -> None:
-        """Set the turn of the next step, with its token ids."""
+        """Set the turn of the next step, with its token ids and logprobs."""
         self._turn = turn
 
     async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
@@ -256,8 +256,8 @@ class AgentEpisode(AskingEpisode):
 
 
 def forked_agent(agent: LoadedAgent) -> CallEnvironment:
-    """Make the environment of an agent in forked processes, which uses an endpoint elsewhere: its complete run is one
-    step, whose text is the endpoint's URL and key, as JSON."""
+    """Build the environment of an agent in forked processes that uses an endpoint of another process. Its whole run is
+    one step, whose text is the endpoint's URL and key as JSON."""
 
     async def run(start: EpisodeStart, text: str) -> EnvStepResult:
         base_url, key = json.loads(text)

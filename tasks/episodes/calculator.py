@@ -1,4 +1,4 @@
-"""The calculator tool: arithmetic of bounded size, read by a parser and never executed.
+"""The calculator tool: arithmetic of limited size, parsed and never executed as code.
 
 >>> calculate("(1 + 2) * 4 / 8")
 '1.5'

@@ -1,4 +1,4 @@
-"""Emulated environments: their steps take the workload's time and return only numbers of tokens."""
+"""Emulated environments: a step takes the time of the workload and returns only a number of tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from staleflow.tasks.rendering.task_source import Message, Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedHostSettings:
-    """Settings of an emulated run's environment hosts. time_scale: seconds of an environment that pass in one."""
+    """Settings of an emulated run's environment hosts. time_scale: emulated seconds per second of real time."""
 
     episodes: EmulatedEpisodes
     limits: EnvironmentConfig
@@ -27,8 +27,8 @@ class EmulatedHostSettings:
 
 
 class EmulatedEnvironments:
-    """Env steps with the workload's results and durations. Evaluated tasks have negative numbers, and the episodes of
-    the positive ones, as in emulated engines."""
+    """Environment steps with the results and durations of the workload. Evaluation tasks have negative numbers, and the
+    same episodes as the positive ones, as in emulated engines."""
 
     def __init__(self, settings: EmulatedHostSettings) -> None:
         self._settings = settings
@@ -77,4 +77,4 @@ class EmulatedEnvironments:
         """Do nothing: no episode is open."""
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no episode is open."""

@@ -1,4 +1,4 @@
-"""All episodes of one environment host.
+"""The episodes of one environment host.
 
 An episode belongs to its key, and is never stepped twice for the same turn: a repeated request gets the same result.
 Every request to an environment has a deadline, and nothing waits for one that was missed: the environment is abandoned,
@@ -56,9 +56,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeSettings:
-    """Settings of an environment host. scoring: of tasks of a single turn, whose answers are scored; None for
-    environments, which reward their episodes themselves. environments: of those task sources of several that are
-    environments, by the sources' names; tasks of all other sources are of a single turn."""
+    """Settings of an environment host.
+
+    Args:
+        scoring: How the answers of single-turn tasks are scored; None for environments, which return their own rewards.
+        environments: With several task sources, the settings of those that are environments, by the source's name.
+            Tasks of other sources have a single turn.
+    """
 
     source: SourceSettings
     scoring: ScoringSettings | None = None
@@ -66,20 +70,20 @@ class EpisodeSettings:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles of observations, as far as they are known before a run."""
+        """Roles of observations that are known before a run."""
         if self.needs_token_ids:
             return ()
         return (OBSERVED,) if self.scoring is None else (TOOL_ROLE,)
 
     def environment_of(self, record: Record) -> str | None:
-        """The key of the environment that plays a task; None if its answer is scored."""
+        """Key of the environment of a task; None if its answer is scored."""
         if isinstance(record, LabelledRecord) and record.label in self.environments:
             return record.label
         return "" if self.scoring is None else None
 
     @property
     def needs_token_ids(self) -> bool:
-        """Whether episodes need the token ids and logprobs of turns, and not only their texts."""
+        """Whether episodes need the token ids and logprobs of turns as well as their texts."""
         return any(source.is_agent_source for source in (self.source, *self.environments.values()))
 
     def build(self) -> EpisodeHost:
@@ -88,8 +92,14 @@ class EpisodeSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeMaker:
-    """Makes episodes of an environment. repeatable: see EnvironmentTraits. score: the verifier of single-turn answers.
-    close: releases what the episodes share. tools: that episodes of tasks with a verifier may call."""
+    """Creates episodes of an environment.
+
+    Args:
+        repeatable: See EnvironmentTraits.
+        score: The verifier of single-turn answers.
+        close: Releases what the episodes share.
+        tools: Tools that episodes of tasks with a verifier may call.
+    """
 
     make: Callable[[Record], Episode]
     repeatable: bool
@@ -115,7 +125,7 @@ class HostedEpisode:
 
 
 class EpisodeHost:
-    """The episodes of one environment host. Used from one event loop."""
+    """The episodes of one environment host. Use from one event loop."""
 
     def __init__(self, settings: EpisodeSettings) -> None:
         self._settings = settings
@@ -131,7 +141,7 @@ class EpisodeHost:
         self._endpoint = EndpointServer(settings.source.endpoint)
 
     async def check(self) -> None:
-        """Raise ConfigError if the environment cannot be made, or begins in two ways with one seed."""
+        """Raise ConfigError if the environment cannot be created, or two resets with one seed differ."""
         settings = self._settings
         if settings.scoring is not None:
             await check_tools((await asyncio.to_thread(self._maker, None, False)).tools, self._limits)
@@ -179,7 +189,7 @@ class EpisodeHost:
         truncated: bool,
         newest: SampledTurn | None = None,
     ) -> HostedStepResult:
-        """Execute the last of the model's turns in its episode. Errors of the environment are returned, never raised.
+        """Execute the model's last turn in its episode. Errors of the environment are returned, never raised.
 
         Args:
             key: the episode.
@@ -227,7 +237,7 @@ class EpisodeHost:
             raise
 
     async def end(self, key: EpisodeKey, record: Record) -> HostedStepResult:
-        """End an episode that has no tokens left for another turn, with the reward so far."""
+        """End an episode that has no tokens left for another turn. Its reward is the reward so far."""
         hosted = self._hosted.get(key)
         if hosted is None:
             return self._ended[key][1] if key in self._ended else _failed("the episode was cancelled")
@@ -250,7 +260,7 @@ class EpisodeHost:
         return answer
 
     def cancel(self, keys: Iterable[EpisodeKey]) -> None:
-        """Drop episodes. Running steps are cancelled and blocking environments killed, without waiting."""
+        """Drop episodes without waiting. Running steps are cancelled and blocking environments killed."""
         for key in keys:
             self._ended.pop(key, None)
             hosted = self._hosted.pop(key, None)
@@ -261,7 +271,8 @@ class EpisodeHost:
                 hosted.programs.close()
 
     async def close(self) -> None:
-        """End all episodes. Agents that wait for a turn are told to try again before their keys are void."""
+        """End all episodes. Agents that wait for a turn get a reply on which they retry, before their keys become
+        invalid."""
         self._endpoint.drain()
         self.cancel(list(self._hosted))
         for task in list(self._closing):
@@ -423,8 +434,8 @@ _UNLIKE = (
 
 
 def environment_maker(source: SourceSettings, other: bool, endpoint: EndpointServer) -> EpisodeMaker:
-    """Make the maker of an environment's episodes, isolated as the job says. other: the environment of held-out tasks.
-    endpoint: of agents. Raises ConfigError."""
+    """Build the maker of an environment's episodes, isolated as the job says. Raises ConfigError. other: the
+    environment of held-out tasks. endpoint: the endpoint of agents."""
     key = "task.eval_source" if other else "task.source"
     task = source.task
     reference, options = (task.eval_source, source.eval_options) if other else (task.source, source.options)
@@ -448,8 +459,8 @@ def environment_maker(source: SourceSettings, other: bool, endpoint: EndpointSer
 def agent_episodes(
     limits: EnvironmentConfig, reference: str, options: Mapping[str, Any], key: str, endpoint: EndpointServer
 ) -> EpisodeMaker:
-    """Make the maker of an agent's episodes. Coroutines run on the host's loop, all else in a process each, unless the
-    job says otherwise. Raises ConfigError."""
+    """Build the maker of an agent's episodes. Unless the job says otherwise, coroutines run on the host's event loop,
+    and other code in one process per episode. Raises ConfigError."""
     agent: LoadedAgent = open_source(SourceType.AGENT, reference, options, f"{key} = {reference!r}")
     if not (limits.isolation == "process" or agent.blocking):
         return EpisodeMaker(make=lambda record: AgentEpisode(endpoint, start_of(record), agent), repeatable=False)
@@ -474,7 +485,7 @@ def agent_episodes(
 
 
 def tool_episodes(scoring: ScoringSettings, limits: EnvironmentConfig) -> EpisodeMaker:
-    """Make the maker of episodes of tasks with a verifier, in which the model may call tools. Raises ConfigError."""
+    """Build the maker of episodes of tasks with a verifier, in which the model may call tools. Raises ConfigError."""
     tools = tools_of(limits)
     scorer = Scorer(scoring)
     scorer.check()

@@ -1,4 +1,4 @@
-"""Environments of the `gymnasium` package whose observations and actions can be written as text."""
+"""Environments of the `gymnasium` package whose observations and actions are written as text."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m")
 
 
 def open_game(name: str, options: Mapping[str, Any], where: str) -> Callable[[], GymnasiumGame]:
-    """Makes episodes of an environment. options: `rules`, a text in place of the one that explains the actions, and
-    arguments of the environment. where: its name in the job file. Raises ConfigError."""
+    """Return a function that creates episodes of an environment. Raises ConfigError. options: `rules`, a text that
+    replaces the default explanation of the actions, and arguments of the environment. where: its name in the job
+    file."""
     import gymnasium
 
     arguments = dict(options)
@@ -48,7 +49,7 @@ def _render_modes(spec: Any) -> list[str]:
 
 
 class GymnasiumGame:
-    """One episode. An action that cannot be read costs a turn and changes nothing."""
+    """One episode. An action that cannot be parsed costs a turn and changes nothing."""
 
     def __init__(self, env: Any, rules: str) -> None:
         self._env, self._rules = env, rules
@@ -78,7 +79,7 @@ class GymnasiumGame:
 
 
 def text_of(space: Any, value: Any) -> str:
-    """An observation as text."""
+    """Format an observation as text."""
     kind = _kind(space)
     if kind == "Text":
         return str(value)
@@ -93,7 +94,7 @@ def text_of(space: Any, value: Any) -> str:
 
 
 def action_of(space: Any, text: str) -> Any:
-    """The action that a text ends with. Raises ValueError if there is none, or it is not in the space."""
+    """Parse the action at the end of a text. Raises ValueError if there is none, or it is not in the action space."""
     import numpy as np
 
     kind = _kind(space)

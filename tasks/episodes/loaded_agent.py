@@ -25,8 +25,13 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoadedAgent:
-    """An agent that can be run. run: runs it to its end. blocking: it needs a process of its own. prepare: loads what
-    its episodes share, before processes are forked; raises ConfigError."""
+    """An agent that can be run.
+
+    Args:
+        run: Coroutine function that runs one episode to its end.
+        blocking: Whether each episode needs a process of its own.
+        prepare: Loads what episodes share, before processes are forked. Raises ConfigError.
+    """
 
     run: Run
     blocking: bool

@@ -1,5 +1,5 @@
-"""Environments of the package `openenv` (0.10) as agents: an environment's own server is asked over its own protocol,
-and the model over the endpoint.
+"""Environments of the package `openenv` (0.10) as agents: the agent calls the environment's server over its own
+protocol, and the model over the endpoint.
 
 `openenv:http://HOST:PORT` is a server that runs; `openenv:PACKAGE` an installed package, whose `server.app:app` is
 served on loopback by each episode for itself. What an environment observes is shown as JSON; what the model says is an
@@ -29,18 +29,18 @@ START_S = 10.0
 
 
 class BadAction(ValueError):
-    """The model's text is no action."""
+    """The model's text is not a valid action."""
 
 
 def load_environment(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
-    """Load the environment at a URL, or of a package. options: see docs/agents.md. Raises ConfigError."""
+    """Load the environment at a URL or of a package. Raises ConfigError. options: see docs/agents.md."""
     check_options(options, OPTIONS, where)
     environment = OpenEnvironment(name, options, where)
     return LoadedAgent(run=environment.run, blocking=True, options={}, prepare=environment.prepare)
 
 
 class OpenEnvironment:
-    """An environment and its server, loaded once a process."""
+    """An environment and its server, loaded once per process."""
 
     def __init__(self, name: str, options: Mapping[str, Any], where: str) -> None:
         self._url = name if name.startswith(("http://", "https://")) else ""
@@ -48,7 +48,7 @@ class OpenEnvironment:
         self._app: Any = None
 
     def prepare(self) -> None:
-        """Load the package, if it is one. Does nothing if it is loaded. Raises ConfigError."""
+        """Load the package, if the environment is one, unless it is loaded. Raises ConfigError."""
         if self._url or self._app is not None:
             return
         module = f"{self._name}.server.app"

@@ -1,4 +1,4 @@
-"""The Python tool: runs a model's code in a process of its own that is confined, bounded and always ended."""
+"""The Python tool: runs a model's code in a confined process with limits, which is always ended."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ INSIDE = Path(__file__).with_name("sandbox_child.py")
 
 
 async def run_python(code: str, *, within_s: float, memory_mib: int) -> str:
-    """Run code, and return its output, or a line that begins with `error:`. The process and its children have ended
-    when this returns or is cancelled. memory_mib: that it may take; 0: 1024."""
+    """Run code, and return its output or a line that begins with `error:`. When this returns or is cancelled, the
+    process and its children have ended. memory_mib: memory limit; 0: 1024."""
     with ending_by_themselves():
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", "-S", str(INSIDE), str(math.ceil(within_s)), str((memory_mib or 1024) * 2**20),

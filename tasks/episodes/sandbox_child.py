@@ -1,4 +1,4 @@
-"""The inside of the Python sandbox: a program of its own, which needs the standard library alone.
+"""The process inside the Python sandbox: a program that needs only the standard library.
 
     python -I -S sandboxed.py CPU_SECONDS MEMORY_BYTES < code
 
@@ -37,7 +37,7 @@ REFUSED = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "
 
 
 def confine(libc: Any) -> None:
-    """Leave the network and the other processes behind, and enter a process that a new namespace ends with."""
+    """Enter new namespaces without network or other processes, whose processes all end with this one."""
     if libc.unshare(NEW_USER | NEW_NETWORK | NEW_PROCESSES | NEW_IPC) != 0:
         return
     process = os.fork()
@@ -49,7 +49,7 @@ def confine(libc: Any) -> None:
 
 
 def hide_files(libc: Any) -> None:
-    """Leave only Python's own files to be read, and none to be written."""
+    """Hide all files but Python's own, and make those read-only."""
     version = libc.syscall(CREATE_RULESET, None, 0, 1)
     if version < 1:
         return
@@ -83,7 +83,7 @@ def limit(cpu_seconds: int, memory_bytes: int) -> None:
 
 
 def refuse(event: str, arguments: tuple[Any, ...]) -> None:
-    """The audit hook."""
+    """Audit hook that refuses operations."""
     if event == "open":
         mode, flags = arguments[1:3]
         if (isinstance(mode, str) and set(mode) & set("wax+")) or (

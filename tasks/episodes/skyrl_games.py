@@ -1,4 +1,4 @@
-"""Environments of the `skyrl-gym` package, whose tasks are the rows of a data set."""
+"""Environments of the `skyrl-gym` package, whose tasks are rows of a data set."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from staleflow.tasks.sources.dataset_rows import Rows, RowSource
 
 
 def open_game(name: str, options: Mapping[str, Any], where: str, data: Rows) -> Callable[[], SkyRLGame]:
-    """Makes episodes of an environment. options: `rows`, which names its data set; `env_config`, of the environment.
-    where: its name in the job file. data: that data set, with columns `prompt` and what the environment needs, such as
-    `reward_spec`. Raises ConfigError."""
+    """Return a function that creates episodes of an environment. Raises ConfigError.
+
+    Args:
+        options: `rows`, which names the data set, and `env_config`, settings of the environment.
+        where: Its name in the job file, for messages.
+        data: The data set, with the column `prompt` and columns that the environment needs, such as `reward_spec`.
+    """
     import skyrl_gym
     from skyrl_gym.envs.registration import registry
 
@@ -35,7 +39,7 @@ def open_game(name: str, options: Mapping[str, Any], where: str, data: Rows) -> 
 
 
 class SkyRLGame:
-    """One episode of a row. Rewards of turns are summed."""
+    """One episode, of one row. Rewards of turns are summed."""
 
     def __init__(self, make: Callable[[Mapping[str, Any]], Any], rows: RowSource) -> None:
         self._make, self._rows = make, rows

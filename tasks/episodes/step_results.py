@@ -10,8 +10,7 @@ from staleflow.tasks.rendering.task_source import Message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeKey:
-    """Identifies an episode: the task's index among training or held-out tasks, the member of its group, and the
-    attempt. Each attempt is another episode."""
+    """Identifies an episode: index of the task among training or held-out tasks, member of the group, and attempt."""
 
     task: int
     held_out: bool = False

@@ -1,4 +1,4 @@
-"""Games of one player of the `textarena` package, as environments.
+"""Single-player games of the `textarena` package as environments.
 
 Games of several are refused: somebody must play the others, and the package says neither which moves are legal nor what
 a fair opponent is. Some would begin all the same, and have the policy play both sides.
@@ -20,7 +20,8 @@ OTHERS = "choose a game of one player, or write an environment that plays the ot
 
 
 def open_game(name: str, options: Mapping[str, Any], where: str) -> Callable[[], TextArenaGame]:
-    """Makes episodes of a game. options: arguments of the game. where: its name in the job file. Raises ConfigError."""
+    """Return a function that creates episodes of a game. Raises ConfigError. options: arguments of the game. where: its
+    name in the job file."""
     import textarena
     from textarena.envs.registration import ENV_REGISTRY
 
@@ -45,14 +46,14 @@ def open_game(name: str, options: Mapping[str, Any], where: str) -> Callable[[],
 
 
 class TextArenaGame:
-    """One game. The reward is what the game gives its player at the end."""
+    """One game. The reward is the game's reward for its player at the end."""
 
     def __init__(self, game: Any) -> None:
         self._game = game
 
     @property
     def has_one_player(self) -> bool:
-        """Whether nobody else plays. Known once it has begun."""
+        """Whether the game has a single player; known once it has begun."""
         from textarena.state import SinglePlayerState
 
         return isinstance(self._game.state, SinglePlayerState)

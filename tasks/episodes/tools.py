@@ -1,4 +1,4 @@
-"""Tools that a model may call before it answers: a task with a verifier becomes an episode of several turns."""
+"""Tools that a model may call before it answers. They turn a task with a verifier into an episode of several turns."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ TOOLS = {
 
 
 def tools_of(config: EnvironmentConfig) -> dict[str, Tool]:
-    """Load the tools of a job, by the names that models call them. Starts no process. Raises ConfigError."""
+    """Load the tools of a job, by the names that models use. Starts no process. Raises ConfigError."""
     tools: dict[str, Tool] = {}
     for reference in config.tools:
         name, tool = (reference, TOOLS[reference]) if reference in TOOLS else _load_user_tool(reference, config)
@@ -125,7 +125,7 @@ async def _call_user_tool(server: ForkServer, arguments: str, left_s: float, con
 
 
 def describe_tools(config: EnvironmentConfig) -> str:
-    """Describe the tools of a job for the model: a line of JSON each. Raises ConfigError."""
+    """Describe the tools of a job for the model, one line of JSON per tool. Raises ConfigError."""
     return "\n".join(
         json.dumps(
             {
@@ -156,7 +156,7 @@ async def check_tools(tools: Mapping[str, Tool], config: EnvironmentConfig) -> N
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
     """A tool call in a model's turn. text: its argument, or all arguments as JSON for a user's tool. problem: why it
-    cannot be executed; empty if it can. tagged: whether it has the form <name>text</name>."""
+    cannot be executed; empty if it can. tagged: whether it is written as <name>text</name>."""
 
     name: str = ""
     text: str = ""
@@ -165,8 +165,9 @@ class ToolCall:
 
 
 def tool_calls(turn: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
-    """Parse the tool calls in a model's turn, in order: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or
-    the tool's name as a tag around the argument. The last closing tag may be missing, because it may be a stop string.
+    """Parse the tool calls in a model's turn, in order. A call is <tool_call>{"name": ..., "arguments":
+    {...}}</tool_call>, or the argument in a tag with the tool's name. The last closing tag may be missing, because it
+    may be a stop string.
 
     >>> [c.text for c in tool_calls("So <calculator>1 + 1</calculator>", TOOLS)]
     ['1 + 1']
@@ -220,8 +221,8 @@ def _json_call(text: str, tools: Mapping[str, Tool]) -> ToolCall:
 
 
 class ToolEpisode:
-    """An episode of a task with a verifier. A turn with tool calls is followed by their results. The first turn without
-    tool calls is the answer, which is scored; so is a truncated turn, and the last allowed one."""
+    """An episode of a task with a verifier. Turns with tool calls are followed by the results of the calls. The first
+    turn without tool calls is the answer, which is scored; so is a truncated turn, and the last allowed one."""
 
     def __init__(self, record: Record, tools: Mapping[str, Tool], config: EnvironmentConfig) -> None:
         self._record, self._tools, self._limits = record, tools, config
@@ -251,7 +252,7 @@ class ToolEpisode:
         return EnvStepResult(messages=tuple(results))
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
     def kill(self) -> None:
-        """Nothing to do: cancelling a running step also ends the processes that it started."""
+        """Do nothing: cancelling a running step also ends the processes that it started."""

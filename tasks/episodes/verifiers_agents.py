@@ -1,5 +1,5 @@
-"""Tasksets of the package `verifiers` (0.4) as agents: its environment, harness, rewards and train client run as they
-are, and ask the endpoint for token ids.
+"""Tasksets of the package `verifiers` (0.4) as agents. Their environments, harnesses, rewards and train clients run
+unchanged, and request token ids from the endpoint.
 
 What the model is shown is rendered by the train client, so the job's tokenizer must be one that the package `renderers`
 knows, or have a chat template.
@@ -25,7 +25,7 @@ NO_KEY = "STALEFLOW_NO_KEY"
 
 
 def load_taskset(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
-    """Load a taskset by its id. options: see OPTIONS and docs/agents.md. Raises ConfigError."""
+    """Load a taskset by its id. Raises ConfigError. options: see OPTIONS and docs/agents.md."""
     check_options(options, OPTIONS, where)
     if (held_out := options.get("held_out_tasks", 0)) < 0:
         raise ConfigError(f"{where}: task.options.held_out_tasks = {held_out} must be at least 0")
@@ -34,7 +34,7 @@ def load_taskset(name: str, options: Mapping[str, Any], where: str) -> LoadedAge
 
 
 class Taskset:
-    """A taskset and its environment, loaded once a process."""
+    """A taskset and its environment, loaded once per process."""
 
     def __init__(self, name: str, options: Mapping[str, Any], where: str) -> None:
         self._name, self._options, self._where = name, options, where
@@ -44,7 +44,7 @@ class Taskset:
         """All tasks, of a taskset that has an end."""
 
     def prepare(self) -> None:
-        """Load what episodes share. Does nothing if it is loaded. Raises ConfigError."""
+        """Load what episodes share, unless it is loaded. Raises ConfigError."""
         if self._env is not None:
             return
         try:
@@ -74,7 +74,7 @@ class Taskset:
                 raise ValueError("the taskset has no tasks")
 
     async def run(self, args: AgentArgs) -> tuple[float, dict[str, float]]:
-        """Run one episode. Returns its reward, and the reward's parts. Raises EpisodeFailed, ConfigError."""
+        """Run one episode. Returns its reward and the reward's parts. Raises EpisodeFailed, ConfigError."""
         from verifiers.v1.clients import ModelContext
 
         base_url, key, task = args

@@ -1,1 +1,1 @@
-"""Messages to token ids and back."""
+"""Conversion between messages and token ids."""

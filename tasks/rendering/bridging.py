@@ -1,4 +1,4 @@
-"""Encodes messages between two turns of a model: the env tokens after the first turn.
+"""Encodes the messages between two turns of a model, as the environment tokens after the first turn.
 
 What was sampled is never rendered or tokenised again: prompt(t+1) = prompt(t) + sampled(t) + bridge, where the bridge
 closes the model's turn, holds what its environment says, and opens the next turn. Rendering the whole conversation
@@ -22,20 +22,25 @@ OBSERVED = ("environment", "user")
 
 
 class Bridge(Protocol):
-    """Encodes messages between two turns."""
+    """Encodes the messages between two turns."""
 
     def check(self, roles: Collection[str]) -> None:
         """Raise ConfigError if messages of these roles cannot follow a turn."""
         ...
 
     def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
-        """Encode the messages after a turn, up to where the next one starts. before: all tokens up to the turn. turn:
-        its sampled tokens. number: of the turn, for messages. Raises ConfigError."""
+        """Encode the messages after a turn, up to the start of the next turn. Raises ConfigError.
+
+        Args:
+            before: All tokens before the turn.
+            turn: The sampled tokens of the turn.
+            number: Index of the turn, for error messages.
+        """
         ...
 
 
 def make_bridge(tokenizer: ChatTokenizer, model: str, *, chat: bool, template: str) -> Bridge:
-    """Make the bridge of a job. model: as the job names it. template: environment.template."""
+    """Create the bridge of a job. model: its name in the job. template: environment.template."""
     if not chat:
         return PlainBridge(tokenizer, template)
     by_template = TemplateBridge(tokenizer)
@@ -44,13 +49,14 @@ def make_bridge(tokenizer: ChatTokenizer, model: str, *, chat: bool, template: s
 
 
 class PlainBridge:
-    """Messages as texts, without a chat template. The model's turn is left as it ended. template: around each."""
+    """Messages as plain texts, without a chat template. Nothing is added to the model's turn. template: text around
+    each message."""
 
     def __init__(self, tokenizer: ChatTokenizer, template: str) -> None:
         self._tokenizer, self._template = tokenizer, template
 
     def check(self, roles: Collection[str]) -> None:
-        """Every role may follow."""
+        """Do nothing: any role may follow."""
 
     def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
         texts = [self._template.replace("{observation}", message.content) for message in messages]
@@ -58,7 +64,7 @@ class PlainBridge:
 
 
 class TemplateBridge:
-    """Bridge by the chat template: the text it puts after a placeholder assistant message."""
+    """Bridge by the chat template: the text that the template puts after a placeholder assistant message."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -125,7 +131,7 @@ _REMEDY = "put a template that only appends into the model's folder (chat_templa
 
 
 class RendererBridge:
-    """Messages by the `renderers` package, which knows the family of the model; what it declines is left to the
+    """Messages by the `renderers` package, which knows the model's family. Messages that it declines use the chat
     template."""
 
     def __init__(self, renderer: Any, otherwise: TemplateBridge) -> None:

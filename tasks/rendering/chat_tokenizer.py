@@ -23,12 +23,12 @@ class Detokenizer(Protocol):
     """Decodes token ids to text."""
 
     def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Decode token ids. special: keep special tokens, such as an end of text."""
+        """Decode token ids. special: whether to keep special tokens, such as the end of a text."""
         ...
 
 
 class ChatTokenizer:
-    """Text by a model's tokenizer. Threads may share one: a lock guards the tokenizer's state."""
+    """Encodes and decodes text with a model's tokenizer. Thread-safe: a lock guards the tokenizer's state."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -50,7 +50,7 @@ class ChatTokenizer:
 
     @property
     def end_id(self) -> int:
-        """The token that ends a response. Raises ConfigError if the tokenizer names none."""
+        """Id of the token that ends a response. Raises ConfigError if the tokenizer defines none."""
         with self._lock:
             end = self._tokenizer.eos_token_id
         if end is None:
@@ -58,9 +58,8 @@ class ChatTokenizer:
         return int(end)
 
     def chat_ids(self, messages: Sequence[Message], tools: str = "") -> tuple[int, ...]:
-        """Encode a conversation in the tokenizer's chat template, up to where the assistant's answer begins.
-        tools: their definitions as JSON, for the template. Raises ConfigError if the template fails, or leaves them
-        out."""
+        """Encode a conversation with the chat template, up to the start of the assistant's answer. Raises ConfigError
+        if the template fails, or ignores the tools. tools: definitions of tools as JSON."""
         text = self.chat_text(messages, tools)
         if tools and text == self.chat_text(messages):
             raise ConfigError(
@@ -82,30 +81,30 @@ class ChatTokenizer:
             return str(render(chat, tokenize=False, add_generation_prompt=True, **with_tools))
 
     def is_special(self, token: int) -> bool:
-        """Whether a token is one that texts leave out, such as an end of a turn."""
+        """Whether a token is left out of texts, such as an end of a turn."""
         return not self.text([token]) and bool(self.text([token], special=True))
 
     def renderer(self, model: str) -> Any:
-        """The `renderers` package's renderer of a model, if it is installed and knows it, and renders as the chat
-        template does; else None."""
+        """The renderer of the `renderers` package for a model, if the package is installed, knows the model, and
+        renders as the chat template does; else None."""
         with self._lock:
             return known_renderer(self._tokenizer, model)
 
 
 class IdDetokenizer:
-    """The ids as text, for an emulated run or a tokenizer that cannot be loaded."""
+    """Decodes token ids to the ids as text, for emulated runs and for tokenizers that cannot be loaded."""
 
     def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
         return "".join(f"{token} " for token in tokens)
 
 
 def load_chat_tokenizer(model: str) -> ChatTokenizer:
-    """A model's tokenizer as texts. Raises ConfigError if it cannot be loaded."""
+    """Load a model's tokenizer as a ChatTokenizer. Raises ConfigError if it cannot be loaded."""
     return ChatTokenizer(load_tokenizer(model))
 
 
 def load_tokenizer(model: str, key: str = "model.path") -> Any:
-    """Load a model's tokenizer. key: in the job file, for messages. Raises ConfigError if that fails."""
+    """Load a model's tokenizer. Raises ConfigError if it cannot be loaded. key: key in the job file, for messages."""
     from transformers import AutoTokenizer
 
     try:
@@ -116,7 +115,7 @@ def load_tokenizer(model: str, key: str = "model.path") -> Any:
 
 
 class FileDetokenizer:
-    """Text by a tokenizer file alone, without transformers: loaded in milliseconds, safe for threads."""
+    """Decodes with a tokenizer file alone, without transformers. Loads in milliseconds. Thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -126,8 +125,8 @@ class FileDetokenizer:
 
 
 def load_detokenizer(folder: Path) -> FileDetokenizer | None:
-    """Load a model folder's tokenizer from its tokenizer.json; None where only transformers decodes as it should:
-    without that file, with tokens that are defined elsewhere, or if spaces are to be cleaned up."""
+    """Load a model folder's tokenizer.json. Returns None where only transformers decodes correctly: without that file,
+    with tokens defined elsewhere, or if spaces are to be cleaned up."""
     import tokenizers
 
     try:
@@ -141,7 +140,8 @@ def load_detokenizer(folder: Path) -> FileDetokenizer | None:
 
 
 def pieces(detokenizer: Detokenizer, tokens: Sequence[int]) -> list[str]:
-    """The part of the decoded text that each token adds; a character of several tokens belongs to the last of them."""
+    """Split the decoded text into the part that each token adds. A character of several tokens belongs to the last of
+    them."""
     parts = []
     for i in range(len(tokens)):
         start = max(0, i - LOOK_BACK)

@@ -1,4 +1,4 @@
-"""A model's tokenizer from its files, without torch: loaded in milliseconds instead of seconds."""
+"""A model's tokenizer from its files, without torch. Loads in milliseconds instead of seconds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ CONFIG = "tokenizer_config.json"
 
 
 class FileTokenizer:
-    """Encodes texts and conversations as transformers does, from tokenizer.json and the chat template beside it. For a
-    tokenizer that has no tokenizer.json, transformers is asked."""
+    """Encodes texts and conversations as transformers does, from tokenizer.json and the chat template beside it.
+    Without a tokenizer.json, transformers is used."""
 
     def __init__(self, folder: Path) -> None:
         import tokenizers
@@ -35,7 +35,7 @@ class FileTokenizer:
         return {"input_ids": self._fast.encode(text, add_special_tokens=add_special_tokens).ids}
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
-        """The text of a conversation, as transformers' tokenizers make it."""
+        """The text of a conversation, as by transformers' method of this name."""
         template = chat_template(self._folder)
         if not isinstance(template, str) or not template:
             return str(self._loaded().apply_chat_template(list(messages), **options))
@@ -52,7 +52,7 @@ class FileTokenizer:
 
     @property
     def unknown_id(self) -> int:
-        """The id of the token that stands for what the vocabulary lacks; -1 if it lacks nothing."""
+        """Id of the token for text outside the vocabulary; -1 if there is none."""
         if self._fast is None:
             token_id = self._loaded().unk_token_id
         else:
@@ -62,14 +62,14 @@ class FileTokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text."""
+        """Id of the token that ends a text."""
         token = _special(self._folder).get("eos_token")
         fast = self._fast is not None and token is not None
         end: int | None = self._fast.token_to_id(token) if fast else self._loaded().eos_token_id
         return end
 
     def get_vocab(self) -> dict[str, int]:
-        """The id of each token, as transformers' tokenizers give it."""
+        """The id of each token, as by transformers' method of this name."""
         vocabulary: dict[str, int] = (self._loaded() if self._fast is None else self._fast).get_vocab()
         return vocabulary
 
@@ -89,7 +89,7 @@ class FileTokenizer:
 
 
 def check_same_tokens(subject: str, policy: Mapping[str, int], other: Mapping[str, int]) -> None:
-    """Raise ConfigError unless a model has each token of the policy under the same id. More tokens do no harm.
+    """Raise ConfigError unless a model has each token of the policy under the same id. It may have more tokens.
 
     Args:
         subject: The model's key in the job file and its value, for messages.

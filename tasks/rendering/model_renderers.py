@@ -1,4 +1,4 @@
-"""Chat templates of known model families, written out in code: the `renderers` package, where it is installed."""
+"""Chat templates of known model families in code, from the `renderers` package if it is installed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PROBES = (
 
 
 def known_renderer(tokenizer: Any, model: str) -> Any:
-    """The renderer for a model, by its hub name or the last part of its folder's; None if the package is not there or
-    does not know it, or if it renders the beginning of a conversation in another way than the tokenizer's template."""
+    """The renderer for a model, by its hub name or the last part of its folder. None if the package is not installed,
+    does not know the model, or renders the start of a conversation differently from the tokenizer's template."""
     if importlib.util.find_spec("renderers") is None:
         return None
     from renderers import config_from_name, create_renderer

@@ -1,4 +1,5 @@
-"""Texts of a dry run: prompts are encoded by the model's tokenizer, responses are random texts of its vocabulary."""
+"""Texts of a dry run: prompts are encoded by the model's tokenizer, and responses are random tokens of its
+vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parsing of the results of reward functions, and weighted sums of rewards."""
+"""Validation of reward functions' results, and weighted sums of rewards."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PACKAGE = Path(__file__).parents[2]
 
 
 class InvalidReward(ValueError):
-    """A reward function returned something that is no number, or parts without proper names. The message says what."""
+    """A reward function's result is not a number, or its parts have invalid names. The message says which."""
 
 
 def parse_reward(result: Any) -> tuple[float, dict[str, float]]:
-    """Convert the result of a reward function to (reward, parts by name) with Python floats. Other number classes could
-    not be stored, or not be loaded by the process that receives them. Raises InvalidReward.
+    """Convert the result of a reward function to (reward, parts by name) with Python floats, because other number
+    classes may not be storable, or not importable where they are received. Raises InvalidReward.
 
     >>> parse_reward((np.float32(0.5), {"length": np.int64(3)}))
     (0.5, {'length': 3.0})
@@ -47,7 +47,7 @@ def parse_reward(result: Any) -> tuple[float, dict[str, float]]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error of a user's function in one line, with the line of its file."""
+    """Describe an error of user code in one line, with the line of the user's file."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((f for f in frames if not _ours(f.filename)), None)
     # The file of a function that was pickled by value is not known.
@@ -61,8 +61,8 @@ def _ours(file: str) -> bool:
 
 
 class WeightedSum:
-    """A reward that is the weighted sum of others. Its parts are their results by name, unweighted, and their own parts
-    as `name.part`. It fails if one of them fails."""
+    """The weighted sum of several rewards. Its parts are the unweighted rewards by name, and their own parts as
+    `name.part`. It fails if any of them fails."""
 
     def __init__(self, rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> None:
         self._rewards, self._weights = rewards, weights

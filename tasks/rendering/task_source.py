@@ -1,4 +1,4 @@
-"""The contract of what prompts come from.
+"""The contract of task sources, which provide prompts.
 
 A `TaskSource` is deterministic and has no state: prompt `i` is always the same, so a run's position in its data is one
 number, the next group's id. Training and held-out prompts come from disjoint index ranges; since two indices may give
@@ -32,8 +32,8 @@ Prompt = str | tuple[Message, ...]
 
 
 def prompt_of(value: object) -> Prompt:
-    """A record's prompt: a text, or a list of mappings with `role` and `content`. Raises ValueError with a message that
-    is worded to follow the value's name.
+    """Return a record's prompt: a text, or a list of mappings with `role` and `content`. Raises ValueError; the message
+    follows the value's name.
 
     >>> prompt_of([{"role": "user", "content": "1 + 1"}])
     (Message(role='user', content='1 + 1'),)
@@ -55,8 +55,8 @@ def prompt_of(value: object) -> Prompt:
 
 
 def require_text(prompt: Prompt) -> Prompt:
-    """The prompt of a task. Raises ValueError, with a message as from `prompt_of`, for one of nothing but white
-    space: what a model answers to it says nothing about the task."""
+    """Return a task's prompt. Raises ValueError if it is empty or white space only, since responses to it would not
+    depend on the task."""
     texts = (prompt,) if isinstance(prompt, str) else (message.content for message in prompt)
     if not any(text.strip() for text in texts):
         raise ValueError("is empty; a prompt must have a text that the model answers")
@@ -64,15 +64,15 @@ def require_text(prompt: Prompt) -> Prompt:
 
 
 def shown_prompt(prompt: Prompt) -> str:
-    """The beginning of a prompt, or of its last message, for messages on one line."""
+    """The beginning of a prompt, or of its last message, on one line for messages."""
     text = prompt if isinstance(prompt, str) else prompt[-1].content
     return f"{text[:60]!r}..."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One prompt, and the record for its verifier. seed: of the environment whose first observation the prompt is;
-    None for a prompt that says all there is to the task."""
+    """One prompt, and the record for its verifier. seed: seed of the environment whose first observation is the prompt;
+    None if the prompt alone defines the task."""
 
     prompt: Prompt
     record: Record
@@ -84,19 +84,21 @@ class Task:
 
     @property
     def identity(self) -> tuple[Prompt, int | None]:
-        """Deduplication key. The seed tells apart environments whose first observations are equal."""
+        """Key for deduplication. Includes the seed, because environments with different seeds may have equal first
+        observations."""
         return self.prompt, self.seed
 
 
 class TaskSource(Protocol):
     def task(self, index: int, *, held_out: bool = False) -> Task:
-        """Training or held-out prompt `index`. Pure: the same index gives the same task, also with concurrent draws."""
+        """Return training or held-out prompt `index`. Pure: the same index gives the same task, also with concurrent
+        draws."""
         ...
 
     def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> TaskSource:
-        """Return the same source without the first `num_held_out` held-out prompts among the training prompts. Depends
-        only on the sources and that number. Generated prompts keep their indices; a file's later rows move up.
-        evaluation: the source of the held-out prompts; by default this one."""
+        """Return this source without its first `num_held_out` held-out prompts among the training prompts. Depends only
+        on the sources and that number. Generated prompts keep their indices; later rows of a file move up. evaluation:
+        source of the held-out prompts; this one by default."""
         ...
 
     @property
@@ -106,12 +108,12 @@ class TaskSource(Protocol):
 
     @property
     def held_out_notice(self) -> str:
-        """One line on training prompts found to be held out so far; empty if there were none."""
+        """One line on training prompts that turned out to be held out; empty if there were none so far."""
         ...
 
     @property
     def score(self) -> Reward:
-        """The source's own verifier."""
+        """Score a response with the source's own verifier."""
         ...
 
 
@@ -124,8 +126,8 @@ SLOW_S = 0.05
 def draw_tasks(
     source: TaskSource, indices: Sequence[int], *, held_out: bool = False, concurrency: int = 1
 ) -> list[Task]:
-    """The prompts with these indices. concurrency: how many are drawn at the same time, once one of them has taken
-    long: those of environments need a process each then, which costs more than a quick reset."""
+    """Draw the prompts with these indices. concurrency: number of prompts drawn at the same time, once a draw has taken
+    long; concurrent resets of environments need a process each, which costs more than a short reset."""
     tasks: list[Task] = []
     started_s = time.monotonic()
     while len(tasks) < len(indices) and (concurrency == 1 or time.monotonic() - started_s < SLOW_S):
@@ -138,8 +140,8 @@ def draw_tasks(
 
 
 def distinct_held_out(source: TaskSource, count: int, concurrency: int = 1) -> list[Task]:
-    """The first `count` distinct held-out prompts, in their order; fewer if the source has fewer. Of generated prompts
-    at most `count * DRAWS_PER_PROMPT` are drawn. concurrency: see `draw_tasks`."""
+    """The first `count` distinct held-out prompts, in order; fewer if the source has fewer. Draws at most `count *
+    DRAWS_PER_PROMPT` generated prompts. concurrency: see `draw_tasks`."""
     limit = count * DRAWS_PER_PROMPT if source.num_held_out is None else min(count, source.num_held_out)
     by_identity: dict[tuple[Prompt, int | None], Task] = {}
     num_drawn = 0
@@ -152,7 +154,7 @@ def distinct_held_out(source: TaskSource, count: int, concurrency: int = 1) -> l
 
 
 def held_out_prompts(evaluation: TaskSource, num_held_out: int) -> frozenset[Prompt]:
-    """Held-out prompts that must not be trained on: of a data set all, however many are evaluated; of generated
-    prompts the first `num_held_out`."""
+    """The held-out prompts that must not be trained on: all of a data set, however many are evaluated, and the first
+    `num_held_out` of generated prompts."""
     count = num_held_out if evaluation.num_held_out is None else evaluation.num_held_out
     return frozenset(task.prompt for task in distinct_held_out(evaluation, count))

@@ -1,4 +1,5 @@
-"""Parameters of a turn, such as tools and limits, in a message of a role of its own that no model sees.
+"""Parameters of a turn, such as tools and limits, which travel in a message with a role of its own. The model does not
+see that message.
 
 Prompts and observations are messages. An agent's request has more than those: definitions of tools, token ids in place
 of messages, limits of the turn that follows. They travel as one more message, the first one, so that whatever carries
@@ -21,7 +22,7 @@ PARAMS_ROLE = "directions"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnParams:
-    """Parameters of a turn."""
+    """Parameters of one turn."""
 
     tools: str = ""
     """Definitions of tools, as JSON, for the chat template."""
@@ -38,7 +39,7 @@ class TurnParams:
     """Stop criteria besides the end-of-sequence token."""
 
     def prepend_to(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Return messages with these parameters as the first one, if there are any.
+        """Return messages with these parameters as the first message; unchanged messages if no parameter is set.
 
         >>> split_params(TurnParams(tools="[]").prepend_to([Message("user", "hi")]))[0].tools
         '[]'
@@ -82,7 +83,8 @@ def params_of(record: Record) -> TurnParams:
 
 
 def role_of(messages: Sequence[Message]) -> str:
-    """Return the role of an observation: that of its last message; "agent" for token ids; empty without messages."""
+    """Return the role of an observation, which is that of its last message; "agent" for token ids; empty without
+    messages."""
     if not messages:
         return ""
     return "agent" if messages[-1].role == PARAMS_ROLE else messages[-1].role

@@ -1,1 +1,1 @@
-"""Declared settings, the registry of named classes, and loading of user code."""
+"""Settings, the registry of named classes, and loading of user code."""

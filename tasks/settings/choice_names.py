@@ -1,4 +1,5 @@
-"""Names a job file may use, apart from what they name, so that checking a job loads neither torch nor vllm."""
+"""Names that a job file may use, in a module without the code they name: checking a job loads neither torch nor
+vllm."""
 
 AGGREGATION_NAMES = ("token_mean", "sequence_mean", "constant_length")
 SCHEDULE_NAMES = ("constant", "cosine", "linear")

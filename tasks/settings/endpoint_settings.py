@@ -1,4 +1,4 @@
-"""The [endpoint] table of a job file, and what an endpoint needs to know of its job. Pure."""
+"""The [endpoint] table of a job file, and what an endpoint must know about its job. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from staleflow.tasks.settings.knobs import knob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointConfig:
-    """The HTTP endpoint that agents call for the model's turns; docs/agents.md."""
+    """The HTTP endpoint at which agents request turns of the model; docs/agents.md."""
 
     host: str = knob("127.0.0.1", "name or address that each environment host listens on for its agents")
     port: int = knob(0, "port; 0: a free one, as it must be with several environment hosts", low=0, high=65_535)
@@ -50,7 +50,7 @@ class EndpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSettings:
-    """Settings of an endpoint, with what it needs to know of its job."""
+    """Settings of an endpoint: its table in the job file, and values of the job."""
 
     config: EndpointConfig = EndpointConfig()
     model: str = "policy"
@@ -65,5 +65,5 @@ class EndpointSettings:
 
     @property
     def drawing(self) -> EndpointSettings:
-        """A copy for processes that draw prompts, which only their own agents need to reach."""
+        """A copy for processes that draw prompts, where only agents of the same process connect to the endpoint."""
         return replace(self, config=replace(self.config, host="127.0.0.1", port=0, tls_cert="", tls_key=""))

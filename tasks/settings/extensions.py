@@ -1,4 +1,4 @@
-"""What installed packages add to the names that a job file may use, through entry points.
+"""Names that installed packages add to those a job file may use, through entry points.
 
     [project.entry-points."staleflow.rewards"]
     cosine = "my_package.rewards:cosine"
@@ -18,7 +18,7 @@ from staleflow.stores.errors import ConfigError, raised_as, with_type
 
 
 def installed(group: str) -> Mapping[str, EntryPoint]:
-    """The entry points of a group by name; none of the group without a name. Imports none of them."""
+    """The entry points of a group by name; an empty group name has none. Imports none of them."""
     return _installed(group, tuple(sys.path)) if group else {}
 
 
@@ -29,7 +29,7 @@ def _installed(group: str, path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
 
 
 def load(group: str, name: str) -> Any:
-    """Import what a package adds under a name. Raises ConfigError, which names the package."""
+    """Import the object that a package adds under a name. Raises ConfigError, which names the package."""
     point = installed(group)[name]
     problem, remedy = (
         f"{group}: {name!r} of the package {package_of(point)} cannot be loaded",
@@ -40,5 +40,5 @@ def load(group: str, name: str) -> Any:
 
 
 def package_of(point: EntryPoint) -> str:
-    """The package that brings an entry point, with its version."""
+    """The package of an entry point, with its version."""
     return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value

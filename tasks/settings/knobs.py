@@ -1,4 +1,4 @@
-"""Knobs: fields of a frozen dataclass that carry their meaning, limits and default.
+"""Knobs: dataclass fields that a job file sets, with their meaning, limits and defaults.
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Pull:
@@ -60,8 +60,8 @@ class Knob:
         return ", ".join(f"{sign} {_number(bound)}" for sign, bound in bounds if bound is not None)
 
     def error(self, value: object) -> str:
-        """Return an error text for a value of the right type, worded to follow its key; empty if it is within the
-        limits."""
+        """Return an error text for a value of the right type, to follow its key in a message; empty if the value is
+        within the limits."""
         if isinstance(value, list):
             return next((f": each {error}" for item in value if (error := self.error(item))), "")
         if self.choices and value not in self.choices and not (self.user_code and names_user_code(value)):
@@ -78,7 +78,8 @@ class Knob:
         return ""
 
     def read(self, value: object, hint: Any, where: str, key: str, root: type[Any]) -> Any:
-        """A checked value from outside. hint: its type. where, root: as of `read` below. Raises ConfigError."""
+        """Check a value from a job file and return it. hint: its type. where, root: as of `read` below. Raises
+        ConfigError."""
         if entry_class := entry_type(hint):
             tables = _entries(value, f"{where}: {key}")
             return {
@@ -92,7 +93,7 @@ class Knob:
 
 
 def shown(value: object) -> str:
-    """A value as a message repeats it: on one line, and not too long."""
+    """Format a value for a message: on one line and not too long."""
     try:
         text = " ".join(repr(value).split())
     except ValueError:  # a number of more digits than Python writes
@@ -101,7 +102,7 @@ def shown(value: object) -> str:
 
 
 def unknown_choice(value: object, choices: Sequence[str], *, user_code: bool) -> str:
-    """What is wrong with a value that is none of the choices, worded to follow its key."""
+    """Return an error text for a value that is not among the choices, to follow its key in a message."""
     near = difflib.get_close_matches(str(value), choices, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     or_own = ", or your own, file.py:NAME" if user_code else ""
@@ -148,7 +149,7 @@ def knob(
 
 
 def parameter(default: Any = None) -> Any:
-    """A dataclass field that no job file sets: whoever uses the object fills it in, see `Registry.make`."""
+    """Declare a dataclass field that no job file sets, and that `Registry.make` fills in."""
     return field(default=default, metadata={PARAMETER: True})
 
 
@@ -174,12 +175,12 @@ def values(section: Any) -> dict[str, Any]:
 
 
 def build(cls: type[T], tree: object, where: str, prefix: str = "") -> T:
-    """An instance of `cls` from nested plain values. Raises ConfigError as `read`."""
+    """Create an instance of `cls` from nested plain values. Raises ConfigError as `read` does."""
     return cls(**read(cls, tree, where, prefix))
 
 
 def read(cls: type[Any], tree: object, where: str, prefix: str = "", root: type[Any] | None = None) -> dict[str, Any]:
-    """Read nested plain values, checked against the knobs of a class and its nested dataclasses.
+    """Read nested plain values and check them against the knobs of a class and of its nested dataclasses.
 
     Unset keys are left out. A key in its class's REFUSED is rejected with the reason given there.
 
@@ -212,7 +213,7 @@ def read(cls: type[Any], tree: object, where: str, prefix: str = "", root: type[
 
 
 def keys_of(cls: type[Any]) -> dict[str, tuple[Any, Knob | None]]:
-    """What a dataclass has that is read from outside, by name: its type, and its Knob if it is no table of its own."""
+    """The keys of a dataclass that a job file may set: type of each by name, and its Knob unless it is a table."""
     declared = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
     hints = typing.get_type_hints(cls) if declared else {}
     tables = {f.name for f in declared if dataclasses.is_dataclass(hints[f.name]) and PARAMETER not in f.metadata}
@@ -229,13 +230,13 @@ def _nearest(name: str, known: Mapping[str, Any], prefix: str, root: type[Any]) 
 
 
 def all_keys(cls: type[Any], prefix: str) -> Iterator[str]:
-    """The keys of a tree of dataclasses, dotted."""
+    """All dotted keys of a tree of dataclasses."""
     for name, (hint, spec) in keys_of(cls).items():
         yield from all_keys(hint, f"{prefix}{name}.") if spec is None else spec.keys(f"{prefix}{name}")
 
 
 def entry_type(hint: Any) -> type[Any] | None:
-    """The dataclass of a table of named tables, dict[str, X]; None for any other type."""
+    """The dataclass of the entries of a table with named entries, dict[str, X]; None for any other type."""
     value_type = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
     return value_type if isinstance(value_type, type) and dataclasses.is_dataclass(value_type) else None
 
@@ -273,7 +274,7 @@ def _checked(value: Any, hint: Any, spec: Knob, where: str) -> Any:
 
 
 def refuse_large(value: object, where: str) -> None:
-    """Raise ConfigError for a whole number in a free-form table that TOML and stores cannot hold."""
+    """Raise ConfigError for an integer in a free-form table that is too large for TOML and stores."""
     if isinstance(value, Mapping):
         for key, below in value.items():
             refuse_large(below, f"{where}.{key}")

@@ -1,4 +1,4 @@
-"""Registries of what a job file selects by name, each entry a class with settings of its own.
+"""Registries of classes that a job file selects by name, each with settings of its own.
 
     class Migration(RegistryEntry, ABC): ...
 
@@ -48,7 +48,7 @@ from staleflow.tasks.settings.knobs import (
 
 
 class RegistryEntry:
-    """Base of what registries hold. Subclasses are frozen dataclasses: fields made by `knob` are set in the job file,
+    """Base of registered classes. Subclasses are frozen dataclasses. Fields made by `knob` are set in the job file;
     those made by `parameter` are filled in by `Registry.make`."""
 
     __slots__ = ()
@@ -56,14 +56,14 @@ class RegistryEntry:
     """What the job file calls it."""
 
     def needs(self, name: str) -> bool:
-        """Whether it has a parameter of this name."""
+        """Whether the entry has a parameter of this name."""
         return any(f.name == name for f in parameters(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserCode(RegistryEntry):
-    """An entry that is defined in a user's file, file.py:NAME or module:NAME. A registry's subclass meets its contract
-    through `code`, and says in `kind` whether that is a class or a function."""
+    """An entry defined in a user's file, file.py:NAME or module:NAME. A registry's subclass implements its contract
+    with `code`; its `kind` says whether that is a class or a function."""
 
     kind: ClassVar[str] = "class"
 
@@ -82,7 +82,7 @@ C = TypeVar("C", bound=type[Any])
 
 
 class Registry(Generic[T]):
-    """Entries of one kind that a job file may select by name.
+    """Registered classes of one kind, from which a job file selects by name.
 
     user_code: the class of entries that user code stands behind; None if it is not allowed. elsewhere: by name, what to
     do instead of naming an entry that no job may select.
@@ -139,7 +139,7 @@ class Registry(Generic[T]):
         return [name for name, entry in self._entries.items() if knob in keys_of(entry)]
 
     def make(self, entry: T, values: Mapping[str, Any] | None = None) -> T:
-        """Create an entry that is ready for use from the one that a job holds: its parameters are taken by name from
+        """Complete an entry that a job selects: load user code and fill in its parameters, which are taken by name from
         `values`. Raises ConfigError if user code cannot be loaded or constructed."""
         if isinstance(entry, UserCode):
             return self._make_user_code(entry, values or {})
@@ -178,13 +178,13 @@ class Registry(Generic[T]):
         return configured
 
     def missing(self, entry: object) -> list[str]:
-        """Members that the contract requires and that a class or object lacks."""
+        """Members of the contract that a class or object lacks."""
         members = (*inspect.get_annotations(self.contract), *vars(self.contract))
         return [m for m in members if not m.startswith("_") and not _has(self.contract, m) and not _has(entry, m)]
 
 
 def parameters(entry: RegistryEntry) -> list[dataclasses.Field[Any]]:
-    """The fields of an entry that are filled in by who uses it."""
+    """The fields of an entry that `Registry.make` fills in."""
     return [f for f in dataclasses.fields(entry) if PARAMETER in f.metadata]  # type: ignore[arg-type]
 
 
@@ -198,7 +198,7 @@ def _has(entry: object, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice(Knob):
-    """Meaning of a field that holds an entry of a registry. default: the name of the entry that it holds by default."""
+    """Meaning of a field whose value is an entry of a registry. default: name of the default entry."""
 
     registry: Registry[Any]
     default: str
@@ -209,11 +209,11 @@ class Choice(Knob):
 
     @property
     def has_common_knobs(self) -> bool:
-        """Whether all entries share knobs, which a name in place of the table would reset."""
+        """Whether all entries share knobs, which would be reset by giving a name in place of the table."""
         return bool(keys_of(self.registry.contract))
 
     def error(self, value: object) -> str:
-        """What is wrong with a name, worded to follow its key."""
+        """Return an error text for an unknown name, to follow its key in a message."""
         registry, user_code = self.registry, self.registry.user_code is not None
         if isinstance(value, str) and (value in registry or (user_code and names_user_code(value))):
             return ""
@@ -222,7 +222,7 @@ class Choice(Knob):
         return unknown_choice(value, registry.names, user_code=user_code)
 
     def read(self, value: object, hint: Any, where: str, key: str, root: type[Any]) -> Any:
-        """The entry that a name or a table with `name` selects, with its knobs. Raises ConfigError."""
+        """Return the entry selected by a name, or by a table with `name` and knobs. Raises ConfigError."""
         table = {"name": value} if isinstance(value, str) and not self.has_common_knobs else value
         if not isinstance(table, Mapping):
             expected = "a table" if self.has_common_knobs else "a name, or a table with name"
@@ -256,7 +256,7 @@ class Choice(Knob):
 
 
 def choice(registry: Registry[T], default: str, doc: str) -> T:
-    """A field of a table that holds an entry of a registry."""
+    """Declare a field whose value is an entry of a registry."""
     spec = Choice(doc=doc, registry=registry, default=default)
     made: T = field(default=registry.find(default)(), metadata={METADATA: spec})
     return made

@@ -1,4 +1,4 @@
-"""Rewards that a job names. Pure: the packages that they use are loaded when they score.
+"""Rewards that a job may name. Pure: their packages are loaded when they score.
 
 A reward takes the answer, a text, and the record of its prompt, and returns a number, or a number and its parts by
 name. If it has a parameter `source`, it gets the source of its prompt. A package adds one as an entry point of the
@@ -18,7 +18,7 @@ GROUP = "staleflow.rewards"
 
 
 def task_reward(answer: str, record: Mapping[str, Any], source: Any) -> Any:
-    """The verifier of task.source."""
+    """The reward of task.source's own verifier."""
     return source.score(answer, record)
 
 
@@ -35,17 +35,19 @@ REWARDS: dict[str, Callable[..., Any]] = {"task": task_reward, "math_verify": ma
 
 
 def reward_names() -> tuple[str, ...]:
-    """Names of our own rewards and of those that installed packages add. Imports none of these."""
+    """Names of the built-in rewards and of those that installed packages add. Imports none of the latter."""
     return (*REWARDS, *(name for name in extensions.installed(GROUP) if name not in REWARDS))
 
 
 def reward_fault(name: str) -> str:
-    """What is wrong with the name of a reward, worded to follow its key; empty if nothing is. Loads nothing."""
+    """Return an error text for an invalid name of a reward, to follow its key in a message; empty if it is valid. Loads
+    nothing."""
     return Knob(doc="", choices=reward_names(), user_code=True).error(name)
 
 
 def load_reward(name: str, key: str) -> Callable[..., Any]:
-    """The reward of that name, without what it asks for filled in. key: of the job file. Raises ConfigError."""
+    """Load the reward with this name; its parameters are not filled in yet. Raises ConfigError. key: key in the job
+    file."""
     if name in REWARDS:
         return REWARDS[name]
     if name in extensions.installed(GROUP):

@@ -1,4 +1,4 @@
-"""The random streams of a job: all are derived from its one seed, and no two are the same.
+"""Random streams of a job, all derived from its one seed and all different.
 
 Each use has its own number, followed by numbers for its parts (an instance, a block of responses). numpy's SeedSequence
 mixes them, so that neighbouring seeds, instances or attempts give independent streams; sums such as
@@ -29,12 +29,12 @@ class Stream(IntEnum):
 
 
 def generator(seed: int, stream: Stream, *part: int) -> np.random.Generator:
-    """A random generator for one stream of a job. part: numbers that identify a part of the stream."""
+    """Create the random generator of a stream. part: numbers that select a part of the stream."""
     return np.random.default_rng([seed, stream, *part])
 
 
 def engine_seed(seed: int, instance: int, attempt: int, earlier_starts: int) -> int:
-    """Derive the seed that an engine samples with.
+    """Derive the seed of an engine's sampling.
 
     Args:
         seed: The job's.

@@ -1,4 +1,4 @@
-"""The [task] and [reward] tables of a job file, and those of [evaluation.sets]: tasks, and what scores the answers."""
+"""The [task], [reward] and [evaluation.sets] tables of a job file."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ class RewardConfig:
 
     @property
     def named(self) -> str:
-        """The functions, as the job file names them."""
+        """The reward functions by their names in the job file."""
         return f"reward.parts = {', '.join(self.parts)}" if self.parts else f"reward.function = {self.function!r}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSetConfig:
-    """One set of prompts that the model is evaluated on."""
+    """A set of prompts on which the model is evaluated."""
 
     source: str = knob("", "where its prompts come from, named as in task.source; empty: as task.eval_prompts")
     options: dict[str, Any] = knob({}, "arguments of its source, such as split")
@@ -102,5 +102,5 @@ class EvaluationSetConfig:
 
     @property
     def responses_per_prompt(self) -> int:
-        """samples + 1 if greedy."""
+        """Number of responses per prompt: `samples`, and one more if greedy."""
         return self.samples + self.greedy

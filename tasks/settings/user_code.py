@@ -1,4 +1,4 @@
-"""Loads user code that a job names: path/to/file.py:NAME, or module:NAME."""
+"""Loads user code named path/to/file.py:NAME or module:NAME in a job."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def error_text(error: BaseException) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """The innermost line of user code that an error went through, as file.py:LINE, or function:LINE of a function that
-    was pickled by value; empty if it went through none."""
+    """The innermost line of user code in an error's traceback, as file.py:LINE, or function:LINE for a function pickled
+    by value; empty if there is none."""
     lines = []
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename == PICKLED:

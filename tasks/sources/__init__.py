@@ -1,1 +1,1 @@
-"""Sources of prompts, their rows, evaluation sets and rewards."""
+"""Sources of prompts, data set rows, evaluation sets and rewards."""

@@ -1,4 +1,4 @@
-"""Data sets with rows: JSON lines, parquet files, and what the `datasets` package loads."""
+"""Data sets of rows: JSON lines, parquet files, and data sets of the `datasets` package."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAVED = ("dataset_info.json", "dataset_dict.json")
 
 
 class Use(Enum):
-    """What a data set's rows are for. BOTH: the last tenth is held out of training."""
+    """How the rows of a data set are used. BOTH: the last tenth is held out from training."""
 
     BOTH = "both"
     TRAINING = "training"
@@ -62,20 +62,20 @@ class Rows(Protocol):
     def __getitem__(self, index: int) -> Record: ...
 
     def column(self, name: str) -> Iterator[Any]:
-        """The values of a column, row by row; MISSING where a row has none."""
+        """The values of a column, row by row; MISSING for a row without one."""
         ...
 
     def place(self, index: int) -> str:
-        """Where a row is, for messages."""
+        """Describe the position of a row, for messages."""
         ...
 
 
 class JsonLines:
-    """The rows of a JSON lines file, which are kept in memory."""
+    """The rows of a JSON lines file, all in memory."""
 
     def __init__(self, name: str, options: Mapping[str, Any], where: str) -> None:
-        """name: path of the file. where: the data set as in the job file, for messages. Raises ConfigError, naming the
-        line."""
+        """name: path of the file. where: its key and name in the job file, for messages. Raises ConfigError, which
+        names the line."""
         path = Path(name)
         try:
             # Not splitlines(), which also splits at characters that JSON allows within a text, such as U+2028.
@@ -115,7 +115,7 @@ class ParquetRows:
     """The rows of a parquet file, or of all parquet files in a folder."""
 
     def __init__(self, name: str, options: Mapping[str, Any], where: str) -> None:
-        """name: path of the file or folder. where: the data set as in the job file, for messages. Raises
+        """name: path of the file or folder. where: its key and name in the job file, for messages. Raises
         ConfigError."""
         from pyarrow import ArrowException, parquet
 
@@ -140,11 +140,11 @@ class ParquetRows:
 
 
 class DatasetRows:
-    """The rows of a data set of the `datasets` package: a folder that save_to_disk wrote, or whatever load_dataset
-    finds under a name."""
+    """The rows of a data set of the `datasets` package: a folder written by save_to_disk, or a name that load_dataset
+    accepts."""
 
     def __init__(self, name: str, options: Mapping[str, Any], where: str) -> None:
-        """options: `split`, by default train, and arguments of load_dataset. where: the data set as in the job file,
+        """options: `split`, train by default, and arguments of load_dataset. where: its key and name in the job file,
         for messages. Raises ConfigError."""
         import datasets
 
@@ -191,14 +191,14 @@ class DatasetRows:
 
 
 class RowSource:
-    """A TaskSource of rows, trained on in order and repeated at the end.
+    """A task source whose prompts are rows, in order; after the last row it starts again.
 
     A record is its row, with the prompt also under `prompt` and the answer under `answer`.
     """
 
     def __init__(self, rows: Rows, columns: Columns, where: str, use: Use = Use.BOTH) -> None:
-        """where: the data set as in the job file, for messages. Raises ConfigError for too few rows, or a row without
-        a prompt or an answer."""
+        """where: the data set's key and name in the job file, for messages. Raises ConfigError for too few rows, or a
+        row without a prompt or an answer."""
         count = len(rows)
         self._rows, self._columns, self._where = rows, columns, where
         num_held_out = {Use.BOTH: max(1, int(count * HELD_OUT_SHARE)), Use.TRAINING: 0, Use.EVALUATION: count}[use]
@@ -285,7 +285,7 @@ def _at(record: Record, name: str) -> Any:
 
 
 def nearest(name: str, names: Collection[str]) -> str:
-    """The end of a message on a column that does not exist: which there are, and what its name may have been."""
+    """The end of an error message about an unknown column: the existing columns, and a similar name if there is one."""
     near = difflib.get_close_matches(name, names, n=1)
     return ", ".join(names) + (f"; did you mean {near[0]}?" if near else "")
 

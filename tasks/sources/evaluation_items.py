@@ -1,4 +1,4 @@
-"""The responses that an evaluation asks for, set by set.
+"""The items of an evaluation, one per response to sample.
 
 A run's evaluations are numbered, and each asks for the same items in the same order. So the number of a trajectory's
 group says which item it answers, and a server that has forgotten the item finds it again.
@@ -24,7 +24,7 @@ GREEDY = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationItem:
-    """One response that an evaluation requests."""
+    """One response to sample for an evaluation: its set, prompt and sampling."""
 
     of: EvaluationSet
     prompt: int
@@ -42,7 +42,7 @@ class EvaluationItem:
 
 
 class ItemView(NamedTuple):
-    """An item in numbers, and the name of its set."""
+    """An item as numbers, with the name of its set."""
 
     of: str
     prompt: int
@@ -52,7 +52,7 @@ class ItemView(NamedTuple):
 
 
 class EvaluationItems:
-    """All items of a run's evaluations, found when they are first asked for. Threads may share one."""
+    """All items of a run's evaluations, built on first use. Thread-safe."""
 
     def __init__(self, prompts: Prompts, sets: Sequence[EvaluationSet]) -> None:
         self._prompts, self._sets = prompts, sets
@@ -67,7 +67,7 @@ class EvaluationItems:
             return self._items
 
     def views(self) -> list[ItemView]:
-        """The items in numbers."""
+        """The items as numbers."""
         return [ItemView(i.of.name, i.prompt, i.sample, len(i.tokens), i.digest) for i in self.all()]
 
     def item(self, group: GroupId) -> EvaluationItem:
@@ -98,12 +98,12 @@ class EvaluationItems:
 
 
 def short_digest(text: str) -> str:
-    """16 digits that tell texts apart."""
+    """Hash of a text, 16 hex digits, for comparison."""
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 def group_of(evaluation: int, item: int, num_items: int) -> GroupId:
-    """The group that answers item `item` of evaluation `evaluation`.
+    """Group id of the response to item `item` of evaluation `evaluation`.
 
     >>> group_of(0, 0, 10), group_of(2, 3, 10)
     (-1, -24)

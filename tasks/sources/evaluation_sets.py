@@ -1,4 +1,4 @@
-"""Sets of prompts that a model is evaluated on, as their makers read them from the job."""
+"""Settings of the sets of prompts on which a model is evaluated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from staleflow.tasks.sources.task_sources import make_source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSet:
-    """A set of prompts to evaluate a model on."""
+    """A set of prompts on which a model is evaluated."""
 
     name: str
     config: EvaluationSetConfig
@@ -31,7 +31,7 @@ class EvaluationSet:
     """Finds the answer in a response; empty: it is the whole response."""
 
     def build(self) -> TaskSource:
-        """Create its source, which it must name. Raises ConfigError."""
+        """Create the set's own task source; it must have one. Raises ConfigError."""
         key = f"evaluation.sets.{self.name}.source"
         source = self.config.source
         if is_environment(source, key):

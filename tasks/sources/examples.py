@@ -1,4 +1,4 @@
-"""Examples for supervised fine-tuning: prompts encoded as in RL, each followed by its answer and the end of a response.
+"""Examples for supervised fine-tuning: prompts encoded as in RL, each with its answer and the end of a response.
 
 Example `i` is always the same, so the batch of a step needs no store and no state.
 """
@@ -40,15 +40,15 @@ class ExampleSettings:
     """Source of the held-out prompts, which are excluded from `source`; None if there are none."""
 
     def build(self) -> Examples:
-        """Raises ConfigError."""
+        """Create the examples. Raises ConfigError."""
         return Examples(self, TokenizedPrompts(self.prompts))
 
 
 class Examples:
-    """The examples of each step, as rows that a trainer takes."""
+    """The examples of each step, as rows for the trainer."""
 
     def __init__(self, settings: ExampleSettings, prompts: TokenizedPrompts) -> None:
-        """Raises ConfigError."""
+        """Load the data set. Raises ConfigError."""
         self._settings, self._prompts = settings, prompts
         self._where = f"{KEY} = {settings.source!r}" if settings.source else PROMPTS_KEY
         if settings.source and is_environment(settings.source, KEY):
@@ -56,14 +56,14 @@ class Examples:
         self._source = self._make_source() if settings.source else None
 
     def rows(self, step: int) -> list[Row]:
-        """The rows of a step. Raises ConfigError for one without an answer."""
+        """The rows of a step. Raises ConfigError for a row without an answer."""
         count = self._settings.count
         indices = range(step * count, (step + 1) * count)
         tasks = self._prompts.tasks(indices) if self._source is None else draw_tasks(self._source, indices)
         return [self.row(task) for task in tasks]
 
     def row(self, task: Task) -> Row:
-        """Make the row of a prompt and its answer. An answer longer than a response may be is truncated. Raises
+        """Build the row of a prompt and its answer. The answer is truncated to the maximum length of a response. Raises
         ConfigError."""
         answer = task.record.get("answer")
         if not isinstance(answer, str) or not answer.strip():

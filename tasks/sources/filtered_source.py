@@ -1,4 +1,4 @@
-"""Task source that replaces prompts which are too long, or used for evaluation, by others of the same source."""
+"""A task source that replaces prompts that are too long or held out by other prompts of the same source."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ that a file of as many rows is reached too."""
 
 
 class Replacement(NamedTuple):
-    """Reason why prompts are replaced. notice: shown with the number of replaced prompts. remedy: error message if none
-    of ATTEMPTS prompts fits."""
+    """Why prompts are replaced. notice: shown with the number of replaced prompts. remedy: error message if none of
+    ATTEMPTS prompts fits."""
 
     notice: str
     remedy: str
@@ -37,7 +37,7 @@ EVALUATED = Replacement(
 
 
 class FilteredSource:
-    """Training prompts of a source for which `fits` is true.
+    """The training prompts of a source for which `fits` returns True.
 
     Held-out prompts are not replaced, since their replacements may be trained on. Which prompt replaces another depends
     only on the source and on `fits`.
@@ -58,7 +58,7 @@ class FilteredSource:
 
     @property
     def held_out_notice(self) -> str:
-        """The source's notice, and how many prompts were replaced so far."""
+        """The notice of the source, with the number of prompts replaced so far."""
         notice = f"{self._num_replaced} of {self._num_drawn} prompts drawn were {self._replacement.notice}"
         return "; ".join(filter(None, (self._source.held_out_notice, notice if self._num_replaced else "")))
 

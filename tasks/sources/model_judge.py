@@ -1,4 +1,4 @@
-"""A reward that another served model gives: a call to a server with OpenAI's chat API for each response."""
+"""A reward from a judge model: calls a server with OpenAI's chat API for each response."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NUMBER = r"(-?\d+(?:\.\d+)?)"
 
 
 class JudgeError(Exception):
-    """A response that the judge did not score. Its trajectory has an error in place of a reward."""
+    """The judge did not score a response. Its trajectory has an error instead of a reward."""
 
 
 class Judge:
-    """Scores responses by a model that is served elsewhere. An instance is a function for `reward.function`.
+    """Scores responses with a model on another server. An instance is a function for `reward.function`.
 
     A call that fails is an error of that response, never a reward of 0. Equal questions are asked once for as long as
     replies are kept: in memory, or in the folder `cache`, which all workers and later rescoring share.

@@ -51,7 +51,7 @@ class NamedSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSettings:
-    """Settings of the prompt source and its encoding; see TaskConfig."""
+    """Settings of a run's prompts; see TaskConfig."""
 
     tokenizer: str
     """Folder or hub name of the model."""
@@ -77,11 +77,11 @@ class PromptSettings:
 
     @property
     def has_agents(self) -> bool:
-        """Whether a source runs agents, whose requests limit their turns themselves."""
+        """Whether a source runs agents, whose requests may limit their turns."""
         return any(source.is_agent_source for source in (self.source, *(s.settings for s in self.sources)))
 
     def response_tokens(self, source: int) -> int:
-        """Maximum tokens of a response to a prompt of a source."""
+        """Maximum number of tokens of a response to a prompt of a source."""
         return self.sources[source].max_new_tokens if self.sources else self.max_new_tokens
 
     def of(self, source: NamedSource) -> PromptSettings:
@@ -104,7 +104,7 @@ class PromptSettings:
 
 
 class Prompts(Protocol):
-    """Numbered prompts, their encoding to token ids, and the decoding of responses."""
+    """Numbered prompts: drawing them, encoding them, and decoding responses."""
 
     def task(self, index: int) -> Task: ...
 
@@ -122,16 +122,17 @@ class Prompts(Protocol):
     def bridge_tokens(
         self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int, source: int = 0
     ) -> list[int]:
-        """Encode the messages between two turns, with what closes the first and opens the next; see Bridge.ids."""
+        """Encode the messages between two turns, from the end of the first to the start of the second; see
+        Bridge.ids."""
         ...
 
     def render(self, messages: Sequence[Message], source: int = 0) -> list[int]:
-        """Encode a complete conversation, up to where the next turn starts."""
+        """Encode a complete conversation, up to the start of the next turn."""
         ...
 
 
 class EmulatedPrompts:
-    """Prompts with the lengths of a workload and meaningless tokens."""
+    """Prompts with the lengths of a workload and arbitrary tokens."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -158,7 +159,7 @@ class EmulatedPrompts:
     def bridge_tokens(
         self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int, source: int = 0
     ) -> list[int]:
-        """As many meaningless tokens as the messages say."""
+        """Return as many arbitrary tokens as the messages ask for."""
         count = sum(int(message.content) for message in messages)
         return [int(t) for t in emulated_ids(0, len(before) + len(turn), count)]
 
@@ -173,7 +174,7 @@ class TokenizedPrompts:
     """
 
     def __init__(self, settings: PromptSettings, tokenizer: ChatTokenizer | None = None) -> None:
-        """tokenizer: the model's, if it is loaded already."""
+        """tokenizer: the model's tokenizer; loaded by default."""
         self._task = settings.source.task
         self._observation = settings.source.limits.template
         """Text inserted around observations without a chat template."""
@@ -196,7 +197,7 @@ class TokenizedPrompts:
 
     @property
     def held_out_set(self) -> frozenset[Prompt]:
-        """The held-out prompts, which are excluded from training."""
+        """The held-out prompts that are excluded from training."""
         return held_out_prompts(self._source, self._settings.held_out)
 
     def exclude(self, prompts: frozenset[Prompt]) -> None:
@@ -206,7 +207,7 @@ class TokenizedPrompts:
 
     @property
     def bridge(self) -> Bridge:
-        """Encoder of the messages between two turns of an episode."""
+        """The encoder of messages between two turns of an episode."""
         if self._bridge is None:
             self._bridge = make_bridge(
                 self._tokenizer, self._settings.tokenizer, chat=self._task.chat, template=self._observation
@@ -227,7 +228,7 @@ class TokenizedPrompts:
         return ids
 
     def encode_response(self, text: str) -> list[int]:
-        """Token ids of a response with its end; the first max_new_tokens of a longer one."""
+        """Token ids of a response with its end token; truncated to max_new_tokens."""
         return [*self._tokenizer.ids(text), self._tokenizer.end_id][: self._settings.max_new_tokens]
 
     def _ids(self, task: Task) -> tuple[int, ...]:
@@ -253,7 +254,7 @@ class TokenizedPrompts:
         return limit is None or not self.may_be_too_long(task) or len(self._ids(task)) <= limit
 
     def may_be_too_long(self, task: Task) -> bool:
-        """Return whether a prompt might have too many tokens, without encoding it: a token has at least one byte."""
+        """Whether a prompt may have too many tokens, judged without encoding it: a token has at least one byte."""
         max_tokens = self._max_tokens if self._settings.max_prompt_tokens is None else self._settings.max_prompt_tokens
         if self._task.chat or not isinstance(task.prompt, str):
             return True
@@ -269,7 +270,7 @@ class TokenizedPrompts:
         return self.tasks([index])[0]
 
     def tasks(self, indices: Sequence[int], source: int = 0) -> list[Task]:
-        """Training prompts, drawn concurrently if the source waits, for example on a server."""
+        """Training prompts, drawn concurrently if the source waits for something, such as a server."""
         tasks = draw_tasks(self._source, indices, concurrency=self._concurrency)
         return [t if t.row >= 0 else replace(t, row=index) for t, index in zip(tasks, indices, strict=True)]
 
@@ -279,7 +280,7 @@ class TokenizedPrompts:
 
     @property
     def held_out_notice(self) -> str:
-        """One line on training prompts found to be held out so far; empty if there were none."""
+        """One line on training prompts that turned out to be held out; empty if there were none so far."""
         return self._source.held_out_notice
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -308,11 +309,11 @@ class TokenizedPrompts:
 
 
 class MixedPrompts:
-    """Prompts of several task sources, each with its own template and limits. What is held out of one source is not
-    trained on in any other."""
+    """Prompts of several task sources, each with its own template and limits. A prompt that is held out of one source
+    is not trained on in any other."""
 
     def __init__(self, settings: PromptSettings, tokenizer: ChatTokenizer | None = None) -> None:
-        """tokenizer: the model's, if it is loaded already."""
+        """tokenizer: the model's tokenizer; loaded by default."""
         if tokenizer is None:
             tokenizer = (
                 RandomTexts(settings.tokenizer) if settings.drawn_responses else load_chat_tokenizer(settings.tokenizer)
@@ -340,7 +341,7 @@ class MixedPrompts:
 
     @property
     def held_out_notice(self) -> str:
-        """One line on training prompts found to be held out so far; empty if there were none."""
+        """One line on training prompts that turned out to be held out; empty if there were none so far."""
         notices = zip(self._names, (prompts.held_out_notice for prompts in self.by_source), strict=True)
         return "; ".join(f"task {name}: {notice}" for name, notice in notices if notice)
 

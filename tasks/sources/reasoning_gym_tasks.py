@@ -1,4 +1,4 @@
-"""Procedural tasks of the `reasoning-gym` package as a source of prompts."""
+"""Procedural tasks of the `reasoning-gym` package as a task source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ keep their own: two threads drawing at once would both get wrong prompts. Reentr
 
 
 class ReasoningGym:
-    """Procedural tasks with verifiers, from the `reasoning-gym` package. Unlimited; index i is drawn with seed + i."""
+    """Procedural tasks with verifiers from the `reasoning-gym` package. Unlimited; task i is drawn with seed + i."""
 
     HELD_OUT_OFFSET = 10**12
     """Index of the first held-out prompt; training never reaches it."""
@@ -30,7 +30,7 @@ class ReasoningGym:
     num_held_out = None
 
     def __init__(self, dataset: str, options: Mapping[str, Any], seed: int, key: str = "task.source") -> None:
-        """key: of the job file that names it, for messages."""
+        """key: key in the job file, for messages."""
         import reasoning_gym
 
         self._name = dataset

@@ -1,4 +1,4 @@
-"""Runs a reward function with a time limit: in a separate process, which is killed when it overruns.
+"""Runs a reward function with a time limit, in a separate process that is killed when it exceeds the limit.
 
 A thread cannot be killed, and a hanging reward function would otherwise block its worker forever. The process also
 provides the main thread that math-verify needs, and contains crashes. It runs as `python -m
@@ -40,7 +40,7 @@ writing them never blocks, so the writer always gets to read."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceReward:
-    """One of several task sources, and what scores its responses. function: as reward.function; empty: the run's."""
+    """The reward of one of several task sources. function: as reward.function; empty: the run's."""
 
     name: str
     source: SourceSettings
@@ -49,7 +49,7 @@ class SourceReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringSettings:
-    """Settings of the reward that the scoring process builds."""
+    """Settings of the reward, from which the scoring process builds it."""
 
     source: SourceSettings
     reward: RewardConfig
@@ -61,7 +61,7 @@ class ScoringSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredResponse:
-    """A response's reward, or the error instead; then the reward is 0 and the response carries no gradient."""
+    """A response's reward, or an error, with which the reward is 0 and the response is not trained on."""
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class ScoredResponse:
 
 
 class Scorer:
-    """Scores (response, record) pairs one after another. Threads may share one: their calls take turns."""
+    """Scores (response, record) pairs one after another. Thread-safe: calls take turns."""
 
     def __init__(self, settings: ScoringSettings) -> None:
         self._settings = settings
@@ -86,7 +86,7 @@ class Scorer:
 
     def score(self, items: Sequence[tuple[str, Any]]) -> list[ScoredResponse]:
         """Score each pair within the time limit. Failures of the reward function are returned as errors, never raised.
-        Raises RuntimeError once the scorer is closed."""
+        Raises RuntimeError after `close`."""
         with self._exclusive():
             return self._scored(items)
 

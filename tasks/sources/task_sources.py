@@ -1,4 +1,4 @@
-"""Sources of prompts, and the verifiers of their answers."""
+"""Task sources by their names in a job, and the verifiers of their answers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class UserSource:
     num_held_out = None
 
     def __init__(self, reference: str, options: Mapping[str, Any], seed: int, key: str = "task.source") -> None:
-        """key: of the job file that names it, for messages."""
+        """key: key in the job file, for messages."""
         self._where = f"{key} = {reference!r}"
         self._held_out: frozenset[Prompt] = frozenset()
         self._num_drawn = self._num_overlapping = 0
@@ -89,7 +89,7 @@ class UserSource:
 
 
 class EmulatedSource:
-    """Task source of an emulated run: the first token of a response determines its reward."""
+    """Task source of an emulated run. The first token of a response determines its reward."""
 
     num_held_out = None
     held_out_notice = ""
@@ -105,8 +105,8 @@ class EmulatedSource:
 
 
 class LabelledRecord(dict[str, Any]):
-    """A record that says whose reward scores it. label: name of the evaluation set, or of the task source of several;
-    empty: the run's own."""
+    """A record with the label of the reward that scores it. label: name of the evaluation set or of the task source;
+    empty: the run's reward."""
 
     label = ""
 
@@ -119,11 +119,11 @@ class LabelledRecord(dict[str, Any]):
 
 
 class EvaluationRecord(LabelledRecord):
-    """A record of a separate source of evaluation prompts, which has its own verifier."""
+    """A record of a separate source of evaluation prompts, which is scored by its own verifier."""
 
 
 def labelled(name: str, record: Record) -> LabelledRecord:
-    """The record of one of several task sources."""
+    """Label the record of one of several task sources."""
     kind = EvaluationRecord if isinstance(record, EvaluationRecord) else LabelledRecord
     return kind.named(name, record)
 
@@ -172,18 +172,17 @@ class SourceSettings:
 
     @property
     def is_agent_source(self) -> bool:
-        """Whether prompts may have limits of their own for their first turns, as an agent's requests have."""
+        """Whether prompts may have limits for their first turns, as an agent's requests have."""
         return is_agent(self.task.source)
 
     @property
     def concurrency(self) -> int:
-        """Number of tasks that are drawn side by side: drawing tasks of environments mostly waits for resets. Raises
-        ConfigError."""
+        """Number of tasks drawn at the same time: environments mostly wait for resets. Raises ConfigError."""
         is_environment_source = self.task.source != "emulated" and is_environment(self.task.source, "task.source")
         return self.limits.concurrency if is_environment_source else 1
 
     def build(self) -> TaskSource:
-        """Create the source. Raises ConfigError."""
+        """Create the task source. Raises ConfigError."""
         task = self.task
         if not task.eval_source:
             return self._make_source(task.source, self.options, Use.BOTH)
@@ -192,12 +191,12 @@ class SourceSettings:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of its source."""
+        """Arguments of the source."""
         return self._with_tokenizer(self.task.source, self.task.options)
 
     @property
     def eval_options(self) -> dict[str, Any]:
-        """Arguments of the source of its evaluation prompts."""
+        """Arguments of the source of evaluation prompts."""
         return self._with_tokenizer(self.task.eval_source, self.task.eval_options)
 
     def _with_tokenizer(self, source: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,8 +259,8 @@ def make_reward(
     *,
     key: str = "reward.function",
 ) -> Reward:
-    """The reward named `function`, or the weighted sum of `parts`. key: of the job file that names it, for messages.
-    Raises ConfigError."""
+    """Create the reward named `function`, or the weighted sum of `parts`. Raises ConfigError. key: its key in the job
+    file, for messages."""
     if not parts:
         return _load_reward(function, source, key)
     if function != "task":
@@ -287,7 +286,7 @@ def _load_reward(function: str, source: TaskSource, key: str) -> Reward:
 
 
 def extract_answer(pattern: str, response: str) -> str:
-    """The first group of `pattern`'s last match in the response; the whole response without a pattern."""
+    """Return the first group of the last match of `pattern` in the response; without a pattern the whole response."""
     if not pattern:
         return response.strip()
     matches = list(re.finditer(pattern, response))
