@@ -1,1 +1,1 @@
-"""What the system remembers: trajectories, the staleness protocol, the versioned store, weights."""
+"""Stored data of a run: trajectories, the staleness ledger, the versioned store, weights."""

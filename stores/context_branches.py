@@ -1,4 +1,4 @@
-"""What each token of a trajectory was sampled after, where its conversation has branches. Pure.
+"""Contexts of a trajectory's tokens, if its conversation has branches. Pure.
 
 A trajectory's tokens lie in the order in which they came: its prompt, then what was sampled and given. A conversation
 that only goes on has all tokens before a token as its context. One whose past is changed, by an agent that drops old
@@ -26,7 +26,7 @@ SampledTokens = npt.NDArray[np.bool_]
 
 
 class ContextBranch(NamedTuple):
-    """A point where a conversation leaves its past, as positions in prompt + response."""
+    """A point where a conversation continues from an earlier position. Positions are in prompt + response."""
 
     at: int
     """Position of the branch's first own token."""
@@ -35,7 +35,7 @@ class ContextBranch(NamedTuple):
 
 
 def ranges(branches: Sequence[ContextBranch], end: int) -> list[tuple[int, int]]:
-    """Position ranges that form the context of position `end`, on the newest branch that begins at or before it.
+    """Position ranges that form the context of position `end`, on the newest branch that starts at or before it.
 
     Returns:
         Half-open ranges (first, last), in order.
@@ -66,7 +66,7 @@ def places(branches: Sequence[ContextBranch], end: int) -> Places:
 
 
 def training_sequences(branches: Sequence[ContextBranch], trained: SampledTokens) -> list[tuple[Places, SampledTokens]]:
-    """Split a trajectory into the sequences that the trainer computes: one for each end of a branch.
+    """Split a trajectory into the sequences for the trainer, one per end of a branch.
 
     A branch that is continued where it ended is one sequence.
 
@@ -97,7 +97,7 @@ def training_sequences(branches: Sequence[ContextBranch], trained: SampledTokens
 def longest_shared_prefix(
     branches: Sequence[ContextBranch], tokens: npt.NDArray[np.int32], wanted: npt.NDArray[np.int32]
 ) -> tuple[int, int]:
-    """Length of the longest prefix that a context shares with an existing one, and the position behind it.
+    """Length of the longest common prefix of a context with the existing ones, and the position after it.
 
     The position is in the newest branch that agrees as long as any.
 

@@ -1,4 +1,4 @@
-"""Every error staleflow raises on purpose, grouped by what the person or code that catches it should do.
+"""All errors that staleflow raises on purpose, grouped by what the person or code that catches them should do.
 
 All are picklable (Dask carries them between processes) and also inherit the standard class a caller would expect.
 """
@@ -15,12 +15,12 @@ class StaleflowError(Exception):
 
 
 class ConfigError(StaleflowError, ValueError):
-    """The input is wrong: one line saying what, where, the limit and the remedy. The command exits with 2."""
+    """The input is wrong. The message is one line: what, where, the limit and the remedy. Commands exit with 2."""
 
 
 class ActorLost(StaleflowError, ConnectionError):
-    """An actor is lost: replace it, requeue its work. actor: the one that failed; it may be one that the called actor
-    called."""
+    """An actor is lost: replace it and requeue its work. actor: the lost one, which may have been called by the called
+    actor."""
 
     def __init__(self, message: str, actor: str = "") -> None:
         super().__init__(message)
@@ -28,16 +28,17 @@ class ActorLost(StaleflowError, ConnectionError):
 
 
 class ActorSilent(ActorLost):
-    """An actor did not answer within its deadline: its process was stopped, or is too slow. actor: as of ActorLost."""
+    """An actor did not answer within its deadline, because its process was stopped or is too slow. actor: as in
+    ActorLost."""
 
 
 class WeightsRefused(ActorLost):
-    """An instance cannot take the published weights, or has others than these after a load: it samples no further
-    token. actor: as of ActorLost."""
+    """An instance cannot load the published weights, or has other weights after loading. It samples no further tokens.
+    actor: as in ActorLost."""
 
 
 class ActorFailed(StaleflowError, RuntimeError):
-    """An actor is there and failed by an error of its own, which the message names. actor: as of ActorLost."""
+    """An actor raised an error of its own, which the message names. Its process is alive. actor: as in ActorLost."""
 
     def __init__(self, message: str, actor: str = "") -> None:
         super().__init__(message)
@@ -45,28 +46,28 @@ class ActorFailed(StaleflowError, RuntimeError):
 
 
 class TransferFailed(StaleflowError, ConnectionError):
-    """No source could deliver the weights; the message names the sources. The requesting host is alive."""
+    """No source could send the weights; the message names the sources. The requesting host is alive."""
 
 
 class StoreError(StaleflowError, OSError):
-    """The store cannot be read or written: nothing half-written is kept."""
+    """The store cannot be read or written. Nothing is half-written."""
 
 
 class StoreUnavailable(StoreError):
-    """The bucket of a store does not answer, or refuses: try again. Nothing is lost, and a commit that was applied
+    """The bucket of a store does not answer or refuses a request: try again. Nothing is lost; a commit that was applied
     without an answer is recognized when it is repeated."""
 
 
 class ProtocolViolation(StaleflowError, AssertionError):
-    """An invariant was about to be broken: a bug in staleflow. The message lists the events that led to it."""
+    """An invariant would have been broken: a bug in staleflow. The message lists the events that led to it."""
 
 
 class JobFailed(StaleflowError, RuntimeError):
-    """A job that was submitted to a cluster failed; the message says why."""
+    """A submitted job failed; the message says why."""
 
 
 class SuiteFailed(StaleflowError, RuntimeError):
-    """lm-eval failed while it ran benchmark tasks; the message has its reason."""
+    """lm-eval failed during a benchmark; the message has its reason."""
 
 
 class TooManyFailedEnvironments(StaleflowError, RuntimeError):
@@ -74,7 +75,7 @@ class TooManyFailedEnvironments(StaleflowError, RuntimeError):
 
 
 class RunStuck(StaleflowError, TimeoutError):
-    """No progress within the deadline; the message says which step waits for which work on which instance."""
+    """No progress within the deadline. The message says which step waits for which work on which instance."""
 
 
 @contextlib.contextmanager
@@ -85,7 +86,7 @@ def raised_as(
     remedy: str = "",
     describe: Callable[[Any], str] = str,
 ) -> Iterator[None]:
-    """Context manager that raises any of these errors as an error of this kind, with a message of one line.
+    """Context manager that raises these errors as an error of another class, with a one-line message.
 
     Args:
         kind: The error to raise.
@@ -106,5 +107,5 @@ def with_type(error: BaseException) -> str:
 
 
 def strerror(error: Exception) -> str:
-    """What the system says of an OSError, without its number and path."""
+    """The system's text of an OSError, without its number and path."""
     return str(getattr(error, "strerror", error))

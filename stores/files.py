@@ -1,4 +1,4 @@
-"""Atomic writing of files and folders: they appear complete or not at all, whatever kills the writer.
+"""Atomic writing of files and folders: they appear complete or not at all, even if the writer is killed.
 
 They are written beside their destination under a temporary name, flushed to disk, and renamed. Two writers of one
 path do not conflict: the later rename wins, and a reader sees the one or the other. What a killed writer leaves behind
@@ -29,7 +29,7 @@ Failures = tuple[type[Exception], ...]
 def replace_file(
     path: Path, write: Callable[[Path], object], remedy: str, *, failures: Failures = (), flush: bool = True
 ) -> None:
-    """Call `write` with a temporary path, and rename the file it writes to `path` once it is complete.
+    """Call `write` with a temporary path, and rename the file to `path` when it is complete.
 
     A path that is no regular file (a pipe, /dev/stdout) is written to directly.
 
@@ -49,8 +49,8 @@ def replace_file(
 
 @contextlib.contextmanager
 def replacing(path: Path, remedy: str, *, failures: Failures = (), flush: bool = True) -> Iterator[Path]:
-    """Context manager like `replace_file`: yields the temporary path, renamed when the block ends without an error.
-    Errors of this package that the block raises are passed on."""
+    """Context manager like `replace_file`: yields the temporary path, and renames the file if the block ends without an
+    error. Errors of this package pass through."""
     with _failures_as_store_error(path, remedy, failures):
         path = path.resolve()  # a symbolic link is kept
         if path.exists() and not path.is_file():
@@ -66,12 +66,12 @@ def replacing(path: Path, remedy: str, *, failures: Failures = (), flush: bool =
 
 
 def replace_text(path: Path, text: str, remedy: str) -> None:
-    """`replace_file` for a text, as UTF-8."""
+    """Write a text as UTF-8 with `replace_file`."""
     replace_file(path, lambda tmp_path: tmp_path.write_text(text, encoding="utf-8"), remedy)
 
 
 def replace_folder(path: Path, write: Callable[[Path], object], remedy: str, *, failures: Failures = ()) -> None:
-    """Call `write` with a temporary, empty folder, and rename it to `path` once it is complete. Raises StoreError; then
+    """Call `write` with a temporary, empty folder, and rename it to `path` when it is complete. Raises StoreError; then
     `path` is unchanged."""
     with replacing_folder(path, remedy, failures=failures) as tmp_path:
         write(tmp_path)
@@ -79,7 +79,8 @@ def replace_folder(path: Path, write: Callable[[Path], object], remedy: str, *, 
 
 @contextlib.contextmanager
 def replacing_folder(path: Path, remedy: str, *, failures: Failures = ()) -> Iterator[Path]:
-    """Context manager like `replace_folder`: yields the temporary folder, renamed when the block ends well."""
+    """Context manager like `replace_folder`: yields the temporary folder, and renames it if the block ends without an
+    error."""
     with _failures_as_store_error(path, remedy, failures):
         path = path.resolve()
         with _part(path, folder=True) as tmp_path:
@@ -101,16 +102,16 @@ def replacing_folder(path: Path, remedy: str, *, failures: Failures = ()) -> Ite
 
 
 def publish(tmp_path: Path, path: Path) -> None:
-    """Flush a finished file or folder to disk and rename it to `path`. Raises OSError, also if a folder would replace
-    one that is not empty."""
+    """Flush a finished file or folder to disk and rename it to `path`. Raises OSError, also if it would replace a
+    folder that is not empty."""
     _flush_all(tmp_path)
     tmp_path.replace(path)
     _flush(path.parent)
 
 
 def claim_folder(folder: Path, option: str) -> None:
-    """Create a folder and check that files can be written there, before minutes of work. option: what names the folder,
-    for the message. Raises ConfigError."""
+    """Create a folder and check that it is writable, before long work. Raises ConfigError. option: the option that
+    names the folder, for the message."""
     remedy = f"choose another folder with {option}"
     with raised_as(ConfigError, f"{folder}: cannot be written", OSError, remedy=remedy, describe=strerror):
         folder.mkdir(parents=True, exist_ok=True)
@@ -195,7 +196,7 @@ def _beside(path: Path, kind: str) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder; nothing if it is not there or cannot be removed."""
+    """Remove a file or folder; does nothing if it does not exist or cannot be removed."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -1,4 +1,4 @@
-"""Sets of trajectory ids that stay small however many ids they hold. Numpy, pure.
+"""Compact sets of trajectory ids. Numpy, pure.
 
 A run's ids are dense: of the ids up to any moment all are stored but those in flight. So a set is kept as the intervals
 of ids that are *not* in it, of which there are about as many as trajectories in flight.
@@ -16,7 +16,7 @@ MIN_ID, MAX_ID = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
 
 class IdSet:
-    """A set of ids that grows."""
+    """A growing set of ids."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -25,7 +25,7 @@ class IdSet:
         self._ends = np.asarray([MAX_ID], np.int64)
 
     def add(self, ids: Ints) -> Ints:
-        """Add ids; returns those that were in the set before or occur twice among them."""
+        """Add ids. Returns those that were in the set before or occur twice among them."""
         unique, counts = np.unique(ids, return_counts=True)
         absent = self._absent(unique)
         new = unique[absent]
@@ -38,16 +38,16 @@ class IdSet:
         return unique[~absent | (counts > 1)]
 
     def absent(self, start: Ints, stop: Ints) -> int:
-        """How many ids of the disjoint intervals start <= id < stop are not in the set."""
+        """Number of ids in the disjoint intervals start <= id < stop that are not in the set."""
         return int((self._below(stop) - self._below(start)).sum())
 
     def next_absent(self, id: int) -> int:
-        """The smallest id from `id` on that is not in the set."""
+        """The smallest id >= `id` that is not in the set."""
         i = int(np.searchsorted(self._starts, id, side="right")) - 1
         return id if i >= 0 and id < self._ends[i] else int(self._starts[i + 1])
 
     def next_present(self, id: int) -> int:
-        """The smallest id from `id` on that is in the set; MAX_ID if there is none."""
+        """The smallest id >= `id` in the set; MAX_ID if there is none."""
         i = int(np.searchsorted(self._starts, id, side="right")) - 1
         return int(self._ends[i]) if i >= 0 and id < self._ends[i] else id
 
@@ -64,7 +64,7 @@ class IdSet:
 
 
 def merged(ranges: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
-    """The same ids as disjoint ascending intervals, as first and last (exclusive).
+    """Merge ids into disjoint ascending half-open intervals, as arrays of starts and stops.
 
     >>> [edge.tolist() for edge in merged([(5, 9), (1, 3), (8, 12), (4, 4)])]
     [[1, 5], [3, 12]]

@@ -1,4 +1,4 @@
-"""All metrics: name, unit and meaning, declared once.
+"""All metrics, with name, unit and meaning.
 
 TensorBoard, Prometheus, the dashboard, summary.png and docs/metrics.md use these declarations. Values of metrics are
 floats in dicts, by name.
@@ -182,21 +182,19 @@ DERIVED_METRICS = frozenset({"commit_s", "tokens_per_s"})
 
 
 def axis_title(quantity: str, *names: str) -> str:
-    """Title of the axis of a plot: the quantity and the unit of these step metrics. Raises ValueError if their units
-    differ."""
+    """Title of a plot's axis for these step metrics: quantity and unit. Raises ValueError if their units differ."""
     (unit,) = {STEP_METRICS[name].unit for name in names}
     return f"{quantity}, {unit}" if unit else quantity
 
 
 def with_rate(step: Mapping[str, float], previous: Mapping[str, float] | None) -> dict[str, float]:
-    """Add tokens_per_s to a copy of a step's metrics. previous: the metrics of the step before; None for the first
-    step."""
+    """Add tokens_per_s to a copy of a step's metrics. previous: metrics of the previous step; None for the first."""
     seconds = step.get("elapsed_s", 0.0) - (previous.get("elapsed_s", 0.0) if previous else 0.0)
     return {**step, "tokens_per_s": _rate(step.get("response_tokens", 0.0), seconds)}
 
 
 def with_rates(steps: Iterable[Mapping[str, float]]) -> list[dict[str, float]]:
-    """Add tokens_per_s to copies of the metrics of a run's steps."""
+    """Add tokens_per_s to copies of the metrics of all steps."""
     rated: list[dict[str, float]] = []
     for step in steps:
         rated.append(with_rate(step, rated[-1] if rated else None))
@@ -204,7 +202,7 @@ def with_rates(steps: Iterable[Mapping[str, float]]) -> list[dict[str, float]]:
 
 
 def tokens_per_s(steps: Sequence[Mapping[str, float]]) -> float:
-    """Tokens per second of a run, from its steps so far; 0 without any."""
+    """Tokens per second of a run, from its steps so far; 0 without steps."""
     return _rate(sum(s.get("response_tokens", 0.0) for s in steps), steps[-1].get("elapsed_s", 0.0) if steps else 0.0)
 
 
@@ -235,7 +233,7 @@ SECTIONS = {
 
 
 def page() -> str:
-    """The text of docs/metrics.md."""
+    """Generate docs/metrics.md."""
     lines = [
         "# Metrics",
         "",

@@ -1,10 +1,10 @@
-"""Texts of models and of user code, as terminals and logs may be shown them."""
+"""Makes texts of models and of user code safe for terminals and logs."""
 
 from __future__ import annotations
 
 
 def printable(text: str, max_chars: int | None = None) -> str:
-    r"""Make a text's control characters visible, which could corrupt a terminal. max_chars: characters that are kept.
+    """Make a text's control characters visible, because they could corrupt a terminal. max_chars: characters to keep.
 
     >>> printable("a\x1b[2Jb", 5)
     'a\\x1b[2J...'

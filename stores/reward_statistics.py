@@ -1,4 +1,4 @@
-"""Figures of an evaluation: means with intervals, pass@k, majority, and differences of the same prompts. Pure.
+"""Statistics of an evaluation: means with intervals, pass@k, majority, and paired differences. Pure.
 
 Rewards come prompt by prompt: a sequence for each prompt, of its responses. The prompts are the sample: responses to
 one prompt resemble each other, so they do not count as independent (Miller 2024, arXiv 2411.00640, section 2.2).
@@ -25,7 +25,7 @@ NUM_DRAWS = 9_999
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Bounds of a mean, 95 %."""
+    """95 % interval of a mean."""
 
     low: float
     high: float
@@ -49,7 +49,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedDifference:
-    """The mean difference of two evaluations over the prompts that both have, and whether it may be chance."""
+    """The mean difference of two evaluations over their common prompts, and whether it is significant."""
 
     mean: float
     num_prompts: int
@@ -60,7 +60,7 @@ class PairedDifference:
 
 
 def estimate(rewards: Sequence[Sequence[float]]) -> Estimate:
-    """The mean over prompts of the mean over a prompt's responses, with its standard error and 95 % interval.
+    """Mean over prompts of the mean over a prompt's responses, with standard error and 95 % interval.
 
     Its standard error is the deviation of the prompts' means over the square root of their number: with equally many
     responses to each, the clustered one (arXiv 2411.00640, equation 4) times sqrt(P / (P - 1)).
@@ -94,7 +94,7 @@ def is_binary(rewards: Sequence[Sequence[float]]) -> bool:
 
 
 def wilson(share: float, trials: float) -> Interval:
-    """Wilson's 95 % interval of a share (Wilson 1927; Brown, Cai and DasGupta 2001, equation 4).
+    """Wilson's 95 % interval of a proportion (Wilson 1927; Brown, Cai and DasGupta 2001, equation 4).
 
     >>> print(wilson(0.0, 10))
     [0.000, 0.278]
@@ -107,7 +107,7 @@ def wilson(share: float, trials: float) -> Interval:
 
 
 def best_of(rewards: Sequence[float], k: int) -> float:
-    """The expected highest reward of k of these responses, drawn without replacement.
+    """Expected highest reward of k of these responses, drawn without replacement.
 
     Of rewards of 0 and 1 this is pass@k, 1 - C(n - c, k) / C(n, k) with c of n right (Chen et al. 2021, arXiv
     2107.03374, equation 1), which is unbiased. Raises ValueError unless there are k responses.
@@ -123,7 +123,7 @@ def best_of(rewards: Sequence[float], k: int) -> float:
 
 
 def best_of_counts(num_samples: int) -> list[int]:
-    """The k for which pass@k is quoted: powers of two above 1, and the number of samples itself.
+    """The k for which pass@k is reported: powers of two above 1, and the number of samples.
 
     >>> best_of_counts(12)
     [2, 4, 8, 12]
@@ -133,8 +133,8 @@ def best_of_counts(num_samples: int) -> list[int]:
 
 
 def majority(answers: Sequence[str], rewards: Sequence[float]) -> float:
-    """The reward of the most frequent answer, maj@n of these n responses. Where several are as frequent, the mean of
-    theirs: what a random choice among them would expect. Raises ValueError without responses.
+    """Reward of the most frequent answer, maj@n; the mean reward of the most frequent answers if several tie. Raises
+    ValueError without responses.
 
     >>> majority(["7", "8", "7"], [1.0, 0.0, 1.0])
     1.0
@@ -149,8 +149,8 @@ def majority(answers: Sequence[str], rewards: Sequence[float]) -> float:
 def paired_difference(
     base: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float]]
 ) -> PairedDifference | None:
-    """How much higher `other` is than `base` over the prompts that have responses in both (arXiv 2411.00640, section
-    4.2: prompts differ more than policies, so pairing them leaves a far smaller error).
+    """Mean difference of `other` and `base` over the prompts with responses in both. Pairing makes the error much
+    smaller, because prompts differ more than policies (arXiv 2411.00640, section 4.2).
 
     The p-value holds without assumptions on the distribution: were the policies alike, each prompt's difference would
     as well have the other sign.
@@ -173,8 +173,8 @@ def paired_difference(
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
-    """Two-sided p-value of the hypothesis that each difference is as likely to have the other sign: exact for few,
-    otherwise of random signs from a fixed seed, their own sum counted among them.
+    """Two-sided p-value of the hypothesis that the sign of each difference is random. Exact for few differences;
+    otherwise from random signs with a fixed seed, counting the observed signs as one sample.
 
     >>> sign_flip_p([1.0] * 5)
     0.0625
@@ -193,8 +193,8 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 
 def student_quantile(degrees: int) -> float:
-    """The quantile that bounds a 95 % interval of Student's t, by its expansion in the normal one (Abramowitz and
-    Stegun 26.7.5): within .1 % from 8 degrees of freedom on.
+    """97.5 % quantile of Student's t by its expansion in the normal quantile (Abramowitz and Stegun 26.7.5); within 0.1
+    % from 8 degrees of freedom on.
 
     >>> round(student_quantile(9), 2), round(student_quantile(100), 3)
     (2.26, 1.984)

@@ -1,4 +1,4 @@
-"""URLs of places in buckets: s3://BUCKET/PREFIX. Pure."""
+"""URLs in buckets: s3://BUCKET/PREFIX. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ HOW = "name one as s3://BUCKET/PREFIX, BUCKET of 3 to 63 small letters, digits, 
 
 
 def is_url(where: str) -> bool:
-    """Whether a place is named by a URL, and not by a path."""
+    """Whether a text is a URL rather than a path."""
     return where.startswith(SCHEME)
 
 
 def parsed(url: str) -> tuple[str, str]:
-    """The bucket and the prefix of a URL. Raises ConfigError.
+    """Split a URL into bucket and prefix. Raises ConfigError.
 
     >>> parsed("s3://bucket/runs/demo/")
     ('bucket', 'runs/demo')

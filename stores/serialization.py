@@ -47,8 +47,8 @@ def parse_json(text: str | bytes) -> Plain:
 
 
 class Codec:
-    """Encodes values as plain ones and decodes them. tagged: classes whose values carry their class's name. sparse:
-    fields of other classes that are omitted while they have their default."""
+    """Encodes dataclasses as plain values, and decodes them. tagged: classes whose values include the class name.
+    sparse: fields of other classes that are omitted when they have their default."""
 
     def __init__(
         self, tagged: tuple[type, ...] = (), sparse: Mapping[type, tuple[str, ...]] = MappingProxyType({})
@@ -77,7 +77,7 @@ class Codec:
         return self._converter.unstructure(value)
 
     def decode(self, value: Plain, kind: type[T]) -> T:
-        """The inverse of `encode`. Raises ValueError, which names the first fault and its place."""
+        """Decode plain values. Raises ValueError, which names the first fault and its position."""
         try:
             return self._converter.structure(value, kind)
         except Exception as error:  # cattrs groups what hooks and constructors raise

@@ -1,4 +1,4 @@
-"""The system's value types: versions, segments, trajectories, groups. Pure: numpy and the standard library.
+"""Value types: versions, segments, trajectories, groups. Pure: numpy and the standard library.
 
 A group is the set of trajectories sampled for one prompt. Ids are dense integers, so that "nothing was lost" can be
 checked by counting: group `g` owns the trajectories `g * members_started ... (g + 1) * members_started - 1`.
@@ -24,8 +24,8 @@ InstanceId = NewType("InstanceId", str)
 
 
 def is_evaluation(number: int) -> bool:
-    """Whether a trajectory, or a group, belongs to an evaluation: those have negative numbers, and are never in a
-    ledger, a batch or a store."""
+    """Whether a trajectory or group belongs to an evaluation. Their ids are negative, and they are never in a ledger, a
+    batch or a store."""
     return number < 0
 
 
@@ -34,7 +34,7 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class FinishReason(Enum):
-    """Why sampling ended."""
+    """The reason why sampling ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -42,7 +42,7 @@ class FinishReason(Enum):
 
 
 class Fate(Enum):
-    """How a trajectory ended. Every trajectory that was started has exactly one fate, or is still live."""
+    """The outcome of a trajectory. Every started trajectory has exactly one fate, or is still live."""
 
     CONSUMED = "consumed"
     FILTERED = "filtered"
@@ -50,7 +50,7 @@ class Fate(Enum):
 
 
 class AbortReason(Enum):
-    """Why a trajectory was aborted or filtered; stored with its row."""
+    """The reason why a trajectory was aborted or filtered; stored with its row."""
 
     NONE = "none"
     SURPLUS_GROUP = "surplus_group"
@@ -72,7 +72,7 @@ class AbortReason(Enum):
 
 
 def outcome_key(fate: Fate, reason: AbortReason) -> str:
-    """How a trajectory ended, as stored ledgers and counts name it.
+    """Name of an outcome in stored ledgers and counts, from fate and reason.
 
     >>> outcome_key(Fate.ABORTED, AbortReason.RUN_ENDED)
     'aborted:run_ended'
@@ -94,7 +94,7 @@ class Segment:
 
     @property
     def num_finite(self) -> int:
-        """The number of tokens before the first whose logprob is infinite or NaN; all of them if none is."""
+        """Number of tokens before the first whose logprob is infinite or NaN; all if there is none."""
         finite = np.isfinite(self.logprobs)
         return len(finite) if finite.all() else int(finite.argmin())
 
@@ -109,8 +109,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvSpan:
-    """Tokens between two turns that the model did not sample: the end of the turn, the observation, the beginning of
-    the next turn."""
+    """Tokens between two turns that the model did not sample: end of the turn, observation, start of the next turn."""
 
     role: str
     """Who speaks in them: "tool", "user", ..."""
@@ -132,7 +131,7 @@ NO_VERSION = PolicyVersion(-1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """When a trajectory reached each stage, in seconds since the run's start; 0 if it has not.
+    """Times at which a trajectory reached each stage, in seconds since the run's start; 0 if it has not.
 
     Seconds of the machine's clock: an emulated run that is made faster (`time_scale`) has as many more in its journal.
     """
@@ -145,7 +144,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One response, from prompt to reward, of one turn or of many: an environment answers each turn but the last.
+    """One response from prompt to reward, with one turn or several. An environment replies to each turn but the last.
 
     What comes after the prompt is a list of spans, sampled and given; a turn is what was sampled between two given
     spans. Arrays over the response have an element for each token in order, given ones included. `v_traj` is the oldest
@@ -178,7 +177,7 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens after the prompt, of all spans."""
+        """Number of tokens after the prompt."""
         return sum(len(s.tokens) for s in self.spans)
 
     @property
@@ -188,17 +187,17 @@ class Trajectory:
 
     @property
     def num_given(self) -> int:
-        """The number of tokens after the prompt that environments returned."""
+        """Number of tokens after the prompt that environments returned."""
         return self.num_tokens - self.num_sampled
 
     @property
     def has_env_steps(self) -> bool:
-        """Whether an environment has replied to a turn, even with no text."""
+        """Whether an environment has replied to a turn, even with an empty text."""
         return any(isinstance(s, EnvSpan) for s in self.spans)
 
     @property
     def tool_s(self) -> float:
-        """How long environments took in all, seconds."""
+        """Total seconds spent in environments."""
         return sum(s.seconds for s in self.spans if isinstance(s, EnvSpan))
 
     @property
@@ -208,7 +207,8 @@ class Trajectory:
 
     @property
     def branches(self) -> tuple[ContextBranch, ...]:
-        """Context branches: where a request continued from an earlier point; empty for a linear conversation."""
+        """Context branches: positions where a request continued from an earlier point; empty for a linear
+        conversation."""
         starts, position = [], len(self.prompt_tokens)
         for span in self.spans:
             if isinstance(span, EnvSpan) and span.after is not None:
@@ -218,14 +218,15 @@ class Trajectory:
 
     @property
     def context(self) -> IntArray:
-        """[C] token ids of the next token's context: all so far, unless there are branches."""
+        """[C] token ids of the next token's context: all tokens so far, unless there are branches."""
         tokens = np.concatenate([self.prompt_tokens, self.response_tokens])
         branches = self.branches
         return tokens[places(branches, len(tokens))] if branches else tokens
 
     @property
     def logprobs(self) -> FloatArray:
-        """[T] behaviour logprobs: of each token under the policy that sampled it, nats; 0 of given ones."""
+        """[T] behaviour logprobs, nats: of each token under the policy that sampled it; 0 for tokens of
+        environments."""
         if not self.spans:
             return np.zeros(0, np.float32)
         return np.concatenate(
@@ -234,7 +235,7 @@ class Trajectory:
 
     @property
     def versions(self) -> IntArray:
-        """[T] policy version that sampled each token, `NO_VERSION` of given ones."""
+        """[T] policy version that sampled each token; `NO_VERSION` for tokens of environments."""
         if not self.spans:
             return np.zeros(0, np.int32)
         return np.concatenate(
@@ -249,13 +250,13 @@ class Trajectory:
 
     @property
     def num_turn_tokens(self) -> int:
-        """The number of tokens sampled since the last given one."""
+        """Number of tokens sampled since the last environment token."""
         turn_segments = itertools.takewhile(lambda span: isinstance(span, Segment), reversed(self.spans))
         return sum(len(span.tokens) for span in turn_segments)
 
     @property
     def turns(self) -> tuple[IntArray, ...]:
-        """The token ids of each turn, the present one last, if anything of it was sampled."""
+        """Token ids of each turn, the current one last if any of its tokens were sampled."""
         turns: list[list[IntArray]] = [[]]
         for span in self.spans:
             if isinstance(span, Segment):
@@ -267,7 +268,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedTrajectory:
-    """An ended trajectory, as it is stored."""
+    """An ended trajectory as it is stored."""
 
     trajectory: Trajectory
     fate: Fate

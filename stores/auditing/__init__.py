@@ -1,1 +1,1 @@
-"""Checks of a stored run from its data alone."""
+"""Audits of a stored run, from its data alone."""

@@ -1,4 +1,4 @@
-"""Proof, from the stored data alone, that a run kept its promises: the bound, single consumption, conservation.
+"""Audit of a stored run: proves from its data alone that the staleness bound, single consumption and conservation hold.
 
 Only the store is read; every finding names what it is about. It is read in three passes, each in blocks, so that memory
 does not grow with the tokens: the records of commits with the numbers of their rows, for conservation; the numbers of
@@ -43,7 +43,7 @@ Runner = Callable[[Callable[..., RowCheckResult], Iterable[tuple[Any, ...]]], It
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditReport:
-    """The result of an audit: what was checked, and what contradicts the promises of a run or its store."""
+    """The result of an audit: what was checked, and all findings."""
 
     num_steps: int
     """Training steps."""
@@ -64,17 +64,17 @@ class AuditReport:
 
     @property
     def clean(self) -> bool:
-        """Whether nothing was found wrong; `unchecked` and `weights` say what could not be checked."""
+        """Whether there are no findings. `unchecked` and `weights` say what could not be checked."""
         return not self.findings
 
     @property
     def proves(self) -> bool:
-        """Whether no check found anything wrong and there were steps and verified weights to check."""
+        """Whether there are no findings, and there were steps and verified weights to check."""
         return self.clean and self.num_steps > 0 and self.weights.verified > 0
 
     @property
     def verdict(self) -> str:
-        """The result in a few words."""
+        """The result in a few words, for display."""
         if self.findings:
             return "BROKEN"
         if not self.num_steps:
@@ -83,7 +83,7 @@ class AuditReport:
 
     @property
     def lines(self) -> list[str]:
-        """The result of each check for people, with its first findings."""
+        """The result of each check as lines for display, with its first findings."""
         lines = []
         for check in self.checks:
             findings = [f for f in self.findings if f.check == check]
@@ -104,12 +104,12 @@ class AuditReport:
 
 
 def in_turn(function: Callable[..., RowCheckResult], calls: Iterable[tuple[Any, ...]]) -> Iterator[RowCheckResult]:
-    """Run calls one after another in this process."""
+    """Call functions one after another in this process."""
     return (function(*call) for call in calls)
 
 
 def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MAX_TOKENS) -> AuditReport:
-    """Run all checks over a whole store, as it is now.
+    """Run all checks over the current state of a whole store.
 
     Args:
         store: The store; the present state of its branch is checked.

@@ -1,4 +1,4 @@
-"""The certificate of a run: a chain of hashes through the records of its commits.
+"""The certificate of a run: a hash chain over the records of its commits.
 
 The *entry* of a commit is the hash of its record as it is stored. The record has the entry of the commit before, the
 hashes of the commit's rows and of the batch as it was trained, the fingerprint of the resulting weights, the ledger's
@@ -34,7 +34,7 @@ RECORDS_AT_ONCE = 256
 
 @dataclass(slots=True, kw_only=True)
 class ChainReport:
-    """The result of checking the chain of a store."""
+    """The result of checking a store's hash chain."""
 
     num_commits: int = 0
     num_entries: int = 0
@@ -47,8 +47,8 @@ class ChainReport:
 
 
 def check_chain(store: StoreReader) -> ChainReport:
-    """Check every entry of a store's present snapshot, and read all its rows. Memory: the rows of one commit. Raises
-    StoreUnavailable."""
+    """Check every entry of the chain at a store's current snapshot, reading all rows. Memory: the rows of one commit.
+    Raises StoreUnavailable."""
     store = StoreReader.at(store.path, store.snapshot)
     report = ChainReport()
     before, entry, num_rows = "the store's header", store.first_entry, 0

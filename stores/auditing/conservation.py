@@ -1,6 +1,5 @@
-"""Whether nothing was lost: at every commit the ids started are those stored so far and those in flight, and the
-ledger's counts are those of the rows. Numpy, pure; linear in commits and rows, and small however many there are.
-"""
+"""Conservation check: at every commit, the trajectories started are those stored and those in flight, and the ledger's
+counts match the rows. Numpy, pure. Time is linear in commits and rows; memory is small."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ from staleflow.stores.trajectory import outcome_key
 
 CHECK = "conservation"
 READ = ("trajectory", "fate", "reason")
-"""Columns that are read of each row."""
+"""Columns of the rows that the check reads."""
 Ints = npt.NDArray[np.int64]
 
 
 class Conservation:
-    """Checks commit by commit that every trajectory that was started is stored or in flight."""
+    """Checks commit by commit that every started trajectory is stored or in flight."""
 
     def __init__(self) -> None:
         self._stored = IdSet()
@@ -31,7 +30,7 @@ class Conservation:
         self._last: StepRecord | None = None
 
     def add(self, rows: Rows) -> None:
-        """Add rows of the commit that `ends` checks next, with the columns of READ."""
+        """Add rows of the next commit, with the columns READ."""
         self._stored.add(rows["trajectory"])
         pairs = np.stack([rows["fate"], rows["reason"]], axis=1)
         kinds, first, counts = np.unique(pairs, axis=0, return_index=True, return_counts=True)
@@ -41,7 +40,7 @@ class Conservation:
                 self._counts[outcome_key(FATES[fate], REASONS[reason])] += int(counts[i])
 
     def ends(self, record: StepRecord) -> Iterator[Finding]:
-        """Check a commit, all rows of which have been added."""
+        """Check a commit after all of its rows have been added."""
         self._last = record
         where, ledger = f"{record.kind} {record.step}", record.ledger
         started = min(max(0, ledger.num_started), MAX_ID)
@@ -72,7 +71,7 @@ class Conservation:
             yield Finding(check=CHECK, where=where, message=message)
 
     def rest(self, num_rows: int, counted: int) -> Iterator[Finding]:
-        """Check the end of the store, after the last commit. counted: rows that the records account for."""
+        """Check the end of the store, after the last commit. counted: number of rows in the records."""
         if self._last is None:
             return
         if counted != num_rows:

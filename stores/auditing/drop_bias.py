@@ -1,5 +1,5 @@
-"""Drop bias: how trajectories that a run did not train on differ from those it trained on, in length, reward and
-prompt, by the reason why they were dropped; and how truncated responses differ from others.
+"""Drop bias: how dropped trajectories differ from trained ones in length, reward and prompt, by the reason for
+dropping; and how truncated responses differ from complete ones.
 
 Members of a group are correlated, so the group is the unit: every number compared is a group's mean. Two kinds of
 groups are compared by Welch's t-test, lengths on a logarithmic scale, whose difference of means is the ratio of
@@ -43,14 +43,14 @@ Array = npt.NDArray[np.float64]
 
 
 class HasColumns(Protocol):
-    """What a store must offer."""
+    """The part of a store's interface that is used here."""
 
     def columns(self, start: int = 0, stop: int | None = None) -> dict[str, npt.NDArray[Any]]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contrast:
-    """A difference between two kinds of trajectories that is unlikely to be chance."""
+    """A statistically significant difference between two kinds of trajectories."""
 
     factor: float
     """Ratio of lengths, or difference of rewards."""
@@ -64,8 +64,8 @@ class Contrast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeStats:
-    """Trajectories that ended alike: means over their groups, and how they differ from those trained on. A difference
-    is None if there are too few groups, or if it may be chance."""
+    """Statistics of the trajectories with one outcome: means over their groups, and differences from trained
+    trajectories. A difference is None if there are too few groups or it is not significant."""
 
     name: str
     trajectories: int
@@ -95,7 +95,7 @@ IN_WORDS: dict[str, Callable[[float], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropBias:
-    """How what a run did not train on differs from what it did."""
+    """Differences between the trajectories that a run trained on and those that it dropped."""
 
     consumed: OutcomeStats
     """What was trained on."""
@@ -106,12 +106,12 @@ class DropBias:
     """Groups of which no trajectory was trained on."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as plain values, for JSON, with its lines."""
+        """The report as plain values for JSON, with its lines."""
         return {"lines": self.lines, **asdict(self)}
 
     @property
     def lines(self) -> list[str]:
-        """The differences worth reporting, a line for each kind of end; empty if there are none."""
+        """The significant differences, one line per outcome; empty if there are none."""
         lines = []
         for kind in self.others:
             contrasts = [
@@ -133,12 +133,12 @@ class DropBias:
 
 
 def bias_report(store: HasColumns) -> DropBias:
-    """Compare the trajectories of a store, by how they ended. Reads it in blocks."""
+    """Compare the trajectories of a store by outcome. Reads the store in blocks."""
     return bias_of(_blocks(store))
 
 
 def bias_of(blocks: Iterable[Mapping[str, npt.NDArray[Any]]]) -> DropBias:
-    """`bias_report` of a store's columns, in blocks of rows."""
+    """Compute `bias_report` from a store's columns, given in blocks of rows."""
     sums: dict[str, _GroupSums] = {}
     groups: set[int] = set()
     for table in blocks:
@@ -239,7 +239,7 @@ def _ratio(ours: Array, theirs: Array) -> Contrast | None:
 
 
 def difference(ours: Array, theirs: Array) -> Contrast | None:
-    """Contrast of two means by Welch's t-test; None if there are too few values, or if it may be chance.
+    """Compare two means by Welch's t-test; None if there are too few values, or the difference is not significant.
 
     The tail of Student's t is that of a normal distribution at Wallace's equivalent deviate (1959), exact to a percent
     from ten degrees of freedom on.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One way in which the store contradicts the promise or itself."""
+    """One contradiction in a store: with the staleness bound, or between its parts."""
 
     check: str
     """Name of the check that found it."""

@@ -1,4 +1,4 @@
-"""The part of an audit that reads tokens: rows in blocks of bounded size, checked column by column.
+"""Audit of rows with their tokens, in blocks of limited size, column by column.
 
 Rows are independent of each other but for the hash of a step's batch, which goes on from block to block; so ranges of
 rows can be checked apart, by several processes.
@@ -37,7 +37,7 @@ GAP = 65_536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRange:
-    """A range of rows to check, with the batches to hash."""
+    """A range of rows to check, and the steps whose batches to hash."""
 
     start: int
     stop: int
@@ -52,7 +52,7 @@ class RowRange:
 
 @dataclass(slots=True, kw_only=True)
 class RowCheckResult:
-    """Findings and batch hashes of a range of rows."""
+    """Findings of a range of rows, and hashes of its batches."""
 
     start: int
     findings: list[Finding] = field(default_factory=list)
@@ -63,7 +63,7 @@ class RowCheckResult:
 
 
 def check_rows_at(path: str, snapshot: str, eta: int, rows: RowRange) -> RowCheckResult:
-    """As `check_rows`; a function of plain values, so that it can be sent to a worker."""
+    """Call `check_rows` with plain values, for workers."""
     return check_rows(StoreReader.at(Path(path), snapshot), eta, rows)
 
 
@@ -88,7 +88,7 @@ def check_rows(store: StoreReader, eta: int, rows: RowRange) -> RowCheckResult:
 
 
 def hash_batches(store: StoreReader, rows: RowRange) -> dict[int, str]:
-    """The hashes of the batches of steps, all of whose rows lie in a range. Raises StoreError."""
+    """Hash the batches of steps whose rows all lie in a range. Raises StoreError."""
     digests: dict[int, BatchDigest] = {}
     for block in read_blocks(store, rows.start, rows.stop, rows.most_tokens):
         _hash(block, digests, rows.steps)
@@ -97,7 +97,7 @@ def hash_batches(store: StoreReader, rows: RowRange) -> dict[int, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlock:
-    """Adjacent rows with their tokens, whose spans agree with their texts."""
+    """Adjacent rows with their tokens and spans. Spans and texts agree in each row."""
 
     rows: Rows
     start: int
@@ -112,7 +112,7 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """Spans of many rows, as arrays of [N]."""
+    """Spans of many rows, as arrays of length N."""
 
     instances: list[str]
     """Instances of sampled spans, roles of env spans."""
@@ -136,7 +136,7 @@ class Spans:
         return cls(instances=instances, rows=rows, versions=versions, sizes=sizes, seconds=seconds, after=after)
 
     def branches(self, prompts: Ints) -> dict[int, list[ContextBranch]]:
-        """Context branches by row, of rows that have any. prompts: the lengths of the rows' prompts."""
+        """Context branches by row, for rows that have any. prompts: prompt length of each row."""
         by_row: dict[int, list[ContextBranch]] = {}
         starts = np.cumsum(self.sizes) - self.sizes
         firsts = dict(zip(*(part.tolist() for part in np.unique(self.rows, return_index=True)), strict=True))
@@ -147,7 +147,7 @@ class Spans:
         return by_row
 
     def turns(self, count: int) -> npt.NDArray[np.float64]:
-        """[count, 3] the columns TURNS of the rows."""
+        """[count, 3] the columns TURNS, computed from the spans of `count` rows."""
         observed = self.versions == NO_VERSION
         starts = ~observed  # a turn begins where a sampled span comes first in its row, or after a given one
         starts[1:] &= observed[:-1] | (self.rows[1:] != self.rows[:-1])
@@ -289,7 +289,7 @@ def _refused_tokens(block: RowBlock, start_row: int, refused: Sequence[Refusal])
 
 
 def other_turns(spans: Iterable[float], stored: Iterable[float]) -> str:
-    """Describe a row whose spans have other turns than those stored for it, both in the columns TURNS."""
+    """Describe a row whose spans and stored columns TURNS differ."""
     numbers = [" {:g} turns, {:g} given tokens, {:.6g} s".format(*values) for values in (spans, stored)]
     return f"its spans have{numbers[0]}; stored are{numbers[1]}"
 

@@ -1,4 +1,4 @@
-"""Whether every trajectory is stored once and every step consumed exactly its number of whole groups. Numpy, pure.
+"""Checks that every trajectory is stored once and every step consumed its number of whole groups. Numpy, pure.
 
 Memory: some numbers per group, beside what stores/id_sets.py needs.
 """
@@ -30,7 +30,7 @@ def is_consumed(rows: Rows) -> npt.NDArray[np.bool_]:
 
 
 class ConsumedRows:
-    """Collects which step consumed which rows of a store, in one pass."""
+    """Collects which step consumed which rows, in one pass over a store."""
 
     def __init__(self) -> None:
         self.num_rows = 0
@@ -41,7 +41,7 @@ class ConsumedRows:
         """[N, 5]: step, group, trajectories of it, first and last row of them."""
 
     def add(self, rows: Rows) -> None:
-        """Add the next rows, with the columns of READ."""
+        """Add the next rows, with the columns READ."""
         self._repeated_ids.update(self._stored.add(rows["trajectory"]).tolist())
         consumed = is_consumed(rows)
         (indices,) = np.nonzero(consumed)
@@ -55,7 +55,7 @@ class ConsumedRows:
         self.num_rows += len(rows)
 
     def steps(self) -> dict[int, tuple[int, int]]:
-        """First row and the row after the last of those that each step consumed."""
+        """Half-open range of rows that each step consumed."""
         counts = self._merged_counts()
         return {
             int(step): (int(counts[a:b, 3].min()), int(counts[a:b, 4].max()) + 1) for step, a, b in _runs(counts[:, 0])

@@ -1,4 +1,4 @@
-"""Verification of what earlier steps and other branches read, beside what the run's newest snapshot shows.
+"""Audit of earlier snapshots and other branches of a store.
 
 Arrays only grow, except on branches with other rewards. So each chunk that a later commit replaced must equal what the
 newest snapshot has in its place, up to the length the array had then: a flipped bit shows even if it still decodes.
@@ -28,7 +28,7 @@ DERIVED = ("rewards", "logprobs")
 
 
 def audit_history(path: Path) -> Iterator[Finding]:
-    """Check earlier snapshots and other branches of a store. Raises StoreError if it cannot be opened."""
+    """Check all earlier snapshots and other branches of a store. Raises StoreError if it cannot be opened."""
     repository = repository_at(path)
     seen: set[str] = set()
     for branch in sorted(branch_names(repository), key=lambda name: (name != MAIN, name)):

@@ -1,4 +1,4 @@
-"""How often the weights of a run's instances were verified, not verified, or contradicted. Pure."""
+"""Counts of verified, unverified and contradicted weights of a run's instances. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHECK = "fingerprints"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightCounts:
-    """Counts of verified, unverified and contradicted pulls of a run, and of the parts of weights compared at them."""
+    """Counts of verified, unverified and contradicted pulls of a run, and of the compared parts of weights."""
 
     verified: int = 0
     """Pulls after which every part of the instance's weights was what was published, bit for bit."""
@@ -49,7 +49,7 @@ class WeightCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """An instance that was taken out of service at a version, whose tokens of it must not be stored."""
+    """An instance taken out of service at a version, whose tokens of that version must not be stored."""
 
     instance: str
     version: int
@@ -58,15 +58,15 @@ class Refusal:
     another start of the run; None: no row may."""
 
     def num_tokens(self, number: int, spans: Iterable[tuple[str, int, int]]) -> int:
-        """Number of a row's tokens that the instance sampled at that version. spans: instance, version and number of
-        tokens of each."""
+        """Number of tokens that the instance sampled at that version. spans: (instance, version, number of tokens) of a
+        row."""
         if self.accepted_from is not None and number >= self.accepted_from:
             return 0
         return sum(size for instance, version, size in spans if (instance, version) == (self.instance, self.version))
 
 
 def refusals(records: Iterable[StepRecord]) -> tuple[Refusal, ...]:
-    """List the instances that were taken out of service, by a run's records."""
+    """List the instances that were taken out of service, from a run's records."""
     refused: dict[tuple[str, int], None] = {}
     accepted: dict[tuple[str, int], int] = {}
     num_rows = 0
@@ -87,7 +87,7 @@ def refusals(records: Iterable[StepRecord]) -> tuple[Refusal, ...]:
 def refused_tokens(
     where: str, number: int, spans: Sequence[tuple[str, int, int]], refused: Iterable[Refusal]
 ) -> Iterator[Finding]:
-    """Report a row's tokens that were sampled by instances out of service.
+    """Report tokens of a row that were sampled by instances out of service.
 
     Args:
         where: Names the row.
@@ -103,7 +103,7 @@ def refused_tokens(
 
 
 def counted(records: Iterable[StepRecord], published: Mapping[int, str]) -> WeightCounts:
-    """Count the outcomes in a run's records. published: the fingerprint of each version that a step has stored."""
+    """Count the outcomes of pulls in a run's records. published: fingerprint of each version that a step has stored."""
     pulls, parts, reasons = Counter[str](), Counter[str](), Counter[str]()
     for record in records:
         for check in record.weight_checks:
@@ -125,7 +125,7 @@ def counted(records: Iterable[StepRecord], published: Mapping[int, str]) -> Weig
 
 
 def contradictions(record: StepRecord, published: Mapping[int, str]) -> Iterator[Finding]:
-    """Report instances that had other weights than were published, by one record."""
+    """Report instances whose weights differed from the published ones, from one record."""
     where = f"{record.kind} {record.step}"
     for check in record.weight_checks:
         expected = published.get(check.version, check.fingerprint)

@@ -1,4 +1,4 @@
-"""State of the trajectories in flight, which are not in the store yet. The trajectory server owns it.
+"""State of the trajectories in flight, which are not in the store yet. Owned by the trajectory server.
 
 Entries describe each change of a group, of trajectories or of a batch. In a run, only `apply` changes the state, entry
 by entry. The spool (stores/in_flight/spool.py), a write-ahead log, keeps the entries on disk; applied in order, they
@@ -100,7 +100,7 @@ class LatestRouting(NamedTuple):
 
 @dataclass(slots=True)
 class InFlightState:
-    """The trajectories of one run that are not in its store. group_size: trajectories started per group."""
+    """The trajectories of one run that are not in its store. group_size: number of trajectories per group."""
 
     group_size: int
     num_drawn: int = 0
@@ -123,7 +123,8 @@ class InFlightState:
     """Trajectories that ended without being trained on, until they are stored."""
 
     def apply(self, entry: Entry) -> bool:
-        """Apply an entry. Returns False if it changes nothing: it is late, repeated, or about an ended trajectory."""
+        """Apply an entry. Returns False if it changes nothing because it is late, repeated, or about an ended
+        trajectory."""
         t = self.live.get(entry.trajectory) if isinstance(entry, OfEpisode) else None
         if isinstance(entry, OfEpisode) and t is not None and entry.attempt != self.attempt(t.id):
             if entry.attempt < self.attempt(t.id):
@@ -157,15 +158,15 @@ class InFlightState:
                 return self._end_evaluation()
 
     def attempt(self, trajectory: TrajectoryId) -> int:
-        """Number of times that a live trajectory's episode was restarted."""
+        """Number of restarts of a live trajectory's episode."""
         return self.attempts.get(trajectory, 0)
 
     def route_number(self, trajectory: TrajectoryId) -> int:
-        """The route number of a trajectory's latest routing; 0 if there was none."""
+        """The route number of a trajectory's latest routing; 0 if it was never routed."""
         return self.routings.get(trajectory, LatestRouting(0, 0)).route_number
 
     def with_tasks(self, ledger: LedgerState, num_counted: int) -> LedgerState:
-        """Add the groups in flight to the ledger state of a run with several task sources.
+        """A copy of the ledger state with the tasks of groups in flight, for a run with several task sources.
 
         num_counted: trajectories started when the ledger state was made.
         """
@@ -181,17 +182,18 @@ class InFlightState:
         )
 
     def tasks_of(self, groups: Iterable[GroupId]) -> dict[GroupId, tuple[int, int]]:
-        """(source, task) of those of the groups that are in flight."""
+        """(source, task) of the groups that are in flight."""
         needed = set(groups)
         return {t.group: (t.source, t.task) for t in (*self.live.values(), *self.pending_commit()) if t.group in needed}
 
     def accepts(self, trajectory: TrajectoryId, route_number: int) -> bool:
-        """Return whether a delivery under `route_number` is accepted: the trajectory is live, and not routed since."""
+        """Whether a delivery under `route_number` is accepted: the trajectory is live, and was not routed again
+        since."""
         return trajectory in self.live and route_number >= self.route_number(trajectory)
 
     def awaits_environment(self, trajectory: TrajectoryId, tokens: int, route_number: int) -> bool:
-        """Return whether the environment's reply to a turn is pending. The turn ended at `tokens` under `route_number`,
-        and has neither an observation nor a reward yet."""
+        """Whether the environment's reply to a turn is pending: the turn ended at `tokens` under `route_number`, and
+        has no observation and no reward yet."""
         if not self.accepts(trajectory, route_number) or trajectory in self.scored:
             return False
         t = self.live[trajectory]
@@ -202,14 +204,15 @@ class InFlightState:
         return [*itertools.chain(*self.batches.values()), *(e.trajectory for e in self.discarded)]
 
     def unstored(self, num_started: int, stored: Iterable[TrajectoryId]) -> list[TrajectoryId]:
-        """Trajectories in flight among the first `num_started`, without those in `stored`. num_started: the ledger's
-        count, which may be behind the groups drawn here."""
+        """Ids of trajectories in flight among the first `num_started`, except those in `stored`. num_started: the
+        ledger's count, which may lag behind the groups drawn here."""
         ids = set(stored)
         pending = (t.id for t in self.pending_commit() if t.id not in ids)
         return [i for i in (*self.live, *pending) if 0 <= i < num_started]
 
     def remove_committed(self, rows: Iterable[TrajectoryId], step: int | None) -> set[GroupId]:
-        """Remove the trajectories that a commit has stored. Returns the groups without any trajectory in flight.
+        """Remove the trajectories that a commit has stored. Returns the groups that have no trajectory in flight any
+        more.
 
         Args:
             rows: The stored trajectories.
@@ -228,7 +231,7 @@ class InFlightState:
         }
 
     def remove_stored(self, ledger: LedgerState) -> None:
-        """Remove the trajectories that the store holds, by the `ledger` of its last record."""
+        """Remove the trajectories in the store, according to the `ledger` of its last record."""
         unstored = {i for start, stop in ledger.live for i in range(start, stop)}
         self.num_drawn = max(self.num_drawn, ledger.num_started // self.group_size)
 
@@ -242,7 +245,8 @@ class InFlightState:
         self.scored = {i for i in self.scored if not is_stored(i)}
 
     def lost_trajectories(self, ledger: LedgerState) -> dict[GroupId, list[TrajectoryId]]:
-        """Find trajectories that were started but are neither stored nor in flight, by group: the spool lost them."""
+        """Find trajectories that were started but are neither stored nor in flight, because the spool lost them; by
+        group."""
         known = {*self.live, *(t.id for t in self.pending_commit())}
         by_group: dict[GroupId, list[TrajectoryId]] = {}
         for start, stop in (*ledger.live, (ledger.num_started, self.num_drawn * self.group_size)):
@@ -266,7 +270,7 @@ class InFlightState:
             )
 
     def copy_with(self, entry: Entry) -> InFlightState:
-        """Copy the state and apply `entry` to the copy. Does not change this one."""
+        """Return a copy of the state with `entry` applied. Does not change the state."""
         copied = InFlightState(
             group_size=self.group_size,
             num_drawn=self.num_drawn,

@@ -1,4 +1,4 @@
-"""The spool: write-ahead log of in-flight work, which survives the processes of a run.
+"""The spool: a write-ahead log of in-flight work, which outlives the processes of a run.
 
 Entries (stores/in_flight/spool_entries.py) are appended to numbered part files in the run's folder. Invariants:
 
@@ -52,12 +52,12 @@ PART_BYTES = 256 * 2**20
 
 
 def add_frame(data: bytes) -> bytes:
-    """An entry's bytes with its length and checksum before it."""
+    """Prepend length and checksum to an entry's bytes."""
     return FRAME.pack(len(data), zlib.crc32(data)) + data
 
 
 def read_frames(file: BinaryIO) -> Iterator[bytes]:
-    """Read the frames of an open part, up to the first incomplete one."""
+    """Read the entries of an open part, up to the first incomplete one."""
     remaining_bytes = os.fstat(file.fileno()).st_size - file.tell()
     while len(head := file.read(FRAME.size)) == FRAME.size:
         size, checksum = FRAME.unpack(head)
@@ -69,7 +69,7 @@ def read_frames(file: BinaryIO) -> Iterator[bytes]:
 
 
 class Spool:
-    """One run's spool. One process appends, from one thread; `read` must come before the first append.
+    """The spool of one run. One process appends to it, from one thread. Call `read` before the first append.
 
     group_size: trajectories started per group.
     """
@@ -126,8 +126,8 @@ class Spool:
             self._stored_by[group] = step
 
     def rotate(self, oldest_point: int | None) -> None:
-        """Start a new part, and remove parts that no resume point needs. oldest_point: the version of the oldest resume
-        point; None if there is none, and what is stored is not needed again."""
+        """Start a new part, and remove parts that no resume point needs. oldest_point: version of the oldest resume
+        point; None if there is none and stored work is not needed again."""
         self._begin_part()
         for number in sorted(self._parts)[:-1]:
             steps = [self._stored_by.get(group) for group in self._parts[number]]

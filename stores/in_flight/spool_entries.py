@@ -1,4 +1,4 @@
-"""The entries of a spool, the log of changes to groups, trajectories and batches in flight. Pure.
+"""The entries of a spool: changes to groups, trajectories and batches in flight. Pure.
 
 As bytes, an entry is a JSON list with its arrays behind it, so the order of a class's fields is part of the format.
 Entries about an episode have its attempt: the number of times that it was restarted before.
@@ -30,7 +30,7 @@ from staleflow.stores.trajectory import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupDrawn:
-    """A prompt was drawn for a group. The source can produce it again from the group's number, with its answer."""
+    """A prompt was drawn for a group. The source can produce prompt and answer again from the group's number."""
 
     group: GroupId
     prompt_tokens: IntArray  # [P] token ids
@@ -44,7 +44,7 @@ class GroupDrawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoriesRouted:
-    """Instances have begun to sample trajectories. routed: (trajectory, route_number)."""
+    """Instances have started sampling trajectories. routed: (trajectory, route_number)."""
 
     routed: tuple[tuple[TrajectoryId, int], ...]
     at_s: float
@@ -88,7 +88,7 @@ class ObservationDelivered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRestarted:
-    """An environment failed, and the trajectory starts again from its prompt."""
+    """An environment failed, and the trajectory restarts from its prompt."""
 
     trajectory: TrajectoryId
     tokens: int
@@ -101,7 +101,8 @@ class EpisodeRestarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardDelivered:
-    """A response of so many tokens was scored. error: of the reward function, empty if none."""
+    """A response with this number of tokens was scored. error: error of the reward function; empty if there was
+    none."""
 
     trajectory: TrajectoryId
     tokens: int
@@ -114,7 +115,7 @@ class RewardDelivered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTaken:
-    """A training step has taken trajectories. versions: their v_traj."""
+    """A training step has consumed trajectories. versions: their v_traj."""
 
     step: int
     trajectories: tuple[TrajectoryId, ...]
@@ -141,7 +142,7 @@ class InFlightResumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationEnded:
-    """An evaluation has ended or was abandoned: the trajectories sampled for it are not needed any more."""
+    """An evaluation has ended or was abandoned, and its trajectories are dropped."""
 
     at_s: float
 
@@ -180,8 +181,8 @@ _NAMES = {entry: kind for kind, entry in KINDS.items()}
 
 
 def encode(entry: Entry) -> bytes:
-    """An entry as bytes: its kind and its fields in the order of its class, without the last ones that have their
-    default. A field that is an array is stored as its length."""
+    """Encode an entry as bytes: its kind, then its fields in order, without trailing ones that have their default. An
+    array is stored as its length."""
     declared = fields(entry)
     values = [getattr(entry, f.name) for f in declared]
     while declared[len(values) - 1].default is not MISSING and values[-1] == declared[len(values) - 1].default:
@@ -209,7 +210,7 @@ def encode(entry: Entry) -> bytes:
 
 
 def decode(data: bytes) -> Entry:
-    """The inverse of `encode`. Raises ValueError for what no version of `encode` has written."""
+    """Decode the bytes of an entry. Raises ValueError for bytes that no version of `encode` has written."""
     try:
         (size,) = struct.unpack_from("<I", data)
         kind, *values = json.loads(data[4 : 4 + size])

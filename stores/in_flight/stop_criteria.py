@@ -1,4 +1,4 @@
-"""What ends a turn beside the model's own ends of a response. Pure."""
+"""Stop strings and stop tokens, which end a turn in addition to the model's own end tokens. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopCriteria:
-    """strings: a turn ends with the token that completes one of these in its text. token_ids: or with one of these."""
+    """What ends a turn. strings: the turn ends with the token that completes one of these. token_ids: the turn ends
+    with one of these."""
 
     strings: tuple[str, ...] = ()
     token_ids: tuple[int, ...] = ()

@@ -103,11 +103,11 @@ class StalenessLedger:
         return min(version + self.eta, self.num_steps - 1)
 
     def refusal(self, version: PolicyVersion) -> str | None:
-        """The reason why no further group of `version` can reserve an entry; None if one can."""
+        """The reason why no more groups of `version` can reserve an entry; None if one can."""
         return self._shortage(self.deadline(version), self._horizon())
 
     def num_reservable(self, version: PolicyVersion) -> int:
-        """Number of further groups of `version` that can reserve an entry now."""
+        """Number of additional groups of `version` that can reserve an entry now."""
         count = UNBOUNDED_STEPS
         due = self.deadline(version)
         for _, unreserved, unfilled in self._slack(due, self._horizon()):
@@ -150,7 +150,7 @@ class StalenessLedger:
 
     @property
     def num_live(self) -> int:
-        """Live trajectories: started and not ended."""
+        """Number of live trajectories: started and not ended."""
         return self.num_started - sum(self.num_ended.values())
 
     @property
@@ -190,7 +190,8 @@ class StalenessLedger:
     # -- operations ----------------------------------------------------------------------------------------------
 
     def resume(self, step: int, num_ended: Mapping[tuple[Fate, AbortReason], int]) -> None:
-        """Restore the counts of a run that has published version `step`, nothing in flight. Must be the first call."""
+        """Restore the counts of a run that has published version `step` and has nothing in flight. Call before any
+        other method."""
         if self.num_started or self.next_step or step > self.num_steps:
             raise ProtocolViolation(
                 f"cannot resume at step {step} of {self.num_steps}: the ledger is at step {self.next_step}, with "
@@ -202,7 +203,7 @@ class StalenessLedger:
         self._validate_counts()
 
     def start(self, group: GroupId, unfinished: Sequence[TrajectoryId] | None = None) -> tuple[TrajectoryId, ...]:
-        """Add a new group to the queue; it has no reservation yet. Returns the ids of the members it starts.
+        """Add a new group to the queue, without a reservation. Returns the ids of its members.
 
         unfinished: of a group that a resumed run takes up, the members that had not ended when it was stored; their
         siblings are among the counts it was resumed with. Their reservations are made again, oldest version
@@ -245,7 +246,7 @@ class StalenessLedger:
         entry.routed.add(member)
 
     def complete(self, group: GroupId, member: TrajectoryId) -> bool:
-        """Record that `member` has been sampled and rewarded. True once the group has all members it needs."""
+        """Record that `member` was sampled and rewarded. Returns True once the group has all members it needs."""
         entry = self._live(group)
         if entry.state is not EntryState.RESERVED or member not in entry.routed or member not in entry.waiting:
             raise ProtocolViolation(f"trajectory {member} completes without having been routed")
@@ -271,7 +272,8 @@ class StalenessLedger:
         return (*endings, *self._shed())
 
     def consume(self, step: int) -> Consumption:
-        """Hand one batch to training step `step`, oldest versions first: exactly once, in order, only when ready."""
+        """Give one batch to training step `step`, oldest versions first. Each step consumes once, in order, and only
+        when ready."""
         if step != self.next_step:
             raise ProtocolViolation(f"step {step} cannot consume: step {self.next_step} is next")
         if not self.ready():
@@ -313,7 +315,7 @@ class StalenessLedger:
         return self._end(entry, entry.members, Fate.ABORTED, reason)
 
     def filter(self, group: GroupId, reason: AbortReason) -> tuple[Ending, ...]:
-        """Drop a complete group that is not worth training on; its entry is freed for a replacement."""
+        """Discard a complete group that is not worth training on. Its entry becomes free for a replacement."""
         entry = self._live(group)
         if entry.state is not EntryState.RESERVED or len(entry.completed) < self.group_size:
             raise ProtocolViolation(f"group {group} is filtered before it is complete")

@@ -1,4 +1,4 @@
-"""What the staleness ledger keeps of a live group, and what its operations report."""
+"""Records of the staleness ledger about live groups, and results of its operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EntryState(Enum):
 
 @dataclass(slots=True)
 class Entry:
-    """One live group's record in the ledger. `version` is the minimum over its routed members; -1 before the first."""
+    """The ledger's record of one live group. `version`: minimum over its routed members; -1 before the first."""
 
     group: GroupId
     waiting: set[TrajectoryId]
@@ -38,7 +38,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """A trajectory's end, as decided by the ledger. Exactly one is reported for every trajectory ever started."""
+    """The end of a trajectory, as decided by the ledger. There is exactly one for every started trajectory."""
 
     trajectory: TrajectoryId
     group: GroupId
@@ -60,7 +60,7 @@ class Consumption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferView:
-    """Numbers of groups in one staleness buffer, by version. Derived, for display only."""
+    """Numbers of groups in one staleness buffer, by version. For display only."""
 
     step: int
     reserved: dict[int, int]

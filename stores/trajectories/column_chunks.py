@@ -1,4 +1,4 @@
-"""Reading and appending to many small arrays at once.
+"""Reads and appends to many small arrays concurrently.
 
 A commit appends a few rows to each of some 25 columns. Through the arrays' own interface each takes 4 ms of CPU, most
 of it for parsing metadata and for the tasks of a pipeline of codecs. Here chunks and metadata are read, extended and
@@ -76,7 +76,7 @@ class _Chunks:
 
 
 def append_all(store: Any, values: Mapping[str, Array]) -> None:
-    """Append to arrays that CODEC compresses, and that are divided into chunks along their first dimension alone.
+    """Append to arrays that are compressed with CODEC and chunked along their first dimension only.
 
     Args:
         store: Of an Icechunk session that may be written.
@@ -95,7 +95,7 @@ def append_all(store: Any, values: Mapping[str, Array]) -> None:
 
 
 def read_all(store: Any, names: Iterable[str], start: int, stop: int) -> dict[str, Array]:
-    """Read the elements at start <= position < stop of several arrays at once, by name.
+    """Read the elements at start <= position < stop of several arrays concurrently. Returns them by name.
 
     Arrays that do not exist are left out.
 

@@ -1,4 +1,4 @@
-"""The columns of stored trajectories: one table with the name, type, unit and meaning of each. Pure.
+"""The columns of stored trajectories, with their names, types, units and meanings. Pure.
 
 Each column is an array of its own in a store, `rows/NAME`, with one element per trajectory. A store that was written
 before a column existed reads that column's fill value, so a new column needs a line in COLUMNS and nothing else, unless
@@ -33,7 +33,7 @@ Value = int | float | bool | Enum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column of the table of trajectories."""
+    """A column of the trajectory table."""
 
     name: str
     dtype: str
@@ -51,22 +51,22 @@ class Column:
 
     @property
     def array(self) -> str:
-        """The name of its array in a store."""
+        """Name of the column's array in a store."""
         return f"rows/{self.name}"
 
     @property
     def shown_dtype(self) -> str:
-        """Its type in tables, where members of enumerations are words."""
+        """Type of the column in displayed tables, where enumerations are words."""
         return "str" if self.members else self.dtype
 
     def encoded(self, row: EndedTrajectory) -> int | float | bool:
-        """The stored value of a row."""
+        """Encode a trajectory's value for storage."""
         assert self.value is not None
         value = self.value(row)
         return self.members.index(value) if isinstance(value, Enum) else value
 
     def shown_value(self, row: EndedTrajectory) -> int | float | bool | str:
-        """The value of a row in tables, in its column's type."""
+        """A trajectory's value as it is displayed, in the type `shown_dtype`."""
         compute = self.shown or self.value
         assert compute is not None
         value = compute(row)
@@ -141,22 +141,22 @@ def chosen(names: Iterable[str] | None = None) -> list[Column]:
 
 
 def shown_columns(names: Iterable[str] | None = None) -> list[Column]:
-    """Those of the columns with these names, all by default, that tables and `--where` have."""
+    """The columns with these names, all by default, that displayed tables and `--where` have."""
     return [column for column in chosen(names) if column.value is not None]
 
 
 def empty_rows(count: int, columns: Sequence[Column]) -> Rows:
-    """`count` rows of these columns, not initialized."""
+    """Allocate `count` rows of these columns, not initialized."""
     return np.empty(count, np.dtype([(column.name, column.dtype) for column in columns]))
 
 
 def span_seconds(span: Span) -> float:
-    """The seconds of a given span as they are stored, rounded; 0 of a sampled one."""
+    """Rounded seconds of an environment span, as they are stored; 0 for a sampled span."""
     return round(span.seconds, 6) if isinstance(span, EnvSpan) else 0.0
 
 
 def reference() -> str:
-    """The list of columns in Markdown, for docs/store.md."""
+    """Generate the list of columns in docs/store.md."""
     lines = []
     for column in COLUMNS:
         kind = "word" if column.members else column.dtype

@@ -40,7 +40,7 @@ def require(module: str) -> Any:
 
 
 def record(row: EndedTrajectory) -> dict[str, Any]:
-    """A row as plain values and numpy arrays, by the names of COLUMNS and ARRAYS."""
+    """A trajectory as plain values and numpy arrays, by the names of COLUMNS and ARRAYS."""
     t = row.trajectory
     return {
         **{column.name: column.shown_value(row) for column in shown_columns()},
@@ -55,7 +55,7 @@ def record(row: EndedTrajectory) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RowTexts:
-    """A row's texts. messages: what was said after the prompt, by the names role, content, tokens, seconds."""
+    """Texts of a trajectory. messages: the messages after the prompt, with the keys role, content, tokens, seconds."""
 
     prompt: str
     response: str
@@ -135,12 +135,12 @@ def _partition(
 
 
 class StoredTokens:
-    """A token array of a store without the gaps between its commits: one-dimensional, read by slices."""
+    """A token array of a store without the gaps between commits, as a one-dimensional array that is read by slices."""
 
     ndim = 1
 
     def __init__(self, source: Any, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> None:
-        """Take the parts of an array that hold tokens.
+        """Select the ranges of an array that hold tokens.
 
         Args:
             source: The stored array.
@@ -170,7 +170,7 @@ class StoredTokens:
 def to_xarray(
     table: Mapping[str, Any], row_coordinates: Mapping[str, Any], root: Any, attributes: Mapping[str, Any]
 ) -> Any:
-    """An xarray.Dataset of a store's columns and, lazily, its tokens.
+    """Make an xarray.Dataset of a store's columns and, lazily, its tokens.
 
     Args:
         table: The columns, by name.
@@ -220,7 +220,8 @@ def arrow_schema(text_columns: dict[str, str]) -> Any:
 
 
 def arrow_table(rows: list[EndedTrajectory], text_columns: dict[str, str], read: list[RowTexts]) -> Any:
-    """Make a pyarrow.Table of rows and their texts. text_columns: column names of `prompt`, `response`, `messages`."""
+    """Make a pyarrow.Table of trajectories and their texts. text_columns: column names for `prompt`, `response`,
+    `messages`."""
     arrow = require("pyarrow")
     records = [
         {

@@ -1,4 +1,4 @@
-"""Branches of a store: the same trajectories with other rewards or logprobs. The original is never changed.
+"""Derived branches of a store: the same trajectories with other rewards or logprobs. The original is never changed.
 
 A branch shares every chunk with its parent snapshot except those of what differs, and records how it was made, its
 lineage. It is created atomically: until it is complete it has a temporary name that is never listed.
@@ -29,7 +29,7 @@ COPIED_AT_ONCE = 16 * 65_536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:
-    """The columns a branch replaces, one element per row in stored order. errors: by trajectory id."""
+    """The columns that a branch replaces, with one element per row in stored order. errors: by trajectory id."""
 
     rewards: npt.NDArray[np.float32]  # [R]
     advantages: npt.NDArray[np.float32]  # [R], 0 where nothing was trained
@@ -43,7 +43,7 @@ MAX_NAME = 200
 
 
 def refuse(path: Path, name: str) -> None:
-    """Raise ConfigError if a branch of that name cannot be made."""
+    """Raise ConfigError if a branch cannot have this name."""
     if name and not (NAME.fullmatch(name) and len(name) <= MAX_NAME):
         raise ConfigError(
             f"a branch cannot be called {name[:60]!r}: use letters, digits and . _ + @ - and spaces, beginning with a "
@@ -56,8 +56,8 @@ def refuse(path: Path, name: str) -> None:
 
 
 def derive(store: StoreReader, path: Path, name: str, new: Rewards, lineage: Mapping[str, Any]) -> str:
-    """Make branch `name` from the snapshot `store` reads, with other rewards; returns its snapshot. Raises StoreError;
-    then no branch is left."""
+    """Create branch `name` with other rewards from the snapshot that `store` reads. Returns the new snapshot. Raises
+    StoreError; then no branch is left."""
 
     def change(root: Any) -> None:
         count = len(new.rewards)
@@ -95,8 +95,8 @@ def _change_masks(root: Any, loss_mask: npt.NDArray[np.bool_]) -> None:
 def derive_logprobs(
     store: StoreReader, path: Path, name: str, logprobs: npt.NDArray[np.float32], lineage: Mapping[str, Any]
 ) -> str:
-    """Make branch `name` from the snapshot `store` reads, with RESCORED beside the stored logprobs; returns its
-    snapshot. logprobs: [T], may be memory-mapped. Raises StoreError; then no branch is left."""
+    """Create branch `name` from the snapshot that `store` reads, with logprobs RESCORED in addition to the stored ones.
+    Returns the new snapshot. Raises StoreError; then no branch is left. logprobs: [T], may be memory-mapped."""
 
     def change(root: Any) -> None:
         tokens = root["tokens/logprobs"]

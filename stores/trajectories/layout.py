@@ -1,4 +1,4 @@
-"""The layout of trajectories in a store's arrays: a row of numbers each, flat token arrays, and JSON for the rest.
+"""Layout of trajectories in a store's arrays: a row of numbers, flat token arrays, and JSON for the rest.
 
 The arrays themselves are listed in stores/trajectories/versioned.py. Numpy, pure.
 """
@@ -54,7 +54,7 @@ KINDS = ("step", "end", "resume", "refusal")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitArrays:
-    """Rows in the form that a commit appends. tokens: [T] by the names of TOKEN_ARRAYS."""
+    """Trajectories as arrays that a commit appends. tokens: [T] arrays by the names of TOKEN_ARRAYS."""
 
     tokens: dict[str, npt.NDArray[Any]]
     rows: Rows  # [R] all columns
@@ -63,7 +63,8 @@ class CommitArrays:
 
 
 def pack(ended: Sequence[EndedTrajectory], start: int, text_start: int) -> CommitArrays:
-    """Pack rows for a commit. begin, text_begin: where their tokens and their text will begin in the store."""
+    """Convert trajectories to arrays for a commit. begin, text_begin: positions in the store where their tokens and
+    texts begin."""
     tokens: dict[str, list[npt.NDArray[Any]]] = {name: [np.zeros(0, d)] for name, d in TOKEN_ARRAYS.items()}
     offsets, texts = [], []
     offset = start
@@ -93,8 +94,8 @@ def pack(ended: Sequence[EndedTrajectory], start: int, text_start: int) -> Commi
 
 
 def fingerprint_rows(tokens: Mapping[str, npt.NDArray[Any]], rows: Rows, text: bytes) -> str:
-    """Hash, 32 hex digits, all that is stored of a commit's rows. Columns of fill values only are left out: an earlier
-    store reads so for columns that it does not have.
+    """Hash, 32 hex digits, of all that is stored of a commit's rows. Columns with fill values only are left out,
+    because an earlier store without such a column reads the same.
 
     Args:
         tokens: [T] by the names of TOKEN_ARRAYS, of these rows alone.
@@ -115,7 +116,7 @@ def fingerprint_rows(tokens: Mapping[str, npt.NDArray[Any]], rows: Rows, text: b
 def unpack(
     row: Mapping[str, Any], tokens: Mapping[str, npt.NDArray[Any]], start: int, text: bytes, text_start: int
 ) -> EndedTrajectory:
-    """Rebuild a trajectory from its stored row: the inverse of `pack`.
+    """Rebuild a trajectory from its stored row; the inverse of `pack`.
 
     Args:
         row: The row's columns by name.
@@ -181,8 +182,8 @@ def unpack(
 
 
 def parse_span(instance: str, version: int, size: int, *more: float) -> tuple[str, int, int, float, int]:
-    """Parse a stored span: seconds are 0 of sampled ones, `after` is -1 if no branch begins with it. Raises ValueError
-    or TypeError if it is malformed."""
+    """Parse a stored span. Raises ValueError or TypeError if it is malformed. Seconds of sampled spans are 0; `after`
+    is -1 if no branch begins with the span."""
     if len(more) not in ((1, 2) if version == NO_VERSION else (0,)):
         raise ValueError(f"a span of version {version} with {len(more)} further numbers")
     seconds, after = (*more, -1)[:2] if more else (0.0, -1)

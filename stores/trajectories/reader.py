@@ -1,4 +1,4 @@
-"""Reading of a store at a snapshot, or of a branch as it is now: commits, trajectories, columns, damage.
+"""Reads a store at a snapshot, or the current state of a branch: commits, trajectories, columns, damage.
 
 What is asked for is read and nothing else: `summary` reads a few numbers per commit, `steps` the records of commits
 but no row, columns come in the range that is asked for.
@@ -52,7 +52,7 @@ RESCORED = "tokens/rescored"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadableRow:
-    """A stored trajectory that can no longer be read, and why."""
+    """A stored trajectory that cannot be read any more, and why."""
 
     trajectory: TrajectoryId
     error: str
@@ -60,7 +60,7 @@ class UnreadableRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamagedChunk:
-    """A chunk that cannot be read. number: among its array's chunks; elements: per chunk of that array."""
+    """A chunk that cannot be read. number: index of the chunk in its array. elements: number of elements per chunk."""
 
     array: str
     number: int
@@ -70,7 +70,7 @@ class DamagedChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """How far a run has come, as its store has it."""
+    """Progress of a run, according to its store."""
 
     num_steps: int
     num_rows: int
@@ -89,7 +89,7 @@ class Summary:
 
 
 class ArrayCache:
-    """The arrays of a session, by name; each is looked up once. Raises StoreError if their metadata cannot be read.
+    """The arrays of a session by name, each opened once. Raises StoreError if their metadata cannot be read.
 
     where: the store's path or URL, for messages.
     """
@@ -127,7 +127,7 @@ class ArrayCache:
 
 
 class StoreReader:
-    """A store at a snapshot, or a branch of it. Reading changes nothing, so threads may share one."""
+    """A store at a snapshot, or a branch of it. Read-only, so threads may share one."""
 
     def __init__(self, repository: Any, *, at_snapshot: str | None, where: str, branch: str = MAIN) -> None:
         self._repository = repository
@@ -152,13 +152,13 @@ class StoreReader:
     # -- commits -------------------------------------------------------------------------------------------------
 
     def steps(self, start: int = 0, stop: int | None = None) -> list[StepRecord]:
-        """The commits at start <= number < stop, all by default, oldest first; as in slices, negative numbers count
-        from the end. Reads no row."""
+        """The commits at start <= number < stop, all by default, oldest first. As in slices, negative numbers count
+        from the end. Reads no trajectories."""
         root = self._read_root()
         return list(self._records(root, *slice(start, stop).indices(self._num_commits(root))[:2]))
 
     def record_texts(self, start: int, stop: int) -> list[bytes]:
-        """The records of the commits at start <= number < stop as they are stored, JSON. Raises StoreError."""
+        """The records of the commits at start <= number < stop as stored JSON texts. Raises StoreError."""
         root = self._read_root()
         bounds = slice(start, stop).indices(self._num_commits(root))[:2]
         return [text for _, text in self._texts(root, *bounds)]
@@ -175,13 +175,13 @@ class StoreReader:
 
     @property
     def first_entry(self) -> str:
-        """The entry that the first commit follows: the hash of the store's header."""
+        """The entry before the first commit's: the hash of the store's header."""
         return self._first_entry
 
     @property
     def newest_entry(self) -> str:
-        """The entry of the last commit, as it was noted with its snapshot; empty if none was. Of a branch with other
-        rewards or logprobs, that of the commit it was made from."""
+        """The entry of the last commit, as recorded with its snapshot; empty if none was. On a derived branch, the
+        entry of the commit from which it was derived."""
         of_run = self.lineage.get("parent", self.snapshot)
         (newest,) = itertools.islice(self._repository.ancestry(snapshot_id=of_run), 1)
         return str(newest.metadata.get("entry", ""))
@@ -209,7 +209,7 @@ class StoreReader:
         return int(root["commits"].shape[0])
 
     def summary(self) -> Summary:
-        """How far the run has come. Reads a few numbers per commit, and the records of two."""
+        """Progress of the run. Reads a few numbers per commit, and the records of two."""
         root = self._read_root()
         count = self._num_commits(root)
         table = self._slice(root, "commits", 0, count)
@@ -226,7 +226,7 @@ class StoreReader:
     # -- trajectories --------------------------------------------------------------------------------------------
 
     def ended(self, step: int | None = None) -> Iterable[EndedTrajectory]:
-        """All stored trajectories in the order stored, or those that one training step consumed, in its order."""
+        """All stored trajectories in stored order, or those that one training step consumed, in its order."""
         root = self._read_root()
         if step is None:
             positions = np.arange(num_rows(root))
@@ -249,12 +249,13 @@ class StoreReader:
         return np.asarray(rows["offset"] + rows["prompt_tokens"], np.int64)
 
     def readable(self, start: int, stop: int) -> Iterator[EndedTrajectory | UnreadableRow]:
-        """As `rows`, but yields Damaged for rows in a corrupt chunk instead of raising."""
+        """The stored trajectories at positions start <= position < stop, with an UnreadableRow in place of each that is
+        damaged."""
         return self._readable(self._read_root(), start, stop)
 
     def picked(self, positions: Iterable[int]) -> Iterator[EndedTrajectory | UnreadableRow]:
-        """Read the rows at these positions, in this order; UnreadableRow for those that cannot be read. Adjacent ones
-        are read together."""
+        """The trajectories at these positions, in this order, with an UnreadableRow in place of each that is damaged.
+        Adjacent ones are read together."""
         root = self._read_root()
         wanted = list(positions)
         start = 0
@@ -281,7 +282,7 @@ class StoreReader:
                 yield UnreadableRow(trajectory=TrajectoryId(int(rows["trajectory"][i])), error=str(error))
 
     def damage(self) -> Iterator[DamagedChunk]:
-        """Every chunk that cannot be read. Reads the whole store."""
+        """All chunks that cannot be read. Reads the whole store."""
         root = self._read_root()
         for name in array_names(root):
             length, size = root[name].shape[0], stored_chunk(root[name])
@@ -294,7 +295,7 @@ class StoreReader:
                     yield DamagedChunk(array=name, number=number, elements=size, error=str(error))
 
     def branches(self) -> set[str]:
-        """All branches except the one the run commits to."""
+        """Names of all branches except the one that the run commits to."""
         return branch_names(self._repository) - {MAIN}
 
     @property
@@ -308,7 +309,7 @@ class StoreReader:
         return self._at_snapshot or str(self._repository.lookup_branch(self._branch))
 
     def follows(self, snapshot: str) -> bool:
-        """Whether what this store reads was committed after `snapshot`, or is that."""
+        """Whether this store reads `snapshot` or a later one on its branch."""
         return any(str(ancestor.id) == snapshot for ancestor in self._repository.ancestry(snapshot_id=self.snapshot))
 
     def get(self, trajectory: TrajectoryId) -> EndedTrajectory | None:
@@ -328,8 +329,7 @@ class StoreReader:
     def table(
         self, start: int = 0, stop: int | None = None, names: Iterable[str] | None = None
     ) -> dict[str, npt.NDArray[Any]]:
-        """Read columns of the rows at start <= position < stop, all by default, as they are stored. names: of the
-        columns to read."""
+        """Stored values of columns at start <= position < stop, all by default. names: the columns to read."""
         root = self._read_root()
         bounds = self._bounds(root, start, stop)
         return self._columns(root, *bounds, chosen(names))
@@ -337,8 +337,8 @@ class StoreReader:
     def columns(
         self, start: int = 0, stop: int | None = None, names: Iterable[str] | None = None
     ) -> dict[str, npt.NDArray[Any]]:
-        """Read columns as `table` does, for display: words for fate, reason and finish, no positions in other arrays,
-        and response_tokens counting sampled tokens only."""
+        """Values of columns as `table`, but for display: words for fate, reason and finish, no positions in other
+        arrays, and response_tokens that count sampled tokens only."""
         root = self._read_root()
         bounds = self._bounds(root, start, stop)
         wanted = shown_columns(names)
@@ -383,7 +383,7 @@ class StoreReader:
         return dataframes.to_xarray(self.columns(), self.table(names=SPAN_COLUMNS), self._read_root(), attributes)
 
     def rescored(self, trajectory: TrajectoryId) -> npt.NDArray[np.float32] | None:
-        """[T] logprobs of a response under another model, nats; None on branches without (derived_branches.py)."""
+        """[T] logprobs of a response under another model, nats; None on branches without them (derived_branches.py)."""
         root = self._read_root()
         if RESCORED not in root:
             return None
@@ -394,12 +394,12 @@ class StoreReader:
         return self._slice(root, RESCORED, start, start + int(row["response_tokens"]))
 
     def array_lengths(self) -> dict[str, int]:
-        """Length of each array, by name; an audit compares them with the records."""
+        """Length of each array by name, which an audit compares with the records."""
         root = self._read_root()
         return {name: int(root[name].shape[0]) for name in array_names(root)}
 
     def extent(self, rows: Rows) -> TokenRange:
-        """Everything from the first of these rows to the last. rows: at least one."""
+        """Read the token arrays from the first to the last of these rows. rows: at least one."""
         return self._extent(self._read_root(), rows)
 
     def _block(self, root: Any, rows: Rows) -> Iterable[EndedTrajectory]:
@@ -414,8 +414,8 @@ class StoreReader:
         return tokens, start, self._slice(root, "text", text_first, text_last).tobytes(), text_first
 
     def fingerprint_rows(self, start: int, stop: int) -> str:
-        """The hash of the rows of a commit, at start <= position < stop, as they read now; empty if there are none.
-        Raises StoreError."""
+        """Hash the rows of a commit, at start <= position < stop, as they are read now; empty if there are none. Raises
+        StoreError."""
         root = self._read_root()
         rows = self._rows(root, start, stop)
         if not len(rows):
@@ -425,7 +425,7 @@ class StoreReader:
         return layout.fingerprint_rows({**tokens, "mask": mask}, rows, text)
 
     def masks(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
-        """The loss masks of tokens at start <= token < stop. Rows have their mask, too: an audit compares them."""
+        """Loss masks of the tokens at start <= token < stop. An audit compares them with the masks of rows."""
         return self._slice(self._read_root(), "tokens/mask", start, stop)
 
     def unpacked(
@@ -436,7 +436,7 @@ class StoreReader:
         text: bytes,
         text_first: int,
     ) -> Iterator[EndedTrajectory]:
-        """Rows from their numbers and their `extent`. Raises StoreError if they contradict each other."""
+        """Rebuild trajectories from their rows and their `extent`. Raises StoreError if these contradict each other."""
         names = rows.dtype.names or ()
         for values in rows.tolist():
             ended = layout.unpack(dict(zip(names, values, strict=True)), tokens, start, text, text_first)
@@ -481,25 +481,26 @@ class StoreReader:
 
 
 def check_format(format: object, where: str) -> None:
-    """Raise ConfigError if a store is not of the layout that is read here. format: in its attributes."""
+    """Raise ConfigError if the format of a store is not the supported one. format: as in the store's attributes."""
     if format != FORMAT:
         raise ConfigError(f"{where}: store format {format!r}, this version reads {FORMAT!r}")
 
 
 def num_rows(root: Any) -> int:
-    """The number of stored trajectories."""
+    """Number of stored trajectories."""
     return int(root[NUM_ROWS].shape[0])
 
 
 def array_names(root: Any) -> list[str]:
-    """The arrays of a store. Columns that are newer than the store, and logprobs under other weights, may be absent."""
+    """Names of the arrays that a store has. Columns added after it was created, and logprobs under other weights, may
+    be absent."""
     columns = [column.array for column in COLUMNS]
     always = [f"tokens/{name}" for name in TOKEN_ARRAYS]
     return [*always, *(name for name in (*columns, "text", "commits", "records", RESCORED) if name in root)]
 
 
 def stored_chunk(array: Any) -> int:
-    """Elements along an array's first dimension that are stored together, in one file."""
+    """Number of elements along the first dimension of an array that are stored in one file."""
     return int((array.shards or array.chunks)[0])
 
 

@@ -1,4 +1,4 @@
-"""The values that a trajectory store keeps. Pure."""
+"""Values stored with commits: the run's header and the record of each commit. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from staleflow.stores.weights.weight_report import WeightCheck
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHeader:
-    """The settings of the run that wrote a store which give its numbers their meaning."""
+    """The settings of a run without which its stored numbers cannot be interpreted."""
 
     run: str
     eta: int
@@ -46,7 +46,7 @@ class RunHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceState:
-    """What has become of the groups of one task source by a commit, and what its sampler has learned from them."""
+    """Counts of the groups of one task source at a commit, and the state of its sampler."""
 
     num_drawn: int = 0
     """Groups whose prompts have arrived."""
@@ -65,7 +65,7 @@ class SourceState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerState:
-    """The ledger's counts at a commit. With the rows up to it they must add up: started = ended + live."""
+    """The ledger's counts at a commit. They must match the rows so far: started = ended + live."""
 
     num_started: int
     """Trajectories that were started."""
@@ -94,7 +94,8 @@ EMPTY = LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """The record of one commit: a training step with the batch it consumed, or something else that `kind` names."""
+    """The record of one commit: of a training step with the batch it consumed, or of another event, which `kind`
+    names."""
 
     kind: str
     """One of "step", a training step; "end", the run's end; "resume", an interrupted run that went on;
@@ -123,7 +124,7 @@ class StepRecord:
     """Entry of the commit before (`entry_of`); empty in commits of versions without a chain."""
 
     def repeats(self, other: StepRecord | None) -> bool:
-        """Whether this asks for what `other` is the commit of."""
+        """Whether this is a repeated request for the commit whose record is `other`."""
         if other is None or (self.kind, self.step) != (other.kind, other.step):
             return False
         if self.kind == "refusal" and self._checked != other._checked:
@@ -137,13 +138,13 @@ class StepRecord:
 
 
 def entry_of(record: bytes) -> str:
-    """Hash, 64 hex digits, of a commit's record as it is stored: the commit's entry in the chain of the run
+    """Hash, 64 hex digits, of a commit's record as stored: the commit's entry in the run's hash chain
     (stores/auditing/chain.py)."""
     return hashlib.sha256(record).hexdigest()
 
 
 def id_ranges(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Half-open ranges that cover exactly these ids.
+    """Half-open ranges that contain exactly these ids.
 
     >>> id_ranges([3, 1, 2, 7])
     ((1, 4), (7, 8))
@@ -158,7 +159,7 @@ def id_ranges(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 
 class BatchDigest:
-    """The hash of a batch, trajectory by trajectory."""
+    """Incremental hash of a batch, trajectory by trajectory."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
@@ -173,7 +174,8 @@ class BatchDigest:
         numbers: tuple[float, float],
         branches: Sequence[ContextBranch] = (),
     ) -> None:
-        """Add a trajectory. ids: its id and v_traj; numbers: its reward and advantage; the rest as in Trajectory."""
+        """Add a trajectory. ids: its id and v_traj. numbers: its reward and advantage. Other arguments as in
+        Trajectory."""
         self._hash.update(_TWO_IDS.pack(*ids))
         for array in (prompt, response, versions):
             self._hash.update(_LENGTH.pack(len(array)))
@@ -187,7 +189,7 @@ class BatchDigest:
 
     @property
     def hex(self) -> str:
-        """32 digits."""
+        """The hash so far, 32 hex digits."""
         return self._hash.hexdigest()
 
 

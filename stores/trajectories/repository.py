@@ -1,4 +1,4 @@
-"""The Icechunk repository of a store: opening it, its branches and snapshots, and the lock that commits take."""
+"""The Icechunk repository of a store: opening, branches, snapshots, and the lock for commits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MANIFEST_CHUNKS = 64
 
 
 def repository_at(path: Path) -> Any:
-    """The Icechunk repository of an existing store. Raises StoreError."""
+    """Open the Icechunk repository of an existing store. Raises StoreError."""
     try:
         return open_repository(path)
     except (icechunk.IcechunkError, OSError) as error:
@@ -49,9 +49,9 @@ def open_repository(path: Path) -> Any:
 
 @contextlib.contextmanager
 def creating(path: Path, url: str = "") -> Iterator[Any]:
-    """A new repository, which `path` leads to once the block has ended well. A kill before leaves a folder of another
-    name, or in a bucket a repository without any commit of a run, which the next attempt uses. url: of a place in a
-    bucket, instead of a folder. Raises Icechunk's own errors, OSError, ConfigError, StoreError."""
+    """Context manager: create a repository, which `path` names once the block ends without an error. If the process is
+    killed before, a folder of another name is left, or in a bucket a repository without commits, which the next attempt
+    uses. url: of a store in a bucket. Raises Icechunk's errors, OSError, ConfigError, StoreError."""
     if url:
         yield _unused(url)
         name_url(path, url)
@@ -64,7 +64,8 @@ def creating(path: Path, url: str = "") -> Iterator[Any]:
 
 
 def check_bucket(url: str, *, new: bool) -> None:
-    """Raise ConfigError if a store's bucket does not answer. new: or if there is a run's store already."""
+    """Raise ConfigError if a store's bucket does not answer. new: whether to raise it also if the bucket has a run's
+    store already."""
     problem, remedy = (
         f"store = {url!r}: the bucket cannot be used",
         "check the name, AWS_ENDPOINT_URL and AWS_ACCESS_KEY_ID",
@@ -87,7 +88,7 @@ def _unused(url: str) -> Any:
 
 
 def branch_names(repository: Any) -> set[str]:
-    """The branches that are complete."""
+    """Names of the complete branches."""
     return {name for name in repository.list_branches() if not name.startswith(INCOMPLETE)}
 
 
@@ -105,15 +106,15 @@ def snapshot_of(repository: Any, step: int, path: Path) -> str:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Let one process at a time move the head of a store: held for milliseconds, or as long as a bucket
-    takes; the lock ends with the process."""
+    """Context manager: lock the head of a store, so that one process at a time moves it. Held for milliseconds, or as
+    long as a bucket takes. The lock ends with the process."""
     with path.with_name(f".{path.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def first_line(error: BaseException) -> str:
-    r"""The message of an error in one line: its first line, or the innermost of the causes that Icechunk names.
+    """The message of an error in one line: its first line, or that of the innermost cause in Icechunk's message.
 
     >>> first_line(ValueError("x refused\n |-> service error\n `-> Error { message: \"no such bucket\", id: 7 }"))
     'no such bucket'
@@ -129,15 +130,15 @@ def first_line(error: BaseException) -> str:
 
 
 def bucket_fails(path: Path, error: BaseException) -> bool:
-    """Whether an error of the store at `path` is a failure of its bucket, which may pass: it does not answer, or it
-    refuses a request. An object that is missing is damage, and a folder has no such failures. A snapshot that is not
-    found may be one: so says Icechunk if it was refused what lists the snapshots while a repository was opened."""
+    """Whether an error of the store at `path` is a temporary failure of its bucket, which does not answer or refuses a
+    request. A missing object is damage, and a store in a folder has no such failures. A missing snapshot may be a
+    failure: Icechunk reports one if listing the snapshots was refused."""
     text = str(error)
     return bool(url_of(path)) and (("object store" in text and "NoSuchKey" not in text) or "snapshot not found" in text)
 
 
 def failure(path: Path, problem: str, error: BaseException) -> StoreError:
-    """The error, of one line, of a store at `path`: what cannot be done, and why."""
+    """Build a one-line error about the store at `path`: what cannot be done, and why."""
     if bucket_fails(path, error):
         return StoreUnavailable(f"{path}: {problem}: {url_of(path)} does not take requests: {first_line(error)}")
     return StoreError(f"{path}: {problem}: {first_line(error)}")

@@ -1,4 +1,4 @@
-"""Selection of stored trajectories by an expression over their columns, such as `staleness <= 1 and reward > 0`. Pure.
+"""Selects stored trajectories by an expression over their columns, such as `staleness <= 1 and reward > 0`. Pure.
 
 Expressions are a subset of Python's: comparisons, `and`, `or`, `not`, `in` and arithmetic. Nothing is called and no
 attribute is accessed, so untrusted expressions are safe.
@@ -37,12 +37,13 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """An expression that selects rows; an empty one selects all. Checked when it is applied."""
+    """An expression that selects rows; an empty one selects all. It is checked when it is applied."""
 
     text: str = ""
 
     def mask(self, columns: Mapping[str, Column]) -> npt.NDArray[np.bool_]:
-        """[R] whether each row is selected. columns: [R] each, by name. Raises ConfigError, which names the fault.
+        """[R] bool, whether each row is selected. columns: [R] arrays by name. Raises ConfigError, which names the
+        fault.
 
         >>> Selection("reward > 0 and fate == 'consumed'").mask(
         ...     {"reward": np.array([0.0, 1.0, 1.0]), "fate": np.array(["consumed", "consumed", "aborted"])}

@@ -1,4 +1,4 @@
-"""Where the data of a store are: in the folder at its path, or in a bucket of S3 that a file at its path names.
+"""Storage of a store's data: in the folder at its path, or in an S3 bucket named by a file at its path.
 
 Whoever has the path can open the store, wherever its data are. Endpoint and credentials of a bucket are those of the
 environment, as for every program that speaks S3: AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID,
@@ -26,22 +26,22 @@ REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 
 
 def url_of(path: Path) -> str:
-    """The URL of a store's data; empty if they are in the folder at its path."""
+    """The URL of a store's data; empty if the data are in the folder at its path."""
     return path.read_text("utf-8").strip() if path.is_file() else ""
 
 
 def name_url(path: Path, url: str) -> None:
-    """Let a path stand for the store at a URL. Raises StoreError."""
+    """Write the file at a path that names the URL of a store. Raises StoreError."""
     replace_text(path, f"{url}\n", "free space or move runs_dir")
 
 
 def storage_at(path: Path) -> Any:
-    """Icechunk's storage of the store at a path. Raises ConfigError, OSError."""
+    """Icechunk storage of the store at a path. Raises ConfigError, OSError."""
     return bucket_storage(url) if (url := url_of(path)) else icechunk.local_filesystem_storage(str(path))
 
 
 def check_endpoint() -> None:
-    """Raise OSError if nothing listens at the S3 endpoint that the environment names: Icechunk would try for half a
+    """Raise OSError if nothing listens at the S3 endpoint in the environment variables; Icechunk would retry for half a
     minute. Does not connect to Amazon's own servers."""
     endpoint = _endpoint()
     if endpoint:
@@ -51,7 +51,7 @@ def check_endpoint() -> None:
 
 
 def bucket_storage(url: str) -> Any:
-    """Icechunk's storage of a place in a bucket. Raises ConfigError."""
+    """Icechunk storage of a URL in a bucket. Raises ConfigError."""
     bucket, prefix = parsed(url)
     endpoint = _endpoint()
     region = next((os.environ[name] for name in REGIONS if os.environ.get(name)), None)

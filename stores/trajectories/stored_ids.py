@@ -1,4 +1,4 @@
-"""Which trajectories a store has already: asked before each commit, so that none is stored twice. Numpy, pure.
+"""Finds which trajectories a store has already, before each commit, so that none is stored twice. Numpy, pure.
 
 A commit's smallest and largest id are known without reading its rows. Ids are dense and a run commits them nearly in
 order, so of the commits of earlier processes only the last few overlap with new ones, and only their rows are read.
@@ -15,8 +15,12 @@ Ints = npt.NDArray[np.int64]
 
 
 class StoredIds:
-    """The ids of a store's trajectories. commits: [S, 4] smallest and largest id, first row and the row after the last
-    of each commit. read(first, last): the ids of these rows."""
+    """The ids of a store's trajectories.
+
+    Args:
+        commits: [S, 4] smallest and largest id of each commit, and the half-open range of its rows.
+        read: read(start, stop) returns the ids of these rows.
+    """
 
     def __init__(self, commits: Ints, read: Callable[[int, int], Ints]) -> None:
         self._unread = commits[commits[:, 2] < commits[:, 3]]

@@ -1,4 +1,5 @@
-"""The trajectory store on Zarr v3 and Icechunk: commits are atomic snapshots, and every earlier step stays readable.
+"""The trajectory store on Zarr v3 and Icechunk: each commit is an atomic snapshot, and every earlier step stays
+readable.
 
 Layout (one row per trajectory; its prompt and response are adjacent in the flat token arrays):
 
@@ -67,8 +68,8 @@ COMMIT_CHUNK = 1024
 
 
 class VersionedStore(StoreReader):
-    """An append-only store: one owner commits, anyone may read. Opened with `create`, `open` (the committer) or `open`
-    with `at_step`."""
+    """An append-only store. One owner commits, anyone may read. Use `create` or `open` to commit, and `open` with
+    `at_step` to read an earlier step."""
 
     def __init__(self, repository: Any, *, at_snapshot: str | None, where: str, branch: str = MAIN) -> None:
         # The snapshot that the next commit must find: there is one committer, and it knows its last commit.
@@ -85,7 +86,7 @@ class VersionedStore(StoreReader):
 
     @classmethod
     def create(cls, path: Path, header: RunHeader) -> Self:
-        """Create an empty store, atomically, in a folder or in the bucket that the header names."""
+        """Create an empty store atomically, in a folder or in the bucket that the header names."""
         problem = f"{path}: the store cannot be created"
         if path.exists():
             raise StoreError(f"{problem}: there is one already")
@@ -101,15 +102,15 @@ class VersionedStore(StoreReader):
 
     @classmethod
     def open(cls, path: Path, at_step: int | None = None, branch: str = MAIN) -> Self:
-        """Open a store as it is now; read-only, as it was when training step `at_step` was committed, or another
-        branch of it."""
+        """Open a store in its current state; or read-only at the commit of training step `at_step`, or on another
+        branch."""
         return cls._opened(
             path, branch, lambda repository: None if at_step is None else snapshot_of(repository, at_step, path)
         )
 
     @classmethod
     def pinned(cls, path: Path, branch: str = MAIN) -> Self:
-        """Open a branch read-only at its present snapshot, where it stays."""
+        """Open a branch read-only at its current snapshot; later commits are not seen."""
         return cls._opened(path, branch, lambda repository: str(repository.lookup_branch(branch)))
 
     @classmethod
@@ -128,7 +129,7 @@ class VersionedStore(StoreReader):
 
     @classmethod
     def rewind(cls, path: Path, num_steps: int, *, undo_end: bool = False) -> int:
-        """Reset the store to its first `num_steps` training steps; returns the number of steps undone.
+        """Reset the store to its first `num_steps` training steps. Returns the number of undone steps.
 
         They stay readable on a branch named after their last commit. Which instances were taken out of service is not
         undone.
@@ -166,10 +167,13 @@ class VersionedStore(StoreReader):
     # -- writing -------------------------------------------------------------------------------------------------
 
     def commit(self, record: StepRecord, ended: Sequence[EndedTrajectory]) -> str:
-        """Store a step and the trajectories that ended since the last commit, all or nothing; returns the snapshot.
-        The record's num_rows, num_tokens, rows_fingerprint and previous are filled in here. Raises StoreError; then
-        nothing was stored. Raises StoreUnavailable if the bucket fails: then the same commit may be asked for again,
-        and is not applied twice."""
+        """Store a step and the trajectories that ended since the last commit, all or nothing. Returns the snapshot.
+        Sets the record's num_rows, num_tokens, rows_fingerprint and previous.
+
+        Raises:
+            StoreError: Nothing was stored.
+            StoreUnavailable: The bucket failed. The same commit may be repeated, and is applied only once.
+        """
         if not self._commits:
             raise StoreError(f"{self._where}: {self._branch} was opened read-only")
         ids = [e.trajectory.id for e in ended]
@@ -312,7 +316,7 @@ def _packed_record(
 
 
 def create_arrays(root: Any, header: Any, columns: Iterable[Column] = COLUMNS) -> None:
-    """Create the arrays of an empty store. header: encoded."""
+    """Create the arrays of an empty store. header: the encoded header."""
     root.attrs.update({"format": FORMAT, "header": header})
     for name, dtype in TOKEN_ARRAYS.items():
         _array(root, f"tokens/{name}", (0,), (TOKEN_CHUNK,), dtype, file=TOKEN_FILE)

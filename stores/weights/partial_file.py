@@ -1,4 +1,4 @@
-"""A file that arrives in pieces, in any order: written at their offsets as they come, never held in memory.
+"""A file that arrives in pieces, in any order. Pieces are written at their offsets on arrival, never held in memory.
 
 Invariants: a piece is missing until all its bytes are written; what is read back was written before.
 """
@@ -14,14 +14,14 @@ PIECE_BYTES = 8 * 2**20
 
 
 class Piece(NamedTuple):
-    """A part of a file: its offset and length in bytes."""
+    """A piece of a file: its offset and length in bytes."""
 
     offset: int
     size: int
 
 
 def pieces(num_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
-    """The pieces of a file, in order. They cover each byte once; only the last may be smaller than the others.
+    """Split a file into pieces, in order. They cover each byte once; only the last may be smaller than the others.
 
     >>> pieces(5, 2)
     [Piece(offset=0, size=2), Piece(offset=2, size=2), Piece(offset=4, size=1)]
@@ -30,7 +30,7 @@ def pieces(num_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
 
 
 class PartialFile:
-    """A file of `num_bytes` bytes that is received in pieces.
+    """A file of `num_bytes` bytes, received in pieces.
 
     `write` and `read` may run in threads, each piece in one. A thread that outlives its caller does no harm: the file
     is opened anew each time, under a name of this attempt's alone.
@@ -44,11 +44,11 @@ class PartialFile:
 
     @property
     def bytes_arrived(self) -> int:
-        """Number of bytes that have arrived."""
+        """Number of bytes received."""
         return self._num_bytes - sum(piece.size for piece in list(self.missing.values()))
 
     def write(self, piece: Piece, data: bytes) -> None:
-        """Write a piece that has arrived. Raises OSError, such as for a full disk; then it is still missing."""
+        """Write a received piece. Raises OSError, such as for a full disk; the piece then counts as missing."""
         with self._path.open("r+b", buffering=0) as file:
             file.seek(piece.offset)
             view = memoryview(data)
@@ -57,11 +57,11 @@ class PartialFile:
         self.missing.pop(piece.offset, None)
 
     def has(self, offset: int, size: int) -> bool:
-        """Whether these bytes have arrived."""
+        """Whether these bytes have been received."""
         start = offset - offset % self._piece_bytes
         return not any(start in self.missing for start in range(start, offset + size, self._piece_bytes))
 
     def read(self, offset: int, size: int) -> bytes:
-        """Bytes that have arrived."""
+        """Read received bytes."""
         with self._path.open("rb", buffering=0) as file:
             return os.pread(file.fileno(), size, offset)

@@ -1,4 +1,4 @@
-"""A run's resume points: the trainer's full state at a version. One per version, the latest few kept.
+"""Resume points of a run: the trainer's full state at a version. There is one per version, and the latest few are kept.
 
 A trainer of one process writes a file; one of several a folder, into which each process writes its shards. Either
 becomes visible by rename (stores/files.py), so a process that resumes sees all of it or nothing. Any number of
@@ -46,7 +46,7 @@ SHORT_WRITE_MARKS = ("inline_container", "PytorchStreamWriter")
 
 
 class ResumePoints:
-    """The resume points of one run, in a folder of their own."""
+    """The resume points of one run, in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,7 +55,7 @@ class ResumePoints:
         self._claim_token = b""
 
     def claim(self) -> None:
-        """Become the only writer of points. Earlier claimants can no longer publish a point. Raises StoreError."""
+        """Become the only writer of points. Earlier writers can publish no more points. Raises StoreError."""
         token = secrets.token_hex(8).encode()
         with raised_as(StoreError, f"{self._claim_file}: cannot be written", OSError, remedy=REMEDY):
             self._claim_file.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ class ResumePoints:
         self._claim_token = token
 
     def path(self, version: PolicyVersion, *, sharded: bool | None = None) -> Path:
-        """Path of a version's point. sharded: True for the folder, False for the file, None for the one that exists."""
+        """Path of a version's point. sharded: True for a folder, False for a file, None for whichever exists."""
         file, folder = self.folder / f"v{version:08d}.pt", self.folder / f"v{version:08d}.shards"
         return folder if sharded or (sharded is None and folder.exists()) else file
 
@@ -86,7 +86,7 @@ class ResumePoints:
         ]
 
     def remove_after(self, version: PolicyVersion) -> None:
-        """Remove the points of later versions, also those that a killed writer had moved aside.
+        """Remove the points of later versions, including those that a killed writer had moved aside.
 
         A run that continues from `version` makes these anew, with other weights: what is left of the old ones would be
         taken for them if it is killed before it has written its own.
@@ -99,15 +99,15 @@ class ResumePoints:
                 remove(aside)
 
     def write(self, version: PolicyVersion, write: Callable[[Path], None], *, sharded: bool = False) -> None:
-        """Have `write` create the file of `version`, or fill its folder; then remove the oldest beyond `KEPT`. Raises
-        StoreError."""
+        """Call `write` to create the file of `version` or fill its folder, then remove the oldest points beyond `KEPT`.
+        Raises StoreError."""
         with self.writing(version, sharded=sharded) as tmp_path:
             write(tmp_path)
 
     @contextlib.contextmanager
     def writing(self, version: PolicyVersion, *, sharded: bool = False) -> Iterator[Path]:
-        """`write` for a point that is written bit by bit: the temporary path of its file or folder. It is there, whole,
-        when the block has ended well. Raises StoreError."""
+        """Context manager like `write`, for a point that is written in steps: yields a temporary path, which becomes
+        the point when the block ends without an error. Raises StoreError."""
         path = self.path(version, sharded=sharded)
         # torch.save raises RuntimeError on a full disk.
         replacement = replacing_folder if sharded else replacing
@@ -171,7 +171,8 @@ def _short_writes_named(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading(path: Path) -> Iterator[None]:
-    """Raise what loading a resume point with torch or numpy raises as a StoreError that says what to do."""
+    """Context manager: raises the errors of loading a resume point with torch or numpy as a StoreError with a
+    remedy."""
     try:
         yield
     except LOAD_ERRORS as error:

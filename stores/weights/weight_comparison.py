@@ -1,4 +1,4 @@
-"""Compares weights part by part, bit for bit: of tensors, of arrays, and of pieces of them."""
+"""Compares weights part by part and bit for bit. Parts are tensors, arrays, or pieces of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPart:
-    """A part of an engine's weights and what it should be equal to."""
+    """A part of an engine's weights, and the values it should be equal to."""
 
     name: str
     """The published tensor's name, with the piece of it where it is not all."""
@@ -30,7 +30,7 @@ class WeightPart:
 
 
 def compared(parts: Iterable[WeightPart]) -> WeightReport:
-    """Compare parts with what they should be equal to."""
+    """Compare parts with the values they should be equal to."""
     verified, unknown, differing = 0, Counter[str](), list[str]()
     for part in parts:
         if part.unknown:
@@ -48,7 +48,7 @@ def compared(parts: Iterable[WeightPart]) -> WeightReport:
 
 
 def compared_by_name(loaded: Mapping[str, Any], published: Mapping[str, Any]) -> WeightReport:
-    """Compare the weights of an engine that has them under the names and in the shapes they are published in."""
+    """Compare the weights of an engine that has them under the published names and shapes."""
     return compared(
         WeightPart(
             name=name,
@@ -61,8 +61,7 @@ def compared_by_name(loaded: Mapping[str, Any], published: Mapping[str, Any]) ->
 
 
 def equal_bits(left: Any, right: Any) -> bool:
-    """Whether two tensors, or two arrays, have equal types, shapes and bits: NaN equals itself, and -0 does not equal
-    0."""
+    """Whether two tensors or arrays have equal types, shapes and bits. NaN equals itself, and -0 does not equal 0."""
     if left.dtype != right.dtype or tuple(left.shape) != tuple(right.shape):
         return False
     if isinstance(left, np.ndarray):
@@ -73,7 +72,8 @@ def equal_bits(left: Any, right: Any) -> bool:
 
 
 def integer_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a tensor's elements as signed integers of the same bits. Raises KeyError above eight bytes."""
+    """View a tensor's elements as signed integers with the same bits. Raises KeyError for elements of more than eight
+    bytes."""
     import torch
 
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])

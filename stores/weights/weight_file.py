@@ -1,4 +1,4 @@
-"""Writes the weights of a policy version to a safetensors file, and hashes them at the same time.
+"""Writes the weights of a policy version to a safetensors file while hashing them.
 
 Tensors may be on any device, and may be computed one after another (TensorStream). Each thread copies one piece at a
 time to this process' memory.
@@ -29,8 +29,8 @@ each tensor begins at a multiple of its element size."""
 
 
 def write(path: Path, weights: Tensors | TensorStream) -> str:
-    """Write weights to a file, and return their fingerprint. Raises OSError; StoreError for a type that the format does
-    not have."""
+    """Write weights to a file, and return their fingerprint. Raises OSError, and StoreError for a dtype that the format
+    lacks."""
     header, begins = layout(weights.meta_tensors if isinstance(weights, TensorStream) else weights)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
@@ -45,7 +45,7 @@ def write(path: Path, weights: Tensors | TensorStream) -> str:
 
 
 def layout(tensors: Tensors) -> tuple[bytes, dict[str, int]]:
-    """Make the header of a file with these tensors. Returns it, and the offset of each tensor in the file, by name."""
+    """Build the header of a file with these tensors. Returns it with the offset of each tensor by name."""
     entries: dict[str, object] = {}
     begins, end = {}, 0
     for name in sorted(tensors, key=lambda n: (-tensors[n].itemsize, n)):

@@ -1,4 +1,4 @@
-"""Weights by policy version: one contiguous safetensors file per version in an in-memory folder, one folder per host.
+"""Published weights: one contiguous safetensors file per policy version, in one in-memory folder per host.
 
 A version is published by rename, so a reader sees all of it or nothing. Whether an instance has loaded what was
 published is proved by fingerprints (stores/weights/weight_hash.py), not by how the file came to its host.
@@ -36,7 +36,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a published file. Raises StoreError."""
+    """Read the tensors of a published file. Raises StoreError."""
     from safetensors.torch import load_file
 
     with raised_as(StoreError, f"{path}: weights cannot be read", OSError, ValueError, SafetensorError):
@@ -44,7 +44,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_arrays(path: Path) -> dict[str, Array]:
-    """The tensors of a published file as arrays, without torch. Raises StoreError."""
+    """Read the tensors of a published file as arrays, without torch. Raises StoreError."""
     with raised_as(StoreError, f"{path}: weights cannot be read", OSError, ValueError, SafetensorError):
         return dict(safetensors.numpy.load_file(path))
 
@@ -61,7 +61,8 @@ def read_shapes(path: Path) -> Shapes:
 
 
 def check_shapes(expected: Shapes, loaded: Shapes, path: Path) -> None:
-    """Raise StoreError if a loaded tensor is missing, unknown or of another shape. Call before overwriting anything."""
+    """Raise StoreError if a loaded tensor is missing, unknown or of another shape. Call before overwriting any
+    weights."""
     if expected.keys() != loaded.keys():
         differing = sorted(expected.keys() ^ loaded.keys())
         raise StoreError(f"{path}: {len(differing)} tensors differ from the model's, the first is {differing[0]}")
@@ -80,7 +81,7 @@ FOLDER_PREFIX = "staleflow-"
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Remove the folders below `parent` that no process uses any more; returns them. Safe while other runs start."""
+    """Remove the folders below `parent` that no process uses any more, and return them. Safe while other runs start."""
     removed = []
     for owner in parent.glob(f"{FOLDER_PREFIX}*/{OWNER}"):
         with contextlib.suppress(OSError), owner.open("rb") as file:
@@ -112,7 +113,7 @@ def _owned(folder: Path) -> int | None:
 
 
 class WeightFolder:
-    """One host's published versions. While this object exists, `sweep` does not remove the folder."""
+    """The published versions on one host. While this object exists, `sweep` does not remove the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -131,14 +132,14 @@ class WeightFolder:
         return sorted(PolicyVersion(int(p.stem[1:])) for p in self.folder.glob("v*.safetensors"))
 
     def publish(self, version: PolicyVersion, weights: Tensors | TensorStream) -> str:
-        """Write a version, and make it visible atomically. Returns its fingerprint. Raises StoreError."""
+        """Write a version, which becomes visible atomically. Returns its fingerprint. Raises StoreError."""
         with self._replacing(self.path(version)) as part:
             return weight_file.write(part, weights)
 
     @contextlib.contextmanager
     def incoming(self, path: Path, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> Iterator[PartialFile]:
-        """A file of this folder that is on its way to this host; visible when the block ends, if it is complete by
-        then, else removed. Raises StoreError."""
+        """Context manager: receive a file of this folder. When the block ends, the file becomes visible if it is
+        complete, and is removed otherwise. Raises StoreError."""
         with self._replacing(path) as part:
             incoming = PartialFile(part, num_bytes, piece_bytes)
             yield incoming
@@ -152,8 +153,8 @@ class WeightFolder:
             return file.read(size)
 
     def prune(self, used: Iterable[PolicyVersion]) -> list[PolicyVersion]:
-        """Remove all versions except those in use and the newest; returns the removed ones. A reader that has a removed
-        file open keeps it."""
+        """Remove all versions except those in use and the newest. Returns the removed ones. A process that has a
+        removed file open can still read it."""
         versions = self.versions()
         keep = {*used, *versions[-1:]}
         removed = [v for v in versions if v not in keep]

@@ -1,4 +1,5 @@
-"""Fingerprints of weights: equal ones mean equal names, shapes, types and bytes, however the weights were transferred.
+"""Fingerprints of weights. Equal fingerprints mean equal names, shapes, types and bytes, however weights were
+transferred.
 
 A fingerprint is the name of its scheme, `sha256-tree:`, and 64 hex digits. Each tensor's bytes are cut into pieces of
 16 MiB, which threads hash side by side; a tensor's digest is that of its name, shape, type and pieces; the fingerprint
@@ -44,7 +45,7 @@ MAX_QUEUED_PIECES = 4
 
 @dataclass(frozen=True, slots=True)
 class TensorStream:
-    """Tensors that are computed one after another, in the order of their names, so that not all are in memory at
+    """Tensors computed one after another, in the order of their names, so that they need not be in memory all at
     once."""
 
     meta_tensors: Tensors

@@ -1,4 +1,4 @@
-"""What is known of the weights that an engine has after a load.
+"""Results of verifying an engine's weights after a load.
 
 Weights are compared part by part with what was published. A part is a published tensor, or the piece of one that a
 worker of the engine has: rows of a fused tensor, an expert, a shard. Each part has one of three outcomes.
@@ -24,7 +24,7 @@ NO_PARTS = "the engine compares nothing"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReport:
-    """The outcome of comparing an engine's weights with the published ones."""
+    """The result of comparing an engine's weights with the published ones."""
 
     verified: int = 0
     """Parts that are equal, bit for bit."""
@@ -37,7 +37,7 @@ class WeightReport:
 
     @property
     def outcome(self) -> str:
-        """ "contradicted" if any part is; "verified" only if every part is and there are some; else "not verified"."""
+        """ "contradicted" if any part is; "verified" if all parts are and there is at least one; else "not verified"."""
         if self.contradicted:
             return "contradicted"
         return "verified" if self.verified and not self.not_verified else "not verified"
@@ -59,7 +59,7 @@ class WeightReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightCheck:
-    """The outcome of an instance's checks after it pulled a version, as stored with the next commit."""
+    """The result of an instance's checks after it pulled a version, as stored with the next commit."""
 
     instance: InstanceId
     version: PolicyVersion
@@ -75,12 +75,12 @@ class WeightCheck:
 
     @property
     def outcome(self) -> str:
-        """The weights' outcome; "contradicted" of an instance that was taken out of service."""
+        """The outcome for the weights; "contradicted" for an instance that was taken out of service."""
         return "contradicted" if self.refused else self.weights.outcome
 
 
 def total(reports: Iterable[WeightReport]) -> WeightReport:
-    """The report of all workers of an engine together."""
+    """Sum the reports of all workers of an engine."""
     reports = tuple(reports)
     unknown = Counter[str]()
     for report in reports:

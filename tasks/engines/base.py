@@ -93,8 +93,16 @@ class EngineLoad:
         progress: (trajectory, number of tokens sampled in total).
         waiting: Number of running requests outside the current batch.
         preemptions: Number of preemptions since start, for lack of KV memory.
-        delivered: (trajectory, tokens) delivered to the trajectory server since the last report. Set by the instance, not by
-            its engine.
+        delivered: (trajectory, tokens) that the trajectory server got since the last report. Set by the instance, not
+            by its engine.
+
+    Args:
+        version: Newest version that is served.
+        progress: (trajectory, number of tokens sampled in total).
+        waiting: Number of running requests outside the current batch.
+        preemptions: Number of preemptions since start, for lack of KV memory.
+        delivered: (trajectory, tokens) that the trajectory server got since the last report. Set by the instance, not
+            by its engine.
 
     Every time a request enters the batch, each token of its context is either computed or found cached; the two counts
     since start are `prefilled_tokens` and `cached_tokens`. So a context that is computed again counts again, after an

@@ -137,7 +137,7 @@ def knob(
     choices: Sequence[str] = (),
     user_code: bool = False,
 ) -> object:
-    """A dataclass field with its meaning and limits. Raises ValueError if the default violates them."""
+    """Declare a dataclass field with its meaning and limits. Raises ValueError if the default violates the limits."""
     spec = Knob(doc=doc, low=low, high=high, above=above, choices=tuple(choices), user_code=user_code)
     if error := spec.error(default):
         raise ValueError(f"a knob's default breaks its own limits ({spec.doc!r}): {error}")

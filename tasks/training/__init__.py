@@ -1,1 +1,1 @@
-"""The policy's update: packing, advantages, losses, the trained model."""
+"""The policy's update: packing, advantages, losses, trainer."""

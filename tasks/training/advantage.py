@@ -28,8 +28,8 @@ Valid = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlong:
-    """DAPO's soft penalty on responses near the length limit `longest` (2503.14476), subtracted from their reward. It
-    grows from 0 at `longest - tokens` to `penalty` at `longest`.
+    """DAPO's soft penalty on responses whose length is near the limit `longest` (2503.14476). It is subtracted from
+    their reward, and grows from 0 at `longest - tokens` to `penalty` at `longest`.
 
     >>> Overlong(tokens=10, penalty=1.0, max_length=100).penalties(np.array([50, 90, 95, 100])).tolist()
     [0.0, 0.0, 0.5, 1.0]
@@ -40,7 +40,7 @@ class Overlong:
     max_length: int
 
     def penalties(self, lengths: npt.NDArray[np.int64]) -> Rewards:
-        """Penalties of responses of these lengths, each at least 0; all 0 if `tokens` is 0."""
+        """Penalties of responses by their lengths, each at least 0; all 0 if `tokens` is 0."""
         excess = lengths - (self.max_length - self.tokens)
         result: Rewards = self.penalty * np.clip(excess / max(self.tokens, 1), 0.0, 1.0 if self.tokens else 0.0)
         return result
@@ -54,8 +54,8 @@ class Advantage(RegistryEntry, ABC):
     """Whether it compares the members of a group, and so needs groups of at least two."""
 
     def advantages(self, rewards: Rewards, valid: Valid) -> npt.NDArray[np.float32]:
-        """One advantage per trajectory, 0 for an invalid one. Returns [G, N] float32. Raises ConfigError if a user's
-        estimator cannot be loaded or used.
+        """Compute one advantage per trajectory, 0 for invalid ones. Returns [G, N] float32. Raises ConfigError if a
+        user's estimator cannot be loaded or used.
 
         >>> Rloo().advantages(np.array([[1.0, 0.0, 0.0]]), np.ones((1, 3), bool)).tolist()
         [[1.0, -0.5, -0.5]]
@@ -64,12 +64,12 @@ class Advantage(RegistryEntry, ABC):
 
     @abstractmethod
     def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
-        """[G, N] estimates; those of invalid members are not used."""
+        """Estimate advantages, [G, N]. Values of invalid members are ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserAdvantage(UserCode, Advantage):
-    """A function from a user's file. Checks its results."""
+    """An advantage function from a user's file. Checks its results."""
 
     kind: ClassVar[str] = "function"
     compares_members = False
@@ -150,7 +150,7 @@ class ReinforcePlusPlusBaseline(Advantage):
 @ADVANTAGES.register("none")
 @dataclass(frozen=True, slots=True)
 class NoAdvantage(Advantage):
-    """0 whatever the rewards are: for objectives that need none, such as distillation."""
+    """0 whatever the rewards are, for objectives without advantages such as distillation."""
 
     compares_members = False
 

@@ -1,4 +1,4 @@
-"""Saving a trainer's state in a background thread, from a copy, while training continues."""
+"""Saves a trainer's state from a copy in a background thread, while training continues."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def copy_to_cpu(state: Any) -> Any:
-    """Copy nested dicts and lists and the tensors in them to CPU memory. A tensor that appears several times, such as
+    """Copy nested dicts and lists, and the tensors in them, to CPU memory. A tensor that occurs several times, such as
     tied weights, is copied once."""
     copies: dict[tuple[Any, ...], torch.Tensor] = {}
 
@@ -31,7 +31,7 @@ def copy_to_cpu(state: Any) -> Any:
 
 
 def run_in_background(work: Callable[[], object]) -> Future[None]:
-    """Call a function in a daemon thread. Returns a future that has its error, if it raises one."""
+    """Call a function in a daemon thread. Returns a future that raises the function's error."""
     future: Future[None] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Checks the batch of a training step, estimates its advantages, and computes its metrics."""
+"""Checks the batch of a training step, and computes its advantages and metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from staleflow.tasks.training.advantage import Advantage, Overlong
 
 
 def check_batch(step: int, batch: Sequence[Trajectory], group_size: int, max_error_share: float, reward: str) -> None:
-    """Raise ConfigError if too many responses could not be scored, ProtocolViolation if a group is incomplete.
+    """Raise ConfigError if the scoring of too many responses failed, ProtocolViolation if a group is incomplete.
 
     reward: the names of the reward functions in the job file, for the message.
     """
@@ -34,7 +34,7 @@ def check_batch(step: int, batch: Sequence[Trajectory], group_size: int, max_err
 def consumed_rows(
     step: int, batch: Sequence[Trajectory], group_size: int, advantage: Advantage, overlong: Overlong
 ) -> list[EndedTrajectory]:
-    """The trajectories of a batch as consumed rows, with their advantages, in the order of the batch."""
+    """The trajectories of a batch as stored rows with their advantages, in the order of the batch."""
     rewards, valid = _rewards(batch, group_size)
     lengths = np.asarray([t.num_tokens for t in batch], np.int64).reshape(-1, group_size)
     estimate = advantage.advantages(rewards - overlong.penalties(lengths), valid).reshape(-1)

@@ -1,4 +1,7 @@
-"""Rows as the sequences that a model computes: one for a row that only went on, one for each end of a branch otherwise.
+"""Training sequences of rows: one for a row without context branches, otherwise one per end of a branch.
+
+Each trained token is in exactly one sequence, after the context it was sampled with. The sequences of a row have its
+advantage and are in one minibatch. A token has the same weight as if its row were one sequence. Numpy, pure.
 
 Each token that is trained on is in one sequence, behind the very tokens that it was sampled after. The sequences of a
 row have its advantage, and are of one minibatch; a token counts as much in it as it would if the row were one sequence.
@@ -19,8 +22,13 @@ from staleflow.tasks.training.microbatches import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchSequences:
-    """The sequences of rows. of_row: [N] indices of each row's. places: where its response's tokens are in that of its
-    row; None: it is the row."""
+    """The training sequences of rows.
+
+    Args:
+        rows: The sequences, each as a row.
+        of_row: Indices of the sequences of each original row.
+        positions: For each sequence, the positions of its response tokens in the original row; None if it is that row.
+    """
 
     rows: tuple[Row, ...]
     of_row: tuple[tuple[int, ...], ...]
@@ -28,7 +36,7 @@ class BranchSequences:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> BranchSequences:
-        """The sequences of rows, in their order."""
+        """Split rows into sequences, in their order."""
         sequences, of_row, all_positions = list[Row](), list[tuple[int, ...]](), list[Places | None]()
         for row in rows:
             num_sequences = len(sequences)
@@ -43,14 +51,15 @@ class BranchSequences:
         return cls(rows=tuple(sequences), of_row=tuple(of_row), positions=tuple(all_positions))
 
     def chosen(self, rows: Iterable[int]) -> tuple[list[int], list[int]]:
-        """The sequences of these rows, and of each the place of its row among them."""
+        """Indices of the sequences of these rows, and for each the index of its row in `rows`."""
         pairs = [(sequence, k) for k, i in enumerate(rows) for sequence in self.of_row[i]]
         return [sequence for sequence, _ in pairs], [k for _, k in pairs]
 
     def by_row(
         self, rows: Sequence[Row], values: Mapping[int, npt.NDArray[np.float32]]
     ) -> dict[int, npt.NDArray[np.float32]]:
-        """[T] values of rows' responses, by row index, from those of their sequences; 0 where no token is trained."""
+        """Merge values of sequences into [T] values of rows' responses, by row index; 0 at tokens that are not
+        trained."""
         row_values: dict[int, npt.NDArray[np.float32]] = {}
         for i, row in enumerate(rows):
             for sequence in self.of_row[i]:

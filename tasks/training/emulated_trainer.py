@@ -1,4 +1,4 @@
-"""A trainer without a model: a step takes as long as the job says, and publishes weights of one number."""
+"""A trainer without a model: a step takes the time that the job says, and published weights are one number."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedTraining:
-    """Settings of emulated training; see SimulationConfig. A step takes train_s seconds, and s_per_token for each token
-    of its batch, prompts included, and switch_s to free its device; time_scale divides all."""
+    """Settings of emulated training; see SimulationConfig. A step takes train_s seconds, s_per_token for each token of
+    its batch including prompts, and switch_s to free the device. time_scale divides all of these."""
 
     train_s: float
     s_per_token: float
@@ -41,7 +41,8 @@ class EmulatedTraining:
 
 
 class EmulatedPolicy:
-    """The policy of an emulated run, for the Trainer actor. In a group each process does the same, and one writes."""
+    """The policy of an emulated run, for the Trainer actor. In a group each rank does the same, and only the leading
+    rank writes."""
 
     def __init__(self, settings: EmulatedTraining, rank: Rank = ALONE) -> None:
         self._settings = settings
@@ -49,14 +50,14 @@ class EmulatedPolicy:
         self._version = 0
 
     def wake(self) -> None:
-        """Do nothing: `sleep` counts for both."""
+        """Do nothing: `sleep` takes the time of both."""
 
     def sleep(self) -> None:
-        """Sleep for the time of leaving the device."""
+        """Wait for the time it takes to free the device."""
         time.sleep(self._settings.switch_s / self._settings.time_scale)
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
-        """Sleep for the time of a training step."""
+        """Wait for the time of a training step."""
         settings = self._settings
         tokens = sum(len(r.prompt) + len(r.response) for r in rows)
         time.sleep((settings.train_s + settings.s_per_token * tokens) / settings.time_scale)
@@ -78,7 +79,7 @@ class EmulatedPolicy:
         """Do nothing: there are no weights to save."""
 
     def begin_save(self, path: Path) -> None:
-        """Write the version as a zip archive, and in a group's folder the file by which it is complete."""
+        """Write the version as a zip archive; in a group also the file that marks the folder complete."""
         if self._rank.leads:
             with _file(path).open("wb") as file:
                 np.savez(file, version=self._version)
@@ -86,10 +87,10 @@ class EmulatedPolicy:
                 (path / resume_points.SHARD_METADATA).touch()
 
     def end_save(self) -> None:
-        """Do nothing: it is written."""
+        """Do nothing: `begin_save` has written everything."""
 
     def load_state(self, path: Path) -> None:
-        """Restore what `begin_save` wrote. Raises StoreError."""
+        """Restore the state that `begin_save` wrote. Raises StoreError."""
         with resume_points.loading(path), _file(path).open("rb") as file, np.load(file) as state:
             self._version = int(state["version"])
 

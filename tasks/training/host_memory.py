@@ -12,7 +12,7 @@ import torch
 
 
 class HostMemory:
-    """Stores copies of tensors by name in host memory that is allocated once. device: where the tensors are while in
+    """Keeps copies of tensors by name in host memory, which is allocated once. device: where the tensors are while in
     use."""
 
     def __init__(self, device: str) -> None:
@@ -20,7 +20,7 @@ class HostMemory:
         self._copies: dict[str, torch.Tensor] = {}
 
     def put(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to host memory, and return the copy. Its memory is reused by the next `put` of that name."""
+        """Copy a tensor to host memory, and return the copy. The next `put` under this name overwrites it."""
         copy = self._copies.get(name)
         if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
             copy = self._copies[name] = self._empty(tensor)

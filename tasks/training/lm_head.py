@@ -1,4 +1,4 @@
-"""A causal LM's output layer, asked for the logprobs of given tokens, or for a loss of them, instead of for logits.
+"""The output layer of a causal LM, which computes logprobs of given tokens, or a loss of them, instead of logits.
 
 At a vocabulary of 152,000 a token's logits are 0.6 MB, with the copies that a loss keeps for its gradient 2 MB: of
 8,192 tokens 5 to 16 GB, more than most models. So logits are computed only where a token was sampled, and in chunks.
@@ -34,15 +34,15 @@ PartLoss = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LogprobQuery:
-    """What is asked for of tokens: logprobs at a temperature; entropy: and the entropies of what each was drawn
-    from."""
+    """What to compute for tokens: logprobs at a temperature, and with `entropy` also the entropies of their
+    distributions."""
 
     temperature: float
     entropy: bool
 
 
 class LmHead:
-    """The output layer of a model. Stays in the model, in which it computes what it is asked for."""
+    """The output layer of a model. It stays in the model, and computes what the current query asks for."""
 
     def __init__(self, model: Any, device: str) -> None:
         self._layer = model.get_output_embeddings()
@@ -56,12 +56,12 @@ class LmHead:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of a chunk, at most."""
+        """Maximum number of tokens of a chunk."""
         return max(1, CHUNK_BYTES // (4 * int(self._layer.weight.shape[0])))
 
     @contextmanager
     def answering(self, answer: Answer) -> Iterator[None]:
-        """While this lasts, the model gives this as its logits."""
+        """Context manager: the model returns the results of this query in place of logits."""
         self._answer = answer
         try:
             yield
@@ -69,7 +69,7 @@ class LmHead:
             self._answer = None
 
     def logprobs(self, hidden: torch.Tensor, tokens: torch.Tensor, query: LogprobQuery) -> torch.Tensor:
-        """[n, 1 or 2] what is asked for of the tokens that are drawn from [n, H] hidden states."""
+        """Compute [n, 1 or 2] logprobs, and entropies if queried, of the tokens that follow [n, H] hidden states."""
         size = self.most_tokens
         again = len(tokens) > size and torch.is_grad_enabled()
         parts = []
@@ -83,7 +83,7 @@ class LmHead:
     def loss(
         self, hidden: torch.Tensor, tokens: torch.Tensor, query: LogprobQuery, parts: Sequence[tuple[int, PartLoss]]
     ) -> torch.Tensor:
-        """The sum of the losses of consecutive tokens, so many each, whose gradients are computed at once."""
+        """Sum the losses of chunks of consecutive tokens. The gradient of each chunk is computed at once."""
         weights = [weight for weight in self._layer.parameters() if weight.requires_grad]
 
         def differentiated(states: torch.Tensor, there: torch.Tensor, of_part: PartLoss) -> tuple[torch.Tensor, Any]:
@@ -157,8 +157,8 @@ class _AtOnce(torch.autograd.Function):  # type: ignore[misc]  # torch is not ty
 
 
 def target_logprobs(scaled: torch.Tensor, tokens: torch.Tensor, *, entropy: bool) -> torch.Tensor:
-    """[..., 1] logprobs of tokens under [..., V] logits over the temperature, float32, nats; or [..., 2], with the
-    entropies of what they were drawn from."""
+    """Compute [..., 1] logprobs of tokens under [..., V] logits at a temperature, float32, nats; or [..., 2] with the
+    entropies of their distributions."""
     losses = torch.nn.functional.cross_entropy(scaled.flatten(0, -2), tokens.flatten(), reduction="none")
     logprobs = [-losses.view(tokens.shape)]
     if entropy:

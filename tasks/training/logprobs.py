@@ -1,4 +1,4 @@
-"""Log-probabilities of given responses' tokens under a causal LM, at the sampling temperature.
+"""Logprobs of the tokens of given responses under a causal LM, at the sampling temperature.
 
 The trainer compares the stored ones with them before a step and differentiates them in it; offline, they are computed
 under any checkpoint.
@@ -61,9 +61,13 @@ class _Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobModel:
-    """A model to compute logprobs under, with the settings for it. half: forward under bfloat16 autocast. token_budget:
-    tokens per forward pass, with padding if there is any. rank, ranks: this process and how many there are in a
-    trainer's group."""
+    """A model with the settings to compute logprobs under it.
+
+    Args:
+        half: Whether the forward pass uses bfloat16 autocast.
+        token_budget: Tokens per forward pass, including padding.
+        rank, ranks: Index of this process in the trainer's group, and size of the group.
+    """
 
     model: Any
     device: str
@@ -93,17 +97,17 @@ class LogprobModel:
         return not self.padded_because
 
     def batch(self, batch: MicroBatch) -> torch.Tensor:
-        """[N, T] log-probabilities of the sampled targets, nats, float32, elsewhere 0; with gradient unless torch has
-        it disabled."""
+        """Compute [N, T] logprobs of the sampled tokens, nats, float32, 0 elsewhere. With gradient unless torch has
+        disabled it."""
         return self._computed(batch, entropy=False)[..., 0]
 
     def batch_and_entropy(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, and [N, T] the entropies of what the targets were drawn from, nats."""
+        """Compute the logprobs of `batch`, and [N, T] entropies of the tokens' distributions, nats."""
         logprobs, entropy = self._computed(batch, entropy=True).unbind(-1)
         return logprobs, entropy
 
     def backward(self, batch: MicroBatch, loss: PartLoss, *, entropy: bool, by_token: bool) -> torch.Tensor:
-        """Add the gradient of a loss to the model's. Returns [N, T] the logprobs.
+        """Add the gradient of a loss to the model's gradients. Returns the logprobs, [N, T].
 
         loss: is asked part by part, each with whole rows. by_token: it has a term for each token that depends on no
         other's logprob, and may be asked for parts of a row, too. Of a batch without sampled tokens it is not asked.
@@ -181,8 +185,8 @@ class LogprobModel:
     def microbatches(
         self, rows: Sequence[Row], indices: Sequence[int], weights: npt.NDArray[np.float32]
     ) -> list[MicroBatch]:
-        """This rank's micro-batches of the chosen rows. weights: [len(chosen)], of their tokens. Raises ConfigError if
-        a row is longer than `longest_row`."""
+        """The micro-batches of this rank. Raises ConfigError if a row is longer than `longest_row`. weights:
+        [len(chosen)] weight of each row's tokens."""
         max_row_tokens = max((len(rows[i].prompt) + len(rows[i].response) for i in indices), default=0)
         if self.longest_row is not None and max_row_tokens > self.longest_row:
             raise ConfigError(
@@ -193,8 +197,8 @@ class LogprobModel:
         return microbatches(rows, indices, weights, self.token_budget, self.rank, self.ranks, unpadded=self.packs_rows)
 
     def rows(self, rows: Sequence[Row], indices: Sequence[int]) -> dict[int, npt.NDArray[np.float32]]:
-        """[T] log-probabilities of the response of each chosen row that is this rank's, nats, by row index; 0 at given
-        tokens. Without gradient."""
+        """Compute [T] logprobs of the responses of those chosen rows that are this rank's, nats, by row index; 0 at
+        tokens that were not sampled. Without gradient."""
         by_index: dict[int, npt.NDArray[np.float32]] = {}
         ones = np.ones(len(indices), np.float32)
         with torch.no_grad():
@@ -204,7 +208,7 @@ class LogprobModel:
 
 
 def by_row(batch: MicroBatch, rows: Sequence[Row], values: torch.Tensor) -> dict[int, npt.NDArray[np.float32]]:
-    """[T] values of each row's response, by row index, from [N, T] those of a micro-batch."""
+    """Split [N, T] values of a micro-batch into [T] values of each row's response, by row index."""
     array, by_index = values.detach().cpu().numpy(), {}
     for k, i in enumerate(batch.rows):
         start = len(rows[i].prompt) - 1 - batch.start

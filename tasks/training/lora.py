@@ -1,4 +1,4 @@
-"""The adapter in the model that is trained: all that has a gradient, and merged for a checkpoint.
+"""The trained adapter in a model: the only part with a gradient; merged into the weights for checkpoints.
 
 Names, first values and files are those of peft, whose `from_pretrained` reads what is saved.
 """
@@ -25,11 +25,12 @@ FOLDER = "adapter"
 
 
 class LayerReadDirectlyError(ConfigError, AttributeError):
-    """The model's code reads the weight of a layer that has an adapter. `hasattr` still answers False."""
+    """The model's code reads the weight of a layer that has an adapter. A subclass of AttributeError, so that `hasattr`
+    returns False."""
 
 
 class TrainedAdapter(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
-    """A linear layer whose weights are frozen, with its adapter."""
+    """A linear layer with frozen weights and a trained adapter."""
 
     def __init__(self, name: str, base: torch.nn.Linear, config: LoraConfig) -> None:
         super().__init__()
@@ -62,8 +63,8 @@ class TrainedAdapter(torch.nn.Module):  # type: ignore[misc]  # torch is not typ
 
 
 def inject_adapter(model: Any, config: LoraConfig, seed: int) -> Any:
-    """Put an adapter that changes nothing yet into a model, and freeze all else. Equal seeds give equal adapters.
-    Raises ConfigError."""
+    """Add an adapter to a model, and freeze all other parameters. The new adapter does not change the output yet. Equal
+    seeds give equal adapters. Raises ConfigError."""
     names = adapted_layers(model, config.targets)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -76,7 +77,7 @@ def inject_adapter(model: Any, config: LoraConfig, seed: int) -> Any:
 
 @contextmanager
 def without_adapter(model: Any) -> Iterator[None]:
-    """While this lasts, the model computes as if it had no adapter."""
+    """Context manager: the model computes without its adapter."""
     layers = [module for module in model.modules() if isinstance(module, TrainedAdapter)]
     for layer in layers:
         layer.enabled = False
@@ -90,8 +91,8 @@ def without_adapter(model: Any) -> Iterator[None]:
 def merged(
     weights: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], config: LoraConfig
 ) -> dict[str, torch.Tensor]:
-    """The weights of a model that computes what one with an adapter does, in their own type. weights: of the model
-    without it. adapter: as it was published."""
+    """Merge an adapter into the weights of its model, and return them in their own dtype. weights: of the model without
+    adapter. adapter: as published."""
     merged_weights = dict(weights)
     for layer in adapters.layers({name: tuple(t.shape) for name, t in adapter.items()}, "the adapter"):
         base = weights[f"{layer.module}.weight"]
@@ -101,8 +102,8 @@ def merged(
 
 
 def save(adapter: Mapping[str, torch.Tensor], config: LoraConfig, model: str, folder: Path) -> None:
-    """Write an adapter into a new folder, for peft's `from_pretrained`. adapter: as it was published. model: the path
-    of the one it belongs to. Raises OSError."""
+    """Write an adapter into a new folder for peft's `from_pretrained`. Raises OSError. adapter: as published. model:
+    path of the model it belongs to."""
     layers = adapters.layers({name: tuple(tensor.shape) for name, tensor in adapter.items()}, "the adapter")
     settings = adapters.peft_settings(config) | {
         "base_model_name_or_path": model,

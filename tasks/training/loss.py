@@ -33,8 +33,8 @@ MAX_RATIO = math.exp(MAX_LOG_RATIO) * (1 - 1e-6)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """What a loss sees of a micro-batch: a row per trajectory, padded. At padding and at tokens that were given between
-    turns all logprobs are 0, and what the loss returns there is not used."""
+    """The tokens of a micro-batch as a loss sees them: one row per trajectory, padded. At padding, and at tokens of
+    environments, all logprobs are 0 and the result is ignored."""
 
     logprobs: Tensor  # [N, T] under the policy being trained, nats, with gradient
     proximal: Tensor  # [N, T] under it before the step; arbitrary unless the loss needs_proximal
@@ -46,8 +46,13 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """Losses by token. loss: [N, T], not masked or averaged. clipped: [N, T], where clipping removed the gradient.
-    ratio: [N, T], what was clipped; None if it is the ratio to the behaviour policy."""
+    """Losses by token.
+
+    Args:
+        loss: [N, T] losses, not masked or averaged.
+        clipped: [N, T] bool, where clipping removed the gradient.
+        ratio: [N, T] the clipped ratio; None if it is the ratio to the behaviour policy.
+    """
 
     loss: Tensor
     clipped: Tensor
@@ -59,36 +64,36 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
 
 class Loss(RegistryEntry, ABC):
-    """A loss that a training step minimises."""
+    """A loss that a training step minimizes."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def needs_proximal(self) -> bool:
-        """Whether it needs the trainer's own logprobs from before the step. They take one more forward pass if the step
-        has several updates."""
+        """Whether the loss needs the trainer's own logprobs from before the step. If the step has several updates, they
+        take one more forward pass."""
 
     @property
     def trains_zero_advantage(self) -> bool:
-        """Whether it is not proportional to the advantage; otherwise trajectories with an advantage of 0 are not
-        computed."""
+        """Whether the loss is not proportional to the advantage. Otherwise trajectories with an advantage of 0 are
+        skipped."""
         return False
 
     @property
     def by_token(self) -> bool:
-        """Whether its value at a token depends on that token's numbers alone: long trajectories take less time then."""
+        """Whether the loss at a token depends on values of that token only. Long trajectories then take less time."""
         return False
 
     @property
     def compares_pairs(self) -> bool:
-        """Whether it compares the best with the worst response to a prompt, and both with the reference model."""
+        """Whether the loss compares the best with the worst response to a prompt, and both with the reference model."""
         return False
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """The ratios of a token beyond which a report counts it as clipped; of a loss that clips no tokens, those of
-        PPO by default."""
+        """Range of a token's ratio outside of which it is reported as clipped. Losses that do not clip tokens use
+        PPO's."""
         return 1.0 - CLIP_LOW, 1.0 + CLIP_HIGH
 
     @abstractmethod
@@ -99,7 +104,7 @@ class Loss(RegistryEntry, ABC):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserLoss(UserCode, Loss):
     """A loss from a user's file, whose token_loss takes either Tokens, or logprobs, proximal, behaviour and advantage.
-    Checks its results: one of another shape would silently be broadcast."""
+    Checks the shapes of its results, because wrong ones would be broadcast silently."""
 
     @property
     def needs_proximal(self) -> bool:
@@ -131,13 +136,13 @@ LOSSES: Registry[Loss] = Registry("loss", "training.loss", Loss, user_code=UserL
 
 
 def log_distance(new: Tensor, old: Tensor) -> Tensor:
-    """[N, T] log pi_new - log pi_old for penalties, which must pull back from wherever a policy is: cut only where a
-    square would be no number."""
+    """[N, T] log pi_new - log pi_old for penalties. Limited only where a square would overflow, since a penalty must
+    pull back from any distance."""
     return (new - old).clamp(-MAX_DISTANCE, MAX_DISTANCE)
 
 
 def log_ratio(new: Tensor, old: Tensor) -> Tensor:
-    """[N, T] log pi_new - log pi_old, cut at +-MAX_LOG_RATIO."""
+    """[N, T] log pi_new - log pi_old, limited to +-MAX_LOG_RATIO."""
     return (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -207,7 +212,7 @@ class PpoClip(Clip, Loss):
 @LOSSES.register("decoupled_ppo")
 @dataclass(frozen=True, kw_only=True)
 class DecoupledPpo(_Capped, Clip, Loss):
-    """Clips around the proximal policy and weighs with min(pi_proximal / pi_behaviour, weight_cap) (2505.24298)."""
+    """Clips around the proximal policy, weighted with min(pi_proximal / pi_behaviour, weight_cap) (2505.24298)."""
 
     needs_proximal = True
     by_token = True
@@ -246,7 +251,7 @@ class Tis(_Capped, Loss):
 @LOSSES.register("dual_clip")
 @dataclass(frozen=True, kw_only=True)
 class DualClip(Clip, Loss):
-    """PPO whose loss on a negative advantage is bounded too, by -dual_clip A (1912.09729)."""
+    """PPO whose loss at a negative advantage is also bounded, by -dual_clip A (1912.09729)."""
 
     dual_clip: float = knob(3.0, "a negative advantage counts at most this many times", above=1)
     needs_proximal = False
@@ -285,8 +290,8 @@ class Gspo(Loss):
 @LOSSES.register("topr")
 @dataclass(frozen=True, kw_only=True)
 class Topr(Loss):
-    """Positive advantages as in supervised learning, negative ones weighed with the ratio to the behaviour policy, at
-    most 1 (2503.14286); each sign with a weight of its own (weighted TOPR, 2510.11345)."""
+    """Positive advantages as in supervised learning; negative ones weighted with the ratio to the behaviour policy, at
+    most 1 (2503.14286). Each sign has a weight of its own (weighted TOPR, 2510.11345)."""
 
     positive_weight: float = knob(1.0, "weight of trajectories with a positive advantage", low=0)
     negative_weight: float = knob(1.0, "weight of those with a negative one", low=0)
@@ -320,7 +325,7 @@ class Topr(Loss):
 @LOSSES.register("kimi")
 @dataclass(frozen=True, kw_only=True)
 class Kimi(Loss):
-    """Policy gradient with a square penalty on the distance to the behaviour policy (Kimi k1.5, 2501.12599)."""
+    """Policy gradient with a quadratic penalty on the distance to the behaviour policy (Kimi k1.5, 2501.12599)."""
 
     tau: float = knob(0.1, "weight of the squared distance to the behaviour policy", low=0)
     needs_proximal = False
@@ -336,8 +341,8 @@ class Kimi(Loss):
 @LOSSES.register("sft")
 @dataclass(frozen=True, kw_only=True)
 class Sft(Loss):
-    """The cross-entropy of supervised fine-tuning: raises the logprob of each token, whatever its reward and whoever
-    sampled it."""
+    """The cross-entropy of supervised fine-tuning. It raises the logprob of each token, whatever the reward and the
+    policy that sampled it."""
 
     needs_proximal = False
     by_token = True
@@ -350,8 +355,8 @@ class Sft(Loss):
 @LOSSES.register("dpo")
 @dataclass(frozen=True, kw_only=True)
 class Dpo(Loss):
-    """Direct preference optimization (2305.18290), by the advantages of preference_pairs.py. Its value is known before
-    the update, so that of a token is 0."""
+    """Direct preference optimization (2305.18290), with the advantages of preference_pairs.py. Its loss is computed
+    before the update, so that the loss by token is 0."""
 
     beta: float = knob(0.1, "how much the log ratio to the reference model counts", above=0)
     needs_proximal = False
@@ -366,7 +371,7 @@ class Dpo(Loss):
 @LOSSES.register("sequence_tis")
 @dataclass(frozen=True, kw_only=True)
 class SequenceTis(Clip, Loss):
-    """Clips around the proximal policy and weighs whole trajectories with min(pi_proximal / pi_behaviour,
+    """Clips around the proximal policy, and weights whole trajectories with min(pi_proximal / pi_behaviour,
     sequence_cap)."""
 
     sequence_cap: float = knob(
@@ -380,14 +385,14 @@ class SequenceTis(Clip, Loss):
         return _weighted_surrogate(self, weight, _ratio(tokens.logprobs, tokens.proximal), tokens.advantage, rho)
 
     def weigh(self, rho: Tensor) -> Tensor:
-        """[N, 1] weights of trajectories with these ratios."""
+        """[N, 1] weights of trajectories from their ratios."""
         return rho.clamp(max=self.sequence_cap)
 
 
 @LOSSES.register("sequence_mis")
 @dataclass(frozen=True, kw_only=True)
 class SequenceMis(SequenceTis):
-    """The same with masking: a trajectory whose weight is above sequence_cap has none."""
+    """As SequenceTis, but a trajectory whose weight exceeds sequence_cap is masked."""
 
     def weigh(self, rho: Tensor) -> Tensor:
         return rho.masked_fill(rho > self.sequence_cap, 0.0)
@@ -396,7 +401,8 @@ class SequenceMis(SequenceTis):
 @LOSSES.register("icepop")
 @dataclass(frozen=True, kw_only=True)
 class IcePop(Clip, Loss):
-    """Clips around the proximal policy and weighs with pi_proximal / pi_behaviour, 0 outside a band (2510.18855)."""
+    """Clips around the proximal policy, and weights with pi_proximal / pi_behaviour, or 0 outside a band
+    (2510.18855)."""
 
     band_low: float = knob(0.5, "tokens with pi_old / pi_rollout below have no gradient", low=0, high=1)
     band_high: float = knob(5.0, "and above", low=1)
@@ -412,8 +418,8 @@ class IcePop(Clip, Loss):
 @LOSSES.register("decoupled_ppo_loglinear")
 @dataclass(frozen=True, kw_only=True)
 class DecoupledPpoLoglinear(_Capped, Clip, Loss):
-    """Decoupled PPO whose proximal policy is interpolated between behaviour and present policy by the tokens' versions,
-    which saves the forward pass (2512.06547, AReaL)."""
+    """Decoupled PPO whose proximal policy is interpolated between the behaviour and the current policy by the tokens'
+    versions, which saves a forward pass (2512.06547, AReaL)."""
 
     needs_proximal = False
     by_token = True

@@ -1,4 +1,4 @@
-"""Divides rows into micro-batches, and each micro-batch among the ranks of a trainer. Pure.
+"""Splits rows into micro-batches, and each micro-batch among the ranks of a trainer. Pure.
 
 The ranks compute in lock step: each layer's parameters are gathered from all of them. So it is not enough that their
 sums are equal; what they compute at the same time has to be.
@@ -26,8 +26,8 @@ are gathered from other ranks for it: about what 8 bytes a parameter over 400 GB
 
 
 def split_microbatches(lengths: Sequence[int], ranks: int, token_budget: int) -> list[tuple[Part, ...]]:
-    """Micro-batches as each rank's rows, by index. lengths: tokens of each row. token_budget: padded tokens of a rank's
-    part, at most.
+    """Split rows into micro-batches: for each, the row indices of each rank. lengths: tokens of each row. token_budget:
+    maximum number of padded tokens per rank.
 
     Rows are cut from the shortest to the longest and dealt to the ranks in turn, back and forth, so that none has the
     longer ones each time.

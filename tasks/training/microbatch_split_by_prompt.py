@@ -1,5 +1,5 @@
-"""Divides rows that are computed without padding into micro-batches, and each of these among the ranks of a trainer, so
-that rows of a prompt stay together where that pays: there it is computed once. Numpy, pure.
+"""Splits rows without padding into micro-batches, and each of these among the ranks of a trainer. Rows of one prompt
+stay together where that saves time, because their prompt is then computed once. Numpy, pure.
 
 Invariants:
 - Every row is in exactly one part of one micro-batch. A micro-batch has a part for each rank; it may be empty, but one
@@ -35,8 +35,12 @@ Range = tuple[int, int]
 def divided_by_prompt(
     rows_by_prompt: Sequence[Sequence[int]], prompts: Sequence[int], rests: Sequence[int], ranks: int, token_budget: int
 ) -> list[tuple[Part, ...]]:
-    """Split rows into micro-batches: for each, the row indices of each rank. rows_by_prompt: the rows of each prompt.
-    prompts, rests: tokens of each row's prompt, and of its response. token_budget: maximum of a rank's part.
+    """Split rows into micro-batches: for each, the row indices of each rank.
+
+    Args:
+        rows_by_prompt: The rows of each prompt.
+        prompts, rests: Tokens of each row's prompt and of its response.
+        token_budget: Maximum number of tokens per rank.
 
     >>> divided_by_prompt([[0, 2], [1]], [32, 8, 32], [9, 4, 7], ranks=1, token_budget=64)
     [((1, 2, 0),)]

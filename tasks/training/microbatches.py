@@ -49,7 +49,7 @@ class Row:
 
     @classmethod
     def of(cls, row: EndedTrajectory) -> Row:
-        """The row of a stored trajectory."""
+        """Convert a stored trajectory to a row."""
         return cls(
             prompt=row.trajectory.prompt_tokens,
             response=row.trajectory.response_tokens,
@@ -64,29 +64,29 @@ class Row:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that carry gradient, if the row does."""
+        """Number of sampled tokens, which are those with a gradient."""
         return int(np.count_nonzero(self.sampled))
 
     @property
     def usable(self) -> npt.NDArray[np.bool_]:
-        """[T] whether each token was sampled and has a finite stored logprob."""
+        """[T] bool, whether each token was sampled and its stored logprob is finite."""
         usable: npt.NDArray[np.bool_] = self.sampled & np.isfinite(self.behaviour)
         return usable
 
     @property
     def num_unusable(self) -> int:
-        """Sampled tokens without a finite stored logprob: no loss can correct for the policy that sampled them."""
+        """Number of sampled tokens without a finite stored logprob, for which no importance ratio can be computed."""
         return self.num_sampled - int(np.count_nonzero(self.usable))
 
     @property
     def has_gradient(self) -> bool:
-        """Whether the row has a gradient. Every loss is proportional to the advantage, so none at an advantage of 0."""
+        """Whether the row has a gradient: at an advantage of 0 every loss proportional to it has none."""
         return self.trained and self.advantage != 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowArrays:
-    """Rows packed for transfer: ten arrays instead of five per row, because each array of a message has a cost."""
+    """Rows packed for transfer into ten arrays instead of five per row, since each array of a message has overhead."""
 
     prompt_tokens: npt.NDArray[np.int32]  # [sum of P] all prompts, one after another
     response_tokens: npt.NDArray[np.int32]  # [sum of T]
@@ -102,7 +102,7 @@ class RowArrays:
 
     @classmethod
     def of(cls, consumed: Sequence[EndedTrajectory]) -> RowArrays:
-        """Pack what a step consumes, at least one row."""
+        """Pack the rows that a step consumes; at least one."""
         trajectories = [e.trajectory for e in consumed]
         return cls(
             prompt_tokens=np.concatenate([t.prompt_tokens for t in trajectories]),
@@ -150,14 +150,14 @@ def _lags(row: EndedTrajectory) -> npt.NDArray[np.int16]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchMessage:
-    """Rows of a step's batch, as one message. rest: how many rows come after these."""
+    """A message with rows of a step's batch. rest: number of rows that follow in later messages."""
 
     packed: RowArrays
     rest: int
 
 
 def part_end(consumed: Sequence[EndedTrajectory], start: int, most_bytes: int = MESSAGE_BYTES) -> int:
-    """The index after the last row of the message that begins with row `start`: as many as fit, and at least one."""
+    """Index after the last row of the message that starts with row `start`: as many rows as fit, at least one."""
     num_bytes, stop = 0, start
     while stop < len(consumed):
         trajectory = consumed[stop].trajectory
@@ -171,7 +171,7 @@ def part_end(consumed: Sequence[EndedTrajectory], start: int, most_bytes: int = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Right-padded rows. Response columns start at `start`: position start + t predicts column t."""
+    """Right-padded rows. Response columns begin at `start`: the logits at position start + t predict column t."""
 
     rows: tuple[int, ...]
     input_ids: npt.NDArray[np.int64]  # [N, L]
@@ -186,7 +186,7 @@ class MicroBatch:
     advantage: npt.NDArray[np.float32]  # [N, 1]
 
     def part(self, rows: slice, columns: slice = slice(None)) -> MicroBatch:
-        """Some of the rows, and of the response columns; views."""
+        """Select rows and response columns, as views."""
         return replace(
             self,
             rows=self.rows[rows],
@@ -203,8 +203,8 @@ class MicroBatch:
         )
 
     def parts(self, most_tokens: int, *, by_token: bool) -> list[MicroBatch]:
-        """The batch in parts of at most so many sampled tokens, in their order, and at least one in each. by_token: a
-        row that has more is cut, too."""
+        """Split the batch into parts with a limited number of sampled tokens, in order, at least one in each. by_token:
+        whether a single row may be split."""
         counts = (self.mask > 0).sum(1)
         parts, start = list[MicroBatch](), 0
         while start < len(self.rows):
@@ -216,7 +216,7 @@ class MicroBatch:
         return [part for part in parts if part.mask.any()]
 
     def scattered(self, rows: Sequence[Row], values: Mapping[int, npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
-        """[N, T] of values by token of the rows' responses those that the batch has; 0 of rows that have none."""
+        """[N, T] values of the batch from values of the rows' responses; 0 for rows without values."""
         scattered = np.zeros_like(self.behaviour)
         for k, i in enumerate(self.rows):
             if i in values:
@@ -251,7 +251,7 @@ gives a gradient of 0, and takes part in what all ranks do together."""
 
 
 def token_weights(aggregation: str, lengths: Sequence[int], max_length: int) -> npt.NDArray[np.float32]:
-    """[N] weight of each row's tokens, so that sum over tokens of weight x loss is the aggregate.
+    """[N] weight of each row's tokens. The sum of weight x loss over all tokens is the aggregated loss.
 
     token_mean: mean over all tokens (DAPO). sequence_mean: mean of per-sequence means (GRPO). constant_length: sum over
     tokens / (N x max_length) (Dr. GRPO).
@@ -269,8 +269,8 @@ def token_weights(aggregation: str, lengths: Sequence[int], max_length: int) -> 
 
 
 def minibatches(num_rows: int, count: int, rng: np.random.Generator, together: int = 1) -> list[npt.NDArray[np.int64]]:
-    """A random split of the rows into `count` parts of nearly equal size; into one part a row if there are fewer, as
-    there may be of a selection of stored rows. together: how many neighbours stay in one part."""
+    """Split the rows at random into `count` parts of nearly equal size, or one per row if there are fewer. together:
+    number of adjacent rows that stay in one part."""
     parts = np.array_split(rng.permutation(num_rows // together), count)
     return [(np.sort(part)[:, None] * together + np.arange(together)).reshape(-1) for part in parts if len(part)]
 
@@ -285,8 +285,8 @@ def microbatches(
     *,
     unpadded: bool = False,
 ) -> list[MicroBatch]:
-    """The chosen rows, split so that rows x longest <= token_budget, shortest first; a single row always fits. Of
-    several ranks each gets its share of the rows, in as many micro-batches as every other; some may have no rows.
+    """Split the chosen rows so that rows x longest <= token_budget, shortest first; a single row always fits. Each rank
+    gets its share of the rows in the same number of micro-batches, some of which may be empty.
 
     weights: [len(chosen)], from `token_weights`. unpadded: they are computed without padding, and the prompts that they
     have in common once: only those tokens count, and rows of a prompt stay together.

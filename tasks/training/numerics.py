@@ -1,4 +1,4 @@
-"""What the bits of a trainer's results depend on besides its inputs."""
+"""The software and hardware on which the exact bits of a trainer's results depend."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 
 
 def numerics() -> str:
-    """This process's torch, instruction set, threads and GPU, in words; empty where no torch is loaded. Steps are
-    expected to repeat bit for bit only where all of it is the same."""
+    """Describe this process's torch, instruction set, threads and GPU; empty if torch is not loaded. Steps are expected
+    to repeat bit for bit only where all of these are equal."""
     torch = sys.modules.get("torch")
     if torch is None:
         return ""

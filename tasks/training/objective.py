@@ -1,5 +1,5 @@
-"""What a training step minimises: a loss, and what is added to it whatever the loss is, a penalty on the distance to a
-reference model and a bonus on entropy. A function of tensors by token; how they are averaged is not known here."""
+"""The objective of a training step: a loss, a penalty on the distance to a reference model, and an entropy bonus. Works
+on tensors by token; averaging is done elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_K3 = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """A loss with its additions."""
+    """A loss with its penalty and bonus."""
 
     loss: Loss
     kl: KlConfig
@@ -28,7 +28,7 @@ class Objective:
 
     @classmethod
     def of(cls, training: TrainingConfig) -> Objective:
-        """The objective of a job. Raises ConfigError if its own loss cannot be constructed."""
+        """Create the objective of a job. Raises ConfigError if a user's loss cannot be constructed."""
         return cls(loss=LOSSES.make(training.loss), kl=training.kl, entropy_bonus=training.entropy_bonus)
 
     @property
@@ -41,22 +41,22 @@ class Objective:
 
     @property
     def by_token(self) -> bool:
-        """Whether each token's loss depends on no other's logprob."""
+        """Whether the loss of each token depends on no other token."""
         summed = self.kl.coefficient > 0 and self.kl.place == "reward"
         return self.loss.by_token and not summed
 
     def trains(self, row: Row) -> bool:
-        """Whether a row has a gradient: without an advantage only from what is not proportional to it."""
+        """Whether a row has a gradient. Without an advantage, only terms that are not proportional to it give one."""
         full_forward = self.needs_reference or self.needs_entropy or self.loss.trains_zero_advantage
         return row.trained and (full_forward or row.advantage != 0.0)
 
     def old(self, tokens: Tokens) -> Tensor:
-        """[N, T] logprobs under the policy that the loss takes as the old one."""
+        """[N, T] logprobs under the policy that the loss uses as the old policy."""
         return tokens.proximal if self.loss.needs_proximal else tokens.behaviour
 
     def token_loss(self, tokens: Tokens, reference: Tensor | None, entropy: Tensor | None) -> TokenLoss:
-        """The losses of a micro-batch. reference: [N, T] logprobs under the reference model. entropy: [N, T] of each
-        token's distribution, nats, with gradient. Both are None unless needed."""
+        """Compute the losses of a micro-batch. reference: [N, T] logprobs under the reference model. entropy: [N, T] of
+        each token's distribution, nats, with gradient. Both are None unless needed."""
         reference = reference if self.kl.coefficient else None
         if reference is not None and self.kl.place != "loss":
             tokens = replace(tokens, advantage=self._penalized(tokens, reference))
@@ -78,9 +78,9 @@ class Objective:
 
 
 def with_finite_logprobs(tokens: Tokens) -> Tokens:
-    """The tokens of a micro-batch without those whose stored logprob is infinite or NaN, which have no importance
-    ratio. Like tokens that an environment gave they have logprobs of 0 and no loss; they still count in the number of
-    tokens that a mean is over."""
+    """Mask the tokens of a micro-batch whose stored logprob is infinite or NaN, because they have no importance ratio.
+    Like tokens of environments they get logprobs of 0 and no loss, but count in the number of tokens that a mean is
+    over."""
     unusable = ~tokens.behaviour.isfinite()
     return replace(
         tokens,

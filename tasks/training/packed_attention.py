@@ -1,4 +1,4 @@
-"""Attention of rows that are packed into one sequence without padding.
+"""Attention for rows that are packed into one sequence without padding.
 
 All other operations of a model work on single tokens, so only attention must know where a row ends. Rows with the same
 prompt share one copy of it in the sequence (tasks/training/shared_prompts.py), and each attends to it.
@@ -48,18 +48,18 @@ QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class NotPacked(Exception):
-    """A model's attention cannot keep the rows of a sequence apart; the message says why."""
+    """The model's attention cannot separate the rows of a sequence; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRowLengths:
-    """Rows in a sequence, by their lengths."""
+    """Lengths of the rows in a sequence."""
 
     blocks: tuple[PromptBlock, ...]
 
     @property
     def single(self) -> bool:
-        """Whether it is a single row, for which the model's own attention is used."""
+        """Whether there is only one row, for which the model's own attention is used."""
         return len(self.blocks) == 1 and len(self.blocks[0].rests) == 1
 
     def positions(self, device: str) -> torch.Tensor:
@@ -73,8 +73,8 @@ class PackedRowLengths:
 
 @dataclass(frozen=True, slots=True)
 class LocalMask:
-    """The mask of layers that attend to no more than `size` tokens, of a window or a chunk. A model may have one made
-    that no layer uses."""
+    """Mask of layers with local attention over `size` tokens, a window or a chunk. Some models create one that no layer
+    uses."""
 
     size: int
 
@@ -162,8 +162,8 @@ def _causal(
 
 
 def why_padded(model: Any, device: str, most_tokens: int) -> str:
-    """Why the model does not compute rows without padding, given `row_lengths` and `position_ids`; empty if it does.
-    Its attention is changed then; a single row without them it computes as ever.
+    """Switch a model to packed rows, which it then computes from `row_lengths` and `position_ids`. Returns empty text,
+    or the reason why the model must compute padded rows. Calls without these arguments work as before.
 
     Args:
         most_tokens: Of a sequence with more than one row.

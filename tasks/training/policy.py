@@ -1,5 +1,5 @@
-"""What the Trainer actor trains, as a contract, and the settings it is made from. Loads no torch: a driver places a
-trainer without having a model."""
+"""The contract of the policy that the Trainer actor trains, and its settings. Does not import torch, because a driver
+places trainers without loading a model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 class Policy(Protocol):
-    """The policy that the Trainer actor trains and publishes. Each process of a group has one: all of them have the
-    same methods called, and only the leading one's results count."""
+    """The policy that the Trainer actor trains and publishes. Each rank of a group has one. The same methods are called
+    on all of them, and only results of the leading rank are used."""
 
     def wake(self) -> None:
-        """Have the device, as all else needs it but `begin_save`, `end_save`, `save` and `close`. In turns a policy is
-        asleep when it is built; otherwise it never sleeps."""
+        """Move to the device, in turns. All methods but `begin_save`, `end_save`, `save` and `close` need it. A policy
+        that uses its device in turns is created asleep; others never sleep."""
         ...
 
     def sleep(self) -> None:
@@ -34,28 +34,29 @@ class Policy(Protocol):
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]: ...
 
     def fine_tune(self, step: int) -> dict[str, float]:
-        """Do step `step` of supervised fine-tuning. Returns metrics by name."""
+        """Run step `step` of supervised fine-tuning. Returns metrics by name."""
         ...
 
     def apply_to_weights(self, function: Callable[[Weights], T]) -> T:
-        """Call `function` with the weights as engines load them, and return its result. They may be a TensorStream."""
+        """Call `function` with the weights as engines load them, and return its result. The weights may be a
+        TensorStream."""
         ...
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]: ...
 
     def save(self, folder: Path, published: Path) -> None:
-        """Save weights for `from_pretrained`. published: the file that they were published in. Called on the leading
-        rank alone."""
+        """Save weights for `from_pretrained`. published: the file in which they were published. Called on the leading
+        rank only."""
         ...
 
     def begin_save(self, path: Path) -> None:
-        """Begin to write all that the next step depends on: to a file, or, of a group, into a folder. When this
-        returns training may go on: what is written is a copy. At most one is being written at a time."""
+        """Start writing the state that the next step depends on, to a file, or in a group into a folder. Training may
+        continue when this returns, because a copy is written. Only one save runs at a time."""
         ...
 
     def end_save(self) -> None:
-        """Wait until that is written, or raise what keeps it from being. Called in another thread than the rest, and
-        on the leading rank alone."""
+        """Wait until the state is written, and raise the error of writing it. Called on the leading rank only, in
+        another thread than the other methods."""
         ...
 
     def load_state(self, path: Path) -> None: ...
@@ -67,8 +68,8 @@ class PolicySettings(Protocol):
     """Settings from which a worker builds its policy. Picklable."""
 
     def build(self, threads: int, rank: Rank = ALONE) -> Policy:
-        """threads: of this process, for what computes on processors. rank: its place in the trainer's group; waits for
-        the others."""
+        """Build the policy. threads: number of CPU threads. rank: rank of this process; the call waits for the
+        others."""
         ...
 
 

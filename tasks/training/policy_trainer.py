@@ -61,7 +61,7 @@ ByRow = Mapping[int, npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """Stored behaviour logprobs against the trainer's own: absolute differences per token, nats, and
+    """Differences between stored behaviour logprobs and the trainer's own: absolute differences per token, nats, and
     KL(rollout || trainer) by the k3 estimate."""
 
     mean: float
@@ -70,7 +70,8 @@ class Mismatch:
 
     @classmethod
     def of(cls, rows: Sequence[Row], before: ByRow) -> Mismatch | None:
-        """Of the fresh rows; None if there are none. before: the trainer's logprobs, of these at least."""
+        """Compute the differences over the fresh rows; None if there are none. before: the trainer's logprobs, at least
+        of these rows."""
         fresh = [i for i, row in enumerate(rows) if row.staleness == 0 and row.usable.any()]
         if not fresh:
             return None
@@ -84,13 +85,13 @@ class Mismatch:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The three values by the names of stores/metrics.py."""
+        """The three values by their names in stores/metrics.py."""
         return {"mismatch_mean": self.mean, "mismatch_max": self.max, "kl_rollout": self.kl}
 
 
 def fused(parameters: Iterable[torch.Tensor]) -> bool | None:
-    """Whether AdamW updates all of these in one kernel: on a GPU. None leaves the choice to PyTorch, as on CPU, where
-    resumed runs repeat a step bit for bit."""
+    """AdamW's `fused` argument: True for parameters on a GPU. None on CPU, where PyTorch's default repeats steps of
+    resumed runs bit for bit."""
     return all(parameter.is_cuda for parameter in parameters) or None
 
 
@@ -102,8 +103,8 @@ def _write_state(state: dict[str, Any], path: Path) -> None:
 
 
 def fine_tuning(training: TrainingConfig) -> TrainingConfig:
-    """The settings of supervised fine-tuning: one update a step with the cross-entropy over the step's tokens. What
-    concerns memory, AdamW and adapters is as in RL."""
+    """The training settings of supervised fine-tuning: one update per step, with the cross-entropy averaged over the
+    step's tokens. Settings of memory, AdamW and adapters are those of RL."""
     return replace(
         training,
         loss=Sft(),
@@ -120,14 +121,14 @@ def fine_tuning(training: TrainingConfig) -> TrainingConfig:
 
 
 class PolicyTrainer:
-    """Trains a model on rows; publishes nothing. Deterministic for a seed and an order of calls.
+    """Trains a model on rows. Deterministic for a seed and an order of calls.
 
     The weights it trains are float32 whatever is published: at usual learning rates an AdamW step on bfloat16 weights
     is mostly rounded away. With dtype bfloat16 forward and backward run under autocast.
     """
 
     def __init__(self, settings: PolicyTrainerSettings, rank: Rank = ALONE) -> None:
-        """rank: this process's place among those that train the model. Waits for the others."""
+        """Load the model. rank: rank of this process; the call waits for the others."""
         self.settings = settings
         training = settings.training
         self.objective = Objective.of(training)
@@ -196,7 +197,7 @@ class PolicyTrainer:
                     self.optimizer.state[parameter][key] = moved(f"{key}.{name}", value)
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step: linear warm-up, then constant, or a cosine or a line down to schedule_floor."""
+        """The learning rate of a step: linear warm-up, then constant, or a cosine or linear decay to schedule_floor."""
         s = self.settings.training
         if step < s.warmup_steps:
             return s.learning_rate * (step + 1) / (s.warmup_steps + 1)
@@ -208,9 +209,9 @@ class PolicyTrainer:
         return s.learning_rate * (s.schedule_floor + (1 - s.schedule_floor) * factor)
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
-        """Train a step on all rows, `epochs` x `minibatches` optimizer updates. Mutates the model; returns metrics.
-        rows: of a group, those that its leading rank is called with. They are what a minibatch is made of, and what a
-        token's weight is of; what is computed are their sequences."""
+        """Train a step on all rows with `epochs` x `minibatches` optimizer updates. Mutates the model; returns metrics.
+        rows: in a group, only those of the leading rank are used. Minibatches and token weights are made from rows; the
+        model computes their sequences."""
         s = self.settings.training
         all_rows, pairs = self.group.broadcast(rows), self.objective.loss.compares_pairs
         if pairs:
@@ -263,8 +264,8 @@ class PolicyTrainer:
         }
 
     def fine_tune(self, step: int) -> dict[str, float]:
-        """Do step `step` of supervised fine-tuning on its examples: a training step with its own settings. After the
-        last one AdamW's moments are gone: they are of another loss."""
+        """Run step `step` of supervised fine-tuning on its examples. After the last step AdamW's moments are reset,
+        because they belong to another loss."""
         config = self.settings.training.sft
         rows: Sequence[Row] = ()
         if self.group.rank.leads:
@@ -311,9 +312,9 @@ class PolicyTrainer:
             return forward_logprobs(self.model, tokens)
 
     def save(self, folder: Path, published: Path) -> None:
-        """Save weights that were published, and the tokenizer, where `from_pretrained` finds them. published: their
-        file, from which they are read as they are written. An adapter is merged into the model's own weights, and saved
-        in a folder besides. Done by the leading rank alone."""
+        """Save published weights and the tokenizer for `from_pretrained`. Tensors are read from `published`, their
+        file, one by one. An adapter is merged into the model's weights, and also saved in a folder. Only on the leading
+        rank."""
         from transformers import AutoTokenizer
 
         path, config = self.settings.model, self.settings.training.lora
@@ -333,13 +334,13 @@ class PolicyTrainer:
         weight_folder.checkpoint(self.model, tokenizer, folder, {**buffers, **weights})
 
     def save_state(self, path: Path) -> None:
-        """Write all that the next step depends on: the weights that are trained, optimizer, random state."""
+        """Write the state that the next step depends on: trained weights, optimizer, random state."""
         self.begin_save(path)
         self.end_save()
 
     def begin_save(self, path: Path) -> None:
-        """Copy all that the next step depends on into the processor's memory, 12 bytes for each parameter of this rank,
-        and begin to write that. A group writes a folder, which is there already, each rank its shards."""
+        """Copy the state that the next step depends on to host memory, 12 bytes per parameter of this rank, and start
+        writing the copy. In a group each rank writes its shards into an existing folder."""
         if self._saving is not None:  # on a rank that does not lead: the leading one knows how it went
             wait({self._saving})
         if self.group.rank.count > 1:
@@ -354,13 +355,13 @@ class PolicyTrainer:
         self._saving = run_in_background(lambda: _write_state(state, path))
 
     def end_save(self) -> None:
-        """Wait until what was begun is written; raises what keeps it from being. Nothing if none was."""
+        """Wait until the state is written, and raise the error of writing it. Does nothing if no save was started."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()
 
     def load_state(self, path: Path) -> None:
-        """Restore what `save_state` wrote, in a group of this or any other size. Raises StoreError."""
+        """Restore a state that `save_state` wrote, with a group of this or any other size. Raises StoreError."""
         with resume_points.loading(path):
             state_in_use = self._state()
             if path.is_dir():
@@ -378,7 +379,7 @@ class PolicyTrainer:
             self._rng.bit_generator.state = state["random"]
 
     def close(self) -> None:
-        """Leave the group. Nothing else is done afterwards."""
+        """Leave the group. No method may be called afterwards."""
         self.group.leave()
 
     def _trained(self) -> dict[str, torch.Tensor]:

@@ -1,5 +1,5 @@
-"""Direct preference optimization (DPO, 2305.18290): the best and the worst response to each prompt, and what a pair
-contributes to the loss. Numpy, pure.
+"""Direct preference optimization (DPO, 2305.18290): selects the best and the worst response to each prompt, and
+computes their contribution to the loss. Numpy, pure.
 
 The loss of a pair is -log sigmoid(m), m = beta ((s_best - r_best) - (s_worst - r_worst)), with s and r the logprobs of
 whole responses under the policy and the reference. Its gradient is that of a policy gradient whose advantages are
@@ -22,8 +22,8 @@ ByRow = Mapping[int, npt.NDArray[np.float32]]
 
 
 def paired(rows: Iterable[Row]) -> list[Row]:
-    """The response of the highest and that of the lowest advantage to each prompt, one after the other; none to a
-    prompt whose advantages are equal. Rows whose reward failed are left out."""
+    """The responses with the highest and the lowest advantage to each prompt, in this order. Prompts whose advantages
+    are equal, and rows whose reward failed, are left out."""
     by_prompt: dict[bytes, list[Row]] = {}
     for row in rows:
         if row.trained and row.num_sampled:
@@ -39,7 +39,7 @@ def paired(rows: Iterable[Row]) -> list[Row]:
 def weighted_pairs(
     rows: Sequence[Row], indices: Sequence[int], policy: ByRow, reference: ByRow, beta: float
 ) -> tuple[dict[int, Row], float]:
-    """The chosen rows with the advantages of their pairs, by row index, and the mean loss of these pairs.
+    """The chosen rows with the advantages of their pairs, by row index, and the mean loss of the pairs.
 
     Args:
         rows: From `paired`.

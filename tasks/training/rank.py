@@ -1,4 +1,4 @@
-"""A process's place in the group of processes that train one model. Loads no torch."""
+"""The rank of a process in the group that trains one model. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ shards or a checkpoint."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """Place `number` of `count`. host, port: where the store listens by which the group's processes find each other.
-    listener: on the leading rank, the descriptor of the socket that it listens at, unless another process has it."""
+    """Rank `number` of `count`. host, port: address of the store by which the ranks find each other. listener: on the
+    leading rank, the descriptor of the listening socket, unless another process has it."""
 
     number: int = 0
     count: int = 1
@@ -24,7 +24,7 @@ class Rank:
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes what the group has only one of: published weights, checkpoints, metrics."""
+        """Whether this rank writes what the group has only once: published weights, checkpoints, metrics."""
         return self.number == 0
 
 
@@ -42,7 +42,7 @@ def rank_name(number: int) -> str:
 
 
 def listening() -> socket.socket:
-    """A socket that listens at a free port of this host, at all of its addresses."""
+    """Open a socket that listens on a free port on all addresses of this host."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))

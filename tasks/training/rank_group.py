@@ -1,4 +1,4 @@
-"""The trainer's processes as one of them sees the others: a model in shards, and numbers that all of them know.
+"""The group of trainer processes, from one rank's view: a sharded model, and collective operations.
 
 PyTorch's FSDP2 (`fully_shard`) keeps one part in `count` of every parameter, gradient and optimizer state on each rank,
 gathers a layer's parameters while it computes, and adds up gradients where they are kept.
@@ -42,7 +42,8 @@ SEEN_S = 10.0
 
 
 class RankGroup:
-    """The group as rank `rank` sees it. Waits until all ranks are there; one process can be in one group at a time."""
+    """The group from the view of rank `rank`. Creating it waits until all ranks have joined; a process can be in one
+    group at a time."""
 
     def __init__(
         self,
@@ -53,9 +54,14 @@ class RankGroup:
         offload: bool = False,
         collective_s: float = COLLECTIVE_TIMEOUT_S,
     ) -> None:
-        """half: blocks compute in bfloat16 and are gathered in it. offload: shards are kept in the processor's memory,
-        with their gradients and what an optimizer keeps of them; the device has a block at a time. collective_s:
-        seconds that a rank waits for the others in one operation; then it fails."""
+        """Join the group.
+
+        Args:
+            half: Whether blocks compute in bfloat16 and are gathered in it.
+            offload: Whether shards, gradients and optimizer states stay in host memory, and the device has one block at
+                a time.
+            collective_s: Seconds that a rank waits for the others in one operation before it fails.
+        """
         self.rank = rank
         self.device = device
         self._mesh: Any = None
@@ -79,13 +85,13 @@ class RankGroup:
 
     @property
     def shards(self) -> bool:
-        """Whether the model is divided."""
+        """Whether the model is sharded."""
         return self._mesh is not None
 
     def sharded(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        """The model with its parameters in shards, each block's gathered by itself when it computes. They move to the
-        device a block at a time: the model need not fit there whole; nor in memory in another type than it was loaded
-        in, for they become `dtype`, if that is given, a block at a time, too."""
+        """Shard the model's parameters, so that each block is gathered only when it computes. Parameters are converted
+        to `dtype` and moved to the device one block at a time, so neither the device nor host memory needs room for a
+        second copy."""
         if self._mesh is None:
             return model.to(self.device)
         offload_policy = CPUOffloadPolicy(pin_memory=self.device == "cuda") if self._offload else OffloadPolicy()
@@ -106,17 +112,17 @@ class RankGroup:
         return model
 
     def parameters(self, model: Any) -> dict[str, torch.Tensor]:
-        """The model's parameters by name, each one's shard of this rank; tied ones once."""
+        """The model's parameters by name, each as this rank's shard; tied ones once."""
         if self._mesh is not None:
             model.reshard()  # a forward pass without a backward one leaves those of no block gathered
         return dict(model.named_parameters())
 
     def full_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of which each rank has a shard, on all of them."""
+        """Gather a sharded tensor on all ranks."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def fill(self, shard: torch.Tensor, full_tensor: torch.Tensor) -> None:
-        """Overwrite this rank's shard with its part of a tensor that every rank has."""
+        """Overwrite this rank's shard with its part of a full tensor."""
         if shard.shape != full_tensor.shape:
             raise ValueError(f"a tensor has shape {tuple(full_tensor.shape)}, the model's has {tuple(shard.shape)}")
         if isinstance(shard, DTensor):
@@ -126,7 +132,7 @@ class RankGroup:
         shard.copy_(full_tensor)
 
     def broadcast(self, thing: T) -> T:
-        """What the leading rank was called with, on all ranks; the others' own is left."""
+        """Return the leading rank's value on all ranks; values of other ranks are ignored."""
         if self._mesh is None:
             return thing
         things = [thing if self.rank.leads else None]
@@ -134,7 +140,7 @@ class RankGroup:
         return things[0]  # type: ignore[return-value]  # the leading rank's
 
     def all_gather(self, entries: Mapping[int, T]) -> dict[int, T]:
-        """The entries of all ranks, in the order of their keys."""
+        """Gather the entries of all ranks, sorted by key."""
         if self._mesh is None:
             return dict(entries)
         parts: list[Any] = [None] * self.rank.count
@@ -142,7 +148,7 @@ class RankGroup:
         return dict(sorted(item for part in parts for item in part.items()))
 
     def all_reduce(self, numbers: Sequence[float]) -> list[float]:
-        """Each number's sum over the ranks."""
+        """Sum each number over the ranks."""
         if self._mesh is None:
             return list(numbers)
         sums = torch.tensor(list(numbers), dtype=torch.float64)
@@ -150,8 +156,9 @@ class RankGroup:
         return [float(number) for number in sums]
 
     def begin_save(self, state: dict[str, Any], folder: Path) -> Future[None]:
-        """Copy a state whose tensors are shards, and begin to write the copy, each rank its own; done on the leading
-        rank once all have. folder: there, and all ranks see it. What is raised is a RuntimeError."""
+        """Copy a sharded state, and start writing the copy; each rank writes its own shards. The save completes on the
+        leading rank once all ranks have finished. Errors are RuntimeErrors. folder: an existing folder that all ranks
+        see."""
         with _failures_as_errors():
             writing = dcp.async_save(state, checkpoint_id=folder, process_group=self._saving)
 
@@ -164,14 +171,14 @@ class RankGroup:
         return run_in_background(finish)
 
     def load(self, state: dict[str, Any], folder: Path) -> None:
-        """Overwrite a state by one that a group of any size has saved, each rank its own shards. Raises
+        """Overwrite a state with one that a group of any size has saved; each rank reads its own shards. Raises
         RuntimeError."""
         with _failures_as_errors(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a group of one has no process group
             dcp.load(state, checkpoint_id=folder, no_dist=self._mesh is None)
 
     def leave(self) -> None:
-        """End this process's part in the group. On GPUs that also ends what its threads wait for from other ranks."""
+        """Leave the group. On GPUs this also ends operations of other threads that wait for other ranks."""
         if self._mesh is None or not dist.is_initialized():
             return
         if self.device == "cuda":  # a hung kernel would keep the GPU and its memory until its deadline

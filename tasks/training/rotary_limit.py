@@ -1,4 +1,4 @@
-"""The length of a row from which on its rotary embedding depends on the rows that are computed with it.
+"""The row length above which a model's rotary embedding depends on the other rows of the micro-batch.
 
 Some rotary embeddings (longrope, dynamic NTK) choose the frequencies of all positions by the largest position of a
 forward pass. Beyond their limit a row's logprobs are those of its micro-batch, not its own. The limit is found by
@@ -19,8 +19,8 @@ BEYOND = 4
 
 
 def longest_row(model: Any, device: str) -> int | None:
-    """Tokens of a row up to which its positions are rotated alike in any micro-batch; None if there is no limit.
-    The embeddings are left as they were for short rows."""
+    """Largest length of a row whose positions are rotated equally in any micro-batch; None without a limit. Restores
+    the model's embeddings to those of short rows."""
     limits = [limit for module in model.modules() if _is_rotary(module) and (limit := _limit(module, device))]
     return min(limits, default=None)
 

@@ -1,4 +1,12 @@
-"""Rows that begin with the same prompt, which a model computes once for all of them. Numpy, pure.
+"""Packs rows so that a prompt which several rows share is computed once. Numpy, pure.
+
+In a packed sequence without padding, the tokens of a shared prompt occur once: hidden states, keys and values of a
+token depend only on itself and the tokens before it, so they are equal in all of these rows. The tokens after the
+prompt attend to the prompt and to their own row.
+
+Invariants: - Every token of every row is in the sequence, at its position in its row; those of a shared prompt once for
+all rows. - Whether rows share their prompt depends only on their number and lengths, so equal rows are always computed
+equally.
 
 Where a model takes rows one after another in a single sequence, without padding, the tokens of a prompt that several
 rows have in common stand there once: hidden states, keys and values of a token depend only on itself and on those
@@ -23,32 +31,32 @@ Ints = npt.NDArray[np.int64]
 Key = TypeVar("Key", bound=Hashable)
 
 MIN_SAVED_TOKENS = 16
-"""Tokens that sharing saves, at least: about what one more call of attention takes in a model of half a million
-parameters, and a small part of it in larger ones."""
+"""Minimum number of tokens that sharing must save: about the time of one more attention call in a model of half a
+million parameters, and little in larger ones."""
 COPIED = 64
-"""Sharing saves at least one in so many of the tokens after the prompt: their keys and values are copied behind the
-prompt's, which takes a few thousandths of what computing them does."""
+"""Sharing must save at least one token per COPIED tokens after the prompt. Their keys and values are copied behind the
+prompt's, which takes a few thousandths of the time to compute them."""
 ATTENDED_AGAIN = 8
-"""So many tokens of a prompt that stand there for one more row count as one: of what a token keeps for its gradient,
-their keys and values are kept once more. They take hardly any time."""
+"""Number of shared prompt tokens that count as one for each further row: their keys and values are stored once more for
+the gradient, and take hardly any time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBlock:
-    """Rows that stand together in a sequence: tokens they have in common, and then the rest of each. prompt: how many
-    they have in common, 0 if nothing is shared. rests: of each row, at least 1."""
+    """Rows that share a prompt, packed: the prompt, then the rest of each row. prompt: number of shared tokens, 0 if
+    nothing is shared. rests: number of other tokens of each row, at least 1."""
 
     prompt: int
     rests: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """Tokens that stand in the sequence."""
+        """Number of tokens in the sequence."""
         return self.prompt + sum(self.rests)
 
     @property
     def positions(self) -> Ints:
-        """[T] the place of each token in its row.
+        """[T] position of each token in its row.
 
         >>> PromptBlock(2, (1, 3)).positions.tolist()
         [0, 1, 2, 2, 3, 4]
@@ -58,18 +66,20 @@ class PromptBlock:
 
 
 def pays(rows: Any, prompt: Any, rest: Any) -> Any:
-    """Whether so many rows share a prompt of a length. rest: tokens after it, of all of them. For numbers or arrays."""
+    """Whether rows should share their prompt. Works on numbers and arrays. rows: their number. prompt: its tokens.
+    rest: tokens of all rows after the prompt."""
     return (rows - 1) * prompt >= MIN_SAVED_TOKENS + rest // COPIED
 
 
 def counted(rows: Any, prompt: Any, rest: Any) -> Any:
-    """Tokens that rows of one prompt count for in a sequence; never fewer than they are there."""
+    """Number of tokens that rows of one prompt count for in a token budget; never less than the tokens in the
+    sequence."""
     shared = prompt + rest + (rows - 1) * prompt // ATTENDED_AGAIN
     return np.where(pays(rows, prompt, rest), shared, rows * prompt + rest)
 
 
 def alike(keys: Iterable[Key]) -> list[list[int]]:
-    """The indices of equal keys, in the order in which each is first seen.
+    """Group the indices of equal keys, in order of first occurrence.
 
     >>> alike("abac")
     [[0, 2], [1], [3]]
@@ -82,7 +92,7 @@ def alike(keys: Iterable[Key]) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayout:
-    """Padded rows as a sequence without padding."""
+    """Layout of padded rows as one sequence without padding."""
 
     blocks: tuple[PromptBlock, ...]
     row: Ints  # [T] which row each token of the sequence is taken from
@@ -92,7 +102,7 @@ class PackedLayout:
 
     @classmethod
     def of(cls, ids: Ints, lengths: Ints, prompts: Ints) -> PackedLayout:
-        """ids: [N, L] tokens. lengths, prompts: [N] tokens of each row, and of its prompt."""
+        """Build the layout. ids: [N, L] token ids. lengths, prompts: [N] tokens of each row and of its prompt."""
         starts = np.zeros((len(ids), 2), np.int64)
         rows, columns = list[Ints](), list[Ints]()
         blocks, end = list[PromptBlock](), 0
@@ -126,7 +136,7 @@ class PackedLayout:
         )
 
     def packed_indices(self, rows: Ints, columns: Ints) -> Ints:
-        """[n] where in the sequence tokens of the rows stand, each by its row and its place in it."""
+        """[n] indices in the sequence of tokens that are identified by row and position."""
         prompts = self.prompts[rows]
         after = self.starts[rows, 1] + columns - prompts
         indices: Ints = np.where(columns < prompts, self.starts[rows, 0] + columns, after)

@@ -1,4 +1,4 @@
-"""Figures of a training step, from sums over its tokens.
+"""Metrics of a training step, computed from sums over its tokens.
 
 Rows whose logprobs are computed anyway count with all of their tokens. The others are represented by a random sample of
 rows, each of which counts for several: the sums are unbiased then, and the figures that are ratios of them come with
@@ -26,19 +26,19 @@ SUMS = (
 
 @dataclass(slots=True)
 class TokenSums:
-    """Running sums over tokens. Those of several processes add up, value by value. values: in the order of SUMS."""
+    """Sums over tokens, to which those of other processes can be added. values: in the order of SUMS."""
 
     values: list[float] = field(default_factory=lambda: [0.0] * len(SUMS))
 
     def add_loss(self, loss: torch.Tensor, tokens: Tokens, reference: torch.Tensor | None) -> None:
-        """Add a trained micro-batch's loss, and its distance to the reference policy if there is one."""
+        """Add the loss of a trained micro-batch, and its distance to the reference policy if there is one."""
         self._add(trained=tokens.sampled.sum(), loss=loss.detach())
         if reference is not None:
             distance = log_ratio(reference, tokens.logprobs.detach()).double()
             self._add(kl_reference=_k3(distance).masked_fill(~tokens.sampled, 0).sum())
 
     def add(self, tokens: Tokens, result: TokenLoss, old: torch.Tensor, times: float = 1.0) -> list[list[float]]:
-        """Add a micro-batch; returns the sums over each of its rows, in the order of SUMS.
+        """Add a micro-batch. Returns the sums over each of its rows, in the order of SUMS.
 
         Args:
             old: [N, T] logprobs under the policy that the loss takes as the old one.
@@ -103,15 +103,15 @@ class TokenSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSample:
-    """A random sample of rows, without replacement, that represents more rows. rows: the sums over each sampled row, in
-    the order of SUMS. population: how many rows they were drawn from."""
+    """A random sample of rows without replacement. rows: sums over each sampled row, in the order of SUMS. population:
+    number of rows from which they were drawn."""
 
     rows: Sequence[Sequence[float]]
     population: int
 
     def error(self, slopes: Mapping[str, float]) -> float:
-        """The standard error of a figure of which the sample is part, by linearization (the delta method): that of the
-        estimated total of slope x sum, with the correction for a finite population.
+        """Standard error of a metric due to this sample, by linearization (the delta method): that of the estimated
+        total of slope x sum, with finite-population correction.
 
         Args:
             slopes: The figure's derivatives by the sums, by name.

@@ -1,4 +1,4 @@
-"""Tiny language models, pretrained on the spot: of sums that are worked out, or of whatever symbols and examples.
+"""Tiny language models, pretrained on worked sums or on given symbols and examples.
 
 Examples of sums write out each step (`7+8=15;15-9=6;so6.`), so responses differ in length. Some are flawed, and the
 model learns these, too; reinforcement learning has to tell them apart.
@@ -30,7 +30,7 @@ SLIP = 0.82
 
 
 def make_tokenizer(symbols: Sequence[str] = SYMBOLS) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per symbol, of which the first are SPECIAL; white space is dropped."""
+    """Create a tokenizer with one token per symbol; the first symbols are SPECIAL. White space is dropped."""
     vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     longer = [re.escape(symbol) for symbol in symbols[len(SPECIAL) :] if len(symbol) > 1]
@@ -41,7 +41,7 @@ def make_tokenizer(symbols: Sequence[str] = SYMBOLS) -> PreTrainedTokenizerFast:
 
 
 def careless(x: int, y: int) -> int:
-    """x + y with every carry and borrow forgotten.
+    """x + y without carries and borrows.
 
     >>> careless(17, 8), careless(12, -5)
     (15, 17)
@@ -56,7 +56,8 @@ def careless(x: int, y: int) -> int:
 
 
 def worked_example(expression: str, rng: random.Random, slip: float = SLIP) -> str:
-    """All steps of a sum and the resulting answer, each step computed carelessly with probability `slip`."""
+    """All steps of a sum and the answer that follows from them. Each step is wrong with probability `slip`: it forgets
+    carries."""
     terms = expression.split()
     total, lines = int(terms[0]), []
     for sign, term in zip(terms[1::2], terms[2::2], strict=True):
@@ -69,7 +70,7 @@ def worked_example(expression: str, rng: random.Random, slip: float = SLIP) -> s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Size and pretraining of a tiny model."""
+    """Size and pretraining settings of a tiny model."""
 
     steps: int
     hidden_size: int
@@ -89,10 +90,16 @@ def pretrain(
     symbols: Sequence[str] = SYMBOLS,
     tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> None:
-    """Train a Llama and write it to `out`. examples: each (question, answer), or of more turns (question, answer,
-    question, answer, ...); answers are learned. begun: called with its number of parameters. progress: called with
-    (steps done, loss) after each step. symbols: the tokens, of which the first are SPECIAL. tokenizer: in place of one
-    that is made of them."""
+    """Train a Llama model and write it to `out`.
+
+    Args:
+        examples: Each (question, answer), or (question, answer, question, answer, ...) for several turns; answers are
+            learned.
+        begun: Called with the number of parameters.
+        progress: Called with (steps done, loss) after each step.
+        symbols: The tokens; the first ones are SPECIAL.
+        tokenizer: Replaces the tokenizer made from the symbols.
+    """
     logging.disable_progress_bar()  # of writing one small file
     torch.manual_seed(recipe.seed)
     torch.set_num_threads(1)  # several wait for each other by spinning: slower at this size, and by far on busy cores

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlConfig:
-    """A penalty on the distance to a reference model, or to a teacher, which the trainer holds besides its own."""
+    """A penalty on the distance to a reference model or a teacher, which the trainer holds in addition to its own
+    model."""
 
     coefficient: float = knob(0.0, "weight of the penalty; 0: none, and no reference model", low=0)
     estimator: str = knob("k3", "estimate of the distance, token by token", choices=("k1", "k2", "k3"))
@@ -35,7 +36,7 @@ class KlConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig:
-    """Supervised fine-tuning before the first training step: version 0 is the model after it."""
+    """Supervised fine-tuning before the first training step. Version 0 is the model after it."""
 
     steps: int = knob(0, "optimizer updates on examples; 0: none, version 0 is model.path", low=0)
     examples_per_step: int = knob(
@@ -109,22 +110,28 @@ class ExampleRows(Protocol):
     """The examples of supervised fine-tuning."""
 
     def rows(self, step: int) -> Sequence[Row]:
-        """Those of a step, always the same."""
+        """The rows of a step; the same in each call."""
         ...
 
 
 class ExampleRowSettings(Protocol):
-    """Settings from which the leading rank makes the examples. Picklable."""
+    """Settings from which the leading rank builds the examples. Picklable."""
 
     def build(self) -> ExampleRows: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTrainerSettings:
-    """What a trainer of a model is made from; see ModelConfig. training: the job's table. num_steps: length of a
-    schedule that decays, unless the table has one. max_length: for constant_length. collective_s: seconds that a rank
-    waits for the others in one operation. examples: of training.sft; None without it. turns: the device is
-    others' between two uses of the trainer."""
+    """Settings of the trainer of a model; see ModelConfig.
+
+    Args:
+        training: The [training] table of the job.
+        num_steps: Length of a decaying schedule, unless the table sets one.
+        max_length: Divisor of constant_length aggregation.
+        collective_s: Seconds that a rank waits for the others in one operation.
+        examples: Settings of training.sft; None without it.
+        turns: Whether instances use the device between two uses by the trainer.
+    """
 
     model: str
     dtype: str

@@ -20,7 +20,7 @@ MODULE = """
 from staleflow.tasks.settings.source_kinds import SourceKind, SourceType
 
 DUNGEON = SourceKind(
-    form="dungeon:LEVEL", type=SourceType.ENVIRONMENT, opens="dungeons:open_level", repeatable=True, blocking=False
+    syntax="dungeon:LEVEL", type=SourceType.ENVIRONMENT, opener="dungeons:open_level", repeatable=True, blocking=False
 )
 WRONG = "no kind"
 

@@ -165,5 +165,5 @@ def test_only_sampled_tokens_are_compared_with_other_weights(run: StoredRun, mon
     )
     sums = dict(zip(logprob_recompute.SUMS, result.sums[0].tolist(), strict=True))
     assert sums["tokens"] == row.trajectory.num_sampled
-    assert sums["distance"] == pytest.approx(0.25 * row.trajectory.num_sampled)
+    assert sums["abs_log_ratio"] == pytest.approx(0.25 * row.trajectory.num_sampled)
     assert len(result.logprobs[0][1]) == row.trajectory.num_tokens

@@ -71,4 +71,4 @@ def test_a_reward_that_failed_is_no_signal_gained(tmp_path: Path) -> None:
         derived_branches.derive(store, tmp_path / "store", name, new, {})
     assert difference(tmp_path, "main", "failed").signal_second_only == ()
     assert difference(tmp_path, "main", "scored").signal_second_only == (0,)
-    assert difference(tmp_path, "scored", "failed").lost == (0,)
+    assert difference(tmp_path, "scored", "failed").signal_first_only == (0,)
