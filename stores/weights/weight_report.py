@@ -37,7 +37,8 @@ class WeightReport:
 
     @property
     def outcome(self) -> str:
-        """ "contradicted" if any part is; "verified" if all parts are and there is at least one; else "not verified"."""
+        """The result as a text: "contradicted" if any part is; "verified" if all parts are and there is at least one;
+        otherwise "not verified"."""
         if self.contradicted:
             return "contradicted"
         return "verified" if self.verified and not self.not_verified else "not verified"
