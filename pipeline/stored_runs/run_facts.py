@@ -56,12 +56,12 @@ def read_facts(run_dir: Path, store: StoreReader | None, name: str, view: Mappin
 def _evaluations(run_dir: Path, num_steps: int) -> list[EvaluationFacts]:
     facts = []
     for evaluation in read_evaluations(run_dir):
-        if evaluation.figure is not None and evaluation.version <= num_steps:
+        if evaluation.mean_reward is not None and evaluation.version <= num_steps:
             stderr = evaluation.sampled_stderr if evaluation.samples else evaluation.greedy_stderr
             prompts = read_rewards(run_dir, evaluation.version).get(evaluation.name, {})
             facts.append(
                 EvaluationFacts(
-                    set=evaluation.name, version=evaluation.version, reward=evaluation.figure, stderr=stderr,
+                    set=evaluation.name, version=evaluation.version, reward=evaluation.mean_reward, stderr=stderr,
                     function=evaluation.reward, prompts=prompts,
                 )
             )  # fmt: skip
