@@ -15,6 +15,7 @@ Each case runs once, in a process of its own, one after another.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import shutil
@@ -131,57 +132,64 @@ def time_training(model: str, length: int, recompute: bool, tokens: int = TOKENS
     }  # fmt: skip
 
 
-def time_decoding(model: str, running: int, new: int = NEW, prompt: int = PROMPT) -> Any:
-    """Time the embedded engine on `running` requests, and transformers' own `generate` on the same prompts."""
+def time_decoding(model: str, running: list[int], new: int = NEW, prompt: int = PROMPT) -> list[Any]:
+    """Time the embedded engine on so many requests at once, and transformers' own `generate` on the same prompts."""
     import torch
+    from transformers import AutoModelForCausalLM
 
     from staleflow.stores.trajectory import InstanceId, TrajectoryId
     from staleflow.tasks.engines.base import Request
     from staleflow.tasks.engines.engine_settings import TransformersSettings
-    from staleflow.tasks.engines.transformers import TransformersEngine
+    from staleflow.tasks.engines.transformers import TransformersEngine, resolve_device
 
     vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+    rng, most = np.random.default_rng(0), max(running)
+    prompts = [tuple(int(token) for token in rng.integers(3, vocabulary, prompt)) for _ in range(most)]
     settings = TransformersSettings(
-        model=model, dtype="bfloat16", device="auto", temperature=1.0, max_running=running, page_tokens=32, eos=(),
-        kv_tokens=(prompt + new + 64) * running + 64, max_batch_tokens=max(512, prompt * running), seed=0,
+        model=model, dtype="bfloat16", device="auto", temperature=1.0, max_running=most, page_tokens=32, eos=(),
+        kv_tokens=(prompt + new + 64) * most + 64, max_batch_tokens=max(512, prompt * most), seed=0,
     )  # fmt: skip
     engine = TransformersEngine(settings, InstanceId("rollout-0"))
-    rng = np.random.default_rng(0)
-    prompts = [tuple(int(token) for token in rng.integers(3, vocabulary, prompt)) for _ in range(running)]
 
-    def sample(first: int) -> None:
+    def sample(first: int, count: int) -> None:
         engine.submit(
             [
-                Request(trajectory=TrajectoryId(first + i), route_number=1, tokens=tokens, max_new_tokens=new)
-                for i, tokens in enumerate(prompts)
+                Request(trajectory=TrajectoryId(first + i), route_number=1, tokens=prompts[i], max_new_tokens=new)
+                for i in range(count)
             ]
         )
         ended = 0
-        while ended < running:
+        while ended < count:
             ended += len(engine.events(1.0))
 
-    sample(0)
-    ours = _seconds(lambda: sample(running))
-    ids = torch.tensor(prompts, device=engine._model.device)
+    ours = []
+    for number, count in enumerate(running):
+        sample(2 * number * most, count)
+        ours.append(_seconds(functools.partial(sample, (2 * number + 1) * most, count)))
     engine.close()
-    from transformers import AutoModelForCausalLM
+    device = resolve_device("auto")
+    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(device).eval()
 
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(ids.device).eval()
-
-    def generate() -> None:
+    def generate(count: int) -> None:
+        ids = torch.tensor(prompts[:count], device=device)
         with torch.inference_mode():
             reference.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=new,
                 min_new_tokens=new, pad_token_id=0,
             )  # fmt: skip
 
-    generate()
-    theirs = _seconds(generate)
-    count = running * new
-    return {
-        "model": Path(model).name, "running": running, "prompt": prompt, "new": new, "tokens_per_s": count / ours,
-        "step_ms": 1000 * ours / new, "generate_tokens_per_s": count / theirs,
-    }  # fmt: skip
+    results = []
+    for count, ours_s in zip(running, ours, strict=True):
+        generate(count)
+        theirs_s = _seconds(functools.partial(generate, count))
+        results.append(
+            {
+                "model": Path(model).name, "running": count, "prompt": prompt, "new": new,
+                "tokens_per_s": count * new / ours_s, "step_ms": 1000 * ours_s / new,
+                "generate_tokens_per_s": count * new / theirs_s,
+            }
+        )  # fmt: skip
+    return results
 
 
 def time_weights(model: str) -> Any:
@@ -264,24 +272,27 @@ def _environment() -> dict[str, str]:
 
 def measure(out: Path, *, quick: bool, parts: list[str], folder: Path) -> None:
     """Run the cases of each part, and write the results after each."""
+    begin = time.monotonic()
     shapes = QUICK if quick else SHAPES
     results: dict[str, Any] = {"environment": _in_process(_environment)}
     paths = {name: str(_in_process(make_model, name, folder, shape)) for name, shape in shapes.items()}
     first = next(iter(paths.values()))
+    print(f"{time.monotonic() - begin:.0f} s: models made", file=sys.stderr, flush=True)
     cases: dict[str, list[tuple[Callable[..., Any], tuple[Any, ...]]]] = {
         "training": [(time_training, (paths[m], *rest)) for m, *rest in TRAINING],
-        "decoding": [(time_decoding, (first, running)) for running in RUNNING],
+        "decoding": [(time_decoding, (first, [*RUNNING]))],
         "weights": [(time_weights, (path,)) for path in list(paths.values())[:2]],
     } if not quick else {
         "training": [(time_training, (first, 64, True, 256, 128))],
-        "decoding": [(time_decoding, (first, 2, 4, 8))],
+        "decoding": [(time_decoding, (first, [1, 2], 4, 8))],
         "weights": [(time_weights, (first,))],
     }  # fmt: skip
     for part in parts:
         results[part] = []
         for function, args in cases[part]:
-            results[part].append(_in_process(function, *args))
-            print(json.dumps(results[part][-1]), file=sys.stderr, flush=True)
+            result = _in_process(function, *args)
+            results[part] += result if isinstance(result, list) else [result]
+            print(f"{time.monotonic() - begin:.0f} s: {json.dumps(result)}", file=sys.stderr, flush=True)
             (out / "gpu.json").write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -19,7 +19,7 @@ from staleflow.pipeline.processes import local_cluster
 from tests.support import browser, forking
 from tests.support.tiny_models import make_tiny_model
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"  # processes that fork may have no other thread, and numpy starts some
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
