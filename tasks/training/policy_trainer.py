@@ -144,7 +144,7 @@ class PolicyTrainer:
             enable_recomputation(model)
         self._moves = settings.turns and not self.group.shards
         """Whether the model is moved to the device and back. A divided one is there a block at a time (offload)."""
-        self.model: Any = model if self._moves else self.group.sharded(model, torch.float32)
+        self.model: Any = model.to(self.device) if self._moves else self.group.sharded(model, torch.float32)
         self.optimizer = torch.optim.AdamW(
             self._trained().values(),
             lr=training.learning_rate,

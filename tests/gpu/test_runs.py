@@ -10,11 +10,29 @@ from pathlib import Path
 
 import pytest
 
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.jobs.execution import RunEnd, execute
+from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.stores.trajectory import Fate
 from tests.commands import command
-from tests.runtime.test_run import check, run, sabotaged
+from tests.conftest import JOB
+from tests.runtime.test_run import check, sabotaged
+from tests.support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    make_tiny_model(tmp_path / "model")
+    path = tmp_path / "job.toml"
+    path.write_text(JOB.format(runs=tmp_path / "runs", steps=5, model=tmp_path / "model"))
+    return path
+
+
+def run(job: Path, *overrides: str) -> RunEnd:
+    return asyncio.run(execute(loading.load(job, overrides), RunListener()))
+
 
 CUDA = ("model.device=cuda", "task.eval_prompts=0", "deadlines.call_s=60")
 ROWS_PER_STEP = 16
