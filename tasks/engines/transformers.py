@@ -286,9 +286,9 @@ def resolve_device(name: str) -> str:
     return name
 
 
-def forward_logprobs(model: Any, tokens: Sequence[int]) -> tuple[float, ...]:
+def forward_logprobs(model: Any, tokens: Sequence[int], device: str = "") -> tuple[float, ...]:
     """Logprobs of tokens[1:] in nats, each given all tokens before it, by one plain forward pass."""
-    ids = torch.tensor([list(tokens)], device=model.device)
+    ids = torch.tensor([list(tokens)], device=device or model.device)
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
     return tuple(logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1).tolist())

@@ -309,7 +309,7 @@ class PolicyTrainer:
         """Logprobs of tokens[1:], nats, at temperature 1: the reference for every engine."""
         half = self.settings.dtype == "bfloat16"
         with torch.autocast(self.device, dtype=torch.bfloat16, enabled=half):
-            return forward_logprobs(self.model, tokens)
+            return forward_logprobs(self.model, tokens, self.device)
 
     def save(self, folder: Path, published: Path) -> None:
         """Save published weights and the tokenizer for `from_pretrained`. Tensors are read from `published`, their
