@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,16 +121,8 @@ async def jobs_on(workers: int) -> AsyncIterator[Jobs]:
         yield Jobs(cluster, client)
 
 
-def on(workers: int, script: Callable[[Jobs], Awaitable[None]]) -> None:
-    async def work() -> None:
-        async with jobs_on(workers) as jobs:
-            await script(jobs)
-
-    asyncio.run(work())
-
-
-def test_a_waiting_job_runs_nothing_and_starts_when_the_one_before_it_has_ended() -> None:
-    async def script(jobs: Jobs) -> None:
+async def test_a_waiting_job_runs_nothing_and_starts_when_the_one_before_it_has_ended() -> None:
+    async with jobs_on(4) as jobs:
         await jobs.submit("one", 3.0)
         await jobs.until("one", "running")
         assert await jobs.lines("one") == ["has its 3 workers"], "it has not waited"
@@ -148,21 +140,17 @@ def test_a_waiting_job_runs_nothing_and_starts_when_the_one_before_it_has_ended(
         assert await jobs.lines("two") == [f"waits: {two['why']}", "has its 3 workers"]
         assert not await job_registry.ask(jobs.client, "unavailable", owner="")
 
-    on(4, script)
 
-
-def test_a_job_that_the_cluster_cannot_hold_waits_for_workers_to_join() -> None:
-    async def script(jobs: Jobs) -> None:
+async def test_a_job_that_the_cluster_cannot_hold_waits_for_workers_to_join() -> None:
+    async with jobs_on(2) as jobs:
         one = await jobs.submit("one", 0.1)
         assert one["why"].endswith("the cluster has 2; starts once there are enough")
         jobs.cluster.scale(3)
         await jobs.until("one", "done")
 
-    on(2, script)
 
-
-def test_a_job_waits_longer_than_dask_has_tasks_wait() -> None:
-    async def script(jobs: Jobs) -> None:
+async def test_a_job_waits_longer_than_dask_has_tasks_wait() -> None:
+    async with jobs_on(2) as jobs:
         scheduler = jobs.cluster.scheduler
         scheduler.no_workers_timeout = 2.5 * job_registry.SERVE_S
         await jobs.submit("one", 0.1)
@@ -174,11 +162,9 @@ def test_a_job_waits_longer_than_dask_has_tasks_wait() -> None:
         jobs.cluster.scale(3)
         await jobs.until("one", "done")
 
-    on(2, script)
 
-
-def test_a_waiting_job_is_cancelled_at_once_and_one_waits_no_longer_than_it_may() -> None:
-    async def script(jobs: Jobs) -> None:
+async def test_a_waiting_job_is_cancelled_at_once_and_one_waits_no_longer_than_it_may() -> None:
+    async with jobs_on(2) as jobs:
         await jobs.submit("one", 0.1)
         await jobs.submit("two", 0.1, wait_s=0.5)
         assert await job_registry.ask(jobs.client, "stop", id="one", why="cancelled") == "waiting"
@@ -188,11 +174,9 @@ def test_a_waiting_job_is_cancelled_at_once_and_one_waits_no_longer_than_it_may(
         assert two["why"].startswith("waited 0.5 s for workers (deadlines.wait_s): needs 3 worker processes")
         assert (await jobs.runs("one"), await jobs.runs("two")) == ("", "")
 
-    on(2, script)
 
-
-def test_a_job_whose_drivers_worker_dies_starts_again_before_those_that_wait() -> None:
-    async def script(jobs: Jobs) -> None:
+async def test_a_job_whose_drivers_worker_dies_starts_again_before_those_that_wait() -> None:
+    async with jobs_on(3) as jobs:
         await jobs.submit("one", 1.0)
         await jobs.until("one", "running")
         await jobs.submit("two", 0.1)
@@ -206,8 +190,6 @@ def test_a_job_whose_drivers_worker_dies_starts_again_before_those_that_wait() -
         await jobs.until("one", "done")
         assert (await jobs.lines("one")).count("has its 3 workers") == 2
         await jobs.until("two", "done")
-
-    on(3, script)
 
 
 class Closing:
@@ -241,10 +223,9 @@ def test_the_workers_of_a_dead_driver_end_at_once_and_start_again(tmp_path: Path
     asyncio.run(script())
 
 
-def test_a_run_whose_process_is_gone_has_failed_and_holds_nothing() -> None:
+async def test_a_run_whose_process_is_gone_has_failed_and_holds_nothing() -> None:
     """Its own process drives it: no task."""
-
-    async def script(jobs: Jobs) -> None:
+    async with jobs_on(3) as jobs:
         async with Client(jobs.client.scheduler.address, asynchronous=True, set_as_default=False) as theirs:
             for id in ("run", "waits"):
                 await job_registry.ask(theirs, "submit", id=id, name=id, steps=1, run_dir=f"/runs/{id}")
@@ -258,8 +239,6 @@ def test_a_run_whose_process_is_gone_has_failed_and_holds_nothing() -> None:
         async with asyncio.timeout(60):
             while await job_registry.ask(jobs.client, "unavailable", owner=""):
                 await asyncio.sleep(0.05)
-
-    on(3, script)
 
 
 def silent(**changes: Any) -> list[str]:

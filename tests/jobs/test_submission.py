@@ -15,7 +15,7 @@ from staleflow.pipeline.config import loading
 from staleflow.pipeline.jobs import submission
 from staleflow.pipeline.recovery.run_folder import create_and_lock
 from staleflow.stores.errors import ConfigError
-from tests.cluster.test_board import Jobs, on
+from tests.cluster.test_board import Jobs, jobs_on
 from tests.runtime.test_run_folder import JOB
 
 
@@ -45,25 +45,22 @@ async def only(jobs: Jobs) -> list[dict[str, Any]]:
             await asyncio.sleep(0.05)
 
 
-def test_a_submitted_job_has_its_place_in_the_queue(job: Path) -> None:
-    async def script(jobs: Jobs) -> None:
+async def test_a_submitted_job_has_its_place_in_the_queue(job: Path) -> None:
+    async with jobs_on(0) as jobs:
         told = await submit(jobs, job)
         assert told["why"].startswith("needs 3 worker processes")
         assert [item["id"] for item in await only(jobs)] == [told["id"]]
         assert await jobs.runs(told["id"]) == "no-worker"
 
-    on(0, script)
 
-
-def test_a_submitter_that_is_killed_before_it_has_sent_the_driver_leaves_no_job_that_waits(
+async def test_a_submitter_that_is_killed_before_it_has_sent_the_driver_leaves_no_job_that_waits(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*_: Any, **__: Any) -> None:
         raise KilledError
 
     monkeypatch.setattr(Client, "submit", killed)
-
-    async def script(jobs: Jobs) -> None:
+    async with jobs_on(0) as jobs:
         with pytest.raises(KilledError):
             await submit(jobs, job)
         (left,) = await only(jobs)
@@ -72,10 +69,8 @@ def test_a_submitter_that_is_killed_before_it_has_sent_the_driver_leaves_no_job_
             "the process that submitted it was gone before it had sent it",
         )
 
-    on(0, script)
 
-
-def test_a_job_whose_submitter_is_killed_once_it_has_sent_the_driver_waits_in_the_queue(
+async def test_a_job_whose_submitter_is_killed_once_it_has_sent_the_driver_waits_in_the_queue(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = Client.submit
@@ -85,18 +80,15 @@ def test_a_job_whose_submitter_is_killed_once_it_has_sent_the_driver_waits_in_th
         raise KilledError
 
     monkeypatch.setattr(Client, "submit", killed)
-
-    async def script(jobs: Jobs) -> None:
+    async with jobs_on(0) as jobs:
         with pytest.raises(KilledError):
             await submit(jobs, job)
         for left in await only(jobs):
             assert left["state"] == "failed" or await jobs.runs(left["id"]) == "no-worker"
 
-    on(0, script)
 
-
-def test_a_folder_has_one_job_that_has_not_ended(job: Path) -> None:
-    async def script(jobs: Jobs) -> None:
+async def test_a_folder_has_one_job_that_has_not_ended(job: Path) -> None:
+    async with jobs_on(0) as jobs:
         first = await submit(jobs, job)
         for resume in (False, True):
             with pytest.raises(ConfigError, match=f"{first['id']} is waiting and has this folder"):
@@ -106,24 +98,18 @@ def test_a_folder_has_one_job_that_has_not_ended(job: Path) -> None:
         second = await submit(jobs, job)
         assert second["why"].startswith("needs 3 worker processes")
 
-    on(0, script)
 
-
-def test_a_run_that_is_live_is_not_resumed(job: Path) -> None:
-    async def script(jobs: Jobs) -> None:
+async def test_a_run_that_is_live_is_not_resumed(job: Path) -> None:
+    async with jobs_on(0) as jobs:
         with create_and_lock(loading.load(job).run_dir), pytest.raises(ConfigError, match="in use by process"):
             await submit(jobs, job, resume=True)
         assert await job_registry.ask(jobs.client, "jobs") == []
 
-    on(0, script)
 
-
-def test_a_job_that_is_cancelled_before_its_driver_has_arrived_is_stopped(job: Path) -> None:
-    async def script(jobs: Jobs) -> None:
+async def test_a_job_that_is_cancelled_before_its_driver_has_arrived_is_stopped(job: Path) -> None:
+    async with jobs_on(0) as jobs:
         needs = {"instances": 1, "rewards": 1, "driver": True}
         received = {"name": "half", "run_dir": "/runs/half", "steps": 1, "by": jobs.client.id}
         await job_registry.ask(jobs.client, "submit", id="half", **received, needs=needs, wait_s=0.0)
         assert await job_registry.ask(jobs.client, "stop", id="half", why="cancelled") == "waiting"
         assert (await jobs.of("half"))["state"] == "stopped"
-
-    on(0, script)

@@ -9,8 +9,11 @@ import pytest
 
 from staleflow.stores.errors import ActorLost, StoreError, TransferFailed, WeightsRefused
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
+from tests.support import virtual_time
 from tests.support.bodies import Body, Stage
 from tests.support.in_process import Fault
+
+RUN = virtual_time.run
 
 INSTANCES_APART = ("one", "one", "one", "two", "two")
 """Hosts of server, trainer, reward worker and two instances, which are placed in this order."""
@@ -32,8 +35,8 @@ def first(stage: Stage) -> Any:
 # -- placing -------------------------------------------------------------------------------------------------------
 
 
-def test_every_role_has_a_process_and_each_host_one_parameter_server(body: Body) -> None:
-    async def script(stage: Stage) -> None:
+async def test_every_role_has_a_process_and_each_host_one_parameter_server(body: Body) -> None:
+    async with body.placed("reward.workers=2", hosts=("one", "two")) as stage:
         roles = sorted(p.role for p in stage.workers.placed.values())
         assert roles == ["parameters", "parameters", "reward", "reward", "rollout", "rollout", "server", "trainer"]
         heavy = [p for p in stage.workers.placed.values() if p.role in ("rollout", "trainer")]
@@ -42,13 +45,10 @@ def test_every_role_has_a_process_and_each_host_one_parameter_server(body: Body)
         assert stage.workers.placed[f"parameters-{server.host}"].address == server.address, "not beside a heavy one"
         assert set(stage.actors.instances) == {"rollout-0", "rollout-1"}
 
-    body.place(script, "reward.workers=2", hosts=("one", "two"))
 
-
-def test_a_host_whose_parameter_server_went_with_a_lost_process_gets_another(body: Body) -> None:
+async def test_a_host_whose_parameter_server_went_with_a_lost_process_gets_another(body: Body) -> None:
     """Its place is beside an actor that is there."""
-
-    async def script(stage: Stage) -> None:
+    async with body.placed(hosts=INSTANCES_APART) as stage:
         beside = stage.workers.placed["parameters-two"].address
         lost, other = sorted(stage.actors.instances.values(), key=lambda i: i.placed.address != beside)
         assert lost.placed.address == beside
@@ -58,11 +58,9 @@ def test_a_host_whose_parameter_server_went_with_a_lost_process_gets_another(bod
         await stage.actors.pull(other, V1)
         assert stage.workers.placed["parameters-two"].address == other.placed.address
 
-    body.place(script, hosts=INSTANCES_APART)
 
-
-def test_a_start_names_the_first_actors_that_are_missing(body: Body) -> None:
-    async def script(stage: Stage) -> None:
+async def test_a_start_names_the_first_actors_that_are_missing(body: Body) -> None:
+    async with body.placed("reward.workers=3") as stage:
         assert stage.actors.start_progress == f"all 7 ready, {stage.actors._first_work}"
         names = ("rollout-0", "rollout-1", "reward-0", "reward-1", "reward-2")
         lines = []
@@ -76,8 +74,6 @@ def test_a_start_names_the_first_actors_that_are_missing(body: Body) -> None:
             "3 of 7 ready, waiting for reward-0, reward-1, rollout-0, rollout-1",
             "2 of 7 ready, waiting for reward-0, reward-1, reward-2, rollout-0 and 1 more",
         ]
-
-    body.place(script, "reward.workers=3")
 
 
 # -- calling -------------------------------------------------------------------------------------------------------
@@ -95,43 +91,36 @@ SILENT_SERVER = "server did not answer within 3 s (deadlines.call_s)"
         ({"within_s": 7.0}, 7, "server did not answer within 7 s"),
     ],
 )
-def test_a_call_has_a_deadline_and_names_its_knob(
+async def test_a_call_has_a_deadline_and_names_its_knob(
     body: Body, limits: dict[str, Any], seconds: float, message: str
 ) -> None:
-    async def script(stage: Stage) -> None:
+    async with body.placed(faults=[Fault(actor="server", method="held_out_notice", silent="before")]) as stage:
         begin = asyncio.get_running_loop().time()
         with pytest.raises(ActorLost) as caught:
             await stage.actors.ask("server", "held_out_notice", **limits)
         assert str(caught.value) == message
         assert asyncio.get_running_loop().time() - begin == pytest.approx(seconds)
 
-    body.place(script, faults=[Fault(actor="server", method="held_out_notice", silent="before")])
 
-
-def test_a_call_to_who_is_gone_is_one_kind_of_error(body: Body) -> None:
-    async def script(stage: Stage) -> None:
+async def test_a_call_to_who_is_gone_is_one_kind_of_error(body: Body) -> None:
+    async with body.placed() as stage:
         stage.workers.kill("server")
         with pytest.raises(ActorLost, match="server is gone: the worker holding this actor was lost"):
             await stage.actors.ask("server", "held_out_notice")
         with pytest.raises(ActorLost, match="nobody is gone"):
             await stage.actors.ask("nobody", "held_out_notice")
 
-    body.place(script)
 
-
-def test_what_a_method_raises_on_purpose_comes_through(body: Body) -> None:
+async def test_what_a_method_raises_on_purpose_comes_through(body: Body) -> None:
     full = StoreError("no space left")
-
-    async def script(stage: Stage) -> None:
+    async with body.placed(faults=[Fault(actor="server", method="held_out_notice", error=full)]) as stage:
         with pytest.raises(StoreError) as caught:
             await stage.actors.ask("server", "held_out_notice")
         assert caught.value is full
 
-    body.place(script, faults=[Fault(actor="server", method="held_out_notice", error=full)])
 
-
-def test_a_long_call_ends_when_another_call_has_found_its_actor_lost(body: Body) -> None:
-    async def script(stage: Stage) -> None:
+async def test_a_long_call_ends_when_another_call_has_found_its_actor_lost(body: Body) -> None:
+    async with body.placed(faults=[Fault(actor="trainer", method="version", nth=0, silent="before")]) as stage:
         stage.workers.nanny = False  # nobody ends the process, which hangs
         begin = asyncio.get_running_loop().time()
         training = asyncio.ensure_future(stage.actors.ask("trainer", "version", deadline="train_s"))
@@ -142,23 +131,19 @@ def test_a_long_call_ends_when_another_call_has_found_its_actor_lost(body: Body)
             await training
         assert asyncio.get_running_loop().time() - begin == pytest.approx(1.0)
 
-    body.place(script, faults=[Fault(actor="trainer", method="version", nth=0, silent="before")])
 
-
-def test_whether_a_worker_is_spare_is_what_the_cluster_says(body: Body) -> None:
-    async def script(stage: Stage) -> None:
+async def test_whether_a_worker_is_spare_is_what_the_cluster_says(body: Body) -> None:
+    async with body.placed() as stage:
         for count in (0, 1):
             stage.workers.num_spare = count
             assert await stage.actors.has_spare_worker() is (count > 0)
-
-    body.place(script)
 
 
 # -- weights -------------------------------------------------------------------------------------------------------
 
 
-def test_an_instance_serves_a_version_once_it_has_pulled_it(body: Body) -> None:
-    async def script(stage: Stage) -> None:
+async def test_an_instance_serves_a_version_once_it_has_pulled_it(body: Body) -> None:
+    async with body.placed(faults=[Fault(actor="rollout-0", method="pull", nth=2, late_s=2.0)]) as stage:
         await publish(stage, V1)
         assert (first(stage).version, first(stage).fingerprint) == (V0, "weights-0")
         pull = asyncio.ensure_future(stage.actors.pull(first(stage), V1))
@@ -167,11 +152,9 @@ def test_an_instance_serves_a_version_once_it_has_pulled_it(body: Body) -> None:
         await pull
         assert (first(stage).version, first(stage).fingerprint) == (V1, "weights-1")
 
-    body.place(script, faults=[Fault(actor="rollout-0", method="pull", nth=2, late_s=2.0)])
 
-
-def test_an_instance_that_has_other_weights_than_were_published_is_lost(body: Body) -> None:
-    async def script(stage: Stage) -> None:
+async def test_an_instance_that_has_other_weights_than_were_published_is_lost(body: Body) -> None:
+    async with body.placed() as stage:
         await publish(stage, V2)
         stage.world.loads_wrong = lambda instance, version: True
         with pytest.raises(
@@ -181,11 +164,9 @@ def test_an_instance_that_has_other_weights_than_were_published_is_lost(body: Bo
         assert caught.value.actor == "rollout-0"
         assert first(stage).version == V0
 
-    body.place(script)
 
-
-def test_an_instance_whose_logprobs_are_off_is_out_of_service_and_named(body: Body) -> None:
-    async def script(stage: Stage) -> None:
+async def test_an_instance_whose_logprobs_are_off_is_out_of_service_and_named(body: Body) -> None:
+    async with body.placed("rollout.logprob_drift_limit=0.2") as stage:
         await publish(stage, V1)
         stage.world.drift = 0.25
         refused: list[int] = []
@@ -198,11 +179,9 @@ def test_an_instance_whose_logprobs_are_off_is_out_of_service_and_named(body: Bo
         assert "rollout-0 is out of service at version 1: logprobs of the probe are 0.25 nats off" in alarm
         assert "rollout.logprob_drift_limit allows 0.2" in alarm
 
-    body.place(script, "rollout.logprob_drift_limit=0.2")
 
-
-def test_versions_that_are_served_or_wanted_are_kept_on_every_host(body: Body) -> None:
-    async def script(stage: Stage) -> None:
+async def test_versions_that_are_served_or_wanted_are_kept_on_every_host(body: Body) -> None:
+    async with body.placed(hosts=INSTANCES_APART) as stage:
         one, two = stage.actors.instances.values()
         for version in range(1, 5):
             await publish(stage, PolicyVersion(version))
@@ -215,14 +194,12 @@ def test_versions_that_are_served_or_wanted_are_kept_on_every_host(body: Body) -
         await stage.actors.prune(set())
         assert stage.world.weights == {"one": {2, 4}, "two": {2}}
 
-    body.place(script, hosts=INSTANCES_APART)
-
 
 # -- losing --------------------------------------------------------------------------------------------------------
 
 
-def test_a_replacement_has_a_name_of_its_own_and_the_newest_version(body: Body) -> None:
-    async def script(stage: Stage) -> None:
+async def test_a_replacement_has_a_name_of_its_own_and_the_newest_version(body: Body) -> None:
+    async with body.placed() as stage:
         await publish(stage, V2)
         stage.actors.record_loss("rollout-0", ActorLost("rollout-0 is gone"), 12.34)
         assert stage.actors.loss_messages == ["12.3 s: rollout-0 is gone"]
@@ -233,11 +210,9 @@ def test_a_replacement_has_a_name_of_its_own_and_the_newest_version(body: Body) 
         assert (await stage.actors.place_instance(0)).id == "rollout-0.2"
         assert list(stage.actors.instances) == ["rollout-1", "rollout-0.2"]
 
-    body.place(script)
 
-
-def test_the_fourth_loss_of_one_instance_is_too_many_and_others_do_not_count(body: Body) -> None:
-    async def script(stage: Stage) -> None:
+async def test_the_fourth_loss_of_one_instance_is_too_many_and_others_do_not_count(body: Body) -> None:
+    async with body.placed() as stage:
         stage.actors.record_loss("rollout-1", ActorLost("other"), 0.0)
         for name in ("rollout-0", "rollout-0.1", "rollout-0.2"):
             stage.actors.record_loss(name, ActorLost(f"{name} is gone"), 0.0)
@@ -246,13 +221,10 @@ def test_the_fourth_loss_of_one_instance_is_too_many_and_others_do_not_count(bod
             stage.actors.record_loss("rollout-0.3", ActorLost("rollout-0.3 is gone"), 0.0)
         assert len(stage.actors.loss_messages) == 5
 
-    body.place(script)
 
-
-def test_losses_of_a_week_ago_do_not_count(body: Body) -> None:
+async def test_losses_of_a_week_ago_do_not_count(body: Body) -> None:
     """Only the losses of the last hour are too many: a run of weeks meets four sooner or later."""
-
-    async def script(stage: Stage) -> None:
+    async with body.placed() as stage:
         for hour in range(8):
             name = f"rollout-0.{hour}" if hour else "rollout-0"
             stage.actors.record_loss(name, ActorLost(f"{name} is gone"), 1300.0 * hour)
@@ -260,13 +232,12 @@ def test_losses_of_a_week_ago_do_not_count(body: Body) -> None:
         with pytest.raises(ActorLost, match=r"rollout-0 was lost 4 times within an hour, last: rollout-0.8 is gone"):
             stage.actors.record_loss("rollout-0.8", ActorLost("rollout-0.8 is gone"), 1300.0 * 7 + 500)
 
-    body.place(script)
 
-
-def test_a_version_that_a_replacement_fetches_is_kept(body: Body) -> None:
+async def test_a_version_that_a_replacement_fetches_is_kept(body: Body) -> None:
     """Newer ones may be published while it is on its way to a slow host."""
-
-    async def script(stage: Stage) -> None:
+    async with body.placed(
+        hosts=INSTANCES_APART, faults=[Fault(actor="parameters-two", method="ensure", late_s=1.0)]
+    ) as stage:
         await publish(stage, V1)
         _, two = stage.actors.instances.values()
         fetching = asyncio.ensure_future(stage.actors.pull(two, V1))
@@ -277,42 +248,35 @@ def test_a_version_that_a_replacement_fetches_is_kept(body: Body) -> None:
         await fetching
         assert two.version == V1
 
-    body.place(script, hosts=INSTANCES_APART, faults=[Fault(actor="parameters-two", method="ensure", late_s=1.0)])
 
-
-def test_a_version_that_nobody_has_any_more_is_passed_over_for_the_newest(body: Body) -> None:
+async def test_a_version_that_nobody_has_any_more_is_passed_over_for_the_newest(body: Body) -> None:
     """It went with the host of a trainer that was lost, and came back elsewhere from a later resume point."""
-
-    async def script(stage: Stage) -> None:
+    gone = TransferFailed("version 1 cannot be fetched: parameters-one does not hand it on")
+    async with body.placed(
+        hosts=INSTANCES_APART, faults=[Fault(actor="parameters-two", method="ensure", nth=3, error=gone)]
+    ) as stage:
         await publish(stage, V1)
         await publish(stage, V2)
         _, two = stage.actors.instances.values()
         await stage.actors.pull(two, V1)
         assert (two.version, two.fingerprint) == (V2, "weights-2")
 
-    gone = TransferFailed("version 1 cannot be fetched: parameters-one does not hand it on")
-    body.place(
-        script, hosts=INSTANCES_APART, faults=[Fault(actor="parameters-two", method="ensure", nth=3, error=gone)]
-    )
 
-
-def test_the_worker_of_a_retired_instance_has_left(body: Body) -> None:
-    async def script(stage: Stage) -> None:
+async def test_the_worker_of_a_retired_instance_has_left(body: Body) -> None:
+    async with body.placed() as stage:
         instance = first(stage)
         await stage.actors.retire(instance)
         assert instance.placed.name not in stage.workers.placed
         assert instance.id not in stage.actors.instances
 
-    body.place(script)
-
 
 @pytest.mark.parametrize(
     ("name", "overrides"), [("reward-0", ()), ("environment-0", ("task.multi_turn=yes", "workload.kind=agentic"))]
 )
-def test_a_reward_actor_that_moves_is_placed_again_and_its_process_released(
+async def test_a_reward_actor_that_moves_is_placed_again_and_its_process_released(
     body: Body, name: str, overrides: tuple[str, ...]
 ) -> None:
-    async def script(stage: Stage) -> None:
+    async with body.placed(*overrides) as stage:
         before = stage.workers.placed[name].future
         await stage.actors.move_reward_actor(name)
         assert stage.workers.placed[name].future is not before
@@ -321,14 +285,10 @@ def test_a_reward_actor_that_moves_is_placed_again_and_its_process_released(
         await stage.actors.move_reward_actor(name)
         assert name in stage.workers.placed
 
-    body.place(script, *overrides)
 
-
-def test_closing_does_not_raise_whatever_is_gone(body: Body) -> None:
-    async def script(stage: Stage) -> None:
+async def test_closing_does_not_raise_whatever_is_gone(body: Body) -> None:
+    async with body.placed() as stage:
         stage.workers.kill("server")
         stage.workers.kill("rollout-1")
         await stage.actors.close()
         assert stage.workers.actor("rollout-0").engine.closed
-
-    body.place(script)

@@ -4,8 +4,9 @@ works or has nothing to do."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +24,13 @@ from staleflow.pipeline.runtime.instance_link import InstanceLink, StallDetector
 from staleflow.stores.errors import ActorLost
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.engines.base import EngineLoad
+from tests.support import virtual_time
 from tests.support.bodies import Body, Stage
 from tests.support.driver_runs import IN_RUN
 from tests.support.in_process import Fault
 from tests.support.scripted import World
+
+RUN = virtual_time.run
 
 
 def load(tokens: int, **changes: Any) -> EngineLoad:
@@ -108,10 +112,10 @@ class Linked:
         return self.stage.workers.actor(ONE).engine
 
 
-def linked(body: Body, script: Callable[[Linked], Awaitable[None]], **kwargs: Any) -> None:
+@contextlib.asynccontextmanager
+async def linked(body: Body, **kwargs: Any) -> AsyncIterator[Linked]:
     """Link the only instance of a run; two groups of two are drawn, and version 1 is published."""
-
-    async def work(stage: Stage) -> None:
+    async with body.placed("rollout.instances=1", **kwargs) as stage:
         await stage.actors.ask("server", "draw", 0, 2)
         trainer = stage.workers.actor("trainer")
         trainer._version = V1
@@ -125,17 +129,15 @@ def linked(body: Body, script: Callable[[Linked], Awaitable[None]], **kwargs: An
         tasks = [asyncio.ensure_future(work) for work in link.work()]
         one = Linked(stage, link, tasks)
         try:
-            await script(one)
+            yield one
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    body.place(work, "rollout.instances=1", **kwargs)
 
-
-def test_commands_leave_in_order_and_those_of_a_kind_together(body: Body) -> None:
-    async def script(one: Linked) -> None:
+async def test_commands_leave_in_order_and_those_of_a_kind_together(body: Body) -> None:
+    async with linked(body) as one:
         one.give(route(A), route(B), route(C), abort(A), interrupt(B), interrupt(C), pull(V1), pull(V1), route(D, V1))
         await asyncio.sleep(1.0)
         assert one.sent() == ["route", "abort", "interrupt", "pull", "pull", "route"]
@@ -145,13 +147,10 @@ def test_commands_leave_in_order_and_those_of_a_kind_together(body: Body) -> Non
         assert [c.args[-1] for c in calls if c.method != "route"] == [(A,), (B, C)]
         assert [e.trajectory for e in one.events(TrajectoryInterrupted)] == [B, C]
 
-    linked(body, script)
 
-
-def test_a_command_waits_until_the_one_before_it_is_answered(body: Body) -> None:
+async def test_a_command_waits_until_the_one_before_it_is_answered(body: Body) -> None:
     """A Route after a Pull finds the new weights, however long they take: an instance refuses one that comes early."""
-
-    async def script(one: Linked) -> None:
+    async with linked(body, faults=[Fault(actor=ONE, method="pull", nth=2, late_s=2.5)]) as one:
         one.give(pull(V1), route(A, V1))
         await asyncio.sleep(2.0)
         assert one.sent() == ["pull"]
@@ -164,24 +163,20 @@ def test_a_command_waits_until_the_one_before_it_is_answered(body: Body) -> None
         await asyncio.sleep(2.0)
         assert [e.trajectory for e in one.events(TrajectorySampled)] == [A]
 
-    linked(body, script, faults=[Fault(actor=ONE, method="pull", nth=2, late_s=2.5)])
 
-
-def test_every_result_is_passed_on_once_under_its_epoch(body: Body) -> None:
-    async def script(one: Linked) -> None:
+async def test_every_result_is_passed_on_once_under_its_epoch(body: Body) -> None:
+    async with linked(body) as one:
         one.give(route(A, route_number=3), route(B, route_number=1), route(C, route_number=2))
         await asyncio.sleep(5.0)
         sampled = {(e.trajectory, e.route_number, e.tokens) for e in one.events(TrajectorySampled)}
         assert sampled == {(A, 3, 8), (B, 1, 13), (C, 2, 18)}
         assert len(one.events(TrajectorySampled)) == 3
 
-    linked(body, script)
-
 
 @pytest.mark.parametrize(
     "change", [lambda a: a[::-1], lambda a: [*a, *a], lambda a: a[:1]], ids=["turned", "twice", "cut"]
 )
-def test_results_are_passed_on_as_the_instance_gives_them(body: Body, change: Any) -> None:
+async def test_results_are_passed_on_as_the_instance_gives_them(body: Body, change: Any) -> None:
     """That they are late, doubled or in another order is detected by the coordinator, by their route numbers."""
     values: list[Any] = []
 
@@ -189,25 +184,21 @@ def test_results_are_passed_on_as_the_instance_gives_them(body: Body, change: An
         values.extend(change(answer))
         return change(answer)
 
-    async def script(one: Linked) -> None:
+    async with linked(
+        body, world=World(length=lambda _: 9), faults=[Fault(actor=ONE, method="next_events", nth=0, change=noted)]
+    ) as one:
         one.give(route(A), route(B), route(C))
         await asyncio.sleep(3.0)
         assert [e.trajectory for e in one.events(TrajectorySampled)] == [o.trajectory for o in values]
         assert values
 
-    linked(
-        body,
-        script,
-        world=World(length=lambda _: 9),
-        faults=[Fault(actor=ONE, method="next_events", nth=0, change=noted)],
-    )
 
-
-def test_what_was_drafted_is_told_with_the_tokens(body: Body) -> None:
+async def test_what_was_drafted_is_told_with_the_tokens(body: Body) -> None:
     def drafted(answer: Any) -> Any:
         return [dataclasses.replace(o, drafted_tokens=7, accepted_tokens=4) for o in answer]
 
-    async def script(one: Linked) -> None:
+    faults = [Fault(actor=ONE, method=method, nth=0, change=drafted) for method in ("next_events", "interrupt")]
+    async with linked(body, faults=faults) as one:
         one.give(route(A), route(D))
         await asyncio.sleep(0.5)
         one.give(interrupt(D))
@@ -215,25 +206,20 @@ def test_what_was_drafted_is_told_with_the_tokens(body: Body) -> None:
         ended = [*one.events(TrajectorySampled), *one.events(TrajectoryInterrupted)]
         assert [(e.trajectory, e.drafted_tokens, e.accepted_tokens) for e in ended] == [(A, 7, 4), (D, 7, 4)]
 
-    faults = [Fault(actor=ONE, method=method, nth=0, change=drafted) for method in ("next_events", "interrupt")]
-    linked(body, script, faults=faults)
 
-
-def test_a_request_that_the_engine_fails_is_told_with_its_error(body: Body) -> None:
+async def test_a_request_that_the_engine_fails_is_told_with_its_error(body: Body) -> None:
     def failing(answer: Any) -> Any:
         return [dataclasses.replace(o, error="out of memory") for o in answer]
 
-    async def script(one: Linked) -> None:
+    async with linked(body, faults=[Fault(actor=ONE, method="next_events", nth=0, change=failing)]) as one:
         one.give(route(A, route_number=4))
         await asyncio.sleep(2.0)
         assert one.events(TrajectoryFailed) == [TrajectoryFailed(trajectory=A, route_number=4, error="out of memory")]
         assert one.events(TrajectorySampled) == []
 
-    linked(body, script, faults=[Fault(actor=ONE, method="next_events", nth=0, change=failing)])
 
-
-def test_an_interrupted_response_is_told_with_its_tokens(body: Body) -> None:
-    async def script(one: Linked) -> None:
+async def test_an_interrupted_response_is_told_with_its_tokens(body: Body) -> None:
+    async with linked(body) as one:
         one.give(route(D))
         await asyncio.sleep(0.5)
         one.give(interrupt(D))
@@ -243,11 +229,9 @@ def test_an_interrupted_response_is_told_with_its_tokens(body: Body) -> None:
         assert 5 <= event.tokens < 23
         assert one.events(TrajectorySampled) == []
 
-    linked(body, script)
 
-
-def test_progress_and_the_engines_busy_time_are_reported(body: Body) -> None:
-    async def script(one: Linked) -> None:
+async def test_progress_and_the_engines_busy_time_are_reported(body: Body) -> None:
+    async with linked(body) as one:
         await asyncio.sleep(1.6)
         one.give(route(D))
         await asyncio.sleep(1.0)
@@ -259,8 +243,6 @@ def test_progress_and_the_engines_busy_time_are_reported(body: Body) -> None:
         instance = one.stage.actors.instances[ONE]
         assert instance.tokens_sampled == tokens
         assert 2.0 < instance.busy_s < 2.6
-
-    linked(body, script)
 
 
 SILENT = {
@@ -275,20 +257,17 @@ SILENT = {
 
 
 @pytest.mark.parametrize("method", SILENT)
-def test_silence_is_a_loss_at_the_deadline_of_the_call(body: Body, method: str) -> None:
+async def test_silence_is_a_loss_at_the_deadline_of_the_call(body: Body, method: str) -> None:
     seconds, message = SILENT[method]
-
-    async def script(one: Linked) -> None:
+    async with linked(body, faults=[Fault(actor=ONE, method=method, nth=IN_RUN[method], silent="before")]) as one:
         one.give(route(A), abort(A), interrupt(B), pull(V1))
         assert str(await one.lost()) == message
         asked = [c.at_s for c in one.stage.workers.calls if (c.actor, c.method) == (ONE, method)][-1]
         assert asyncio.get_running_loop().time() == pytest.approx(asked + seconds, abs=0.01)
 
-    linked(body, script, faults=[Fault(actor=ONE, method=method, nth=IN_RUN[method], silent="before")])
 
-
-def test_an_engine_that_stands_still_is_lost_after_sample_s_although_every_call_is_answered(body: Body) -> None:
-    async def script(one: Linked) -> None:
+async def test_an_engine_that_stands_still_is_lost_after_sample_s_although_every_call_is_answered(body: Body) -> None:
+    async with linked(body) as one:
         one.give(route(A), route(B))
         await asyncio.sleep(0.1)
         one.engine().stand_still()
@@ -298,12 +277,8 @@ def test_an_engine_that_stands_still_is_lost_after_sample_s_although_every_call_
         assert "deadlines.sample_s allows 20" in message
         assert 20 <= asyncio.get_running_loop().time() - begin <= 21.1
 
-    linked(body, script)
 
-
-def test_an_engine_without_work_does_not_stand_still(body: Body) -> None:
-    async def script(one: Linked) -> None:
+async def test_an_engine_without_work_does_not_stand_still(body: Body) -> None:
+    async with linked(body) as one:
         await asyncio.sleep(300.0)
         assert not any(task.done() for task in one.tasks)
-
-    linked(body, script)

@@ -13,18 +13,17 @@ from staleflow.pipeline.processes.worker_protocol import PlacedActor
 from staleflow.pipeline.runtime.measurements import Measurements
 from tests.support import virtual_time
 
+RUN = virtual_time.run
+
 
 @pytest.mark.parametrize("earlier_s", [0.0, 1000.0])
-def test_what_passed_before_a_run_was_resumed_was_assigned_to_none_of_its_instances(earlier_s: float) -> None:
+async def test_what_passed_before_a_run_was_resumed_was_assigned_to_none_of_its_instances(earlier_s: float) -> None:
     config = loading.load(Path("examples/dryrun.toml"))
     placed = PlacedActor("rollout-0", "rollout", "tcp://a", "tcp://a", "host", actor=None, future=None)
     instance = InstanceHandle(placed, 0)
 
-    async def script() -> None:
-        measured = Measurements(config, earlier_s)
-        await asyncio.sleep(5.0)
-        measured.time_passed({instance.id: 1}, {instance.id: instance})
-        assert instance.assigned_s == pytest.approx(5.0)
-        assert measured.phases([], [instance])["rollout_idle_with_work_s"] == pytest.approx(5.0)
-
-    virtual_time.run(script())
+    measured = Measurements(config, earlier_s)
+    await asyncio.sleep(5.0)
+    measured.time_passed({instance.id: 1}, {instance.id: instance})
+    assert instance.assigned_s == pytest.approx(5.0)
+    assert measured.phases([], [instance])["rollout_idle_with_work_s"] == pytest.approx(5.0)

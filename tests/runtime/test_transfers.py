@@ -13,9 +13,12 @@ from staleflow.pipeline.weights.weight_transfers import FAN_OUT, BroadcastTree
 from staleflow.stores.errors import ActorLost, TransferFailed
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from staleflow.tasks.actors.parameter_server import FetchProgress
+from tests.support import virtual_time
 from tests.support.bodies import Body, Stage
 from tests.support.in_process import Fault
 from tests.support.scripted import World
+
+RUN = virtual_time.run
 
 HOSTS = [f"host-{i:02d}" for i in range(16)]
 EVENTS = st.lists(st.tuples(st.sampled_from(("join", "arrived", "failed")), st.sampled_from(HOSTS)), max_size=60)
@@ -94,8 +97,9 @@ def asked(stage: Stage) -> dict[str, str]:
     return {c.actor.removeprefix("parameters-"): c.args[2][0].name.removeprefix("parameters-") for c in ensured}
 
 
-def test_hosts_fetch_from_each_other(body: Body) -> None:
-    async def script(stage: Stage) -> None:
+async def test_hosts_fetch_from_each_other(body: Body) -> None:
+    late = [Fault(actor=f"parameters-{host}", method="ensure", nth=2, late_s=1.0) for host in APART[3:]]
+    async with body.placed("rollout.instances=4", hosts=APART, faults=late) as stage:
         await publish(stage, V1)
         await asyncio.gather(*(stage.actors.pull(i, V1) for i in stage.actors.instances.values()))
         sources = asked(stage)
@@ -103,14 +107,15 @@ def test_hosts_fetch_from_each_other(body: Body) -> None:
         assert Counter(sources.values())["one"] == FAN_OUT
         assert len(set(sources.values())) > 1 and all(host != source for host, source in sources.items())
 
-    late = [Fault(actor=f"parameters-{host}", method="ensure", nth=2, late_s=1.0) for host in APART[3:]]
-    body.place(script, "rollout.instances=4", hosts=APART, faults=late)
 
-
-def test_a_fetch_may_take_longer_than_a_call(body: Body) -> None:
+async def test_a_fetch_may_take_longer_than_a_call(body: Body) -> None:
     """Its progress is asked for again and again; each answer comes in time."""
-
-    async def script(stage: Stage) -> None:
+    on_its_way = FetchProgress(path="", num_bytes=3)
+    slow = [
+        Fault(actor="parameters-two", method="ensure", nth=n, late_s=2.0, change=lambda _: on_its_way)
+        for n in range(2, 22)  # the first asks for version 0
+    ]
+    async with body.placed(hosts=APART, faults=slow) as stage:
         await publish(stage, V1)
         two = stage.actors.instances[InstanceId("rollout-0")]
         begin = asyncio.get_running_loop().time()
@@ -118,30 +123,23 @@ def test_a_fetch_may_take_longer_than_a_call(body: Body) -> None:
         assert asyncio.get_running_loop().time() - begin > 20 * 2
         assert two.version == V1
 
-    on_its_way = FetchProgress(path="", num_bytes=3)
-    slow = [
-        Fault(actor="parameters-two", method="ensure", nth=n, late_s=2.0, change=lambda _: on_its_way)
-        for n in range(2, 22)  # the first asks for version 0
-    ]
-    body.place(script, hosts=APART, faults=slow)
 
-
-def test_nobody_is_lost_while_those_that_have_the_weights_do_not_answer(body: Body) -> None:
+async def test_nobody_is_lost_while_those_that_have_the_weights_do_not_answer(body: Body) -> None:
     """The instance that asks waits for as long as it takes."""
-
-    async def script(stage: Stage) -> None:
+    gone = TransferFailed("version 1 cannot be fetched: parameters-one does not hand it on")
+    fails = [Fault(actor="parameters-two", method="ensure", nth=n, error=gone) for n in range(2, 9)]
+    async with body.placed(hosts=APART, faults=fails) as stage:
         await publish(stage, V1)
         two = stage.actors.instances[InstanceId("rollout-0")]
         await stage.actors.pull(two, V1)
         assert two.version == V1
 
-    gone = TransferFailed("version 1 cannot be fetched: parameters-one does not hand it on")
-    fails = [Fault(actor="parameters-two", method="ensure", nth=n, error=gone) for n in range(2, 9)]
-    body.place(script, hosts=APART, faults=fails)
 
-
-def test_a_stopped_instance_that_carries_the_hosts_parameter_server_is_not_who_asked(body: Body) -> None:
-    async def script(stage: Stage) -> None:
+async def test_a_stopped_instance_that_carries_the_hosts_parameter_server_is_not_who_asked(body: Body) -> None:
+    hosts = ("one", "one", "one", "two", "two")
+    async with body.placed(
+        hosts=hosts, faults=[Fault(actor="parameters-two", method="ensure", nth=3, silent="before")]
+    ) as stage:
         carrier, other = stage.actors.instances.values()
         assert stage.workers.placed["parameters-two"].address == carrier.placed.address != other.placed.address
         await publish(stage, V1)
@@ -151,25 +149,21 @@ def test_a_stopped_instance_that_carries_the_hosts_parameter_server_is_not_who_a
         with_it = [c.actor for c in stage.workers.calls if c.method == "pull" and c.args[0].version == V1]
         assert with_it == [other.id]
 
+
+async def test_an_instance_whose_own_process_does_not_answer_is_lost(body: Body) -> None:
     hosts = ("one", "one", "one", "two", "two")
-    body.place(script, hosts=hosts, faults=[Fault(actor="parameters-two", method="ensure", nth=3, silent="before")])
-
-
-def test_an_instance_whose_own_process_does_not_answer_is_lost(body: Body) -> None:
-    async def script(stage: Stage) -> None:
+    async with body.placed(
+        hosts=hosts, faults=[Fault(actor="parameters-two", method="ensure", nth=3, silent="before")]
+    ) as stage:
         carrier, _ = stage.actors.instances.values()
         await publish(stage, V1)
         with pytest.raises(ActorLost, match="parameters-two did not answer within 3 s"):
             await stage.actors.pull(carrier, V1)
 
-    hosts = ("one", "one", "one", "two", "two")
-    body.place(script, hosts=hosts, faults=[Fault(actor="parameters-two", method="ensure", nth=3, silent="before")])
 
-
-def test_versions_that_are_published_while_old_ones_are_removed_are_kept(body: Body) -> None:
+async def test_versions_that_are_published_while_old_ones_are_removed_are_kept(body: Body) -> None:
     """A host may be slow to begin: by then some of them are being loaded."""
-
-    async def script(stage: Stage) -> None:
+    async with body.placed(world=World(prune_s=1.0)) as stage:
         await publish(stage, V1)
         removing = asyncio.ensure_future(stage.actors.prune(set()))
         await asyncio.sleep(0.5)
@@ -182,13 +176,11 @@ def test_versions_that_are_published_while_old_ones_are_removed_are_kept(body: B
         await stage.actors.prune({PolicyVersion(3)})
         assert stage.world.weights["one"] == {2, 3}
 
-    body.place(script, world=World(prune_s=1.0))
 
-
-def test_loading_may_take_as_long_as_its_bytes(body: Body) -> None:
+async def test_loading_may_take_as_long_as_its_bytes(body: Body) -> None:
     """A call is answered in 3 s; a load of 100 MB may take four more at the least rate."""
-
-    async def script(stage: Stage) -> None:
+    slow = [Fault(actor="rollout-0", method="pull", nth=2, late_s=6.0)]
+    async with body.placed(faults=slow, world=World(num_bytes=100_000_000)) as stage:
         trainer = stage.workers.actor("trainer")
         trainer._version = V1
         one = stage.actors.instances[InstanceId("rollout-0")]
@@ -198,6 +190,3 @@ def test_loading_may_take_as_long_as_its_bytes(body: Body) -> None:
         assert one.loading, "it need not sample"
         await pull
         assert one.version == V1 and not one.loading
-
-    slow = [Fault(actor="rollout-0", method="pull", nth=2, late_s=6.0)]
-    body.place(script, faults=slow, world=World(num_bytes=100_000_000))

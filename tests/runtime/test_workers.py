@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,8 @@ from staleflow.pipeline.processes.dask_workers import DaskWorkers
 from staleflow.pipeline.processes.worker_protocol import ClusterLost
 from staleflow.stores.errors import ActorLost, ConfigError
 from tests.support import virtual_time
+
+RUN = virtual_time.run
 
 
 class PlayedFuture:
@@ -84,20 +86,15 @@ class PlayedClient:
         await asyncio.sleep(0.7)
 
 
-def on(
-    script: Callable[[DaskWorkers, PlayedClient], Awaitable[None]],
-    workers: list[str] | dict[str, dict[str, int]],
-    num_heavy: int,
-) -> None:
+@contextlib.asynccontextmanager
+async def on(
+    workers: list[str] | dict[str, dict[str, int]], num_heavy: int
+) -> AsyncIterator[tuple[DaskWorkers, PlayedClient]]:
     """A run on these workers, alone on its cluster."""
-
-    async def work() -> None:
-        client = PlayedClient(workers if isinstance(workers, dict) else {name: {} for name in workers})
-        placing = DaskWorkers(client=client, local=None, run="job", start_s=50.0, num_heavy=num_heavy)
-        await script(placing, client)
-        await asyncio.gather(*placing.restarts)
-
-    virtual_time.run(work())
+    client = PlayedClient(workers if isinstance(workers, dict) else {name: {} for name in workers})
+    placing = DaskWorkers(client=client, local=None, run="job", start_s=50.0, num_heavy=num_heavy)
+    yield placing, client
+    await asyncio.gather(*placing.restarts)
 
 
 async def place(placing: DaskWorkers, *roles: str) -> list[str]:
@@ -105,34 +102,29 @@ async def place(placing: DaskWorkers, *roles: str) -> list[str]:
     return [(await placing.place(f"{role}-{i}", role, object)).worker for i, role in enumerate(roles)]
 
 
-def test_heavy_actors_have_a_process_each_and_light_ones_leave_them_room() -> None:
-    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+async def test_heavy_actors_have_a_process_each_and_light_ones_leave_them_room() -> None:
+    async with on(["a", "b", "c", "d"], num_heavy=3) as (placing, client):
         where = await place(placing, "server", "reward", "reward", "rollout", "rollout", "trainer")
         assert where[:3] == ["a", "a", "a"], "four workers, three of which heavy actors need"
         assert sorted(where[3:]) == ["b", "c", "d"]
         assert all(not options["allow_other_workers"] for options in client.submitted)
         assert len({options["key"] for options in client.submitted}) == 6
 
-    on(script, ["a", "b", "c", "d"], num_heavy=3)
 
-
-def test_light_actors_have_a_process_each_where_there_are_enough() -> None:
-    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+async def test_light_actors_have_a_process_each_where_there_are_enough() -> None:
+    async with on(["a", "b", "c", "d"], num_heavy=2) as (placing, _):
         where = await place(placing, "server", "reward", "rollout", "trainer")
         assert len(set(where)) == 4
 
-    on(script, ["a", "b", "c", "d"], num_heavy=2)
 
-
-def test_declared_resources_say_who_may_live_where() -> None:
-    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+async def test_declared_resources_say_who_may_live_where() -> None:
+    resources = {"r": {"rollout": 1}, "s": {"server": 1, "reward": 1}, "t": {"trainer": 1}}
+    async with on(resources, num_heavy=2) as (placing, _):
         assert await place(placing, "trainer", "rollout", "server", "reward") == ["t", "r", "s", "s"]
 
-    on(script, {"r": {"rollout": 1}, "s": {"server": 1, "reward": 1}, "t": {"trainer": 1}}, num_heavy=2)
 
-
-def test_a_role_no_worker_can_hold_is_named_after_start_s() -> None:
-    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+async def test_a_role_no_worker_can_hold_is_named_after_start_s() -> None:
+    async with on(["a"], num_heavy=2) as (placing, _):
         await place(placing, "rollout")
         begin = asyncio.get_running_loop().time()
         waits = asyncio.ensure_future(placing.place("rollout-1", "rollout", object))
@@ -147,16 +139,13 @@ def test_a_role_no_worker_can_hold_is_named_after_start_s() -> None:
         assert asyncio.get_running_loop().time() - begin == pytest.approx(50.0, abs=0.3)
         assert placing.waiting == {}
 
-    on(script, ["a"], num_heavy=2)
-
 
 @pytest.mark.parametrize(
     ("id", "why"), [("Scheduler-2", "was started anew"), ("", r"does not answer any more \(Timed out.* 30 s\)")]
 )
-def test_nothing_is_placed_once_the_scheduler_is_lost(id: str, why: str) -> None:
+async def test_nothing_is_placed_once_the_scheduler_is_lost(id: str, why: str) -> None:
     """Another one knows neither the run nor its claims: it would never give it a worker."""
-
-    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+    async with on(["a"], num_heavy=2) as (placing, client):
         await place(placing, "rollout")
         begin = asyncio.get_running_loop().time()
         waits = asyncio.ensure_future(placing.place("rollout-1", "rollout", object))
@@ -167,32 +156,26 @@ def test_nothing_is_placed_once_the_scheduler_is_lost(id: str, why: str) -> None
         assert asyncio.get_running_loop().time() - begin < 6.0
         assert placing.waiting == {}
 
-    on(script, ["a"], num_heavy=2)
 
-
-def test_an_actor_waits_for_a_worker_that_joins() -> None:
-    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+async def test_an_actor_waits_for_a_worker_that_joins() -> None:
+    async with on(["a"], num_heavy=2) as (placing, client):
         await place(placing, "rollout")
         waits = asyncio.ensure_future(placing.place("rollout-1", "rollout", object))
         await asyncio.sleep(30.0)
         client.workers["b"] = {}
         assert (await waits).worker == "b"
 
-    on(script, ["a"], num_heavy=2)
 
-
-def test_an_actor_that_does_not_come_up_is_lost_at_start_s() -> None:
-    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+async def test_an_actor_that_does_not_come_up_is_lost_at_start_s() -> None:
+    async with on(["a"], num_heavy=1) as (placing, client):
         client.create_s = 1e6
         with pytest.raises(ActorLost, match=r"rollout-0 was not ready within 50 s \(deadlines.start_s\)"):
             await place(placing, "rollout")
         assert asyncio.get_running_loop().time() == pytest.approx(50.0)
 
-    on(script, ["a"], num_heavy=1)
 
-
-def test_an_actor_whose_worker_leaves_while_it_is_made_is_lost_at_once() -> None:
-    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+async def test_an_actor_whose_worker_leaves_while_it_is_made_is_lost_at_once() -> None:
+    async with on(["a", "b"], num_heavy=2) as (placing, client):
         client.create_s = 1000.0
         begin = asyncio.get_running_loop().time()
         waits = asyncio.ensure_future(placing.place("rollout-0", "rollout", object))
@@ -204,11 +187,9 @@ def test_an_actor_whose_worker_leaves_while_it_is_made_is_lost_at_once() -> None
         client.create_s = 1.0
         assert (await placing.place("rollout-0.1", "rollout", object)).worker == "b"
 
-    on(script, ["a", "b"], num_heavy=2)
 
-
-def test_the_slot_of_an_actor_that_could_not_be_made_is_free_again() -> None:
-    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+async def test_the_slot_of_an_actor_that_could_not_be_made_is_free_again() -> None:
+    async with on(["a"], num_heavy=1) as (placing, client):
         client.error = ConfigError("rollout: no such thing")
         with pytest.raises(ConfigError, match="no such thing"):
             await place(placing, "rollout")
@@ -223,24 +204,19 @@ def test_the_slot_of_an_actor_that_could_not_be_made_is_free_again() -> None:
             await placing.place_beside(beside, "parameters-host", "parameters", object)
         assert placing.roles_by_worker == {"a": ["rollout"]}
 
-    on(script, ["a"], num_heavy=1)
 
-
-def test_a_process_in_which_an_actor_did_not_come_up_is_not_chosen_again() -> None:
-    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+async def test_a_process_in_which_an_actor_did_not_come_up_is_not_chosen_again() -> None:
+    async with on(["a", "b"], num_heavy=1) as (placing, client):
         client.create_s = 1e6
         with pytest.raises(ActorLost):
             await place(placing, "rollout")
         client.create_s = 1.0
         assert await place(placing, "rollout") == ["b"]
 
-    on(script, ["a", "b"], num_heavy=1)
 
-
-def test_the_process_of_a_lost_actor_is_restarted_and_not_chosen_again() -> None:
+async def test_the_process_of_a_lost_actor_is_restarted_and_not_chosen_again() -> None:
     """A hung one is still listed."""
-
-    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+    async with on(["a", "b"], num_heavy=1) as (placing, client):
         lost = await placing.place("rollout-0", "rollout", object)
         beside = await placing.place_beside(lost, "parameters-host", "parameters", object)
         assert beside.address == lost.address
@@ -251,22 +227,18 @@ def test_the_process_of_a_lost_actor_is_restarted_and_not_chosen_again() -> None
         assert (await placing.place("rollout-0.1", "rollout", object)).worker == "b"
         assert client.restarted == ["tcp://a"]
 
-    on(script, ["a", "b"], num_heavy=1)
 
-
-def test_a_process_that_holds_what_cannot_be_replaced_is_not_restarted() -> None:
-    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+async def test_a_process_that_holds_what_cannot_be_replaced_is_not_restarted() -> None:
+    async with on(["a", "b", "c"], num_heavy=2) as (placing, client):
         assert await place(placing, "server", "reward", "rollout", "trainer") == ["a", "a", "b", "c"]
         placing.lose("reward-1")
         assert "server-0" in placing.placed
         await asyncio.sleep(5.0)
         assert client.restarted == []
 
-    on(script, ["a", "b", "c"], num_heavy=2)
 
-
-def test_a_retired_worker_leaves_the_cluster_once_the_scheduler_counts_no_actor_on_it() -> None:
-    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+async def test_a_retired_worker_leaves_the_cluster_once_the_scheduler_counts_no_actor_on_it() -> None:
+    async with on(["a", "b"], num_heavy=1) as (placing, client):
         leaving = await placing.place("rollout-0", "rollout", object)
         beside = await placing.place_beside(leaving, "parameters-host", "parameters", object)
         await placing.retire("rollout-0")
@@ -277,11 +249,9 @@ def test_a_retired_worker_leaves_the_cluster_once_the_scheduler_counts_no_actor_
         assert client.retiring == ["tcp://a", "tcp://a"]
         assert (await placing.place("rollout-0.1", "rollout", object)).worker == "b", "not there again, should it stay"
 
-    on(script, ["a", "b"], num_heavy=1)
 
-
-def test_a_worker_is_spare_if_nothing_is_on_it() -> None:
-    async def script(placing: DaskWorkers, client: PlayedClient) -> None:
+async def test_a_worker_is_spare_if_nothing_is_on_it() -> None:
+    async with on(["a", "b"], num_heavy=2) as (placing, client):
         assert await placing.has_spare_worker("rollout")
         await place(placing, "rollout", "trainer")
         assert not await placing.has_spare_worker("rollout")
@@ -289,5 +259,3 @@ def test_a_worker_is_spare_if_nothing_is_on_it() -> None:
         assert await placing.has_spare_worker("rollout")
         client.workers = {"a": {"rollout": 1}, "b": {"trainer": 1}, "c": {"server": 1}}
         assert not await placing.has_spare_worker("rollout"), "it is for another role"
-
-    on(script, ["a", "b"], num_heavy=2)

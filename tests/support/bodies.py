@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -264,29 +265,24 @@ class Body:
         virtual_time.run(self._drive(run, meanwhile, resumption))
         return run
 
-    def place(
+    @contextlib.asynccontextmanager
+    async def placed(
         self,
-        script: Callable[[Stage], Awaitable[None]],
         *overrides: str,
         faults: Sequence[Fault] = (),
         world: World | None = None,
         hosts: Sequence[str] = ("one",),
-    ) -> Stage:
-        """Place the actors of a run, and run a script on them."""
+    ) -> AsyncIterator[Stage]:
+        """Place the actors of a run, and close them at the end."""
         config, world = self.config(*overrides), world or World()
         workers = InProcessWorkers(world.actors, faults, hosts)
-
-        async def work() -> Stage:
-            stage = Stage(config, world, workers, Actors(config, workers, config.run_dir, FACTS))
-            try:
-                await stage.actors.place_all(0.0)
-                await script(stage)
-            finally:
-                await stage.actors.close()
-                await workers.end()
-            return stage
-
-        return virtual_time.run(work())
+        stage = Stage(config, world, workers, Actors(config, workers, config.run_dir, FACTS))
+        try:
+            await stage.actors.place_all(0.0)
+            yield stage
+        finally:
+            await stage.actors.close()
+            await workers.end()
 
     async def _drive(self, run: Run, meanwhile: Script | None, resumption: Resumption | None) -> None:
         loop = asyncio.get_running_loop()
