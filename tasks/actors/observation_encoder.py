@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -126,11 +127,7 @@ def newest_turn(t: Trajectory, text: str) -> SampledTurn:
 
 
 def _turn_end(t: Trajectory, turn_index: int) -> int:
-    """Return the number of spans up to the end of turn `turn_index`, counted from 1."""
-    count = 0
-    for index, span in enumerate(t.spans):
-        is_turn_end = index + 1 == len(t.spans) or not isinstance(t.spans[index + 1], Segment)
-        count += isinstance(span, Segment) and is_turn_end
-        if count == turn_index:
-            return index + 1
-    raise ValueError(f"a trajectory of {count} turns has no turn {turn_index}")
+    """Return the number of spans up to the end of turn `turn_index`, counted from 1, which an observation follows."""
+    sampled = [isinstance(span, Segment) for span in t.spans]
+    ends = [stop for stop, (before, after) in enumerate(pairwise(sampled), start=1) if before and not after]
+    return ends[turn_index - 1]

@@ -211,7 +211,8 @@ class RolloutInstance:
         """Wait up to `timeout_s` for requests to end. Returns their outcomes once the server has their tokens. When
         tokens of running requests are due for delivery, delivers those and returns no outcomes."""
         if not await self._may_deliver(timeout_s):
-            await asyncio.sleep(timeout_s if self._refused else 0)
+            if self._refused:
+                await asyncio.sleep(timeout_s)
             return []
         if self._spool_is_due() and not self._undelivered and not self._undelivered_turns:
             await self._spool(server)

@@ -164,7 +164,7 @@ class Trainer:
     async def close(self) -> None:
         await self._end_saving()
         self._executor.shutdown(wait=False, cancel_futures=True)
-        self._saver.shutdown(wait=False, cancel_futures=True)
+        self._saver.shutdown(wait=False)
         if self._joined is not None:
             await asyncio.to_thread(self._joined.close)
         await asyncio.to_thread(self._folder.remove)

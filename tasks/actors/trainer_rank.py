@@ -153,7 +153,7 @@ class DistributedPolicy:
 
     def close(self) -> None:
         """Leave the group. The other ranks leave when they are closed."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._executor.shutdown(wait=False)
         self._policy.close()
 
     def _call_all(self, method: Callable[..., T], *args: Any, peer_args: tuple[Any, ...] | None = None) -> T:

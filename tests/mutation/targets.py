@@ -18,9 +18,13 @@ SERVERS = tuple(
     f"tests/tasks/test_{name}.py"
     for name in (
         "acknowledgements", "parameter_server", "rollout", "stale_hosts", "environment_host", "calls", "trainer_rank",
+        "closing",
     )
 )  # fmt: skip
-RUNTIME = tuple(f"tests/runtime/test_{name}.py" for name in ("actors", "transfers", "fingerprints", "driver"))
+RUNTIME = tuple(
+    f"tests/runtime/test_{name}.py"
+    for name in ("actors", "transfers", "driver", "losses_at_start", "instance_link", "restoring")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from staleflow.pipeline.config import actor_settings
+from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ActorLost, StoreError, TransferFailed, WeightsRefused
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from tests.support import virtual_time
 from tests.support.bodies import Body, Stage
 from tests.support.in_process import Fault
+from tests.support.scripted import World
 
 RUN = virtual_time.run
 
@@ -57,6 +60,34 @@ async def test_a_host_whose_parameter_server_went_with_a_lost_process_gets_anoth
         await publish(stage, V1)
         await stage.actors.pull(other, V1)
         assert stage.workers.placed["parameters-two"].address == other.placed.address
+
+
+async def test_a_parameter_server_that_does_not_answer_is_placed_in_another_process(body: Body) -> None:
+    silent = [Fault(actor="parameters-one", method="ensure", nth=3, silent="before")]
+    async with body.placed(faults=silent) as stage:
+        server = stage.workers.placed["server"]
+        assert stage.workers.placed["parameters-one"].address == server.address
+        await publish(stage, V1)
+        await stage.actors.pull(first(stage), V1)
+        assert first(stage).version == V1
+        assert stage.workers.placed["parameters-one"].address == stage.workers.placed["trainer"].address
+
+
+async def test_an_environment_host_is_made_as_a_replacement_once_one_was_lost(
+    body: Body, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its endpoint then answers the clients of the lost one that they try again."""
+    settings, replaces = actor_settings.environment_settings, list[bool]()
+
+    def noted(config: RunConfig, *, is_replacement: bool) -> Any:
+        replaces.append(is_replacement)
+        return settings(config, is_replacement=is_replacement)
+
+    monkeypatch.setattr(actor_settings, "environment_settings", noted)
+    async with body.placed("task.multi_turn=yes", "workload.kind=agentic") as stage:
+        stage.actors.record_loss("environment-0", ActorLost("environment-0 is gone"), 0.0)
+        await stage.actors.place_environment("environment-0")
+        assert replaces == [False, True]
 
 
 async def test_a_start_names_the_first_actors_that_are_missing(body: Body) -> None:
@@ -233,20 +264,24 @@ async def test_losses_of_a_week_ago_do_not_count(body: Body) -> None:
             stage.actors.record_loss("rollout-0.8", ActorLost("rollout-0.8 is gone"), 1300.0 * 7 + 500)
 
 
-async def test_a_version_that_a_replacement_fetches_is_kept(body: Body) -> None:
-    """Newer ones may be published while it is on its way to a slow host."""
-    async with body.placed(
-        hosts=INSTANCES_APART, faults=[Fault(actor="parameters-two", method="ensure", late_s=1.0)]
-    ) as stage:
+async def test_a_version_that_is_fetched_or_saved_is_kept(body: Body) -> None:
+    """Newer ones may be published while it is on its way to a slow host, or waits for the trainer."""
+    slow_host = [Fault(actor="parameters-two", method="ensure", nth=2, late_s=1.0)]
+    async with body.placed(hosts=INSTANCES_APART, faults=slow_host, world=World(save_s=2.0)) as stage:
         await publish(stage, V1)
-        _, two = stage.actors.instances.values()
-        fetching = asyncio.ensure_future(stage.actors.pull(two, V1))
-        await asyncio.sleep(0.0)
-        assert two.fetching == V1
         await publish(stage, V2)
-        await stage.actors.prune({V2})
+        one, two = stage.actors.instances.values()
+        fetching = asyncio.ensure_future(stage.actors.pull(two, V1))
+        saving = asyncio.ensure_future(stage.actors.checkpoint("base", V0))
+        await asyncio.sleep(0.0)
+        await stage.actors.pull(one, V2)
+        await stage.actors.prune(set())
+        assert stage.world.weights["one"] == {0, 1, 2}
+        assert await saving
         await fetching
         assert two.version == V1
+        await stage.actors.prune(set())
+        assert stage.world.weights["one"] == {1, 2}
 
 
 async def test_a_version_that_nobody_has_any_more_is_passed_over_for_the_newest(body: Body) -> None:

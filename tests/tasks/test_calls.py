@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
+import socket
 from typing import Any
 
 import pytest
 from distributed import Client, LocalCluster, get_worker
 
-from staleflow.stores.errors import ActorFailed, ActorLost, StoreError
+from staleflow.stores.errors import ActorFailed, ActorLost, ActorSilent, StoreError
 from staleflow.stores.trajectory import FinishReason, TrajectoryId
+from staleflow.tasks.actors import actor_calls
 from staleflow.tasks.actors.actor_calls import RemoteActor, call_actor, remote_methods
 from staleflow.tasks.engines.base import SampledTokens
 
@@ -137,6 +140,46 @@ async def test_a_call_that_is_cancelled_on_its_way_is_a_loss_and_does_not_cancel
         await calls
 
 
+class Late:
+    """The calls of a worker that answers each with an error once it may."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error, self.may_answer = error, asyncio.Event()
+
+    async def actor_execute(self, **asked: Any) -> Any:
+        await self.may_answer.wait()
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [OSError("broken"), asyncio.CancelledError()])
+async def test_the_error_of_a_call_that_nobody_waits_for_is_not_reported(error: BaseException) -> None:
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
+    rpc = Late(error)
+    with pytest.raises(ActorSilent):
+        await call_actor(RemoteActor("inproc://none", "key", rpc), "wait", timeout_s=0.01, actor_name="other")
+    rpc.may_answer.set()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    gc.collect()
+    assert reported == []
+
+
+async def test_an_actor_looks_whether_anything_listens_where_it_calls_and_a_driver_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(actor_calls, "PROBE_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        other = RemoteActor(address, "key", Late(OSError()))
+        with pytest.raises(ActorSilent):
+            await asyncio.create_task(Relaying().relay(other, "wait", timeout_s=0.1))
+    with pytest.raises(ActorSilent):
+        await call_actor(other, "wait", timeout_s=0.1, actor_name="other")
+    with pytest.raises(ActorLost, match=f"^other is gone: nothing listens at {address}$"):
+        await asyncio.create_task(Relaying().relay(other, "wait"))
+
+
 @remote_methods
 class Relaying:
     """An actor that calls another, or waits to be called."""
@@ -147,8 +190,8 @@ class Relaying:
     async def wait(self) -> None:
         await asyncio.sleep(60.0)
 
-    async def relay(self, other: Any, method: str, *args: Any) -> Any:
-        return await call_actor(other, method, *args, timeout_s=60.0, actor_name="other")
+    async def relay(self, other: Any, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
+        return await call_actor(other, method, *args, timeout_s=timeout_s, actor_name="other")
 
     async def is_client(self) -> bool:
         return get_worker()._client is not None

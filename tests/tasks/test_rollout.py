@@ -311,30 +311,6 @@ async def test_no_verb_is_answered_before_the_server_has_the_tokens(tmp_path: Pa
     assert server._flight.live[TrajectoryId(0)].num_tokens >= 10
 
 
-@pytest.mark.real_time
-async def test_commands_that_wait_when_an_instance_is_closed_do_not_reach_its_engine() -> None:
-    gate, calls = Gate(), []
-
-    class Busy:
-        version = PolicyVersion(0)
-
-        def abort(self, trajectories: tuple[TrajectoryId, ...]) -> None:
-            calls.append(trajectories)
-            gate.wait()
-
-        def close(self) -> None: ...
-
-    one = RolloutInstance(Building(Busy()), InstanceId("one"), 1, 30.0, 0.0)
-    running = [asyncio.ensure_future(one.abort((TrajectoryId(i),))) for i in (0, 1)]
-    while not calls:
-        await asyncio.sleep(0.001)
-    await one.close()
-    await gate.open()
-    results = await asyncio.gather(*running, return_exceptions=True)
-    assert results[0] is None and isinstance(results[1], asyncio.CancelledError)
-    assert calls == [(TrajectoryId(0),)]
-
-
 async def test_what_was_interrupted_reaches_the_server_even_if_that_was_away(tmp_path: Path) -> None:
     world = World(length=lambda _: 90)
     server = made_server(world, tmp_path)

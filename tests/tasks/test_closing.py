@@ -1,0 +1,106 @@
+"""Closing an actor: it waits for no call, what waits behind that call does not begin, and its threads end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from staleflow.stores.trajectory import InstanceId, PolicyVersion
+from staleflow.tasks.actors import reward_worker
+from staleflow.tasks.actors.reward_worker import RewardWorker
+from staleflow.tasks.actors.rollout_instance import RolloutInstance
+from staleflow.tasks.actors.task_cache import TaskCache
+from staleflow.tasks.actors.trainer import Trainer
+from staleflow.tasks.actors.trainer_rank import TrainerRank
+from staleflow.tasks.training.rank import Rank
+from tests.tasks.test_rollout import Gate
+
+
+class Carried:
+    """The policy, engine, scorer or prompts of an actor: a call waits until its gate is opened, and so does closing."""
+
+    version = PolicyVersion(0)
+
+    def __init__(self) -> None:
+        self.gate, self.may_close = Gate(), threading.Event()
+        self.num_calls, self.closed = 0, False
+
+    def build(self, *_: object) -> Carried:
+        return self
+
+    def wake(self) -> None: ...
+
+    sleep = wake
+
+    def call(self, *_: object) -> list[Any]:
+        self.num_calls += 1
+        self.gate.wait()
+        return []
+
+    probe = abort = events = peek = score = held_out = call
+
+    def close(self) -> None:
+        assert self.may_close.wait(20)
+        self.closed = True
+
+
+@dataclass(frozen=True)
+class Case:
+    """An actor of what it carries and a folder, a call of it, and the call that waits for its thread."""
+
+    create: Callable[[Any, Path], Any]
+    call: Callable[[Any], Awaitable[Any]]
+    second_call: Callable[[Any], Awaitable[Any]] | None = None
+
+
+def instance(carried: Any, folder: Path) -> RolloutInstance:
+    return RolloutInstance(carried, InstanceId("one"), 1, 30.0, 0.0)
+
+
+CASES = {
+    "trainer": Case(
+        lambda carried, folder: Trainer(carried, str(folder / "memory"), 1, 60.0, str(folder / "resume"), 0),
+        lambda actor: actor.logprobs((1, 2)),
+    ),
+    "trainer rank": Case(lambda carried, folder: TrainerRank(carried, 1), lambda actor: actor.call_policy("probe")),
+    "commands of an instance": Case(instance, lambda actor: actor.abort(())),
+    "events of an instance": Case(instance, lambda actor: actor.next_events(None, 60.0), lambda a: a.flush(None)),
+    "reward worker": Case(lambda carried, folder: RewardWorker(carried, 1.0), lambda actor: actor.score_texts([])),
+    "prompts": Case(lambda carried, folder: TaskCache(carried, (), lambda _: {}), lambda actor: actor.held_out(1)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_a_closed_actor_begins_no_call_and_its_threads_end(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_worker, "Scorer", Carried.build)
+    before, carried, case = set(threading.enumerate()), Carried(), CASES[name]
+    actor = case.create(carried, tmp_path)
+    if isinstance(actor, TrainerRank):
+        await actor.join(Rank(number=1, count=2, host="localhost", port=1))
+    calls = [asyncio.ensure_future(call(actor)) for call in (case.call, case.second_call or case.call)]
+    while not carried.num_calls:
+        await asyncio.sleep(0.001)
+    if isinstance(actor, TaskCache | RewardWorker):
+        carried.may_close.set()
+    closing = asyncio.ensure_future(asyncio.to_thread(actor.close) if isinstance(actor, TaskCache) else actor.close())
+    await asyncio.wait({closing}, timeout=0.05)
+    assert closing.done() == carried.may_close.is_set(), "it is closed when what it carries is"
+    carried.may_close.set()
+    await closing
+    assert not (tmp_path / "memory").exists()
+    await carried.gate.open()
+    first, second = await asyncio.gather(*calls, return_exceptions=True)
+    assert not isinstance(first, BaseException) and isinstance(second, asyncio.CancelledError)
+    assert carried.num_calls == 1 and carried.closed == (not isinstance(actor, TaskCache))
+    await asyncio.get_running_loop().shutdown_default_executor()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20.0)
+        assert not thread.is_alive(), f"{thread.name} runs on"
