@@ -175,12 +175,12 @@ class ParameterServer:
     async def _round(
         self, sources: tuple[Source, ...], version: PolicyVersion, incoming: PartialFile
     ) -> dict[str, str]:
-        """Fetch the missing pieces, trying each source once. Returns the errors of failed sources by their names."""
+        """Fetch the missing pieces, trying each source once while there are any. Returns the errors of failed sources
+        by their names."""
         failures: dict[str, str] = {}
         for source in sources:
             try:
                 await self._fetch_from(source, version, incoming)
-                break
             except SourceFailed as failed:
                 logger.warning("version %d after %d bytes: %s", version, incoming.bytes_arrived, failed)
                 failures[source.name] = str(failed)

@@ -72,7 +72,7 @@ class TaskCache:
 
     def _recalled(self, groups: Sequence[GroupId], tasks: Mapping[GroupId, tuple[int, int]]) -> dict[GroupId, Record]:
         drawn = [group for group in groups if not is_evaluation(group)]
-        recalled = self._drawn(drawn, [tasks.get(group, (0, -1)) for group in drawn])
+        recalled = self._drawn(drawn, [tasks[group] for group in drawn])
         records = {group: task.record for group, task in zip(drawn, recalled, strict=True)}
         return records | {group: self._items.item(group).record for group in groups if is_evaluation(group)}
 

@@ -23,7 +23,7 @@ SERVERS = tuple(
 )  # fmt: skip
 RUNTIME = tuple(
     f"tests/runtime/test_{name}.py"
-    for name in ("actors", "transfers", "driver", "losses_at_start", "instance_link", "restoring")
+    for name in ("actors", "transfers", "driver", "losses_at_start", "driver_losses", "instance_link", "restoring")
 )
 
 
@@ -106,12 +106,13 @@ PACKAGES = (
         tests=SERVERS,
         own={
             "async_spool": ("tests/tasks/test_async_spool.py",),
+            "store_thread": ("tests/tasks/test_store_thread.py",),
             "actors": (*RUNTIME, "tests/runtime/test_membership.py", "tests/runtime/test_turns.py"),
             "reward_worker": ("tests/runtime/test_evaluation.py",),
             "trainer": ("tests/tasks/test_trainer.py",),
             "step_batches": ("tests/tasks/test_packing.py",),
             "draft_corpus": ("tests/tasks/test_known_responses.py",),
-            "rollout_instance": ("tests/tasks/test_known_responses.py",),
+            "rollout_instance": ("tests/tasks/test_known_responses.py", "tests/tasks/test_holding.py"),
             "observation_encoder": ("tests/tasks/test_told_turns.py",),
         },
     ),

@@ -9,7 +9,9 @@ import pytest
 
 from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.stores.errors import ActorLost, StoreError, TransferFailed, WeightsRefused
+from staleflow.pipeline.recovery.resumption import Resumption
+from staleflow.pipeline.runtime.weight_verification import DRIFT_FACTOR
+from staleflow.stores.errors import ActorLost, ConfigError, StoreError, TransferFailed, WeightsRefused
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from tests.support import virtual_time
 from tests.support.bodies import Body, Stage
@@ -209,6 +211,24 @@ async def test_an_instance_whose_logprobs_are_off_is_out_of_service_and_named(bo
         (alarm,) = stage.actors.verification.alarms
         assert "rollout-0 is out of service at version 1: logprobs of the probe are 0.25 nats off" in alarm
         assert "rollout.logprob_drift_limit allows 0.2" in alarm
+
+
+async def test_the_drift_limit_follows_the_difference_at_the_start(body: Body) -> None:
+    """Of engine and trainer before the first step, which rounding explains: 0.5 nats at most."""
+    async with body.placed(world=World(drift=0.1)) as stage:
+        assert stage.actors.verification.drift_limit == pytest.approx(DRIFT_FACTOR * 0.1)
+    with pytest.raises(ConfigError, match=r"logprobs differ by 0\.6 nats on average, 0\.5 at most are allowed"):
+        async with body.placed(world=World(drift=0.6)):
+            pass
+
+
+@pytest.mark.parametrize(("stored", "limit"), [(0.3, 0.3), (0.0, 0.5)])
+async def test_a_resumed_run_keeps_its_drift_limit(body: Body, stored: float, limit: float) -> None:
+    """Its engines compute another version than the base model."""
+    resumption = Resumption(version=V0, fingerprint="weights-0", drift_limit=stored)
+    async with body.placed(resumption=resumption) as stage:
+        assert stage.actors.verification.drift_limit == limit
+        assert "logprobs" not in stage.workers.methods("rollout-0")
 
 
 async def test_versions_that_are_served_or_wanted_are_kept_on_every_host(body: Body) -> None:

@@ -97,10 +97,12 @@ def test_the_same_run_twice_is_the_same_to_the_last_event(body: Body) -> None:
 
 
 @pytest.mark.parametrize(
-    ("actor", "method"), [("server", "held_out"), ("trainer", "publish_initial"), ("reward-0", "check")]
+    ("actor", "method"),
+    [("server", "held_out"), ("trainer", "publish_initial"), ("reward-0", "check"), ("environment-0", "check")],
 )
 def test_an_actor_that_is_not_ready_in_start_s_ends_the_run(body: Body, actor: str, method: str) -> None:
-    run = body.run(faults=[Fault(actor=actor, method=method, silent="before")])
+    overrides = ("task.multi_turn=yes", "workload.kind=agentic") if actor == "environment-0" else ()
+    run = body.run(*overrides, faults=[Fault(actor=actor, method=method, silent="before")])
     assert str(run.raised()) == f"{actor} did not answer within 50 s (deadlines.start_s)"
     assert run.ended_s == pytest.approx(first_call(run, actor, method) + 50, abs=0.1)
 

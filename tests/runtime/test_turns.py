@@ -3,12 +3,16 @@ the trainer computes is an error (tests/support/scripted.py)."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from staleflow.pipeline.config.actor_settings import make_workload
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
+from staleflow.stores.errors import ActorFailed
+from staleflow.stores.trajectory import InstanceId, PolicyVersion
+from tests.support import virtual_time
 from tests.support.bodies import Body
 from tests.support.in_process import Fault
 from tests.support.scripted import World
@@ -42,6 +46,26 @@ def test_a_process_that_dies_in_any_turn_is_replaced(
     run.check()
     happened = len(run.outcomes.losses) > 0
     assert happened or (method == "interrupt" and eta == 0), "the fault did not happen"
+
+
+def test_an_instance_wakes_once_the_trainer_has_computed(body: Body) -> None:
+    async def pull() -> None:
+        slow = Fault(actor="trainer", method="logprobs", late_s=5.0)
+        async with body.placed(TURNS, "training.sft.steps=0", faults=[slow]) as stage:
+            computing = asyncio.ensure_future(stage.actors.ask_once("trainer", "logprobs", (1, 2), within_s=9.0))
+            await asyncio.sleep(0.0)
+            begun_s = asyncio.get_running_loop().time()
+            await stage.actors.pull(stage.actors.instances[InstanceId("rollout-0")], PolicyVersion(0))
+            await computing
+            assert stage.workers.calls[-1].at_s >= begun_s + 5.0
+
+    virtual_time.run(pull())
+
+
+def test_an_instance_that_fails_to_sleep_at_the_start_ends_the_run(body: Body) -> None:
+    failed = ActorFailed("RuntimeError: CUDA error")
+    run = body.run(TURNS, faults=[Fault(actor="rollout-0", method="sleep", error=failed)])
+    assert str(run.raised()) == "rollout-0 failed: RuntimeError: CUDA error"
 
 
 def long_ones() -> World:

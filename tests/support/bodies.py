@@ -272,13 +272,14 @@ class Body:
         faults: Sequence[Fault] = (),
         world: World | None = None,
         hosts: Sequence[str] = ("one",),
+        resumption: Resumption | None = None,
     ) -> AsyncIterator[Stage]:
         """Place the actors of a run, and close them at the end."""
         config, world = self.config(*overrides), world or World()
         workers = InProcessWorkers(world.actors, faults, hosts)
         stage = Stage(config, world, workers, Actors(config, workers, config.run_dir, FACTS))
         try:
-            await stage.actors.place_all(0.0)
+            await stage.actors.place_all(0.0, resumption)
             yield stage
         finally:
             await stage.actors.close()

@@ -33,6 +33,7 @@ from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.engines.base import SampledTokens
 from staleflow.tasks.rendering.task_source import Message
+from staleflow.tasks.sources.evaluation_items import group_of
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from tests.support import virtual_time
 from tests.support.bodies import Body
@@ -43,6 +44,7 @@ RUN = virtual_time.run
 
 ZERO, ONE = TrajectoryId(0), TrajectoryId(1)
 V0 = PolicyVersion(0)
+EVALUATED = ("rollout.engine.name=transformers", "model.path=none", "task.eval_prompts=1")
 LONG_S = 500.0
 """Virtual seconds after which all that can happen without a thread has happened."""
 
@@ -68,7 +70,7 @@ class Scene:
 
     @classmethod
     async def create(cls, made: type[TrajectoryServer], folder: Path) -> Scene:
-        config = Body(folder).config("rollout.max_new_tokens=100")
+        config = Body(folder).config("rollout.max_new_tokens=100", *EVALUATED)
         settings = actor_settings.server_settings(config, folder / "store", 128)
         scene = cls(made, settings, made(settings, 0.0))
         await scene.server.draw(0, 2)
@@ -133,7 +135,9 @@ async def restarted(scene: Scene) -> None:
 
 
 async def evaluated(scene: Scene) -> None:
-    """Nothing is sampled for an evaluation; that this is so is written too."""
+    """A response of an evaluation is being sampled."""
+    await scene.server.requests((route_item(group_of(0, 0, 1) * scene.settings.members_started),))
+    assert len(scene.server._flight.live) == 5
 
 
 WRITES: dict[str, tuple[Step, Step]] = {
@@ -212,15 +216,15 @@ async def test_groups_that_are_not_in_the_spool_are_drawn_again_from_the_only_so
     await scene.server.commit(record_of_step())
     await scene.server._async_spool.clear()
     tasks = type(scene.server._tasks)
-    draw, drawn = tasks.prompt, list[tuple[int, int]]()
+    draw, drawn = tasks.prompt, list[tuple[int, int, int]]()
 
     def noted(self: Any, group: GroupId, source: int, task: int) -> Any:
-        drawn.append((group, source))
+        drawn.append((group, source, task))
         return draw(self, group, source, task)
 
     monkeypatch.setattr(tasks, "prompt", noted)
     scene.restart()
-    assert drawn == [(1, 0)]
+    assert drawn == [(1, 0, -1)]
 
 
 async def test_the_receipt_of_an_observation_counts_the_tokens_after_it(tmp_path: Path) -> None:
@@ -268,8 +272,9 @@ async def test_a_step_is_stored_when_its_commit_is_asked_for_again_after_one_tha
     await server.commit(record_of_step())
     (stored,) = server._store.steps()
     assert (stored.step, stored.num_rows) == (0, 3)
-    await server.commit(record_of_step())
+    assert await server.commit(record_of_step()) == {"commit_s": 0.0, **stored.metrics}
     assert len(server._store.steps()) == 1, "a repeated one is in the store once"
+    assert not server._batches._batches, "what is stored is not kept"
 
 
 @both_stores
@@ -286,7 +291,8 @@ async def test_what_a_resume_has_undone_does_not_come_back_although_that_could_n
             raise OSError(28, "No space left on device")
 
         patch.setattr(Spool, "_write", full)
-        await server.resume((ZERO,))
+        work = await server.resume((ZERO,))
+    assert (work.responses, work.tokens, work.num_restarted) == (1, 9, 1)
     assert server._flight.live[ZERO].num_tokens == 0
     later = scene.restart()
     assert later._flight.live[ZERO].num_tokens == 0

@@ -131,6 +131,13 @@ def test_what_is_remembered_is_bounded() -> None:
     assert told(none, 0) == {}
 
 
+def test_the_prompt_that_was_stored_least_recently_is_forgotten_first() -> None:
+    corpus = DraftCorpus(flight(), 20)
+    rows = ((1000, 7, PROMPT), (1001, 7, OTHER), (1002, 6, PROMPT), (1003, 3, (9,)))
+    corpus.add([stored(i, range(count), prompt) for i, count, prompt in rows])
+    assert told(corpus, 0).keys() == {1000, 1002}
+
+
 def test_of_one_prompt_only_the_latest_responses_are_remembered() -> None:
     corpus = DraftCorpus(flight(), 1000)
     for i in range(3 * draft_corpus.OF_PROMPT):
@@ -138,6 +145,7 @@ def test_of_one_prompt_only_the_latest_responses_are_remembered() -> None:
         count = sum(len(responses) for responses in corpus._stored.values())
         assert count == min(i + 1, draft_corpus.OF_PROMPT)
     assert corpus._num_tokens == 2 * draft_corpus.OF_PROMPT
+    assert set(told(corpus, 0)) == {1000 + i for i in range(2 * draft_corpus.OF_PROMPT, 3 * draft_corpus.OF_PROMPT)}
 
 
 def test_a_run_that_is_resumed_remembers_the_latest_of_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +219,9 @@ async def test_a_server_is_asked_for_drafts_no_more_than_once_in_a_while(tmp_pat
         await one.next_events(server, 0.1)
     gaps = np.diff(requests)
     assert len(gaps) == 3 and gaps.min() >= LEARN_S
+    await one.set_draft_length(2)
+    await one.next_events(server, 0.1)
+    assert len(requests) == 5, "it may have begun to draft"
 
 
 async def test_an_instance_hears_of_siblings_that_finished_on_another(tmp_path: Path) -> None:
@@ -228,8 +239,11 @@ async def test_an_instance_hears_of_siblings_that_finished_on_another(tmp_path: 
     assert await one.next_events(server, 1.5) == []
     assert len(await two.next_events(server, 5.0)) == 1
     assert await one.next_events(server, 0.1) == []
-    (learned,) = engine(one).learned
-    assert learned.responses == ((0, tuple(response(0, 9))),)
+    three = VirtualRolloutInstance(LearningSettings(world), InstanceId("three"), 1, 30.0, 0.0, True)
+    await three.route(server, (route_item(1, 2),))
+    for instance in (one, three):
+        (learned,) = engine(instance).learned
+        assert learned.responses == ((0, tuple(response(0, 9))),)
     assert len(await one.next_events(server, 9.0)) == 1
     assert len(engine(one).learned) == 1, "it is told once"
     assert not hasattr(two._engine, "learned")

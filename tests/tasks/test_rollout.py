@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -394,7 +395,7 @@ async def test_a_server_made_anew_has_all_that_was_acknowledged(tmp_path: Path) 
     np.testing.assert_array_equal(again.response_tokens, packed.response_tokens)
     np.testing.assert_array_equal(again.advantages, packed.advantages)
     drawn = await second.draw(0, 5)
-    assert [g.group for g in drawn] == [0, 1, 2, 3, 4]
+    assert [(g.group, g.source, g.task) for g in drawn] == [(group, 0, -1) for group in range(5)]
     assert await second.deliver(one._undelivered) == {}
     (rest,) = await one.interrupt(second, (TrajectoryId(5),))
     assert rest.tokens == second._flight.live[TrajectoryId(5)].num_tokens > 20
@@ -429,6 +430,33 @@ class Gate:
         while not self._reached.is_set():
             await asyncio.sleep(0.001)
         self._opened.set()
+
+
+VERBS: dict[str, tuple[Any, ...]] = {
+    "abort": ((TrajectoryId(0),),), "set_draft_length": (2,), "logprobs": ((1, 2),), "sleep": ()
+}  # fmt: skip
+"""Commands of an instance that its engine carries out, and their arguments."""
+
+
+@pytest.mark.real_time
+@pytest.mark.parametrize("verb", VERBS)
+async def test_no_command_is_answered_before_the_engine_has_carried_it_out(verb: str) -> None:
+    gate, calls = Gate(), list[tuple[Any, ...]]()
+
+    def carry_out(*args: Any) -> tuple[float, ...]:
+        gate.wait()
+        calls.append(args)
+        return (-0.5,)
+
+    engine = SimpleNamespace(version=PolicyVersion(0), close=lambda: None, **{verb: carry_out})
+    one = RolloutInstance(Building(engine), InstanceId("one"), 1, 30.0, 0.0)
+    answer = asyncio.ensure_future(getattr(one, verb)(*VERBS[verb]))
+    await asyncio.wait({answer}, timeout=0.02)
+    assert not answer.done() and not calls
+    await gate.open()
+    assert await answer == ((-0.5,) if verb == "logprobs" else None)
+    assert calls == [VERBS[verb]]
+    await one.close()
 
 
 @pytest.mark.real_time

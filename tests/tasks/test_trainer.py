@@ -21,6 +21,7 @@ from staleflow.stores.weights import resume_points
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.stores.weights.weight_hash import Weights as Weighed
 from staleflow.stores.weights.weight_hash import fingerprint
+from staleflow.tasks.actors import trainer as trainer_module
 from staleflow.tasks.actors.actor_calls import call_actor
 from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.training.emulated_trainer import EmulatedTraining
@@ -192,6 +193,23 @@ async def test_a_trainer_that_is_closed_waits_for_its_point_and_says_what_kept_i
     assert ResumePoints(tmp_path / "resume").complete_versions() == []  # an empty file is none
     assert len(list((tmp_path / "resume").iterdir())) == (not full)
     assert ("the latest resume point is missing" in caplog.text) == full
+
+
+async def test_a_trainer_that_is_closed_does_not_wait_for_its_point_for_ever(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_module, "SAVED_S", 0.01)
+    policy = Slow()
+    actor = trainer(tmp_path, policy)
+    await actor.train(Server(), 0, (), ())
+    await actor.close()
+    assert policy.ended == 0
+    assert "closed while a resume point was being written; the one before it is the newest" in caplog.text
+    policy.free.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("resume-point"):
+            thread.join(20.0)
+    assert policy.ended == 1
 
 
 @pytest.mark.parametrize("sharded", [False, True])

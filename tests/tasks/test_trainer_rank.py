@@ -61,6 +61,10 @@ class OneOf:
     def sleep(self) -> None:
         self.meet("sleep")
 
+    def fine_tune(self, step: int) -> dict[str, float]:
+        self.meet("fine_tune")
+        return {"loss": 0.25}
+
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
         self.meet("step")
         return {"rows": float(len(rows))}
@@ -104,6 +108,7 @@ async def test_all_ranks_do_the_same_in_the_same_order(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     lead, others = actors(tmp_path, group, 3)
     await lead.form_group("localhost", *others)
+    assert await lead.fine_tune(0) == {"loss": 0.25}
     initial = await lead.publish_initial((1, 2), PolicyVersion(0), "")
     assert initial.probe == (0.5,)
     trained = await lead.train(Server(), 0, (), ())
@@ -119,7 +124,8 @@ async def test_all_ranks_do_the_same_in_the_same_order(tmp_path: Path) -> None:
         thread.join(60.0)
         assert not thread.is_alive(), f"{thread.name} of {closed} runs on"
     published = ["published", "probe", "sleep"]
-    expected = ["build", "wake", *published, "wake", "step", *published, "begin_save", "wake", "load_state", *published]
+    expected = ["build", "wake", "fine_tune", "sleep", "wake", *published, "wake", "step", *published, "begin_save"]
+    expected += ["wake", "load_state", *published]
     assert list(group.done.values()) == [[*expected, "close"]] * 3
     assert sorted((place.number, place.count, place.host) for place in group.places) == [
         (number, 3, "localhost") for number in range(3)
