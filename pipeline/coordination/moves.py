@@ -74,10 +74,11 @@ class MovePlanner:
                 )
                 for live in movable
             ]
-            why = f"moves to {target.instance}"
-            moves += [
-                Move(movable[j], source, target, why) for j in rule.moves(source_load, target_load, views, free_slots)
-            ]
+            free_kv = target.kv_capacity - target.kv_tokens
+            for j in rule.moves(source_load, target_load, views, free_slots):
+                if (live := movable[j]).kv_tokens <= free_kv:  # with those that move there before it
+                    free_kv -= live.kv_tokens
+                    moves.append(Move(live, source, target, f"moves to {target.instance}"))
         return moves
 
     def plan_truncations(self) -> Iterator[Move]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from staleflow.pipeline.coordination import decision_log
 from staleflow.pipeline.coordination.commands import (
     Abort,
     Command,
@@ -24,6 +25,7 @@ from staleflow.pipeline.coordination.commands import (
     Train,
 )
 from staleflow.pipeline.coordination.coordinator import Coordinator
+from staleflow.pipeline.coordination.decision_log import DecisionLog
 from staleflow.pipeline.coordination.draft_lengths import DraftLengths
 from staleflow.pipeline.coordination.events import (
     EnvironmentFailed,
@@ -538,6 +540,16 @@ def test_single_trajectories_move_from_a_crowd_to_an_empty_instance() -> None:
     assert only(bench.tell(Tick()), Interrupt) == []  # the others are on their way, and nothing moves twice a version
 
 
+@pytest.mark.parametrize(("kv", "num_moved"), [(19, 0), (20, 1), (79, 3)])
+def test_no_more_trajectories_move_than_their_contexts_fit(kv: int, num_moved: int) -> None:
+    """The others would be interrupted for nothing."""
+    bench = Bench(eta=0, groups=150, migration="largest_gain")
+    bench.join(A, max_running=200)
+    bench.arrive(*range(150), prompt=20)
+    bench.join(B, max_running=200, kv=kv)
+    assert len(only(bench.tell(Tick()), Interrupt)) == num_moved
+
+
 def test_what_has_moved_does_not_move_again_under_the_same_version() -> None:
     bench = Bench(eta=0, groups=150, migration="largest_gain")
     bench.join(A, max_running=200)
@@ -626,7 +638,8 @@ def test_a_step_no_longer_waits_for_due_work_that_was_given_up() -> None:
     assert [t.trajectories for t in only(commands, Train)] == [(2,)]
 
 
-def test_the_last_of_a_stuck_step_is_cut_off_once() -> None:
+@pytest.mark.parametrize("tokens", [4, 0])
+def test_the_last_of_a_stuck_step_is_cut_off_once_if_it_has_tokens(tokens: int) -> None:
     bench = Bench(eta=0, groups=2, stragglers="truncate")
     bench.join(A)
     bench.arrive(0, 1)
@@ -642,9 +655,10 @@ def test_the_last_of_a_stuck_step_is_cut_off_once() -> None:
     for _ in range(20):
         orders += only(bench.tell(Tick()), Interrupt)
     assert [o.trajectory for o in orders] == [3]
-    commands = bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(3), route_number=1, tokens=4))
-    assert [c.trajectory for c in only(commands, Score)] == [3]
-    assert only(bench.scored(3), Train)
+    commands = bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(3), route_number=1, tokens=tokens))
+    assert [c.trajectory for c in only(commands, Score if tokens else Route)] == [3]
+    if tokens:
+        assert only(bench.scored(3), Train)
 
 
 def test_the_last_of_the_very_first_step_is_cut_off_too() -> None:
@@ -669,6 +683,15 @@ def test_a_refusal_stands_in_the_story_once_while_its_reason_is_the_same() -> No
     assert bench.coordinator.snapshot().refusals["concurrency cap"] > 0
     assert [line for line in bench.coordinator.story(TrajectoryId(2)) if "waits" in line][1:] == []
     assert "waits: concurrency cap" in "".join(bench.coordinator.story(TrajectoryId(2)))
+
+
+def test_the_story_of_a_trajectory_that_is_followed_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decision_log, "STORY_LINES", 3)
+    log = DecisionLog()
+    log.follow(TrajectoryId(1))
+    for trajectory in (1, 2, 2, 1, 2):
+        log.note(TrajectoryId(trajectory), "waits")
+    assert log.story(TrajectoryId(1)) == ["    0.000 s  waits  ()"] * 2
 
 
 def acting(**changes: Any) -> Bench:
