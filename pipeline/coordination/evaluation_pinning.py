@@ -72,7 +72,7 @@ class EvaluationPinning:
         evaluation, per_instance = self._state.evaluation, self._slots.per_instance
         if evaluation is None:
             raise ProtocolViolation(f"{live.id} is queued for an evaluation, but none is running")
-        if evaluation.evaluated_version >= 0 and not self._planner.num_routable(evaluation.evaluated_version):
+        if evaluation.evaluated_version >= 0 and not self._planner.has_routable(evaluation.evaluated_version):
             per_instance = max((instance.max_running for instance in self._state.fleet), default=per_instance)
         candidates = [
             instance

@@ -60,14 +60,13 @@ class RoutePlanner:
         """A trajectory, as routing may know it."""
         return Candidate(kv_tokens=live.kv_tokens, continued=live.tokens > 0)
 
-    def num_routable(self, version: PolicyVersion) -> int:
-        """Number of trajectories that could be routed to an instance serving `version`, queued or still to be drawn."""
-        ledger = self._state.ledger
-        reserved = self._state.queue.num_reserved(version)
-        if self._admission.refusal(ledger, version) is not None:
-            return reserved
-        groups = min(self._admission.num_reservable(ledger), ledger.num_reservable(version))
-        return reserved + groups * ledger.members_started
+    def has_routable(self, version: PolicyVersion) -> bool:
+        """Whether a trajectory could be routed to an instance serving `version`, queued or still to be drawn."""
+        ledger, admission = self._state.ledger, self._admission
+        if self._state.queue.num_reserved(version):
+            return True
+        can_draw = admission.num_reservable(ledger) > 0 and ledger.num_reservable(version) > 0
+        return can_draw and admission.refusal(ledger, version) is None
 
     def _cached_instance(self, live: LiveTrajectory, fitting: BoolArray) -> Instance | None:
         """The instance that may hold a trajectory's context in its cache, if it fits there."""

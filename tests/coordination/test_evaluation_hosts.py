@@ -74,6 +74,11 @@ def test_a_host_that_restarts_at_its_version_hosts_what_is_left() -> None:
     assert [version for _, version in evaluated(commands)] == [0] * 4
 
 
+def test_an_evaluation_is_requested_while_none_is_running() -> None:
+    with pytest.raises(ProtocolViolation, match="evaluation 0 is requested, but 0 is running"):
+        evaluating(two())
+
+
 def test_a_host_that_is_lost_is_no_host_when_its_name_comes_back() -> None:
     bench = two()
     assert evaluated(bench.tell(InstanceLost(instance=A, why="killed"))) == [(B, 0)] * 2
@@ -150,7 +155,7 @@ def check_rules(bench: Bench) -> None:
     assert pinning.cannot_finish is (evaluated == 0 and evaluation.to_sample > 0 and not serves)
 
     live = state.live[min(evaluation.members)]
-    if evaluated >= 0 and not planner.num_routable(evaluated):
+    if evaluated >= 0 and not planner.has_routable(evaluated):
         each = largest
     able = [i for i in serves if i.instance in evaluation.pinned and i.num_eval_running < each]
     able = [i for i in able if len(i.trajectories) < i.max_running and (i.kv_tokens <= 90 or not i.trajectories)]

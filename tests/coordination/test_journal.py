@@ -277,6 +277,11 @@ def test_the_journal_keeps_its_bytes(tmp_path: Path) -> None:
     assert again.read_bytes() == path.read_bytes()
 
 
+def test_a_journal_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"events\.jsonl'$"):
+        journal.open_part(tmp_path / "events.jsonl")
+
+
 def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     TinyBody(coordinator(tmp_path), path, 1).run()

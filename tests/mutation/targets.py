@@ -79,7 +79,10 @@ PACKAGES = (
         own={
             "draft_lengths": ("tests/coordination/test_draft_lengths.py",),
             "journal": ("tests/coordination/test_journal.py", "tests/runtime/test_run_journal.py"),
-            "state": ("tests/coordination/test_coordinator.py", "tests/coordination/test_state.py"),
+            "state": (
+                "tests/coordination/test_coordinator.py", "tests/coordination/test_state.py",
+                "tests/runtime/test_turns.py::test_each_has_the_gpus_in_its_turn",
+            ),
             "fleet": ("tests/coordination/test_coordinator.py", "tests/coordination/test_state.py"),
             "mixture": ("tests/coordination/test_mixture.py",),
         },
