@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from staleflow.pipeline.stored_runs.steps import ConsumedBatch as ConsumedBatch
     from staleflow.pipeline.stored_runs.stored_trajectories import StoredTrajectory as StoredTrajectory
     from staleflow.pipeline.stored_runs.training import OfflineTrainingResult as OfflineTrainingResult
+    from staleflow.pipeline.stored_runs.unlearning import UnlearningResult as UnlearningResult
     from staleflow.pipeline.stored_runs.verification import Verification as Verification
     from staleflow.pipeline.stored_runs.views import TokenView as TokenView
     from staleflow.pipeline.stored_runs.views import TrajectoryView as TrajectoryView
@@ -129,6 +130,7 @@ _MODULES = {
     "ConsumedBatch": "staleflow.pipeline.stored_runs.steps",
     "StoredTrajectory": "staleflow.pipeline.stored_runs.stored_trajectories",
     "OfflineTrainingResult": "staleflow.pipeline.stored_runs.training",
+    "UnlearningResult": "staleflow.pipeline.stored_runs.unlearning",
     "Verification": "staleflow.pipeline.stored_runs.verification",
     "TokenView": "staleflow.pipeline.stored_runs.views",
     "TrajectoryView": "staleflow.pipeline.stored_runs.views",

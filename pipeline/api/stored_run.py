@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from staleflow.pipeline.stored_runs.logprob_recompute import RecomputeResult
     from staleflow.pipeline.stored_runs.reward_rescoring import RescoreResult
     from staleflow.pipeline.stored_runs.training import OfflineTrainingResult
+    from staleflow.pipeline.stored_runs.unlearning import UnlearningResult
     from staleflow.pipeline.stored_runs.verification import Verification
     from staleflow.stores.auditing.audit import AuditReport
     from staleflow.stores.auditing.drop_bias import DropBias
@@ -331,6 +332,48 @@ class Run(RunData):
                 self._path, folder, pool, overrides=lines, branch=self._branch, where=where, epochs=epochs,
                 report=report or _ignore,
             )  # fmt: skip
+
+    def unlearn(
+        self,
+        where: str,
+        *,
+        branch: str = "unlearned",
+        out: str | Path | None = None,
+        client: Client | None = None,
+        report: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> UnlearningResult:
+        """Repeat the training without some trajectories, from the first step that used one of them.
+
+        The weights equal, bit for bit, those of `train_offline` on the new branch without these trajectories. It begins
+        at a resume point of the run if one is old enough, else at the base model. Called again after it was killed, it
+        goes on from its newest resume point.
+
+        Args:
+            where: Which trajectories to leave out, as in `trajectories`.
+            branch: Name of the new branch, with the advantages that groups have without them.
+            out: Folder to create; it appears when the training is complete. By default the run's own name with the
+                branch's behind it, beside the run, or by URL in the current folder.
+            client: Workers to train on: as many as `training.ranks`. Without, that many processes of this machine.
+            report: Called with events as in `train_offline`.
+
+        Returns:
+            What was left out and recomputed, and the training.
+
+        Raises:
+            ConfigError: Nothing that was trained on matches, or all of it; nothing was trained.
+        """
+        from staleflow.pipeline.stored_runs import unlearning
+        from staleflow.pipeline.stored_runs.pool import pool_of
+
+        self._require_newest("unlearn something of")
+        if self._branch != MAIN:
+            raise ConfigError(f"unlearn: {self._branch} is a branch; open the run without it, as it was trained")
+        beside = self._path.name if is_url(self._source) else self._path.resolve()
+        folder = Path(f"{beside}-{branch}" if out is None else out)
+        with self._lock_run():
+            plan, facts = unlearning.planned(self._path, folder, where, branch)
+            with pool_of(client, plan.config.training.ranks, model=True) as pool:
+                return unlearning.unlearn(plan, facts, pool, report or _ignore)
 
     def _lock_run(self) -> contextlib.AbstractContextManager[None]:
         """The lock of the run's folder. Raises FolderInUse if a process works on the run."""

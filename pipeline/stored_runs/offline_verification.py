@@ -13,7 +13,14 @@ from staleflow.pipeline.config import loading
 from staleflow.pipeline.recovery import certificate
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.stored_runs.pool import Report
-from staleflow.pipeline.stored_runs.repeated_steps import JobPart, Repetition, RepetitionResult, Stretch
+from staleflow.pipeline.stored_runs.repeated_steps import (
+    JobPart,
+    Repetition,
+    RepetitionResult,
+    Stretch,
+    batch_at,
+    chosen_rows,
+)
 from staleflow.pipeline.stored_runs.run_files import steps_in_words
 from staleflow.pipeline.stored_runs.training import origin_of
 from staleflow.pipeline.stored_runs.verification import (
@@ -28,8 +35,10 @@ from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.errors import ConfigError, strerror
 from staleflow.stores.serialization import Codec, parse_json
 from staleflow.stores.trajectories.reader import StoreReader
-from staleflow.stores.trajectories.records import entry_of
+from staleflow.stores.trajectories.records import StepRecord, batch_fingerprint, entry_of
 from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import EndedTrajectory, PolicyVersion
+from staleflow.stores.weights.resume_points import ResumePoints
 
 RECORD, HISTORY, JOB = certificate.OFFLINE, "history.jsonl", "job.toml"
 """Files in the folder of an offline training: what it was made from, its chain, and its job."""
@@ -42,7 +51,7 @@ def verify_offline(
 
     Args:
         folder: The folder that it made; its run's store is where it was.
-        steps: Random steps to repeat, all from the base model.
+        steps: Random steps to repeat, all from the base model, or from the run's resume point that it began with.
         seed: Chooses them; by default others each time.
         client: A `distributed.Client` whose workers repeat them; by default local processes do.
         report: Called with events, as in `train_offline`.
@@ -63,11 +72,13 @@ def verify_offline(
     if not chain.num_entries or not any(entry.previous for entry in entries):
         unverified.append("everything: an earlier version stored it, or its run, without a chain")
     else:
-        origin = entry_of(origin_of(store, record.branch, record.where, record.epochs, folder / JOB))
-        findings += _wrong_lines(origin, lines, entries)
-        if len(lines) != record.steps:
-            message = f"it has {len(lines)} lines; {record.steps} steps were trained"
+        origin = entry_of(origin_of(store, record.branch, record.where, record.epochs, record.start, folder / JOB))
+        findings += _wrong_lines(origin, lines, entries, record.start)
+        if len(lines) != record.steps - record.start:
+            message = f"it has {len(lines)} lines; {record.steps - record.start} steps were trained"
             findings.append(Finding(check=CHECK, where=HISTORY, message=message))
+    own = [r for r in store.steps() if r.kind == "step" and r.step < record.start]
+    findings += _other_batches(store, record.where, own)
     result, sample = RepetitionResult(), list[int]()
     checkpoint = (folder / "checkpoints" / f"step-{record.steps:06d}").resolve()
     if (checkpoint / certificate.FILE).exists():
@@ -85,33 +96,39 @@ def verify_offline(
         except ConfigError as error:
             unverified.append(f"weights: {error}")
         else:
-            sample = sorted(random.Random(seed).sample(range(len(entries)), min(steps, len(entries))))
+            numbers = range(record.start, record.start + len(entries))
+            sample = sorted(random.Random(seed).sample(numbers, min(steps, len(entries))))
             run_job = dataclasses.replace(config, seed=load_job(Path(path).parent).seed)
+            point = ResumePoints(Path(path).parent / "resume")
+            start = record.start if record.start in point.complete_versions() else 0
             part = JobPart(
-                config=config, run_job=run_job, num_steps=config.steps * record.epochs, start=0, stop=max(sample) + 1
-            )
+                config=config, run_job=run_job, num_steps=config.steps * record.epochs, start=start,
+                stop=max(sample) + 1,
+            )  # fmt: skip
             plan = Repetition(
                 path=path,
                 snapshot=record.snapshot,
                 where=record.where,
                 epochs=record.epochs,
-                stretches=(Stretch(point="", parts=(part,)),),
-                weights={number + 1: entry.weights for number, entry in enumerate(entries)},
-                batches={number: entry.batch for number, entry in enumerate(entries)},
+                stretches=(Stretch(point=str(point.path(PolicyVersion(start))) if start else "", parts=(part,)),),
+                weights={r.step + 1: r.weight_fingerprint for r in own}
+                | {number + 1: entry.weights for number, entry in zip(numbers, entries, strict=True)},
+                batches={r.step: r.batch_fingerprint for r in own}
+                | {number: entry.batch for number, entry in zip(numbers, entries, strict=True)},
             )
             if checkpoint.is_dir():
-                last = dataclasses.replace(part, start=len(entries), stop=len(entries))
+                last = dataclasses.replace(part, start=numbers.stop, stop=numbers.stop)
                 plan = dataclasses.replace(plan, checkpoint=(str(checkpoint), last))
             else:
                 unverified.append(f"the weights of {checkpoint.name}: it is not in checkpoints/")
-            report({"say": f"repeating {steps_in_words(range(max(sample) + 1))} for {steps_in_words(sample)}"})
+            report({"say": f"repeating {steps_in_words(range(start, max(sample) + 1))} for {steps_in_words(sample)}"})
             result = run_repetition(plan, client, report)
     contradictions, explained = sort_differences(
-        result, {number: entry.numerics for number, entry in enumerate(entries)}
+        result, {record.start + number: entry.numerics for number, entry in enumerate(entries)}
     )
     return Verification(
         run=str(folder),
-        num_steps=len(entries),
+        num_steps=record.start + len(entries),
         num_commits=chain.num_commits,
         num_entries=chain.num_entries,
         entry=entry_of(lines[-1]) if sample else "",
@@ -138,6 +155,8 @@ class _OfflineRecord:
     where: str
     epochs: int
     steps: int
+    start: int = 0
+    """Version that it began with: earlier steps are the run's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +177,8 @@ def _read(folder: Path) -> tuple[_OfflineRecord, list[bytes], list[_HistoryLine]
         record = codec.decode(parse_json((folder / RECORD).read_bytes()), _OfflineRecord)
         if record.epochs < 1 or record.steps < 1 or not record.snapshot or not record.store or "\0" in record.store:
             raise ValueError("epochs and steps must be >= 1, and store and snapshot name what it trained on")
+        if not 0 <= record.start < record.steps:
+            raise ValueError(f"start = {record.start} must be one of its steps")
         name = HISTORY
         *lines, rest = (folder / HISTORY).read_bytes().split(b"\n")
         if rest or not lines:
@@ -167,10 +188,21 @@ def _read(folder: Path) -> tuple[_OfflineRecord, list[bytes], list[_HistoryLine]
         raise ConfigError(f"{folder / name}: not of an offline training: {strerror(error)}; copy it again") from error
 
 
-def _wrong_lines(origin: str, lines: Sequence[bytes], entries: Sequence[_HistoryLine]) -> Iterator[Finding]:
+def _other_batches(store: VersionedStore, where: str, own: Sequence[StepRecord]) -> Iterator[Finding]:
+    """Compare what would be trained in the steps before the first one that was, with what the run trained."""
+    chosen = chosen_rows(store, where) if own else {}
+    for record in own:
+        batch = batch_at(store, chosen[record.step]) if record.step in chosen else []
+        rows = [row for row in batch if isinstance(row, EndedTrajectory)]
+        if batch_fingerprint((row.trajectory, row.advantage) for row in rows) != record.batch_fingerprint:
+            message = "its batch is not the run's, and it was not trained again"
+            yield Finding(check=CHECK, where=f"step {record.step}", message=message)
+
+
+def _wrong_lines(origin: str, lines: Sequence[bytes], entries: Sequence[_HistoryLine], start: int) -> Iterator[Finding]:
     before = origin
-    for number, (line, entry) in enumerate(zip(lines, entries, strict=True)):
+    for number, (line, entry) in enumerate(zip(lines, entries, strict=True), start):
         if entry.previous != before:
-            predecessor = "the line before it" if number else f"the run, {JOB} and {RECORD}"
+            predecessor = "the line before it" if number > start else f"the run, {JOB} and {RECORD}"
             yield Finding(check=CHECK, where=f"step {number} of {HISTORY}", message=f"does not follow {predecessor}")
         before = entry_of(line)

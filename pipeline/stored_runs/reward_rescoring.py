@@ -119,7 +119,7 @@ def rescore(
             f"{min(errors)}: {errors[min(errors)]}"
         )
     consumed = table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value)
-    estimate = _advantages(config, table, consumed, rewards, valid)
+    estimate = estimate_advantages(config, table, consumed, rewards, valid)
     before = consumed & (table["loss_mask"] > 0)
     lineage = {
         "reward": "; ".join(filter(None, (reward, *changes))) or config.reward.named,
@@ -183,14 +183,14 @@ def _with_reward(config: RunConfig, reward: str) -> RunConfig:
     return config
 
 
-def _advantages(
+def estimate_advantages(
     config: RunConfig,
     table: dict[str, npt.NDArray[Any]],
     consumed: npt.NDArray[np.bool_],
     rewards: npt.NDArray[np.float32],
     valid: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.float32]:
-    """[R] the job's advantage estimate over the groups that were trained on; 0 elsewhere."""
+    """[R] the job's advantage estimate over the rows of whole groups that `consumed` marks; 0 elsewhere."""
     estimate = np.zeros(len(rewards), np.float32)
     (positions,) = np.nonzero(consumed)
     positions = positions[np.lexsort((table["trajectory"][positions], table["group"][positions]))]

@@ -78,6 +78,10 @@ class OfflinePlan:
     """Whether nothing differs from the run's own training."""
     prompt_seed: int
     """The run's seed, which determines its prompts, whatever seed it is trained with now."""
+    start: int = 0
+    """Version to begin with. The steps before it are the run's own, unchanged."""
+    point: str = ""
+    """The run's resume point of that version; empty for version 0."""
 
     @property
     def run_job(self) -> RunConfig:
@@ -87,7 +91,7 @@ class OfflinePlan:
     @property
     def digest(self) -> str:
         """A hash that identifies the plan."""
-        parts = (knob_tree.to_toml(self.config), self.snapshot, self.where, self.epochs)
+        parts = (knob_tree.to_toml(self.config), self.snapshot, self.where, self.epochs, self.start)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -137,7 +141,11 @@ def train_offline(
     Raises:
         ConfigError: Before anything is trained.
     """
-    plan = planned(run_dir, out, overrides, branch, where, epochs)
+    return carry_out(planned(run_dir, out, overrides, branch, where, epochs), pool, report)
+
+
+def carry_out(plan: OfflinePlan, pool: Pool, report: Report) -> OfflineTrainingResult:
+    """Train on a worker, and as many more as the job has ranks. Raises ConfigError if fewer are free."""
     ranks, free = plan.config.training.ranks, len(pool.free(model=True))
     if free < ranks:
         raise ConfigError(
@@ -225,7 +233,7 @@ def _trained(plan: OfflinePlan, out: Path, tmp_path: Path, report: Report, *, sh
         report({"total": len(steps)})
         for step in range(0 if training.version else plan.config.training.sft.steps):
             policy.fine_tune(step)
-        if training.version:
+        if training.version > plan.start:
             report({"say": f"resuming after {training.version} of {len(steps)} steps"})
         for number in range(training.version, len(steps)):
             report({"done": number + 1, "total": len(steps), "metrics": training.step(number, *steps[number])})
@@ -246,7 +254,8 @@ def _trained(plan: OfflinePlan, out: Path, tmp_path: Path, report: Report, *, sh
     )
     shutil.rmtree(tmp_path / "resume", ignore_errors=True)
     lineage = {"store": plan.path, "snapshot": plan.snapshot, "branch": plan.branch, "where": plan.where}
-    record = {**dataclasses.asdict(result), **lineage, "epochs": plan.epochs, "metrics": training.history}
+    numbers = {"epochs": plan.epochs, "start": plan.start}
+    record = {**dataclasses.asdict(result), **lineage, **numbers, "metrics": training.history}
     replace_text(tmp_path / "offline.json", json.dumps(record, indent=2) + "\n", ELSEWHERE)
     return result
 
@@ -266,9 +275,10 @@ NOT_METRICS = ("same", "batch", "weights", "numerics", "previous")
 trainer computes with, and the hash of the line before."""
 
 
-def origin_of(store: VersionedStore, branch: str, where: str, epochs: int, job: Path) -> bytes:
+def origin_of(store: VersionedStore, branch: str, where: str, epochs: int, start: int, job: Path) -> bytes:
     """What the first line of history.jsonl follows: the entry of the run, and how its rows are trained on."""
     origin = {"entry": store.newest_entry, "branch": branch, "where": where, "epochs": epochs}
+    origin |= {"start": start} if start else {}
     return json.dumps(origin | {"settings": start_inputs.settings_hash(job)}).encode()
 
 
@@ -284,18 +294,23 @@ class _Training:
         self._published = {r.step: r.weight_fingerprint for r in self._store.steps() if r.kind == "step"}
         self._are_equal: list[bool] = []
         self._points = ResumePoints(tmp_path / "resume")
-        self.entry = entry_of(origin_of(self._store, plan.branch, plan.where, plan.epochs, tmp_path / "job.toml"))
+        origin = origin_of(self._store, plan.branch, plan.where, plan.epochs, plan.start, tmp_path / "job.toml")
+        self.entry = entry_of(origin)
         """Entry of the line before in history.jsonl: a chain that goes on from the run's."""
         self._saved_at = time.monotonic()
-        self.version = max(self._points.complete_versions(), default=PolicyVersion(0))
-        if self.version:
+        self.version = max(self._points.complete_versions(), default=PolicyVersion(plan.start))
+        if self.version > plan.start:
             self.policy.load_state(self._points.path(self.version))
-            lines = (tmp_path / "history.jsonl").read_text().splitlines()[: self.version]
+            lines = (tmp_path / "history.jsonl").read_text().splitlines()[: self.version - plan.start]
             entries = [json.loads(line) for line in lines]
             self._are_equal = [bool(entry.get("same", False)) for entry in entries]
             self.history = [{k: v for k, v in entry.items() if k not in NOT_METRICS} for entry in entries]
             self.entry = entry_of(lines[-1].encode())
             replace_text(tmp_path / "history.jsonl", "".join(f"{line}\n" for line in lines), ELSEWHERE)
+        elif plan.start:
+            self.policy.load_state(Path(plan.point))
+            if self.policy.apply_to_weights(fingerprint) != self._published[plan.start - 1]:
+                raise StoreError(f"{plan.point}: not the weights that step {plan.start - 1} published; remove it")
 
     def step(self, number: int, schedule: int, positions: npt.NDArray[np.int64]) -> dict[str, float]:
         """Train step `number` on the rows at `positions`; returns its metrics. schedule: the step the learning rate is

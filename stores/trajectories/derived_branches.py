@@ -29,12 +29,13 @@ COPIED_AT_ONCE = 16 * 65_536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:
-    """The columns that a branch replaces, with one element per row in stored order. errors: by trajectory id."""
+    """The columns that a branch replaces, with one element per row in stored order. errors: by trajectory id; None
+    leaves those of the rows."""
 
     rewards: npt.NDArray[np.float32]  # [R]
     advantages: npt.NDArray[np.float32]  # [R], 0 where nothing was trained
     loss_mask: npt.NDArray[np.bool_]  # [R], whether its tokens would carry gradient
-    errors: Mapping[int, str]
+    errors: Mapping[int, str] | None
 
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@ -]*")
@@ -67,7 +68,8 @@ def derive(store: StoreReader, path: Path, name: str, new: Rewards, lineage: Map
         root["rows/advantage"][:] = new.advantages
         _change_masks(root, new.loss_mask)
         root["rows/loss_mask"][:] = new.loss_mask
-        root.attrs["errors"] = {str(trajectory): error for trajectory, error in new.errors.items()}
+        if new.errors is not None:
+            root.attrs["errors"] = {str(trajectory): error for trajectory, error in new.errors.items()}
 
     return _commit_branch(store, path, name, "rewards", change, lineage)
 

@@ -74,8 +74,10 @@ def go_on(run: staleflow.Run, client: Client, progress: Callable[[int, int], Non
     trained: staleflow.OfflineTrainingResult = run.branch("length").train_offline(
         "policy", overrides=["training.learning_rate=1e-5"], epochs=2, client=client, report=print
     )
+    unlearned: staleflow.UnlearningResult = run.unlearn("dataset_row == 17", branch="without-17", client=client)
+    steps = trained.steps + unlearned.training.steps - unlearned.start
     commit: str = run.push("me/policy", step=50, private=True)
-    return scored.mean_after + difference.changed + comparison.kl + exported.rows + trained.steps + len(commit)
+    return scored.mean_after + difference.changed + comparison.kl + exported.rows + steps + len(commit)
 
 
 def set_side_by_side(runs: list[staleflow.Run]) -> list[str]:

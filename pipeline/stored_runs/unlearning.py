@@ -1,0 +1,183 @@
+"""Unlearning: a run's training repeated without some of its rows, from the first step that trained on one of them.
+
+A branch of the store has what is trained instead: the rows that are left out have no loss mask, and each advantage that
+depended on them is estimated again from the rows that remain. Training begins at the run's newest resume point before
+the first changed step, or at the base model, and is otherwise offline training (training.py) on that branch.
+
+Invariant: the weights equal those of offline training on the same branch and rows from the base model, bit for bit on
+the same kind of machine. For up to the resume point both train on the run's own batches, which give the run's weights.
+
+What this does not undo: responses of later steps were sampled by policies that had trained on the rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.recovery import start_inputs
+from staleflow.pipeline.stored_runs import training
+from staleflow.pipeline.stored_runs.pool import Pool, Report
+from staleflow.pipeline.stored_runs.reward_rescoring import estimate_advantages
+from staleflow.pipeline.stored_runs.training import OfflinePlan, OfflineTrainingResult
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories import derived_branches
+from staleflow.stores.trajectories.repository import MAIN
+from staleflow.stores.trajectories.selection import Selection
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Fate, PolicyVersion
+from staleflow.stores.weights.resume_points import ResumePoints
+
+BRANCH = "unlearned"
+"""Name of the new branch by default."""
+CONSUMED = [fate.value for fate in Fate].index(Fate.CONSUMED.value)
+SAME = ("settings", "user_code", "staleflow")
+"""Inputs of the run's starts (start_inputs.py) that must be those of today for a resume point to be used."""
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unlearning:
+    """What is left out, and what is trained instead."""
+
+    branch: str
+    rows: int
+    """Trained rows that are left out."""
+    never_trained: int
+    """Rows that match and that no step trained on: no weights depend on them."""
+    recomputed: int
+    """Rows that remain and have another advantage."""
+    steps_left_out: tuple[int, ...]
+    """Steps of the run of which no row remains: they are not trained."""
+    first_step: int
+    """First step of the run that trained on a row that is left out."""
+    start: int
+    """Version that training begins with: that of a resume point, or 0, the base model."""
+    reason: str
+    """Why it begins with the base model; empty if it does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnlearningResult(Unlearning):
+    """The result of unlearning."""
+
+    training: OfflineTrainingResult
+    """The training of all steps that remain; those before `start` are the run's."""
+
+
+def unlearn(plan: OfflinePlan, unlearning: Unlearning, pool: Pool, report: Report) -> UnlearningResult:
+    """Carry out a plan on a worker. Raises ConfigError, StoreError."""
+    trained = training.carry_out(plan, pool, report)
+    facts = {field.name: getattr(unlearning, field.name) for field in dataclasses.fields(unlearning)}
+    return UnlearningResult(**facts, training=trained)
+
+
+def planned(run_dir: Path, out: Path, where: str, branch: str) -> tuple[OfflinePlan, Unlearning]:
+    """Store the branch, and plan the training on it.
+
+    The same call again plans the same on the branch that is there, so that a training that was killed goes on.
+
+    Args:
+        run_dir: The run's folder, locked by the caller.
+        out: The folder that the training will create.
+        where: Selects the rows to leave out.
+        branch: Name of the branch.
+
+    Raises:
+        ConfigError: No trained row matches, none remains, the branch's name is taken, or as offline training.
+        StoreError: The branch cannot be stored.
+    """
+    if not where.strip():
+        raise ConfigError("unlearn: where must say which trajectories to leave out")
+    path = (run_dir / "store").resolve()
+    store = VersionedStore.pinned(path)
+    table = store.table()
+    trained, matching = table["fate"] == CONSUMED, Selection(where).mask(store.columns())
+    removed, remaining = trained & matching, trained & ~matching
+    if not removed.any() or not remaining.any():
+        none = "all" if removed.any() else "no"
+        raise ConfigError(f"{run_dir}: {none} trajectories that were trained on match where = {where!r}")
+    ids = tuple(table["trajectory"][removed].tolist())
+    plan = training.planned(run_dir, out, ("task.eval_prompts=0",), MAIN, f"trajectory not in {ids}", 1)
+    advantages = advantages_without(plan.config, table, trained, removed)
+    lineage = {"without": where, "advantage": plan.config.training.advantage.name, "branch": MAIN}
+    if not _is_there(path, branch, {**lineage, "parent": store.snapshot}):
+        loss_mask = (table["loss_mask"] > 0) & ~removed
+        changed = derived_branches.Rewards(
+            rewards=table["reward"], advantages=advantages, loss_mask=loss_mask, errors=None
+        )
+        derived_branches.derive(store, path, branch, changed, lineage)
+    steps = np.unique(table["step"][remaining])
+    first_step = int(table["step"][removed].min())
+    start, point, reason = _begin(run_dir, store, min(first_step, len(steps) - 1))
+    unlearning = Unlearning(
+        branch=branch,
+        rows=len(ids),
+        never_trained=int((matching & ~trained).sum()),
+        recomputed=int(((advantages != table["advantage"]) & remaining).sum()),
+        steps_left_out=tuple(np.setdiff1d(table["step"][trained], steps).tolist()),
+        first_step=first_step,
+        start=start,
+        reason=reason,
+    )
+    snapshot = VersionedStore.pinned(path, branch).snapshot
+    return dataclasses.replace(plan, branch=branch, snapshot=snapshot, start=start, point=point), unlearning
+
+
+def advantages_without(
+    config: RunConfig, table: dict[str, npt.NDArray[Any]], trained: Mask, removed: Mask
+) -> npt.NDArray[np.float32]:
+    """Advantages of a run's rows without some of them.
+
+    A step's advantages are estimated with and without the removed rows. Where the two differ, the second is taken;
+    elsewhere the stored one, as it was trained.
+
+    Args:
+        config: The run's job.
+        table: Its rows, as they are stored.
+        trained: [R] whether a step trained on the row.
+        removed: [R] which of these are left out.
+
+    Returns:
+        [R] advantages; 0 of removed rows.
+    """
+    advantages: npt.NDArray[np.float32] = table["advantage"].copy()
+    scored = table["loss_mask"] > 0
+    for step in np.unique(table["step"][removed]):
+        batch = trained & (table["step"] == step)
+        before, after = (
+            estimate_advantages(config, table, batch, table["reward"], v) for v in (scored, scored & ~removed)
+        )
+        advantages = np.where(batch & (before != after), after, advantages)
+    advantages[removed] = 0
+    return advantages
+
+
+def _is_there(path: Path, branch: str, lineage: dict[str, str]) -> bool:
+    """Whether a branch was made like this; a name that is free is not."""
+    names = VersionedStore.open(path).branches()
+    return branch in names and VersionedStore.open(path, branch=branch).lineage == lineage
+
+
+def _begin(run_dir: Path, store: VersionedStore, latest: int) -> tuple[int, str, str]:
+    """The version to begin with, at most `latest`; the path of its resume point; and why there is none.
+
+    There is none if the run was started with other settings or code than there are now: the weights of its resume
+    points would not be those of offline training.
+    """
+    points = ResumePoints(run_dir / "resume")
+    now = start_inputs.start_inputs(run_dir, "", None)
+    starts = [record.inputs for record in store.steps() if "settings" in record.inputs]
+    changed = [name for name in SAME if {start.get(name) for start in starts} != {now[name]}]
+    if changed:
+        return 0, "", f"the run was not trained with the {', '.join(changed)} of now"
+    version = max((v for v in points.complete_versions() if v <= latest), default=PolicyVersion(0))
+    if not version:
+        return 0, "", f"no resume point of version {latest} or before is kept" if latest else "it is changed in step 0"
+    return version, str(points.path(version).resolve()), ""

@@ -1,0 +1,255 @@
+"""Unlearning: the weights are those of offline training without the rows, from the first step on, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from safetensors.numpy import load_file
+
+import staleflow
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.recovery import run_folder
+from staleflow.pipeline.stored_runs import training, unlearning
+from staleflow.pipeline.stored_runs.offline_verification import verify_offline
+from staleflow.pipeline.stored_runs.training import OfflinePlan
+from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.tasks.training.advantage import ADVANTAGES
+from tests.commands import command
+from tests.conftest import JOB, REWARDS
+from tests.runtime.test_run import run
+from tests.runtime.test_run import staleflow as staleflow_process
+from tests.stored_runs.in_process import repeat_in_this_process  # noqa: F401  used by name
+from tests.stores.test_stores import edit
+from tests.support.simulated_store import stored_simulation
+
+ALL = 99
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A run of three steps whose groups nearly all have a signal: the reward is the response's length."""
+    folder = tmp_path_factory.mktemp("unlearned")
+    (folder / "job.toml").write_text(JOB.format(runs=folder / "runs", steps=3, model=tiny_model))
+    (folder / "mine.py").write_text(REWARDS)
+    reward = f"reward.function={folder / 'mine.py'}:length"
+    return run(folder / "job.toml", "task.eval_prompts=0", "batch.extra_members=1", reward).run_dir
+
+
+@pytest.fixture
+def copy(stored: Path, tmp_path: Path) -> Path:
+    """A copy of the run: unlearning adds branches."""
+    return Path(shutil.copytree(stored, tmp_path / "copy"))
+
+
+def trained(plan: OfflinePlan) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The weights and the history of a training in this process."""
+    result = training.train(plan, lambda _: None)
+    history = (Path(plan.out) / "history.jsonl").read_text().splitlines()
+    return load_file(Path(result.checkpoint) / "model.safetensors"), [json.loads(line) for line in history]
+
+
+def from_the_beginning(plan: OfflinePlan) -> OfflinePlan:
+    return dataclasses.replace(plan, start=0, point="", out=f"{plan.out}-from-the-beginning")
+
+
+def are_equal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    return ours.keys() == theirs.keys() and all((ours[name] == theirs[name]).all() for name in ours)
+
+
+def ids_by_step(run: Path) -> list[list[int]]:
+    """Trajectories that each step trained on."""
+    columns = VersionedStore.open(run / "store").columns()
+    consumed = columns["fate"] == "consumed"
+    return [columns["trajectory"][consumed & (columns["step"] == step)].tolist() for step in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "rows", "steps"),
+    [
+        ("a row of the first step", 0, 1, 3), ("a row of the middle step", 1, 1, 3),
+        ("a row of the last step", 2, 1, 3),
+        ("a tenth of all rows", 0, 5, 3), ("a tenth of later rows", 1, 4, 3), ("a group", 2, 4, 3),
+        ("the first step", 0, 16, 2), ("the middle step", 1, 16, 2), ("the last step", 1, 16, 2),
+    ],
+)  # fmt: skip
+def test_the_weights_are_those_of_training_without_the_rows_from_the_beginning(
+    name: str, start: int, rows: int, steps: int, copy: Path, tmp_path: Path
+) -> None:
+    first, middle, last = ids_by_step(copy)
+    left_out = {
+        "a row of the first step": first[3:4], "a row of the middle step": middle[5:6],
+        "a row of the last step": last[7:8],
+        "a tenth of all rows": [*first, *middle, *last][::10], "a tenth of later rows": [*middle, *last][::10],
+        "a group": last[4:8], "the first step": first, "the middle step": middle, "the last step": last,
+    }[name]  # fmt: skip
+    plan, facts = unlearning.planned(copy, tmp_path / "out", f"trajectory in {left_out}", "without")
+    assert (facts.rows, facts.start, bool(plan.point), bool(facts.reason)) == (rows, start, start > 0, start == 0)
+    assert len(facts.steps_left_out) == 3 - steps
+    weights, history = trained(plan)
+    expected, whole = trained(from_the_beginning(plan))
+    assert are_equal(weights, expected)
+    assert not are_equal(weights, load_file(copy / "checkpoints" / "step-000003" / "model.safetensors"))
+    assert [(h["weights"], h["batch"]) for h in history] == [(h["weights"], h["batch"]) for h in whole[start:]]
+    assert len(whole) == steps
+    published = [record.weight_fingerprint for record in VersionedStore.open(copy / "store").steps()]
+    assert [h["weights"] for h in whole[:start]] == published[:start]
+
+    verified = verify_offline(tmp_path / "out", steps=ALL)
+    assert verified.verified and not verified.unverified and verified.checkpoint_is_equal
+    assert verified.repeated_steps == tuple(range(start, steps))
+
+
+def test_nothing_of_a_row_that_is_left_out_is_in_the_weights(copy: Path, stored: Path, tmp_path: Path) -> None:
+    """With another reward, other tokens and other logprobs of it, the weights are the same."""
+    row = ids_by_step(copy)[0][3]
+    plan, facts = unlearning.planned(copy, tmp_path / "out", f"trajectory == {row}", "without")
+    assert facts.recomputed == 3  # the others of its group
+    weights, _ = trained(plan)
+
+    def spoil(root: Any) -> None:
+        (position,) = np.flatnonzero(root["rows/trajectory"][:] == row)
+        for name, value in (("reward", 9.0), ("advantage", 9.0)):
+            root[f"rows/{name}"][position] = value
+        begin = int(root["rows/offset"][position] + root["rows/prompt_tokens"][position])
+        root["tokens/ids"][begin] = 5
+        root["tokens/logprobs"][begin] = -3.0
+
+    spoiled = Path(shutil.copytree(stored, tmp_path / "spoiled"))
+    edit(spoiled / "store", spoil)
+    again, _ = unlearning.planned(spoiled, tmp_path / "again", f"trajectory == {row}", "without")
+    assert are_equal(trained(again)[0], weights)
+
+
+def test_a_training_that_was_killed_goes_on_with_the_same_branch(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(Exception):
+        pass
+
+    def die(event: Mapping[str, Any]) -> None:
+        if event.get("done") == 2:
+            raise Killed
+
+    monkeypatch.setattr(training, "POINT_S", 0.0)
+    where = f"trajectory == {ids_by_step(copy)[1][0]}"
+    plan, _ = unlearning.planned(copy, tmp_path / "out", where, "without")
+    with pytest.raises(Killed):
+        training.train(plan, die)
+    again, _ = unlearning.planned(copy, tmp_path / "out", where, "without")
+    assert (again.digest, again.start) == (plan.digest, 1)
+    steps: list[int] = []
+    training.train(again, lambda event: steps.append(event.get("done", 0)))
+    assert 2 not in steps and 3 in steps
+    assert verify_offline(tmp_path / "out", steps=ALL).repeated_steps == (1, 2)
+
+
+def test_steps_before_the_resume_point_are_verified(copy: Path, stored: Path, tmp_path: Path) -> None:
+    """Where the point is gone they are repeated, and a batch of them that is not the run's is found."""
+    first, middle, _ = ids_by_step(copy)
+    plan, _ = unlearning.planned(copy, tmp_path / "out", f"trajectory == {middle[0]}", "without")
+    forged = dataclasses.replace(plan, where=f"trajectory != {first[0]}", out=str(tmp_path / "forged"))
+    trained(plan)
+    trained(forged)
+    (finding,) = verify_offline(tmp_path / "forged", steps=ALL).findings
+    assert finding.where == "step 0" and "not the run's" in finding.message
+    for point in (copy / "resume").iterdir():
+        point.unlink()
+    assert verify_offline(tmp_path / "out", steps=ALL).repeated_steps == (0, 1, 2)
+
+
+def test_a_resume_point_of_other_weights_or_of_a_run_with_other_settings_is_not_used(
+    copy: Path, tmp_path: Path
+) -> None:
+    where = f"trajectory == {ids_by_step(copy)[1][0]}"
+    shutil.copy(copy / "resume" / "v00000002.pt", copy / "resume" / "v00000001.pt")
+    plan, _ = unlearning.planned(copy, tmp_path / "out", where, "without")
+    with pytest.raises(StoreError, match=r"v00000001\.pt: not the weights that step 0 published; remove it"):
+        training.train(plan, lambda _: None)
+    (copy / "resume" / "v00000001.pt").unlink()
+    _, facts = unlearning.planned(copy, tmp_path / "out", where, "without")
+    assert (facts.start, facts.reason) == (0, "no resume point of version 1 or before is kept")
+    with (copy / "config.toml").open("a") as file:
+        file.write("# changed\n")
+    _, facts = unlearning.planned(copy, tmp_path / "out", where, "without")
+    assert facts.reason == "the run was not trained with the settings of now"
+
+
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES.names if name != "none"])
+def test_advantages_are_estimated_again_only_where_they_depended_on_what_is_left_out(name: str, job: Path) -> None:
+    """Three groups of four in two steps, whose stored advantages are odd; of the second group a row is left out."""
+    config = loading.load(job, (f"training.advantage={name}",))
+    count, odd = 12, np.float32(0.123)
+    table = {
+        "trajectory": np.arange(count), "group": np.arange(count) // 4, "step": np.arange(count) // 8,
+        "reward": np.asarray([0, 1, 2, 5, 0, 0, 1, 3, 1, 0, 1, 0], np.float32), "loss_mask": np.ones(count, bool),
+        "response_tokens": np.full(count, 5), "advantage": np.full(count, odd),
+    }  # fmt: skip
+    trained, removed = np.ones(count, bool), np.arange(count) == 7
+    found = unlearning.advantages_without(config, table, trained, removed)
+    table["reward"][7] = -50.0
+    again = unlearning.advantages_without(config, table, trained, removed)
+    assert found[7] == 0 and (found == again).all()
+    assert (found[8:] == odd).all()
+    rest: npt.NDArray[np.float64] = np.asarray([0, 0, 1]) - 1 / 3
+    if name == "dr_grpo":
+        assert found[4:7] == pytest.approx(rest)
+    if name in ("grpo", "dapo", "dr_grpo", "rloo"):
+        assert (found[:4] == odd).all()
+    alone = unlearning.advantages_without(config, table, trained, (table["group"] == 1) & (table["trajectory"] > 4))
+    assert name not in ("grpo", "dapo", "dr_grpo", "rloo") or alone[4] == 0
+
+
+def test_what_cannot_be_unlearned_is_refused_and_nothing_is_stored(copy: Path, tmp_path: Path) -> None:
+    before = VersionedStore.open(copy / "store").branches()
+    (first, *_), *_ = ids_by_step(copy)
+    emulated = stored_simulation(tmp_path, "name=emulated")
+    taken = f"trajectory == {first}"
+    (copy.parent / "copy-taken").mkdir()
+    for arguments, message in (
+        ([copy, "--where", "trajectory == 999999"], "no trajectories that were trained on match"),
+        ([copy, "--where", "fate == 'aborted'"], "no trajectories that were trained on match"),
+        ([copy, "--where", "step >= 0"], "all trajectories that were trained on match"),
+        ([copy, "--where", " "], "where must say which"),
+        ([copy, "--where", "colour == 3"], "there is no column 'colour'"),
+        ([copy, "--where", taken, "--branch", "main"], "a branch cannot be called 'main'"),
+        ([copy, "--where", taken, "--branch", "taken"], "already exists"),
+        ([emulated, "--where", "step == 0"], "an emulated run has nothing to train a model on"),
+        ([tmp_path / "none", "--where", taken], "no such run"),
+    ):
+        refused = command("unlearn", *arguments)
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), (arguments, refused.stderr)
+        assert message in refused.stderr
+    with run_folder.lock_folder(copy):
+        assert command("unlearn", copy, "--where", taken).returncode == 2
+    with pytest.raises(ConfigError, match="the run as of a step"):
+        staleflow.open_run(copy, at_step=1).unlearn(taken)
+    assert VersionedStore.open(copy / "store").branches() == before
+
+
+def test_the_command_trains_and_says_what_it_left_out(copy: Path) -> None:
+    """On a branch, with a row that matches and that was never trained on."""
+    _, middle, _ = ids_by_step(copy)
+    done = staleflow_process("unlearn", copy, "--where", f"trajectory in {middle[:2]} or fate == 'aborted'", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    columns = VersionedStore.open(copy / "store").columns()
+    assert (result["rows"], result["start"], result["first_step"]) == (2, 1, 1)
+    assert result["never_trained"] == int((columns["fate"] == "aborted").sum())
+    view = VersionedStore.open(copy / "store", branch="unlearned")
+    assert view.lineage["without"].startswith("trajectory in")
+    masks = dict(zip(columns["trajectory"].tolist(), view.columns()["loss_mask"].tolist(), strict=True))
+    assert {trajectory for trajectory in middle if not masks[trajectory]} == {*middle[:2]}
+    assert [row.trajectory.error for row in view.ended()] == [
+        row.trajectory.error for row in VersionedStore.open(copy / "store").ended()
+    ]
+    assert Path(result["training"]["checkpoint"]).parents[1] == copy.with_name("copy-unlearned")
+    assert command("verify", copy.with_name("copy-unlearned"), "--steps", 1).returncode == 0
