@@ -233,6 +233,8 @@ def _trained(plan: OfflinePlan, out: Path, tmp_path: Path, report: Report, *, sh
         report({"total": len(steps)})
         for step in range(0 if training.version else plan.config.training.sft.steps):
             policy.fine_tune(step)
+        if line := training.other_numerics():
+            report({"say": line})
         if training.version > plan.start:
             report({"say": f"resuming after {training.version} of {len(steps)} steps"})
         for number in range(training.version, len(steps)):
@@ -341,6 +343,16 @@ class _Training:
                 self.policy.end_save()
             self._saved_at = time.monotonic()
         return metrics
+
+    def other_numerics(self) -> str:
+        """A line that the run's own steps were computed with something else than this process has; empty if not."""
+        from staleflow.tasks.training.numerics import numerics
+
+        inputs = [record.inputs for record in self._store.steps() if record.step < self._plan.start]
+        own = [values["numerics"] for values in inputs if "numerics" in values]
+        if {*own} <= {numerics()}:
+            return ""
+        return f"the steps before were trained with {own[-1]}; here it is {numerics()}, which may give other weights"
 
     def save(self, checkpoint: Path) -> None:
         """Save the present weights for `from_pretrained`."""

@@ -34,8 +34,6 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate, PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
 
-BRANCH = "unlearned"
-"""Name of the new branch by default."""
 CONSUMED = [fate.value for fate in Fate].index(Fate.CONSUMED.value)
 SAME = ("settings", "user_code", "staleflow")
 """Inputs of the run's starts (start_inputs.py) that must be those of today for a resume point to be used."""
@@ -172,9 +170,10 @@ def _begin(run_dir: Path, store: VersionedStore, latest: int) -> tuple[int, str,
     points would not be those of offline training.
     """
     points = ResumePoints(run_dir / "resume")
-    now = start_inputs.start_inputs(run_dir, "", None)
+    now = {name: {value} for name, value in start_inputs.start_inputs(run_dir, "", None).items()}
+    now["user_code"].add(start_inputs.user_code_hash(run_dir, branches=False))
     starts = [record.inputs for record in store.steps() if "settings" in record.inputs]
-    changed = [name for name in SAME if {start.get(name) for start in starts} != {now[name]}]
+    changed = [name for name in SAME if not starts or {start.get(name) for start in starts} - now[name]]
     if changed:
         return 0, "", f"the run was not trained with the {', '.join(changed)} of now"
     version = max((v for v in points.complete_versions() if v <= latest), default=PolicyVersion(0))

@@ -22,6 +22,7 @@ from staleflow.pipeline.stored_runs.offline_verification import verify_offline
 from staleflow.pipeline.stored_runs.training import OfflinePlan
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.tasks.training import numerics
 from staleflow.tasks.training.advantage import ADVANTAGES
 from tests.commands import command
 from tests.conftest import JOB, REWARDS
@@ -181,6 +182,18 @@ def test_a_resume_point_of_other_weights_or_of_a_run_with_other_settings_is_not_
         file.write("# changed\n")
     _, facts = unlearning.planned(copy, tmp_path / "out", where, "without")
     assert facts.reason == "the run was not trained with the settings of now"
+
+
+def test_a_resume_point_of_another_kind_of_machine_is_named(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights before it are not those that a training from the beginning has here."""
+    plan, _ = unlearning.planned(copy, tmp_path / "out", f"trajectory == {ids_by_step(copy)[1][0]}", "without")
+    monkeypatch.setattr(numerics, "numerics", lambda: "another machine")
+    lines: list[str] = []
+    training.train(plan, lambda event: lines.append(event.get("say", "")))
+    (line,) = (line for line in lines if line.startswith("the steps before were trained with torch"))
+    assert line.endswith("; here it is another machine, which may give other weights")
 
 
 @pytest.mark.parametrize("name", [name for name in ADVANTAGES.names if name != "none"])
