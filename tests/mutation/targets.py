@@ -68,8 +68,10 @@ PACKAGES = (
         tests=("tests/stores/test_audit_findings.py", "tests/stores/test_audit.py"),
         own={
             "audit": ("tests/stores/test_bucket.py",),
+            "chain": ("tests/stores/test_chain.py",),
             "drop_bias": ("tests/stores/test_bias.py",),
             "row_checks": ("tests/stores/test_spans.py",),
+            "snapshot_audit": ("tests/stores/test_history.py",),
         },
     ),
     Package(
