@@ -21,11 +21,9 @@ from staleflow.stores.trajectories.records import LedgerState, StepRecord
 from staleflow.stores.trajectory import (
     AbortReason,
     Fate,
-    FinishReason,
     GroupId,
     InstanceId,
     PolicyVersion,
-    Segment,
     TrajectoryId,
 )
 from staleflow.tasks.actors import trajectory_server
@@ -38,6 +36,7 @@ from tests.support.bodies import Body
 from tests.support.memory_store import MemoryStore
 from tests.support.route_items import route_item
 from tests.support.scripted import World, server_class
+from tests.support.segments import delivery, sampled_segment
 
 TRAJECTORIES = 10_000
 SOME = 200
@@ -124,11 +123,7 @@ def test_a_coordinator_keeps_no_more_than_its_limits_over_ten_thousand_trajector
 
 
 def response_of(trajectory: TrajectoryId) -> SampledTokens:
-    tokens = np.full(3, 7, np.int32)
-    segment = Segment(
-        version=PolicyVersion(0), instance=InstanceId("a"), tokens=tokens, logprobs=-np.ones(3, np.float32)
-    )
-    return SampledTokens(trajectory=trajectory, route_number=1, start=0, segments=(segment,), finish=FinishReason.STOP)
+    return delivery(trajectory, sampled_segment((7, 7, 7), -1.0))
 
 
 def test_a_trajectory_server_keeps_no_more_than_what_is_in_flight_over_ten_thousand_trajectories(

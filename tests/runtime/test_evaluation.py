@@ -8,7 +8,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from staleflow.cli.display import Display
@@ -30,7 +29,7 @@ from staleflow.pipeline.runtime.evaluation_rewards import read_rewards, write_re
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.errors import StoreError
 from staleflow.stores.metrics import with_rate
-from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
+from staleflow.stores.trajectory import PolicyVersion, TrajectoryId
 from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.engines.base import Failed, SampledTokens
@@ -38,6 +37,7 @@ from staleflow.tasks.engines.generate import answers
 from staleflow.tasks.rendering.chat_tokenizer import load_chat_tokenizer
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from tests.support.route_items import route_item
+from tests.support.segments import delivery, sampled_segment
 
 
 class Here:
@@ -87,11 +87,7 @@ def evaluated(config: RunConfig, answer: dict[str, str | None], folder: Path) ->
 
 
 def _sampled(member: TrajectoryId, tokens: tuple[int, ...]) -> SampledTokens:
-    segment = Segment(
-        version=PolicyVersion(3), instance=InstanceId("rollout-0"), tokens=np.asarray(tokens, np.int32),
-        logprobs=np.zeros(len(tokens), np.float32),
-    )  # fmt: skip
-    return SampledTokens(trajectory=member, route_number=1, start=0, segments=(segment,), finish=FinishReason.STOP)
+    return delivery(member, sampled_segment(tokens, version=3, instance="rollout-0"))
 
 
 def job_on(rows: list[dict[str, Any]], job: Path, tmp_path: Path, *overrides: str) -> RunConfig:

@@ -28,9 +28,7 @@ from staleflow.stores.trajectory import (
     EndedTrajectory,
     Fate,
     GroupId,
-    InstanceId,
     PolicyVersion,
-    Segment,
     Trajectory,
     TrajectoryId,
 )
@@ -40,6 +38,7 @@ from staleflow.tasks.settings.task_config import RewardConfig, TaskConfig
 from staleflow.tasks.sources import reward_process
 from staleflow.tasks.sources.reward_process import Scorer, ScoringSettings
 from staleflow.tasks.sources.task_sources import SourceSettings, make_source
+from tests.support.segments import sampled_segment
 
 THREADS = 8
 Result = TypeVar("Result")
@@ -295,12 +294,7 @@ def many(stored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = []
     for i in range(ROWS):
         tokens = rng.integers(2, 14, int(rng.integers(4, 20))).astype(np.int32)
-        segment = Segment(
-            version=PolicyVersion(0),
-            instance=InstanceId("rollout-0"),
-            tokens=tokens,
-            logprobs=-rng.random(len(tokens), np.float32),
-        )
+        segment = sampled_segment(tokens, -rng.random(len(tokens), np.float32), instance="rollout-0")
         trajectory = Trajectory(
             id=TrajectoryId(i),
             group=GroupId(i // 4),

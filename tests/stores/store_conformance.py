@@ -28,16 +28,14 @@ from staleflow.stores.trajectory import (
 )
 from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
 from tests.support.memory_store import TrajectoryStore
+from tests.support.segments import sampled_segment
 
 HEADER = RunHeader(run="test", eta=1, groups_per_step=2, group_size=2, members_started=2)
 
 
 def segment(rng: np.random.Generator, version: int, length: int, instance: str = "rollout-0") -> Segment:
-    return Segment(
-        version=PolicyVersion(version),
-        instance=InstanceId(instance),
-        tokens=rng.integers(0, 50_000, length).astype(np.int32),
-        logprobs=rng.normal(-1, 0.5, length).astype(np.float32),
+    return sampled_segment(
+        rng.integers(0, 50_000, length), rng.normal(-1, 0.5, length), version=version, instance=instance
     )
 
 

@@ -28,12 +28,11 @@ from staleflow.stores.trajectory import (
     Fate,
     FinishReason,
     GroupId,
-    InstanceId,
     PolicyVersion,
-    Segment,
     Trajectory,
     TrajectoryId,
 )
+from tests.support.segments import sampled_segment
 
 MEMBERS = 3
 
@@ -68,14 +67,7 @@ def tokens(
     ):
         if end > begin:
             ids = np.asarray([token(trajectory, i) for i in range(begin, end)], np.int32)
-            segments.append(
-                Segment(
-                    version=PolicyVersion(version),
-                    instance=InstanceId(at),
-                    tokens=ids,
-                    logprobs=-ids.astype(np.float32),
-                )
-            )
+            segments.append(sampled_segment(ids, -ids, version=version, instance=at))
     return TokensDelivered(
         trajectory=TrajectoryId(trajectory),
         route_number=route_number,

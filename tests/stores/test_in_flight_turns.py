@@ -23,13 +23,12 @@ from staleflow.stores.in_flight.spool_entries import (
 from staleflow.stores.trajectory import (
     EnvSpan,
     FinishReason,
-    InstanceId,
-    PolicyVersion,
     Segment,
     Trajectory,
     TrajectoryId,
 )
 from tests.stores.test_in_flight import drawn, flight, resumed, reward, routed
+from tests.support.segments import sampled_segment
 
 ID = TrajectoryId(0)
 
@@ -44,11 +43,8 @@ def sampled(
     """Tokens at first, first + 1, ... under these versions; each tells its episode and place."""
     segments, at = [], first
     for version, group in itertools.groupby(versions):
-        ids = np.asarray([1000 * episode + at + i for i, _ in enumerate(group)], np.int32)
-        logprobs = np.full(len(ids), -0.5, np.float32)
-        segments.append(
-            Segment(version=PolicyVersion(version), instance=InstanceId("a"), tokens=ids, logprobs=logprobs)
-        )
+        ids = [1000 * episode + at + i for i, _ in enumerate(group)]
+        segments.append(sampled_segment(ids, -0.5, version=version))
         at += len(ids)
     return TokensDelivered(
         trajectory=ID,

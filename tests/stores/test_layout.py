@@ -12,21 +12,16 @@ from staleflow.stores.trajectory import (
     EnvSpan,
     Fate,
     GroupId,
-    InstanceId,
-    PolicyVersion,
-    Segment,
     Span,
     Trajectory,
     TrajectoryId,
 )
 from tests.stores.store_conformance import assert_same
+from tests.support.segments import sampled_segment
 
 SEGMENTS = st.builds(
-    lambda version, at, count: Segment(
-        version=PolicyVersion(version),
-        instance=InstanceId(f"rollout-{at}"),
-        tokens=np.arange(count, dtype=np.int32),
-        logprobs=np.full(count, -0.5, np.float32),
+    lambda version, at, count: sampled_segment(
+        np.arange(count, dtype=np.int32), -0.5, version=version, instance=f"rollout-{at}"
     ),
     st.integers(0, 5),
     st.integers(0, 2),

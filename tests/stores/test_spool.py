@@ -34,11 +34,11 @@ from staleflow.stores.trajectory import (
     Fate,
     FinishReason,
     GroupId,
-    InstanceId,
     PolicyVersion,
     Segment,
     TrajectoryId,
 )
+from tests.support.segments import sampled_segment
 
 SMALL = st.integers(0, 50)
 SECONDS = st.floats(0, 1e6)
@@ -51,11 +51,8 @@ def segments(draw: st.DrawFn) -> Segment:
     count = draw(st.integers(0, 5))
     tokens = draw(st.lists(st.integers(0, 2**31 - 1), min_size=count, max_size=count))
     logprobs = draw(st.lists(st.floats(-50, 0, width=32), min_size=count, max_size=count))
-    return Segment(
-        version=draw(VERSIONS),
-        instance=InstanceId(draw(st.sampled_from(["rollout-0", "rollout-1.2"]))),
-        tokens=np.asarray(tokens, np.int32),
-        logprobs=np.asarray(logprobs, np.float32),
+    return sampled_segment(
+        tokens, logprobs, version=draw(VERSIONS), instance=draw(st.sampled_from(["rollout-0", "rollout-1.2"]))
     )
 
 

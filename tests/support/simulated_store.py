@@ -21,12 +21,11 @@ from staleflow.stores.trajectory import (
     Fate,
     FinishReason,
     GroupId,
-    InstanceId,
     PolicyVersion,
-    Segment,
     Trajectory,
     TrajectoryId,
 )
+from tests.support.segments import sampled_segment
 
 JOB = Path("examples/dryrun.toml")
 
@@ -46,10 +45,7 @@ def stored_simulation(folder: Path, *overrides: str) -> Path:
 
     def ended(trajectory: int, version: int, **more: Any) -> EndedTrajectory:
         count = tokens.get(trajectory, 0)
-        sampled = Segment(
-            version=PolicyVersion(max(0, version)), instance=InstanceId("rollout-0"),
-            tokens=np.full(count, 5, np.int32), logprobs=np.zeros(count, np.float32),
-        )  # fmt: skip
+        sampled = sampled_segment(np.full(count, 5, np.int32), version=max(0, version), instance="rollout-0")
         group = GroupId(trajectory // config.oversampled_group_size)
         made = Trajectory(
             id=TrajectoryId(trajectory), group=group, prompt_tokens=np.full(workload.prompt_tokens(group), 3, np.int32),

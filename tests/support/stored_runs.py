@@ -22,7 +22,6 @@ from staleflow.stores.trajectory import (
     Fate,
     FinishReason,
     GroupId,
-    InstanceId,
     PolicyVersion,
     Segment,
     Span,
@@ -30,6 +29,7 @@ from staleflow.stores.trajectory import (
     Trajectory,
     TrajectoryId,
 )
+from tests.support.segments import sampled_segment
 
 
 def byte_tokenizer(folder: Path) -> Any:
@@ -154,9 +154,9 @@ class StoredRun:
         )  # fmt: skip
 
     def _segment(self, version: int, tokens: np.ndarray[Any, np.dtype[np.int32]]) -> Segment:
-        return Segment(
-            version=PolicyVersion(version),
-            instance=InstanceId(f"rollout-{version % 2}"),
-            tokens=tokens,
-            logprobs=np.linspace(-3.0, -0.01, len(tokens), dtype=np.float32),
+        return sampled_segment(
+            tokens,
+            np.linspace(-3.0, -0.01, len(tokens), dtype=np.float32),
+            version=version,
+            instance=f"rollout-{version % 2}",
         )

@@ -10,12 +10,12 @@ from staleflow.stores.trajectory import (
     Fate,
     FinishReason,
     GroupId,
-    InstanceId,
     PolicyVersion,
     Segment,
     Trajectory,
     TrajectoryId,
 )
+from tests.support.segments import sampled_segment
 
 
 def branching_row(version: int = 0) -> EndedTrajectory:
@@ -24,12 +24,7 @@ def branching_row(version: int = 0) -> EndedTrajectory:
 
     def sampled(first: int, last: int) -> Segment:
         tokens = np.arange(first, last, dtype=np.int32)
-        return Segment(
-            version=PolicyVersion(version),
-            instance=InstanceId("a"),
-            tokens=tokens,
-            logprobs=(-tokens / 100).astype(np.float32),
-        )
+        return sampled_segment(tokens, -tokens / 100, version=version)
 
     def told(first: int, last: int, after: int | None = None) -> EnvSpan:
         return EnvSpan(role="user", tokens=np.arange(first, last, dtype=np.int32), after=after)

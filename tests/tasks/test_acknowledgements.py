@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 
 from staleflow.pipeline.config import actor_settings
@@ -23,9 +22,7 @@ from staleflow.stores.trajectory import (
     Fate,
     FinishReason,
     GroupId,
-    InstanceId,
     PolicyVersion,
-    Segment,
     TrajectoryId,
 )
 from staleflow.tasks.actors.server_messages import ObservationItem, RewardItem, TurnItem
@@ -39,6 +36,7 @@ from tests.support import virtual_time
 from tests.support.bodies import Body
 from tests.support.route_items import route_item
 from tests.support.scripted import World, response, server_class
+from tests.support.segments import delivery, sampled_segment
 
 RUN = virtual_time.run
 
@@ -97,9 +95,7 @@ class Scene:
 
 
 def sampled(trajectory: TrajectoryId, finish: FinishReason = FinishReason.STOP) -> SampledTokens:
-    tokens = np.asarray(response(trajectory, 9), np.int32)
-    segment = Segment(version=V0, instance=InstanceId("a"), tokens=tokens, logprobs=np.zeros(9, np.float32))
-    return SampledTokens(trajectory=trajectory, route_number=1, start=0, segments=(segment,), finish=finish)
+    return delivery(trajectory, sampled_segment(response(trajectory, 9)), finish=finish)
 
 
 def block_spool(server: TrajectoryServer) -> tuple[asyncio.Event, asyncio.Future[Any]]:

@@ -13,10 +13,9 @@ import pytest
 from distributed import Client, LocalCluster, get_worker
 
 from staleflow.stores.errors import ActorFailed, ActorLost, ActorSilent, StoreError
-from staleflow.stores.trajectory import FinishReason, TrajectoryId
 from staleflow.tasks.actors import actor_calls
 from staleflow.tasks.actors.actor_calls import RemoteActor, call_actor, remote_methods
-from staleflow.tasks.engines.base import SampledTokens
+from tests.support.segments import delivery
 
 
 class Waiting:
@@ -111,7 +110,7 @@ async def test_arguments_and_results_reach_an_actor_of_a_cluster_as_they_are() -
             1,
             b"two",
             None,
-            [SampledTokens(trajectory=TrajectoryId(3), route_number=1, start=0, segments=(), finish=FinishReason.STOP)],
+            [delivery(3)],
             {"a": (1.5,)},
         )
         assert await call_actor(actor, "take", *sent, timeout_s=30.0, actor_name="it") == sent

@@ -22,7 +22,6 @@ from staleflow.stores.trajectory import (
     GroupId,
     InstanceId,
     PolicyVersion,
-    Segment,
     Trajectory,
     TrajectoryId,
 )
@@ -34,18 +33,12 @@ from tests.support import virtual_time
 from tests.support.bodies import Body
 from tests.support.route_items import route_item
 from tests.support.scripted import VirtualEngine, VirtualRolloutInstance, VirtualSettings, World, response, server_class
+from tests.support.segments import sampled_segment
 
 RUN = virtual_time.run
 
 PROMPT, OTHER = (3, 10, 14), (3, 10, 15)
 NOTHING: frozenset[TrajectoryId] = frozenset()
-
-
-def segment(tokens: Sequence[int], instance: str = "a") -> Segment:
-    ids = np.asarray(tokens, np.int32)
-    return Segment(
-        version=PolicyVersion(0), instance=InstanceId(instance), tokens=ids, logprobs=np.zeros(len(ids), np.float32)
-    )
 
 
 def flight(**finished: Sequence[int]) -> InFlightState:
@@ -60,9 +53,8 @@ def flight(**finished: Sequence[int]) -> InFlightState:
 
 def deliver(held: InFlightState, trajectory: int, tokens: Sequence[int], finish: FinishReason) -> None:
     entry = TokensDelivered(
-        trajectory=TrajectoryId(trajectory), route_number=1, start=0, segments=(segment(tokens),), finish=finish,
-        at_s=1.0,
-        attempt=0,
+        trajectory=TrajectoryId(trajectory), route_number=1, start=0, segments=(sampled_segment(tokens),),
+        finish=finish, at_s=1.0, attempt=0,
     )  # fmt: skip
     assert held.apply(entry)
 
@@ -70,7 +62,7 @@ def deliver(held: InFlightState, trajectory: int, tokens: Sequence[int], finish:
 def stored(trajectory: int, tokens: Sequence[int], prompt: tuple[int, ...] = PROMPT) -> EndedTrajectory:
     t = Trajectory(
         id=TrajectoryId(trajectory), group=GroupId(trajectory // 4), prompt_tokens=np.asarray(prompt, np.int32),
-        spans=(segment(tokens),) if len(tokens) else (), v_traj=PolicyVersion(0),
+        spans=(sampled_segment(tokens),) if len(tokens) else (), v_traj=PolicyVersion(0),
     )  # fmt: skip
     return EndedTrajectory(trajectory=t, fate=Fate.CONSUMED, reason=None, step=0, loss_mask=True)  # type: ignore[arg-type]  # a plain number is one
 

@@ -20,9 +20,7 @@ from staleflow.stores.trajectory import (
     EnvSpan,
     Fate,
     GroupId,
-    InstanceId,
     PolicyVersion,
-    Segment,
     Span,
     Trajectory,
     TrajectoryId,
@@ -34,6 +32,7 @@ from staleflow.tasks.training.microbatches import MAX_LAG, BatchMessage, Row, Ro
 from staleflow.tasks.training.rank import ALONE, Rank
 from tests.stores.store_conformance import HEADER
 from tests.support.bodies import Body
+from tests.support.segments import sampled_segment
 from tests.tasks.test_trainer import Weights
 
 LENGTHS = st.lists(
@@ -51,13 +50,7 @@ def consumed(lengths: list[tuple[int, list[int]]]) -> list[EndedTrajectory]:
         for n in parts:
             if spans and i % 2:
                 spans.append(EnvSpan(role="tool", tokens=rng.integers(0, 99, 3).astype(np.int32)))
-            segment = Segment(
-                version=PolicyVersion(2),
-                instance=InstanceId("rollout-0"),
-                tokens=rng.integers(0, 99, n).astype(np.int32),
-                logprobs=rng.normal(size=n).astype(np.float32),
-            )
-            spans.append(segment)
+            spans.append(sampled_segment(rng.integers(0, 99, n), rng.normal(size=n), version=2, instance="rollout-0"))
         trajectory = Trajectory(
             id=TrajectoryId(i),
             group=GroupId(i),

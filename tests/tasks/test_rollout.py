@@ -27,7 +27,6 @@ from staleflow.stores.trajectory import (
     GroupId,
     InstanceId,
     PolicyVersion,
-    Segment,
     TrajectoryId,
 )
 from staleflow.stores.weights import weight_folder
@@ -46,6 +45,7 @@ from tests.support import virtual_time
 from tests.support.bodies import Body
 from tests.support.route_items import route_item
 from tests.support.scripted import VirtualRolloutInstance, VirtualSettings, World, response, server_class
+from tests.support.segments import delivery, sampled_segment
 from tests.tasks.adapter_conformance import Versions
 from tests.tasks.branching import branching_row
 from tests.tasks.test_engine_transformers import changed_weights
@@ -212,9 +212,7 @@ async def test_a_whole_response_whose_instance_was_lost_is_not_continued(tmp_pat
     assert answered == [RequestOutcome(trajectory=TrajectoryId(0), route_number=2, tokens=9)]
     assert await two.next_events(server, 1.0) == []
     (held,) = await server.requests((route_item(0, 2),))
-    assert held == SampledTokens(
-        trajectory=TrajectoryId(0), route_number=2, start=9, segments=(), finish=FinishReason.STOP
-    )
+    assert held == delivery(0, route_number=2, start=9)
     assert (await two.report()).running == 0
 
 
@@ -542,11 +540,7 @@ async def test_tokens_wait_for_a_pull_whose_caller_has_given_up_and_for_nothing_
 
 
 def whole_response(trajectory: TrajectoryId) -> SampledTokens:
-    tokens = np.asarray(response(trajectory, 9), np.int32)
-    segment = Segment(
-        version=PolicyVersion(0), instance=InstanceId("one"), tokens=tokens, logprobs=np.zeros(9, np.float32)
-    )
-    return SampledTokens(trajectory=trajectory, route_number=1, start=0, segments=(segment,), finish=FinishReason.STOP)
+    return delivery(trajectory, sampled_segment(response(trajectory, 9), instance="one"))
 
 
 @pytest.mark.real_time

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from staleflow.cli.serve import chat, serve
 from staleflow.pipeline.stored_runs.serving import serving_plan
 from staleflow.stores.errors import ConfigError
-from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
+from staleflow.stores.trajectory import FinishReason, TrajectoryId
 from staleflow.tasks.endpoint.replies import parse_tool_calls, render_tool_calls
 from staleflow.tasks.endpoint.requests import ChatMessage, FunctionCall
 from staleflow.tasks.endpoint.served_policy import ServedPolicy
@@ -24,6 +24,7 @@ from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.engines.base import Failed, Request, SampledTokens
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
+from tests.support.segments import delivery, sampled_segment
 from tests.tasks.chat_models import chat_tokenizer
 
 TEXTS = ChatTokenizer(chat_tokenizer("smollm2"))
@@ -43,17 +44,9 @@ class Echo:
                     Failed(trajectory=request.trajectory, route_number=request.route_number, error="of ours")
                 )
                 continue
-            tokens = np.asarray(request.tokens[-request.max_new_tokens :], np.int32)
-            segment = Segment(
-                version=PolicyVersion(0), instance=InstanceId("a"), tokens=tokens,
-                logprobs=np.full(len(tokens), -0.5, np.float32),
-            )  # fmt: skip
-            self._done.put(
-                SampledTokens(
-                    trajectory=request.trajectory, route_number=request.route_number, start=0, segments=(segment,),
-                    finish=FinishReason.LENGTH,
-                )
-            )  # fmt: skip
+            segment = sampled_segment(request.tokens[-request.max_new_tokens :], -0.5)
+            number, finish = request.route_number, FinishReason.LENGTH
+            self._done.put(delivery(request.trajectory, segment, route_number=number, finish=finish))
 
     def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
         try:

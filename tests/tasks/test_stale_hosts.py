@@ -7,15 +7,13 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from staleflow.pipeline.config import actor_settings
-from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, Trajectory, TrajectoryId
+from staleflow.stores.trajectory import Trajectory, TrajectoryId
 from staleflow.tasks.actors.environment_host import EnvironmentHost, EnvStepItem, EnvStepOutcome
 from staleflow.tasks.actors.server_messages import EpisodeState, RewardItem
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
-from staleflow.tasks.engines.base import SampledTokens
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message, Record
@@ -24,6 +22,7 @@ from tests.support import virtual_time
 from tests.support.bodies import Body
 from tests.support.route_items import route_item
 from tests.support.scripted import World, server_class
+from tests.support.segments import delivery, sampled_segment
 
 RUN = virtual_time.run
 
@@ -93,13 +92,8 @@ class Scene:
         """Sample a whole turn."""
         self.route_number += 1
         await self.server.requests((route_item(ID, self.route_number),))
-        ids, first = np.arange(tokens, dtype=np.int32), self.trajectory.num_tokens
-        segment = Segment(
-            version=PolicyVersion(0), instance=InstanceId("a"), tokens=ids, logprobs=np.zeros(tokens, np.float32)
-        )
-        sampled = SampledTokens(
-            trajectory=ID, route_number=self.route_number, start=first, segments=(segment,), finish=FinishReason.STOP
-        )
+        first = self.trajectory.num_tokens
+        sampled = delivery(ID, sampled_segment(range(tokens)), route_number=self.route_number, start=first)
         assert await self.server.deliver([sampled]) == {ID: first + tokens}
 
     async def step(self, says: Says, server: Any = None) -> list[EnvStepOutcome]:

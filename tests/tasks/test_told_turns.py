@@ -17,9 +17,6 @@ from staleflow.stores.trajectory import (
     EnvSpan,
     FinishReason,
     GroupId,
-    InstanceId,
-    PolicyVersion,
-    Segment,
     Span,
     Trajectory,
     TrajectoryId,
@@ -34,6 +31,7 @@ from staleflow.tasks.sources.prompts import PromptSettings, TokenizedPrompts
 from staleflow.tasks.sources.task_sources import SourceSettings
 from tests.stores.test_in_flight import drawn, flight, resumed, routed
 from tests.stores.test_in_flight_turns import ID, sampled
+from tests.support.segments import sampled_segment
 from tests.tasks.branching import branching_row
 from tests.tasks.chat_models import chat_tokenizer
 
@@ -57,9 +55,7 @@ def test_an_agent_is_told_the_stored_ids_and_logprobs_bit_for_bit(kinds: list[st
             spans.append(EnvSpan(role="user", tokens=tokens))
             continue
         logprobs = np.asarray(data.draw(st.lists(floats, min_size=count, max_size=count)), np.float32)
-        spans.append(
-            Segment(version=PolicyVersion(version), instance=InstanceId("a"), tokens=tokens, logprobs=logprobs)
-        )
+        spans.append(sampled_segment(tokens, logprobs, version=version))
     t = Trajectory(
         id=TrajectoryId(0), group=GroupId(0), prompt_tokens=np.asarray([5, 6], np.int32), spans=tuple(spans),
         finish=FinishReason.LENGTH,
@@ -164,11 +160,7 @@ def after_two_turns(found: TokenizedPrompts) -> Trajectory:
     prompt = found.encode(task(Message("user", "one")))
     t = Trajectory(id=TrajectoryId(0), group=GroupId(0), prompt_tokens=np.asarray(prompt, np.int32))
     for ids in ([40, 41], [50, 51, 52]):
-        tokens = np.asarray(ids, np.int32)
-        segment = Segment(
-            version=PolicyVersion(0), instance=InstanceId("a"), tokens=tokens, logprobs=np.zeros(len(ids), np.float32)
-        )
-        t = replace(t, spans=(*t.spans, segment), finish=FinishReason.STOP)
+        t = replace(t, spans=(*t.spans, sampled_segment(ids)), finish=FinishReason.STOP)
         if len(t.spans) == 1:
             given = answers(found).encode(t, said(t, TurnParams(), Message("user", "two")), 1000)
             assert isinstance(given, ObservationTokens)
