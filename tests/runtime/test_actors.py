@@ -25,13 +25,6 @@ INSTANCES_APART = ("one", "one", "one", "two", "two")
 V0, V1, V2 = PolicyVersion(0), PolicyVersion(1), PolicyVersion(2)
 
 
-async def publish(stage: Stage, version: PolicyVersion) -> None:
-    """As if a training step had published it."""
-    trainer = stage.workers.actor("trainer")
-    trainer._version = version
-    stage.actors.publish(trainer._publish({}))
-
-
 def first(stage: Stage) -> Any:
     """The first instance."""
     return stage.actors.instances[InstanceId("rollout-0")]
@@ -59,7 +52,7 @@ async def test_a_host_whose_parameter_server_went_with_a_lost_process_gets_anoth
         assert lost.placed.address == beside
         stage.actors.record_loss(lost.id, ActorLost(lost.id), 0.0)
         assert "parameters-two" not in stage.workers.placed
-        await publish(stage, V1)
+        stage.publish(V1)
         await stage.actors.pull(other, V1)
         assert stage.workers.placed["parameters-two"].address == other.placed.address
 
@@ -69,7 +62,7 @@ async def test_a_parameter_server_that_does_not_answer_is_placed_in_another_proc
     async with body.placed(faults=silent) as stage:
         server = stage.workers.placed["server"]
         assert stage.workers.placed["parameters-one"].address == server.address
-        await publish(stage, V1)
+        stage.publish(V1)
         await stage.actors.pull(first(stage), V1)
         assert first(stage).version == V1
         assert stage.workers.placed["parameters-one"].address == stage.workers.placed["trainer"].address
@@ -177,7 +170,7 @@ async def test_whether_a_worker_is_spare_is_what_the_cluster_says(body: Body) ->
 
 async def test_an_instance_serves_a_version_once_it_has_pulled_it(body: Body) -> None:
     async with body.placed(faults=[Fault(actor="rollout-0", method="pull", nth=2, late_s=2.0)]) as stage:
-        await publish(stage, V1)
+        stage.publish(V1)
         assert (first(stage).version, first(stage).fingerprint) == (V0, "weights-0")
         pull = asyncio.ensure_future(stage.actors.pull(first(stage), V1))
         await asyncio.sleep(1.0)
@@ -188,7 +181,7 @@ async def test_an_instance_serves_a_version_once_it_has_pulled_it(body: Body) ->
 
 async def test_an_instance_that_has_other_weights_than_were_published_is_lost(body: Body) -> None:
     async with body.placed() as stage:
-        await publish(stage, V2)
+        stage.publish(V2)
         stage.world.loads_wrong = lambda instance, version: True
         with pytest.raises(
             WeightsRefused, match=r"rollout-0 .* version 2: 1 parts verified, .* 1 contradicted"
@@ -200,7 +193,7 @@ async def test_an_instance_that_has_other_weights_than_were_published_is_lost(bo
 
 async def test_an_instance_whose_logprobs_are_off_is_out_of_service_and_named(body: Body) -> None:
     async with body.placed("rollout.logprob_drift_limit=0.2") as stage:
-        await publish(stage, V1)
+        stage.publish(V1)
         stage.world.drift = 0.25
         refused: list[int] = []
         stage.actors.verification.on_refused = lambda: refused.append(len(stage.actors.verification.alarms))
@@ -235,7 +228,7 @@ async def test_versions_that_are_served_or_wanted_are_kept_on_every_host(body: B
     async with body.placed(hosts=INSTANCES_APART) as stage:
         one, two = stage.actors.instances.values()
         for version in range(1, 5):
-            await publish(stage, PolicyVersion(version))
+            stage.publish(PolicyVersion(version))
         await stage.actors.pull(one, V1)
         await stage.actors.pull(two, V1)
         await stage.actors.pull(two, V2)
@@ -251,7 +244,7 @@ async def test_versions_that_are_served_or_wanted_are_kept_on_every_host(body: B
 
 async def test_a_replacement_has_a_name_of_its_own_and_the_newest_version(body: Body) -> None:
     async with body.placed() as stage:
-        await publish(stage, V2)
+        stage.publish(V2)
         stage.actors.record_loss("rollout-0", ActorLost("rollout-0 is gone"), 12.34)
         assert stage.actors.loss_messages == ["12.3 s: rollout-0 is gone"]
         assert list(stage.actors.instances) == ["rollout-1"]
@@ -288,8 +281,8 @@ async def test_a_version_that_is_fetched_or_saved_is_kept(body: Body) -> None:
     """Newer ones may be published while it is on its way to a slow host, or waits for the trainer."""
     slow_host = [Fault(actor="parameters-two", method="ensure", nth=2, late_s=1.0)]
     async with body.placed(hosts=INSTANCES_APART, faults=slow_host, world=World(save_s=2.0)) as stage:
-        await publish(stage, V1)
-        await publish(stage, V2)
+        stage.publish(V1)
+        stage.publish(V2)
         one, two = stage.actors.instances.values()
         fetching = asyncio.ensure_future(stage.actors.pull(two, V1))
         saving = asyncio.ensure_future(stage.actors.checkpoint("base", V0))
@@ -310,8 +303,8 @@ async def test_a_version_that_nobody_has_any_more_is_passed_over_for_the_newest(
     async with body.placed(
         hosts=INSTANCES_APART, faults=[Fault(actor="parameters-two", method="ensure", nth=3, error=gone)]
     ) as stage:
-        await publish(stage, V1)
-        await publish(stage, V2)
+        stage.publish(V1)
+        stage.publish(V2)
         _, two = stage.actors.instances.values()
         await stage.actors.pull(two, V1)
         assert (two.version, two.fingerprint) == (V2, "weights-2")

@@ -117,9 +117,7 @@ async def linked(body: Body, **kwargs: Any) -> AsyncIterator[Linked]:
     """Link the only instance of a run; two groups of two are drawn, and version 1 is published."""
     async with body.placed("rollout.instances=1", **kwargs) as stage:
         await stage.actors.ask("server", "draw", 0, 2)
-        trainer = stage.workers.actor("trainer")
-        trainer._version = V1
-        stage.actors.publish(trainer._publish({}))
+        stage.publish(V1)
         time = asyncio.get_running_loop().time
         one: Linked
         link = InstanceLink(

@@ -84,13 +84,6 @@ APART = ("one", "one", "one", "two", "three", "four", "five")
 V1 = PolicyVersion(1)
 
 
-async def publish(stage: Stage, version: PolicyVersion) -> None:
-    """As if a training step had published it."""
-    trainer = stage.workers.actor("trainer")
-    trainer._version = version
-    stage.actors.publish(trainer._publish({}))
-
-
 def asked(stage: Stage) -> dict[str, str]:
     """The source of each host's fetch."""
     ensured = [c for c in stage.workers.calls if c.method == "ensure" and c.args[2]]
@@ -100,7 +93,7 @@ def asked(stage: Stage) -> dict[str, str]:
 async def test_hosts_fetch_from_each_other(body: Body) -> None:
     late = [Fault(actor=f"parameters-{host}", method="ensure", nth=2, late_s=1.0) for host in APART[3:]]
     async with body.placed("rollout.instances=4", hosts=APART, faults=late) as stage:
-        await publish(stage, V1)
+        stage.publish(V1)
         await asyncio.gather(*(stage.actors.pull(i, V1) for i in stage.actors.instances.values()))
         sources = asked(stage)
         assert sorted(sources) == ["five", "four", "three", "two"]
@@ -116,7 +109,7 @@ async def test_a_fetch_may_take_longer_than_a_call(body: Body) -> None:
         for n in range(2, 22)  # the first asks for version 0
     ]
     async with body.placed(hosts=APART, faults=slow) as stage:
-        await publish(stage, V1)
+        stage.publish(V1)
         two = stage.actors.instances[InstanceId("rollout-0")]
         begin = asyncio.get_running_loop().time()
         await stage.actors.pull(two, V1)
@@ -129,7 +122,7 @@ async def test_nobody_is_lost_while_those_that_have_the_weights_do_not_answer(bo
     gone = TransferFailed("version 1 cannot be fetched: parameters-one does not hand it on")
     fails = [Fault(actor="parameters-two", method="ensure", nth=n, error=gone) for n in range(2, 9)]
     async with body.placed(hosts=APART, faults=fails) as stage:
-        await publish(stage, V1)
+        stage.publish(V1)
         two = stage.actors.instances[InstanceId("rollout-0")]
         await stage.actors.pull(two, V1)
         assert two.version == V1
@@ -142,7 +135,7 @@ async def test_a_stopped_instance_that_carries_the_hosts_parameter_server_is_not
     ) as stage:
         carrier, other = stage.actors.instances.values()
         assert stage.workers.placed["parameters-two"].address == carrier.placed.address != other.placed.address
-        await publish(stage, V1)
+        stage.publish(V1)
         await stage.actors.pull(other, V1)
         assert other.version == V1
         assert stage.workers.placed["parameters-two"].address == other.placed.address
@@ -156,7 +149,7 @@ async def test_an_instance_whose_own_process_does_not_answer_is_lost(body: Body)
         hosts=hosts, faults=[Fault(actor="parameters-two", method="ensure", nth=3, silent="before")]
     ) as stage:
         carrier, _ = stage.actors.instances.values()
-        await publish(stage, V1)
+        stage.publish(V1)
         with pytest.raises(ActorLost, match="parameters-two did not answer within 3 s"):
             await stage.actors.pull(carrier, V1)
 
@@ -164,11 +157,11 @@ async def test_an_instance_whose_own_process_does_not_answer_is_lost(body: Body)
 async def test_versions_that_are_published_while_old_ones_are_removed_are_kept(body: Body) -> None:
     """A host may be slow to begin: by then some of them are being loaded."""
     async with body.placed(world=World(prune_s=1.0)) as stage:
-        await publish(stage, V1)
+        stage.publish(V1)
         removing = asyncio.ensure_future(stage.actors.prune(set()))
         await asyncio.sleep(0.5)
         for version in (2, 3):
-            await publish(stage, PolicyVersion(version))
+            stage.publish(PolicyVersion(version))
         await removing
         assert stage.world.weights["one"] == {0, 1, 2, 3}
         for instance in stage.actors.instances.values():
@@ -181,10 +174,8 @@ async def test_loading_may_take_as_long_as_its_bytes(body: Body) -> None:
     """A call is answered in 3 s; a load of 100 MB may take four more at the least rate."""
     slow = [Fault(actor="rollout-0", method="pull", nth=2, late_s=6.0)]
     async with body.placed(faults=slow, world=World(num_bytes=100_000_000)) as stage:
-        trainer = stage.workers.actor("trainer")
-        trainer._version = V1
         one = stage.actors.instances[InstanceId("rollout-0")]
-        stage.actors.publish(trainer._publish({}))
+        stage.publish(V1)
         pull = asyncio.ensure_future(stage.actors.pull(one, V1))
         await asyncio.sleep(5.0)
         assert one.loading, "it need not sample"

@@ -25,7 +25,7 @@ from staleflow.pipeline.runtime.evaluation_results import Evaluation
 from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.trajectories.records import StepRecord
-from staleflow.stores.trajectory import EnvSpan, Fate, Segment, Trajectory
+from staleflow.stores.trajectory import EnvSpan, Fate, PolicyVersion, Segment, Trajectory
 from staleflow.tasks.engines.emulated_engine import emulated_ids
 from tests.support import virtual_time
 from tests.support.in_process import Fault, InProcessWorkers
@@ -226,6 +226,12 @@ class Stage:
     world: World
     workers: InProcessWorkers
     actors: Any
+
+    def publish(self, version: PolicyVersion) -> None:
+        """Publish a version, as if a training step had made it."""
+        trainer = self.workers.actor("trainer")
+        trainer._version = version
+        self.actors.publish(trainer._publish({}))
 
 
 FACTS = ModelFacts(context=1000, eos=(1,), nonce="0")
