@@ -82,7 +82,7 @@ class ConsumedRows:
                     f"a batch is {header.groups_per_step} of {header.group_size}"
                 )
                 yield Finding(check=CHECK, where=f"step {step}", message=message)
-        by_group = counts[np.lexsort((counts[:, 0], counts[:, 1]))]
+        by_group = counts[np.argsort(counts[:, 1], kind="stable")]  # and of each group by step
         several = [(by_group[a:b, 3].min(), group, a, b) for group, a, b in _runs(by_group[:, 1]) if b - a > 1]
         for _, group, a, b in sorted(several):
             message = f"consumed by steps {by_group[a:b, 0].tolist()}"

@@ -32,7 +32,9 @@ from staleflow.stores.auditing import (
     snapshot_audit,
     weight_counts,
 )
+from staleflow.stores.auditing.chain import check_chain
 from staleflow.stores.auditing.findings import Finding
+from staleflow.stores.errors import StoreUnavailable
 from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.columns import FATES, FINISHES, REASONS
 from staleflow.stores.trajectories.layout import COMMIT_AT
@@ -420,6 +422,11 @@ FAULTS = (
         record=of_ledger(1, live=((2, 3),)),
     ),
     Fault(
+        name="in_flight_without_a_number", check="conservation", where="step 1",
+        message="2 trajectories are stored and in flight, or were never started, first -3",
+        record=of_ledger(1, live=((-3, -1),)),
+    ),
+    Fault(
         name="never_started", check="conservation", where="step 2",
         message="1 trajectories are stored and in flight, or were never started, first 11",
         record=of_ledger(2, num_started=11),
@@ -563,6 +570,48 @@ def test_a_planted_fault_is_its_finding(fault: Fault) -> None:
     ]
     assert matching, found
     assert not fault.alone or found == matching
+
+
+READS = (
+    "array_lengths",
+    "damage",
+    "extent",
+    "fingerprint_rows",
+    "masks",
+    "numbers",
+    "record_texts",
+    "steps",
+    "table",
+    "unpacked",
+)
+"""Requests of an audit to a store, or to its bucket."""
+
+
+@pytest.mark.parametrize("check", [audit.audit, check_chain])
+@pytest.mark.parametrize("name", ["", "damaged_chunk"])
+def test_a_bucket_that_fails_at_any_request_of_an_audit_is_no_finding(
+    check: Callable[[StoreReader], Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path / "s", next((fault for fault in FAULTS if fault.name == name), None))
+    store, fails_at, request = VersionedStore.open(tmp_path / "s"), 0, 0
+
+    def failing(read: Callable[..., Any]) -> Callable[..., Any]:
+        def reading(*args: Any, **kwargs: Any) -> Any:
+            nonlocal request
+            request += 1
+            if request == fails_at:
+                raise StoreUnavailable("503 Slow Down")
+            return read(*args, **kwargs)
+
+        return reading
+
+    for read in READS:
+        monkeypatch.setattr(StoreReader, read, failing(getattr(StoreReader, read)))
+    check(store)
+    for fails_at in range(1, request + 1):  # noqa: B007  the number of the request that fails
+        request = 0
+        with pytest.raises(StoreUnavailable):
+            check(store)
 
 
 # -- completeness ----------------------------------------------------------------------------------------------------
