@@ -21,7 +21,10 @@ from staleflow.pipeline.run_page.charts import any_many_turns, charts, in_words,
 from staleflow.pipeline.run_page.run_reader import RunReader, Stored
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, not_comparable
 from staleflow.pipeline.stored_runs.branch_diff import difference
+from staleflow.pipeline.stored_runs.comparison import compare
+from staleflow.pipeline.stored_runs.comparison_tables import result_tables
 from staleflow.pipeline.stored_runs.conversations import passages
+from staleflow.pipeline.stored_runs.run_facts import read_facts
 from staleflow.pipeline.stored_runs.views import facts, trajectory_view
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.errors import ConfigError
@@ -112,6 +115,17 @@ class RunApi:
                 for key in {**rows, **others}
             ]
         }
+
+    def beside(self) -> dict[str, Any]:
+        """The results of both runs side by side, as tables of text; none before both have stored a step."""
+        first, second = self._reader.stored(), self._other.stored() if self._other else None
+        if self._other is None or first is None or second is None:
+            return {"tables": []}
+        runs = [
+            read_facts(self._reader.run_dir, first.store, self._reader.config.name, {}),
+            read_facts(self._other.run_dir, second.store, _other_name(self._reader.config, self._other), {}),
+        ]
+        return {"tables": [asdict(table) for table in result_tables(compare(runs)) if table.rows]}
 
     def audit(self) -> dict[str, Any]:
         """An audit of what the run has stored, of its main branch. One at a time."""

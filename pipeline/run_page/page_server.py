@@ -75,6 +75,7 @@ def application(answers: RunApi, names: frozenset[str]) -> ASGIApp:
         api("run", lambda r: answers.run(_branch(r))),
         api("steps", lambda r: answers.steps(_branch(r), _int(r, "first", 0), other=_text(r, "run") == "other")),
         api("settings", lambda r: answers.settings()),
+        api("beside", lambda r: answers.beside()),
         api("audit", lambda r: answers.audit()),
         api(
             "groups",

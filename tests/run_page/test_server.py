@@ -250,8 +250,12 @@ def test_a_second_run_is_shown_beside_the_first(run: StoredRun, tmp_path: Path) 
     differing = {row["key"]: (row["value"], row["other"]) for row in settings if row["value"] != row["other"]}
     assert differing.pop("staleness.eta") == ("1", "0")
     assert differing.keys() == {"batch.group_size", "runs_dir", "model.path"}
+    difference, time = page.ask("beside")["tables"]
+    assert difference["title"].endswith(", on the same prompts") and difference["rows"][0][0].startswith("training")
+    assert time["columns"][1:] == [run.config.name, str(longer.run_dir)] and time["rows"][0][0] == "seconds"
 
 
 def test_without_a_second_run_there_are_no_steps_of_one(page: Page) -> None:
     assert page.ask("run")["other"] is None
     assert page.ask("steps", run="other")["step"] == []
+    assert page.ask("beside")["tables"] == []

@@ -1,4 +1,4 @@
-// The job of the run: its settings, beside those of a second run, and what an audit of the stored data says.
+// The job of the run: its settings and results, beside those of a second run, and what an audit of the stored data says.
 
 import { ask, changed, go, value } from "./address.js";
 import { h, visible } from "./dom.js";
@@ -8,6 +8,7 @@ import { failure } from "./parts.js";
 export async function jobView(run) {
   const all = value("all") === "1";
   const { settings } = await ask("settings");
+  const { tables } = run.other ? await ask("beside") : { tables: [] };
   const differs = (row) => (run.other ? row.value !== row.other : row.value !== row.default);
   const rows = settings
     .filter((row) => all || differs(row))
@@ -33,8 +34,16 @@ export async function jobView(run) {
       h("h2", {}, "Settings"),
       h("div", { class: "tools" }, h("label", {}, only, " ", which)),
       rows.length ? table(columns, rows) : h("p", {}, "There is none."),
+      ...tables.map(({ title, columns, rows }) => [h("h2", {}, visible(title)), textTable(columns, rows)]).flat(),
     ],
   };
+}
+
+function textTable(columns, rows) {
+  return table(
+    columns.map(visible),
+    rows.map((row) => row.map(visible)),
+  );
 }
 
 function audit(run) {

@@ -1,0 +1,87 @@
+"""A comparison of runs as tables of text, for the terminal and the run page. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from staleflow.pipeline.stored_runs.comparison import Comparison, CurvePoint, EvaluationPoint, PromptDifference
+
+AXES = {"steps": "to step", "tokens": "to trained token", "seconds": "to second"}
+TIMES = {
+    "wait_s": "waits for batches", "train_s": "trains", "publish_s": "publishes", "overhead_s": "overhead",
+    "rest_s": "rest",
+}  # fmt: skip
+"""What the trainer does, by metric; docs/metrics.md says more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table; the first column has the names of the rows."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def curve_tables(comparison: Comparison) -> Iterator[Table]:
+    """Settings that differ, and rewards of batches over each axis."""
+    jobs = list(comparison.jobs)
+    settings = [[setting.key, *setting.values.values()] for setting in comparison.settings]
+    yield Table(title="settings that differ", columns=["", *jobs], rows=settings)
+    for axis, column in AXES.items():
+        points = {(p.end, p.job): p for p in comparison.rewards if p.axis == axis}
+        digits = 1 if axis == "seconds" else 0
+        rows = [
+            [f"{end:,.{digits}f}", *(_shown(points.get((end, job))) for job in jobs)]
+            for end in sorted({end for end, _ in points})
+        ]
+        yield Table(title=f"reward of batches over {axis}", columns=[column, *jobs], rows=rows)
+
+
+def result_tables(comparison: Comparison) -> Iterator[Table]:
+    """Rewards on held-out prompts, differences on the same prompts, and where the trainer's time went."""
+    jobs = list(comparison.jobs)
+    yield Table(
+        title="reward on held-out prompts", columns=["set", "version", *jobs], rows=list(_evaluations(comparison))
+    )
+    last = {(d.job, d.set, d.responses): d for d in comparison.differences}
+    for job in jobs[1:]:
+        rows = [_difference(d) for d in last.values() if d.job == job]
+        columns = ["", "prompts", "version", "difference", "95 %", "p"]
+        yield Table(title=f"{job} minus {jobs[0]}, on the same prompts", columns=columns, rows=rows)
+    yield Table(title="where the trainer's time went", columns=["", *jobs], rows=list(_times(comparison)))
+
+
+def _evaluations(comparison: Comparison) -> Iterator[list[str]]:
+    points = {(p.set, p.version, p.job): p for p in comparison.evaluations}
+    for name, version in sorted({key[:2] for key in points}):
+        of_jobs = [points.get((name, version, job)) for job in comparison.jobs]
+        cells = (_shown(p) + (f"  {p.tokens:,.0f} tokens, {p.seconds:,.1f} s" if p else "") for p in of_jobs)
+        yield [name, f"{version}", *cells]
+
+
+def _shown(point: CurvePoint | EvaluationPoint | None) -> str:
+    """A mean with its standard error; empty where there is none."""
+    if point is None:
+        return ""
+    return f"{point.reward:.3f}" + ("" if point.stderr is None else f" ± {point.stderr:.3f}")
+
+
+def _difference(row: PromptDifference) -> list[str]:
+    subject, version = f"{row.set}, {row.responses}", "" if row.version < 0 else f"{row.version}"
+    if row.difference is None:
+        return [subject, "", version, f"none: {row.reason}", "", ""]
+    found = row.difference
+    p = f"{found.p:.3f}" if found.p >= 0.001 else "< 0.001"
+    return [subject, f"{found.num_prompts}", version, f"{found.mean:+.3f}", str(found.interval), p]
+
+
+def _times(comparison: Comparison) -> Iterator[list[str]]:
+    uses = comparison.times
+    yield ["seconds", *(f"{use.elapsed_s:,.1f}" for use in uses)]
+    for name, title in TIMES.items():
+        shares = (use.seconds[name] / use.elapsed_s if use.elapsed_s else 0.0 for use in uses)
+        yield [title, *(f"{use.seconds[name]:,.1f}  {share:.0%}" for use, share in zip(uses, shares, strict=True))]
+    yield ["trained tokens", *(f"{use.tokens:,.0f}" for use in uses)]
+    yield ["tokens/s", *(f"{use.tokens_per_s:,.0f}" for use in uses)]
