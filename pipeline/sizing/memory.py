@@ -7,7 +7,8 @@ Where the numbers come from:
 - Activations: what autograd saves of a layer for each token, counted by hooks on saved tensors for Qwen3 and Qwen3-MoE
   while one width at a time was doubled; tests/sizing/ counts again.
 - Output layer: logits are computed in chunks of 2**28 bytes, of which up to four copies are there.
-- CUDA context, NCCL buffers and CUDA graphs are estimates: no GPU was at hand.
+- What CUDA needs besides is from training Qwen3-0.6B on an H200 (docs/gpu.md): KERNEL_FACTOR and CONTEXT_BYTES.
+- NCCL buffers and CUDA graphs are estimates: not measured.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from dataclasses import dataclass
 
 from staleflow.pipeline.sizing.model_shape import ModelShape
 
-CONTEXT_BYTES = 600_000_000
-"""Of a CUDA context with its libraries' work space. An estimate."""
+CONTEXT_BYTES = 1_400_000_000
+"""Of a CUDA context, its libraries' work space, and memory that PyTorch's allocator has and cannot use."""
+KERNEL_FACTOR = 1.1
+"""Activations on a GPU over what autograd saves on CPU: kernels and autocast there save other tensors."""
 NCCL_BYTES = 400_000_000
 """Of a group's buffers. An estimate."""
 GRAPH_BYTES = 1_000_000_000
@@ -92,7 +95,7 @@ def trainer_parts(model: ModelShape, training: TrainingShape) -> dict[str, int]:
     optimizer = 0 if training.offload else 4 * model.parameters // training.ranks
     return {
         "weights, gradients, optimizer": parameter_bytes(model, training),
-        "activations, or optimizer step": max(training.microbatch_tokens * per_token, optimizer),
+        "activations, or optimizer step": max(int(KERNEL_FACTOR * training.microbatch_tokens * per_token), optimizer),
         "output layer": LOGIT_BYTES + 4 * model.hidden * training.microbatch_tokens,
         "CUDA context": CONTEXT_BYTES + NCCL_BYTES * (training.ranks > 1),
     }

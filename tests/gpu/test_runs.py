@@ -23,7 +23,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
+def gpu_job(tmp_path: Path) -> Path:
+    """A job file of five small steps on a tiny model."""
     make_tiny_model(tmp_path / "model")
     path = tmp_path / "job.toml"
     path.write_text(JOB.format(runs=tmp_path / "runs", steps=5, model=tmp_path / "model"))
@@ -36,14 +37,14 @@ def run(job: Path, *overrides: str) -> RunEnd:
 
 CUDA = ("model.device=cuda", "task.eval_prompts=0", "deadlines.call_s=60")
 ROWS_PER_STEP = 16
-"""Of the fixture `job`."""
+"""Of the fixture `gpu_job`."""
 
 
 @pytest.mark.parametrize("layout", ["separate", "turns"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("eta", [0, 1])
-def test_a_run_is_complete_and_its_weights_are_verified(job: Path, layout: str, dtype: str, eta: int) -> None:
-    end = run(job, *CUDA, f"cluster.layout={layout}", f"model.dtype={dtype}", f"staleness.eta={eta}", "steps=3")
+def test_a_run_is_complete_and_its_weights_are_verified(gpu_job: Path, layout: str, dtype: str, eta: int) -> None:
+    end = run(gpu_job, *CUDA, f"cluster.layout={layout}", f"model.dtype={dtype}", f"staleness.eta={eta}", "steps=3")
     store = check(end.run_dir, 3)
     assert sum(entry.fate is Fate.CONSUMED for entry in store.ended()) == 3 * ROWS_PER_STEP
     mismatches = [record.metrics["mismatch_max"] for record in store.steps() if "mismatch_max" in record.metrics]
@@ -55,21 +56,21 @@ def test_a_run_is_complete_and_its_weights_are_verified(job: Path, layout: str, 
     [("training.lora.rank=4", "rollout.on_pull=adapter"), ("training.offload=true",)],
     ids=["lora", "offload"],
 )
-def test_a_run_with_adapters_or_offload_is_complete(job: Path, settings: tuple[str, ...]) -> None:
-    check(run(job, *CUDA, *settings, "steps=3").run_dir, 3)
+def test_a_run_with_adapters_or_offload_is_complete(gpu_job: Path, settings: tuple[str, ...]) -> None:
+    check(run(gpu_job, *CUDA, *settings, "steps=3").run_dir, 3)
 
 
 @pytest.mark.parametrize("layout", ["separate", "turns"])
 @pytest.mark.parametrize("victim", ["rollout-0", "trainer", "server"])
-def test_a_killed_role_is_replaced_on_the_gpu_and_nothing_is_lost(job: Path, victim: str, layout: str) -> None:
+def test_a_killed_role_is_replaced_on_the_gpu_and_nothing_is_lost(gpu_job: Path, victim: str, layout: str) -> None:
     overrides = (*CUDA, "steps=6", f"cluster.layout={layout}")
-    driver = asyncio.run(sabotaged(job, overrides, victim, lambda pid: os.kill(pid, signal.SIGKILL)))
+    driver = asyncio.run(sabotaged(gpu_job, overrides, victim, lambda pid: os.kill(pid, signal.SIGKILL)))
     assert any(f"{victim} is gone" in loss for loss in driver.outcomes.losses)
-    store = check(job.parent / "runs" / "job", 6)
+    store = check(gpu_job.parent / "runs" / "job", 6)
     assert sum(entry.fate is Fate.CONSUMED for entry in store.ended()) == 6 * ROWS_PER_STEP
 
 
-def test_steps_repeat_bit_for_bit_from_the_store(job: Path) -> None:
-    end = run(job, *CUDA, "steps=3")
+def test_steps_repeat_bit_for_bit_from_the_store(gpu_job: Path) -> None:
+    end = run(gpu_job, *CUDA, "steps=3")
     verified = command("verify", end.run_dir, "--steps", "3")
     assert verified.returncode == 0, verified.stdout + verified.stderr

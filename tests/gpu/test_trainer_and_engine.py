@@ -66,11 +66,11 @@ def trainer(model: Path, device: str, dtype: str = "float32", **knobs: Any) -> P
     )
 
 
-def rows(count: int = 8, shortest: int = 20, longest: int = 40) -> tuple[Row, ...]:
+def rows(count: int = 8) -> tuple[Row, ...]:
     draw = np.random.default_rng(0)
     made = []
     for number in range(count):
-        response = draw.integers(3, 60, int(draw.integers(shortest, longest))).astype(np.int32)
+        response = draw.integers(3, 60, int(draw.integers(20, 40))).astype(np.int32)
         made.append(
             Row(
                 prompt=draw.integers(3, 60, 9).astype(np.int32),
@@ -88,6 +88,14 @@ def rows(count: int = 8, shortest: int = 20, longest: int = 40) -> tuple[Row, ..
 def test_a_step_is_that_of_float32_on_cpu(model: Path, device: str) -> None:
     expected, measured = trainer(model, "cpu").step(0, rows()), trainer(model, device).step(0, rows())
     assert measured["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3 if device == "cpu" else 1e-2)  # TF32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_are_packed_as_in_float32_on_cpu(model: Path, device: str, dtype: str) -> None:
+    """Products in TF32 differ more between packed rows and rows alone than those in float32."""
+    expected, measured = trainer(model, "cpu"), trainer(model, device, dtype)
+    assert measured.logprob_model.padded_because == expected.logprob_model.padded_because
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -191,28 +199,3 @@ def test_adamw_is_fused_where_all_parameters_are_on_a_gpu() -> None:
         on_gpu, on_cpu = torch.empty(2, device="cuda"), torch.empty(2)
     assert fused([on_gpu]) is True
     assert fused([on_cpu]) is None and fused([on_gpu, on_cpu]) is None
-
-
-@pytest.mark.gpu
-def test_the_planned_activations_are_those_of_the_device(model: Path) -> None:
-    """Peak memory of a micro-batch of twice the tokens, by difference: within a tenth of the plan's, which has no room
-    for what kernels need besides."""
-    import json
-
-    from staleflow.pipeline.sizing.memory import activation_bytes
-    from staleflow.pipeline.sizing.model_shape import ModelShape
-
-    shape = ModelShape.of(json.loads((model / "config.json").read_text()), str(model))
-    peaks = []
-    for count in (32, 64):
-        one = trainer(model, "cuda", "bfloat16", microbatch_tokens=1 << 20)
-        long_rows = rows(count, 480, 490)  # of similar lengths, so that they are one micro-batch
-        one.step(0, long_rows)
-        torch.cuda.reset_peak_memory_stats()
-        one.step(1, long_rows)
-        tokens = sum(len(row.prompt) + len(row.response) for row in long_rows)
-        peaks.append((tokens, torch.cuda.max_memory_allocated()))
-        del one
-    (few, low), (many, high) = peaks
-    planned = activation_bytes(shape, "bfloat16", recompute=False)
-    assert (high - low) / (many - few) == pytest.approx(planned, rel=0.1)

@@ -173,7 +173,7 @@ def job(num_gpus: int, *, dtype: str = "bfloat16", ranks: int = 1, longest: int 
 def test_a_small_model_fits_and_its_cache_is_proposed() -> None:
     plan = make_plan(shape("0.6B"), job(8), 80 * GB)
     assert plan.changes == {}
-    assert plan.proposed["rollout.engine.max_running"] == 155
+    assert plan.proposed["rollout.engine.max_running"] == 153
     assert kv_bytes(shape("0.6B"), "bfloat16") == 2 * 28 * 1024 * 2
 
 
