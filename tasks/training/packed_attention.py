@@ -188,7 +188,7 @@ def why_padded(model: Any, device: str, most_tokens: int) -> str:
 
 def _uses_tf32(device: torch.device) -> bool:
     """Whether products of float32 matrices are computed with fewer bits on a device."""
-    return device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return device.type == "cuda" and bool(torch.get_float32_matmul_precision() != "highest")
 
 
 def _try_packed(model: Any, device: str, most_tokens: int) -> None:
