@@ -28,7 +28,7 @@ def curve_tables(comparison: Comparison) -> Iterator[Table]:
     """Settings that differ, and rewards of batches over each axis."""
     jobs = list(comparison.jobs)
     settings = [[setting.key, *setting.values.values()] for setting in comparison.settings]
-    yield Table(title="settings that differ", columns=["", *jobs], rows=settings)
+    yield Table(title="Settings that differ", columns=["", *jobs], rows=settings)
     for axis, column in AXES.items():
         points = {(p.end, p.job): p for p in comparison.rewards if p.axis == axis}
         digits = 1 if axis == "seconds" else 0
@@ -36,28 +36,28 @@ def curve_tables(comparison: Comparison) -> Iterator[Table]:
             [f"{end:,.{digits}f}", *(_shown(points.get((end, job))) for job in jobs)]
             for end in sorted({end for end, _ in points})
         ]
-        yield Table(title=f"reward of batches over {axis}", columns=[column, *jobs], rows=rows)
+        yield Table(title=f"Reward of batches over {axis}", columns=[column, *jobs], rows=rows)
 
 
 def result_tables(comparison: Comparison) -> Iterator[Table]:
-    """Rewards on held-out prompts, differences on the same prompts, and where the trainer's time went."""
+    """Rewards on held-out prompts, differences on the same prompts, and Where the trainer's time went."""
     jobs = list(comparison.jobs)
     yield Table(
-        title="reward on held-out prompts", columns=["set", "version", *jobs], rows=list(_evaluations(comparison))
+        title="Reward on held-out prompts", columns=["set", "version", *jobs], rows=list(_evaluations(comparison))
     )
     last = {(d.job, d.set, d.responses): d for d in comparison.differences}
     for job in jobs[1:]:
         rows = [_difference(d) for d in last.values() if d.job == job]
         columns = ["", "prompts", "version", "difference", "95 %", "p"]
         yield Table(title=f"{job} minus {jobs[0]}, on the same prompts", columns=columns, rows=rows)
-    yield Table(title="where the trainer's time went", columns=["", *jobs], rows=list(_times(comparison)))
+    yield Table(title="Where the trainer's time went", columns=["", *jobs], rows=list(_times(comparison)))
 
 
 def _evaluations(comparison: Comparison) -> Iterator[list[str]]:
     points = {(p.set, p.version, p.job): p for p in comparison.evaluations}
     for name, version in sorted({key[:2] for key in points}):
         of_jobs = [points.get((name, version, job)) for job in comparison.jobs]
-        cells = (_shown(p) + (f"  {p.tokens:,.0f} tokens, {p.seconds:,.1f} s" if p else "") for p in of_jobs)
+        cells = (_shown(p) + (f" ({p.tokens:,.0f} tokens, {p.seconds:,.1f} s)" if p else "") for p in of_jobs)
         yield [name, f"{version}", *cells]
 
 
@@ -82,6 +82,6 @@ def _times(comparison: Comparison) -> Iterator[list[str]]:
     yield ["seconds", *(f"{use.elapsed_s:,.1f}" for use in uses)]
     for name, title in TIMES.items():
         shares = (use.seconds[name] / use.elapsed_s if use.elapsed_s else 0.0 for use in uses)
-        yield [title, *(f"{use.seconds[name]:,.1f}  {share:.0%}" for use, share in zip(uses, shares, strict=True))]
+        yield [title, *(f"{use.seconds[name]:,.1f} ({share:.0%})" for use, share in zip(uses, shares, strict=True))]
     yield ["trained tokens", *(f"{use.tokens:,.0f}" for use in uses)]
     yield ["tokens/s", *(f"{use.tokens_per_s:,.0f}" for use in uses)]

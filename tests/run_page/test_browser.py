@@ -295,7 +295,7 @@ async def test_two_runs_are_side_by_side_and_their_settings_compared(run: Stored
         row = page.locator("tr", has_text="staleness.eta")
         await row.wait_for()
         assert await row.locator("code").all_inner_texts() == ["1", "0", "1"]
-        await page.get_by_role("heading", name="where the trainer's time went").wait_for()
+        await page.get_by_role("heading", name="Where the trainer's time went").wait_for()
         assert await page.get_by_role("row", name="trained tokens").locator("td").count() == 3
         await page.get_by_role("button", name="Audit what is stored").click()
         await page.get_by_text("The audit: ").wait_for()

@@ -129,7 +129,7 @@ def test_a_run_and_a_branch_of_it_are_compared(stored: Path) -> None:
     assert [d.reason for d in found.differences] == ["other reward functions"]
     printed = command("compare", stored, f"{stored}@compared")
     assert printed.returncode == 0, printed.stderr
-    for title in ("settings that differ", "reward of batches over tokens", "where the trainer's time went"):
+    for title in ("Settings that differ", "Reward of batches over tokens", "Where the trainer's time went"):
         assert title in printed.stdout
     as_json = command("compare", stored, f"{stored}@compared", "--json")
     assert json.loads(as_json.stdout) == json.loads(json.dumps(dataclasses.asdict(found)))
