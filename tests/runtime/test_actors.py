@@ -102,6 +102,14 @@ async def test_a_start_names_the_first_actors_that_are_missing(body: Body) -> No
         ]
 
 
+@pytest.mark.parametrize(("missing", "loading"), [("server", ""), ("trainer", " (loading none)"),
+                                                  ("rollout-1", " (loading none)")])  # fmt: skip
+async def test_a_start_says_what_is_loaded(body: Body, missing: str, loading: str) -> None:
+    async with body.placed("rollout.engine.name=transformers", "model.path=none") as stage:
+        stage.workers.placed.pop(missing)
+        assert stage.actors.start_progress == f"4 of 5 ready, waiting for {missing}{loading}"
+
+
 # -- calling -------------------------------------------------------------------------------------------------------
 
 
@@ -156,6 +164,7 @@ async def test_a_long_call_ends_when_another_call_has_found_its_actor_lost(body:
         with pytest.raises(ActorLost, match="trainer is gone"):
             await training
         assert asyncio.get_running_loop().time() - begin == pytest.approx(1.0)
+        assert not stage.actors._loss_futures["trainer"]
 
 
 async def test_whether_a_worker_is_spare_is_what_the_cluster_says(body: Body) -> None:
@@ -340,3 +349,6 @@ async def test_closing_does_not_raise_whatever_is_gone(body: Body) -> None:
         stage.workers.kill("rollout-1")
         await stage.actors.close()
         assert stage.workers.actor("rollout-0").engine.closed
+        closed = [call.actor for call in stage.workers.calls if call.method == "close"]
+        assert sorted(closed[:2]) == ["rollout-0", "rollout-1"]
+        assert closed[2:] == ["trainer", "reward-0", "server", "parameters-one"]

@@ -342,10 +342,20 @@ def test_weights_that_are_not_those_of_the_stored_step_are_refused(body: Body, v
     assert message in str(error)
 
 
+def starting(run: Run) -> list[str]:
+    begin = "starting actors"
+    return [what.removeprefix(begin) for _, what in run.phases if what.startswith(begin)]
+
+
 def test_the_start_says_what_it_waits_for(body: Body) -> None:
     late = Fault(actor="rollout-1", method="__init__", late_s=9.0)
     run = body.run("rollout.instances=2", faults=(late,))
     run.check()
-    messages = [what for _, what in run.phases if what.startswith("starting actors")]
-    stages = ("", ": 4 of 5 ready, waiting for rollout-1", ": all 5 ready, publishing the first weights")
-    assert messages == [f"starting actors{stage}" for stage in stages]
+    ready = ": all 5 ready"
+    stages = ["", ": 4 of 5 ready, waiting for rollout-1", f"{ready}, publishing the first weights"]
+    assert starting(run) == stages
+    slow = [Fault(actor="trainer", method=method, nth=nth, late_s=9.0) for method, nth in
+            (("logprobs", 1), ("fine_tune", 2), ("publish_initial", 1))]  # fmt: skip
+    run = body.run("training.sft.steps=2", faults=slow)
+    assert starting(run)[-3:] == [f"{ready}, publishing the first weights", f"{ready}, fine-tuned 1 of 2 steps",
+                                  f"{ready}, publishing the first weights"]  # fmt: skip

@@ -114,7 +114,7 @@ async def test_a_fetch_may_take_longer_than_a_call(body: Body) -> None:
         begin = asyncio.get_running_loop().time()
         await stage.actors.pull(two, V1)
         assert asyncio.get_running_loop().time() - begin > 20 * 2
-        assert two.version == V1
+        assert (two.version, stage.actors.bytes_arrived) == (V1, 3)
 
 
 async def test_nobody_is_lost_while_those_that_have_the_weights_do_not_answer(body: Body) -> None:
@@ -170,14 +170,16 @@ async def test_versions_that_are_published_while_old_ones_are_removed_are_kept(b
         assert stage.world.weights["one"] == {2, 3}
 
 
-async def test_loading_may_take_as_long_as_its_bytes(body: Body) -> None:
-    """A call is answered in 3 s; a load of 100 MB may take four more at the least rate."""
+async def test_loading_may_take_as_long_as_its_bytes(body: Body, caplog: pytest.LogCaptureFixture) -> None:
+    """A call is answered in 3 s; a load of 100 MB may take four more at the least rate. Only slow pulls are logged."""
+    caplog.set_level("INFO", "staleflow")
     slow = [Fault(actor="rollout-0", method="pull", nth=2, late_s=6.0)]
     async with body.placed(faults=slow, world=World(num_bytes=100_000_000)) as stage:
         one = stage.actors.instances[InstanceId("rollout-0")]
         stage.publish(V1)
         pull = asyncio.ensure_future(stage.actors.pull(one, V1))
         await asyncio.sleep(5.0)
-        assert one.loading, "it need not sample"
+        assert one.loading and stage.actors.loading, "it need not sample"
         await pull
-        assert one.version == V1 and not one.loading
+        assert one.version == V1 and not stage.actors.loading
+        assert [line for line in caplog.messages if "pulled" in line] == ["rollout-0 pulled version 1 in 6.0 s"]

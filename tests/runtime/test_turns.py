@@ -32,7 +32,8 @@ def test_each_has_the_gpus_in_its_turn(body: Body, eta: int) -> None:
 @pytest.mark.parametrize("eta", [0, 1])
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize(("actor", "method", "nth"), [
-    ("rollout-0", "route", 2), ("rollout-0", "sleep", 2), ("rollout-0", "sleep", 3), ("rollout-0", "pull", 2),
+    ("rollout-0", "route", 2),
+    ("rollout-0", "sleep", 1), ("rollout-0", "sleep", 2), ("rollout-0", "sleep", 3), ("rollout-0", "pull", 2),
     ("rollout-0", "pull", 3), ("rollout-0", "interrupt", 1), ("rollout-0", "__init__", 1),
     ("trainer", "train", 1), ("trainer", "train", 3), ("trainer", "version", 2), ("trainer", "publish_initial", 1),
     ("server", "batch", 2), ("server", "deliver", 3),
