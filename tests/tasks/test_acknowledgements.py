@@ -157,20 +157,22 @@ WRITES: dict[str, tuple[Step, Step]] = {
 }
 """By verb that changes what is in flight: what comes before, so that it changes something, and its call."""
 
-READS: dict[str, Step] = {
-    "outage": lambda scene: scene.server.outage(),
-    "recoverable": lambda scene: scene.server.recoverable(),
-    "held_out": lambda scene: scene.server.held_out(1),
-    "evaluation_items": lambda scene: scene.server.evaluation_items(),
-    "evaluated": lambda scene: scene.server.evaluated([GroupId(0)]),
-    "keep_time": lambda scene: scene.server.keep_time(1.0),
-    "held_out_notice": lambda scene: scene.server.held_out_notice(),
-    "other_responses": lambda scene: scene.server.other_responses((ZERO,), frozenset()),
-    "episode_states": lambda scene: scene.server.episode_states([(ZERO, 1)]),
-    "newest_turns": lambda scene: scene.server.newest_turns([TurnItem(ZERO, 9, 1, "")]),
-    "scoring_items": lambda scene: scene.server.scoring_items((ZERO,)),
-}
-"""Verbs that change nothing in flight."""
+READS: dict[str, tuple[Step, Callable[[Any], bool]]] = {
+    "outage": (lambda scene: scene.server.outage(), lambda why: why == ""),
+    "recoverable": (lambda scene: scene.server.recoverable(), lambda work: [g.group for g in work.groups] == [0, 1]),
+    "held_out": (lambda scene: scene.server.held_out(1), lambda prompts: len(prompts) == 1),
+    "evaluation_items": (lambda scene: scene.server.evaluation_items(), lambda items: {i.prompt for i in items} == {0}),
+    "evaluated": (lambda scene: scene.server.evaluated([GroupId(0)]), lambda responses: responses[0].tokens == 9),
+    "keep_time": (lambda scene: scene.server.keep_time(1.0), lambda nothing: nothing is None),
+    "held_out_notice": (lambda scene: scene.server.held_out_notice(), lambda notice: notice == ""),
+    "other_responses": (lambda scene: scene.server.other_responses((ZERO,), frozenset()), lambda new: not new.sent),
+    "episode_states": (lambda scene: scene.server.episode_states([(ZERO, 1)]), lambda states: states[0].tokens == 9),
+    "newest_turns": (
+        lambda scene: scene.server.newest_turns([TurnItem(ZERO, 9, 1, "")]), lambda turns: len(turns[0].tokens) == 9
+    ),
+    "scoring_items": (lambda scene: scene.server.scoring_items((ZERO,)), lambda items: items[0].tokens == 9),
+}  # fmt: skip
+"""Verbs that change nothing in flight, and whether a result is the right one while ZERO is sampled."""
 
 NEITHER = {"close", "entry"}
 """One waits until all is written, the other until a step is stored."""
@@ -202,6 +204,15 @@ async def test_no_verb_is_answered_before_what_it_changes_is_in_the_spool(
     await asyncio.gather(blocked, answer)
     assert repr(scene.restart()._flight) == repr(server._flight)
     assert scene.server._last_ledger == server._last_ledger
+
+
+async def test_times_are_on_the_runs_clock(tmp_path: Path) -> None:
+    scene = await Scene.create(in_memory(), tmp_path)
+    await scene.server.keep_time(5000.0)
+    later = scene.made(replace(scene.settings, resumed=True), 7000.0)
+    for server, begin_s in ((scene.server, 5000.0), (later, 7000.0)):
+        await server.requests((route_item(ZERO),))
+        assert begin_s <= server._flight.live[ZERO].timings.routed_s < begin_s + 60
 
 
 async def test_groups_that_are_not_in_the_spool_are_drawn_again_from_the_only_source(
@@ -239,7 +250,8 @@ async def test_what_writes_nothing_does_not_wait_for_the_spool_and_changes_nothi
     await scene.sample(ZERO)
     in_flight = repr(scene.server._flight)
     opened, blocked = block_spool(scene.server)
-    await asyncio.wait_for(READS[verb](scene), LONG_S)
+    read, is_right = READS[verb]
+    assert is_right(await asyncio.wait_for(read(scene), LONG_S))
     assert repr(scene.server._flight) == in_flight
     opened.set()
     await blocked
@@ -265,7 +277,7 @@ async def test_a_step_is_stored_when_its_commit_is_asked_for_again_after_one_tha
         with pytest.raises(ActorFailed, match="No space left"):
             await server.commit(record_of_step())
     assert (await server.recoverable()).ledger.next_step == 0
-    await server.commit(record_of_step())
+    assert 0 <= (await server.commit(record_of_step()))["commit_s"] < 60
     (stored,) = server._store.steps()
     assert (stored.step, stored.num_rows) == (0, 3)
     assert await server.commit(record_of_step()) == {"commit_s": 0.0, **stored.metrics}

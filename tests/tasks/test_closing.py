@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from staleflow.stores.trajectories.records import EMPTY, StepRecord
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from staleflow.tasks.actors import reward_worker
 from staleflow.tasks.actors.reward_worker import RewardWorker
@@ -19,7 +20,8 @@ from staleflow.tasks.actors.task_cache import TaskCache
 from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.actors.trainer_rank import TrainerRank
 from staleflow.tasks.training.rank import Rank
-from tests.tasks.test_rollout import Gate
+from tests.support.scripted import World
+from tests.tasks.test_rollout import Gate, made_server
 
 
 class Carried:
@@ -76,6 +78,22 @@ CASES = {
 }
 
 
+def assert_ended(before: set[threading.Thread]) -> None:
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20.0)
+        assert not thread.is_alive(), f"{thread.name} runs on"
+
+
+async def test_the_threads_of_a_closed_trajectory_server_end(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    server = made_server(World(), tmp_path)
+    await server.draw(0, 1)
+    await server.commit(StepRecord(kind="end", step=0, ledger=replace(EMPTY, num_started=2)))
+    await server.close()
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert_ended(before)
+
+
 @pytest.mark.parametrize("name", CASES)
 async def test_a_closed_actor_begins_no_call_and_its_threads_end(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -101,6 +119,4 @@ async def test_a_closed_actor_begins_no_call_and_its_threads_end(
     assert not isinstance(first, BaseException) and isinstance(second, asyncio.CancelledError)
     assert carried.num_calls == 1 and carried.closed == (not isinstance(actor, TaskCache))
     await asyncio.get_running_loop().shutdown_default_executor()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(20.0)
-        assert not thread.is_alive(), f"{thread.name} runs on"
+    assert_ended(before)
