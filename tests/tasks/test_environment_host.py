@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
+from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import GroupId, TrajectoryId
 from staleflow.tasks.actors.environment_host import EnvironmentHost, EnvStepItem, EnvStepOutcome
 from staleflow.tasks.actors.server_messages import EpisodeState, ObservationItem, ObservationReceipt, RewardItem
@@ -182,3 +185,62 @@ async def test_outcomes_that_are_there_are_returned_at_once() -> None:
     assert len(await host.outcomes(60.0)) == 1
     assert asyncio.get_running_loop().time() == begin
     await host.close()
+
+
+@dataclass
+class Held(Environments):
+    """Each call takes a second; a step takes two minutes, or fails after its second."""
+
+    error: Exception | None = None
+    begun: list[bool] = field(default_factory=list)
+    """Whether the turn was cut, of each step that has begun."""
+    num_cancelled: int = 0
+    closed: bool = False
+
+    async def check(self) -> None:
+        await asyncio.sleep(1.0)
+        if self.error is not None:
+            raise self.error
+
+    async def step(self, key: EpisodeKey, *_: object, truncated: bool, **options: object) -> HostedStepResult:
+        self.begun.append(truncated)
+        try:
+            await self.check()
+            await asyncio.sleep(120.0)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        return HostedStepResult(ended=True)
+
+    async def close(self) -> None:
+        await asyncio.sleep(1.0)
+        self.closed = True
+
+
+def step_items(*truncated: bool) -> tuple[EnvStepItem, ...]:
+    return tuple(EnvStepItem(trajectory=TrajectoryId(i), route_number=0, truncated=t) for i, t in enumerate(truncated))
+
+
+async def test_an_error_that_is_not_an_episodes_is_raised_at_once() -> None:
+    host = EnvironmentHost(Held(error=ConfigError("no template")), call_s=5)
+    with pytest.raises(ConfigError, match="no template"):
+        await host.check()
+    await host.start_steps(Server(), step_items(False))
+    begin = asyncio.get_running_loop().time()
+    with pytest.raises(ConfigError, match="no template"):
+        await host.outcomes(60.0)
+    assert asyncio.get_running_loop().time() - begin < 2.0
+    await host.close()
+
+
+async def test_a_step_that_runs_is_not_begun_again_and_ends_with_its_host() -> None:
+    environments = Held()
+    host = EnvironmentHost(environments, call_s=5)
+    for _ in range(2):
+        await host.start_steps(Server(), step_items(False, True))
+        assert await host.outcomes(3.0) == []
+    assert environments.begun == [False, True]
+    await host.close()
+    assert environments.closed
+    await asyncio.sleep(0.0)
+    assert environments.num_cancelled == 2
