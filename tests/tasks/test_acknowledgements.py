@@ -301,6 +301,7 @@ async def test_what_a_resume_has_undone_does_not_come_back_although_that_could_n
         patch.setattr(Spool, "_write", full)
         work = await server.resume((ZERO,))
     assert (work.responses, work.tokens, work.num_restarted) == (1, 9, 1)
+    assert not work.ledger.tasks_in_flight, "only runs of several sources list them"
     assert server._flight.live[ZERO].num_tokens == 0
     later = scene.restart()
     assert later._flight.live[ZERO].num_tokens == 0

@@ -33,12 +33,13 @@ from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_comparison import compared_by_name
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.stores.weights.weight_report import WeightReport
+from staleflow.tasks.actors import rollout_instance
 from staleflow.tasks.actors.engine_requests import request_of
 from staleflow.tasks.actors.published_weights import PublishedWeights
 from staleflow.tasks.actors.rollout_instance import RequestOutcome, RolloutInstance
 from staleflow.tasks.actors.server_messages import RewardItem
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
-from staleflow.tasks.engines.base import EngineLoad, LoadResult, Request, SampledTokens
+from staleflow.tasks.engines.base import EngineLoad, Failed, LoadResult, Request, SampledTokens
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from staleflow.tasks.training.microbatches import RowArrays
 from tests.support import virtual_time
@@ -430,6 +431,43 @@ class Gate:
         self._opened.set()
 
 
+@pytest.mark.parametrize("count", [None, *range(16)])
+def test_a_delivery_leaves_out_what_the_server_has(count: int | None) -> None:
+    whole = delivery(0, sampled_segment(range(3, 8)), sampled_segment(range(8, 13), version=1), start=3)
+    rest = rollout_instance._after(whole, None if count is None else (1, count))
+    start = max(3, min(count or 0, 13))
+    assert rest.start == start
+    assert [token for segment in rest.segments for token in segment.tokens] == list(range(start, 13))
+    assert rollout_instance._after(whole, (2, 9)) is whole, "of another route number"
+
+
+async def test_a_request_that_failed_is_an_outcome_without_tokens() -> None:
+    failed = Failed(trajectory=TrajectoryId(0), route_number=1, error="out of memory")
+    engine = SimpleNamespace(version=PolicyVersion(0), events=lambda timeout_s: [failed], close=lambda: None)
+    one = RolloutInstance(Building(engine), InstanceId("one"), 1, 30.0, 0.0)
+    (outcome,) = await one.next_events(None, 1.0)
+    assert outcome == RequestOutcome(trajectory=TrajectoryId(0), route_number=1, tokens=0, error="out of memory")
+
+
+PUBLISHED = PublishedWeights(version=PolicyVersion(1), fingerprint="f", probe=(), logprobs=(), limit=1.0)
+
+
+async def test_an_instance_out_of_service_has_no_events() -> None:
+    world = World(loads_wrong=lambda instance, version: True)
+    one = made_instance(world)
+    assert (await one.pull(PUBLISHED, world.path(1))).refused
+    assert await one.next_events(None, 5.0) == []
+    assert asyncio.get_running_loop().time() == pytest.approx(5.0), "or its driver would ask all the time"
+
+
+async def test_a_closed_instance_is_lost() -> None:
+    one = made_instance(World())
+    await one.close()
+    for call in (one.pull(PUBLISHED, ""), one.abort(())):
+        with pytest.raises(ActorLost, match=r"^one is closed$"):
+            await call
+
+
 VERBS: dict[str, tuple[Any, ...]] = {
     "abort": ((TrajectoryId(0),),), "set_draft_length": (2,), "logprobs": ((1, 2),), "sleep": ()
 }  # fmt: skip
@@ -521,10 +559,9 @@ async def test_tokens_wait_for_a_pull_whose_caller_has_given_up_and_for_nothing_
             return {part.trajectory: 9 for part in parts}
 
     one = RolloutInstance(Building(Pulling()), InstanceId("one"), 1, 30.0, 0.0)
-    published = PublishedWeights(version=PolicyVersion(1), fingerprint="f", probe=(), logprobs=(), limit=1.0)
     events = asyncio.ensure_future(one.next_events(Server(), 0.01))
     await asyncio.sleep(0)
-    pull = asyncio.ensure_future(one.pull(published, ""))
+    pull = asyncio.ensure_future(one.pull(PUBLISHED, ""))
     await asyncio.sleep(0)
     pull.cancel()
     await sampling.open()
