@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.routing_rules import ROUTING_RULES
 from staleflow.pipeline.config import actor_settings, loading
-from staleflow.pipeline.simulator.analysis import Measures, measure
+from staleflow.pipeline.simulator.analysis import SimulationStats, measure
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 
 JOB = "examples/longtail.toml"
@@ -103,7 +103,7 @@ def section(results: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def run(overrides: tuple[str, ...]) -> Measures:
+def run(overrides: tuple[str, ...]) -> SimulationStats:
     config = loading.load(JOB, overrides)
     return measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run())
 
@@ -119,7 +119,7 @@ def main() -> None:
     steps = ("steps=4",) if args.quick else STEPS
     with ProcessPoolExecutor(args.processes) as pool:
 
-        def measured(overrides: tuple[str, ...]) -> list[Measures]:
+        def measured(overrides: tuple[str, ...]) -> list[SimulationStats]:
             return list(pool.map(run, [(*overrides, *steps, f"seed={seed}") for seed in seeds]))
 
         def rate(overrides: tuple[str, ...]) -> float:
@@ -141,7 +141,7 @@ def main() -> None:
     print("\n".join(section(results)))
 
 
-def _strategy(name: str, runs: list[Measures], base: float) -> dict[str, Any]:
+def _strategy(name: str, runs: list[SimulationStats], base: float) -> dict[str, Any]:
     truncated = mean(m.commands.get("Interrupt", 0) / m.ended["consumed"] for m in runs) if "truncated" in name else 0.0
     return {
         "part": "strategies", "settings": name, "ratio": mean(m.steady_tokens_per_s for m in runs) / base,

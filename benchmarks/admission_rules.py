@@ -78,7 +78,7 @@ class OverProvision(Baseline):
 
     excess: float = knob(1.0, "groups in play beyond those a step needs, as a share of them", low=0)
 
-    late = LateWork.TRAIN
+    late_work = LateWork.TRAIN
 
     def cap(self, ledger: StalenessLedger) -> int:
         if ledger.version != ledger.next_step:

@@ -204,7 +204,7 @@ def prefix(routing: str, kv_tokens: int, steps: int, *, affinity: bool, quick: b
     return {
         "part": "prefix", "routing": routing, "kv_tokens": kv_tokens, "affinity": affinity, "step_s": m.step_s,
         "prefilled": (context - m.cached_tokens) / context, "cached": m.cached_tokens / (context - new),
-        "prefill_share": m.prefill_share, "most_kept": m.most_kept_tokens,
+        "prefill_share": m.prefill_share, "most_kept": m.max_kept_tokens,
     }  # fmt: skip
 
 

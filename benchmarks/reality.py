@@ -26,7 +26,7 @@ from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.jobs.execution import execute
 from staleflow.pipeline.profiling.latencies import latencies
 from staleflow.pipeline.runtime.run_listener import RunListener
-from staleflow.pipeline.simulator.analysis import Measures, measure
+from staleflow.pipeline.simulator.analysis import SimulationStats, measure
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
 
@@ -57,12 +57,12 @@ def real(config: RunConfig) -> dict[str, Any]:
     return asyncio.run(execute(config, RunListener())).summary
 
 
-def simulated(config: RunConfig) -> tuple[Measures, Trace]:
+def simulated(config: RunConfig) -> tuple[SimulationStats, Trace]:
     trace = SimulatedRun(config, actor_settings.make_workload(config)).run()
     return measure(config, trace), trace
 
 
-def compare(summary: dict[str, Any], m: Measures, trace: Trace) -> None:
+def compare(summary: dict[str, Any], m: SimulationStats, trace: Trace) -> None:
     """A table of both runs."""
     tokens = sum(s.tokens for s in trace.steps)
     real_s, simulated_s = summary["seconds"]["wall_s"], trace.steps[-1].finished_s

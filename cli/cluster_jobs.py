@@ -92,7 +92,7 @@ def list_jobs(show_all: bool, as_json: bool, cluster: ClusterAddress) -> None:
     from staleflow.pipeline.cluster import job_lookup
 
     every_job = asyncio.run(job_lookup.all_jobs(cluster))
-    jobs = every_job if show_all else job_lookup.recent(every_job, time.time())
+    jobs = every_job if show_all else job_lookup.recent_jobs(every_job, time.time())
     if as_json:
         click.echo(json.dumps(jobs, indent=2))
         return
@@ -117,7 +117,7 @@ def status(id: str, as_json: bool, cluster: ClusterAddress) -> None:
     if job_record.has_record(Path(id)):
         match = job_lookup.Match(job_record.read(Path(id)))
     else:
-        match = job_lookup.matching(asyncio.run(job_lookup.all_jobs(cluster)), id)
+        match = job_lookup.find_matching(asyncio.run(job_lookup.all_jobs(cluster)), id)
     job = match.job
     if match.note:
         click.echo(match.note, err=True)
@@ -149,13 +149,13 @@ def logs(id: str, follow: bool, as_json: bool, cluster: ClusterAddress) -> None:
             async for line in job_record.read_log(Path(id), follow=follow):
                 print_line(job_record.read(Path(id))["id"], line)
             return str(job_record.read(Path(id))["state"])
-        match = job_lookup.matching(await job_lookup.all_jobs(cluster), id)
+        match = job_lookup.find_matching(await job_lookup.all_jobs(cluster), id)
         if match.note:
             click.echo(match.note, err=True)
         job = match.job["id"]
         async for line in job_lookup.log_lines(cluster, job, follow=follow):
             print_line(job, line)
-        return str(job_lookup.matching(await job_lookup.all_jobs(cluster), job).job["state"])
+        return str(job_lookup.find_matching(await job_lookup.all_jobs(cluster), job).job["state"])
 
     if asyncio.run(show()) == "failed" and follow:
         sys.exit(1)

@@ -13,7 +13,7 @@ import click
 from staleflow.cli.job import check as check_inputs
 
 if TYPE_CHECKING:
-    from staleflow.pipeline.config.knob_tree import Explained
+    from staleflow.pipeline.config.knob_tree import ExplainedValue
 
 
 @click.group("config")
@@ -53,7 +53,7 @@ def explain(config_path: str, overrides: tuple[str, ...], as_json: bool, gpus: s
             click.echo("checked: the files, model, data and reward that it names can be used", err=True)
 
 
-def print_values(rows: Sequence[Explained], *, as_json: bool) -> None:
+def print_values(rows: Sequence[ExplainedValue], *, as_json: bool) -> None:
     """Print explained values as a table, or as JSON."""
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(r) for r in rows], indent=2))

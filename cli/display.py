@@ -21,7 +21,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.jobs.execution import RunEnd
 from staleflow.pipeline.jobs.summary import step_line
-from staleflow.pipeline.runtime.evaluation_results import Evaluation, evaluating, not_comparable
+from staleflow.pipeline.runtime.evaluation_results import Evaluation, evaluation_progress, not_comparable
 from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.metrics import tokens_per_s
@@ -34,7 +34,7 @@ class Display(RunListener):
     """The live view; use as a context manager around a run."""
 
     def __init__(self, config: RunConfig, *, quiet: bool, verbosity: int = 0) -> None:
-        """quiet: print nothing. verbosity: of the log that is shown on `console` with the view."""
+        """quiet: whether to print nothing. verbosity: verbosity of the log that is shown on `console` with the view."""
         self._config = config
         self._quiet = quiet
         self._verbosity = verbosity
@@ -105,7 +105,7 @@ class Display(RunListener):
             ", ".join(f"{n} {k}" for k, n in snapshot.ended.items()),
         )
         if snapshot.num_eval_in_flight:
-            head.add_row(evaluating(snapshot.evaluated_version, snapshot.num_eval_in_flight))
+            head.add_row(evaluation_progress(snapshot.evaluated_version, snapshot.num_eval_in_flight))
         if outcomes.instances:
             head.add_row(outcomes.instances)
         buffers = Table.grid(padding=(0, 1))

@@ -49,7 +49,7 @@ def command(config_path: str | None, as_json: bool) -> None:
 
 
 def print_plan(config_path: str) -> None:
-    """Print what a job needs of this machine's GPUs and where its roles would be. Raises ConfigError."""
+    """Print a job's memory plan and placement on this machine's GPUs. Raises ConfigError."""
     from staleflow.pipeline.config import loading
     from staleflow.pipeline.config.local_gpus import read_devices
     from staleflow.pipeline.config.size_plan import THIS, explain_plan, usable_devices
@@ -63,7 +63,7 @@ def print_plan(config_path: str) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """Findings by name; `problems` lists what prevents runs."""
+    """Examine the installation. Returns findings by name; `problems` lists what prevents runs."""
     from staleflow.pipeline.cluster.open_ports import open_dask_ports
 
     problems = []

@@ -1,4 +1,4 @@
-"""staleflow run --dry-run: the job on responses drawn at random, in seconds."""
+"""staleflow run --dry-run: run a job on random responses, in seconds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from staleflow.cli.job import check, warm_up, watch
 
 
 def try_job(config_path: str, overrides: tuple[str, ...], *, as_json: bool, verbose: int) -> None:
-    """Run a job dry in a temporary folder, audit what it stored, and print what was tried. Exit code 1 if the audit
-    finds a fault, 130 if the run was stopped. Raises ConfigError."""
+    """Dry-run a job in a temporary folder, audit its store, and print the results. Exit code 1 if the audit has
+    findings, 130 if the run was stopped. Raises ConfigError."""
     from staleflow.pipeline.api.dry_running import dry_job, dry_run_result
     from staleflow.pipeline.api.job_loading import load_job
 

@@ -1,4 +1,4 @@
-"""The end of a command's process: its exit code is the command's, whatever libraries or signals do later."""
+"""Ends the process of a command with the command's exit code, whatever libraries or signals do later."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import sys
 
 
 class LastExit:
-    """Ends this process with `code`, where it is set, once all other functions given to atexit have run: this one is
-    called last if it is made first.
+    """Ends this process with `code`, if that is set, after all other functions registered with atexit; created first,
+    it is called last.
 
     What Python would still do then can change the exit code: threads of libraries in Rust (icechunk's) abort the
     process if they reach for the interpreter while it is taken apart, and an interrupt that was handled, but came while
-    generated code was executed, ends it by the signal."""
+    generated code was executed, ends it by the signal.
+    """
 
     def __init__(self) -> None:
         self.code: int | None = None

@@ -1,4 +1,4 @@
-"""What Ctrl-C does: the first ends a command in order, the second ends the process. SIGTERM is as a first one."""
+"""Handling of Ctrl-C: the first ends a command cleanly, the second ends the process. SIGTERM acts as a first one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ try is a signal, and an event loop that is busy importing keeps only some 280 of
 
 
 def end_at_once() -> NoReturn:
-    """End this process without cleaning up; its worker processes notice and end too."""
+    """End this process without cleaning up. Its worker processes notice and end too."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -33,7 +33,8 @@ def end_at_once() -> NoReturn:
 
 
 class PendingSignal:
-    """A signal's error, raised in the main thread where it is not lost: outside imports, and again if nobody got it.
+    """The error of a signal, raised in the main thread where it cannot get lost: outside of imports, and again if
+    nobody received it.
 
     Modules may catch everything while they are imported. Python prints and forgets what is raised while it takes an
     object apart, as it does with a module's lock after each import. The command would go on as if nothing had come.
@@ -44,37 +45,38 @@ class PendingSignal:
     def __init__(self, number: int, error: BaseException) -> None:
         self._number = number
         self._error = error
-        self._heard_by = signal.getsignal(number)
+        self._handler = signal.getsignal(number)
         self._unraisable = sys.unraisablehook
         self._alarmed: Any = None
         self._retry_s = FIRST_RETRY_S
         self.passed_on = False
 
     def now_or_later(self, frame: FrameType | None) -> None:
-        """Raise the error if `frame`, where the main thread is, belongs to no import, else try again soon."""
+        """Raise the error unless `frame`, the current frame of the main thread, is inside an import; then try again
+        soon."""
         sys.unraisablehook = self._forgotten
-        if not importing(frame):
+        if not is_importing(frame):
             raise self._error
         self._later()
 
     def forget(self) -> None:
-        """Raise nothing any more."""
+        """Cancel the error."""
         self._no_alarm()
         sys.unraisablehook = self._unraisable
 
     def _later(self) -> None:
         if self._alarmed is None:
-            self._alarmed = signal.signal(signal.SIGALRM, self._again)
+            self._alarmed = signal.signal(signal.SIGALRM, self._retry)
         signal.setitimer(signal.ITIMER_REAL, self._retry_s)
         self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
 
-    def _again(self, _: int, frame: FrameType | None) -> None:
-        if signal.getsignal(self._number) is not self._heard_by:
+    def _retry(self, _: int, frame: FrameType | None) -> None:
+        if signal.getsignal(self._number) is not self._handler:
             # Meanwhile another listens, such as a run. Its event loop raises nothing here: an import does not matter.
             self._no_alarm()
             self.passed_on = True
             signal.raise_signal(self._number)
-        elif importing(frame):
+        elif is_importing(frame):
             self._later()
         else:
             self._no_alarm()
@@ -93,8 +95,8 @@ class PendingSignal:
             self._unraisable(unraisable)
 
 
-def importing(frame: FrameType | None) -> bool:
-    """Whether code that imports a module is among the callers of a frame."""
+def is_importing(frame: FrameType | None) -> bool:
+    """Whether a frame is inside the import of a module."""
     while frame is not None:
         if frame.f_code.co_filename.startswith(IMPORTING):
             return True
@@ -104,8 +106,8 @@ def importing(frame: FrameType | None) -> bool:
 
 @contextlib.contextmanager
 def ctrl_c() -> Iterator[None]:
-    """Within: a first SIGINT raises KeyboardInterrupt, and a second one ends the process, also while the first one's
-    cleaning up goes on. SIGTERM raises SystemExit."""
+    """Context manager: a first SIGINT raises KeyboardInterrupt, and a second one ends the process, even during the
+    cleanup after the first. SIGTERM raises SystemExit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

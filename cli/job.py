@@ -1,4 +1,4 @@
-"""Loading, checking and running a job, for the commands that do."""
+"""Loads, checks and runs a job, for several commands."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ store_option = click.option(
 
 
 def check(config: RunConfig, *, here: bool = True) -> bool:
-    """Check what a job names, and print what could not be checked. here: whether it runs on this machine. Returns
-    whether there was nothing to print. Raises ConfigError."""
+    """Check what a job names, and print what could not be checked. Returns whether nothing was printed. Raises
+    ConfigError. here: whether the job runs on this machine."""
     from staleflow.pipeline.config import preflight
 
     lines = preflight.check_job(config, here=here)
@@ -36,8 +36,8 @@ def check(config: RunConfig, *, here: bool = True) -> bool:
 
 
 def warm_up(config: RunConfig, verbose: int) -> None:
-    """Set the environment that libraries read when they are imported, and have them imported for the workers while this
-    process still checks the job. Called before anything heavy is imported. verbose: see cli/verbosity.py."""
+    """Set the environment variables that libraries read when they are imported, and let workers import them while this
+    process checks the job. Call before importing anything heavy. verbose: see cli/verbosity.py."""
     from staleflow.pipeline.processes import local_cluster
 
     if verbose > 1:
@@ -48,7 +48,7 @@ def warm_up(config: RunConfig, verbose: int) -> None:
 
 
 def execute_job(config: RunConfig, *, as_json: bool, verbose: int, resume: bool) -> None:
-    """Run or resume a job with a live view, and print its summary; exits with 130 if it was stopped. `warm_up` comes
+    """Run or resume a job with a live view, and print its summary. Exits with 130 if it was stopped. Call `warm_up`
     first. verbose: see cli/verbosity.py."""
     display, end = watch(config, quiet=as_json, verbose=verbose, resume=resume)
     if as_json:
@@ -60,7 +60,7 @@ def execute_job(config: RunConfig, *, as_json: bool, verbose: int, resume: bool)
 
 
 def watch(config: RunConfig, *, quiet: bool, verbose: int, resume: bool) -> tuple[Display, RunEnd]:
-    """Run or resume a job with a live view; returns the view and how the job ended. Exits with 130 if it was stopped
+    """Run or resume a job with a live view. Returns the view, and how the job ended. Exits with 130 if it was stopped
     before it began."""
     from staleflow.cli.display import Display
     from staleflow.cli.interrupts import end_at_once

@@ -10,10 +10,11 @@ import click
 
 
 class LazyGroup(click.Group):
-    """A group that knows the names and one-line helps of its commands and imports a module only to run its command."""
+    """A command group that knows the names and one-line helps of its commands, and imports a module only to run its
+    command."""
 
     def __init__(self, *args: Any, commands_at: dict[str, tuple[str, str]] | None = None, **kwargs: Any) -> None:
-        """commands_at: by name, (module or module:attribute, one line of help)."""
+        """commands_at: (module or module:attribute, one line of help) by command name."""
         super().__init__(*args, **kwargs)
         self._commands_at = commands_at or {}
 
@@ -31,7 +32,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that `args` name. Raises UsageError, with the nearest name, if there is none."""
+        """Find the command in `args`. Raises UsageError with the nearest name if there is none."""
         if args[0].startswith("-") or args[0] in self._commands_at or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
         near = difflib.get_close_matches(args[0], self._commands_at, n=2)

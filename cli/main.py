@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def format_error(error: Exception) -> tuple[str, int, str]:
-    """Format an error for the terminal: (line, exit code, command shown as its origin)."""
+    """Format an error for the terminal. Returns (line, exit code, command to name as its origin)."""
     from staleflow.stores.errors import ConfigError, ProtocolViolation
 
     if isinstance(error, click.UsageError):
@@ -117,7 +117,7 @@ def fail(message: str, code: int, command: str = "staleflow") -> None:
 
 
 def discard_output() -> None:
-    """Let nothing more be written to a standard output that failed: Python would try again when it exits."""
+    """Discard further output to a standard output that failed, because Python would write to it again at exit."""
     if sys.stdout is sys.__stdout__:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 

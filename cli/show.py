@@ -65,7 +65,7 @@ def command(
     counts: tuple[tuple[Order, int | None], ...] = (("worst", worst), ("best", best), ("longest", longest))
     orders = {order: count for order, count in counts if count is not None}
     if len(orders) + (trajectory is not None) > 1:
-        raise ConfigError("give only one of --trajectory, --worst, --best and --longest at a time")
+        raise ConfigError("give only one of --trajectory, --worst, --best and --longest")
     stored = open_run(run, branch=branch, at_step=at_step)
     if orders or trajectory is not None:
         ids = [] if trajectory is None else [trajectory]
@@ -129,7 +129,7 @@ def show_steps(run: Run, as_json: bool) -> None:
 
 
 def show_batch(batch: ConsumedBatch, as_json: bool) -> bool:
-    """Print a step's batch in training order. Returns whether it reads back as the trainer received it."""
+    """Print a step's batch in training order. Returns whether it equals the batch that the trainer received."""
     rows = [_summary(trajectory) for trajectory in batch.trajectories]
     if as_json:
         value = {
@@ -179,12 +179,12 @@ def print_trajectory(view: TrajectoryView) -> None:
         parts = ", ".join(f"{printable(name, 100)} {value:g}" for name, value in view.reward_parts.items())
         console.print(Text(f"reward parts: {parts}", style="dim"), soft_wrap=True)
     console.print(Text.assemble(("prompt   ", "dim"), printable(view.prompt)), soft_wrap=True)
-    if len(view.passages) <= 1:
-        console.print(Text.assemble(("response ", "dim"), coloured(view)), soft_wrap=True)
-    for passage in view.passages if len(view.passages) > 1 else ():
-        console.print(speaker(passage), soft_wrap=True)
-        console.print(coloured(view, passage.start, passage.stop), soft_wrap=True)
-    console.print(legend(view), soft_wrap=True)
+    if len(view.message_spans) <= 1:
+        console.print(Text.assemble(("response ", "dim"), colour_tokens(view)), soft_wrap=True)
+    for span in view.message_spans if len(view.message_spans) > 1 else ():
+        console.print(speaker(span), soft_wrap=True)
+        console.print(colour_tokens(view, span.start, span.stop), soft_wrap=True)
+    console.print(colour_legend(view), soft_wrap=True)
     console.print()
 
 
@@ -192,16 +192,16 @@ def _short(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def speaker(passage: MessageSpan) -> Text:
-    """Who says a passage, and how long an environment took for it."""
+def speaker(span: MessageSpan) -> Text:
+    """Name the speaker of a message span, and the seconds that an environment took for it."""
     from rich.text import Text
 
-    seconds = f", {passage.seconds:.2f} s" if passage.seconds else ""
-    return Text(f"{printable(passage.role)} ({passage.stop - passage.start} tokens{seconds})", style="dim")
+    seconds = f", {span.seconds:.2f} s" if span.seconds else ""
+    return Text(f"{printable(span.role)} ({span.stop - span.start} tokens{seconds})", style="dim")
 
 
-def coloured(view: TrajectoryView, start: int = 0, stop: int | None = None) -> Text:
-    """The tokens of the response at start <= i < stop, each in its colour; given ones are dim."""
+def colour_tokens(view: TrajectoryView, start: int = 0, stop: int | None = None) -> Text:
+    """Colour the tokens of the response at start <= i < stop; tokens of environments are dim."""
     from rich.text import Text
 
     versions = _versions(view)
@@ -217,8 +217,8 @@ def coloured(view: TrajectoryView, start: int = 0, stop: int | None = None) -> T
     return text
 
 
-def legend(view: TrajectoryView) -> Text:
-    """Meaning of the colours, and the instances that sampled each version."""
+def colour_legend(view: TrajectoryView) -> Text:
+    """The meaning of the colours, and the instances that sampled each version."""
     from rich.text import Text
 
     text = Text("         ", style="dim")
@@ -228,10 +228,10 @@ def legend(view: TrajectoryView) -> Text:
             text.append(f"< {below:g} " if below != float("inf") else ">= 2 ", style=style)
         return text
     for i, version in enumerate(_versions(view)):
-        where = ", ".join(dict.fromkeys(t.instance for t in view.tokens if t.version == version))
+        instances = ", ".join(dict.fromkeys(t.instance for t in view.tokens if t.version == version))
         count = sum(t.version == version for t in view.tokens)
         text.append(f"v{version}", style=VERSION_STYLES[i % len(VERSION_STYLES)])
-        text.append(f" {count} tokens on {where}  ")
+        text.append(f" {count} tokens on {instances}  ")
     return text
 
 

@@ -12,7 +12,7 @@ import click
 
 if TYPE_CHECKING:
     from staleflow.pipeline.api.job_loading import Job
-    from staleflow.pipeline.simulator.analysis import Measures
+    from staleflow.pipeline.simulator.analysis import SimulationStats
 
 
 @click.command("simulate")
@@ -48,7 +48,7 @@ def command(
     from rich.progress import track
 
     from staleflow.pipeline.api.job_loading import load_job
-    from staleflow.pipeline.api.simulating import simulated, variants
+    from staleflow.pipeline.api.simulating import simulate_variants, variants
     from staleflow.pipeline.api.simulation_inputs import assumptions, recorded_run
     from staleflow.pipeline.recovery.run_folder import load_job as stored_job
     from staleflow.stores.errors import ConfigError
@@ -63,7 +63,7 @@ def command(
         load, note, overrides = partial(stored_job, Path(run)), recorded.note, (*recorded.overrides, *overrides)
     rows = variants(load, overrides, swept, baselines)
     quiet = as_json or len(rows) == 1
-    results = list(track(simulated(rows), "simulating", len(rows), transient=True, disable=quiet))
+    results = list(track(simulate_variants(rows), "simulating", len(rows), transient=True, disable=quiet))
     if not as_json and (note := note or assumptions(load(overrides))):
         click.echo(note, err=True)  # not before: an error is to be one line
     if as_json:
@@ -77,8 +77,8 @@ def command(
 
 
 def parse_sweeps(sweeps: Sequence[str], overrides: Sequence[str] = ()) -> dict[str, list[str]]:
-    """The values to sweep, by key. Raises ConfigError, also if a key is swept twice, or set too: one of the values
-    would count for nothing."""
+    """Parse the values to sweep, by key. Raises ConfigError, also if a key is swept twice, or swept and set, since one
+    of the values would be ignored."""
     from staleflow.stores.errors import ConfigError
 
     swept: dict[str, list[str]] = {}
@@ -94,7 +94,7 @@ def parse_sweeps(sweeps: Sequence[str], overrides: Sequence[str] = ()) -> dict[s
     return swept
 
 
-def print_table(rows: list[tuple[str, Measures]]) -> None:
+def print_table(rows: list[tuple[str, SimulationStats]]) -> None:
     from rich.console import Console
     from rich.table import Table
 

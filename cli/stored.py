@@ -1,4 +1,4 @@
-"""Helpers of the commands on stored runs: options, the cluster they name, progress bars, errors of trajectories."""
+"""Helpers of the commands on stored runs: options, clusters, progress bars, errors of trajectories."""
 
 from __future__ import annotations
 

@@ -68,7 +68,8 @@ def command(
 
 @contextlib.contextmanager
 def progress(*, quiet: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Yield a function that shows training events: a bar on a terminal, in a pipe a line every ten steps."""
+    """Context manager: yields a function that shows training events, as a bar on a terminal and as a line every ten
+    steps elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

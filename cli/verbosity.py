@@ -1,4 +1,4 @@
-"""The log that `-v` and `-vv` show: staleflow's own, on the same console as the live view."""
+"""The log shown with `-v` and `-vv`: staleflow's own, on the console of the live view."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class ConsoleHandler(logging.Handler):
 
 @contextlib.contextmanager
 def logging_to(console: Console, verbosity: int) -> Iterator[None]:
-    """Show the log on a console. verbosity: 0 errors; 1 also training steps and run events (INFO); 2 also single
-    placements and pulls (DEBUG). Other libraries show at most warnings, and only when verbose."""
+    """Context manager: shows the log on a console. verbosity: 0 shows errors; 1 also training steps and run events
+    (INFO); 2 also single placements and pulls (DEBUG). Other libraries show at most warnings, and only if verbosity >
+    0."""
     level = {0: logging.ERROR, 1: logging.INFO}.get(verbosity, logging.DEBUG)
     root, ours = logging.getLogger(), logging.getLogger("staleflow")
     handler, before = ConsoleHandler(console, level), ours.level

@@ -1,1 +1,1 @@
-"""What decides and drives: coordinator, strategies, driver, cluster."""
+"""Decides and drives: coordinator, strategies, driver, cluster."""

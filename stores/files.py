@@ -138,7 +138,7 @@ def _part(path: Path, *, folder: bool) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     _sweep(path)
     while True:
-        tmp_path = _beside(path, "part")
+        tmp_path = _temporary_path(path, "part")
         if folder:
             tmp_path.mkdir()
             fd = os.open(tmp_path, os.O_RDONLY)
@@ -191,7 +191,7 @@ def _sweep(path: Path) -> None:
                 leftover.rename(path)
 
 
-def _beside(path: Path, kind: str) -> Path:
+def _temporary_path(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name[:NAME_CHARS]}.{secrets.token_hex(8)}.{kind}")
 
 

@@ -63,7 +63,7 @@ class IdSet:
         return np.where(indices < 0, 0, sizes[np.maximum(indices, 0)] + within)
 
 
-def merged(ranges: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
+def merge_ids(ranges: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
     """Merge ids into disjoint ascending half-open intervals, as arrays of starts and stops.
 
     >>> [edge.tolist() for edge in merged([(5, 9), (1, 3), (8, 12), (4, 4)])]

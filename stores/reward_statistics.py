@@ -118,8 +118,8 @@ def best_of(rewards: Sequence[float], k: int) -> float:
     if not 1 <= k <= len(rewards):
         raise ValueError(f"best of {k} of {len(rewards)} responses")
     # The i-th lowest, from 0, is the highest of C(i, k - 1) of the C(n, k) choices.
-    ways = math.comb(len(rewards), k)
-    return sum(math.comb(i, k - 1) / ways * reward for i, reward in enumerate(sorted(rewards)))
+    combinations = math.comb(len(rewards), k)
+    return sum(math.comb(i, k - 1) / combinations * reward for i, reward in enumerate(sorted(rewards)))
 
 
 def best_of_counts(num_samples: int) -> list[int]:

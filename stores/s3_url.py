@@ -18,7 +18,7 @@ def is_url(where: str) -> bool:
     return where.startswith(SCHEME)
 
 
-def parsed(url: str) -> tuple[str, str]:
+def split_url(url: str) -> tuple[str, str]:
     """Split a URL into bucket and prefix. Raises ConfigError.
 
     >>> parsed("s3://bucket/runs/demo/")

@@ -93,5 +93,5 @@ def _by_name(tasks: dict[str, tuple[str, int]]) -> dict[str, int]:
         if match := ACTOR.match(key):
             newest[match[1]] = max(newest.get(match[1], (-1, 0)), (int(match[2]), pid))
     places = {name: pid for name, (_, pid) in newest.items()}
-    driver = next((pid for key, (_, pid) in tasks.items() if key.startswith(job_registry.KEY)), None)
+    driver = next((pid for key, (_, pid) in tasks.items() if key.startswith(job_registry.TASK_KEY_PREFIX)), None)
     return places | ({"driver": driver} if driver is not None else {})

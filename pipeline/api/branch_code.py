@@ -1,4 +1,4 @@
-"""The code of a branch's reward, saved with the run."""
+"""The reward code of a derived branch, saved with the run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from staleflow.stores.trajectories import derived_branches
 
 @contextlib.contextmanager
 def reward_file(run_dir: Path, branch: str, reward: str | Callable[..., Any]) -> Iterator[str]:
-    """Yield the name of a reward for a new branch. A function is written to the run's code/, and removed if the block
-    fails: then there is no branch. Requires the folder's lock. Raises ConfigError, StoreError."""
+    """Context manager: yields the name of a reward for a new branch. A function is written to the run's code/ folder,
+    and removed if the block fails, when there is no branch. Requires the folder's lock. Raises ConfigError,
+    StoreError."""
     if isinstance(reward, str):
         yield reward
         return
     if not callable(reward):
         raise ConfigError(f"reward: a {type(reward).__name__}; expected a function, or a name as in a job file")
-    derived_branches.refuse((run_dir / "store").resolve(), branch)  # the file of a branch that exists is kept
+    derived_branches.check_branch_name(
+        (run_dir / "store").resolve(), branch
+    )  # the file of a branch that exists is kept
     path = write_code(reward, run_dir / "code", file_name(branch))
     try:
         yield path
@@ -33,7 +36,7 @@ def reward_file(run_dir: Path, branch: str, reward: str | Callable[..., Any]) ->
 
 
 def file_name(branch: str) -> str:
-    """Name of the file of a branch's code, a Python identifier; of two branches never the same.
+    """Name of the file for a branch's code: a Python identifier, different for each branch.
 
     >>> file_name("strict"), file_name("by length")
     ('branch_strict', 'branch_by_length_588131ba')

@@ -1,4 +1,4 @@
-"""Functions and classes as files: a Python object of a notebook or script becomes a file that a job names.
+"""Writes Python functions and classes of a notebook or script to files, so that a job can name them.
 
 The file is self-contained: it holds the object pickled by value, so that it can be loaded where neither the notebook
 nor the user's modules are, and its source text for readers. What such an object uses from the notebook, the script or

@@ -1,4 +1,4 @@
-"""Trying a job: a few small steps on responses drawn at random, without a model, and an audit of what they store."""
+"""Dry runs: a few small steps of a job on random responses, without a model, and an audit of what they store."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DryRunResult:
 
     @property
     def lines(self) -> list[str]:
-        """A line for each part of the job, for people."""
+        """The result for display, one line per part of the job."""
         lines = [
             "prompts  drawn and encoded, {} to {} tokens".format(*self.prompt_tokens),
             "reward   computed for {} random responses, {:g} to {:g}".format(self.rewards, *self.reward),
@@ -61,8 +61,8 @@ def dry_run(
     reward: Any = None,
     **objects: Unpack[JobObjects],
 ) -> DryRunResult:
-    """Try a job in seconds: its prompts, reward, coordination and store, on responses drawn at random. No model samples
-    or is trained, and nothing is kept.
+    """Test a job in seconds: its prompts, reward, coordination and store, on random responses. No model samples or is
+    trained, and nothing is kept.
 
     Args:
         job, overrides, rows, reward, objects: As in `start`.
@@ -81,13 +81,13 @@ def dry_run(
 
 
 def dry_job(job: Job, folder: Path) -> Job:
-    """The job of a dry run, whose run is in a folder. Raises ConfigError."""
+    """The job of a dry run whose run folder is in `folder`. Raises ConfigError."""
     preflight.check_names(job)
     return dry_settings(user_files.with_absolute_paths(job), folder)
 
 
 def dry_run_result(run_dir: Path) -> DryRunResult:
-    """What a dry run stored, and what an audit says of it. Raises StoreError."""
+    """Read the results of a dry run from its store, and audit it. Raises StoreError."""
     store = VersionedStore.open(run_dir / "store")
     audited = audit(store)
     scored = [row.trajectory for row in store.ended() if row.trajectory.timings.rewarded_s]

@@ -1,4 +1,4 @@
-"""Writing a first job, to start from."""
+"""Writes a first job for a new user."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def init(
     answer_column: str = "",
     progress: Callable[[str], None] = print,
 ) -> FirstJob:
-    """Write a commented job file into a folder, with whatever of data, reward and model is not named.
+    """Write a commented job file into a folder, and a default data set, reward or model for each that is not given.
 
     Without any: made-up sums, a reward to edit, and a tiny Llama that is pretrained in half a minute. `load_job`, `run`
     and `start` take the job file. Nothing that exists is overwritten.
@@ -43,7 +43,7 @@ def init(
         ConfigError: Something named cannot be used, or a file exists already.
     """
     local_cluster.set_process_environment(1)
-    brought = InitInputs(
+    inputs = InitInputs(
         data=data,
         model=model,
         reward=reward,
@@ -51,4 +51,4 @@ def init(
         prompt_column=prompt_column,
         answer_column=answer_column,
     )
-    return write_first_job(Path(folder), brought, progress)
+    return write_first_job(Path(folder), inputs, progress)

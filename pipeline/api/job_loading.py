@@ -1,4 +1,5 @@
-"""Jobs as Python callers describe them: a job file, a mapping or a Job, with functions, classes and rows in them."""
+"""Loads jobs in the forms that Python callers use: a job file, a mapping or a Job, which may contain functions, classes
+and rows."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ from staleflow.stores.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 Job = RunConfig
-"""A job: the frozen tree of all its settings, as a job file names them. `load_job` makes one."""
+"""A job: the frozen tree of all settings of a job file. Created by `load_job`."""
 JobSource = str | Path | Mapping[str, Any] | Job
-"""What a job is made from: the path of a job file, a nested mapping as in a job file, or a Job."""
-OBJECTS = {
+"""The forms of a job: the path of a job file, a nested mapping as in a job file, or a Job."""
+OBJECT_KEYS = {
     "reward": "reward.function",
     "loss": "training.loss.name",
     "advantage": "training.advantage",
@@ -35,11 +36,11 @@ OBJECTS = {
     "rows": "task.source",
     "eval_rows": "task.eval_source",
 }
-"""Keys of a job that functions, classes and rows are given for, by the name of their argument."""
+"""The job's key that an argument with a function, class or rows sets, by the argument's name."""
 
 
 class JobObjects(TypedDict, total=False):
-    """Functions, classes and rows in place of what a job names; each may also be a name, as in a job file."""
+    """Functions, classes and rows that replace names in a job. Each may also be a name, as in a job file."""
 
     loss: Callable[..., Any] | str
     """A class as in docs/extending.md, "A loss with a knob"."""
@@ -48,9 +49,9 @@ class JobObjects(TypedDict, total=False):
     routing: Callable[..., Any] | str
     """A class as in docs/extending.md, "A routing rule"."""
     source: Callable[..., Any] | str
-    """A source of prompts, or an environment of many turns: a class or a coroutine."""
+    """A source of prompts, or an environment of several turns: a class or a coroutine function."""
     agent: Callable[..., Any] | str
-    """A function that asks for the model's turns over HTTP."""
+    """A function that requests the model's turns over HTTP."""
     tools: Sequence[Callable[..., Any] | str]
     """Functions that the model may call."""
     tracker: Callable[..., Any] | str
@@ -60,17 +61,17 @@ class JobObjects(TypedDict, total=False):
 
 
 WITH_KNOBS = ("loss", "routing")
-"""Those whose classes may have knobs."""
+"""Arguments whose classes may have knobs."""
 
 
 def load_job(source: JobSource, overrides: Overrides | None = None) -> Job:
     """Load and check a job.
 
     Args:
-        source: The path of a job file, a nested mapping as in a job file, or a Job. In a mapping a function or class
-            may stand wherever a job file names one as `path/to/file.py:NAME`.
+        source: The path of a job file, a nested mapping as in a job file, or a Job. A mapping may contain a function or
+            class where a job file has its name, `path/to/file.py:NAME`.
         overrides: Values that replace the job's: a mapping such as `{"training.learning_rate": 1e-4}`, or texts
-            `key=value` as after `--set`. A table replaces the job's whole table: set single keys as `"task.source"`.
+            `key=value` as for `--set`. A table replaces the job's whole table; set single keys as `"task.source"`.
 
     Returns:
         The job, frozen; `job.run_dir` is the folder of its run.
@@ -90,7 +91,8 @@ def load_job(source: JobSource, overrides: Overrides | None = None) -> Job:
 
 
 def override_texts(overrides: Overrides | None) -> tuple[str, ...]:
-    """Overrides as texts `key=value`, with functions and classes named by their files. Raises ConfigError."""
+    """Overrides as texts `key=value`. Functions and classes are replaced by the names of their files. Raises
+    ConfigError."""
     if isinstance(overrides, Mapping):
         overrides = {key: _plain(key, value) for key, value in overrides.items()}
     return override_lines(overrides)
@@ -105,9 +107,10 @@ def new_job(job: Job) -> Job:
 
 
 def resumable_job(run_dir: Path, overrides: Overrides | None = None) -> Job:
-    """The job of a stored run that can be resumed, with absolute paths; a note is logged if its learning rate has
-    reached its end before. Raises ConfigError if there is none, nothing is left to do, or a value cannot be changed."""
-    refuse_locked(run_dir)  # first: points of a run in progress come and go
+    """The job of a stored run that can be resumed, with absolute paths. Logs a note if its learning rate reaches its
+    end before the run does. Raises ConfigError if there is no such run, nothing is left to do, or a value cannot be
+    changed."""
+    refuse_locked(run_dir)  # first, because the resume points of a running run change
     config = resumption.load(run_dir, override_texts(overrides))
     if note := resumption.schedule_note(config):
         logger.warning(note)
@@ -116,7 +119,7 @@ def resumable_job(run_dir: Path, overrides: Overrides | None = None) -> Job:
 
 
 def with_objects(source: JobSource, overrides: Overrides | None, objects: Mapping[str, Any]) -> Job:
-    """A job in which functions, classes and rows replace what its keys name.
+    """A copy of a job in which functions, classes and rows replace the values of their keys.
 
     Args:
         source: As in `load_job`.
@@ -129,11 +132,11 @@ def with_objects(source: JobSource, overrides: Overrides | None, objects: Mappin
     """
     changes: dict[str, Any] = {}
     for name, value in objects.items():
-        if name not in OBJECTS:
-            raise ConfigError(f"{name}: no such argument; there are {', '.join(OBJECTS)}")
+        if name not in OBJECT_KEYS:
+            raise ConfigError(f"{name}: no such argument; there are {', '.join(OBJECT_KEYS)}")
         if value is None:
             continue
-        key = OBJECTS[name]
+        key = OBJECT_KEYS[name]
         if key in changes:
             raise ConfigError(f"{name} and another argument both set {key}; give one of them")
         if name in ("rows", "eval_rows"):
@@ -166,8 +169,8 @@ def _plain_table(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(key: str, value: Any) -> Any:
-    """A value as a job file has it: functions and classes named by the files that they are written to. Raises
-    ConfigError."""
+    """Convert a value to the form of a job file: functions and classes are written to files and replaced by their
+    names. Raises ConfigError."""
     if isinstance(value, Mapping):
         return _plain_table(value)
     if isinstance(value, (list, tuple)):
@@ -175,12 +178,12 @@ def _plain(key: str, value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     if callable(value):
-        return _named(value, key.rpartition(".")[2])
+        return _write_code_file(value, key.rpartition(".")[2])
     if value is None:
         raise ConfigError(f"{key} = None: leave it out for its default")
     return value.item() if hasattr(value, "item") else value  # a number of numpy
 
 
-def _named(value: Callable[..., Any], name: str) -> str:
-    called = str(getattr(value, "__name__", name))
-    return write_code(value, session_files.new_folder(), called if called.isidentifier() else name)
+def _write_code_file(value: Callable[..., Any], name: str) -> str:
+    own_name = str(getattr(value, "__name__", name))
+    return write_code(value, session_files.new_folder(), own_name if own_name.isidentifier() else name)

@@ -1,4 +1,4 @@
-"""Changes to a job's settings, as Python callers write them."""
+"""Changes to a job's settings, in the forms that Python callers use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ Overrides = Mapping[str, object] | Iterable[str]
 
 
 def override_lines(overrides: Overrides | None) -> tuple[str, ...]:
-    """Changes to a job as "key=value" strings. Raises ConfigError for a single string, which is a sequence too.
+    """Convert changes of a job to "key=value" strings. Raises ConfigError for a single string, which would be iterated
+    character by character.
 
     >>> override_lines({"training.learning_rate": 1e-4, "reward.function": "task"})
     ('training.learning_rate=0.0001', 'reward.function="task"')

@@ -1,4 +1,5 @@
-"""Coroutines called from plain code: in a thread with an event loop of its own, since a notebook's is running."""
+"""Runs coroutines from synchronous code, in a thread with its own event loop, because a notebook's loop is already
+running."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ T = TypeVar("T")
 
 
 def call(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end; returns what it returns, and raises what it raises."""
+    """Run a coroutine to its end. Returns its result and raises its errors."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
 
 
 def iterate(items: AsyncIterator[T]) -> Iterator[T]:
-    """Yield what an asynchronous iterator yields; it is cancelled when the iteration is left."""
+    """Yield the items of an asynchronous iterator, which is cancelled when the iteration is abandoned."""
     ready: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
     loop = asyncio.new_event_loop()
 

@@ -1,4 +1,4 @@
-"""Rows of a notebook as a data set that a job names: a file of JSON lines."""
+"""Writes rows of a notebook to a JSON lines file, so that a job can name them as a data set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stored run holds: its steps, trajectories, tables and branches, live or finished.
+"""The data of a stored run: its steps, trajectories, tables and branches, live or finished.
 
 An object keeps no data: every call reads what is stored at that moment, from one snapshot of the store.
 """
@@ -33,7 +33,7 @@ MAIN = "main"
 
 
 class RunData:
-    """What a stored run holds, as its folder or its store in a bucket has it at each call."""
+    """The data of a stored run. Each call reads the current state of its folder, or of its store in a bucket."""
 
     def __init__(self, path: Path, source: str, *, branch: str = MAIN, at_step: int | None = None) -> None:
         self._path = path
@@ -45,12 +45,12 @@ class RunData:
 
     @property
     def path(self) -> Path:
-        """The run's folder. Of a run that was opened by URL, a temporary one that has the job and no checkpoints."""
+        """The run's folder. For a run opened by URL: a temporary folder with the job, without checkpoints."""
         return self._path
 
     @property
     def source(self) -> str:
-        """What the run was opened by: its folder, or the URL of its store."""
+        """The folder or store URL with which the run was opened."""
         return self._source
 
     @property
@@ -60,7 +60,7 @@ class RunData:
 
     @property
     def url(self) -> str:
-        """Where in a bucket the store's data are; empty if they are in the run's folder."""
+        """URL of the store's data in a bucket; empty if they are in the run's folder."""
         from staleflow.stores.trajectories.storage import url_of
 
         return url_of(self._path / "store")
@@ -82,33 +82,34 @@ class RunData:
 
     @property
     def live(self) -> bool:
-        """Whether a process works on the run now: it has the lock of the run's folder. Always False by URL."""
+        """Whether a process is working on the run, which has the lock of the run's folder. Always False by URL."""
         return run_folder.in_use(self._path)
 
     @property
     def finished(self) -> bool:
-        """Whether the run's end is stored: it has done all its steps, or was stopped in order."""
+        """Whether the run's end is stored: it has done all steps, or was stopped regularly."""
         summary = self.summary()
         return summary is not None and summary.ended
 
     @property
     def branches(self) -> tuple[str, ...]:
-        """All branches of the store: "main", those with other rewards or logprobs, and steps undone by resuming."""
+        """Names of all branches of the store: "main", those with other rewards or logprobs, and those with steps that a
+        resume has undone."""
         return tuple(sorted({MAIN, *self._store().branches()}, key=lambda name: (name != MAIN, name)))
 
     @property
     def lineage(self) -> Mapping[str, Any]:
-        """How the branch that this object shows was made; empty of "main"."""
+        """How the current branch was derived; empty for "main"."""
         return self._store().lineage
 
     @property
     def snapshot(self) -> str:
-        """Id of the store's snapshot that a call would read now."""
+        """Id of the store's current snapshot."""
         return self._store().snapshot
 
     def summary(self) -> Summary | None:
-        """How far the run has come: number of steps, trajectories and tokens, and its latest commit. None before the
-        run has a store."""
+        """Progress of the run: number of steps, trajectories and tokens, and its latest commit. None before the run has
+        a store."""
         return self._store().summary() if self._has_store() else None
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -118,8 +119,7 @@ class RunData:
         return [record for record in self.commits() if record.kind == "step"]
 
     def commits(self) -> list[StepRecord]:
-        """All commits, oldest first: besides the training steps the ends of a run and the moments it was resumed. Empty
-        of a run that has stored nothing yet."""
+        """All commits, oldest first: training steps, resumes, and ends of the run. Empty if nothing is stored yet."""
         return self._store().steps() if self._has_store() else []
 
     def metrics(self) -> pandas.DataFrame:
@@ -143,8 +143,8 @@ class RunData:
         return read_batch(self._store(), step)
 
     def evaluations(self) -> list[Evaluation]:
-        """Mean rewards on held-out prompts, in the order in which they were made. None by URL: they are in the run's
-        folder. Raises StoreError."""
+        """Mean rewards on held-out prompts, in order of evaluation. None by URL, because they are in the run's folder.
+        Raises StoreError."""
         from staleflow.pipeline.runtime.evaluation_results import read_evaluations
 
         return read_evaluations(self._path)
@@ -154,7 +154,7 @@ class RunData:
     def trajectories(
         self, where: str = "", *, step: int | None = None, texts: bool = True
     ) -> Iterator[StoredTrajectory]:
-        """Iterate over stored trajectories in the order stored; memory is bounded however many there are.
+        """Iterate over stored trajectories in stored order. Memory does not grow with their number.
 
         Args:
             where: Which ones: comparisons, `and`, `or`, `not`, `in` and arithmetic over the columns that docs/store.md
@@ -223,8 +223,8 @@ class RunData:
         return pandas_table(self._store(), where, self._texts() if texts else None)
 
     def to_dask(self, where: str = "", *, texts: bool = True) -> Any:
-        """Trajectories as a `dask.dataframe`, one row each, read block by block on the workers: it may be larger than
-        memory. Workers read the run's folder.
+        """Trajectories as a `dask.dataframe`, one row each, which may be larger than memory. Workers read the run's
+        folder block by block.
 
         Args:
             where: Which ones, as in `trajectories`.
@@ -242,8 +242,8 @@ class RunData:
         return self._store().to_xarray()
 
     def to_dataset(self, where: str = "") -> datasets.Dataset:
-        """Trajectories as a `datasets.Dataset` in memory, with the columns of an exported one, such as `prompt` and
-        `completion`. For more than fits into memory, `export` one. Raises ConfigError."""
+        """Trajectories as a `datasets.Dataset` in memory, with the columns of an export, such as `prompt` and
+        `completion`. Use `export` if they do not fit into memory. Raises ConfigError."""
         from staleflow.pipeline.stored_runs.tables import hugging_face_dataset
 
         return hugging_face_dataset(self._store(), where, self._texts())

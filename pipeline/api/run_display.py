@@ -1,4 +1,4 @@
-"""A run in a line, for a Python prompt, and as a table, for a notebook."""
+"""Display of a run: as a line in a Python prompt, and as a table in a notebook."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def facts(branch: str, at_step: int | None, summary: Summary | None, *, live: bool) -> dict[str, str]:
-    """What is shown of a run, by name, in display order. summary: None before it has a store."""
+    """The displayed facts of a run, by name, in display order. summary: None before the run has a store."""
     ended = summary is not None and summary.ended
     last = None if summary is None else summary.last_trained
     reward = None if last is None else last.metrics.get("reward")
@@ -27,11 +27,11 @@ def facts(branch: str, at_step: int | None, summary: Summary | None, *, live: bo
 
 
 def line(source: str, facts: Mapping[str, str]) -> str:
-    """A run in a line."""
+    """A run as one line."""
     return f"<Run {source}: {', '.join(f'{name} {value}' for name, value in facts.items())}>"
 
 
 def html(source: str, facts: Mapping[str, str]) -> str:
-    """A run as a table."""
+    """A run as an HTML table."""
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts.items())
     return f"<table><caption>{escape(source)}</caption>{rows}</table>"

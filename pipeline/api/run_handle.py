@@ -1,4 +1,4 @@
-"""A run that is under way: its driver in a thread of this process, and the handle that watches and stops it.
+"""The handle of a run whose driver works in a thread of this process.
 
 The thread has an event loop of its own, so that the run goes on beside a notebook's event loop, beside other runs of
 this process, and in a plain script.
@@ -39,8 +39,8 @@ Progress = bool | Callable[[RunStatus], object]
 
 
 class RunProgress(RunListener):
-    """How far a run is, as its handle shows it. prints: whether to print lines for people. after_step: called after
-    each training step."""
+    """Progress of a run, as its handle shows it. prints: whether to print progress lines. after_step: called after each
+    training step."""
 
     def __init__(self, steps: int, *, prints: bool, after_step: Callable[[], object]) -> None:
         self._steps = steps
@@ -70,7 +70,7 @@ class RunProgress(RunListener):
         self._after_step()
 
     def print(self, line: str) -> None:
-        """Print a line, if any are to be printed."""
+        """Print a line, if printing is enabled."""
         if self._prints:
             with contextlib.suppress(OSError, ValueError):  # an output that is closed ends no run
                 print(line, flush=True)  # noqa: T201
@@ -111,16 +111,16 @@ class RunHandle:
 
     @property
     def run(self) -> Run:
-        """The stored run, live or finished. Raises ConfigError before there is one."""
+        """The stored run. Raises ConfigError before it exists."""
         return open_run(self.run_dir)
 
     @property
     def done(self) -> bool:
-        """Whether the run has ended: with all its steps, stopped, or failed."""
+        """Whether the run has ended: finished, stopped or failed."""
         return self._ended.is_set()
 
     def status(self) -> RunStatus:
-        """The run at this moment. Returns at once."""
+        """The current status of the run. Returns at once."""
         steps = list(self._progress.report.steps)
         last = steps[-1] if steps else {}
         elapsed_s = last.get("elapsed_s", 0.0)
@@ -140,8 +140,8 @@ class RunHandle:
         )
 
     def stop(self, reason: str = "stopped by the caller") -> None:
-        """Ask the run to stop once no training step is in flight; what is stored can be resumed. A second call stops
-        it at once. Returns at once; does nothing if the run has ended."""
+        """Request that the run stops after the training step in flight; it can be resumed. A second call stops it at
+        once. Returns at once, and does nothing if the run has ended."""
         self._stop.ask(reason)
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -181,14 +181,14 @@ class RunHandle:
     # -- the caller's thread: the beginning and the end ---------------------------------------------------------------
 
     def require_checked(self) -> None:
-        """Wait until the job is checked. Raises what is wrong with it."""
+        """Wait until the job is checked. Raises the error of the check."""
         self._checked.wait()
         if self._ended.is_set() and isinstance(self._error, ConfigError):
             raise self._error
 
     def interrupted_result(self) -> RunResult:
-        """`result`, but a KeyboardInterrupt stops the run, and a second one stops it at once. Raises KeyboardInterrupt
-        if the run was stopped before it began."""
+        """Return `result`; a KeyboardInterrupt meanwhile stops the run, and a second one stops it at once. Raises
+        KeyboardInterrupt if the run was stopped before it began."""
         while True:
             try:
                 return self.result()

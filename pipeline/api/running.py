@@ -1,4 +1,4 @@
-"""Running a job from Python: in the background of this process, or until it ends.
+"""Runs a job from Python, in the background of this process or until it ends.
 
 The run's actors are processes: those of a local cluster that begins and ends with the run, or workers of a cluster that
 the caller passes in.
@@ -30,7 +30,7 @@ def start(
     reward: Any = None,
     **objects: Unpack[JobObjects],
 ) -> RunHandle:
-    """Start a run in the background of this process. Returns once the job is checked, after a second or two.
+    """Start a run in the background of this process. Returns when the job is checked, after one or two seconds.
 
     Args:
         job: The path of a job file, a nested mapping as in a job file, or a Job.
@@ -65,8 +65,8 @@ def run(
     reward: Any = None,
     **objects: Unpack[JobObjects],
 ) -> RunResult:
-    """Run a job from start to end, with a printed line for each step. Ctrl-C, or a notebook's interrupt, stops the run
-    in order at its next step; the result then says `stopped = "interrupted"`.
+    """Run a job to its end, printing a line for each step. Ctrl-C, or interrupting a notebook, stops the run after its
+    current step; the result then has `stopped = "interrupted"`.
 
     Args:
         job, overrides, client, progress, rows, reward, objects: As in `start`.
@@ -93,7 +93,7 @@ async def run_async(
     reward: Any = None,
     **objects: Unpack[JobObjects],
 ) -> RunResult:
-    """`run` for a coroutine: the caller's event loop goes on meanwhile. Cancelling it stops the run in order, and
+    """As `run`, for use in a coroutine: the caller's event loop continues meanwhile. Cancelling it stops the run, and
     raises CancelledError once the run has ended.
 
     Args:
@@ -145,7 +145,7 @@ def resume(
     client: Any = None,
     progress: Progress = True,
 ) -> RunResult:
-    """Resume a stopped, killed or finished run from its newest resume point, and run it to its end, as `run` does.
+    """Resume a stopped, killed or finished run from its newest resume point, and run it to its end as `run` does.
 
     Args:
         run_dir, overrides, client, progress: As in `start_resumed`.

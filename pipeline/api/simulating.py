@@ -1,4 +1,4 @@
-"""Simulating jobs in virtual time: one job, variants of it, and other systems' admission rules."""
+"""Simulates jobs in virtual time: one job, variants of it, and admission rules of other systems."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from staleflow.pipeline.api.stored_run import Run, open_run
 from staleflow.pipeline.config import actor_settings, knob_tree
 from staleflow.pipeline.processes.local_cluster import context_without_main
 from staleflow.pipeline.recovery.run_folder import load_job as stored_job
-from staleflow.pipeline.simulator.analysis import Measures, explanation, measure
+from staleflow.pipeline.simulator.analysis import SimulationStats, explanation, measure
 from staleflow.pipeline.simulator.baselines import other_systems, with_admission
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
@@ -33,7 +33,7 @@ GREEDY = ("rollout.synchronization=greedy",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedVariant:
-    """A variant of a job that is simulated."""
+    """A variant of a job, to be simulated."""
 
     label: str
     overrides: tuple[str, ...]
@@ -43,10 +43,10 @@ class SimulatedVariant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """A simulated variant of a job."""
+    """The result of simulating a variant of a job."""
 
     variant: SimulatedVariant
-    measures: Measures
+    measures: SimulationStats
     """Times, idle shares, staleness and drops."""
     trace: Trace
     """Everything that happened, in virtual time."""
@@ -57,7 +57,7 @@ class SimulationResult:
         return self.variant.label
 
     def explanation(self) -> list[str]:
-        """Lines that say where the time of a step went, compared with the lower bound on step time."""
+        """Lines that explain the time of a step, compared with the lower bound on it."""
         return explanation(self.variant.job, self.measures)
 
     def as_dict(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def simulate(
     sweep: Mapping[str, Sequence[Any]] | None = None,
     baselines: bool = False,
 ) -> list[SimulationResult]:
-    """Run a job in virtual time: how long it would take, without using a GPU.
+    """Run a job in virtual time, to find out how long it would take. Uses no GPU.
 
     Args:
         job: The path of a job file, a nested mapping or a Job; or a stored run, by its folder or as a Run, whose
@@ -120,7 +120,7 @@ def simulate(
         )
     else:
         rows = variants(functools.partial(load_job, job), changes, sweep, baselines)
-    return list(simulated(rows))
+    return list(simulate_variants(rows))
 
 
 def variants(
@@ -129,7 +129,7 @@ def variants(
     sweep: Mapping[str, Sequence[Any]] | None,
     baselines: bool,
 ) -> list[SimulatedVariant]:
-    """The variants of a job that are simulated.
+    """The variants of a job to simulate.
 
     Args:
         load: Loads the job with overrides.
@@ -155,7 +155,7 @@ def variants(
 
 
 def sweep_rows(sweep: Mapping[str, Sequence[Any]]) -> list[tuple[str, tuple[str, ...]]]:
-    """Label and overrides of each combination of swept values; of the unchanged job if nothing is swept.
+    """Label and overrides of each combination of swept values; without swept values, those of the unchanged job.
 
     >>> sweep_rows({"staleness.eta": [0, 1]})
     [('eta=0', ('staleness.eta=0',)), ('eta=1', ('staleness.eta=1',))]
@@ -181,8 +181,8 @@ def _labelled(key: str, value: Any) -> tuple[str, str]:
     return f"{short}={text}", f"{key}={text}"
 
 
-def simulated(rows: Sequence[SimulatedVariant]) -> Iterator[SimulationResult]:
-    """Simulate variants, one process per core; yields their results in order. Raises ActorLost."""
+def simulate_variants(rows: Sequence[SimulatedVariant]) -> Iterator[SimulationResult]:
+    """Simulate variants, one process per core. Yields their results in order. Raises ActorLost."""
     if len(rows) == 1:
         yield _simulated(rows[0])
         return

@@ -1,4 +1,4 @@
-"""What a simulation takes from a stored run, and what it assumes where nothing is measured."""
+"""Inputs of a simulation from a stored run, and the assumptions where nothing was measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from staleflow.tasks.emulation.workload import WorkloadConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """A stored run as the input of simulations."""
+    """A stored run as input of simulations."""
 
     overrides: tuple[str, ...]
     """The run's responses and measured times, as overrides of its job."""
@@ -31,7 +31,7 @@ class RecordedRun:
 
 
 def recorded_run(run_dir: Path) -> RecordedRun:
-    """A stored run's responses and measured times. Raises ConfigError, StoreError."""
+    """Read a stored run's responses and measured times for a simulation. Raises ConfigError, StoreError."""
     steps = [step.metrics for step in open_run(run_dir).steps()]
     try:
         profile = profile_run(run_dir)
@@ -54,8 +54,8 @@ def recorded_run(run_dir: Path) -> RecordedRun:
 
 
 def assumptions(config: RunConfig) -> str:
-    """One line on the numbers that a job leaves at their defaults, which are those of another model and
-    machine, and on how to measure them; empty if there are none."""
+    """One line on the settings that a job leaves at defaults, which were measured with another model and machine, and
+    how to measure them; empty if there are none."""
     cost, default = config.rollout.cost, CostModel()
     assumed = []
     if all(getattr(cost, key) == getattr(default, key) for key in ("k1", "k2", "k3", "k4", "b", "prefill")):

@@ -1,4 +1,4 @@
-"""A stored run as one object: what it holds, proofs about it, and new results from it."""
+"""A stored run as one object: its data, proofs about it, and new results from it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ and workers start."""
 
 
 class Run(RunData):
-    """A stored run, live or finished. `open_run` makes one.
+    """A stored run, live or finished. Created by `open_run`.
 
     Every call reads what is stored at that moment, so the object of a live run follows it; nothing needs refreshing.
     Reading never disturbs a run in progress. Methods that take `client` work on Dask workers: those of the cluster that
@@ -58,11 +58,12 @@ class Run(RunData):
     # -- other views of it ---------------------------------------------------------------------------------------
 
     def branch(self, name: str) -> Run:
-        """The run as another branch shows it: with other rewards or logprobs. Raises ConfigError if there is none."""
+        """The run on another branch, with other rewards or logprobs. Raises ConfigError if there is none with this
+        name."""
         return _opened(Run(self._path, self._source, branch=name))
 
     def at_step(self, step: int) -> Run:
-        """The run as it was when training step `step` was committed; it stays so. Raises ConfigError if that step is
+        """The run at the commit of training step `step`; later commits are not seen. Raises ConfigError if that step is
         not stored."""
         return _opened(Run(self._path, self._source, at_step=step))
 
@@ -91,8 +92,7 @@ class Run(RunData):
         return with_history(report, store.path) if full else report
 
     def drop_bias(self) -> DropBias:
-        """How what was not trained on differs from what was: lengths, turns, rewards and prompts of trajectories that
-        were dropped, by reason."""
+        """Compare dropped trajectories with trained ones, by reason: lengths, turns, rewards and prompts."""
         from staleflow.stores.auditing.drop_bias import bias_report
 
         return bias_report(self._store(MAIN))
@@ -106,8 +106,8 @@ class Run(RunData):
         client: Client | None = None,
         report: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> Verification:
-        """Check the chain of what the run stored, and repeat random training steps, which must give the weights that
-        the run published, bit for bit.
+        """Check the hash chain of the run's commits, and repeat random training steps, which must give the published
+        weights bit for bit.
 
         Args:
             checkpoint: Folder of one of the run's checkpoints, to verify with it.
@@ -129,7 +129,7 @@ class Run(RunData):
         return verify_run(self._path, folder, steps=steps, seed=seed, client=client, report=report or _ignore)
 
     def replay(self, trajectory: int | None = None) -> ReplayResult:
-        """Replay the run's recorded events in a new coordinator, which must decide exactly the recorded commands.
+        """Replay the run's recorded events in a new coordinator, whose commands must equal the recorded ones.
 
         Args:
             trajectory: Id of one whose events to list as the result's `story`.
@@ -157,7 +157,7 @@ class Run(RunData):
         client: Client | None = None,
         progress: Progress | None = None,
     ) -> RescoreResult:
-        """Score the stored responses again and store the rewards, with the advantages they give, on a new branch.
+        """Score the stored responses again, and store the rewards and the resulting advantages on a new branch.
 
         Args:
             branch: Name of the new branch; `Run.branch` opens it.
@@ -183,7 +183,7 @@ class Run(RunData):
         if not reward and not lines:
             raise ConfigError("rescore: name the reward, or what changes of the job's own")
         with self._lock_run(), reward_file(self._path, branch, reward) as named:
-            reward_rescoring.refuse(self._path, named, branch, lines)
+            reward_rescoring.check_request(self._path, named, branch, lines)
             notify(0, 0)
             with pool_of(client, workers) as pool:
                 return reward_rescoring.rescore(self._path, named, branch, pool, notify, lines)
@@ -218,7 +218,7 @@ class Run(RunData):
         from staleflow.pipeline.stored_runs.pool import pool_of
 
         self._require_newest("compute logprobs of")
-        logprob_recompute.refuse(self._path, str(model), branch, where)
+        logprob_recompute.check_request(self._path, str(model), branch, where)
         notify = progress or _ignore
         notify(0, 0)
         # Storing a branch commits to the store, as a run in progress does; reading disturbs nothing.
@@ -282,7 +282,7 @@ class Run(RunData):
 
         self._require_newest("export")
         path = Path(f"{self._path.resolve().name}.{to}" if out is None else out)
-        exporting.refuse(self._path, to, path, self._branch, where)
+        exporting.check_request(self._path, to, path, self._branch, where)
         notify = progress or _ignore
         notify(0, 0)
         with pool_of(client, workers) as pool:
@@ -320,13 +320,13 @@ class Run(RunData):
             ConfigError: Something of it is wrong; nothing was trained.
         """
         from staleflow.pipeline.stored_runs.pool import pool_of
-        from staleflow.pipeline.stored_runs.training import planned, train_offline
+        from staleflow.pipeline.stored_runs.training import make_plan, train_offline
 
         self._require_newest("train on")
         lines = override_lines(overrides)
         beside = self._path.name if is_url(self._source) else self._path.resolve()
         folder = Path(f"{beside}-offline" if out is None else out)
-        ranks = planned(self._path, folder, lines, self._branch, where, epochs).config.training.ranks
+        ranks = make_plan(self._path, folder, lines, self._branch, where, epochs).config.training.ranks
         with pool_of(client, ranks, model=True) as pool:
             return train_offline(
                 self._path, folder, pool, overrides=lines, branch=self._branch, where=where, epochs=epochs,

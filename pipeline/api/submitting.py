@@ -1,4 +1,4 @@
-"""Submitting jobs to a Dask cluster from Python: their drivers run there, and the caller may go away."""
+"""Submits jobs to a Dask cluster from Python. Their drivers run on the cluster, so the caller may end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SubmittedJob:
     """A job on a Dask cluster."""
 
     id: str
-    """Its id there, which `staleflow logs` and the other commands take, too."""
+    """Id of the job, which `staleflow logs` and other commands take."""
     name: str
     """Name of its run."""
     run_dir: Path
@@ -40,12 +40,13 @@ class SubmittedJob:
 
     @property
     def run(self) -> Run:
-        """The stored run, live or finished; where this process sees its folder. Raises ConfigError."""
+        """The stored run, live or finished, if this process can read its folder. Raises ConfigError."""
         return open_run(self.run_dir)
 
     def status(self) -> RunStatus:
-        """The job at this moment. Raises ConfigError if the cluster cannot be reached or does not know the job."""
-        return _status_of(self._now())
+        """The current status of the job. Raises ConfigError if the cluster cannot be reached or does not know the
+        job."""
+        return _status_of(self._entry())
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
         """Iterate over the lines of the job's log.
@@ -56,15 +57,15 @@ class SubmittedJob:
         return own_loop.iterate(job_lookup.log_lines(self.cluster, self.id, follow=follow))
 
     def cancel(self, reason: str = "cancelled") -> None:
-        """Stop the job at its next step, or at once if it waits. What it has done is stored, and can be resumed."""
+        """Stop the job after its current step, or at once if it is waiting. It can be resumed."""
         own_loop.call(job_lookup.cancel(self.cluster, self.id, reason))
 
     def wait(self) -> RunStatus:
-        """Wait until the job has ended; returns its last status."""
-        return _status_of(own_loop.call(job_lookup.ended(self.cluster, self.id)))
+        """Wait until the job has ended. Returns its last status."""
+        return _status_of(own_loop.call(job_lookup.wait_until_ended(self.cluster, self.id)))
 
     def result(self) -> RunResult:
-        """Wait until the job has ended, and return its result, where this process sees the run's folder.
+        """Wait until the job has ended, and return its result. This process must be able to read the run's folder.
 
         Raises:
             JobFailed: The job failed.
@@ -79,8 +80,8 @@ class SubmittedJob:
         stopped = status.message if status.state == "stopped" else ""
         return RunResult(run_dir=self.run_dir, stopped=stopped, summary=json.loads(path.read_text()))
 
-    def _now(self) -> dict[str, Any]:
-        return job_lookup.matching(own_loop.call(job_lookup.all_jobs(self.cluster)), self.id).job
+    def _entry(self) -> dict[str, Any]:
+        return job_lookup.find_matching(own_loop.call(job_lookup.all_jobs(self.cluster)), self.id).job
 
     def __repr__(self) -> str:
         return f"<SubmittedJob {self.id}, {self.run_dir}>"
@@ -100,14 +101,14 @@ def submit(
     reward: Any = None,
     **objects: Unpack[JobObjects],
 ) -> SubmittedJob:
-    """Submit a job to a Dask cluster, whose workers run its driver, too. It goes on when the caller ends.
+    """Submit a job to a Dask cluster, whose workers also run its driver. It continues when the caller ends.
 
     Args:
         job: The path of a job file, a nested mapping as in a job file, or a Job.
         client: A distributed.Client of the cluster.
-        scheduler: In place of a client: the scheduler's address, such as tcp://host:8786.
-        scheduler_file: In place of both: the file that `dask scheduler --scheduler-file` writes. By default the cluster
-            is the one that Dask's configuration names.
+        scheduler: Instead of a client: the scheduler's address, such as tcp://host:8786.
+        scheduler_file: Instead of both: the file that `dask scheduler --scheduler-file` writes. By default the cluster
+            is named by Dask's configuration.
         overrides, rows, reward, objects: As in `start`.
 
     Returns:
@@ -120,7 +121,7 @@ def submit(
     config = new_job(with_objects(job, overrides, {"rows": rows, "reward": reward, **objects}))
     for line in preflight.check_job(config, here=False):
         logger.warning(line)
-    return _submitted(own_loop.call(submission.submit(config, cluster)), cluster)
+    return _job_of(own_loop.call(submission.submit(config, cluster)), cluster)
 
 
 def submit_resumed(
@@ -131,7 +132,7 @@ def submit_resumed(
     scheduler: str = "",
     scheduler_file: str | Path = "",
 ) -> SubmittedJob:
-    """Submit a stored run to a Dask cluster, where it is resumed from its newest resume point.
+    """Submit a stored run to a Dask cluster, to be resumed from its newest resume point.
 
     Args:
         run_dir: Folder of the run.
@@ -143,11 +144,11 @@ def submit_resumed(
     """
     cluster = _cluster_of(client, scheduler, scheduler_file)
     config = resumable_job(Path(run_dir), overrides)
-    return _submitted(own_loop.call(submission.submit(config, cluster, resume=True)), cluster)
+    return _job_of(own_loop.call(submission.submit(config, cluster, resume=True)), cluster)
 
 
 def submitted_jobs(*, client: Any = None, scheduler: str = "", scheduler_file: str | Path = "") -> list[SubmittedJob]:
-    """The jobs of a cluster, in the order of their submission.
+    """The jobs of a cluster, in order of submission.
 
     Args:
         client, scheduler, scheduler_file: As in `submit`.
@@ -156,7 +157,7 @@ def submitted_jobs(*, client: Any = None, scheduler: str = "", scheduler_file: s
         ConfigError: The cluster cannot be reached.
     """
     cluster = _cluster_of(client, scheduler, scheduler_file)
-    return [_submitted(job, cluster) for job in own_loop.call(job_lookup.all_jobs(cluster))]
+    return [_job_of(job, cluster) for job in own_loop.call(job_lookup.all_jobs(cluster))]
 
 
 def _cluster_of(client: Any, scheduler: str, scheduler_file: str | Path) -> ClusterAddress:
@@ -167,12 +168,12 @@ def _cluster_of(client: Any, scheduler: str, scheduler_file: str | Path) -> Clus
     return ClusterAddress(address=scheduler, scheduler_file=str(scheduler_file or ""))
 
 
-def _submitted(job: Mapping[str, Any], cluster: ClusterAddress) -> SubmittedJob:
+def _job_of(job: Mapping[str, Any], cluster: ClusterAddress) -> SubmittedJob:
     return SubmittedJob(id=job["id"], name=job["name"], run_dir=Path(job["run_dir"]), cluster=cluster)
 
 
 def _status_of(job: Mapping[str, Any]) -> RunStatus:
-    """What a cluster knows of a job, as its status."""
+    """Convert a registry's entry of a job to its status."""
     last, reported = job["last"] or {}, job["status"] or {}
     done = int(last["step"]) + 1 if last else 0
     elapsed_s = last.get("elapsed_s", 0.0)

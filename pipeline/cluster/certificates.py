@@ -1,4 +1,4 @@
-"""A folder of TLS certificates for one Dask cluster, and the Dask configuration that uses them.
+"""TLS certificates for one Dask cluster, in a folder with the Dask configuration that uses them.
 
 Dask runs whatever code reaches its scheduler or a worker. With these files only holders of the folder reach them: every
 connection is encrypted, and both sides show a certificate that the folder's own authority has signed.
@@ -21,7 +21,7 @@ VALID_DAYS = 365
 
 
 def create_certificates(folder: Path, hosts: Sequence[str], scheduler: str) -> None:
-    """Write an authority, one certificate with its key, and a Dask configuration into a folder that is created.
+    """Create a folder with a certificate authority, one certificate with its key, and a Dask configuration.
 
     Args:
         folder: where the files go; readable by this user only.
@@ -45,7 +45,7 @@ def create_certificates(folder: Path, hosts: Sequence[str], scheduler: str) -> N
 
 
 def has_certificates(folder: Path) -> bool:
-    """Whether `create_certificates` has written this folder."""
+    """Whether a folder was written by `create_certificates`."""
     return all((folder / name).is_file() for name in (AUTHORITY, CERTIFICATE, KEY, CONFIGURATION))
 
 

@@ -38,8 +38,8 @@ HOST_AND_PORT_SCHEMES = ("tcp", "tls")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterAddress:
-    """A Dask cluster, as the command line or a job file names it: by address, by scheduler file, or by Dask's
-    configuration. security: Dask's, for a cluster with TLS."""
+    """How the command line or a job file names a Dask cluster: by address, by scheduler file, or by Dask's
+    configuration. security: Dask's security object for TLS."""
 
     address: str = ""
     scheduler_file: str = ""
@@ -47,7 +47,7 @@ class ClusterAddress:
 
     @classmethod
     def of_client(cls, client: Any) -> ClusterAddress:
-        """The cluster of a Dask client. Raises ConfigError if it is none."""
+        """The cluster of a Dask client. Raises ConfigError if the object is not a client."""
         address = getattr(getattr(client, "scheduler", None), "address", "")
         if not address:
             raise ConfigError(f"client: a {type(client).__name__}; expected a distributed.Client that is connected")
@@ -65,9 +65,13 @@ class ClusterAddress:
         file_within_s: float = 0.0,
         within_s: float = CONNECT_S,
     ) -> Any:
-        """An asynchronous client with the registry on its scheduler, which does not become the default client of this
-        process. file_within_s: how long a scheduler file may take to appear. within_s: how long the scheduler may take
-        to answer. Raises ConfigError with a one-line message if it does not."""
+        """Connect an asynchronous client, and register the job registry on its scheduler. It does not become the
+        default client of this process. Raises ConfigError with a one-line message if the scheduler does not answer.
+
+        Args:
+            file_within_s: Seconds for a scheduler file to appear.
+            within_s: Seconds for the scheduler to answer.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + file_within_s
         while self.scheduler_file and not Path(self.scheduler_file).is_file() and loop.time() < deadline:
@@ -84,7 +88,7 @@ class ClusterAddress:
 
     @contextlib.asynccontextmanager
     async def connected(self, within_s: float = CONNECT_S) -> AsyncIterator[Any]:
-        """`client` for the duration of a block."""
+        """Context manager: yields `client`, and closes it at the end."""
         client = await self.client(within_s=within_s)
         try:
             yield client
@@ -93,7 +97,7 @@ class ClusterAddress:
 
     @contextlib.contextmanager
     def blocking(self) -> Iterator[Any]:
-        """A synchronous client for the duration of a block. Raises ConfigError like `client`."""
+        """Context manager: yields a synchronous client. Raises ConfigError as `client` does."""
         asyncio.run(self._require_answer())  # a synchronous client would wait for ever if there is no scheduler
         with Client(self._address(), timeout=CONNECT_S, security=self.security) as client:
             yield client
@@ -188,7 +192,7 @@ def _address_in(scheduler_file: str) -> str:
 
 
 def security_of(ca_file: str, cert: str, key: str) -> Any:
-    """Dask's security from PEM files; None without any, in which case Dask's own configuration applies."""
+    """Dask's security object from PEM files; None without any, when Dask's own configuration applies."""
     if not (ca_file or cert or key):
         return None
     for option, path in (("--tls-ca-file", ca_file), ("--tls-cert", cert), ("--tls-key", key)):
@@ -198,7 +202,8 @@ def security_of(ca_file: str, cert: str, key: str) -> Any:
 
 
 def client_security(security: Any) -> Any:
-    """A worker's security for use by a client: a worker started with --tls-cert has a certificate for workers only."""
+    """Convert a worker's security for use by a client. A worker started with --tls-cert has a certificate for workers
+    only."""
     if security is None or not security.tls_worker_cert or security.tls_client_cert:
         return security
     return Security(

@@ -1,4 +1,4 @@
-"""Serve the staleflow page of the Dask dashboard, its JSON routes and Prometheus metrics, in the scheduler process.
+"""The staleflow page of the Dask dashboard, with JSON routes and Prometheus metrics, in the scheduler process.
 
 A view only: it reads what runs have reported to the job registry and decides nothing. While nobody looks at the page,
 it costs the scheduler's event loop nothing.
@@ -108,8 +108,8 @@ class JobHandler(JobsHandler):
 
 
 class JobsCollector(Collector):
-    """Prometheus metrics of the jobs of all registries in this process: tests and notebooks may start several
-    schedulers in one."""
+    """Prometheus metrics of the jobs of all registries in this process. Tests and notebooks may start several
+    schedulers in one process."""
 
     registries: ClassVar[weakref.WeakSet[JobRegistry]] = weakref.WeakSet()
 
@@ -134,7 +134,7 @@ def export_metrics(registry: JobRegistry) -> None:
 
 
 def last_metrics(job: Job) -> Mapping[str, float]:
-    """Metrics of a job's last step; empty without any."""
+    """Metrics of a job's last step; empty if it has none."""
     return next(reversed(job.history.values()), {})
 
 
@@ -142,7 +142,7 @@ def last_metrics(job: Job) -> Mapping[str, float]:
 
 
 def page(registry: JobRegistry, extra: Mapping[str, Any], doc: Any) -> None:
-    """Fill the Bokeh document of one viewer: with the job named in its address (?job=ID), or with `default_job`."""
+    """Fill the Bokeh document of one viewer with the job in its address (?job=ID), or with `default_job`."""
     arguments = doc.session_context.request.arguments if doc.session_context else {}
     (job_id,) = arguments.get("job", [b""])
     view = View(registry, job_id.decode())
@@ -155,7 +155,7 @@ def page(registry: JobRegistry, extra: Mapping[str, Any], doc: Any) -> None:
 
 
 class View:
-    """Plots and tables on one viewer's page. job_id: empty or unknown shows `default_job`."""
+    """Plots and tables of one viewer's page. job_id: empty or unknown shows `default_job`."""
 
     def __init__(self, registry: JobRegistry, job_id: str) -> None:
         self._registry = registry
@@ -334,11 +334,11 @@ def headline(job: Job, jobs: list[Job]) -> str:
 
 
 def link(job: Job, *, chosen: bool) -> str:
-    """HTML of a link to a job's page. chosen: whether it is the one shown, whose link is filled."""
+    """HTML of a link to a job's page. chosen: whether it is the displayed job, whose link is filled."""
     colour = STATE_COLOURS[job.state]
-    look = f"background:{colour}; color:white; font-weight:bold" if chosen else f"color:{colour}"
+    appearance = f"background:{colour}; color:white; font-weight:bold" if chosen else f"color:{colour}"
     return (
-        f"<a href='staleflow?job={escaped(job.id)}' style='{look}; border:1px solid {colour}; border-radius:4px; "
+        f"<a href='staleflow?job={escaped(job.id)}' style='{appearance}; border:1px solid {colour}; border-radius:4px; "
         f"padding:1px 6px; margin-right:4px; text-decoration:none; display:inline-block'"
         f"{' aria-current=page' if chosen else ''}>{escaped(job.id)}</a>"
     )

@@ -1,4 +1,4 @@
-"""Choosing the worker processes that a job needs, all at once or none.
+"""Chooses the worker processes for a job, all at once or none (gang scheduling).
 
 Each rollout instance and each rank of the trainer needs a worker of its own. The light roles (the driver of a submitted
 job, the trajectory server, the reward workers) can share one worker. A role that some worker of the cluster declares as
@@ -50,7 +50,7 @@ ROLE_KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerGpus:
-    """The host of a worker, and the GPUs that it reports, in its order."""
+    """The host of a worker, and the GPUs that it reports, in the worker's order."""
 
     host: str
     devices: tuple[Device, ...] = ()
@@ -58,7 +58,7 @@ class WorkerGpus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Number of actors of each role of a job, and the GPUs that they need.
+    """Number of actors of each role of a job, and their GPUs.
 
     driver: whether the job's driver runs on a worker, too. ranks: processes of the trainer, each with one GPU.
     instance_gpus: GPUs of one rollout instance, 0 if the job uses no GPUs. gpus: the job's limit on GPUs, 0 for no
@@ -95,20 +95,20 @@ class Needs:
 
     @property
     def heavy_roles(self) -> list[Role]:
-        """The ranks and rollout instances of the job, to be placed on GPUs."""
+        """The ranks and rollout instances of the job, which are placed on GPUs."""
         ranks = [self.heavy_role("trainer", f"trainer-{n}") for n in range(self.ranks)]
         return ranks + [self.heavy_role(ROLLOUT, f"{ROLLOUT}-{n}") for n in range(self.instances)]
 
     def heavy_role(self, role: str, name: str) -> Role:
-        """A rank (role `trainer`) or an instance (role `rollout`) with its name and its needs."""
+        """The role of a rank (`trainer`) or an instance (`rollout`), with its name and its GPUs."""
         num_devices, memory_bytes = (
             (self.instance_gpus, self.instance_bytes) if role == ROLLOUT else (1, self.rank_bytes)
         )
         return Role(name=name, kind=ROLE_KINDS[role], num_devices=num_devices, memory_bytes=memory_bytes)
 
     @property
-    def light(self) -> Needs:
-        """The needs of the light roles alone, without rollout instances and ranks."""
+    def light_needs(self) -> Needs:
+        """The needs of the light roles only, without instances and ranks."""
         return replace(self, instances=0, ranks=0)
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ class Needs:
         return f"{count} worker processes ({instances}, {trainer}, one for the light roles)"
 
 
-def choose(
+def choose_workers(
     needs: Needs,
     kinds: Kinds,
     free: Iterable[str],
@@ -145,15 +145,15 @@ def choose(
     unassigned = {kind: iter(addresses) for kind, addresses in of_kind.items()}
     gang = {driver_worker: assignment.pop(0)[1]} if driver_worker else {}
     gang |= {next(unassigned[kind]): roles for kind, roles in assignment}
-    kinds_left = _by_flexibility(unassigned)
-    unused = [address for kind in kinds_left if "rollout" in kind for address in unassigned[kind]]
+    unassigned_kinds = _by_flexibility(unassigned)
+    unused = [address for kind in unassigned_kinds if "rollout" in kind for address in unassigned[kind]]
     unused.sort(key=lambda address: address not in engine_workers)
     gang |= dict.fromkeys(unused[: needs.instances], (ROLLOUT,))
     if not surplus:
         return gang
     spare = [
         address
-        for kind in kinds_left
+        for kind in unassigned_kinds
         if "reward" in kind and not kind & set(EXCLUSIVE_ROLES)
         for address in unassigned[kind]
     ]
@@ -161,12 +161,12 @@ def choose(
 
 
 def suffice(needs: Needs, kinds: Kinds) -> bool:
-    """Whether a job could run if all these workers were free."""
+    """Whether a job could run if all of these workers were free."""
     return _assign_roles(needs, Counter(kinds.values())) is not None
 
 
 def describe_shortage(needs: Needs, kinds: Kinds, free: Sequence[str]) -> str:
-    """Describe for messages which workers a job waits for; empty if all workers may take the same roles.
+    """Describe which workers a job is waiting for, for messages; empty if all workers may have the same roles.
 
     Names the roles of which one more worker would suffice, or else how many free workers there are for each role.
     """
@@ -175,7 +175,7 @@ def describe_shortage(needs: Needs, kinds: Kinds, free: Sequence[str]) -> str:
     sufficient_roles = [
         role
         for role in ROLES
-        if choose(needs, kinds | {role: frozenset((role,))}, [*free, role], surplus=False) is not None
+        if choose_workers(needs, kinds | {role: frozenset((role,))}, [*free, role], surplus=False) is not None
     ]
     if sufficient_roles:
         return f"one more with resource {' or '.join(f'{role}=1' for role in sufficient_roles)} would do"
@@ -183,7 +183,7 @@ def describe_shortage(needs: Needs, kinds: Kinds, free: Sequence[str]) -> str:
 
 
 def kinds_of(workers: Resources) -> Kinds:
-    """The roles that each worker may take, by address."""
+    """The roles that each worker may have, by address."""
     declared = {role for resources in workers.values() for role in resources}
     limited = (set(ROLES) if declared & set(ROLES) else set()) | (declared & {DRIVER})
     return {
@@ -193,7 +193,7 @@ def kinds_of(workers: Resources) -> Kinds:
 
 
 def hosts_of(gpus: Mapping[str, WorkerGpus], kinds: Kinds, free: Iterable[str]) -> list[Host]:
-    """The machines of a cluster, with all GPUs that their workers report and with those workers that are free."""
+    """The hosts of a cluster with all GPUs that their workers report, and with the free workers as processes."""
     devices: dict[str, dict[str, Device]] = defaultdict(dict)
     processes: dict[str, list[Process]] = defaultdict(list)
     for worker_gpus in gpus.values():
@@ -215,7 +215,7 @@ def hosts_of(gpus: Mapping[str, WorkerGpus], kinds: Kinds, free: Iterable[str]) 
 
 
 def describe_workers(workers: Resources) -> str:
-    """Describe for messages how many workers a cluster has, and how many may take each restricted role.
+    """Describe the number of workers of a cluster, and how many may have each restricted role, for messages.
 
     >>> describe_workers({"a": {"trainer": 1}, "b": {"rollout": 1}, "c": {"rollout": 1}})
     'the cluster has 3; declared: server 0, reward 0, rollout 2, trainer 1'

@@ -1,4 +1,4 @@
-"""Looking up a cluster's jobs, following their logs, and stopping them."""
+"""Finds a cluster's jobs, follows their logs, and stops them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ DAY_S = 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The job that a word stands for. note: why this one, if it may stand for several; else empty."""
+    """The job that a name or id refers to. note: why this one, if several match; else empty."""
 
     job: dict[str, Any]
     note: str = ""
 
 
-def matching(jobs: Sequence[dict[str, Any]], word: str) -> Match:
-    """The job with this id, this name, or an id that begins so. Of several it is the one that has not ended, or the
-    newest. Raises ConfigError if there is none.
+def find_matching(jobs: Sequence[dict[str, Any]], word: str) -> Match:
+    """The job with this id, name, or beginning of an id. If several match, one that has not ended, or else the newest.
+    Raises ConfigError if none matches.
 
     >>> jobs = [{"id": "far-1", "name": "far", "state": "running"}, {"id": "far-2", "name": "far", "state": "done"}]
     >>> matching(jobs, "far").note
@@ -45,11 +45,12 @@ def matching(jobs: Sequence[dict[str, Any]], word: str) -> Match:
 
 
 def find_unambiguous(jobs: Sequence[dict[str, Any]], word: str) -> dict[str, Any]:
-    """`matching`, but several that have not ended are refused: for what cannot be undone. Raises ConfigError."""
+    """As `matching`, but raises ConfigError if several matching jobs have not ended. For operations that cannot be
+    undone."""
     live = [j["id"] for j in _all_matching(jobs, word) if j["state"] not in job_registry.ENDED]
     if len(live) > 1:
         raise ConfigError(f"{word!r} is {len(live)} jobs that have not ended: {', '.join(live)}; name one by its id")
-    return matching(jobs, word).job
+    return find_matching(jobs, word).job
 
 
 def _all_matching(jobs: Sequence[dict[str, Any]], word: str) -> list[dict[str, Any]]:
@@ -66,9 +67,9 @@ def _all_matching(jobs: Sequence[dict[str, Any]], word: str) -> list[dict[str, A
     return matches
 
 
-def refuse_second(other: dict[str, Any]) -> None:
-    """Raise ConfigError if another job has the run folder of one that is submitted, which two would write to. other:
-    what the registry answers to a submission."""
+def refuse_second_job(other: dict[str, Any]) -> None:
+    """Raise ConfigError if another job uses the run folder of a submitted one, since both would write to it. other: the
+    registry's reply to the submission."""
     if other:
         raise ConfigError(
             f"{other['run_dir']}: {other['id']} is {other['state']} and has this folder; wait until it ends, or "
@@ -77,8 +78,8 @@ def refuse_second(other: dict[str, Any]) -> None:
 
 
 async def refuse_too_few_gpus(client: Any, config: RunConfig) -> None:
-    """Raise ConfigError if all workers of a cluster together do not have the GPUs that a job needs, or none with as
-    much memory."""
+    """Raise ConfigError if all workers of a cluster together have too few GPUs for a job, or none with enough
+    memory."""
     needs = asdict(Needs.from_config(config, driver=True))
     while (answer := await job_registry.ask(client, "gpu_shortage", needs=needs)) is None:
         await asyncio.sleep(POLL_S)
@@ -91,18 +92,18 @@ async def refuse_too_few_gpus(client: Any, config: RunConfig) -> None:
         raise ConfigError(f"cluster: the run {why}; {remedy}")
 
 
-def recent(jobs: Sequence[dict[str, Any]], now_s: float) -> list[dict[str, Any]]:
-    """The jobs that have not ended, or did so within the last day. now_s: seconds since 1970."""
+def recent_jobs(jobs: Sequence[dict[str, Any]], now_s: float) -> list[dict[str, Any]]:
+    """The jobs that have not ended, or ended within the last day. now_s: Unix time."""
     return [j for j in jobs if j["state"] not in job_registry.ENDED or now_s - j["reported_at"] < DAY_S]
 
 
 async def find(client: Any, word: str) -> dict[str, Any]:
-    """The job of the cluster that a word stands for, as `matching` understands it. Raises ConfigError."""
-    return matching(await job_registry.ask(client, "jobs"), word).job
+    """Find a job of the cluster by name or id, as `matching` does. Raises ConfigError."""
+    return find_matching(await job_registry.ask(client, "jobs"), word).job
 
 
 async def all_jobs(cluster: ClusterAddress) -> list[dict[str, Any]]:
-    """The jobs of a cluster, in the order of their submission. Raises ConfigError if it cannot be reached."""
+    """The jobs of a cluster, in order of submission. Raises ConfigError if it cannot be reached."""
     async with cluster.connected() as client:
         jobs: list[dict[str, Any]] = await job_registry.ask(client, "jobs")
         return jobs
@@ -122,8 +123,8 @@ async def log_lines(cluster: ClusterAddress, id: str, *, follow: bool = False) -
             await asyncio.sleep(POLL_S)
 
 
-async def ended(cluster: ClusterAddress, id: str) -> dict[str, Any]:
-    """Wait until a job has ended; returns what the cluster knows of it. Raises ConfigError."""
+async def wait_until_ended(cluster: ClusterAddress, id: str) -> dict[str, Any]:
+    """Wait until a job has ended, and return the registry's entry of it. Raises ConfigError."""
     async with cluster.connected() as client:
         while (job := await find(client, id))["state"] not in job_registry.ENDED:
             await asyncio.sleep(POLL_S)
@@ -131,7 +132,8 @@ async def ended(cluster: ClusterAddress, id: str) -> dict[str, Any]:
 
 
 async def cancel(cluster: ClusterAddress, word: str, reason: str = "cancelled") -> tuple[dict[str, Any], str]:
-    """Stop a job at its next step, or at once if it waits; returns it, and its state before. Raises ConfigError."""
+    """Stop a job after its current step, or at once if it is waiting. Returns it, and its state before. Raises
+    ConfigError."""
     async with cluster.connected() as client:
         job = find_unambiguous(await job_registry.ask(client, "jobs"), word)
         state = await job_registry.ask(client, "stop", id=job["id"], why=reason)
@@ -139,7 +141,8 @@ async def cancel(cluster: ClusterAddress, word: str, reason: str = "cancelled") 
 
 
 async def retire(cluster: ClusterAddress, word: str, worker: str) -> str:
-    """Have a running job give up one of its workers; returns the job's id. Raises ConfigError if it does not run."""
+    """Request that a running job gives up one of its workers. Returns the job's id. Raises ConfigError if the job is
+    not running."""
     async with cluster.connected() as client:
         job = find_unambiguous(await job_registry.ask(client, "jobs"), word)["id"]
         state = await job_registry.ask(client, "retire", id=job, worker=worker)

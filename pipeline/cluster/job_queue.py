@@ -1,4 +1,4 @@
-"""The queue that decides which job gets which worker processes, and when: gang scheduling, first come, first served.
+"""The queue that decides which job gets which worker processes, and when: gang scheduling, first in, first out.
 
 Invariants:
 - A worker belongs to at most one job. A waiting job has no workers; an admitted job got all that it needs at
@@ -34,7 +34,7 @@ from staleflow.pipeline.cluster.gang import (
     Kinds,
     Needs,
     WorkerGpus,
-    choose,
+    choose_workers,
     describe_shortage,
     describe_workers,
     hosts_of,
@@ -71,7 +71,7 @@ class Claim:
 
 @dataclass(slots=True)
 class QueueEntry:
-    """A job that waits for workers or has them. wait_s: maximum seconds to wait; 0: no limit."""
+    """A job that is waiting for workers or has them. wait_s: maximum seconds to wait; 0: no limit."""
 
     id: str
     run: str
@@ -88,7 +88,7 @@ class QueueEntry:
 
 
 class JobQueue:
-    """The jobs of one cluster, in the order in which they were added, and its workers."""
+    """The jobs of one cluster in the order in which they were added, and the cluster's workers."""
 
     def __init__(self) -> None:
         self.entries: dict[str, QueueEntry] = {}
@@ -116,8 +116,8 @@ class JobQueue:
     # -- workers -------------------------------------------------------------------------------------------------
 
     def add_worker(self, address: str, resources: Mapping[str, float], unreported_since: float | None = None) -> None:
-        """Add a worker that has joined the cluster. It may be a restarted one that has a new address. unreported_since:
-        time when it was asked for its GPUs; None if it has none."""
+        """Add a worker that has joined the cluster, or a restarted one with a new address. unreported_since: time at
+        which it was asked for its GPUs; None if it has none."""
         self.workers[address] = dict(resources)
         restarted = next((old for old, (declared, _) in self._disconnected.items() if declared == resources), None)
         if restarted is not None:
@@ -158,7 +158,7 @@ class JobQueue:
 
     @property
     def free(self) -> list[str]:
-        """Workers that can be given to any job."""
+        """Workers that any job can get."""
         return [
             a
             for a in self.workers
@@ -166,8 +166,8 @@ class JobQueue:
         ]
 
     def reserve_or_restart(self, address: str, now: float) -> None:
-        """Handle a worker of `needs_restart`: reserve it for its job if only an engine runs on it and the job waits;
-        else have it restarted."""
+        """Handle a worker of `needs_restart`: reserve it for its job if only an engine runs on it and the job is
+        waiting; otherwise have it restarted."""
         claim = self.needs_restart.get(address)
         if claim is not None and claim.roles == (ROLLOUT,) and self.waits(claim.job):
             self._reservations[address] = self.needs_restart.pop(address), now
@@ -175,7 +175,7 @@ class JobQueue:
             self._pending_restarts.append(address)
 
     def take_pending_restarts(self) -> list[str]:
-        """Return the workers that must be restarted before a job can get them, each only once."""
+        """Return the workers that must be restarted before a job can get them. Each is returned once."""
         addresses, self._pending_restarts = self._pending_restarts, []
         return [address for address in addresses if address in self.needs_restart]
 
@@ -191,7 +191,8 @@ class JobQueue:
     # -- GPUs ----------------------------------------------------------------------------------------------------
 
     def uses_gpus(self, needs: Needs) -> bool:
-        """Whether a job uses GPUs on this cluster: it can, and the cluster has some or the job sets cluster.gpus."""
+        """Whether a job uses GPUs on this cluster: it supports GPUs, and the cluster has some or the job sets
+        cluster.gpus."""
         return needs.instance_gpus > 0 and (bool(self.gpus) or needs.gpus > 0)
 
     def devices(self) -> list[Device]:
@@ -201,8 +202,8 @@ class JobQueue:
         )
 
     def gpu_shortage(self, needs: Needs) -> str:
-        """Message that says in one line why all workers together do not have the GPUs that a job needs; empty if they
-        do, or if there are no workers yet."""
+        """One line that says why all workers together have too few GPUs for a job; empty if they have enough, or if
+        there are no workers yet."""
         if not self.workers or not self.uses_gpus(needs):
             return ""
         if 0 < needs.gpus < needs.num_gpus:
@@ -225,7 +226,7 @@ class JobQueue:
         return [device for device in self.gpus[address].devices if device.uuid == uuid]
 
     def placement_text(self, id: str) -> str:
-        """The job's roles on hosts and GPUs, as text of several lines; empty if the job uses no GPU."""
+        """The job's roles on hosts and GPUs, as several lines of text; empty if the job uses no GPU."""
         if not self.visible_devices(id):
             return ""
         assignments: dict[str, Assignment] = {}
@@ -237,9 +238,13 @@ class JobQueue:
         return placement_text(hosts, assignments, [uuid for uuid, job in self._taken().items() if job != id])
 
     def claim_gpus(self, id: str, role: str, avoid: Sequence[str] = (), *, peek: bool = False) -> str:
-        """Give a running job a worker with GPUs for a role, to replace a lost worker or to add one. Returns the
-        worker's address; empty if no worker fits. avoid: workers that may not be chosen. peek: only find the worker, do
-        not claim it."""
+        """Give a running job a worker with GPUs for a role, in place of a lost worker or in addition. Returns the
+        worker's address; empty if none fits.
+
+        Args:
+            avoid: Workers that may not be chosen.
+            peek: Only find the worker, without claiming it.
+        """
         entry = self.entries.get(id)
         if entry is None or not entry.num_workers:
             return ""
@@ -251,7 +256,7 @@ class JobQueue:
         if replaced := [*lost, *(pair for pair in avoided if pair[0] == role)]:
             previous[role] = replaced[0][1]
         hosts = hosts_of(self.gpus, self._known_kinds(), [a for a in self.free if a not in avoid])
-        placed = place(hosts, [entry.needs.heavy_role(role, role)], taken=self._taken(), previous=previous)
+        placed = place(hosts, [entry.needs.heavy_role(role, role)], used_gpus=self._taken(), previous=previous)
         if isinstance(placed, Shortage):
             return ""
         assignment = placed.assignments[role]
@@ -291,7 +296,7 @@ class JobQueue:
     ) -> Placement | Shortage:
         hosts = hosts_of(self.gpus, self._known_kinds(), workers)
         share = sum(len(host.devices) for host in hosts) == 1
-        return place(hosts, needs.heavy_roles, taken=taken, previous=self._assignments_of(id), share=share)
+        return place(hosts, needs.heavy_roles, used_gpus=taken, previous=self._assignments_of(id), share=share)
 
     def _select(
         self, needs: Needs, free: Sequence[str], driver_worker: str = "", engine_workers: Sequence[str] = (), *,
@@ -303,7 +308,7 @@ class JobQueue:
         kinds = self._known_kinds()
         free = sorted(free, key=lambda address: address in self.gpus)  # light roles keep away from GPUs
         if not self.uses_gpus(needs):
-            gang = choose(needs, kinds, free, driver_worker, engine_workers, surplus=surplus)
+            gang = choose_workers(needs, kinds, free, driver_worker, engine_workers, surplus=surplus)
             return None if gang is None else (gang, {})
         candidates = [address for address in (*engine_workers, *free) if address != driver_worker]
         taken = self._taken([*free, *engine_workers]) if taken is None else taken
@@ -311,7 +316,9 @@ class JobQueue:
         if isinstance(placed, Shortage):
             return None
         heavy = {assignment.process: assignment.devices for assignment in placed.assignments.values()}
-        light = choose(needs.light, kinds, [a for a in free if a not in heavy], driver_worker, surplus=surplus)
+        light = choose_workers(
+            needs.light_needs, kinds, [a for a in free if a not in heavy], driver_worker, surplus=surplus
+        )
         if light is None:
             return None
         roles = {assignment.process: (name.partition("-")[0],) for name, assignment in placed.assignments.items()}
@@ -342,21 +349,21 @@ class JobQueue:
         return id in self.entries and not self.entries[id].num_workers
 
     def leave(self, id: str) -> None:
-        """Remove a job and release its workers. No actors of it may be left on them."""
+        """Remove a job and release its workers. It must have no actors left on them."""
         self.entries.pop(id, None)
         self._lost_assignments.pop(id, None)
         self._release(id)
 
     def restart_gpus(self, id: str, addresses: Sequence[str]) -> None:
-        """Have the workers of a job that used GPUs restarted: a process does not free all memory of a GPU, and cannot
-        change its visible GPUs. addresses: workers that can be restarted."""
+        """Restart the workers of a job that used GPUs, because a process does not free all GPU memory and cannot change
+        its visible GPUs. addresses: workers that can be restarted."""
         for address in addresses:
             if (claim := self.claims.get(address)) is not None and claim.job == id and claim.devices:
                 self._restart_claimed(address)
 
     def requeue(self, id: str, now: float) -> None:
-        """Put a job back to waiting, at its position, and release its workers. No actors of it may be left on them,
-        except engines from a reservation; their workers are restarted."""
+        """Put a job back to waiting, at its position, and release its workers. It must have no actors left on them,
+        except engines of a reservation, whose workers are restarted."""
         entry = self.entries[id]
         for address in self._engine_workers & set(self.workers_of(id)):
             self._restart_claimed(address)
@@ -365,7 +372,7 @@ class JobQueue:
         self._release(id)
 
     def requeue_after_driver_loss(self, id: str, now: float) -> list[str]:
-        """Put a job whose driver was lost back to waiting. Returns the workers that it had; each must be restarted or
+        """Put a job whose driver was lost back to waiting. Returns its former workers; each must be restarted or
         reserved (`reserve_or_restart`)."""
         workers_left = list(self.workers_of(id))
         for address in workers_left:
@@ -440,8 +447,8 @@ class JobQueue:
             self._cancel_reservation(address)
 
     def replace_lost_workers(self, id: str, now: float, driver_worker: str = "") -> bool:
-        """Replace the lost workers of an admitted job by free ones; return whether it has all its workers then. After
-        RESTART_LIMIT_S with some missing it is put back to waiting, without workers."""
+        """Replace the lost workers of an admitted job by free ones. Returns whether it now has all its workers. If some
+        are still missing after RESTART_LIMIT_S, the job goes back to waiting, without workers."""
         entry, claimed = self.entries[id], self.workers_of(id)
         if len(claimed) >= entry.num_workers > 0:
             return True
@@ -482,7 +489,7 @@ class JobQueue:
         return True
 
     def return_worker(self, id: str, address: str) -> bool:
-        """Release a worker that a running job does not need. No actors of the job may be left on it. Returns False, and
+        """Release a worker that a running job does not need. The job must have no actors left on it. Returns False, and
         changes nothing, if the job needs the worker."""
         if address not in self._surplus(id):
             return False
@@ -545,5 +552,5 @@ class JobQueue:
 
 
 def driver_address(gang: Gang) -> str:
-    """Address of the worker that a job's driver runs on; empty if it runs on none."""
+    """Address of the worker that runs a job's driver; empty if no worker does."""
     return next((address for address, roles in gang.items() if DRIVER in roles), "")

@@ -1,4 +1,4 @@
-"""The registry on a Dask scheduler: its jobs, and which worker belongs to which job.
+"""The job registry on a Dask scheduler: its jobs, and which worker belongs to which job.
 
 pipeline/cluster/job_queue.py says who gets workers; this module tells it what happens on the cluster and acts on what
 it says. The driver of a submitted job is a Dask task that is restricted to a worker that does not exist until the job
@@ -31,14 +31,14 @@ from staleflow.pipeline.placement.devices import Device
 
 logger = logging.getLogger(__name__)
 
-KEY = "staleflow-job-"
+TASK_KEY_PREFIX = "staleflow-job-"
 """Prefix of the keys of the tasks that drive jobs."""
 OPERATION = "staleflow"
 """Name of the scheduler's remote procedure that calls the registry."""
 JOBS_KEPT = 200
 """Number of jobs above which the oldest ended ones are dropped."""
 ENDED = ("done", "stopped", "failed")
-NOWHERE = "tcp://0.0.0.0:1"
+NO_WORKER = "tcp://0.0.0.0:1"
 """The address that the driver of a waiting job is restricted to: no worker has it."""
 FIRE_AND_FORGET = "fire-and-forget"
 """The client in whose name Dask keeps tasks that no client waits for."""
@@ -81,7 +81,8 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             self._watching.cancel()
 
     def dispatch(self, verb: str, **arguments: Any) -> Any:
-        """Dispatch a client's call. Raises ValueError for an unknown verb, which only a newer client sends."""
+        """Dispatch a client's call to a method. Raises ValueError for an unknown verb, which only a newer client
+        sends."""
         verbs: dict[str, Callable[..., Any]] = {
             "submit": self.submit, "check_arrival": self.check_arrival, "queue": self.queue, "begin": self.begin,
             "check_admission": self.check_admission, "end": self.end,
@@ -135,15 +136,15 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         self.report_gpus(address, [])
 
     def report_gpus(self, address: str, devices: Sequence[Mapping[str, Any]]) -> None:
-        """A worker's GPUs: arguments of `Device`."""
+        """Store the GPUs that a worker reports, as arguments of `Device`."""
         if (worker := self._scheduler.workers.get(address)) is not None:
             gpus = WorkerGpus(host=worker.host, devices=tuple(Device(**device) for device in devices))
             self.job_queue.set_gpus(address, gpus)
             self._serve()
 
     def gpu_shortage(self, needs: Mapping[str, Any]) -> tuple[str, list[int]] | None:
-        """Why all workers together do not have the GPUs that a job needs, empty if they do, and the bytes of each GPU;
-        None if some have not reported yet. needs: arguments of `Needs`."""
+        """Return (why all workers together have too few GPUs for a job, empty if they have enough; memory of each GPU
+        in bytes), or None if some workers have not reported yet. needs: arguments of `Needs`."""
         if self.job_queue.awaits_reports(time.monotonic()):
             return None
         sizes = [device.memory_bytes for device in self.job_queue.devices()]
@@ -154,11 +155,11 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         return dict(self.job_queue.visible_devices(id))
 
     def placement_text(self, id: str) -> str:
-        """The job's roles on hosts and GPUs, as text of several lines; empty if the job uses no GPU."""
+        """The job's roles on hosts and GPUs, as several lines of text; empty if the job uses no GPU."""
         return self.job_queue.placement_text(id)
 
     def claim_gpus(self, id: str, role: str, avoid: Sequence[str], peek: bool = False) -> str:
-        """Give a running job a worker and its GPUs; returns its address, empty if there is none."""
+        """Give a running job a worker with its GPUs. Returns the worker's address; empty if there is none."""
         return self.job_queue.claim_gpus(id, role, avoid, peek=peek)
 
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
@@ -167,11 +168,12 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             if (
                 job.driver_worker == worker and not job.client and job.state not in ENDED
             ):  # its driver had not begun: nothing is left on its workers
-                self._wait_again(job)
+                self._requeue(job)
         self._serve()
 
     def remove_client(self, scheduler: Any, client: str) -> None:
-        """The driver of a job is gone, unless the job has ended: restart the workers it had not released."""
+        """Handle the disconnection of a driver. Unless its job has ended, the workers that it had not released are
+        restarted."""
         for job in [job for job in self.jobs.values() if job.client == client and client]:
             job.client = ""
             if job.id not in self.job_queue.entries:
@@ -187,7 +189,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             elif self._task(job) is None:
                 self._end(job, "failed", GONE)
             else:
-                self._wait_again(job)
+                self._requeue(job)
                 engine_workers = [address for address in workers_left if gang[address] == (ROLLOUT,)]
             self._begin(
                 worker_restarts.restart(
@@ -199,14 +201,14 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     async def _watch_drivers(self) -> None:
         """Have the nannies of drivers that were stopped end their processes, for ever; they start again elsewhere."""
-        awake_since = looked_at = time.time()
+        awake_since = checked = time.time()
         ended: set[str] = set()
         while True:
             await asyncio.sleep(LEASE_LOOK_S)
             now = time.time()
-            if now - looked_at > 2 * LEASE_LOOK_S:  # this process itself stood still, and heard nobody
+            if now - checked > 2 * LEASE_LOOK_S:  # this process itself stood still, and heard nobody
                 awake_since = now
-            looked_at = now
+            checked = now
             for job in self.silent_drivers(now, awake_since):
                 if job.client not in ended:
                     ended.add(job.client)
@@ -216,8 +218,8 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
                     self._begin(worker_restarts.restart(self._scheduler, [job.driver_worker]))
 
     def silent_drivers(self, now: float, awake_since: float) -> list[Job]:
-        """Submitted jobs whose driver counts as lost, where a nanny can end it: else it might go on beside the next.
-        awake_since: from when on drivers would have been heard."""
+        """Submitted jobs whose driver counts as lost and can be ended by a nanny, because it might otherwise run beside
+        its successor. awake_since: time since which reports of drivers could be received."""
         clients, workers = self._scheduler.clients, self._scheduler.workers
         return [
             job
@@ -258,10 +260,18 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         needs: Mapping[str, Any] | None = None,
         wait_s: float = 0.0,
     ) -> Plain:
-        """Add a job. Idempotent; replaces an ended job with the same id. by: Dask's id of the client that asks: should
-        it end before the job has a task or a place in the queue, so does the job. needs: arguments of `Needs`, of a job
-        that a task will drive; it waits for workers once that has arrived. wait_s: seconds it may wait; 0: no limit.
-        Returns another job that has this run folder and has not ended, if there is one: then nothing is added."""
+        """Add a job. Idempotent; replaces an ended job with the same id.
+
+        Args:
+            by: Dask's id of the submitting client. If it disconnects before the job has a task or is in the queue, the
+                job ends.
+            needs: Arguments of `Needs`, for a job that a task will drive; it waits for workers once that task has
+                arrived.
+            wait_s: Maximum seconds to wait; 0: no limit.
+
+        Returns:
+            Another job that has this run folder and has not ended, if there is one; then nothing is added.
+        """
         for other in self.jobs.values():
             if other.id != id and other.run_dir == run_dir and other.state not in ENDED:
                 return other.plain()
@@ -277,7 +287,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         return {}
 
     def check_arrival(self, id: str) -> Plain:
-        """A submitted job, and whether its task is there, with which it is in the queue."""
+        """Return a submitted job, and whether its task has arrived, with which it enters the queue."""
         job = self.jobs[id]
         self._enter(job)
         return job.plain() | {"arrived": job.state in ENDED or id in self.job_queue.entries}
@@ -287,23 +297,27 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         now on it needs nobody: the task is kept although its submitter may end."""
         if job.needs is None or job.state in ENDED or job.id in self.job_queue.entries or self._task(job) is None:
             return
-        self._scheduler.client_desires_keys(keys=[KEY + job.id], client=FIRE_AND_FORGET)
+        self._scheduler.client_desires_keys(keys=[TASK_KEY_PREFIX + job.id], client=FIRE_AND_FORGET)
         job.client = ""
         self.job_queue.enter(job.id, job.run_dir, job.needs, job.wait_s, time.monotonic())
         self._serve()
 
     def queue(self, id: str, needs: Mapping[str, Any], wait_s: float, driver: str) -> None:
-        """Let a run that has its driver wait for workers of this cluster, behind those that wait already. Idempotent.
-        needs: arguments of `Needs`. wait_s: seconds it may wait; 0: no limit. driver: Dask's id of the client that
-        drives it."""
+        """Let a run whose driver runs elsewhere wait for workers of this cluster, at the end of the queue. Idempotent.
+
+        Args:
+            needs: Arguments of `Needs`.
+            wait_s: Maximum seconds to wait; 0: no limit.
+            driver: Dask's id of the client that drives the run.
+        """
         job = self.jobs[id]
         job.client = driver
         self.job_queue.enter(id, job.run_dir, Needs(**needs), wait_s, time.monotonic())
         self._serve()
 
     def begin(self, id: str, address: str, driver: str) -> bool:
-        """Whether a job's driver may run on this worker. If not, it goes to the right one, or waits, when it is
-        rescheduled. driver: Dask's id of its client."""
+        """Whether a job's driver may run on this worker. If not, rescheduling it moves it to the right one or makes it
+        wait. driver: Dask's id of its client."""
         job = self.jobs[id]
         if job.driver_worker == address:
             job.client = driver
@@ -312,22 +326,22 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         return False
 
     def check_admission(self, id: str) -> Plain:
-        """The state of a job, and whether it has all its workers. If its driver runs on one of them (place), it may
-        have lost that one, too, and must be rescheduled."""
+        """Return the state of a job, and whether it has all its workers. place: address of the worker that runs the
+        driver; if the job has lost that one, the driver must be rescheduled."""
         job = self.jobs[id]
         self._serve()
         is_complete = id in self.job_queue.entries and self.job_queue.replace_lost_workers(
             id, time.monotonic(), job.driver_worker
         )
         if job.driver_worker and self.job_queue.waits(id):  # it has waited too long for what it lost
-            self._wait_again(job)
+            self._requeue(job)
         if not is_complete and id in self.job_queue.entries:
             job.state, job.why, job.reported_at = "waiting", self.job_queue.entries[id].why, time.time()
         return job.plain() | {"admitted": is_complete, "driver_worker": job.driver_worker}
 
     def end(self, id: str) -> None:
-        """Release the workers of a job that has ended. It must have left no actors on them. Ignores a job that this
-        registry never had: its scheduler was started anew since, and its driver has found the new one."""
+        """Release the workers of an ended job, which must have no actors left on them. Ignores unknown jobs: the
+        scheduler may have been restarted since."""
         if id in self.job_queue.entries:
             nannies = [address for address, worker in self._scheduler.workers.items() if worker.nanny]
             self.job_queue.restart_gpus(id, nannies)
@@ -358,22 +372,22 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         waiting = [e.id for e in self.job_queue.entries.values() if not e.num_workers]
         self._keep_waiting(waiting)
         if self._timer is None and waiting:
-            self._timer = asyncio.get_running_loop().call_later(SERVE_S, self._serve_again)
+            self._timer = asyncio.get_running_loop().call_later(SERVE_S, self._on_timer)
 
     def _keep_waiting(self, ids: Iterable[str]) -> None:
         """Have Dask count the wait of these jobs' tasks from now on: where distributed.scheduler.no-workers-timeout is
         set, it fails tasks that have waited longer for a worker that may run them."""
         for id in ids:
-            unrunnable, task = self._scheduler.unrunnable, self._scheduler.tasks.get(KEY + id)
+            unrunnable, task = self._scheduler.unrunnable, self._scheduler.tasks.get(TASK_KEY_PREFIX + id)
             if task in unrunnable:  # in the order of their times
                 del unrunnable[task]
                 unrunnable[task] = time.monotonic()
 
-    def _serve_again(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
         self._serve()
 
-    def _wait_again(self, job: Job) -> None:
+    def _requeue(self, job: Job) -> None:
         """Let a job wait with nothing held; its driver, if it is a task, starts when the job is admitted."""
         job.driver_worker, job.state, job.client = "", "waiting", ""
         if self.job_queue.entries[job.id].num_workers:
@@ -388,32 +402,34 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         self.job_queue.leave(job.id)
         if self._task(job) is not None:
             self._scheduler.client_releases_keys(
-                keys=[KEY + job.id], client=FIRE_AND_FORGET, stimulus_id="staleflow-ended"
+                keys=[TASK_KEY_PREFIX + job.id], client=FIRE_AND_FORGET, stimulus_id="staleflow-ended"
             )
 
-    def _task_came(self, id: str) -> None:
+    def _on_task_arrived(self, id: str) -> None:
         if id in self.jobs:
             self._enter(self.jobs[id])
 
     def _task(self, job: Job) -> Any:
         """The Dask task that drives a job; None if there is none."""
-        return self._scheduler.tasks.get(KEY + job.id)
+        return self._scheduler.tasks.get(TASK_KEY_PREFIX + job.id)
 
     def _restrict(self, job: Job) -> None:
         """Restrict a job's driver to its worker, or to none, and let it start there if it waits in Dask."""
         task = self._task(job)
         if task is not None:
-            task.worker_restrictions = {job.driver_worker or NOWHERE}
+            task.worker_restrictions = {job.driver_worker or NO_WORKER}
             if job.driver_worker and task.state == "no-worker":
                 self._scheduler.transitions({task.key: "processing"}, stimulus_id="staleflow-admitted")
 
     def transition(self, key: Any, start: str, finish: str, *_: Any, **__: Any) -> None:
-        """A submitted job waits for workers once its task is there. Mark it as failed if its task failed in Dask: its
-        workers died too often, or it could not be loaded."""
-        if finish == "no-worker" and isinstance(key, str) and key.startswith(KEY):
-            asyncio.get_running_loop().call_soon(self._task_came, key.removeprefix(KEY))  # none within another
-        if finish == "erred" and isinstance(key, str) and key.startswith(KEY):
-            job, task = self.jobs.get(key.removeprefix(KEY)), self._scheduler.tasks.get(key)
+        """Handle Dask's transition of a driver's task. On arrival its job waits for workers. If the task fails in Dask,
+        because its workers died too often or it could not be loaded, the job has failed."""
+        if finish == "no-worker" and isinstance(key, str) and key.startswith(TASK_KEY_PREFIX):
+            asyncio.get_running_loop().call_soon(
+                self._on_task_arrived, key.removeprefix(TASK_KEY_PREFIX)
+            )  # none within another
+        if finish == "erred" and isinstance(key, str) and key.startswith(TASK_KEY_PREFIX):
+            job, task = self.jobs.get(key.removeprefix(TASK_KEY_PREFIX)), self._scheduler.tasks.get(key)
             if job is not None and job.state not in ENDED:
                 job.state, job.why = "failed", str(getattr(task, "exception_text", "")) or "its task failed"
                 job.reported_at = time.time()
@@ -432,13 +448,13 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         steps: Sequence[Mapping[str, float]],
         lines: Sequence[str],
     ) -> str:
-        """Store a driver's report: new steps and log lines. Returns why the job must stop; empty if it need not."""
+        """Store a driver's new steps and log lines. Returns why the job must stop; empty if it need not."""
         job = self.jobs.get(id)
         if job is None:  # dropped, or the scheduler was restarted: nobody asks for it here
             return ""
         for step in steps:
             job.history[int(step["step"])] = dict(step)
-        if steps and (task := self._scheduler.tasks.get(KEY + id)) is not None:
+        if steps and (task := self._scheduler.tasks.get(TASK_KEY_PREFIX + id)) is not None:
             task.suspicious = 0  # Dask's count of worker deaths starts again after progress
         job.state, job.why, job.reported_at = state, why, time.time()
         if status:
@@ -448,7 +464,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         return job.stop
 
     def ask_to_stop(self, id: str, why: str) -> str:
-        """Ask a job to stop at its next step; returns its present state. One that waits ends at once."""
+        """Request that a job stops after its current step. A waiting job ends at once. Returns the job's state."""
         job = self.jobs[id]
         state, job.stop = job.state, job.stop or why
         # Else it is a run on its own local cluster.
@@ -460,7 +476,8 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         return state
 
     def ask_to_retire(self, id: str, worker: str) -> str:
-        """Ask a running job to retire one of its workers. Returns the job's state; nothing is asked in other states."""
+        """Request that a running job retires one of its workers. Returns the job's state; in other states nothing is
+        requested."""
         job = self.jobs[id]
         if job.state == "running":
             job.retirements.append(worker)
@@ -475,7 +492,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         return addresses
 
     def surplus_to_return(self, id: str) -> list[str]:
-        """Workers that a job does not need and should return, so that another job can start."""
+        """Workers that a job does not need and should return so that another job can start."""
         return self.job_queue.surplus_to_return.get(id, [])
 
     def return_worker(self, id: str, address: str) -> bool:
@@ -488,14 +505,14 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         return [job.plain() for job in self.jobs.values()]
 
     def lines(self, id: str, after: int) -> tuple[int, list[str]]:
-        """The number of the next log line, and the lines from number `after` on that are still kept."""
+        """Return the number of the next log line, and the kept lines from number `after` on."""
         job = self.jobs[id]
         missing = max(0, min(job.num_lines - after, len(job.lines)))
         return job.num_lines, list(job.lines)[len(job.lines) - missing :]
 
 
 async def report_gpus(dask_worker: Any) -> None:
-    """Tell the registry the GPUs of the worker that this is executed on."""
+    """Report the GPUs of the worker that runs this function to the registry."""
     devices = [asdict(device) for device in read_devices()]
     await getattr(dask_worker.scheduler, OPERATION)(verb="report_gpus", address=dask_worker.address, devices=devices)
 

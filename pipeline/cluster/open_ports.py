@@ -1,4 +1,5 @@
-"""Dask ports of this machine that other hosts can reach without TLS: whoever connects to one may run code here."""
+"""Finds Dask ports of this machine that other hosts can reach without TLS. Anyone who connects to one can run code
+here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Dask scheduler plugin that adds the registry, and the dashboard page that shows it."""
+"""The Dask scheduler plugin that adds the job registry and its dashboard page."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class BoardPlugin(JobRegistry):
 
 
 async def ensure(client: Any) -> None:
-    """Register the registry on an asynchronous client's scheduler unless it is there already. Raises ConfigError if the
-    scheduler cannot load this package."""
+    """Register the job registry on the scheduler of an asynchronous client, unless it is registered. Raises ConfigError
+    if the scheduler cannot import this package."""
     try:
         await client.register_plugin(BoardPlugin())
     except (ImportError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""Finds out what listens at an address where no Dask scheduler answered, so that an error can name the mistake."""
+"""Finds out what listens at an address where no Dask scheduler has answered, for a precise error message."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ANSWER_S = 1.0
 
 
 async def resolve(host: str, within_s: float = RESOLVE_S) -> str:
-    """Return why a host name cannot be resolved; empty if it can. Resolves in a thread that is not joined, since a name
-    server that does not answer takes minutes."""
+    """Return why a host name cannot be resolved; empty if it can. Runs in a thread that is not joined, because an
+    unreachable name server takes minutes."""
     loop = asyncio.get_running_loop()
     resolved: asyncio.Future[str] = loop.create_future()
 
@@ -65,8 +65,8 @@ class PortState:
 
 
 async def probe_port(host: str, port: int, *, tls: bool) -> PortState:
-    """Find out what listens at a port, in three seconds at most. tls: whether the client uses TLS. A scheduler receives
-    only a greeting, since it may just be busy."""
+    """Find out what listens at a port, within three seconds. Only a greeting is sent, since it may be a busy scheduler.
+    tls: whether the client uses TLS."""
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         greeting, answer = await _read_greeting(host, port)

@@ -1,4 +1,4 @@
-"""Run pages reached from the dashboard: one `staleflow view` for each run that somebody has asked for.
+"""Run pages linked from the dashboard: a `staleflow view` process for each requested run.
 
 They listen on the scheduler's machine only, as `staleflow view` does unless told otherwise, so the link works for a
 browser that reaches the dashboard there, or through a forwarded port; others are told the command. A page ends with the
@@ -35,7 +35,7 @@ class RunPages(SchedulerPlugin):  # type: ignore[misc]  # untyped
         self._lock = asyncio.Lock()
 
     async def port(self, run_dir: Path) -> int:
-        """The port of a run's page, which is started unless it is there. Raises OSError if it does not start."""
+        """The port of a run's page, which is started if it is not running. Raises OSError if it does not start."""
         async with self._lock:
             process, port = self._pages.get(run_dir, (None, 0))
             if process is None or process.returncode is not None:
@@ -56,7 +56,7 @@ class RunPages(SchedulerPlugin):  # type: ignore[misc]  # untyped
             return port
 
     async def close(self) -> None:
-        """End all pages, as the scheduler ends."""
+        """Stop all pages, at the end of the scheduler."""
         for process, _ in self._pages.values():
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
@@ -64,7 +64,7 @@ class RunPages(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
 
 class RunPage(web.RequestHandler):
-    """Leads to the page of a job's run, or says how to see it."""
+    """Request handler that redirects to the page of a job's run, or explains how to open it."""
 
     def initialize(self, registry: JobRegistry, pages: RunPages) -> None:
         self._registry = registry
@@ -94,7 +94,7 @@ class RunPage(web.RequestHandler):
 
 
 def is_local(name: str) -> bool:
-    """Whether a browser that calls a server by this name is on the server's machine.
+    """Whether a browser that uses this host name for a server runs on the server's machine.
 
     >>> [is_local(name) for name in ("localhost", "127.0.0.1", "[::1]", "10.0.0.7", "scheduler")]
     [True, True, True, False, False]

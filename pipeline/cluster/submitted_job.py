@@ -1,4 +1,4 @@
-"""A job that was submitted to a cluster, as its registry holds it and clients see it."""
+"""A submitted job, as the registry stores it and clients see it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A Dask scheduler and workers on this machine that accept only TLS connections with certificates of one folder."""
+"""Runs a Dask scheduler and workers on this machine that accept only TLS connections, with the certificates of one
+folder."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class TlsCluster:
     processes: Mapping[str, subprocess.Popen[bytes]]
 
     def wait(self) -> None:
-        """Wait until the scheduler or a worker's nanny ends. Raises ActorLost then."""
+        """Wait until the scheduler or a worker's nanny ends, then raise ActorLost."""
         while True:
             self._check()
             time.sleep(POLL_S)
@@ -79,7 +80,7 @@ class TlsCluster:
 
 
 def log_file(folder: Path, name: str) -> Path:
-    """Where the output of one of a cluster's processes goes."""
+    """Path of the output of one of a cluster's processes."""
     return folder / f"{name.replace(' ', '-')}.log"
 
 
@@ -87,7 +88,7 @@ def log_file(folder: Path, name: str) -> Path:
 def tls_cluster(
     folder: Path, *, host: str, port: int, num_workers: int, announce: Callable[[str], None] = lambda line: None
 ) -> Iterator[TlsCluster]:
-    """Run a scheduler and workers for the duration of a block.
+    """Context manager: runs a scheduler and workers.
 
     Args:
         folder: certificates and Dask configuration; created if it does not exist.

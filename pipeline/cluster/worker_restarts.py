@@ -1,4 +1,4 @@
-"""Restarting the workers of a job whose driver is gone, from the scheduler's event loop."""
+"""Restarts the workers of a job whose driver is lost, from the scheduler's event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ END_S = 2.0
 
 
 async def has_engine(scheduler: Any, address: str) -> bool:
-    """Whether a worker holds an engine that no actor has, and answers."""
+    """Whether a worker answers and has an engine without an actor."""
     with contextlib.suppress(Exception):
         async with asyncio.timeout(END_S):
             answer = await scheduler.rpc(address).run(function=pickle.dumps(require_orphan))
@@ -26,7 +26,7 @@ async def has_engine(scheduler: Any, address: str) -> bool:
 
 
 async def restart(scheduler: Any, addresses: Sequence[str]) -> None:
-    """Restart workers. Returns once they have left, or do not answer."""
+    """Restart workers. Returns when they have left, or do not answer."""
     if not addresses:
         return
     # Those with a nanny end at once: closed in order, they would go on with what is under way for four seconds.

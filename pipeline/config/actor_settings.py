@@ -1,4 +1,4 @@
-"""The settings that a job's actors start with, built from its job file."""
+"""Settings of a job's actors, built from its job file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from staleflow.pipeline.config import knob_tree
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT
-from staleflow.pipeline.config.factories import drafting, instance_cost, make_episodes
+from staleflow.pipeline.config.factories import draft_settings, instance_cost, make_episodes
 from staleflow.pipeline.config.model_files import vocabulary_of
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
@@ -53,8 +53,8 @@ def run_header(config: RunConfig) -> RunHeader:
 
 
 def source_settings(config: RunConfig, task: TaskConfig | None = None) -> SourceSettings:
-    """Settings of a source of prompts and of evaluation prompts. task: the source; by default the job's, of several
-    the first."""
+    """Settings of the source of prompts and evaluation prompts. task: the task source; by default the job's, or its
+    first if there are several."""
     from staleflow.tasks.settings.endpoint_settings import EndpointSettings
     from staleflow.tasks.sources.task_sources import SourceSettings
 
@@ -76,8 +76,8 @@ def source_settings(config: RunConfig, task: TaskConfig | None = None) -> Source
 
 
 def environment_settings(config: RunConfig, *, is_replacement: bool = False) -> EpisodeSettings | EmulatedHostSettings:
-    """Settings of environment hosts; emulated ones if the job has no texts. May import the user's source file. Raises
-    ConfigError. is_replacement: the host replaces a lost one."""
+    """Settings of environment hosts; emulated ones if the job has no texts. May import user code. Raises ConfigError.
+    is_replacement: whether the host replaces a lost one."""
     if not config.has_texts:
         from staleflow.tasks.episodes.emulated_host import EmulatedHostSettings
 
@@ -94,8 +94,8 @@ def environment_settings(config: RunConfig, *, is_replacement: bool = False) -> 
 
 
 def episode_settings(config: RunConfig) -> EpisodeSettings:
-    """Settings of environment hosts of a job with texts. Raises ConfigError if its source is no environment and it has
-    no tools, or has both."""
+    """Settings of environment hosts for a job with texts. Raises ConfigError unless the job has either an environment
+    or tools."""
     from staleflow.tasks.episodes.episode_host import EpisodeSettings
 
     if config.task.sources:
@@ -157,7 +157,7 @@ def _environments(config: RunConfig) -> dict[str, TaskConfig]:
 
 
 def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
-    """The sets of prompts that this job evaluates the model on."""
+    """The sets of prompts on which this job evaluates the model."""
     from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 
     source_numbers = {name or HELD_OUT: number for number, name in enumerate(config.task.named)}
@@ -183,7 +183,7 @@ def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
 def prompt_settings(
     config: RunConfig, context: int = 2**31, *, held_out: int, longest_prompt: int | None
 ) -> PromptSettings:
-    """Settings of the stream of prompts.
+    """Settings of the run's prompts.
 
     Args:
         context: Tokens the model can attend to. The default means no limit, for prompts read from a store.
@@ -227,15 +227,16 @@ def _with_tools(config: RunConfig, source: SourceSettings) -> SourceSettings:
 
 
 def max_prompt_tokens(config: RunConfig, context: int) -> int | None:
-    """Length in tokens above which this job replaces a prompt; None if it replaces none. context: tokens the model can
-    attend to."""
+    """Length in tokens above which this job replaces a prompt; None if it replaces none. context: the model's context
+    length in tokens."""
     if not config.has_texts or not any(task.skip_long for task in config.task.named.values()):
         return None
     return min(context, config.rollout.engine.kv_tokens) - config.rollout.max_new_tokens
 
 
 def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bool = False) -> ServerSettings:
-    """Settings of the trajectory server. context: tokens the model can attend to. resumed: append to the store."""
+    """Settings of the trajectory server. context: the model's context length in tokens. resumed: whether to continue an
+    existing store."""
     from staleflow.tasks.actors.server_settings import ServerSettings
 
     longest_prompt = max_prompt_tokens(config, context)
@@ -264,7 +265,7 @@ def drafts_from_responses(config: RunConfig) -> bool:
 
 
 def overlong_penalty(config: RunConfig) -> Overlong:
-    """This job's penalty on responses whose length is close to the limit."""
+    """The job's penalty on responses whose length is near the limit."""
     training = config.training
     return Overlong(
         tokens=training.overlong_tokens, penalty=training.overlong_penalty, max_length=config.rollout.max_new_tokens
@@ -347,7 +348,7 @@ def engine_settings(
         "adapters": config.served_versions,
         "turns": config.turns,
         "cost": instance_cost(config, index),
-        "drafting": drafting(config),
+        "drafting": draft_settings(config),
         "members": config.oversampled_group_size,
         "pull_s": config.simulation.pull_s,
         "switch_s": config.simulation.switch_s,
@@ -358,7 +359,8 @@ def engine_settings(
 
 
 def make_workload(config: RunConfig) -> Workload:
-    """The workload from which simulated and emulated instances take their responses: random, or recorded in a store."""
+    """The workload that determines the responses of simulated and emulated instances: random, or recorded in a
+    store."""
     if config.workload.kind == "recorded":
         return _recorded_workload(Path(config.workload.run))
     return RandomWorkload(
@@ -399,7 +401,7 @@ def _recorded_turns(
     group_member_of_row = {int(rows[g, m]): (int(g), int(m)) for g, m in np.argwhere(is_multi_turn)}
     positions = sorted(group_member_of_row)  # adjacent rows are read together
     turns_by_trajectory = {}
-    for position, row in zip(positions, store.picked(positions), strict=True):
+    for position, row in zip(positions, store.at_positions(positions), strict=True):
         turns: list[Turn] = []
         for span in row.trajectory.spans if isinstance(row, EndedTrajectory) else ():
             last = turns[-1] if turns else Turn(0)

@@ -1,4 +1,4 @@
-"""Rules of a job file that involve more than one key. What breaks one is a line that says what to change."""
+"""Checks of a job file that involve more than one key. An error is a line that says what to change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError, raised_as
-from staleflow.stores.s3_url import HOW, parsed
+from staleflow.stores.s3_url import HOW, split_url
 from staleflow.tasks.engines.adapters import LoraConfig
 from staleflow.tasks.settings.knobs import shown
 from staleflow.tasks.settings.task_config import TaskConfig
@@ -22,7 +22,7 @@ SHOWN_TEMPLATE = 200
 
 
 def check_across(config: RunConfig, where: str) -> None:
-    """Raise ConfigError for the first rule that is broken. where: the source, for messages."""
+    """Raise ConfigError for the first check that fails. where: name of the job file, for messages."""
     with raised_as(ConfigError, where, ConfigError):
         for line in _broken_rules(config):
             raise ConfigError(line)
@@ -52,7 +52,7 @@ def _broken_rules(config: RunConfig) -> Iterator[str]:
             yield f"cluster.kind = {kind!r} needs cluster.{key}"
     if config.store:
         try:
-            parsed(config.store_url)
+            split_url(config.store_url)
         except ConfigError:
             yield f"store = {config.store!r} is no place for a store; {HOW}"
     yield from _check_evaluation(config)

@@ -1,4 +1,4 @@
-"""A job's dry run: a few small steps of the same job, with responses drawn at random and nothing trained."""
+"""The settings of a job's dry run: a few small steps with random responses and without training."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ MAX_SCALE = 100.0
 
 
 def dry_run(config: RunConfig, runs_dir: Path) -> RunConfig:
-    """The dry run of a job, in another folder for runs: prompts, template, tokenizer, reward, strategies and store are
-    the job's; engine and trainer are emulated, on this machine. Raises ConfigError if the model is not found."""
+    """Build the dry run of a job, in another folder for runs. Prompts, template, tokenizer, reward, strategies and
+    store are the job's; engine and trainer are emulated, on this machine. Raises ConfigError if the model is not
+    found."""
     rollout, batch, max_new_tokens = config.rollout, config.batch, config.rollout.max_new_tokens
     folder = find_model(config.model.path) if config.model.path else None
     scale = min(max(max_new_tokens * TOKEN_S / RESPONSE_S, 1.0), MAX_SCALE)

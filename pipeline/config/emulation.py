@@ -1,4 +1,4 @@
-"""The [simulation] table of a job file: what stands for the processes of a run where none are started."""
+"""The [simulation] table of a job file: durations and faults of simulated and emulated processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from staleflow.tasks.settings.knobs import knob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
-    """Durations of everything but decoding, and injected faults, in `staleflow simulate`."""
+    """Durations of everything except decoding, and injected faults, in `staleflow simulate` and emulated runs."""
 
     train_s: float = knob(20.0, "seconds per training step", low=0, high=MAX_SECONDS)
     train_s_per_token: float = knob(

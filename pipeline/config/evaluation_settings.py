@@ -1,4 +1,5 @@
-"""The [evaluation] section of a job: when the model is evaluated, on which prompts, in which share of the fleet."""
+"""The [evaluation] section of a job: when the model is evaluated, on which prompts, with which share of the
+instances."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ HELD_OUT = "held-out"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
-    """Evaluations: before and after training, and beside it. They are sampled by the run's own instances."""
+    """Evaluations before, during and after training. They are sampled by the run's own instances."""
 
     every: int = knob(0, "training steps between evaluations; 0: only the first and the last version", low=0)
     max_slot_share: float = knob(
@@ -31,7 +32,7 @@ class EvaluationConfig:
     )
 
     def held_out(self, num_prompts: int) -> int:
-        """Prompts that are kept apart of a job's own source. num_prompts: task.eval_prompts."""
+        """Number of prompts held out of the job's own source. num_prompts: task.eval_prompts."""
         return max(
             [
                 num_prompts,
@@ -43,7 +44,7 @@ class EvaluationConfig:
 def held_out_set(
     num_prompts: int, source: str, options: dict[str, Any], name: str = HELD_OUT
 ) -> dict[str, EvaluationSetConfig]:
-    """The set of task.eval_prompts, by its name; empty if there are none."""
+    """The evaluation set of task.eval_prompts, by its name; empty if there are none."""
     if not num_prompts:
         return {}
     return {name: EvaluationSetConfig(source=source, options=options, prompts=num_prompts)}
@@ -51,13 +52,13 @@ def held_out_set(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSchedule:
-    """Which versions of a run are evaluated: the first, the last, and every so many between them. Pure."""
+    """The versions of a run that are evaluated: the first, the last, and every `every`-th between them. Pure."""
 
     every: int
     num_steps: int
 
     def is_due(self, version: int) -> bool:
-        """Whether a version is to be evaluated.
+        """Whether a version is evaluated.
 
         >>> [v for v in range(8) if EvaluationSchedule(every=3, num_steps=7).is_due(v)]
         [0, 3, 6, 7]
@@ -65,5 +66,5 @@ class EvaluationSchedule:
         return version in {0, self.num_steps} or (self.every > 0 and version % self.every == 0)
 
     def latest(self, version: int) -> int:
-        """The latest version up to this one that is to be evaluated."""
+        """The latest evaluated version up to this one."""
         return next(v for v in range(version, -1, -1) if self.is_due(v))

@@ -1,5 +1,5 @@
-"""The coordinator and strategies of a job file, as runs, simulations and replays build them; and what simulated and
-emulated runs share. Pure."""
+"""Creates the coordinator and strategies of a job, for runs, simulations and replays; and the cost models of simulated
+and emulated instances. Pure."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from staleflow.tasks.settings.seeds import Stream, generator
 
 
 def instance_cost(config: RunConfig, index: int) -> CostModel:
-    """The cost model of a simulated or emulated instance: slower by straggler_factor for the first straggler_share of
-    them."""
+    """The cost model of a simulated or emulated instance. The first straggler_share of all instances are slower by
+    straggler_factor."""
     simulation = config.simulation
     slow = index < simulation.straggler_share * config.rollout.instances
     return config.rollout.cost.times(simulation.straggler_factor if slow else 1.0)
 
 
-def drafting(config: RunConfig) -> DraftSettings:
-    """How simulated and emulated instances draft when they begin."""
+def draft_settings(config: RunConfig) -> DraftSettings:
+    """The draft settings with which simulated and emulated instances start."""
     speculation = config.rollout.engine.speculation
     return DraftSettings(
         length=speculation.first_length, max_running=speculation.max_running, acceptance=config.workload.acceptance_rate
     )
 
 
-def drafted_cost(config: RunConfig, running: int, kv_tokens: float) -> CostModel:
-    """The cost model of an instance that drafts as the job says while it runs so many."""
+def cost_with_drafts(config: RunConfig, running: int, kv_tokens: float) -> CostModel:
+    """The cost model of an instance with this number of requests that drafts as the job says."""
     speculation = config.rollout.engine.speculation
-    return while_drafting(config.rollout.cost, speculation, config.workload.acceptance_rate, running, kv_tokens)
+    return cost_while_drafting(config.rollout.cost, speculation, config.workload.acceptance_rate, running, kv_tokens)
 
 
-def while_drafting(
+def cost_while_drafting(
     cost: CostModel, speculation: Speculation, acceptance: float, running: int, kv_tokens: float
 ) -> CostModel:
-    """The cost model of an instance that runs so many: with drafts as long as is best for these where the coordinator
-    decides, and as `asked` where it does not."""
+    """The cost model of an instance with this number of requests, with the best draft length if the coordinator sets
+    it, and with the configured one otherwise."""
     if speculation.decided:
         length = cost.best_length(running, kv_tokens, speculation.num_speculative_tokens, acceptance)
     else:
@@ -67,8 +67,8 @@ def make_episodes(config: RunConfig, workload: Workload) -> EmulatedEpisodes:
 
 
 def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> StrategySet:
-    """The strategies this job names, with their knobs. costs: of decode steps, if not of the job's cost model alone.
-    Raises ConfigError."""
+    """Create the strategies that this job names. Raises ConfigError. costs: costs of decode steps; by default the job's
+    cost model."""
     rollout = config.rollout
     costs = costs or rollout.cost
     inputs = {"cost": costs, "eta": config.staleness.eta, "rng": generator(config.seed, Stream.ROUTING)}
@@ -108,14 +108,14 @@ def _mixture(config: RunConfig) -> Mixture | None:
 
 
 def ledger_eta(config: RunConfig) -> int:
-    """The bound that the ledger keeps: the job's, or, with a simulated rule that keeps none, the number of steps, by
-    which any version is soon enough."""
+    """The staleness bound that the ledger enforces: the job's; or the number of steps, which never binds, for a
+    simulated rule that guarantees no bound."""
     staleness = config.staleness
     return staleness.eta if staleness.admission.keeps_bound else config.steps
 
 
 def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coordinator:
-    """A new coordinator for this job. validate_each: check all invariants after every event."""
+    """Create the coordinator of this job. validate_each: whether to check all invariants after every event."""
     batch, cost = config.batch, config.rollout.cost
     speculation = config.rollout.engine.speculation
     drafts = DraftLengths(cost, speculation.num_speculative_tokens if speculation.decided else 0)
@@ -128,7 +128,7 @@ def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coord
         groups_started=config.oversampled_groups,
         members_started=config.oversampled_group_size,
         num_steps=config.steps,
-        waits=strategies.admission.late is LateWork.WAIT,
+        waits=strategies.admission.late_work is LateWork.WAIT,
         window=_window(strategies, batch.groups_per_step),
     )
     forecast = LengthForecast(config.rollout.max_new_tokens)

@@ -1,4 +1,4 @@
-"""Writes a user's first job (`staleflow init`): a commented job file, and a data set, a reward and a model by default.
+"""Writes a user's first job (`staleflow init`): a commented job file, with a default data set, reward and model.
 
 The defaults are made-up sums, a reward file, and a tiny model that is pretrained on the spot; each is left out if the
 user names their own. No file is overwritten, and if the job cannot be completed, no file is left behind.
@@ -58,7 +58,7 @@ MAX_TOKENS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitInputs:
-    """The user's data set, model and reward; an empty one is replaced by a default. options: of the data set."""
+    """The user's data set, model and reward; defaults replace empty ones. options: options of the data set."""
 
     data: str = ""
     model: str = ""
@@ -101,8 +101,7 @@ class DataFacts:
 
 
 def write_first_job(folder: Path, inputs: InitInputs, say: Callable[[str], None]) -> FirstJob:
-    """Write a job into a folder, which is created. say: receives lines on the progress of pretraining. Raises
-    ConfigError."""
+    """Create a folder and write a job into it. Raises ConfigError. say: receives progress lines of pretraining."""
     if inputs.data and not inputs.model:
         raise ConfigError(
             "the tiny model knows nothing but sums; bring a model for your data: --model FOLDER_OR_NAME, such as "

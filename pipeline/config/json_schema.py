@@ -1,5 +1,5 @@
-"""JSON Schema of job files, with which editors complete and check them. It covers single keys; rules that involve more
-than one key (pipeline/config/cross_checks.py) are not in it."""
+"""JSON Schema of job files, for completion and checks in editors. It covers single keys, not the rules that involve
+more than one key (pipeline/config/cross_checks.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ USER_CODE = r"^.+:[A-Za-z_]\w*$"
 
 
 def json_schema(cls: type[Any]) -> dict[str, Any]:
-    """The schema of a tree of knobs. Unknown keys are rejected, as when a job file is read."""
+    """The JSON Schema of a tree of knobs. Unknown keys are rejected, as when a job file is read."""
     return {"$schema": DRAFT, "title": "staleflow job", **_table(cls)}
 
 

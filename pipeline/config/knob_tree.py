@@ -1,4 +1,4 @@
-"""Explaining a tree of knobs, writing it as TOML, and overriding its values from the command line."""
+"""Explains a tree of knobs, writes it as TOML, and applies overrides from the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from staleflow.tasks.settings.registry import Choice, RegistryEntry, UserCode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explained:
+class ExplainedValue:
     """One line of `config explain`."""
 
     key: str
@@ -31,17 +31,17 @@ Value = tuple[str, Knob, Any, Any]
 """Name, knob, value and default of a value in a table."""
 
 
-def merged(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`tree` updated with the values of `over`, table by table."""
+def merge_trees(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `tree` updated with the values of `over`, table by table."""
     result = dict(tree)
     for key, value in over.items():
         below = result.get(key, {})
-        result[key] = merged(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
+        result[key] = merge_trees(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
     return result
 
 
-def explained(tree: Any) -> list[Explained]:
-    """Every value of the tree with its meaning and limits, in the order of `to_toml`."""
+def explain_values(tree: Any) -> list[ExplainedValue]:
+    """All values of the tree with their meaning and limits, in the order of `to_toml`."""
     return list(_explained(tree, ""))
 
 
@@ -50,14 +50,14 @@ def to_toml(tree: Any) -> str:
     return "\n".join(_tables(tree, "")).lstrip("\n")
 
 
-def _explained(node: Any, prefix: str, choice: Choice | None = None) -> Iterator[Explained]:
+def _explained(node: Any, prefix: str, choice: Choice | None = None) -> Iterator[ExplainedValue]:
     values, tables = _split(node, choice)
     for name, knob, value, default in values:
         if value and isinstance(value, Mapping) and all(map(dataclasses.is_dataclass, value.values())):
             for entry, below in value.items():
                 yield from _explained(below, f"{prefix}{name}.{entry}.")
         else:
-            yield Explained(key=f"{prefix}{name}", value=value, default=default, limits=knob.limits, doc=knob.doc)
+            yield ExplainedValue(key=f"{prefix}{name}", value=value, default=default, limits=knob.limits, doc=knob.doc)
     for name, (below, name_value) in tables.items():
         yield from _explained(below, f"{prefix}{name}.", name_value)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.config.cross_checks import check_across
-from staleflow.pipeline.config.knob_tree import apply_override, merged
+from staleflow.pipeline.config.knob_tree import apply_override, merge_trees
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.task_tables import with_named_tasks
 from staleflow.stores.errors import ConfigError
@@ -84,4 +84,4 @@ def _with_profile(tree: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     measured: dict[str, Any] = {"profile": "", "rollout": {"cost": cost}, "simulation": seconds}
     if acceptance is not None:
         measured["workload"] = {"acceptance_rate": acceptance}
-    return merged(tree, measured)
+    return merge_trees(tree, measured)

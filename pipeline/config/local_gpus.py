@@ -1,4 +1,4 @@
-"""The GPUs of this machine, by NVIDIA's management library; CUDA is not started, and torch is not loaded."""
+"""The GPUs of this machine, from NVIDIA's management library. Neither initializes CUDA nor imports torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _STARTED_WITH: dict[str, str | None] = {}
 
 
 def read_devices(nvml: Any = None) -> tuple[Device, ...]:
-    """The GPUs that this process may use by the CUDA_VISIBLE_DEVICES that it was started with, in its order; numbers in
-    it count in PCI order. A GPU in MIG mode stands for its slices. Empty without the driver or the package
-    nvidia-ml-py. nvml: in place of that package."""
+    """The GPUs that this process may use according to its initial CUDA_VISIBLE_DEVICES, in that order; numbers in it
+    count in PCI order. A GPU in MIG mode is replaced by its slices. Empty without the driver or the package
+    nvidia-ml-py. nvml: replaces that package."""
     if nvml is None:
         try:
             import pynvml
@@ -37,8 +37,8 @@ def read_devices(nvml: Any = None) -> tuple[Device, ...]:
 
 
 def use_devices(visible: str) -> None:
-    """Let this process, which has not started CUDA yet, use these GPUs alone. visible: for CUDA_VISIBLE_DEVICES; empty:
-    none. Raises RuntimeError if it is too late."""
+    """Restrict this process to these GPUs. Raises RuntimeError if CUDA is initialized already. visible: value of
+    CUDA_VISIBLE_DEVICES; empty: none."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized() and os.environ.get(VISIBLE) != visible:
         raise RuntimeError(f"this process uses GPUs already, so {VISIBLE}={visible} would have no effect; restart it")

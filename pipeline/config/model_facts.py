@@ -12,7 +12,7 @@ from staleflow.stores.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Facts about a run's model, and a random number of the run.
+    """Facts about a run's model, with a nonce of the run.
 
     context: tokens that the model can attend to. eos: ids of the tokens that end a response; none for an emulated
     engine. nonce: random text that distinguishes runs of the same name.

@@ -1,4 +1,4 @@
-"""The files of a job's model: found and checked without loading torch, in milliseconds."""
+"""Finds and checks the files of a job's model, in milliseconds and without importing torch."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ EXAMPLE_MODELS = {
     "runs/base/careless-player": "careless-player-model",
     "runs/base/smollm2-135m": "smollm2-model",
 }
-"""Models of the examples, by the target of the Makefile that makes each."""
+"""Models of the examples: the Makefile's target that creates the model, by its folder."""
 HUB_S = 5.0
 """Seconds the hub may take to answer whether it has a model."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-"""Files of which a tokenizer has at least one."""
+"""A tokenizer has at least one of these files."""
 SHARD_INDEX = "model.safetensors.index.json"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
-"""Ends of the names of the tensor with one row per token."""
+"""Name endings of the embedding tensor, which has one row per token."""
 MODEL_LISTS = ("auto_mappings.py", "configuration_auto.py")
-"""Files of transformers that list the kinds of models it knows."""
+"""Files of transformers that list the model types it knows."""
 ATTENTION_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """Name of the table of attention functions that a model's code in transformers uses if its attention can be
 replaced."""
 OWN_CACHE = ("minimax", "recurrent_gemma")
-"""Kinds of models that work only with a cache class of their own."""
+"""Model types that work only with a cache class of their own."""
 RECURRENT_ONLY = "cache_params: Cache"
 """Text in the code of models that have recurrent layers only."""
 INDEXED_ATTENTION = ("update_indexer(", "compressed_sparse_attention")
@@ -42,12 +42,12 @@ HEADER_LENGTH = struct.Struct("<Q")
 UNLIMITED = 2**31
 """Context length in tokens of a model whose configuration has none."""
 MAX_HEADER_BYTES = 100 * 2**20
-"""Most bytes of a safetensors header; more is refused when the file is loaded, too."""
+"""Maximum bytes of a safetensors header, as when the file is loaded."""
 
 
 def find_model(path: str, key: str = "model.path") -> Path | None:
-    """The folder that has a model's files; None if they must be fetched from the hub. key: in the job file, or the
-    option, for messages. Asks the hub only about a name that is not on this machine. Raises ConfigError."""
+    """The folder with a model's files; None if they must be downloaded from the hub. The hub is asked only about names
+    that are not on this machine. Raises ConfigError. key: key in the job file, or option, for messages."""
     if Path(path).is_dir():
         return Path(path)
     subject = f"{key} = {path!r}"
@@ -64,7 +64,7 @@ def find_model(path: str, key: str = "model.path") -> Path | None:
 
 
 def local_model(path: str) -> Path | None:
-    """The folder that has a model's files, if it is on this machine; asks nobody."""
+    """The folder with a model's files if it is on this machine. Uses no network."""
     if Path(path).is_dir():
         return Path(path)
     if not HUB_NAME.fullmatch(path):
@@ -76,7 +76,7 @@ def local_model(path: str) -> Path | None:
 
 
 def _neighbours(path: Path) -> str:
-    """The folders beside one that is not there, as the end of a message."""
+    """The end of a message about a missing folder: the existing folders beside it."""
     if str(path) in EXAMPLE_MODELS:
         return f"; `make {EXAMPLE_MODELS[str(path)]}` creates it"
     if not path.parent.is_dir() or path.parent == path:
@@ -104,7 +104,7 @@ def _ask_hub(name: str, subject: str) -> None:
 
 
 def read_architecture(folder: Path, subject: str) -> dict[str, Any]:
-    """A model's config.json. subject: names the model, for messages. Raises ConfigError."""
+    """Read a model's config.json. Raises ConfigError. subject: names the model in messages."""
     path = folder / "config.json"
     try:
         read = json.loads(path.read_text("utf-8"))
@@ -118,17 +118,17 @@ def read_architecture(folder: Path, subject: str) -> dict[str, Any]:
 
 
 def read_context(folder: Path, subject: str) -> int:
-    """Tokens a model can attend to, by its config.json; practically unlimited if that does not say. subject: names the
-    model, for messages. Raises ConfigError."""
+    """The context length of a model in tokens, from its config.json; practically unlimited if that states none. Raises
+    ConfigError. subject: names the model in messages."""
     return context_of(read_architecture(folder, subject))
 
 
 def context_of(architecture: Mapping[str, Any]) -> int:
-    """Tokens that a model can attend to, by its configuration.
+    """The context length of a model in tokens, from its configuration.
 
     A rotary embedding with short and long factors (longrope, as in Phi-3) rotates all positions differently once the
-    longest row of a pass exceeds the length that the short ones are for. Logprobs of a row would depend on the rows
-    that are computed with it, and sampled ones on the moment when the limit was crossed: the context ends there.
+    longest row of a pass exceeds the limit of the short factors. Logprobs of a row would then depend on the other rows
+    of the pass, so the context ends at this limit.
     """
     stated = architecture.get("max_position_embeddings")
     context = stated if isinstance(stated, int) and stated > 0 else UNLIMITED
@@ -140,7 +140,7 @@ def context_of(architecture: Mapping[str, Any]) -> int:
 
 
 def format_context(architecture: Mapping[str, Any]) -> str:
-    """The context of a model for messages, with the reason if it is less than the configuration states.
+    """Format a model's context length for messages, with the reason if it is less than the configuration states.
 
     >>> format_context({"max_position_embeddings": 4096})
     '4096 tokens'
@@ -161,7 +161,7 @@ def _rotary_settings(architecture: Mapping[str, Any]) -> Iterator[Mapping[str, A
 
 
 def vocabulary_of(path: str) -> int:
-    """Vocabulary size of a model on this machine; 0 if it is not known. Raises ConfigError."""
+    """Vocabulary size of a model on this machine; 0 if unknown. Raises ConfigError."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
         return 0
@@ -170,8 +170,8 @@ def vocabulary_of(path: str) -> int:
 
 
 def check_files(folder: Path, subject: str) -> None:
-    """Raise ConfigError if transformers does not know a model's kind, or if its weights or its tokenizer are missing or
-    incomplete. Reads headers only."""
+    """Raise ConfigError if transformers does not know a model's type, or its weights or tokenizer are missing or
+    incomplete. Reads only headers."""
     kind = read_architecture(folder, subject).get("model_type")
     if isinstance(kind, str) and not _is_known_kind(kind):
         raise ConfigError(
@@ -188,9 +188,9 @@ def check_files(folder: Path, subject: str) -> None:
 
 
 def check_attention(folder: Path, key: str) -> None:
-    """Raise ConfigError if the transformers engine cannot batch a model: its code in transformers, which is searched as
-    text, must compute attention by the interface there, over all that it has cached, or have none. key: the model's key
-    in the job file and its value, for messages."""
+    """Raise ConfigError if the transformers engine cannot batch a model. Its code in transformers, which is searched as
+    text, must compute attention through the attention interface over the whole cache, or have no attention. key: the
+    model's key in the job file and its value, for messages."""
     kind = read_architecture(folder, key).get("model_type")
     code = _code(kind) if isinstance(kind, str) else ""
     why = ""
@@ -208,7 +208,7 @@ def check_attention(folder: Path, key: str) -> None:
 
 
 def _code(kind: str) -> str:
-    """The code of this kind of model in transformers; empty if it is not where it was."""
+    """The code of this model type in transformers; empty if it is not found."""
     names = (kind.replace("-", "_"), *re.findall(rf'\("{re.escape(kind)}", "(\w+)"\)', _model_lists()))
     files = (_library() / "models" / name / f"modeling_{name}.py" for name in names)
     return next((path.read_text() for path in files if path.is_file()), "")

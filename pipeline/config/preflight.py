@@ -1,4 +1,4 @@
-"""Checks of everything a job names, before any process is placed: folders, devices, model, data, template and reward.
+"""Checks everything a job names before any process is started: folders, devices, model, data, template and reward.
 
 What can be seen in a file's first bytes is not left to the actors, who would find it after half a minute. torch is not
 loaded, unless a tokenizer without tokenizer.json needs it. A failure is a ConfigError of one line.
@@ -55,10 +55,11 @@ PACKAGES = {"vllm": "pip install 'staleflow[vllm]'"}
 
 
 def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
-    """Check what a job names; returns one line on each thing that could not be checked, or that may not be meant.
+    """Check everything a job names. Returns one line for each thing that could not be checked or may be a mistake.
 
     here: whether it runs on this machine. If not, folders and data that are not here may be on the cluster. Raises
-    ConfigError."""
+    ConfigError.
+    """
     check_names(config)
     if here:
         _check_runs_dir(Path(config.runs_dir))
@@ -106,7 +107,7 @@ def _try_source(config: RunConfig, folder: Path | None, unchecked: list[str]) ->
 
 
 def check_names(config: RunConfig) -> None:
-    """Raise ConfigError for texts that cannot become names of folders, or name a cluster that is not asked for."""
+    """Raise ConfigError for texts that cannot be folder names, or that name a cluster which is not used."""
     if not config.name.isprintable() or len(config.name.encode()) > MAX_NAME:
         raise ConfigError(
             f"name = {shown(config.name)} must be a plain folder name: printable, and at most {MAX_NAME} bytes"

@@ -1,4 +1,4 @@
-"""The roles of a job that are placed on hosts and GPUs."""
+"""The roles of a job, which are placed on hosts and GPUs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def tensor_parallel(config: RunConfig) -> int:
 
 
 def uses_gpus(config: RunConfig) -> bool:
-    """Whether a job uses GPUs where there are some. A job without a model (an emulated one) does only if it sets
+    """Whether a job uses GPUs if there are any. A job without a model (an emulated one) does so only if it sets
     cluster.gpus."""
     return config.model.device != "cpu" and (not config.emulated or config.cluster.gpus > 0)
 
 
 def run_roles(config: RunConfig, rank_bytes: int = 0, instance_bytes: int = 0) -> tuple[Role, ...]:
-    """The roles of a job, one for each of its actors. rank_bytes, instance_bytes: memory that a rank or an instance
-    needs on each of its GPUs, 0 if not known."""
+    """The roles of a job, one per actor. rank_bytes, instance_bytes: memory of a rank or instance on each of its GPUs;
+    0 if unknown."""
     ranks = (rank_name(number) for number in range(config.training.ranks))
     instances = (f"rollout-{number}" for number in range(config.rollout.instances))
     reward_kind = RoleKind.ENVIRONMENT if config.has_environment else RoleKind.LIGHT

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from staleflow.pipeline.config.emulation import SimulationConfig
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT, EvaluationConfig, held_out_set
-from staleflow.pipeline.config.knob_tree import Explained, explained
+from staleflow.pipeline.config.knob_tree import ExplainedValue, explain_values
 from staleflow.pipeline.config.task_tables import MixedTaskConfig, SampledTaskConfig, TaskTableConfig
 from staleflow.pipeline.strategies.admission import ADMISSION, Admission
 from staleflow.pipeline.strategies.filtering import FILTERING, STRAGGLERS, Filtering, StragglerRule
@@ -251,7 +251,7 @@ class RunConfig:
 
     @property
     def store_url(self) -> str:
-        """Where in a bucket the run's store is; empty if it is in the run's folder."""
+        """URL of the run's store in a bucket; empty if the store is in the run's folder."""
         return f"{self.store.rstrip('/')}/{self.name}" if self.store else ""
 
     @property
@@ -266,18 +266,19 @@ class RunConfig:
 
     @property
     def emulated(self) -> bool:
-        """Whether responses are drawn at random and only their time passes; no model is involved."""
+        """Whether responses are random and take emulated time; no model is involved."""
         return self.rollout.engine.emulated
 
     @property
     def has_texts(self) -> bool:
-        """Whether prompts and responses are real texts, from task.source, tokenized and scored; otherwise an emulated
-        run draws only their lengths."""
+        """Whether prompts and responses are real texts from task.source, tokenized and scored; otherwise only their
+        lengths are drawn."""
         return not self.emulated or self.workload.prompts == "task"
 
     @property
     def by_source(self) -> dict[str, RunConfig]:
-        """The job for each of its task sources alone, by the source's name; of one source itself, under no name."""
+        """A copy of the job for each of its task sources alone, by the source's name; with a single source the job
+        itself, under the empty name."""
         if not self.task.sources:
             return {"": self}
         return {name: self._with_source(task) for name, task in self.task.sources.items()}
@@ -296,8 +297,8 @@ class RunConfig:
 
     @property
     def has_environment(self) -> bool:
-        """Whether trajectories have several turns: an environment, an agent or tools answer the model. With
-        task.multi_turn = auto this loads a user's file named by task.source; False if it cannot be loaded here."""
+        """Whether trajectories have several turns, because an environment, an agent or tools reply to the model. With
+        task.multi_turn = auto this loads user code named by task.source; False if that cannot be loaded here."""
         if self.task.multi_turn != "auto" or not self.has_texts:
             return self.task.multi_turn == "yes"
         if self.environment.tools:
@@ -306,8 +307,8 @@ class RunConfig:
 
     @property
     def evaluation_sets(self) -> dict[str, EvaluationSetConfig]:
-        """The sets that the model is evaluated on, by name: that of each of several sources has the source's. An
-        emulated run, which has no policy to judge, is evaluated only if [evaluation] says so."""
+        """The evaluation sets by name; with several task sources, each source's set has the source's name. An emulated
+        run is evaluated only if [evaluation] says so."""
         evaluates = not self.emulated or self.evaluation.every > 0
         held_out_sets: dict[str, EvaluationSetConfig] = {}
         for name, task in self.task.named.items():
@@ -317,31 +318,31 @@ class RunConfig:
 
     @property
     def held_out(self) -> int:
-        """Prompts of task.source, or of task.eval_source, that are kept apart from training."""
+        """Number of prompts of task.source, or task.eval_source, that are held out of training."""
         return self.evaluation.held_out(self.task.eval_prompts)
 
     @property
     def reward_actors(self) -> tuple[str, ...]:
-        """Names of the actors that give rewards: environment hosts if the job has an environment, else
-        reward workers."""
+        """Names of the actors that return rewards: environment hosts if the job has an environment, else reward
+        workers."""
         if self.has_environment:
             return tuple(f"environment-{i}" for i in range(self.environment.hosts))
         return tuple(f"reward-{i}" for i in range(self.reward.workers))
 
     @property
     def turns(self) -> bool:
-        """Whether trainer and rollout instances have the same GPUs, in turns."""
+        """Whether trainer and rollout instances use the same GPUs in turns."""
         return self.cluster.layout == "turns"
 
     @property
     def served_versions(self) -> int:
-        """Versions that an instance serves side by side: eta + 1 adapters, all that the bound allows to be sampled; 0
-        if it holds one set of weights."""
+        """Number of versions that an instance serves side by side: eta + 1 adapters, which are all that the bound
+        allows; 0 for full weights."""
         return self.staleness.eta + 1 if self.rollout.on_pull == "adapter" else 0
 
     @property
     def uses_cost_model(self) -> bool:
-        """Whether one of its strategies goes by the seconds of the cost model."""
+        """Whether a strategy uses the cost model's seconds."""
         return self.rollout.routing.weighs_seconds or self.rollout.migration.needs("cost")
 
     @property
@@ -361,7 +362,7 @@ class RunConfig:
 
     @property
     def concurrency(self) -> int:
-        """Most trajectories that all instances together decode at once."""
+        """Maximum number of trajectories that all instances decode at once."""
         return self.rollout.instances * self.rollout.engine.max_running
 
 
@@ -386,10 +387,10 @@ DERIVED = (
 )
 
 
-def explain(config: RunConfig) -> list[Explained]:
-    """Every value with its meaning and limits, then the derived numbers."""
-    rows = explained(config)
+def explain(config: RunConfig) -> list[ExplainedValue]:
+    """All values with their meaning and limits, then the derived numbers."""
+    rows = explain_values(config)
     for name in DERIVED:
         doc = " ".join((getattr(RunConfig, name).__doc__ or "").split()) or f"{name.replace('_', ' ')}"
-        rows.append(Explained(key=name, value=getattr(config, name), default="", limits="derived", doc=doc))
+        rows.append(ExplainedValue(key=name, value=getattr(config, name), default="", limits="derived", doc=doc))
     return rows

@@ -1,5 +1,5 @@
-"""The temporary folder of this process, for code and rows that were given as Python objects. A run keeps copies of what
-its job names there, because the folder ends with the process."""
+"""A temporary folder of this process for code and rows passed as Python objects. A run copies the files that its job
+names, since the folder is deleted with the process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 
 def new_folder() -> Path:
-    """An empty folder below that of this process. Raises OSError."""
+    """Create an empty folder in the temporary folder of this process. Raises OSError."""
     return Path(tempfile.mkdtemp(dir=_session()))
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a file ends with this process."""
+    """Whether a file is deleted with this process."""
     return _session.cache_info().currsize > 0 and path.is_relative_to(_session())
 
 

@@ -1,4 +1,5 @@
-"""The plan of a job on given GPUs: who needs how much memory, whether it fits, and who is where on this machine."""
+"""The memory plan of a job on given GPUs: memory of each role, whether the job fits, and the placement on this
+machine."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ NO_CHANGE = "no change of dtype, recompute, micro-batch, cache, ranks, tensor_pa
 
 
 def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
-    """What of a job decides about memory. A response counts with a prompt of workload.prompt_tokens."""
+    """The values of a job that determine its memory. A response is counted with a prompt of workload.prompt_tokens."""
     training, engine = config.training, config.rollout.engine
     max_length = config.workload.prompt_tokens + config.rollout.max_new_tokens
     batch_tokens = config.batch.groups_per_step * config.batch.group_size * max_length
@@ -57,8 +58,8 @@ def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
 
 
 def gpu_bytes(config: RunConfig) -> tuple[int, int]:
-    """Bytes of a GPU that a rank and an instance of a job need; 0 where that is not known: without a model on this
-    machine, and for a trainer of adapters. In turns with the CUDA context of the process that sleeps."""
+    """Bytes of a GPU that a rank and an instance of a job need; 0 where unknown: without a model on this machine, and
+    for a trainer of adapters. In turns, including the CUDA context of the sleeping process."""
     if (shape := _shape(config)) is None:
         return 0, 0
     job = sized_job(config, 2)
@@ -77,8 +78,8 @@ def _shape(config: RunConfig) -> ModelShape | None:
 
 
 def change_that_fits(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
-    """The smallest change with which a job fits on GPUs that are too small for it, for messages; empty if they are not,
-    or if that is not known. device_bytes: of the largest."""
+    """The smallest change with which a job fits on GPUs that are too small for it, for messages; empty if they are
+    large enough, or no such change is known. device_bytes: memory of the largest GPU."""
     rank_bytes, instance_bytes = gpu_bytes(config)
     beside = num_gpus == 1 and not config.turns
     needed = rank_bytes + instance_bytes if beside else max(rank_bytes, instance_bytes)
@@ -90,8 +91,8 @@ def change_that_fits(config: RunConfig, num_gpus: int, device_bytes: int) -> str
 
 
 def split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
-    """How many instances and ranks are proposed for so many GPUs, and why, in one line; empty for too few GPUs, and
-    in turns, where none are divided."""
+    """One line that proposes how many GPUs instances and ranks should get, and why; empty for too few GPUs, and in
+    turns."""
     if config.turns:
         return ""
     job, shape = sized_job(config, num_gpus), _shape(config)
@@ -121,8 +122,8 @@ def _rank_fits(shape: ModelShape, job: SizedJob, ranks: int, device_bytes: int) 
 
 
 def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
-    """A job's plan on these GPUs as text, with the placement, and whether it fits. The smallest GPU counts. Raises
-    ConfigError if the job has no model on this machine."""
+    """Return a job's memory plan and placement on these GPUs as text, and whether the job fits on the smallest of them.
+    Raises ConfigError if the job has no model on this machine."""
     label = f"model.path = {config.model.path!r}"
     if not config.model.path:
         raise ConfigError("--gpus: the job names no model: set model.path to a folder; its config.json has the sizes")
@@ -149,7 +150,7 @@ def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
 
 
 def table(plan: MemoryPlan) -> list[str]:
-    """The parts of a rank and of an instance in GB, a line each."""
+    """The memory of a rank and of an instance by part, one line each, in GB."""
     names = dict.fromkeys((*plan.trainer, *plan.engine))
     width = max(map(len, names))
 
@@ -164,7 +165,7 @@ def table(plan: MemoryPlan) -> list[str]:
 
 
 def verdict(plan: MemoryPlan) -> str:
-    """Whether it fits, or with which change, and what is proposed for the memory that is left."""
+    """Lines that say whether the job fits, or with which change, and how to use the remaining memory."""
     proposed = "; ".join(f"{key} = {value}" for key, value in plan.proposed.items())
     if plan.changes is None:
         return f"does not fit; {NO_CHANGE}"
@@ -183,7 +184,7 @@ def _toml(value: object) -> str:
 
 
 def usable_devices(config: RunConfig, devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The GPUs of this machine that a job may use: the first cluster.gpus of them, or all. Raises ConfigError."""
+    """The GPUs of this machine that a job may use: the first cluster.gpus, or all. Raises ConfigError."""
     count = config.cluster.gpus
     if count > len(devices):
         allowed_ranks = f"{len(devices)} or less, or 0 for all" if devices else "0"
@@ -192,9 +193,9 @@ def usable_devices(config: RunConfig, devices: Sequence[Device]) -> tuple[Device
 
 
 def place_locally(config: RunConfig, devices: Sequence[Device]) -> tuple[Mapping[str, str], str]:
-    """What CUDA_VISIBLE_DEVICES says in the process of each role, by name, and the same as text. Both are empty if the
-    job uses no GPU. The roles share a GPU only if there is one. devices: of this machine. Raises ConfigError if they do
-    not suffice."""
+    """Return CUDA_VISIBLE_DEVICES of each role's process by name, and the placement as text. Both are empty if the job
+    uses no GPU. Roles share a GPU only if there is a single one. Raises ConfigError if there are too few GPUs. devices:
+    those of this machine."""
     devices = usable_devices(config, devices) if uses_gpus(config) else ()
     if not devices:
         return {}, ""

@@ -1,4 +1,4 @@
-"""The [task] table of a job, or its [[task]] tables: one source of prompts, or several by name."""
+"""The [task] table of a job, or its [[task]] tables: one task source, or several by name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from staleflow.tasks.settings.task_config import TaskConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTaskConfig(TaskConfig):
-    """A source of prompts, and the order in which they are drawn."""
+    """A task source, and the order in which its tasks are drawn."""
 
     sampler: Sampler = choice(SAMPLERS, "in_order", "which task of the source is drawn next")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedTaskConfig(SampledTaskConfig):
-    """One of several sources."""
+    """One of several task sources."""
 
     ratio: float = knob(
         1.0, "groups of this source that are trained on, relative to those of the other sources", above=0, high=1e6
@@ -40,7 +40,7 @@ class MixedTaskConfig(SampledTaskConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTableConfig(SampledTaskConfig):
-    """Source of prompts, and how they are presented to the model; or several sources."""
+    """One task source and the form of its prompts, or several sources."""
 
     LIST: ClassVar[str] = "sources"
     """The key whose entries a list of tables with `name` is short for."""
@@ -51,19 +51,19 @@ class TaskTableConfig(SampledTaskConfig):
 
     @property
     def beside_sources(self) -> list[str]:
-        """Keys that are set beside `sources`, which replace them."""
+        """Keys that are set in addition to `sources`, which replaces them."""
         default = TaskTableConfig()
         names = (f.name for f in dataclasses.fields(self) if f.name not in ("sources", "multi_turn"))
         return [name for name in names if getattr(self, name) != getattr(default, name)]
 
     @property
     def named(self) -> dict[str, SampledTaskConfig]:
-        """The sources by name; a single one under the empty name."""
+        """The task sources by name; a single one under the empty name."""
         return {**self.sources} if self.sources else {"": self}
 
 
 def with_named_tasks(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A job's unchecked tree, in which [[task]] tables are entries of task.sources. Raises ConfigError."""
+    """Move the [[task]] tables of a job's unchecked tree to task.sources. Raises ConfigError."""
     tables = tree.get("task")
     if not isinstance(tables, list):
         return dict(tree)

@@ -1,4 +1,4 @@
-"""User code and data that a job names by file: made absolute, checked, and sent along with the job."""
+"""User code and data files that a job names: their paths are made absolute, checked, and sent along with the job."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ SOURCES = ("task.source", "task.eval_source", "training.sft.source")
 def code_keys(
     reward_parts: Iterable[str], num_tools: int, sets: Iterable[str], sources: Iterable[str] = ()
 ) -> tuple[str, ...]:
-    """Keys of a job with these parts of its reward, so many tools, these evaluation sets and these task sources, that
-    may name user code by file."""
+    """Keys that may name user code in a job with these reward parts, tools, evaluation sets and task sources."""
     of_sources = (f"task.sources.{name}.{key}" for name in sources for key in OF_SOURCE)
     parts = (f"reward.parts.{name}.function" for name in reward_parts)
     of_sets = (f"evaluation.sets.{name}.{key}" for name in sets for key in ("source", "reward"))
@@ -64,7 +63,7 @@ def scoring_keys(config: RunConfig) -> tuple[str, ...]:
 
 
 def copied_keys(config: RunConfig) -> tuple[str, ...]:
-    """Keys of a job whose user code a run copies into its folder: rules, and code passed as a Python object."""
+    """Keys of a job whose user code is copied into the run folder: rules, and code passed as Python objects."""
     return tuple(
         key
         for key in _code_keys(config)
@@ -83,7 +82,7 @@ def data_files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Make all paths of a job absolute, since a cluster's workers have other working directories."""
+    """Make all paths of a job absolute, because workers of a cluster have other working directories."""
     for key in _code_keys(config):
         file, name = _named(config, key)
         if file:
@@ -105,7 +104,8 @@ def with_absolute_models(config: RunConfig) -> RunConfig:
 
 
 def with_multi_turn(config: RunConfig) -> RunConfig:
-    """Resolve task.multi_turn = "auto" to yes or no. Unchanged if the source cannot be loaded on this machine."""
+    """Resolve task.multi_turn = "auto" to yes or no. Leaves it unchanged if the source cannot be loaded on this
+    machine."""
     if config.task.multi_turn != "auto" or not config.has_texts:
         return config
     try:
@@ -117,8 +117,8 @@ def with_multi_turn(config: RunConfig) -> RunConfig:
 
 
 def data_file(source: str) -> tuple[str, Path | None]:
-    """Split a source into (kind, path) of a data set. No path: not a local file, such as a data set on the hub. Empty
-    kind: not a data set."""
+    """Split a task source into (kind, path) of its data set. No path: not a local file, such as a data set on the hub.
+    Empty kind: not a data set."""
     kind, path = kind_of(source), Path(source.partition(":")[2])
     if kind is None or kind.type is not SourceType.ROWS:
         return "", None
@@ -127,7 +127,7 @@ def data_file(source: str) -> tuple[str, Path | None]:
 
 def split_code(reference: str) -> tuple[str, str, str]:
     """Split a reference to user code into (prefix, file or module, name). The prefix, such as `agent:` in
-    agent:FILE.py:NAME, is empty unless the code is a task source of a kind."""
+    agent:FILE.py:NAME, is empty except for task sources of a kind."""
     kind = kind_of(reference)
     prefix = f"{kind.name}:" if kind is not None and kind.name_is_code else ""
     where, _, name = reference.removeprefix(prefix).rpartition(":")
@@ -140,7 +140,7 @@ def in_run_dir(config: RunConfig, run_dir: Path) -> RunConfig:
 
 
 def check(config: RunConfig) -> None:
-    """Check the user code of a job's rules, losses, advantage and tracker by loading it once. Raises ConfigError.
+    """Check the user code of a job's rules, losses, advantage and tracker by loading it. Raises ConfigError.
 
     Rules and losses are constructed; the advantage is computed on rewards of a batch's shape.
     """
@@ -165,7 +165,7 @@ def check_tracker(reference: str) -> None:
 
 
 def require_tracker(tracker: object, name: str) -> None:
-    """Raise ConfigError if a tracker, or its class, lacks one of the methods that a run calls."""
+    """Raise ConfigError if a tracker or its class lacks a method that a run calls."""
     if missing := [name for name in ("step", "close") if not callable(getattr(tracker, name, None))]:
         raise ConfigError(
             f"tracking.tracker = {name!r}: has no method {' and no '.join(missing)}; a tracker has "
@@ -174,8 +174,8 @@ def require_tracker(tracker: object, name: str) -> None:
 
 
 def with_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[RunConfig, dict[str, str]]:
-    """The job with the user code of these keys, by default of all, referenced by file name only, and that code by file
-    name; so, too, rows that were given as Python objects. Raises ConfigError for an unreadable file."""
+    """Return the job with user code of these keys (by default all) and rows of Python objects referenced by file name
+    only; and the contents of these files by name. Raises ConfigError for an unreadable file."""
     code: dict[str, str] = {}
     for key in _code_keys(config) if keys is None else keys:
         file, name = _named(config, key)
@@ -195,7 +195,7 @@ def with_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[Run
 
 
 def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> RunConfig:
-    """The job with that code referenced by its path in `folder`, and its rows by theirs."""
+    """Return the job with its user code and rows referenced by their paths in `folder`."""
     for key in _code_keys(config):
         file, name = _named(config, key)
         if file in code:
@@ -207,7 +207,7 @@ def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> Ru
 
 
 def copied_path(folder: Path, name: str) -> Path:
-    """Where a run keeps a file of its job: code in `folder`, its folder of code, and rows beside that."""
+    """Path of a run's copy of one of its job's files: code in `folder`, the run's code folder, and rows beside it."""
     return folder / name if name.endswith(".py") else folder.parent / name
 
 

@@ -1,1 +1,1 @@
-"""The deciding core: events in, commands out. Pure."""
+"""The decision core: events in, commands out. Pure."""

@@ -1,4 +1,4 @@
-"""The coordinator's commands. Frozen, in the imperative; `cause` names the event that led to one."""
+"""The coordinator's commands: frozen, in the imperative. `cause` identifies the event that led to a command."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchPrompts:
-    """Take the next prompts from the task source."""
+    """Fetch the next prompts from the task source."""
 
     num_groups: int
     cause: str
     draws: tuple[tuple[int, int], ...] = ()
-    """(source, task) of each group; empty: of a run's one source the next tasks in order."""
+    """(source, task) of each group; empty: the next tasks in order of the run's only source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Sample `trajectory` on `instance`, under the oldest version that it serves and that is `version` or newer."""
+    """Sample `trajectory` on `instance`, under the oldest version that the instance serves and that is at least
+    `version`."""
 
     trajectory: TrajectoryId
     route_number: int
@@ -52,7 +53,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseCache:
-    """Release the KV cache retained for a trajectory; no later turn uses it."""
+    """Drop the cached context of a trajectory, which has no further turn on the instance."""
 
     trajectory: TrajectoryId
     instance: InstanceId
@@ -61,8 +62,8 @@ class ReleaseCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pull:
-    """Load the weights of `version`. Running trajectories continue under it, or, where versions are served side by
-    side, finish under their own."""
+    """Load the weights of `version`. Running trajectories continue under it, or, if versions are served side by side,
+    end under their own."""
 
     instance: InstanceId
     version: PolicyVersion
@@ -71,8 +72,8 @@ class Pull:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sleep:
-    """Free the GPUs for the trainer's step `step`: drop weights and caches. No request runs there; the next `Pull`
-    wakes the instance."""
+    """Free the GPUs for the trainer's step `step`: drop weights and caches. The instance runs no request; the next
+    `Pull` wakes it."""
 
     instance: InstanceId
     step: int
@@ -109,7 +110,7 @@ class StepEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseEnvironment:
-    """Close the environment of a trajectory that has ended before its episode did; a step under way is cancelled."""
+    """Close the environment of a trajectory that ended before its episode. A running step is cancelled."""
 
     trajectory: TrajectoryId
     cause: str
@@ -128,7 +129,7 @@ class Train:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Discard:
-    """Record that these trajectories ended without being trained on, and how."""
+    """Record that these trajectories ended without being trained on, and why."""
 
     endings: tuple[Ending, ...]
     versions: tuple[PolicyVersion, ...]
@@ -140,8 +141,8 @@ class Discard:
 class FinishEvaluation:
     """Finish evaluation number `evaluation`, all of whose responses were sampled under `version`.
 
-    failed: trajectories that no engine or environment could finish. abandoned: no instance serves the version any more;
-    the evaluation is incomplete and has no result.
+    failed: trajectories that no engine or environment could finish. abandoned: whether the evaluation has no result,
+    because no instance serves the version any more.
     """
 
     evaluation: int

@@ -1,4 +1,4 @@
-"""Decides what follows from what happened, and touches nothing else.
+"""Decides which commands follow from an event. Has no side effects.
 
 `handle(event, now)` is the only way in and its list of commands the only way out; there is no clock, no randomness and
 no input or output, so a recorded list of events gives the same commands again. Strategies propose, the coordinator
@@ -73,7 +73,8 @@ from staleflow.stores.trajectory import AbortReason, Fate, GroupId, InstanceId, 
 
 
 class Coordinator(CoordinatorInspection):
-    """One run's decisions. validate_each: check all invariants of the state after every event (O(live))."""
+    """The decisions of one run. validate_each: whether to check all invariants of the state after every event
+    (O(live))."""
 
     def __init__(
         self,
@@ -104,7 +105,8 @@ class Coordinator(CoordinatorInspection):
         self._commands: list[Command] = []
 
     def handle(self, event: Event, now: float) -> list[Command]:  # noqa: PLR0912, PLR0915  one case per event
-        """Decide what follows from `event`, heard at `now` seconds. Raises `ProtocolViolation` with the story."""
+        """Decide the commands that follow from `event`, received at `now` seconds. Raises `ProtocolViolation` with the
+        story of the trajectory."""
         self._num_events += 1
         self._history.now = now
         self._history.cause = f"{type(event).__name__}#{self._num_events}"
@@ -119,7 +121,7 @@ class Coordinator(CoordinatorInspection):
                 case TrajectoryScored():
                     self._on_scored(event)
                 case EnvironmentStepped():
-                    self._on_answered(event)
+                    self._on_environment_stepped(event)
                 case TrajectoryInterrupted():
                     self._on_interrupted(event)
                 case GroupsArrived():
@@ -199,14 +201,14 @@ class Coordinator(CoordinatorInspection):
         instance = self._state.fleet.get(event.instance)
         if instance is None:
             return
-        for live in self._state.empty(instance):
+        for live in self._state.drain(instance):
             self._interrupt(live, event.instance, f"{event.instance} leaves")
 
     def _on_instance_reported(self, event: InstanceReported) -> None:
         instance = self._state.fleet.get(event.instance)
         if instance is None:
             return
-        self._state.hear_progress(instance, event.progress, event.delivered)
+        self._state.record_progress(instance, event.progress, event.delivered)
         if event.steps is not None:
             self._drafts.observe(event.instance, instance.draft_length, event.steps)
 
@@ -242,14 +244,14 @@ class Coordinator(CoordinatorInspection):
         if live is not None:
             self._retry(live, Transition.FAILED, f"failed: {event.error}")
 
-    def _on_answered(self, event: EnvironmentStepped) -> None:
-        live = self._state.acting(event.trajectory, event.route_number)
+    def _on_environment_stepped(self, event: EnvironmentStepped) -> None:
+        live = self._state.in_environment(event.trajectory, event.route_number)
         if live is not None:
             self._history.note(live.id, f"answered, {event.tokens - live.tokens} tokens given")
             self._state.answer(live, event.tokens)
 
     def _on_environment_failed(self, event: EnvironmentFailed) -> None:
-        live = self._state.acting(event.trajectory, event.route_number)
+        live = self._state.in_environment(event.trajectory, event.route_number)
         if live is not None:
             self._release_cache(live.id, self._state.pop_cached_instance(live))
             attempts = self._state.restart(live)
@@ -280,7 +282,7 @@ class Coordinator(CoordinatorInspection):
         rewards = [r for m in members if (r := self._state.live[m].reward) is not None]
         if self._state.mixture is not None:
             self._state.mixture.record_rewards(group, rewards)
-        verdict = self._strategies.filtering.verdict(rewards)
+        verdict = self._strategies.filtering.drop_reason(rewards)
         if verdict is not None:
             self._discard(self._state.filter(group, verdict))
         else:
@@ -322,11 +324,11 @@ class Coordinator(CoordinatorInspection):
             self._consume()
         self._train()
         self._state.unpin_idle()
-        if loads := self._state.take_load_changes():
+        if loads := self._state.pop_load_changes():
             self._synchronize(loads)
-        if self._state.take_room_change():
+        if self._state.pop_room_changed():
             self._fetch_prompts()
-        if not self._state.trainer_turn and self._state.take_routing_change():
+        if not self._state.trainer_turn and self._state.pop_routing_changed():
             self._pin_instances()
             self._route()
         self._set_draft_lengths()
@@ -463,7 +465,7 @@ class Coordinator(CoordinatorInspection):
                 live = self._state.live.get(member)
                 if live is not None:  # a sibling's last attempt may have ended it
                     self._retry(live, Transition.INSTANCE_LOST, f"{name} was lost: {why}")
-            self._state.lose(instance)
+            self._state.remove_instance(instance)
             self._drafts.remove(name)
 
     def _retry(self, live: LiveTrajectory, transition: Transition, note: str) -> None:

@@ -1,4 +1,4 @@
-"""What a coordinator records for people: the story of each trajectory, and why work was left waiting. Pure, bounded."""
+"""Records decisions for display: the story of each trajectory, and why work had to wait. Pure, bounded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DecisionLog:
         self._followed: TrajectoryId | None = None
 
     def follow(self, trajectory: TrajectoryId) -> None:
-        """Keep notes of this trajectory only, however long the run."""
+        """Keep notes of this trajectory only, without a limit on their number."""
         self._followed = trajectory
 
     def note(self, trajectory: TrajectoryId, note: str) -> None:
@@ -35,23 +35,24 @@ class DecisionLog:
             self._log.append((trajectory, self.now, self.cause, note))
 
     def refused(self, trajectory: TrajectoryId, why: str, *, again: bool) -> None:
-        """Count a refusal. Only the first of several for one reason gets a line in the story."""
+        """Count a refusal. Of repeated refusals for one reason, only the first is added to the story."""
         self.refusals[why] = self.refusals.get(why, 0) + 1
         if not again:
             self.note(trajectory, f"waits: {why}")
 
     def latest(self, count: int) -> list[tuple[float, int, str, str]]:
-        """The latest decisions, newest first: (seconds, trajectory, what, cause). What only happened is left out."""
+        """The latest decisions, newest first: (seconds, trajectory, what, cause). Notes of mere events are left out."""
         decided = (entry for entry in reversed(self._log) if not entry[3].startswith(HAPPENED))
         return [(now, int(who), note, cause) for who, now, cause, note in itertools.islice(decided, count)]
 
     def story(self, trajectory: TrajectoryId) -> list[str]:
-        """What happened to a trajectory, in order: one line "time  what  (cause)" each."""
+        """The notes of a trajectory, in order: one line "time  what  (cause)" each."""
         return [f"{now:9.3f} s  {note}  ({cause})" for who, now, cause, note in self._log if who == trajectory]
 
 
 def tokens_sampled(event: TrajectorySampled | TrajectoryInterrupted) -> str:
-    """The tokens of a trajectory, and what became of those that were drafted since it was routed, if any were."""
+    """Format a trajectory's number of tokens, and how many draft tokens were accepted since it was routed, if any were
+    verified."""
     text = f"{event.tokens} tokens"
     if event.drafted_tokens:
         text += f", {event.accepted_tokens} of {event.drafted_tokens} drafted tokens accepted"

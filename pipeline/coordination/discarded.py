@@ -1,4 +1,4 @@
-"""What the state tells of trajectories that have just left it. Pure."""
+"""What the state returns about trajectories that have just left it. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, Traj
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiscardedTrajectory:
-    """A trajectory that has just ended without being trained on. running_on: the instance that must stop it. cached_on:
-    the instance that may keep its context. environment_open: its environment must be closed."""
+    """A trajectory that has just ended without being trained on.
+
+    Args:
+        running_on: The instance that must stop it.
+        cached_on: The instance that may have its context cached.
+        environment_open: Whether its environment must be closed.
+    """
 
     ending: Ending
     v_traj: PolicyVersion
@@ -23,7 +28,8 @@ class DiscardedTrajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """A batch that a training step has just taken. versions: v_traj, one per member. surplus: what ended by that."""
+    """A batch that a training step has just consumed. versions: v_traj of each member. surplus: trajectories that ended
+    because of it."""
 
     step: int
     groups: tuple[GroupId, ...]

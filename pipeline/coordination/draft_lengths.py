@@ -1,4 +1,4 @@
-"""How many tokens each instance should draft for a decode step. Pure.
+"""Chooses how many tokens each instance drafts per decode step. Pure.
 
 To verify drafted tokens pays on an instance that runs few requests, and costs time on one that runs many. Two models
 are learned from the reports of instances. The first gives the time of a decode step by the number of tokens it
@@ -49,8 +49,14 @@ SIZES_PER_OCTAVE = 2
 
 @dataclass(slots=True)
 class DecayingDraftStats:
-    """Counts of drafts. steps: decode steps, each of one request, while its instance drafted. drafts: steps with a
-    draft. max_drafted: the tokens that these drafts might have had at most. drafted, accepted: the tokens they had."""
+    """Decaying counts of drafts.
+
+    Args:
+        steps: Decode steps, each of one request, of instances that draft.
+        drafts: Steps with a draft.
+        max_drafted: Largest number of tokens that these drafts could have had.
+        drafted, accepted: Draft tokens, and those that were accepted.
+    """
 
     steps: float = 0.0
     drafts: float = 0.0
@@ -59,7 +65,7 @@ class DecayingDraftStats:
     accepted: float = 0.0
 
     def add(self, request_steps: float, steps: DecodeStats, length: int) -> None:
-        """Add the report of an instance. request_steps: decode steps times requests. length: most tokens of a draft."""
+        """Add the report of an instance. request_steps: decode steps times requests. length: maximum draft length."""
         if self.steps >= HALVE_AFTER:
             self.fade(0.5)
         self.steps += request_steps
@@ -79,25 +85,25 @@ class DecayingDraftStats:
 
 @dataclass(frozen=True, slots=True)
 class DraftRates:
-    """Probabilities of drafts. has_draft: a request has a draft in a step. continues: a draft has one more token, up to
-    its limit. accepted: a drafted token is accepted, if those before it were."""
+    """Probabilities of drafts. has_draft: a request has a draft in a step. continues: a draft has one more token, below
+    its limit. accepted: a draft token is accepted, given that those before it were."""
 
     has_draft: float = PRIOR_HAS_DRAFT
     continues: float = PRIOR_CONTINUES
     accepted: float = PRIOR_ACCEPTED
 
     def drafted(self, lengths: Numbers) -> Numbers:
-        """Mean drafted tokens per step of a request, for each limit 0, 1, 2, ... on a draft's length."""
+        """Mean draft tokens per step of a request, for each maximum draft length 0, 1, 2, ..."""
         return np.concatenate([[0.0], np.cumsum(self.has_draft * self.continues ** (lengths[1:] - 1))])
 
     def tokens_per_step(self, lengths: Numbers) -> Numbers:
-        """Mean sampled tokens per step of a request, for each limit 0, 1, 2, ... on a draft's length."""
+        """Mean sampled tokens per step of a request, for each maximum draft length 0, 1, 2, ..."""
         sampled = self.has_draft * self.continues ** (lengths[1:] - 1) * self.accepted ** lengths[1:]
         return np.concatenate([[1.0], 1.0 + np.cumsum(sampled)])
 
 
 def rates(stats: DecayingDraftStats, max_length: int) -> DraftRates:
-    """Estimate the rates from statistics and the prior. max_length: most tokens that a draft may have."""
+    """Estimate the rates from statistics and the prior. max_length: maximum draft length."""
     prior_drafts = PRIOR_STEPS * PRIOR_HAS_DRAFT
     length = max(1, round(stats.max_drafted / stats.drafts)) if stats.drafts else max_length
 
@@ -119,8 +125,8 @@ def rates(stats: DecayingDraftStats, max_length: int) -> DraftRates:
 
 
 class StepTimeCorrection:
-    """Learns the factor by which decode steps take longer than predicted, by the number of tokens they compute: the
-    median for each measured size, interpolated between them."""
+    """Learns the factor by which decode steps take longer than predicted, as a function of the number of tokens they
+    compute: the median for each measured size, interpolated between sizes."""
 
     def __init__(self) -> None:
         self._by_size: dict[int, deque[float]] = {}
@@ -132,7 +138,7 @@ class StepTimeCorrection:
         self._updated.add(size)
 
     def fade(self) -> None:
-        """Drop the oldest measurement of each size that had no new one since the last call."""
+        """Drop the oldest measurement of each size without a new one since the last call."""
         for size in self._by_size.keys() - self._updated:
             self._by_size[size].popleft()
             if not self._by_size[size]:
@@ -149,8 +155,8 @@ class StepTimeCorrection:
 
 
 class StepSeconds:
-    """Learns the seconds of a decode step by the number of tokens it computes, drafted ones included: those of the cost
-    model, times a learned correction, times another one for steps with drafts."""
+    """Learns the seconds of a decode step by the number of tokens it computes, draft tokens included: the cost model's,
+    times a learned correction, times another one for steps with drafts."""
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
@@ -158,7 +164,7 @@ class StepSeconds:
         self._draft_factors = StepTimeCorrection()
 
     def observe(self, tokens: float, kv_tokens: float, step_s: float, *, drafted: bool) -> None:
-        """Learn from the measured time of a step. drafted: whether some of its tokens were drafts."""
+        """Learn from the measured time of a step. drafted: whether some of its tokens were draft tokens."""
         size, kv = np.asarray(tokens), np.asarray(float(kv_tokens))
         if drafted:
             self._draft_factors.add(tokens, step_s / float(self.plain(size, kv)))
@@ -166,7 +172,7 @@ class StepSeconds:
             self._factors.add(tokens, step_s / float(self._cost.steps_s(size, kv)))
 
     def fade(self) -> None:
-        """Let old measurements of steps with drafts expire. Steps without drafts are measured all the time."""
+        """Expire old measurements of steps with drafts. Steps without drafts are measured all the time."""
         self._draft_factors.fade()
 
     def plain(self, tokens: Numbers, kv_tokens: Numbers) -> Numbers:
@@ -174,13 +180,13 @@ class StepSeconds:
         return self._cost.steps_s(tokens, kv_tokens) * self._factors.of(tokens)
 
     def drafted(self, tokens: Numbers, kv_tokens: Numbers) -> Numbers:
-        """Seconds of steps with drafts. tokens: drafted ones included."""
+        """Seconds of steps with drafts. tokens: number of tokens, draft tokens included."""
         return self.plain(tokens, kv_tokens) * self._draft_factors.of(tokens)
 
 
 class DraftLengths:
-    """Decides how many tokens instances draft, from 0, at first, to `max_length`. If that is 0, it decides nothing:
-    instances do not draft, or always as in the job file."""
+    """Chooses the draft length of each instance, from 0 initially up to `max_length`. If `max_length` is 0, it decides
+    nothing: instances draft as in the job file."""
 
     def __init__(self, cost: CostModel, max_length: int) -> None:
         self.costs = DraftingCosts(cost)
@@ -197,8 +203,8 @@ class DraftLengths:
         """[running - 1] the length with the least seconds."""
 
     def observe(self, instance: InstanceId, length: int, steps: DecodeStats) -> None:
-        """Learn from the report of an instance that drafts up to `length` tokens. Ignored if its number of requests or
-        its length has changed since the report before, since then the time of one step is not known."""
+        """Learn from the report of an instance that drafts up to `length` tokens. Reports are ignored if the number of
+        requests or the length has changed since the previous one, because the time of a step is then unknown."""
         running, request_steps = steps.running, steps.tokens - steps.accepted_tokens
         last_report, self._last_report[instance] = self._last_report.get(instance), (running, length)
         if not self._max_length or last_report != (running, length):
@@ -214,22 +220,22 @@ class DraftLengths:
         self._seconds_of.observe(tokens, steps.kv_tokens, step_s, drafted=steps.drafts > 0)
 
     def remove(self, instance: InstanceId) -> None:
-        """Forget an instance that is lost."""
+        """Remove a lost instance."""
         self._last_report.pop(instance, None)
 
     def step_finished(self) -> None:
-        """Let statistics decay after a training step."""
+        """Decay the statistics after a training step."""
         self._stats.fade(DECAY_PER_STEP)
         self._seconds_of.fade()
 
     def replan(self, fleet: Fleet) -> None:
-        """Compute the best length for each number of requests from what was learned so far."""
+        """Compute the best length for each number of requests from the current statistics."""
         if not self._max_length:
             return
-        most_running = max((instance.max_running for instance in fleet), default=0)
+        max_running = max((instance.max_running for instance in fleet), default=0)
         total = float(fleet.running.sum())
         mean_kv = float(fleet.kv_tokens.sum()) / total if total else 0.0
-        running = np.arange(1.0, most_running + 1)
+        running = np.arange(1.0, max_running + 1)
         lengths = np.arange(self._max_length + 1, dtype=np.float64)
         learned = rates(self._stats, self._max_length)
         drafted = learned.drafted(lengths)
@@ -242,7 +248,7 @@ class DraftLengths:
         self.costs.set_rates(drafted[lengths_of], learned.tokens_per_step(lengths)[lengths_of])
 
     def choose_changes(self, fleet: Fleet) -> list[tuple[int, int]]:
-        """Choose new draft lengths: (row in the fleet, length) of each instance that should change its own."""
+        """Choose new draft lengths: (index in the fleet, length) of each instance that should change its length."""
         if not self._max_length:
             return []
         if not len(self._best):

@@ -1,4 +1,4 @@
-"""Forecast of the share of an episode's tokens that the policy samples; the others are observations. Pure.
+"""Forecasts which share of an episode's tokens is sampled; the others are observations. Pure.
 
 The share is an exponential moving average over finished episodes.
 """
@@ -13,7 +13,7 @@ AVERAGED_EPISODES = 256
 
 @dataclass(slots=True)
 class EpisodeForecast:
-    """Forecasts how many of a trajectory's next tokens are sampled: all of them in a run without environments."""
+    """Forecasts how many of a trajectory's next tokens are sampled; all of them in a run without environments."""
 
     _tokens: float = 0.0
     _observation_tokens: float = 0.0

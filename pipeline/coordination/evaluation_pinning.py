@@ -1,5 +1,5 @@
-"""Chooses the rollout instances that are pinned to an evaluated version, and the one that each of its trajectories is
-routed to. Pure."""
+"""Chooses the rollout instances that are pinned to an evaluated version, and routes the evaluation's trajectories to
+them. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from staleflow.stores.errors import ProtocolViolation
 
 
 class EvaluationPinning:
-    """Proposes the instances to pin for an evaluation: they keep serving the evaluated version to sample for it.
+    """Proposes instances to pin for an evaluation. They keep serving the evaluated version.
 
     It only reads the coordinator's state, which coordination/evaluations.py describes; the coordinator carries out its
     proposals. share: the part of the fleet's slots (`max_running` of each instance) that an evaluation may use while
-    the run trains. A pinned instance gives it all of its slots while training has nothing to sample at its version."""
+    the run trains. A pinned instance gives it all of its slots while training has nothing to sample at its version.
+    """
 
     def __init__(self, state: CoordinatorState, planner: RoutePlanner, share: float) -> None:
         self._state = state
@@ -25,7 +26,7 @@ class EvaluationPinning:
         self._share = share
 
     def choose_pins(self) -> list[Instance]:
-        """Choose the instances to pin now, if necessary after a pull of the published version.
+        """Choose the instances to pin now; some may have to pull the published version first.
 
         Those that need no pull come first, then those with the fewest KV tokens.
         """
@@ -55,7 +56,7 @@ class EvaluationPinning:
         return candidates[:num_missing]
 
     def must_pull(self, instance: Instance) -> bool:
-        """Whether an instance to pin has to pull the published version, since it does not serve the evaluated one."""
+        """Whether an instance to pin has to pull the published version, because it does not serve the evaluated one."""
         evaluation = self._state.evaluation
         return (
             evaluation is not None
@@ -64,7 +65,7 @@ class EvaluationPinning:
         )
 
     def choose_instance(self, live: LiveTrajectory) -> Instance | str:
-        """Choose the pinned instance for a trajectory of the evaluation; otherwise the reason why it has to wait.
+        """Choose the pinned instance for a trajectory of the evaluation, or return the reason why it has to wait.
 
         Its last instance is preferred, where its context may be cached, then the one with the fewest trajectories of
         the evaluation.
@@ -92,7 +93,7 @@ class EvaluationPinning:
 
     @property
     def cannot_finish(self) -> bool:
-        """Whether the evaluation has trajectories to sample, but no instance serves its version and none will."""
+        """Whether the evaluation has trajectories to sample, but no instance serves its version or ever will."""
         evaluation, state = self._state.evaluation, self._state
         if (
             evaluation is None

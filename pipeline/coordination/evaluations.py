@@ -1,4 +1,4 @@
-"""The running evaluation beside training: its trajectories, and the instances that are pinned to its version. Pure.
+"""The evaluation that runs during training: its trajectories, and the instances pinned to its version. Pure.
 
 A version is evaluated by trajectories of its own, each sampled under that version alone, from the first token to the
 last. They are routed, interrupted, retried and scored like all others, but the ledger does not know them, so no
@@ -33,7 +33,7 @@ from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 
 @dataclass(slots=True)
 class RunningEvaluation:
-    """An evaluation that was requested and has not ended. Written by `MutableEvaluations` only."""
+    """An evaluation that was requested and has not ended. Changed by `MutableEvaluations` only."""
 
     number: int
     members: set[TrajectoryId]
@@ -49,14 +49,14 @@ class RunningEvaluation:
 
 
 class MutableEvaluations:
-    """Holds the running evaluation; the coordinator's state changes it by these methods."""
+    """The running evaluation, with the methods by which the coordinator's state changes it."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self.current: RunningEvaluation | None = None
 
     def begin(self, number: int, groups: Iterable[NewGroup], members: int, now: float) -> list[LiveTrajectory]:
-        """Begin an evaluation; returns its trajectories, one for each group. members: ids that each group has."""
+        """Start an evaluation. Returns its trajectories, one per group. members: ids of each group's members."""
         if self.current is not None:
             raise ProtocolViolation(f"evaluation {number} is requested, but {self.current.number} is running")
         lives = [
@@ -72,7 +72,7 @@ class MutableEvaluations:
         return lives
 
     def pin(self, instance: Instance) -> None:
-        """Pin an instance to its version, which becomes the evaluated one."""
+        """Pin an instance to the version it serves, which becomes the evaluated version."""
         evaluation = self._require()
         if evaluation.evaluated_version not in {-1, instance.version}:
             raise ProtocolViolation(
@@ -82,7 +82,7 @@ class MutableEvaluations:
         evaluation.pinned[instance.instance] = None
 
     def unpin_idle(self) -> list[Instance]:
-        """Unpin the instances that have nothing more to sample for the evaluation; returns them."""
+        """Unpin the instances that have nothing more to sample for the evaluation, and return them."""
         evaluation = self.current
         if evaluation is None or not evaluation.pinned:
             return []
@@ -95,18 +95,18 @@ class MutableEvaluations:
         return idle
 
     def remove(self, instance: InstanceId) -> None:
-        """Unpin an instance that is lost. Another one may join under its name later."""
+        """Unpin a lost instance. Another one may join under its name later."""
         if self.current is not None:
             self.current.pinned.pop(instance, None)
 
     def sampled(self, live: LiveTrajectory) -> None:
-        """Note that a trajectory is completely sampled, if it is of the evaluation."""
+        """Record that a trajectory is completely sampled, if it belongs to the evaluation."""
         if live.is_eval:
             self._require().to_sample -= 1
 
     def end(self, live: LiveTrajectory, *, scored: bool) -> bool:
-        """Note that a trajectory of the evaluation has ended. scored: whether it has a score. True if it was the
-        last."""
+        """Record that a trajectory of the evaluation has ended. Returns True if it was the last. scored: whether it has
+        a score."""
         evaluation = self._require()
         if not scored:
             self.sampled(live)
@@ -115,7 +115,7 @@ class MutableEvaluations:
         return not evaluation.members
 
     def close(self) -> RunningEvaluation:
-        """End the running evaluation; returns it."""
+        """End the running evaluation and return it."""
         evaluation, self.current = self._require(), None
         return evaluation
 
@@ -127,15 +127,15 @@ class MutableEvaluations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSlots:
-    """The slots of an evaluation. instances: number of pinned instances; per_instance: trajectories of the evaluation
-    that each may run at once."""
+    """The slots of an evaluation. instances: number of pinned instances. per_instance: evaluation trajectories that
+    each may run at once."""
 
     instances: int
     per_instance: int
 
 
 def slots_of_share(share: float, num_instances: int, max_running: int) -> EvaluationSlots:
-    """The slots of an evaluation that may have a share of a fleet: on as few instances as have them.
+    """The slots of an evaluation with a share of all instances: on as few instances as provide that many.
 
     >>> slots_of_share(0.25, 3, 64)
     EvaluationSlots(instances=1, per_instance=48)

@@ -1,4 +1,4 @@
-"""The coordinator's events. Frozen, in the past tense; plain numbers and strings only, as a journal stores them."""
+"""The coordinator's events: frozen, in the past tense, plain numbers and strings only, as stored in a journal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RunResumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewGroup:
-    """A prompt to sample a group for. The coordinator sees its length, never its text."""
+    """A prompt for a new group. The coordinator receives its length, never its text."""
 
     group: GroupId
     prompt_tokens: int
@@ -39,15 +39,15 @@ class NewGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupsArrived:
-    """Prompts that a `FetchPrompts` asked for have arrived."""
+    """Prompts requested by a `FetchPrompts` have arrived."""
 
     groups: tuple[NewGroup, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRequested:
-    """The published version is to be evaluated: one response to each of these prompts, whose groups have negative
-    numbers and one member each. No other evaluation is running."""
+    """An evaluation of the published version was requested: one response to each of these prompts, whose groups have
+    negative numbers and one member each. No other evaluation is running."""
 
     evaluation: int
     groups: tuple[NewGroup, ...]
@@ -55,7 +55,7 @@ class EvaluationRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceJoined:
-    """A rollout instance is ready to serve `version`; in the layout "turns", to pull it."""
+    """A rollout instance is ready to serve `version`, or in the layout "turns" to pull it."""
 
     instance: InstanceId
     version: PolicyVersion
@@ -67,7 +67,7 @@ class InstanceJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceLost:
-    """A rollout instance is gone, with the tokens of its running segments."""
+    """A rollout instance is lost, with the undelivered tokens of its running segments."""
 
     instance: InstanceId
     why: str
@@ -75,15 +75,20 @@ class InstanceLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceLeaving:
-    """A rollout instance is to be given up once it runs nothing; its `InstanceLost` follows then."""
+    """A rollout instance should be drained. `InstanceLost` follows when it runs nothing any more."""
 
     instance: InstanceId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeStats:
-    """What an instance has decoded since its report before. running, kv_tokens: of its batch now. seconds: that it had
-    work, in those of the cost model. drafts: how often a request's step verified drafted tokens."""
+    """Decode steps of an instance since its previous report.
+
+    Args:
+        running, kv_tokens: Size of its current batch.
+        seconds: Time in which it had work, in seconds of the cost model.
+        drafts: Number of times that a request's step verified draft tokens.
+    """
 
     running: int
     kv_tokens: int
@@ -109,8 +114,8 @@ class InstanceReported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectorySampled:
-    """Sampling reached its end; the tokens are with the trajectory server. drafted_tokens, accepted_tokens: drafted
-    ones that were verified since it was routed, and those of them that were sampled."""
+    """Sampling reached its end; the tokens are with the trajectory server. drafted_tokens, accepted_tokens: draft
+    tokens verified and accepted since the trajectory was routed."""
 
     trajectory: TrajectoryId
     route_number: int
@@ -121,8 +126,8 @@ class TrajectorySampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryInterrupted:
-    """Sampling was interrupted; what was sampled so far is with the trajectory server. The drafted ones as in
-    `TrajectorySampled`."""
+    """Sampling was interrupted; the tokens so far are with the trajectory server. drafted_tokens, accepted_tokens: as
+    in `TrajectorySampled`."""
 
     trajectory: TrajectoryId
     route_number: int
@@ -142,9 +147,12 @@ class TrajectoryFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentStepped:
-    """The environment has answered a turn, and another is to follow. tokens: of the trajectory after its prompt, with
-    the answer, which is with the trajectory server. seconds: of the environment itself, and until it had a place on its
-    host; None if that is not known."""
+    """The environment has replied to a turn, and another turn follows.
+
+    Args:
+        tokens: Length of the response with the observation, which is with the trajectory server.
+        seconds: Time in the environment and in waiting for a slot; None if unknown.
+    """
 
     trajectory: TrajectoryId
     route_number: int
@@ -154,7 +162,7 @@ class EnvironmentStepped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentFailed:
-    """The environment has failed, and with it all of the trajectory but its prompt."""
+    """The environment has failed. All of the trajectory but its prompt was dropped."""
 
     trajectory: TrajectoryId
     route_number: int
@@ -163,8 +171,8 @@ class EnvironmentFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryScored:
-    """The reward function answered, or failed: `error` says how. Or the episode has ended, with this reward; seconds:
-    see EnvironmentAnswered."""
+    """A trajectory has a reward from the reward function or its episode, or `error` says why it has none. seconds: as
+    in EnvironmentStepped."""
 
     trajectory: TrajectoryId
     reward: float
@@ -174,7 +182,7 @@ class TrajectoryScored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullFinished:
-    """An instance now serves `version`."""
+    """An instance has loaded `version`."""
 
     instance: InstanceId
     version: PolicyVersion
@@ -190,7 +198,7 @@ class InstanceSlept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionPublished:
-    """Training step `version` - 1 has finished, its weights can be fetched and its batch is committed. In the layout
+    """Training step `version` - 1 has finished: its weights can be fetched and its batch is committed. In the layout
     "turns" the trainer has freed its GPUs."""
 
     version: PolicyVersion
@@ -198,7 +206,7 @@ class VersionPublished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested:
-    """The run is to end now: what is in flight is given up."""
+    """The run must end now; work in flight is aborted."""
 
     why: str
 

@@ -1,4 +1,4 @@
-"""What the coordinator knows of its rollout instances. Pure.
+"""The coordinator's knowledge of its rollout instances. Pure.
 
 The numbers that a choice compares are held in arrays, one row per instance, so that choosing among a thousand instances
 takes microseconds. `Instance` is the handle of a row and holds what is asked of one instance at a time. Both are
@@ -21,7 +21,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(slots=True)
 class Instance:
-    """Speculative state of one rollout instance."""
+    """Speculative state of one rollout instance: commands count as executed when they are issued."""
 
     instance: InstanceId
     version: PolicyVersion
@@ -48,9 +48,8 @@ class Instance:
 
 
 class Fleet:
-    """A read-only view of all instances; the arrays have one element per instance, in the order they joined
-    until one is lost. side_by_side: whether instances serve a version beside those before it, so that what they have
-    cached outlives a pull."""
+    """A read-only view of all instances. Arrays have one element per instance, in the order of joining until one is
+    removed. side_by_side: whether instances serve several versions at once, so that cached contexts survive a pull."""
 
     def __init__(self, *, side_by_side: bool = False) -> None:
         self.side_by_side = side_by_side
@@ -72,7 +71,7 @@ class Fleet:
         return self._by_id.get(instance) if instance is not None else None
 
     def with_cache(self, instance: InstanceId | None, version: PolicyVersion) -> Instance | None:
-        """An instance, if what it cached when it served `version` is still valid."""
+        """Return an instance if the context that it cached while serving `version` is still valid."""
         match = self.get(instance)
         return match if match is not None and (self.side_by_side or match.version == version) else None
 
@@ -98,9 +97,10 @@ class Fleet:
             self._versions = [PolicyVersion(v) for v in sorted({i.version for i in self._rows})]
         return self._versions
 
-    def fitting(self, kv_tokens: int, least_version: int, typical_kv_tokens: float = 0.0) -> BoolArray:
-        """Which instances serve at least this version and have room for a trajectory of this size, also once those they
-        run have grown to what is typical (else some would be preempted). An empty instance has room for anything."""
+    def fitting_mask(self, kv_tokens: int, least_version: int, typical_kv_tokens: float = 0.0) -> BoolArray:
+        """Mask of the instances that serve at least this version and have room for a trajectory of this size, even
+        after their running ones have grown to a typical length; otherwise some would be preempted. An empty instance
+        has room for any trajectory."""
         count = len(self._rows)
         running, used, version, capacity, cap, _ = self._numbers[:, :count]
         needed_kv_tokens = np.maximum(used + kv_tokens, (running + 1) * typical_kv_tokens)
@@ -110,7 +110,7 @@ class Fleet:
         return fits
 
     def refusal(self, kv_tokens: int, least_version: int) -> str:
-        """Why no instance fits, in the words of the first reason that holds for all that are left."""
+        """The first reason that explains why none of the instances fits."""
         count = len(self._rows)
         if not count:
             return "no instance"
@@ -123,7 +123,7 @@ class Fleet:
         return "KV memory"
 
     def validate(self) -> None:
-        """Check that every instance is where its id says, and that the arrays hold its numbers."""
+        """Check that index and arrays agree with the instances."""
         if self._by_id != {instance.instance: instance for instance in self._rows}:
             raise ProtocolViolation(f"instances by id and by row differ: {sorted(self._by_id)}")
         for row, instance in enumerate(self._rows):
@@ -142,7 +142,7 @@ class Fleet:
 
 
 class MutableFleet(Fleet):
-    """The instances with the methods by which the state changes them; each method keeps the arrays up to date."""
+    """The instances with the methods by which the state changes them. Each method keeps the arrays up to date."""
 
     def join(
         self,
@@ -154,7 +154,7 @@ class MutableFleet(Fleet):
         *,
         asleep: bool = False,
     ) -> Instance:
-        """Add an instance that runs nothing. in_transit: moves that are on their way to its id already."""
+        """Add an instance that runs nothing. in_transit: moves that are already on their way to its id."""
         if instance in self._by_id:
             raise ProtocolViolation(f"{instance} joins twice")
         if len(self._rows) == self._numbers.shape[1]:
@@ -175,13 +175,13 @@ class MutableFleet(Fleet):
         self._update(joined)
         return joined
 
-    def empty(self, instance: Instance) -> None:
-        """Give an instance nothing more: it may run no trajectory from now on."""
+    def drain(self, instance: Instance) -> None:
+        """Exclude an instance from routing: it may start no more trajectories."""
         instance.max_running = 0
         self._numbers[4, instance.row] = 0
 
-    def lose(self, instance: Instance) -> None:
-        """Remove an instance that runs nothing any more; the last row moves into its place."""
+    def remove_instance(self, instance: Instance) -> None:
+        """Remove an instance that runs nothing any more. The last row of the arrays takes its index."""
         if instance.trajectories:
             raise ProtocolViolation(f"{instance.instance} is removed with {instance.num_running} trajectories on it")
         del self._by_id[instance.instance]
@@ -193,34 +193,34 @@ class MutableFleet(Fleet):
             self._rows[instance.row] = last
 
     def add(self, instance: Instance, trajectory: TrajectoryId, kv_tokens: int) -> None:
-        """Let an instance run one more trajectory."""
+        """Add a trajectory to an instance."""
         instance.trajectories[trajectory] = None
         instance.num_eval_running += is_evaluation(trajectory)
         instance.kv_tokens += kv_tokens
         self._update(instance)
 
     def remove(self, instance: Instance, trajectory: TrajectoryId, kv_tokens: int) -> None:
-        """Take a trajectory off an instance. kv_tokens: what it was counted with."""
+        """Remove a trajectory from an instance. kv_tokens: the size with which it was counted."""
         del instance.trajectories[trajectory]
         instance.num_eval_running -= is_evaluation(trajectory)
         instance.kv_tokens -= kv_tokens
         self._update(instance)
 
     def grow(self, instance: Instance, kv_tokens: int) -> None:
-        """Count more KV tokens for the trajectories an instance runs."""
+        """Add KV tokens to the trajectories of an instance."""
         instance.kv_tokens += kv_tokens
         self._update(instance)
 
     def set_draft_length(self, instance: Instance, length: int) -> None:
-        """Set how many tokens it drafts at most."""
+        """Set the maximum draft length of an instance."""
         instance.draft_length = self._numbers[5, instance.row] = length
 
     def start_sleep(self, instance: Instance) -> None:
-        """Count an instance as asleep: it frees its GPUs."""
+        """Mark an instance as asleep: it frees its GPUs."""
         instance.asleep = True
 
     def start_pull(self, instance: Instance, version: PolicyVersion) -> None:
-        """Count an instance as serving `version`, which it is about to load. That wakes it."""
+        """Mark an instance as serving `version`, which it is about to load. Wakes it."""
         if instance.pulling or version < instance.version + (not instance.asleep):
             raise ProtocolViolation(f"{instance.instance} at version {instance.version} is to pull {version}")
         instance.version, instance.pulling, instance.asleep = version, True, False
@@ -228,16 +228,17 @@ class MutableFleet(Fleet):
         self._update(instance)
 
     def finish_pull(self, instance: Instance) -> None:
-        """Note that an instance has loaded the version it is counted with."""
+        """Record that an instance has loaded the version it is marked with."""
         instance.pulling = False
 
     def start_move(self, source: Instance, target: Instance) -> None:
-        """Count a trajectory as on its way from one instance to another."""
+        """Count a trajectory as moving from one instance to another."""
         source.in_transit += 1
         target.in_transit += 1
 
     def finish_move(self, instance: Instance) -> None:
-        """Count one move less at one of its two ends: the trajectory has left the source, or the move is over."""
+        """Remove a move from one of its two instances, because the trajectory has left the source or the move has
+        ended."""
         instance.in_transit -= 1
 
     def _update(self, instance: Instance) -> None:

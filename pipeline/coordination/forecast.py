@@ -33,7 +33,7 @@ class _Siblings:
 
 
 class LengthForecast:
-    """Forecasts response lengths. max_tokens: limit of a response."""
+    """Forecasts response lengths. max_tokens: maximum length of a response."""
 
     def __init__(self, max_tokens: int) -> None:
         self.episodes = EpisodeForecast()
@@ -52,7 +52,7 @@ class LengthForecast:
     # -- updating ------------------------------------------------------------------------------------------------
 
     def observe(self, group: GroupId, length: int) -> None:
-        """Learn the length of a trajectory that was not truncated."""
+        """Add the length of a trajectory that was not truncated."""
         self._latest.append(length)
         insort(self._sorted, length)
         if len(self._latest) > WINDOW:
@@ -63,19 +63,19 @@ class LengthForecast:
         self._learn_siblings(group, math.log(max(1, length)))
 
     def forget(self, group: GroupId) -> None:
-        """Drop the lengths of a group that has ended."""
+        """Drop the lengths of an ended group."""
         self._groups.pop(group, None)
 
     # -- forecasting ---------------------------------------------------------------------------------------------
 
     @property
     def has_enough_lengths(self) -> bool:
-        """Whether enough trajectories have finished to forecast from."""
+        """Whether enough trajectories have finished for a forecast."""
         return len(self._lengths) >= MIN_LENGTHS
 
     def expected_remaining(self, group: GroupId, tokens: int) -> float:
-        """Expected further tokens of a trajectory with `tokens` so far; half of the allowed ones while too few lengths
-        are known."""
+        """Expected number of further tokens of a trajectory with `tokens` so far; half of the allowed ones while too
+        few lengths are known."""
         max_remaining = max(1, self._max_tokens - tokens)
         if not self.has_enough_lengths:
             return max_remaining / 2

@@ -6,7 +6,7 @@ from staleflow.pipeline.coordination import invariants
 from staleflow.pipeline.coordination.decision_log import DecisionLog
 from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.mixture import Mixture
-from staleflow.pipeline.coordination.snapshot import Snapshot, take_snapshot, waiting_for
+from staleflow.pipeline.coordination.snapshot import Snapshot, explain_waiting, take_snapshot
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
 
@@ -57,9 +57,9 @@ class CoordinatorInspection:
         """The latest decisions, newest first: (seconds, trajectory, what, cause)."""
         return self._history.latest(count)
 
-    def waiting_for(self, limit: int = 6) -> str:
+    def explain_waiting(self, limit: int = 6) -> str:
         """Explain in one paragraph what the next step waits for, for a run that makes no progress."""
-        return waiting_for(self._state, limit)
+        return explain_waiting(self._state, limit)
 
     def snapshot(self) -> Snapshot:
         """The run as it is now. O(live trajectories + groups + instances)."""

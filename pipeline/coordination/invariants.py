@@ -1,4 +1,4 @@
-"""The invariants that hold across all collections of the coordinator's state after every event. Pure."""
+"""Invariants across all collections of the coordinator's state, which hold after every event. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from staleflow.stores.trajectory import InstanceId, is_evaluation
 
 
 def validate(state: CoordinatorState) -> None:
-    """State every invariant across collections. O(live); raises `ProtocolViolation` on the first broken."""
+    """Check all invariants. O(live). Raises `ProtocolViolation` for the first that is broken."""
     state.ledger.validate()
     state.fleet.validate()
     members = {member for entry in state.ledger.entries.values() for member in entry.members}
@@ -25,13 +25,13 @@ def validate(state: CoordinatorState) -> None:
     for live in state.live.values():
         _validate_trajectory(state, live)
     _validate_instances(state)
-    fresh = {g for g, entry in state.ledger.entries.items() if entry.state is EntryState.QUEUED}
-    if fresh != state.unreserved_groups:
-        raise ProtocolViolation(f"groups without a promise differ: {sorted(fresh ^ state.unreserved_groups)[:10]}")
-    due = {t.id: (level := state.level(t.group), level) for t in state.live.values() if t.phase is Phase.QUEUED}
+    unreserved = {g for g, entry in state.ledger.entries.items() if entry.state is EntryState.QUEUED}
+    if unreserved != state.unreserved_groups:
+        raise ProtocolViolation(f"unreserved groups differ: {sorted(unreserved ^ state.unreserved_groups)[:10]}")
+    expected = {t.id: (level := state.level(t.group), level) for t in state.live.values() if t.phase is Phase.QUEUED}
     queued = {live.id: (level, live.level) for level, live in state.queue}
-    if due != queued or len(state.queue) != len(queued):
-        raise ProtocolViolation(f"queued and waiting differ: {sorted(due.items() ^ queued.items())[:10]}")
+    if expected != queued or len(state.queue) != len(queued):
+        raise ProtocolViolation(f"queued and waiting differ: {sorted(expected.items() ^ queued.items())[:10]}")
     if state.trainer_turn and (awake := [instance.instance for instance in state.fleet if not instance.asleep]):
         raise ProtocolViolation(f"{awake} are awake in the trainer's turn")
     if state.training != (state.ledger.next_step > state.ledger.version):
@@ -41,10 +41,11 @@ def validate(state: CoordinatorState) -> None:
 
 
 def _validate_trajectory(state: CoordinatorState, live: LiveTrajectory) -> None:
-    """A trajectory agrees with its instance and with its group's entry in the ledger, if it is to be trained on."""
+    """Check that a trajectory agrees with its instance and, unless it is an evaluation's, with its group's entry in the
+    ledger."""
     instance = state.fleet.get(live.instance)
     if (live.phase is Phase.RUNNING) != (instance is not None and live.id in instance.trajectories):
-        raise ProtocolViolation(f"{live.id} is {live.phase.value} but not listed so on {live.instance}")
+        raise ProtocolViolation(f"{live.id} is {live.phase.value} but not listed as running on {live.instance}")
     if (live.phase is Phase.RUNNING) != (live.instance is not None):
         raise ProtocolViolation(f"{live.id} is {live.phase.value} on {live.instance}")
     if not live.is_eval:
@@ -57,17 +58,19 @@ def _validate_trajectory(state: CoordinatorState, live: LiveTrajectory) -> None:
     if not 0 <= live.delivered_tokens <= live.tokens:
         raise ProtocolViolation(f"{live.id} has {live.tokens} tokens, {live.delivered_tokens} of them delivered")
     if live.truncating and live.phase is not Phase.RUNNING:
-        raise ProtocolViolation(f"{live.id} is to be cut off but {live.phase.value}")
+        raise ProtocolViolation(f"{live.id} is being truncated but {live.phase.value}")
     if live.target is not None and live.phase not in {Phase.RUNNING, Phase.QUEUED}:
-        raise ProtocolViolation(f"{live.id} is to continue at {live.target} but {live.phase.value}")
+        raise ProtocolViolation(f"{live.id} is moving to {live.target} but {live.phase.value}")
 
 
 def _validate_evaluation(state: CoordinatorState) -> None:
-    """All of an evaluation is sampled under its one version, and the instances that sample for it serve that one."""
+    """Check that all of an evaluation is sampled under its version, on pinned instances that serve this version."""
     evaluation = state.evaluation
     members = {live.id for live in state.live.values() if live.is_eval}
     if members != (set() if evaluation is None else evaluation.members):
-        raise ProtocolViolation(f"trajectories {sorted(members)[:10]} are evaluated, but no evaluation has them all")
+        raise ProtocolViolation(
+            f"the live evaluation trajectories {sorted(members)[:10]} are not those of the evaluation"
+        )
     for instance in state.fleet:
         if instance.num_eval_running != sum(is_evaluation(member) for member in instance.trajectories):
             raise ProtocolViolation(
@@ -81,7 +84,7 @@ def _validate_evaluation(state: CoordinatorState) -> None:
             f"{evaluation.to_sample} are taken to be sampled yet for evaluation {evaluation.number}"
         )
     if missing := [name for name in evaluation.pinned if state.fleet.get(name) is None]:
-        raise ProtocolViolation(f"evaluation {evaluation.number} has hosts that are gone: {missing}")
+        raise ProtocolViolation(f"evaluation {evaluation.number} has pinned instances that are gone: {missing}")
     for member in members:
         live = state.live[member]
         target = state.fleet.get(live.instance)
@@ -99,16 +102,16 @@ def _validate_evaluation(state: CoordinatorState) -> None:
 
 
 def _validate_instances(state: CoordinatorState) -> None:
-    """The numbers of an instance are those of the trajectories it runs, or that are on their way."""
+    """Check that the counts of each instance match the trajectories that it runs or that are moving to it."""
     moving: Counter[InstanceId] = Counter()
     for live in state.live.values():
         if live.target is not None:
             moving.update([live.target] if live.instance is None else [live.target, live.instance])
     for instance in state.fleet:
-        listed = [state.live.get(member) for member in instance.trajectories]
-        if any(live is None or live.instance != instance.instance for live in listed):
+        running = [state.live.get(member) for member in instance.trajectories]
+        if any(live is None or live.instance != instance.instance for live in running):
             raise ProtocolViolation(f"{instance.instance} lists trajectories that run elsewhere or have ended")
-        if instance.kv_tokens != sum(live.kv_tokens for live in listed if live is not None):
+        if instance.kv_tokens != sum(live.kv_tokens for live in running if live is not None):
             raise ProtocolViolation(f"{instance.instance} is taken to hold {instance.kv_tokens} KV tokens")
         if instance.in_transit != moving[instance.instance]:
             raise ProtocolViolation(

@@ -1,4 +1,5 @@
-"""The journal of a coordinator's events and commands, a JSON line per event. Replayed, it gives the same commands.
+"""The journal of a coordinator's events and commands, one JSON line per event. Replaying the events gives the same
+commands.
 
 A long journal is a row of files: `events.jsonl` is written to; when it has PART_BYTES, it is closed and renamed
 `events.jsonl.0001`, then `.0002` and so on, and a new one begins with a line that gives its number. Closed parts may be
@@ -55,7 +56,7 @@ HEADING = b'{"part":'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalEntry:
-    """One event, when it was handled, and the commands it led to."""
+    """One event, the time at which it was handled, and the commands that followed."""
 
     now: float
     event: Event
@@ -64,7 +65,7 @@ class JournalEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """How a replayed journal compares with the recorded one."""
+    """Result of comparing a replayed journal with the recorded one."""
 
     num_events: int
     num_commands: int
@@ -81,8 +82,8 @@ class Replay:
 
 
 class Journal:
-    """Appends entries to a file; flushed every entry, so that a killed run's journal is whole but for its last line.
-    closed: told of each part that is closed. Writing raises StoreError; closing does not."""
+    """Appends entries to a file. Each is flushed, so that only the last line of a killed run's journal may be
+    incomplete. Writing raises StoreError; closing does not. closed: called with each part that is closed."""
 
     def __init__(self, path: Path, closed: Callable[[Path], None] | None = None, part_bytes: int = PART_BYTES) -> None:
         self._path, self._closed, self._part_bytes = path, closed, part_bytes
@@ -130,7 +131,8 @@ class Journal:
 
 
 def closed_parts(path: Path) -> dict[int, Path]:
-    """The closed parts of the journal at `path`, by number. A compressed one is complete, whatever is beside it."""
+    """The closed parts of the journal at `path`, by number. If a part exists compressed and uncompressed, the
+    compressed one is complete."""
     called = re.compile(rf"{re.escape(path.name)}\.(\d{{4,}})(\.gz)?")
     closed = sorted((p for p in path.parent.glob(f"{path.name}.*") if called.fullmatch(p.name)), key=lambda p: p.name)
     return dict(sorted((int(p.name.removeprefix(f"{path.name}.").partition(".")[0]), p) for p in closed))
@@ -142,7 +144,7 @@ def files(path: Path) -> list[Path]:
 
 
 def open_part(file: Path) -> BinaryIO:
-    """Open a file of a journal to read its lines, compressed or not."""
+    """Open a file of a journal for reading lines, compressed or not."""
     packed = file if file.suffix == ".gz" else file.with_name(f"{file.name}.gz")
     if packed is not file:
         try:
@@ -154,7 +156,7 @@ def open_part(file: Path) -> BinaryIO:
 
 
 def num_bytes(file: Path) -> int:
-    """Bytes of a file of a journal, before compression. Raises OSError."""
+    """Uncompressed size of a journal file in bytes. Raises OSError."""
     with file.open("rb") as opened:
         size = opened.seek(0, 2)
         if file.suffix == ".gz":  # the last four bytes say it: parts are far below 4 GiB
@@ -164,8 +166,8 @@ def num_bytes(file: Path) -> int:
 
 
 class Entries:
-    """The entries of a journal, read as they are asked for. torn_line: number of its last line, once that was found to
-    be cut off, as it is if its writer was killed; such a line is left out. 0 if it is whole."""
+    """Iterates over the entries of a journal. An incomplete last line, which a killed writer leaves, is skipped.
+    torn_line: number of that line once it has been reached; 0 if there is none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -237,7 +239,7 @@ def read(path: Path) -> Entries:
 
 
 def replay(coordinator: Coordinator, entries: Iterable[JournalEntry]) -> Replay:
-    """Feed the recorded events to a fresh coordinator and compare its commands with the recorded ones."""
+    """Feed recorded events to a new coordinator, and compare its commands with the recorded ones."""
     num_events = num_commands = 0
     for entry in entries:
         num_events += 1

@@ -1,4 +1,4 @@
-"""Several task sources in one run: from which of them the next prompts are drawn. Pure.
+"""Chooses the source of the next prompts in a run with several task sources. Pure.
 
 A source's ratio is one of what is *trained*, not of what is drawn. If half of a source's groups are filtered, twice as
 many are drawn. The only inputs are what was drawn, what of that was trained on and what was not, and what is in
@@ -39,7 +39,7 @@ FAILURES = frozenset({AbortReason.ENGINE_FAILED, AbortReason.ENVIRONMENT_FAILED,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedSource:
-    """A source of a mixture. ratio: of what is trained, relative to the others'."""
+    """A source of a mixture. ratio: its share of trained groups, relative to the other sources."""
 
     name: str
     ratio: float
@@ -83,7 +83,7 @@ class _Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceView:
-    """A source's counts, for people. Shares are of all sources' groups so far."""
+    """Counts of a source for display. Shares are of all sources' groups so far."""
 
     name: str
     ratio: float
@@ -98,7 +98,7 @@ class SourceView:
 
     @property
     def line(self) -> str:
-        """The shares in words."""
+        """The counts and shares as a line of text."""
         return (
             f"task {self.name}: {self.trained_share:.1%} of the trained groups (ratio {self.ratio:.1%}), "
             f"{self.drawn_share:.1%} of the drawn; {self.num_trained} trained, {self.num_filtered} filtered, "
@@ -107,8 +107,8 @@ class SourceView:
 
 
 def source_views(ratios: Mapping[str, float], states: Sequence[SourceState]) -> tuple[SourceView, ...]:
-    """Each source's counts, for people. ratios: by the sources' names. states: of the sources, as the store has them;
-    empty if it has none yet."""
+    """Counts of each source for display. ratios: by source name. states: stored states of the sources; empty if there
+    are none."""
     weights = sum(ratios.values())
     drawn, trained = max(1, sum(s.num_drawn for s in states)), max(1, sum(s.num_trained for s in states))
     return tuple(
@@ -128,7 +128,7 @@ def source_views(ratios: Mapping[str, float], states: Sequence[SourceState]) -> 
 
 
 class Mixture:
-    """Draws the prompts of one run from several task sources. seed: the job's."""
+    """Chooses the source and task of each prompt in one run. seed: the job's."""
 
     def __init__(self, sources: Sequence[MixedSource], seed: int) -> None:
         total = sum(source.ratio for source in sources)
@@ -141,7 +141,7 @@ class Mixture:
 
     @property
     def states(self) -> tuple[SourceState, ...]:
-        """Each source's state, as the store keeps it. What was requested and has not arrived is not in it."""
+        """State of each source, as it is stored. Prompts that were requested and have not arrived are not included."""
         return tuple(
             SourceState(
                 num_drawn=s.num_drawn,
@@ -168,7 +168,7 @@ class Mixture:
         return source_views({s.settings.name: s.weight for s in self._sources}, self.states)
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics of a step, of each source. Rewards are those since the previous call."""
+        """Metrics of each source for a step. Rewards are those since the previous call."""
         metrics: dict[str, float] = {}
         for source, view in zip(self._sources, self.views(), strict=True):
             name = f"{SOURCE_PREFIX}{view.name}/"
@@ -180,15 +180,19 @@ class Mixture:
         return metrics
 
     def take_notices(self) -> list[str]:
-        """Lines on sources that began or ceased to fail since the previous call."""
+        """Lines about sources that started or stopped failing since the previous call."""
         notices, self._notices = self._notices, []
         return notices
 
     # -- updating -----------------------------------------------------------------------------------------------
 
     def restore(self, states: Sequence[SourceState], num_groups: int, in_flight: Iterable[GroupInFlight]) -> None:
-        """Continue a stored run. states: by the time `num_groups` groups had been drawn; empty if it stored none.
-        in_flight: its groups in flight, of which later ones may have been drawn since."""
+        """Restore the state of a stored run.
+
+        Args:
+            states: States of the sources when `num_groups` groups had been drawn; empty if none were stored.
+            in_flight: The run's groups in flight, some of which may have been drawn later.
+        """
         for source, state in zip(self._sources, states, strict=bool(states)):
             source.num_drawn, source.num_trained = state.num_drawn, state.num_trained
             source.num_filtered, source.num_aborted = state.num_filtered, state.num_aborted
@@ -231,7 +235,7 @@ class Mixture:
         source.num_drawn += 1
 
     def record_rewards(self, group: GroupId, rewards: Sequence[float]) -> None:
-        """Note the rewards of a complete group, without those that could not be computed."""
+        """Record the rewards of a complete group, without those that could not be computed."""
         if rewards:
             source, mean = self._source_of[group], sum(rewards) / len(rewards)
             source.rewards[group] = mean

@@ -1,4 +1,4 @@
-"""Proposes, once per tick, which running trajectories should move to another instance or be truncated. Pure."""
+"""Proposes, once per tick, which running trajectories to move to another instance or to truncate. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ the next ones are chosen by."""
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Take a trajectory off `source`. target: where it continues; None to score it with the tokens it has."""
+    """Take a trajectory off `source`. target: the instance on which it continues; None to score it with the tokens it
+    has."""
 
     live: LiveTrajectory
     source: Instance
@@ -30,8 +31,8 @@ class Move:
 
 
 class MovePlanner:
-    """Applies the migration and straggler rules to the coordinator's state. It only reads that; the coordinator carries
-    out the moves."""
+    """Applies the migration and straggler rules to the coordinator's state, read-only. The coordinator executes the
+    moves."""
 
     def __init__(
         self,
@@ -48,7 +49,8 @@ class MovePlanner:
         self._costs = costs
 
     def plan_migrations(self) -> list[Move]:
-        """Move single trajectories from the slowest instances to the fastest ones, where the rule expects a gain."""
+        """Plan moves of single trajectories from the slowest instances to the fastest ones, where the rule expects a
+        gain."""
         fleet, rule, ledger = self._state.fleet, self._migration, self._state.ledger
         if len(fleet) < 2 or not rule.active:
             return []
@@ -82,10 +84,10 @@ class MovePlanner:
         return moves
 
     def plan_truncations(self) -> Iterator[Move]:
-        """Truncate the last trajectories of a step that the trainer has waited too long for: those of unfinished groups
-        that the next step needs."""
+        """Plan to truncate the last trajectories of unfinished groups that the next step needs, once the trainer has
+        waited too long for them."""
         rule, state = self._stragglers, self._state
-        if not rule.waited_too_long(waited_s=state.waited_s, interval_s=state.measured.interval_s.value):
+        if not rule.waited_too_long(waited_s=state.waited_s, interval_s=state.running_means.interval_s.value):
             return
         ledger = state.ledger
         due = [live for live in state.live.values() if self._is_due(live)]

@@ -1,4 +1,4 @@
-"""Which instances should load the published weights now. Pure: proposes, and changes nothing."""
+"""Chooses the instances that should load the published weights now. Pure: proposes, and changes nothing."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from staleflow.pipeline.strategies.synchronization import Synchronization
 
 
 class Pulls:
-    """Proposes pulls until as many instances serve the published version as a synchronization rule says. One that
-    samples for an evaluation stays at its version until it has nothing more to sample for it."""
+    """Proposes pulls until as many instances serve the published version as a synchronization rule says. An instance
+    that samples for an evaluation keeps its version until it has nothing more to sample for it."""
 
     def __init__(self, state: CoordinatorState, rule: Synchronization) -> None:
         self._state = state
         self._rule = rule
 
-    def due(self, looked_at: Iterable[Instance]) -> Iterator[Instance]:
-        """Those of `looked_at` that should pull: the cheapest to interrupt, and all that run nothing. In turns all that
-        sleep pull once the trainer's turn has ended: they have nothing to interrupt."""
+    def due(self, candidates: Iterable[Instance]) -> Iterator[Instance]:
+        """Choose those of `candidates` that should pull: the ones whose interruption costs least, and all that run
+        nothing. In turns, all sleeping instances pull when the trainer's turn has ended."""
         if self._state.turns:
-            yield from () if self._state.training else [instance for instance in looked_at if instance.asleep]
+            yield from () if self._state.training else [instance for instance in candidates if instance.asleep]
             return
         published, fleet = self._state.ledger.version, self._state.fleet
         pinned = self._state.evaluation.pinned if self._state.evaluation is not None else ()
-        lagging = [i for i in looked_at if i.version < published and not i.pulling and i.instance not in pinned]
+        lagging = [i for i in candidates if i.version < published and not i.pulling and i.instance not in pinned]
         if not lagging:
             return
         num_missing = self._rule.num_pulling(len(fleet)) - int(np.count_nonzero(fleet.version == published))

@@ -1,4 +1,4 @@
-"""Which of the coordinator's decisions may come out differently than when they were last taken. Pure."""
+"""Flags of decisions that must be reconsidered because the state has changed. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from staleflow.stores.trajectory import InstanceId
 
 
 class ReplanFlags:
-    """Notes that the state makes whenever it changes. Asking for one clears it."""
+    """The flags. The state sets them when it changes; reading one clears it."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._of_fleet = fleet
@@ -19,18 +19,18 @@ class ReplanFlags:
         changed, self._batch_changed = self._batch_changed, False
         return changed
 
-    def take_load_changes(self) -> list[Instance]:
+    def pop_load_changes(self) -> list[Instance]:
         """Instances for which a pull may have become worth it since this was last asked."""
         changed = list(self._of_fleet if self._all_loads_changed else self._loads_changed.values())
         self._loads_changed, self._all_loads_changed = {}, False
         return changed
 
-    def take_room_change(self) -> bool:
+    def pop_room_changed(self) -> bool:
         """Whether there may be room for more groups than when this was last asked."""
         changed, self._room_changed = self._room_changed, False
         return changed
 
-    def take_routing_change(self) -> bool:
+    def pop_routing_changed(self) -> bool:
         """Whether queued work may find an instance that found none when this was last asked."""
         changed, self._routing_changed = self._routing_changed, False
         return changed

@@ -1,4 +1,4 @@
-"""What a resumed run takes up of what was in flight, and in which order. Pure.
+"""Chooses which work in flight a resumed run continues, and in which order. Pure.
 
 Everything found was promised a place, or had taken one, when the run was interrupted. Groups that steps after the
 resume point had consumed have their old steps as places, the others those that (H) gave them (docs/protocol.md): so all
@@ -22,9 +22,12 @@ from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion, Trajec
 def plan_resume(
     trial: StalenessLedger, filtering: Filtering, stored: LedgerState, groups: Iterable[GroupInFlight]
 ) -> tuple[RunResumed, tuple[TrajectoryId, ...]]:
-    """The event that continues a run, and the trajectories that start again from their prompts. trial: a new ledger of
-    the job, which is used up: what the coordinator will do with the event is tried on it first. stored: of the
-    store's last record."""
+    """Build the event that continues a run, and list the trajectories that restart from their prompts.
+
+    Args:
+        trial: A new ledger of the job, on which the event is tried out first; not usable afterwards.
+        stored: Ledger state of the store's last record.
+    """
     num_ended = tuple(stored.num_ended.items())
     parted = ((key.partition(":"), count) for key, count in num_ended)
     trial.resume(stored.next_step, {(Fate(fate), AbortReason(why)): n for (fate, _, why), n in parted})
@@ -50,7 +53,7 @@ def _order(group: GroupInFlight, group_size: int, filtering: Filtering) -> tuple
     sampled_versions = [m.version for m in group.members if m.version >= 0]
     stage = 2 if sampled_versions else 3
     if len(scored) == group_size:
-        stage = 1 if filtering.verdict([m.reward for m in scored if m.reward is not None]) is None else 0
+        stage = 1 if filtering.drop_reason([m.reward for m in scored if m.reward is not None]) is None else 0
     return stage, min(sampled_versions, default=0), group.group
 
 
@@ -77,7 +80,7 @@ def _fitting(trial: StalenessLedger, filtering: Filtering, group: GroupInFlight)
     for member in scored:
         trial.complete(group.group, member.trajectory)
     if len(scored) == trial.group_size:
-        verdict = filtering.verdict([m.reward for m in scored if m.reward is not None])
+        verdict = filtering.drop_reason([m.reward for m in scored if m.reward is not None])
         if verdict is None:
             trial.occupy(group.group)
         else:

@@ -1,4 +1,4 @@
-"""Running means of what a coordinator measures, for strategies that weigh tokens and seconds. Pure."""
+"""Running means of measured values, for strategies that compare tokens and seconds. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NEWEST = 0.3
 
 @dataclass(slots=True)
 class RunningMean:
-    """An exponentially weighted mean; 0 while nothing was measured."""
+    """An exponentially weighted mean; 0 before the first value."""
 
     value: float = 0.0
 
@@ -19,8 +19,8 @@ class RunningMean:
 
 
 @dataclass(slots=True)
-class Measured:
-    """Tokens of a prompt; seconds between published versions."""
+class RunningMeans:
+    """Mean tokens of a prompt, and mean seconds between published versions."""
 
     prompt_tokens: RunningMean = field(default_factory=RunningMean)
     interval_s: RunningMean = field(default_factory=RunningMean)
@@ -28,18 +28,18 @@ class Measured:
 
 @dataclass(slots=True)
 class TruncationCounts:
-    """Counts of truncated trajectories, from the moment of the decision. trained: trajectories that steps have
-    consumed. truncated: in the whole run. in_step: of these, since a step last took its batch."""
+    """Counts of truncated trajectories, from the moment of the decision. trained: trajectories consumed by steps.
+    truncated: in the whole run. in_step: since a step last consumed its batch."""
 
     trained: int = 0
     truncated: int = 0
     in_step: int = 0
 
-    def step_taken(self, trajectories: int) -> None:
+    def step_consumed(self, trajectories: int) -> None:
         self.trained += trajectories
         self.in_step = 0
 
     def add(self, count: int) -> None:
-        """Count one more, or, with -1, one that ended otherwise before it was truncated."""
+        """Count one more truncated trajectory, or with -1 one less, because it ended before it was truncated."""
         self.truncated += count
         self.in_step = max(0, self.in_step + count)

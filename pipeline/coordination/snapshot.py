@@ -1,4 +1,4 @@
-"""Immutable views of the coordinator at one moment, for displays. Pure."""
+"""Immutable views of the coordinator at a moment, for display. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from staleflow.stores.trajectory import AbortReason, InstanceId, outcome_key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceView:
-    """One rollout instance, as the coordinator knows it."""
+    """The coordinator's view of one rollout instance."""
 
     instance: InstanceId
     version: int
@@ -27,8 +27,8 @@ class InstanceView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The run at one moment. Staleness is split because its halves have different cures: what is still being sampled
-    ages with slow instances, what is finished ages while it waits for the trainer."""
+    """The run at a moment. Staleness has two parts with different remedies: that of trajectories in sampling, which
+    slow instances increase, and that of finished ones, which wait for the trainer."""
 
     version: int
     next_step: int
@@ -56,7 +56,7 @@ class Snapshot:
 
 
 def take_snapshot(state: CoordinatorState, refusals: dict[str, int]) -> Snapshot:
-    """The run as it is now. O(live trajectories + groups + instances)."""
+    """Build a snapshot of the current state. O(live trajectories + groups + instances)."""
     phases = dict.fromkeys(Phase, 0)
     for live in state.live.values():
         phases[live.phase] += not live.is_eval
@@ -99,8 +99,8 @@ def take_snapshot(state: CoordinatorState, refusals: dict[str, int]) -> Snapshot
     )
 
 
-def waiting_for(state: CoordinatorState, limit: int) -> str:
-    """One paragraph about a run that makes no progress: what the next step waits for, and where that is."""
+def explain_waiting(state: CoordinatorState, limit: int) -> str:
+    """Explain in one paragraph what the next step waits for, for a run that makes no progress."""
     ledger = state.ledger
     if state.falling_asleep:
         return f"step {ledger.next_step - 1} waits until {', '.join(sorted(state.falling_asleep))} sleep"

@@ -1,4 +1,4 @@
-"""All that the coordinator knows, and the only module that changes it. Pure.
+"""The coordinator's state. This is the only module that changes it. Pure.
 
 Everyone may read; the verbs of `CoordinatorState` are the only writers of trajectories, fleet, queue and ledger. Each
 verb is one thing that was decided or has happened. It keeps the invariants that invariants.py states, and notes by
@@ -20,8 +20,8 @@ from staleflow.pipeline.coordination.fleet import Fleet, Instance, MutableFleet
 from staleflow.pipeline.coordination.mixture import Mixture
 from staleflow.pipeline.coordination.phases import Phase, Transition, next_phase
 from staleflow.pipeline.coordination.replan_flags import ReplanFlags
-from staleflow.pipeline.coordination.running_means import Measured, TruncationCounts
-from staleflow.pipeline.coordination.trajectories import LiveTrajectory, found_in_flight
+from staleflow.pipeline.coordination.running_means import RunningMeans, TruncationCounts
+from staleflow.pipeline.coordination.trajectories import LiveTrajectory, restored_members
 from staleflow.pipeline.coordination.work_queue import EVALUATION, UNRESERVED, MutableWorkQueue, WorkQueue
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight
@@ -61,7 +61,7 @@ class CoordinatorState(ReplanFlags):
         self.queue: WorkQueue = self._queue
         self.mixture = mixture
         self._evaluations = MutableEvaluations(self._fleet)
-        self.measured = Measured()
+        self.running_means = RunningMeans()
         self.truncations = TruncationCounts()
         self._now = 0.0
         self._fresh_groups: set[GroupId] = set()  # no member was routed yet
@@ -76,7 +76,7 @@ class CoordinatorState(ReplanFlags):
 
     @property
     def now(self) -> float:
-        """Seconds, of the event being handled."""
+        """Time of the event being handled, in seconds."""
         return self._now
 
     @property
@@ -86,47 +86,47 @@ class CoordinatorState(ReplanFlags):
 
     @property
     def evaluation(self) -> RunningEvaluation | None:
-        """The running evaluation, if there is one."""
+        """The running evaluation; None if there is none."""
         return self._evaluations.current
 
     @property
     def trainer_turn(self) -> bool:
-        """Whether the GPUs that trainer and instances share are the trainer's, or become so: all instances sleep."""
+        """Whether the GPUs shared by trainer and instances are, or are becoming, the trainer's: all instances sleep."""
         return self.turns and self._training
 
     @property
     def falling_asleep(self) -> Set[InstanceId]:
-        """Instances that were told to sleep and have not answered."""
+        """Instances that were ordered to sleep and have not confirmed it."""
         return self._falling_asleep
 
     @property
     def waited_s(self) -> float:
-        """How long the trainer has waited for its next batch; 0 while it trains."""
+        """Seconds that the trainer has been waiting for its next batch; 0 while it trains."""
         return 0.0 if self._idle_since is None else self._now - self._idle_since
 
     @property
     def unreserved_groups(self) -> Set[GroupId]:
-        """The groups that have arrived and hold no promise yet."""
+        """Groups that have arrived and have no reservation."""
         return self._fresh_groups
 
     @property
     def groups_requested(self) -> int:
-        """Groups that were asked for and have not arrived."""
+        """Number of groups that were requested and have not arrived."""
         return self._groups_drawn
 
     def level(self, group: GroupId) -> int:
-        """The level of the queue that a group's members wait in."""
+        """The queue level of a group's members."""
         if is_evaluation(group):
             return EVALUATION
         version = self.ledger.entries[group].version
         return UNRESERVED if version < 0 else version
 
     def running(self, trajectory: TrajectoryId, route_number: int) -> LiveTrajectory | None:
-        """The trajectory that an instance's answer is about, or None if the answer is late."""
+        """The running trajectory that an instance's event is about; None if the event is late."""
         return self._in_phase(Phase.RUNNING, trajectory, route_number)
 
-    def acting(self, trajectory: TrajectoryId, route_number: int) -> LiveTrajectory | None:
-        """The trajectory that an environment's answer is about, or None if the answer is late."""
+    def in_environment(self, trajectory: TrajectoryId, route_number: int) -> LiveTrajectory | None:
+        """The trajectory in its environment that an event is about; None if the event is late."""
         return self._in_phase(Phase.IN_ENVIRONMENT, trajectory, route_number)
 
     def _in_phase(self, phase: Phase, trajectory: TrajectoryId, route_number: int) -> LiveTrajectory | None:
@@ -136,42 +136,42 @@ class CoordinatorState(ReplanFlags):
     # -- the run -------------------------------------------------------------------------------------------------
 
     def start_event(self, now: float) -> None:
-        """Set the time of the event that the following verbs belong to."""
+        """Set the time of the event that the following calls belong to."""
         self._now = now
 
     def pass_time(self) -> None:
-        """Note that time alone has changed what depends on it: deadlines, and what a pull is worth."""
+        """Set the flags of decisions that depend on time alone: deadlines, and pulls."""
         self._routing_changed = self._all_loads_changed = True
 
     def resume(self, step: int, num_ended: Mapping[tuple[Fate, AbortReason], int]) -> None:
-        """Continue a run that has published version `step`. What it has in flight is taken up after that."""
+        """Continue a run that has published version `step`. Its groups in flight are added afterwards."""
         self.ledger.resume(step, num_ended)
         self._idle_since = self._published_s = self._now
 
     def publish(self, version: PolicyVersion) -> None:
-        """Note that the step being trained has finished."""
+        """Record that the current training step has finished."""
         self.ledger.publish(version)
         self._training, self._idle_since = False, self._now
-        self.measured.interval_s.add(self._now - self._published_s)
+        self.running_means.interval_s.add(self._now - self._published_s)
         self._published_s = self._now
         self._batch_changed = self._room_changed = self._routing_changed = self._all_loads_changed = True
 
     # -- groups --------------------------------------------------------------------------------------------------
 
     def draw(self, num_groups: int) -> tuple[tuple[int, int], ...]:
-        """Count groups as asked for. Returns the (source, task) of each; nothing without a mixture."""
+        """Count groups as requested. Returns (source, task) of each; empty without a mixture."""
         self._groups_drawn += num_groups
         return () if self.mixture is None else self.mixture.draw(num_groups)
 
     def add_groups(self, groups: Iterable[NewGroup]) -> list[TrajectoryId]:
-        """Queue all members of groups that have arrived; returns their ids."""
+        """Queue all members of groups that have arrived. Returns their ids."""
         added: list[TrajectoryId] = []
         for new in groups:
             members = self.ledger.start(new.group)
             self._groups_drawn -= 1
             if self.mixture is not None:
                 self.mixture.count_arrived(new.group, new.source, new.task)
-            self.measured.prompt_tokens.add(new.prompt_tokens)
+            self.running_means.prompt_tokens.add(new.prompt_tokens)
             self._fresh_groups.add(new.group)
             for member in members:
                 live = LiveTrajectory(id=member, group=new.group, prompt_tokens=new.prompt_tokens, since=self._now)
@@ -182,17 +182,17 @@ class CoordinatorState(ReplanFlags):
         return added
 
     def restore_group(self, stored: GroupInFlight, sampled: Phase) -> bool:
-        """Continue a group of a stored run where it was, its promise included. sampled: the phase of a member whose
-        turn has ended. True if the group has all the members it needs."""
+        """Restore a group of a stored run, with its reservation. Returns True if it has all members it needs. sampled:
+        phase of members whose turn has ended."""
         self.ledger.start(stored.group, [member.trajectory for member in stored.members])
-        self.measured.prompt_tokens.add(stored.prompt_tokens)
+        self.running_means.prompt_tokens.add(stored.prompt_tokens)
         complete = False
         for member in sorted(stored.members, key=lambda member: member.version):
             if member.version >= 0:
                 self.ledger.reserve(stored.group, member.trajectory, member.version)
         if self.ledger.entries[stored.group].state is EntryState.QUEUED:
             self._fresh_groups.add(stored.group)
-        for live in found_in_flight(stored, sampled, self._now):
+        for live in restored_members(stored, sampled, self._now):
             self._live[live.id] = live
             if live.phase is Phase.DONE:
                 complete = self.ledger.complete(live.group, live.id)
@@ -202,28 +202,28 @@ class CoordinatorState(ReplanFlags):
         return complete
 
     def occupy(self, group: GroupId) -> tuple[DiscardedTrajectory, ...]:
-        """Let a complete group wait for the trainer; returns what became surplus because of it."""
+        """Make a complete group available to the trainer. Returns the trajectories that became surplus."""
         return self._end(self.ledger.occupy(group))
 
     def filter(self, group: GroupId, reason: AbortReason) -> tuple[DiscardedTrajectory, ...]:
-        """Drop a complete group that is not worth training on."""
+        """Discard a complete group that is not worth training on."""
         return self._end(self.ledger.filter(group, reason))
 
     def abort(self, group: GroupId, reason: AbortReason, member: TrajectoryId) -> tuple[DiscardedTrajectory, ...]:
-        """Give up one member, and its group if too few are left."""
+        """Abort a member, and its group if too few are left."""
         return self._end(self.ledger.abort(group, reason, member))
 
     def abort_all(self, reason: AbortReason) -> tuple[DiscardedTrajectory, ...]:
-        """Give up everything in flight."""
+        """Abort everything in flight."""
         return self._end([e for group in tuple(self.ledger.entries) for e in self.ledger.abort(group, reason)])
 
     def consume(self) -> TrainBatch:
-        """Hand the next step its batch."""
+        """Give the next step its batch."""
         consumption = self.ledger.consume(self.ledger.next_step)
         self._training, self._idle_since = True, None
         if self.mixture is not None:
             self.mixture.count_trained(consumption.groups)
-        self.truncations.step_taken(len(consumption.members))
+        self.truncations.step_consumed(len(consumption.members))
         versions = tuple(self._live[member].v_traj for member in consumption.members)
         for member in consumption.members:
             live = self._live.pop(member)
@@ -240,7 +240,7 @@ class CoordinatorState(ReplanFlags):
     # -- evaluations ---------------------------------------------------------------------------------------------
 
     def begin_evaluation(self, number: int, groups: Iterable[NewGroup]) -> list[TrajectoryId]:
-        """Queue the trajectories of an evaluation; returns their ids."""
+        """Queue the trajectories of an evaluation. Returns their ids."""
         lives = self._evaluations.begin(number, groups, self.ledger.members_started, self._now)
         for live in lives:
             self._live[live.id] = live
@@ -249,7 +249,7 @@ class CoordinatorState(ReplanFlags):
         return [live.id for live in lives]
 
     def pin(self, instance: Instance) -> None:
-        """Pin an instance to its version, to sample for the running evaluation."""
+        """Pin an instance to the version it serves, to sample for the running evaluation."""
         self._evaluations.pin(instance)
 
     def unpin_idle(self) -> None:
@@ -257,8 +257,8 @@ class CoordinatorState(ReplanFlags):
         self._loads_changed |= {instance.instance: instance for instance in self._evaluations.unpin_idle()}
 
     def end_eval_trajectory(self, live: LiveTrajectory) -> bool:
-        """Note that an evaluation's trajectory has ended: scored, or, if it is queued, given up. True if it was the
-        last."""
+        """Record that an evaluation trajectory has ended: scored, or, if it is queued, aborted. Returns True if it was
+        the last."""
         queued = live.phase is Phase.QUEUED
         if queued:
             live.phase = next_phase(live.phase, Transition.GIVEN_UP)
@@ -267,7 +267,7 @@ class CoordinatorState(ReplanFlags):
         return self._evaluations.end(live, scored=not queued)
 
     def close_evaluation(self) -> tuple[RunningEvaluation, tuple[DiscardedTrajectory, ...]]:
-        """End the running evaluation; returns it, and its trajectories that were still in flight."""
+        """End the running evaluation. Returns it, and its trajectories that were still in flight."""
         evaluation, step = self._evaluations.close(), self.ledger.next_step
         self._all_loads_changed = self._batch_changed = True  # in turns, the step may have waited for it
         return evaluation, self._end(
@@ -278,7 +278,7 @@ class CoordinatorState(ReplanFlags):
     # -- trajectories --------------------------------------------------------------------------------------------
 
     def send(self, live: LiveTrajectory, instance: Instance) -> None:
-        """Route a queued trajectory, under a promise."""
+        """Route a queued trajectory to an instance, and reserve an entry for its group if it has none."""
         phase = next_phase(live.phase, Transition.ROUTED)
         level = self.level(live.group)
         if live.is_eval:
@@ -297,14 +297,14 @@ class CoordinatorState(ReplanFlags):
             self._change_level(live.group)
 
     def refuse(self, live: LiveTrajectory, why: str) -> bool:
-        """Leave a trajectory in the queue. True if the reason is another than before."""
+        """Leave a trajectory in the queue. Returns True if the reason has changed."""
         changed = live.refused != why
         live.refused = why
         return changed
 
     def start_move(self, live: LiveTrajectory, target: Instance | None) -> None:
-        """Count a running trajectory as being taken off its instance: to go on at `target`, or, if that is None, to be
-        scored with the tokens it has."""
+        """Mark a running trajectory as being taken off its instance, to continue at `target`, or to be scored with the
+        tokens it has if `target` is None."""
         source = self._fleet.get(live.instance)
         if source is None or live.leaving:
             raise ProtocolViolation(f"{live.id} is moved while it is {live.phase.value}, or on its way already")
@@ -317,7 +317,7 @@ class CoordinatorState(ReplanFlags):
             self._fleet.start_move(source, target)
 
     def finish_sampling(self, live: LiveTrajectory, tokens: int, *, truncated: bool = False) -> None:
-        """Take a trajectory off its instance to be scored with the `tokens` it has."""
+        """Take a trajectory off its instance to be scored with its `tokens` tokens."""
         phase = next_phase(live.phase, Transition.TRUNCATED if truncated else Transition.SAMPLED)
         self._evaluations.sampled(live)
         self._leave_instance(live)
@@ -329,7 +329,7 @@ class CoordinatorState(ReplanFlags):
         live.phase, live.since = phase, self._now
 
     def finish_turn(self, live: LiveTrajectory, tokens: int, *, truncated: bool = False) -> None:
-        """Take a trajectory off its instance to have its environment answer the turn that ends with `tokens`."""
+        """Take a trajectory off its instance so that its environment replies to the turn that ends at `tokens`."""
         phase = next_phase(live.phase, Transition.TURN_SAMPLED)
         source = self._fleet.get(live.instance)
         assert source is not None
@@ -344,11 +344,11 @@ class CoordinatorState(ReplanFlags):
         live.phase, live.since = phase, self._now
 
     def step_environment(self, live: LiveTrajectory) -> None:
-        """Count a turn as handed to the environment."""
+        """Record that a turn was sent to the environment."""
         live.turns += 1
 
     def answer(self, live: LiveTrajectory, tokens: int) -> None:
-        """Queue a trajectory for its next turn, with the `tokens` it has now."""
+        """Queue a trajectory for its next turn, after an observation. tokens: its length now."""
         phase = next_phase(live.phase, Transition.ENVIRONMENT_STEPPED)
         live.given_tokens += tokens - live.tokens
         live.phase, live.since = phase, self._now
@@ -357,8 +357,7 @@ class CoordinatorState(ReplanFlags):
         self._routing_changed = True
 
     def restart(self, live: LiveTrajectory) -> int:
-        """Queue a trajectory whose environment failed, with nothing but its prompt. Returns how often anything has
-        failed for it."""
+        """Queue a trajectory whose environment failed, with only its prompt. Returns its number of failures."""
         live.phase, live.since = next_phase(live.phase, Transition.RESTARTED), self._now
         live.tokens = live.delivered_tokens = live.turns = live.given_tokens = 0
         live.attempts += 1
@@ -367,13 +366,13 @@ class CoordinatorState(ReplanFlags):
         return live.attempts
 
     def interrupt(self, live: LiveTrajectory, tokens: int) -> None:
-        """Take a trajectory off its instance and queue it with the `tokens` it has."""
+        """Take a trajectory off its instance, and queue it with its `tokens` tokens."""
         self._requeue(live, Transition.INTERRUPTED, tokens)
         live.delivered_tokens = tokens
 
     def fail(self, live: LiveTrajectory, transition: Transition) -> int:
-        """Queue a trajectory that failed, or whose instance was lost, with the tokens that are safe. Returns how often
-        that has happened to it."""
+        """Queue a trajectory that failed or whose instance was lost, with its delivered tokens. Returns its number of
+        failures."""
         self._requeue(live, transition, live.delivered_tokens)
         live.attempts += 1
         return live.attempts
@@ -385,7 +384,8 @@ class CoordinatorState(ReplanFlags):
         return instance.instance if instance is not None else None
 
     def score(self, live: LiveTrajectory, reward: float | None) -> bool:
-        """Note a trajectory's reward, None if it has none. True if its group now has all the members it needs."""
+        """Record the reward of a trajectory, None if it has none. Returns True if its group now has all members it
+        needs."""
         phase = next_phase(live.phase, Transition.SCORED)
         if live.phase is Phase.IN_ENVIRONMENT:
             self._evaluations.sampled(live)
@@ -398,45 +398,45 @@ class CoordinatorState(ReplanFlags):
     # -- instances -----------------------------------------------------------------------------------------------
 
     def join(self, instance: InstanceId, version: PolicyVersion, kv_capacity: int, max_running: int) -> None:
-        """Add an instance that runs nothing. One that restarted under its id expects the moves on their way to it."""
+        """Add an instance that runs nothing. If it restarted under its id, moves may already be on their way to it."""
         arriving = sum(live.target == instance for live in self._live.values())
         self._fleet.join(instance, version, kv_capacity, max_running, in_transit=arriving, asleep=self.turns)
         self._room_changed = self._routing_changed = self._all_loads_changed = True
 
-    def empty(self, instance: Instance) -> list[LiveTrajectory]:
-        """Route nothing more to an instance. Returns what runs there and is not on its way from it yet."""
-        self._fleet.empty(instance)
+    def drain(self, instance: Instance) -> list[LiveTrajectory]:
+        """Exclude an instance from routing. Returns the trajectories on it that are not being taken off yet."""
+        self._fleet.drain(instance)
         return self._running_on(instance)
 
     def sleep(self, instance: Instance) -> list[LiveTrajectory]:
-        """Count an instance as asleep. Returns what runs there and is not on its way from it yet."""
+        """Mark an instance as asleep. Returns the trajectories on it that are not being taken off yet."""
         self._fleet.start_sleep(instance)
         self._falling_asleep.add(instance.instance)
         return self._running_on(instance)
 
     def finish_sleep(self, instance: InstanceId) -> None:
-        """Note that an instance has freed its GPUs."""
+        """Record that an instance has freed its GPUs."""
         self._falling_asleep.discard(instance)
 
     def _running_on(self, instance: Instance) -> list[LiveTrajectory]:
         running = (self._live[member] for member in instance.trajectories)
         return [live for live in running if not live.leaving]
 
-    def lose(self, instance: Instance) -> None:
-        """Remove an instance, after everything that ran on it was queued or given up."""
-        self._fleet.lose(instance)
+    def remove_instance(self, instance: Instance) -> None:
+        """Remove an instance, after all its trajectories were queued or aborted."""
+        self._fleet.remove_instance(instance)
         self._evaluations.remove(instance.instance)
         self._loads_changed.pop(instance.instance, None)
         self._falling_asleep.discard(instance.instance)
 
-    def hear_progress(
+    def record_progress(
         self,
         instance: Instance,
         progress: Iterable[tuple[TrajectoryId, int]],
         delivered: Iterable[tuple[TrajectoryId, int]] = (),
     ) -> None:
-        """Take in the (trajectory, tokens) of a report, and of those tokens what is safe. A report may be older than a
-        later routing: only progress of what still runs here counts, and only upwards."""
+        """Record the (trajectory, tokens) of a report, and how many of the tokens are delivered. A report may be older
+        than the latest routing, so only trajectories that still run here count, and numbers never decrease."""
         grown = 0
         for member, tokens in progress:
             if member in instance.trajectories:
@@ -456,12 +456,12 @@ class CoordinatorState(ReplanFlags):
         self._fleet.set_draft_length(instance, length)
 
     def start_pull(self, instance: Instance) -> None:
-        """Count an instance as serving the published version, which it is about to load."""
+        """Mark an instance as serving the published version, which it is about to load."""
         self._fleet.start_pull(instance, self.ledger.version)
         self._routing_changed = True
 
     def finish_pull(self, instance: Instance) -> None:
-        """Note that an instance has loaded the version it is counted with."""
+        """Record that an instance has loaded the version it is marked with."""
         self._fleet.finish_pull(instance)
         self._loads_changed[instance.instance] = instance
         self._routing_changed |= self.evaluation is not None  # which may have waited for it

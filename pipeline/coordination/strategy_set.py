@@ -1,4 +1,4 @@
-"""The strategies that a coordinator consults. Pure."""
+"""The strategies of a coordinator. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from staleflow.tasks.emulation.cost_model import StepCosts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategySet:
-    """The strategies a coordinator consults, and its own few numbers."""
+    """The strategies of a coordinator, and its numeric settings."""
 
     admission: Admission
     routing: Routing

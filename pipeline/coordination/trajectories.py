@@ -1,4 +1,4 @@
-"""What the coordinator knows of a trajectory in flight. Written by `state` only, read by all. Pure."""
+"""The coordinator's knowledge of a trajectory in flight. Changed by `state` only. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, Traj
 
 @dataclass(slots=True)
 class LiveTrajectory:
-    """A trajectory that was started and has not ended."""
+    """A trajectory that has started and not ended."""
 
     id: TrajectoryId
     group: GroupId
@@ -57,23 +57,22 @@ class LiveTrajectory:
 
     @property
     def kv_tokens(self) -> int:
-        """KV tokens it needs on an instance: prompt and response so far."""
+        """KV tokens that it needs on an instance: prompt and response so far."""
         return self.prompt_tokens + self.tokens
 
     @property
     def is_eval(self) -> bool:
-        """Whether it belongs to an evaluation, and never to a batch."""
+        """Whether it belongs to an evaluation, and so never to a batch."""
         return is_evaluation(self.id)
 
     @property
     def leaving(self) -> bool:
-        """An Interrupt is on its way to it."""
+        """Whether it is being taken off its instance: an Interrupt was sent."""
         return self.truncating or self.target is not None
 
 
-def found_in_flight(stored: GroupInFlight, sampled: Phase, now: float) -> list[LiveTrajectory]:
-    """The members of a stored run's group, as they were when it ended. sampled: the phase of one whose turn has
-    ended."""
+def restored_members(stored: GroupInFlight, sampled: Phase, now: float) -> list[LiveTrajectory]:
+    """The members of a stored run's group in their last state. sampled: phase of members whose turn has ended."""
     return [
         LiveTrajectory(
             id=member.trajectory,

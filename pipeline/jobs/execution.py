@@ -1,4 +1,4 @@
-"""Executing a job from start to end in its run folder."""
+"""Runs a job from start to end in its run folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.cluster.connection import BUSY_SCHEDULER_S
-from staleflow.pipeline.cluster.job_lookup import refuse_second
+from staleflow.pipeline.cluster.job_lookup import refuse_second_job
 from staleflow.pipeline.config import user_files
 from staleflow.pipeline.config.model_facts import ModelFacts, inspect_model
 from staleflow.pipeline.config.schema import RunConfig
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """A finished or stopped run."""
+    """How a run ended: finished or stopped."""
 
     run_dir: Path
     summary: dict[str, object]
@@ -42,7 +42,7 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverWorker:
-    """The worker on which a driver runs as a Dask task. security: Dask's, for its connections."""
+    """The worker on which a driver runs as a Dask task. security: Dask's security object for its connections."""
 
     address: str
     security: Any = None
@@ -54,23 +54,31 @@ async def execute(
     *,
     resume: bool = False,
     locked: bool = False,
-    slot: DriverWorker | None = None,
+    driver_worker: DriverWorker | None = None,
     job: str = "",
     stop: StopRequest | None = None,
     security: Any = None,
 ) -> RunEnd:
-    """Run a job on the cluster it names, or resume it from its folder. listener: is told what happens. locked: the
-    caller has locked the run folder. job: id of a submitted job, whose task reports
-    how it ended. stop: by which the run is stopped. security: Dask's, for the cluster that the job names."""
+    """Run a job on the cluster it names, or resume it from its folder.
+
+    Args:
+        listener: Called with what happens in the run.
+        locked: Whether the caller has locked the run folder.
+        job: Id of a submitted job, whose task reports how it ended.
+        stop: Requests to stop the run.
+        security: Dask's security object for the cluster that the job names.
+    """
     facts = inspect_model(config)
     config = user_files.with_absolute_paths(config)
     user_files.check(config)
-    if slot is None:
+    if driver_worker is None:
         from staleflow.pipeline.processes.dask_workers import check_gpus
 
         await check_gpus(config, security)
     with contextlib.nullcontext() if locked else create_and_lock(config.run_dir):
-        return await _execute(config, facts, listener, resume=resume, slot=slot, job=job, stop=stop, security=security)
+        return await _execute(
+            config, facts, listener, resume=resume, driver_worker=driver_worker, job=job, stop=stop, security=security
+        )
 
 
 async def _execute(
@@ -79,7 +87,7 @@ async def _execute(
     listener: RunListener,
     *,
     resume: bool,
-    slot: DriverWorker | None,
+    driver_worker: DriverWorker | None,
     job: str,
     stop: StopRequest | None,
     security: Any,
@@ -90,9 +98,11 @@ async def _execute(
     from staleflow.pipeline.processes.dask_workers import connect
 
     run_dir = config.run_dir
-    config, fingerprints, changed = _folder_ready(config, resume=resume)
+    config, fingerprints, changed_sources = _prepare_folder(config, resume=resume)
     cluster = await (
-        connect(config, security) if slot is None else connect(config, slot.security, within_s=BUSY_SCHEDULER_S)
+        connect(config, security)
+        if driver_worker is None
+        else connect(config, driver_worker.security, within_s=BUSY_SCHEDULER_S)
     )
     reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps, run_dir)
     cluster.job = reporter.id
@@ -101,9 +111,11 @@ async def _execute(
         if cluster.dashboard:
             listener.line(f"Dask dashboard: {cluster.dashboard}")
         client_id = str(cluster.client.id)
-        about = {"id": reporter.id, "name": config.name, "run_dir": str(run_dir), "steps": config.steps}
-        refuse_second(await job_registry.ask(cluster.client, "submit", **about, by=client_id))
-        stopped = await cluster.wait_for_workers(config, listener.line, "" if slot is None else slot.address)
+        job_facts = {"id": reporter.id, "name": config.name, "run_dir": str(run_dir), "steps": config.steps}
+        refuse_second_job(await job_registry.ask(cluster.client, "submit", **job_facts, by=client_id))
+        stopped = await cluster.wait_for_workers(
+            config, listener.line, "" if driver_worker is None else driver_worker.address
+        )
         if stopped:
             ended = "stopped", stopped
             summary = summarize(config, RunReport(stopped=stopped), run_dir)  # not written: nothing has changed
@@ -111,9 +123,9 @@ async def _execute(
         if cluster.placement_text:
             listener.line(f"GPUs: {cluster.placement_text}")
         actors = Actors(config, cluster, run_dir, facts)
-        with reporter.listening():
+        with reporter.capturing_warnings():
             outcomes = await _train(
-                config, actors, cluster, reporter, listener, (fingerprints, changed), stop, resume=resume
+                config, actors, cluster, reporter, listener, (fingerprints, changed_sources), stop, resume=resume
             )
         ended = ("stopped" if outcomes.stopped else "done"), outcomes.stopped
     except BaseException as error:
@@ -137,12 +149,12 @@ async def _train(
     *,
     resume: bool,
 ) -> RunReport:
-    """Drive the run on its cluster, from its beginning or from where it is resumed, to its end. sources: fingerprints
-    of data and code, and what changed of them since the run began."""
+    """Run the driver from the run's start or its resume point to its end. sources: fingerprints of data and code, and
+    their changes since the run began."""
     from staleflow.pipeline.jobs.tracking import Tracking
     from staleflow.pipeline.recovery import resumption as resumptions
 
-    run_dir, (fingerprints, changed) = config.run_dir, sources
+    run_dir, (fingerprints, changed_sources) = config.run_dir, sources
     resumption = resumptions.prepare(config) if resume else None
     version, elapsed_s = (0, 0.0) if resumption is None else (resumption.version, resumption.elapsed_s)
     starts = Starts(run_dir, version, elapsed_s)
@@ -151,8 +163,10 @@ async def _train(
         if resumption is not None:
             listeners.line(f"resuming from version {resumption.version}")
             reporter.earlier_steps(resumption.steps)
-        driver = Driver(config, actors, run_dir, listeners, resumption, fingerprints=fingerprints, changed=changed)
-        with starts.ending(driver.outcomes):
+        driver = Driver(
+            config, actors, run_dir, listeners, resumption, fingerprints=fingerprints, changed=changed_sources
+        )
+        with starts.recording_end(driver.outcomes):
             outcomes = await _run_driver(driver, reporter.report_until_done(driver, cluster), stop)
     if resumption is not None and not outcomes.steps:  # stopped before the run was taken up again
         outcomes.steps += resumption.steps
@@ -162,9 +176,9 @@ async def _train(
     return outcomes
 
 
-def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Fingerprints, list[str]]:
-    """Create the run folder, or check that the run in it can be resumed. Returns the job, with its user code referenced
-    in the folder; the fingerprints of what the run uses now; and their differences from its start. Raises ConfigError,
+def _prepare_folder(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Fingerprints, list[str]]:
+    """Create the run folder, or check that its run can be resumed. Returns the job, with its user code referenced in
+    the folder; the current fingerprints of data and code; and their changes since the run began. Raises ConfigError,
     StoreError."""
     from staleflow.pipeline.recovery import resumption
 
@@ -179,7 +193,7 @@ def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Finger
 
 
 async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None], stop: StopRequest | None) -> RunReport:
-    """Run the driver until it ends or is stopped, then close it. reporting: runs meanwhile."""
+    """Run the driver until it ends or is stopped, then close it. reporting: coroutine that runs meanwhile."""
     reports = asyncio.ensure_future(reporting)
     if stop is not None:
         stop.set_handler(driver.stop)
@@ -193,11 +207,11 @@ async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None], stop
         return driver.outcomes  # stopped at once: only committed steps count
     finally:
         if stop is not None:
-            stop.set_handler(_ending)
+            stop.set_handler(_ignore_stop)
         reports.cancel()
         await asyncio.gather(reports, return_exceptions=True)
         await driver.close()
 
 
-def _ending(_: str) -> None:
+def _ignore_stop(_: str) -> None:
     """Stop a run that is ending anyway."""

@@ -1,4 +1,4 @@
-"""The driver of a submitted job, as a Dask task: when its worker dies it restarts on another one.
+"""The driver of a submitted job, as a Dask task, which restarts on another worker if its worker dies.
 
 It runs in a thread of one of the workers that its job was given. After a restart, and after a loss that the run could
 not make good by itself, it resumes from the run's newest resume point. A job ends as done, stopped on request, or
@@ -45,8 +45,8 @@ LOCK_RETRY_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A job as it is sent to the cluster: resolved, as TOML, with its user code by file name. resume: continue the
-    existing run."""
+    """A job as it is sent to the cluster: resolved, as TOML, with its user code by file name. resume: whether to
+    continue an existing run."""
 
     id: str
     job: str
@@ -55,8 +55,8 @@ class Submission:
 
 
 def drive(submission: Submission) -> str:
-    """The driver's Dask task; returns how the job ended. Dask runs it again when its worker dies, or the worker that
-    holds its result."""
+    """The driver's Dask task. Returns how the job ended. Dask runs it again if its worker dies, or the worker that has
+    its result."""
     from staleflow.pipeline.jobs.execution import DriverWorker
 
     worker = get_worker()
@@ -125,7 +125,7 @@ async def _resume_to_end(config: RunConfig, submission: Submission, slot: Driver
                 RunListener(),
                 resume=exists or submission.resume,
                 locked=True,
-                slot=slot,
+                driver_worker=slot,
                 job=submission.id,
             )
         except ActorLost as lost:
@@ -139,8 +139,8 @@ async def _resume_to_end(config: RunConfig, submission: Submission, slot: Driver
 
 @contextlib.asynccontextmanager
 async def claimed_for_job(config: RunConfig, submission: Submission) -> AsyncIterator[None]:
-    """Lock the run folder and record this job in it. Raises ConfigError, having written nothing, if it holds a run that
-    this job must not continue, or another process uses it."""
+    """Lock the run folder and record this job in it. Raises ConfigError, having written nothing, if the folder has a
+    run that this job must not continue, or another process uses it."""
     run_dir, deadline = config.run_dir, time.monotonic() + config.deadlines.start_s
     with contextlib.ExitStack() as lock:
         while True:
@@ -159,7 +159,7 @@ async def claimed_for_job(config: RunConfig, submission: Submission) -> AsyncIte
 
 
 def committed_steps(run_dir: Path) -> tuple[int, bool]:
-    """Number of training steps that a run has committed, and whether its end is stored too."""
+    """Number of training steps that a run has committed, and whether its end is stored."""
     from staleflow.stores.trajectories.versioned import VersionedStore
 
     stored = VersionedStore.open(run_dir / "store").summary()
@@ -167,7 +167,7 @@ def committed_steps(run_dir: Path) -> tuple[int, bool]:
 
 
 def on_this_cluster(submission: Submission, scheduler: str) -> RunConfig:
-    """The submitted job with this cluster's address, and its user code referenced in the run folder."""
+    """The submitted job with this cluster's address, and with its user code in the run folder."""
     tree = tomllib.loads(submission.job)
     tree["cluster"] |= {"kind": "address", "address": scheduler, "scheduler_file": ""}
     config = loading.from_tree(tree, submission.id)

@@ -1,4 +1,4 @@
-"""Replaying a stored run's events through new coordinators, one for each start of the run."""
+"""Replays a stored run's events in new coordinators, one for each start of the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from staleflow.stores.trajectory import TrajectoryId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """Result of comparing a run's journals with a coordinator's decisions and with the run's store."""
+    """Result of comparing a run's journals with the decisions of new coordinators, and with the run's store."""
 
     num_events: int
     num_commands: int
@@ -35,8 +35,8 @@ class ReplayResult:
 
 
 def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayResult:
-    """Replay all events recorded in a run folder. trajectory: whose events to list. Raises ConfigError, also for a
-    trajectory that the run never started."""
+    """Replay all events recorded in a run folder. Raises ConfigError, also for a trajectory that the run never started.
+    trajectory: the trajectory whose events to list."""
     require_run(run_dir)
     if not journal.files(run_dir / "events.jsonl"):
         raise ConfigError(f"{run_dir}: no recorded events; the run was killed before its first, or they were removed")

@@ -1,5 +1,5 @@
-"""Reporting a run's progress and log to the registry on its scheduler and to the run's folder, and receiving requests
-to stop.
+"""Reports a run's progress and log to the registry on its scheduler and to the run folder, and receives requests to
+stop.
 
 All runs report, on any cluster: the dashboard page, `staleflow status` and `staleflow logs` show it.
 """
@@ -21,7 +21,7 @@ from staleflow.pipeline.processes.dask_workers import DaskWorkers
 from staleflow.pipeline.recovery import job_record
 from staleflow.pipeline.recovery.run_folder import job_id
 from staleflow.pipeline.runtime.driver import Driver
-from staleflow.pipeline.runtime.evaluation_results import Evaluation, by_set, evaluating
+from staleflow.pipeline.runtime.evaluation_results import Evaluation, by_set, evaluation_progress
 from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.errors import ConfigError, StoreError
@@ -37,8 +37,8 @@ CODEC = Codec()
 
 
 class Reporter(RunListener):
-    """Sends one run's progress and log lines to the registry. planned: training steps of the run. run_dir: its folder,
-    which keeps them, too."""
+    """Sends one run's progress and log lines to the registry. planned: number of training steps of the run. run_dir:
+    the run folder, which keeps them too."""
 
     def __init__(self, id: str, planned: int, run_dir: Path) -> None:
         self.id = id
@@ -61,7 +61,7 @@ class Reporter(RunListener):
             self._log(doing)
 
     def earlier_steps(self, steps: Sequence[dict[str, float]]) -> None:
-        """Send the steps of a resumed run that are stored, without lines in the log."""
+        """Send the stored steps of a resumed run, without log lines."""
         self._steps += steps
 
     def step_stored(self, step: Mapping[str, float], limit: str) -> None:
@@ -81,8 +81,10 @@ class Reporter(RunListener):
             "environments": [CODEC.encode(host) for host in report.environments],
             "sources": [source.line for source in report.sources],
             "limit": next(reversed(report.bottlenecks.values()), ""),
-            "evaluating": evaluating(snapshot.evaluated_version, snapshot.num_eval_in_flight) if under_way else "",
-            "evaluated": [alike[-1].line for alike in by_set(report.evaluations).values()],
+            "evaluating": evaluation_progress(snapshot.evaluated_version, snapshot.num_eval_in_flight)
+            if under_way
+            else "",
+            "evaluated": [same_set[-1].line for same_set in by_set(report.evaluations).values()],
         }
 
     def _log(self, line: str) -> None:
@@ -91,8 +93,8 @@ class Reporter(RunListener):
         logger.info(line)
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Meanwhile, append warnings that are logged to the run's log."""
+    def capturing_warnings(self) -> Iterator[None]:
+        """Context manager: appends logged warnings to the run's log."""
         handler = logging.Handler(logging.WARNING)
         handler.emit = lambda record: self.line(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("staleflow").addHandler(handler)
@@ -102,7 +104,7 @@ class Reporter(RunListener):
             logging.getLogger("staleflow").removeHandler(handler)
 
     async def report_until_done(self, driver: Driver, cluster: DaskWorkers) -> None:
-        """Report regularly while the driver runs; stop it, or retire an instance, when requested."""
+        """Report regularly while the driver runs. Stops it, or retires an instance, when requested."""
         while True:
             state, why = "running", ""
             if cluster.waiting:
@@ -119,7 +121,7 @@ class Reporter(RunListener):
                 self._log(driver.retire(worker) or f"retiring {worker}")
             if cluster.shared:
                 for worker in await job_registry.ask(cluster.client, "surplus_to_return", id=self.id):
-                    driver.give_back(worker)
+                    driver.release_worker(worker)
             stop = await self.report(cluster.client, state, why, more)
             if stop:
                 driver.stop(stop)
@@ -127,8 +129,8 @@ class Reporter(RunListener):
             await asyncio.sleep(REPORT_S)
 
     async def report(self, client: Any, state: str, why: str, more: dict[str, Any] | None = None) -> str:
-        """Send what is new to the registry, and keep it in the folder; returns why the run must stop, empty if it need
-        not."""
+        """Send new steps and lines to the registry, and write them to the folder. Returns why the run must stop; empty
+        if it need not."""
         lines, self._lines = self._lines, []
         steps, self._steps = self._steps, []
         status = {**self._status, "doing": self._doing, **(more or {})} if self._status else {}
@@ -144,7 +146,8 @@ class Reporter(RunListener):
 
 
 async def record(run_dir: Path, changes: dict[str, Any], lines: list[str]) -> None:
-    """Keep in a run's folder how its job stands. What cannot be written is in the registry all the same."""
+    """Write the state of a run's job to the run folder. Errors are ignored, because the registry has the state as
+    well."""
     try:
         await asyncio.to_thread(job_record.write, run_dir, changes, lines)
     except (StoreError, ConfigError) as error:
@@ -152,7 +155,7 @@ async def record(run_dir: Path, changes: dict[str, Any], lines: list[str]) -> No
 
 
 async def report_state(client: Any, job: Mapping[str, Any], state: str, why: str) -> None:
-    """Report a run's state and the reason for it. job: what the registry has of it."""
+    """Report a run's state and the reason for it. job: the registry's entry of the job."""
     line = f"{time.strftime('%H:%M:%S')}  {state}: {why}" if why else f"{time.strftime('%H:%M:%S')}  {state}"
     run_dir = Path(job["run_dir"])
     if job_id(run_dir) == job["id"]:  # else the folder is another's

@@ -1,5 +1,5 @@
-"""What each start of a run left besides its store: losses, commands, seconds. A run is started anew by `resume`, and by
-its driver after a loss; its summary counts all of them.
+"""Records of each start of a run that are not in its store: losses, commands, seconds. A run starts again with
+`resume`, and with its driver after a loss; its summary covers all starts.
 
 starts.json in the run's folder holds one entry per start, oldest first. It is written at each training step and each
 loss, so what a killed driver leaves is complete up to its last step.
@@ -36,7 +36,7 @@ OF_A_START = (
 
 @dataclass(slots=True)
 class Start:
-    """One start of a run. version: the one it began with. end: how it ended; empty if its driver was killed."""
+    """One start of a run. version: the version it began with. end: how it ended; empty if its driver was killed."""
 
     version: int
     end: str = ""
@@ -48,8 +48,8 @@ class Start:
 
 
 class Starts(RunListener):
-    """The starts of a run, while the last one lasts. version: the one it begins with. elapsed_s: seconds of the run
-    before. Raises StoreError."""
+    """The starts of a run, during its last one. Raises StoreError. version: the version it begins with. elapsed_s:
+    seconds of the run before."""
 
     def __init__(self, run_dir: Path, version: int, elapsed_s: float) -> None:
         self._path = run_dir / FILE
@@ -60,7 +60,7 @@ class Starts(RunListener):
         self._write()
 
     def status(self, snapshot: Snapshot | None, report: RunReport) -> None:
-        """Write what is new, if a step has been trained or an actor lost."""
+        """Write the record of this start, if a step was trained or an actor lost since the last write."""
         self._now.losses, self._now.alarms = list(report.losses), list(report.alarms)
         self._now.commands = dict(report.commands)
         reached = len(report.steps), len(report.losses)
@@ -69,8 +69,8 @@ class Starts(RunListener):
             self._write()
 
     @contextlib.contextmanager
-    def ending(self, outcomes: RunReport) -> Iterator[None]:
-        """At the end of a block, write how this start ended. outcomes: filled while the block lasts."""
+    def recording_end(self, outcomes: RunReport) -> Iterator[None]:
+        """Context manager: writes how this start ended. outcomes: the report, filled in during the block."""
         end = "stopped at once"
         try:
             yield
@@ -96,7 +96,7 @@ class Starts(RunListener):
 
 
 def read(run_dir: Path) -> list[Start]:
-    """The starts of a run, oldest first; empty before its first. Raises StoreError."""
+    """Read the starts of a run, oldest first; empty before its first. Raises StoreError."""
     path = run_dir / FILE
     try:
         entries = json.loads(path.read_text()) if path.is_file() else []
@@ -106,23 +106,22 @@ def read(run_dir: Path) -> list[Start]:
 
 
 def with_all_starts(outcomes: RunReport, run_dir: Path) -> RunReport:
-    """The outcomes of a run's last start, with losses, alarms, commands and seconds of all its starts. Raises
-    StoreError."""
+    """The report of a run's last start, with losses, alarms, commands and seconds of all starts. Raises StoreError."""
     starts = read(run_dir)
     return replace(
         outcomes,
         losses=[loss for start in starts for loss in start.losses],
         alarms=[alarm for start in starts for alarm in start.alarms],
-        commands=_summed([start.commands for start in starts]),
+        commands=_sum_starts([start.commands for start in starts]),
         phases=outcomes.phases
-        | _summed([{k: v for k, v in start.phases.items() if k in OF_A_START} for start in starts]),
+        | _sum_starts([{k: v for k, v in start.phases.items() if k in OF_A_START} for start in starts]),
     )
 
 
 Number = TypeVar("Number", int, float)
 
 
-def _summed(counts: Sequence[Mapping[str, Number]]) -> dict[str, Number]:
+def _sum_starts(counts: Sequence[Mapping[str, Number]]) -> dict[str, Number]:
     """The sum of counts by name."""
     total: dict[str, Number] = {}
     for name, number in (item for counter in counts for item in counter.items()):

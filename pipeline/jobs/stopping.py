@@ -1,4 +1,4 @@
-"""Stopping a run from where it was started: by a signal, or by a call from any thread.
+"""Stops a run by a signal, or by a call from any thread.
 
 Nothing is lost when a process is ended at once: what is committed is on disk, and a run may be killed at any moment.
 """
@@ -20,7 +20,7 @@ class Interrupted(StaleflowError):
 
 
 class StopRequest:
-    """A request to stop one run. A context, entered by the task that executes the run.
+    """A request to stop one run. A context manager, entered by the task that executes the run.
 
     Until `attend` names what stops the run, the task is cancelled, and the context ends with Interrupted.
     """
@@ -34,8 +34,8 @@ class StopRequest:
         self._undelivered = 0
 
     def ask(self, reason: str) -> None:
-        """Stop the run. From any thread, also before the run begins; a second request stops it at once,
-        without waiting for the training step in flight."""
+        """Stop the run; a second request stops it at once, without waiting for the training step in flight.
+        Thread-safe, also before the run begins."""
         with self._lock:
             self.reason = self.reason or reason
             self._undelivered += 1
@@ -43,8 +43,8 @@ class StopRequest:
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def set_handler(self, stop: Callable[[str], None]) -> None:
-        """Call `stop` with the reason for each request; now, if one came already and what was awaited then ignored the
-        cancellation."""
+        """Call `stop` with the reason of each request; at once if a request came earlier and its cancellation had no
+        effect."""
         self._stop = stop
         self._undelivered = 1 if self.reason else 0
         self._deliver()
@@ -79,7 +79,8 @@ class StopRequest:
 def stopped_by_signals(
     request: StopRequest, announce: Callable[[str], None], at_once: Callable[[], None]
 ) -> Iterator[None]:
-    """Within: a first SIGINT or SIGTERM asks the run to stop. In the main thread, inside of the request's context.
+    """Context manager: the first SIGINT or SIGTERM requests that the run stops. Use in the main thread, inside of the
+    request's context.
 
     Args:
         request: The run's request to stop.
@@ -87,12 +88,12 @@ def stopped_by_signals(
         at_once: Ends the process at the second.
     """
     loop = asyncio.get_running_loop()
-    heard: list[str] = []
+    received: list[str] = []
 
     def hear(reason: str) -> None:
-        if heard:
+        if received:
             at_once()
-        heard.append(reason)
+        received.append(reason)
         announce(f"{reason}: stopping; Ctrl-C again ends at once")
         request.ask(reason)
 

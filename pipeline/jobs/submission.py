@@ -1,4 +1,4 @@
-"""Submitting jobs to a Dask cluster. Their driver is in pipeline/jobs/job_driver.py.
+"""Submits jobs to a Dask cluster. Their driver is in pipeline/jobs/job_driver.py.
 
 Driver, trainer and trajectory server must see the same run folder (runs_dir): on one machine, or on a shared file
 system.
@@ -14,7 +14,7 @@ from typing import Any
 from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.cluster.connection import ClusterAddress
 from staleflow.pipeline.cluster.gang import Needs
-from staleflow.pipeline.cluster.job_lookup import refuse_second, refuse_too_few_gpus
+from staleflow.pipeline.cluster.job_lookup import refuse_second_job, refuse_too_few_gpus
 from staleflow.pipeline.config import knob_tree, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.user_files import with_code
@@ -27,8 +27,8 @@ ARRIVED_POLL_S = 0.02
 
 
 async def submit(config: RunConfig, cluster: ClusterAddress, *, resume: bool = False) -> dict[str, Any]:
-    """Submit a job, with absolute paths, to a cluster; returns its entry in the job registry on the scheduler, once it
-    is in the queue. Raises ConfigError if another process or job has locked the run's folder."""
+    """Submit a job with absolute paths to a cluster. Returns its entry in the job registry, once it is in the queue.
+    Raises ConfigError if another process or job has locked the run folder."""
     if resume:
         refuse_locked(config.run_dir)
     id = f"{config.name}-{secrets.token_hex(3)}"
@@ -50,17 +50,21 @@ async def submit(config: RunConfig, cluster: ClusterAddress, *, resume: bool = F
             needs=asdict(needs),
             wait_s=config.deadlines.wait_s,
         )
-        refuse_second(other_job)
+        refuse_second_job(other_job)
         # The task runs on no worker until the registry assigns workers to the job.
-        future = client.submit(drive, submission, key=job_registry.KEY + id, pure=False, workers=[job_registry.NOWHERE])
+        future = client.submit(
+            drive, submission, key=job_registry.TASK_KEY_PREFIX + id, pure=False, workers=[job_registry.NO_WORKER]
+        )
         while not (job := await job_registry.ask(client, "check_arrival", id=id))["arrived"]:
             if future.status in ("error", "lost", "cancelled"):
-                raise ConfigError(f"the scheduler at {client.scheduler.address} refuses the job: {await _why(future)}")
+                raise ConfigError(
+                    f"the scheduler at {client.scheduler.address} refuses the job: {await _task_error(future)}"
+                )
             await asyncio.sleep(ARRIVED_POLL_S)
         return dict(job)
 
 
-async def _why(future: Any) -> str:
+async def _task_error(future: Any) -> str:
     """The error of a failed task, in one line."""
     error = await future.exception() if future.status == "error" else future.status
     return str(error).partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Summary of a run for people to read: summary.json and summary.png."""
+"""Summary of a run: summary.json and summary.png."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from staleflow.pipeline.runtime.evaluation_results import by_set, not_comparable
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.pipeline.runtime.training_alarms import least_average
 from staleflow.stores.auditing.drop_bias import DropBias, bias_report
-from staleflow.stores.auditing.weight_counts import WeightCounts, counted
+from staleflow.stores.auditing.weight_counts import WeightCounts, count_outcomes
 from staleflow.stores.files import replace_file, replace_text
 from staleflow.stores.metrics import STEP_METRICS, axis_title, tokens_per_s
 
@@ -53,7 +53,8 @@ def write_report(config: RunConfig, outcomes: RunReport, run_dir: Path) -> dict[
 
 
 def summarize(config: RunConfig, outcomes: RunReport, run_dir: Path) -> dict[str, Any]:
-    """A run's evaluations, steps, tokens, staleness histogram, seconds by phase, and drops by reason."""
+    """Evaluations, steps, tokens, staleness histogram, seconds by phase, and dropped trajectories by reason of a
+    run."""
     from staleflow.stores.trajectories.versioned import VersionedStore
 
     staleness: Counter[int] = Counter()
@@ -64,7 +65,7 @@ def summarize(config: RunConfig, outcomes: RunReport, run_dir: Path) -> dict[str
         table = store.table()
         bias = bias_report(store)
         records = store.steps()
-        weights = counted(records, {r.step + 1: r.weight_fingerprint for r in records if r.kind == "step"})
+        weights = count_outcomes(records, {r.step + 1: r.weight_fingerprint for r in records if r.kind == "step"})
         staleness.update(int(s) for s in table["staleness"] if s >= 0)
     phases = outcomes.phases
     wall_s = max(phases.get("wall_s", 0.0), 1e-9)
@@ -130,7 +131,8 @@ def _cost_model(config: RunConfig, outcomes: RunReport) -> dict[str, Any]:
 
 
 def diagnosis_entry(diagnosis: Diagnosis, expectation: WhatIf) -> dict[str, Any]:
-    """The bottleneck of a run and the expected effect of a change, for summary.json. line: both as one line of text."""
+    """The bottleneck of a run and the expected effect of a change, for summary.json. Its `line` has both as one line of
+    text."""
     return {
         **diagnosis.as_dict(),
         "expected_ratio": expectation.ratio,
@@ -140,7 +142,7 @@ def diagnosis_entry(diagnosis: Diagnosis, expectation: WhatIf) -> dict[str, Any]
 
 
 def step_line(step: Mapping[str, float], num_steps: int, bottleneck: str = "") -> str:
-    """A training step as one line of text. bottleneck: `Diagnosis.short`."""
+    """Format a training step as one line. bottleneck: `Diagnosis.short`."""
     failed = f"  rewards failed {errors:.0f}" if (errors := step.get("reward_errors", 0.0)) else ""
     dropped = f"  updates dropped {count:.0f}" if (count := step.get("updates_dropped", 0.0)) else ""
     turns = f"turns {step['turns_mean']:.1f}  environment {step['tool_s']:.1f} s  " if step.get("given_tokens") else ""
@@ -179,10 +181,10 @@ def draw(config: RunConfig, outcomes: RunReport, path: Path) -> None:
     reward.plot(x, [s["reward"] for s in steps], color="#9ecae1", linewidth=1, label=STEP_METRICS["reward"].label)
     reward.plot(x, _smooth([s["reward"] for s in steps]), color="#08519c", linewidth=2, label="mean of last 10")
     colours = iter(EVALUATION_COLOURS)
-    for name, alike in by_set(outcomes.evaluations).items():
+    for name, same_set in by_set(outcomes.evaluations).items():
         colour = next(colours, EVALUATION_COLOURS[-1])
         for label, style in (("sampled", "o-"), ("greedy", "D--")):
-            scored = [e for e in alike if getattr(e, label) is not None]
+            scored = [e for e in same_set if getattr(e, label) is not None]
             if scored:
                 versions, means = [e.version for e in scored], [getattr(e, label) for e in scored]
                 errors = [getattr(e, f"{label}_stderr") or 0.0 for e in scored]

@@ -1,5 +1,5 @@
-"""Trackers, which write a run's metrics elsewhere than its store: TensorBoard event files, Weights & Biases, MLflow,
-Trackio, or a user's own class.
+"""Trackers, which send a run's metrics to TensorBoard event files, Weights & Biases, MLflow, Trackio, or a user's own
+class.
 
 `tracking.tracker = "wandb"`, "mlflow" or "trackio" writes through that package. Project or experiment is called
 staleflow unless the package's own environment variable names another. Without an account, wandb writes into the run's
@@ -58,7 +58,7 @@ MLFLOW_BATCH, MLFLOW_LONGEST = 100, 500
 
 
 class Tracker(Protocol):
-    """See the module's docstring."""
+    """Interface of trackers; see the module."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -66,7 +66,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in the run's folder: `tensorboard --logdir runs`."""
+    """TensorBoard event files in the run folder: `tensorboard --logdir runs`."""
 
     def __init__(self, run_dir: str, job: Mapping[str, Any]) -> None:
         from tensorboardX import SummaryWriter
@@ -178,7 +178,7 @@ PACKAGES: dict[str, Callable[[str, Mapping[str, Any]], Tracker]] = {
 
 
 def own_id(run_dir: str, tracker: str) -> str:
-    """The id of a run at a tracker, drawn once and kept in the run's folder. Raises StoreError."""
+    """Id of a run at a tracker, generated once and kept in the run folder. Raises StoreError."""
     file = Path(run_dir) / f"{tracker}.id"
     if not file.is_file():
         replace_text(file, f"{uuid.uuid4().hex[:12]}\n", "free space or move runs_dir")
@@ -210,8 +210,8 @@ def _flat(job: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 class Tracking(RunListener):
-    """The trackers of one run; each receives every step once. first: steps before it are already
-    tracked. evaluations: number of those that are."""
+    """The trackers of one run. Each receives every step once. first: number of steps that are tracked already.
+    evaluations: number of evaluations that are."""
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         job = tomllib.loads(knob_tree.to_toml(config))
@@ -236,7 +236,7 @@ class Tracking(RunListener):
         self._each("step", int(step["step"]), {name: value for name, value in step.items() if name != "step"})
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """Track an evaluation, at the version it is of."""
+        """Track an evaluation at its version."""
         values = {
             f"{EVALUATION_PREFIX}{evaluation.name}/{name}": getattr(evaluation, name) for name in EVALUATION_METRICS
         }

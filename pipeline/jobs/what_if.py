@@ -1,5 +1,5 @@
-"""What a simulation of a run expects of a change to it: the run's own responses, decode steps and latencies, once with
-the job as it is and once with the change."""
+"""Simulates a change of a run: with the run's own responses, decode steps and latencies, once without and once with the
+change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.profiling.diagnosis import Cause, Diagnosis, trainer_limits
+from staleflow.pipeline.profiling.diagnosis import Cause, Diagnosis, diagnose_trainer
 from staleflow.pipeline.profiling.run_profile import Profile
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.simulator.analysis import measure
@@ -30,7 +30,7 @@ MAX_STEPS = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """Tokens per second with a change, over those without. command: simulates the change in full."""
+    """Ratio of tokens per second with a change to those without. command: command that simulates the change."""
 
     ratio: float | None
     """None if the simulation would take too long or the run says too little."""
@@ -68,27 +68,28 @@ def as_recorded(run_dir: Path, profile: Profile) -> tuple[str, ...]:
 def check_by_simulation(
     run_dir: Path, profile: Profile | None, diagnosis: Diagnosis, instances: int, budget_s: float = BUDGET_S
 ) -> tuple[Diagnosis, WhatIf]:
-    """A diagnosis of a run with so many instances, and what a simulation of the run expects of its advice. Instances
-    that the simulation finds to be needed are not said to be too many: tails of long responses, which the diagnosis
-    does not see, may need them."""
+    """Diagnose a run with this number of instances, and simulate the diagnosis's advice. Instances that the simulation
+    needs are not reported as superfluous: long responses, which the diagnosis ignores, may need them."""
     expected = expect(run_dir, profile, diagnosis, budget_s)
     while diagnosis.cause is Cause.MANY_INSTANCES and expected.ratio is not None and expected.ratio < WORSE:
         num_instances = int(dict(diagnosis.change)["rollout.instances"])
-        diagnosis = trainer_limits(diagnosis.share, (num_instances + instances + 1) // 2, instances)
+        diagnosis = diagnose_trainer(diagnosis.share, (num_instances + instances + 1) // 2, instances)
         expected = expect(run_dir, profile, diagnosis, budget_s)
     return diagnosis, expected
 
 
 def expect(run_dir: Path, profile: Profile | None, diagnosis: Diagnosis, budget_s: float = BUDGET_S) -> WhatIf:
-    """What a simulation of the run expects of the change that a diagnosis advises."""
+    """Simulate the change that a diagnosis advises, and return its effect."""
     changed = [f"{key}={json.dumps(value)}" for key, value in diagnosis.change]
     if profile is None:
         return WhatIf(ratio=None, command=_command(run_dir, changed))
     try:
         before = load_job(run_dir, as_recorded(run_dir, profile))
-        known = [key for key in diagnosis.halved if not key.startswith("workload.")]  # the responses are recorded ones
+        known = [
+            key for key in diagnosis.halved_keys if not key.startswith("workload.")
+        ]  # the responses are recorded ones
         changed += [f"{key}={_value(before, key) / 2!r}" for key in known if _value(before, key)]
-        injected = [f"{key}={json.dumps(value)}" for key, value in diagnosis.injected]
+        injected = [f"{key}={json.dumps(value)}" for key, value in diagnosis.run_values]
         command = _command(run_dir, [*injected, *changed])
         if not changed:
             return WhatIf(ratio=None, command=command)

@@ -1,4 +1,4 @@
-"""Hosts and their GPUs, as workers report them and as a text such as 2x8xH100-80 describes them."""
+"""Hosts and their GPUs, as reported by workers or described by a text such as 2x8xH100-80."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MAX_DEVICES = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A GPU, or a MIG slice of one. Devices of one host with the same link_domain reach each other's memory directly;
-    numa: the processor's memory that it is attached to."""
+    """A GPU, or a MIG slice of one. Devices of one host with the same link_domain access each other's memory directly.
+    numa: NUMA node of the device."""
 
     uuid: str
     """The same under whatever number a process sees it."""
@@ -39,7 +39,7 @@ class Device:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
     """A worker process that can have one role. devices: UUIDs of the GPUs that it sees, in its order. kinds: values of
-    the kinds of roles that it may have; None: all."""
+    the role kinds that it may have; None: all."""
 
     name: str
     devices: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A machine. processes: those that it has for roles; None: as many as are needed, which see all of its GPUs."""
+    """A machine. processes: its worker processes; None: as many as are needed, each of which sees all GPUs."""
 
     name: str
     devices: tuple[Device, ...] = ()
@@ -56,8 +56,8 @@ class Host:
 
 
 def parse_fleet(text: str, option: str = "--gpus") -> tuple[Host, ...]:
-    """The hosts that a text describes, each with one link domain; docs/placement.md has the form. option: names the
-    text in messages. Raises ConfigError.
+    """Parse a text that describes hosts, each with one link domain; docs/placement.md has the format. Raises
+    ConfigError. option: the option with the text, for messages.
 
     >>> [len(host.devices) for host in parse_fleet("2x8xH100-80")]
     [8, 8]
@@ -76,7 +76,7 @@ def parse_fleet(text: str, option: str = "--gpus") -> tuple[Host, ...]:
 
 
 def uniform_host(name: str, count: int, model: str, memory_gb: int) -> Host:
-    """A host with GPUs of one kind in one link domain, half of them at each of two processors."""
+    """A host with GPUs of one kind in one link domain, half of them on each of two NUMA nodes."""
     return Host(
         name=name,
         devices=tuple(

@@ -85,7 +85,7 @@ def place(
     hosts: Sequence[Host],
     roles: Sequence[Role],
     *,
-    taken: Mapping[str, str] = NO_OWNERS,
+    used_gpus: Mapping[str, str] = NO_OWNERS,
     previous: Mapping[str, Assignment] = NO_ASSIGNMENTS,
     share: bool = False,
     turns: bool = False,
@@ -95,20 +95,20 @@ def place(
     Args:
         hosts: All hosts; earlier ones are filled first.
         roles: The roles of one run.
-        taken: GPUs that others use: UUID to owner's name.
+        used_gpus: GPUs that others use: UUID to owner's name.
         previous: Previous assignments of these roles, by name.
         share: Whether roles may share GPUs if there are too few.
         turns: Whether an instance and a rank use the same GPUs in turns.
     """
-    share = share and not turns and sum(role.num_devices for role in roles) > _num_free(hosts, taken)
+    share = share and not turns and sum(role.num_devices for role in roles) > _num_free(hosts, used_gpus)
     shortage = None
     for to_keep in ({role.name: previous[role.name] for role in roles if role.name in previous}, {}):
-        occupancy = _Occupancy.of(hosts, taken, share=share, turns=turns)
+        occupancy = _Occupancy.of(hosts, used_gpus, share=share, turns=turns)
         shortage = occupancy.place_all(roles, to_keep, previous)
         if shortage is None:
             return Placement(assignments={role.name: occupancy.assignments[role.name] for role in roles})
     assert shortage is not None
-    return Shortage(line=_explain(hosts, roles, shortage, taken, turns=turns))
+    return Shortage(line=_explain(hosts, roles, shortage, used_gpus, turns=turns))
 
 
 @dataclass(slots=True)
@@ -158,10 +158,10 @@ class _Occupancy:
     num_environments: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, hosts: Sequence[Host], taken: Mapping[str, str], *, share: bool, turns: bool) -> _Occupancy:
+    def of(cls, hosts: Sequence[Host], used_gpus: Mapping[str, str], *, share: bool, turns: bool) -> _Occupancy:
         visible: list[_VisibleDevices] = []
         for host in hosts:
-            free = [_DeviceRoles(device, host.name) for device in host.devices if device.uuid not in taken]
+            free = [_DeviceRoles(device, host.name) for device in host.devices if device.uuid not in used_gpus]
             by_devices: dict[frozenset[str], list[Process]] = {}
             for process in host.processes or ():
                 by_devices.setdefault(frozenset(process.devices), []).append(process)
@@ -321,11 +321,13 @@ def _choose_devices(
     return sorted(fitting, key=key)[:count]
 
 
-def _num_free(hosts: Sequence[Host], taken: Mapping[str, str]) -> int:
-    return sum(device.uuid not in taken for host in hosts for device in host.devices)
+def _num_free(hosts: Sequence[Host], used_gpus: Mapping[str, str]) -> int:
+    return sum(device.uuid not in used_gpus for host in hosts for device in host.devices)
 
 
-def _explain(hosts: Sequence[Host], roles: Sequence[Role], role: Role, taken: Mapping[str, str], *, turns: bool) -> str:
+def _explain(
+    hosts: Sequence[Host], roles: Sequence[Role], role: Role, used_gpus: Mapping[str, str], *, turns: bool
+) -> str:
     """Say in one line what is missing for a role, and who uses GPUs."""
     if not role.num_devices:
         return f"no worker process is left for {role.name}; start one more"
@@ -335,10 +337,10 @@ def _explain(hosts: Sequence[Host], roles: Sequence[Role], role: Role, taken: Ma
     parts = ", ".join(f"{count} for {PURPOSES[kind]}" for kind, count in counts.items() if count)
     parts += ", in turns" if turns else ""
     total, num_gpus = (max if turns else sum)(counts.values()), sum(len(host.devices) for host in hosts)
-    free = _num_free(hosts, taken)
+    free = _num_free(hosts, used_gpus)
     line = f"needs {total} GPU{'s' if total > 1 else ''} ({parts}); {free} of {num_gpus} are free"
     present = {device.uuid for host in hosts for device in host.devices}
-    owners = Counter(owner for uuid, owner in taken.items() if uuid in present)
+    owners = Counter(owner for uuid, owner in used_gpus.items() if uuid in present)
     if owners:
         line += ", " + ", ".join(f"{count} belong to {owner}" for owner, count in sorted(owners.items()))
     if total > free:
@@ -347,13 +349,13 @@ def _explain(hosts: Sequence[Host], roles: Sequence[Role], role: Role, taken: Ma
         (host.name, device.link_domain)
         for host in hosts
         for device in host.devices
-        if device.uuid not in taken and (not device.memory_bytes or device.memory_bytes >= role.memory_bytes)
+        if device.uuid not in used_gpus and (not device.memory_bytes or device.memory_bytes >= role.memory_bytes)
     )
     of_size = f" of {role.memory_bytes / 10**9:.0f} GB" if role.memory_bytes else ""
-    together = " in one link domain" if role.num_devices > 1 else ""
+    in_one_domain = " in one link domain" if role.num_devices > 1 else ""
     domain, max_gpus = max(domains.items(), key=lambda item: item[1], default=(("", ""), 0))
     location = f" (on {domain[0]})" if max_gpus else ""
-    line += f"; {role.name} needs {role.num_devices}{of_size}{together}"
+    line += f"; {role.name} needs {role.num_devices}{of_size}{in_one_domain}"
     if max_gpus < role.num_devices:
         return line + f", the most there are together is {max_gpus}{location}"
     return line + ", which the other roles leave nowhere"

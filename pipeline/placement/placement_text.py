@@ -1,4 +1,4 @@
-"""Placements as text: a line for each host, a cell for each GPU."""
+"""Placements as text: a line per host, a cell per GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ IDLE, OTHERS = "..", "##"
 
 
 def placement_text(hosts: Sequence[Host], assignments: Mapping[str, Assignment], others: Iterable[str] = ()) -> str:
-    """Show which host and GPUs each role has. others: UUIDs of GPUs that other runs use.
+    """Format which host and GPUs each role has. others: UUIDs of GPUs that other runs use.
 
     A cell has the roles on a GPU (r3: rollout-3, t0: the trainer, t1: trainer-1), `..` if it is idle, `##` if another
     run has it; link domains are between bars; roles without a GPU stand behind.
@@ -23,7 +23,7 @@ def placement_text(hosts: Sequence[Host], assignments: Mapping[str, Assignment],
             labels.setdefault(uuid, []).append(_label(name))
         if not assignment.devices:
             light.setdefault(assignment.host, []).append(name)
-    taken = set(others)
+    used_gpus = set(others)
     width = max((len(host.name) for host in hosts), default=0)
     kinds = {host.name: describe(host.devices) for host in hosts}
     kind_width = max(map(len, kinds.values()), default=0)
@@ -31,7 +31,7 @@ def placement_text(hosts: Sequence[Host], assignments: Mapping[str, Assignment],
     for host in hosts:
         domains: dict[str, list[str]] = {}
         for device in host.devices:
-            cell = "+".join(labels.get(device.uuid, ())) or (OTHERS if device.uuid in taken else IDLE)
+            cell = "+".join(labels.get(device.uuid, ())) or (OTHERS if device.uuid in used_gpus else IDLE)
             domains.setdefault(device.link_domain, []).append(f"{cell:<2}")
         cells = " | ".join(" ".join(domain) for domain in domains.values())
         parts = [f"{host.name:<{width}}  {kinds[host.name]:<{kind_width}}"]

@@ -1,4 +1,4 @@
-"""Work that runs side by side: that of a run which nobody waits for, and several calls whose results are."""
+"""Concurrent tasks: background tasks of a run, and several calls whose results are awaited together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """The tasks of one run that work beside its main loop. failed: is told the error of each that fails."""
+    """Tasks of one run that run beside its main loop. failed: called with the error of each task that fails."""
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
@@ -23,7 +23,7 @@ class Background:
         return iter(tuple(self._tasks))
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Start a task. what: for the log, should it fail."""
+        """Start a task. what: its name in the log if it fails."""
 
         def ended(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
@@ -37,7 +37,8 @@ class Background:
 
 
 async def gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """Run all of these at once; returns their results in order. At the first failure cancel the rest and raise it."""
+    """Run all coroutines concurrently. Returns their results in order. At the first failure, cancels the others and
+    raises it."""
     tasks = [asyncio.ensure_future(w) for w in work]
     try:
         return await asyncio.gather(*tasks)

@@ -1,11 +1,12 @@
-"""Placing actors on the workers of a Dask cluster; the contract is pipeline/processes/worker_protocol.py's `Workers`.
+"""Places actors on the workers of a Dask cluster. Implements `Workers` of pipeline/processes/worker_protocol.py.
 
 Dask's resources only filter placement and are released when a constructor returns, so exclusivity is kept here, in a
 slot table: a rollout instance or a trainer has its worker process to itself, because all plain work in a process
 shares one interpreter. Light actors (server, reward) share one with each other where workers are scarce: when the
 heavy ones need the free ones that are left, or when other runs may want them; parameter servers always run beside
 another actor. On a cluster that other runs use too, a worker belongs to one run at a time: the registry on the
-scheduler (pipeline/cluster/job_registry.py) gives a run all the workers it needs at once, and records which."""
+scheduler (pipeline/cluster/job_registry.py) gives a run all the workers it needs at once, and records which.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +52,12 @@ FILE_S = 10.0
 
 
 class DriverSlotTaken(StaleflowError):
-    """The driver's worker is not, or no longer, its run's."""
+    """The driver's worker does not, or no longer, belong to its run."""
 
 
 @dataclass(slots=True)
 class DaskWorkers:
-    """A connected Dask cluster's workers, and the actors that one run has on them."""
+    """The workers of a connected Dask cluster, and one run's actors on them."""
 
     client: Any
     local: Any | None
@@ -92,12 +93,12 @@ class DaskWorkers:
 
     @property
     def dashboard(self) -> str:
-        """Address of the staleflow page; empty if there is no dashboard."""
+        """URL of the staleflow page; empty if there is no dashboard."""
         link = str(self.client.dashboard_link or "")
         return link.removesuffix("status") + "staleflow" if link.endswith("/status") else link
 
     async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> PlacedActor:
-        """Create an actor on a worker for `role`; waits for one to become free, up to deadlines.start_s."""
+        """Create an actor on a worker for `role`. Waits for a free worker, up to deadlines.start_s."""
         deadline = now_s() + self.start_s
         try:
             while (worker := await self._take_slot(role)) is None:
@@ -117,7 +118,7 @@ class DaskWorkers:
     async def place_beside(
         self, neighbour: PlacedActor, name: str, role: str, cls: type[Any], *args: Any
     ) -> PlacedActor:
-        """Create a light actor on the worker of another."""
+        """Create a light actor on the worker of another actor."""
         where = (neighbour.worker, neighbour.address, neighbour.host)
         self.roles_by_worker[neighbour.worker].append(role)
         return await self._create(where, name, role, cls, args, self.start_s)
@@ -205,16 +206,16 @@ class DaskWorkers:
             self.roles_by_worker[placed.worker].remove(placed.role)
             placed.future.release()
 
-    async def give_back(self, name: str) -> None:
-        """Give up a light actor that has closed, and let other runs have its process if nothing else is there."""
+    async def release_shared(self, name: str) -> None:
+        """Release a closed light actor, and let other runs have its process if nothing else runs there."""
         address = self.placed[name].address
         self.forget(name)
         if self.shared and not any(placed.address == address for placed in self.placed.values()):
             await job_registry.ask(self.client, "return_worker", id=self.job, address=address)
 
-    def lose(self, name: str) -> None:
-        """Give up an actor that is gone. Its process is not used again: it may hang, or still hold the memory of what
-        failed. Unless an actor that cannot be replaced runs there too, its nanny is asked to restart it."""
+    def mark_lost(self, name: str) -> None:
+        """Remove a lost actor. Its process is not used again, because it may hang or still hold memory. Unless an actor
+        that cannot be replaced runs there too, its nanny restarts it."""
         lost = self.placed[name]
         self.forget(name)
         self.lost.add(lost.address)
@@ -227,7 +228,7 @@ class DaskWorkers:
             restart.add_done_callback(self.restarts.discard)
 
     async def retire(self, name: str) -> None:
-        """Give up an actor that has closed, and let its process leave the cluster for good. Never raises."""
+        """Release a closed actor, and let its process leave the cluster for good. Never raises."""
         leaving = self.placed[name]
         self.lost.add(leaving.address)
         leave = [p for p in self.placed.values() if p.address == leaving.address]
@@ -245,7 +246,7 @@ class DaskWorkers:
         logger.warning("%s does not leave the cluster; nothing of the run is on it any more", leaving.address)
 
     async def has_spare_worker(self, role: str) -> bool:
-        """Whether a worker could take `role` at once that no other run waits for."""
+        """Whether there is a free worker for `role` that no other run waits for."""
         if self.shared:
             jobs = await job_registry.ask(self.client, "jobs")
             if any(job["state"] == "waiting" and job["id"] != self.job for job in jobs):
@@ -316,10 +317,17 @@ class DaskWorkers:
         )
 
     async def wait_for_workers(self, config: RunConfig, announce: Callable[[str], None], own_worker: str = "") -> str:
-        """Wait until the run has all the workers it needs on a cluster that other runs use too; it holds none until
-        then. Returns why it must stop instead; empty if it need not. announce: is told what it waits for. own_worker:
-        address of the worker that this process is; no heavy actor is placed there. Raises ConfigError if it has waited
-        for longer than allowed, DriverSlotTaken if its driver must leave this process."""
+        """Wait until the run has all the workers it needs on a shared cluster; it holds none before that. Returns why
+        the run must stop instead; empty if it need not.
+
+        Args:
+            announce: Called with lines that say what the run waits for.
+            own_worker: Address of the worker that this process is; no heavy actor is placed there.
+
+        Raises:
+            ConfigError: The run has waited for longer than allowed.
+            DriverSlotTaken: The driver must leave this process.
+        """
         if not self.shared:
             return ""
         self.own_worker = own_worker
@@ -395,7 +403,7 @@ def _cluster_of(config: RunConfig, security: Any) -> ClusterAddress:
 
 
 async def check_gpus(config: RunConfig, security: Any = None) -> None:
-    """Raise ConfigError if the cluster that a job names does not have the GPUs that the job needs."""
+    """Raise ConfigError if the cluster that a job names has too few GPUs for it."""
     if config.cluster.kind != "local":
         client = await _cluster_of(config, security).client(file_within_s=FILE_S)
         try:
@@ -405,9 +413,12 @@ async def check_gpus(config: RunConfig, security: Any = None) -> None:
 
 
 async def connect(config: RunConfig, security: Any = None, *, within_s: float = CONNECT_S) -> DaskWorkers:
-    """Start or join the cluster that the job names. security: Dask's, for a cluster with TLS; by default as Dask is
-    configured. within_s: how long its scheduler may take to answer. Raises ConfigError, in one line, if the cluster
-    cannot be reached."""
+    """Start or join the cluster that a job names. Raises ConfigError with one line if the cluster cannot be reached.
+
+    Args:
+        security: Dask's security object for TLS; by default Dask's configuration.
+        within_s: Seconds for the scheduler to answer.
+    """
     cluster = config.cluster
     local: Any = None
     visible, placement_text = place_locally(config, read_devices()) if cluster.kind == "local" else ({}, "")

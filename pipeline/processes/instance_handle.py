@@ -1,4 +1,4 @@
-"""A rollout instance as the driver sees it."""
+"""The driver's view of a rollout instance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNTS = ("prefilled_tokens", "cached_tokens", "drafted_tokens", "accepted_token
 
 @dataclass(slots=True)
 class InstanceHandle:
-    """A rollout instance as the driver sees it. tasks: what its InstanceLink runs."""
+    """The driver's view of a rollout instance. tasks: the tasks of its InstanceLink."""
 
     placed: PlacedActor
     index: int
@@ -42,14 +42,14 @@ class InstanceHandle:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Tokens that its engine counts since it began, by COUNTS, as last reported."""
+        """Token counts of its engine since the engine's start, by the names COUNTS, as last reported."""
         if self.before is None or self.load is None:
             return dict.fromkeys(COUNTS, 0)
         return {name: getattr(self.load, name) - getattr(self.before, name) for name in COUNTS}
 
     @property
     def kept_tokens(self) -> int:
-        """KV tokens that its engine keeps for turns to come, as last reported."""
+        """KV tokens that its engine has cached for later turns, as last reported."""
         return self.load.kept_tokens if self.load else 0
 
     @property

@@ -81,13 +81,13 @@ def set_process_environment(threads: int) -> None:
 
 
 def modules(*, emulated: bool) -> tuple[str, ...]:
-    """Modules that the workers of a run import, beside WORKER_MODULES."""
+    """Modules that the workers of a run import in addition to WORKER_MODULES."""
     return ACTOR_MODULES if emulated else (*ACTOR_MODULES, *MODEL_MODULES)
 
 
 def prepare(threads: int, preload_modules: Sequence[str]) -> None:
-    """Start the server process that worker processes are forked from, unless it runs. Returns at once, while the server
-    imports.
+    """Start the fork server of worker processes, unless it is running. Returns at once, while the server imports
+    modules.
 
     Args:
         threads: Size of each thread pool of a worker.
@@ -151,8 +151,8 @@ def _kill_server(starter: int, server: int) -> None:
 
 
 def forkserver_config(threads: int, preload_modules: Sequence[str]) -> dict[str, object]:
-    """Start the fork server, and return the Dask settings with which workers are forked from it. The arguments are
-    those of `prepare`."""
+    """Start the fork server, and return the Dask settings with which workers are forked from it. Arguments as in
+    `prepare`."""
     import dask
     from distributed.utils import get_mp_context
 
@@ -207,8 +207,8 @@ async def start(
 
 
 def log_level() -> int:
-    """Log level of Dask here and in worker processes: the configured one, at least WARNING. LocalCluster would set
-    WARNING in the nannies' processes; clients set their own level."""
+    """Dask's log level for this process and worker processes: the configured one, at least WARNING. LocalCluster would
+    set WARNING in the nannies' processes; clients set their own level."""
     return max(logging.WARNING, logging.getLogger("distributed").getEffectiveLevel())
 
 

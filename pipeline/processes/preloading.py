@@ -1,5 +1,5 @@
-"""Imported by the server process that local workers are forked from, to import what they need once for all of them;
-see pipeline/processes/local_cluster.py, which names the modules in the environment."""
+"""Imported by the fork server, to import the modules of workers once. pipeline/processes/local_cluster.py names these
+modules in an environment variable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's processes, as the one actor that they are for the rest of a run.
+"""Places the processes of a trainer, which are one actor for the rest of a run.
 
 Invariants:
 - The leading rank has the trainer's name, and hears all that the trainer is asked. The others hear from it alone, but
@@ -25,30 +25,30 @@ TRAINER = rank_name(0)
 
 
 class AskOnce(Protocol):
-    """See Actors.ask_once."""
+    """The signature of Actors.ask_once."""
 
     async def __call__(self, name: str, method: str, *args: Any, deadline: Literal["start_s"]) -> Any: ...
 
 
-def others(config: RunConfig) -> list[str]:
-    """Names of the trainer's ranks but the leading one."""
+def follower_names(config: RunConfig) -> list[str]:
+    """Names of the trainer's ranks other than the leading one."""
     return [rank_name(number) for number in range(1, config.training.ranks)]
 
 
 def role_of(name: str) -> str:
-    """The name under which an actor is lost and restored."""
+    """The name under which the loss of an actor is recorded and recovered: all ranks count as the trainer."""
     return TRAINER if name.startswith(f"{TRAINER}-") else name
 
 
 def members(name: str, placed: Iterable[str]) -> list[str]:
-    """The placed actors that are lost if the one of this name is."""
+    """The placed actors that are lost together with the actor of this name."""
     return [other for other in placed if other == name or role_of(other) == name]
 
 
 async def place(workers: Workers, ask_once: AskOnce, config: RunConfig, folder: str, points: Path) -> PlacedActor:
-    """Place the trainer with all of its ranks, and have them form a group. folder: where it publishes weights. points:
-    of its resume points. Raises as Workers.place and Actors.ask_once do."""
-    settings, threads, names = actor_settings.trainer_settings(config), config.cluster.threads, others(config)
+    """Place the trainer with all its ranks, and connect them to a group. Raises as Workers.place and Actors.ask_once
+    do. folder: folder of published weights. points: folder of resume points."""
+    settings, threads, names = actor_settings.trainer_settings(config), config.cluster.threads, follower_names(config)
     lead = await workers.place(
         TRAINER,
         "trainer",

@@ -1,4 +1,4 @@
-"""The contract of the worker processes that actors are placed on; each is either there or lost.
+"""The contract of worker processes on which actors are placed. Each process is either present or lost.
 
 Driver, Actors and InstanceLink know no more of a cluster than this module. Two implementations: DaskWorkers
 (pipeline/processes/dask_workers.py), and one inside a test's own process whose faults are scripted
@@ -21,17 +21,18 @@ from staleflow.stores.errors import ConfigError, StaleflowError
 
 
 class NoFreeWorker(ConfigError):
-    """No worker for a role has become free within deadlines.start_s."""
+    """No worker for a role became free within deadlines.start_s."""
 
 
 class ClusterLost(StaleflowError, ConnectionError):
-    """The cluster's scheduler is gone or was started anew, and with it whatever the run had on the workers: only a
-    resume goes on. No actor is placed any more."""
+    """The cluster's scheduler is gone or was restarted, and with it everything the run had on the workers. No actor can
+    be placed any more; the run can only be resumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActorArg:
-    """An argument of a call that stands for the actor that has this name when the call is made."""
+    """A placeholder for an actor in the arguments of a call. It is replaced by the actor that has this name at the time
+    of the call."""
 
     name: str
 
@@ -55,37 +56,42 @@ class Workers(Protocol):
 
     @property
     def placed(self) -> Mapping[str, PlacedActor]:
-        """The actors that are there now, by name."""
+        """The placed actors, by name."""
         ...
 
     async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> PlacedActor:
-        """Create the actor `cls(*args)` on a worker for `role`; waits for one to become free, up to deadlines.start_s.
-        Raises NoFreeWorker if there is none by then, ActorLost if the actor does not come up, ClusterLost."""
+        """Create the actor `cls(*args)` on a worker for `role`.
+
+        Raises:
+            NoFreeWorker: No worker became free within deadlines.start_s.
+            ActorLost: The actor did not start.
+            ClusterLost: The scheduler is gone.
+        """
         ...
 
     async def place_beside(
         self, neighbour: PlacedActor, name: str, role: str, cls: type[Any], *args: Any
     ) -> PlacedActor:
-        """Create a light actor in the process of another."""
+        """Create a light actor in the process of another actor."""
         ...
 
     def forget(self, name: str) -> None:
-        """Give up a light actor alone: its process, and what runs there, are left as they are."""
+        """Release a light actor. Its process and other actors in it are not affected."""
         ...
 
-    async def give_back(self, name: str) -> None:
-        """Give up a reward worker or environment host that has closed, and let other runs have its process."""
+    async def release_shared(self, name: str) -> None:
+        """Release a closed reward worker or environment host, and let other runs have its process."""
         ...
 
     async def has_spare_worker(self, role: str) -> bool:
-        """Whether a worker could take `role` at once that nobody else waits for."""
+        """Whether there is a free worker for `role` that no other run waits for."""
         ...
 
     async def retire(self, name: str) -> None:
-        """Give up an actor that has closed, with whatever was placed beside it, and let its process leave the cluster
-        for good. Never raises."""
+        """Release a closed actor and the actors beside it, and let its process leave the cluster for good. Never
+        raises."""
         ...
 
-    def lose(self, name: str) -> None:
-        """Give up an actor that is gone, with whatever was placed beside it. Its process is not used again."""
+    def mark_lost(self, name: str) -> None:
+        """Remove a lost actor and the actors beside it. Its process is not used again."""
         ...

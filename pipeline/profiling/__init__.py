@@ -1,1 +1,1 @@
-"""Where the time of a run goes, and the cost model fitted to it."""
+"""Time breakdown of a run, and the cost model fitted to it."""

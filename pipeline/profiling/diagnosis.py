@@ -1,12 +1,12 @@
 """Diagnosis of a run's bottleneck from the times of its steps: one cause, its share of the time, and advice. Pure.
 
 If the trainer hardly waits, it is the bottleneck, and the question is how many instances would keep up with it.
-Otherwise its waiting time names the bottleneck: rewards, environments or slots on their hosts, a slow instance, weights
-being loaded, KV memory, or too little sampling. More sampling comes from another instance or from a larger staleness
-bound; which gains more follows from the cost model:
+Otherwise the activity during its waiting time is the bottleneck: rewards, environments or slots on their hosts, a slow
+instance, loading of weights, KV memory, or too little sampling. Sampling increases with another instance or with a
+larger staleness bound. The cost model says which increases it more:
 
     rate(n) = n / step_s(n)                                tokens/s of an instance that runs n trajectories
-    one more instance   (I + 1) / I if all are full, else step_s(n) / step_s(n I / (I + 1)): the same work, more thinly
+    one more instance   (I + 1) / I if all are full, else step_s(n) / step_s(n I / (I + 1)): the same work, spread wider
     one more version    rate(n (eta + 2) / (eta + 1)) / rate(n) as far as instances have room, else 1
 """
 
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from staleflow.pipeline.config.factories import ledger_eta, while_drafting
+from staleflow.pipeline.config.factories import cost_while_drafting, ledger_eta
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.profiling.draft_stats import DraftsUsed
+from staleflow.pipeline.profiling.draft_stats import DraftStats
 from staleflow.pipeline.profiling.fit import Fit
 from staleflow.pipeline.profiling.step_times import PeriodTimes, StepTimes, slow_instances, sum_steps
 from staleflow.pipeline.strategies.admission import Admission
@@ -28,13 +28,14 @@ from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.engines.engine_settings import Speculation
 
 SMALL_SHARE = 0.1
-"""Share of the time that the trainer may wait before anything is advised: about what single long responses cost."""
+"""Share of the time that the trainer may wait before a change is advised: about the cost of single long responses."""
 MAIN_SHARE = 0.5
-"""Share of the waiting time from which on an activity is the bottleneck."""
+"""Minimum share of the waiting time that makes an activity the bottleneck."""
 MIN_STEPS = 5
 """Minimum number of latest steps in the diagnosis of a running job."""
 SAFETY_FACTOR = 1.5
-"""Factor on the sampling that `instances_needed` asks for: it assumes full instances, and the bound leaves gaps."""
+"""Factor on the sampling that `instances_needed` requires, because it assumes full instances and the bound leaves
+gaps."""
 
 
 class Cause(Enum):
@@ -56,9 +57,13 @@ class Cause(Enum):
 class Sizes:
     """Sizes of a job that determine its speed.
 
-    eta: versions that its admission rule lets work be behind. trajectories: per training step. hosts, concurrency: of
-    environments. cost: of a decode step. acceptance: rate of drafted tokens. fitted: whether `cost` was fitted to this
-    run; otherwise only ratios of it are used.
+    Args:
+        eta: Number of versions that work may lag behind under its admission rule.
+        trajectories: Trajectories per training step.
+        hosts, concurrency: Settings of environments.
+        cost: Cost model of a decode step.
+        acceptance: Acceptance rate of draft tokens.
+        fitted: Whether `cost` was fitted to this run; otherwise only ratios of its times are used.
     """
 
     eta: int
@@ -77,19 +82,20 @@ class Sizes:
     def token_s(self, running: float, kv_tokens: float) -> float:
         """Seconds per token of each request while an instance runs `running` of them, with the job's drafting."""
         num_running = max(1, round(running))
-        cost = while_drafting(self.cost, self.speculation, self.acceptance, num_running, kv_tokens)
+        cost = cost_while_drafting(self.cost, self.speculation, self.acceptance, num_running, kv_tokens)
         return cost.mean_step_s(running, kv_tokens)
 
 
 def versions_behind(config: RunConfig) -> int:
-    """Versions that a job's work may be behind: its bound, or that of an admission rule with its own."""
+    """Number of versions that a job's work may lag behind: its staleness bound, or that of its admission rule."""
     return config.staleness.admission.versions_behind(ledger_eta(config))
 
 
-def sizes_of(config: RunConfig, fit: Fit | None = None, drafts: DraftsUsed | None = None) -> Sizes:
-    """Make the `Sizes` of a job. fit: of the job's own run, if it has one; drafts: draft statistics of that run."""
+def sizes_of(config: RunConfig, fit: Fit | None = None, drafts: DraftStats | None = None) -> Sizes:
+    """Build the `Sizes` of a job. fit: cost model fitted to the job's run, if there is one. drafts: draft statistics of
+    that run."""
     staleness, engine = config.staleness, config.rollout.engine
-    drafts = drafts or DraftsUsed()
+    drafts = drafts or DraftStats()
     acceptance = drafts.acceptance
     return Sizes(
         eta=versions_behind(config),
@@ -109,23 +115,24 @@ def sizes_of(config: RunConfig, fit: Fit | None = None, drafts: DraftsUsed | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Bottleneck of a run. share: of the time that the trainer waits, or trains if it is the bottleneck itself."""
+    """The bottleneck of a run. share: share of the time in which the trainer waits, or trains if it is the
+    bottleneck."""
 
     cause: Cause
     share: float
     finding: str
-    """The finding, for people."""
+    """The finding, for display."""
     advice: str
-    """What to change, for people."""
+    """What to change, for display."""
     change: tuple[tuple[str, float | str], ...] = ()
-    """The same as keys of the job file and their new values, for a simulation of its effect."""
-    halved: tuple[str, ...] = ()
-    """Keys whose seconds a simulation of its effect halves."""
-    injected: tuple[tuple[str, float], ...] = ()
-    """Keys and values that the job does not have, but the run: what slows it and no job file says."""
+    """Keys of the job file and the values advised, for simulating their effect."""
+    halved_keys: tuple[str, ...] = ()
+    """Keys of times that are halved for simulating the effect."""
+    run_values: tuple[tuple[str, float], ...] = ()
+    """Keys and values that describe the run but are not in its job file, such as slow instances."""
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """The diagnosis as plain values, for JSON."""
         return {"cause": self.cause.value, "share": self.share, "what": self.finding, "advice": self.advice}
 
     @property
@@ -139,34 +146,34 @@ class Diagnosis:
         return f"bottleneck: {self.cause.value} (trainer {does} {self.share:.0%})"
 
 
-def diagnose(load: StepTimes, sizes: Sizes) -> Diagnosis | None:
-    """Find the bottleneck of the summed steps; None if there are none."""
-    if not load.steps or not load.total_s:
+def diagnose(times: StepTimes, sizes: Sizes) -> Diagnosis | None:
+    """Find the bottleneck from the sum of several steps; None without steps."""
+    if not times.steps or not times.total_s:
         return None
-    share = load.waiting.total_s / load.total_s
+    share = times.waiting.total_s / times.total_s
     if share < SMALL_SHARE:
-        return trainer_limits(1 - share, instances_needed(load, sizes), sizes.instances)
-    return _trainer_waits(load, sizes, share)
+        return diagnose_trainer(1 - share, instances_needed(times, sizes), sizes.instances)
+    return _diagnose_waiting(times, sizes, share)
 
 
-def recent(loads: Sequence[StepTimes], eta: int) -> StepTimes:
-    """Sum of the latest steps: at least eta + 1 of them, without the first step, in which the pipeline fills."""
-    return sum_steps(loads[max(1, len(loads) - max(eta + 1, MIN_STEPS)) :] or loads)
+def sum_recent_steps(step_times: Sequence[StepTimes], eta: int) -> StepTimes:
+    """Sum of the latest steps: at least eta + 1, without the first step, in which the pipeline fills."""
+    return sum_steps(step_times[max(1, len(step_times) - max(eta + 1, MIN_STEPS)) :] or step_times)
 
 
-def _trainer_waits(load: StepTimes, sizes: Sizes, share: float) -> Diagnosis:
-    waiting, waits = load.waiting, f"the trainer waits {share:.0%} of the time"
+def _diagnose_waiting(times: StepTimes, sizes: Sizes, share: float) -> Diagnosis:
+    waiting, waits = times.waiting, f"the trainer waits {share:.0%} of the time"
     if waiting.share(waiting.scoring_s) >= MAIN_SHARE:
         return Diagnosis(
             cause=Cause.REWARD,
             share=share,
             finding=f"{waits}, {waiting.share(waiting.scoring_s):.0%} of that for rewards",
             advice="make the reward function faster, or raise reward.workers",
-            halved=("simulation.reward_s",),
+            halved_keys=("simulation.reward_s",),
         )
     if waiting.share(waiting.environment_s) >= MAIN_SHARE:
-        return _environment_limits(waiting, sizes, share)
-    slow, factor = slow_instances(load.speeds)
+        return _diagnose_environment(waiting, sizes, share)
+    slow, factor = slow_instances(times.speeds)
     if slow:
         names = f"{slow[0]} takes" if len(slow) == 1 else f"{', '.join(slow)} take"
         return Diagnosis(
@@ -175,7 +182,7 @@ def _trainer_waits(load: StepTimes, sizes: Sizes, share: float) -> Diagnosis:
             finding=f"{waits}, and {names} {factor:.1f} times as long for a token as the others",
             advice="see what else runs on that machine, or do without it",
             change=(("simulation.straggler_share", 0.0),),
-            injected=(
+            run_values=(
                 ("simulation.straggler_share", len(slow) / sizes.instances),
                 ("simulation.straggler_factor", factor),
             ),
@@ -186,7 +193,7 @@ def _trainer_waits(load: StepTimes, sizes: Sizes, share: float) -> Diagnosis:
             share=share,
             finding=f"{waits}, and instances load weights {waiting.share(waiting.pull_s):.0%} of that",
             advice="pull less often (rollout.synchronization), or speed up the network between the hosts",
-            halved=("simulation.pull_s",),
+            halved_keys=("simulation.pull_s",),
         )
     runs = f"instances run {waiting.running:.0f} of {sizes.max_running}"
     if waiting.share(waiting.out_of_memory_s) >= MAIN_SHARE:
@@ -197,7 +204,7 @@ def _trainer_waits(load: StepTimes, sizes: Sizes, share: float) -> Diagnosis:
             advice=f"raise rollout.engine.kv_tokens above {sizes.kv_tokens}",
             change=(("rollout.engine.kv_tokens", 2 * sizes.kv_tokens),),
         )
-    instance, version = gains(waiting, sizes)
+    instance, version = sampling_gains(waiting, sizes)
     if instance >= version or not sizes.admission.keeps_bound:
         return Diagnosis(
             cause=Cause.FEW_INSTANCES,
@@ -221,8 +228,8 @@ def _trainer_waits(load: StepTimes, sizes: Sizes, share: float) -> Diagnosis:
     )
 
 
-def _environment_limits(waiting: PeriodTimes, sizes: Sizes, share: float) -> Diagnosis:
-    """Diagnosis if the trainer waits for environments: for their steps, or for free slots on their hosts."""
+def _diagnose_environment(waiting: PeriodTimes, sizes: Sizes, share: float) -> Diagnosis:
+    """Diagnose a run whose trainer waits for environments: for their steps, or for free slots on their hosts."""
     num_slots = sizes.hosts * sizes.concurrency
     waits = f"the trainer waits {share:.0%} of the time, {waiting.share(waiting.environment_s):.0%} of that for"
     if waiting.awaiting_environment > (1 + SMALL_SHARE) * num_slots:
@@ -240,12 +247,13 @@ def _environment_limits(waiting: PeriodTimes, sizes: Sizes, share: float) -> Dia
         share=share,
         finding=f"{waits} environments ({waiting.awaiting_environment:.0f} in steps, {num_slots} slots)",
         advice="make the environment faster, or start more (batch.extra_groups)",
-        halved=("workload.tool_s",),
+        halved_keys=("workload.tool_s",),
     )
 
 
-def trainer_limits(share: float, needed: int, instances: int) -> Diagnosis:
-    """Diagnosis if the trainer is the bottleneck. share: of the time that it trains. needed: instances that keep up."""
+def diagnose_trainer(share: float, needed: int, instances: int) -> Diagnosis:
+    """The diagnosis that the trainer is the bottleneck. share: share of the time in which it trains. needed: number of
+    instances that keep up with it."""
     trains = f"training takes {share:.0%} of the time"
     if 1 < needed < instances:
         return Diagnosis(
@@ -261,12 +269,12 @@ def trainer_limits(share: float, needed: int, instances: int) -> Diagnosis:
         share=share,
         finding=f"{trains}{suffices}",
         advice="a faster trainer, or a smaller batch" if instances == 1 or suffices else "all parts are used well",
-        halved=("simulation.train_s", "simulation.train_s_per_token"),
+        halved_keys=("simulation.train_s", "simulation.train_s_per_token"),
     )
 
 
-def gains(waiting: PeriodTimes, sizes: Sizes) -> tuple[float, float]:
-    """Factors on the sampling rate: (of one more instance, of one more version of staleness)."""
+def sampling_gains(waiting: PeriodTimes, sizes: Sizes) -> tuple[float, float]:
+    """Factors on the sampling rate: of one more instance, and of one more version of staleness."""
     count, running = sizes.instances, max(waiting.running, 1e-9)
     kv_tokens_each = waiting.kv_tokens / running
 
@@ -274,27 +282,27 @@ def gains(waiting: PeriodTimes, sizes: Sizes) -> tuple[float, float]:
         return sizes.token_s(n, n * kv_tokens_each)
 
     free_share = 1 - waiting.share(waiting.at_max_running_s + waiting.out_of_memory_s)
-    thinner = step_s(running) / step_s(running * count / (count + 1))
-    more = (sizes.eta + 2) / (sizes.eta + 1)
-    fuller = more * step_s(running) / step_s(running * more)
-    return 1 + free_share * (thinner - 1) + (1 - free_share) / count, 1 + free_share * (fuller - 1)
+    instance_gain = step_s(running) / step_s(running * count / (count + 1))
+    growth = (sizes.eta + 2) / (sizes.eta + 1)
+    version_gain = growth * step_s(running) / step_s(running * growth)
+    return 1 + free_share * (instance_gain - 1) + (1 - free_share) / count, 1 + free_share * (version_gain - 1)
 
 
-def instances_needed(load: StepTimes, sizes: Sizes) -> int:
-    """Minimum number of instances that sample as much as was trained on, each as full as its limits and the bound
+def instances_needed(times: StepTimes, sizes: Sizes) -> int:
+    """Minimum number of instances that sample as much as was trained on, if each is as full as its limits and the bound
     allow."""
-    running_s = load.waiting.running_s + load.training.running_s
-    kv_tokens_each = (load.waiting.kv_s + load.training.kv_s) / running_s if running_s else 0.0
+    running_s = times.waiting.running_s + times.training.running_s
+    kv_tokens_each = (times.waiting.kv_s + times.training.kv_s) / running_s if running_s else 0.0
     max_running = (
         min(sizes.max_running, sizes.kv_tokens / kv_tokens_each) if kv_tokens_each else float(sizes.max_running)
     )
-    measured_s = sum(s.measured_s for s in load.speeds.values())
-    expected_s = sum(s.expected_s for s in load.speeds.values())
-    slower = measured_s / expected_s if expected_s and not sizes.fitted else 1.0
+    measured_s = sum(s.measured_s for s in times.speeds.values())
+    expected_s = sum(s.expected_s for s in times.speeds.values())
+    slowdown = measured_s / expected_s if expected_s and not sizes.fitted else 1.0
     in_flight = (sizes.eta + 1) * sizes.trajectories
     for count in range(1, sizes.instances):
         n = max(1.0, min(max_running, in_flight / count))
-        step_s = sizes.token_s(n, n * kv_tokens_each) * slower
-        if count * n / step_s * load.total_s >= SAFETY_FACTOR * load.tokens:
+        step_s = sizes.token_s(n, n * kv_tokens_each) * slowdown
+        if count * n / step_s * times.total_s >= SAFETY_FACTOR * times.tokens:
             return count
     return sizes.instances

@@ -1,4 +1,4 @@
-"""Draft statistics of a run, summarized as one acceptance rate for simulations. Pure."""
+"""Draft statistics of a run, reduced to one acceptance rate for simulations. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from staleflow.tasks.emulation.cost_model import CostModel, probability_at, toke
 
 
 @dataclass(slots=True)
-class DraftsUsed:
-    """Draft statistics, summed over reports. steps: by maximum draft length. drafted, accepted: tokens."""
+class DraftStats:
+    """Draft statistics, summed over reports. steps: number of steps by maximum draft length. drafted, accepted:
+    tokens."""
 
     steps: dict[int, int] = field(default_factory=dict)
     drafted: int = 0
@@ -22,7 +23,7 @@ class DraftsUsed:
             self.count(length, stats.tokens - stats.accepted_tokens, stats.drafted_tokens, stats.accepted_tokens)
 
     def count(self, length: int, steps: int, drafted: int, accepted: int) -> None:
-        """Add `steps` steps with `drafted` tokens in total, at most `length` in each."""
+        """Add `steps` steps with `drafted` draft tokens in total, and at most `length` in each."""
         if not length or steps <= 0:
             return
         self.steps[length] = self.steps.get(length, 0) + steps
@@ -44,6 +45,7 @@ class DraftsUsed:
         return probability_at(kept, sum(self.steps.values()) + self.accepted)
 
     def cost(self, model: CostModel) -> CostModel:
-        """Cost model that matches `acceptance`: verify_share is scaled by drafted tokens / maximum draft tokens."""
+        """Cost model for use with `acceptance`: verify_share is scaled by the ratio of draft tokens to their
+        maximum."""
         max_drafted = sum(length * steps for length, steps in self.steps.items())
         return replace(model, verify_share=model.verify_share * self.drafted / max_drafted) if max_drafted else model

@@ -1,4 +1,4 @@
-"""Fit of the cost model to measured decode steps: robust, non-negative, validated on held-out points. Pure.
+"""Fits the cost model to measured decode steps: robust, non-negative, validated on held-out points. Pure.
 
 step_seconds = k1 kv + max(A, B + k3 n), where A = k2 + k4 and B = b + k4. Measurements cannot separate k4 from the
 common part of both branches, so k4 is by convention the smaller of A and B. For a given border between the branches the
@@ -34,9 +34,15 @@ SINGULAR = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPoint:
-    """A measured decode step: running trajectories, the KV tokens they held, and seconds. prefilled: tokens that were
-    prefilled per decode step; ended: responses that ended per decode step, with the delay of their messages. The time
-    of both is included in step_s."""
+    """A measured decode step.
+
+    Args:
+        running: Number of running trajectories.
+        kv_tokens: Their KV tokens.
+        step_s: Seconds of the step, including prefills and the delay of messages.
+        prefilled: Tokens prefilled per decode step.
+        ended: Responses that ended per decode step.
+    """
 
     running: int
     kv_tokens: float
@@ -47,7 +53,7 @@ class StepPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """A fitted model and its accuracy. error_*: |predicted - measured| / measured on the held-out points."""
+    """A fitted cost model and its accuracy. error_*: |predicted - measured| / measured on held-out points."""
 
     model: CostModel
     num_points: int
@@ -60,7 +66,7 @@ class Fit:
     """Seconds that messages add to a response, on its way to the instance and back."""
 
     def ratio_to(self, model: CostModel) -> float:
-        """Time of a decode step by this fit relative to `model`, in the middle of the measured range."""
+        """Ratio of a decode step's time by this fit to that of `model`, in the middle of the measured range."""
         running, kv_tokens = sum(self.running) / 2, sum(self.kv_tokens) / 2
         return self.model.mean_step_s(running, kv_tokens) / model.mean_step_s(running, kv_tokens)
 
@@ -156,10 +162,10 @@ def _non_negative(design: Array, target: Array) -> Array:
         losses = np.square((columns @ solved[..., None])[..., 0] - projection).sum(axis=-1)
         losses[(solved < 0).any(axis=-1)] = np.inf
         if losses.min() < best_loss:
-            least = int(losses.argmin())
-            best, best_loss = np.zeros(len(norms)), float(losses[least])
-            chosen = useful[subsets[least]]
-            best[chosen] = solved[least] / norms[chosen]
+            lowest = int(losses.argmin())
+            best, best_loss = np.zeros(len(norms)), float(losses[lowest])
+            chosen = useful[subsets[lowest]]
+            best[chosen] = solved[lowest] / norms[chosen]
     return best
 
 

@@ -1,4 +1,5 @@
-"""Latencies of everything but decoding, and the seconds between ticks, from a run's events and commands. Pure."""
+"""Measures latencies of everything except decoding, and the seconds between ticks, from a run's events and commands.
+Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ from staleflow.pipeline.coordination.events import (
 from staleflow.pipeline.coordination.journal import JournalEntry
 
 MIN_WARM_LATENCIES = 3
-"""Latencies after the first training step from which on earlier ones, of processes that warm up, are left out."""
+"""Number of latencies after the first training step that suffice to ignore earlier ones, of processes warming up."""
 
 
 class Latencies:
-    """Seconds between commands and the events that answer them. Of an environment step, only the overhead: without the
-    environment's own time and the wait for a slot on its host."""
+    """Seconds between commands and the events that complete them. For environment steps, only the overhead: without the
+    environment's own time and the wait for a slot."""
 
     def __init__(self) -> None:
         self._pending: dict[tuple[Hashable, ...], tuple[float, bool]] = {}
@@ -38,7 +39,7 @@ class Latencies:
         if key in self._pending:
             issued_s, warm = self._pending.pop(key)
             environment_s = _environment_s(event) if key[0] == "act" else 0.0
-            if environment_s is None:  # the environment's own time is unknown, and so is the overhead
+            if environment_s is None:  # without the environment's own time the overhead is unknown
                 pass
             elif warm:
                 count, seconds = self._sums.get(knob, (0, 0.0))
@@ -53,8 +54,8 @@ class Latencies:
 
     @property
     def means(self) -> dict[str, float]:
-        """Mean seconds by the name of their setting in [simulation]; without latencies that did not occur. Means, not
-        medians, because a run waits for the slow ones too."""
+        """Mean seconds by the name of the setting in [simulation], for latencies that occurred. Means rather than
+        medians, because a run also waits for slow ones."""
         means = {}
         count, first_s, last_s = self._ticks
         if count > 1 and last_s > first_s:
@@ -97,7 +98,7 @@ def _keys_of(commands: Iterable[Command]) -> Iterator[tuple[Hashable, ...]]:
 
 
 def _latency_of(event: Event, pending: Container[tuple[Hashable, ...]]) -> tuple[str, tuple[Hashable, ...]]:
-    """(setting that an event gives a latency of, key of the command that it answers)."""
+    """For the latency that an event completes: (setting of the latency, key of the command)."""
     match event:
         case TrajectoryScored():
             acted = ("act", event.trajectory)

@@ -1,4 +1,4 @@
-"""A run's profile: the cost model fitted to its responses, and the latencies of all else."""
+"""The profile of a run: the cost model fitted to its responses, and latencies of everything else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.coordination import journal
-from staleflow.pipeline.profiling.draft_stats import DraftsUsed
+from staleflow.pipeline.profiling.draft_stats import DraftStats
 from staleflow.pipeline.profiling.fit import Fit
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.stores.errors import ConfigError, StoreError
@@ -18,23 +18,23 @@ from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.engines.engine_settings import Speculation
 
 REFERENCE = CostModel(k1=0.0, k2=0.0, k3=0.0, k4=1.0, b=0.0, prefill=0.0)
-"""Cost model for a `TimeTracker` of which only the fit is used, not the comparison."""
+"""Cost model for a `TimeTracker` whose comparison with a cost model is not used, only its fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Contents of a profile file, which `profile = FILE` in a job reads.
+    """Contents of a profile file, which a job reads with `profile = FILE`.
 
-    source: the run's folder. latencies: seconds by setting of [simulation]. drafts: draft statistics.
+    source: the run's folder. latencies: seconds by the setting's name in [simulation]. drafts: draft statistics.
     """
 
     source: str
     fit: Fit
     latencies: dict[str, float] = field(default_factory=dict)
-    drafts: DraftsUsed = field(default_factory=DraftsUsed)
+    drafts: DraftStats = field(default_factory=DraftStats)
 
     def as_dict(self) -> dict[str, Any]:
-        """Stored form: coefficients, ranges, residuals on held-out steps, and their source."""
+        """The profile as it is stored: coefficients, ranges, residuals on held-out steps, and its source."""
         fit = self.fit
         return {
             "source": self.source,
@@ -48,11 +48,11 @@ class Profile:
 
 
 def profile_run(run_dir: Path) -> Profile:
-    """Make a profile from a finished run: the cost model fitted to its responses, and the latencies of all else.
+    """Build a profile from a finished run.
 
     Raises:
-        ConfigError: the run has not ended, or sampled too little.
-        StoreError: its summary is damaged.
+        ConfigError: The run has not ended, or sampled too little.
+        StoreError: Its summary is damaged.
     """
     try:
         json.loads((run_dir / "summary.json").read_text())
@@ -69,25 +69,25 @@ def profile_run(run_dir: Path) -> Profile:
     speculation = Speculation(
         num_speculative_tokens=drafting.get("num_speculative_tokens", 0), disable_above=drafting.get("disable_above", 0)
     )
-    watch = TimeTracker(
+    tracker = TimeTracker(
         replace(REFERENCE, verify_share=verify_share), group_size, on_pull=rollout.get("on_pull", "interrupt"),
         first_length=speculation.first_length,
     )  # fmt: skip
     for entry in journal.read(run_dir / "events.jsonl"):
-        watch.observe(entry.now, entry.event, entry.commands)
-    fit = watch.fit()
+        tracker.observe(entry.now, entry.event, entry.commands)
+    fit = tracker.fit()
     if fit is None:
         raise ConfigError(f"{run_dir}: the run had too few decode steps to fit a cost model; make it longer")
-    return Profile(source=str(run_dir), fit=fit, latencies=measured_latencies(watch, fit), drafts=watch.drafts)
+    return Profile(source=str(run_dir), fit=fit, latencies=measured_latencies(tracker, fit), drafts=tracker.drafts)
 
 
-def measured_latencies(watch: TimeTracker, fit: Fit) -> dict[str, float]:
-    """Latencies of a run as settings of [simulation], slow instances included. A response's delay is two messages, and
-    the messages of a pull are not counted in pull_s."""
-    seconds = watch.latencies.means
-    slow, factor = watch.slow
+def measured_latencies(tracker: TimeTracker, fit: Fit) -> dict[str, float]:
+    """Latencies of a run as settings of [simulation], including slow instances. The delay of a response is two
+    messages; messages of a pull are not counted in pull_s."""
+    seconds = tracker.latencies.means
+    slow, factor = tracker.slow
     if slow:
-        seconds |= {"straggler_share": len(slow) / watch.num_instances, "straggler_factor": factor}
+        seconds |= {"straggler_share": len(slow) / tracker.num_instances, "straggler_factor": factor}
     if fit.delay_s:
         seconds["message_s"] = fit.delay_s / 2
         if "pull_s" in seconds:

@@ -16,7 +16,7 @@ MIN_RESPONSES = 4
 
 @dataclass(slots=True)
 class PeriodTimes:
-    """Seconds of a part of a run, by activity. All but the first four are means over instances."""
+    """Seconds of a period of a run by activity. All but the first four are means over instances."""
 
     total_s: float = 0.0
     scoring_s: float = 0.0
@@ -42,12 +42,12 @@ class PeriodTimes:
 
     @property
     def running(self) -> float:
-        """Mean number of trajectories that an instance runs."""
+        """Mean number of running trajectories per instance."""
         return self.running_s / self.total_s if self.total_s else 0.0
 
     @property
     def kv_tokens(self) -> float:
-        """Mean number of KV tokens of an instance."""
+        """Mean number of KV tokens per instance."""
         return self.kv_s / self.total_s if self.total_s else 0.0
 
     @property
@@ -62,7 +62,7 @@ class PeriodTimes:
 
 @dataclass(slots=True)
 class Speed:
-    """Speed of an instance. expected_s: by the cost model, for the same tokens and the same running requests."""
+    """Speed of an instance. expected_s: seconds by the cost model for the same tokens and running requests."""
 
     measured_s: float = 0.0
     expected_s: float = 0.0
@@ -75,7 +75,7 @@ class Speed:
 
 @dataclass(slots=True)
 class StepTimes:
-    """Times of a training step, from the end of the previous one; or the sum of several steps."""
+    """Times of a training step since the end of the previous one, or sums over several steps."""
 
     steps: int = 0
     waiting: PeriodTimes = field(default_factory=PeriodTimes)
@@ -92,7 +92,7 @@ class StepTimes:
 
 
 def sum_steps(steps: Iterable[StepTimes]) -> StepTimes:
-    """Sum of several steps' times."""
+    """Sum the times of several steps."""
     total = StepTimes()
     for step in steps:
         total.steps += step.steps
@@ -108,7 +108,8 @@ def sum_steps(steps: Iterable[StepTimes]) -> StepTimes:
 
 
 def slow_instances(speeds: Mapping[InstanceId, Speed]) -> tuple[list[InstanceId], float]:
-    """Find slow instances: (their names, the factor by which their tokens take longer than the others' median)."""
+    """Find slow instances. Returns their names, and the factor by which their tokens take longer than the median of the
+    others."""
     ratios = {name: s.ratio for name, s in speeds.items() if s.responses >= MIN_RESPONSES and s.ratio > 0}
     if len(ratios) < 2:
         return [], 1.0
@@ -121,7 +122,7 @@ def slow_instances(speeds: Mapping[InstanceId, Speed]) -> tuple[list[InstanceId]
 
 
 def steady_part(num_steps: int, eta: int) -> tuple[int, int]:
-    """Range of steps in which a run is in its steady state: (step at whose end it begins, last step).
+    """Range of steps in which a run is in its steady state: (step whose end it begins with, last step).
 
     Leaves out the first eta + 2 steps and the last eta + 1, in which no new work starts. The length is a multiple of
     eta + 1 steps, the period in which waits for the longest response recur. In a run too short for that, all steps but
@@ -134,6 +135,6 @@ def steady_part(num_steps: int, eta: int) -> tuple[int, int]:
 
 
 def steady(steps: Sequence[StepTimes], eta: int) -> StepTimes:
-    """Sum of the times of a run's steady steps; of all steps if the run has only one."""
+    """Sum the times of a run's steady steps; of all steps if the run has only one."""
     first, last = steady_part(len(steps), eta)
     return sum_steps(steps[first + 1 : last + 1] or steps)

@@ -1,5 +1,5 @@
-"""Time breakdown of a run's steps, from its events and commands: what the trainer waits for, how full the instances
-are, and how long a token takes on each. Pure.
+"""Time breakdown of a run's steps from its events and commands: what the trainer waits for, how full the instances are,
+and how long a token takes on each. Pure.
 
 Runs, simulations and journals have the same events and commands, so the same numbers come out of all three. Seconds are
 the coordinator's: those of the cost model in a simulated or emulated run.
@@ -46,7 +46,7 @@ from staleflow.pipeline.coordination.events import (
     TrajectoryScored,
     VersionPublished,
 )
-from staleflow.pipeline.profiling.draft_stats import DraftsUsed
+from staleflow.pipeline.profiling.draft_stats import DraftStats
 from staleflow.pipeline.profiling.fit import MIN_POINTS, Fit, StepPoint, fit_steps
 from staleflow.pipeline.profiling.latencies import Latencies
 from staleflow.pipeline.profiling.step_times import Speed, StepTimes, slow_instances, sum_steps
@@ -124,7 +124,7 @@ class TimeTracker:
         self._until_sample = self._sample_every = 1
         self.finished_steps: list[StepTimes] = []
         self.latencies = Latencies()
-        self._reported_drafts, self._sampled_drafts = DraftsUsed(), DraftsUsed()
+        self._reported_drafts, self._sampled_drafts = DraftStats(), DraftStats()
 
     def observe(self, now: float, event: Event, commands: Iterable[Command]) -> None:
         """Update from an event handled at `now`, and the commands that followed."""
@@ -138,7 +138,7 @@ class TimeTracker:
         self.latencies.observe(now, event, commands)
 
     def start(self, now: float) -> None:
-        """Start measuring at `now`, in seconds of the coordinator's clock."""
+        """Start measuring at `now` seconds on the coordinator's clock."""
         self._now = now
 
     def _reset_in_flight(self, now: float) -> None:
@@ -195,13 +195,14 @@ class TimeTracker:
         return replace(fit, model=model, delay_s=delay_s if delay_s <= MAX_DELAY_SHARE * seconds.mean() else 0.0)
 
     @property
-    def drafts(self) -> DraftsUsed:
-        """Draft statistics: from instances' reports, or from sampled responses if there are none (constant drafts)."""
+    def drafts(self) -> DraftStats:
+        """Draft statistics from instances' reports, or from sampled responses if there are none (constant draft
+        length)."""
         return self._reported_drafts if self._reported_drafts.steps else self._sampled_drafts
 
     @property
     def num_instances(self) -> int:
-        """Number of instances that have finished a response so far."""
+        """Number of instances that have finished a response."""
         return len(sum_steps(self.finished_steps).speeds)
 
     @property
@@ -505,7 +506,7 @@ def _averaged(rows: npt.NDArray[np.float64]) -> list[StepPoint]:
         level_rows = rows[level]
         for part in np.array_split(level_rows[np.argsort(level_rows[:, 1], kind="stable")], PARTS):
             by_length = part[np.argsort(part[:, 3], kind="stable")]
-            points += [_mean_point(few) for few in np.array_split(by_length, LENGTHS) if len(few)]
+            points += [_mean_point(too_few) for too_few in np.array_split(by_length, LENGTHS) if len(too_few)]
     return points if len(points) >= MIN_POINTS else [_mean_point(row[None]) for row in rows]
 
 

@@ -1,4 +1,4 @@
-"""Running requests and KV tokens of each instance, between one event and the next. Pure."""
+"""Integrates running requests and KV tokens of each instance over time, from event to event. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ MEMORY_FULL = 0.85
 
 @dataclass(slots=True)
 class RunningTrajectory:
-    """A trajectory on an instance, with both at the time of routing. Sums are the instance's, see `TrackedInstance`."""
+    """A trajectory on an instance, with the time of its routing and the instance's sums at that time; see
+    `TrackedInstance`."""
 
     route_number: int
     routed_s: float
@@ -33,7 +34,7 @@ class RunningTrajectory:
 
 
 class ReportSums(NamedTuple):
-    """Sums of an instance at one of its reports, see `TrackedInstance`."""
+    """Sums of an instance at the time of a report, see `TrackedInstance`."""
 
     updated_s: float
     length_changes: int
@@ -45,8 +46,8 @@ class ReportSums(NamedTuple):
 
 @dataclass(slots=True)
 class TrackedInstance:
-    """An instance and its sums since it joined, valid at `updated_s`. Between two reports, each of its trajectories is
-    assumed to gain a token per `token_s`, the rate of those that have ended."""
+    """An instance and its sums since it joined, up to `updated_s`. Between two reports each of its trajectories is
+    assumed to gain one token per `token_s`, the rate of those that have ended."""
 
     name: InstanceId
     kv_capacity: int
@@ -95,7 +96,7 @@ class TrackedInstance:
 
 @dataclass(slots=True)
 class FleetCounts:
-    """Sums over all instances, updated incrementally: subtract an instance before it changes, add it afterwards."""
+    """Sums over all instances, updated incrementally: subtract an instance before it changes, and add it afterwards."""
 
     instances: int = 0
     full: int = 0

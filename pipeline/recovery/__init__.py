@@ -1,1 +1,1 @@
-"""What a run needs to continue after a crash or a stop: its folder, its journal, roles restored from stored state."""
+"""Recovery of a run after a crash or stop: its folder, its journal, and actors restored from stored state."""

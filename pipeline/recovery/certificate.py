@@ -1,5 +1,5 @@
-"""The certificate of a checkpoint: its run, its version, and the entry of the step that published it in the run's chain
-(stores/auditing/chain.py)."""
+"""The certificate of a checkpoint: its run, its version, and the entry of the step that published it in the run's hash
+chain (stores/auditing/chain.py)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENTRY = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What a checkpoint is of. store: URL of the run's store; empty if it is in the run's folder."""
+    """Origin of a checkpoint. store: URL of the run's store; empty if the store is in the run's folder."""
 
     run: str
     store: str
@@ -41,8 +41,8 @@ def write(checkpoint: Path, certificate: Certificate) -> None:
 
 
 def run_of(checkpoint: Path) -> str:
-    """The folder of a checkpoint's run, or of its offline training, two folders above it, or else the URL of its store.
-    Raises ConfigError."""
+    """Find the run of a checkpoint: the folder of the run or offline training two levels above it, or else the URL of
+    its store. Raises ConfigError."""
     certificate, folder = read(checkpoint), checkpoint.resolve().parent.parent
     if (folder / "config.toml").is_file() or (folder / OFFLINE).is_file():
         return str(folder)
@@ -70,7 +70,7 @@ def read(checkpoint: Path) -> Certificate:
 
 
 def signer_of(checkpoint: Path, allowed_signers: Path) -> str:
-    """The principal whose key signed a checkpoint's certificate, by `ssh-keygen -Y sign -n file`.
+    """The principal whose key signed a checkpoint's certificate (`ssh-keygen -Y sign -n file`).
 
     Args:
         checkpoint: Its folder, with the signature beside the certificate.

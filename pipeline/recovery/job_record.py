@@ -1,4 +1,4 @@
-"""A job's state and log, kept in the run's folder so that they outlive the scheduler.
+"""A job's state and log in the run's folder, where they outlive the scheduler.
 
 The driver writes here what it reports to the job registry on its scheduler (pipeline/cluster/job_registry.py), which
 keeps it only in memory. Waiting jobs have no folder yet, so they are not recorded here.
@@ -42,12 +42,12 @@ def write(run_dir: Path, changes: Mapping[str, Any], lines: Sequence[str]) -> No
 
 
 def has_record(run_dir: Path) -> bool:
-    """Whether a folder has a job's record."""
+    """Whether a folder has the record of a job."""
     return (run_dir / RECORD).is_file()
 
 
 def read(run_dir: Path) -> dict[str, Any]:
-    """Read a job's record from a run's folder, as its driver last wrote it. Raises ConfigError."""
+    """Read a job's record from a run's folder, as last written by its driver. Raises ConfigError."""
     with raised_as(ConfigError, f"{run_dir / RECORD}: cannot be read", OSError, ValueError):
         record = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
     if not isinstance(record, dict):
@@ -72,7 +72,7 @@ async def read_log(run_dir: Path, *, follow: bool = False) -> AsyncIterator[str]
 
 
 def log_lines(run_dir: Path, after: int = 0) -> list[str]:
-    """Complete lines from index `after` on; an unfinished last line is omitted."""
+    """The complete lines of the log from index `after` on."""
     try:
         text = (run_dir / LOG).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

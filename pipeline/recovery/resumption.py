@@ -1,4 +1,4 @@
-"""Resuming a stored run: the version to continue from, and the preparation of its folder.
+"""Resumes a stored run: finds the version to continue from, and prepares its folder.
 
 A run is resumed from its newest resume point that the store has reached. Steps committed after it are undone (they stay
 readable on a branch), and in-flight work continues (pipeline/coordination/resume_plan.py).
@@ -41,9 +41,15 @@ REMEDY = "free space or move the run's folder"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """The point a run resumes from. fingerprint: of the weights of `version`, as recorded by its step; empty for the
-    base model. steps: metrics of the steps before. elapsed_s: seconds the run took up to there. earlier_starts: how
-    many left recorded events. drift_limit: the steps' probe_limit; 0 if none is stored."""
+    """The point from which a run resumes.
+
+    Args:
+        fingerprint: Fingerprint of the weights of `version`, as recorded by its step; empty for the base model.
+        steps: Metrics of the steps before.
+        elapsed_s: Seconds that the run took up to this point.
+        earlier_starts: Number of earlier starts with recorded events.
+        drift_limit: The steps' probe_limit; 0 if none is stored.
+    """
 
     version: PolicyVersion
     fingerprint: str = ""
@@ -54,8 +60,8 @@ class Resumption:
 
 
 def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
-    """Load the job of a run to resume; overrides may change only keys in MAY_CHANGE. With another number of steps a
-    schedule that decays keeps the length it had: the learning rate would jump. Raises ConfigError."""
+    """Load the job of a run to resume. Overrides may change only keys in MAY_CHANGE. If the number of steps changes, a
+    decaying schedule keeps its length, because the learning rate would jump otherwise. Raises ConfigError."""
     require_run(run_dir)
     for override in overrides:
         key = override.partition("=")[0]
@@ -75,7 +81,7 @@ def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
 
 
 def schedule_note(config: RunConfig) -> str:
-    """One line on a learning rate that has reached its end before the run has; empty for others."""
+    """One line if the learning rate reaches its end before the run does; otherwise empty."""
     training = config.training
     if training.schedule == "constant" or not 0 < training.schedule_steps < config.steps:
         return ""
@@ -87,7 +93,7 @@ def schedule_note(config: RunConfig) -> str:
 
 
 def resume_version(config: RunConfig) -> PolicyVersion:
-    """Find the version a run resumes from: that of its newest complete resume point that the store has reached.
+    """Find the version from which a run resumes: that of its newest complete resume point which is not after the store.
 
     0 if nothing is stored, or so few steps that the first resume point may not have been complete.
 
@@ -140,7 +146,7 @@ def _refuse_lost_store(run_dir: Path) -> None:
 
 
 def check_header(config: RunConfig, header: RunHeader) -> None:
-    """Raise ConfigError if the store was made with another staleness bound or other batch sizes than the job's."""
+    """Raise ConfigError if the store was created with another staleness bound or other batch sizes than the job's."""
     job = actor_settings.run_header(config)
     fixed = (
         ("staleness.eta", job.eta, header.eta),
@@ -157,8 +163,8 @@ def check_header(config: RunConfig, header: RunHeader) -> None:
 
 
 def prepare(config: RunConfig) -> Resumption:
-    """Prepare a run's folder for resuming; returns where to resume. Undoes steps after the resume point. Requires the
-    folder's lock. Raises as `resume_version` does."""
+    """Prepare a run's folder for resuming, and return where to resume. Undoes the steps after the resume point.
+    Requires the folder's lock. Raises as `resume_version` does."""
     from staleflow.stores.trajectories.versioned import VersionedStore
 
     run_dir, version = config.run_dir, resume_version(config)

@@ -1,5 +1,5 @@
-"""Restoring the roles that hold state of their own, while the engines stay loaded and go on sampling: the trainer from
-its resume point, the trajectory server from store and spool.
+"""Restores lost actors that have state, while engines continue to sample: the trainer from its resume point, the
+trajectory server from store and spool.
 
 Invariants:
 - A role that is being restored is asked nothing else, though its actor is there: it has neither its group nor its
@@ -39,7 +39,7 @@ WATCH_S = 2.0
 
 
 class Roles(Protocol):
-    """The actors of one run, as far as restoring goes; see Actors."""
+    """The methods of Actors that recovery needs."""
 
     @property
     def trained_fingerprints(self) -> Mapping[PolicyVersion, str]: ...
@@ -56,16 +56,15 @@ class Roles(Protocol):
 
     async def publish_initial(self, version: PolicyVersion, fingerprint: str = "") -> None: ...
 
-    async def train_again(self, step: int) -> None: ...
+    async def repeat_step(self, step: int) -> None: ...
 
 
 class RoleRecovery:
-    """Restores the roles of one run that hold state of their own. points: the folder of its
-    resume points."""
+    """Restores the actors of one run that have state. points: folder of its resume points."""
 
     def __init__(self, actors: Roles, points: Path, every: int, ranks: Sequence[str] = ()) -> None:
-        """every: training steps between two resume points; 0 for none. ranks: names of the trainer's, but the leading
-        one."""
+        """every: training steps between two resume points; 0 for none. ranks: names of the trainer's ranks other than
+        the leading one."""
         self._actors = actors
         self._ranks = ranks
         self._points = ResumePoints(points)
@@ -77,23 +76,23 @@ class RoleRecovery:
         """Why a role could not be restored, which ends the run."""
 
     def begin(self, elapsed_s: Callable[[], float]) -> None:
-        """From now on losses are restored. elapsed_s: seconds of the run so far."""
+        """Start restoring lost actors. elapsed_s: seconds of the run so far."""
         self._elapsed_s = elapsed_s
 
     @property
     def busy(self) -> bool:
-        """Whether a role is being restored. All that is done for it has deadlines."""
+        """Whether an actor is being restored. Each part of that has a deadline."""
         return bool(self._under_way)
 
     async def wait_until_settled(self, name: str) -> None:
-        """Wait while an actor's role is being restored: it is placed before it has its state. Raises ActorLost if that
+        """Wait while an actor is being restored; it is placed before it has its state. Raises ActorLost if restoring
         fails."""
         if (task := self._under_way.get(role_of(name))) is not None:
             await asyncio.shield(task)
 
     async def watch(self) -> None:
-        """Notice, for ever, the loss of a role that nobody calls: engines may wait for weights that went with it. A
-        process that is at work answers, since it works in threads beside its event loop; one that was stopped does
+        """Ping actors that nobody calls, until cancelled, to detect their loss: engines may wait for weights that were
+        lost with one. A busy process answers, since its work runs in threads beside its event loop; a stopped one does
         not."""
         while True:
             await asyncio.sleep(WATCH_S)
@@ -104,17 +103,20 @@ class RoleRecovery:
             )
 
     async def end(self) -> None:
-        """Restore nothing any more."""
+        """Stop restoring lost actors."""
         self._elapsed_s = None
         tasks = list(self._under_way.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def wait_until_restored(self, lost: ActorLost, asked_s: float) -> None:
-        """Wait until the actor that a call found lost is there again. asked_s: when the call was made. Raises `lost` if
-        it is none that can be restored, and ActorLost if that fails. While the run starts, whoever misses a deadline
-        would miss it again."""
+    async def wait_until_restored(self, lost: ActorLost, called_s: float) -> None:
+        """Wait until an actor that a call found lost is restored. called_s: time of the call.
+
+        Raises:
+            ActorLost: Restoring failed, or `lost` itself if the actor cannot be restored. Also during the run's start,
+                when another attempt would miss its deadline again.
+        """
         role = role_of(lost.actor)
         if role not in ("trainer", "server") or self._elapsed_s is None:
             raise lost
@@ -122,7 +124,7 @@ class RoleRecovery:
             raise lost
         if role in self._failed:
             raise self._failed[role]
-        if self._done_s.get(role, -1.0) >= asked_s:
+        if self._done_s.get(role, -1.0) >= called_s:
             return
         task = self._under_way.get(role)
         if task is None:
@@ -148,7 +150,7 @@ class RoleRecovery:
             self._actors.record_loss(role, lost, elapsed_s())
             try:
                 if role == "trainer":
-                    await self._bring_trainer_back(point or PolicyVersion(0))
+                    await self._restore_trainer(point or PolicyVersion(0))
                 else:
                     placed = await self._actors.place_server(elapsed_s(), resumed=True)
                     await self._actors.ask_once("server", "keep_time", elapsed_s())
@@ -168,7 +170,7 @@ class RoleRecovery:
             return None
         return max((v for v in self._points.complete_versions() if v <= version), default=PolicyVersion(0))
 
-    async def _bring_trainer_back(self, point: PolicyVersion) -> None:
+    async def _restore_trainer(self, point: PolicyVersion) -> None:
         """Place a trainer, and have it train again what was trained after the point. If nothing was published yet, the
         start of the run goes on with it."""
         actors = self._actors
@@ -185,4 +187,4 @@ class RoleRecovery:
         )
         await actors.publish_initial(point, actors.trained_fingerprints.get(point, ""))
         for step in range(point, version):
-            await actors.train_again(step)
+            await actors.repeat_step(step)

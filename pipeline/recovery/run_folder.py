@@ -1,4 +1,4 @@
-"""A run's folder: self-contained, and used by one process at a time.
+"""A run's folder. It is self-contained, and used by one process at a time.
 
 runs/NAME/ holds config.toml (resolved), fingerprints.json, code/ (user code that decides or trains, all that was given
 as a Python object, and all user code of a submitted job), rows.jsonl (rows that were given as Python objects), store/,
@@ -50,12 +50,12 @@ RULES = (ROUTING, SYNCHRONIZATION)
 
 
 class FolderInUse(ConfigError):
-    """Another process is using the folder."""
+    """Another process uses the folder."""
 
 
 def require_no_run(run_dir: Path) -> None:
-    """Raise ConfigError if the folder already holds a run: nothing stored is ever overwritten. What remains of a run
-    killed before it had a store does not count."""
+    """Raise ConfigError if the folder has a run, since nothing stored is ever overwritten. Files of a run that was
+    killed before it had a store do not count."""
     events = run_dir / "events.jsonl"
     has_data = any((run_dir / name).exists() for name in ("store", "checkpoints", "resume"))
     if has_data or (events.is_file() and events.stat().st_size):
@@ -63,14 +63,14 @@ def require_no_run(run_dir: Path) -> None:
 
 
 def require_unused_name(run_dir: Path) -> None:
-    """Raise ConfigError if another process is using the folder, or as `require_no_run`. For commands that have no lock
-    on the folder yet."""
+    """Raise ConfigError if another process uses the folder, or as `require_no_run`. For commands that have not locked
+    the folder yet."""
     refuse_locked(run_dir)
     require_no_run(run_dir)
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether another process is using the folder."""
+    """Whether another process uses the folder."""
     try:
         refuse_locked(run_dir)
     except FolderInUse:
@@ -79,13 +79,13 @@ def is_locked(run_dir: Path) -> bool:
 
 
 def refuse_locked(run_dir: Path) -> None:
-    """Raise FolderInUse if another process is using the folder."""
+    """Raise FolderInUse if another process uses the folder."""
     if (run_dir / LOCK).is_file():
         _locked(run_dir).close()
 
 
 def require_run(run_dir: Path) -> None:
-    """Raise ConfigError unless the folder holds a run."""
+    """Raise ConfigError unless the folder has a run."""
     if str(run_dir).startswith("s3:"):  # a path has lost a slash of the URL
         url = str(run_dir).replace("s3:", "s3:/", 1)
         raise ConfigError(f"{url}: only the store is in a bucket; name the run's folder, which has all else")
@@ -94,7 +94,7 @@ def require_run(run_dir: Path) -> None:
 
 
 def prepare_run_dir(config: RunConfig, code: Mapping[str, str] | None = None) -> Path:
-    """Create a new run's folder with its job file and a copy of the user's code, by file name. Requires the folder's
+    """Create a new run's folder with its job file and a copy of the user's code by file name. Requires the folder's
     lock. Raises ConfigError as `require_no_run`, StoreError."""
     require_no_run(config.run_dir)
     _make(config.run_dir)
@@ -122,7 +122,7 @@ def find_checkpoint(run_dir: Path, step: int | None = None) -> Path:
 def load_job(
     run_dir: Path, overrides: Sequence[str] = (), *, file: str = "config.toml", exact_rules: bool = False
 ) -> RunConfig:
-    """Load the job in a run's folder, with its paths adjusted to where the folder is now, then apply overrides.
+    """Load the job in a run's folder with its paths adjusted to the folder's current location, then apply overrides.
 
     Args:
         run_dir: The run's folder.
@@ -204,8 +204,8 @@ def create_and_lock(run_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock_folder(run_dir: Path) -> Iterator[None]:
-    """Lock a folder. Raises FolderInUse, naming the holder, if another process uses it. The lock ends with this
-    process, however that ends."""
+    """Lock a folder. Raises FolderInUse, naming the other process, if one uses it. The lock ends with this process in
+    any case."""
     with _locked(run_dir) as file:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -218,9 +218,8 @@ def lock_folder(run_dir: Path) -> Iterator[None]:
 
 
 def in_use(run_dir: Path) -> bool:
-    """Whether a process that still lives has a folder's lock, as its file says: to find out by taking the lock could
-    make a starting run fail. A process of another machine cannot be seen from here, and is taken for dead after
-    OTHER_HOST_S without an event."""
+    """Whether a live process has a folder's lock, according to the lock file; trying to take the lock could make a
+    starting run fail. A process of another machine counts as dead after OTHER_HOST_S seconds without an event."""
     try:
         _, process, _, host = (run_dir / LOCK).read_text().split()
         if host != socket.gethostname():
@@ -266,7 +265,7 @@ def _make(run_dir: Path) -> None:
 
 
 def job_id(run_dir: Path) -> str:
-    """Id of the job last submitted to continue the run; empty if there was none."""
+    """Id of the last job submitted to continue the run; empty if there was none."""
     owner = run_dir / "job.txt"
     return owner.read_text().strip() if owner.is_file() else ""
 

@@ -1,4 +1,4 @@
-"""The journal of a run: closed parts are compressed in a thread of their own, never on the driver's loop.
+"""The journal of a run. Closed parts are compressed in a separate thread, never on the driver's event loop.
 
 What a killed run left uncompressed is compressed by the run's next start. A part that cannot be compressed stays as it
 is, and is read all the same.
@@ -24,7 +24,7 @@ GZIP_LEVEL = 6
 
 
 class RunJournal(Journal):
-    """A journal whose closed parts are compressed. close(wait=True) waits until all of them are."""
+    """A journal whose closed parts are compressed. close(wait=True) waits for all of them."""
 
     def __init__(self, path: Path, part_bytes: int = PART_BYTES) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
@@ -42,7 +42,7 @@ class RunJournal(Journal):
 
 
 def compress(part: Path) -> None:
-    """Replace a closed part by a compressed one. Never raises: a part that cannot be compressed stays as it is."""
+    """Replace a closed part by a compressed one. Never raises: a part that cannot be compressed is left as it is."""
 
     def write(target: Path) -> None:
         with part.open("rb") as source, gzip.open(target, "wb", compresslevel=GZIP_LEVEL) as packed:

@@ -1,5 +1,5 @@
-"""Fingerprints of a run's reward, data and prompt template, kept in its folder: resuming with others is detected and
-reported.
+"""Fingerprints of a run's reward, data and prompt template, in its folder, by which a resume detects and reports
+changes.
 
 The model is not included, since weights have their own fingerprints. For user code only the named file counts, not its
 imports. An evaluation set has a reward of its own, and may have data of its own.
@@ -45,15 +45,15 @@ class Fingerprints:
     """Of each set in [evaluation.sets] its reward and its data."""
 
     def digests(self, name: str = HELD_OUT) -> dict[str, str]:
-        """One short hash each of reward, data and template, as recorded in an evaluation. name: of its set."""
+        """One short hash each of reward, data and template, as recorded in an evaluation. name: name of its set."""
         run = {"reward": self.reward, "data": self.data, "template": self.template}
         parts = run | self.sets.get(name, {})
         return {part: _hash(json.dumps(facts, sort_keys=True).encode()) for part, facts in parts.items()}
 
 
 def compute(config: RunConfig) -> Fingerprints:
-    """Fingerprints of a job's files and packages as they are now. An unreadable file counts as empty: the code that
-    needs it reports the error."""
+    """Compute fingerprints of the current files and packages of a job. An unreadable file counts as empty; the code
+    that uses it reports the error."""
     if not config.has_texts:
         return Fingerprints(reward={}, data={}, template={})
     if config.task.sources:
@@ -94,16 +94,16 @@ def compute(config: RunConfig) -> Fingerprints:
 
 def _of_several(config: RunConfig) -> Fingerprints:
     """Fingerprints of a job with several task sources: each one's, under its name."""
-    together = Fingerprints(reward={}, data={}, template={})
+    combined = Fingerprints(reward={}, data={}, template={})
     for name, job in config.by_source.items():
         fingerprints = compute(job)
         for part in PARTS:
-            getattr(together, part).update(
+            getattr(combined, part).update(
                 {f"{name}: {key}": value for key, value in getattr(fingerprints, part).items()}
             )
-        together.sets.update(fingerprints.sets)
-        together.sets[name] = {"reward": fingerprints.reward, "data": fingerprints.data}
-    return together
+        combined.sets.update(fingerprints.sets)
+        combined.sets[name] = {"reward": fingerprints.reward, "data": fingerprints.data}
+    return combined
 
 
 def write(run_dir: Path, fingerprints: Fingerprints) -> None:
@@ -113,7 +113,7 @@ def write(run_dir: Path, fingerprints: Fingerprints) -> None:
 
 
 def read(run_dir: Path) -> Fingerprints | None:
-    """Read the fingerprints of the run's start; None if they were removed. Raises StoreError."""
+    """Read the fingerprints of the run's first start; None if the file was removed. Raises StoreError."""
     path, remedy = run_dir / FILE, "remove it to resume without comparing"
     try:
         return Fingerprints(**parse_json(path.read_bytes())) if path.is_file() else None
@@ -124,7 +124,7 @@ def read(run_dir: Path) -> Fingerprints | None:
 
 
 def changes(then: Fingerprints | None, now: Fingerprints) -> list[str]:
-    """The differences, one line each; empty if nothing is known about the start."""
+    """The differences, one line each; empty if the fingerprints of the first start are unknown."""
     if then is None:
         return []
     lines = []
@@ -137,7 +137,7 @@ def changes(then: Fingerprints | None, now: Fingerprints) -> list[str]:
 
 
 def changes_of(lines: Sequence[str], name: str) -> list[str]:
-    """Those of `changes` that bear on an evaluation set. name: its name."""
+    """The `changes` that affect an evaluation set. name: its name."""
     set_lines = [line for line in lines if line.startswith(_of_set(name))]
     return set_lines + [line for line in lines if line.startswith("template" if name != HELD_OUT else PARTS)]
 

@@ -1,4 +1,4 @@
-"""What the weights of a run are computed from besides its batches, as the first step of each start stores it.
+"""Inputs of a run's weights besides its batches, which the first step of each start stores.
 
 Names and values: `weights`, the fingerprint of the version that the start begins with; `settings`, `user_code` and
 `staleflow`, hashes of the job file, of the user code in the run's folder and of this package's sources; `sources`, the
@@ -18,8 +18,8 @@ from staleflow.pipeline.recovery.source_fingerprints import Fingerprints
 
 
 def start_inputs(run_dir: Path, weights: str, fingerprints: Fingerprints | None) -> dict[str, str]:
-    """All of them but `numerics`, which the trainer reports. weights: of the first version. fingerprints: of reward,
-    data and template; None if they are not known."""
+    """All of these inputs except `numerics`, which the trainer reports. weights: fingerprint of the first version.
+    fingerprints: of reward, data and template; None if unknown."""
     return {
         "weights": weights,
         "settings": settings_hash(run_dir / "config.toml"),
@@ -35,8 +35,8 @@ def settings_hash(job: Path) -> str:
 
 
 def user_code_hash(run_dir: Path, *, branches: bool = True) -> str:
-    """Hash of the user code in a run's folder; empty if there is none. branches: with the rewards of branches, which
-    may have come later (pipeline/api/branch_code.py)."""
+    """Hash of the user code in a run's folder; empty if there is none. branches: whether to include the rewards of
+    branches, which may have been added later (pipeline/api/branch_code.py)."""
     folder = run_dir / "code"
     files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
     return _hash_files(folder, (path for path in files if branches or not path.name.startswith("branch_")))

@@ -1,4 +1,4 @@
-"""What the page asks, answered as plain values for JSON. No HTTP here."""
+"""The API of the run page: answers as plain values for JSON, without HTTP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from staleflow.pipeline.config.knob_tree import Explained, explained, toml_value
+from staleflow.pipeline.config.knob_tree import ExplainedValue, explain_values, toml_value
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.journal import files, num_bytes
 from staleflow.pipeline.coordination.mixture import source_views
@@ -18,12 +18,12 @@ from staleflow.pipeline.jobs.replaying import replay_run
 from staleflow.pipeline.recovery.resumption import recorded_starts
 from staleflow.pipeline.run_page import listing
 from staleflow.pipeline.run_page.charts import any_many_turns, charts, in_words, series
-from staleflow.pipeline.run_page.run_reader import RunReader, Stored
+from staleflow.pipeline.run_page.run_reader import RunReader, StoredSnapshot
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, not_comparable
 from staleflow.pipeline.stored_runs.branch_diff import difference
 from staleflow.pipeline.stored_runs.comparison import compare
 from staleflow.pipeline.stored_runs.comparison_tables import result_tables
-from staleflow.pipeline.stored_runs.conversations import passages
+from staleflow.pipeline.stored_runs.conversations import message_spans
 from staleflow.pipeline.stored_runs.run_facts import read_facts
 from staleflow.pipeline.stored_runs.views import facts, trajectory_view
 from staleflow.stores.auditing.audit import audit
@@ -44,8 +44,8 @@ REPLAYED_BYTES = 32 * 2**20
 
 
 class RunApi:
-    """Answers about one run. Safe for threads. All raise ConfigError for what cannot be asked, StoreError for what
-    cannot be read."""
+    """Answers questions about one run. Thread-safe. Methods raise ConfigError for invalid arguments, StoreError for
+    data that cannot be read."""
 
     def __init__(self, reader: RunReader, other: RunReader | None = None) -> None:
         """other: a second run, whose steps and settings are shown beside those of the first."""
@@ -54,7 +54,7 @@ class RunApi:
         self._auditing = threading.Lock()
 
     def run(self, branch: str) -> dict[str, Any]:
-        """The run as a whole."""
+        """Facts about the run as a whole."""
         config, stored = self._reader.config, self._reader.stored(branch)
         evaluations = self._reader.evaluations()
         state = self._reader.state()
@@ -88,7 +88,7 @@ class RunApi:
         }
 
     def steps(self, branch: str, first: int, *, other: bool = False) -> dict[str, Any]:
-        """The charts' values for the steps from index `first` on. other: of the second run's main branch."""
+        """Values of the charts for the steps from index `first` on. other: whether of the second run's main branch."""
         if other:
             stored = self._other.stored() if self._other else None
             return series(stored.records if stored else (), max(0, first))
@@ -100,9 +100,9 @@ class RunApi:
         }
 
     def settings(self) -> dict[str, Any]:
-        """All settings of the job as TOML, with their defaults and those of the second run."""
-        others = {row.key: row for row in explained(self._other.config)} if self._other else {}
-        rows = {row.key: row for row in explained(self._reader.config)}
+        """All settings of the job as TOML, with their defaults and the values of the second run."""
+        others = {row.key: row for row in explain_values(self._other.config)} if self._other else {}
+        rows = {row.key: row for row in explain_values(self._reader.config)}
         return {
             "settings": [
                 {
@@ -128,7 +128,7 @@ class RunApi:
         return {"tables": [asdict(table) for table in result_tables(compare(runs)) if table.rows]}
 
     def audit(self) -> dict[str, Any]:
-        """An audit of what the run has stored, of its main branch. One at a time."""
+        """Audit the stored main branch of the run. One audit runs at a time."""
         stored = self._need(MAIN)
         if stored.store.summary().num_tokens > AUDITED_TOKENS:
             raise ConfigError(
@@ -158,7 +158,8 @@ class RunApi:
         }
 
     def batch(self, branch: str, step: int) -> dict[str, Any]:
-        """A step's whole batch, a value a trajectory: reward, length, staleness, and its life by the journal."""
+        """A step's whole batch with a value per trajectory: reward, length, staleness, and its phases from the
+        journal."""
         columns = self._need(branch).columns
         positions = listing.batch_of_step(columns, step)
         names = ("trajectory", "reward", "response_tokens", "staleness", "finish")
@@ -172,17 +173,17 @@ class RunApi:
         }
 
     def group(self, branch: str, group: int) -> dict[str, Any]:
-        """One group."""
+        """One group with all its members."""
         stored = self._need(branch)
         if not (stored.columns["group"] == group).any():
             raise ConfigError(f"no stored group {group}")
         return {"note": self._reader.texts_note, "groups": self._groups(stored, np.asarray([group]), "")}
 
-    def _groups(self, stored: Stored, ids: listing.Positions, where: str) -> list[dict[str, Any]]:
+    def _groups(self, stored: StoredSnapshot, ids: listing.Positions, where: str) -> list[dict[str, Any]]:
         matching = listing.selection_mask(stored.columns, where)
         placed = listing.members(stored.columns, ids)
         wanted = sorted(np.concatenate([*placed.values(), np.zeros(0, np.int64)]).tolist())
-        rows = dict(zip(wanted, stored.store.picked(wanted), strict=True))
+        rows = dict(zip(wanted, stored.store.at_positions(wanted), strict=True))
         limit = min(TEXT_SHOWN, max(EXCERPT, TEXTS_SHOWN // max(1, len(wanted))))
         groups = []
         for id, positions in placed.items():
@@ -224,7 +225,7 @@ class RunApi:
     def _messages_of(self, trajectory: Trajectory, limit: int) -> list[dict[str, Any]]:
         """The beginning of a conversation, by who speaks, of about so many characters."""
         messages = []
-        for span in passages(trajectory):
+        for span in message_spans(trajectory):
             if limit <= 0:
                 break
             ids = trajectory.response_tokens[span.start : min(span.stop, span.start + limit + 1)]
@@ -234,7 +235,7 @@ class RunApi:
         return messages
 
     def trajectories(self, branch: str, where: str, sort: str, page: int) -> dict[str, Any]:
-        """A page of trajectories: their columns."""
+        """A page of trajectories, as values of columns."""
         stored = self._need(branch)
         page_of_rows = listing.trajectories(stored.columns, where, sort, page)
         columns = {name: column[page_of_rows.items].tolist() for name, column in stored.columns.items()}
@@ -254,7 +255,7 @@ class RunApi:
             stored.position(id) for id in ids[: listing.ROWS_PER_PAGE]
         )  # adjacent ones are read together
         shown_texts = {}
-        for row in stored.store.picked(positions):
+        for row in stored.store.at_positions(positions):
             if isinstance(row, UnreadableRow):
                 shown_texts[int(row.trajectory)] = {"damaged": row.error}
                 continue
@@ -266,8 +267,8 @@ class RunApi:
         return {"texts": shown_texts}
 
     def distribution(self, branch: str, where: str, column: str) -> dict[str, Any]:
-        """The histogram of a column over the selected trajectories, what was trained on against what was not, and how
-        the two differ in the whole run."""
+        """Histograms of a column over the selected trajectories, trained and dropped, and how these differ in the whole
+        run."""
         stored = self._need(branch)
         columns = stored.columns
         return {
@@ -277,10 +278,10 @@ class RunApi:
         }
 
     def trajectory(self, branch: str, id: int) -> dict[str, Any]:
-        """One trajectory with its tokens, its siblings' ids and what the journal says of it."""
+        """One trajectory with its tokens, the ids of its group's other members, and its marks in the journal."""
         stored = self._need(branch)
         position = stored.position(id)
-        (row,) = stored.store.picked([position])
+        (row,) = stored.store.at_positions([position])
         columns = stored.columns
         siblings = listing.members(columns, columns["group"][[position]])[int(columns["group"][position])]
         around = {
@@ -299,7 +300,7 @@ class RunApi:
         return {
             **around,
             **self._member(row, 0),
-            "passages": [asdict(passage) for passage in view.passages],
+            "message_spans": [asdict(span) for span in view.message_spans],
             "facts": plain(view.facts),
             "prompt": view.prompt,
             "text": view.response,
@@ -317,7 +318,7 @@ class RunApi:
         }
 
     def story(self, id: int) -> dict[str, Any]:
-        """A trajectory's story with the coordinator's reasons, by replaying the journal."""
+        """A trajectory's story with the coordinator's reasons, from replaying the journal."""
         run_dir = self._reader.run_dir
         size = sum(num_bytes(file) for _, events in recorded_starts(run_dir) for file in files(events))
         if size > REPLAYED_BYTES:
@@ -335,7 +336,7 @@ class RunApi:
             return journal.window(begin_s, end_s, bins)
 
     def compare(self, first: str, second: str) -> dict[str, Any]:
-        """Two branches' rewards for the same trajectories, and by step."""
+        """Compare two branches' rewards for the same trajectories, in total and by step."""
         first_rows, second_rows = self._need(first), self._need(second)
         return {
             "first": first,
@@ -345,7 +346,7 @@ class RunApi:
             "by_step": listing.mean_by_step([first_rows.columns, second_rows.columns], "reward"),
         }
 
-    def _need(self, branch: str) -> Stored:
+    def _need(self, branch: str) -> StoredSnapshot:
         stored = self._reader.stored(branch)
         if stored is None:
             raise ConfigError("nothing is stored yet: the first step has not ended")
@@ -357,7 +358,7 @@ def _other_name(config: RunConfig, other: RunReader) -> str:
     return other.config.name if other.config.name != config.name else str(other.run_dir)
 
 
-def _default(row: Explained) -> str | None:
+def _default(row: ExplainedValue) -> str | None:
     """A setting's default as TOML; None if it has none."""
     return None if row.default is None else toml_value(row.default)
 
@@ -378,7 +379,7 @@ def _strip_part(span: Span) -> list[Any]:
     return [int(span.version), str(span.instance), len(span.tokens)]
 
 
-def _source_lines(config: RunConfig, stored: Stored | None) -> list[str]:
+def _source_lines(config: RunConfig, stored: StoredSnapshot | None) -> list[str]:
     """What was drawn from and trained on of each of several task sources, by the newest commit."""
     if not config.task.sources or stored is None or not stored.records:
         return []
@@ -387,7 +388,7 @@ def _source_lines(config: RunConfig, stored: Stored | None) -> list[str]:
 
 
 def summary_notes(summary: Mapping[str, Any]) -> list[str]:
-    """Lines of a run's summary about the run as a whole: why it stopped, what limited it, what was lost.
+    """Lines of a run's summary about the run as a whole: why it stopped, its bottleneck, and what was lost.
 
     >>> summary_notes({"stopped": "Ctrl-C", "losses": ["rollout-0: gone"], "diagnosis": {"line": "the trainer waits"}})
     ['stopped: Ctrl-C', 'the trainer waits', 'lost: rollout-0: gone']
@@ -406,7 +407,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def plain(values: Any) -> dict[str, Any]:
-    """Values for JSON; numbers that are not finite as text, since JSON has none."""
+    """Convert values for JSON. Numbers that are not finite become text."""
     return {name: _plain(value) for name, value in values.items()}
 
 

@@ -1,4 +1,4 @@
-"""The charts of the run page: which metrics are drawn together over steps, and their values from step records. Pure."""
+"""The charts of the run page: which metrics are drawn together, and their values from step records. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from staleflow.stores.trajectory import Fate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A chart of metrics that share a unit. hint: a line of text on how to read it."""
+    """A chart of metrics with the same unit. hint: a line of text on how to read it."""
 
     title: str
     names: tuple[str, ...]
@@ -94,8 +94,7 @@ CHARTS_OF_TASKS = {"reward": "reward by task", "trained_share": "trained groups 
 
 
 def charts(records: Sequence[StepRecord], sources: Sequence[str] = ()) -> list[Chart]:
-    """The charts of a run with these step records, without those that do not apply to it. sources: names of its task
-    sources, if it has several."""
+    """The charts that apply to a run with these step records. sources: names of its task sources, if it has several."""
     many_turns = any_many_turns(records)
     of_tasks = [
         Chart(
@@ -111,7 +110,7 @@ def charts(records: Sequence[StepRecord], sources: Sequence[str] = ()) -> list[C
 
 
 def any_many_turns(records: Sequence[StepRecord]) -> bool:
-    """Whether any of these steps trained on a trajectory of many turns."""
+    """Whether any of these steps trained on a trajectory with several turns."""
     return any(r.metrics.get("given_tokens") for r in records)
 
 
@@ -143,7 +142,7 @@ def series(records: Sequence[StepRecord], first: int) -> dict[str, Any]:
 
 
 def in_words(ended: str) -> str:
-    """A key of the ledger's counts as text for display.
+    """Format a key of the ledger's counts for display.
 
     >>> in_words("aborted:surplus_member")
     'aborted: surplus member'
@@ -152,5 +151,5 @@ def in_words(ended: str) -> str:
 
 
 def finite(value: float | None) -> float | None:
-    """The value with six digits; None if it is not finite, which JSON cannot express."""
+    """Round a value to six digits; None if it is not finite, which JSON cannot express."""
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None

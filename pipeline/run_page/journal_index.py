@@ -1,5 +1,5 @@
-"""Index of a run's journal by time: versions and load of each instance, when the trainer trained, how many trajectories
-were in each phase, and the marks of each trajectory (time and kind of what happened to it). Numpy, pure.
+"""An index of a run's journal by time: versions and load of each instance, when the trainer trained, the number of
+trajectories in each phase, and each trajectory's marks (time and kind of an event). Numpy, pure.
 
 The index is built entry after entry from plain JSON values, so that a live run's journal can be followed. Each start of
 a resumed run has a clock of its own; here the next start begins where the one before ended.
@@ -53,7 +53,7 @@ MAX_BINS = 1_000
 
 
 class StepFunction:
-    """A number that changes at moments."""
+    """A number as a step function of time."""
 
     def __init__(self) -> None:
         self.times = array("d")
@@ -64,7 +64,7 @@ class StepFunction:
         self.values.append(value)
 
     def means(self, edges: Floats) -> Floats:
-        """[B] mean over each bin between edges, 0 before the first change. edges: [B + 1], ascending."""
+        """[B] mean over each bin, 0 before the first change. edges: [B + 1], ascending."""
         if not self.times or len(edges) < 2:
             return np.zeros(max(0, len(edges) - 1))
         times, values = np.frombuffer(self.times), np.asarray(self.values, np.float64)
@@ -74,14 +74,14 @@ class StepFunction:
         return np.asarray(np.diff(total) / np.maximum(np.diff(edges), 1e-12))
 
     def at(self, moments: Floats, before: int) -> npt.NDArray[np.int64]:
-        """The value at each moment; `before` before the first change."""
+        """Values at these times; `before` before the first change."""
         values = np.asarray([before, *self.values], np.int64)
         return values[np.searchsorted(np.frombuffer(self.times), moments, side="right")]
 
 
 @dataclass(slots=True)
 class Lane:
-    """One rollout instance. version: -1 while it is gone."""
+    """The history of one rollout instance. version: -1 while it is gone."""
 
     name: str
     version: StepFunction = field(default_factory=StepFunction)
@@ -92,7 +92,7 @@ class Lane:
 
 
 class JournalIndex:
-    """The index of a run's journal so far. members: trajectories started per group."""
+    """The index of a run's journal so far. members: number of trajectories per group."""
 
     def __init__(self, members: int) -> None:
         self._members = members
@@ -150,7 +150,7 @@ class JournalIndex:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def begin_start(self) -> None:
-        """Begin the journal of the run's next start; what was in flight before is gone."""
+        """Begin the journal of the run's next start. Work in flight before it is dropped."""
         for lane in self.lanes.values():
             self._lose(lane, self.end_s)
         self.training.set(self.end_s, 0)
@@ -161,8 +161,8 @@ class JournalIndex:
         self.starts.append(self.end_s)
 
     def add(self, line: bytes | str, name: str) -> None:
-        """Add a line of the journal. A line that cannot be read is left out, and `read_error` is set. name: the line's
-        position, for that message."""
+        """Add a line of the journal. A line that cannot be parsed is skipped, and `read_error` is set. name: position
+        of the line, for that message."""
         try:
             entry = json.loads(line)
             self._add(entry["event"], entry["commands"], float(entry["now"]))
@@ -211,7 +211,7 @@ class JournalIndex:
         self.events.append((now, f"stop: {event['why']}"))
 
     def _sampling_ended(self, event: JsonObject, now: float, kind: int) -> None:
-        lane = self._take_off(event["trajectory"], now)
+        lane = self._end_sampling(event["trajectory"], now)
         if lane is not None:  # else an answer to an earlier routing
             self._mark(event["trajectory"], now, kind, lane, event.get("tokens", 0))
             self._move(event["trajectory"], SCORING if kind == SAMPLED else WAITING)
@@ -252,13 +252,13 @@ class JournalIndex:
     def _routed(self, command: JsonObject, now: float) -> None:
         lane = self.lanes[command["instance"]]
         self._mark(command["trajectory"], now, ROUTED, lane, command["version"])
-        self._take_off(command["trajectory"], now)
+        self._end_sampling(command["trajectory"], now)
         self._move(command["trajectory"], RUNNING, lane.name)
         lane.num_running += 1
         lane.running.set(now, lane.num_running)
 
     def _aborted(self, command: JsonObject, now: float) -> None:
-        self._mark(command["trajectory"], now, ABORTED, self._take_off(command["trajectory"], now))
+        self._mark(command["trajectory"], now, ABORTED, self._end_sampling(command["trajectory"], now))
 
     def _pulled(self, command: JsonObject, now: float) -> None:
         self.lanes[command["instance"]].pulling.set(now, 1)
@@ -273,11 +273,11 @@ class JournalIndex:
     def _discarded(self, command: JsonObject, now: float) -> None:
         for ending in command["endings"]:
             id = ending["trajectory"]
-            self._take_off(id, now)
+            self._end_sampling(id, now)
             self._mark(id, now, DISCARDED, detail=self._text_number(f"{ending['fate']}: {ending['reason']}"))
             self._leave(id)
 
-    def _take_off(self, id: int, now: float) -> Lane | None:
+    def _end_sampling(self, id: int, now: float) -> Lane | None:
         """Take a trajectory from the instance it runs on, if any; returns that."""
         phase, name = self._phases_by_id.get(id, (READY, ""))
         if phase != RUNNING:
@@ -320,7 +320,7 @@ class JournalIndex:
     # -- queries -------------------------------------------------------------------------------------------------
 
     def story(self, trajectory: int) -> list[dict[str, Any]]:
-        """The marks of a trajectory, in order: seconds, what happened, in words, and the phase that begins."""
+        """The marks of a trajectory in order: seconds, event in words, and the phase that begins."""
         indices = self._marks_of([trajectory])[trajectory]
         texts = list(self._texts)
         marks = []
@@ -345,7 +345,7 @@ class JournalIndex:
 
     def lives(self, trajectories: Sequence[int]) -> list[list[tuple[float, float, str, int]]]:
         """The phases of each of these trajectories: (begin, end in seconds, phase, version that samples; -1 in other
-        phases). A phase of sampling is divided where the instance changed its version."""
+        phases). A sampling phase is split where the instance changed its version."""
         marks = self._marks_of(trajectories)
         return [self._phases(marks[id]) for id in trajectories]
 
@@ -364,8 +364,8 @@ class JournalIndex:
         return phases
 
     def window(self, begin_s: float, end_s: float, bins: int) -> dict[str, Any]:
-        """Everything between two moments, in `bins` columns of equal width, at most MAX_BINS: a page's worth of
-        numbers for a run of any length. version: at a column's middle, -1 while an instance is gone."""
+        """The index between two times, in at most MAX_BINS bins of equal width, so that the size does not depend on the
+        length of the run. version: at the middle of a bin, -1 while an instance is gone."""
         bins = max(1, min(bins, MAX_BINS))
         begin_s, end_s = max(0.0, begin_s), min(end_s, self.end_s)
         if end_s <= begin_s:

@@ -1,4 +1,5 @@
-"""Which trajectories and groups a page shows: filtered, sorted and paged over the store's columns. Numpy, pure.
+"""Lists of trajectories and groups for the run page: filtered, sorted and split into pages over the store's columns.
+Numpy, pure.
 
 `where` is a filter expression over columns, such as "staleness <= 1 and reward > 0"; empty, it selects everything. Only
 positions are returned; tokens are read for one page at a time, so a page costs the same however large the store.
@@ -85,7 +86,7 @@ def distribution(columns: Columns, where: str, name: str) -> dict[str, Any]:
         raise ConfigError(f"{name!r} is not a column of numbers")
     mask = selection_mask(columns, where) & np.isfinite(columns[name].astype(np.float64))
     if name in ("reward", "advantage"):
-        mask &= scored(columns)
+        mask &= has_reward(columns)
     values = columns[name][mask].astype(np.float64)
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
     if columns[name].dtype.kind in "ib":  # bins of equally many whole numbers
@@ -103,12 +104,12 @@ def by_fate(columns: Columns, where: str) -> list[dict[str, Any]]:
     their number, mean length, mean reward of those scored (None without any) and truncated share. Raises
     ConfigError."""
     mask = selection_mask(columns, where)
-    has_reward = scored(columns) & np.isfinite(columns["reward"].astype(np.float64))
+    with_reward = has_reward(columns) & np.isfinite(columns["reward"].astype(np.float64))
     kinds = sorted({*zip(columns["fate"][mask].tolist(), columns["reason"][mask].tolist(), strict=True)})
     rows = []
     for fate, reason in sorted(kinds, key=lambda kind: kind[0] != Fate.CONSUMED.value):
         in_row = mask & (columns["fate"] == fate) & (columns["reason"] == reason)
-        rewards = columns["reward"][in_row & has_reward].astype(np.float64)
+        rewards = columns["reward"][in_row & with_reward].astype(np.float64)
         rows.append(
             {
                 "fate": fate,
@@ -122,7 +123,7 @@ def by_fate(columns: Columns, where: str) -> list[dict[str, Any]]:
     return rows
 
 
-def scored(columns: Columns) -> npt.NDArray[np.bool_]:
+def has_reward(columns: Columns) -> npt.NDArray[np.bool_]:
     """[R] whether a trajectory has a reward."""
     return np.asarray((columns["rewarded_s"] > 0) | (columns["staleness"] >= 0))
 

@@ -1,4 +1,4 @@
-"""The run page over HTTP: its files and, as JSON, the answers. Reads only.
+"""The run page over HTTP: its files, and the answers of the API as JSON. Read-only.
 
 It listens on this machine only unless told otherwise. A page of another site can make a browser ask this server under a
 name of its own (DNS rebinding), so only requests for this machine's names are answered. No script, style or image but
@@ -49,11 +49,11 @@ MAX_QUERY_CHARS = 4_000
 
 
 class InvalidQuery(ConfigError):
-    """A value in the address that cannot be one."""
+    """A value in the URL is invalid."""
 
 
 def application(answers: RunApi, names: frozenset[str]) -> ASGIApp:
-    """The ASGI application. names: host names it answers to, besides addresses and localhost."""
+    """The ASGI application. names: accepted host names, besides addresses and localhost."""
 
     def answering(answer: Callable[[Request], dict[str, Any]]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
@@ -182,14 +182,13 @@ class _Guard:
         app = self._app
         if scope["method"] not in ("GET", "HEAD"):
             app = PlainTextResponse("only GET", 405)
-        elif not allowed(host, self._names):
+        elif not is_allowed_host(host, self._names):
             app = PlainTextResponse(f"this server does not answer to {host!r}; start it with --host", 421)
         await app(scope, receive, send_with_headers)
 
 
-def allowed(host: str, names: frozenset[str]) -> bool:
-    """Whether a Host header names this machine: by an address, which no other site can claim, as localhost, or by one
-    of `names`.
+def is_allowed_host(host: str, names: frozenset[str]) -> bool:
+    """Whether a Host header is accepted: an address, which no other site can claim, localhost, or one of `names`.
 
     >>> [allowed(host, frozenset({"box"})) for host in ("127.0.0.1:80", "[::1]:80", "box", "evil.example:80", "")]
     [True, True, True, False, False]
@@ -205,8 +204,8 @@ def allowed(host: str, names: frozenset[str]) -> bool:
 
 
 def listen(host: str, port: int, *, exactly: bool) -> socket.socket:
-    """A socket that listens on a port, or on a free one if that is taken and need not be `exactly` it. Raises
-    ConfigError."""
+    """Open a socket that listens on a port, or on a free one if that is taken, unless `exactly` that port is required.
+    Raises ConfigError."""
     remedy = "give a name or an address of this machine"
     with raised_as(ConfigError, f"--host {host}", OSError, remedy=remedy, describe=strerror):
         (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -229,8 +228,8 @@ def listen(host: str, port: int, *, exactly: bool) -> socket.socket:
 
 
 def make_server(answers: RunApi, host: str, on_start: Callable[[], None]) -> uvicorn.Server:
-    """A server whose `run(sockets=[...])` serves until it is interrupted. host: the name it was asked to listen on.
-    on_start: called once it answers."""
+    """Create a server. Its `run(sockets=[...])` serves until it is interrupted. host: name on which it listens.
+    on_start: called when it accepts requests."""
     names = frozenset({host.lower(), socket.gethostname().lower()})
     config = uvicorn.Config(
         application(answers, names), log_level="warning", lifespan="off", ws="none", server_header=False,

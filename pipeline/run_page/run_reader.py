@@ -1,4 +1,4 @@
-"""Reads one run's folder for the page, and keeps what it has read.
+"""Reads one run's folder for the run page, and caches what it has read.
 
 Everything read through one `Stored` belongs to one snapshot of the store, so a page never mixes two. A live run is
 followed by reading only what its latest commits added.
@@ -25,7 +25,7 @@ from staleflow.pipeline.run_page.journal_index import JournalIndex
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, read_evaluations
 from staleflow.pipeline.stored_runs.response_texts import shown_texts
 from staleflow.stores.auditing.drop_bias import bias_of
-from staleflow.stores.auditing.weight_counts import counted
+from staleflow.stores.auditing.weight_counts import count_outcomes
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectories.repository import MAIN
@@ -40,8 +40,8 @@ READ_AT_ONCE = 16 * 2**20
 """Bytes of a journal read for one request: about a second."""
 
 
-class Stored:
-    """One snapshot of a run's store; its columns are read when they are first asked for. Safe for threads."""
+class StoredSnapshot:
+    """One snapshot of a run's store. Columns are read on first use. Thread-safe."""
 
     def __init__(self, store: VersionedStore, branch: str, records: list[StepRecord]) -> None:
         self.store = store
@@ -57,13 +57,13 @@ class Stored:
 
     @cached_property
     def weight_lines(self) -> tuple[str, ...]:
-        """How often instances' weights were verified, not verified and contradicted; empty before the first pull."""
-        counts = counted(self.records, {r.step + 1: r.weight_fingerprint for r in self.steps})
+        """Counts of verified, unverified and contradicted weights as lines; empty before the first pull."""
+        counts = count_outcomes(self.records, {r.step + 1: r.weight_fingerprint for r in self.steps})
         return counts.lines if counts.verified or counts.not_verified or counts.contradicted else ()
 
     @property
     def columns(self) -> dict[str, npt.NDArray[Any]]:
-        """[R] each, by the names that `--where` knows."""
+        """[R] arrays by the column names of `--where`."""
         with self._lock:
             return self._columns
 
@@ -73,7 +73,7 @@ class Stored:
 
     @property
     def bias(self) -> list[str]:
-        """How what was not trained on differs from what was, a line each; see stores/auditing/drop_bias.py."""
+        """How dropped trajectories differ from trained ones, one line each; see stores/auditing/drop_bias.py."""
         with self._lock:
             return self._bias
 
@@ -82,7 +82,7 @@ class Stored:
         return bias_of([self._columns]).lines
 
     def position(self, trajectory: int) -> int:
-        """Where a trajectory is stored. Raises ConfigError."""
+        """Position of a trajectory in the store. Raises ConfigError."""
         (positions,) = np.nonzero(self.columns["trajectory"] == trajectory)
         if not len(positions):
             raise ConfigError(f"no stored trajectory {trajectory}; it was never started or is still in flight")
@@ -90,7 +90,7 @@ class Stored:
 
 
 class JournalFollower:
-    """Follows the journals of a run's starts, each from where it was read before. members: trajectories started per
+    """Reads the journals of a run's starts, each from where it was read before. members: number of trajectories per
     group."""
 
     def __init__(self, members: int) -> None:
@@ -100,8 +100,8 @@ class JournalFollower:
         """(inode, bytes read, lines read) of each file of the journals; no inode of a compressed one."""
 
     def follow(self, journals: Sequence[Path], max_bytes: int = READ_AT_ONCE) -> None:
-        """Read what the journals gained, about `max_bytes` bytes at most. A file that was replaced is read from
-        its beginning: a resumed run renames the last part; a closed part is compressed, which changes no content."""
+        """Read new lines of the journals, at most about `max_bytes` bytes. A replaced file is read from its beginning:
+        a resumed run renames the last part. A part that was compressed has the same contents."""
         listed, inodes, sizes = _listed(journals)
         known = [inode for inode, *_ in self._files]
         is_same_files = all(now in (0, before) or not before for before, now in zip(known, inodes, strict=False))
@@ -147,20 +147,20 @@ def _listed(journals: Sequence[Path]) -> tuple[list[tuple[Path, Path]], list[int
 
 
 class RunReader:
-    """Reads a run's folder. Safe for threads. Raises ConfigError if the folder holds no run."""
+    """Reads a run's folder. Thread-safe. Raises ConfigError if the folder has no run."""
 
     def __init__(self, run_dir: Path) -> None:
         require_run(run_dir)
         self.run_dir = run_dir
         self._job: tuple[int, RunConfig] = (-1, load_job(run_dir))
-        self._stored: dict[str, Stored] = {}
+        self._stored: dict[str, StoredSnapshot] = {}
         self._lock = threading.Lock()
         self._journal = JournalFollower(self.config.oversampled_group_size)
         self._journal_lock = threading.Lock()
 
     @property
     def config(self) -> RunConfig:
-        """The run's job, which resuming may change. Raises ConfigError."""
+        """The run's current job, which a resume may change. Raises ConfigError."""
         try:
             written = (self.run_dir / "config.toml").stat().st_mtime_ns
         except OSError:
@@ -169,8 +169,8 @@ class RunReader:
             self._job = (written, load_job(self.run_dir))
         return self._job[1]
 
-    def stored(self, branch: str = MAIN) -> Stored | None:
-        """The store as it is now; None if the run has not stored anything yet. Raises ConfigError, StoreError."""
+    def stored(self, branch: str = MAIN) -> StoredSnapshot | None:
+        """The current state of the store; None if the run has stored nothing yet. Raises ConfigError, StoreError."""
         path = self.run_dir / "store"
         if not path.exists():
             return None
@@ -179,7 +179,7 @@ class RunReader:
             before = self._stored.pop(branch, None)
             if before is None or before.store.snapshot != store.snapshot:
                 known = before.records if before is not None and store.follows(before.store.snapshot) else []
-                before = Stored(store, branch, [*known, *store.steps(len(known))])
+                before = StoredSnapshot(store, branch, [*known, *store.steps(len(known))])
             self._stored[branch] = before
             while len(self._stored) > KEPT:
                 del self._stored[next(iter(self._stored))]
@@ -187,12 +187,12 @@ class RunReader:
 
     @cached_property
     def texts(self) -> Detokenizer:
-        """Decodes the run's tokens."""
+        """The detokenizer of the run."""
         return shown_texts(self.config)
 
     @property
     def texts_note(self) -> str:
-        """Why token ids are shown instead of text; empty if text is."""
+        """Why token ids are shown instead of text; empty if text is shown."""
         if not isinstance(self.texts, IdDetokenizer):
             return ""
         if self.config.emulated:
@@ -204,7 +204,7 @@ class RunReader:
         return read_evaluations(self.run_dir)
 
     def summary(self) -> dict[str, Any]:
-        """The run's summary; empty until it has ended, or if it cannot be read."""
+        """The run's summary; empty if the run has not ended, or it cannot be read."""
         try:
             parsed = json.loads((self.run_dir / "summary.json").read_text())
         except (OSError, ValueError):
@@ -213,8 +213,8 @@ class RunReader:
 
     @contextlib.contextmanager
     def journal(self) -> Iterator[JournalIndex]:
-        """The index of the run's journal, for one reader at a time. A long journal is read by and by, some of it each
-        time; the index says how much it has."""
+        """Context manager: the index of the run's journal, for one reader at a time. Each call reads a limited part of
+        a long journal; the index says how much it has read."""
         with self._journal_lock:
             self._journal.follow([events for _, events in recorded_starts(self.run_dir)])
             yield self._journal.index

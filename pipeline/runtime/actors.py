@@ -1,4 +1,4 @@
-"""The actors of one run: place them, call them, send them weights, replace lost ones.
+"""The actors of one run: placing them, calling them, sending them weights, replacing lost ones.
 
 `Actors` lives in the driver's process, and only the driver's event loop changes it.
 
@@ -116,7 +116,7 @@ class Actors:
         self._num_pending_saves: Counter[PolicyVersion] = Counter()
         """Checkpoints that are being saved, per version."""
         self.recovery = RoleRecovery(
-            self, run_dir / "resume", config.training.resume_every, trainer_group.others(config)
+            self, run_dir / "resume", config.training.resume_every, trainer_group.follower_names(config)
         )
         self.instances: dict[InstanceId, InstanceHandle] = {}
         self.loss_messages: list[str] = []
@@ -126,7 +126,7 @@ class Actors:
     # -- calling -------------------------------------------------------------------------------------------------
 
     def actor(self, name: str) -> Any:
-        """The actor `name`, to pass to another actor as an argument. Raises ActorLost if it is not placed."""
+        """The actor `name`, for use as an argument of calls to other actors. Raises ActorLost if it is not placed."""
         if name not in self._workers.placed:
             raise ActorLost(f"{name} is gone", name)
         return self._workers.placed[name].actor
@@ -144,7 +144,7 @@ class Actors:
         num_doubts = 0
         while True:
             await self.recovery.wait_until_settled(name)
-            asked_s = now_s()
+            called_s = now_s()
             try:
                 return await self.ask_once(name, method, *args, deadline=deadline, within_s=within_s)
             except ActorLost as error:
@@ -155,10 +155,10 @@ class Actors:
                 if num_doubts <= MAX_FALSE_LOSSES:
                     continue
                 lost = ActorLost(f"{name} does not reach the server, which answers: {lost}", name)
-            await self.recovery.wait_until_restored(lost, asked_s)
+            await self.recovery.wait_until_restored(lost, called_s)
 
     async def server_answers(self) -> bool:
-        """Call the trajectory server; whether it answers within deadlines.call_s."""
+        """Whether the trajectory server answers a call within deadlines.call_s."""
         try:
             await self.ask_once("server", "held_out_notice")
         except ActorLost:
@@ -205,8 +205,8 @@ class Actors:
     # -- placing -------------------------------------------------------------------------------------------------
 
     async def place_all(self, begin_s: float, resumption: Resumption | None = None) -> None:
-        """Place all actors and publish the first version: 0, the base model, or the version that a stored run is
-        resumed from. begin_s: the current time on the run's clock."""
+        """Place all actors, and publish the first version: 0, the base model, or the version from which a stored run
+        resumes. begin_s: current time on the run's clock."""
         config, workers = self._config, self._workers
         version = PolicyVersion(0) if resumption is None else resumption.version
         self._earlier_starts = 0 if resumption is None else resumption.earlier_starts
@@ -268,12 +268,12 @@ class Actors:
     async def _publish_first(self, version: PolicyVersion, fingerprint: str) -> None:
         """Like `publish_initial`, but retries with the restored trainer if the trainer is lost."""
         while True:
-            asked_s = now_s()
+            called_s = now_s()
             try:
                 await self.publish_initial(version, fingerprint)
                 return
             except ActorLost as lost:
-                await self.recovery.wait_until_restored(lost, asked_s)
+                await self.recovery.wait_until_restored(lost, called_s)
 
     async def _probe_logprobs(self, instance: InstanceHandle) -> tuple[float, ...]:
         logprobs: tuple[float, ...] = await self.ask_once(
@@ -299,8 +299,8 @@ class Actors:
 
     @property
     def start_progress(self) -> str:
-        """Progress of `place_all` as a line for people: which actors are missing."""
-        names = ["server", "trainer", *trainer_group.others(self._config), *self._config.reward_actors]
+        """Progress of `place_all` as a line for display: which actors are missing."""
+        names = ["server", "trainer", *trainer_group.follower_names(self._config), *self._config.reward_actors]
         names += [f"rollout-{i}" for i in range(self._config.rollout.instances)]
         missing = [name for name in names if name not in self._workers.placed]
         if not missing:
@@ -312,26 +312,26 @@ class Actors:
         return f"{len(names) - len(missing)} of {len(names)} ready, waiting for {shown_names}{more}{loading}"
 
     async def place_reward(self, name: str) -> None:
-        """Place a reward worker, which loads its reward function. Raises ConfigError if it cannot."""
+        """Place a reward worker, which loads the reward function. Raises ConfigError if that fails."""
         settings, call_s = actor_settings.scoring_settings(self._config), self._config.deadlines.call_s
         await self._workers.place(name, "reward", RewardWorker, settings, call_s)
         await self.ask(name, "check", deadline="start_s")
 
     async def place_environment(self, name: str) -> None:
-        """Place an environment host, which tries its environment. Raises ConfigError if it cannot."""
+        """Place an environment host, which creates its environment once. Raises ConfigError if that fails."""
         is_replacement = self._resumed or name in self._lost_at
         settings = actor_settings.environment_settings(self._config, is_replacement=is_replacement)
         await self._workers.place(name, "reward", EnvironmentHost, settings, self._config.deadlines.call_s)
         await self.ask(name, "check", deadline="start_s")
 
     async def move_reward_actor(self, name: str) -> None:
-        """Move a reward worker or environment host to a Dask worker that the run shares with others, and release its
+        """Move a reward worker or environment host to a Dask worker that other actors of the run use, and release its
         own."""
         with contextlib.suppress(Exception):
             await self.ask_once(name, "close", within_s=CLOSE_S)
         if name in self._workers.placed:
             logger.info("%s leaves %s, which another job waits for", name, self._workers.placed[name].address)
-            await self._workers.give_back(name)
+            await self._workers.release_shared(name)
         await (self.place_environment(name) if self._config.has_environment else self.place_reward(name))
 
     def reward_actor_at(self, address: str) -> str:
@@ -368,8 +368,8 @@ class Actors:
         )
 
     async def place_instance(self, index: int) -> InstanceHandle:
-        """Place instance `index`, under a new name if it replaces another one, and have it pull the newest version; in
-        turns it sleeps instead."""
+        """Place instance `index`, under a new name if it replaces another one. It pulls the newest version, or sleeps
+        if it uses its GPU in turns."""
         config = self._config
         attempt = len(self._lost_at.get(f"rollout-{index}", ())) + self._retired_indices.count(index)
         name = f"rollout-{index}" + (f".{attempt}" if attempt else "")
@@ -425,15 +425,15 @@ class Actors:
     # -- weights -------------------------------------------------------------------------------------------------
 
     def publish(self, result: PublishedStep) -> None:
-        """Record a published version; instances can pull it from now on."""
+        """Record a published version, which instances can pull from now on."""
         self._published[result.version] = result
         self._transfers.publish(result.version, self._trainer_host, result.num_bytes)
 
     async def train(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
     ) -> PublishedStep:
-        """Train a step; the caller passes the result to `publish`. If the trainer is lost, its restored one trains
-        it."""
+        """Train a step. If the trainer is lost, its replacement trains the step. The caller passes the result to
+        `publish`."""
         result: PublishedStep = await self.ask(
             "trainer", "train", SERVER, step, trajectories, versions, deadline="train_s"
         )
@@ -442,15 +442,14 @@ class Actors:
 
     @property
     def trained_fingerprints(self) -> Mapping[PolicyVersion, str]:
-        """Fingerprints of the versions that the trainer has produced since this start of the run, the first
-        included."""
+        """Fingerprints of the versions that the trainer has published in this start of the run, including the first."""
         return self._trained_fingerprints
 
-    async def train_again(self, step: int) -> None:
-        """Have a restored trainer repeat a step on the rows that the server still has, and publish the version. Raises
-        ActorLost if the weights differ from the first time."""
+    async def repeat_step(self, step: int) -> None:
+        """Let a restored trainer repeat a step on rows that the server still has, and publish the version. Raises
+        ActorLost if the weights differ from those published before."""
         while True:
-            asked_s = now_s()
+            called_s = now_s()
             try:
                 result: PublishedStep = await self.ask_once(
                     "trainer", "train", SERVER, step, (), (), deadline="train_s"
@@ -459,7 +458,7 @@ class Actors:
             except ActorLost as lost:
                 if lost.actor != "server":
                     raise
-                await self.recovery.wait_until_restored(lost, asked_s)
+                await self.recovery.wait_until_restored(lost, called_s)
         if result.fingerprint != self._trained_fingerprints[result.version]:
             raise ActorLost(
                 f"trainer: step {step}, trained again after a loss, gave other weights ({result.fingerprint}) than "
@@ -469,8 +468,8 @@ class Actors:
         self.publish(result)
 
     async def publish_initial(self, version: PolicyVersion, fingerprint: str = "") -> None:
-        """Have the trainer publish version 0, the base model after supervised fine-tuning if there is any, or a later
-        version from its resume point. Raises StoreError if the resume point holds other weights.
+        """Let the trainer publish the first version: 0, the base model after any supervised fine-tuning, or a later one
+        from its resume point. Raises StoreError if the resume point has other weights.
 
         Args:
             fingerprint: Fingerprint of the version when it was first published; empty if it was not, or is unknown.
@@ -519,8 +518,8 @@ class Actors:
         return any(instance.loading for instance in self.instances.values())
 
     async def pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
-        """Load a version on an instance and verify that it holds what was published; the newest version if no host has
-        the wanted one any more. Raises WeightsRefused if it holds something else."""
+        """Load a version on an instance, and verify its weights; the newest version if no host has the requested one
+        any more. Raises WeightsRefused if the weights differ from the published ones."""
         instance.fetching = version
         try:
             await self._pull(instance, version)
@@ -549,7 +548,7 @@ class Actors:
         instance.version, instance.fingerprint, instance.drift = version, check.fingerprint, check.drift
 
     async def put_to_sleep(self, instance: InstanceHandle) -> None:
-        """Have an instance that runs nothing free its GPUs; its next pull wakes it."""
+        """Free the GPUs of an instance that runs nothing. Its next pull wakes it."""
         await self.ask(instance.id, "sleep")
         self._turns.leave(instance.id)
 
@@ -595,8 +594,8 @@ class Actors:
         return self._workers.placed["trainer"]
 
     async def prune(self, wanted: set[PolicyVersion]) -> None:
-        """Remove the weights of versions that no instance uses or fetches, no checkpoint needs, and that are not
-        `wanted`. A host where pruning fails is skipped and retried next time."""
+        """Remove the weights of all versions that no instance uses or fetches, no checkpoint needs, and are not
+        `wanted`. A host where this fails is retried next time."""
         used = wanted | {i.version for i in self.instances.values()}
         used |= {i.fetching for i in self.instances.values() if i.fetching is not None}
         used |= {version for version, count in self._num_pending_saves.items() if count}
@@ -610,9 +609,8 @@ class Actors:
                     logger.info("old versions stay on %s for now: %s", placed.host, error)
 
     async def checkpoint(self, name: str, version: PolicyVersion) -> bool:
-        """Save a version's weights as checkpoints/`name`; they are not pruned before. Its certificate follows once the
-        version's step is stored. False if the weights no longer exist: older versions are lost with the trainer that
-        published them."""
+        """Save a version's weights as checkpoints/`name`; they are not pruned before. The certificate is written once
+        the version's step is stored. Returns False if the weights are lost with the trainer that published them."""
         folder = self._run_dir / "checkpoints"
         folder.mkdir(exist_ok=True)
         self._num_pending_saves[version] += 1
@@ -638,8 +636,8 @@ class Actors:
     # -- losses and closing --------------------------------------------------------------------------------------
 
     def record_loss(self, name: str, lost: ActorLost | ActorFailed, now: float) -> None:
-        """Record the loss of an actor at second `now` of the run, and free its place. Raises ActorLost if it and those
-        it replaced were lost more than MAX_REPLACEMENTS times within REPLACEMENT_WINDOW_S."""
+        """Record the loss of an actor at second `now` of the run, and release its worker. Raises ActorLost if it and
+        its predecessors were lost more than MAX_REPLACEMENTS times within REPLACEMENT_WINDOW_S."""
         slot = name.partition(".")[0]
         self._lost_at.setdefault(slot, []).append(now)
         recent = [lost_s for lost_s in self._lost_at[slot] if now - lost_s < REPLACEMENT_WINDOW_S]
@@ -648,7 +646,7 @@ class Actors:
         self.instances.pop(InstanceId(name), None)
         self._turns.leave(name)
         for member in trainer_group.members(name, self._workers.placed):
-            self._workers.lose(member)
+            self._workers.mark_lost(member)
         for future in self._loss_futures[name]:
             if not future.done():
                 future.set_exception(ActorLost(str(lost), lost.actor))
@@ -660,7 +658,7 @@ class Actors:
         return await self._workers.has_spare_worker("rollout")
 
     async def retire(self, instance: InstanceHandle) -> None:
-        """Close an idle instance, and let its worker leave the cluster. Does not count as a loss. Never raises."""
+        """Close an idle instance, and let its worker leave the cluster. This is not a loss. Never raises."""
         self.instances.pop(instance.id, None)
         self._retired_indices.append(instance.index)
         with contextlib.suppress(Exception):
@@ -670,7 +668,7 @@ class Actors:
             await self._workers.retire(instance.placed.name)
 
     async def close(self) -> None:
-        """Close all actors, engines first, since they may still read the others' data. Never raises."""
+        """Close all actors, engines first because they may still read data of the others. Never raises."""
         await self.recovery.end()
         order = {"rollout": 0, "trainer": 1, "reward": 2}
         for placed in sorted(self._workers.placed.values(), key=lambda p: order.get(p.role, 3)):

@@ -54,7 +54,7 @@ class CommitQueue:
 
     @property
     def full(self) -> bool:
-        """Whether a further training step has to wait for a commit."""
+        """Whether the next training step must wait for a commit."""
         return not self._has_capacity.is_set()
 
     def put(self, item: Discard | StepRecord) -> None:
@@ -64,7 +64,7 @@ class CommitQueue:
         self._queue.put_nowait(item)
 
     async def wait_for_room(self) -> None:
-        """Wait until a further step may be trained."""
+        """Wait until another step may be trained."""
         await self._has_capacity.wait()
 
     async def work(self) -> None:

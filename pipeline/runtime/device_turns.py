@@ -1,4 +1,4 @@
-"""Which of trainer and rollout instances are on the GPUs that they share, in the layout "turns".
+"""Tracks whether the trainer or rollout instances use their shared GPUs, in the layout "turns".
 
 Invariant: while the trainer computes, no instance is awake, and no instance wakes or is built.
 
@@ -26,20 +26,20 @@ class DeviceTurns:
         self._changed = asyncio.Event()
 
     async def wake(self, instance: str) -> None:
-        """Wait until the trainer does not compute, and count an instance as awake."""
+        """Wait until the trainer is not computing, and mark an instance as awake."""
         while self.shared and self._training:
             await self._wait()
         if self.shared:
             self._awake.add(instance)
 
     def leave(self, instance: str) -> None:
-        """Count an instance as asleep, or gone."""
+        """Mark an instance as asleep or gone."""
         self._awake.discard(instance)
         self._changed.set()
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Wait until no instance is awake, and let none wake within the block."""
+        """Context manager: waits until no instance is awake, and lets none wake inside the block."""
         while self.shared and (self._awake or self._training):
             await self._wait()
         self._training = True

@@ -1,4 +1,4 @@
-"""Runs a coordinator on actors: carries out its commands as calls and feeds the results back as events.
+"""Runs a coordinator on actors: executes its commands as calls, and feeds the results back as events.
 
 It decides nothing itself. One asyncio loop; pipeline/processes/worker_protocol.py hides where the actors run. The main
 loop handles events; tasks beside it run the commit queue (commit_queue.py), scoring (scoring.py), environment steps
@@ -73,7 +73,7 @@ from staleflow.pipeline.runtime.membership import Membership
 from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.pipeline.runtime.scoring import Scoring
-from staleflow.pipeline.runtime.training_alarms import TrainingWatch
+from staleflow.pipeline.runtime.training_alarms import TrainingAlarms
 from staleflow.stores.errors import RunStuck
 from staleflow.stores.metrics import with_rate
 from staleflow.stores.trajectories.records import LedgerState, StepRecord
@@ -147,7 +147,7 @@ class Driver:
             self._coordinator.is_drained,
             lambda: self._measurements.elapsed_s,
         )
-        self._training_watch = TrainingWatch()
+        self._training_alarms = TrainingAlarms()
         self._reported: dict[InstanceId, tuple[tuple[TrajectoryId, int], ...]] = {}
         """Each instance's latest report: tokens of the responses it samples."""
         self._bytes_arrived = 0
@@ -234,7 +234,7 @@ class Driver:
         return {str(name): instance.tokens_sampled for name, instance in self._actors.instances.items()}
 
     def kept_tokens(self) -> dict[str, int]:
-        """KV tokens that each instance retains between turns."""
+        """KV tokens that each instance has cached between turns."""
         return {str(name): instance.kept_tokens for name, instance in self._actors.instances.items()}
 
     async def _resume(self) -> RunResumed | None:
@@ -263,8 +263,8 @@ class Driver:
         return replace(resumed, num_ended=tuple(recovered.ledger.num_ended.items()))
 
     def stop(self, why: str) -> None:
-        """Request the run's end after the training step in flight; at once on a second request, or outside of the
-        training loop. Safe from a signal handler."""
+        """Request that the run ends after the training step in flight; at once on a second request, or outside of
+        training. Safe in a signal handler."""
         if self._task is not None and (self._stop_requested or not self.training):
             self._task.cancel()
         self.outcomes.stopped = self._stop_requested = self._stop_requested or why
@@ -274,8 +274,8 @@ class Driver:
         """Retire the rollout instance on a Dask worker; see Membership.retire."""
         return self._membership.retire(worker)
 
-    def give_back(self, worker: str) -> None:
-        """Release a Dask worker that another job waits for, if it only runs a reward worker or environment host.
+    def release_worker(self, worker: str) -> None:
+        """Release a Dask worker that another job waits for, if it runs only a reward worker or environment host.
         Idempotent. worker: its address."""
         name = self._actors.reward_actor_at(worker)
         if name and self.training:
@@ -283,7 +283,7 @@ class Driver:
             self._background.spawn(move, "give back")
 
     async def close(self) -> None:
-        """Stop all tasks, close all actors; never raises."""
+        """Stop all tasks and close all actors. Never raises."""
         while tasks := [t for t in self._tasks() if not t.done()]:  # an ending one may have spawned another
             for task in tasks:
                 task.cancel()
@@ -324,7 +324,7 @@ class Driver:
         if not self._inbox.empty():
             return self._inbox.get_nowait()
         item = await self._inbox.get()
-        self._measurements.time_passed(self._coordinator.loads(), self._actors.instances)
+        self._measurements.count_assigned_time(self._coordinator.loads(), self._actors.instances)
         return item
 
     def _has_pending_calls(self) -> bool:
@@ -357,14 +357,14 @@ class Driver:
         knob = "train_s" if self._coordinator.training else "stuck_s"
         limit_s: float = getattr(self._config.deadlines, knob)
         if idle_s > limit_s:
-            raise RunStuck(f"no progress for {limit_s:g} s (deadlines.{knob}): {self._coordinator.waiting_for()}")
+            raise RunStuck(f"no progress for {limit_s:g} s (deadlines.{knob}): {self._coordinator.explain_waiting()}")
 
     def _handle(self, event: Event) -> None:
         now = self._measurements.elapsed_s
-        with self._measurements.deciding():
+        with self._measurements.decision_timer():
             commands = self._coordinator.handle(event, now * self._config.rollout.engine.time_scale)
         self._journal.append(now * self._config.rollout.engine.time_scale, event, commands)
-        self._measurements.decided(now, event, commands)
+        self._measurements.observe(now, event, commands)
         if (mixture := self._coordinator.mixture) is not None:
             for line in mixture.take_notices():
                 self._note(line)
@@ -395,7 +395,7 @@ class Driver:
             case FinishEvaluation():
                 self._background.spawn(self._finish_evaluation(command), "evaluation")
             case Train():
-                self._measurements.training_began()
+                self._measurements.start_training()
                 self._background.spawn(self._train(command), "train")
 
     # -- carrying out --------------------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ class Driver:
     async def _train(self, command: Train) -> None:
         await self._commits.wait_for_room()
         result = await self._actors.train(command.step, command.trajectories, command.versions)
-        self._measurements.training_ended(result.metrics, self._actors.instances.values())
+        self._measurements.finish_training(result.metrics, self._actors.instances.values())
         self._inbox.put_nowait(result)
 
     def _after_training(self, result: PublishedStep) -> Event:
@@ -422,8 +422,8 @@ class Driver:
         result.metrics["probe_limit"] = self._actors.verification.drift_limit
         if (mixture := self._coordinator.mixture) is not None:
             result.metrics.update(mixture.take_metrics())
-        self._measurements.idle()
-        for alarm in self._training_watch.observe(result.version - 1, result.metrics):
+        self._measurements.start_waiting()
+        for alarm in self._training_alarms.observe(result.version - 1, result.metrics):
             self.outcomes.alarms.append(alarm)
             logger.error(alarm)
         inputs = {**self._inputs, "numerics": result.numerics}
@@ -492,7 +492,7 @@ class Driver:
             self.outcomes.instances = self._membership.line
             self.outcomes.environments = self._environment_hosts.view
             self.outcomes.sources = self._sources()
-            self._measurements.ticked(snapshot)
+            self._measurements.observe_snapshot(snapshot)
             self._listener.status(snapshot, self.outcomes)
 
     async def _finish_evaluation(self, command: FinishEvaluation) -> None:

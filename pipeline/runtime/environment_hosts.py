@@ -49,8 +49,8 @@ class _Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostView:
-    """What an environment host does now. num_acting: trajectories that wait for it. places: steps that it takes at
-    once."""
+    """The current state of an environment host, for display. num_acting: number of trajectories that wait for it.
+    slots: number of steps that it runs at once."""
 
     host: str
     num_acting: int
@@ -74,7 +74,7 @@ class EnvironmentHosts:
         """Whether each of the latest outcomes was a failure."""
 
     def put(self, command: StepEnvironment | CloseEnvironment) -> None:
-        """Queue a step, or the closing of an environment. A trajectory's episode stays on one host."""
+        """Queue an env step, or the closing of an environment. All steps of an episode go to one host."""
         host = self._hosts[command.trajectory % len(self._hosts)]
         if isinstance(command, StepEnvironment):
             host.pending[command.trajectory] = command
@@ -88,7 +88,7 @@ class EnvironmentHosts:
         return [HostView(host=host.name, num_acting=len(host.pending), slots=slots) for host in self._hosts]
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
-        """Return coroutines to run concurrently until cancelled, two per host."""
+        """Coroutines to run concurrently until cancelled, two per host."""
         return [work for host in self._hosts for work in (self._send(host), self._receive_outcomes(host))]
 
     async def _send(self, host: _Host) -> None:
@@ -164,8 +164,8 @@ class EnvironmentHosts:
             self._resend_pending(host)
 
     async def move(self, name: str) -> None:
-        """Move a host to a Dask worker that the run shares; does nothing if it is being moved. Pending steps are sent
-        again: repeatable environments are reset to the earlier turn, episodes of others restart."""
+        """Move a host to a Dask worker that other actors of the run use; does nothing if it is moving already. Pending
+        steps are sent again: repeatable environments are replayed up to the turn, and other episodes restart."""
         host = next(host for host in self._hosts if host.name == name)
         if host.replacing.locked():
             return

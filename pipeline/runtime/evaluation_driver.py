@@ -1,4 +1,4 @@
-"""The evaluations of one run: requested of the coordinator when they are due, summed up when it concludes them.
+"""The evaluations of one run: requests them from the coordinator when they are due, and summarizes finished ones.
 
 Invariants:
 - One evaluation is requested at a time; what is due meanwhile is requested when that is concluded, of the version that
@@ -72,16 +72,16 @@ class EvaluationDriver:
         self._items: list[ItemView] = []
         self._number = 0
         self._began_s = 0.0
-        self._under_way = self._is_due = False
+        self._is_running = self._is_due = False
         self.best = BestCheckpoint(actors, run_dir, config.evaluation.best_checkpoint_set)
 
     @property
     def pending(self) -> bool:
-        """Whether an evaluation is under way, being summed up, or due."""
-        return self._under_way or self._is_due
+        """Whether an evaluation is running, being summarized, or due."""
+        return self._is_running or self._is_due
 
     async def begin(self, version: PolicyVersion) -> None:
-        """Ask for the prompts, and request what is due at the version that the run begins or goes on with."""
+        """Fetch the prompts, and request the evaluation of the first version if it is due."""
         await asyncio.to_thread(self.best.recover, version, self._results)
         if not self._sets:
             return
@@ -106,7 +106,7 @@ class EvaluationDriver:
             self._request()
 
     async def conclude(self, command: FinishEvaluation) -> list[Evaluation]:
-        """Sum up an evaluation that has ended, and request the next if one is due. Returns the results of its sets."""
+        """Summarize an ended evaluation, and request the next one if it is due. Returns the results by set."""
         results: list[Evaluation] = []
         if command.abandoned:
             self._is_due = True
@@ -118,14 +118,14 @@ class EvaluationDriver:
         else:
             results = await self._sum_up(command)
         await self._actors.ask("server", "end_evaluation")
-        self._under_way = False
+        self._is_running = False
         self._request()
         return results
 
     def _request(self) -> None:
-        if self._under_way or not self._is_due:
+        if self._is_running or not self._is_due:
             return
-        self._under_way, self._is_due = True, False
+        self._is_running, self._is_due = True, False
         self._began_s = self._elapsed_s()
         groups = tuple(
             NewGroup(group=group_of(self._number, i, len(self._items)), prompt_tokens=item.prompt_tokens)

@@ -34,7 +34,7 @@ SetRewards = Mapping[str, PromptRewards]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationFigures:
-    """The figures of one evaluation set at one policy version, besides its means."""
+    """Statistics of one evaluation set at one policy version besides its means."""
 
     sampled_interval: Interval | None = None
     """Confidence interval of the mean of the sampled responses; None if there are too few prompts for one."""
@@ -54,7 +54,7 @@ class EvaluationFigures:
     greedy_change: PairedDifference | None = None
 
     def lines(self, samples: int) -> list[str]:
-        """The figures as short lines for display. samples: sampled responses per prompt."""
+        """The statistics as short lines for display. samples: sampled responses per prompt."""
         best = "pass" if self.binary else "best"
         rows = [f"{best}@{k} {with_interval(mean, self.best_of_intervals.get(k))}" for k, mean in self.best_of.items()]
         if self.majority is not None:
@@ -75,8 +75,8 @@ def with_interval(mean: float, interval: Interval | None) -> str:
 
 
 def figures_of(rewards: SetRewards, samples: int, base: SetRewards) -> EvaluationFigures:
-    """Compute the figures of an evaluation. samples: sampled responses per prompt. base: the rewards of version 0;
-    empty if they cannot be compared."""
+    """Compute the statistics of an evaluation. samples: sampled responses per prompt. base: rewards of version 0; empty
+    if they are not comparable."""
     prompts = list(rewards.values())
     complete = [p for p in prompts if len(p.sampled) == samples]
     best = {k: estimate([[best_of(p.sampled, k)] for p in complete]) for k in best_of_counts(samples)}

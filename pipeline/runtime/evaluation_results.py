@@ -1,4 +1,4 @@
-"""Mean reward on held-out prompts at one policy version, as a run records and shows it.
+"""Results of evaluations: mean reward on held-out prompts at one policy version.
 
 Each number comes with its basis: the number of distinct prompts, the responses that could not be scored (left out of
 the mean, as in a batch's), the standard error, and fingerprints of the reward, data and template.
@@ -78,8 +78,8 @@ class Evaluation:
         seconds: float = 0.0,
         figures: EvaluationFigures = NO_FIGURES,
     ) -> Evaluation:
-        """Summarize scores that lie prompt by prompt: `samples` sampled ones of each, and a greedy one, or either.
-        fingerprints: fingerprints of reward, data and template."""
+        """Summarize scores in the order of prompts: `samples` sampled responses per prompt, a greedy one, or both.
+        fingerprints: of reward, data and template."""
         failures = [s.error for s in (*sampled, *greedy) if s.error]
         at_temperature, at_greedy = _estimate(sampled, samples), _estimate(greedy, 1)
         return cls(
@@ -156,8 +156,8 @@ def shown(mean: float | None, stderr: float | None, interval: Interval | None = 
     return f"{mean:.3f}" + (f" ± {stderr:.3f}" if stderr is not None else "") + (f" {interval}" if interval else "")
 
 
-def evaluating(version: int, num_left: int) -> str:
-    """What is being evaluated, for display. version: -1 while none is chosen yet."""
+def evaluation_progress(version: int, num_left: int) -> str:
+    """Describe the running evaluation, for display. version: -1 while it is not chosen yet."""
     subject = f"version {version}" if version >= 0 else "the next version"
     return f"evaluating {subject}: {num_left} responses to come"
 
@@ -165,7 +165,7 @@ def evaluating(version: int, num_left: int) -> str:
 def not_comparable(evaluations: Sequence[Evaluation]) -> list[str]:
     """Reasons why consecutive evaluations cannot be compared, one line per pair; empty if all can."""
     lines = []
-    for earlier, later in (pair for alike in by_set(evaluations).values() for pair in itertools.pairwise(alike)):
+    for earlier, later in (pair for same_set in by_set(evaluations).values() for pair in itertools.pairwise(same_set)):
         pairs = (
             (earlier.reward, later.reward, "reward functions"), (earlier.data, later.data, "data"),
             (earlier.template, later.template, "templates"),
@@ -189,13 +189,13 @@ def fewer_prompts(requested: int, available: int, source: str, key: str = "task.
 
 
 def write_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
-    """Write evaluations to the run's folder, where a resumed run finds them. Raises StoreError."""
+    """Write evaluations to the run's folder, from which a resumed run reads them. Raises StoreError."""
     text = json.dumps([asdict(e) for e in evaluations]) + "\n"
     replace_text(run_dir / "evaluations.json", text, "free space or move runs_dir")
 
 
 def read_evaluations(run_dir: Path) -> list[Evaluation]:
-    """Read a run's evaluations; empty if there are none yet. Raises StoreError."""
+    """Read a run's evaluations; empty if there are none. Raises StoreError."""
     path, remedy = run_dir / "evaluations.json", "remove it to resume without earlier evaluations"
     with raised_as(StoreError, f"{path}: cannot be read", OSError, ValueError, remedy=remedy):
         parsed = json.loads(path.read_text()) if path.is_file() else []
@@ -204,12 +204,12 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
 
 
 def after_resuming(evaluations: Sequence[Evaluation], version: int) -> list[Evaluation]:
-    """Those of a stored run that hold when it goes on from a version: later ones are sampled and trained anew."""
+    """The stored evaluations that remain valid when a run resumes from a version: those of later versions do not."""
     return [evaluation for evaluation in evaluations if evaluation.version <= version]
 
 
 def by_set(evaluations: Iterable[Evaluation]) -> dict[str, list[Evaluation]]:
-    """Evaluations by the name of their set, each in the order in which they were made."""
+    """Group evaluations by the name of their set, in order of evaluation."""
     results: dict[str, list[Evaluation]] = {}
     for evaluation in evaluations:
         results.setdefault(evaluation.name, []).append(evaluation)

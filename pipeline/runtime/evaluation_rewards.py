@@ -1,4 +1,4 @@
-"""The rewards of each prompt in a run's evaluations, in the run's folder: evaluations are compared prompt by prompt.
+"""Rewards of each prompt in a run's evaluations, in the run's folder. Evaluations are compared prompt by prompt.
 
 RUN/evaluations/VERSION.json has them for each set. It is written before the evaluation is listed in evaluations.json,
 so what a resumed run evaluates again replaces it.
@@ -23,7 +23,7 @@ CODEC = Codec()
 
 
 def prompt_rewards(answered: Sequence[tuple[ItemView, EvaluatedResponse]]) -> dict[str, PromptRewards]:
-    """The rewards of a set, from its items and their responses."""
+    """Rewards of a set by prompt, from its items and their responses."""
     by_prompt: dict[str, list[tuple[ItemView, EvaluatedResponse]]] = {}
     for item, response in answered:
         by_prompt.setdefault(item.digest, []).append((item, response))

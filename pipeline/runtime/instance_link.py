@@ -1,4 +1,4 @@
-"""The driver's link to one rollout instance: commands go out in order, results come back, silence is a loss.
+"""The driver's link to one rollout instance: sends commands in order, receives results, and detects that it is lost.
 
 Invariants:
 - Commands are carried out one after the other in the order given; a Route after a Pull finds the new weights. Several
@@ -51,8 +51,8 @@ REPORT_S = 0.5
 
 
 class InstanceLink:
-    """Carries commands to one instance and events back. emit: called with every event. All of its work raises ActorLost
-    when the instance has to be replaced."""
+    """Sends commands to one instance and emits its events. All coroutines raise ActorLost when the instance must be
+    replaced. emit: called with every event."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class InstanceLink:
         *,
         drafts: bool = False,
     ) -> None:
-        """drafts: whether instances draft tokens, so that the coordinator is told what steps take."""
+        """drafts: whether instances draft tokens, in which case the coordinator needs the duration of steps."""
         self._instance = instance
         self._name = instance.placed.name
         self._actors = actors
@@ -75,7 +75,7 @@ class InstanceLink:
         self._stillness = StallDetector(deadlines.sample_s)
 
     def work(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        """Three endless coroutines, to be run side by side until the instance is lost."""
+        """Three coroutines, to be run concurrently until the instance is lost."""
         return self._send(), self._listen(), self._watch()
 
     async def _send(self) -> None:
@@ -93,9 +93,9 @@ class InstanceLink:
                         pending = following
                         break
                     batch.append(following)
-            await self._carry_out(batch)
+            await self._execute(batch)
 
-    async def _carry_out(self, batch: list[Command]) -> None:
+    async def _execute(self, batch: list[Command]) -> None:
         match batch[0]:
             case Route():
                 items = tuple(
@@ -146,20 +146,20 @@ class InstanceLink:
     async def _watch(self) -> None:
         """Report progress, measure how busy the engine is, and notice when it stands still."""
         instance = self._instance
-        began: EngineLoad = await self._actors.ask(self._name, "report")
-        instance.before, before = began, began
+        started_s: EngineLoad = await self._actors.ask(self._name, "report")
+        instance.before, before = started_s, started_s
         while True:
             await asyncio.sleep(REPORT_S)
             load: EngineLoad = await self._actors.ask(self._name, "report")
-            still_s = self._stillness.observe(load, now_s(), loading=instance.loading)
-            if still_s:
+            stalled_s = self._stillness.observe(load, now_s(), loading=instance.loading)
+            if stalled_s:
                 raise ActorLost(
                     f"{self._name} has {load.running} trajectories to sample and has sampled nothing for "
-                    f"{still_s:.0f} s; deadlines.sample_s allows {self._deadlines.sample_s:g}",
+                    f"{stalled_s:.0f} s; deadlines.sample_s allows {self._deadlines.sample_s:g}",
                     self._name,
                 )
-            stats, before = self._steps_taken(before, load), load
-            instance.busy_s = load.busy_s - began.busy_s
+            stats, before = self._decode_stats(before, load), load
+            instance.busy_s = load.busy_s - started_s.busy_s
             instance.tokens_sampled = load.tokens_sampled
             instance.load = load
             reported_steps = stats if self._drafts else None
@@ -169,7 +169,7 @@ class InstanceLink:
                 )
             )
 
-    def _steps_taken(self, before: EngineLoad, load: EngineLoad) -> DecodeStats:
+    def _decode_stats(self, before: EngineLoad, load: EngineLoad) -> DecodeStats:
         """What the engine has decoded between two loads."""
         return DecodeStats(
             running=max(0, load.running - load.waiting),
@@ -183,18 +183,18 @@ class InstanceLink:
 
 
 class StallDetector:
-    """Measures how long an engine with work has shown no sign of doing it. allowed_s: how long that may be."""
+    """Detects that an engine with work makes no progress. allowed_s: seconds without progress that are allowed."""
 
     def __init__(self, allowed_s: float) -> None:
         self._allowed_s = allowed_s
-        self._seen: object = None
+        self._last_sign: object = None
         self._since_s = 0.0
 
     def observe(self, load: EngineLoad, now: float, *, loading: bool = False) -> float:
-        """Seconds that the engine has stood still once they exceed the allowed ones, else 0. Loading weights, taking in
-        a request and ending one count as signs of work too. loading: whether it is just loading some."""
+        """Seconds without progress once they exceed the allowed ones, else 0. Loading weights, and starting or ending a
+        request, count as progress. loading: whether the engine is loading weights."""
         sign = (load.version, load.tokens_sampled, load.progress)
-        if sign != self._seen or not load.running or loading:
-            self._seen, self._since_s = sign, now
-        still_s = now - self._since_s
-        return still_s if still_s > self._allowed_s else 0.0
+        if sign != self._last_sign or not load.running or loading:
+            self._last_sign, self._since_s = sign, now
+        stalled_s = now - self._since_s
+        return stalled_s if stalled_s > self._allowed_s else 0.0

@@ -1,4 +1,4 @@
-"""What a driver tells those who show, store or report its run: each thing once, in the driver's event loop."""
+"""Interface for display, storage and reporting of a run. The driver calls it in its event loop."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from staleflow.pipeline.runtime.run_report import RunReport
 
 
 class RunListener:
-    """Receives what happens in a run. This one ignores it; others override what they need."""
+    """Receives what happens in a run. This base class ignores it; subclasses override the methods they need."""
 
     def line(self, text: str) -> None:
-        """Receive a line for people, such as the dashboard's address."""
+        """Receive a line for display, such as the dashboard's address."""
 
     def phase(self, doing: str) -> None:
-        """Receive what the run does outside of training, such as starting actors."""
+        """Receive the name of an activity outside of training, such as starting actors."""
 
     def status(self, snapshot: Snapshot, report: RunReport) -> None:
-        """Receive the state of the run, twice a second, after a new phase and before each of the events below. report:
-        the driver's own, which changes."""
+        """Receive the state of the run, twice a second, after a new phase, and before each of the events below. report:
+        the driver's own object, which changes later."""
 
     def step_stored(self, step: Mapping[str, float], limit: str) -> None:
-        """Receive the metrics of a training step that is stored. limit: what limits the run's speed, in a few words."""
+        """Receive the metrics of a stored training step. limit: the run's bottleneck in a few words."""
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Receive the result of an evaluation."""
 
 
 class RunListeners(RunListener):
-    """Passes everything on to several listeners, in their order."""
+    """Calls several listeners, in order."""
 
     def __init__(self, *listeners: RunListener) -> None:
         self._listeners = listeners

@@ -1,4 +1,4 @@
-"""The outcomes of a run that are not in its store."""
+"""Outcomes of a run that are not in its store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from staleflow.pipeline.runtime.evaluation_results import Evaluation
 
 @dataclass(slots=True)
 class RunReport:
-    """The outcomes of a run that are not in its store."""
+    """Outcomes of a run that are not in its store."""
 
     steps: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)

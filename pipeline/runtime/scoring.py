@@ -1,4 +1,4 @@
-"""Scoring of sampled responses by the run's reward workers.
+"""Scores sampled responses with the run's reward workers.
 
 Invariants:
 - Every response that was put here is scored and told, or its reward worker is being replaced; what a lost worker held
@@ -36,8 +36,8 @@ MAX_GROUPS_COUNTED = 10_000
 
 
 class Scoring:
-    """The responses of one run that wait for a reward worker. emit: called with every score. elapsed_s: seconds of the
-    run so far."""
+    """The responses of one run that wait for a reward worker. emit: called with every score. elapsed_s: returns the
+    seconds of the run so far."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class Scoring:
         """Held while a reward worker scores a batch, or is moved."""
 
     async def move(self, name: str) -> None:
-        """Move a reward worker to a process that the run shares, between two batches. Does nothing if it is on its
-        way."""
+        """Move a reward worker to a process that other actors of the run use, between two batches. Does nothing if it
+        is moving already."""
         if name in self._moving:
             return
         self._moving.add(name)
@@ -76,7 +76,7 @@ class Scoring:
             self._moving.discard(name)
 
     def put(self, trajectory: TrajectoryId) -> None:
-        """Queue a sampled response, with those held back if its group is complete with it."""
+        """Queue a sampled response, together with those held back if it completes its group."""
         self._held_back.append(trajectory)
         if self._completes(trajectory) or len(self._held_back) >= SCORE_BATCH:
             self._release()
@@ -106,7 +106,7 @@ class Scoring:
             self._queue.put_nowait(trajectory)
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
-        """An endless coroutine for each reward worker, to be run side by side."""
+        """Coroutines to run concurrently until cancelled, one per reward worker."""
         return [self._score_on(name) for name in self._config.reward_actors if not self._config.has_environment]
 
     async def _watched(self, name: str, asking: Coroutine[Any, Any, T]) -> T:

@@ -1,4 +1,4 @@
-"""Alarms about what training steps report: importance weights that have collapsed, and updates that were dropped."""
+"""Alarms about training steps: collapsed importance weights, and dropped updates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ERRORS = 2.0
 
 
 def least_average(values: Sequence[float]) -> float | None:
-    """The least mean of STEPS values in a row, or of all if there are fewer; None without any.
+    """Lowest mean of STEPS consecutive values, or of all if there are fewer; None without any.
 
     >>> least_average([0.9, 0.0, 0.9, 0.9])
     0.6
@@ -27,8 +27,8 @@ def least_average(values: Sequence[float]) -> float | None:
     return min(means, default=None)
 
 
-class TrainingWatch:
-    """Watches one start of a run. Each kind of alarm is given once."""
+class TrainingAlarms:
+    """Checks the steps of one start of a run. Each kind of alarm is raised once."""
 
     def __init__(self) -> None:
         self._latest: deque[tuple[float, float]] = deque(maxlen=STEPS)
@@ -36,7 +36,7 @@ class TrainingWatch:
         self._raised: set[str] = set()
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """The alarms of a finished training step, each a line with value, limit and remedy."""
+        """Alarms of a finished training step, each a line with value, limit and remedy."""
         self._latest.append((metrics.get("ess", 1.0), metrics.get("ess_stderr", 0.0)))
         values, errors = zip(*self._latest, strict=True)
         ess, error = sum(values) / STEPS, math.hypot(*errors) / STEPS

@@ -1,4 +1,4 @@
-"""Verification of the instances' weights: the probe, the drift limit, and the result of each pull.
+"""Verifies the instances' weights: the probe, the drift limit, and the result of each pull.
 
 Owned by `Actors`, in the driver's process. After each pull an instance compares its weights with the published
 fingerprint, and its logprobs of the probe, a few held-out prompts, with the trainer's. The mean difference of these
@@ -29,12 +29,13 @@ MAX_INITIAL_DRIFT = 0.5
 
 
 def rounding_drift(dtype: str) -> float:
-    """Minimum drift limit for a dtype, in nats: the mean difference that rounding explains."""
+    """Lower bound of the drift limit for a dtype, in nats: the mean difference that rounding explains."""
     return 1e-3 if dtype == "float32" else 2e-2
 
 
 def unusable_engine_error(refused: WeightsRefused) -> ConfigError:
-    """The error that ends a run whose first weights an instance refuses: other instances would refuse them too."""
+    """The error with which a run ends if an instance refuses the first weights, since other instances would refuse them
+    too."""
     return ConfigError(f"rollout.engine cannot be updated by this trainer: {refused}; use another engine or model")
 
 
@@ -64,7 +65,7 @@ class WeightVerification:
         self._checks: list[WeightCheck] = []
 
     def set_probe(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Make the probe from the token ids of held-out prompts."""
+        """Build the probe from the token ids of held-out prompts."""
         tokens = [token for prompt in prompts for token in prompt]
         self.probe = tuple(tokens[: min(PROBE_TOKENS, self._context - 1)])
 
@@ -74,8 +75,8 @@ class WeightVerification:
         logprobs_of: Callable[[InstanceHandle], Awaitable[tuple[float, ...]]],
         resumption: Resumption | None,
     ) -> list[tuple[float, ...]]:
-        """Logprobs of the probe by each instance under the base model, for `measure_drift`; empty where the drift limit
-        is known already. Instances must have loaded the base model."""
+        """Logprobs of the probe by each instance, for `measure_drift`; empty if the drift limit is known already.
+        Instances must have loaded the base model."""
         if self._config.rollout.logprob_drift_limit or resumption is not None or not self.probe:
             return []
         logprobs: list[tuple[float, ...]] = []
@@ -89,7 +90,7 @@ class WeightVerification:
     def measure_drift(
         self, engine_logprobs: Sequence[tuple[float, ...]], initial: PublishedStep, resumption: Resumption | None
     ) -> None:
-        """Set the drift limit from how far engine and trainer logprobs differ on the base model.
+        """Set the drift limit from the differences of engine and trainer logprobs on the base model.
 
         A resumed run keeps its stored limit. Raises ConfigError above MAX_INITIAL_DRIFT, where rounding cannot be
         distinguished from wrong weights.
@@ -115,7 +116,7 @@ class WeightVerification:
         self.drift_limit = max(self.drift_limit, DRIFT_FACTOR * difference)
 
     def expected(self, published: PublishedStep) -> PublishedWeights:
-        """What an instance that pulls a published version has to hold and compute."""
+        """Weights and logprobs that an instance must have after pulling a published version."""
         return PublishedWeights(
             version=published.version,
             fingerprint=published.fingerprint,

@@ -1,1 +1,1 @@
-"""Simulation of a job in virtual time, with the real coordinator. Pure."""
+"""Simulates a job in virtual time, with the real coordinator. Pure."""

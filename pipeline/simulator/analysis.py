@@ -1,4 +1,4 @@
-"""Throughput of a simulated run, and its physical bound. Pure.
+"""Throughput of a simulated run, and the lower bound on its step time. Pure.
 
 The bound of a step is the largest of three times: its training; the decode and prefill work of its batch, spread over
 all instances at their rate when as full as cache, concurrency and staleness bound allow; and, when nothing is dropped,
@@ -21,9 +21,9 @@ from staleflow.stores.metrics import tokens_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
-    """Least seconds of a step, by cause. running: trajectories per instance for which work_s is computed. intervals:
-    between steps, that a response may take."""
+class StepTimeBound:
+    """Lower bound on the seconds of a step, by cause. running: trajectories per instance for which work_s is computed.
+    intervals: number of intervals between steps that a response may take."""
 
     train_s: float
     work_s: float
@@ -42,8 +42,9 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measures:
-    """One row of the table. The trainer's share is of the measured steps, others of all instances' time in the run."""
+class SimulationStats:
+    """Statistics of a simulated run. The trainer's share is of the measured steps, other shares of all instances' time
+    in the run."""
 
     steps_measured: int
     step_s: float
@@ -52,7 +53,7 @@ class Measures:
     """See stores/metrics.py."""
     steady_tokens_per_s: float
     """The same in the steady part: what longer runs come to, and what variants are compared by."""
-    bound: Bound
+    bound: StepTimeBound
     trainer_idle: float
     rollout_idle: float
     prefill_share: float
@@ -65,7 +66,7 @@ class Measures:
     reprefilled_tokens: int
     cached_tokens: int
     """Tokens of later turns' contexts that were still in an instance's cache."""
-    most_kept_tokens: int
+    max_kept_tokens: int
     """Most KV tokens that an instance held for turns to come."""
     sampled_tokens: int
     preemptions: int
@@ -79,7 +80,7 @@ class Measures:
 
     @property
     def of_bound(self) -> float:
-        """Share of the bound that is reached; 1 is the bound itself."""
+        """Lower bound on the step time as a share of the step time; 1 is optimal."""
         return self.bound.step_s / self.step_s if self.step_s else 0.0
 
     @property
@@ -87,8 +88,8 @@ class Measures:
         return sum(n for reason, n in self.ended.items() if reason != "consumed" and not reason.endswith("run_ended"))
 
 
-def measure(config: RunConfig, trace: Trace) -> Measures:
-    """Measure the steady part of a run; see `steady_part`."""
+def measure(config: RunConfig, trace: Trace) -> SimulationStats:
+    """Compute the statistics of the steady part of a run; see `steady_part`."""
     eta = min(versions_behind(config), config.staleness.eta)  # without a bound: what its work was drawn for
     first, last = steady_part(len(trace.steps), eta)
     window = trace.steps[first + 1 : last + 1] or trace.steps
@@ -101,7 +102,7 @@ def measure(config: RunConfig, trace: Trace) -> Measures:
     staleness: Counter[int] = Counter()
     for step in trace.steps:
         staleness.update(step.staleness)
-    return Measures(
+    return SimulationStats(
         steps_measured=len(window),
         step_s=span_s / len(window),
         tokens_per_s=tokens_per_s(_as_metrics(trace.steps)),
@@ -117,7 +118,7 @@ def measure(config: RunConfig, trace: Trace) -> Measures:
         wasted_tokens=max(0, sampled - trace.evaluated_tokens - sum(s.tokens for s in trace.steps)),
         reprefilled_tokens=sum(w.reprefilled for w in work),
         cached_tokens=sum(w.cached for w in work),
-        most_kept_tokens=max((i.most_kept for i in trace.instances), default=0),
+        max_kept_tokens=max((i.max_kept_tokens for i in trace.instances), default=0),
         sampled_tokens=sampled,
         preemptions=sum(w.preemptions for w in work),
         commands=trace.commands,
@@ -125,12 +126,12 @@ def measure(config: RunConfig, trace: Trace) -> Measures:
         refusals=trace.refusals,
         losses=trace.losses,
         finished_s=trace.finished_s,
-        diagnosis=diagnose(steady(trace.loads, eta), sizes_of(config)),
+        diagnosis=diagnose(steady(trace.step_times, eta), sizes_of(config)),
     )
 
 
 def steady_tokens_per_s(steps: Sequence[Mapping[str, float]], eta: int) -> float:
-    """Tokens per second of a run's steady part, simulated or real; of all of it if it has one step."""
+    """Tokens per second in the steady part of a simulated or real run; of the whole run if it has one step."""
     first, last = steady_part(len(steps), eta)
     if last <= first:
         return tokens_per_s(steps)
@@ -142,8 +143,8 @@ def _as_metrics(steps: Iterable[TrainedStep]) -> list[dict[str, float]]:
     return [{"response_tokens": float(s.tokens), "elapsed_s": s.finished_s} for s in steps]
 
 
-def bound_of(config: RunConfig, steps: list[TrainedStep]) -> Bound:
-    """Mean physical bound of the given steps."""
+def bound_of(config: RunConfig, steps: list[TrainedStep]) -> StepTimeBound:
+    """Mean lower bound on the time of these steps."""
     cost, engine, count = config.rollout.cost, config.rollout.engine, len(steps)
     instances = config.rollout.instances
     tokens = sum(s.tokens for s in steps)
@@ -151,12 +152,12 @@ def bound_of(config: RunConfig, steps: list[TrainedStep]) -> Bound:
     intervals = versions_behind(config) + 1
     in_flight = intervals * config.oversampled_groups * config.oversampled_group_size / instances
     running = max(1, int(min(engine.max_running, engine.kv_tokens / (context / tokens), in_flight)))
-    cost = factories.drafted_cost(config, running, running * context / tokens)
+    cost = factories.cost_with_drafts(config, running, running * context / tokens)
     work_s = cost.k1 * context + cost.compute_s(running) / running * tokens
     work_s += cost.prefill * sum(s.prefilled for s in steps)
-    keeps_all = config.staleness.admission.late is LateWork.WAIT and not config.batch.stragglers.truncates
+    keeps_all = config.staleness.admission.late_work is LateWork.WAIT and not config.batch.stragglers.truncates
     longest_s = sum(s.longest_s for s in steps) / count / intervals if keeps_all else 0.0
-    return Bound(
+    return StepTimeBound(
         train_s=sum(s.finished_s - s.ready_s for s in steps) / count,
         work_s=work_s / instances / count,
         longest_s=longest_s,
@@ -165,8 +166,8 @@ def bound_of(config: RunConfig, steps: list[TrainedStep]) -> Bound:
     )
 
 
-def explanation(config: RunConfig, m: Measures) -> list[str]:
-    """Readable lines that say where the time of a step went."""
+def explanation(config: RunConfig, m: SimulationStats) -> list[str]:
+    """Lines that explain the time of a step."""
     b = m.bound
     lines = [m.diagnosis.line] if m.diagnosis is not None else []
     lines += [
@@ -192,7 +193,7 @@ def explanation(config: RunConfig, m: Measures) -> list[str]:
         share = m.cached_tokens / (m.cached_tokens + m.reprefilled_tokens)
         lines.append(
             f"{m.cached_tokens / 1e6:.1f} M tokens of later turns' contexts were still cached, {share:.0%} of what had "
-            f"been computed before; an instance held {m.most_kept_tokens:,} at most"
+            f"been computed before; an instance held {m.max_kept_tokens:,} at most"
         )
     if m.wasted_tokens:
         lines.append(f"{m.wasted_tokens / 1e6:.2f} M sampled tokens were never trained on")
@@ -201,5 +202,5 @@ def explanation(config: RunConfig, m: Measures) -> list[str]:
     return lines
 
 
-def _mark(bound: Bound, seconds: float) -> str:
+def _mark(bound: StepTimeBound, seconds: float) -> str:
     return "  <- the roofline" if seconds == bound.step_s else ""

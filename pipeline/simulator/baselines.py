@@ -1,5 +1,5 @@
-"""Admission rules of other systems, to compare with in simulations. No job can name them: some keep no bound. Those
-that only tables compare with are in benchmarks/admission_rules.py. Pure.
+"""Admission rules of other systems, for comparison in simulations. Jobs cannot name them, since some guarantee no
+bound. Rules that only tables use are in benchmarks/admission_rules.py. Pure.
 
 | rule | in play (reserved and finished, not the batch being trained) | late work | keeps the bound |
 |---|---|---|---|
@@ -30,14 +30,15 @@ class Baseline(CappedAdmission):
     __slots__ = ()
 
     def check(self, eta: int) -> None:
-        """Raise ConfigError if its knobs do not fit the bound."""
+        """Raise ConfigError if the rule's settings contradict the bound."""
 
 
 BASELINES: Registry[Baseline] = Registry("baseline", "baseline", Baseline)
 
 
 def with_admission(config: RunConfig, rule: Admission) -> RunConfig:
-    """A job for simulations alone, with another admission rule. Raises ConfigError if it does not fit the bound."""
+    """A copy of a job with another admission rule, for simulations only. Raises ConfigError if it contradicts the
+    bound."""
     if isinstance(rule, Baseline):
         rule.check(config.staleness.eta)
     return dataclasses.replace(config, staleness=dataclasses.replace(config.staleness, admission=rule))
@@ -46,7 +47,7 @@ def with_admission(config: RunConfig, rule: Admission) -> RunConfig:
 @BASELINES.register("one_step")
 @dataclass(frozen=True, slots=True)
 class OneStep(Baseline):
-    """One batch ahead: while one batch is trained, only the next one is sampled."""
+    """One batch ahead: while a batch is trained, only the next one is sampled."""
 
     def versions_behind(self, bound: int) -> int:
         return 1
@@ -58,7 +59,8 @@ class OneStep(Baseline):
 @BASELINES.register("credits")
 @dataclass(frozen=True, slots=True)
 class Credits(Baseline):
-    """ROLL Flash: B + ceil(alpha B) credits at the start, B more per step; work too old for its step is dropped.
+    """ROLL Flash: B + ceil(alpha B) credits at the start, and B more per step. Work that is too old for its step is
+    dropped.
 
     ceil(alpha) bounds the version gap and must not exceed eta; a fractional alpha keeps fewer groups of the oldest
     version.
@@ -66,7 +68,7 @@ class Credits(Baseline):
 
     alpha: float = knob(1.0, "batches in play beyond the first; rounded up, the most versions a batch may lag", low=0)
 
-    late = LateWork.DROP
+    late_work = LateWork.DROP
 
     def check(self, eta: int) -> None:
         if math.ceil(self.alpha) > eta:
@@ -82,19 +84,19 @@ class Credits(Baseline):
 @BASELINES.register("backlog")
 @dataclass(frozen=True, slots=True)
 class Backlog(Baseline):
-    """AReaL: (eta + version + 1) B minus what was accepted and what is running. Bounds how far ahead work starts, not
-    how old it is when it is trained on."""
+    """AReaL: (eta + version + 1) B minus the accepted and running work. Limits how far ahead work starts, not how old
+    it is when it is trained on."""
 
     eta: int = parameter()
 
-    late = LateWork.TRAIN
+    late_work = LateWork.TRAIN
 
     def cap(self, ledger: StalenessLedger) -> int:
         return (self.eta + 1 + ledger.version - ledger.next_step) * ledger.groups_started
 
 
 def other_systems(eta: int) -> dict[str, Admission]:
-    """What `simulate --baselines` compares a job with, by label: rules of other systems at the same bound."""
+    """The rules of other systems at the same bound with which `simulate --baselines` compares a job, by label."""
     return {
         "synchronous": Synchronous(),
         "one step ahead": OneStep(),

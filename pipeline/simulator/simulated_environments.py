@@ -1,4 +1,4 @@
-"""Environments in virtual time: when they answer, and what, within the limits of [environment]. Pure."""
+"""Environments in virtual time, within the limits of [environment]. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from staleflow.stores.trajectory import TrajectoryId
 from staleflow.tasks.emulation.emulated_episodes import remaining_tokens
 from staleflow.tasks.emulation.workload import Workload
 
-Answered = EnvironmentStepped | EnvironmentFailed | TrajectoryScored
+EnvironmentEvent = EnvironmentStepped | EnvironmentFailed | TrajectoryScored
 
 
 @dataclass(slots=True)
@@ -30,7 +30,8 @@ class _Episode:
 
 
 class SimulatedEnvironments:
-    """The environments of a simulated run. after: schedules a call so many seconds later. tell: takes an answer."""
+    """The environments of a simulated run. after: schedules a call in so many seconds. on_result: receives results of
+    steps."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class SimulatedEnvironments:
         workload: Workload,
         *,
         after: Callable[[float, Callable[[], None]], None],
-        tell: Callable[[Answered], None],
+        on_result: Callable[[EnvironmentEvent], None],
     ) -> None:
         self._members = config.oversampled_group_size
         self._workload = workload
@@ -48,7 +49,7 @@ class SimulatedEnvironments:
         self._turn_tokens = config.rollout.turn_tokens or config.rollout.max_new_tokens
         self._reward_s, self._act_s = config.simulation.reward_s, config.simulation.environment_overhead_s
         self._after = after
-        self._tell = tell
+        self._on_result = on_result
         self._open: dict[TrajectoryId, _Episode] = {}
         self._failures: Counter[TrajectoryId] = Counter()
         self._free = config.environment.hosts * config.environment.concurrency
@@ -56,22 +57,23 @@ class SimulatedEnvironments:
         self._barrier = Barrier(self._release) if config.simulation.lock_step else None
 
     def remaining_tokens(self, trajectory: TrajectoryId, tokens: int) -> int:
-        """Tokens that a trajectory of `tokens` after its prompt, given ones included, samples until its turn ends."""
+        """Tokens that a trajectory samples until its turn ends. tokens: its length after the prompt, observations
+        included."""
         turns = self._workload.turns(*divmod(abs(trajectory), self._members))
         return max(1, min(remaining_tokens(turns, tokens), self._turn_tokens, self._max_tokens - tokens))
 
     def begun(self, trajectory: TrajectoryId) -> None:
-        """A turn of a trajectory begins to be sampled."""
+        """Record that sampling of a trajectory's turn begins."""
         if self._barrier is not None:
             self._barrier.enter(trajectory)
 
     def ended(self, trajectory: TrajectoryId) -> None:
-        """A trajectory takes no more turns."""
+        """Record that a trajectory has no more turns."""
         if self._barrier is not None:
             self._barrier.leave(trajectory)
 
     def step(self, command: StepEnvironment, tokens: int) -> None:
-        """Have an environment answer the turn that a trajectory of `tokens` has ended with, once there is a place."""
+        """Start an env step in reply to the turn that ends a response at `tokens` tokens, once there is a free slot."""
         trajectory = command.trajectory
         episode = self._open.setdefault(trajectory, _Episode(trajectory))
         episode.waits = True
@@ -79,7 +81,7 @@ class SimulatedEnvironments:
         self._serve()
 
     def close_environment(self, trajectory: TrajectoryId) -> None:
-        """Close an environment; a step under way is cancelled."""
+        """Close an environment. A running step is cancelled."""
         episode = self._open.pop(trajectory)
         episode.waits = False
         self._failures.pop(trajectory, None)
@@ -97,7 +99,7 @@ class SimulatedEnvironments:
         seconds, event = self._outcome(episode, command, tokens)
         self._after(seconds, lambda: self._end(episode, event))
 
-    def _outcome(self, episode: _Episode, command: StepEnvironment, tokens: int) -> tuple[float, Answered]:
+    def _outcome(self, episode: _Episode, command: StepEnvironment, tokens: int) -> tuple[float, EnvironmentEvent]:
         trajectory, route_number, limits = episode.trajectory, command.route_number, self._limits
         group, member = divmod(abs(trajectory), self._members)
         cut = command.truncated or tokens >= self._max_tokens or episode.turns >= limits.max_turns - 1
@@ -127,7 +129,7 @@ class SimulatedEnvironments:
         episode.in_step = False
         self._serve()
 
-    def _end(self, episode: _Episode, event: Answered) -> None:
+    def _end(self, episode: _Episode, event: EnvironmentEvent) -> None:
         self._leave(episode)
         if not episode.waits:
             return
@@ -141,29 +143,30 @@ class SimulatedEnvironments:
                 del self._open[event.trajectory]
                 self._failures[event.trajectory] += 1
         if not isinstance(event, EnvironmentStepped):
-            self._tell(event)
+            self._on_result(event)
         elif self._barrier is not None:
             self._barrier.hold(event)
         elif self._act_s:
-            self._after(self._act_s, lambda: self._tell_open(event))
+            self._after(self._act_s, lambda: self._emit_if_open(event))
         else:
-            self._tell(event)
+            self._on_result(event)
 
     def _release(self, events: list[EnvironmentStepped]) -> None:
         def tell() -> None:
             for event in events:
-                self._tell_open(event)
+                self._emit_if_open(event)
 
         self._after(self._act_s, tell)
 
-    def _tell_open(self, event: EnvironmentStepped) -> None:
+    def _emit_if_open(self, event: EnvironmentStepped) -> None:
         """Tell an answer, unless its trajectory was dismissed meanwhile."""
         if event.trajectory in self._open:
-            self._tell(event)
+            self._on_result(event)
 
 
 class Barrier:
-    """The lock step of a batch of environments: an answer is held until all that take turns have theirs."""
+    """Lock step of a batch of environments: results are held back until all trajectories that take turns have
+    theirs."""
 
     def __init__(self, release: Callable[[list[EnvironmentStepped]], None]) -> None:
         self._release = release

@@ -1,5 +1,5 @@
-"""The evaluations of a simulated run, where the job asks for some beside training: requested when a run on a cluster
-requests them. Those before and after training alone are left out: they are no part of what a step takes. Pure."""
+"""The evaluations during training of a simulated run, requested as in a real run. Those before and after training are
+left out, since they do not affect the time of a step. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from staleflow.tasks.emulation.workload import Workload
 
 
 class SimulatedEvaluations:
-    """One run's. Each response is one of the workload's."""
+    """The evaluations of one simulated run. Responses are the workload's."""
 
     def __init__(self, config: RunConfig, workload: Workload) -> None:
         self._workload = workload
@@ -19,28 +19,28 @@ class SimulatedEvaluations:
         sets = config.evaluation_sets.values() if config.evaluation.every else ()
         self._size = sum(eval_set.prompts * eval_set.responses_per_prompt for eval_set in sets)
         self._number = 0
-        self._under_way = self._is_due = False
+        self._is_running = self._is_due = False
 
     @property
     def pending(self) -> bool:
-        """Whether an evaluation is under way, or due."""
-        return self._under_way or self._is_due
+        """Whether an evaluation is running or due."""
+        return self._is_running or self._is_due
 
     def published(self, version: int) -> EvaluationRequested | None:
-        """The request that follows a version, if it is to be evaluated and no evaluation is under way."""
+        """The request that follows a published version, if it is due and no evaluation is running."""
         self._is_due |= self._size > 0 and self._schedule.is_due(version)
         return self._next()
 
     def concluded(self, *, abandoned: bool) -> EvaluationRequested | None:
-        """The request that follows the end of an evaluation, if another is due."""
-        self._under_way = False
+        """The request that follows the end of an evaluation, if another one is due."""
+        self._is_running = False
         self._is_due |= abandoned
         return self._next()
 
     def _next(self) -> EvaluationRequested | None:
-        if self._under_way or not self._is_due:
+        if self._is_running or not self._is_due:
             return None
-        self._under_way, self._is_due = True, False
+        self._is_running, self._is_due = True, False
         groups = [GroupId(-1 - self._number * self._size - i) for i in range(self._size)]
         self._number += 1
         return EvaluationRequested(

@@ -1,7 +1,7 @@
-"""Simulation of a job in virtual time: executes the coordinator's commands on simulated instances, reports the events.
+"""Simulates a job in virtual time: executes the coordinator's commands on simulated instances, and reports the events.
 
-Discrete events on one heap; everything random is drawn from the job's seed, so the same job gives the same trace. The
-coordinator is the one that runs on a cluster, built by the same function from the same file; nothing is decided here.
+Events are discrete, on one heap. All random numbers are derived from the job's seed, so the same job gives the same
+trace. The coordinator is that of a real run, created by the same function from the same job; nothing is decided here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from staleflow.pipeline.coordination.events import (
     VersionPublished,
 )
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
-from staleflow.pipeline.simulator.simulated_environments import Answered, SimulatedEnvironments
+from staleflow.pipeline.simulator.simulated_environments import EnvironmentEvent, SimulatedEnvironments
 from staleflow.pipeline.simulator.simulated_evaluations import SimulatedEvaluations
 from staleflow.pipeline.simulator.trace import InstanceTrace, Trace, TrainedStep
 from staleflow.stores.errors import RunStuck
@@ -76,7 +76,7 @@ STUCK_TICKS = 100
 
 @dataclass(slots=True)
 class SimulatedInstance:
-    """A simulated instance. wake: number of its heap entry that is still valid."""
+    """A simulated instance. wake: number of its currently valid heap entry."""
 
     id: InstanceId
     index: int
@@ -86,12 +86,12 @@ class SimulatedInstance:
     wake: int = 0
     alive: bool = True
     reported: WorkTotals = field(default_factory=WorkTotals)
-    """Its totals when it last reported."""
+    """Its totals at its latest report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """One trained response; fields as in TrainedStep. alone_s: seconds it takes on an instance of its own."""
+    """One trained response, with fields as in TrainedStep. alone_s: its seconds on an instance of its own."""
 
     sampled: int
     prefilled: int
@@ -100,7 +100,7 @@ class Response:
 
 
 class SimulatedRun:
-    """One job in virtual time. `observe` is called with every event and the commands that followed."""
+    """One job in virtual time. observe: called with every event and the commands that followed."""
 
     def __init__(
         self,
@@ -114,21 +114,21 @@ class SimulatedRun:
         self._simulation = config.simulation
         self._workload = workload
         self._cost = config.rollout.cost
-        self._cost_alone = factories.drafted_cost(config, 1, 0.0)
+        self._cost_alone = factories.cost_with_drafts(config, 1, 0.0)
         self._observe = observe
         self._members = config.oversampled_group_size
-        self._acts = config.has_environment  # which may look a user's file up
+        self._has_environment = config.has_environment  # which may look a user's file up
         self.coordinator: Coordinator = factories.make_coordinator(config, validate_each=validate_each)
         self._faults = generator(config.seed, Stream.FAULTS)
         self._now = 0.0
         self._heap: list[tuple[float, int, Callable[[], None], bool]] = []
-        self._under_way = 0  # entries of the heap that are neither ticks nor faults
+        self._num_pending = 0  # entries of the heap that are neither ticks nor faults
         self._order = 0
         self._instances: dict[InstanceId, SimulatedInstance] = {}
         self._touched: dict[InstanceId, SimulatedInstance] = {}
         self._tokens: dict[TrajectoryId, int] = {}
-        self._env_tokens: dict[TrajectoryId, int] = {}  # tokens that were given since the latest turn
-        # What the trajectory server has of running responses: their tokens when they were last delivered.
+        self._env_tokens: dict[TrajectoryId, int] = {}  # observation tokens since the latest turn
+        # Length of running responses when they were last delivered to the trajectory server.
         self._delivered: dict[InstanceId, dict[TrajectoryId, int]] = {}
         self._delivered_s = 0.0
         self._next_group = 0
@@ -136,88 +136,95 @@ class SimulatedRun:
         self._environments = SimulatedEnvironments(
             config,
             workload,
-            after=lambda seconds, action: self._at(self._now + seconds, action),
-            tell=self._environment_told,
+            after=lambda seconds, action: self._schedule(self._now + seconds, action),
+            on_result=self._on_environment_event,
         )
         self._evaluations = SimulatedEvaluations(config, workload)
-        self._watch = TimeTracker(
+        self._tracker = TimeTracker(
             self._cost, self._members, on_pull=config.rollout.on_pull,
             first_length=config.rollout.engine.speculation.first_length,
         )  # fmt: skip
-        self.trace = Trace(loads=self._watch.finished_steps)
+        self.trace = Trace(step_times=self._tracker.finished_steps)
 
     def run(self) -> Trace:
-        """Run all steps. Raises RunStuck, with what the job waits for, if nothing more can happen."""
+        """Run all steps. Raises RunStuck, which says what the job waits for, if nothing more can happen."""
         for index in range(self._config.rollout.instances):
             self._join(index, attempt=0)
-        self._at(self._simulation.report_s, self._tick, recurring=True)
+        self._schedule(self._simulation.report_s, self._tick, recurring=True)
         if self._simulation.mean_loss_interval_s:
-            self._at(self._faults.exponential(self._simulation.mean_loss_interval_s), self._lose_one, recurring=True)
-        self._tell_if(self._evaluations.published(0))
+            self._schedule(
+                self._faults.exponential(self._simulation.mean_loss_interval_s),
+                self._lose_random_instance,
+                recurring=True,
+            )
+        self._handle_if_any(self._evaluations.published(0))
         while not self.coordinator.finished or self._evaluations.pending:
             time_s, _, action, recurring = heapq.heappop(self._heap)
-            self._under_way -= not recurring
+            self._num_pending -= not recurring
             self._now = max(self._now, time_s)
             action()
             self._reschedule()
-        self._tell(StopRequested(why="all steps are trained"))
+        self._handle(StopRequested(why="all steps are trained"))
         self._close()
         return self.trace
 
     # -- time ----------------------------------------------------------------------------------------------------
 
-    def _at(self, seconds: float, action: Callable[[], None], *, recurring: bool = False) -> None:
-        """Schedule an action. recurring: it is a tick or a fault, which occurs whether or not work is pending."""
+    def _schedule(self, seconds: float, action: Callable[[], None], *, recurring: bool = False) -> None:
+        """Schedule an action. recurring: whether it is a tick or a fault, which occurs whether or not work is
+        pending."""
         self._order += 1
-        self._under_way += not recurring
+        self._num_pending += not recurring
         heapq.heappush(self._heap, (seconds, self._order, action, recurring))
 
-    def _after(self, seconds: float, event: Event) -> None:
-        self._at(self._now + seconds, lambda: self._tell(event))
+    def _emit_after(self, seconds: float, event: Event) -> None:
+        self._schedule(self._now + seconds, lambda: self._handle(event))
 
-    def _tell(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         commands = self.coordinator.handle(event, self._now)
         self.trace.num_events += 1
-        self._watch.observe(self._now, event, commands)
+        self._tracker.observe(self._now, event, commands)
         if self._observe is not None:
             self._observe(self._now, event, commands)
         for command in commands:
             name = type(command).__name__
             self.trace.commands[name] = self.trace.commands.get(name, 0) + 1
-            self._carry_out(command)
+            self._execute(command)
 
-    def _tell_if(self, event: Event | None) -> None:
+    def _handle_if_any(self, event: Event | None) -> None:
         if event is not None:
-            self._tell(event)
+            self._handle(event)
 
     def _publish(self, version: int) -> None:
-        self._tell(VersionPublished(version=PolicyVersion(version)))
-        self._tell_if(self._evaluations.published(version))
+        self._handle(VersionPublished(version=PolicyVersion(version)))
+        self._handle_if_any(self._evaluations.published(version))
 
     def _tick(self) -> None:
-        self._quiet_ticks = 0 if self._under_way else self._quiet_ticks + 1
+        self._quiet_ticks = 0 if self._num_pending else self._quiet_ticks + 1
         if self._quiet_ticks > STUCK_TICKS:
-            raise RunStuck(f"nothing more can happen: {self.coordinator.waiting_for()}")
+            raise RunStuck(f"nothing more can happen: {self.coordinator.explain_waiting()}")
         delivers = 0 < self._config.rollout.delivery_interval_s <= self._now - self._delivered_s
         self._delivered_s = self._now if delivers else self._delivered_s
         for instance in list(self._instances.values()):
             if instance.engine.num_requests:
                 progress = tuple((TrajectoryId(t), n) for t, n in instance.engine.progress(self._now))
                 steps = (
-                    self._steps_taken(instance)
+                    self._decode_stats(instance)
                     if self._config.rollout.engine.speculation.num_speculative_tokens
                     else None
                 )
                 delivered = progress if delivers else ()
-                self._tell(InstanceReported(instance=instance.id, progress=progress, delivered=delivered, steps=steps))
+                self._handle(
+                    InstanceReported(instance=instance.id, progress=progress, delivered=delivered, steps=steps)
+                )
                 if delivers:
                     self._delivered[instance.id] = dict(progress)
-            instance.trace.most_kept = max(instance.trace.most_kept, instance.engine.kept_tokens)
-        self._tell(Tick())
-        self._at(self._now + self._simulation.report_s, self._tick, recurring=True)
+            instance.trace.max_kept_tokens = max(instance.trace.max_kept_tokens, instance.engine.kept_tokens)
+        self._handle(Tick())
+        self._schedule(self._now + self._simulation.report_s, self._tick, recurring=True)
 
-    def _steps_taken(self, instance: SimulatedInstance) -> DecodeStats:
-        """What an instance has decoded since it was last asked."""
+    def _decode_stats(self, instance: SimulatedInstance) -> DecodeStats:
+        """Decode steps of an instance since the last call."""
         before, now = instance.reported, instance.engine.work_by(self._now)
         instance.reported = now
         return DecodeStats(
@@ -232,13 +239,13 @@ class SimulatedRun:
 
     # -- commands --------------------------------------------------------------------------------------------
 
-    def _carry_out(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         match command:
             case Route() | Abort() | ReleaseCache() | Interrupt() | Pull() | Sleep() | SetDraftLength():
-                if isinstance(command, Route):  # at once: its end may be told before its way to the instance is over
+                if isinstance(command, Route):  # before the message arrives, because the trajectory may end before that
                     self._environments.begun(command.trajectory)
                 if self._simulation.message_s:
-                    self._at(self._now + self._simulation.message_s, lambda: self._on_instance(command))
+                    self._schedule(self._now + self._simulation.message_s, lambda: self._on_instance(command))
                 else:
                     self._on_instance(command)
             case FetchPrompts():
@@ -249,10 +256,12 @@ class SimulatedRun:
                     NewGroup(group=GroupId(g), prompt_tokens=self._workload.prompt_tokens(g), source=source, task=task)
                     for g, (source, task) in zip(groups, draws, strict=True)
                 )
-                self._after(self._simulation.fetch_prompts_s, GroupsArrived(groups=new))
+                self._emit_after(self._simulation.fetch_prompts_s, GroupsArrived(groups=new))
             case Score():
-                reward = self._workload.reward(*self._place(command.trajectory))
-                self._after(self._simulation.reward_s, TrajectoryScored(trajectory=command.trajectory, reward=reward))
+                reward = self._workload.reward(*self._workload_index(command.trajectory))
+                self._emit_after(
+                    self._simulation.reward_s, TrajectoryScored(trajectory=command.trajectory, reward=reward)
+                )
             case StepEnvironment():
                 self._environments.step(command, self._tokens[command.trajectory])
             case CloseEnvironment():
@@ -261,8 +270,10 @@ class SimulatedRun:
                 self._train(command)
             case FinishEvaluation():
                 self.trace.evaluations.append((int(command.version), self._now, command.abandoned))
-                self._forget_evaluated()
-                self._at(self._now, lambda: self._tell_if(self._evaluations.concluded(abandoned=command.abandoned)))
+                self._drop_evaluation()
+                self._schedule(
+                    self._now, lambda: self._handle_if_any(self._evaluations.concluded(abandoned=command.abandoned))
+                )
             case Discard():
                 for ending in command.endings:
                     reason = outcome_key(ending.fate, ending.reason)
@@ -273,7 +284,7 @@ class SimulatedRun:
 
     def _on_instance(self, command: Route | Abort | ReleaseCache | Interrupt | Pull | Sleep | SetDraftLength) -> None:
         instance = self._instances.get(command.instance)
-        if instance is None:  # lost, and the coordinator knows it already
+        if instance is None:  # lost, and reported as such
             return
         self._advance(instance)
         self._touched[instance.id] = instance
@@ -290,7 +301,7 @@ class SimulatedRun:
                 stopped = instance.engine.remove(self._now, command.trajectory)
                 if stopped is not None:
                     self._tokens[command.trajectory] = stopped.tokens
-                    self._after(
+                    self._emit_after(
                         max(0.0, instance.engine.clock - self._now) + self._simulation.message_s,
                         TrajectoryInterrupted(
                             trajectory=command.trajectory,
@@ -301,39 +312,39 @@ class SimulatedRun:
                     )
             case Sleep():
                 idle_s = max(0.0, instance.engine.clock - self._now)
-                self._after(
+                self._emit_after(
                     idle_s + self._simulation.switch_s + self._simulation.message_s,
                     InstanceSlept(instance=instance.id, step=command.step),
                 )
             case Pull():
                 slow = self._faults.random() < self._simulation.slow_pull_share
                 seconds = self._simulation.pull_s * (self._simulation.slow_pull_factor if slow else 1.0)
-                if self._config.served_versions:  # beside those that run
+                if self._config.served_versions:  # loaded beside the versions being served
                     loaded_s = self._now + seconds
                 else:
                     loaded_s = instance.engine.load(self._now, seconds, keep=self._config.rollout.on_pull == "keep")
                 instance.version = command.version
-                self._after(
+                self._emit_after(
                     loaded_s - self._now + self._simulation.message_s,
                     PullFinished(instance=instance.id, version=command.version),
                 )
 
-    def _place(self, trajectory: TrajectoryId) -> tuple[int, int]:
-        """The group and the member whose response in the workload a trajectory has."""
+    def _workload_index(self, trajectory: TrajectoryId) -> tuple[int, int]:
+        """(group, member) of a trajectory's response in the workload."""
         return divmod(abs(trajectory), self._members)
 
-    def _forget_evaluated(self) -> None:
-        """Count the tokens of an evaluation that has ended, and forget its trajectories."""
+    def _drop_evaluation(self) -> None:
+        """Count the tokens of an ended evaluation, and drop its trajectories."""
         for trajectory in [t for t in self._tokens if is_evaluation(t)]:
             self.trace.evaluated_tokens += self._response(trajectory, self._tokens.pop(trajectory)).sampled
             self._env_tokens.pop(trajectory, None)
             self._environments.ended(trajectory)
 
     def _sample(self, instance: SimulatedInstance, command: Route) -> None:
-        group, member = self._place(command.trajectory)
+        group, member = self._workload_index(command.trajectory)
         tokens = self._tokens.get(command.trajectory, 0)
         turns = self._workload.turns(group, member)
-        if self._acts:
+        if self._has_environment:
             turns = (Turn(tokens + self._environments.remaining_tokens(command.trajectory, tokens)),)
         instance.engine.submit(
             self._now,
@@ -345,14 +356,14 @@ class SimulatedRun:
             num_env_tokens=self._env_tokens.pop(command.trajectory, 0),
         )
 
-    def _environment_told(self, event: Answered) -> None:
+    def _on_environment_event(self, event: EnvironmentEvent) -> None:
         match event:
             case EnvironmentStepped():
                 self._env_tokens[event.trajectory] = event.tokens - self._tokens[event.trajectory]
                 self._tokens[event.trajectory] = event.tokens
             case EnvironmentFailed():
                 del self._tokens[event.trajectory]
-        self._tell(event)
+        self._handle(event)
 
     def _train(self, command: Train) -> None:
         responses = [self._response(t, self._tokens.pop(t)) for t in command.trajectories]
@@ -372,17 +383,17 @@ class SimulatedRun:
         self.trace.steps.append(step)
         reason = Fate.CONSUMED.value
         self.trace.ended[reason] = self.trace.ended.get(reason, 0) + len(responses)
-        self._at(self._now + seconds, lambda: self._publish(command.step + 1))
+        self._schedule(self._now + seconds, lambda: self._publish(command.step + 1))
 
     def _response(self, trajectory: TrajectoryId, tokens: int) -> Response:
-        """Least cost of a response of `tokens`, tool answers included."""
-        group, member = self._place(trajectory)
+        """The cost of a response of `tokens` tokens, tool output included, on an instance of its own."""
+        group, member = self._workload_index(trajectory)
         context = prompt = self._workload.prompt_tokens(group)
         sampled = tools = 0
         context_tokens = alone_s = 0.0
         for turn in self._workload.turns(group, member):
             remaining_tokens = prompt + tokens - context
-            if remaining_tokens <= 0:  # an episode that was full ended with an earlier turn
+            if remaining_tokens <= 0:  # the episode ended early because the response was at its limit
                 break
             count = min(turn.tokens, remaining_tokens)
             observation_tokens = min(turn.tool_tokens, remaining_tokens - count)
@@ -407,7 +418,7 @@ class SimulatedRun:
                 cost,
                 kv_capacity=engine.kv_tokens,
                 max_running=engine.max_running,
-                drafting=factories.drafting(self._config),
+                drafting=factories.draft_settings(self._config),
             ),
             trace=InstanceTrace(name=name, joined_s=self._now),
             version=version,
@@ -415,11 +426,11 @@ class SimulatedRun:
         instance.engine.clock = self._now
         self._instances[name] = instance
         self.trace.instances.append(instance.trace)
-        self._tell(
+        self._handle(
             InstanceJoined(instance=name, version=version, kv_capacity=engine.kv_tokens, max_running=engine.max_running)
         )
 
-    def _lose_one(self) -> None:
+    def _lose_random_instance(self) -> None:
         if self._instances:
             instance = list(self._instances.values())[int(self._faults.integers(len(self._instances)))]
             running = {t for t, _ in instance.engine.progress(self._now)}
@@ -428,10 +439,12 @@ class SimulatedRun:
             self._retire_instance(instance)
             self.trace.losses += 1
             attempt = self.trace.losses
-            self._tell(InstanceLost(instance=instance.id, why="drawn at random"))
-            self._at(self._now + self._simulation.replace_s, lambda: self._join(instance.index, attempt))
-        self._at(
-            self._now + self._faults.exponential(self._simulation.mean_loss_interval_s), self._lose_one, recurring=True
+            self._handle(InstanceLost(instance=instance.id, why="drawn at random"))
+            self._schedule(self._now + self._simulation.replace_s, lambda: self._join(instance.index, attempt))
+        self._schedule(
+            self._now + self._faults.exponential(self._simulation.mean_loss_interval_s),
+            self._lose_random_instance,
+            recurring=True,
         )
 
     def _retire_instance(self, instance: SimulatedInstance) -> None:
@@ -445,7 +458,7 @@ class SimulatedRun:
         """Advance an instance to the current time; each finished response becomes a separate event."""
         for ended in instance.engine.advance(self._now):
             self._tokens[TrajectoryId(ended.trajectory)] = ended.tokens
-            self._after(
+            self._emit_after(
                 self._simulation.message_s,
                 TrajectorySampled(
                     trajectory=TrajectoryId(ended.trajectory),
@@ -466,7 +479,7 @@ class SimulatedRun:
             instance.wake += 1
             next_s = instance.engine.next_s()
             if next_s < math.inf:
-                self._at(next_s, partial(self._wake, instance, instance.wake))
+                self._schedule(next_s, partial(self._wake, instance, instance.wake))
         self._touched.clear()
 
     def _close(self) -> None:
@@ -477,6 +490,7 @@ class SimulatedRun:
 
 
 def train_seconds(config: RunConfig, tokens: int) -> float:
-    """Seconds of a training step over `tokens`, prompts included; in turns, until the trainer has left the GPUs."""
+    """Seconds of a training step over `tokens` tokens, prompts included; in turns, until the trainer has freed the
+    GPUs."""
     simulation = config.simulation
     return simulation.train_s + simulation.train_s_per_token * tokens + config.turns * simulation.switch_s

@@ -1,4 +1,4 @@
-"""Record of a simulated run: times and counts. Pure."""
+"""The record of a simulated run: times and counts. Pure."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class InstanceTrace:
     joined_s: float
     lost_s: float | None = None
     work: WorkTotals = field(default_factory=WorkTotals)
-    most_kept: int = 0
+    max_kept_tokens: int = 0
     """Most KV tokens held for turns to come, at any tick."""
 
 
 @dataclass(slots=True)
 class Trace:
-    """One simulated run. commands: counts by kind."""
+    """The record of one simulated run. commands: counts by kind."""
 
     steps: list[TrainedStep] = field(default_factory=list)
     instances: list[InstanceTrace] = field(default_factory=list)
@@ -57,5 +57,5 @@ class Trace:
     """(version, second of its end, whether it was abandoned)."""
     evaluated_tokens: int = 0
     """Tokens sampled for evaluations."""
-    loads: list[StepTimes] = field(default_factory=list)
+    step_times: list[StepTimes] = field(default_factory=list)
     """Where the time of each step went."""

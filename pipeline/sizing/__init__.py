@@ -1,1 +1,1 @@
-"""How much memory the roles of a job need of a GPU. Pure."""
+"""GPU memory needed by the roles of a job. Pure."""

@@ -1,4 +1,4 @@
-"""Bytes of a GPU that a rank of the trainer and a rollout instance need.
+"""GPU memory of a trainer rank and a rollout instance, in bytes.
 
 Where the numbers come from:
 - Parameters of the trainer: weights, gradients and AdamW's two moments in float32, 16 bytes each, in shards; under FSDP
@@ -34,7 +34,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingShape:
-    """How a trainer works. microbatch_tokens: of one forward and backward pass."""
+    """Settings of a trainer that determine its memory. microbatch_tokens: tokens of one forward and backward pass."""
 
     ranks: int
     dtype: str
@@ -45,7 +45,7 @@ class TrainingShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:
-    """How an instance works. batch_tokens: most in a forward pass."""
+    """Settings of an instance that determine its memory. batch_tokens: maximum tokens of a forward pass."""
 
     tensor_parallel: int
     dtype: str
@@ -55,8 +55,8 @@ class EngineShape:
 
 
 def layer_bytes(model: ModelShape, dtype: str) -> int:
-    """Bytes that autograd saves of one layer for each token. bfloat16: under autocast, with a float32 residual stream;
-    routed experts compute in float32 under autocast as well."""
+    """Bytes that autograd saves per token and layer. bfloat16: whether autocast is used, with a float32 residual
+    stream; routed experts still compute in float32."""
     half = dtype == "bfloat16"
     wide, narrow = (26, 10) if half else (24, 16)
     attention = wide * model.hidden + narrow * (model.q_size + model.kv_size)
@@ -66,14 +66,14 @@ def layer_bytes(model: ModelShape, dtype: str) -> int:
 
 
 def activation_bytes(model: ModelShape, dtype: str, *, recompute: bool) -> int:
-    """Bytes that autograd saves for each token. With recompute: what comes into each layer, and one layer."""
+    """Bytes that autograd saves per token. With recomputation: the inputs of all layers, and one whole layer."""
     if recompute:
         return 4 * model.hidden * model.layers + layer_bytes(model, dtype)
     return layer_bytes(model, dtype) * model.layers
 
 
 def kv_bytes(model: ModelShape, dtype: str, tensor_parallel: int = 1) -> int:
-    """Bytes of the KV cache for each token, on each GPU."""
+    """Bytes of the KV cache per token on each GPU."""
     return 2 * model.layers * model.kv_size * ITEM_BYTES[dtype] // tensor_parallel
 
 
@@ -89,8 +89,8 @@ def parameter_bytes(model: ModelShape, training: TrainingShape) -> int:
 
 
 def trainer_parts(model: ModelShape, training: TrainingShape) -> dict[str, int]:
-    """Bytes of a rank's GPU by what they are for. AdamW's temporary copies and activations are not there at once; the
-    greater counts."""
+    """Bytes of a rank's GPU by use. AdamW's temporary copies and the activations do not exist at the same time; the
+    larger counts."""
     per_token = activation_bytes(model, training.dtype, recompute=training.recompute)
     optimizer = 0 if training.offload else 4 * model.parameters // training.ranks
     return {
@@ -102,7 +102,7 @@ def trainer_parts(model: ModelShape, training: TrainingShape) -> dict[str, int]:
 
 
 def engine_parts(model: ModelShape, engine: EngineShape) -> dict[str, int]:
-    """Bytes of each GPU of an instance by what they are for."""
+    """Bytes of each GPU of an instance by use."""
     size, parallel = ITEM_BYTES[engine.dtype], engine.tensor_parallel
     widest = (
         4 * model.hidden + (2 * model.q_size + 3 * model.intermediate * max(1, model.experts_per_token)) // parallel

@@ -1,4 +1,4 @@
-"""The sizes of a decoder-only model that decide how much memory it needs, from its config.json."""
+"""Sizes of a decoder-only model that determine its memory, from its config.json."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from staleflow.stores.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder whose layers are alike. q_size, kv_size: widths of all heads together. intermediate: width of
-    the gated MLP, or of one expert. num_experts: 0 for a dense model."""
+    """Sizes of a decoder whose layers are all alike.
+
+    Args:
+        q_size, kv_size: Widths of all query heads, and of all key heads, together.
+        intermediate: Width of the gated MLP, or of one expert.
+        num_experts: Number of experts; 0 for a dense model.
+    """
 
     layers: int
     hidden: int

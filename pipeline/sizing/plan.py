@@ -1,4 +1,4 @@
-"""Whether a job fits on its GPUs, and the smallest change with which it does."""
+"""Whether a job fits on its GPUs, and otherwise the smallest change with which it fits."""
 
 from __future__ import annotations
 
@@ -29,9 +29,14 @@ LOAD_BYTES_S, START_S = 1_000_000_000, 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedJob:
-    """What of a job decides about memory. longest: tokens of its longest sequence, prompt included. num_gpus: for
-    trainer and instances together. own_gpu: whether trainer and instances have GPUs of their own. turns: whether they
-    have the same ones, in turns."""
+    """The settings of a job that determine its memory.
+
+    Args:
+        longest: Tokens of its longest sequence, prompt included.
+        num_gpus: GPUs of trainer and instances together.
+        own_gpu: Whether trainer and instances have separate GPUs.
+        turns: Whether they use the same GPUs in turns.
+    """
 
     training: TrainingShape
     engine: EngineShape
@@ -50,8 +55,8 @@ class SizedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes of a rank's and of an instance's GPU by part, and what is proposed. changes: keys of the job file with the
-    values with which it fits; empty if it does, None if none is known."""
+    """Bytes of a rank's and of an instance's GPU by part, with a proposal. changes: keys of the job file and the values
+    with which it fits; empty if it fits already, None if no change is known."""
 
     device_bytes: int
     trainer: Mapping[str, int]
@@ -65,7 +70,7 @@ class MemoryPlan:
 
 
 def make_plan(model: ModelShape, job: SizedJob, device_bytes: int) -> MemoryPlan:
-    """The plan of a job on GPUs of one size."""
+    """Plan the memory of a job on GPUs of one size."""
     changes = None
     for candidate, changed in _candidates(job):
         if candidate.needed_gpus <= max(job.num_gpus, job.needed_gpus) and _fits(model, candidate, device_bytes):

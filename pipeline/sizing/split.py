@@ -1,4 +1,4 @@
-"""How many of a run's GPUs sample and how many train. Pure."""
+"""Proposes how many GPUs of a run sample and how many train. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from staleflow.tasks.emulation.cost_model import CostModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """The time that a training step needs. sample_s: seconds in which one instance samples its batch. train_s: seconds
-    in which one rank trains on it."""
+    """Work of a training step. sample_s: seconds in which one instance samples its batch. train_s: seconds in which one
+    rank trains on it."""
 
     sample_s: float
     train_s: float
@@ -46,7 +46,7 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A division of GPUs. reason: why this one, in one line."""
+    """A division of GPUs. reason: why it was chosen, in one line."""
 
     instances: int
     ranks: int
@@ -55,7 +55,7 @@ class Split:
 
 def propose_split(work: StepWork, num_gpus: int, tensor_parallel: int = 1, min_ranks: int = 1) -> Split | None:
     """Choose the division with the shortest step. Sampling and training overlap, so the slower one decides; among equal
-    divisions the one with fewer ranks is taken. None if there are too few GPUs.
+    divisions, the one with fewer ranks is chosen. None if there are too few GPUs.
 
     Args:
         work: Of a step.

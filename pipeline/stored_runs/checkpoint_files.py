@@ -1,4 +1,4 @@
-"""Comparison of a checkpoint's files with those that the run's trainer saves of the same weights."""
+"""Compares a checkpoint's files with those that the run's trainer saves for the same weights."""
 
 from __future__ import annotations
 

@@ -267,8 +267,8 @@ def _mean(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def _on_same_prompts(base: _Job, job: _Job) -> Iterator[PromptDifference]:
-    both = (*base.runs, *job.runs)
-    by_point = [{(e.set, e.version): e for e in run.evaluations} for run in both]
+    common = (*base.runs, *job.runs)
+    by_point = [{(e.set, e.version): e for e in run.evaluations} for run in common]
     for name, version in sorted(set.intersection(*({*of_run} for of_run in by_point))):
         evaluations = [of_run[name, version] for of_run in by_point]
         reason = _other_rewards(evaluation.function for evaluation in evaluations)
@@ -278,10 +278,10 @@ def _on_same_prompts(base: _Job, job: _Job) -> Iterator[PromptDifference]:
             if all(any(of_run.values()) for of_run in by_run):
                 rewards = _together(by_run[:count]), _together(by_run[count:])
                 yield _difference(base, job, name, responses, version, rewards, reason)
-    reason = _other_rewards(run.reward for run in both)
-    if len({run.data for run in both}) > 1 or not both[0].data:
+    reason = _other_rewards(run.reward for run in common)
+    if len({run.data for run in common}) > 1 or not common[0].data:
         reason = "other data, or unknown"
-    elif not all(run.training_rewards for run in both):
+    elif not all(run.training_rewards for run in common):
         reason = "the rows of the prompts are not stored"
     yield _difference(
         base, job, TRAINING, "trained", -1,

@@ -1,4 +1,4 @@
-"""A trajectory as a conversation: who said what after the prompt, in turn."""
+"""Splits a trajectory into the messages of a conversation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOBODY = "environment"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageSpan:
-    """A stretch of the conversation by one side: the model, or the environment."""
+    """Consecutive tokens of one speaker: the model or the environment."""
 
     role: str
     sampled: bool
@@ -27,9 +27,9 @@ class MessageSpan:
     """Time that the environment took for it; 0 of the model's."""
 
 
-def passages(trajectory: Trajectory) -> tuple[MessageSpan, ...]:
-    """Split what follows the prompt into passages. Segments of one turn are one passage, whichever versions sampled
-    them."""
+def message_spans(trajectory: Trajectory) -> tuple[MessageSpan, ...]:
+    """Split the tokens after the prompt into message spans. Segments of one turn are one span, whichever versions
+    sampled them."""
     spans: list[MessageSpan] = []
     position = 0
     for span in trajectory.spans:
@@ -49,7 +49,8 @@ def passages(trajectory: Trajectory) -> tuple[MessageSpan, ...]:
 def messages(
     trajectory: Trajectory, sampled: Callable[[IntArray], str], provided: Callable[[IntArray], str]
 ) -> list[dict[str, Any]]:
-    """The passages as messages: role, content, number of tokens, seconds. sampled, given: decode tokens."""
+    """The message spans as dicts: role, content, number of tokens, seconds. sampled, given: decode sampled tokens, and
+    tokens of environments."""
     ids = trajectory.response_tokens
     return [
         {
@@ -58,5 +59,5 @@ def messages(
             "tokens": span.stop - span.start,
             "seconds": span.seconds,
         }
-        for span in passages(trajectory)
+        for span in message_spans(trajectory)
     ]

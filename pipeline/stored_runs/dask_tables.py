@@ -1,4 +1,4 @@
-"""A run's trajectories as a dask.dataframe with prompts and responses as text, which may be larger than memory."""
+"""A run's trajectories as a dask.dataframe with texts, which may be larger than memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BLOCK_ROWS = 512
 def dask_table(
     run_dir: Path, store: VersionedStore, where: str = "", *, texts: bool = True, block_rows: int = BLOCK_ROWS
 ) -> Any:
-    """A dask.dataframe with a row for each trajectory, whose partitions are read and decoded on the workers.
+    """A dask.dataframe with one row per trajectory. Workers read and decode its partitions.
 
     Args:
         run_dir: The run's folder; its job names the tokenizer. If that is gone, texts are token ids.
@@ -50,7 +50,7 @@ def dask_table(
 
 def _read(path: str, snapshot: str, positions: npt.NDArray[np.int64], start: int, stop: int) -> list[EndedTrajectory]:
     rows = []
-    for row in store_at(path, snapshot).picked(positions[start:stop].tolist()):
+    for row in store_at(path, snapshot).at_positions(positions[start:stop].tolist()):
         if isinstance(row, UnreadableRow):
             raise StoreError(f"trajectory {row.trajectory} cannot be read: {row.error}")
         rows.append(row)

@@ -64,7 +64,7 @@ def export(
     where: str = "",
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> ExportResult:
-    """Export a run's trajectories to `out`, a file for jsonl, a folder for other formats.
+    """Export a run's trajectories to `out`, which is a file for jsonl and a folder for other formats.
 
     It appears only when complete. Raises ConfigError before anything is written.
     """
@@ -98,8 +98,8 @@ def export(
     return ExportResult(path=str(out), rows=written, files=count, bytes=size, errors=errors)
 
 
-def refuse(run_dir: Path, to: str, out: Path, branch: str, where: str) -> None:
-    """Raise ConfigError for what `export` refuses, before any worker starts."""
+def check_request(run_dir: Path, to: str, out: Path, branch: str, where: str) -> None:
+    """Raise ConfigError for arguments that `export` does not accept, before any worker starts."""
     _chosen(run_dir, to, out, branch, where)
 
 
@@ -189,7 +189,7 @@ def _card(name: str, rows: int, store: VersionedStore) -> str:
 def write_part(
     to: str, run_dir: str, path: str, snapshot: str, rows: npt.NDArray[np.int64], file: str
 ) -> tuple[int, dict[int, str]]:
-    """Write rows of a snapshot to `file`: a Dask task, which when repeated writes the same file.
+    """Dask task: write rows of a snapshot to `file`. Repeating it writes the same file.
 
     Returns:
         How many rows were written, and the errors of those left out.

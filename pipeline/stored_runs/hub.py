@@ -133,13 +133,13 @@ def _evaluations(evaluations: Sequence[Evaluation]) -> Iterator[str]:
 
 def _settings(config: RunConfig) -> Iterator[str]:
     """The settings that differ from their defaults, as lines of TOML."""
-    for row in knob_tree.explained(config):
+    for row in knob_tree.explain_values(config):
         if row.value != row.default and row.key not in UNPUBLISHED:
             yield f"{row.key} = {knob_tree.toml_value(without_folders(row.value))}"
 
 
 def without_folders(value: Any) -> Any:
-    """The value with only the last part of each absolute path in it: folders are of no use to others.
+    """Replace each absolute path in a value by its last part, because folders mean nothing to other people.
 
     >>> without_folders("/home/me/rewards.py:short"), without_folders("jsonl:/data/sums.jsonl"), without_folders("a/b")
     ('rewards.py:short', 'jsonl:sums.jsonl', 'a/b')

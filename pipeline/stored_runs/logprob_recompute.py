@@ -1,4 +1,4 @@
-"""Logprobs of stored responses under other weights: how far a checkpoint is from the policies that sampled them.
+"""Computes logprobs of stored responses under other weights, and their distance from the sampling policies.
 
 Workers load the model once and return a few sums per trajectory. They return the logprobs themselves only to be stored
 on a branch; these are then collected in a file, not in memory.
@@ -161,8 +161,8 @@ def recompute(
     )
 
 
-def refuse(run_dir: Path, model: str, branch: str, where: str) -> None:
-    """Raise ConfigError for what `recompute` refuses, before any worker starts."""
+def check_request(run_dir: Path, model: str, branch: str, where: str) -> None:
+    """Raise ConfigError for arguments that `recompute` does not accept, before any worker starts."""
     _chosen(run_dir, model, branch, where)
 
 
@@ -176,7 +176,7 @@ def _chosen(
     path = (run_dir / "store").resolve()
     store = VersionedStore.at(path, VersionedStore.open(path).snapshot)
     if branch:
-        derived_branches.refuse(path, branch)
+        derived_branches.check_branch_name(path, branch)
     columns = store.columns()
     mask = Selection(where).mask(columns) & (columns["response_tokens"] > 0)
     if not config.emulated:
@@ -260,8 +260,8 @@ def _digest(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RescoredRows:
-    """The results for a block of rows, of which `read` were chosen. sums: [N, len(SUMS)]. logprobs: (offset among the
-    store's tokens, [T]) of each response, if they are to be stored."""
+    """Results of a block of rows. read: number of selected rows. sums: [N, len(SUMS)]. logprobs: (offset in the store's
+    token arrays, [T]) of each response, if they are to be stored."""
 
     start: int
     read: int
@@ -279,7 +279,7 @@ def read_rows(
     mask: npt.NDArray[np.bool_],
     keep: bool,
 ) -> RescoredRows:
-    """Compute sums for the chosen ones of rows start <= row < stop of a snapshot. A Dask task."""
+    """Dask task: compute sums for the selected ones of rows start <= row < stop of a snapshot."""
     rows = list(store_at(path, snapshot).readable(start, stop))
     errors = {int(r.trajectory): r.error for r, c in zip(rows, mask, strict=True) if c and isinstance(r, UnreadableRow)}
     indices = [i for i, (row, c) in enumerate(zip(rows, mask, strict=True)) if c and not isinstance(row, UnreadableRow)]
@@ -301,7 +301,7 @@ def read_rows(
 
 
 def response_logprobs(settings: LogprobSettings, rows: list[EndedTrajectory]) -> list[npt.NDArray[np.float32]]:
-    """[T] logprobs of each response under the model, nats; 0 of given tokens. Threads take turns."""
+    """[T] logprobs of each response under the model, nats; 0 at tokens of environments. Threads take turns."""
     from staleflow.tasks.training.branch_sequences import BranchSequences
     from staleflow.tasks.training.microbatches import Row
 

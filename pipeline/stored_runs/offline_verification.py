@@ -1,4 +1,4 @@
-"""Verification of an offline training: its chain, which goes on from that of the run, and random steps done again."""
+"""Verifies an offline training: its hash chain, which continues that of the run, and a repetition of random steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ RECORD, HISTORY, JOB = certificate.OFFLINE, "history.jsonl", "job.toml"
 def verify_offline(
     folder: Path, *, steps: int = STEPS, seed: int | None = None, client: Any = None, report: Report = lambda _: None
 ) -> Verification:
-    """Verify an offline training with the chain of the run whose batches it used, and its last weights.
+    """Verify an offline training: its chain, that of the run whose batches it used, and its final weights.
 
     Args:
         folder: The folder that it made; its run's store is where it was.

@@ -1,4 +1,4 @@
-"""Dask workers for plain tasks over blocks of a store, in parallel and out of core.
+"""Dask workers for tasks over blocks of a store, in parallel and out of core.
 
 Each task reads a block and returns a small result, so memory is bounded by one block per worker, however large the
 store is. If a worker dies, another computes its blocks again. Workers that a cluster's jobs use are left alone.
@@ -54,7 +54,8 @@ class Pool:
     def run(
         self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], *, model: bool = False
     ) -> Iterator[Any]:
-        """Yield the results of function(*call) for all calls as they complete; calls in flight are bounded.
+        """Yield the results of function(*call) for all calls as they complete. The number of calls in flight is
+        limited.
 
         Args:
             function: Called on the workers.
@@ -92,12 +93,12 @@ class Pool:
             yield result
 
     def blocks(self, count: int, max_rows: int = BLOCK_ROWS) -> Iterator[tuple[int, int]]:
-        """(first, last) of blocks that cover `count` rows, sized to keep all workers busy."""
+        """Split `count` rows into (start, stop) blocks, sized to keep all workers busy."""
         rows = min(max_rows, max(MIN_ROWS, count // (len(self.free()) * BLOCKS_A_WORKER)))
         return blocks(count, rows)
 
     def free(self, *, model: bool = False) -> list[str]:
-        """Addresses of the workers that no job has.
+        """Addresses of the workers without a job.
 
         Args:
             model: Only workers whose resources mark them as made for models, if there are any.
@@ -121,8 +122,8 @@ class Pool:
 
 
 def run_reporting(pool: Pool, function: Callable[..., Any], plan: Any, report: Report) -> Any:
-    """Call function(plan, report, shared=pool.shared) on a worker suited to models; returns its result. report: is also
-    called here, with what the function reports. Raises as `Pool.run`."""
+    """Call function(plan, report, shared=pool.shared) on a worker that can run models, and return its result. Raises as
+    `Pool.run`. report: called in this process with what the function reports."""
     topic = f"staleflow-report-{secrets.token_hex(4)}"
     pool.client.subscribe_topic(topic, lambda event: report(event[1]))
     try:
@@ -142,7 +143,7 @@ def _reporting(call: bytes, topic: str, shared: bool) -> bytes:
 
 @contextlib.contextmanager
 def pool_of(client: Any, count: int, *, model: bool = False) -> Iterator[Pool]:
-    """A pool of the workers of a client's cluster or, without a client, of local processes.
+    """A pool of the workers of a client's cluster, or without a client of local processes.
 
     Args:
         client: A synchronous `distributed.Client`, or None.
@@ -166,7 +167,7 @@ def pool_of(client: Any, count: int, *, model: bool = False) -> Iterator[Pool]:
 
 @contextlib.contextmanager
 def local_pool(count: int, *, model: bool = False) -> Iterator[Pool]:
-    """A pool of `count` local worker processes. model: whether its tasks load one."""
+    """A pool of `count` local worker processes. model: whether its tasks load a model."""
     import dask
     from distributed import Client, LocalCluster
 
@@ -189,13 +190,13 @@ def local_pool(count: int, *, model: bool = False) -> Iterator[Pool]:
 
 
 def require_all(done: int, count: int) -> None:
-    """Raise ProtocolViolation unless all rows were processed: rows left out would look as if they had been."""
+    """Raise ProtocolViolation unless all rows were processed, because missing rows would not be noticed otherwise."""
     if done != count:
         raise ProtocolViolation(f"the workers returned results for {done} of {count} rows; nothing was stored")
 
 
 def blocks(count: int, rows: int) -> Iterator[tuple[int, int]]:
-    """(first, last) of blocks of `rows` rows that cover `count` rows.
+    """Split `count` rows into (start, stop) blocks of `rows` rows.
 
     >>> list(blocks(5, 2))
     [(0, 2), (2, 4), (4, 5)]
@@ -209,7 +210,7 @@ own module at the end of its import, and a thread that waited for the import wou
 
 
 def once_a_process(max_results: int) -> Callable[[Callable[Key, Made]], Callable[Key, Made]]:
-    """Cache a function's last `max_results` results per process, for all its tasks.
+    """Decorator: cache a function's last `max_results` results in each process, for all tasks.
 
     Concurrent callers get the same result; with functools.lru_cache alone, each would compute its own. Arguments must
     be hashable and positional.
@@ -231,5 +232,5 @@ def once_a_process(max_results: int) -> Callable[[Callable[Key, Made]], Callable
 
 @once_a_process(2)
 def store_at(path: str, snapshot: str) -> VersionedStore:
-    """A store at a snapshot, for tasks. Reading it changes nothing, so threads may share one."""
+    """Open a store at a snapshot, for tasks. Reading it changes nothing, so threads may share one."""
     return VersionedStore.at(Path(path), snapshot)

@@ -1,7 +1,7 @@
-"""Offline training by several processes: the task that trains leads ranks that are actors on other workers.
+"""Offline training with several processes: the training task leads ranks that are actors on other workers.
 
-A rank that is lost ends the training of all, with a line that says so; the same command goes on from the newest resume
-point. With as many ranks as before the weights are those of a training that was not disturbed.
+If a rank is lost, the training ends with an error. The same command continues it from the newest resume point. With the
+same number of ranks, the weights are equal to those of an uninterrupted training.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from staleflow.tasks.actors.trainer_rank import DistributedPolicy, TrainerRank
 if TYPE_CHECKING:
     from staleflow.tasks.training.policy import TrainerSettings
 
-COME_BACK_S = 30.0
-"""Seconds that a worker may take to come back after its process has ended."""
-LOOK_S = 0.5
-"""Seconds between two looks."""
+WORKER_RESTART_S = 30.0
+"""Seconds that a worker may take to restart after its process has ended."""
+POLL_S = 0.5
+"""Seconds between two checks for free workers."""
 CLOSE_S = 10.0
-"""Seconds that another rank may take to leave the group; one that hangs in a step leaves it after `collective_s`."""
+"""Seconds that another rank may take to leave the group. One that hangs in a step leaves after `collective_s`."""
 
 
 @contextlib.contextmanager
 def lead_group(settings: TrainerSettings, threads: int, *, shared: bool) -> Iterator[DistributedPolicy]:
-    """Create the policy of a rank group that the present Dask task leads.
+    """Create the policy of a rank group that the current Dask task leads.
 
     Args:
         settings: The trainer's settings.
-        threads: Of each rank.
+        threads: Number of threads of each rank.
         shared: As in Pool.
 
     Raises:
@@ -44,42 +44,41 @@ def lead_group(settings: TrainerSettings, threads: int, *, shared: bool) -> Iter
     from distributed.comm.addressing import parse_host_port
 
     worker, client = get_worker(), get_client()
-    addresses = _others(Pool(client, shared=shared), worker.address, settings.training.ranks)
+    addresses = _follower_addresses(Pool(client, shared=shared), worker.address, settings.training.ranks)
     futures = [
         client.submit(TrainerRank, settings, threads, actor=True, workers=[address], pure=False)
         for address in addresses
     ]
-    with contextlib.ExitStack() as closing:
-        closing.callback(client.cancel, futures)
+    with contextlib.ExitStack() as stack:
+        stack.callback(client.cancel, futures)
         try:
             peers = [future.result() for future in futures]
-            closing.callback(_close, peers)
+            stack.callback(_close, peers)
             host, loop = parse_host_port(worker.address)[0], worker.loop.asyncio_loop
             policy = DistributedPolicy(settings, threads, host, peers, loop, contextvars.copy_context())
-            closing.callback(policy.close)
+            stack.callback(policy.close)
             yield policy
         except ActorLost as error:
             raise ActorLost(
-                f"the ranks of the training have lost each other: {error}; the same command goes on from the newest "
-                "resume point"
+                f"a rank of the training was lost: {error}; the same command continues from the newest resume point"
             ) from error
 
 
 def _close(peers: list[Any]) -> None:
-    """Close the other ranks, as far as they answer."""
+    """Close the other ranks. Errors are ignored."""
     for peer in peers:
         with contextlib.suppress(Exception):
             peer.close().result(timeout=CLOSE_S)
 
 
-def _others(pool: Pool, own_address: str, ranks: int) -> list[str]:
-    """Addresses of the workers of the other ranks. Waits a while for a worker that has just ended to come back."""
-    until = time.monotonic() + COME_BACK_S
+def _follower_addresses(pool: Pool, own_address: str, ranks: int) -> list[str]:
+    """Addresses of the workers for the other ranks. Waits up to WORKER_RESTART_S for workers that are restarting."""
+    deadline_s = time.monotonic() + WORKER_RESTART_S
     while len(addresses := [address for address in pool.free(model=True) if address != own_address]) < ranks - 1:
-        if time.monotonic() > until:
+        if time.monotonic() > deadline_s:
             raise ConfigError(
                 f"training.ranks = {ranks}: {len(addresses) + 1} workers are free; start more, or set training.ranks="
                 f"{len(addresses) + 1}, which gives weights that are equal up to rounding"
             )
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     return addresses[: ranks - 1]

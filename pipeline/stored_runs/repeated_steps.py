@@ -1,5 +1,4 @@
-"""Training steps of a stored run, done again by its trainer on the stored batches: what offline training and
-verification are made of.
+"""Repeats training steps of a stored run on the stored batches, for offline training and verification.
 
 Invariant: on the batches that a run stored, from the weights and the optimizer state that it had, the trainer gives the
 weights that the run published, bit for bit, on the same kind of machine (tasks/training/numerics.py).
@@ -56,8 +55,8 @@ def chosen_rows(store: VersionedStore, where: str) -> dict[int, npt.NDArray[np.i
 def offline_steps(
     store: VersionedStore, where: str, epochs: int, num_steps: int
 ) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-    """(step number for the learning-rate schedule, positions of the rows) of each step, over all epochs. num_steps: of
-    the job, for the numbers of later epochs."""
+    """For each step of all epochs: (step number for the learning-rate schedule, positions of its rows). num_steps: of
+    the job, for the step numbers of later epochs."""
     chosen = chosen_rows(store, where)
     for epoch in range(epochs):
         for step, rows in chosen.items():
@@ -68,7 +67,7 @@ def offline_steps(
 def open_policy(
     config: RunConfig, run_job: RunConfig, num_steps: int, held_out: int, *, shared: bool
 ) -> Iterator[Policy]:
-    """Build the policy to train: of this process, or of a group that it leads.
+    """Build the policy to train: in this process, or of a group that it leads.
 
     Args:
         config: The job to train by.
@@ -96,14 +95,14 @@ def open_policy(
 
 
 def batch_at(store: VersionedStore, positions: npt.NDArray[np.int64]) -> list[EndedTrajectory | UnreadableRow]:
-    """Read the rows of a batch. positions: of its rows, in the trainer's order."""
+    """Read a batch. positions: positions of its rows, in the trainer's order."""
     start, stop = int(positions[0]), int(positions[-1]) + 1  # of one commit, so close together
     stored = list(store.readable(start, stop))
     return [stored[i - start] for i in positions.tolist()]
 
 
 def train_step(policy: Policy, step: int, batch: Sequence[EndedTrajectory]) -> dict[str, float]:
-    """Train a step on a batch; returns its metrics. step: the one the learning rate is of."""
+    """Train a step on a batch, and return its metrics. step: step number for the learning rate."""
     from staleflow.tasks.training.microbatches import Row
 
     rewards = [row.trajectory.reward for row in batch if row.loss_mask]
@@ -116,7 +115,7 @@ def train_step(policy: Policy, step: int, batch: Sequence[EndedTrajectory]) -> d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPart:
-    """Steps that were trained by one job, start <= step < stop; the other fields are as in `open_policy`."""
+    """Steps start <= step < stop that one job trained. Other fields as in `open_policy`."""
 
     config: RunConfig
     run_job: RunConfig
@@ -127,8 +126,8 @@ class JobPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """Consecutive steps that are repeated from a resume point, or without one from the model that the first part's job
-    names."""
+    """Consecutive steps that are repeated from a resume point, or without one from the model in the first part's
+    job."""
 
     point: str
     parts: tuple[JobPart, ...]
@@ -136,7 +135,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repetition:
-    """Steps to repeat, with what must come out."""
+    """Steps to repeat, and the expected results."""
 
     path: str
     snapshot: str
@@ -154,7 +153,7 @@ class Repetition:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Something that is not what the run recorded."""
+    """A repeated result that differs from the run's record."""
 
     where: str
     message: str
@@ -166,7 +165,7 @@ class Difference:
 
 @dataclass(slots=True, kw_only=True)
 class RepetitionResult:
-    """What came out. A stretch ends at its first difference."""
+    """Results of a repetition. Each stretch ends at its first difference."""
 
     steps: list[int] = field(default_factory=list)
     """Steps with the recorded batch, whose weights equal the published ones bit for bit."""
@@ -184,7 +183,7 @@ class _Differs(Exception):
 
 
 def repeat(plan: Repetition, report: Report, *, shared: bool = False) -> RepetitionResult:
-    """Repeat steps in this process, which is a Dask task if others train with it. shared: as in Pool."""
+    """Repeat steps in this process; with a rank group, this process must be a Dask task. shared: as in Pool."""
     from staleflow.tasks.training.numerics import numerics
 
     store = store_at(plan.path, plan.snapshot)
@@ -238,8 +237,8 @@ class _Repeater:
                     adapter = weight_folder.read(Path(folder, *ADAPTER))
                     weights = weight_file.write(published, adapter)
                 else:
-                    own = dataclasses.replace(part.config.model, path=folder)
-                    with self._opened(dataclasses.replace(part.config, model=own), part) as policy:
+                    own_rows = dataclasses.replace(part.config.model, path=folder)
+                    with self._opened(dataclasses.replace(part.config, model=own_rows), part) as policy:
                         weights = policy.apply_to_weights(lambda tensors: weight_file.write(published, tensors))
             except (ConfigError, StoreError) as error:
                 raise _Differs(Difference(where, str(error), version - 1, False)) from error

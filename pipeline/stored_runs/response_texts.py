@@ -1,4 +1,4 @@
-"""A stored run's token ids as texts."""
+"""Decodes the token ids of a stored run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def texts_of(config: RunConfig) -> Detokenizer:
 
 
 def decoded_texts(config: RunConfig) -> Detokenizer:
-    """As `texts_of`, but without loading transformers, which takes seconds, where the tokenizer's file is enough.
+    """As `texts_of`, but from the tokenizer's file alone where possible, since importing transformers takes seconds.
     Raises ConfigError if the tokenizer is gone."""
     if not config.emulated and (detokenizer := load_detokenizer(Path(config.model.path))) is not None:
         return detokenizer
@@ -27,8 +27,7 @@ def decoded_texts(config: RunConfig) -> Detokenizer:
 
 
 def shown_texts(config: RunConfig) -> Detokenizer:
-    """As `texts_of`, for people to read: by the tokenizer's file where that is enough, and the ids as text if the
-    tokenizer is gone."""
+    """As `decoded_texts`, but returns a detokenizer to ids as text if the tokenizer is gone. For display."""
     folder = Path(config.model.path)
     if folder.is_absolute() and not folder.exists():  # known without loading transformers, which takes seconds
         return IdDetokenizer()
@@ -39,8 +38,8 @@ def shown_texts(config: RunConfig) -> Detokenizer:
 
 
 def row_texts(trajectory: Trajectory, detokenizer: Detokenizer) -> RowTexts:
-    """The texts of a trajectory, without special tokens in what the model sampled; in env spans they are kept, as marks
-    of who speaks."""
+    """The texts of a trajectory. Sampled parts have no special tokens; env spans keep them, because they mark the
+    speakers."""
 
     def plain(tokens: IntArray) -> str:
         return detokenizer.text(tokens.tolist())

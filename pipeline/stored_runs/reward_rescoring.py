@@ -1,4 +1,4 @@
-"""Scores stored trajectories again, onto a new branch.
+"""Scores stored trajectories again, and stores the rewards on a new branch.
 
 Workers read, decode and score blocks of rows, and return one number per row. The branch becomes visible atomically at
 the end: if the process is killed before that, nothing is left behind.
@@ -92,7 +92,7 @@ def rescore(
     config = _with_reward(_changed(run_dir, changes), reward)
     path = (run_dir / "store").resolve()
     store = VersionedStore.at(path, VersionedStore.open(path).snapshot)
-    derived_branches.refuse(path, branch)
+    derived_branches.check_branch_name(path, branch)
     table = store.table()
     count = len(table["trajectory"])
     rewards, valid = np.zeros(count, np.float32), np.ones(count, bool)
@@ -141,10 +141,10 @@ def rescore(
     )
 
 
-def refuse(run_dir: Path, reward: str, branch: str, changes: tuple[str, ...] = ()) -> None:
-    """Raise ConfigError for what `rescore` refuses, before any worker starts."""
+def check_request(run_dir: Path, reward: str, branch: str, changes: tuple[str, ...] = ()) -> None:
+    """Raise ConfigError for arguments that `rescore` does not accept, before any worker starts."""
     VersionedStore.open(run_dir / "store")  # refuses a store of another layout
-    derived_branches.refuse((run_dir / "store").resolve(), branch)
+    derived_branches.check_branch_name((run_dir / "store").resolve(), branch)
     _with_reward(_changed(run_dir, changes), reward)
 
 
@@ -215,8 +215,8 @@ class Block:
 
 
 def score_rows(settings: bytes, path: str, snapshot: str, start: int, stop: int) -> tuple[int, Block]:
-    """Score rows start <= row < stop of a snapshot; an unreadable row is an error. A Dask task, whose process keeps
-    what is slow to create."""
+    """Dask task: score rows start <= row < stop of a snapshot. An unreadable row is an error. Objects that are slow to
+    create are cached in the process."""
     prompts, scoring = _prompts(settings)
     rows = list(store_at(path, snapshot).readable(start, stop))
     rewards, valid = np.zeros(len(rows), np.float32), np.ones(len(rows), bool)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from staleflow.pipeline.config.knob_tree import explained, toml_value
+from staleflow.pipeline.config.knob_tree import explain_values, toml_value
 from staleflow.pipeline.recovery import source_fingerprints
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.runtime.evaluation_results import read_evaluations
@@ -35,7 +35,7 @@ def read_facts(run_dir: Path, store: StoreReader | None, name: str, view: Mappin
         ConfigError: Its job cannot be read.
         StoreError: Another file cannot be read.
     """
-    settings = {row.key: toml_value(row.value) for row in explained(load_job(run_dir))} | dict(view)
+    settings = {row.key: toml_value(row.value) for row in explain_values(load_job(run_dir))} | dict(view)
     fingerprints = source_fingerprints.read(run_dir)
     facts = {} if fingerprints is None else asdict(fingerprints)
     reward, data = (json.dumps(facts[part], sort_keys=True) if facts.get(part) else "" for part in ("reward", "data"))

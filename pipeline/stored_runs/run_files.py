@@ -1,4 +1,4 @@
-"""The files of a run's folder besides its store: which of them a verification covers, and what it finds.
+"""Files of a run's folder besides its store: which of them a verification covers, and their differences.
 
 Invariant: each file that is there is compared with a hash that the chain has, is of those that a step is repeated from,
 or is listed as not covered, with the reason.
@@ -36,7 +36,7 @@ COVERED = ("config*.toml", "fingerprints.json", "code", "store", "checkpoints", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStart:
-    """The steps that one start of the run trained, and what it computed their weights from."""
+    """The steps that one start of the run trained, and the inputs of their weights."""
 
     steps: range
     inputs: dict[str, str]
@@ -45,7 +45,7 @@ class TrainedStart:
     problem: str
 
     def input(self, name: str) -> str:
-        """One of the inputs; empty if it is not stored."""
+        """The value of an input; empty if it is not stored."""
         return self.inputs.get(name, "")
 
 
@@ -57,7 +57,7 @@ def job_files(run_dir: Path) -> dict[str, str]:
 
 
 def compare_files(run_dir: Path, starts: Sequence[TrainedStart]) -> tuple[list[Finding], list[str]]:
-    """Compare the files with the hashes that the chain has.
+    """Compare the files with the hashes in the hash chain.
 
     Returns:
         What contradicts the chain; and what is not there, each with the reason why it is not verified. That contradicts
@@ -114,8 +114,8 @@ def _compare_fingerprints(
 
 
 def not_covered_files(run_dir: Path, checkpoint: Path | None, points: Container[int]) -> Iterator[str]:
-    """What is not covered of what is in the run's folder, a line for each reason. checkpoint: the one that is compared.
-    points: versions of the resume points that steps are repeated from."""
+    """Files of the run's folder that are not verified, one line per reason. checkpoint: the one that is compared.
+    points: versions of the resume points from which steps are repeated."""
     names = sorted(path.name for path in run_dir.iterdir())
     known = (*COVERED, *chain.from_iterable(NOT_COVERED.values()))
     unknown = tuple(name for name in names if not any(fnmatchcase(name, pattern) for pattern in known))
@@ -131,7 +131,7 @@ def not_covered_files(run_dir: Path, checkpoint: Path | None, points: Container[
 
 
 def steps_in_words(steps: Iterable[int]) -> str:
-    """Steps in words.
+    """Format step numbers as text.
 
     >>> steps_in_words([1, 2, 3, 7]), steps_in_words([4])
     ('steps 1-3, 7', 'step 4')

@@ -1,4 +1,4 @@
-"""Where a stored run is: in a folder, or in a bucket as the URL of its store."""
+"""Location of a stored run: a folder, or a bucket with the URL of its store."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ ANSWER_TOKENS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingPlan:
-    """The model that `staleflow serve` is to serve, and the settings of its engine."""
+    """The model for `staleflow serve`, and the settings of its engine."""
 
     config: RunConfig
     """The run's job with `model.path` set to the checkpoint; default settings for a model without a run."""
@@ -33,7 +33,7 @@ class ServingPlan:
     """Name of the model for people, such as `step-000100 of first`."""
 
     def build(self, key: str) -> ServedPolicy:
-        """Load the model and start its engine on the running event loop. key: API key of the endpoint."""
+        """Load the model, and start its engine on the running event loop. key: API key of the endpoint."""
         config = self.config
         settings = actor_settings.engine_settings(config, 0, self.facts.eos, attempt=int(time.time()) % 2**20)
         engine = build_engine(settings, InstanceId("serving"), config.cluster.threads)
@@ -49,8 +49,8 @@ class ServingPlan:
 
 
 def serving_plan(target: str, overrides: tuple[str, ...] = (), *, step: int | None = None) -> ServingPlan:
-    """Plan to serve a checkpoint of a run, or a model. target: folder of the run, or folder or name of the model. step:
-    of the checkpoint; None: the newest. Raises ConfigError."""
+    """Plan to serve a checkpoint of a run, or a model. Raises ConfigError. target: folder of the run, or folder or name
+    of the model. step: step of the checkpoint; None: the newest."""
     path = Path(target)
     if not (path / "config.toml").is_file():
         if step is not None:

@@ -1,4 +1,4 @@
-"""A stored run's training steps: their metrics as a table, and the batch of each."""
+"""A stored run's training steps: metrics as a table, and the batch of each step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from staleflow.stores.trajectories.records import StepRecord, batch_fingerprint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumedBatch:
-    """The batch that a training step consumed, read back from the store."""
+    """The batch that a training step consumed, read from the store."""
 
     record: StepRecord
     """The step's commit."""
@@ -27,7 +27,7 @@ class ConsumedBatch:
 
     @property
     def intact(self) -> bool:
-        """Whether the batch reads back as the trainer received it, bit for bit."""
+        """Whether the batch equals the one that the trainer received, bit for bit."""
         return self.fingerprint == self.record.batch_fingerprint
 
 
@@ -45,7 +45,7 @@ def read_batch(store: StoreReader, step: int) -> ConsumedBatch:
 
 
 def metrics_table(steps: Iterable[StepRecord]) -> Any:
-    """A pandas.DataFrame of metrics, with a row for each step; NaN where a step lacks a metric. Raises ConfigError if
+    """A pandas.DataFrame of metrics with one row per step; NaN where a step lacks a metric. Raises ConfigError if
     pandas is not installed."""
     pandas = require("pandas")
     rows = list(steps)

@@ -1,4 +1,4 @@
-"""Stored trajectories as their users read them: numbers, texts and tokens of each in one flat record."""
+"""Stored trajectories as flat records for users: numbers, texts and tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FEW = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredTrajectory:
-    """One stored trajectory: a response, of one turn or of many, with how it was sampled, scored and trained on.
+    """One stored trajectory: a response of one turn or several, and how it was sampled, scored and trained on.
 
     Arrays have an element for each token after the prompt, in order. Tokens that the model was given between two of its
     turns, such as an environment's answer, are among them: `sampled` tells which are the model's own.
@@ -86,7 +86,7 @@ class StoredTrajectory:
 
     @classmethod
     def of(cls, row: EndedTrajectory, detokenizer: Detokenizer | None = None) -> StoredTrajectory:
-        """The record of a stored row. detokenizer: decodes its tokens; without, its texts are empty."""
+        """Build the record of a stored row. detokenizer: decodes its tokens; without one, texts are empty."""
         t = row.trajectory
         decoded = None if detokenizer is None else row_texts(t, detokenizer)
         return cls(
@@ -121,12 +121,12 @@ class StoredTrajectory:
 
     @property
     def v_min(self) -> int:
-        """Oldest policy version that sampled a token of it; -1 if nothing was sampled."""
+        """Oldest policy version that sampled one of its tokens; -1 if nothing was sampled."""
         return int(self.versions[self.sampled].min()) if self.sampled.any() else -1
 
     @property
     def v_max(self) -> int:
-        """Newest policy version that sampled a token of it; -1 if nothing was sampled."""
+        """Newest policy version that sampled one of its tokens; -1 if nothing was sampled."""
         return int(self.versions.max(initial=-1))
 
     @property
@@ -140,13 +140,13 @@ class StoredTrajectory:
 
 
 def select_positions(store: StoreReader, where: str) -> npt.NDArray[np.int64]:
-    """Positions of the rows that a condition selects, in the order stored. Raises ConfigError."""
+    """Positions of the rows that a condition selects, in stored order. Raises ConfigError."""
     (positions,) = np.nonzero(Selection(where).mask(store.columns()))
     return positions
 
 
 def windows(rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
-    """Row positions in order, split so that those of a window lie within READ_ROWS of each other.
+    """Split row positions, in order, so that those of one window lie within READ_ROWS of each other.
 
     >>> [w.tolist() for w in windows(np.array([0, 3, 511, 512, 2000]))]
     [[0, 3, 511], [512], [2000]]
@@ -159,18 +159,18 @@ def windows(rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
 
 
 def read_windows(store: StoreReader, rows: npt.NDArray[np.int64]) -> Iterator[list[EndedTrajectory | UnreadableRow]]:
-    """The rows at these positions, in order, one window after the other, so that memory is bounded by a window."""
+    """Yield the rows at these positions, in order, reading one window at a time to limit memory."""
     for window in windows(rows):
         start, stop = int(window[0]), int(window[-1]) + 1
         if len(window) < FEW:
-            yield list(store.picked(window.tolist()))
+            yield list(store.at_positions(window.tolist()))
         else:
             read = list(store.readable(start, stop))
             yield [read[i - start] for i in window.tolist()]
 
 
 def read_rows(store: StoreReader, where: str) -> Iterator[EndedTrajectory]:
-    """Read the rows that a condition selects, in the order stored. Raises ConfigError at once for a wrong condition,
+    """Read the rows that a condition selects, in stored order. Raises ConfigError at once for an invalid condition,
     StoreError at a row that cannot be read."""
     return _readable_rows(store, select_positions(store, where))
 

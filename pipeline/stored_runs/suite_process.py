@@ -1,5 +1,5 @@
-"""The process that runs benchmark tasks by lm-eval, which nothing else imports. It needs no other module of staleflow,
-so any environment's Python that has lm-eval can run this file.
+"""The process that runs benchmark tasks with lm-eval. Imports no other module of staleflow, so any Python with lm-eval
+can run this file.
 
 It reads settings as JSON from its standard input (`suites.SuiteSettings`, and the file of the results) and writes JSON
 to that file: a list of `suites.SuiteFigure`, or {"unknown_task": name}, or {"error": one line}.
@@ -18,16 +18,16 @@ def main() -> None:
     """Run the tasks."""
     settings = json.load(sys.stdin)
     try:
-        answer: Any = run_tasks(settings)
+        result: Any = run_tasks(settings)
     except Exception as error:  # noqa: BLE001  lm-eval and its tasks may raise anything
         traceback.print_exc()
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        answer = {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"}
-    Path(settings["results"]).write_text(json.dumps(answer))
+        result = {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"}
+    Path(settings["results"]).write_text(json.dumps(result))
 
 
 def run_tasks(settings: dict[str, Any]) -> Any:
-    """Run the tasks on the model. Returns their figures, or {"unknown_task": name}."""
+    """Run the tasks on the model. Returns their metrics, or {"unknown_task": name}."""
     import lm_eval
     import torch
     from lm_eval.tasks import TaskManager
@@ -50,12 +50,12 @@ def run_tasks(settings: dict[str, Any]) -> Any:
     return [
         figure
         for task, results in evaluated["results"].items()
-        for figure in figures(task, results, int(evaluated["n-shot"].get(task, 0)))
+        for figure in task_metrics(task, results, int(evaluated["n-shot"].get(task, 0)))
     ]
 
 
-def figures(task: str, results: dict[str, Any], num_shots: int) -> list[dict[str, Any]]:
-    """The figures of a task, or of a group of tasks, of what simple_evaluate returned. Keys are METRIC,FILTER."""
+def task_metrics(task: str, results: dict[str, Any], num_shots: int) -> list[dict[str, Any]]:
+    """The metrics of a task or group of tasks, from the result of simple_evaluate. Keys are METRIC,FILTER."""
     rows: list[dict[str, Any]] = []
     for key, value in results.items():
         metric, comma, name = key.partition(",")

@@ -1,4 +1,4 @@
-"""Benchmark tasks of lm-eval on the checkpoint of a run, or on a model's folder (`staleflow eval`)."""
+"""Runs benchmark tasks of lm-eval on a checkpoint of a run, or on a model's folder (`staleflow eval`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HAS_LM_EVAL = "import importlib.util, sys; sys.exit(importlib.util.find_spec('lm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteSettings:
-    """The model, the tasks, and how lm-eval runs them."""
+    """The model, the tasks, and lm-eval's settings."""
 
     model: str
     """Folder, or name on the hub."""
@@ -52,7 +52,7 @@ class SuiteFigure:
 
     @property
     def line(self) -> str:
-        """The figure for display."""
+        """The metric as a line for display."""
         metric = self.metric if self.filter == "none" else f"{self.metric} ({self.filter})"
         stderr = "" if self.stderr is None else f" ± {self.stderr:.4f}"
         documents = "" if self.num_documents is None else f", {self.num_documents} documents"
@@ -60,7 +60,7 @@ class SuiteFigure:
 
 
 def check_lm_eval(python: str) -> None:
-    """Raise ConfigError if a Python has no lm-eval."""
+    """Raise ConfigError if a Python interpreter cannot import lm-eval."""
     with raised_as(ConfigError, f"--python = {python!r}: cannot be run", OSError, describe=strerror):
         ended = subprocess.run([python, "-P", "-c", HAS_LM_EVAL], check=False)
     if ended.returncode:
@@ -71,8 +71,8 @@ def check_lm_eval(python: str) -> None:
 
 
 def run_suite(settings: SuiteSettings, python: str) -> list[SuiteFigure]:
-    """Have lm-eval run tasks on a model. python: one that has lm-eval. Raises ConfigError if there is no such task or
-    folder, and SuiteFailed with lm-eval's reason if it fails."""
+    """Run lm-eval tasks on a model. Raises ConfigError if a task or folder does not exist, and SuiteFailed with
+    lm-eval's reason if it fails. python: an interpreter that can import lm-eval."""
     if settings.include and not Path(settings.include).is_dir():
         raise ConfigError(f"--include = {settings.include!r}: no such folder")
     with tempfile.TemporaryDirectory() as folder:

@@ -18,8 +18,8 @@ TABLE_ROWS = 512
 
 
 def pandas_table(store: StoreReader, where: str, detokenizer: Detokenizer | None) -> Any:
-    """Make a pandas.DataFrame with a row for each trajectory that `where` selects. detokenizer: for columns `prompt`
-    and `response`, which are absent if it is None. Raises ConfigError, StoreError."""
+    """Make a pandas.DataFrame with one row per trajectory that `where` selects. Raises ConfigError, StoreError.
+    detokenizer: for the columns `prompt` and `response`; None leaves them out."""
     dataframes.require("pandas")
     rows = list(read_rows(store, where))
     frame = dataframes.to_pandas(rows)
@@ -30,8 +30,8 @@ def pandas_table(store: StoreReader, where: str, detokenizer: Detokenizer | None
 
 
 def hugging_face_dataset(store: StoreReader, where: str, detokenizer: Detokenizer) -> Any:
-    """A datasets.Dataset, in memory, of the trajectories that `where` selects, with the columns of an exported one.
-    Raises ConfigError, StoreError."""
+    """Make a datasets.Dataset in memory of the trajectories that `where` selects, with the columns of an export. Raises
+    ConfigError, StoreError."""
     arrow = dataframes.require("pyarrow")
     try:
         datasets = importlib.import_module("datasets")

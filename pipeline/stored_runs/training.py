@@ -1,4 +1,4 @@
-"""Training on stored trajectories: the run's trainer and losses on its batches, in their order, without any rollout.
+"""Offline training: the run's trainer and losses on its stored batches, in their order, without rollout.
 
 On everything a run consumed, with nothing changed, it reproduces the weights that the run published, step by step, as
 the fingerprints in the store prove. Other rewards (a branch), a choice of rows or other settings give another policy;
@@ -64,7 +64,7 @@ LIMIT_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflinePlan:
-    """Everything that the outcome of offline training depends on."""
+    """All inputs that determine the result of offline training."""
 
     config: RunConfig
     path: str
@@ -90,7 +90,7 @@ class OfflinePlan:
 
     @property
     def digest(self) -> str:
-        """A hash that identifies the plan."""
+        """Hash that identifies the plan."""
         parts = (knob_tree.to_toml(self.config), self.snapshot, self.where, self.epochs, self.start)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -126,7 +126,7 @@ def train_offline(
     epochs: int = 1,
     report: Report = lambda _: None,
 ) -> OfflineTrainingResult:
-    """Train on the trajectories that a run consumed, into the folder `out`, which appears when training is complete.
+    """Train on the trajectories that a run consumed. The output folder `out` appears when training is complete.
 
     Args:
         run_dir: The run's folder.
@@ -141,11 +141,11 @@ def train_offline(
     Raises:
         ConfigError: Before anything is trained.
     """
-    return carry_out(planned(run_dir, out, overrides, branch, where, epochs), pool, report)
+    return execute_plan(make_plan(run_dir, out, overrides, branch, where, epochs), pool, report)
 
 
-def carry_out(plan: OfflinePlan, pool: Pool, report: Report) -> OfflineTrainingResult:
-    """Train on a worker, and as many more as the job has ranks. Raises ConfigError if fewer are free."""
+def execute_plan(plan: OfflinePlan, pool: Pool, report: Report) -> OfflineTrainingResult:
+    """Execute a plan on as many workers as the job has ranks. Raises ConfigError if fewer are free."""
     ranks, free = plan.config.training.ranks, len(pool.free(model=True))
     if free < ranks:
         raise ConfigError(
@@ -155,8 +155,10 @@ def carry_out(plan: OfflinePlan, pool: Pool, report: Report) -> OfflineTrainingR
     return trained
 
 
-def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, where: str, epochs: int) -> OfflinePlan:
-    """Make a plan and check all of it. Raises ConfigError."""
+def make_plan(
+    run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, where: str, epochs: int
+) -> OfflinePlan:
+    """Make a plan and check it completely. Raises ConfigError."""
     for override in overrides:
         key = override.partition("=")[0]
         if not key.startswith(MAY_CHANGE):
@@ -191,7 +193,7 @@ def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, w
 
 
 def train(plan: OfflinePlan, report: Report, *, shared: bool = False) -> OfflineTrainingResult:
-    """Carry out a plan in this process, which is a Dask task if others train with it. shared: see Pool."""
+    """Execute a plan in this process; with a rank group, this process must be a Dask task. shared: see Pool."""
     out = Path(plan.out)
     tmp_path = out.with_name(f".{out.name}.tmp_path")
     with raised_as(StoreError, f"{tmp_path}: cannot be created", OSError, remedy="choose another place with --out"):
@@ -278,7 +280,7 @@ trainer computes with, and the hash of the line before."""
 
 
 def origin_of(store: VersionedStore, branch: str, where: str, epochs: int, start: int, job: Path) -> bytes:
-    """What the first line of history.jsonl follows: the entry of the run, and how its rows are trained on."""
+    """The predecessor of the first line in history.jsonl: the run's chain entry, and how its rows are trained on."""
     origin = {"entry": store.newest_entry, "branch": branch, "where": where, "epochs": epochs}
     origin |= {"start": start} if start else {}
     return json.dumps(origin | {"settings": start_inputs.settings_hash(job)}).encode()
@@ -371,7 +373,7 @@ class _Training:
 def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report: Report) -> Evaluation | None:
     """Mean reward on the job's held-out prompts under a model, except those the plan trains on; None if none remain."""
     from staleflow.tasks.engines.engine_builder import build_engine
-    from staleflow.tasks.engines.generate import answers
+    from staleflow.tasks.engines.generate import generate_responses
     from staleflow.tasks.sources.reward_process import ScoredResponse, Scorer
 
     config = plan.config
@@ -420,7 +422,7 @@ def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report
     try:
         encoded = [prompts.encode(t) for t in tasks]
         for greedy in (False, True):
-            tokens = answers(
+            tokens = generate_responses(
                 engine, encoded, max_new_tokens=config.rollout.max_new_tokens, greedy=greedy, deadline_s=LIMIT_S
             )
             answered = [(i, t) for i, t in enumerate(tokens) if t is not None]

@@ -1,12 +1,12 @@
-"""Verification of a run: its chain, its job files and code, and random steps that its trainer does again.
+"""Verifies a run: its hash chain, its job files and code, and a repetition of random steps by its trainer.
 
-A step is repeated from the nearest resume point before it, or from the base model, with all steps between. Each of them
-must give the weights that it published, bit for bit. So these weights follow from these rows under these settings; that
-the rows and settings are those that the run had is what the chain shows.
+To repeat a step, all steps since the nearest resume point before it, or since the base model, are repeated. Each must
+give the weights that it published, bit for bit. This proves that the weights follow from the stored rows and settings.
+The chain proves that these are the rows and settings of the run.
 
 Invariants:
-- What was not checked is listed with the reason, and nothing that was not checked counts as verified.
-- Weights that differ on another kind of machine than the run's contradict nothing: they are not verified.
+- Everything that was not checked is listed with the reason, and does not count as verified.
+- Weights that differ on another kind of machine than the run's are not verified; they do not contradict the run.
 """
 
 from __future__ import annotations
@@ -49,40 +49,40 @@ from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
 
 STEPS = 3
-"""Random steps that are repeated by default."""
+"""Default number of random steps to repeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What was verified of a run, what contradicts it, and what was not verified and why."""
+    """Result of verifying a run: what was verified, what contradicts the run, and what was not verified and why."""
 
     run: str
     num_steps: int
-    """Training steps that are stored."""
+    """Stored training steps."""
     num_commits: int
     num_entries: int
     """Commits with an entry in the chain."""
     entry: str
     """The newest entry; empty without a chain."""
     sample_steps: tuple[int, ...]
-    """Random steps that were to be repeated."""
+    """Random steps chosen for repetition."""
     repeated_steps: tuple[int, ...]
-    """Steps that were repeated bit for bit: those of the sample, and those on the way to them."""
+    """Steps that were repeated bit for bit: sample steps, and the steps before them since a resume point."""
     findings: tuple[Finding, ...]
-    """What contradicts the run."""
+    """Contradictions."""
     unverified: tuple[str, ...]
-    """What was not verified, each with the reason."""
+    """One line for each thing that was not verified, with the reason."""
     checkpoint: str = ""
     """The checkpoint that was verified with the run."""
     checkpoint_is_equal: bool = False
     """Whether its weights are those that its step published, bit for bit."""
     not_covered: tuple[str, ...] = ()
-    """What no verification covers of what is there, each with the reason."""
+    """One line for each kind of files that verification does not cover, with the reason."""
 
     @property
     def verified(self) -> bool:
-        """Whether nothing contradicts the run, it has a chain, some step was repeated, and a checkpoint has the weights
-        that its step published."""
+        """Whether nothing contradicts the run, it has a hash chain, a step was repeated, and a checkpoint has the
+        weights that its step published."""
         done = self.num_entries and self.repeated_steps and (self.checkpoint_is_equal or not self.checkpoint)
         return not self.findings and bool(done)
 
@@ -115,11 +115,11 @@ def verify_run(
     """Verify a run.
 
     Args:
-        run_dir: Its folder.
-        checkpoint: Folder of one of its checkpoints, to be verified with it: then only steps before it are sample.
-        steps: Random steps to repeat.
-        seed: Chooses them; by default others each time.
-        client: A `distributed.Client` whose workers repeat them; by default local processes do.
+        run_dir: Folder of the run.
+        checkpoint: Folder of one of its checkpoints, to be verified as well. Only steps before it are repeated.
+        steps: Number of random steps to repeat.
+        seed: Seed for choosing them; random by default.
+        client: A `distributed.Client` whose workers repeat them; by default local processes are started.
         report: Called with events, as in `train_offline`.
 
     Raises:
@@ -133,17 +133,19 @@ def verify_run(
     chain = check_chain(store)
     findings, unverified = list(chain.findings), list[str]()
     if record is not None and chain.num_entries:
-        findings += _wrong_entry(record, chain.entries)
-    if before := chain.num_commits - chain.num_entries:
-        unverified.append(f"{before} of {chain.num_commits} commits: an earlier version stored them, without a chain")
+        findings += _check_entry(record, chain.entries)
+    if num_without_entry := chain.num_commits - chain.num_entries:
+        unverified.append(
+            f"{num_without_entry} of {chain.num_commits} commits: an earlier version stored them, without a chain"
+        )
     trained = [record for record in store.steps() if record.kind == "step"] if not chain.findings else []
     if gap := next((number for number, record in enumerate(trained) if record.step != number), None):
         findings.append(Finding(check="chain", where=f"step {gap}", message="is missing"))
         trained = []
     starts = _starts(run_dir, chain.inputs, len(trained)) if trained else []
-    changed, absent = compare_files(run_dir, starts)
+    changed, missing = compare_files(run_dir, starts)
     findings += changed
-    unverified += absent
+    unverified += missing
     unverified += [f"{steps_in_words(start.steps)}: {start.problem}" for start in starts if start.problem]
     if starts and starts[-1].input("staleflow") != start_inputs.package_hash():
         unverified.append("this package: the run used other sources of it")
@@ -153,7 +155,7 @@ def verify_run(
     sample = sorted(random.Random(seed).sample(sorted(origins), min(steps, len(origins))))
     result = RepetitionResult()
     if sample:
-        plan = _planned(run_dir, store, trained, starts, {step: origins[step] for step in sample})
+        plan = _plan_repetition(run_dir, store, trained, starts, {step: origins[step] for step in sample})
         report({"say": _announcement(plan, sample, trained)})
         if checkpoint is not None and record is not None:
             last = record.version - 1
@@ -166,8 +168,8 @@ def verify_run(
     contradictions, explained = sort_differences(
         result, {step: start.input("numerics") for start in starts for step in start.steps}
     )
-    if rest := sorted({*sample} - {*result.steps}):
-        unverified.append(f"{steps_in_words(rest)}: of the sample, and not repeated to the end")
+    if unfinished := sorted({*sample} - {*result.steps}):
+        unverified.append(f"{steps_in_words(unfinished)}: of the sample, and not repeated to the end")
     return Verification(
         run=str(run_dir),
         num_steps=len(trained),
@@ -199,7 +201,7 @@ def _starts(run_dir: Path, inputs: Sequence[tuple[int, dict[str, str]]], num_ste
 
 
 def trainable(config: RunConfig) -> RunConfig:
-    """The job with its models located. Raises ConfigError if its trainer cannot be built here."""
+    """The job with its models found on this machine. Raises ConfigError if its trainer cannot be built here."""
     if config.emulated:
         raise ConfigError("an emulated run has no weights")
     find_model(config.model.path)
@@ -207,7 +209,7 @@ def trainable(config: RunConfig) -> RunConfig:
 
 
 def _origins(run_dir: Path, starts: Sequence[TrainedStart]) -> dict[int, int]:
-    """The version to begin with, by step that can be repeated: 0 or that of the nearest resume point."""
+    """For each step that can be repeated, the version from which to repeat: 0, or that of the nearest resume point."""
     points = ResumePoints(run_dir / "resume").complete_versions()
     origins: dict[int, int] = {}
     origin: int | None = None
@@ -220,14 +222,14 @@ def _origins(run_dir: Path, starts: Sequence[TrainedStart]) -> dict[int, int]:
     return origins
 
 
-def _planned(
+def _plan_repetition(
     run_dir: Path,
     store: VersionedStore,
     trained: Sequence[StepRecord],
     starts: Sequence[TrainedStart],
     sample: Mapping[int, int],
 ) -> Repetition:
-    """Plan to repeat the sample steps, by the versions to begin with."""
+    """Plan the repetition of sample steps. sample: for each step, the version from which to repeat."""
     points, stretches = ResumePoints(run_dir / "resume"), []
     for origin in sorted({*sample.values()}):
         end = max(step for step, first in sample.items() if first == origin) + 1
@@ -251,16 +253,16 @@ def _planned(
 
 
 def with_checkpoint(plan: Repetition, checkpoint: Path, job: RunConfig, step: int) -> Repetition:
-    """A plan with a checkpoint to compare. job: the one that its last step, `step`, was trained by."""
+    """Add a checkpoint to compare to a plan. job: the job that trained its last step, `step`."""
     return dataclasses.replace(plan, checkpoint=(str(checkpoint), job_part(job, step + 1, step + 1)))
 
 
 def job_part(config: RunConfig, start: int, stop: int) -> JobPart:
-    """Steps of a run that one of its jobs trained."""
+    """The steps of a run that one of its jobs trained."""
     return JobPart(config=config, run_job=config, num_steps=config.steps, start=start, stop=stop)
 
 
-def _wrong_entry(record: Certificate, entries: Mapping[int, str]) -> Iterator[Finding]:
+def _check_entry(record: Certificate, entries: Mapping[int, str]) -> Iterator[Finding]:
     if (entry := entries.get(record.version - 1)) != record.entry:
         of_step = "not stored" if entry is None else entry
         message = f"it names the entry {record.entry}, that of step {record.version - 1} is {of_step}"
@@ -268,8 +270,8 @@ def _wrong_entry(record: Certificate, entries: Mapping[int, str]) -> Iterator[Fi
 
 
 def sort_differences(result: RepetitionResult, numerics: Mapping[int, str]) -> tuple[list[Finding], list[str]]:
-    """Which differences contradict the run, and which another kind of machine may explain. numerics: that each step was
-    trained with."""
+    """Split differences into those that contradict the run and those that another kind of machine may explain.
+    numerics: those with which each step was trained."""
     findings, unverified = list[Finding](), list[str]()
     for difference in result.differences:
         run_numerics = numerics.get(max(0, difference.step), "")
@@ -289,7 +291,7 @@ def _announcement(plan: Repetition, sample: Sequence[int], trained: Sequence[Ste
 
 
 def run_repetition(plan: Repetition, client: Any, report: Report) -> RepetitionResult:
-    """Repeat steps on a worker, and as many more as the job has ranks."""
+    """Repeat steps on a worker, and on one more worker for each further rank of the job."""
     ranks = max(part.config.training.ranks for stretch in plan.stretches for part in stretch.parts)
     with pool_of(client, ranks, model=True) as pool:
         repeated: RepetitionResult = run_reporting(pool, repeat, plan, report)

@@ -1,4 +1,4 @@
-"""Stored trajectories for display: the text, and for each token the version that sampled it and its probability.
+"""Stored trajectories for display: text, and for each token the version that sampled it and its probability.
 
 Values only; the terminal and the run page render them.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from staleflow.pipeline.recovery.run_folder import load_job
-from staleflow.pipeline.stored_runs.conversations import MessageSpan, passages
+from staleflow.pipeline.stored_runs.conversations import MessageSpan, message_spans
 from staleflow.pipeline.stored_runs.response_texts import shown_texts
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.selection import Selection
@@ -49,22 +49,22 @@ class TokenView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryView:
-    """A trajectory for display. facts: by name, in display order. passages: who said which of the tokens."""
+    """A trajectory for display. facts: by name, in display order. message_spans: the conversation, by speaker."""
 
     id: int
     facts: dict[str, object]
     prompt: str
     response: str
     tokens: tuple[TokenView, ...]
-    passages: tuple[MessageSpan, ...] = ()
+    message_spans: tuple[MessageSpan, ...] = ()
     error: str = ""
     reward_parts: dict[str, float] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
 
 
 def sorted_ids(store: VersionedStore, order: Order, count: int, where: str) -> list[TrajectoryId]:
-    """The first `count` trajectories that `where` selects, by an order of ORDERS; ties list one of each group first.
-    Orders by reward leave out trajectories never scored. Raises ConfigError."""
+    """The first `count` trajectories that `where` selects, in an order of ORDERS. Among equal ones, one of each group
+    comes first. Orders by reward leave out trajectories without one. Raises ConfigError."""
     if order not in ORDERS:
         raise ConfigError(f"order = {order!r}: choose one of {', '.join(ORDERS)}")
     columns = store.columns()
@@ -87,7 +87,7 @@ def sorted_ids(store: VersionedStore, order: Order, count: int, where: str) -> l
 def view(
     run_dir: Path, store: VersionedStore, trajectories: Sequence[TrajectoryId], model: str = ""
 ) -> list[TrajectoryView]:
-    """Create the views of the trajectories with these ids.
+    """Build the views of the trajectories with these ids.
 
     Args:
         run_dir: The run's folder.
@@ -121,7 +121,8 @@ def view(
 def trajectory_view(
     row: EndedTrajectory, detokenizer: Detokenizer, rescored: npt.NDArray[np.float32] | None = None
 ) -> TrajectoryView:
-    """The view of a stored row. rescored: [T] logprobs of its response under another model, nats, for the ratios."""
+    """Build the view of a stored row. rescored: [T] logprobs of its response under another model, nats, for the
+    ratios."""
     t = row.trajectory
     ids, logprobs = t.response_tokens.tolist(), t.logprobs
     ratios: list[float | None] = [None] * len(ids)
@@ -141,7 +142,7 @@ def trajectory_view(
         prompt=detokenizer.text(t.prompt_tokens.tolist(), special=True),
         response=detokenizer.text(ids, special=True),
         tokens=tokens,
-        passages=passages(t),
+        message_spans=message_spans(t),
         error=t.error,
         reward_parts=t.reward_parts,
         timings={name: getattr(t.timings, name) for name in ("arrived_s", "routed_s", "sampled_s", "rewarded_s")},
@@ -149,7 +150,7 @@ def trajectory_view(
 
 
 def facts(row: EndedTrajectory) -> dict[str, object]:
-    """What is shown of a stored row besides its tokens, by name, in display order."""
+    """The displayed facts of a stored row besides its tokens, by name, in display order."""
     t = row.trajectory
     turns = (
         {"turns": len(t.turns), "given_tokens": t.num_given, "tool_s": round(t.tool_s, 6)} if t.has_env_steps else {}

@@ -1,1 +1,1 @@
-"""Rules the coordinator consults: what starts, where it is sampled, when instances pull, what is dropped. Pure."""
+"""Rules that the coordinator applies: what starts, where it is sampled, when instances pull, what is dropped. Pure."""

@@ -1,12 +1,12 @@
-"""Admission rules: how much new work may start. A job names one of them; each keeps the staleness bound, and a step
-waits for late work. All count in groups.
+"""Admission rules, which limit how much new work starts. A job names one of them. Each guarantees the staleness bound,
+and a step waits for late work. All numbers are numbers of groups.
 
-| rule | in play (reserved and finished, not the batch being trained) |
+| rule | groups in flight (reserved and finished, without the batch being trained) |
 |---|---|
-| staleflow | as many as can reserve a place |
-| synchronous | one batch, while nothing trains |
+| staleflow | as many as can reserve an entry |
+| synchronous | one batch, while no step is trained |
 
-Rules of other systems, which only simulations have, are in `pipeline/simulator/baselines.py`.
+Rules of other systems, for simulations only, are in `pipeline/simulator/baselines.py`.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ from staleflow.tasks.settings.registry import Registry, RegistryEntry
 
 
 class LateWork(Enum):
-    """What a step does with work that is due but unfinished."""
+    """What a step does about work that is due but unfinished."""
 
     WAIT = "wait"
     DROP = "drop"
     TRAIN = "train"
-    """Train on whatever is finished, however old: the bound is not kept."""
+    """Train on finished work of any age: the bound is not guaranteed."""
 
 
 class Admission(RegistryEntry, ABC):
     """An admission rule."""
 
     __slots__ = ()
-    late = LateWork.WAIT
+    late_work = LateWork.WAIT
     reserves = False
-    """Whether it starts all that can reserve a place."""
+    """Whether it starts all work that can reserve an entry."""
 
     @property
     def window(self) -> float:
-        """How far past the oldest group a step may look for its batch, in batches; 0: anywhere."""
+        """How many batches past the oldest group a step may take its batch from; 0: no limit."""
         return 0.0
 
     @property
     def keeps_bound(self) -> bool:
-        """Whether no trajectory is trained on that is older than the bound allows."""
-        return self.late is not LateWork.TRAIN
+        """Whether no trained trajectory is older than the bound allows."""
+        return self.late_work is not LateWork.TRAIN
 
     def versions_behind(self, bound: int) -> int:
-        """How many versions its work may lie behind, at most `bound`."""
+        """Number of versions that work may lag behind, at most `bound`."""
         return bound
 
     @abstractmethod
     def num_reservable(self, ledger: StalenessLedger) -> int:
-        """Number of groups of the published version that may be started now, including those already queued."""
+        """Number of groups that may start under the published version now, including queued ones."""
 
     @abstractmethod
     def refusal(self, ledger: StalenessLedger, version: PolicyVersion) -> str | None:
-        """Why a new group must not start at `version`; None if it may. A newer version is never refused where an older
-        one is accepted."""
+        """The reason why a new group must not start under `version`; None if it may. If an older version is accepted,
+        so is a newer one."""
 
 
 SIMULATED = ("one_step", "pipeline_depth", "windowed_fifo", "credits", "backlog", "over_provision")
@@ -78,7 +78,7 @@ ADMISSION: Registry[Admission] = Registry(
 @ADMISSION.register("staleflow")
 @dataclass(frozen=True, slots=True)
 class Reservations(Admission):
-    """StaleFlow: as many groups as can reserve a place in a staleness buffer."""
+    """StaleFlow: as many groups as can reserve an entry in a staleness buffer."""
 
     reserves = True
 
@@ -90,29 +90,29 @@ class Reservations(Admission):
 
 
 class CappedAdmission(Admission):
-    """A cap on the number of groups in play."""
+    """A limit on the number of groups in flight."""
 
     __slots__ = ()
 
     @abstractmethod
     def cap(self, ledger: StalenessLedger) -> int:
-        """Most groups that may be in play."""
+        """Maximum number of groups in flight."""
 
     def num_reservable(self, ledger: StalenessLedger) -> int:
         num_free = self.cap(ledger) - ledger.num_reserved - ledger.num_occupied
         return min(ledger.num_reservable(ledger.version), max(0, num_free))
 
     def refusal(self, ledger: StalenessLedger, version: PolicyVersion) -> str | None:
-        cap, in_play = self.cap(ledger), ledger.num_reserved + ledger.num_occupied
-        if in_play >= cap:
-            return f"{type(self).__name__.lower()}: {in_play} of {cap} groups are in play"
+        cap, in_flight = self.cap(ledger), ledger.num_reserved + ledger.num_occupied
+        if in_flight >= cap:
+            return f"{type(self).__name__.lower()}: {in_flight} of {cap} groups are in flight"
         return ledger.refusal(version)
 
 
 @ADMISSION.register("synchronous")
 @dataclass(frozen=True, slots=True)
 class Synchronous(CappedAdmission):
-    """One batch at a time, sampled entirely from the version it updates: rollout and training take turns."""
+    """One batch at a time, sampled entirely from the version that it updates: rollout and training alternate."""
 
     def versions_behind(self, bound: int) -> int:
         return 0

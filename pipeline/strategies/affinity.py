@@ -1,5 +1,5 @@
-"""Cache affinity: whether the next turn of a trajectory goes back to the instance that may still have its context in
-the KV cache, or to the one that routing prefers, which has to prefill the whole context. Pure."""
+"""Cache affinity: decides whether the next turn of a trajectory goes to the instance that may have its context in the
+KV cache, or to the instance that routing prefers, which must prefill the whole context. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from staleflow.tasks.emulation.cost_model import StepCosts
 
 @dataclass(frozen=True, slots=True)
 class CacheAffinity:
-    """Weighs the time of a prefill, which delays all requests of an instance, against slower decoding."""
+    """Compares the time of a prefill, which delays all requests of an instance, with slower decoding."""
 
     cost: StepCosts
 
-    def stays(self, cached_on: Load, other: Load, kv_tokens: int, remaining: float) -> bool:
-        """Whether the trajectory goes back to its cached context.
+    def prefers_cached(self, cached_on: Load, other: Load, kv_tokens: int, remaining: float) -> bool:
+        """Whether the trajectory goes to the instance with its cached context.
 
         Args:
             cached_on: Load of the instance that has the context.

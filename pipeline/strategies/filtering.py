@@ -1,4 +1,5 @@
-"""Filters of complete groups not worth training on, and rules for unfinished ones not worth waiting for."""
+"""Filters of complete groups that are not worth training on, and rules for unfinished trajectories that delay a
+step."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ class Filtering(RegistryEntry, ABC):
 
     __slots__ = ()
     compares_members = False
-    """Whether it compares the members of a group, so that it would drop every group of one."""
+    """Whether it compares the members of a group; groups with one member would all be dropped."""
 
     @abstractmethod
-    def verdict(self, rewards: Sequence[float]) -> AbortReason | None:
-        """The reason to drop and replace a complete group with these rewards; None to keep it. Members whose reward
-        could not be computed are left out."""
+    def drop_reason(self, rewards: Sequence[float]) -> AbortReason | None:
+        """The reason to drop and replace a complete group with these rewards; None to keep it. Rewards that could not
+        be computed are left out."""
 
 
 FILTERING: Registry[Filtering] = Registry("filter", "batch.filtering", Filtering)
@@ -31,34 +32,34 @@ FILTERING: Registry[Filtering] = Registry("filter", "batch.filtering", Filtering
 @FILTERING.register("keep_all")
 @dataclass(frozen=True, slots=True)
 class KeepAll(Filtering):
-    """Every group is kept."""
+    """Keep every group."""
 
-    def verdict(self, rewards: Sequence[float]) -> AbortReason | None:
+    def drop_reason(self, rewards: Sequence[float]) -> AbortReason | None:
         return None
 
 
 @FILTERING.register("no_signal")
 @dataclass(frozen=True, slots=True)
 class NoSignal(Filtering):
-    """DAPO (arXiv 2503.14476): equal rewards give zero advantage everywhere, so the group is dropped and replaced."""
+    """Drop and replace groups with equal rewards, whose advantages are all zero (DAPO, arXiv 2503.14476)."""
 
     compares_members = True
 
-    def verdict(self, rewards: Sequence[float]) -> AbortReason | None:
+    def drop_reason(self, rewards: Sequence[float]) -> AbortReason | None:
         return None if has_signal(rewards) else AbortReason.NO_SIGNAL
 
 
 class StragglerRule(RegistryEntry):
-    """A rule for stragglers, the last unfinished trajectories that a training step waits for: whether and when they are
-    truncated, which is to be scored with the tokens they have. This base class never truncates."""
+    """A rule for stragglers, the last unfinished trajectories for which a training step waits: whether and when they
+    are truncated, which means scored with the tokens they have. This base class never truncates."""
 
     __slots__ = ()
     truncates = False
     """Whether it ever truncates a trajectory."""
 
     def waited_too_long(self, *, waited_s: float, interval_s: float) -> bool:
-        """Whether a step that has waited for `waited_s` has waited too long. interval_s: mean time between steps; 0
-        while unknown."""
+        """Whether a step has waited too long. waited_s: seconds it has waited. interval_s: mean seconds between steps;
+        0 while unknown."""
         return False
 
     def may_truncate(
@@ -67,11 +68,11 @@ class StragglerRule(RegistryEntry):
         """Whether all unfinished trajectories of a step may be truncated.
 
         Args:
-            unfinished: How many they are.
-            per_step: Trajectories of a step.
+            unfinished: Number of unfinished trajectories.
+            per_step: Number of trajectories per step.
             truncated_in_step: Trajectories truncated for this step before.
             trained: Trajectories trained on so far in the run.
-            truncated: Trajectories truncated so far in the run, those still being interrupted included.
+            truncated: Trajectories truncated so far in the run, including those being interrupted.
         """
         return False
 
@@ -88,8 +89,8 @@ class Wait(StragglerRule):
 @STRAGGLERS.register("truncate")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncate(StragglerRule):
-    """All stragglers of a step are truncated, once these are no more than `share` allows. To truncate some of them
-    would not help, since the step would wait for the others.
+    """Truncate all stragglers of a step once they are no more than `share` allows. Truncating only some would not help,
+    because the step would wait for the others.
 
     Over the run, truncated trajectories are at most that share of the trained ones. A step may truncate one trajectory
     more than its own share, if earlier steps have used less than theirs.

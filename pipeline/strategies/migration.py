@@ -1,5 +1,5 @@
-"""Migration rules: moving running trajectories from an overloaded instance to a lightly loaded one. A move costs one
-more prefill."""
+"""Migration rules, which move running trajectories from a loaded instance to a less loaded one. A move costs a
+prefill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from staleflow.tasks.settings.registry import Registry, RegistryEntry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Movable:
-    """A running trajectory that could move."""
+    """A running trajectory that can be moved."""
 
     kv_tokens: int
     remaining_tokens: float
@@ -25,7 +25,7 @@ class Movable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Load of one instance. running: trajectories."""
+    """Load of one instance. running: number of trajectories."""
 
     running: int
     kv_tokens: int
@@ -40,11 +40,12 @@ class Migration(RegistryEntry, ABC):
 
     @abstractmethod
     def worthwhile(self, source: Load, target: Load) -> bool:
-        """Whether any move between these instances could gain; called before trajectories are examined one by one."""
+        """Whether any move between these instances could gain. Called before trajectories are examined one by one."""
 
     @abstractmethod
     def moves(self, source: Load, target: Load, movable: Sequence[Movable], limit: int) -> list[int]:
-        """Indices of `movable` to move from the fuller `source` to `target`, which has room for `limit`."""
+        """Indices of `movable` to move from the more loaded `source` to `target`, which has room for `limit`
+        trajectories."""
 
 
 MIGRATION: Registry[Migration] = Registry("migration rule", "rollout.migration", Migration)
@@ -54,7 +55,7 @@ MIGRATION: Registry[Migration] = Registry("migration rule", "rollout.migration",
 @MIGRATION.register("none")
 @dataclass(frozen=True, slots=True)
 class Stay(Migration):
-    """No trajectory moves."""
+    """Move no trajectory."""
 
     active = False
 
@@ -68,8 +69,8 @@ class Stay(Migration):
 @MIGRATION.register("largest_gain")
 @dataclass(frozen=True, slots=True)
 class LargestGain(Migration):
-    """The moves that gain most, as long as they gain: seconds saved on the tokens a trajectory still has to sample,
-    minus the seconds its prefill costs all trajectories on the target."""
+    """The moves with the largest positive gain: seconds saved on the tokens left to sample, minus the seconds that the
+    prefill costs all trajectories on the target."""
 
     cost: StepCosts = parameter()
     gain: float = knob(0.2, "share by which a decode step must be faster on the target", low=0, high=1)

@@ -1,4 +1,4 @@
-"""Routing rules: which instance samples a trajectory. A rule sees the instances that fit and picks one, or declines.
+"""Routing rules, which choose the instance that samples a trajectory among the instances with room, or none.
 
 Declined work stays in the queue and can still go to any instance and to a newer version.
 """
@@ -25,7 +25,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What a rule sees of a trajectory."""
+    """The data of a trajectory that a rule receives."""
 
     kv_tokens: int
     """Tokens of KV cache it needs at once."""
@@ -34,7 +34,8 @@ class Candidate:
 
 
 class Loads(Protocol):
-    """What a rule sees of the instances, arrays of shape [instances]: running trajectories and KV tokens of these."""
+    """The data of the instances that a rule receives: arrays of shape [instances] with running trajectories and their
+    KV tokens."""
 
     @property
     def running(self) -> Numbers: ...
@@ -51,7 +52,7 @@ class Routing(RegistryEntry, ABC):
 
     @abstractmethod
     def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
-        """The row of an instance marked in `fitting` (at least one is), or None to let the work wait."""
+        """The index of an instance that is True in `fitting` (at least one is), or None to let the trajectory wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class ReadOnlyLoads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserRouting(UserCode, Routing):
-    """A rule from a user's file: it receives read-only arrays, and its errors carry its name. As with every rule, the
+    """A rule from a user's file. It receives read-only arrays, and errors carry its name. As with every rule, the
     coordinator checks that the chosen instance fits."""
 
     weighs_seconds = True
@@ -105,9 +106,9 @@ bound."""
 @ROUTING.register("deadline")
 @dataclass(frozen=True, slots=True)
 class Deadline(Routing):
-    """The instance whose decode step is shortest with the new work, counting what it runs and how long that has become:
-    every reserved place has a step that will wait for it, so no instance may lag behind with its oldest trajectories.
-    """
+    """Choose the instance with the shortest decode step including the new trajectory, counting the number and length of
+    its running ones. A step waits for every reserved entry, so no instance should fall behind with the oldest
+    trajectories."""
 
     cost: StepCosts = parameter()
 

@@ -1,4 +1,4 @@
-"""Samplers: which task of a source is drawn next. Pure.
+"""Samplers, which choose the next task of a source. Pure.
 
 A sampler object has settings only. What it learns is its state: named lists of numbers, which are arguments of its
 methods. The state is in the store, so a resumed run draws the same tasks as an uninterrupted one. Random numbers come
@@ -35,7 +35,7 @@ UNSEEN = -1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """The draw of one task."""
+    """The inputs of one draw."""
 
     number: int
     """Draws of this source before it."""
@@ -47,27 +47,27 @@ class Draw:
     """Tasks of groups that have not ended."""
 
     def rng(self) -> np.random.Generator:
-        """A random generator of this draw alone."""
+        """A random generator for this draw only."""
         return generator(self.seed, Stream.TASKS, self.source, self.number)
 
 
 class Sampler(RegistryEntry, ABC):
-    """A rule for drawing tasks of one source."""
+    """A rule for drawing the tasks of one source."""
 
     __slots__ = ()
 
     @abstractmethod
     def choose(self, draw: Draw, state: State) -> int:
-        """The number of the task to draw. Does not modify the state."""
+        """Choose the index of the task to draw. Does not modify the state."""
 
     def learn(self, task: int, reward: float | None, state: State) -> None:
-        """Update the state: a group of `task` has ended. reward: the mean over its members; None if it has none,
+        """Update the state after a group of `task` has ended. reward: mean over its members; None if it has none,
         because it failed or was not needed."""
 
 
 class UserSampler(UserCode, Sampler):
-    """A sampler from a user's file: a class with `choose(draw, state)` and, if it learns, `learn(task, reward, state)`.
-    Its errors carry its name."""
+    """A sampler from a user's file: a class with `choose(draw, state)` and optionally `learn(task, reward, state)`.
+    Errors carry its name."""
 
     def choose(self, draw: Draw, state: State) -> int:
         task = self._call_user_code("choose", lambda: self.code.choose(draw, state))
@@ -104,7 +104,7 @@ SAMPLERS: Registry[Sampler] = Registry("sampler", "task.sampler", Sampler, user_
 @SAMPLERS.register("in_order")
 @dataclass(frozen=True, slots=True)
 class InOrder(Sampler):
-    """Tasks in the order of their source, a data set's rows again from the start after the last one."""
+    """Tasks in the order of their source, starting again after the last row of a data set."""
 
     def choose(self, draw: Draw, state: State) -> int:
         return draw.number
@@ -113,7 +113,7 @@ class InOrder(Sampler):
 @SAMPLERS.register("uniform")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uniform(Sampler):
-    """The first `tasks` tasks in random order; each once before any is drawn again, in another order."""
+    """The first `tasks` tasks in random order. Each is drawn once before any is drawn again, in a new order."""
 
     tasks: int = knob(1000, "tasks to choose from, the first of the source", low=1, high=1_000_000)
 
@@ -131,7 +131,7 @@ def _order(tasks: int, seed: int, source: int, epoch: int) -> npt.NDArray[np.int
 @SAMPLERS.register("difficulty_window")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DifficultyWindow(Sampler):
-    """Tasks whose mean reward is within a window, and those that are new, are preferred to all others."""
+    """Prefer tasks whose mean reward is within a window, and new tasks."""
 
     tasks: int = knob(1000, "tasks to choose from, the first of the source", low=1, high=1_000_000)
     low: float = knob(0.2, "lowest mean reward of a task in the window")
@@ -153,7 +153,7 @@ class DifficultyWindow(Sampler):
 @SAMPLERS.register("learning_progress")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningProgress(Sampler):
-    """Tasks whose reward is changing: by the difference of a fast and a slow moving average of each task's reward."""
+    """Prefer tasks whose reward is changing, measured by the difference of a fast and a slow moving average."""
 
     tasks: int = knob(1000, "tasks to choose from, the first of the source", low=1, high=1_000_000)
     explore: float = knob(0.3, "share of draws in which all tasks are equally likely", above=0, high=1)
@@ -175,7 +175,8 @@ class LearningProgress(Sampler):
 @SAMPLERS.register("curriculum")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curriculum(Sampler):
-    """Stages of equal size, in the order of the source: the next begins once the mean reward of this one is reached."""
+    """Stages of equal size, in the order of the source. The next stage begins once the mean reward of the current one
+    is reached."""
 
     tasks: int = knob(1000, "tasks to choose from, the first of the source", low=1, high=1_000_000)
     stages: int = knob(4, "stages that the tasks are divided into", low=1, high=1000)

@@ -1,4 +1,4 @@
-"""Synchronization rules: how many of the instances pull a policy version as soon as it is published.
+"""Synchronization rules, which choose how many instances pull a policy version when it is published.
 
 Until an instance pulls, it can only be given work that its version still allows. A pull may interrupt what it runs, and
 have all these contexts prefilled again.
@@ -20,8 +20,8 @@ class Synchronization(RegistryEntry, ABC):
 
     @abstractmethod
     def num_pulling(self, num_instances: int) -> int:
-        """How many of the instances pull a version once it is published: those with the fewest KV tokens. The others
-        pull when they run nothing any more, or a later version."""
+        """Number of instances that pull a version when it is published: those with the fewest KV tokens. The others
+        pull when they run nothing any more, or pull a later version."""
 
 
 SYNCHRONIZATION: Registry[Synchronization] = Registry(
@@ -49,9 +49,9 @@ class Greedy(Synchronization):
 @SYNCHRONIZATION.register("staggered")
 @dataclass(frozen=True, slots=True)
 class Staggered(Synchronization):
-    """Where a pull interrupts, an instance pulls at least twice in the eta + 1 versions that a group may live, and no
-    more often than that needs. So some serve each version at once, and the others finish more of what they run before
-    they pull. Elsewhere all pull every version."""
+    """Where a pull interrupts running trajectories, each instance pulls at least twice in the eta + 1 versions that a
+    group may live, and no more often than that requires. Some instances serve each version at once, and the others
+    finish more trajectories before they pull. Elsewhere all pull every version."""
 
     eta: int = parameter()
     interrupts: bool = parameter()

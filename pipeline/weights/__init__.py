@@ -1,1 +1,1 @@
-"""How policy weights travel from the trainer's host to the rollout instances."""
+"""Transfer of policy weights from the trainer's host to the rollout instances."""

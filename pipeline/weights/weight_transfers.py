@@ -33,7 +33,7 @@ SLOW_S = 5.0
 
 
 class BroadcastTree:
-    """Tree of the hosts that fetch one version. It only decides the sources of each host; it transfers nothing."""
+    """Tree of the hosts that fetch one version. It chooses the sources of each host; it transfers nothing."""
 
     def __init__(self, root: str) -> None:
         self.complete_hosts: set[str] = {root}
@@ -43,9 +43,9 @@ class BroadcastTree:
         self._failed: set[str] = set()
 
     def join(self, host: str) -> tuple[str, ...]:
-        """Add a host to the tree and return the hosts to fetch from, best first: those near the root that have fewer
-        than FAN_OUT children. A host that joins again while it fetches keeps its parent. A host whose fetch has failed
-        gets only hosts that have the whole version, so that there are no cycles."""
+        """Add a host to the tree. Returns the hosts to fetch from, best first: those near the root with fewer than
+        FAN_OUT children. A host that joins again while it fetches keeps its parent. A host whose fetch failed gets only
+        hosts with the complete version, so that there are no cycles."""
         parent = self._parents.get(host)
         earlier_hosts = [] if host in self._failed else list(itertools.takewhile(lambda h: h != host, self._parents))
         children = Counter(p for h, p in self._parents.items() if h != host)
@@ -58,7 +58,7 @@ class BroadcastTree:
         return tuple(ranked)
 
     def mark_complete(self, host: str) -> None:
-        """Record that a host has the whole version."""
+        """Record that a host has the complete version."""
         self._parents.pop(host, None)
         self._failed.discard(host)
         self.complete_hosts.add(host)
@@ -84,7 +84,7 @@ class Caller(Protocol):
 
 
 class WeightTransfers:
-    """Transfers versions to hosts, each version once to a host. call_s: see deadlines.call_s."""
+    """Transfers versions to hosts, each version once per host. call_s: see deadlines.call_s."""
 
     def __init__(self, caller: Caller, call_s: float) -> None:
         self._caller = caller
@@ -97,8 +97,8 @@ class WeightTransfers:
         """Largest number of bytes of a version that a host has reported while it fetches."""
 
     def publish(self, version: PolicyVersion, host: str, num_bytes: int) -> None:
-        """Record that a host has a version that others can fetch. A version that is published again may be on two
-        hosts."""
+        """Record that a host has a version which others can fetch. After a version is published again, two hosts may
+        have it."""
         self._trees.setdefault(version, BroadcastTree(host)).mark_complete(host)
         self._num_bytes[version] = num_bytes
 
@@ -113,8 +113,8 @@ class WeightTransfers:
         self._bytes_on_hosts = {key: count for key, count in self._bytes_on_hosts.items() if key[0] in self._trees}
 
     async def fetch(self, version: PolicyVersion, host: str) -> str:
-        """Transfer a version to a host if it is not there, and return its path. There is no limit on the time while
-        bytes arrive; each call of the host's parameter server is short. Raises ActorLost if that server is gone,
+        """Transfer a version to a host unless it is there, and return its path. There is no time limit while bytes
+        arrive; each call of the host's parameter server is short. Raises ActorLost if that server is gone,
         TransferFailed if no bytes arrive from any source."""
         tree, num_bytes = self._trees[version], self._num_bytes[version]
         name, begin = f"parameters-{host}", now_s()

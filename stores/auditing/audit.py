@@ -108,13 +108,13 @@ def in_turn(function: Callable[..., RowCheckResult], calls: Iterable[tuple[Any, 
     return (function(*call) for call in calls)
 
 
-def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MAX_TOKENS) -> AuditReport:
+def audit(store: StoreReader, run: Runner = in_turn, max_tokens: int = MAX_TOKENS) -> AuditReport:
     """Run all checks over the current state of a whole store.
 
     Args:
         store: The store; the present state of its branch is checked.
         run: Runs the part of the checks that reads tokens, here or on workers.
-        most_tokens: Tokens that are read together, at some 50 bytes of memory each.
+        max_tokens: Tokens that are read together, at some 50 bytes of memory each.
 
     Raises:
         StoreUnavailable: The store's bucket fails, which is not damage.
@@ -129,7 +129,7 @@ def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MAX_TOKE
         for rows in _all_rows(store, single_consumption.READ):
             consumption.add(rows)
         refused = weight_counts.refusals(_records(store))
-        bound, digests = _read_tokens(store, commits, consumption, run, most_tokens, refused)
+        bound, digests = _read_tokens(store, commits, consumption, run, max_tokens, refused)
     except StoreUnavailable:
         raise
     except StoreError as error:
@@ -159,7 +159,7 @@ def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MAX_TOKE
         max_staleness=consumption.max_staleness,
         checks=CHECKS,
         findings=tuple(findings),
-        weights=weight_counts.counted(_records(store), published),
+        weights=weight_counts.count_outcomes(_records(store), published),
     )
 
 
@@ -251,7 +251,7 @@ def _read_tokens(
     commits: Sequence[StepRecord],
     consumption: single_consumption.ConsumedRows,
     run: Runner,
-    most_tokens: int,
+    max_tokens: int,
     refused: tuple[Refusal, ...],
 ) -> tuple[list[Finding], dict[int, str]]:
     """Violations of the bound, tokens of instances that were out of service, and the hash of each step's batch. Raises
@@ -267,7 +267,7 @@ def _read_tokens(
     calls = (
         (
             str(store.path), store.snapshot, store.header.eta,
-            RowRange(start=a, stop=b, steps=frozenset(inside.get(i, ())), most_tokens=most_tokens, refused=refused),
+            RowRange(start=a, stop=b, steps=frozenset(inside.get(i, ())), max_tokens=max_tokens, refused=refused),
         )
         for i, (a, b) in enumerate(ranges)
     )  # fmt: skip
@@ -277,9 +277,7 @@ def _read_tokens(
     digests = {step: digest for result in results for step, digest in result.digests.items()}
     if spread := step_rows.keys() - digests.keys():  # rows of them are not where their step was committed
         start, stop = min(step_rows[step][0] for step in spread), max(step_rows[step][1] for step in spread)
-        digests |= hash_batches(
-            store, RowRange(start=start, stop=stop, steps=frozenset(spread), most_tokens=most_tokens)
-        )
+        digests |= hash_batches(store, RowRange(start=start, stop=stop, steps=frozenset(spread), max_tokens=max_tokens))
     return [finding for result in results for finding in result.findings], digests
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from staleflow.stores.auditing.findings import Finding
-from staleflow.stores.id_sets import MAX_ID, MIN_ID, IdSet, merged
+from staleflow.stores.id_sets import MAX_ID, MIN_ID, IdSet, merge_ids
 from staleflow.stores.trajectories.columns import FATES, REASONS, Rows
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectory import outcome_key
@@ -44,7 +44,7 @@ class Conservation:
         self._last = record
         where, ledger = f"{record.kind} {record.step}", record.ledger
         started = min(max(0, ledger.num_started), MAX_ID)
-        start, stop = merged(ledger.live)
+        start, stop = merge_ids(ledger.live)
         inside = np.clip(start, 0, started), np.clip(stop, 0, started)
         absent = self._stored.absent(np.asarray([0]), np.asarray([started]))
         live_absent = self._stored.absent(*inside)

@@ -44,7 +44,7 @@ class RowRange:
     """Exclusive."""
     steps: frozenset[int]
     """Steps whose batches lie in the range with all their rows."""
-    most_tokens: int
+    max_tokens: int
     """Tokens that are read together; a longer trajectory is read alone."""
     refused: tuple[Refusal, ...] = ()
     """Instances that were taken out of service."""
@@ -73,7 +73,7 @@ def check_rows(store: StoreReader, eta: int, rows: RowRange) -> RowCheckResult:
     digests: dict[int, BatchDigest] = {}
     number = rows.start
     try:
-        for block in read_blocks(store, rows.start, rows.stop, rows.most_tokens):
+        for block in read_blocks(store, rows.start, rows.stop, rows.max_tokens):
             result.findings += _wrong_rows(block, eta)
             if rows.refused:
                 result.findings += _refused_tokens(block, number, rows.refused)
@@ -90,7 +90,7 @@ def check_rows(store: StoreReader, eta: int, rows: RowRange) -> RowCheckResult:
 def hash_batches(store: StoreReader, rows: RowRange) -> dict[int, str]:
     """Hash the batches of steps whose rows all lie in a range. Raises StoreError."""
     digests: dict[int, BatchDigest] = {}
-    for block in read_blocks(store, rows.start, rows.stop, rows.most_tokens):
+    for block in read_blocks(store, rows.start, rows.stop, rows.max_tokens):
         _hash(block, digests, rows.steps)
     return {step: digest.hex for step, digest in digests.items()}
 
@@ -157,23 +157,23 @@ class Spans:
         )
 
 
-def read_blocks(store: StoreReader, start: int, stop: int, most_tokens: int) -> Iterator[RowBlock]:
+def read_blocks(store: StoreReader, start: int, stop: int, max_tokens: int) -> Iterator[RowBlock]:
     """Read the rows at start <= row < stop in blocks. Raises StoreError at the first row that cannot be read."""
     for block_start in range(start, stop, BLOCK_ROWS):
         rows = store.numbers(block_start, min(block_start + BLOCK_ROWS, stop))
-        for a, b in _cuts(rows, most_tokens):
+        for a, b in _block_ranges(rows, max_tokens):
             yield _read(store, rows[a:b])
 
 
-def _cuts(rows: Rows, most_tokens: int) -> Iterator[tuple[int, int]]:
-    """Rows that are read together: no more than `most_tokens`, and without gaps."""
+def _block_ranges(rows: Rows, max_tokens: int) -> Iterator[tuple[int, int]]:
+    """Rows that are read together: no more than `max_tokens`, and without gaps."""
     starts = rows["offset"]
     ends = starts + rows["prompt_tokens"] + rows["response_tokens"]
     a = 0
     while a < len(rows):
         extent = np.maximum.accumulate(ends[a:]) - np.minimum.accumulate(starts[a:])
         apart = np.abs(starts[a + 1 :] - ends[a:-1]) > GAP
-        stops = (extent[1:] > most_tokens) | apart
+        stops = (extent[1:] > max_tokens) | apart
         b = a + 1 + int(np.argmax(stops)) if stops.any() else len(rows)
         yield a, b
         a = b
@@ -205,7 +205,7 @@ def _of_span(span: Span) -> tuple[str, int, int, float, int]:
     return span.instance, span.version, len(span.tokens), 0.0, -1
 
 
-def _lie_in_order(rows: Rows) -> bool:
+def _are_in_order(rows: Rows) -> bool:
     """Whether rows lie one after another."""
     offsets, prompts, responses = (rows[name] for name in SPAN_COLUMNS)
     return (
@@ -217,7 +217,7 @@ def _agreeing(rows: Rows, versions: npt.NDArray[np.int32], start: int, text: byt
     """The spans of rows that lie one after another, if everything about them is in order; None if anything is not,
     or if they lie otherwise."""
     offsets, prompts, responses = (rows[name] for name in SPAN_COLUMNS)
-    in_place = _lie_in_order(rows)
+    in_place = _are_in_order(rows)
     for name, members in (("finish", FINISHES), ("fate", FATES), ("reason", REASONS)):
         in_place &= bool(((rows[name] >= 0) & (rows[name] < len(members))).all())
     text_starts = (rows["text_offset"] - text_start).tolist()
@@ -296,7 +296,7 @@ def other_turns(spans: Iterable[float], stored: Iterable[float]) -> str:
 
 def _not_as_sampled(block: RowBlock) -> dict[int, list[str]]:
     """By row: which of its tokens' numbers are not those of tokens that were sampled, or given."""
-    if _lie_in_order(block.rows):  # all at once, which is seldom more than a glance
+    if _are_in_order(block.rows):  # all at once, which is seldom more than a glance
         offsets, prompts, responses = (block.rows[name] for name in SPAN_COLUMNS)
         token_range = slice(int(offsets[0]) - block.start, int((offsets + prompts + responses)[-1]) - block.start)
         sizes = np.stack([prompts, responses], axis=1).ravel()

@@ -48,9 +48,9 @@ class ConsumedRows:
         consumed_rows = rows[indices]
         if len(consumed_rows):
             self.max_staleness = max(self.max_staleness, int((consumed_rows["step"] - consumed_rows["v_traj"]).max()))
-        ones = np.ones(len(indices), np.int64)
+        all_ones = np.ones(len(indices), np.int64)
         positions = indices + self.num_rows
-        counts = np.stack([consumed_rows["step"], consumed_rows["group"], ones, positions, positions], axis=1)
+        counts = np.stack([consumed_rows["step"], consumed_rows["group"], all_ones, positions, positions], axis=1)
         self._counts.append(_merge(counts))
         self.num_rows += len(rows)
 

@@ -102,7 +102,7 @@ def refused_tokens(
             yield Finding(check=CHECK, where=where, message=message)
 
 
-def counted(records: Iterable[StepRecord], published: Mapping[int, str]) -> WeightCounts:
+def count_outcomes(records: Iterable[StepRecord], published: Mapping[int, str]) -> WeightCounts:
     """Count the outcomes of pulls in a run's records. published: fingerprint of each version that a step has stored."""
     pulls, parts, reasons = Counter[str](), Counter[str](), Counter[str]()
     for record in records:

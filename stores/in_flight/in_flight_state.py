@@ -30,12 +30,12 @@ import numpy as np
 from staleflow.stores.in_flight.spool_entries import (
     BatchTaken,
     Entry,
+    EpisodeEntry,
     EpisodeRestarted,
     EvaluationEnded,
     GroupDrawn,
     InFlightResumed,
     ObservationDelivered,
-    OfEpisode,
     RewardDelivered,
     TokensDelivered,
     TrajectoriesDiscarded,
@@ -125,8 +125,8 @@ class InFlightState:
     def apply(self, entry: Entry) -> bool:
         """Apply an entry. Returns False if it changes nothing because it is late, repeated, or about an ended
         trajectory."""
-        t = self.live.get(entry.trajectory) if isinstance(entry, OfEpisode) else None
-        if isinstance(entry, OfEpisode) and t is not None and entry.attempt != self.attempt(t.id):
+        t = self.live.get(entry.trajectory) if isinstance(entry, EpisodeEntry) else None
+        if isinstance(entry, EpisodeEntry) and t is not None and entry.attempt != self.attempt(t.id):
             if entry.attempt < self.attempt(t.id):
                 return False
             self._restart_from_prompt(t, entry.attempt, self.route_number(t.id))

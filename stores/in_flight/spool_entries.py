@@ -1,7 +1,7 @@
 """The entries of a spool: changes to groups, trajectories and batches in flight. Pure.
 
-As bytes, an entry is a JSON list with its arrays behind it, so the order of a class's fields is part of the format.
-Entries about an episode have its attempt: the number of times that it was restarted before.
+An entry is encoded as a JSON list followed by its arrays, so the order of a class's fields is part of the format.
+`attempt` in entries about an episode is the number of its restarts so far.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class GroupDrawn:
     at_s: float
     dataset_row: int = -1
     source: int = 0
-    """Number of its task source."""
+    """Index of its task source."""
     task: int = -1
-    """Number of its task in that source; -1: the group's own number."""
+    """Index of its task in that source; -1: the group's number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +77,13 @@ class ObservationDelivered:
     at_s: float
     attempt: int = 0
     turn_tokens: int = 0
-    """Limit on the turn that follows; 0 if the environment set none."""
+    """Token limit of the next turn; 0 if the environment set none."""
     after: int | None = None
     """Where a context branch begins with the observation, as in EnvSpan."""
     auxiliary: bool = False
-    """Whether the turn that follows is not trained on."""
+    """Whether the next turn is not trained on."""
     stop: StopCriteria = NO_STOP
-    """Stop criteria of the turn that follows."""
+    """Stop criteria of the next turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +92,9 @@ class EpisodeRestarted:
 
     trajectory: TrajectoryId
     tokens: int
-    """Tokens that it had, which are lost."""
+    """Number of its response tokens, which are dropped."""
     route_number: int
-    """Of its latest routing; what is sampled from now on has a higher one."""
+    """Route number of its latest routing; later samples have higher ones."""
     attempt: int = 0
     """The attempt that failed."""
 
@@ -160,7 +160,7 @@ Entry = (
     | EvaluationEnded
 )
 
-OfEpisode = TokensDelivered | ObservationDelivered | EpisodeRestarted | RewardDelivered
+EpisodeEntry = TokensDelivered | ObservationDelivered | EpisodeRestarted | RewardDelivered
 """Entries that belong to one attempt at an episode."""
 
 
@@ -176,7 +176,7 @@ KINDS: dict[str, Any] = {
     "resumed": InFlightResumed,
     "evaluated": EvaluationEnded,
 }
-"""What the classes of entries are called in a spool."""
+"""Names of the entry classes in a spool."""
 _NAMES = {entry: kind for kind, entry in KINDS.items()}
 
 
@@ -225,7 +225,7 @@ def decode(data: bytes) -> Entry:
             offset += 4 * count
             return np.frombuffer(data, dtype, count, offset - 4 * count)
 
-        def parsed(hint: Any, value: Any) -> Any:
+        def parse(hint: Any, value: Any) -> Any:
             if hint == IntArray:
                 return array("<i4", value)
             if hint is Segment:
@@ -234,14 +234,14 @@ def decode(data: bytes) -> Entry:
                     version=version, instance=instance, tokens=array("<i4", count), logprobs=array("<f4", count)
                 )
             if hint is Ending:
-                return Ending(**{n: parsed(h, v) for (n, h), v in zip(_hints(Ending).items(), value, strict=True)})
+                return Ending(**{n: parse(h, v) for (n, h), v in zip(_hints(Ending).items(), value, strict=True)})
             if hint is StopCriteria:
                 return StopCriteria(*map(tuple, value))
             if get_origin(hint) is tuple:
-                return tuple(parsed(get_args(hint)[0], item) for item in value)
+                return tuple(parse(get_args(hint)[0], item) for item in value)
             return hint(value) if isinstance(hint, type) and issubclass(hint, Enum) else value
 
-        entry: Entry = KINDS[kind](**{n: parsed(h, v) for (n, h), v in zip(hints.items(), values, strict=False)})
+        entry: Entry = KINDS[kind](**{n: parse(h, v) for (n, h), v in zip(hints.items(), values, strict=False)})
         return entry
     except (struct.error, ValueError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"no entry of a spool: {error}") from error
@@ -249,5 +249,5 @@ def decode(data: bytes) -> Entry:
 
 @functools.cache
 def _hints(entry: Any) -> dict[str, Any]:
-    """The types of a class's fields by name, in their order."""
+    """The types of a class's fields by name, in order."""
     return get_type_hints(entry)

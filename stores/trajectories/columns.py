@@ -134,7 +134,7 @@ COLUMNS = (
 """All columns, in the order in which tables show them. Those without `value` are not shown."""
 
 
-def chosen(names: Iterable[str] | None = None) -> list[Column]:
+def select_columns(names: Iterable[str] | None = None) -> list[Column]:
     """The columns with these names, all by default, in the order of COLUMNS."""
     wanted = None if names is None else set(names)
     return [column for column in COLUMNS if wanted is None or column.name in wanted]
@@ -142,7 +142,7 @@ def chosen(names: Iterable[str] | None = None) -> list[Column]:
 
 def shown_columns(names: Iterable[str] | None = None) -> list[Column]:
     """The columns with these names, all by default, that displayed tables and `--where` have."""
-    return [column for column in chosen(names) if column.value is not None]
+    return [column for column in select_columns(names) if column.value is not None]
 
 
 def empty_rows(count: int, columns: Sequence[Column]) -> Rows:

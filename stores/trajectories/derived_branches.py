@@ -43,7 +43,7 @@ MAX_NAME = 200
 """Most characters of a branch's name: it becomes that of a file."""
 
 
-def refuse(path: Path, name: str) -> None:
+def check_branch_name(path: Path, name: str) -> None:
     """Raise ConfigError if a branch cannot have this name."""
     if name and not (NAME.fullmatch(name) and len(name) <= MAX_NAME):
         raise ConfigError(
@@ -124,7 +124,7 @@ def _commit_branch(
     change: Callable[[Any], None],
     lineage: Mapping[str, Any],
 ) -> str:
-    refuse(path, name)
+    check_branch_name(path, name)
     repository = repository_at(path)
     parent = store.snapshot
     _remove(repository, (b for b in repository.list_branches() if b.startswith(INCOMPLETE)))  # left by killed writers

@@ -23,7 +23,15 @@ import zarr
 from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable, raised_as
 from staleflow.stores.trajectories import dataframes, layout
 from staleflow.stores.trajectories.column_chunks import read_all
-from staleflow.stores.trajectories.columns import COLUMNS, FATES, Column, Rows, chosen, empty_rows, shown_columns
+from staleflow.stores.trajectories.columns import (
+    COLUMNS,
+    FATES,
+    Column,
+    Rows,
+    empty_rows,
+    select_columns,
+    shown_columns,
+)
 from staleflow.stores.trajectories.layout import COMMIT_AT, KINDS, TOKEN_ARRAYS
 from staleflow.stores.trajectories.records import CODEC, RunHeader, StepRecord, entry_of
 from staleflow.stores.trajectories.repository import (
@@ -253,7 +261,7 @@ class StoreReader:
         damaged."""
         return self._readable(self._read_root(), start, stop)
 
-    def picked(self, positions: Iterable[int]) -> Iterator[EndedTrajectory | UnreadableRow]:
+    def at_positions(self, positions: Iterable[int]) -> Iterator[EndedTrajectory | UnreadableRow]:
         """The trajectories at these positions, in this order, with an UnreadableRow in place of each that is damaged.
         Adjacent ones are read together."""
         root = self._read_root()
@@ -332,7 +340,7 @@ class StoreReader:
         """Stored values of columns at start <= position < stop, all by default. names: the columns to read."""
         root = self._read_root()
         bounds = self._bounds(root, start, stop)
-        return self._columns(root, *bounds, chosen(names))
+        return self._columns(root, *bounds, select_columns(names))
 
     def columns(
         self, start: int = 0, stop: int | None = None, names: Iterable[str] | None = None
@@ -342,7 +350,7 @@ class StoreReader:
         root = self._read_root()
         bounds = self._bounds(root, start, stop)
         wanted = shown_columns(names)
-        stored = self._columns(root, *bounds, chosen({"given_tokens", *(column.name for column in wanted)}))
+        stored = self._columns(root, *bounds, select_columns({"given_tokens", *(column.name for column in wanted)}))
         table: dict[str, npt.NDArray[Any]] = {}
         for column in wanted:
             values = stored[column.name]
@@ -356,7 +364,7 @@ class StoreReader:
         return min(start, size), size if stop is None else min(stop, size)
 
     def _rows(self, root: Any, start: int, stop: int, names: Iterable[str] | None = None) -> Rows:
-        columns = chosen(names)
+        columns = select_columns(names)
         rows = empty_rows(stop - start, columns)
         for name, values in self._columns(root, start, stop, columns).items():
             rows[name] = values

@@ -48,7 +48,7 @@ def open_repository(path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def creating(path: Path, url: str = "") -> Iterator[Any]:
+def creating_repository(path: Path, url: str = "") -> Iterator[Any]:
     """Context manager: create a repository, which `path` names once the block ends without an error. If the process is
     killed before, a folder of another name is left, or in a bucket a repository without commits, which the next attempt
     uses. url: of a store in a bucket. Raises Icechunk's errors, OSError, ConfigError, StoreError."""
@@ -105,7 +105,7 @@ def snapshot_of(repository: Any, step: int, path: Path) -> str:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def lock_head(path: Path) -> Iterator[None]:
     """Context manager: lock the head of a store, so that one process at a time moves it. Held for milliseconds, or as
     long as a bucket takes. The lock ends with the process."""
     with path.with_name(f".{path.name}.lock").open("a") as lock:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import icechunk
 
 from staleflow.stores.files import replace_text
-from staleflow.stores.s3_url import parsed
+from staleflow.stores.s3_url import split_url
 
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 """Environment variables that name another server than Amazon's; the first that is set counts."""
@@ -52,7 +52,7 @@ def check_endpoint() -> None:
 
 def bucket_storage(url: str) -> Any:
     """Icechunk storage of a URL in a bucket. Raises ConfigError."""
-    bucket, prefix = parsed(url)
+    bucket, prefix = split_url(url)
     endpoint = _endpoint()
     region = next((os.environ[name] for name in REGIONS if os.environ.get(name)), None)
     return icechunk.s3_storage(

@@ -9,11 +9,11 @@ Layout (one row per trajectory; its prompt and response are adjacent in the flat
     tokens/mask       uint8   [T]      1 where the loss applies
     rows/NAME                 [R]      a column for each name in stores/trajectories/columns.py
     text              uint8   [B]      JSON: spans, reward parts and errors of rows
-    commits           int64   [S, 8]   COMMIT_COLUMNS: what listing and resuming a run ask for
+    commits           int64   [S, 8]   COMMIT_COLUMNS: numbers needed to list and resume a run
     records           uint8   [C]      JSON: step records
 
-Each commit's tokens start at the boundary of a file, so that appending never rewrites one (facts of the layout and its
-speed: docs/store.md). There is one committer; with several, Icechunk would not be safe on a local file system.
+Each commit's tokens start at the boundary of a file, so that appending never rewrites a file (docs/store.md has the
+sizes and speed). There is one committer, because on a local file system Icechunk is not safe with several.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from staleflow.stores.trajectories.repository import (
     CREATED,
     MAIN,
     branch_names,
-    creating,
+    creating_repository,
     failure,
     first_line,
-    locked,
+    lock_head,
     open_repository,
     snapshot_of,
 )
@@ -56,13 +56,13 @@ from staleflow.stores.trajectory import EndedTrajectory
 from staleflow.stores.weights.weight_report import WeightCheck
 
 TOKEN_CHUNK = 131_072
-"""Elements compressed together, 512 KiB: what reading one trajectory decompresses."""
+"""Elements compressed together, 512 KiB. Reading a trajectory decompresses at least this."""
 TOKEN_FILE = 8 * TOKEN_CHUNK
 """Elements of a token array per file, 4 MiB: a million tokens are three files. The last file of a commit is shorter."""
 TEXT_CHUNK = 65_536
 """Bytes of JSON compressed together."""
 ROW_CHUNK = 4096
-"""Rows of a column compressed together, some kilobytes: what a commit of few rows rewrites of each column."""
+"""Rows of a column compressed together, some kilobytes. A commit of few rows rewrites this much of each column."""
 COMMIT_CHUNK = 1024
 """Commits whose numbers are compressed together."""
 
@@ -72,17 +72,17 @@ class VersionedStore(StoreReader):
     `at_step` to read an earlier step."""
 
     def __init__(self, repository: Any, *, at_snapshot: str | None, where: str, branch: str = MAIN) -> None:
-        # The snapshot that the next commit must find: there is one committer, and it knows its last commit.
+        # The expected head of the next commit: there is one committer, and it knows its last commit.
         self._head = str(repository.lookup_branch(branch)) if at_snapshot is None else at_snapshot
         super().__init__(repository, at_snapshot=at_snapshot, where=where, branch=branch)
         self._stored: StoredIds | None = None
-        """Loaded by the first commit, and by one that follows a failed one."""
+        """Loaded by the first commit, and again after a failed one."""
         self._entry = ""
         """Entry of the last commit, loaded with `_stored`."""
         self._has_columns = False
-        """Whether a commit has created the columns that the store is older than."""
+        """Whether a commit has created columns that were added after the store was created."""
         self._failed = False
-        """Whether the last commit failed: it may have been applied all the same."""
+        """Whether the last commit failed; it may have been applied nevertheless."""
 
     @classmethod
     def create(cls, path: Path, header: RunHeader) -> Self:
@@ -92,7 +92,7 @@ class VersionedStore(StoreReader):
             raise StoreError(f"{problem}: there is one already")
         with (
             raised_as(StoreError, problem, icechunk.IcechunkError, OSError, describe=first_line),
-            creating(path, header.url) as repository,
+            creating_repository(path, header.url) as repository,
         ):
             session = repository.writable_session(MAIN)
             root = zarr.open_group(session.store, mode="w", zarr_format=3)
@@ -131,11 +131,11 @@ class VersionedStore(StoreReader):
     def rewind(cls, path: Path, num_steps: int, *, undo_end: bool = False) -> int:
         """Reset the store to its first `num_steps` training steps. Returns the number of undone steps.
 
-        They stay readable on a branch named after their last commit. Which instances were taken out of service is not
-        undone.
+        Undone steps stay readable on a branch named after their last commit. Records of instances that were taken out
+        of service are kept.
 
         Args:
-            path: Of the store.
+            path: Path of the store.
             num_steps: Training steps to keep.
             undo_end: Also undo the end of a run that has not continued since, with the work that it discarded.
         """
@@ -143,7 +143,7 @@ class VersionedStore(StoreReader):
         refused: tuple[WeightCheck, ...] = ()
         try:
             repository = open_repository(path)
-            with locked(path):
+            with lock_head(path):
                 for snapshot in repository.ancestry(branch=MAIN):
                     kind, step = snapshot.metadata.get("kind"), snapshot.metadata.get("step")
                     if kind == "created" or (kind == "step" and step == num_steps - 1):
@@ -151,7 +151,7 @@ class VersionedStore(StoreReader):
                     undone += kind == "step"
                     ended |= kind == "end"
                 if undone or (ended and undo_end):
-                    refused = _refused_after(cls.open(path).steps(), num_steps)
+                    refused = _refusals_after(cls.open(path).steps(), num_steps)
                     head = repository.lookup_branch(MAIN)
                     repository.create_branch(f"undone-{head}", head)
                     repository.reset_branch(MAIN, snapshot.id)
@@ -174,20 +174,20 @@ class VersionedStore(StoreReader):
             StoreError: Nothing was stored.
             StoreUnavailable: The bucket failed. The same commit may be repeated, and is applied only once.
         """
-        if not self._commits:
+        if not self._may_commit:
             raise StoreError(f"{self._where}: {self._branch} was opened read-only")
         ids = [e.trajectory.id for e in ended]
         path, digest = Path(self._where), _digest(record, ids)
         try:
-            with locked(path):
+            with lock_head(path):
                 if self._failed:  # credentials are read when a repository is opened
                     self._repository, self._stored = open_repository(path), None
-                snapshot = self._committed_before(digest) or self._committed(record, ended, digest)
+                snapshot = self._applied_snapshot(digest) or self._append_and_commit(record, ended, digest)
         except StoreError as error:
             self._failed = isinstance(error, StoreUnavailable)
             raise
-        except Exception as error:  # zarr raises its own for what Icechunk could not read
-            # The session is dropped: what was written before the failure belongs to no snapshot.
+        except Exception as error:  # zarr raises errors of its own if Icechunk cannot read
+            # The session is dropped: data written before the failure belong to no snapshot.
             self._failed = True
             problem = f"{path}: {record.kind} {record.step} could not be stored"
             if url := url_of(path):
@@ -202,10 +202,10 @@ class VersionedStore(StoreReader):
         self._has_columns |= bool(ids)
         return snapshot
 
-    def _committed_before(self, digest: str) -> str:
-        """The snapshot of a commit that was applied although it failed here; empty if it was not. Raises StoreError if
-        the branch is not where this committer left it: on a local file system Icechunk would silently lose one of two
-        commits."""
+    def _applied_snapshot(self, digest: str) -> str:
+        """The snapshot of the commit if an earlier attempt was applied although it failed here; empty otherwise. Raises
+        StoreError if another process has moved the branch, because Icechunk would silently lose one of two commits on a
+        local file system."""
         head = str(self._repository.lookup_branch(MAIN))
         if head == self._head:
             return ""
@@ -217,8 +217,8 @@ class VersionedStore(StoreReader):
             "resumed elsewhere, and this is no longer its store"
         )
 
-    def _committed(self, record: StepRecord, ended: Sequence[EndedTrajectory], digest: str) -> str:
-        """Append and commit; returns the snapshot."""
+    def _append_and_commit(self, record: StepRecord, ended: Sequence[EndedTrajectory], digest: str) -> str:
+        """Append the rows and the record, and commit. Returns the snapshot."""
         session = self._repository.writable_session(MAIN)
         root = zarr.open_group(session.store, mode="r+")
         if self._stored is None:
@@ -233,7 +233,7 @@ class VersionedStore(StoreReader):
         return snapshot
 
     @property
-    def _commits(self) -> bool:
+    def _may_commit(self) -> bool:
         return self._branch == MAIN and self._at_snapshot is None
 
     def _stored_ids(self, root: Any) -> StoredIds:
@@ -252,7 +252,7 @@ class VersionedStore(StoreReader):
         return next((entry_of(text) for _, text in self._texts(root, max(0, count - 1), count)), self.first_entry)
 
     def _append(self, root: Any, record: StepRecord, ended: Sequence[EndedTrajectory]) -> tuple[StepRecord, str]:
-        """Append a commit's rows and its record; returns the record as stored, and its entry."""
+        """Append a commit's rows and its record. Returns the record as stored, and its entry in the chain."""
         file = stored_chunk(root["tokens/ids"])
         start = -(-int(root["tokens/ids"].shape[0]) // file) * file
         packed = layout.pack(ended, start, int(root["text"].shape[0]))
@@ -283,8 +283,8 @@ class VersionedStore(StoreReader):
         return filled, entry_of(text)
 
 
-def _refused_after(records: Sequence[StepRecord], num_steps: int) -> tuple[WeightCheck, ...]:
-    """Records of instances taken out of service that follow the first `num_steps` training steps."""
+def _refusals_after(records: Sequence[StepRecord], num_steps: int) -> tuple[WeightCheck, ...]:
+    """Records of instances taken out of service after the first `num_steps` training steps."""
     start = next((i + 1 for i, r in enumerate(records) if (r.kind, r.step) == ("step", num_steps - 1)), 0)
     return tuple(check for record in records[start:] for check in record.weight_checks if check.refused)
 
@@ -298,7 +298,8 @@ def _digest(record: StepRecord, ids: Sequence[int]) -> str:
 def _packed_record(
     root: Any, record: StepRecord, text: bytes, ids: npt.NDArray[np.int64]
 ) -> dict[str, npt.NDArray[Any]]:
-    """What a commit appends to `commits` and `records`. text: the encoded record; ids: of its trajectories."""
+    """The values that a commit appends to `commits` and `records`. text: the encoded record. ids: ids of its
+    trajectories."""
     numbers = {
         "kind": KINDS.index(record.kind) if record.kind in KINDS else len(KINDS),
         "step": record.step,
@@ -328,7 +329,7 @@ def create_arrays(root: Any, header: Any, columns: Iterable[Column] = COLUMNS) -
 
 
 def _require_column(root: Any, column: Column, count: int) -> None:
-    """Create the array of a column, if the store, which has `count` rows, is older than the column."""
+    """Create the array of a column that was added after the store was created. count: number of rows in the store."""
     if column.array not in root:
         _array(root, column.array, (count,), (ROW_CHUNK,), column.dtype, fill=column.fill)
 
@@ -343,7 +344,7 @@ def _array(
     file: int | None = None,
     fill: int | float | bool = 0,
 ) -> None:
-    """Create an array. file: elements stored together, if those are several chunks. fill: of elements not written."""
+    """Create an array. file: elements per file, if a file has several chunks. fill: value of elements not written."""
     dimensions = (name.replace("/", "_"), "column")[: len(shape)]
     # Both have a checksum, which is verified at every read.
     codecs = [CHUNK_CODEC] if file is None else [BloscCodec(cname="zstd", clevel=1), Crc32cCodec()]

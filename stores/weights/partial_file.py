@@ -1,6 +1,6 @@
 """A file that arrives in pieces, in any order. Pieces are written at their offsets on arrival, never held in memory.
 
-Invariants: a piece is missing until all its bytes are written; what is read back was written before.
+Invariants: a piece counts as missing until all its bytes are written. Only written bytes are read back.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PIECE_BYTES = 8 * 2**20
-"""Bytes of a piece: large enough that a request for it costs little beside its bytes, small enough to hold several."""
+"""Bytes of a piece: large enough that the overhead of a request is small, small enough to hold several in memory."""
 
 
 class Piece(NamedTuple):
@@ -32,8 +32,8 @@ def pieces(num_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
 class PartialFile:
     """A file of `num_bytes` bytes, received in pieces.
 
-    `write` and `read` may run in threads, each piece in one. A thread that outlives its caller does no harm: the file
-    is opened anew each time, under a name of this attempt's alone.
+    `write` and `read` may run in threads, one per piece. A thread that outlives its caller does no harm, because each
+    call opens the file, and each attempt at a file has a name of its own.
     """
 
     def __init__(self, path: Path, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> None:
@@ -58,8 +58,8 @@ class PartialFile:
 
     def has(self, offset: int, size: int) -> bool:
         """Whether these bytes have been received."""
-        start = offset - offset % self._piece_bytes
-        return not any(start in self.missing for start in range(start, offset + size, self._piece_bytes))
+        first_offset = offset - offset % self._piece_bytes
+        return not any(start in self.missing for start in range(first_offset, offset + size, self._piece_bytes))
 
     def read(self, offset: int, size: int) -> bytes:
         """Read received bytes."""

@@ -29,7 +29,7 @@ class WeightPart:
     """Why the two cannot be compared, if they cannot."""
 
 
-def compared(parts: Iterable[WeightPart]) -> WeightReport:
+def compare_parts(parts: Iterable[WeightPart]) -> WeightReport:
     """Compare parts with the values they should be equal to."""
     verified, unknown, differing = 0, Counter[str](), list[str]()
     for part in parts:
@@ -47,9 +47,9 @@ def compared(parts: Iterable[WeightPart]) -> WeightReport:
     )
 
 
-def compared_by_name(loaded: Mapping[str, Any], published: Mapping[str, Any]) -> WeightReport:
+def compare_by_name(loaded: Mapping[str, Any], published: Mapping[str, Any]) -> WeightReport:
     """Compare the weights of an engine that has them under the published names and shapes."""
-    return compared(
+    return compare_parts(
         WeightPart(
             name=name,
             loaded=loaded.get(name),

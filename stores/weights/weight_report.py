@@ -1,10 +1,10 @@
 """Results of verifying an engine's weights after a load.
 
-Weights are compared part by part with what was published. A part is a published tensor, or the piece of one that a
-worker of the engine has: rows of a fused tensor, an expert, a shard. Each part has one of three outcomes.
+Weights are compared part by part with the published ones. A part is a published tensor, or a piece of one on a worker
+of the engine: rows of a fused tensor, an expert, a shard. There are three outcomes for a part:
 
-- Verified: it is equal bit for bit.
-- Not verified: it could not be compared, for a reason that is given.
+- Verified: it is equal, bit for bit.
+- Not verified: it could not be compared, for a stated reason.
 - Contradicted: it differs.
 """
 
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 
 MAX_NAMES = 8
-"""Contradicted parts that a report names; all are counted."""
+"""Maximum number of contradicted parts that a report names; all are counted."""
 NO_PARTS = "the engine compares nothing"
-"""Reason of a report that has no parts at all: nothing does not pass as verified."""
+"""Reason in a report without any part, which does not count as verified."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +65,12 @@ class WeightCheck:
     instance: InstanceId
     version: PolicyVersion
     fingerprint: str
-    """Fingerprint of the published weights that its own were compared with."""
+    """Fingerprint of the published weights, with which the instance's own were compared."""
     weights: WeightReport
     drift: float
-    """Mean |logprob of the probe - the trainer's|, nats; 0 without a probe."""
+    """Mean absolute difference of the probe's logprobs from the trainer's, nats; 0 without a probe."""
     limit: float
-    """The most that `drift` may be."""
+    """Maximum allowed `drift`."""
     refused: str = ""
     """Why the instance was taken out of service before its next token; empty if it serves the version."""
 

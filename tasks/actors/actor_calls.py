@@ -1,13 +1,12 @@
 """Calls to actors: each has a deadline, and an actor that is gone always raises ActorLost.
 
 Without this, a call to a dead actor can hang forever, or fail with OSError, RuntimeError or CancelledError, depending
-on the caller and the moment, even before the call is sent; a stopped process just never answers. So that an actor's own
-OSError or RuntimeError is not taken for its loss, classes of actors are decorated with `remote_methods`.
+on the caller and the moment, even before the call is sent; a stopped process never answers. Actor classes are decorated
+with `remote_methods`, so that an actor's own OSError or RuntimeError is not mistaken for its loss.
 
-Arguments and results travel pickled as one piece: Dask would pickle each element of a list by itself, which costs six
-times as much. A result that is bytes travels as it is, once. An actor that is handed to another travels as its address
-and key. Dask's own proxy would make a client of the worker that receives it, and two messages to the scheduler of each
-call: that the key is wanted, and that it is not any more.
+Arguments and results are pickled as a whole, because Dask would pickle each element of a list separately, which costs
+six times as much. A result of type bytes is sent as it is. An actor as an argument is sent as its address and key.
+Dask's own proxy would create a client in the receiving worker, and send the scheduler two messages per call.
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ from staleflow.stores.errors import ActorFailed, ActorLost, ActorSilent, Stalefl
 logger = logging.getLogger(__name__)
 
 PICKLED = "staleflow.pickled"
-"""Marks arguments and results that are pickled: the first element of the pair."""
+"""Marks pickled arguments and results, as the first element of a pair."""
 PROBE_S = 1.0
-"""Seconds between two probes of the address of an actor that has not answered another actor yet."""
+"""Seconds between two probes of the called actor's address, while a call between actors is pending."""
 MIN_BYTES_PER_S = 25e6
-"""The slowest rate at which a host reads, hashes or loads, a fifth of what gigabit Ethernet carries: anything slower
-counts as stuck."""
+"""Lowest rate at which a host may read, hash or load, a fifth of gigabit Ethernet; a slower host counts as stuck."""
 
 Class = TypeVar("Class", bound=type)
 
@@ -54,15 +52,15 @@ def remote_methods(cls: Class) -> Class:
     own arrive as ActorFailed. Direct calls are unchanged."""
     for name, method in list(vars(cls).items()):
         if inspect.iscoroutinefunction(method) and not name.startswith("_"):
-            setattr(cls, name, _answering(method))
+            setattr(cls, name, _with_actor_errors(method))
     return cls
 
 
-def _answering(method: Any) -> Any:
+def _with_actor_errors(method: Any) -> Any:
     @functools.wraps(method)
-    async def answering(self: Any, *args: Any, **kwargs: Any) -> Any:
+    async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         pickled = args[:1] == (PICKLED,)
-        _enter()
+        _mark_within_actor()
         try:
             result = await method(self, *(pickle.loads(args[1]) if pickled else args), **kwargs)
         except StaleflowError:
@@ -72,12 +70,12 @@ def _answering(method: Any) -> Any:
             raise ActorFailed(f"{type(error).__name__}: {error}") from error
         return (PICKLED, pickle.dumps(result, 5)) if pickled and type(result) is not bytes else result
 
-    return answering
+    return wrapper
 
 
-def _enter() -> None:
-    """Note that the code that runs from here on is an actor's. A function, since classes from a script are pickled with
-    their methods, and these with all that they name but functions."""
+def _mark_within_actor() -> None:
+    """Record that the current context runs an actor's method. This is a function because a class from a script is
+    pickled with its methods and all global values that they use, but a ContextVar cannot be pickled."""
     _within_actor.set(True)
 
 
@@ -94,15 +92,15 @@ class RemoteActor:
 
 
 def _remote_actor(address: str, key: str) -> RemoteActor:
-    """Make a RemoteActor of a pickled actor, on the worker that receives it."""
+    """Create a RemoteActor from a pickled actor, on the worker that receives it."""
     return RemoteActor(address, key, get_worker().rpc(address))
 
 
 REDUCERS = {**copyreg.dispatch_table, Actor: lambda actor: (_remote_actor, (actor._address, actor.key))}
-"""How arguments are pickled that have no pickling of their own."""
+"""Pickling of argument types that need a reducer."""
 
 
-def _packed(args: tuple[Any, ...]) -> bytes:
+def _pickle(args: tuple[Any, ...]) -> bytes:
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, 5)
     pickler.dispatch_table = REDUCERS
@@ -111,57 +109,66 @@ def _packed(args: tuple[Any, ...]) -> bytes:
 
 
 async def _execute(actor: Actor | RemoteActor, method: str, packed: bytes) -> Any:
-    """Call a method of an actor on its worker. Raises what the method raises; OSError or RuntimeError if it is gone."""
+    """Call a method of an actor on its worker. Raises the method's errors, and OSError or RuntimeError if the actor is
+    gone."""
     if isinstance(actor, RemoteActor):
-        return await _sent(actor, method, packed)
+        return await _send(actor, method, packed)
     status = actor._future.status if actor._future is not None else "finished"
     if status not in ("finished", "pending"):
         raise RuntimeError(f"its worker was lost ({status})")
-    # A submitted job's driver is in a thread of a worker, whose connections belong to that one's loop.
+    # The driver of a submitted job runs in a thread of a worker, and its connections belong to the worker's loop.
     loop = actor._io_loop.asyncio_loop
     if loop is asyncio.get_running_loop():
-        return await _sent(actor, method, packed)
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_sent(actor, method, packed), loop))
+        return await _send(actor, method, packed)
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_send(actor, method, packed), loop))
 
 
-async def _sent(actor: Actor | RemoteActor, method: str, packed: bytes) -> Any:
+async def _send(actor: Actor | RemoteActor, method: str, packed: bytes) -> Any:
     """Call a method of an actor from the loop that the connections belong to; see `_execute`."""
     rpc = actor.rpc if isinstance(actor, RemoteActor) else actor._worker_rpc
     try:
-        answer = await rpc.actor_execute(function=method, actor=actor.key, args=[PICKLED, packed], kwargs={})
+        reply = await rpc.actor_execute(function=method, actor=actor.key, args=[PICKLED, packed], kwargs={})
     except KeyError:  # another process has its address by now
         raise RuntimeError("its worker does not have it") from None
-    if answer["status"] != "OK":
-        raise answer["exception"]
-    return answer["result"]
+    if reply["status"] != "OK":
+        raise reply["exception"]
+    return reply["result"]
 
 
-def _begun(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """Start a call that outlives its caller: cancelling it would wait for the other side, which may be stopped."""
+def _start_call(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Start a call that is not cancelled with its caller, since cancelling would wait for the other process, which may
+    be stopped."""
 
-    def heard(task: asyncio.Task[Any]) -> None:
+    def retrieve_exception(task: asyncio.Task[Any]) -> None:
         if not task.cancelled():
-            task.exception()  # whoever waits for it raises it
+            task.exception()  # marks it as retrieved; a waiting caller raises it
 
     task = asyncio.ensure_future(coroutine)
-    task.add_done_callback(heard)
+    task.add_done_callback(retrieve_exception)
     return task
 
 
-async def _ended(pending: asyncio.Task[Any], address: str, actor_name: str) -> Any:
-    """Return the result of a call, which goes on if its caller is cancelled. address: of the actor, if another actor
-    calls it: once nothing listens there, ActorLost is raised; Dask would retry for 30 s. Raises RuntimeError if the
-    call itself was cancelled, so that the caller does not take it as its own cancellation."""
+async def _await_result(pending: asyncio.Task[Any], address: str, actor_name: str) -> Any:
+    """Wait for a call, which continues if its caller is cancelled, and return its result.
+
+    Args:
+        address: Address of the actor if another actor calls it, else empty. It is probed, because Dask would retry for
+            30 s.
+
+    Raises:
+        ActorLost: Nothing listens at the address.
+        RuntimeError: The call itself was cancelled; the caller must not take this for its own cancellation.
+    """
     while not (await asyncio.wait({pending}, timeout=PROBE_S if address else None))[0]:
-        if await _refused(address):
+        if await _refuses_connections(address):
             raise ActorLost(f"{actor_name} is gone: nothing listens at {address}", actor_name)
     if pending.cancelled():
         raise RuntimeError("the call was cancelled")
     return pending.result()
 
 
-async def _refused(address: str) -> bool:
-    """Return True if the machine at an address refuses connections: its process is gone. False if that does not show
+async def _refuses_connections(address: str) -> bool:
+    """Whether connections to an address are refused, which means that its process is gone. False if that is not known
     within PROBE_S."""
     try:
         host, port = parse_host_port(address)
@@ -176,31 +183,31 @@ async def _refused(address: str) -> bool:
 
 
 async def call_actor(actor: Any, method: str, *args: Any, timeout_s: float, actor_name: str, limit: str = "") -> Any:
-    """Return the result of `actor.method(*args)`, called on another process.
+    """Call `actor.method(*args)` in another process, and return its result.
 
     Args:
-        timeout_s: seconds within which it must answer.
-        actor_name: the actor, in messages.
-        limit: the knob that sets timeout_s, in messages.
+        timeout_s: Seconds within which the actor must answer.
+        actor_name: Name of the actor, for messages.
+        limit: The setting that determines timeout_s, for messages.
 
     Raises:
-        ActorLost: the actor is gone or does not answer in time; or an actor that it called is.
-        ActorFailed: the method failed, or that of an actor that it called.
-        StaleflowError: what the method itself raised of our errors.
+        ActorLost: The actor, or one that it called, is gone or does not answer in time.
+        ActorFailed: The method, or that of an actor that it called, failed.
+        StaleflowError: Other errors of staleflow that the method raised.
     """
     try:
         async with asyncio.timeout(timeout_s):  # wait_for may swallow a cancellation that comes with the answer
             if not isinstance(actor, Actor | RemoteActor):  # it is in this process
                 return await getattr(actor, method)(*args)
-            pending = _begun(_execute(actor, method, _packed(args)))
+            pending = _start_call(_execute(actor, method, _pickle(args)))
             address = actor.address if isinstance(actor, RemoteActor) else actor._address
-            result = await _ended(pending, address if _within_actor.get() else "", actor_name)
+            result = await _await_result(pending, address if _within_actor.get() else "", actor_name)
             return result if type(result) is bytes else pickle.loads(result[1])
     except ActorFailed as error:
         if error.actor:
             raise
         raise ActorFailed(f"{actor_name} failed: {error}", actor_name) from error
-    except ActorLost as error:  # by its own account, or an actor that it called
+    except ActorLost as error:  # raised by the actor about itself, or about an actor that it called
         error.actor = error.actor or actor_name
         raise
     except StaleflowError:

@@ -80,7 +80,7 @@ class RolloutInstance:
         self._drafts = drafts
         self._sent: frozenset[TrajectoryId] = frozenset()
         """Other responses to the prompts of running requests that the engine has."""
-        self._asked_s = 0.0
+        self._requested_s = 0.0
         """When they were last fetched from the server, on the loop's clock."""
         handed_over = engine_handover.take_over(run if resumed else "", engine_settings, instance)
         self._took_over = handed_over is not None
@@ -160,7 +160,7 @@ class RolloutInstance:
     async def set_draft_length(self, length: int) -> None:
         """Set the maximum number of draft tokens per request in one decode step."""
         await self._command(self._engine.set_draft_length, length)
-        self._asked_s = -math.inf  # what there is to draft from is asked for at once
+        self._requested_s = -math.inf  # what there is to draft from is asked for at once
 
     async def logprobs(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
         """Return the logprobs of tokens[1:], nats, under the engine's current weights."""
@@ -217,7 +217,7 @@ class RolloutInstance:
         if self._spool_is_due() and not self._undelivered and not self._undelivered_turns:
             await self._spool(server)
             return []
-        if self._drafts and asyncio.get_running_loop().time() >= self._asked_s + LEARN_S:
+        if self._drafts and asyncio.get_running_loop().time() >= self._requested_s + LEARN_S:
             await self._learn(server)
         if not self._undelivered and not self._undelivered_turns:
             loop = asyncio.get_running_loop()
@@ -263,7 +263,7 @@ class RolloutInstance:
     async def _learn(self, server: Any) -> None:
         """Fetch responses to the prompts that the engine drafts for, and give them to it. A server that is lost or late
         fails no command: drafts change nothing that is sampled."""
-        self._asked_s = asyncio.get_running_loop().time()
+        self._requested_s = asyncio.get_running_loop().time()
         running: tuple[TrajectoryId, ...] = await asyncio.to_thread(self._engine.drafting_trajectories)
         if not running:
             return

@@ -34,9 +34,9 @@ class StepBatches:
     def __init__(self, flight: InFlightState, stored: StoreThread, settings: ServerSettings) -> None:
         self._flight, self._stored, self._settings = flight, stored, settings
         self._batches: dict[int, StepBatch] = {}
-        self._again: list[EndedTrajectory] = []
+        self._repeated_batch: list[EndedTrajectory] = []
         """The rows of a stored step that is trained again, number `_again_step`."""
-        self._again_step = -1
+        self._repeated_step = -1
 
     def batch(self, step: int) -> StepBatch:
         """Return the batch of a step in flight."""
@@ -54,11 +54,11 @@ class StepBatches:
         flight are read from the store."""
         if step in self._flight.batches:
             return await _part_of(self.batch(step).rows, start)
-        if step != self._again_step or not start:
-            self._again, self._again_step = await self._stored.consumed(step), step
-        message = await _part_of(self._again, start)
+        if step != self._repeated_step or not start:
+            self._repeated_batch, self._repeated_step = await self._stored.consumed(step), step
+        message = await _part_of(self._repeated_batch, start)
         if not message.rest:
-            self._again, self._again_step = [], -1
+            self._repeated_batch, self._repeated_step = [], -1
         return message
 
     def forget(self, step: int) -> None:

@@ -25,7 +25,7 @@ from staleflow.tasks.actors.actor_calls import PROBE_S, call_actor, remote_metho
 from staleflow.tasks.engines import engine_handover
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.policy import Policy, PolicySettings
-from staleflow.tasks.training.rank import Rank, listening, rank_name
+from staleflow.tasks.training.rank import Rank, open_listening_socket, rank_name
 
 if TYPE_CHECKING:
     from staleflow.stores.weights.weight_hash import Weights
@@ -106,7 +106,7 @@ class DistributedPolicy:
         self._peers: Mapping[str, Any] = {rank_name(i): actor for i, actor in enumerate(peers, start=1)}
         self._loop, self._context = loop, context
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="rank")
-        with listening() as listener:
+        with open_listening_socket() as listener:
             member = Rank(count=len(peers) + 1, host=host, port=listener.getsockname()[1])
             lead = replace(member, listener=listener.fileno())
             pending = [

@@ -135,7 +135,7 @@ class SimulatedBatch:
         self._cached_for_turns: OrderedDict[int, int] = (
             OrderedDict()
         )  # tokens kept for later turns by trajectory, oldest first
-        self._kv_kept = 0
+        self._kv_cached = 0
         self._stops: list[tuple[int, int, SimulatedRequest]] = []  # step at which a turn ends; void if it left before
         self._returns: list[tuple[float, int, SimulatedRequest]] = []  # when a tool answers
         self._order = 0
@@ -168,7 +168,7 @@ class SimulatedBatch:
     @property
     def kept_tokens(self) -> int:
         """KV tokens cached for later turns at `clock`. They are evicted when running requests need the memory."""
-        return self._kv_kept
+        return self._kv_cached
 
     def next_s(self) -> float:
         """Time of the next event, or of the earliest one not returned yet; infinite if there is none."""
@@ -301,7 +301,7 @@ class SimulatedBatch:
         self._to_boundary(now)
         self._settle()
         self._cached_for_turns.clear()
-        self._kv_kept = 0
+        self._kv_cached = 0
         self.clock += seconds
         loaded_s = self.clock
         self.work.pull_s += seconds
@@ -442,7 +442,7 @@ class SimulatedBatch:
                 )
             )
             self._cached_for_turns[decoding.trajectory] = decoding.kv_tokens
-            self._kv_kept += decoding.kv_tokens
+            self._kv_cached += decoding.kv_tokens
             return
         decoding.remaining = decoding.turns[decoding.turn].tokens
         self._in_tool[decoding.trajectory] = decoding
@@ -453,13 +453,13 @@ class SimulatedBatch:
 
     def _make_room(self) -> None:
         """Evict what is kept for later turns, as far as running requests need the memory."""
-        while self._cached_for_turns and self._kv + self._kv_in_tool + self._kv_kept > self._kv_capacity:
+        while self._cached_for_turns and self._kv + self._kv_in_tool + self._kv_cached > self._kv_capacity:
             self._forget(next(iter(self._cached_for_turns)))
 
     def _forget(self, trajectory: int) -> int:
         """Remove a trajectory's cached context; returns its tokens."""
         tokens = self._cached_for_turns.pop(trajectory, 0)
-        self._kv_kept -= tokens
+        self._kv_cached -= tokens
         return tokens
 
 

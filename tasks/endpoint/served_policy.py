@@ -56,7 +56,7 @@ class ServedPolicy:
         self._closed = threading.Event()
         self._failed = False
         self.pending_bytes = 0
-        threading.Thread(target=self._hear, name="served", daemon=True).start()
+        threading.Thread(target=self._forward_results, name="served", daemon=True).start()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -149,7 +149,7 @@ class ServedPolicy:
     def _in_template(self, text: str) -> str:
         return self._template.replace("{observation}", text)
 
-    def _hear(self) -> None:
+    def _forward_results(self) -> None:
         """Pass the engine's events to the event loop, in a thread."""
         while not self._closed.is_set():
             try:

@@ -123,8 +123,8 @@ def unused(served: Iterable[V], newest: V, count: int, running: Iterable[V]) -> 
     return [version for version in served if version <= newest - count and version not in busy]
 
 
-def version_for(served: Iterable[V], least: V | None) -> V:
-    """Choose the version a request is sampled under: the oldest served one that is at least `least`, or else the
+def version_for(served: Iterable[V], min_version: V | None) -> V:
+    """Choose the version a request is sampled under: the oldest served one that is at least `min_version`, or else the
     newest.
 
     >>> version_for([3, 5, 6], 4), version_for([3, 5, 6], None)
@@ -132,4 +132,8 @@ def version_for(served: Iterable[V], least: V | None) -> V:
     """
     versions = list(served)
     newest = max(versions)
-    return newest if least is None else min((version for version in versions if version >= least), default=newest)
+    return (
+        newest
+        if min_version is None
+        else min((version for version in versions if version >= min_version), default=newest)
+    )

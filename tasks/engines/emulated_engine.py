@@ -29,7 +29,7 @@ from staleflow.stores.trajectory import (
     TrajectoryId,
 )
 from staleflow.stores.weights import weight_folder, weight_hash
-from staleflow.stores.weights.weight_comparison import compared_by_name
+from staleflow.stores.weights.weight_comparison import compare_by_name
 from staleflow.tasks.emulation.batch_simulator import DraftedTokens, Finished, SimulatedBatch
 from staleflow.tasks.emulation.emulated_episodes import remaining_tokens
 from staleflow.tasks.emulation.workload import Turn
@@ -347,7 +347,7 @@ class EmulatedEngine:
         return LoadResult(
             version=version,
             fingerprint=weight_hash.fingerprint(published),
-            weights=compared_by_name(self._weights, published),
+            weights=compare_by_name(self._weights, published),
             elapsed_s=self._clock.now() - begin_s,
             stalled_s=stalled_s,
         )

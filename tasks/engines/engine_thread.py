@@ -142,7 +142,7 @@ class EngineThread(ABC):
     def _run(self) -> None:
         error: BaseException = RuntimeError("it was closed")
         try:
-            while self._carry_out_calls():
+            while self._run_calls():
                 self._step()
         except BaseException as raised:  # noqa: BLE001  whatever it is, this instance is lost, and says why
             error = raised
@@ -153,7 +153,7 @@ class EngineThread(ABC):
             self._condition.notify_all()
         self._shut_down()
 
-    def _carry_out_calls(self) -> bool:
+    def _run_calls(self) -> bool:
         """Carry out calls until there is something to compute; False once the engine is to close."""
         while True:
             with self._condition:

@@ -9,7 +9,7 @@ from staleflow.stores.trajectory import TrajectoryId
 from staleflow.tasks.engines.base import Engine, Request, SampledTokens
 
 
-def answers(
+def generate_responses(
     engine: Engine, prompts: Sequence[tuple[int, ...]], *, max_new_tokens: int, greedy: bool, deadline_s: float
 ) -> list[tuple[int, ...] | None]:
     """Return the token ids of the responses, in the order of the prompts; None where the engine failed. Raises

@@ -248,7 +248,7 @@ class RowScheduler:
             self.failed.append(row)
             return False
         while self._used() + needed + len(self._rows) > self._pages + self._pages_of(row):
-            if not self._give_way(row):
+            if not self._evict_for_running(row):
                 return False
         return True
 
@@ -257,7 +257,7 @@ class RowScheduler:
         cached = self._cached_contexts.get(row.trajectory)
         return 0 if cached is None else self._count(len(cached.tokens))
 
-    def _give_way(self, but: RequestRow | None = None) -> bool:
+    def _evict_for_running(self, but: RequestRow | None = None) -> bool:
         """Free something that is kept, if anything is. but: a request whose own is not to be."""
         if self._prompts:
             self._prompts.popitem()
@@ -288,7 +288,7 @@ class RowScheduler:
     def _fit(self) -> None:
         """Have what runs fit into the memory."""
         while self._used() > self._pages:
-            if self._give_way():
+            if self._evict_for_running():
                 continue
             last = self._rows[-1]
             if len(self._rows) == 1:

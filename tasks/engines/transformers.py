@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights import weight_folder
-from staleflow.stores.weights.weight_comparison import compared_by_name
+from staleflow.stores.weights.weight_comparison import compare_by_name
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.tasks.engines import row_attention
 from staleflow.tasks.engines.base import Engine, EngineLoad, LoadResult
@@ -82,11 +82,11 @@ class TransformersEngine(EngineThread):
         if self._adapters is not None:
             layers, tensors = self._adapters.check(published, weights)
             self._call(lambda: self._serve(version, layers, tensors)).result()
-            return loaded_weights(version, tensors, published, started_s, stalled_s=0.0)
+            return load_result(version, tensors, published, started_s, stalled_s=0.0)
         tensors = dict(self._model.named_parameters())
         weight_folder.check_shapes(self._shapes, weight_folder.shapes(published), weights)
         stalled_s = self._call(lambda: self._replace_weights(version, tensors, published)).result()
-        return loaded_weights(version, tensors, published, started_s, stalled_s)
+        return load_result(version, tensors, published, started_s, stalled_s)
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return self._call(lambda: self._probe(tokens)).result()
@@ -258,7 +258,7 @@ class TransformersEngine(EngineThread):
             )
 
 
-def loaded_weights(
+def load_result(
     version: PolicyVersion,
     tensors: Mapping[str, Any],
     published: Mapping[str, Any],
@@ -266,7 +266,7 @@ def loaded_weights(
     stalled_s: float,
 ) -> LoadResult:
     """The result of a load that started at `started_s` on the monotonic clock. tensors: the engine's own weights."""
-    report = compared_by_name(tensors, published)
+    report = compare_by_name(tensors, published)
     return LoadResult(
         version=version,
         fingerprint=fingerprint(published),

@@ -289,7 +289,7 @@ class VllmEngine(EngineThread):
         return LoadResult(
             version=version,
             fingerprint=fingerprint(weight_folder.read(weights)),
-            weights=self._call(lambda: served.compared(version, weights)).result(),
+            weights=self._call(lambda: served.compare_version(version, weights)).result(),
             elapsed_s=time.monotonic() - started_s,
             stalled_s=stalled_s,
         )
@@ -330,7 +330,7 @@ def make_engine(settings: VllmSettings) -> Any:
         "disable_log_stats": True,
         "enable_sleep_mode": settings.turns,
         **speculation_arguments(settings),
-    } | updating(settings)
+    } | update_arguments(settings)
     if current_platform.is_cpu():
         for name, value in CPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -347,7 +347,7 @@ def make_engine(settings: VllmSettings) -> Any:
     return engine
 
 
-def updating(settings: VllmSettings) -> dict[str, Any]:
+def update_arguments(settings: VllmSettings) -> dict[str, Any]:
     """vLLM's engine arguments for loading adapters, or new weights, after the start."""
     if settings.adapters:
         from staleflow.tasks.engines import vllm_adapters

@@ -19,7 +19,7 @@ import torch
 
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights import weight_folder
-from staleflow.stores.weights.weight_comparison import WeightPart, compared
+from staleflow.stores.weights.weight_comparison import WeightPart, compare_parts
 from staleflow.stores.weights.weight_report import WeightReport, total
 from staleflow.tasks.engines import adapters
 from staleflow.tasks.engines.adapters import LoraConfig
@@ -90,7 +90,7 @@ class VllmAdapters:
         for version in tuple(self._adapters):
             self.drop(version)
 
-    def compared(self, version: PolicyVersion, file: Path) -> WeightReport:
+    def compare_version(self, version: PolicyVersion, file: Path) -> WeightReport:
         """Compare the contents of a version's slot on each worker with its file."""
         args = (self._adapters[version].lora_int_id, str(file), self._config.scaling)
         return total(self._engine.collective_rpc("compared_adapter", args=args))
@@ -125,4 +125,4 @@ class AdapterExtension:
                     full[:rows, :columns] = tensors[key].to(loaded) * times
                     parts[key] = WeightPart(name=key, loaded=loaded, published=full)
         missing = (WeightPart(name=key, unknown="no layer of the engine has it") for key in tensors if key not in parts)
-        return compared([*parts.values(), *missing])
+        return compare_parts([*parts.values(), *missing])

@@ -29,7 +29,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from staleflow.stores.weights import weight_folder
-from staleflow.stores.weights.weight_comparison import compared
+from staleflow.stores.weights.weight_comparison import compare_parts
 from staleflow.stores.weights.weight_report import WeightReport
 from staleflow.tasks.engines import vllm_layouts
 from staleflow.tasks.engines.vllm_sizes import empty_model
@@ -101,7 +101,7 @@ class WorkerExtension:
     def compared_weights(self, path: str) -> WeightReport:
         """Compare this worker's weights with a published file."""
         tensors = checkpoint_tensors(self.model_config.model, path)
-        return compared(vllm_layouts.parts(self.model_runner.get_model(), tensors))
+        return compare_parts(vllm_layouts.parts(self.model_runner.get_model(), tensors))
 
 
 def compute_with_weights_themselves() -> None:
@@ -123,9 +123,9 @@ def pack_experts_after_each_load() -> None:
     setup: Callable[..., None] = UnquantizedFusedMoEMethod._setup_kernel
 
     def setup_and_pack(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
-        again = self.moe_kernel is not None
+        repeated = self.moe_kernel is not None
         setup(self, layer, w13, w2)
-        if again and isinstance(self.moe_kernel.fused_experts, CPUUnquantizedExperts):
+        if repeated and isinstance(self.moe_kernel.fused_experts, CPUUnquantizedExperts):
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     UnquantizedFusedMoEMethod._setup_kernel = setup_and_pack

@@ -56,26 +56,26 @@ class Session:
         self.reward: Any = 0.0
         """Reward of an episode that is truncated."""
         self._next_prompt: asyncio.Future[Prompt] = asyncio.get_running_loop().create_future()
-        self._answered: asyncio.Future[str] | None = None
+        self._replied: asyncio.Future[str] | None = None
 
     async def ask(self, *messages: Any) -> str:
         """Ask the model for a turn after these messages: texts, or mappings with role and content. The first call gives
         the prompt, which may depend on nothing but the task."""
-        if self._answered is not None:
+        if self._replied is not None:
             raise RuntimeError("ask is called while another call of it waits; ask one thing after the other")
         alone = len(messages) == 1 and isinstance(messages[0], str)
         chat = [{"role": OBSERVED, "content": m} if isinstance(m, str) else m for m in messages]
         prompt = parse_observation(messages[0] if alone else chat, "what ask is given")
-        self._answered = asyncio.get_running_loop().create_future()
+        self._replied = asyncio.get_running_loop().create_future()
         self._next_prompt.set_result(prompt)
-        return await self._answered
+        return await self._replied
 
     def _answer(self, text: str, *, truncated: bool) -> None:
         """Let the waiting `ask` return, or raise EpisodeTruncated."""
-        answered = self._answered
+        answered = self._replied
         assert answered is not None
         self._next_prompt = asyncio.get_running_loop().create_future()
-        self._answered = None
+        self._replied = None
         if truncated:
             answered.set_exception(EpisodeTruncated(text))
         else:

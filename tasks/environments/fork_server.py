@@ -28,7 +28,7 @@ from typing import Any
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_loader import open_environment
 from staleflow.tasks.environments.episode import Environment, Episode, EpisodeFailed, error_and_line
-from staleflow.tasks.environments.pickled_messages import HEADER, packed, read_exactly, read_message
+from staleflow.tasks.environments.pickled_messages import HEADER, encode_message, read_exactly, read_message
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 
 ORDER = struct.Struct("<cq")
@@ -250,7 +250,7 @@ async def _serve(connection: socket.socket, environment: Environment) -> None:
             problem = str(failed)
         except MemoryError as error:
             problem = error_and_line(error)
-        await loop.sock_sendall(connection, packed((result, problem)))
+        await loop.sock_sendall(connection, encode_message((result, problem)))
 
 
 def main() -> None:
@@ -268,11 +268,11 @@ def main() -> None:
         try:
             environment = open_environment(settings.source, settings.options, settings.key, settings.endpoint)
         except ConfigError as error:
-            control.sendall(packed(str(error)))
+            control.sendall(encode_message(str(error)))
             return
         gc.collect()
         gc.freeze()  # what is loaded stays in pages that all processes share
-        control.sendall(packed(""))
+        control.sendall(encode_message(""))
         ForkServerLoop(control, environment, settings).run()
     except (BrokenPipeError, ConnectionResetError, EOFError):  # the caller is gone
         return

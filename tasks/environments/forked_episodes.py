@@ -31,7 +31,7 @@ from staleflow.tasks.environments.fork_server import (
     read_value,
     receive,
 )
-from staleflow.tasks.environments.pickled_messages import packed
+from staleflow.tasks.environments.pickled_messages import encode_message
 from staleflow.tasks.environments.terminal_output import RelayedOutput
 from staleflow.tasks.rendering.task_source import Prompt
 
@@ -67,7 +67,7 @@ class ForkServer:
     def fork(self) -> tuple[int, socket.socket]:
         """Fork a process. Returns its number, and a connection to it. Raises ConfigError."""
         with self._lock:
-            self._hear()
+            self._read_reports()
             ours, theirs = socket.socketpair()
             try:
                 self._num_started += 1
@@ -97,10 +97,10 @@ class ForkServer:
                 with contextlib.suppress(OSError):
                     self._control.sendall(ORDER.pack(KILL, number))
 
-    def how_ended(self, number: int) -> int | None:
+    def exit_code(self, number: int) -> int | None:
         """Return the exit code of a process, negative if a signal ended it; None while it is unknown."""
         with self._lock:
-            self._hear()
+            self._read_reports()
             if number in self._ended:
                 self._wanted.discard(number)
             return self._ended.pop(number, None)
@@ -108,11 +108,11 @@ class ForkServer:
     def death(self, number: int) -> str:
         """Describe how a process ended. May wait for the server's report."""
         deadline = time.monotonic() + REPORT_S
-        while (status := self.how_ended(number)) is None and time.monotonic() < deadline:
+        while (status := self.exit_code(number)) is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return death(status)
 
-    def _hear(self) -> None:
+    def _read_reports(self) -> None:
         """Read the reports of ended processes that have arrived."""
         control = self._control
         with contextlib.suppress(OSError):
@@ -152,7 +152,7 @@ class ForkServer:
             self._stop = weakref.finalize(self, _stopped, process, ours, output)
             ours.settimeout(LOAD_S)
             try:
-                ours.sendall(packed(self.settings))
+                ours.sendall(encode_message(self.settings))
                 problem = read_value(ours)
             except TimeoutError as error:
                 self._forget()
@@ -225,7 +225,7 @@ class ForkedEpisode:
         connection = self._connection
         assert connection is not None
         try:
-            await asyncio.get_running_loop().sock_sendall(connection, packed(request))
+            await asyncio.get_running_loop().sock_sendall(connection, encode_message(request))
             result, problem = await receive(connection)
         except (EOFError, OSError) as error:
             death = await asyncio.to_thread(self._server.death, self._number)
@@ -257,7 +257,7 @@ class Resetter:
             number, connection = self._server.fork()
             connection.settimeout(self._within_s)
         try:
-            connection.sendall(packed((BEGIN, start)))
+            connection.sendall(encode_message((BEGIN, start)))
             prompt, problem = read_value(connection)
         except (EOFError, OSError) as error:
             why = f"reset took longer than environment.step_timeout_s = {self._within_s:g} s"

@@ -11,7 +11,7 @@ HEADER = struct.Struct("<I")
 """Before each message: its length in bytes."""
 
 
-def packed(value: Any) -> bytes:
+def encode_message(value: Any) -> bytes:
     """Encode a value as a message."""
     data = pickle.dumps(value)
     return HEADER.pack(len(data)) + data

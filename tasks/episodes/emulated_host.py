@@ -54,9 +54,9 @@ class EmulatedEnvironments:
         )
         limit_s, scale = self._settings.limits.step_timeout_s, self._settings.time_scale
         clock = asyncio.get_running_loop().time
-        asked_s = clock()
+        queued_s = clock()
         async with self._slots:
-            waited_s = (clock() - asked_s) * scale
+            waited_s = (clock() - queued_s) * scale
             await asyncio.sleep(min(step.seconds, limit_s) / scale)
         if step.seconds > limit_s:
             late = "is never answered" if math.isinf(step.seconds) else f"takes {step.seconds:g} s"

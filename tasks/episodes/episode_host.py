@@ -116,7 +116,7 @@ class HostedEpisode:
     answer: asyncio.Task[HostedStepResult] = field(init=False)
     """The step result of the last turn."""
     episode: Episode | None = None
-    num_taken: int = 0
+    num_turns: int = 0
     """Number of turns that the environment has executed."""
     spent_s: float = 0.0
     observations: list[tuple[Message, ...]] = field(default_factory=list)
@@ -248,11 +248,11 @@ class EpisodeHost:
         self, key: EpisodeKey, record: Record, hosted: HostedEpisode, previous: asyncio.Task[HostedStepResult]
     ) -> HostedStepResult:
         await asyncio.wait({previous})
-        spent_s, waited_s, asked_s = hosted.spent_s, 0.0, time.monotonic()
+        spent_s, waited_s, queued_s = hosted.spent_s, 0.0, time.monotonic()
         try:
             async with self._slots:
-                waited_s = time.monotonic() - asked_s
-                answer = await self._step(key, record, hosted, hosted.turns[-1], hosted.num_taken, truncated=True)
+                waited_s = time.monotonic() - queued_s
+                answer = await self._step(key, record, hosted, hosted.turns[-1], hosted.num_turns, truncated=True)
         except EpisodeFailed as error:
             answer = _failed(str(error))
         answer = replace(answer, seconds=hosted.spent_s - spent_s, waited_s=waited_s)
@@ -298,11 +298,11 @@ class EpisodeHost:
         """Execute the turns that the environment has not executed yet. previous: a request that must end first."""
         if previous is not None:
             await asyncio.wait({previous})
-        spent_s, waited_s, asked_s = hosted.spent_s, 0.0, time.monotonic()
-        first = hosted.num_taken
+        spent_s, waited_s, queued_s = hosted.spent_s, 0.0, time.monotonic()
+        first = hosted.num_turns
         try:
             async with self._slots:
-                waited_s = time.monotonic() - asked_s
+                waited_s = time.monotonic() - queued_s
                 if hosted.episode is None:
                     await self._begin(key, record, hosted)
                 answer = HostedStepResult()
@@ -340,7 +340,7 @@ class EpisodeHost:
         result: EnvStepResult = await self._timed(
             hosted, hosted.episode.step(text, truncated=truncated, last=last), f"step {number}"
         )
-        hosted.num_taken = number
+        hosted.num_turns = number
         if result.answer is not None:
             return await self._scored(key, result.answer, record)
         return HostedStepResult(messages=result.messages, ended=result.ended, reward=result.reward, parts=result.parts)
@@ -375,7 +375,7 @@ class EpisodeHost:
         finally:
             if not task.done():
                 task.cancel()
-            task.add_done_callback(_heard)
+            task.add_done_callback(_retrieve_exception)
         if not task.done():
             limit = getattr(self._limits, knob)
             raise EpisodeFailed(f"{label} took longer than environment.{knob} = {limit:g} s")
@@ -509,7 +509,7 @@ def _failed(error: str) -> HostedStepResult:
     return HostedStepResult(ended=True, error=" ".join(printable(error, MAX_REASON_CHARS).split()))
 
 
-def _heard(task: asyncio.Task[Any]) -> None:
+def _retrieve_exception(task: asyncio.Task[Any]) -> None:
     """Read the error of a task that nobody waits for any longer, so that nothing is logged."""
     if not task.cancelled():
         task.exception()

@@ -42,7 +42,7 @@ async def run_python(code: str, *, within_s: float, memory_mib: int) -> str:
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        await _reaped(process)
+        await _reap(process)
     text = output[:MAX_OUTPUT_BYTES].decode("utf-8", "replace").rstrip()
     if not why and process.returncode and process.returncode > 1:
         why = "error: the process was killed"
@@ -66,7 +66,7 @@ async def _talk(process: asyncio.subprocess.Process, code: str) -> bytes:
     return output
 
 
-async def _ended(process: asyncio.subprocess.Process) -> None:
+async def _wait_for_exit(process: asyncio.subprocess.Process) -> None:
     """Wait until a process has ended. What it wrote meanwhile is read: a stream that holds much stops reading its pipe,
     and asyncio does not tell of an end before that of the pipes."""
     assert process.stdout is not None
@@ -75,11 +75,11 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
-async def _reaped(process: asyncio.subprocess.Process) -> None:
+async def _reap(process: asyncio.subprocess.Process) -> None:
     """Wait for a process that was killed, also if this is cancelled in the meantime: it takes a moment."""
     with contextlib.suppress(asyncio.CancelledError):
-        await _ended(process)
-    await _ended(process)
+        await _wait_for_exit(process)
+    await _wait_for_exit(process)
     transport = getattr(process, "_transport", None)
     if transport is not None:
         transport.close()

@@ -36,9 +36,13 @@ MAX_CALLS_PER_TURN = 8
 class Tool:
     """A tool that a model can call.
 
-    description, parameters: text for the model, and the JSON schema of the arguments. argument: name of the argument
-    that a call may have alone; empty if there is none. run: function of that argument's text, the seconds left and the
-    config; returns the result. trial: an argument, and the result that a working tool returns for it."""
+    Args:
+        description: Description for the model.
+        parameters: JSON schema of the arguments.
+        argument: Name of the argument that a call may give without a name; empty if there is none.
+        run: run(argument, seconds left, config) executes a call and returns its result.
+        trial: An argument, and the result of a working tool for it.
+    """
 
     description: str
     parameters: Mapping[str, Any]
@@ -46,8 +50,8 @@ class Tool:
     run: Callable[[str, float, EnvironmentConfig], Awaitable[str]]
     trial: tuple[str, str] = ("", "")
     server: ForkServer | None = field(default=None, compare=False)
-    """Forks a process for each call of a user's tool, whose `run` gets all arguments as a JSON object; None for the
-    other tools."""
+    """Forks a process for each call of a user's tool, whose `run` receives all arguments as JSON; None for built-in
+    tools."""
 
 
 async def _calculator(text: str, left_s: float, config: EnvironmentConfig) -> str:
@@ -59,7 +63,7 @@ async def _python(text: str, left_s: float, config: EnvironmentConfig) -> str:
 
 
 def _text_argument_schema(argument: str, meaning: str) -> dict[str, Any]:
-    """Make the JSON schema of one text argument."""
+    """Build the JSON schema of one text argument."""
     properties = {argument: {"type": "string", "description": meaning}}
     return {"type": "object", "properties": properties, "required": [argument]}
 
@@ -80,7 +84,7 @@ TOOLS = {
         trial=("import math; math.gcd(12, 18)", "6"),
     ),
 }
-"""Tools by their names in a job file, which TOOL_NAMES lists."""
+"""Built-in tools, by their names in a job file (TOOL_NAMES)."""
 
 
 def tools_of(config: EnvironmentConfig) -> dict[str, Tool]:
@@ -89,7 +93,7 @@ def tools_of(config: EnvironmentConfig) -> dict[str, Tool]:
     for reference in config.tools:
         name, tool = (reference, TOOLS[reference]) if reference in TOOLS else _load_user_tool(reference, config)
         if name in tools or name == "tool_call":
-            raise ConfigError(f"{TOOLS_KEY}: {reference!r}: another is called {name}; rename the function")
+            raise ConfigError(f"{TOOLS_KEY}: {reference!r}: another tool has the name {name}; rename the function")
         tools[name] = tool
     return tools
 
@@ -108,8 +112,8 @@ def _load_user_tool(reference: str, config: EnvironmentConfig) -> tuple[str, Too
 
 
 async def _call_user_tool(server: ForkServer, arguments: str, left_s: float, config: EnvironmentConfig) -> str:
-    """Call a user's tool in a process, which is then killed. Returns its result as text, or a line that begins with
-    `error:`."""
+    """Call a user's tool in a process of its own, which is killed afterwards. Returns its result as text, or a line
+    that begins with `error:`."""
     episode = ForkedEpisode(server, EpisodeStart(index=0, held_out=False, seed=0))
     try:
         async with asyncio.timeout(left_s):
@@ -183,9 +187,9 @@ def _tagged_call(name: str, text: str, tool: Tool) -> ToolCall:
     if tool.server is None:
         return ToolCall(name=name, text=text, tagged=True)
     if not tool.argument:
-        several = ", ".join(tool.parameters["properties"])
+        arguments = ", ".join(tool.parameters["properties"])
         problem = (
-            f'call it as <tool_call>{{"name": "{name}", "arguments": {{...}}}}</tool_call>, with {several or "none"}'
+            f'call it as <tool_call>{{"name": "{name}", "arguments": {{...}}}}</tool_call>, with {arguments or "none"}'
         )
         return ToolCall(name=name, problem=problem, tagged=True)
     value = read_argument(text.strip(), tool.parameters["properties"][tool.argument])

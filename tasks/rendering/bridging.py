@@ -83,12 +83,12 @@ class TemplateBridge:
             return bridge[1:]  # the model has closed its turn itself, perhaps by another token that ends responses
         return bridge
 
-    def _after(self, says: str, messages: Sequence[Message]) -> str:
+    def _after(self, content: str, messages: Sequence[Message]) -> str:
         """The text after an assistant's message that says so, if these follow. Raises ConfigError."""
-        while any(says in message.content for message in messages):
-            says += "q"
-        text = self._tokenizer.chat_text([Message("user", ASKS), Message("assistant", says), *messages])
-        _, answer, after = text.partition(says)
+        while any(content in message.content for message in messages):
+            content += "q"
+        text = self._tokenizer.chat_text([Message("user", ASKS), Message("assistant", content), *messages])
+        _, answer, after = text.partition(content)
         if not answer:
             raise ConfigError(f"{_WHOSE} leaves out what the assistant says in earlier turns; {_REMEDY}")
         return after
@@ -114,12 +114,12 @@ class TemplateBridge:
         """Raise ConfigError unless the template only ever appends when a message of this role follows a turn: the text
         must begin with the prompt that the turn was sampled after, and with the turn."""
         head = self._tokenizer.chat_text([Message("user", ASKS)])
-        for says in (SAYS, THOUGHT + SAYS):
-            messages = [Message("user", ASKS), Message("assistant", says), Message(role, "Zq hears")]
+        for content in (SAYS, THOUGHT + SAYS):
+            messages = [Message("user", ASKS), Message("assistant", content), Message(role, "Zq hears")]
             text = self._tokenizer.chat_text(messages)
-            if text.startswith(head + says):
+            if text.startswith(head + content):
                 continue
-            if says != SAYS and "Zq thinks" not in text:
+            if content != SAYS and "Zq thinks" not in text:
                 why = f"drops the <think> parts of earlier turns when a message of role {role} follows"
             else:
                 why = f"renders earlier turns in another way when a message of role {role} follows"
@@ -140,14 +140,16 @@ class RendererBridge:
     def check(self, roles: Collection[str]) -> None:
         prompt = list(self._renderer.render_ids([{"role": "user", "content": ASKS}], add_generation_prompt=True))
         for role in roles:
-            if self._bridged(prompt, prompt[:1], [Message(role, "Zq hears")]) is None:
+            if self._bridge_tokens(prompt, prompt[:1], [Message(role, "Zq hears")]) is None:
                 self._otherwise.check([role])
 
     def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
-        bridged = self._bridged(before, turn, messages)
+        bridged = self._bridge_tokens(before, turn, messages)
         return self._otherwise.ids(before, turn, messages, number) if bridged is None else bridged
 
-    def _bridged(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
+    def _bridge_tokens(
+        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message]
+    ) -> list[int] | None:
         """The tokens after the turn; None if the package declines, or would change what was sampled."""
         chat = [{"role": "user" if m.role in OBSERVED else m.role, "content": m.content} for m in messages]
         try:

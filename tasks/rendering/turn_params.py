@@ -1,9 +1,9 @@
 """Parameters of a turn, such as tools and limits, which travel in a message with a role of its own. The model does not
 see that message.
 
-Prompts and observations are messages. An agent's request has more than those: definitions of tools, token ids in place
-of messages, limits of the turn that follows. They travel as one more message, the first one, so that whatever carries
-messages carries them too, and two prompts are equal only if their parameters are.
+Prompts and observations are messages. An agent's request has more: definitions of tools, token ids in place of
+messages, limits of the next turn. These are encoded as one additional message before the others, so that all code that
+passes messages on passes them too, and prompts with different parameters are different.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class TurnParams:
     tools: str = ""
     """Definitions of tools, as JSON, for the chat template."""
     token_ids: tuple[int, ...] | None = None
-    """Exact ids in place of messages; None if there are messages."""
+    """Exact token ids in place of messages; None if there are messages."""
     max_tokens: int = 0
-    """Limit of the turn; 0 for the job's."""
+    """Token limit of the turn; 0 for the job's."""
     after_turn: int | None = None
-    """For a request that does not continue the latest turn: the turn, from 1, that it continues; 0 if it begins a new
-    conversation. None for a request that continues the latest turn."""
+    """None if the request continues the latest turn. Otherwise the number of the turn that it continues, from 1; 0 for
+    a new conversation."""
     auxiliary: bool = False
     """Whether the turn is not trained on."""
     stop: StopCriteria = NO_STOP
@@ -55,8 +55,8 @@ class TurnParams:
 
 
 ALWAYS_WRITTEN = ("tools", "token_ids", "max_tokens")
-"""Parameters that are written even with their defaults, so that a stored prompt stays the same text when others are
-added."""
+"""Parameters that are always encoded; others only if they are set, so that adding a parameter changes no stored
+prompt."""
 NO_PARAMS = TurnParams()
 
 

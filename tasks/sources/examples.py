@@ -19,7 +19,7 @@ from staleflow.tasks.sources.prompts import PromptSettings, TokenizedPrompts
 from staleflow.tasks.sources.task_sources import SourceSettings, make_source
 from staleflow.tasks.training.microbatches import Row
 
-KEY = "training.sft.source"
+SOURCE_KEY = "training.sft.source"
 PROMPTS_KEY = "task.source"
 
 
@@ -37,7 +37,7 @@ class ExampleSettings:
     seed: int = 0
     columns: Columns = Columns()
     excluded: SourceSettings | None = None
-    """Source of the held-out prompts, which are excluded from `source`; None if there are none."""
+    """Source of held-out prompts, which are excluded from `source`; None if there are none."""
 
     def build(self) -> Examples:
         """Create the examples. Raises ConfigError."""
@@ -50,8 +50,8 @@ class Examples:
     def __init__(self, settings: ExampleSettings, prompts: TokenizedPrompts) -> None:
         """Load the data set. Raises ConfigError."""
         self._settings, self._prompts = settings, prompts
-        self._where = f"{KEY} = {settings.source!r}" if settings.source else PROMPTS_KEY
-        if settings.source and is_environment(settings.source, KEY):
+        self._where = f"{SOURCE_KEY} = {settings.source!r}" if settings.source else PROMPTS_KEY
+        if settings.source and is_environment(settings.source, SOURCE_KEY):
             raise ConfigError(f"{self._where}: an environment has no answers to learn; name rows with answers")
         self._source = self._make_source() if settings.source else None
 
@@ -69,7 +69,7 @@ class Examples:
         if not isinstance(answer, str) or not answer.strip():
             raise ConfigError(
                 f"{self._where}: an example has no text as its answer: {shown_prompt(task.prompt)}; name rows with "
-                f"answers as {KEY}, and their column as task.columns.answer"
+                f"answers as {SOURCE_KEY}, and their column as task.columns.answer"
             )
         prompt, response = self._prompts.encode(task), self._prompts.encode_response(answer)
         return Row(
@@ -83,7 +83,9 @@ class Examples:
 
     def _make_source(self) -> TaskSource:
         settings = self._settings
-        source = make_source(settings.source, settings.options, settings.seed, settings.columns, Use.TRAINING, key=KEY)
+        source = make_source(
+            settings.source, settings.options, settings.seed, settings.columns, Use.TRAINING, key=SOURCE_KEY
+        )
         if settings.excluded is None:
             return source
         return source.excluding_held_out(settings.prompts.held_out, settings.excluded.build())

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.printable import printable
-from staleflow.tasks.environments.pickled_messages import packed, read_message
+from staleflow.tasks.environments.pickled_messages import encode_message, read_message
 from staleflow.tasks.environments.terminal_output import RelayedOutput
 from staleflow.tasks.rendering.reward_values import InvalidReward, describe_error, parse_reward
 from staleflow.tasks.rendering.task_source import Reward
@@ -113,7 +113,7 @@ class Scorer:
     def _scored(self, items: Sequence[tuple[str, Any]]) -> list[ScoredResponse]:
         first = self._num_requests
         self._num_requests += len(items)
-        messages = [packed((number, *item)) for number, item in enumerate(items, first)]
+        messages = [encode_message((number, *item)) for number, item in enumerate(items, first)]
         scores: list[ScoredResponse] = []
         sent = 0
         while len(scores) < len(messages):
@@ -185,7 +185,7 @@ class Scorer:
 
 
 def _write(pipe: Any, value: Any) -> None:
-    pipe.write(packed(value))
+    pipe.write(encode_message(value))
     pipe.flush()
 
 

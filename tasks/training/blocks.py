@@ -72,10 +72,10 @@ def enable_recomputation(model: Any) -> None:
     """Enable activation recomputation: each block stores only its input, and runs again in the backward pass. Without
     gradients nothing changes. Call before sharding the model."""
     for block in blocks(model):
-        block.forward = _recomputed(block.forward)
+        block.forward = _with_recomputation(block.forward)
 
 
-def _recomputed(forward: Any) -> Any:
+def _with_recomputation(forward: Any) -> Any:
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -86,10 +86,10 @@ class LmHead:
         """Sum the losses of chunks of consecutive tokens. The gradient of each chunk is computed at once."""
         weights = [weight for weight in self._layer.parameters() if weight.requires_grad]
 
-        def differentiated(states: torch.Tensor, there: torch.Tensor, of_part: PartLoss) -> tuple[torch.Tensor, Any]:
+        def differentiated(states: torch.Tensor, present: torch.Tensor, of_part: PartLoss) -> tuple[torch.Tensor, Any]:
             with torch.enable_grad():
                 states = states.detach().requires_grad_()
-                loss = of_part(self.logprobs(states, there, query))
+                loss = of_part(self.logprobs(states, present, query))
                 return loss.detach(), torch.autograd.grad(loss, [states, *weights])
 
         loss: torch.Tensor = _AtOnce.apply(hidden, tokens, differentiated, parts, *weights)

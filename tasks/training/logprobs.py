@@ -200,9 +200,9 @@ class LogprobModel:
         """Compute [T] logprobs of the responses of those chosen rows that are this rank's, nats, by row index; 0 at
         tokens that were not sampled. Without gradient."""
         by_index: dict[int, npt.NDArray[np.float32]] = {}
-        ones = np.ones(len(indices), np.float32)
+        all_ones = np.ones(len(indices), np.float32)
         with torch.no_grad():
-            for batch in self.microbatches(rows, indices, ones):
+            for batch in self.microbatches(rows, indices, all_ones):
                 by_index |= by_row(batch, rows, self.batch(batch))
         return by_index
 

@@ -88,7 +88,7 @@ def without_adapter(model: Any) -> Iterator[None]:
             layer.enabled = True
 
 
-def merged(
+def merge_adapter(
     weights: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], config: LoraConfig
 ) -> dict[str, torch.Tensor]:
     """Merge an adapter into the weights of its model, and return them in their own dtype. weights: of the model without

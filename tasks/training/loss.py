@@ -232,7 +232,7 @@ class Cispo(Clip, Loss):
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         ratio = _ratio(tokens.logprobs, tokens.behaviour).detach()
-        return _weighted(ratio, self.clip(ratio), tokens)
+        return _weight_loss(ratio, self.clip(ratio), tokens)
 
 
 @LOSSES.register("tis")
@@ -245,7 +245,7 @@ class Tis(_Capped, Loss):
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         ratio = _ratio(tokens.logprobs, tokens.behaviour).detach()
-        return _weighted(ratio, ratio.clamp(max=self.weight_cap), tokens)
+        return _weight_loss(ratio, ratio.clamp(max=self.weight_cap), tokens)
 
 
 @LOSSES.register("dual_clip")
@@ -433,7 +433,7 @@ class DecoupledPpoLoglinear(_Capped, Clip, Loss):
         return _weighted_surrogate(self, weight, _ratio(tokens.logprobs, proximal), tokens.advantage)
 
 
-def _weighted(ratio: Tensor, weight: Tensor, tokens: Tokens) -> TokenLoss:
+def _weight_loss(ratio: Tensor, weight: Tensor, tokens: Tokens) -> TokenLoss:
     """The policy gradient with this weight, which clipping made of the ratio."""
     return TokenLoss(loss=-weight * tokens.advantage * tokens.logprobs, clipped=(ratio != weight), ratio=ratio)
 

@@ -4,7 +4,7 @@ stay together where that saves time, because their prompt is then computed once.
 Invariants:
 - Every row is in exactly one part of one micro-batch. A micro-batch has a part for each rank; it may be empty, but one
   of them is not.
-- What counts of a part's tokens (shared_prompts.counted) is within the budget, unless it is a single row.
+- What counts of a part's tokens (shared_prompts.counted_tokens) is within the budget, unless it is a single row.
 - Rows are cut prompt by prompt only if that leaves FEWER of the tokens that count to compute, and otherwise as padded
   ones are.
 - The same rows are always divided the same way.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from staleflow.tasks.training.microbatch_split import GATHER_TOKENS, PASS_TOKENS, Part, split_microbatches
-from staleflow.tasks.training.shared_prompts import Ints, alike, counted
+from staleflow.tasks.training.shared_prompts import Ints, counted_tokens, equal_indices
 
 FEWER = 1 / 16
 """Share of the tokens that have to be saved by rows of a prompt being together. They differ in length more than
@@ -32,7 +32,7 @@ CLOSER = (1.0, 1.03, 1.06, 1.12, 1.25, 1.5)
 Range = tuple[int, int]
 
 
-def divided_by_prompt(
+def split_by_prompt(
     rows_by_prompt: Sequence[Sequence[int]], prompts: Sequence[int], rests: Sequence[int], ranks: int, token_budget: int
 ) -> list[tuple[Part, ...]]:
     """Split rows into micro-batches: for each, the row indices of each rank.
@@ -66,8 +66,8 @@ def divided_by_prompt(
 
 def _count(part: Part, numbers: Mapping[int, int], prompts: Sequence[int], rests: Sequence[int]) -> int:
     """What rows count for together. numbers: of each row's prompt."""
-    runs = [[part[k] for k in run] for run in alike(numbers[i] for i in part)]
-    return sum(int(counted(len(run), prompts[run[0]], sum(rests[i] for i in run))) for run in runs)
+    runs = [[part[k] for k in run] for run in equal_indices(numbers[i] for i in part)]
+    return sum(int(counted_tokens(len(run), prompts[run[0]], sum(rests[i] for i in run))) for run in runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,19 +94,19 @@ class _Line:
         rest = np.concatenate([[0], of_rest.cumsum()])
         rows = np.arange(len(order))
         starts = ends - np.repeat(sizes, sizes)
-        remaining = counted(ends - rows, of_prompt, rest[ends] - rest[rows])
-        whole = np.zeros(len(order) + 1, np.int64)
-        whole[sizes.cumsum()] = remaining[starts[sizes.cumsum() - 1]].cumsum()
+        remaining = counted_tokens(ends - rows, of_prompt, rest[ends] - rest[rows])
+        complete = np.zeros(len(order) + 1, np.int64)
+        complete[sizes.cumsum()] = remaining[starts[sizes.cumsum() - 1]].cumsum()
         return cls(
             order=order, lengths=of_prompt + of_rest, prompts=of_prompt, starts=starts, ends=ends, rests=rest,
-            remaining=remaining, whole=whole,
+            remaining=remaining, whole=complete,
         )  # fmt: skip
 
     def counts(self, firsts: Ints, end: int) -> Ints:
         """What rows from each of `firsts` up to the one before `end` count for."""
         start = int(self.starts[end - 1])
         within = np.maximum(firsts, start)
-        last_prompt = counted(end - within, self.prompts[end - 1], self.rests[end] - self.rests[within])
+        last_prompt = counted_tokens(end - within, self.prompts[end - 1], self.rests[end] - self.rests[within])
         before = self.remaining[firsts] + self.whole[start] - self.whole[self.ends[firsts]]
         starts: Ints = last_prompt + np.where(firsts < start, before, 0)
         return starts
@@ -121,9 +121,9 @@ class _Line:
         num_rows = len(self.order)
         cost, starts = np.zeros(num_rows + 1, np.int64), np.zeros(num_rows + 1, np.int64)
         for end in range(1, num_rows + 1):
-            most_rows = max(1, PADDED * token_budget // int(self.lengths[end - 1]))
+            max_rows = max(1, PADDED * token_budget // int(self.lengths[end - 1]))
             fitting = int(np.searchsorted(self.rests, self.rests[end] - token_budget))
-            firsts = np.arange(min(end - 1, max(fitting, end - most_rows)), end)
+            firsts = np.arange(min(end - 1, max(fitting, end - max_rows)), end)
             counts = self.counts(firsts, end)
             max_lengths = np.maximum.accumulate(self.lengths[firsts][::-1])[::-1]
             allowed = (counts <= token_budget) & ((end - firsts) * max_lengths <= PADDED * token_budget)

@@ -16,8 +16,8 @@ from staleflow.stores.context_branches import ContextBranch
 from staleflow.stores.trajectory import NO_VERSION, EndedTrajectory
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
 from staleflow.tasks.training.microbatch_split import split_microbatches
-from staleflow.tasks.training.microbatch_split_by_prompt import divided_by_prompt
-from staleflow.tasks.training.shared_prompts import alike
+from staleflow.tasks.training.microbatch_split_by_prompt import split_by_prompt
+from staleflow.tasks.training.shared_prompts import equal_indices
 
 MESSAGE_BYTES = 32 * 2**20
 """Bytes of rows in a message to the trainer, at most. A process that packs, sends or takes in a message does little
@@ -156,14 +156,14 @@ class BatchMessage:
     rest: int
 
 
-def part_end(consumed: Sequence[EndedTrajectory], start: int, most_bytes: int = MESSAGE_BYTES) -> int:
+def part_end(consumed: Sequence[EndedTrajectory], start: int, max_bytes: int = MESSAGE_BYTES) -> int:
     """Index after the last row of the message that starts with row `start`: as many rows as fit, at least one."""
     num_bytes, stop = 0, start
     while stop < len(consumed):
         trajectory = consumed[stop].trajectory
         # As in RowArrays: a prompt's token takes 4 bytes, a response's 11 with its logprob, a row 29 besides.
         num_bytes += 4 * len(trajectory.prompt_tokens) + 11 * trajectory.num_tokens + 29
-        if num_bytes > most_bytes and stop > start:
+        if num_bytes > max_bytes and stop > start:
             break
         stop += 1
     return stop
@@ -294,8 +294,8 @@ def microbatches(
     responses = [len(rows[i].response) for i in indices]
     prompts = [len(rows[i].prompt) for i in indices]
     if unpadded:
-        rows_by_prompt = alike(rows[i].prompt.tobytes() for i in indices)
-        cut = divided_by_prompt(rows_by_prompt, prompts, responses, ranks, token_budget)
+        rows_by_prompt = equal_indices(rows[i].prompt.tobytes() for i in indices)
+        cut = split_by_prompt(rows_by_prompt, prompts, responses, ranks, token_budget)
     else:
         cut = split_microbatches(
             [sum(lengths) for lengths in zip(prompts, responses, strict=True)], ranks, token_budget

@@ -44,7 +44,7 @@ from staleflow.tasks.training.logprobs import LogprobModel, by_row
 from staleflow.tasks.training.loss import MAX_LOG_RATIO, Dpo, Sft, Tokens
 from staleflow.tasks.training.microbatches import MicroBatch, Row, minibatches, token_weights
 from staleflow.tasks.training.objective import Objective, with_finite_logprobs
-from staleflow.tasks.training.preference_pairs import paired, weighted_pairs
+from staleflow.tasks.training.preference_pairs import select_pairs, weighted_pairs
 from staleflow.tasks.training.rank import ALONE, Rank
 from staleflow.tasks.training.rank_group import RankGroup
 from staleflow.tasks.training.step_metrics import RowSample, TokenSums
@@ -89,7 +89,7 @@ class Mismatch:
         return {"mismatch_mean": self.mean, "mismatch_max": self.max, "kl_rollout": self.kl}
 
 
-def fused(parameters: Iterable[torch.Tensor]) -> bool | None:
+def use_fused_adamw(parameters: Iterable[torch.Tensor]) -> bool | None:
     """AdamW's `fused` argument: True for parameters on a GPU. None on CPU, where PyTorch's default repeats steps of
     resumed runs bit for bit."""
     return all(parameter.is_cuda for parameter in parameters) or None
@@ -150,7 +150,7 @@ class PolicyTrainer:
             lr=training.learning_rate,
             betas=(training.beta1, training.beta2),
             weight_decay=training.weight_decay,
-            fused=(self.device == "cuda" or None) if self._moves else fused(self._trained().values()),
+            fused=(self.device == "cuda" or None) if self._moves else use_fused_adamw(self._trained().values()),
         )
         self.logprob_model = LogprobModel(
             model=self.model,
@@ -166,7 +166,7 @@ class PolicyTrainer:
         self.reference = self._load_reference() if self.objective.needs_reference else None
         self._rng = generator(settings.seed, Stream.MINIBATCHES)
         self._saving: Future[None] | None = None
-        self._unmeasured_told = False
+        self._warned_unmeasured = False
         self._examples: ExampleRows | None = None
         self._host = HostMemory(self.device)
         self.sleep()
@@ -215,7 +215,7 @@ class PolicyTrainer:
         s = self.settings.training
         all_rows, pairs = self.group.broadcast(rows), self.objective.loss.compares_pairs
         if pairs:
-            all_rows = paired(all_rows)
+            all_rows = select_pairs(all_rows)
         sequences = BranchSequences.of(all_rows)
         rows = sequences.rows
         rate = self.learning_rate(step)
@@ -325,7 +325,7 @@ class PolicyTrainer:
                 base,
                 tokenizer,
                 folder,
-                lora.merged(base.state_dict(), weights, config),
+                lora.merge_adapter(base.state_dict(), weights, config),
                 lambda tmp_path: lora.save(weights, config, path, tmp_path / lora.FOLDER),
             )
             return
@@ -492,13 +492,13 @@ class PolicyTrainer:
                         batch.rows, sums.add(tokens, result, self.objective.old(tokens), counted), strict=False
                     )
                 except Exception as error:  # noqa: BLE001  a user's; where it matters it is raised
-                    self._tell_unmeasured(error)
+                    self._warn_unmeasured(error)
         return sums_by_row
 
-    def _tell_unmeasured(self, error: Exception) -> None:
+    def _warn_unmeasured(self, error: Exception) -> None:
         """Log, once, that a loss cannot measure rows that it does not train."""
-        if not self._unmeasured_told:
-            self._unmeasured_told = True
+        if not self._warned_unmeasured:
+            self._warned_unmeasured = True
             name, kind = type(self.objective.loss).__name__, type(error).__name__
             logger.warning(
                 "%s fails on rows without a gradient, which are left out of the figures: %s: %s; "

@@ -21,7 +21,7 @@ ByRow = Mapping[int, npt.NDArray[np.float32]]
 """[T] logprobs of rows' responses, by row index."""
 
 
-def paired(rows: Iterable[Row]) -> list[Row]:
+def select_pairs(rows: Iterable[Row]) -> list[Row]:
     """The responses with the highest and the lowest advantage to each prompt, in this order. Prompts whose advantages
     are equal, and rows whose reward failed, are left out."""
     by_prompt: dict[bytes, list[Row]] = {}

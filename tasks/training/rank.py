@@ -41,7 +41,7 @@ def rank_name(number: int) -> str:
     return f"trainer-{number}" if number else "trainer"
 
 
-def listening() -> socket.socket:
+def open_listening_socket() -> socket.socket:
     """Open a socket that listens on a free port on all addresses of this host."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)

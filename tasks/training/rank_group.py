@@ -131,13 +131,13 @@ class RankGroup:
             )
         shard.copy_(full_tensor)
 
-    def broadcast(self, thing: T) -> T:
+    def broadcast(self, value: T) -> T:
         """Return the leading rank's value on all ranks; values of other ranks are ignored."""
         if self._mesh is None:
-            return thing
-        things = [thing if self.rank.leads else None]
-        dist.broadcast_object_list(things, src=0, device=torch.device("cpu"))
-        return things[0]  # type: ignore[return-value]  # the leading rank's
+            return value
+        values = [value if self.rank.leads else None]
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        return values[0]  # type: ignore[return-value]  # the leading rank's
 
     def all_gather(self, entries: Mapping[int, T]) -> dict[int, T]:
         """Gather the entries of all ranks, sorted by key."""

@@ -1,8 +1,8 @@
 """The row length above which a model's rotary embedding depends on the other rows of the micro-batch.
 
 Some rotary embeddings (longrope, dynamic NTK) choose the frequencies of all positions by the largest position of a
-forward pass. Beyond their limit a row's logprobs are those of its micro-batch, not its own. The limit is found by
-trying the model's own modules.
+forward pass. Beyond their limit a row's logprobs depend on its micro-batch. The limit is found by calling the model's
+own modules.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 COMPARED = 8
 """Positions whose rotation is compared."""
-BEYOND = 4
-"""How many times the model's stated context is looked for a limit."""
+SEARCH_FACTOR = 4
+"""The limit is searched up to this multiple of the model's stated context length."""
 
 
 def longest_row(model: Any, device: str) -> int | None:
@@ -26,7 +26,7 @@ def longest_row(model: Any, device: str) -> int | None:
 
 
 def _is_rotary(module: Any) -> bool:
-    """Whether a module is a rotary embedding of one kind that may change: transformers never changes a default one."""
+    """Whether a module is a rotary embedding whose frequencies may change; those of type "default" never do."""
     kind = getattr(module, "rope_type", "default")
     return (
         isinstance(kind, str) and kind != "default" and "position_ids" in inspect.signature(module.forward).parameters
@@ -34,14 +34,14 @@ def _is_rotary(module: Any) -> bool:
 
 
 def _limit(module: Any, device: str) -> int | None:
-    """Tokens up to which the first positions of a sequence are rotated alike; None if there is no limit."""
+    """Sequence length up to which the first positions are rotated equally; None without a limit."""
     expected = _rotation(module, COMPARED, device)
 
     def alike(tokens: int) -> bool:
-        _rotation(module, COMPARED, device)  # one that has grown keeps its frequencies until a short pass
+        _rotation(module, COMPARED, device)  # resets the frequencies, which change back only in a short pass
         return bool(torch.equal(_rotation(module, tokens - 1, device), expected))
 
-    low, high = COMPARED + 1, BEYOND * int(module.config.max_position_embeddings)
+    low, high = COMPARED + 1, SEARCH_FACTOR * int(module.config.max_position_embeddings)
     limit = None
     if not alike(high):
         while high - low > 1:
@@ -53,7 +53,7 @@ def _limit(module: Any, device: str) -> int | None:
 
 
 def _rotation(module: Any, last: int, device: str) -> torch.Tensor:
-    """[1, COMPARED, D] rotation of the first positions of a pass with another, `last`."""
+    """[1, COMPARED, D] rotation of the first positions in a pass whose last position is `last`."""
     positions = torch.tensor([[*range(COMPARED), last]], device=device)
     with torch.no_grad():
         output = module(torch.zeros(1, device=device), positions)

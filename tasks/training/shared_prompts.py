@@ -65,23 +65,23 @@ class PromptBlock:
         return np.concatenate(parts)
 
 
-def pays(rows: Any, prompt: Any, rest: Any) -> Any:
+def should_share(rows: Any, prompt: Any, rest: Any) -> Any:
     """Whether rows should share their prompt. Works on numbers and arrays. rows: their number. prompt: its tokens.
     rest: tokens of all rows after the prompt."""
     return (rows - 1) * prompt >= MIN_SAVED_TOKENS + rest // COPIED
 
 
-def counted(rows: Any, prompt: Any, rest: Any) -> Any:
+def counted_tokens(rows: Any, prompt: Any, rest: Any) -> Any:
     """Number of tokens that rows of one prompt count for in a token budget; never less than the tokens in the
     sequence."""
     shared = prompt + rest + (rows - 1) * prompt // ATTENDED_AGAIN
-    return np.where(pays(rows, prompt, rest), shared, rows * prompt + rest)
+    return np.where(should_share(rows, prompt, rest), shared, rows * prompt + rest)
 
 
-def alike(keys: Iterable[Key]) -> list[list[int]]:
+def equal_indices(keys: Iterable[Key]) -> list[list[int]]:
     """Group the indices of equal keys, in order of first occurrence.
 
-    >>> alike("abac")
+    >>> equal_indices("abac")
     [[0, 2], [1], [3]]
     """
     indices: dict[Key, list[int]] = {}
@@ -115,9 +115,9 @@ class PackedLayout:
             end += stop - start
             return end - (stop - start)
 
-        for members in alike(ids[i, : prompts[i]].tobytes() for i in range(len(ids))):
+        for members in equal_indices(ids[i, : prompts[i]].tobytes() for i in range(len(ids))):
             prompt = int(prompts[members[0]])
-            if pays(len(members), prompt, int((lengths - prompts)[members].sum())):
+            if should_share(len(members), prompt, int((lengths - prompts)[members].sum())):
                 starts[members, 0] = stand(members[0], 0, prompt)
                 for i in members:
                     starts[i, 1] = stand(i, prompt, int(lengths[i]))

@@ -40,7 +40,7 @@ def make_tokenizer(symbols: Sequence[str] = SYMBOLS) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
 
 
-def careless(x: int, y: int) -> int:
+def add_without_carries(x: int, y: int) -> int:
     """x + y without carries and borrows.
 
     >>> careless(17, 8), careless(12, -5)
@@ -62,7 +62,7 @@ def worked_example(expression: str, rng: random.Random, slip: float = SLIP) -> s
     total, lines = int(terms[0]), []
     for sign, term in zip(terms[1::2], terms[2::2], strict=True):
         y = int(term) if sign == "+" else -int(term)
-        result = careless(total, y) if rng.random() < slip else total + y
+        result = add_without_carries(total, y) if rng.random() < slip else total + y
         lines.append(f"{total}{sign}{term}={result};")
         total = result
     return "".join(lines) + f"so{total}."

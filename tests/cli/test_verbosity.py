@@ -46,7 +46,7 @@ async def short_run(config: RunConfig, listener: RunListener, **_: Any) -> RunEn
     """A run as the command sees it, reported and logged by the same means, without a cluster."""
     reporter = Reporter("a-job", 2, Path("runs/none"))
     listeners = RunListeners(reporter, listener)
-    with reporter.listening():
+    with reporter.capturing_warnings():
         listener.line("Dask dashboard: nowhere")
         listeners.phase("evaluating version 0")
         listeners.status(make_coordinator(config).snapshot(), RunReport())

@@ -82,7 +82,7 @@ class Jobs:
         limits = {"needs": NEEDS, "wait_s": 0.0, "by": self.client.id, **limits}
         await job_registry.ask(self.client, "submit", id=id, name=id, run_dir=f"/runs/{id}", steps=1, **limits)
         sent = self.client.submit(
-            drive, id, seconds, key=job_registry.KEY + id, pure=False, workers=[job_registry.NOWHERE]
+            drive, id, seconds, key=job_registry.TASK_KEY_PREFIX + id, pure=False, workers=[job_registry.NO_WORKER]
         )
         while not (job := await job_registry.ask(self.client, "check_arrival", id=id))["arrived"]:
             assert sent.status in ("pending", "finished")  # and keep it: Dask drops what nobody holds
@@ -101,7 +101,7 @@ class Jobs:
 
     async def runs(self, id: str) -> str:
         """State of a job's task in Dask."""
-        task = self.cluster.scheduler.tasks.get(job_registry.KEY + id)
+        task = self.cluster.scheduler.tasks.get(job_registry.TASK_KEY_PREFIX + id)
         return "" if task is None else str(task.state)
 
     async def lines(self, id: str) -> list[str]:
@@ -154,7 +154,7 @@ async def test_a_job_waits_longer_than_dask_has_tasks_wait() -> None:
         scheduler = jobs.cluster.scheduler
         scheduler.no_workers_timeout = 2.5 * job_registry.SERVE_S
         await jobs.submit("one", 0.1)
-        other = jobs.client.submit(abs, -1, workers=[job_registry.NOWHERE])
+        other = jobs.client.submit(abs, -1, workers=[job_registry.NO_WORKER])
         while other.status != "error":  # it is not that Dask lets tasks wait
             scheduler._check_no_workers()
             assert (await jobs.of("one"))["state"] == "waiting"

@@ -14,7 +14,7 @@ from staleflow.pipeline.cluster.gang import (
     EXCLUSIVE_ROLES,
     Gang,
     Needs,
-    choose,
+    choose_workers,
     describe_workers,
     kinds_of,
     suffice,
@@ -30,7 +30,7 @@ def needs(instances: int = 1, rewards: int = 1, *, driver: bool = True, ranks: i
 def chosen(
     needs: Needs, workers: dict[str, dict[str, float]], free: Iterable[str], driver_worker: str = ""
 ) -> Gang | None:
-    return choose(needs, kinds_of(workers), free, driver_worker)
+    return choose_workers(needs, kinds_of(workers), free, driver_worker)
 
 
 def roles(gang: Gang | None) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from distributed import Scheduler
 
-from staleflow.pipeline.cluster.job_lookup import find_unambiguous, matching, recent
+from staleflow.pipeline.cluster.job_lookup import find_matching, find_unambiguous, recent_jobs
 from staleflow.pipeline.cluster.job_registry import JobRegistry
 from staleflow.pipeline.cluster.plugin import BoardPlugin
 from staleflow.stores.errors import ConfigError
@@ -46,7 +46,7 @@ JOBS = [
     ],
 )
 def test_of_several_jobs_the_live_one_is_meant_or_the_newest(word: str, id: str, note: str) -> None:
-    result = matching(JOBS, word)
+    result = find_matching(JOBS, word)
     assert (result.job["id"], result.note) == (id, note)
 
 
@@ -62,8 +62,8 @@ def test_what_cannot_be_undone_is_done_to_one_job_only() -> None:
 
 def test_jobs_that_ended_are_listed_for_a_day() -> None:
     ended, live = job("a-1", "a", "done", reported_at=1000.0), job("b-1", "b", "running", reported_at=1.0)
-    assert recent([ended, live], 1000.0 + 24 * 3600 - 1) == [ended, live]
-    assert recent([ended, live], 1000.0 + 24 * 3600 + 1) == [live]
+    assert recent_jobs([ended, live], 1000.0 + 24 * 3600 - 1) == [ended, live]
+    assert recent_jobs([ended, live], 1000.0 + 24 * 3600 + 1) == [live]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from staleflow.pipeline.config.knob_tree import explained
+from staleflow.pipeline.config.knob_tree import explain_values
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.settings.knobs import PARAMETER, build, default_of, knob, knobs
@@ -52,7 +52,7 @@ def test_every_default_of_a_job_passes_the_check_that_a_set_value_passes() -> No
         below = [getattr(node, f.name) for f in dataclasses.fields(node) if f.name not in own and is_table(f)]
         return len(own) + sum(check(item) for item in (*below, *tables.values()))
 
-    assert check(RunConfig()) >= len(explained(RunConfig())) > 100
+    assert check(RunConfig()) >= len(explain_values(RunConfig())) > 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

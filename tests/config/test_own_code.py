@@ -237,7 +237,7 @@ def test_values_of_a_rule_that_are_no_answers_name_the_rule(mine: Path) -> None:
 def test_a_run_that_stands_still_says_why_its_rule_lets_work_wait(mine: Path) -> None:
     coordinator, commands = told(job(f"rollout.routing={mine}:Idle"))
     assert not [c for c in commands if isinstance(c, Route)]
-    assert "waits: declined by the routing rule" in coordinator.waiting_for()
+    assert "waits: declined by the routing rule" in coordinator.explain_waiting()
 
 
 def test_a_file_that_ends_the_process_is_one_line(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from staleflow.pipeline.config.knob_tree import explained, to_toml
+from staleflow.pipeline.config.knob_tree import explain_values, to_toml
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.settings.knobs import build, knob, parameter
 from staleflow.tasks.settings.registry import Registry, RegistryEntry, UserCode, choice
@@ -139,7 +139,7 @@ def test_a_choice_is_written_and_explained_with_its_own_knobs(brush: Any) -> Non
     paint = painted({"brush": brush})
     table = {"name": brush} if isinstance(brush, str) else brush
     assert tomllib.loads(to_toml(paint)) == {"size": 1, "brush": table}
-    assert {row.key: row.value for row in explained(paint)} == {
+    assert {row.key: row.value for row in explain_values(paint)} == {
         "size": 1, **{f"brush.{key}": value for key, value in table.items()}
     }  # fmt: skip
 

@@ -503,7 +503,7 @@ def test_it_says_what_a_stuck_step_waits_for() -> None:
     bench.join()
     bench.arrive(0)
     bench.finish(0)
-    text = bench.coordinator.waiting_for()
+    text = bench.coordinator.explain_waiting()
     assert "step 0 waits for 1 more" in text
     assert "trajectory 1: running" in text
     assert "on a" in text
@@ -668,7 +668,7 @@ def test_the_last_of_the_very_first_step_is_cut_off_too() -> None:
     bench.arrive(0, 1)
     bench.finish(0)
     bench.tell(InstanceReported(instance=A, progress=((TrajectoryId(1), 4),)))
-    bench.coordinator._state.measured.interval_s.add(1.0)
+    bench.coordinator._state.running_means.interval_s.add(1.0)
     bench.arrive(2, 3)
     orders = [o for _ in range(20) for o in only(bench.tell(Tick()), Interrupt)]
     assert [o.trajectory for o in orders] == [1]

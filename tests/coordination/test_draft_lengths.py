@@ -221,7 +221,7 @@ def test_a_request_that_comes_and_goes_does_not_change_what_is_worth_about_as_mu
 
 def test_where_all_that_are_left_are_leaving_nothing_is_decided() -> None:
     drafts, fleet = DraftLengths(COST, 4), fleet_of(a=3)
-    fleet.empty(fleet[0])
+    fleet.drain(fleet[0])
     drafts.replan(fleet)
     assert drafts.choose_changes(fleet) == []
     fleet.join(B, PolicyVersion(0), 10_000, 64)

@@ -178,10 +178,10 @@ def test_nothing_is_pinned_for_what_is_not_queued() -> None:
 @pytest.mark.parametrize(
     ("message", "spoil"),
     [
-        ("trajectories [-6, -5, -4, -3, -2, -1] are evaluated, but", lambda s: s.evaluation.members.add(0)),
+        ("evaluation trajectories [-6, -5, -4, -3, -2, -1] are not", lambda s: s.evaluation.members.add(0)),
         ("a is taken to run 5 for an evaluation", lambda s: setattr(s.fleet[0], "num_eval_running", 5)),
         ("7 are taken to be sampled yet for evaluation 0", lambda s: setattr(s.evaluation, "to_sample", 7)),
-        ("evaluation 0 has hosts that are gone: ['c']", lambda s: s.evaluation.pinned.update({"c": None})),
+        ("evaluation 0 has pinned instances that are gone: ['c']", lambda s: s.evaluation.pinned.update({"c": None})),
         ("-1 is of version 3, version 0 is evaluated", lambda s: setattr(s.live[-1], "v_traj", 3)),
         ("is sampled on a at version 0, for an evaluation of version 0", lambda s: s.evaluation.pinned.clear()),
     ],

@@ -157,7 +157,7 @@ class TinyBody:
         for name in ("a", "b"):
             self.join(name)
         while not self.brain.finished:
-            assert self.pending, self.brain.waiting_for()
+            assert self.pending, self.brain.explain_waiting()
             event = self.pending.pop(self.rng.randrange(len(self.pending)))
             if isinstance(event, EnvironmentFailed):
                 self.tokens[event.trajectory] = 0

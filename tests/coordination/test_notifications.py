@@ -38,7 +38,7 @@ from staleflow.pipeline.coordination.events import (
     VersionPublished,
 )
 from staleflow.pipeline.coordination.forecast import LengthForecast
-from staleflow.pipeline.coordination.running_means import Measured, RunningMean, TruncationCounts
+from staleflow.pipeline.coordination.running_means import RunningMean, RunningMeans, TruncationCounts
 from staleflow.stores.trajectory import GroupId, PolicyVersion, TrajectoryId
 from tests.coordination.test_coordinator import A, B, Bench, in_flight, member
 
@@ -47,7 +47,7 @@ COLLABORATORS: dict[type[Any], tuple[str, ...]] = {
     EpisodeForecast: ("observe",),
     DraftLengths: ("observe", "remove", "step_finished", "replan"),
     MutableEvaluations: ("begin", "pin", "remove", "sampled", "end", "close"),
-    TruncationCounts: ("step_taken", "add"),
+    TruncationCounts: ("step_consumed", "add"),
     RunningMean: ("add",),
 }
 """The methods of a coordinator's collaborators that change what they know."""
@@ -85,8 +85,8 @@ class NotedBench(Bench):
 
     def _in_words(self, subject: object, name: str, args: tuple[Any, ...]) -> str:
         if isinstance(subject, RunningMean):
-            measured = self.coordinator._state.measured
-            means = {id(getattr(measured, field.name)): field.name for field in fields(Measured)}
+            measured = self.coordinator._state.running_means
+            means = {id(getattr(measured, field.name)): field.name for field in fields(RunningMeans)}
             return f"{means[id(subject)]}.add({args[0]:g})" if id(subject) in means else ""
         shown = {
             MutableEvaluations: (), DraftLengths: args[:1] if name in ("observe", "remove") else (),
@@ -287,7 +287,7 @@ CASES = (
         "a reward completes the batch",
         lambda: then_sampled(routed(eta=1)()),
         scored(0),
-        ("TruncationCounts.step_taken(1)", "LengthForecast.forget(0)"),
+        ("TruncationCounts.step_consumed(1)", "LengthForecast.forget(0)"),
     ),
     Case(
         "an episode ends, and with it the batch is complete",
@@ -295,7 +295,7 @@ CASES = (
         scored(0),
         (
             "LengthForecast.observe(0, 5)", "EpisodeForecast.observe(5, 0)", "MutableEvaluations.sampled()",
-            "TruncationCounts.step_taken(1)", "LengthForecast.forget(0)",
+            "TruncationCounts.step_consumed(1)", "LengthForecast.forget(0)",
         ),
     ),
     Case(
@@ -381,7 +381,7 @@ def test_every_event_and_everything_that_is_learned_or_forgotten_is_in_the_table
     assert {type(case.event(case.before())) for case in CASES} == set(get_args(Event))
     heard = {call.partition("(")[0] for case in CASES for call in case.heard}
     expected = {f"{cls.__name__}.{name}" for cls, names in COLLABORATORS.items() for name in names}
-    means = {f"{field.name}.add" for field in fields(Measured)}
+    means = {f"{field.name}.add" for field in fields(RunningMeans)}
     assert heard == (expected - {"RunningMean.add"}) | means
 
 

@@ -15,7 +15,7 @@ from staleflow.pipeline.coordination.events import NewGroup
 from staleflow.pipeline.coordination.fleet import Fleet, Instance, MutableFleet
 from staleflow.pipeline.coordination.invariants import validate
 from staleflow.pipeline.coordination.phases import Phase, Transition
-from staleflow.pipeline.coordination.snapshot import take_snapshot, waiting_for
+from staleflow.pipeline.coordination.snapshot import explain_waiting, take_snapshot
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.coordination.work_queue import MutableWorkQueue, WorkQueue
@@ -38,7 +38,7 @@ def busy_state() -> CoordinatorState:
     state.add_groups([NewGroup(group=GroupId(g), prompt_tokens=10) for g in range(3)])
     for t in range(4):
         send(state, t)
-    state.hear_progress(state.fleet[0], [(TrajectoryId(t), 2 + t) for t in range(3)])
+    state.record_progress(state.fleet[0], [(TrajectoryId(t), 2 + t) for t in range(3)])
     state.start_move(live(state, 1), state.fleet[1])
     for t in (2, 3):
         state.finish_sampling(live(state, t), 20)
@@ -115,10 +115,10 @@ BREAKS: dict[str, tuple[Callable[[CoordinatorState], object], str]] = {
     "routing without a version": (lambda s: setattr(live(s, 2), "v_traj", PolicyVersion(-1)), "version -1"),
     "routed without an route_number": (lambda s: setattr(live(s, 2), "route_number", 0), "was routed 0 times"),
     "more safe than sampled": (lambda s: setattr(live(s, 4), "delivered_tokens", 3), "3 of them delivered"),
-    "cut off after it left": (lambda s: setattr(live(s, 4), "truncating", True), "4 is to be cut off but queued"),
+    "cut off after it left": (lambda s: setattr(live(s, 4), "truncating", True), "4 is being truncated but queued"),
     "moved after it was sampled": (
         lambda s: setattr(live(s, 2), "target", InstanceId("c")),
-        "continue at c but scoring",
+        "moving to c but scoring",
     ),
     "tokens not counted": (lambda s: setattr(live(s, 0), "tokens", 40), "KV tokens"),
     "counted too much": (count_wrong, "KV tokens"),
@@ -132,8 +132,8 @@ BREAKS: dict[str, tuple[Callable[[CoordinatorState], object], str]] = {
     "move not counted": (lambda s: setattr(s.fleet[1], "in_transit", 0), "b: 0 in transit, 1 move"),
     "move counted twice": (lambda s: setattr(s.fleet[0], "in_transit", 2), "a: 2 in transit, 1 move"),
     "move forgotten": (lambda s: setattr(live(s, 1), "target", None), "in transit, 0 move"),
-    "promise not noted": (lambda s: s._fresh_groups.add(GroupId(0)), "groups without a promise differ"),
-    "promise noted too early": (lambda s: s._fresh_groups.clear(), "groups without a promise differ"),
+    "promise not noted": (lambda s: s._fresh_groups.add(GroupId(0)), "unreserved groups differ"),
+    "promise noted too early": (lambda s: s._fresh_groups.clear(), "unreserved groups differ"),
     "queued and not waiting": (drop_from_queue, "queued and waiting differ"),
     "waiting in another level": (wrong_level, "queued and waiting differ"),
     "waiting in two levels": (queue_twice, "queued and waiting differ"),
@@ -158,7 +158,7 @@ def test_verbs_of_the_fleet_that_would_break_it_are_refused_and_nothing_happens(
     with pytest.raises(ProtocolViolation, match="a joins twice"):
         state.join(A, PolicyVersion(0), 1000, 8)
     with pytest.raises(ProtocolViolation, match="removed with 2 trajectories on it"):
-        state.lose(state.fleet[0])
+        state.remove_instance(state.fleet[0])
     with pytest.raises(ProtocolViolation, match="at version 0 is to pull 0"):
         state.start_pull(state.fleet[1])
     with pytest.raises(ProtocolViolation, match="on its way already"):
@@ -177,8 +177,8 @@ def test_verbs_of_the_fleet_that_would_break_it_are_refused_and_nothing_happens(
 
 def changes(state: CoordinatorState) -> tuple[bool, list[str], bool, bool]:
     """What is to be decided anew: batch, pulls of these instances, room, routing."""
-    loads = [one.instance for one in state.take_load_changes()]
-    return state.pop_batch_changed(), list(loads), state.take_room_change(), state.take_routing_change()
+    loads = [one.instance for one in state.pop_load_changes()]
+    return state.pop_batch_changed(), list(loads), state.pop_room_changed(), state.pop_routing_changed()
 
 
 NOTED: dict[str, tuple[Callable[[CoordinatorState], object], tuple[bool, list[str], bool, bool]]] = {
@@ -188,7 +188,7 @@ NOTED: dict[str, tuple[Callable[[CoordinatorState], object], tuple[bool, list[st
     ),
     "pass_time": (lambda s: s.pass_time(), (False, [A, B], False, True)),
     "join": (lambda s: s.join(InstanceId("c"), PolicyVersion(0), 9, 9), (False, [A, B, "c"], True, True)),
-    "lose": (lambda s: s.lose(s.fleet[1]), (False, [], False, False)),
+    "remove_instance": (lambda s: s.remove_instance(s.fleet[1]), (False, [], False, False)),
     "send": (lambda s: send(s, 4, row=1), (False, [], False, False)),
     "refuse": (lambda s: s.refuse(live(s, 6), "KV memory"), (False, [], False, False)),
     "start_move": (lambda s: s.start_move(live(s, 0), None), (False, [], False, False)),
@@ -196,7 +196,7 @@ NOTED: dict[str, tuple[Callable[[CoordinatorState], object], tuple[bool, list[st
     "interrupt": (lambda s: s.interrupt(live(s, 1), 9), (False, [A], False, True)),
     "fail": (lambda s: s.fail(live(s, 1), Transition.FAILED), (False, [A], False, True)),
     "score": (lambda s: s.score(live(s, 2), 0.5), (False, [], False, False)),
-    "hear_progress": (lambda s: s.hear_progress(s.fleet[0], [(TrajectoryId(0), 50)]), (False, [], False, False)),
+    "record_progress": (lambda s: s.record_progress(s.fleet[0], [(TrajectoryId(0), 50)]), (False, [], False, False)),
     "finish_pull": (lambda s: s.finish_pull(s.fleet[1]), (False, [B], False, False)),
     "abort": (
         lambda s: s.abort(GroupId(2), AbortReason.ENGINE_FAILED, TrajectoryId(6)),
@@ -268,7 +268,7 @@ def test_what_fails_falls_back_to_its_safe_tokens_and_an_empty_instance_is_in_no
     state = busy_state()
     state.interrupt(live(state, 0), 9)
     send(state, 0, row=1)
-    state.hear_progress(state.fleet[1], [(TrajectoryId(0), 30)])
+    state.record_progress(state.fleet[1], [(TrajectoryId(0), 30)])
     assert state.fleet[1].kv_tokens == 40
     assert state.fail(live(state, 0), Transition.INSTANCE_LOST) == 1
     assert (live(state, 0).tokens, live(state, 0).delivered_tokens) == (9, 9)
@@ -307,7 +307,7 @@ def test_what_a_stuck_step_waits_for_begins_with_the_oldest_version() -> None:
     state = busy_state()
     state.start_event(9.0)
     state.interrupt(live(state, 1), 5)
-    lines = waiting_for(state, 7).splitlines()
+    lines = explain_waiting(state, 7).splitlines()
     assert [int(line.partition("trajectory ")[2].partition(":")[0]) for line in lines[1:]] == [0, 2, 4, 5, 1, 6, 7]
     assert lines[0] == "step 0 waits for 2 more of its 2 groups; 2 are being sampled, 1 queued, 2 instances"
     assert lines[1] == "  group 0, trajectory 0: running for 8.0 s on a, 2 tokens, version 0"

@@ -158,7 +158,7 @@ def test_what_was_promised_fits_again_and_the_run_can_end(
         complete = [ledger.complete(group.group, m.trajectory) for m in group.members if m.scored]
         if complete and complete[-1]:
             rewards = [m.reward for m in group.members if m.reward is not None]
-            verdict = rule.verdict(rewards)
+            verdict = rule.drop_reason(rewards)
             endings = ledger.occupy(group.group) if verdict is None else ledger.filter(group.group, verdict)
             shed |= {e.group for e in endings}
         ledger.validate()

@@ -16,7 +16,7 @@ from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.tasks.engines.engine_settings import TransformersSettings
 from staleflow.tasks.engines.transformers import TransformersEngine, forward_logprobs, load_model, resolve_device
 from staleflow.tasks.training.microbatches import Row
-from staleflow.tasks.training.policy_trainer import PolicyTrainer, fused
+from staleflow.tasks.training.policy_trainer import PolicyTrainer, use_fused_adamw
 from staleflow.tasks.training.tiny_model import make_tokenizer
 from staleflow.tasks.training.trainer_settings import PolicyTrainerSettings, TrainingConfig
 
@@ -197,5 +197,5 @@ def test_float32_products_are_in_tf32_on_cuda_alone() -> None:
 def test_adamw_is_fused_where_all_parameters_are_on_a_gpu() -> None:
     with FakeTensorMode():
         on_gpu, on_cpu = torch.empty(2, device="cuda"), torch.empty(2)
-    assert fused([on_gpu]) is True
-    assert fused([on_cpu]) is None and fused([on_gpu, on_cpu]) is None
+    assert use_fused_adamw([on_gpu]) is True
+    assert use_fused_adamw([on_cpu]) is None and use_fused_adamw([on_gpu, on_cpu]) is None

@@ -25,11 +25,11 @@ def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
     killed.commands["Route"] = 99  # after its last step or loss: not known if its driver is killed
 
     lost = RunReport(commands={"Route": 2}, phases={**PHASES, "wall_s": 12.0})
-    with pytest.raises(ActorLost), Starts(tmp_path, 3, 10.0).ending(lost):
+    with pytest.raises(ActorLost), Starts(tmp_path, 3, 10.0).recording_end(lost):
         raise ActorLost("server is gone")
 
     last = RunReport(losses=["20.0 s: reward-0 is gone"], commands={"Route": 1, "Train": 5}, phases=dict(PHASES))
-    with Starts(tmp_path, 4, 12.0).ending(last):
+    with Starts(tmp_path, 4, 12.0).recording_end(last):
         pass
     assert [(item.version, item.end) for item in read(tmp_path)] == [
         (0, ""), (3, "failed: server is gone"), (4, "done"),
@@ -50,9 +50,9 @@ def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
 
 def test_a_stop_is_written_too(tmp_path: Path) -> None:
     outcomes = RunReport(stopped="cancelled")
-    with Starts(tmp_path, 0, 0.0).ending(outcomes):
+    with Starts(tmp_path, 0, 0.0).recording_end(outcomes):
         pass
-    with pytest.raises(KeyboardInterrupt), Starts(tmp_path, 0, 0.0).ending(outcomes):
+    with pytest.raises(KeyboardInterrupt), Starts(tmp_path, 0, 0.0).recording_end(outcomes):
         raise KeyboardInterrupt
     assert [item.end for item in read(tmp_path)] == ["stopped: cancelled", "stopped at once"]
 

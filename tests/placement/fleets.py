@@ -44,7 +44,7 @@ class Fleet:
 
     def place(self) -> Placement | Shortage:
         return place(
-            self.hosts, self.roles, taken=self.taken, previous=self.previous, share=self.share, turns=self.turns
+            self.hosts, self.roles, used_gpus=self.taken, previous=self.previous, share=self.share, turns=self.turns
         )
 
     def picture(self) -> str:

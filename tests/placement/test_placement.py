@@ -240,7 +240,7 @@ def test_a_restart_moves_nothing_and_a_lost_gpu_moves_its_role_alone(fleet: Flee
         rest = {uuid: "" for name in stay for uuid in before[name].devices} | dict(fleet.taken)
         orphans = [role for role in fleet.roles if role.name not in stay]
         shared = Counter(uuid for item in before.values() for uuid in item.devices).most_common(1)[0][1] > 1
-        assert unmoved or shared or isinstance(place(hosts, orphans, taken=rest), Shortage)
+        assert unmoved or shared or isinstance(place(hosts, orphans, used_gpus=rest), Shortage)
 
 
 def test_a_role_that_moves_prefers_its_own_host_and_then_one_with_the_weights() -> None:
@@ -255,7 +255,7 @@ def test_a_role_that_moves_prefers_its_own_host_and_then_one_with_the_weights() 
     placed = place(hosts, roles, previous=before)
     assert isinstance(placed, Placement)
     assert placed.assignments["rollout-1"] == Assignment(host="node-2", devices=("node-2/1",))
-    placed = place(hosts, roles, previous=before, taken={"node-2/1": "job-b"})
+    placed = place(hosts, roles, previous=before, used_gpus={"node-2/1": "job-b"})
     assert isinstance(placed, Placement)
     assert placed.assignments["rollout-1"] == Assignment(host="node-1", devices=("node-1/1",))
 
@@ -265,7 +265,9 @@ def test_ranks_are_grouped_and_an_instance_is_at_one_processor() -> None:
     assert isinstance(placed, Placement)
     assert len({placed.assignments[f"trainer{n}"].host for n in ("", "-1", "-2", "-3")}) == 1
     hosts = parse_fleet("8xH100-80")
-    placed = place(hosts, roles_of(instances=1, tensor_parallel=3), taken={"node-0/0": "job-b", "node-0/1": "job-b"})
+    placed = place(
+        hosts, roles_of(instances=1, tensor_parallel=3), used_gpus={"node-0/0": "job-b", "node-0/1": "job-b"}
+    )
     assert isinstance(placed, Placement)
     assert {int(uuid[-1]) // 4 for uuid in placed.assignments["rollout-0"].devices} == {1}
 

@@ -67,7 +67,7 @@ def test_a_planted_cause_is_found_in_a_simulation_and_its_cure_helps(cause: Caus
     assert (diagnosis.cause, diagnosis.line) == (cause, diagnosis.line)
     assert diagnosis.line.count("\n") == 0
     assert f"bottleneck: {cause.value} (trainer" in diagnosis.short
-    halved = [f"{key}={_value(config, key) / 2}" for key in diagnosis.halved]
+    halved = [f"{key}={_value(config, key) / 2}" for key in diagnosis.halved_keys]
     cured = simulated(*PLANTED[cause], *(f"{key}={value}" for key, value in diagnosis.change), *halved)
     then = measure(cured, SimulatedRun(cured, actor_settings.make_workload(cured)).run())
     gain = then.steady_tokens_per_s / measures.steady_tokens_per_s

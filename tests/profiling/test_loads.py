@@ -23,7 +23,7 @@ from staleflow.pipeline.coordination.events import (
 )
 from staleflow.pipeline.jobs.what_if import as_recorded
 from staleflow.pipeline.profiling.diagnosis import sizes_of
-from staleflow.pipeline.profiling.draft_stats import DraftsUsed
+from staleflow.pipeline.profiling.draft_stats import DraftStats
 from staleflow.pipeline.profiling.run_profile import profile_run, write_profile
 from staleflow.pipeline.profiling.step_times import steady, sum_steps
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
@@ -108,7 +108,7 @@ def test_drafts_are_told_apart_from_the_steps_that_verify_them(tmp_path: Path, m
     job = loading.load("examples/dryrun.toml", (f"profile={out}", drafting))
     assert job.workload.acceptance_rate == profile.drafts.acceptance
     known = sizes_of(load_job(run, ("workload.acceptance_rate=0.1",)), profile.fit, profile.drafts)
-    expected_s = factories.drafted_cost(load_job(run), 32, 8000.0).step_s(32, 8000.0)
+    expected_s = factories.cost_with_drafts(load_job(run), 32, 8000.0).step_s(32, 8000.0)
     assert known.token_s(32, 8000.0) == pytest.approx(expected_s, rel=0.1)
 
 
@@ -126,7 +126,7 @@ def test_what_became_of_drafts_is_known_from_responses_where_instances_report_no
 
 
 def test_requests_without_a_draft_make_the_acceptance_lower_and_a_drafted_token_cheaper() -> None:
-    drafts = DraftsUsed()
+    drafts = DraftStats()
     taken = DecodeStats(
         running=4, kv_tokens=100, seconds=1.0, tokens=130, drafts=50, drafted_tokens=100, accepted_tokens=30
     )
@@ -137,8 +137,8 @@ def test_requests_without_a_draft_make_the_acceptance_lower_and_a_drafted_token_
     assert tokens_per_step(2, drafts.acceptance) == pytest.approx(1.3)
     model = CostModel(k1=0.0, k2=0.0, k3=1.0, k4=0.0, b=0.0, verify_share=0.8, prefill=0.0)
     assert drafts.cost(model).verify_share == pytest.approx(0.8 / 2)  # one a step, where there might have been two
-    assert DraftsUsed().acceptance is None
-    assert DraftsUsed().cost(model) == model
+    assert DraftStats().acceptance is None
+    assert DraftStats().cost(model) == model
 
 
 def test_the_fit_tells_prefill_from_decoding_where_contexts_are_prefilled_again(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> StoredRun:
 
 def test_a_trajectory_is_a_conversation(run: StoredRun) -> None:
     one = Page(run.run_dir).ask("trajectory", id=0)
-    assert [(p["role"], p["sampled"], p["start"], p["stop"], p["seconds"]) for p in one["passages"]] == [
+    assert [(p["role"], p["sampled"], p["start"], p["stop"], p["seconds"]) for p in one["message_spans"]] == [
         ("assistant", True, 0, 3, 0.0), ("tool", False, 3, 4, 2.5), ("assistant", True, 4, 8, 0.0),
         ("tool", False, 8, 10, 0.0),
     ]  # fmt: skip

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
 from staleflow.pipeline.runtime.scoring import SCORE_BATCH
-from staleflow.stores.auditing.weight_counts import contradictions, counted
+from staleflow.stores.auditing.weight_counts import contradictions, count_outcomes
 from staleflow.stores.errors import ActorLost, ConfigError
 from staleflow.stores.trajectory import AbortReason, Fate
 from tests.support.bodies import Body, Run
@@ -139,7 +139,7 @@ def test_an_instance_with_wrong_weights_is_out_of_service_before_its_next_token_
     check_replaced(run, "rollout-0", "rollout-0 is out of service at version 2: ")
     segments = [s for row in run.store.ended() for s in row.trajectory.segments if s.instance == "rollout-0"]
     assert {s.version for s in segments} <= {0, 1}
-    counts = counted(run.records, {})
+    counts = count_outcomes(run.records, {})
     assert (counts.contradicted, counts.not_verified) == (1, 0)
     assert counts.verified >= 2 * 6
     (finding,) = (finding for record in run.records for finding in contradictions(record, {}))
@@ -162,7 +162,7 @@ def test_weights_that_cannot_be_compared_are_said_not_to_be_verified(body: Body)
     run.check()
     (note,) = (note for note in run.outcomes.notes if "not verified" in note)
     assert "fused in a way that is unknown here" in note
-    counts = counted(run.records, {})
+    counts = count_outcomes(run.records, {})
     assert counts.verified == 0 and counts.not_verified > 0
     assert "NOT VERIFIED at any pull" in counts.lines[0]
 
@@ -290,8 +290,8 @@ def test_a_reward_worker_that_another_job_needs_moves_between_two_batches_and_is
         await until(run, lambda: run.workers.methods("reward-1").count("score") == 1)
         address = run.workers.placed["reward-1"].address
         for _ in range(3):  # the scheduler asks until it has the worker
-            run.driver.give_back(address)
-        run.driver.give_back(run.workers.placed["server"].address)
+            run.driver.release_worker(address)
+        run.driver.release_worker(run.workers.placed["server"].address)
 
     run = body.run("reward.workers=2", "steps=4", world=World(reward_s=0.5), meanwhile=give_back)
     run.check()

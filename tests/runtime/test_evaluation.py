@@ -33,7 +33,7 @@ from staleflow.stores.trajectory import PolicyVersion, TrajectoryId
 from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.engines.base import Failed, SampledTokens
-from staleflow.tasks.engines.generate import answers
+from staleflow.tasks.engines.generate import generate_responses
 from staleflow.tasks.rendering.chat_tokenizer import load_chat_tokenizer
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from tests.support.route_items import route_item
@@ -222,4 +222,4 @@ def test_an_engines_failure_is_no_answer() -> None:
             return [Failed(trajectory=TrajectoryId(-1), route_number=0, error="out of memory")]
 
     engine: Any = Failing()
-    assert answers(engine, [(1, 2)], max_new_tokens=4, greedy=True, deadline_s=5) == [None]
+    assert generate_responses(engine, [(1, 2)], max_new_tokens=4, greedy=True, deadline_s=5) == [None]

@@ -45,7 +45,7 @@ class NotedPlaces:
             self.placed[name] = placed
         return placed
 
-    def lose(self, name: str) -> None:
+    def mark_lost(self, name: str) -> None:
         del self.placed[name]
 
 

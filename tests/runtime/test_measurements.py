@@ -24,6 +24,6 @@ async def test_what_passed_before_a_run_was_resumed_was_assigned_to_none_of_its_
 
     measured = Measurements(config, earlier_s)
     await asyncio.sleep(5.0)
-    measured.time_passed({instance.id: 1}, {instance.id: instance})
+    measured.count_assigned_time({instance.id: 1}, {instance.id: instance})
     assert instance.assigned_s == pytest.approx(5.0)
     assert measured.phases([], [instance])["rollout_idle_with_work_s"] == pytest.approx(5.0)

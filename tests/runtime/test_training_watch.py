@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from staleflow.pipeline.jobs.summary import summarize
-from staleflow.pipeline.runtime.training_alarms import MIN_ESS, STEPS, TrainingWatch
+from staleflow.pipeline.runtime.training_alarms import MIN_ESS, STEPS, TrainingAlarms
 from tests.support.bodies import Body
 from tests.support.scripted import World
 
 
 def test_an_ess_that_collapses_for_some_steps_in_a_row_is_an_alarm_once() -> None:
-    watch = TrainingWatch()
+    watch = TrainingAlarms()
     values = [0.9, 0.1, 0.1, 0.8, *[0.1] * 10]
     results = [(step, alarm) for step, ess in enumerate(values) for alarm in watch.observe(step, {"ess": ess})]
     ((step, alarm),) = results
@@ -25,7 +25,7 @@ def test_an_ess_that_collapses_for_some_steps_in_a_row_is_an_alarm_once() -> Non
 def test_an_ess_within_its_error_of_the_limit_is_no_alarm() -> None:
     """Of few rows it may well be a large one's chance."""
     near = {"ess": 0.2, "ess_stderr": 0.12}
-    watch, sure = TrainingWatch(), TrainingWatch()
+    watch, sure = TrainingAlarms(), TrainingAlarms()
     assert not any(watch.observe(step, near) for step in range(2))
     assert not watch.observe(2, near), "2 x .12 / sqrt(3) is more than .1"
     (alarm,) = [a for step in range(3) for a in sure.observe(step, {"ess": 0.2, "ess_stderr": 0.06})]
@@ -33,16 +33,16 @@ def test_an_ess_within_its_error_of_the_limit_is_no_alarm() -> None:
 
 
 def test_a_single_step_does_not_change_the_average_enough() -> None:
-    watch = TrainingWatch()
+    watch = TrainingAlarms()
     assert not any(watch.observe(step, {"ess": ess}) for step, ess in enumerate([0.9, 0.0, 0.9, 0.9, 0.01, 0.9]))
 
 
 def test_steps_that_report_no_ess_are_none() -> None:
-    assert not any(TrainingWatch().observe(step, {}) for step in range(10))
+    assert not any(TrainingAlarms().observe(step, {}) for step in range(10))
 
 
 def test_dropped_updates_are_an_alarm_once() -> None:
-    watch = TrainingWatch()
+    watch = TrainingAlarms()
     alarms = [watch.observe(step, {"updates_dropped": float(step)}) for step in range(4)]
     assert [len(a) for a in alarms] == [0, 1, 0, 0]
     assert "step 1: updates dropped because their gradient was not finite: 1; lower" in alarms[1][0]

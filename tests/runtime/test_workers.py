@@ -220,7 +220,7 @@ async def test_the_process_of_a_lost_actor_is_restarted_and_not_chosen_again() -
         lost = await placing.place("rollout-0", "rollout", object)
         beside = await placing.place_beside(lost, "parameters-host", "parameters", object)
         assert beside.address == lost.address
-        placing.lose("rollout-0")
+        placing.mark_lost("rollout-0")
         assert placing.placed == {}, "what stood beside it is gone too"
         assert lost.future.released
         assert beside.future.released
@@ -231,7 +231,7 @@ async def test_the_process_of_a_lost_actor_is_restarted_and_not_chosen_again() -
 async def test_a_process_that_holds_what_cannot_be_replaced_is_not_restarted() -> None:
     async with on(["a", "b", "c"], num_heavy=2) as (placing, client):
         assert await place(placing, "server", "reward", "rollout", "trainer") == ["a", "a", "b", "c"]
-        placing.lose("reward-1")
+        placing.mark_lost("reward-1")
         assert "server-0" in placing.placed
         await asyncio.sleep(5.0)
         assert client.restarted == []

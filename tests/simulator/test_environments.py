@@ -222,7 +222,7 @@ def test_turns_that_go_back_where_their_context_is_prefill_less() -> None:
     assert shares[True] > 0.8
     assert shares[False] < shares[True] - 0.2
     assert "were still cached" in "\n".join(explanation(config, measured[True]))
-    assert 0 < measured[True].most_kept_tokens <= 20_000
+    assert 0 < measured[True].max_kept_tokens <= 20_000
 
 
 def test_in_lock_step_a_turn_takes_as_long_as_its_slowest_environment() -> None:

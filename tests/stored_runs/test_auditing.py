@@ -11,7 +11,7 @@ import dask
 import pytest
 
 from staleflow.pipeline.stored_runs import auditing
-from staleflow.pipeline.stored_runs.auditing import audit_within, planned
+from staleflow.pipeline.stored_runs.auditing import audit_within, make_plan
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.commands import command
@@ -22,21 +22,21 @@ from tests.stores.test_stores import edit, set_int, sound_store
 def test_a_limit_is_divided_among_processes_and_one_too_low_is_refused() -> None:
     for memory in (300, 512, 1024, 4096):
         for workers in (1, 2, 8, 64):
-            plan = planned(memory, workers, 10**10)
+            plan = make_plan(memory, workers, 10**10)
             processes = (
                 auditing.WITH_POOL_MIB + plan.workers * auditing.WORKER_MIB if plan.workers else auditing.ALONE_MIB
             )
-            reading = max(1, plan.workers) * plan.most_tokens * auditing.BYTES_A_TOKEN / auditing.MIB
+            reading = max(1, plan.workers) * plan.max_tokens * auditing.BYTES_PER_TOKEN / auditing.MIB
             assert processes + reading <= memory
             assert plan.workers <= workers
-            assert plan.most_tokens >= auditing.MIN_TOKENS
-    assert planned(4096, 8, 1000).workers == 0, "a small store is read here"
+            assert plan.max_tokens >= auditing.MIN_TOKENS
+    assert make_plan(4096, 8, 1000).workers == 0, "a small store is read here"
     with pytest.raises(ConfigError, match="--memory 100: an audit takes at least 216 MiB"):
-        planned(100, 2, 10)
+        make_plan(100, 2, 10)
 
 
 def test_several_processes_find_what_one_finds(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auditing, "SEVERAL_TOKENS", 0)
+    monkeypatch.setattr(auditing, "POOL_MIN_TOKENS", 0)
     path = tmp_path / "store"
     shutil.copytree(stored / "store", path)
     assert audit_within(VersionedStore.open(path), 1024, 2) == plain_audit(VersionedStore.open(path))

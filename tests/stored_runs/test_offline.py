@@ -322,7 +322,7 @@ def test_killed_it_goes_on_and_ends_the_same(stored: Path, tmp_path: Path, monke
             raise Killed
 
     monkeypatch.setattr(training, "POINT_S", 0.0)
-    plan = training.planned(stored, tmp_path / "out", ("task.eval_prompts=0",), "main", "", 1)
+    plan = training.make_plan(stored, tmp_path / "out", ("task.eval_prompts=0",), "main", "", 1)
     with pytest.raises(Killed):
         training.train(plan, die_after_two)
     assert not (tmp_path / "out").exists()
@@ -332,8 +332,8 @@ def test_killed_it_goes_on_and_ends_the_same(stored: Path, tmp_path: Path, monke
     assert (result.steps, result.same_steps) == (3, 3)
     # Another plan does not go on from it.
     with pytest.raises(Killed):
-        training.train(training.planned(stored, tmp_path / "b", (), "main", "reward > 0", 2), die_after_two)
-    other = training.planned(stored, tmp_path / "b", ("task.eval_prompts=0",), "main", "", 1)
+        training.train(training.make_plan(stored, tmp_path / "b", (), "main", "reward > 0", 2), die_after_two)
+    other = training.make_plan(stored, tmp_path / "b", ("task.eval_prompts=0",), "main", "", 1)
     assert training.train(other, lambda _: None).same_steps == 3
 
 
@@ -382,7 +382,7 @@ def test_a_lost_rank_ends_offline_training_with_a_line_and_the_same_command_goes
         two.client.run(setattr, training, "POINT_S", 0.0)
         killer = threading.Thread(target=kill_the_other, args=(two.client,))
         killer.start()
-        with pytest.raises(ActorLost, match="ranks of the training have lost each other: "):
+        with pytest.raises(ActorLost, match="a rank of the training was lost: "):
             training.train_offline(stored, tmp_path / "two", two, overrides=changes, epochs=40, report=note)
         killer.join()
     done.clear()
@@ -421,7 +421,7 @@ def test_a_stored_run_is_trained_with_another_objective(
         f"training.kl={{coefficient=0.1, reference='checkpoints/{checkpoint.name}'}}", "training.schedule=linear",
         "training.minibatches=2", "task.eval_prompts=0",
     )  # fmt: skip
-    plan = training.planned(stored, tmp_path / "out", overrides, "main", "", 1)
+    plan = training.make_plan(stored, tmp_path / "out", overrides, "main", "", 1)
     assert plan.config.training.kl.reference == str(checkpoint.resolve())
     monkeypatch.chdir(tmp_path)
     result = training.train(plan, lambda event: None)
@@ -431,7 +431,7 @@ def test_a_stored_run_is_trained_with_another_objective(
     assert all(h["updates_dropped"] == 0 and np.isfinite(h["grad_norm"]) for h in history)
     assert history[0]["learning_rate"] > history[1]["learning_rate"] > history[2]["learning_rate"] > 0
     with pytest.raises(ConfigError, match=r"training\.kl\.reference = 'runs/none': no such folder"):
-        training.planned(
+        training.make_plan(
             stored, tmp_path / "more", ("training.kl={coefficient=0.1, reference='runs/none'}",), "main", "", 1
         )
 
@@ -445,7 +445,7 @@ def test_distillation_from_a_teacher_is_repeated_bit_for_bit(stored: Path, job: 
     kl = f"training.kl={{coefficient=1.0, estimator='k1', place='advantage', reference='{teacher}'}}"
     result = run(job, kl, "training.advantage=none", "batch.group_size=1", "batch.groups_per_step=8", "steps=3")
     assert command("store", "audit", result.run_dir).returncode == 0
-    plan = training.planned(result.run_dir, tmp_path / "again", ("task.eval_prompts=0",), "main", "", 1)
+    plan = training.make_plan(result.run_dir, tmp_path / "again", ("task.eval_prompts=0",), "main", "", 1)
     assert training.train(plan, lambda event: None).same_steps == 3
     history = json.loads((tmp_path / "again" / "offline.json").read_text())["metrics"]
     assert all(h["kl_reference"] > 0 and h["grad_norm"] > 0 and h["tokens_trained"] > 0 for h in history)
@@ -455,7 +455,7 @@ def test_rejection_sampling_is_the_cross_entropy_of_the_chosen_responses(stored:
     """Of each stored step over its own chosen tokens, whatever their advantages."""
     rows = [row for row in rows_of(stored, "reward == 0") if row.staleness >= 0]
     where, overrides = "reward == 0", ("training.loss=sft", "training.minibatches=1", "task.eval_prompts=0")
-    assert training.train(training.planned(stored, tmp_path / "out", overrides, "main", where, 1), lambda event: None)
+    assert training.train(training.make_plan(stored, tmp_path / "out", overrides, "main", where, 1), lambda event: None)
     history = json.loads((tmp_path / "out" / "offline.json").read_text())["metrics"]
     (step, first), *_ = ((h, [r for r in rows if r.step == h["step"]]) for h in history)
     assert step["rows"] == len(first) > 0
@@ -469,7 +469,7 @@ def test_rejection_sampling_is_the_cross_entropy_of_the_chosen_responses(stored:
 def test_stored_pairs_are_preferred(stored: Path, tmp_path: Path) -> None:
     """The best and worst response of each stored group; the model that the run began with is the reference."""
     overrides = ("training.loss={name='dpo', beta=0.5}", "training.minibatches=1", "task.eval_prompts=0")
-    training.train(training.planned(stored, tmp_path / "out", overrides, "main", "", 3), lambda event: None)
+    training.train(training.make_plan(stored, tmp_path / "out", overrides, "main", "", 3), lambda event: None)
     history = json.loads((tmp_path / "out" / "offline.json").read_text())["metrics"]
     losses = [h["loss"] for h in history if h["tokens_trained"]]
     assert losses[0] == pytest.approx(math.log(2), rel=1e-5)
@@ -492,7 +492,7 @@ def test_a_run_after_fine_tuning_is_repeated_bit_for_bit(ranks: int, job: Path, 
     if ranks > 1:
         return
     for changes, same in (("task.eval_prompts=48",), 2), (("training.sft.steps=0", "training.sft.source="), 0):
-        plan = training.planned(result.run_dir, tmp_path / f"again-{same}", changes, "main", "", 1)
+        plan = training.make_plan(result.run_dir, tmp_path / f"again-{same}", changes, "main", "", 1)
         plan = dataclasses.replace(plan, exact=True)
         assert training.train(plan, lambda event: None).same_steps == same
 
@@ -568,7 +568,7 @@ def test_what_another_export_has_written_meanwhile_is_kept(
 
 def test_what_another_training_has_written_meanwhile_is_kept(copy: Path, tmp_path: Path) -> None:
     out = tmp_path / "trained"
-    plan = training.planned(copy, out, (), "main", "", 1)
+    plan = training.make_plan(copy, out, (), "main", "", 1)
     out.mkdir()
     with pytest.raises(ConfigError, match="trained already exists"):
         training.train(plan, lambda _: pytest.fail("it has begun"))
@@ -581,6 +581,6 @@ def test_a_copy_is_worked_on_with_the_code_that_is_in_it(copy: Path, finished_ru
     named = job.replace('function = "task"', f'function = "{finished_run}/code/reward_mine.py:score"')
     assert named != job
     (copy / "config.toml").write_text(named)
-    plan = training.planned(copy, tmp_path / "out", (), "main", "", 1)
+    plan = training.make_plan(copy, tmp_path / "out", (), "main", "", 1)
     assert plan.config.reward.function == f"{copy}/code/reward_mine.py:score"
     assert plan.path == str(copy / "store")

@@ -181,7 +181,7 @@ def test_what_cannot_be_done_leaves_no_branch(stored: Path, monkeypatch: pytest.
         VersionedStore.open(path, branch="half")
     for name in ("main", "", "undone-x"):
         with pytest.raises(ConfigError, match="cannot be called"):
-            derived_branches.refuse(path, name)
+            derived_branches.check_branch_name(path, name)
     for arguments, message in (
         (["--reward", "none.py:f", "--branch", "b"], "no such file"),
         (["--reward", "task", "--branch", "main"], "cannot be called 'main'"),

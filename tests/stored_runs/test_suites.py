@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.pipeline.stored_runs import suites
-from staleflow.pipeline.stored_runs.suite_process import figures
+from staleflow.pipeline.stored_runs.suite_process import task_metrics
 from staleflow.pipeline.stored_runs.suites import CODEC, SuiteFigure, SuiteSettings, run_suite
 from staleflow.stores.errors import ConfigError
 
@@ -42,7 +42,7 @@ def test_figures_are_each_metric_with_the_standard_error_of_its_filter() -> None
         "alias": "sums", "sample_len": 4, "acc,none": 0.5, "acc_stderr,none": 0.25, "exact_match,last": 1,
         "exact_match_stderr,last": "N/A",
     }  # fmt: skip
-    lines = [figure.line for figure in CODEC.decode(figures("sums", results, 3), list[SuiteFigure])]
+    lines = [figure.line for figure in CODEC.decode(task_metrics("sums", results, 3), list[SuiteFigure])]
     assert lines == [
         "sums: acc 0.5000 ± 0.2500, 3-shot, 4 documents",
         "sums: exact_match (last) 1.0000, 3-shot, 4 documents",

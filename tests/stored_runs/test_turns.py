@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from staleflow.cli.show import coloured, legend, print_trajectory
+from staleflow.cli.show import colour_legend, colour_tokens, print_trajectory
 from staleflow.pipeline.config import actor_settings, knob_tree, loading
 from staleflow.pipeline.stored_runs import exporting, logprob_recompute, reward_rescoring
 from staleflow.pipeline.stored_runs.views import sorted_ids, view
@@ -63,7 +63,7 @@ def test_the_columns_select_by_turns_and_time(run: StoredRun) -> None:
 
 def test_a_conversation_is_shown_with_roles_and_times(run: StoredRun, capsys: pytest.CaptureFixture[str]) -> None:
     (one, single) = view(run.run_dir, run.store, [TrajectoryId(0), TrajectoryId(1)])
-    assert [(p.role, p.sampled, p.stop - p.start, p.seconds) for p in one.passages] == [
+    assert [(p.role, p.sampled, p.stop - p.start, p.seconds) for p in one.message_spans] == [
         ("assistant", True, 7, 0.0), ("tool", False, 8, 1.25), ("assistant", True, 7, 0.0), ("user", False, 7, 0.5),
         ("assistant", True, 4, 0.0),
     ]  # fmt: skip
@@ -72,8 +72,8 @@ def test_a_conversation_is_shown_with_roles_and_times(run: StoredRun, capsys: py
     }  # fmt: skip
     assert "turns" not in single.facts
     assert {(t.version, t.instance, t.logprob) for t in one.tokens[7:15]} == {(-1, "tool", 0.0)}
-    assert str(coloured(one)) == one.response == "guess 5\nhigher\nguess 8\nright\ndone"
-    assert "v0 4 tokens on rollout-0  v1 14 tokens on rollout-1" in str(legend(one))
+    assert str(colour_tokens(one)) == one.response == "guess 5\nhigher\nguess 8\nright\ndone"
+    assert "v0 4 tokens on rollout-0  v1 14 tokens on rollout-1" in str(colour_legend(one))
     print_trajectory(one)
     shown = capsys.readouterr().out
     assert re.search(r"assistant \(7 tokens\)\nguess 5\ntool \(8 tokens, 1.25 s\)\n\nhigher", shown)
@@ -82,7 +82,7 @@ def test_a_conversation_is_shown_with_roles_and_times(run: StoredRun, capsys: py
 def test_the_command_shows_it_too(run: StoredRun) -> None:
     shown = command("store", "show", run.run_dir, "--best", 1, "--json")
     (one,) = json.loads(shown.stdout)
-    assert [p["role"] for p in one["passages"]] == ["assistant", "tool", "assistant", "user", "assistant"]
+    assert [p["role"] for p in one["message_spans"]] == ["assistant", "tool", "assistant", "user", "assistant"]
     assert (one["turns"], one["tool_s"]) == (3, 1.75)
 
 
@@ -134,7 +134,7 @@ def test_an_environments_own_reward_is_not_to_be_had_again(run: StoredRun) -> No
     acting = dataclasses.replace(run.config, task=dataclasses.replace(run.config.task, multi_turn="yes"))
     (run.run_dir / "config.toml").write_text(knob_tree.to_toml(acting))
     with pytest.raises(ConfigError, match=r"rewards its episodes while they are played, .*name a function of your own"):
-        reward_rescoring.refuse(run.run_dir, "task", "again")
+        reward_rescoring.check_request(run.run_dir, "task", "again")
 
 
 def test_a_simulation_repeats_the_turns_and_their_times(run: StoredRun) -> None:

@@ -118,7 +118,7 @@ def test_an_offline_training_continues_the_chain_of_its_run(copy: Path, tmp_path
     reward_rescoring_branch(copy)
     out = tmp_path / "out"
     changes = ("task.eval_prompts=0", "training.learning_rate=1e-2")
-    plan = training.planned(copy, out, changes, "other", "staleness <= 1", 2)
+    plan = training.make_plan(copy, out, changes, "other", "staleness <= 1", 2)
     training.train(plan, lambda _: None)
     result = verify_offline(out, steps=ALL)
     assert result.verified and not result.unverified and result.checkpoint_is_equal

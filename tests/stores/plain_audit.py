@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from staleflow.stores.auditing.audit import CHECKS, AuditReport
 from staleflow.stores.auditing.findings import Finding
-from staleflow.stores.auditing.weight_counts import counted
+from staleflow.stores.auditing.weight_counts import count_outcomes
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.reader import SPAN_COLUMNS, StoreReader
 from staleflow.stores.trajectories.records import RunHeader, StepRecord, batch_fingerprint
@@ -50,7 +50,7 @@ def plain_audit(store: StoreReader) -> AuditReport:
         max_staleness=max((r.staleness for r in rows), default=-1),
         checks=CHECKS,
         findings=tuple(findings),
-        weights=counted(records, {r.step + 1: r.weight_fingerprint for r in records if r.kind == "step"}),
+        weights=count_outcomes(records, {r.step + 1: r.weight_fingerprint for r in records if r.kind == "step"}),
     )
 
 

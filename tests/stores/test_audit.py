@@ -26,8 +26,8 @@ from staleflow.stores.auditing.conservation import Conservation
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.auditing.single_consumption import ConsumedRows
 from staleflow.stores.auditing.weight_counts import WeightCounts
-from staleflow.stores.id_sets import IdSet, merged
-from staleflow.stores.trajectories.columns import COLUMNS, FATES, chosen, empty_rows
+from staleflow.stores.id_sets import IdSet, merge_ids
+from staleflow.stores.trajectories.columns import COLUMNS, FATES, empty_rows, select_columns
 from staleflow.stores.trajectories.layout import COMMIT_AT
 from staleflow.stores.trajectories.records import (
     EMPTY,
@@ -265,7 +265,7 @@ def test_whatever_is_wrong_is_found_as_the_plain_audit_finds_it(
             patch.setattr(audit_module, name, rng.choice((1, 3, 2**20)))
         patch.setattr(row_checks, "BLOCK_ROWS", rng.choice((1, 3, 2**20)))
         patch.setattr(row_checks, "GAP", rng.choice((0, 2**20)))
-        report = audit(store, shuffled, most_tokens=rng.choice((1, 60, 2**21)))
+        report = audit(store, shuffled, max_tokens=rng.choice((1, 60, 2**21)))
     try:
         expected = plain_audit(store)
     except IndexError:  # of the model, which joins columns of different lengths
@@ -301,7 +301,7 @@ def test_a_set_of_ids_is_a_set(batches: list[list[int]], a: int, b: int) -> None
 
 @given(st.lists(st.tuples(st.integers(-9, 30), st.integers(-9, 30))))
 def test_ranges_are_merged_to_the_same_ids(ranges: list[tuple[int, int]]) -> None:
-    first, last = merged(ranges)
+    first, last = merge_ids(ranges)
     assert [i for a, b in zip(first, last, strict=True) for i in range(a, b)] == sorted(
         {i for a, b in ranges for i in range(a, b)}
     )
@@ -324,7 +324,7 @@ def test_conservation_is_counted_as_with_sets(commits: list[tuple[list[int], int
             num_started=started, num_ended={"consumed:none": 3 * step}, live=tuple(live), next_step=0, version=0
         )
         record = StepRecord(kind="step", step=step, ledger=ledger)
-        rows = empty_rows(len(ids), chosen(conservation.READ))
+        rows = empty_rows(len(ids), select_columns(conservation.READ))
         rows["trajectory"], rows["fate"], rows["reason"] = ids, 0, 0
         kept.add(rows)
         found += kept.ends(record)
@@ -348,7 +348,7 @@ ROW = st.tuples(
 
 
 def test_a_row_is_consumed_if_its_fate_names_that_from_either_end() -> None:
-    rows = empty_rows(4 * len(FATES), chosen(("fate",)))
+    rows = empty_rows(4 * len(FATES), select_columns(("fate",)))
     rows["fate"] = np.arange(len(rows)) - 2 * len(FATES)
     known = [-len(FATES) <= number < len(FATES) for number in rows["fate"]]
     expected = [fits and FATES[number] is Fate.CONSUMED for fits, number in zip(known, rows["fate"], strict=True)]
@@ -366,7 +366,7 @@ def test_consumption_is_checked_as_with_dicts(
 ) -> None:
     consumed, tables = ConsumedRows(), []
     for block in blocks:
-        rows = empty_rows(len(block), chosen(single_consumption.READ))
+        rows = empty_rows(len(block), select_columns(single_consumption.READ))
         rows["v_traj"] = 0
         for i, (id, group, fate, step) in enumerate(block):
             for name, value in (("trajectory", id), ("group", group), ("fate", FATES.index(fate)), ("step", step)):
@@ -437,7 +437,7 @@ def test_weights_are_counted_pull_by_pull_and_refused_tokens_row_by_row(
             pulls["contradicted" if other or check.refused else check.weights.outcome] += 1
             parts.update(verified=check.weights.verified, contradicted=check.weights.contradicted)
             reasons.update(check.weights.not_verified)
-    assert weight_counts.counted(records, {1: "w1"}) == WeightCounts(
+    assert weight_counts.count_outcomes(records, {1: "w1"}) == WeightCounts(
         verified=pulls["verified"], not_verified=pulls["not verified"], contradicted=pulls["contradicted"],
         parts_verified=parts["verified"], parts_not_verified=sum(reasons.values()),
         parts_contradicted=parts["contradicted"], reasons=dict(reasons),

@@ -16,7 +16,7 @@ import zarr
 from benchmarks.soaking.bucket import BUCKET, FailingProxy, served
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
-from staleflow.stores.s3_url import parsed
+from staleflow.stores.s3_url import split_url
 from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.repository import check_bucket
 from staleflow.stores.trajectories.storage import bucket_storage
@@ -112,7 +112,7 @@ def test_what_cannot_be_used_is_said_in_one_line(url: str, monkeypatch: pytest.M
         check_bucket(url, new=True)
     for wrong in ("s3://bucket", "s3://bucket/", "s3:///prefix", "gs://bucket/prefix", "runs"):
         with pytest.raises(ConfigError, match="name one as s3://BUCKET/PREFIX"):
-            parsed(wrong)
+            split_url(wrong)
 
 
 @pytest.fixture

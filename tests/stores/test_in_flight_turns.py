@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from staleflow.stores.in_flight.spool_entries import (
     Entry,
+    EpisodeEntry,
     EpisodeRestarted,
     ObservationDelivered,
-    OfEpisode,
     TokensDelivered,
     decode,
     encode,
@@ -245,7 +245,7 @@ def test_whatever_is_repeated_or_missing_what_is_held_is_what_was_said(seed: int
             continue
         t = state.live[ID]
         held = t.response_tokens.tolist()
-        if kind == "missing" and not isinstance(entry, OfEpisode):
+        if kind == "missing" and not isinstance(entry, EpisodeEntry):
             assert any(held == earlier[: len(held)] for _, earlier in whole[: number + 1])
         else:
             assert held == truth[: len(held)]

@@ -41,7 +41,7 @@ def test_the_worked_example() -> None:
 @pytest.mark.parametrize(("rewards", "valid", "expected"), GROUPS)
 def test_filter_metric_and_advantages_agree(rewards: list[float], valid: list[bool], expected: bool) -> None:
     kept = [r for r, v in zip(rewards, valid, strict=True) if v]
-    assert (NoSignal().verdict(kept) is None) is expected
+    assert (NoSignal().drop_reason(kept) is None) is expected
     rng = np.random.default_rng(0)
     rows = [ended(rng, i, 1) for i in range(3)]
     rows = [

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from staleflow.stores.weights import weight_report
-from staleflow.stores.weights.weight_comparison import WeightPart, compared, compared_by_name
+from staleflow.stores.weights.weight_comparison import WeightPart, compare_by_name, compare_parts
 from staleflow.stores.weights.weight_report import NO_PARTS, WeightReport, total
 
 
@@ -20,19 +20,19 @@ def test_the_worked_example() -> None:
 def test_one_flipped_bit_of_one_tensor_contradicts() -> None:
     published = {"a": torch.randn(3, 4), "b": torch.randn(2, dtype=torch.bfloat16)}
     values = {name: tensor.clone() for name, tensor in published.items()}
-    assert compared_by_name(values, published) == WeightReport(verified=2)
+    assert compare_by_name(values, published) == WeightReport(verified=2)
     values["b"].view(torch.int16)[1] ^= 1
-    report = compared_by_name(values, published)
+    report = compare_by_name(values, published)
     assert (report.verified, report.contradicted, report.names) == (1, 1, ("b",))
     assert report.outcome == "contradicted"
 
 
 def test_bits_count_and_not_values() -> None:
     nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
-    assert compared([WeightPart(name="nan", loaded=nan, published=nan.clone())]).outcome == "verified"
-    assert compared([WeightPart(name="zero", loaded=zero, published=-zero)]).outcome == "contradicted"
-    assert compared([WeightPart(name="type", loaded=zero, published=zero.double())]).outcome == "contradicted"
-    assert compared([WeightPart(name="array", loaded=np.zeros(2), published=np.zeros(2))]).outcome == "verified"
+    assert compare_parts([WeightPart(name="nan", loaded=nan, published=nan.clone())]).outcome == "verified"
+    assert compare_parts([WeightPart(name="zero", loaded=zero, published=-zero)]).outcome == "contradicted"
+    assert compare_parts([WeightPart(name="type", loaded=zero, published=zero.double())]).outcome == "contradicted"
+    assert compare_parts([WeightPart(name="array", loaded=np.zeros(2), published=np.zeros(2))]).outcome == "verified"
 
 
 @pytest.mark.parametrize("report", [WeightReport(), WeightReport(verified=9, not_verified={"packed": 1})])
@@ -42,7 +42,7 @@ def test_nothing_compared_and_one_part_not_compared_are_not_verified(report: Wei
 
 
 def test_a_tensor_that_only_one_side_has_is_not_verified() -> None:
-    report = compared_by_name({"a": np.zeros(1), "b": np.zeros(1)}, {"a": np.zeros(1), "c": np.zeros(1)})
+    report = compare_by_name({"a": np.zeros(1), "b": np.zeros(1)}, {"a": np.zeros(1), "c": np.zeros(1)})
     assert (report.verified, sum(report.not_verified.values())) == (1, 2)
 
 

@@ -101,7 +101,7 @@ def test_a_turn_stays_at_home_unless_the_prefill_is_earned_back(
     slower_s = step_s(cached_on.running + 1, cached_on.kv_tokens + kv_tokens)
     slower_s -= step_s(other.running + 1, other.kv_tokens + kv_tokens)
     stays = remaining * slower_s <= 0.125 * kv_tokens * (other.running + 1)
-    assert CacheAffinity(COST).stays(cached_on, other, kv_tokens, remaining) is stays
+    assert CacheAffinity(COST).prefers_cached(cached_on, other, kv_tokens, remaining) is stays
 
 
 # -- routing ---------------------------------------------------------------------------------------------------------

@@ -146,9 +146,9 @@ def test_migration_moves_the_urgent_first_and_stops_when_it_no_longer_gains() ->
 
 def play(rule: Admission, *, eta: int, num_steps: int = 99) -> tuple[StalenessLedger, list[int]]:
     """Three rounds of: start what may start, finish half of it, train if a batch is there. Groups started each time."""
-    bound = num_steps if rule.late is LateWork.TRAIN else eta
+    bound = num_steps if rule.late_work is LateWork.TRAIN else eta
     ledger = StalenessLedger(
-        eta=bound, groups_per_step=4, group_size=1, num_steps=num_steps, waits=rule.late is LateWork.WAIT
+        eta=bound, groups_per_step=4, group_size=1, num_steps=num_steps, waits=rule.late_work is LateWork.WAIT
     )
     group, started, training = 0, [], False
     for _ in range(3):
@@ -193,7 +193,7 @@ def test_how_far_ahead_each_admission_starts_work(rule: Admission, eta: int, sta
 def test_every_rule_that_a_job_can_name_keeps_the_bound() -> None:
     """By waiting for late work. Those that drop it or train it late are the simulator's alone, as other systems are."""
     rules = [ADMISSION.find(name)() for name in ADMISSION.names]
-    assert [(rule.late, rule.window) for rule in rules] == [(LateWork.WAIT, 0.0)] * len(rules)
+    assert [(rule.late_work, rule.window) for rule in rules] == [(LateWork.WAIT, 0.0)] * len(rules)
     assert set(SIMULATED) == set(BASELINES.names)
 
 
@@ -246,10 +246,10 @@ def test_steps_that_do_not_wait_drop_what_has_become_too_old_and_keep_the_bound(
 
 def test_no_signal_drops_equal_rewards() -> None:
     rule = NoSignal()
-    assert rule.verdict([1.0, 1.0]) is AbortReason.NO_SIGNAL
-    assert rule.verdict([1.0, 0.0]) is None
-    assert rule.verdict([1.0]) is rule.verdict([]) is AbortReason.NO_SIGNAL
-    assert KeepAll().verdict([1.0, 1.0]) is None
+    assert rule.drop_reason([1.0, 1.0]) is AbortReason.NO_SIGNAL
+    assert rule.drop_reason([1.0, 0.0]) is None
+    assert rule.drop_reason([1.0]) is rule.drop_reason([]) is AbortReason.NO_SIGNAL
+    assert KeepAll().drop_reason([1.0, 1.0]) is None
 
 
 def test_unknown_names_say_what_there_is() -> None:

@@ -162,7 +162,7 @@ class InProcessWorkers:
     def forget(self, name: str) -> None:
         del self.placed[name]
 
-    async def give_back(self, name: str) -> None:
+    async def release_shared(self, name: str) -> None:
         self.placed.pop(name).future.die()
 
     async def has_spare_worker(self, role: str) -> bool:
@@ -174,7 +174,7 @@ class InProcessWorkers:
             del self.placed[other.name]
         process.die()
 
-    def lose(self, name: str) -> None:
+    def mark_lost(self, name: str) -> None:
         lost = self.placed.pop(name)
         for other in [p for p in self.placed.values() if p.future is lost.future]:
             del self.placed[other.name]

@@ -17,7 +17,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.episode import EpisodeStart
 from staleflow.tasks.environments.fork_server import BEGIN, ForkSettings, read_value
 from staleflow.tasks.environments.forked_episodes import ForkServer
-from staleflow.tasks.environments.pickled_messages import packed
+from staleflow.tasks.environments.pickled_messages import encode_message
 from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Message, TaskSource, distinct_held_out, draw_tasks
@@ -289,7 +289,7 @@ def test_processes_that_end_unheard_keep_nobody_waiting(games: Path) -> None:
     """How a process ended is told through a socket that holds a few hundred reports, and is read by who wants to
     know: more of them than that end here before anybody looks."""
     server = ForkServer(ForkSettings(source=f"{games}:Moody", options={}, key="task.source", memory_mib=0))
-    begin = packed((BEGIN, EpisodeStart(index=0, held_out=False, seed=1)))
+    begin = encode_message((BEGIN, EpisodeStart(index=0, held_out=False, seed=1)))
     try:
         for connections in ([server.fork()[1] for _ in range(40)] for _ in range(10)):
             for connection in connections:
@@ -304,7 +304,7 @@ def test_processes_that_end_unheard_keep_nobody_waiting(games: Path) -> None:
         assert read_value(last)[1] == ""
         last.close()
         deadline = time.monotonic() + 60
-        while server.how_ended(number) is None:
+        while server.exit_code(number) is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:

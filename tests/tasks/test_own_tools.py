@@ -189,7 +189,7 @@ def test_failures_and_hangs_of_a_tool_are_told_to_the_model(job: Path) -> None:
         ("mine.py:many", "argument *words: str cannot be given by name"),
         ("mine.py:typed", "argument word has type <class 'bytes'>; use str, int, float"),
         ("mine.py:unread", "its type hints cannot be read: NameError: name 'Nothing' is not defined"),
-        ("mine.py:calculator", "another is called calculator; rename the function"),
+        ("mine.py:calculator", "another tool has the name calculator; rename the function"),
         ("mine.py:Thing", "a tool is a function, def or async def, not type"),
     ],
 )

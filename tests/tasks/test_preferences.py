@@ -13,7 +13,7 @@ import torch
 
 from staleflow.tasks.training.loss import Dpo
 from staleflow.tasks.training.microbatches import Row, minibatches
-from staleflow.tasks.training.preference_pairs import paired
+from staleflow.tasks.training.preference_pairs import select_pairs
 from staleflow.tasks.training.trainer_settings import KlConfig
 from tests.tasks.test_numerics import groups, rows, trainer
 from tests.tasks.test_objective import moved_model
@@ -46,7 +46,7 @@ def test_a_pair_is_the_best_and_the_worst_response_to_a_prompt() -> None:
     group = groups(rows(12), 4)
     advantages = (0.1, -0.5, 2.0, 9.0, 0.0, 0.0, 0.0, 0.0, -1.0, -2.0, -1.0, -2.0)
     data = [replace(row, advantage=a, trained=a != 9.0) for row, a in zip(group, advantages, strict=True)]
-    pairs = paired(data)
+    pairs = select_pairs(data)
     assert [next(i for i, row in enumerate(data) if row is one) for one in pairs] == [2, 1, 8, 9]
 
 

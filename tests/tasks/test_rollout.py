@@ -30,7 +30,7 @@ from staleflow.stores.trajectory import (
     TrajectoryId,
 )
 from staleflow.stores.weights import weight_folder
-from staleflow.stores.weights.weight_comparison import compared_by_name
+from staleflow.stores.weights.weight_comparison import compare_by_name
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.stores.weights.weight_report import WeightReport
 from staleflow.tasks.actors import rollout_instance
@@ -154,7 +154,7 @@ async def test_no_token_of_scrambled_weights_leaves_an_instance(job: Path, tiny_
         next(iter(named.values())).data.view(torch.int32)[0, 0] ^= 1
         while engine.load_statistics().running:
             time.sleep(0.001)
-        return replace(loaded, weights=compared_by_name(named, weight_folder.read(file)))
+        return replace(loaded, weights=compare_by_name(named, weight_folder.read(file)))
 
     engine.load = scramble
     path, _ = changed_weights(tiny_model, tmp_path)

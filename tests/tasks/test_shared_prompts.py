@@ -18,11 +18,11 @@ from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
 from staleflow.tasks.training import microbatch_split_by_prompt, shared_prompts
 from staleflow.tasks.training.logprobs import LogprobModel
 from staleflow.tasks.training.loss import LOSSES
-from staleflow.tasks.training.microbatch_split_by_prompt import divided_by_prompt
+from staleflow.tasks.training.microbatch_split_by_prompt import split_by_prompt
 from staleflow.tasks.training.microbatches import MicroBatch, Row
 from staleflow.tasks.training.policy import TrainerSettings
 from staleflow.tasks.training.rank import ALONE
-from staleflow.tasks.training.shared_prompts import PackedLayout, alike, counted, pays
+from staleflow.tasks.training.shared_prompts import PackedLayout, counted_tokens, equal_indices, should_share
 from staleflow.tasks.training.trainer_settings import TrainingConfig
 from tests.support.entries import entry
 from tests.support.rank_processes import in_group
@@ -166,12 +166,12 @@ def flat(groups: Sequence[tuple[int, Sequence[int]]]) -> tuple[list[list[int]], 
     """Rows of each prompt, and each row's lengths."""
     numbers = [number for number, (_, rests) in enumerate(groups) for _ in rests]
     prompts = [prompt for prompt, rests in groups for _ in rests]
-    return alike(numbers), prompts, [rest for _, rests in groups for rest in rests]
+    return equal_indices(numbers), prompts, [rest for _, rests in groups for rest in rests]
 
 
 def count(part: Sequence[int], same: Sequence[Sequence[int]], prompts: Sequence[int], rests: Sequence[int]) -> int:
     runs = [[i for i in run if i in part] for run in same]
-    return sum(int(counted(len(run), prompts[run[0]], sum(rests[i] for i in run))) for run in runs if run)
+    return sum(int(counted_tokens(len(run), prompts[run[0]], sum(rests[i] for i in run))) for run in runs if run)
 
 
 @given(groups=GROUPS, ranks=st.integers(1, 4), budget=st.integers(1, 400))
@@ -179,9 +179,9 @@ def test_every_row_is_in_one_part_and_no_part_is_over_the_budget(
     groups: list[tuple[int, list[int]]], ranks: int, budget: int
 ) -> None:
     same, prompts, rests = flat(groups)
-    batches = divided_by_prompt(same, prompts, rests, ranks, budget)
+    batches = split_by_prompt(same, prompts, rests, ranks, budget)
     assert sorted(i for batch in batches for part in batch for i in part) == list(range(len(prompts)))
-    assert batches == divided_by_prompt(same, prompts, rests, ranks, budget)
+    assert batches == split_by_prompt(same, prompts, rests, ranks, budget)
     for batch in batches:
         assert len(batch) == ranks
         assert any(batch)
@@ -219,14 +219,14 @@ def test_no_other_way_of_cutting_the_line_takes_less_time(groups: list[tuple[int
 
 def test_groups_stay_whole_where_that_takes_no_more_parts() -> None:
     same, prompts, rests = flat([(50, (10, 30, 20, 5))] * 4)
-    batches = divided_by_prompt(same, prompts, rests, ranks=1, token_budget=330)
+    batches = split_by_prompt(same, prompts, rests, ranks=1, token_budget=330)
     assert len(batches) == 2
     assert all(sum(set(run) <= set(part) for (part,) in batches) == 1 for run in same)
 
 
 def test_two_ranks_compute_about_as_much_at_the_same_time() -> None:
     same, prompts, rests = flat([(50, (10, 30, 20, 5))] * 8)
-    ((one, other),) = divided_by_prompt(same, prompts, rests, ranks=2, token_budget=900)
+    ((one, other),) = split_by_prompt(same, prompts, rests, ranks=2, token_budget=900)
     assert count(one, same, prompts, rests) == count(other, same, prompts, rests)
 
 
@@ -252,7 +252,7 @@ def test_every_token_stands_in_the_sequence_where_it_is_looked_for(groups: list[
 
 
 def test_few_tokens_are_not_shared() -> None:
-    assert not pays(2, 15, 10)
-    assert pays(2, 16, 10)
-    assert not pays(8, 4, 2000)
-    assert pays(np.asarray([1, 9]), 8, 0).tolist() == [False, True]
+    assert not should_share(2, 15, 10)
+    assert should_share(2, 16, 10)
+    assert not should_share(8, 4, 2000)
+    assert should_share(np.asarray([1, 9]), 8, 0).tolist() == [False, True]

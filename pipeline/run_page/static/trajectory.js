@@ -120,11 +120,11 @@ function response(one, run) {
   });
   const said = { dir: "auto", tabindex: "0", "aria-label": "response, token by token" };
   const block =
-    one.passages.length > 1
+    one.message_spans.length > 1
       ? h(
           "div",
           { class: `tokens conversation by-${mode}`, ...said },
-          one.passages.map((passage) =>
+          one.message_spans.map((passage) =>
             h(
               "section",
               { class: passage.sampled ? "passage" : "passage given" },
@@ -190,7 +190,7 @@ function shade(mode, tokens, i) {
 
 function legend(mode, one, run) {
   const { logprob, ratio } = one.tokens;
-  const given = one.passages.filter((passage) => !passage.sampled);
+  const given = one.message_spans.filter((passage) => !passage.sampled);
   const also = given.length
     ? h(
         "span",
