@@ -62,7 +62,8 @@ class RoutePlanner:
         return Candidate(kv_tokens=live.kv_tokens, continued=live.tokens > 0)
 
     def has_routable(self, version: PolicyVersion) -> bool:
-        """Whether an instance serving `version` could get a trajectory: a queued one, or one of a group that can be drawn."""
+        """Whether an instance serving `version` could get a trajectory: a queued one, or one of a group that can be
+        drawn."""
         ledger, admission = self._state.ledger, self._admission
         if self._state.queue.num_reserved(version):
             return True
