@@ -371,7 +371,7 @@ class Run(RunData):
         beside = self._path.name if is_url(self._source) else self._path.resolve()
         folder = Path(f"{beside}-{branch}" if out is None else out)
         with self._lock_run():
-            plan, facts = unlearning.planned(self._path, folder, where, branch)
+            plan, facts = unlearning.make_plan(self._path, folder, where, branch)
             with pool_of(client, plan.config.training.ranks, model=True) as pool:
                 return unlearning.unlearn(plan, facts, pool, report or _ignore)
 

@@ -71,12 +71,12 @@ class UnlearningResult(Unlearning):
 
 def unlearn(plan: OfflinePlan, unlearning: Unlearning, pool: Pool, report: Report) -> UnlearningResult:
     """Carry out a plan on a worker. Raises ConfigError, StoreError."""
-    trained = training.carry_out(plan, pool, report)
+    trained = training.execute_plan(plan, pool, report)
     facts = {field.name: getattr(unlearning, field.name) for field in dataclasses.fields(unlearning)}
     return UnlearningResult(**facts, training=trained)
 
 
-def planned(run_dir: Path, out: Path, where: str, branch: str) -> tuple[OfflinePlan, Unlearning]:
+def make_plan(run_dir: Path, out: Path, where: str, branch: str) -> tuple[OfflinePlan, Unlearning]:
     """Store the branch, and plan the training on it.
 
     The same call again plans the same on the branch that is there, so that a training that was killed goes on.
@@ -102,7 +102,7 @@ def planned(run_dir: Path, out: Path, where: str, branch: str) -> tuple[OfflineP
         none = "all" if removed.any() else "no"
         raise ConfigError(f"{run_dir}: {none} trajectories that were trained on match where = {where!r}")
     ids = tuple(table["trajectory"][removed].tolist())
-    plan = training.planned(run_dir, out, ("task.eval_prompts=0",), MAIN, f"trajectory not in {ids}", 1)
+    plan = training.make_plan(run_dir, out, ("task.eval_prompts=0",), MAIN, f"trajectory not in {ids}", 1)
     advantages = advantages_without(plan.config, table, trained, removed)
     lineage = {"without": where, "advantage": plan.config.training.advantage.name, "branch": MAIN}
     if not _is_there(path, branch, {**lineage, "parent": store.snapshot}):

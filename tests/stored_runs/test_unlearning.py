@@ -92,7 +92,7 @@ def test_the_weights_are_those_of_training_without_the_rows_from_the_beginning(
         "a tenth of all rows": [*first, *middle, *last][::10], "a tenth of later rows": [*middle, *last][::10],
         "a group": last[4:8], "the first step": first, "the middle step": middle, "the last step": last,
     }[name]  # fmt: skip
-    plan, facts = unlearning.planned(copy, tmp_path / "out", f"trajectory in {left_out}", "without")
+    plan, facts = unlearning.make_plan(copy, tmp_path / "out", f"trajectory in {left_out}", "without")
     assert (facts.rows, facts.start, bool(plan.point), bool(facts.reason)) == (rows, start, start > 0, start == 0)
     assert len(facts.steps_left_out) == 3 - steps
     weights, history = trained(plan)
@@ -112,7 +112,7 @@ def test_the_weights_are_those_of_training_without_the_rows_from_the_beginning(
 def test_nothing_of_a_row_that_is_left_out_is_in_the_weights(copy: Path, stored: Path, tmp_path: Path) -> None:
     """With another reward, other tokens and other logprobs of it, the weights are the same."""
     row = ids_by_step(copy)[0][3]
-    plan, facts = unlearning.planned(copy, tmp_path / "out", f"trajectory == {row}", "without")
+    plan, facts = unlearning.make_plan(copy, tmp_path / "out", f"trajectory == {row}", "without")
     assert facts.recomputed == 3  # the others of its group
     weights, _ = trained(plan)
 
@@ -126,7 +126,7 @@ def test_nothing_of_a_row_that_is_left_out_is_in_the_weights(copy: Path, stored:
 
     spoiled = Path(shutil.copytree(stored, tmp_path / "spoiled"))
     edit(spoiled / "store", spoil)
-    again, _ = unlearning.planned(spoiled, tmp_path / "again", f"trajectory == {row}", "without")
+    again, _ = unlearning.make_plan(spoiled, tmp_path / "again", f"trajectory == {row}", "without")
     assert are_equal(trained(again)[0], weights)
 
 
@@ -142,10 +142,10 @@ def test_a_training_that_was_killed_goes_on_with_the_same_branch(
 
     monkeypatch.setattr(training, "POINT_S", 0.0)
     where = f"trajectory == {ids_by_step(copy)[1][0]}"
-    plan, _ = unlearning.planned(copy, tmp_path / "out", where, "without")
+    plan, _ = unlearning.make_plan(copy, tmp_path / "out", where, "without")
     with pytest.raises(Killed):
         training.train(plan, die)
-    again, _ = unlearning.planned(copy, tmp_path / "out", where, "without")
+    again, _ = unlearning.make_plan(copy, tmp_path / "out", where, "without")
     assert (again.digest, again.start) == (plan.digest, 1)
     steps: list[int] = []
     training.train(again, lambda event: steps.append(event.get("done", 0)))
@@ -156,7 +156,7 @@ def test_a_training_that_was_killed_goes_on_with_the_same_branch(
 def test_steps_before_the_resume_point_are_verified(copy: Path, stored: Path, tmp_path: Path) -> None:
     """Where the point is gone they are repeated, and a batch of them that is not the run's is found."""
     first, middle, _ = ids_by_step(copy)
-    plan, _ = unlearning.planned(copy, tmp_path / "out", f"trajectory == {middle[0]}", "without")
+    plan, _ = unlearning.make_plan(copy, tmp_path / "out", f"trajectory == {middle[0]}", "without")
     forged = dataclasses.replace(plan, where=f"trajectory != {first[0]}", out=str(tmp_path / "forged"))
     trained(plan)
     trained(forged)
@@ -172,15 +172,15 @@ def test_a_resume_point_of_other_weights_or_of_a_run_with_other_settings_is_not_
 ) -> None:
     where = f"trajectory == {ids_by_step(copy)[1][0]}"
     shutil.copy(copy / "resume" / "v00000002.pt", copy / "resume" / "v00000001.pt")
-    plan, _ = unlearning.planned(copy, tmp_path / "out", where, "without")
+    plan, _ = unlearning.make_plan(copy, tmp_path / "out", where, "without")
     with pytest.raises(StoreError, match=r"v00000001\.pt: not the weights that step 0 published; remove it"):
         training.train(plan, lambda _: None)
     (copy / "resume" / "v00000001.pt").unlink()
-    _, facts = unlearning.planned(copy, tmp_path / "out", where, "without")
+    _, facts = unlearning.make_plan(copy, tmp_path / "out", where, "without")
     assert (facts.start, facts.reason) == (0, "no resume point of version 1 or before is kept")
     with (copy / "config.toml").open("a") as file:
         file.write("# changed\n")
-    _, facts = unlearning.planned(copy, tmp_path / "out", where, "without")
+    _, facts = unlearning.make_plan(copy, tmp_path / "out", where, "without")
     assert facts.reason == "the run was not trained with the settings of now"
 
 
@@ -188,7 +188,7 @@ def test_a_resume_point_of_another_kind_of_machine_is_named(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights before it are not those that a training from the beginning has here."""
-    plan, _ = unlearning.planned(copy, tmp_path / "out", f"trajectory == {ids_by_step(copy)[1][0]}", "without")
+    plan, _ = unlearning.make_plan(copy, tmp_path / "out", f"trajectory == {ids_by_step(copy)[1][0]}", "without")
     monkeypatch.setattr(numerics, "numerics", lambda: "another machine")
     lines: list[str] = []
     training.train(plan, lambda event: lines.append(event.get("say", "")))
