@@ -119,7 +119,7 @@ NO_TRAINING: list[tuple[str, Change]] = [
     *((f"record {content[:9]}", text("offline.json", content)) for content in ("{", "[]", DEEP)),
     *(
         (f"{key} {value}", values("offline.json", **{key: value}))
-        for key in ("store", "snapshot", "steps", "epochs")
+        for key in ("store", "snapshot", "steps", "epochs", "start")
         for value in (None, -1, [1], "")
     ),
     ("no where", without("offline.json", "where")),
