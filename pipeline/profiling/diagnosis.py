@@ -192,8 +192,8 @@ def _diagnose_waiting(times: StepTimes, sizes: Sizes, share: float) -> Diagnosis
             cause=Cause.WEIGHTS,
             share=share,
             finding=f"{waits}, and instances load weights {waiting.share(waiting.pull_s):.0%} of that",
-            advice="pull less often (rollout.synchronization), publish half the bytes (model.dtype = bfloat16 in place of "
-            "float32), or use a faster network if there are several hosts",
+            advice="pull less often (rollout.synchronization), publish bfloat16 instead of float32 (model.dtype), or "
+            "use a faster network if there are several hosts",
             halved_keys=("simulation.pull_s",),
         )
     runs = f"instances run {waiting.running:.0f} of {sizes.max_running}"
