@@ -144,7 +144,9 @@ def alternative_mistake(group: click.Group, words: Sequence[str]) -> str:
 def options_mistake(command: click.Command, words: Sequence[str]) -> str:
     """The first option that a command of click does not have."""
     try:
-        command.make_parser(click.Context(command, info_name=command.name)).parse_args(list(words))
+        command.make_parser(click.Context(command, info_name=command.name, **cli.context_settings)).parse_args(
+            list(words)
+        )
     except click.UsageError as error:
         return error.format_message()
     return ""
