@@ -177,7 +177,7 @@ class Coordinator(CoordinatorInspection):
             for member in group.members:
                 self._history.note(member.trajectory, f"taken up with {member.tokens} tokens")
             if complete:
-                self._judge(group.group)
+                self._filter_or_occupy(group.group)
                 continue
             for member in group.members:
                 if member.sampled and not member.scored:
@@ -257,7 +257,7 @@ class Coordinator(CoordinatorInspection):
             attempts = self._state.restart(live)
             self._history.note(live.id, f"environment failed: {event.error}")
             if attempts > self._strategies.max_attempts:
-                self._give_up(live, AbortReason.ENVIRONMENT_FAILED)
+                self._end_queued(live, AbortReason.ENVIRONMENT_FAILED)
 
     def _on_scored(self, event: TrajectoryScored) -> None:
         live = self._state.live.get(event.trajectory)
@@ -274,17 +274,17 @@ class Coordinator(CoordinatorInspection):
         if live.is_eval and self._state.end_eval_trajectory(live):
             self._finish_evaluation()
         if complete:
-            self._judge(live.group)
+            self._filter_or_occupy(live.group)
 
-    def _judge(self, group: GroupId) -> None:
+    def _filter_or_occupy(self, group: GroupId) -> None:
         """Have a complete group wait for the trainer, unless it is not worth training on."""
         members = self.ledger.entries[group].completed
         rewards = [r for m in members if (r := self._state.live[m].reward) is not None]
         if self._state.mixture is not None:
             self._state.mixture.record_rewards(group, rewards)
-        verdict = self._strategies.filtering.drop_reason(rewards)
-        if verdict is not None:
-            self._discard(self._state.filter(group, verdict))
+        drop_reason = self._strategies.filtering.drop_reason(rewards)
+        if drop_reason is not None:
+            self._discard(self._state.filter(group, drop_reason))
         else:
             self._discard(self._state.occupy(group))
 
@@ -401,12 +401,12 @@ class Coordinator(CoordinatorInspection):
             if level is None:
                 return
             live = queue.head(level)
-            place = self._pinning.choose_instance(live) if live.is_eval else self._planner.choose_instance(live)
-            if isinstance(place, str):
-                self._history.refused(live.id, place, again=not self._state.refuse(live, place))
+            choice = self._pinning.choose_instance(live) if live.is_eval else self._planner.choose_instance(live)
+            if isinstance(choice, str):
+                self._history.refused(live.id, choice, again=not self._state.refuse(live, choice))
                 blocked.add(level)
             else:
-                self._send(live, place)
+                self._send(live, choice)
 
     def _set_draft_lengths(self) -> None:
         for row, length in self._drafts.choose_changes(self._state.fleet):
@@ -473,9 +473,9 @@ class Coordinator(CoordinatorInspection):
         attempts = self._state.fail(live, transition)
         self._history.note(live.id, note)
         if attempts > self._strategies.max_attempts:
-            self._give_up(live, AbortReason.ENGINE_FAILED)
+            self._end_queued(live, AbortReason.ENGINE_FAILED)
 
-    def _give_up(self, live: LiveTrajectory, reason: AbortReason) -> None:
+    def _end_queued(self, live: LiveTrajectory, reason: AbortReason) -> None:
         """End a queued trajectory, and its group if too few are left."""
         if not live.is_eval:
             self._discard(self._state.abort(live.group, reason, live.id))

@@ -31,21 +31,21 @@ logger = logging.getLogger(__name__)
 
 REPORT_S = 0.5
 """Seconds between reports; each answer says whether to stop."""
-DECISIONS = 30
+MAX_DECISIONS = 30
 """Number of latest decisions in a report."""
 CODEC = Codec()
 
 
 class Reporter(RunListener):
-    """Sends one run's progress and log lines to the registry. planned: number of training steps of the run. run_dir:
+    """Sends one run's progress and log lines to the registry. num_steps: number of training steps of the run. run_dir:
     the run folder, which keeps them too."""
 
-    def __init__(self, id: str, planned: int, run_dir: Path) -> None:
+    def __init__(self, id: str, num_steps: int, run_dir: Path) -> None:
         self.id = id
         self._run_dir = run_dir
         self._recorded = ""
         """State and reason in the folder."""
-        self._planned = planned
+        self._planned = num_steps
         self._lines: list[str] = []
         self._status: dict[str, Any] = {}
         self._steps: list[dict[str, float]] = []
@@ -73,7 +73,7 @@ class Reporter(RunListener):
         self._log(evaluation.line)
 
     def status(self, snapshot: Snapshot, report: RunReport) -> None:
-        under_way = snapshot.num_eval_in_flight > 0
+        is_evaluating = snapshot.num_eval_in_flight > 0
         self._status = {
             **CODEC.encode(snapshot),
             "losses": list(report.losses),
@@ -82,7 +82,7 @@ class Reporter(RunListener):
             "sources": [source.line for source in report.sources],
             "limit": next(reversed(report.bottlenecks.values()), ""),
             "evaluating": evaluation_progress(snapshot.evaluated_version, snapshot.num_eval_in_flight)
-            if under_way
+            if is_evaluating
             else "",
             "evaluated": [same_set[-1].line for same_set in by_set(report.evaluations).values()],
         }
@@ -112,8 +112,8 @@ class Reporter(RunListener):
                 state, why = "waiting", f"{needs}; gives up after {cluster.start_s:g} s (deadlines.start_s)"
                 if driver.training:
                     state, why = "running", f"continues without {needs}"
-            more = {
-                "decisions": driver.decisions(DECISIONS),
+            driver_status = {
+                "decisions": driver.decisions(MAX_DECISIONS),
                 "tokens_sampled": driver.tokens_sampled(),
                 "kept_tokens": driver.kept_tokens(),
             }
@@ -122,27 +122,27 @@ class Reporter(RunListener):
             if cluster.shared:
                 for worker in await job_registry.ask(cluster.client, "surplus_to_return", id=self.id):
                     driver.release_worker(worker)
-            stop = await self.report(cluster.client, state, why, more)
+            stop = await self.report(cluster.client, state, why, driver_status)
             if stop:
                 driver.stop(stop)
                 return
             await asyncio.sleep(REPORT_S)
 
-    async def report(self, client: Any, state: str, why: str, more: dict[str, Any] | None = None) -> str:
+    async def report(self, client: Any, state: str, why: str, driver_status: dict[str, Any] | None = None) -> str:
         """Send new steps and lines to the registry, and write them to the folder. Returns why the run must stop; empty
         if it need not."""
         lines, self._lines = self._lines, []
         steps, self._steps = self._steps, []
-        status = {**self._status, "doing": self._doing, **(more or {})} if self._status else {}
+        status = {**self._status, "doing": self._doing, **(driver_status or {})} if self._status else {}
         if lines or steps or self._recorded != f"{state} {why}":
             self._recorded = f"{state} {why}"
             changes: dict[str, Any] = {"id": self.id, "steps": self._planned, "state": state, "why": why}
             changes |= ({"status": status} if status else {}) | ({"last": steps[-1]} if steps else {})
             await record(self._run_dir, changes, lines)
-        answer = await job_registry.ask(
+        stop_reason = await job_registry.ask(
             client, "report", id=self.id, state=state, why=why, status=status, steps=steps, lines=lines
         )
-        return str(answer)
+        return str(stop_reason)
 
 
 async def record(run_dir: Path, changes: dict[str, Any], lines: list[str]) -> None:

@@ -24,7 +24,7 @@ from staleflow.tasks.sources.reward_process import ScoredResponse
 CODEC = Codec()
 NO_RESPONSE = ScoredResponse(reward=0.0, error="the engine gave no response")
 
-NOT_ASKED = -1
+NOT_REQUESTED = -1
 """In place of the number of greedy responses that could not be scored, if none were asked for."""
 
 
@@ -90,7 +90,7 @@ class Evaluation:
             sampled_stderr=at_temperature.stderr,
             greedy_stderr=at_greedy.stderr,
             sampled_failed=sum(bool(s.error) for s in sampled),
-            greedy_failed=sum(bool(s.error) for s in greedy) if greedy else NOT_ASKED,
+            greedy_failed=sum(bool(s.error) for s in greedy) if greedy else NOT_REQUESTED,
             failure=next((line for f in failures for line in f.splitlines() if line.strip()), ""),
             changed=tuple(changed),
             name=name,
@@ -110,7 +110,7 @@ class Evaluation:
     def line(self) -> str:
         """A one-line summary for display."""
         sampled, greedy = f"{self.sampled_mean} at temperature", f"{self.greedy_mean} greedy"
-        means = ", ".join([sampled] * bool(self.samples) + [greedy] * (self.greedy_failed != NOT_ASKED))
+        means = ", ".join([sampled] * bool(self.samples) + [greedy] * (self.greedy_failed != NOT_REQUESTED))
         figures = "".join(f"; {line}" for line in self.figures.lines(self.samples))
         return f"{self.name} reward at version {self.version}: {means} ({self.basis}){figures}"
 
@@ -119,14 +119,14 @@ class Evaluation:
         """The mean at temperature with its standard error and interval, for display; "-" if none was sampled."""
         if not self.samples:
             return "-"
-        return shown(self.sampled, self.sampled_stderr, self.figures.sampled_interval)
+        return format_mean(self.sampled, self.sampled_stderr, self.figures.sampled_interval)
 
     @property
     def greedy_mean(self) -> str:
         """The greedy mean with its standard error and interval, for display."""
-        if self.greedy_failed == NOT_ASKED:
+        if self.greedy_failed == NOT_REQUESTED:
             return "-"
-        return shown(self.greedy, self.greedy_stderr, self.figures.greedy_interval)
+        return format_mean(self.greedy, self.greedy_stderr, self.figures.greedy_interval)
 
     @property
     def mean_reward(self) -> float | None:
@@ -137,7 +137,7 @@ class Evaluation:
     def basis(self) -> str:
         """What the means are based on, for display."""
         sampled, greedy = self.sampled_failed, self.greedy_failed
-        if greedy == NOT_ASKED:
+        if greedy == NOT_REQUESTED:
             greedy = sampled
         failed = f", {sampled} not scored" if sampled else ""
         if sampled != greedy:
@@ -145,10 +145,10 @@ class Evaluation:
         return f"{self.num_prompts} prompts{failed}" + (f"; first: {self.failure}" if self.failure else "")
 
 
-def shown(mean: float | None, stderr: float | None, interval: Interval | None = None) -> str:
+def format_mean(mean: float | None, stderr: float | None, interval: Interval | None = None) -> str:
     """Format a mean, its standard error and its 95 % interval for display.
 
-    >>> shown(0.4713, 0.0249, Interval(low=0.421, high=0.521))
+    >>> format_mean(0.4713, 0.0249, Interval(low=0.421, high=0.521))
     '0.471 ± 0.025 [0.421, 0.521]'
     """
     if mean is None:

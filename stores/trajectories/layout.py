@@ -63,7 +63,7 @@ class CommitArrays:
 
 
 def pack(ended: Sequence[EndedTrajectory], start: int, text_start: int) -> CommitArrays:
-    """Convert trajectories to arrays for a commit. begin, text_begin: positions in the store where their tokens and
+    """Convert trajectories to arrays for a commit. start, text_start: positions in the store where their tokens and
     texts begin."""
     tokens: dict[str, list[npt.NDArray[Any]]] = {name: [np.zeros(0, d)] for name, d in TOKEN_ARRAYS.items()}
     offsets, texts = [], []
@@ -193,7 +193,7 @@ def parse_span(instance: str, version: int, size: int, *more: float) -> tuple[st
 
 
 def _extra(trajectory: Trajectory) -> dict[str, Any]:
-    extra: dict[str, Any] = {"segments": [_stored(span) for span in trajectory.spans]}
+    extra: dict[str, Any] = {"segments": [_encode_span(span) for span in trajectory.spans]}
     if trajectory.reward_parts:
         extra["parts"] = trajectory.reward_parts
     if trajectory.error:
@@ -201,7 +201,7 @@ def _extra(trajectory: Trajectory) -> dict[str, Any]:
     return extra
 
 
-def _stored(span: Span) -> list[str | int | float]:
+def _encode_span(span: Span) -> list[str | int | float]:
     """A span as stored: [instance, version, tokens]; of a given one [role, NO_VERSION, tokens, seconds], and `after` if
     a branch begins with it."""
     if isinstance(span, EnvSpan):

@@ -127,12 +127,12 @@ class StepRecord:
         """Whether this is a repeated request for the commit whose record is `other`."""
         if other is None or (self.kind, self.step) != (other.kind, other.step):
             return False
-        if self.kind == "refusal" and self._checked != other._checked:
+        if self.kind == "refusal" and self._checked_pulls != other._checked_pulls:
             return False
         return replace(self.ledger, live=()) == replace(other.ledger, live=())
 
     @property
-    def _checked(self) -> list[tuple[str, int]]:
+    def _checked_pulls(self) -> list[tuple[str, int]]:
         """The instances and versions that `weight_checks` is about; its numbers may be NaN, which equals nothing."""
         return [(str(check.instance), int(check.version)) for check in self.weight_checks]
 

@@ -11,7 +11,7 @@ from staleflow.stores.trajectory import EndedTrajectory
 from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.store_thread import StoreThread
 from staleflow.tasks.training.batches import batch_metrics, consumed_rows
-from staleflow.tasks.training.microbatches import BatchMessage, RowArrays, part_end
+from staleflow.tasks.training.microbatches import BatchMessage, RowArrays, message_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +72,6 @@ class StepBatches:
 
 async def _part_of(rows: list[EndedTrajectory], start: int) -> BatchMessage:
     """Pack rows from row `start` on, as many as fit into a message, beside the event loop."""
-    stop = part_end(rows, start)
+    stop = message_end(rows, start)
     packed = await asyncio.to_thread(RowArrays.of, rows[start:stop])
     return BatchMessage(packed=packed, rest=len(rows) - stop)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from staleflow.tasks.emulation.workload import Turn, Workload
 from staleflow.tasks.settings.seeds import Stream, generator
 
-FAR = 2**24
+ATTEMPT_STRIDE = 2**24
 """Groups between those whose seconds two attempts of an episode take: more than a run has."""
 
 
@@ -25,7 +25,7 @@ class StepFaults:
     hung: float = 0.0
     seed: int = 0
 
-    def drawn(self, group: int, member: int, attempt: int, turn: int) -> tuple[bool, bool]:
+    def draw(self, group: int, member: int, attempt: int, turn: int) -> tuple[bool, bool]:
         """Draw whether a step fails, and whether it hangs. attempt: number of earlier attempts at the episode."""
         if not self.failed and not self.hung:
             return False, False
@@ -34,7 +34,7 @@ class StepFaults:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmulatedAnswer:
+class EmulatedStepResult:
     """Result of an emulated environment step."""
 
     seconds: float
@@ -57,7 +57,7 @@ class EmulatedEpisodes:
 
     def answer(
         self, group: int, member: int, turn: int, *, attempt: int = 0, truncated: bool = False
-    ) -> EmulatedAnswer:
+    ) -> EmulatedStepResult:
         """Return the result of the environment step after a turn. Turns are numbered from 0.
 
         Args:
@@ -70,20 +70,20 @@ class EmulatedEpisodes:
         turns = self._workload.turns(group, member)
         last = truncated or turn >= len(turns) - 1
         seconds, tokens = (0.0, 0) if last else (self._seconds(group, member, attempt, turn), turns[turn].tool_tokens)
-        fails, hangs = (False, False) if truncated else self._faults.drawn(group, member, attempt, turn)
+        fails, hangs = (False, False) if truncated else self._faults.draw(group, member, attempt, turn)
         if hangs:
-            return EmulatedAnswer(seconds=math.inf, tokens=0, ended=False)
+            return EmulatedStepResult(seconds=math.inf, tokens=0, ended=False)
         if fails:
-            return EmulatedAnswer(seconds=seconds, tokens=0, ended=False, error="drawn at random")
+            return EmulatedStepResult(seconds=seconds, tokens=0, ended=False, error="drawn at random")
         reward = self._workload.reward(group, member) if last else 0.0
-        return EmulatedAnswer(seconds=seconds, tokens=tokens, ended=last, reward=reward)
+        return EmulatedStepResult(seconds=seconds, tokens=tokens, ended=last, reward=reward)
 
     def _seconds(self, group: int, member: int, attempt: int, turn: int) -> float:
         """Seconds of a tool call. An episode that begins again finds other ones, those of a group far away: else what
         was too slow once would be so forever."""
         turns = self._workload.turns(group, member)
         if attempt:
-            other = self._workload.turns(group + attempt * FAR, member)
+            other = self._workload.turns(group + attempt * ATTEMPT_STRIDE, member)
             return other[turn % len(other)].tool_s
         return turns[turn].tool_s
 
@@ -91,7 +91,7 @@ class EmulatedEpisodes:
 def remaining_tokens(turns: Sequence[Turn], tokens: int) -> int:
     """Tokens left to sample in the current turn of a response of `tokens` tokens, observations included; at least 1.
 
-    >>> remaining_tokens((Turn(5, 3.0, 20), Turn(6)), 2), left_to_sample((Turn(5, 3.0, 20), Turn(6)), 26)
+    >>> remaining_tokens((Turn(5, 3.0, 20), Turn(6)), 2), remaining_tokens((Turn(5, 3.0, 20), Turn(6)), 26)
     (3, 5)
     """
     start = 0

@@ -154,8 +154,8 @@ class TransformersEngine(EngineThread):
     def _fail_without_memory(self) -> None:
         for row in self._scheduler.failed:
             self._leave(row.running)
-            small = f"rollout.engine.kv_tokens = {self._settings.kv_tokens} is too small for {len(row.tokens)} tokens"
-            self._fail(row.running, small)
+            message = f"rollout.engine.kv_tokens = {self._settings.kv_tokens} is too small for {len(row.tokens)} tokens"
+            self._fail(row.running, message)
         self._scheduler.failed.clear()
 
     def _admit(self, running: RunningRequest) -> None:

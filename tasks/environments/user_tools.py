@@ -114,8 +114,8 @@ def argument_error(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) 
         return f"there is no argument {unknown[0]}; there are {known}"
     if missing := [name for name in parameters["required"] if name not in arguments]:
         return f"argument {missing[0]} is missing"
-    wrong = next((name for name, value in arguments.items() if not _fits(value, properties[name])), None)
-    return "" if wrong is None else f"argument {wrong} must be {_words(properties[wrong])}"
+    mistaken = next((name for name, value in arguments.items() if not _fits(value, properties[name])), None)
+    return "" if mistaken is None else f"argument {mistaken} must be {_describe_schema(properties[mistaken])}"
 
 
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
@@ -129,8 +129,8 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
         case "array":
             return isinstance(value, list) and all(_fits(item, schema.get("items", {})) for item in value)
         case "object":
-            below = schema.get("additionalProperties", {})
-            return isinstance(value, dict) and all(_fits(item, below) for item in value.values())
+            value_schema = schema.get("additionalProperties", {})
+            return isinstance(value, dict) and all(_fits(item, value_schema) for item in value.values())
         case "integer":
             return isinstance(value, int) and not isinstance(value, bool)
         case "number":
@@ -139,15 +139,17 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
             return isinstance(value, {"string": str, "boolean": bool, "null": type(None)}[kind])
 
 
-def _words(schema: Mapping[str, Any]) -> str:
+def _describe_schema(schema: Mapping[str, Any]) -> str:
     """Describe a JSON schema in words."""
     if "anyOf" in schema:
-        return " or ".join(map(_words, schema["anyOf"]))
+        return " or ".join(map(_describe_schema, schema["anyOf"]))
     if "enum" in schema:
         return f"one of {', '.join(json.dumps(value) for value in schema['enum'])}"
     words = {"string": "a text", "integer": "a whole number", "number": "a number", "boolean": "true or false",
              "array": "a list", "object": "an object", "null": "null"}  # fmt: skip
-    return words.get(schema.get("type", ""), "anything") + (f" of {_words(i)}" if (i := schema.get("items")) else "")
+    return words.get(schema.get("type", ""), "anything") + (
+        f" of {_describe_schema(i)}" if (i := schema.get("items")) else ""
+    )
 
 
 def only_argument(parameters: Mapping[str, Any]) -> str:

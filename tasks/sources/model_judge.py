@@ -18,7 +18,7 @@ from staleflow.stores.errors import ConfigError, raised_as, with_type
 from staleflow.stores.files import replace_text
 from staleflow.tasks.rendering.task_source import Record, prompt_of
 
-PAUSE_S = 0.5
+RETRY_PAUSE_S = 0.5
 """Seconds between the first two tries of a call; twice as long after each further one."""
 NUMBER = r"(-?\d+(?:\.\d+)?)"
 
@@ -78,7 +78,7 @@ class Judge:
         self._key, self._max_tokens, self._tries, self._timeout_s = key, max_tokens, max(1, tries), timeout_s
         self._replies: dict[str, str] = {}
         self._next_call_s = 0.0
-        self._limit = threading.Lock()
+        self._rate_lock = threading.Lock()
 
     def __call__(self, answer: str, record: Record) -> tuple[float, dict[str, float]]:
         """Return the reward of a response, from 0 to 1, and its score as the part `score`. Raises JudgeError."""
@@ -121,7 +121,7 @@ class Judge:
         failure = ""
         for number in range(self._tries):
             if number:
-                time.sleep(PAUSE_S * 2 ** (number - 1))
+                time.sleep(RETRY_PAUSE_S * 2 ** (number - 1))
             self._wait_for_limit()
             request = urllib.request.Request(url, json.dumps(body).encode(), headers)
             try:
@@ -137,7 +137,7 @@ class Judge:
 
     def _wait_for_limit(self) -> None:
         """Wait until another call is within the limit."""
-        with self._limit:
+        with self._rate_lock:
             now = time.monotonic()
             start = max(now, self._next_call_s)
             self._next_call_s = start + self._interval_s

@@ -156,7 +156,7 @@ class BatchMessage:
     rest: int
 
 
-def part_end(consumed: Sequence[EndedTrajectory], start: int, max_bytes: int = MESSAGE_BYTES) -> int:
+def message_end(consumed: Sequence[EndedTrajectory], start: int, max_bytes: int = MESSAGE_BYTES) -> int:
     """Index after the last row of the message that starts with row `start`: as many rows as fit, at least one."""
     num_bytes, stop = 0, start
     while stop < len(consumed):
@@ -202,20 +202,20 @@ class MicroBatch:
             advantage=self.advantage[rows],
         )
 
-    def parts(self, most_tokens: int, *, by_token: bool) -> list[MicroBatch]:
+    def parts(self, max_sampled: int, *, by_token: bool) -> list[MicroBatch]:
         """Split the batch into parts with a limited number of sampled tokens, in order, at least one in each. by_token:
         whether a single row may be split."""
         counts = (self.mask > 0).sum(1)
         parts, start = list[MicroBatch](), 0
         while start < len(self.rows):
-            fitting = int(np.searchsorted(counts[start:].cumsum(), most_tokens, side="right"))
+            fitting = int(np.searchsorted(counts[start:].cumsum(), max_sampled, side="right"))
             end = start + max(1, fitting)
             part = self.part(slice(start, end))
-            parts += _columns(part, most_tokens) if by_token and not fitting else [part]
+            parts += _columns(part, max_sampled) if by_token and not fitting else [part]
             start = end
         return [part for part in parts if part.mask.any()]
 
-    def scattered(self, rows: Sequence[Row], values: Mapping[int, npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+    def scatter(self, rows: Sequence[Row], values: Mapping[int, npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
         """[N, T] values of the batch from values of the rows' responses; 0 for rows without values."""
         scattered = np.zeros_like(self.behaviour)
         for k, i in enumerate(self.rows):
@@ -226,10 +226,10 @@ class MicroBatch:
         return scattered
 
 
-def _columns(row: MicroBatch, most_tokens: int) -> list[MicroBatch]:
+def _columns(row: MicroBatch, max_sampled: int) -> list[MicroBatch]:
     """A single row in parts of so many sampled tokens."""
     sampled = np.flatnonzero(row.mask[0] > 0)
-    ends = [*sampled[most_tokens::most_tokens], row.mask.shape[1]]
+    ends = [*sampled[max_sampled::max_sampled], row.mask.shape[1]]
     return [row.part(slice(0, 1), slice(start, end)) for start, end in zip([0, *ends], ends, strict=False)]
 
 
@@ -295,25 +295,25 @@ def microbatches(
     prompts = [len(rows[i].prompt) for i in indices]
     if unpadded:
         rows_by_prompt = equal_indices(rows[i].prompt.tobytes() for i in indices)
-        cut = split_by_prompt(rows_by_prompt, prompts, responses, ranks, token_budget)
+        splits = split_by_prompt(rows_by_prompt, prompts, responses, ranks, token_budget)
     else:
-        cut = split_microbatches(
+        splits = split_microbatches(
             [sum(lengths) for lengths in zip(prompts, responses, strict=True)], ranks, token_budget
         )
-    return [_pad(rows, indices, weights, parts[rank]) if parts[rank] else EMPTY_MICROBATCH for parts in cut]
+    return [_pad(rows, indices, weights, parts[rank]) if parts[rank] else EMPTY_MICROBATCH for parts in splits]
 
 
 def _pad(
     rows: Sequence[Row], indices: Sequence[int], weights: npt.NDArray[np.float32], part: Sequence[int]
 ) -> MicroBatch:
-    picked = [rows[indices[i]] for i in part]
-    start = min(len(r.prompt) for r in picked) - 1
+    selected = [rows[indices[i]] for i in part]
+    start = min(len(r.prompt) for r in selected) - 1
     # At least one target, also where all responses are empty.
-    max_tokens = max(start + 2, *(len(r.prompt) + len(r.response) for r in picked))
-    shape = (len(picked), max_tokens)
+    max_tokens = max(start + 2, *(len(r.prompt) + len(r.response) for r in selected))
+    shape = (len(selected), max_tokens)
     ids, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     mask, behaviour, lags = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape, np.int64)
-    for k, row in enumerate(picked):
+    for k, row in enumerate(selected):
         prompt, end = len(row.prompt), len(row.prompt) + len(row.response)
         ids[k, :prompt], ids[k, prompt:end] = row.prompt, row.response
         attention[k, :end] = 1
@@ -324,12 +324,12 @@ def _pad(
         rows=tuple(indices[i] for i in part),
         input_ids=ids,
         attention_mask=attention,
-        prompts=np.asarray([len(r.prompt) for r in picked], np.int64),
+        prompts=np.asarray([len(r.prompt) for r in selected], np.int64),
         start=start,
         targets=ids[:, start + 1 :],
         mask=mask[:, start + 1 :],
         behaviour=behaviour[:, start + 1 :],
         lags=lags[:, start + 1 :],
         weight=np.asarray([[weights[i]] for i in part], np.float32),
-        advantage=np.asarray([[r.advantage] for r in picked], np.float32),
+        advantage=np.asarray([[r.advantage] for r in selected], np.float32),
     )

@@ -481,7 +481,7 @@ class PolicyTrainer:
         sums_by_row: dict[int, list[float]] = {}
         with torch.no_grad():
             for batch in self.logprob_model.microbatches(rows, indices, np.ones(len(indices), np.float32)):
-                known = torch.from_numpy(batch.scattered(rows, before)).to(self.device) if before else None
+                known = torch.from_numpy(batch.scatter(rows, before)).to(self.device) if before else None
                 tokens = self._tokens(batch, self.logprob_model.batch(batch) if known is None else known)
                 tokens = replace(tokens, proximal=tokens.logprobs)
                 # Those with a gradient are measured in each epoch.
@@ -522,13 +522,13 @@ class PolicyTrainer:
 
         def loss_of(part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
             known = torch.tensor([[i in before] for i in part.rows], device=self.device)
-            earlier = torch.from_numpy(part.scattered(rows, before)).to(self.device)
+            earlier = torch.from_numpy(part.scatter(rows, before)).to(self.device)
             tokens = self._tokens(part, logprobs, proximal=earlier.where(known, logprobs.detach()))
             padding = ~tokens.sampled
             reference_logprobs = None
             if reference is not None:
                 reference_logprobs = (
-                    torch.from_numpy(part.scattered(rows, reference)).to(self.device).masked_fill(padding, 0)
+                    torch.from_numpy(part.scatter(rows, reference)).to(self.device).masked_fill(padding, 0)
                 )
             result = self.objective.token_loss(tokens, reference_logprobs, entropy)
             loss = (result.loss.masked_fill(padding, 0) * torch.from_numpy(part.weight).to(self.device)).sum()

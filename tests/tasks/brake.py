@@ -71,16 +71,16 @@ def brake_of_transformers(brake: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the loop of the engine on transformers brake, in tests of a module that imports this."""
     from staleflow.tasks.engines.transformers import TransformersEngine
 
-    carry_out_calls = TransformersEngine._carry_out_calls
+    run_calls = TransformersEngine._run_calls
 
     def braked(self: TransformersEngine) -> bool:
-        while carry_out_calls(self):
+        while run_calls(self):
             sampled = max((running.num_sampled for running in self._requests), default=0)
             if not BRAKE.before_pass(sampled, lambda: bool(self._calls or self._closing)):
                 return True
         return False
 
-    monkeypatch.setattr(TransformersEngine, "_carry_out_calls", braked)
+    monkeypatch.setattr(TransformersEngine, "_run_calls", braked)
 
 
 def check_that_it_brakes(engine: Engine, requests: Sequence[Request], sampled: Callable[[], object]) -> None:

@@ -57,7 +57,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(model_judge, "PAUSE_S", 0.0)
+    monkeypatch.setattr(model_judge, "RETRY_PAUSE_S", 0.0)
     server = Server()
     yield server
     server.close()

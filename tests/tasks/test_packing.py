@@ -28,7 +28,7 @@ from staleflow.stores.trajectory import (
 from staleflow.tasks.actors import step_batches
 from staleflow.tasks.actors.store_thread import StoreThread
 from staleflow.tasks.actors.trainer import Trainer
-from staleflow.tasks.training.microbatches import MAX_LAG, BatchMessage, Row, RowArrays, microbatches, part_end
+from staleflow.tasks.training.microbatches import MAX_LAG, BatchMessage, Row, RowArrays, microbatches, message_end
 from staleflow.tasks.training.rank import ALONE, Rank
 from tests.stores.store_conformance import HEADER
 from tests.support.bodies import Body
@@ -111,7 +111,7 @@ def test_a_batch_in_parts_is_the_batch_and_no_part_is_larger_than_a_message(
     data = consumed(lengths)
     got: list[Row] = []
     while len(got) < len(data):
-        first, last = len(got), part_end(data, len(got), most_bytes)
+        first, last = len(got), message_end(data, len(got), most_bytes)
         assert num_bytes(RowArrays.of(data[first:last])) <= most_bytes or last == first + 1
         assert last == len(data) or num_bytes(RowArrays.of(data[first : last + 1])) > most_bytes, "one more would fit"
         got += RowArrays.of(data[first:last]).rows()
@@ -125,7 +125,7 @@ async def test_the_trainer_asks_for_rows_until_it_has_all(tmp_path: Path) -> Non
     class Server:
         async def batch(self, step: int, trajectories: Any, versions: Any, first: int) -> BatchMessage:
             requests.append(first)
-            last = part_end(data, first, 260)
+            last = message_end(data, first, 260)
             return BatchMessage(packed=RowArrays.of(data[first:last]), rest=len(data) - last)
 
     class Keeps(Weights):
@@ -145,7 +145,7 @@ async def test_the_trainer_asks_for_rows_until_it_has_all(tmp_path: Path) -> Non
 
 
 async def test_a_stored_step_is_sent_in_parts_from_one_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_batches, "part_end", lambda rows, first: part_end(rows, first, 220))
+    monkeypatch.setattr(step_batches, "message_end", lambda rows, first: message_end(rows, first, 220))
     rows = [replace(row, step=0) for row in consumed([(3, [5]), (4, [40]), (2, [1, 2]), (9, [9])])]
     store = VersionedStore.create(
         tmp_path / "s", RunHeader(run="r", eta=2, groups_per_step=4, group_size=1, members_started=1)
@@ -193,7 +193,7 @@ async def test_the_batch_of_a_step_is_made_once_unless_the_step_was_undone(tmp_p
 
 
 def test_a_batch_larger_than_a_message_is_fetched_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_batches, "part_end", lambda rows, first: part_end(rows, first, 220))
+    monkeypatch.setattr(step_batches, "message_end", lambda rows, first: message_end(rows, first, 220))
     run = Body(tmp_path).run()
     run.check()
     firsts = [c.args[3] for c in run.workers.calls if c.method == "batch"]
