@@ -28,7 +28,7 @@ from staleflow.stores.trajectory import (
 from staleflow.tasks.actors import step_batches
 from staleflow.tasks.actors.store_thread import StoreThread
 from staleflow.tasks.actors.trainer import Trainer
-from staleflow.tasks.training.microbatches import MAX_LAG, BatchMessage, Row, RowArrays, microbatches, message_end
+from staleflow.tasks.training.microbatches import MAX_LAG, BatchMessage, Row, RowArrays, message_end, microbatches
 from staleflow.tasks.training.rank import ALONE, Rank
 from tests.stores.store_conformance import HEADER
 from tests.support.bodies import Body
@@ -170,7 +170,7 @@ async def test_a_stored_step_is_sent_in_parts_from_one_reading(tmp_path: Path, m
             parts += message.packed.rows()
             assert message.rest == len(rows) - len(parts)
         assert readings == [0] * count
-        assert batches._again == [], "what is sent is not kept"
+        assert batches._repeated_batch == [], "what is sent is not kept"
     thread.close()
     assert all(same(a, Row.of(b)) for a, b in zip(parts, rows, strict=True))
 
