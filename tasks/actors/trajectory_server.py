@@ -263,7 +263,7 @@ class TrajectoryServer:
         records: dict[GroupId, Record] = {}
         if self._settings.prompts.has_agents:
             live = [self._flight.live[item.trajectory] for item in items if item.trajectory in self._flight.live]
-            records = await self._tasks.records(t.group for t in live if not t.has_env_steps)
+            records = await self._tasks.records(t.group for t in live)
         items = tuple(item for item in items if item.trajectory in self._flight.live)
         entry = TrajectoriesRouted(routed=tuple((i.trajectory, i.route_number) for i in items), at_s=self._now())
         changed = self._flight.apply(entry)

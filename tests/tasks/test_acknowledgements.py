@@ -25,7 +25,7 @@ from staleflow.stores.trajectory import (
     PolicyVersion,
     TrajectoryId,
 )
-from staleflow.tasks.actors.server_messages import ObservationItem, RewardItem, TurnItem
+from staleflow.tasks.actors.server_messages import ObservationItem, ObservationReceipt, RewardItem, TurnItem
 from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.engines.base import SampledTokens
@@ -206,6 +206,14 @@ async def test_no_verb_is_answered_before_what_it_changes_is_in_the_spool(
     assert scene.server._last_ledger == server._last_ledger
 
 
+async def test_nothing_is_in_flight_in_a_new_store(tmp_path: Path) -> None:
+    """Though its folder has the spool of another one."""
+    scene = await Scene.create(in_memory(), tmp_path)
+    settings = replace(scene.settings, store=str(tmp_path / "another"))
+    await scene.made(settings, 0.0).close()
+    assert not scene.made(replace(settings, resumed=True), 0.0)._flight.live
+
+
 async def test_times_are_on_the_runs_clock(tmp_path: Path) -> None:
     scene = await Scene.create(in_memory(), tmp_path)
     await scene.server.keep_time(5000.0)
@@ -237,6 +245,8 @@ async def test_groups_that_are_not_in_the_spool_are_drawn_again_from_the_only_so
 async def test_the_receipt_of_an_observation_counts_the_tokens_after_it(tmp_path: Path) -> None:
     scene = await Scene.create(in_memory(), tmp_path)
     await scene.sample(ZERO)
+    repeated = replace(SAID, replayed=(SAID.messages,))
+    assert await scene.server.add_observations([repeated]) == [ObservationReceipt(9, "differs")]
     (receipt,) = await scene.server.add_observations([SAID])
     assert receipt.tokens == scene.server._flight.live[ZERO].num_tokens > 9
 

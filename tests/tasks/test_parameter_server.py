@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,21 @@ async def test_when_a_host_dies_those_behind_it_go_on_with_what_they_have(tmp_pa
     source.fault = None
     assert await three == data_of(70)
     assert await two == data_of(70)
+
+
+async def test_a_fetch_that_nobody_waits_for_reports_no_error(tmp_path: Path) -> None:
+    """Neither one that fails nor one that is cancelled: the next call fetches again."""
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
+    source, target = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b")
+    source.fault = dies
+    await target.server.ensure(V4, 70, (Source("one", source),))
+    await asyncio.sleep(2 * CALL_S)
+    assert not target.server._fetching
+    await target.server.ensure(V4, 70, (Source("one", source),))
+    await target.server.close()
+    gc.collect()
+    assert reported == []
 
 
 async def test_how_far_it_is_is_told_while_it_comes(tmp_path: Path) -> None:
