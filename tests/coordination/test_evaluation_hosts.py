@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.coordination.commands import Command, FinishEvaluation, Interrupt, Route
-from staleflow.pipeline.coordination.events import EvaluationRequested, InstanceLeaving, InstanceLost, NewGroup, Tick
+from staleflow.pipeline.coordination.events import (
+    EvaluationRequested,
+    InstanceLeaving,
+    InstanceLost,
+    NewGroup,
+    Tick,
+    TrajectoryFailed,
+)
 from staleflow.pipeline.coordination.events import TrajectoryInterrupted as Interrupted
 from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.invariants import validate
@@ -72,6 +79,16 @@ def test_a_host_that_restarts_at_its_version_hosts_what_is_left() -> None:
     commands = bench.join(A)
     assert len({instance for instance, _ in evaluated(commands)}) == 1
     assert [version for _, version in evaluated(commands)] == [0] * 4
+
+
+def test_an_evaluation_ends_with_its_last_response_though_none_could_be_sampled() -> None:
+    bench = Bench(max_attempts=0)
+    bench.join(A)
+    evaluating(bench, 2)
+    failed = [bench.tell(TrajectoryFailed(trajectory=TrajectoryId(t), route_number=1, error="x")) for t in (-1, -2)]
+    assert not only(failed[0], FinishEvaluation)
+    (finish,) = only(failed[1], FinishEvaluation)
+    assert set(finish.failed) == {-1, -2}
 
 
 def test_an_evaluation_is_requested_while_none_is_running() -> None:

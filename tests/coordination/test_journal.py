@@ -241,7 +241,7 @@ WRITTEN = (
 
 
 ADDED = (
-    '{"now":1.5,"event":{"type":"RunResumed","step":1,"num_ended":[["consumed:none",6]],"groups":['
+    '{"now":1.5,"event":{"type":"RunResumed","step":1,"num_ended":[["consumed:none",6],["filtered:no_signal",0]],"groups":['
     '{"type":"GroupInFlight","group":3,"prompt_tokens":5,"members":['
     '{"type":"MemberInFlight","trajectory":10,"version":0,"tokens":7,"sampled":true,"scored":true,"reward":0.5},'
     '{"type":"MemberInFlight","trajectory":9}]}]},"commands":[]}',

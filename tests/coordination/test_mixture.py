@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.pipeline.coordination.mixture import PATIENCE, PROBE, MixedSource, Mixture, source_views
-from staleflow.pipeline.strategies.samplers import InOrder
+from staleflow.pipeline.strategies.samplers import InOrder, State
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight
 from staleflow.stores.trajectories.records import SourceState
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId
@@ -148,6 +148,30 @@ def test_source_that_recovers_catches_up_by_a_bounded_number() -> None:
     later = run.trained[trained:]
     assert later.count(1) == pytest.approx(500 + PATIENCE / 2, abs=20)
     assert run.trained[-200:].count(1) == pytest.approx(100, abs=15)
+
+
+def test_sources_that_fail_are_tried_in_turn() -> None:
+    run = Run([1.0, 1.0, 1.0], [1.0, 0.0, 0.0])
+    run.train(40 * PROBE)
+    late = Counter(run.drawn[-20 * PROBE :])
+    assert late[1] == late[2] == 10
+
+
+def test_a_sampler_learns_from_every_group_that_ends() -> None:
+    learned: list[tuple[int, float | None]] = []
+
+    class Learning(InOrder):
+        def learn(self, task: int, reward: float | None, state: State) -> None:
+            learned.append((task, reward))
+
+    mixture = Mixture([MixedSource(name="a", ratio=1.0, sampler=Learning())], 0)
+    for group, (source, task) in enumerate(mixture.draw(3)):
+        mixture.count_arrived(GroupId(group), source, task)
+    mixture.record_rewards(GroupId(2), [1.0, 0.0, 0.5])
+    mixture.record_rewards(GroupId(0), [])
+    mixture.count_trained([GroupId(2)])
+    mixture.count_ended({GroupId(0): FAILED, GroupId(1): SURPLUS})
+    assert learned == [(2, 0.5), (0, None), (1, None)]
 
 
 def test_if_all_sources_fail_all_are_drawn() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,16 @@ import pytest
 from staleflow.pipeline.coordination.events import NewGroup
 from staleflow.pipeline.coordination.fleet import Fleet, Instance, MutableFleet
 from staleflow.pipeline.coordination.invariants import validate
+from staleflow.pipeline.coordination.mixture import MixedSource, Mixture
 from staleflow.pipeline.coordination.phases import Phase, Transition
 from staleflow.pipeline.coordination.snapshot import explain_waiting, take_snapshot
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.coordination.work_queue import MutableWorkQueue, WorkQueue
+from staleflow.pipeline.strategies.samplers import InOrder
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.staleness.ledger import StalenessLedger
-from staleflow.stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.trajectory import AbortReason, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
 from tests.coordination.pictures import picture
 
 A, B = InstanceId("a"), InstanceId("b")
@@ -311,6 +313,31 @@ def test_what_a_stuck_step_waits_for_begins_with_the_oldest_version() -> None:
     assert [int(line.partition("trajectory ")[2].partition(":")[0]) for line in lines[1:]] == [0, 2, 4, 5, 1, 6, 7]
     assert lines[0] == "step 0 waits for 2 more of its 2 groups; 2 are being sampled, 1 queued, 2 instances"
     assert lines[1] == "  group 0, trajectory 0: running for 8.0 s on a, 2 tokens, version 0"
+
+
+def test_in_turns_a_step_waits_until_its_instances_sleep() -> None:
+    state = busy_state()
+    state._falling_asleep |= {InstanceId("b"), InstanceId("a")}
+    state.ledger.next_step = 3
+    assert explain_waiting(state, 7) == "step 2 waits until a, b sleep"
+
+
+def test_a_mixture_hears_of_a_group_when_its_last_member_ends() -> None:
+    heard: list[Any] = []
+
+    class Heard(Mixture):
+        def count_ended(self, endings: Mapping[GroupId, tuple[Fate, AbortReason]]) -> None:
+            heard.append(dict(endings))
+
+    mixture = Heard([MixedSource(name="a", ratio=1.0, sampler=InOrder())], 0)
+    ledger = StalenessLedger(eta=1, groups_per_step=1, group_size=1, members_started=2)
+    state = CoordinatorState(ledger, mixture=mixture)
+    state.start_event(1.0)
+    mixture.draw(1)
+    state.add_groups([NewGroup(group=GroupId(0), prompt_tokens=10)])
+    for member in (0, 1):
+        state.abort(GroupId(0), AbortReason.ENGINE_FAILED, TrajectoryId(member))
+    assert heard == [{}, {GroupId(0): (Fate.ABORTED, AbortReason.ENGINE_FAILED)}]
 
 
 def test_what_everybody_may_read_cannot_be_written() -> None:
