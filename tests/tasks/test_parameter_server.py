@@ -279,6 +279,12 @@ async def test_when_a_host_dies_those_behind_it_go_on_with_what_they_have(tmp_pa
     assert await two == data_of(70)
 
 
+async def test_without_a_source_a_fetch_fails_at_once(tmp_path: Path) -> None:
+    with pytest.raises(TransferFailed, match="version 4 cannot be fetched: no source"):
+        await Host(tmp_path / "a").server.ensure(V4, 70, ())
+    assert asyncio.get_running_loop().time() == 0
+
+
 async def test_a_fetch_that_nobody_waits_for_reports_no_error(tmp_path: Path) -> None:
     """Neither one that fails nor one that is cancelled: the next call fetches again."""
     reported: list[dict[str, Any]] = []

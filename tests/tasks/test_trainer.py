@@ -125,6 +125,7 @@ async def test_steps_go_on_while_a_point_is_written_and_the_next_point_waits_for
     policy = Slow()
     actor = Trainer(policy, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 2)
     for step in range(3):
+        assert await actor.version() == step
         assert (await actor.train(Server(), step, (), ())).metrics["resume_wait_s"] == 0
     assert (policy.begun, policy.ended, actor._points.versions()) == (1, 0, [])
     fourth = asyncio.ensure_future(actor.train(Server(), 3, (), ()))
