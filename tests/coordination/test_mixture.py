@@ -160,11 +160,11 @@ def test_sources_that_fail_are_tried_in_turn() -> None:
 def test_a_sampler_learns_from_every_group_that_ends() -> None:
     learned: list[tuple[int, float | None]] = []
 
-    class Learning(InOrder):
+    class RecordingSampler(InOrder):
         def learn(self, task: int, reward: float | None, state: State) -> None:
             learned.append((task, reward))
 
-    mixture = Mixture([MixedSource(name="a", ratio=1.0, sampler=Learning())], 0)
+    mixture = Mixture([MixedSource(name="a", ratio=1.0, sampler=RecordingSampler())], 0)
     for group, (source, task) in enumerate(mixture.draw(3)):
         mixture.count_arrived(GroupId(group), source, task)
     mixture.record_rewards(GroupId(2), [1.0, 0.0, 0.5])

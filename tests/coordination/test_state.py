@@ -322,14 +322,14 @@ def test_in_turns_a_step_waits_until_its_instances_sleep() -> None:
     assert explain_waiting(state, 7) == "step 2 waits until a, b sleep"
 
 
-def test_a_mixture_hears_of_a_group_when_its_last_member_ends() -> None:
-    heard: list[Any] = []
+def test_a_mixture_counts_a_group_when_its_last_member_ends() -> None:
+    counted: list[Any] = []
 
-    class Heard(Mixture):
+    class RecordingMixture(Mixture):
         def count_ended(self, endings: Mapping[GroupId, tuple[Fate, AbortReason]]) -> None:
-            heard.append(dict(endings))
+            counted.append(dict(endings))
 
-    mixture = Heard([MixedSource(name="a", ratio=1.0, sampler=InOrder())], 0)
+    mixture = RecordingMixture([MixedSource(name="a", ratio=1.0, sampler=InOrder())], 0)
     ledger = StalenessLedger(eta=1, groups_per_step=1, group_size=1, members_started=2)
     state = CoordinatorState(ledger, mixture=mixture)
     state.start_event(1.0)
@@ -337,7 +337,7 @@ def test_a_mixture_hears_of_a_group_when_its_last_member_ends() -> None:
     state.add_groups([NewGroup(group=GroupId(0), prompt_tokens=10)])
     for member in (0, 1):
         state.abort(GroupId(0), AbortReason.ENGINE_FAILED, TrajectoryId(member))
-    assert heard == [{}, {GroupId(0): (Fate.ABORTED, AbortReason.ENGINE_FAILED)}]
+    assert counted == [{}, {GroupId(0): (Fate.ABORTED, AbortReason.ENGINE_FAILED)}]
 
 
 def test_what_everybody_may_read_cannot_be_written() -> None:

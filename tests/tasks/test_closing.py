@@ -24,7 +24,7 @@ from tests.support.scripted import World
 from tests.tasks.test_rollout import Gate, made_server
 
 
-class Carried:
+class BlockingResource:
     """The policy, engine, scorer or prompts of an actor: a call waits until its gate is opened, and so does closing."""
 
     version = PolicyVersion(0)
@@ -33,7 +33,7 @@ class Carried:
         self.gate, self.may_close = Gate(), threading.Event()
         self.num_calls, self.closed = 0, False
 
-    def build(self, *_: object) -> Carried:
+    def build(self, *_: object) -> BlockingResource:
         return self
 
     def wake(self) -> None: ...
@@ -54,27 +54,28 @@ class Carried:
 
 @dataclass(frozen=True)
 class Case:
-    """An actor of what it carries and a folder, a call of it, and the call that waits for its thread."""
+    """create: makes an actor from its resource and a folder. call: occupies a thread. second_call: waits for that
+    thread; by default the same call."""
 
     create: Callable[[Any, Path], Any]
     call: Callable[[Any], Awaitable[Any]]
     second_call: Callable[[Any], Awaitable[Any]] | None = None
 
 
-def instance(carried: Any, folder: Path) -> RolloutInstance:
-    return RolloutInstance(carried, InstanceId("one"), 1, 30.0, 0.0)
+def instance(resource: Any, folder: Path) -> RolloutInstance:
+    return RolloutInstance(resource, InstanceId("one"), 1, 30.0, 0.0)
 
 
 CASES = {
     "trainer": Case(
-        lambda carried, folder: Trainer(carried, str(folder / "memory"), 1, 60.0, str(folder / "resume"), 0),
+        lambda resource, folder: Trainer(resource, str(folder / "memory"), 1, 60.0, str(folder / "resume"), 0),
         lambda actor: actor.logprobs((1, 2)),
     ),
-    "trainer rank": Case(lambda carried, folder: TrainerRank(carried, 1), lambda actor: actor.call_policy("probe")),
+    "trainer rank": Case(lambda resource, folder: TrainerRank(resource, 1), lambda actor: actor.call_policy("probe")),
     "commands of an instance": Case(instance, lambda actor: actor.abort(())),
     "events of an instance": Case(instance, lambda actor: actor.next_events(None, 60.0), lambda a: a.flush(None)),
-    "reward worker": Case(lambda carried, folder: RewardWorker(carried, 1.0), lambda actor: actor.score_texts([])),
-    "prompts": Case(lambda carried, folder: TaskCache(carried, (), lambda _: {}), lambda actor: actor.held_out(1)),
+    "reward worker": Case(lambda resource, folder: RewardWorker(resource, 1.0), lambda actor: actor.score_texts([])),
+    "prompts": Case(lambda resource, folder: TaskCache(resource, (), lambda _: {}), lambda actor: actor.held_out(1)),
 }
 
 
@@ -98,25 +99,25 @@ async def test_the_threads_of_a_closed_trajectory_server_end(tmp_path: Path) -> 
 async def test_a_closed_actor_begins_no_call_and_its_threads_end(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reward_worker, "Scorer", Carried.build)
-    before, carried, case = set(threading.enumerate()), Carried(), CASES[name]
-    actor = case.create(carried, tmp_path)
+    monkeypatch.setattr(reward_worker, "Scorer", BlockingResource.build)
+    before, resource, case = set(threading.enumerate()), BlockingResource(), CASES[name]
+    actor = case.create(resource, tmp_path)
     if isinstance(actor, TrainerRank):
         await actor.join(Rank(number=1, count=2, host="localhost", port=1))
     calls = [asyncio.ensure_future(call(actor)) for call in (case.call, case.second_call or case.call)]
-    while not carried.num_calls:
+    while not resource.num_calls:
         await asyncio.sleep(0.001)
     if isinstance(actor, TaskCache | RewardWorker):
-        carried.may_close.set()
+        resource.may_close.set()
     closing = asyncio.ensure_future(asyncio.to_thread(actor.close) if isinstance(actor, TaskCache) else actor.close())
     await asyncio.wait({closing}, timeout=0.05)
-    assert closing.done() == carried.may_close.is_set(), "it is closed when what it carries is"
-    carried.may_close.set()
+    assert closing.done() == resource.may_close.is_set(), "an actor is closed once its resource is"
+    resource.may_close.set()
     await closing
     assert not (tmp_path / "memory").exists()
-    await carried.gate.open()
+    await resource.gate.open()
     first, second = await asyncio.gather(*calls, return_exceptions=True)
     assert not isinstance(first, BaseException) and isinstance(second, asyncio.CancelledError)
-    assert carried.num_calls == 1 and carried.closed == (not isinstance(actor, TaskCache))
+    assert resource.num_calls == 1 and resource.closed == (not isinstance(actor, TaskCache))
     await asyncio.get_running_loop().shutdown_default_executor()
     assert_ended(before)

@@ -188,7 +188,7 @@ async def test_outcomes_that_are_there_are_returned_at_once() -> None:
 
 
 @dataclass
-class Held(Environments):
+class SlowEnvironments(Environments):
     """Each call takes a second; a step takes two minutes, or fails after its second."""
 
     error: Exception | None = None
@@ -222,7 +222,7 @@ def step_items(*truncated: bool) -> tuple[EnvStepItem, ...]:
 
 
 async def test_an_error_that_is_not_an_episodes_is_raised_at_once() -> None:
-    host = EnvironmentHost(Held(error=ConfigError("no template")), call_s=5)
+    host = EnvironmentHost(SlowEnvironments(error=ConfigError("no template")), call_s=5)
     with pytest.raises(ConfigError, match="no template"):
         await host.check()
     await host.start_steps(Server(), step_items(False))
@@ -234,7 +234,7 @@ async def test_an_error_that_is_not_an_episodes_is_raised_at_once() -> None:
 
 
 async def test_a_step_that_runs_is_not_begun_again_and_ends_with_its_host() -> None:
-    environments = Held()
+    environments = SlowEnvironments()
     host = EnvironmentHost(environments, call_s=5)
     for _ in range(2):
         await host.start_steps(Server(), step_items(False, True))
