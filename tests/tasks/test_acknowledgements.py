@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -216,11 +217,13 @@ async def test_nothing_is_in_flight_in_a_new_store(tmp_path: Path) -> None:
 
 async def test_times_are_on_the_runs_clock(tmp_path: Path) -> None:
     scene = await Scene.create(in_memory(), tmp_path)
+    created_s = time.monotonic()
     await scene.server.keep_time(5000.0)
     later = scene.made(replace(scene.settings, resumed=True), 7000.0)
     for server, begin_s in ((scene.server, 5000.0), (later, 7000.0)):
         await server.requests((route_item(ZERO),))
-        assert begin_s <= server._flight.live[ZERO].timings.routed_s < begin_s + 60
+        elapsed_s = server._flight.live[ZERO].timings.routed_s - begin_s
+        assert 0 <= elapsed_s <= time.monotonic() - created_s
 
 
 async def test_groups_that_are_not_in_the_spool_are_drawn_again_from_the_only_source(
@@ -287,7 +290,8 @@ async def test_a_step_is_stored_when_its_commit_is_asked_for_again_after_one_tha
         with pytest.raises(ActorFailed, match="No space left"):
             await server.commit(record_of_step())
     assert (await server.recoverable()).ledger.next_step == 0
-    assert 0 <= (await server.commit(record_of_step()))["commit_s"] < 60
+    begin_s = time.monotonic()
+    assert 0 <= (await server.commit(record_of_step()))["commit_s"] <= time.monotonic() - begin_s
     (stored,) = server._store.steps()
     assert (stored.step, stored.num_rows) == (0, 3)
     assert await server.commit(record_of_step()) == {"commit_s": 0.0, **stored.metrics}

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ class Slow(Weights):
 
 
 async def test_steps_go_on_while_a_point_is_written_and_the_next_point_waits_for_it(tmp_path: Path) -> None:
-    policy = Slow()
+    begin_s, policy = time.monotonic(), Slow()
     actor = Trainer(policy, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 2)
     for step in range(3):
         assert await actor.version() == step
@@ -133,8 +134,9 @@ async def test_steps_go_on_while_a_point_is_written_and_the_next_point_waits_for
     assert not fourth.done() and await actor.version() == 3
     policy.free.set()
     metrics = (await fourth).metrics
-    assert 0 < metrics["resume_wait_s"] < 60
-    assert all(0 <= metrics[f"{work}_s"] < 60 for work in ("fetch", "train", "publish"))
+    assert metrics["resume_wait_s"] > 0
+    times_s = [metrics[f"{work}_s"] for work in ("resume_wait", "fetch", "train", "publish")]
+    assert min(times_s) >= 0 and sum(times_s) <= time.monotonic() - begin_s
     await actor.save_checkpoint(str(tmp_path / "checkpoint"))
     assert actor._points.versions() == [2, 4]
     await actor.close()
