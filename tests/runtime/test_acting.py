@@ -36,8 +36,7 @@ def body(tmp_path: Path) -> Body:
 
 
 def test_every_turn_is_answered_and_the_episodes_are_stored_whole(body: Body) -> None:
-    run = body.run(*AGENTS)
-    run.check()
+    run = body.checked_run(*AGENTS)
     acts, routes = run.commands("StepEnvironment"), run.commands("Route")
     answered = run.events("EnvironmentStepped")
     assert len(acts) > len(run.events("TrajectoryScored")) >= 12
@@ -53,8 +52,7 @@ def test_every_turn_is_answered_and_the_episodes_are_stored_whole(body: Body) ->
 
 
 def test_what_an_act_takes_beyond_its_environment_and_a_place_there_is_measured(body: Body) -> None:
-    run = body.run(*AGENTS, "environment.concurrency=1")
-    run.check()
+    run = body.checked_run(*AGENTS, "environment.concurrency=1")
     took = [now - acted for now, acted, _ in acts_of(run)]
     own = [seconds for _, _, seconds in acts_of(run)]
     assert min(own) > 0 and max(took) > 3 * min(took)  # one at a time: most wait for their place
@@ -100,22 +98,19 @@ def test_what_is_surplus_leaves_no_environment_open(body: Body) -> None:
 @pytest.mark.parametrize("method", ["start_steps", "outcomes", "close_episodes"])
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_lost_host_is_replaced_and_asked_again(body: Body, method: str, moment: Moment) -> None:
-    run = body.run(*AGENTS, faults=[Fault(actor="environment-0", method=method, nth=2, dies=moment)])
-    run.check()
+    run = body.checked_run(*AGENTS, faults=[Fault(actor="environment-0", method=method, nth=2, dies=moment)])
     (loss,) = run.outcomes.losses
     assert "environment-0 is gone" in loss
     assert run.workers.names.count("environment-0") == 2
 
 
 def test_a_host_that_never_answers_is_replaced(body: Body) -> None:
-    run = body.run(*AGENTS, faults=[Fault(actor="environment-0", method="outcomes", nth=3, silent="before")])
-    run.check()
+    run = body.checked_run(*AGENTS, faults=[Fault(actor="environment-0", method="outcomes", nth=3, silent="before")])
     assert "environment-0 did not answer within 5 s (deadlines.call_s)" in run.outcomes.losses[0]
 
 
 def test_a_lost_trajectory_server_is_restored_under_acting_episodes(body: Body) -> None:
-    run = body.run(*AGENTS, faults=[Fault(actor="server", method="add_observations", nth=3, dies="after")])
-    run.check()
+    run = body.checked_run(*AGENTS, faults=[Fault(actor="server", method="add_observations", nth=3, dies="after")])
     assert "server is gone" in run.outcomes.losses[0]
 
 
@@ -135,16 +130,14 @@ def test_a_host_that_is_cut_off_from_a_server_that_answers_is_replaced(body: Bod
         reached, unreachable = host.start_steps, Unreachable()
         host.start_steps = lambda _, items: reached(unreachable, items)
 
-    run = body.run(*AGENTS, "deadlines.stuck_s=100", meanwhile=cut_off)
-    run.check()
+    run = body.checked_run(*AGENTS, "deadlines.stuck_s=100", meanwhile=cut_off)
     (loss,) = run.outcomes.losses
     assert "environment-0 does not reach the server, which answers" in loss
     assert run.workers.names.count("environment-0") == 2
 
 
 def test_a_failed_environment_begins_again_and_is_no_reward_of_zero(body: Body) -> None:
-    run = body.run(*AGENTS, "simulation.failed_step_share=0.1")
-    run.check()  # every consumed episode has all its turns
+    run = body.checked_run(*AGENTS, "simulation.failed_step_share=0.1")
     failed = Counter(event.trajectory for _, event in run.events("EnvironmentFailed"))
     assert failed
     assert not any(row.trajectory.error for row in run.store.ended())
@@ -163,8 +156,7 @@ def test_a_failure_whose_outcome_is_lost_is_told_and_counted_once(body: Body, ac
 
 
 def test_a_hung_environment_hurts_only_its_own_episode(body: Body) -> None:
-    run = body.run(*AGENTS, "simulation.hung_step_share=0.05", "environment.step_timeout_s=8")
-    run.check()
+    run = body.checked_run(*AGENTS, "simulation.hung_step_share=0.05", "environment.step_timeout_s=8")
     assert any("is never answered" in event.error for _, event in run.events("EnvironmentFailed"))
 
 

@@ -29,16 +29,14 @@ def test_a_run_killed_while_commits_fall_behind_has_a_resume_point_that_the_stor
             stored = len([r for r in run.records if r.kind == "step"]) if run.world.stores else 0
             seen.append((stored, [int(v) for v in points.complete_versions()]))
 
-    run = body.run("steps=12", world=quick(2.0), meanwhile=watch)
-    run.check()
+    body.checked_run("steps=12", world=quick(2.0), meanwhile=watch)
     assert max(stored for stored, _ in seen) > 3
     for stored, points in seen:
         assert stored == 0 or any(point <= stored for point in points), f"{stored} steps stored, points of {points}"
 
 
 def test_at_most_two_trained_steps_wait_for_their_commit(body: Body) -> None:
-    run = body.run("steps=8", world=quick(2.0))
-    run.check()
+    run = body.checked_run("steps=8", world=quick(2.0))
     commits = [c.at_s for c in run.workers.calls if c.method == "commit"]
     trained = [c.at_s for c in run.workers.calls if c.method == "train"]
     for step, began_s in enumerate(trained):
@@ -48,8 +46,7 @@ def test_at_most_two_trained_steps_wait_for_their_commit(body: Body) -> None:
 
 def test_a_commit_longer_than_call_s_goes_on_and_is_told(body: Body) -> None:
     """Prompts are drawn meanwhile, and nothing counts as lost or stuck."""
-    run = body.run("steps=5", "deadlines.stuck_s=5", world=quick(7.0))
-    run.check()
+    run = body.checked_run("steps=5", "deadlines.stuck_s=5", world=quick(7.0))
     assert run.outcomes.losses == []
     received = [what for _, what in run.phases if what.startswith("committing")]
     assert received[0] == (
@@ -60,8 +57,7 @@ def test_a_commit_longer_than_call_s_goes_on_and_is_told(body: Body) -> None:
 
 
 def test_prompts_are_drawn_while_a_commit_goes_on(body: Body) -> None:
-    run = body.run("steps=8", world=quick(2.5))
-    run.check()
+    run = body.checked_run("steps=8", world=quick(2.5))
     arrived = [at_s for at_s, _ in run.events("GroupsArrived")]
     drawn = [entry.now for entry in run.entries for command in entry.commands if isinstance(command, FetchPrompts)]
     assert len(arrived) > 3
@@ -80,8 +76,7 @@ def test_a_bucket_that_fails_for_minutes_ends_nothing(body: Body) -> None:
     """Training waits two steps ahead, sampling goes on, and what is said names the cause and how long it lasts."""
     world = quick(0.5)
     world.length, world.outage = (lambda _: 60), (3.0, 303.0)
-    run = body.run("steps=12", "deadlines.commit_s=400", world=world)
-    run.check()
+    run = body.checked_run("steps=12", "deadlines.commit_s=400", world=world)
     assert run.outcomes.losses == []
     reported = [(at_s, what) for at_s, what in run.phases if "the provided token has expired" in what]
     assert reported[0][0] < 3.0 + 5.0
@@ -107,6 +102,5 @@ def test_a_server_that_is_lost_while_the_bucket_fails_comes_back_with_it(body: B
     world = quick(0.5)
     world.outage = (3.0, 63.0)
     lost = Fault(actor="server", method="outage", nth=5, dies="before")
-    run = body.run("steps=12", "deadlines.commit_s=400", world=world, faults=[lost])
-    run.check()
+    run = body.checked_run("steps=12", "deadlines.commit_s=400", world=world, faults=[lost])
     assert len(run.outcomes.losses) == 1

@@ -37,8 +37,7 @@ from tests.support.scripted import World
 
 
 def test_a_run_without_faults_does_its_steps_and_keeps_its_promises(body: Body) -> None:
-    run = body.run()
-    run.check()
+    run = body.checked_run()
     assert run.outcomes.losses == []
     assert run.workers.actor("trainer").saved == [str(run.config.run_dir / "checkpoints" / "step-000003")]
     assert all(run.workers.actor(name).engine.closed for name in ("rollout-0", "rollout-1"))
@@ -61,24 +60,21 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_other_shapes_keep_the_promise_too(body: Body, shape: str) -> None:
-    run = body.run("steps=5", "rollout.max_new_tokens=400", *SHAPES[shape], world=long_ones())
-    run.check()
+    run = body.checked_run("steps=5", "rollout.max_new_tokens=400", *SHAPES[shape], world=long_ones())
     assert run.store.header.eta == run.config.staleness.eta
     if shape == "synchronous":
         assert {row.staleness for row in run.store.ended()} == {0}
 
 
 def test_what_moves_is_interrupted_and_goes_on_elsewhere_from_its_tokens(body: Body) -> None:
-    run = body.run(*MOVING, world=long_ones())
-    run.check()
+    run = body.checked_run(*MOVING, world=long_ones())
     assert run.commands("Interrupt")
     moved = [r for r in run.store.ended() if len({s.instance for s in r.trajectory.segments}) > 1]
     assert moved, "no trajectory has segments of two instances"
 
 
 def test_groups_without_signal_are_dropped_and_replaced(body: Body) -> None:
-    run = body.run("batch.filtering=no_signal", world=World(length=lambda t: 6 + (t % 3) * (t % 4)))
-    run.check()
+    run = body.checked_run("batch.filtering=no_signal", world=World(length=lambda t: 6 + (t % 3) * (t % 4)))
     rows = list(run.store.ended())
     assert {r.fate for r in rows} == {Fate.CONSUMED, Fate.FILTERED}
     for group in {r.trajectory.group for r in rows}:
@@ -143,8 +139,7 @@ def test_a_commit_that_fails_after_the_last_step_ends_the_run_too(body: Body) ->
 def test_a_step_is_queued_for_commit_before_its_version_is_announced(body: Body) -> None:
     """The ledger that is stored with a step is that of before its version, and what ended by it comes before what its
     version ends."""
-    run = body.run(*REDUNDANT, world=long_ones())
-    run.check()
+    run = body.checked_run(*REDUNDANT, world=long_ones())
     stored = [c for c in run.workers.calls if c.actor == "server" and c.method in ("commit", "retire")]
     ordered: list[Any] = []
     for entry in run.entries:
@@ -156,8 +151,7 @@ def test_a_step_is_queued_for_commit_before_its_version_is_announced(body: Body)
 
 
 def test_steps_are_said_in_order_and_only_once_they_are_stored(body: Body) -> None:
-    run = body.run("steps=5", faults=[Fault(actor="server", method="commit", nth=2, late_s=2.5)])
-    run.check()
+    run = body.checked_run("steps=5", faults=[Fault(actor="server", method="commit", nth=2, late_s=2.5)])
     assert [s["step"] for s in run.outcomes.steps] == [0.0, 1.0, 2.0, 3.0, 4.0]
     commits = [c.at_s for c in run.workers.calls if c.method == "commit"]
     assert commits[2] - commits[1] > 2.5, "the third commit waits for the second"
@@ -165,8 +159,7 @@ def test_steps_are_said_in_order_and_only_once_they_are_stored(body: Body) -> No
 
 def test_versions_no_instance_needs_are_removed_and_no_other(body: Body) -> None:
     """A pull of a version that is not there would end the run; see PlayedParameterServer."""
-    run = body.run(*LONG, "steps=6", hosts=("one", "two"), world=long_ones())
-    run.check()
+    run = body.checked_run(*LONG, "steps=6", hosts=("one", "two"), world=long_ones())
     assert {name for name in run.workers.names if name.startswith("parameters")} == {"parameters-one", "parameters-two"}
     assert all(weight <= {5, 6} for weight in run.world.weights.values())
 
@@ -175,15 +168,13 @@ def test_versions_no_instance_needs_are_removed_and_no_other(body: Body) -> None
 def test_a_parameter_server_that_does_not_remove_old_versions_stops_nothing(body: Body, how: dict[str, Any]) -> None:
     """Its host has more versions than it needs for a while."""
     faults = [Fault(actor="parameters-two", method="prune", **how)]
-    run = body.run(*LONG, "steps=6", hosts=("one", "two"), world=long_ones(), faults=faults)
-    run.check()
+    run = body.checked_run(*LONG, "steps=6", hosts=("one", "two"), world=long_ones(), faults=faults)
     assert run.outcomes.losses == []
     assert all(weight <= {5, 6} for weight in run.world.weights.values())
 
 
 def test_checkpoints_are_saved_as_often_as_asked(body: Body) -> None:
-    run = body.run("steps=5", "training.checkpoint_every=2")
-    run.check()
+    run = body.checked_run("steps=5", "training.checkpoint_every=2")
     names = [folder.rpartition("/")[2] for folder in run.workers.actor("trainer").saved]
     assert names == ["step-000002", "step-000004", "step-000005"]
     certificates = [certificate.read(Path(folder)) for folder in run.workers.actor("trainer").saved]
@@ -207,8 +198,7 @@ def test_a_stuck_run_says_what_it_waits_for_and_its_knob(body: Body) -> None:
 
 def test_responses_that_grow_are_progress_however_long_they_take(body: Body) -> None:
     """Each takes longer than stuck_s; only reports of its tokens come meanwhile."""
-    run = body.run(world=World(length=lambda trajectory: 95, tokens_per_s=2.0))
-    run.check()
+    run = body.checked_run(world=World(length=lambda trajectory: 95, tokens_per_s=2.0))
     assert all(len(t.response_tokens) / 2.0 > run.config.deadlines.stuck_s for t in consumed(run))
 
 
@@ -252,15 +242,13 @@ def test_weights_that_arrive_slowly_are_progress(body: Body, arrives: bool) -> N
 def test_weights_that_take_long_to_load_are_no_stuck_run(body: Body) -> None:
     """The deadline of a load goes by its bytes."""
     slow = [Fault(actor=f"rollout-{i}", method="pull", nth=2, late_s=45.0) for i in range(2)]
-    run = body.run("staleness.eta=0", faults=slow, world=World(num_bytes=10**9 + 10**8))
-    run.check()
+    run = body.checked_run("staleness.eta=0", faults=slow, world=World(num_bytes=10**9 + 10**8))
     assert run.outcomes.losses == []
 
 
 def test_a_long_training_step_is_no_stuck_run(body: Body) -> None:
     """Longer than stuck_s, shorter than train_s."""
-    run = body.run("staleness.eta=0", world=World(train_s=38.0))
-    run.check()
+    body.checked_run("staleness.eta=0", world=World(train_s=38.0))
 
 
 # -- evaluation and the end ----------------------------------------------------------------------------------------
@@ -268,8 +256,7 @@ def test_a_long_training_step_is_no_stuck_run(body: Body) -> None:
 
 def test_instances_pull_the_last_version_side_by_side(body: Body) -> None:
     late = [Fault(actor=f"rollout-{i}", method="pull", nth=0, late_s=2.0) for i in range(3)]
-    run = body.run(*EVALUATED, "rollout.instances=3", "staleness.eta=2", faults=late)
-    run.check()
+    run = body.checked_run(*EVALUATED, "rollout.instances=3", "staleness.eta=2", faults=late)
     pulled = [c.at_s for c in run.workers.calls if c.method == "pull" and c.args[0].version == run.config.steps]
     assert len(pulled) == 3
     assert max(pulled) - min(pulled) < 1.0
@@ -278,8 +265,7 @@ def test_instances_pull_the_last_version_side_by_side(body: Body) -> None:
 def test_an_instance_lost_while_it_pulls_the_last_version_is_replaced(body: Body) -> None:
     plain = body.run(*EVALUATED)
     last = sum(c.method == "pull" and c.actor == "rollout-0" for c in plain.workers.calls)
-    run = body.run(*EVALUATED, faults=[Fault(actor="rollout-0", method="pull", nth=last, dies="before")])
-    run.check()
+    run = body.checked_run(*EVALUATED, faults=[Fault(actor="rollout-0", method="pull", nth=last, dies="before")])
     assert evaluations(run) == [0, 3]
     assert len(run.outcomes.losses) == 1
 
@@ -288,8 +274,7 @@ def test_an_instance_lost_while_it_pulls_the_last_version_is_replaced(body: Body
 @pytest.mark.parametrize("how", ["dies", "silent", "error"])
 def test_closing_never_raises_and_waits_for_nobody_for_ever(body: Body, actor: str, how: str) -> None:
     fault = {"error": ValueError("no")} if how == "error" else {how: "before"}
-    run = body.run(faults=[Fault(actor=actor, method="close", **fault)])
-    run.check()
+    run = body.checked_run(faults=[Fault(actor=actor, method="close", **fault)])
     closed = [c for c in run.workers.calls if c.method == "close"]
     assert {c.actor for c in closed[:2]} == {"rollout-0", "rollout-1"}, "engines first"
     assert len(closed) == 6
@@ -349,8 +334,7 @@ def starting(run: Run) -> list[str]:
 
 def test_the_start_says_what_it_waits_for(body: Body) -> None:
     late = Fault(actor="rollout-1", method="__init__", late_s=9.0)
-    run = body.run("rollout.instances=2", faults=(late,))
-    run.check()
+    run = body.checked_run("rollout.instances=2", faults=(late,))
     ready = ": all 5 ready"
     stages = ["", ": 4 of 5 ready, waiting for rollout-1", f"{ready}, publishing the first weights"]
     assert starting(run) == stages

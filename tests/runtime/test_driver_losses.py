@@ -32,8 +32,7 @@ async def no_nanny(run: Run) -> None:
 
 
 def test_a_response_with_a_logprob_that_is_not_finite_is_tried_again_and_ends_as_failed(body: Body) -> None:
-    run = body.run("steps=3", world=World(not_finite=lambda trajectory: trajectory == 3))
-    run.check()
+    run = body.checked_run("steps=3", world=World(not_finite=lambda trajectory: trajectory == 3))
     failures = [event for _, event in run.events("TrajectoryFailed")]
     assert {event.trajectory for event in failures} == {3}
     assert len(failures) == run.config.rollout.max_attempts + 1
@@ -101,10 +100,9 @@ def test_a_call_that_fails_on_its_way_counts_as_a_loss(body: Body, method: str) 
 @pytest.mark.parametrize("method", CALLS)
 def test_an_answer_that_is_late_but_within_its_deadline_is_taken(body: Body, method: str) -> None:
     victim = busiest(body, method)
-    run = body.run(
+    run = body.checked_run(
         *CALLS[method], world=long_ones(), faults=[Fault(actor=victim, method=method, nth=IN_RUN[method], late_s=2.0)]
     )
-    run.check()
     assert run.outcomes.losses == []
 
 
@@ -149,8 +147,7 @@ def test_an_instance_with_wrong_weights_is_out_of_service_before_its_next_token_
 def test_a_refusal_is_stored_at_once_and_not_with_the_next_step(body: Body) -> None:
     """Each of them, though both are of one step."""
     world = World(loads_wrong=lambda instance, version: instance in ("rollout-0", "rollout-1") and version == 2)
-    run = body.run("steps=6", world=world)
-    run.check()
+    run = body.checked_run("steps=6", world=world)
     refusals = [record for record in run.records if record.kind == "refusal"]
     assert sorted(c.instance for r in refusals for c in r.weight_checks if c.refused) == ["rollout-0", "rollout-1"]
     assert all(record.num_rows == 0 for record in refusals)
@@ -158,8 +155,7 @@ def test_a_refusal_is_stored_at_once_and_not_with_the_next_step(body: Body) -> N
 
 
 def test_weights_that_cannot_be_compared_are_said_not_to_be_verified(body: Body) -> None:
-    run = body.run(world=World(not_compared="fused in a way that is unknown here"))
-    run.check()
+    run = body.checked_run(world=World(not_compared="fused in a way that is unknown here"))
     (note,) = (note for note in run.outcomes.notes if "not verified" in note)
     assert "fused in a way that is unknown here" in note
     counts = count_outcomes(run.records, {})
@@ -169,8 +165,7 @@ def test_weights_that_cannot_be_compared_are_said_not_to_be_verified(body: Body)
 
 def test_both_instances_may_be_lost_at_once(body: Body) -> None:
     faults = [Fault(actor=name, method="report", nth=2, dies="before") for name in ("rollout-0", "rollout-1")]
-    run = body.run(faults=faults)
-    run.check()
+    run = body.checked_run(faults=faults)
     assert len(run.outcomes.losses) == 2
     assert {"rollout-0.1", "rollout-1.1"} <= set(run.workers.names)
 
@@ -188,16 +183,14 @@ def test_an_instance_that_is_lost_again_and_again_ends_the_run(body: Body) -> No
 def test_a_lost_instance_that_goes_on_is_no_longer_listened_to(body: Body) -> None:
     """Its process lives; from the moment of its loss on only what was under way comes to an end there."""
     faults = [Fault(actor="rollout-1", method="pull", nth=3, error=OSError("reset"))]
-    run = body.run("steps=6", world=long_ones(), faults=faults, meanwhile=no_nanny)
-    run.check()
+    run = body.checked_run("steps=6", world=long_ones(), faults=faults, meanwhile=no_nanny)
     failed_s = [c.at_s for c in run.workers.calls if (c.actor, c.method) == ("rollout-1", "pull")][2]
     assert all(c.at_s < failed_s + 0.01 for c in run.workers.calls if c.actor == "rollout-1")
     assert run.ended_s > failed_s + 2
 
 
 def test_a_loss_is_shown_while_the_run_goes_on(body: Body) -> None:
-    run = body.run("steps=6", faults=[Fault(actor="rollout-0", method="report", nth=2, dies="before")])
-    run.check()
+    run = body.checked_run("steps=6", faults=[Fault(actor="rollout-0", method="report", nth=2, dies="before")])
     assert 0 in run.loss_counts
     assert run.loss_counts.index(1) < len(run.loss_counts) - 3
 
@@ -205,8 +198,7 @@ def test_a_loss_is_shown_while_the_run_goes_on(body: Body) -> None:
 def test_tokens_that_a_given_up_instance_delivers_late_are_not_stored_twice(body: Body) -> None:
     """Its poll was under way, and so brings what is sampled elsewhere by then."""
     faults = [Fault(actor="rollout-1", method="pull", nth=3, error=OSError("reset"))]
-    run = body.run("steps=4", world=long_ones(), faults=faults, meanwhile=no_nanny)
-    run.check()
+    run = body.checked_run("steps=4", world=long_ones(), faults=faults, meanwhile=no_nanny)
     assert len(run.outcomes.losses) == 1
 
 
@@ -218,8 +210,7 @@ def test_an_instance_that_goes_on_after_it_was_given_up_changes_nothing(
     """Without a nanny its process lives; it samples what is sampled elsewhere too, and answers late."""
     victim = busiest(body, method)
     faults = [Fault(actor=victim, method=method, nth=IN_RUN[method], **how)]
-    run = body.run(*CALLS[method], world=long_ones(), faults=faults, meanwhile=no_nanny)
-    run.check()
+    run = body.checked_run(*CALLS[method], world=long_ones(), faults=faults, meanwhile=no_nanny)
     assert victim in run.outcomes.losses[0]
 
 
@@ -227,8 +218,9 @@ NO_WORKER = [Fault(actor="rollout-0", method="__init__", nth=n, error=NoFreeWork
 
 
 def test_a_run_goes_on_while_a_lost_instance_waits_for_a_worker(body: Body, caplog: pytest.LogCaptureFixture) -> None:
-    run = body.run("steps=6", faults=[Fault(actor="rollout-0", method="report", nth=2, dies="before"), *NO_WORKER])
-    run.check()
+    run = body.checked_run(
+        "steps=6", faults=[Fault(actor="rollout-0", method="report", nth=2, dies="before"), *NO_WORKER]
+    )
     assert "rollout-0.1" in run.workers.names
     assert caplog.text.count("the run goes on with 1 of 2 instances: no free worker") == 2
 
@@ -245,8 +237,7 @@ def test_a_run_with_too_few_instances_and_no_worker_ends(body: Body, limits: tup
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_reward_worker_that_dies_is_replaced_and_scores_again_what_it_held(body: Body, moment: Any) -> None:
-    run = body.run(faults=[Fault(actor="reward-0", method="score", nth=2, dies=moment)])
-    run.check()
+    run = body.checked_run(faults=[Fault(actor="reward-0", method="score", nth=2, dies=moment)])
     (loss,) = run.outcomes.losses
     assert "reward-0 is gone" in loss
     assert run.workers.names.count("reward-0") == 2
@@ -257,8 +248,7 @@ def test_a_reward_worker_that_dies_is_replaced_and_scores_again_what_it_held(bod
 def test_a_reward_worker_that_never_answers_is_replaced(body: Body) -> None:
     """call_s for itself and for the server that it asks, and reward.timeout_s for each response of the batch."""
     faults = [Fault(actor="reward-0", method="score", silent="before")]
-    run = body.run("reward.timeout_s=2", "deadlines.stuck_s=100", faults=faults)
-    run.check()
+    run = body.checked_run("reward.timeout_s=2", "deadlines.stuck_s=100", faults=faults)
     (held,) = [c.args[1] for c in run.workers.calls if c.method == "score"][:1]
     assert f"reward-0 did not answer within {2 * 3 + 2 * len(held)} s (deadlines.call_s)" in run.outcomes.losses[0]
 
@@ -270,8 +260,7 @@ def test_a_reward_worker_whose_process_stands_still_is_noticed_long_before_its_s
         await until(run, lambda: run.workers.methods("reward-0").count("score") == 2)
         run.workers.stop("reward-0")
 
-    run = body.run("reward.timeout_s=600", "deadlines.stuck_s=100", world=World(reward_s=1.0), meanwhile=stop)
-    run.check()
+    run = body.checked_run("reward.timeout_s=600", "deadlines.stuck_s=100", world=World(reward_s=1.0), meanwhile=stop)
     (loss,) = run.outcomes.losses
     assert "reward-0 did not answer within 3 s (deadlines.call_s)" in loss
     called_s = [c.at_s for c in run.workers.calls if (c.actor, c.method) == ("reward-0", "score")][1]
@@ -280,8 +269,7 @@ def test_a_reward_worker_whose_process_stands_still_is_noticed_long_before_its_s
 
 
 def test_a_reward_that_takes_long_is_waited_for(body: Body) -> None:
-    run = body.run("reward.timeout_s=600", "deadlines.stuck_s=100", world=World(reward_s=9.0))
-    run.check()
+    run = body.checked_run("reward.timeout_s=600", "deadlines.stuck_s=100", world=World(reward_s=9.0))
     assert run.outcomes.losses == []
 
 
@@ -293,8 +281,7 @@ def test_a_reward_worker_that_another_job_needs_moves_between_two_batches_and_is
             run.driver.release_worker(address)
         run.driver.release_worker(run.workers.placed["server"].address)
 
-    run = body.run("reward.workers=2", "steps=4", world=World(reward_s=0.5), meanwhile=give_back)
-    run.check()
+    run = body.checked_run("reward.workers=2", "steps=4", world=World(reward_s=0.5), meanwhile=give_back)
     assert run.outcomes.losses == []
     assert run.workers.names.count("reward-1") == 2
     methods = run.workers.methods("reward-1")
@@ -313,8 +300,7 @@ def test_a_reward_worker_that_is_lost_again_and_again_ends_the_run(body: Body) -
 
 def test_responses_are_scored_in_batches_and_by_all_workers(body: Body) -> None:
     overrides = ("reward.workers=2", "batch.groups_per_step=20", "batch.group_size=4", "rollout.engine.max_running=64")
-    run = body.run(*overrides, world=World(length=lambda _: 9))
-    run.check()
+    run = body.checked_run(*overrides, world=World(length=lambda _: 9))
     batches = [(c.actor, c.args[1]) for c in run.workers.calls if c.method == "score"]
     assert {name for name, _ in batches} == {"reward-0", "reward-1"}
     assert max(len(b) for _, b in batches) == SCORE_BATCH
@@ -334,8 +320,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_message(body: Body) ->
 def test_a_reward_that_sometimes_fails_is_recorded_by_row(body: Body, caplog: pytest.LogCaptureFixture) -> None:
     """The first failure is told in full, the others are counted: they are many, and alike."""
     world = World(reward_error=lambda text: "a third" if len(text) % 3 == 0 else "")
-    run = body.run("steps=4", "reward.max_error_share=1", world=world)
-    run.check()
+    run = body.checked_run("steps=4", "reward.max_error_share=1", world=world)
     received = [
         r.getMessage() for r in caplog.records if "reward failed" in r.getMessage() and r.levelname == "WARNING"
     ]
@@ -358,8 +343,7 @@ ASKED_BY_OTHERS = ["requests", "deliver", "scoring_items", "record_rewards", "ba
 @pytest.mark.parametrize("method", ASKED_BY_OTHERS)
 def test_a_server_that_is_slow_once_is_lost_to_nobody_and_neither_is_who_asked(body: Body, method: str) -> None:
     slow = [Fault(actor="server", method=method, nth=n, late_s=5.0) for n in (2, 4)]
-    run = body.run(*MOVING, world=long_ones(), faults=slow)
-    run.check()
+    run = body.checked_run(*MOVING, world=long_ones(), faults=slow)
     assert run.outcomes.losses == []
 
 
@@ -371,8 +355,7 @@ def test_a_server_that_answers_nobody_any_more_is_who_is_lost(body: Body, method
             await asyncio.sleep(0.001)
         run.workers.stop("server")
 
-    run = body.run("deadlines.stuck_s=100", meanwhile=mute)
-    run.check()
+    run = body.checked_run("deadlines.stuck_s=100", meanwhile=mute)
     (loss,) = run.outcomes.losses
     assert "server did not answer within 3 s" in loss
     assert run.workers.names.count("server") == 2
@@ -389,8 +372,9 @@ def test_a_stopped_instance_with_its_hosts_parameter_server_costs_the_others_the
         run.workers.stop(stopped[0])
 
     hosts = ("one", "one", "one", "two", "two")
-    run = body.run(*LONG[1:], "steps=6", "deadlines.stuck_s=100", hosts=hosts, world=long_ones(), meanwhile=stop)
-    run.check()
+    run = body.checked_run(
+        *LONG[1:], "steps=6", "deadlines.stuck_s=100", hosts=hosts, world=long_ones(), meanwhile=stop
+    )
     (loss,) = run.outcomes.losses
     assert stopped[0] in loss
 
@@ -398,8 +382,7 @@ def test_a_stopped_instance_with_its_hosts_parameter_server_costs_the_others_the
 def test_an_instance_that_alone_does_not_reach_the_server_is_replaced(body: Body) -> None:
     """Calls of that instance never arrive: it is the one that is cut off."""
     slow = [Fault(actor="server", method="requests", nth=n, late_s=9.0) for n in (1, 2, 3, 4)]
-    run = body.run("rollout.instances=1", "deadlines.stuck_s=100", faults=slow)
-    run.check()
+    run = body.checked_run("rollout.instances=1", "deadlines.stuck_s=100", faults=slow)
     (loss,) = run.outcomes.losses
     assert "rollout-0 does not reach the server, which answers: server did not answer within 3 s" in loss
 

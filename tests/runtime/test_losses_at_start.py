@@ -24,8 +24,7 @@ CALLS = [
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize(("actor", "method"), CALLS)
 def test_an_actor_that_dies_while_the_run_starts_is_replaced(body: Body, actor: str, method: str, moment: Any) -> None:
-    run = body.run(*RANKS, faults=[Fault(actor=actor, method=method, dies=moment)])
-    run.check()
+    run = body.checked_run(*RANKS, faults=[Fault(actor=actor, method=method, dies=moment)])
     role = "trainer" if actor.startswith("trainer") else actor
     expected = 0 if actor.startswith("parameters") else 1
     assert len(run.outcomes.losses) == expected
@@ -39,8 +38,9 @@ def test_an_actor_that_dies_while_the_run_starts_is_replaced(body: Body, actor: 
 )
 def test_a_trainer_that_dies_after_fine_tuning_is_tuned_anew(body: Body, method: str, nth: int, moment: Any) -> None:
     """As long as there is no later version to go on from."""
-    run = body.run(*RANKS, "training.sft.steps=3", faults=[Fault(actor="trainer", method=method, nth=nth, dies=moment)])
-    run.check()
+    run = body.checked_run(
+        *RANKS, "training.sft.steps=3", faults=[Fault(actor="trainer", method=method, nth=nth, dies=moment)]
+    )
     assert len(run.outcomes.losses) == 1
     assert len(run.world.tuned) in (1, 2) and all(tuned == [0, 1, 2] for tuned in run.world.tuned)
 
@@ -57,10 +57,9 @@ def test_fine_tuning_steps_that_a_trainer_has_done_are_not_logged_again(
 
 
 def test_a_trainer_that_goes_on_from_a_resume_point_is_not_tuned(body: Body) -> None:
-    run = body.run(
+    run = body.checked_run(
         "steps=4", "training.sft.steps=3", faults=[Fault(actor="trainer", method="train", nth=3, dies="before")]
     )
-    run.check()
     assert run.world.tuned == [[0, 1, 2], []]
 
 

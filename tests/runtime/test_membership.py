@@ -42,8 +42,7 @@ def test_workers_that_join_later_become_further_instances(body: Body) -> None:
         await until(run, lambda: run.workers.methods("rollout-0").count("route") > 1)
         run.workers.num_spare = 3
 
-    run = body.run(*LONG, "rollout.max_instances=4", world=long_ones(), meanwhile=join)
-    run.check()
+    run = body.checked_run(*LONG, "rollout.max_instances=4", world=long_ones(), meanwhile=join)
     assert instances(run) == ["rollout-0", "rollout-1", "rollout-2", "rollout-3"], (
         "four, though a fifth worker is there"
     )
@@ -58,8 +57,7 @@ def test_a_run_takes_no_more_instances_than_it_may(body: Body, most: tuple[str, 
     async def join(run: Run) -> None:
         run.workers.num_spare = 9
 
-    run = body.run(*most, meanwhile=join)
-    run.check()
+    run = body.checked_run(*most, meanwhile=join)
     assert instances(run) == ["rollout-0", "rollout-1"]
 
 
@@ -73,8 +71,7 @@ def test_a_further_instance_that_is_lost_is_given_up_without_a_worker_and_taken_
         run.workers.num_spare = 1
 
     none = Fault(actor="rollout-2", method="__init__", nth=2, error=NoFreeWorker("no free worker"))
-    run = body.run(*LONG, "rollout.max_instances=3", world=long_ones(), faults=[none], meanwhile=join)
-    run.check()
+    run = body.checked_run(*LONG, "rollout.max_instances=3", world=long_ones(), faults=[none], meanwhile=join)
     assert "rollout-2.1" in instances(run)
     assert len(run.outcomes.losses) == 1
 
@@ -82,8 +79,7 @@ def test_a_further_instance_that_is_lost_is_given_up_without_a_worker_and_taken_
 def test_an_instance_that_does_not_come_up_is_placed_elsewhere(body: Body) -> None:
     dies = Fault(actor="rollout-0", method="report", nth=2, dies="before")
     never_up = Fault(actor="rollout-0", method="__init__", nth=2, dies="before")
-    run = body.run(*LONG, world=long_ones(), faults=[dies, never_up])
-    run.check()
+    run = body.checked_run(*LONG, world=long_ones(), faults=[dies, never_up])
     assert "rollout-0.2" in instances(run)
     assert len(run.outcomes.losses) == 2
 
@@ -106,8 +102,7 @@ def test_a_run_whose_cluster_is_lost_ends_as_soon_as_it_places_anything(body: Bo
 def test_a_run_says_what_it_misses(body: Body) -> None:
     dies = Fault(actor="rollout-0", method="report", nth=4, dies="before")
     late = Fault(actor="rollout-0", method="__init__", nth=2, late_s=4.0)
-    run = body.run(*LONG, world=long_ones(), faults=[dies, late])
-    run.check()
+    run = body.checked_run(*LONG, world=long_ones(), faults=[dies, late])
     assert lines(run) == ["2 of 2 instances", "1 of 2 instances; waiting for rollout-0"]
     assert run.instance_lines[-1] == "2 of 2 instances"
 
@@ -124,8 +119,7 @@ def retired(body: Body, *overrides: str, by: Callable[[Run], str] = lambda _: "r
         answers.append(run.driver.retire(by(run)))
         answers.append(run.driver.retire(by(run)))
 
-    run = body.run(*LONG, *overrides, world=long_ones(), meanwhile=retire, **kwargs)
-    run.check()
+    run = body.checked_run(*LONG, *overrides, world=long_ones(), meanwhile=retire, **kwargs)
     assert answers == ["", ""]
     return run
 
@@ -168,8 +162,7 @@ def test_an_instance_that_is_retired_while_it_samples_for_an_evaluation_hands_th
         assert run.driver.retire(host) == ""
 
     evaluated = ("rollout.engine.name=transformers", "model.path=none", "task.eval_prompts=4")
-    run = body.run(*evaluated, meanwhile=retire)
-    run.check()
+    run = body.checked_run(*evaluated, meanwhile=retire)
     assert [e.version for e in run.outcomes.evaluations] == [0, 3]
     assert all(e.sampled_failed == 0 for e in run.outcomes.evaluations)
     assert run.outcomes.losses == []
@@ -193,6 +186,5 @@ def test_what_cannot_be_retired_is_said(body: Body, worker: str, least: int, ans
         await until(run, lambda: run.workers.methods("rollout-1").count("report") > 1)
         answers.append(run.driver.retire(worker))
 
-    run = body.run(f"rollout.min_instances={least}", meanwhile=retire)
-    run.check()
+    body.checked_run(f"rollout.min_instances={least}", meanwhile=retire)
     assert [a.replace("rollout-1, rollout-0", "rollout-0, rollout-1") for a in answers] == [answer]

@@ -123,14 +123,12 @@ def test_a_trainer_that_is_stopped_is_replaced_after_silent_s_however_long_a_ste
 
 def test_a_trainer_that_is_slow_is_not_lost(body: Body) -> None:
     """A step takes ten times as long as its process may be silent: that answers meanwhile."""
-    run = body.run("steps=3", *PATIENT, world=World(train_s=90.0))
-    run.check()
+    run = body.checked_run("steps=3", *PATIENT, world=World(train_s=90.0))
     assert run.outcomes.losses == []
 
 
 def test_a_trainer_that_was_stopped_for_less_than_silent_s_is_not_lost(body: Body) -> None:
-    run = body.run("steps=5", *PATIENT, world=World(train_s=12.0), meanwhile=stopping("trainer", 6.0))
-    run.check()
+    run = body.checked_run("steps=5", *PATIENT, world=World(train_s=12.0), meanwhile=stopping("trainer", 6.0))
     assert run.outcomes.losses == []
 
 
@@ -258,8 +256,7 @@ def test_the_loss_of_an_idle_rank_is_noticed(body: Body) -> None:
 @pytest.mark.parametrize("method", ["__init__", "join", "call_policy"])
 def test_a_rank_that_is_lost_while_its_group_is_restored_is_placed_once_more(body: Body, method: str) -> None:
     nth = {"__init__": 2, "join": 2, "call_policy": 3}[method]
-    run = body.run(*RANKS, faults=[dies(nth=2), dies_rank(method, nth)])
-    run.check()
+    run = body.checked_run(*RANKS, faults=[dies(nth=2), dies_rank(method, nth)])
     assert len(run.outcomes.losses) == 2
     assert sorted(set(steps_trained(run))) == list(range(5))
 
@@ -361,8 +358,7 @@ def test_a_server_and_a_trainer_may_be_lost_at_once(body: Body) -> None:
         for name in ("server", "trainer", "reward-0"):
             run.workers.kill(name)
 
-    run = body.run("steps=6", "training.resume_every=2", world=some_long(), meanwhile=kill)
-    run.check()
+    run = body.checked_run("steps=6", "training.resume_every=2", world=some_long(), meanwhile=kill)
     assert len(run.outcomes.losses) == 3
     assert sorted(n for n in run.workers.names if n.startswith("rollout")) == ["rollout-0", "rollout-1"]
 

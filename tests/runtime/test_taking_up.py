@@ -167,11 +167,10 @@ def test_a_lost_instance_costs_what_it_sampled_since_it_last_delivered(body: Bod
     """Two instances, four responses each: of those on the lost one, tokens of little more than spool_s."""
     world = World(length=lambda _: 160)
     fault = Fault(actor="rollout-0", method="report", nth=13, dies="after")
-    run = body.run(
+    run = body.checked_run(
         "steps=1", "batch.groups_per_step=4", "staleness.eta=0", "rollout.max_new_tokens=400",
         f"rollout.delivery_interval_s={spool_s}", faults=[fault], world=world,
     )  # fmt: skip
-    run.check()
     ((lost_s, _),) = run.events("InstanceLost")
     routed = [c for c in run.commands("Route") if c.instance == "rollout-0"]
     assert len(routed) == 4

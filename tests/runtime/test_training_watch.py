@@ -52,8 +52,7 @@ def test_a_run_tells_and_keeps_its_alarms(body: Body, caplog: pytest.LogCaptureF
     def figures(step: int) -> dict[str, float]:
         return {"ess": 0.2, "entropy": 1.0 - 0.1 * step, "updates_dropped": float(step == 1), "clip_share": 0.25}
 
-    run = body.run("steps=4", world=World(figures=figures))
-    run.check()
+    run = body.checked_run("steps=4", world=World(figures=figures))
     assert [alarm.partition(":")[0] for alarm in run.outcomes.alarms] == ["step 1", "step 2"]
     for alarm in run.outcomes.alarms:
         assert sum(r.getMessage() == alarm for r in caplog.records) == 1

@@ -22,8 +22,7 @@ TURNS = 'cluster.layout="turns"'
 
 @pytest.mark.parametrize("eta", [0, 1, 2])
 def test_each_has_the_gpus_in_its_turn(body: Body, eta: int) -> None:
-    run = body.run(TURNS, f"staleness.eta={eta}", "steps=4", world=long_ones())
-    run.check()
+    run = body.checked_run(TURNS, f"staleness.eta={eta}", "steps=4", world=long_ones())
     assert len(run.commands("Sleep")) == len(run.events("InstanceSlept")) == 2 * 4
     interrupted = len(run.events("TrajectoryInterrupted"))
     assert interrupted == 0 if eta == 0 else interrupted > 0
@@ -43,8 +42,7 @@ def test_a_process_that_dies_in_any_turn_is_replaced(
 ) -> None:
     """Nothing is lost from the ledger, and the replacement waits for its turn."""
     fault = Fault(actor=actor, method=method, nth=nth, dies=moment)
-    run = body.run(TURNS, f"staleness.eta={eta}", "steps=4", faults=[fault], world=long_ones())
-    run.check()
+    run = body.checked_run(TURNS, f"staleness.eta={eta}", "steps=4", faults=[fault], world=long_ones())
     happened = len(run.outcomes.losses) > 0
     assert happened or (method == "interrupt" and eta == 0), "the fault did not happen"
 
@@ -86,8 +84,7 @@ def test_the_simulator_foretells_how_long_a_run_takes(body: Body, eta: int) -> N
     def length(trajectory: int) -> int:
         return workload.turns(*divmod(trajectory, config.batch.group_size))[0].tokens
 
-    run = body.run(config=config, world=World(length=length, switch_s=0.3))
-    run.check()
+    run = body.checked_run(config=config, world=World(length=length, switch_s=0.3))
     simulated = SimulatedRun(config, workload, validate_each=True).run()
     published_s = [at_s for at_s, _ in run.events("VersionPublished")]
     foretold_s = [step.finished_s for step in simulated.steps]

@@ -271,6 +271,12 @@ class Body:
         virtual_time.run(self._drive(run, meanwhile, resumption))
         return run
 
+    def checked_run(self, *overrides: str, **arguments: Any) -> Run:
+        """Like `run`; fails unless the run did all its steps and kept every promise."""
+        run = self.run(*overrides, **arguments)
+        run.check()
+        return run
+
     @contextlib.asynccontextmanager
     async def placed(
         self,
