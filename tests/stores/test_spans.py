@@ -252,19 +252,19 @@ def test_branches_of_rows_begin_after_the_spans_before_them() -> None:
 def test_batches_of_a_range_hash_as_their_steps_recorded(tmp_path: Path) -> None:
     store = sound_store(tmp_path / "store")
     recorded = {r.step: r.batch_fingerprint for r in store.steps() if r.batch_fingerprint}
-    everything = RowRange(start=0, stop=store.summary().num_rows, steps=frozenset(recorded), most_tokens=1000)
+    everything = RowRange(start=0, stop=store.summary().num_rows, steps=frozenset(recorded), max_tokens=1000)
     assert recorded
     assert hash_batches(StoreReader.at(store.path, store.snapshot), everything) == recorded
 
 
-@pytest.mark.parametrize("most_tokens", [1, 1000])
+@pytest.mark.parametrize("max_tokens", [1, 1000])
 def test_tokens_of_an_instance_out_of_service_are_found_up_to_the_row_that_may_have_them(
-    tmp_path: Path, most_tokens: int
+    tmp_path: Path, max_tokens: int
 ) -> None:
     """The number of a row counts from the beginning of the store, in whichever blocks rows are read."""
     store = sound_store(tmp_path / "store")
     instances = {segment.instance for row in store.ended() for segment in row.trajectory.segments}
     refused = tuple(Refusal(instance=instance, version=2, accepted_from=11) for instance in instances)
-    rows = RowRange(start=2, stop=16, steps=frozenset(), most_tokens=most_tokens, refused=refused)
+    rows = RowRange(start=2, stop=16, steps=frozenset(), max_tokens=max_tokens, refused=refused)
     findings = check_rows(StoreReader.at(store.path, store.snapshot), 1, rows).findings
     assert [finding.where for finding in findings] == [f"trajectory {row}" for row in (8, 9, 10)]
