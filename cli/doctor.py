@@ -52,11 +52,11 @@ def print_plan(config_path: str) -> None:
     """Print a job's memory plan and placement on this machine's GPUs. Raises ConfigError."""
     from staleflow.pipeline.config import loading
     from staleflow.pipeline.config.local_gpus import read_devices
-    from staleflow.pipeline.config.size_plan import THIS, explain_plan, usable_devices
+    from staleflow.pipeline.config.size_plan import THIS_MACHINE, explain_plan, usable_devices
     from staleflow.pipeline.placement.devices import Host
 
     config = loading.load(config_path, ())
-    text, fits = explain_plan(config, [Host(name=THIS, devices=usable_devices(config, read_devices()))])
+    text, fits = explain_plan(config, [Host(name=THIS_MACHINE, devices=usable_devices(config, read_devices()))])
     click.echo(text)
     if not fits:
         sys.exit(2)

@@ -201,7 +201,7 @@ def prompt_settings(
         max_prompt_tokens=longest_prompt,
         sets=evaluation_sets(config),
         workload=None if config.has_texts else make_workload(config),
-        drawn_responses=config.emulated and config.has_texts,
+        random_responses=config.emulated and config.has_texts,
         sources=tuple(
             NamedSource(
                 name=name,

@@ -1,4 +1,4 @@
-"""Checks of a job file that involve more than one key. An error is a line that says what to change."""
+"""Checks of a job file that involve more than one key. Each error says what to change."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.training.loss import Dpo, Sft, UserLoss
 
 MAX_TRAJECTORIES, MAX_STEPS = 1_000_000, 1_000_000_000
-"""Sizes of a step and of a run beyond which a number is a slip: all trajectories of a step are in memory at once."""
-SHOWN_TEMPLATE = 200
-"""Most characters of a corrected template that a message shows."""
+"""Larger numbers of trajectories per step, or of steps, are taken for typing errors. All trajectories of a step are in
+memory at once."""
+MAX_SHOWN_CHARS = 200
+"""Maximum characters of a corrected template in a message."""
 
 
 def check_across(config: RunConfig, where: str) -> None:
@@ -30,7 +31,7 @@ def check_across(config: RunConfig, where: str) -> None:
 
 
 def _broken_rules(config: RunConfig) -> Iterator[str]:
-    """The rules that a job breaks, a line each: what is wrong and the remedy."""
+    """Yield one line for each rule that a job breaks: what is wrong, and the remedy."""
     if not config.model.path and config.has_texts:
         yield "model.path is missing; name a folder or a hub model"
     yield from _check_sources(config)
@@ -54,14 +55,14 @@ def _broken_rules(config: RunConfig) -> Iterator[str]:
         try:
             split_url(config.store_url)
         except ConfigError:
-            yield f"store = {config.store!r} is no place for a store; {HOW}"
+            yield f"store = {config.store!r} is not a valid store; {HOW}"
     yield from _check_evaluation(config)
     yield from _check_engine(config)
     yield from _check_virtual(config)
 
 
 def _check_objective(config: RunConfig) -> Iterator[str]:
-    """Check that what the trainer minimises has all that it needs, and that it uses all that is set."""
+    """Check that the settings of the training objective are complete, and that none of them is unused."""
     kl = config.training.kl
     if kl.reference and not kl.coefficient and not isinstance(config.training.loss, Dpo):
         yield (
@@ -96,7 +97,7 @@ def _check_objective(config: RunConfig) -> Iterator[str]:
 
 
 def _check_sizes(config: RunConfig) -> Iterator[str]:
-    """Check that a step's numbers fit together, and can be meant."""
+    """Check that the sizes of a step are consistent and plausible."""
     if config.training.minibatches > config.batch.groups_per_step * config.batch.group_size:
         yield (
             f"training.minibatches = {config.training.minibatches} is more than the "
@@ -126,11 +127,11 @@ def _check_sizes(config: RunConfig) -> Iterator[str]:
 
 
 def _check_sources(config: RunConfig) -> Iterator[str]:
-    """Check that several sources are stated as such, and fit the rest of the job."""
+    """Check the keys of a job with several task sources."""
     sources = config.task.sources
     if not sources:
         return
-    if beside := config.task.beside_sources:
+    if beside := config.task.keys_besides_sources:
         yield f"task.{beside[0]} is set beside several sources; set task.sources.NAME.{beside[0]} of each instead"
     for name, task in sources.items():
         key = f"task.sources.{name}"
@@ -166,7 +167,7 @@ def _check_template(task: TaskConfig, key: str) -> Iterator[str]:
     template, pattern = task.template, task.answer_pattern
     if "{prompt}" not in template:
         yield f"{key}.template must contain {{prompt}}, it is {shown(template)}"
-    doubled = "{prompt}".join(part.replace("{", "{{").replace("}", "}}") for part in template.split("{prompt}"))
+    escaped = "{prompt}".join(part.replace("{", "{{").replace("}", "}}") for part in template.split("{prompt}"))
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError:
@@ -174,7 +175,7 @@ def _check_template(task: TaskConfig, key: str) -> Iterator[str]:
     if set(names) != {"prompt"}:
         yield (
             f"{key}.template: only {{prompt}} is replaced; write any other brace twice: "
-            f"{doubled if len(doubled) <= SHOWN_TEMPLATE else shown(doubled)}"
+            f"{escaped if len(escaped) <= MAX_SHOWN_CHARS else shown(escaped)}"
         )
     try:
         groups = re.compile(pattern).groups
@@ -186,11 +187,11 @@ def _check_template(task: TaskConfig, key: str) -> Iterator[str]:
 
 
 def _check_evaluation(config: RunConfig) -> Iterator[str]:
-    """Check what the model is to be evaluated on."""
+    """Check the evaluation sets."""
     max_new_tokens, sets = config.rollout.max_new_tokens, config.evaluation_sets
     if HELD_OUT in config.evaluation.sets:
         yield f"evaluation.sets.{HELD_OUT} is the name of the set of task.eval_prompts; rename it"
-    plays = config.has_environment and not config.environment.tools and not config.task.sources
+    has_games = config.has_environment and not config.environment.tools and not config.task.sources
     for name, evaluation_set in config.evaluation.sets.items():
         key = f"evaluation.sets.{name}"
         if not evaluation_set.responses_per_prompt:
@@ -200,12 +201,12 @@ def _check_evaluation(config: RunConfig) -> Iterator[str]:
                 f"{key}.max_new_tokens = {evaluation_set.max_new_tokens} is more than rollout.max_new_tokens = "
                 f"{max_new_tokens}, which the engines have room for; lower it"
             )
-        if plays and evaluation_set.reward != "task":
+        if has_games and evaluation_set.reward != "task":
             yield (
                 f"{key}.reward = {evaluation_set.reward!r}: environments reward their episodes themselves; remove it, "
                 "and return the reward from the environment"
             )
-        if plays and evaluation_set.source:
+        if has_games and evaluation_set.source:
             yield (
                 f"{key}.source = {evaluation_set.source!r}: environments of a run are those of task.source and "
                 "task.eval_source; leave it empty"
@@ -236,7 +237,7 @@ def _check_engine(config: RunConfig) -> Iterator[str]:
 
 
 def _check_adapters(config: RunConfig) -> Iterator[str]:
-    """Check that adapters are trained where they are served, and the other way round."""
+    """Check that adapters are trained if and only if the engines serve adapters."""
     rank, on_pull = config.training.lora.rank, config.rollout.on_pull
     if rank and on_pull != "adapter":
         yield (

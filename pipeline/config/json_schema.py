@@ -34,7 +34,7 @@ def _table(cls: type[Any]) -> dict[str, Any]:
 def _table_or_list(cls: type[Any]) -> dict[str, Any]:
     """A table; where a list of tables with names is short for entries of one of its keys, either."""
     table = _table(cls)
-    if not (key := getattr(cls, "LIST", "")):
+    if not (key := getattr(cls, "LIST_KEY", "")):
         return table
     entry = _table(entry_type(keys_of(cls)[key][0]) or cls)
     name = {"description": "a name for it, which its metrics have", "type": "string", "pattern": NAME}

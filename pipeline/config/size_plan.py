@@ -25,7 +25,7 @@ from staleflow.pipeline.sizing.plan import MemoryPlan, SizedJob, make_plan
 from staleflow.pipeline.sizing.split import StepWork, propose_split
 from staleflow.stores.errors import ConfigError
 
-THIS = "this machine"
+THIS_MACHINE = "this machine"
 NO_CHANGE = "no change of dtype, recompute, micro-batch, cache, ranks, tensor_parallel or offload helps"
 
 
@@ -58,14 +58,14 @@ def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
 
 
 def gpu_bytes(config: RunConfig) -> tuple[int, int]:
-    """Bytes of a GPU that a rank and an instance of a job need; 0 where unknown: without a model on this machine, and
-    for a trainer of adapters. In turns, including the CUDA context of the sleeping process."""
+    """Bytes of GPU memory that a rank and an instance of a job need. 0 if unknown: the model is not on this machine, or
+    the trainer trains adapters. With the layout "turns" this includes the CUDA context of the sleeping process."""
     if (shape := _shape(config)) is None:
         return 0, 0
     job = sized_job(config, 2)
     trainer = 0 if config.training.lora.rank else sum(trainer_parts(shape, job.training).values())
-    engine, asleep = sum(engine_parts(shape, job.engine).values()), CONTEXT_BYTES if config.turns else 0
-    return trainer and trainer + asleep, engine + asleep
+    engine, sleeping = sum(engine_parts(shape, job.engine).values()), CONTEXT_BYTES if config.turns else 0
+    return trainer and trainer + sleeping, engine + sleeping
 
 
 def _shape(config: RunConfig) -> ModelShape | None:
@@ -81,8 +81,8 @@ def change_that_fits(config: RunConfig, num_gpus: int, device_bytes: int) -> str
     """The smallest change with which a job fits on GPUs that are too small for it, for messages; empty if they are
     large enough, or no such change is known. device_bytes: memory of the largest GPU."""
     rank_bytes, instance_bytes = gpu_bytes(config)
-    beside = num_gpus == 1 and not config.turns
-    needed = rank_bytes + instance_bytes if beside else max(rank_bytes, instance_bytes)
+    shared = num_gpus == 1 and not config.turns
+    needed = rank_bytes + instance_bytes if shared else max(rank_bytes, instance_bytes)
     shape = _shape(config)
     if shape is None or not device_bytes or needed <= device_bytes:
         return ""
@@ -122,7 +122,7 @@ def _rank_fits(shape: ModelShape, job: SizedJob, ranks: int, device_bytes: int) 
 
 
 def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
-    """Return a job's memory plan and placement on these GPUs as text, and whether the job fits on the smallest of them.
+    """Return a job's memory plan and placement on these GPUs as text, and whether the job fits on the smallest GPU.
     Raises ConfigError if the job has no model on this machine."""
     label = f"model.path = {config.model.path!r}"
     if not config.model.path:
@@ -139,27 +139,27 @@ def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
     job = sized_job(config, len(devices))
     plan = make_plan(ModelShape.of(read_architecture(folder, label), label), job, min(sizes))
     lines = [f"on {describe(devices)}: {job.instances} instances of {job.engine.tensor_parallel}, "
-             f"{job.training.ranks} ranks", *table(plan)]  # fmt: skip
+             f"{job.training.ranks} ranks", *memory_table(plan)]  # fmt: skip
     placed = place(hosts, run_roles(config), share=len(devices) == 1, turns=config.turns)
-    short = isinstance(placed, Shortage)
+    lacks_gpus = isinstance(placed, Shortage)
     lines += ["", placed.line if isinstance(placed, Shortage) else placement_text(hosts, placed.assignments)]
     lines += ["", verdict(plan)]
     if proposed := split_line(config, len(devices), min(sizes)):
         lines.append(proposed)
-    return "\n".join(lines), plan.changes == {} and not short
+    return "\n".join(lines), plan.changes == {} and not lacks_gpus
 
 
-def table(plan: MemoryPlan) -> list[str]:
+def memory_table(plan: MemoryPlan) -> list[str]:
     """The memory of a rank and of an instance by part, one line each, in GB."""
     names = dict.fromkeys((*plan.trainer, *plan.engine))
     width = max(map(len, names))
 
-    def cell(parts: dict[str, int], name: str) -> str:
+    def format_cell(parts: dict[str, int], name: str) -> str:
         return f"{parts[name] / GB:10.1f}" if name in parts else " " * 10
 
     trainer, engine = dict(plan.trainer), dict(plan.engine)
     lines = [f"{'GB of a GPU':<{width}}  {'rank':>10}  {'instance':>10}"]
-    lines += [f"{name:<{width}}  {cell(trainer, name)}  {cell(engine, name)}".rstrip() for name in names]
+    lines += [f"{name:<{width}}  {format_cell(trainer, name)}  {format_cell(engine, name)}".rstrip() for name in names]
     total = f"{sum(trainer.values()) / GB:10.1f}  {sum(engine.values()) / GB:10.1f}"
     return [*lines, f"{'together':<{width}}  {total}   of {plan.usable_bytes / GB:.1f} ({MARGIN:.0%} are left free)"]
 
@@ -179,7 +179,7 @@ def _changes(plan: MemoryPlan) -> str:
 
 
 def _toml(value: object) -> str:
-    """A value as a job file has it."""
+    """Format a value as in a TOML job file."""
     return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
 
 
@@ -187,8 +187,8 @@ def usable_devices(config: RunConfig, devices: Sequence[Device]) -> tuple[Device
     """The GPUs of this machine that a job may use: the first cluster.gpus, or all. Raises ConfigError."""
     count = config.cluster.gpus
     if count > len(devices):
-        allowed_ranks = f"{len(devices)} or less, or 0 for all" if devices else "0"
-        raise ConfigError(f"cluster.gpus = {count}: {THIS} has {describe(devices)}; set it to {allowed_ranks}")
+        allowed = f"{len(devices)} or less, or 0 for all" if devices else "0"
+        raise ConfigError(f"cluster.gpus = {count}: {THIS_MACHINE} has {describe(devices)}; set it to {allowed}")
     return tuple(devices[: count or len(devices)])
 
 
@@ -199,14 +199,14 @@ def place_locally(config: RunConfig, devices: Sequence[Device]) -> tuple[Mapping
     devices = usable_devices(config, devices) if uses_gpus(config) else ()
     if not devices:
         return {}, ""
-    host = Host(name=THIS, devices=tuple(devices))
+    host = Host(name=THIS_MACHINE, devices=tuple(devices))
     placed = place([host], run_roles(config, *gpu_bytes(config)), share=len(devices) == 1, turns=config.turns)
     if isinstance(placed, Shortage):
         sizes = [device.memory_bytes for device in devices]
         remedy = change_that_fits(config, len(devices), max(sizes)) or (
             "lower rollout.instances, training.ranks or rollout.engine.tensor_parallel"
         )
-        raise ConfigError(f"cluster: the run {placed.line} on {THIS}; {remedy}")
+        raise ConfigError(f"cluster: the run {placed.line} on {THIS_MACHINE}; {remedy}")
     visible = {device.uuid: device.visible for device in devices}
     by_name = {
         name: ",".join(visible[uuid] for uuid in assignment.devices) for name, assignment in placed.assignments.items()

@@ -42,16 +42,16 @@ class MixedTaskConfig(SampledTaskConfig):
 class TaskTableConfig(SampledTaskConfig):
     """One task source and the form of its prompts, or several sources."""
 
-    LIST: ClassVar[str] = "sources"
-    """The key whose entries a list of tables with `name` is short for."""
+    LIST_KEY: ClassVar[str] = "sources"
+    """Key that a list of tables with `name` is converted to."""
 
     sources: dict[str, MixedTaskConfig] = knob(
         {}, "several sources by name, in place of all other keys of this table; [[task]] tables with `name` are these"
     )
 
     @property
-    def beside_sources(self) -> list[str]:
-        """Keys that are set in addition to `sources`, which replaces them."""
+    def keys_besides_sources(self) -> list[str]:
+        """Keys of this table that are set although `sources` replaces them."""
         default = TaskTableConfig()
         names = (f.name for f in dataclasses.fields(self) if f.name not in ("sources", "multi_turn"))
         return [name for name in names if getattr(self, name) != getattr(default, name)]
@@ -75,4 +75,4 @@ def with_named_tasks(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
         if name in sources:
             raise ConfigError(f"{where}: two [[task]] tables have name = {name!r}; rename one")
         sources[name] = {key: value for key, value in table.items() if key != "name"}
-    return {**tree, "task": {TaskTableConfig.LIST: sources}}
+    return {**tree, "task": {TaskTableConfig.LIST_KEY: sources}}

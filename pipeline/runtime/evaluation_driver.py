@@ -27,7 +27,7 @@ from staleflow.pipeline.runtime.evaluation_rewards import prompt_rewards, read_r
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.tasks.actors.server_messages import EvaluatedResponse
-from staleflow.tasks.sources.evaluation_items import GREEDY, ItemView, group_of
+from staleflow.tasks.sources.evaluation_items import GREEDY, ItemSummary, group_of
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class EvaluationDriver:
         self._note = note
         self._elapsed_s = elapsed_s
         self._fingerprints, self._changed = fingerprints, changed
-        self._items: list[ItemView] = []
+        self._items: list[ItemSummary] = []
         self._number = 0
         self._began_s = 0.0
         self._is_running = self._is_due = False
@@ -88,7 +88,7 @@ class EvaluationDriver:
         self._items = await self._actors.ask("server", "evaluation_items", deadline="train_s")
         tasks = {name or HELD_OUT: task for name, task in self._config.task.named.items()}
         for name, evaluation_set in self._sets.items():
-            num_prompts = len({item.prompt for item in self._items if item.of == name})
+            num_prompts = len({item.prompt for item in self._items if item.set_name == name})
             key, source = f"evaluation.sets.{name}.prompts", evaluation_set.source
             if (task := tasks.get(name)) is not None:
                 key = f"task.sources.{name}.eval_prompts" if self._config.task.sources else "task.eval_prompts"
@@ -142,14 +142,14 @@ class EvaluationDriver:
             raise ProtocolViolation(f"version {command.version} was evaluated with tokens of versions {sorted(strays)}")
         seconds = self._elapsed_s() - self._began_s
         rewards = {
-            name: prompt_rewards([pair for pair in zip(self._items, answered, strict=True) if pair[0].of == name])
+            name: prompt_rewards([pair for pair in zip(self._items, answered, strict=True) if pair[0].set_name == name])
             for name in self._sets
         }
         base = self._base_rewards() if command.version else {}
         results = []
         for name, evaluation_set in self._sets.items():
             set_responses = [
-                (item, response) for item, response in zip(self._items, answered, strict=True) if item.of == name
+                (item, response) for item, response in zip(self._items, answered, strict=True) if item.set_name == name
             ]
             if not set_responses:
                 continue

@@ -16,21 +16,21 @@ from staleflow.stores.errors import StoreError
 from staleflow.stores.files import replace_text
 from staleflow.stores.serialization import Codec
 from staleflow.tasks.actors.server_messages import EvaluatedResponse
-from staleflow.tasks.sources.evaluation_items import GREEDY, ItemView
+from staleflow.tasks.sources.evaluation_items import GREEDY, ItemSummary
 
 FOLDER = "evaluations"
 CODEC = Codec()
 
 
-def prompt_rewards(answered: Sequence[tuple[ItemView, EvaluatedResponse]]) -> dict[str, PromptRewards]:
+def prompt_rewards(answered: Sequence[tuple[ItemSummary, EvaluatedResponse]]) -> dict[str, PromptRewards]:
     """Rewards of a set by prompt, from its items and their responses."""
-    by_prompt: dict[str, list[tuple[ItemView, EvaluatedResponse]]] = {}
+    by_prompt: dict[str, list[tuple[ItemSummary, EvaluatedResponse]]] = {}
     for item, response in answered:
         by_prompt.setdefault(item.digest, []).append((item, response))
     return {digest: _of_prompt(responses) for digest, responses in by_prompt.items()}
 
 
-def _of_prompt(answered: Sequence[tuple[ItemView, EvaluatedResponse]]) -> PromptRewards:
+def _of_prompt(answered: Sequence[tuple[ItemSummary, EvaluatedResponse]]) -> PromptRewards:
     scored = [(item.sample, r, r.score.reward) for item, r in answered if r.score is not None and not r.score.error]
     answers = tuple(response.answer for sample, response, _ in scored if sample != GREEDY)
     return PromptRewards(

@@ -1,7 +1,7 @@
 """Samplers, which choose the next task of a source. Pure.
 
-A sampler object has settings only. What it learns is its state: named lists of numbers, which are arguments of its
-methods. The state is in the store, so a resumed run draws the same tasks as an uninterrupted one. Random numbers come
+A sampler object has only settings. Its state, named lists of numbers, is an argument of its methods and is saved in the
+store, so a resumed run draws the same tasks as an uninterrupted one. Random numbers come
 from the job's seed and the number of the draw.
 
 Weights are never zero, so a task that has left the window can return to it. A task counts as seen as soon as a group of
@@ -38,9 +38,9 @@ class Draw:
     """The inputs of one draw."""
 
     number: int
-    """Draws of this source before it."""
+    """Number of earlier draws of this source."""
     seed: int
-    """The job's."""
+    """The job's seed."""
     source: int = 0
     """Number of the source."""
     in_flight: Set[int] = frozenset()
@@ -119,11 +119,11 @@ class Uniform(Sampler):
 
     def choose(self, draw: Draw, state: State) -> int:
         epoch, position = divmod(draw.number, self.tasks)
-        return int(_order(self.tasks, draw.seed, draw.source, epoch)[position])
+        return int(_permutation(self.tasks, draw.seed, draw.source, epoch)[position])
 
 
 @functools.lru_cache(maxsize=16)
-def _order(tasks: int, seed: int, source: int, epoch: int) -> npt.NDArray[np.int64]:
+def _permutation(tasks: int, seed: int, source: int, epoch: int) -> npt.NDArray[np.int64]:
     """The order of all tasks in one epoch."""
     return generator(seed, Stream.TASKS, source, epoch, tasks).permutation(tasks)
 
@@ -144,10 +144,10 @@ class DifficultyWindow(Sampler):
     def choose(self, draw: Draw, state: State) -> int:
         means = _means(state, "means", self.tasks)
         inside = (means == UNSEEN) | ((means >= self.low) & (means <= self.high))
-        return _weighted(np.where(inside, 1.0, self.outside), draw)
+        return _draw_weighted(np.where(inside, 1.0, self.outside), draw)
 
     def learn(self, task: int, reward: float | None, state: State) -> None:
-        _update(state, "means", self.tasks, task, reward, self.memory)
+        _update_average(state, "means", self.tasks, task, reward, self.memory)
 
 
 @SAMPLERS.register("learning_progress")
@@ -163,20 +163,22 @@ class LearningProgress(Sampler):
     def choose(self, draw: Draw, state: State) -> int:
         fast, slow = _means(state, "fast", self.tasks), _means(state, "slow", self.tasks)
         progress = np.abs(fast - slow)
-        equal = np.full(self.tasks, 1.0 / self.tasks)
+        uniform = np.full(self.tasks, 1.0 / self.tasks)
         total = float(progress.sum())
-        return _weighted(self.explore * equal + (1 - self.explore) * (progress / total if total > 0 else equal), draw)
+        return _draw_weighted(
+            self.explore * uniform + (1 - self.explore) * (progress / total if total > 0 else uniform), draw
+        )
 
     def learn(self, task: int, reward: float | None, state: State) -> None:
-        _update(state, "fast", self.tasks, task, reward, self.fast)
-        _update(state, "slow", self.tasks, task, reward, self.slow)
+        _update_average(state, "fast", self.tasks, task, reward, self.fast)
+        _update_average(state, "slow", self.tasks, task, reward, self.slow)
 
 
 @SAMPLERS.register("curriculum")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curriculum(Sampler):
-    """Stages of equal size, in the order of the source. The next stage begins once the mean reward of the current one
-    is reached."""
+    """Stages of uniform size, in the order of the source. The next stage begins once the mean reward of the
+    current stage reaches `reward`."""
 
     tasks: int = knob(1000, "tasks to choose from, the first of the source", low=1, high=1_000_000)
     stages: int = knob(4, "stages that the tasks are divided into", low=1, high=1000)
@@ -223,7 +225,7 @@ def _means(state: State, name: str, tasks: int) -> npt.NDArray[np.float64]:
     return means
 
 
-def _update(state: State, name: str, tasks: int, task: int, reward: float | None, memory: float) -> None:
+def _update_average(state: State, name: str, tasks: int, task: int, reward: float | None, memory: float) -> None:
     """Update a moving average of one task in the state. A group without a reward does not change the average; if it is
     the task's first group it counts as reward 0."""
     means = state.setdefault(name, [])
@@ -236,7 +238,7 @@ def _update(state: State, name: str, tasks: int, task: int, reward: float | None
         means[task] = max(0.0, memory * means[task] + (1 - memory) * reward)
 
 
-def _weighted(weights: npt.NDArray[np.float64], draw: Draw) -> int:
+def _draw_weighted(weights: npt.NDArray[np.float64], draw: Draw) -> int:
     """Draw a random task with these weights. Tasks in flight are left out, unless all are in flight."""
     available = weights.copy()
     available[[task for task in draw.in_flight if task < len(available)]] = 0.0

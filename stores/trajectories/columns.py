@@ -43,11 +43,11 @@ class Column:
     fill: int | float | bool = 0
     """The value of rows that were stored before the column existed."""
     value: Callable[[EndedTrajectory], Value] | None = None
-    """Computes the value of a row. None: the place of the row in the store's other arrays, which a commit assigns."""
+    """Computes the value of a row. None: it is an offset into the store's other arrays, which a commit assigns."""
     shown: Callable[[EndedTrajectory], Value] | None = None
     """Computes the value that tables show, where it is not the stored one."""
     members: tuple[Enum, ...] = ()
-    """What the indices of an enumeration stand for."""
+    """Members of the enumeration, by stored index."""
 
     @property
     def array(self) -> str:
@@ -59,7 +59,7 @@ class Column:
         """Type of the column in displayed tables, where enumerations are words."""
         return "str" if self.members else self.dtype
 
-    def encoded(self, row: EndedTrajectory) -> int | float | bool:
+    def encode(self, row: EndedTrajectory) -> int | float | bool:
         """Encode a trajectory's value for storage."""
         assert self.value is not None
         value = self.value(row)

@@ -81,7 +81,7 @@ def pack(ended: Sequence[EndedTrajectory], start: int, text_start: int) -> Commi
         offset += prompt + len(response)
     rows = empty_rows(len(ended), COLUMNS)
     for column in shown_columns():
-        rows[column.name] = [column.encoded(row) for row in ended]
+        rows[column.name] = [column.encode(row) for row in ended]
     rows["offset"] = offsets
     rows["text_bytes"] = [len(text) for text in texts]
     rows["text_offset"] = text_start + np.cumsum(rows["text_bytes"]) - rows["text_bytes"]

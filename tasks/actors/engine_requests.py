@@ -31,7 +31,7 @@ def request_of(
         return SampledTokens(
             trajectory=t.id, route_number=item.route_number, start=len(response), segments=(), finish=t.finish
         )
-    config = None if evaluated is None else evaluated.of.config
+    config = None if evaluated is None else evaluated.eval_set.config
     max_new_tokens = settings.prompts.response_tokens(t.source) if config is None else config.max_new_tokens
     return Request(
         trajectory=t.id,

@@ -44,7 +44,7 @@ class EvaluationTrajectories:
                 group=group,
                 prompt_tokens=np.asarray(item.tokens, np.int32),
                 at_s=now,
-                source=item.of.task_source,
+                source=item.eval_set.task_source,
             )
             for group, item in items.items()
         ]
@@ -55,7 +55,7 @@ class EvaluationTrajectories:
         """Return the maximum response length of each group that belongs to an evaluation."""
         evaluated = {group for group in groups if is_evaluation(group)}
         items = await self._tasks.evaluated(evaluated) if evaluated else {}
-        return {group: item.of.config.max_new_tokens for group, item in items.items()}
+        return {group: item.eval_set.config.max_new_tokens for group, item in items.items()}
 
     async def responses(self, groups: Sequence[GroupId]) -> list[EvaluatedResponse]:
         """Return the state of each group's response, with a digest of its answer."""
@@ -83,7 +83,7 @@ class EvaluationTrajectories:
         return groups, [entry] if self._flight.apply(entry) else []
 
     def _digest(self, item: EvaluationItem, tokens: Sequence[int]) -> str:
-        return short_digest(extract_answer(item.of.answer_pattern, self._text(tokens)))
+        return short_digest(extract_answer(item.eval_set.answer_pattern, self._text(tokens)))
 
     def _member(self, group: GroupId) -> TrajectoryId:
         return TrajectoryId(group * self._flight.group_size)

@@ -11,7 +11,7 @@ import numpy as np
 
 from staleflow.stores.trajectory import GroupId, IntArray, is_evaluation
 from staleflow.tasks.rendering.task_source import Record, Task
-from staleflow.tasks.sources.evaluation_items import EvaluationItem, EvaluationItems, ItemView
+from staleflow.tasks.sources.evaluation_items import EvaluationItem, EvaluationItems, ItemSummary
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 from staleflow.tasks.sources.prompts import HeldOut, Prompts
 
@@ -62,9 +62,9 @@ class TaskCache:
             records |= drawn
         return records
 
-    async def items(self) -> list[ItemView]:
+    async def items(self) -> list[ItemSummary]:
         """Return the items of each evaluation, one per response."""
-        return await self._in_thread(self._items.views)
+        return await self._in_thread(self._items.summaries)
 
     async def evaluated(self, groups: Iterable[GroupId]) -> dict[GroupId, EvaluationItem]:
         """Return the evaluation item of each group."""

@@ -76,7 +76,7 @@ from staleflow.tasks.engines.base import Request, SampledTokens
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Record
 from staleflow.tasks.rendering.turn_params import params_of
-from staleflow.tasks.sources.evaluation_items import ItemView
+from staleflow.tasks.sources.evaluation_items import ItemSummary
 from staleflow.tasks.sources.prompts import HeldOut, Prompts
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from staleflow.tasks.training.batches import check_batch
@@ -231,7 +231,7 @@ class TrajectoryServer:
         fewer."""
         return await self._tasks.held_out(count)
 
-    async def evaluation_items(self) -> list[ItemView]:
+    async def evaluation_items(self) -> list[ItemSummary]:
         """Return the items of each evaluation, one per response."""
         return await self._tasks.items()
 

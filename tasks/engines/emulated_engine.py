@@ -46,7 +46,7 @@ WEIGHTS = "emulated"
 
 NO_DRAFTS = DraftedTokens()
 MAX_WAIT_S = 86_400.0
-"""Longest wait in one call: platforms limit timeouts."""
+"""Maximum of one wait, since operating systems limit timeouts."""
 
 
 def build(settings: EmulatedSettings, instance: InstanceId, threads: int) -> Engine:
@@ -67,7 +67,7 @@ def emulated_ids(key: int, start: int, count: int) -> IntArray:
 
 
 def word_logprobs(tokens: IntArray) -> FloatArray:
-    """[T] logprobs, nats. They depend only on the token, and are the same under every version."""
+    """[T] synthetic logprobs of tokens, in nats. They depend only on the token, not on the version."""
     return (-0.5 - (tokens % 13) / 10).astype(np.float32)
 
 
@@ -81,7 +81,7 @@ class _RunningRequest:
     ends_with_eos: bool
     """Whether it ends with EOS, not by its token limit."""
     key: int
-    """Determines the token ids of the response."""
+    """Seed of the response's token ids."""
     reward: float
     version_starts: list[tuple[PolicyVersion, int]] = field(default_factory=list)
     """(version, number of response tokens when sampling under it began), oldest first."""

@@ -16,7 +16,7 @@ def open_game(name: str, options: Mapping[str, Any], where: str, data: Rows) -> 
 
     Args:
         options: `rows`, which names the data set, and `env_config`, settings of the environment.
-        where: Its name in the job file, for messages.
+        where: Name of the environment in the job file, for messages.
         data: The data set, with the column `prompt` and columns that the environment needs, such as `reward_spec`.
     """
     import skyrl_gym
@@ -39,7 +39,7 @@ def open_game(name: str, options: Mapping[str, Any], where: str, data: Rows) -> 
 
 
 class SkyRLGame:
-    """One episode, of one row. Rewards of turns are summed."""
+    """An episode of one row of the data set. Its reward is the sum of the rewards of its turns."""
 
     def __init__(self, make: Callable[[Mapping[str, Any]], Any], rows: RowSource) -> None:
         self._make, self._rows = make, rows

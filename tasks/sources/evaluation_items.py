@@ -1,7 +1,7 @@
 """The items of an evaluation, one per response to sample.
 
-A run's evaluations are numbered, and each asks for the same items in the same order. So the number of a trajectory's
-group says which item it answers, and a server that has forgotten the item finds it again.
+A run's evaluations are numbered, and each has the same items in the same order. The group id of a trajectory encodes
+its evaluation and item, so a restarted server can find the item again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GREEDY = -1
 class EvaluationItem:
     """One response to sample for an evaluation: its set, prompt and sampling."""
 
-    of: EvaluationSet
+    eval_set: EvaluationSet
     prompt: int
     """Number of the prompt in its set."""
     sample: int
@@ -34,17 +34,17 @@ class EvaluationItem:
     tokens: tuple[int, ...]
     record: Record
     digest: str
-    """Of the prompt's text or messages: the same in every run, whatever the tokenizer is."""
+    """Hash of the prompt's text or messages; does not depend on the tokenizer."""
 
     @property
     def greedy(self) -> bool:
         return self.sample == GREEDY
 
 
-class ItemView(NamedTuple):
-    """An item as numbers, with the name of its set."""
+class ItemSummary(NamedTuple):
+    """The numbers of an item, and the name of its set; small enough to send between processes."""
 
-    of: str
+    set_name: str
     prompt: int
     sample: int
     prompt_tokens: int
@@ -57,29 +57,29 @@ class EvaluationItems:
     def __init__(self, prompts: Prompts, sets: Sequence[EvaluationSet]) -> None:
         self._prompts, self._sets = prompts, sets
         self._items: list[EvaluationItem] | None = None
-        self._finding = threading.Lock()
+        self._lock = threading.Lock()
 
     def all(self) -> list[EvaluationItem]:
         """The items, set by set. Raises ConfigError."""
-        with self._finding:
+        with self._lock:
             if self._items is None:
-                self._items = [item for eval_set in self._sets for item in self._of(eval_set)]
+                self._items = [item for eval_set in self._sets for item in self._items_of(eval_set)]
             return self._items
 
-    def views(self) -> list[ItemView]:
-        """The items as numbers."""
-        return [ItemView(i.of.name, i.prompt, i.sample, len(i.tokens), i.digest) for i in self.all()]
+    def summaries(self) -> list[ItemSummary]:
+        """A summary of each item."""
+        return [ItemSummary(i.eval_set.name, i.prompt, i.sample, len(i.tokens), i.digest) for i in self.all()]
 
     def item(self, group: GroupId) -> EvaluationItem:
         """The item that belongs to a group of an evaluation."""
         items = self.all()
         return items[(-1 - group) % len(items)]
 
-    def _of(self, eval_set: EvaluationSet) -> list[EvaluationItem]:
+    def _items_of(self, eval_set: EvaluationSet) -> list[EvaluationItem]:
         numbers = [*range(eval_set.config.samples), *([GREEDY] if eval_set.config.greedy else [])]
         return [
             EvaluationItem(
-                of=eval_set,
+                eval_set=eval_set,
                 prompt=number,
                 sample=sample,
                 tokens=self._prompts.encode(task),

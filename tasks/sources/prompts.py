@@ -46,7 +46,7 @@ class NamedSource:
     held_out: int
     """Number of its held-out prompts excluded from training."""
     max_new_tokens: int
-    """Maximum tokens of a response to a prompt of this source."""
+    """Maximum number of tokens of a response to a prompt of this source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +64,13 @@ class PromptSettings:
     held_out: int
     """Number of held-out prompts excluded from training."""
     max_prompt_tokens: int | None = None
-    """Tokens beyond which a prompt is replaced by another; None: it is refused. For an existing store it must be the
-    value in its header."""
+    """Longer prompts are replaced by others; None: they raise an error. For an existing store it must be the value in
+    its header."""
     workload: Workload | None = None
     """Source of prompt lengths in an emulated run, which has no tokenizer; else None."""
     sets: tuple[EvaluationSet, ...] = ()
     """Evaluation sets, whose prompts are not trained on."""
-    drawn_responses: bool = False
+    random_responses: bool = False
     """Whether the engine is emulated, and responses are random texts (`run --dry-run`)."""
     sources: tuple[NamedSource, ...] = ()
     """Several sources, used instead of `source`."""
@@ -84,7 +84,7 @@ class PromptSettings:
         """Maximum number of tokens of a response to a prompt of a source."""
         return self.sources[source].max_new_tokens if self.sources else self.max_new_tokens
 
-    def of(self, source: NamedSource) -> PromptSettings:
+    def for_source(self, source: NamedSource) -> PromptSettings:
         """Settings for one of several sources."""
         return replace(
             self,
@@ -98,7 +98,7 @@ class PromptSettings:
     def build(self) -> Prompts:
         if self.sources:
             return MixedPrompts(self)
-        if self.drawn_responses:
+        if self.random_responses:
             return TokenizedPrompts(self, RandomTexts(self.tokenizer))
         return TokenizedPrompts(self) if self.workload is None else EmulatedPrompts(self.workload)
 
@@ -132,7 +132,7 @@ class Prompts(Protocol):
 
 
 class EmulatedPrompts:
-    """Prompts with the lengths of a workload and arbitrary tokens."""
+    """Prompts of arbitrary tokens, with lengths drawn from a workload."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -159,7 +159,7 @@ class EmulatedPrompts:
     def bridge_tokens(
         self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int, source: int = 0
     ) -> list[int]:
-        """Return as many arbitrary tokens as the messages ask for."""
+        """Return arbitrary tokens. The content of each message is its number of tokens."""
         count = sum(int(message.content) for message in messages)
         return [int(t) for t in emulated_ids(0, len(before) + len(turn), count)]
 
@@ -176,20 +176,20 @@ class TokenizedPrompts:
     def __init__(self, settings: PromptSettings, tokenizer: ChatTokenizer | None = None) -> None:
         """tokenizer: the model's tokenizer; loaded by default."""
         self._task = settings.source.task
-        self._observation = settings.source.limits.template
+        self._observation_template = settings.source.limits.template
         """Text inserted around observations without a chat template."""
         if self._task.system and not self._task.chat:
             raise ConfigError("task.system: only a chat template has a place for it; set task.chat = true")
         self._settings = settings
         self._concurrency = settings.source.concurrency
         self._source: TaskSource = settings.source.build().excluding_held_out(settings.held_out)
-        if excluding_held_out := frozenset(
+        if eval_prompts := frozenset(
             p
             for eval_set in settings.sets
             if eval_set.config.source
             for p in held_out_prompts(eval_set.build(), eval_set.config.prompts)
         ):
-            self.exclude(excluding_held_out)
+            self.exclude(eval_prompts)
         if settings.max_prompt_tokens is not None:
             self._source = FilteredSource(self._source, self._fits)
         self._tokenizer = tokenizer or load_chat_tokenizer(settings.tokenizer)
@@ -210,7 +210,7 @@ class TokenizedPrompts:
         """The encoder of messages between two turns of an episode."""
         if self._bridge is None:
             self._bridge = make_bridge(
-                self._tokenizer, self._settings.tokenizer, chat=self._task.chat, template=self._observation
+                self._tokenizer, self._settings.tokenizer, chat=self._task.chat, template=self._observation_template
             )
         return self._bridge
 
@@ -232,16 +232,16 @@ class TokenizedPrompts:
         return [*self._tokenizer.ids(text), self._tokenizer.end_id][: self._settings.max_new_tokens]
 
     def _ids(self, task: Task) -> tuple[int, ...]:
-        directions, prompt = split_params(task.prompt)
+        params, prompt = split_params(task.prompt)
         template = self._task.template
-        if directions.token_ids is not None:
-            return directions.token_ids
+        if params.token_ids is not None:
+            return params.token_ids
         if self._task.chat:
             *before, last = (Message("user", prompt),) if isinstance(prompt, str) else prompt
             messages = [*before, last._replace(content=template.format(prompt=last.content))]
             if self._task.system and messages[0].role != "system":
                 messages.insert(0, Message("system", self._task.system))
-            return self._tokenizer.chat_ids(messages, directions.tools)
+            return self._tokenizer.chat_ids(messages, params.tools)
         if not isinstance(prompt, str) and len(prompt) == 1 and prompt[0].role == "user":
             prompt = prompt[0].content
         if isinstance(prompt, str):
@@ -249,7 +249,7 @@ class TokenizedPrompts:
         raise ConfigError(f"a prompt is a list of messages; set task.chat = true: {shown_prompt(prompt)}")
 
     def _fits(self, task: Task) -> bool:
-        """Return whether a prompt is within `max_prompt_tokens`, and not replaced."""
+        """Whether a prompt is within `max_prompt_tokens`."""
         limit = self._settings.max_prompt_tokens
         return limit is None or not self.may_be_too_long(task) or len(self._ids(task)) <= limit
 
@@ -289,22 +289,24 @@ class TokenizedPrompts:
     def bridge_tokens(
         self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int, source: int = 0
     ) -> list[int]:
-        directions, messages_ = split_params(tuple(messages))
-        if directions.token_ids is not None:
-            return list(directions.token_ids)
-        return self.bridge.ids(before, turn, [m for m in messages_ if isinstance(m, Message)], number)
+        params, rest = split_params(tuple(messages))
+        if params.token_ids is not None:
+            return list(params.token_ids)
+        return self.bridge.ids(before, turn, [m for m in rest if isinstance(m, Message)], number)
 
     def render(self, messages: Sequence[Message], source: int = 0) -> list[int]:
-        directions, rest_ = split_params(tuple(messages))
-        if directions.token_ids is not None:
-            return list(directions.token_ids)
-        shown_messages = [m for m in rest_ if isinstance(m, Message)]
+        params, rest = split_params(tuple(messages))
+        if params.token_ids is not None:
+            return list(params.token_ids)
+        conversation = [m for m in rest if isinstance(m, Message)]
         if self._task.chat:
-            if self._task.system and shown_messages[0].role != "system":
-                shown_messages.insert(0, Message("system", self._task.system))
-            return list(self._tokenizer.chat_ids(shown_messages, directions.tools))
+            if self._task.system and conversation[0].role != "system":
+                conversation.insert(0, Message("system", self._task.system))
+            return list(self._tokenizer.chat_ids(conversation, params.tools))
         templates = {"assistant": "{observation}"}
-        texts = (templates.get(m.role, self._observation).replace("{observation}", m.content) for m in shown_messages)
+        texts = (
+            templates.get(m.role, self._observation_template).replace("{observation}", m.content) for m in conversation
+        )
         return list(self._tokenizer.ids("".join(texts)))
 
 
@@ -316,10 +318,12 @@ class MixedPrompts:
         """tokenizer: the model's tokenizer; loaded by default."""
         if tokenizer is None:
             tokenizer = (
-                RandomTexts(settings.tokenizer) if settings.drawn_responses else load_chat_tokenizer(settings.tokenizer)
+                RandomTexts(settings.tokenizer)
+                if settings.random_responses
+                else load_chat_tokenizer(settings.tokenizer)
             )
         self._names = [source.name for source in settings.sources]
-        self.by_source = [TokenizedPrompts(settings.of(source), tokenizer) for source in settings.sources]
+        self.by_source = [TokenizedPrompts(settings.for_source(source), tokenizer) for source in settings.sources]
         held_out = [prompts.held_out_set for prompts in self.by_source]
         for number, prompts in enumerate(self.by_source):
             prompts.exclude(frozenset().union(*held_out[:number], *held_out[number + 1 :]))
