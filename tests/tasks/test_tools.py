@@ -20,7 +20,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_config import TOOL_NAMES
 from staleflow.tasks.episodes.calculator import calculate
 from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
-from staleflow.tasks.episodes.sandbox import MAX_OUTPUT_BYTES, _kill_and_reap, run_python
+from staleflow.tasks.episodes.sandbox import MAX_OUTPUT_BYTES, _reap, run_python
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.episodes.tools import MAX_CALLS_PER_TURN, TOOLS, tool_calls
 from staleflow.tasks.rendering.task_source import Message, Task
@@ -150,7 +150,7 @@ async def test_a_process_that_wrote_more_than_is_read_of_it_ends_when_it_is_kill
         while not getattr(process.stdout, "_paused"):  # noqa: B009  mypy does not know it
             await asyncio.sleep(0.01)
         process.kill()
-        await _kill_and_reap(process)
+        await _reap(process)
     assert process.returncode == -signal.SIGKILL
 
 

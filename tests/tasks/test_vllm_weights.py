@@ -127,6 +127,6 @@ def test_a_tensor_of_a_name_that_the_engine_does_not_know_is_not_verified(loaded
     tensors = vllm_weights.checkpoint_tensors(loaded.engine._settings.model, str(path))
     tensors["model.layers.0.unheard_of.weight"] = tensors.pop("model.layers.0.input_layernorm.weight")
     model = loaded.engine._engine.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
-    report = vllm_weights.compared(vllm_weights.vllm_layouts.parts(model, tensors))
+    report = vllm_weights.compare_parts(vllm_weights.vllm_layouts.parts(model, tensors))
     assert report.outcome == "not verified"
     assert set(report.not_verified) == {"the engine has no layer of that name", "not all of a parameter is published"}
