@@ -190,7 +190,7 @@ class _Guard:
 def is_allowed_host(host: str, names: frozenset[str]) -> bool:
     """Whether a Host header is accepted: an address, which no other site can claim, localhost, or one of `names`.
 
-    >>> [is_allowed_host(host, frozenset({"box"})) for host in ("127.0.0.1:80", "[::1]:80", "box", "evil.example:80", "")]
+    >>> [is_allowed_host(host, frozenset({"box"})) for host in ("127.0.0.1:80", "[::1]:80", "box", "evil.example", "")]
     [True, True, True, False, False]
     """
     name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
