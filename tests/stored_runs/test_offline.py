@@ -512,7 +512,7 @@ def test_wrong_input_is_one_line(stored: Path, tmp_path: Path) -> None:
         (["store", "recompute-logprobs", other, "--model", "x"], "store format 99"),
         (["train-offline", other], "store format 99"),
         (["simulate", "--from", other], "store format 99"),
-        (["store", "show", stored, "--worst", 1, "--best", 1], "at a time"),
+        (["store", "show", stored, "--worst", 1, "--best", 1], "only one of"),
         (["store", "export", stored, "--to", "jsonl", "--out", tmp_path / "o", *scheduler], "no scheduler at"),
         (["store", "recompute-logprobs", stored, "--model", "runs/none"], "no such folder"),
         (["train-offline", stored, "--out", tmp_path], "already exists"),

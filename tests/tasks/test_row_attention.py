@@ -178,7 +178,7 @@ def test_layers_of_other_settings_are_of_another_kind() -> None:
     config = {"num_hidden_layers": 6, "no_rope_layers": [1, 1, 0, 1, 1, 0]}
     result = model("Llama4ForCausalLM", "Llama4TextConfig", **CHUNKED | config)
     with one_block_per_kind(result):
-        passed = ["passes_over" in vars(layer)["forward"].__name__ for layer in result.model.layers]
+        passed = ["skip_block" in vars(layer)["forward"].__name__ for layer in result.model.layers]
     assert passed == [False, True, False, True, True, True]
 
 
