@@ -351,7 +351,10 @@ def main() -> None:
         finally:
             if args.models is None:
                 shutil.rmtree(folder, ignore_errors=True)
-    print(tables(json.loads((args.out / "gpu.json").read_text())))
+    results = json.loads((args.out / "gpu.json").read_text())
+    print(tables(results))
+    if any("failed" in row for rows in results.values() if isinstance(rows, list) for row in rows):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -72,9 +72,9 @@ def _difference(row: PromptDifference) -> list[str]:
     subject, version = f"{row.set}, {row.responses}", "" if row.version < 0 else f"{row.version}"
     if row.difference is None:
         return [subject, "", version, f"none: {row.reason}", "", ""]
-    found = row.difference
-    p = f"{found.p:.3f}" if found.p >= 0.001 else "< 0.001"
-    return [subject, f"{found.num_prompts}", version, f"{found.mean:+.3f}", str(found.interval), p]
+    difference = row.difference
+    p = f"{difference.p:.3f}" if difference.p >= 0.001 else "< 0.001"
+    return [subject, f"{difference.num_prompts}", version, f"{difference.mean:+.3f}", str(difference.interval), p]
 
 
 def _times(comparison: Comparison) -> Iterator[list[str]]:

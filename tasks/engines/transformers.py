@@ -287,7 +287,11 @@ def resolve_device(name: str) -> str:
 
 
 def forward_logprobs(model: Any, tokens: Sequence[int], device: str = "") -> tuple[float, ...]:
-    """Logprobs of tokens[1:] in nats, each given all tokens before it, by one plain forward pass."""
+    """Compute the logprobs of tokens[1:] in nats, each given all tokens before it, by one plain forward pass.
+
+    Args:
+        device: Where the model computes; by default where its weights are, which offloaded weights are not.
+    """
     ids = torch.tensor([list(tokens)], device=device or model.device)
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
