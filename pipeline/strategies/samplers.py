@@ -243,4 +243,4 @@ def _draw_weighted(weights: npt.NDArray[np.float64], draw: Draw) -> int:
     available = weights.copy()
     available[[task for task in draw.in_flight if task < len(available)]] = 0.0
     cumulated = np.cumsum(available if available.any() else weights)
-    return int(min(np.searchsorted(cumulated, draw.rng().random() * cumulated[-1], side="right"), len(weights) - 1))
+    return int(np.searchsorted(cumulated, draw.rng().random() * cumulated[-1], side="right"))  # random() < 1

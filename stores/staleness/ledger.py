@@ -169,7 +169,7 @@ class StalenessLedger:
         free = dict.fromkeys(steps, self.groups_started)
         for version in sorted(self._reserved, reverse=True):
             left = len(self._reserved[version])
-            for b in range(min(self.deadline(version), steps.stop - 1), self.next_step - 1, -1):
+            for b in range(self.deadline(version), self.next_step - 1, -1):
                 n = min(left, free[b])
                 if n:
                     reserved[b][version] = n

@@ -278,6 +278,14 @@ def test_a_resumed_ledger_continues_from_the_restored_counts() -> None:
         make(eta=1).resume(3, {consumed: 2})
 
 
+@pytest.mark.parametrize("unfinished", [[0, 5], [0], [0, 0], [0, 1, 1]], ids=["foreign", "few", "repeated", "excess"])
+def test_resumed_group_takes_enough_members_of_its_own_each_once(unfinished: list[int]) -> None:
+    ledger = StalenessLedger(eta=1, groups_per_step=1, group_size=2, num_steps=2)
+    with pytest.raises(ProtocolViolation, match=r"group 0 cannot be taken up with members"):
+        ledger.start(GroupId(0), [TrajectoryId(member) for member in unfinished])
+    assert ledger.start(GroupId(0), [TrajectoryId(1), TrajectoryId(0)]) == (1, 0)
+
+
 def test_within_a_window_a_step_passes_over_unfinished_groups_and_no_further() -> None:
     """The window stays at the oldest group: what was taken from it counts as in it."""
     ledger = StalenessLedger(eta=2, groups_per_step=3, group_size=1, window=3)

@@ -104,6 +104,13 @@ def test_a_turn_stays_at_home_unless_the_prefill_is_earned_back(
     assert CacheAffinity(COST).prefers_cached(cached_on, other, kv_tokens, remaining) is stays
 
 
+def test_turn_stays_with_its_cache_if_both_instances_would_take_equally_long() -> None:
+    """With one more request, two and three running ones still take the time that the weights take to be read."""
+    affinity, idle = CacheAffinity(COST), Load(running=1, kv_tokens=0)
+    assert affinity.prefers_cached(Load(running=2, kv_tokens=0), idle, 0, 40)
+    assert not affinity.prefers_cached(Load(running=4, kv_tokens=0), idle, 0, 40)
+
+
 # -- routing ---------------------------------------------------------------------------------------------------------
 
 

@@ -102,6 +102,22 @@ def test_learning_progress_prefers_tasks_that_change() -> None:
     assert min(counts.values()) > 2000 * 0.3 / TASKS / 2
 
 
+def test_learning_progress_explores_in_the_share_of_draws_that_is_set() -> None:
+    sampler = LearningProgress(tasks=10, explore=0.3)
+    state = {"fast": [0.5], "slow": [0.1]}  # only the first task changes
+    tasks = [sampler.choose(Draw(number=number, seed=1), state) for number in range(2000)]
+    assert tasks.count(0) == pytest.approx(2000 * (0.7 + 0.3 / 10), abs=60)
+
+
+def test_difficulty_window_averages_the_rewards_of_each_task() -> None:
+    sampler, state = DifficultyWindow(tasks=2, memory=0.5), State()
+    for task, reward in ((0, 0.75), (0, 0.25), (1, None), (1, 1.0), (0, None), (0, -4.0), (2, 1.0), (-1, 1.0)):
+        sampler.learn(task, reward, state)
+    assert state == {"means": [0.0, 0.5]}
+    sampler.learn(0, 0.5, state)
+    assert state == {"means": [0.25, 0.5]}
+
+
 def test_curriculum_goes_on_when_a_stage_is_learned_or_has_had_its_groups() -> None:
     sampler = Curriculum(tasks=TASKS, stages=4, reward=0.7, groups=10, review=0.2)
     _, state = drawn(sampler, 9, lambda task: 1.0)
@@ -141,3 +157,5 @@ def test_users_sampler_is_loaded_with_its_knobs_and_its_errors_carry_its_name(tm
     wrong = SAMPLERS.make(UserSampler(name=name, knobs={"stride": 9}))
     with pytest.raises(ConfigError, match=r"mine.py:Every': choose returned -1; it must return the number of a task"):
         wrong.choose(Draw(number=0, seed=1), {})
+    with pytest.raises(ConfigError, match=r"mine.py:Every': learn raised AttributeError: .*no attribute 'setdefault'"):
+        wrong.learn(0, 1.0, None)  # type: ignore[arg-type]

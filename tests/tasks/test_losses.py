@@ -391,6 +391,13 @@ def test_a_ratio_of_just_the_bound_is_within_it() -> None:
     assert entry(LOSSES, "icepop", band_low=1.0).token_loss(at(1.0, 1.0)).loss.item() == -1.0
 
 
+@pytest.mark.parametrize(("name", "clipped"), [("dual_clip", False), ("topr", True)])
+def test_clipped_count_of_a_token_with_advantage_zero(name: str, clipped: bool) -> None:
+    """dual_clip's second limit is for negative advantages only; topr limits the ratio unless the advantage is
+    positive."""
+    assert entry(LOSSES, name).token_loss(at(5.0, 0.0)).clipped.tolist() == [[clipped]]
+
+
 def test_a_ratio_beyond_the_cut_counts_as_clipped() -> None:
     assert float(torch.tensor(MAX_LOG_RATIO).exp()) > MAX_RATIO
     new = torch.tensor([[-1.0, -1.0]])
