@@ -1,14 +1,17 @@
-"""What a decision costs: the coordinator's time per event and per tick, by instances and live trajectories.
+"""What a decision costs: the coordinator's processor time per event and per tick, by instances and live trajectories.
 
     python benchmarks/coordinator.py
 
 The most expensive strategies are on: staggered pulls and migration. A tick decides over the
-whole fleet; a round of reports is what one tick hears from all instances before that.
+whole fleet; a round of reports is what one tick hears from all instances before that. The longest calls are those
+while all trajectories arrive at once, and afterwards; Python's garbage collector is off, and the time of a full
+collection is printed beside them.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import statistics
 import time
@@ -23,14 +26,16 @@ from staleflow.pipeline.coordination.events import (
     InstanceJoined,
     InstanceReported,
     NewGroup,
+    RoutingContinued,
     Tick,
     TrajectorySampled,
     TrajectoryScored,
     VersionPublished,
 )
+from staleflow.pipeline.runtime.driver import GROUPS_PER_EVENT
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
 
-SIZES = ((16, 1_024), (128, 8_192), (1_024, 65_536))
+SIZES = ((16, 1_024), (128, 8_192), (1_024, 65_536), (4_096, 262_144))
 KINDS = ("GroupsArrived", "InstanceReported", "TrajectorySampled", "TrajectoryScored", "VersionPublished", "Tick")
 
 
@@ -62,10 +67,17 @@ class Bench:
             )
 
     def tell(self, event: Event) -> list[Command]:
+        """Handle an event, and route all that it leaves in the queue."""
+        commands = self.handle(event)
+        while self.coordinator.has_more_routes:
+            commands += self.handle(RoutingContinued())
+        return commands
+
+    def handle(self, event: Event) -> list[Command]:
         self.now += 0.001
-        begin = time.perf_counter()
+        begin = time.thread_time()
         commands = self.coordinator.handle(event, self.now)
-        self.seconds.setdefault(type(event).__name__, []).append(time.perf_counter() - begin)
+        self.seconds.setdefault(type(event).__name__, []).append(time.thread_time() - begin)
         for command in commands:
             if isinstance(command, Route):
                 self.routes[command.trajectory] = command
@@ -76,11 +88,22 @@ class Bench:
     def arrive(self) -> None:
         groups = range(self.next_group, self.next_group + self.drawn)
         self.next_group, self.drawn = groups.stop, 0
-        self.tell(GroupsArrived(groups=tuple(NewGroup(group=GroupId(g), prompt_tokens=500) for g in groups)))
+        for first in range(groups.start, groups.stop, GROUPS_PER_EVENT):
+            arrived = groups[first - groups.start :][:GROUPS_PER_EVENT]
+            self.tell(GroupsArrived(groups=tuple(NewGroup(group=GroupId(g), prompt_tokens=500) for g in arrived)))
 
     def finish(self, count: int) -> None:
-        """Sample and score this many of what runs, and train when a batch is there."""
-        for trajectory in self.rng.sample(sorted(self.routes), min(count, len(self.routes))):
+        """Sample and score this many random trajectories, and train when a batch is there."""
+        self.finish_these(self.rng.sample(sorted(self.routes), min(count, len(self.routes))))
+
+    def train_step(self) -> None:
+        """Finish the oldest groups until one more step is trained."""
+        version = self.coordinator.ledger.version
+        while self.coordinator.ledger.version == version:
+            self.finish_these(sorted(self.routes)[:1000])
+
+    def finish_these(self, trajectories: list[TrajectoryId]) -> None:
+        for trajectory in trajectories:
             route = self.routes.pop(trajectory)
             tokens = min(3999, int(self.rng.lognormvariate(6.5, 0.8)) + 1)
             self.tell(TrajectorySampled(trajectory=trajectory, route_number=route.route_number, tokens=tokens))
@@ -90,6 +113,10 @@ class Bench:
                 self.tell(VersionPublished(version=PolicyVersion(self.coordinator.ledger.version + 1)))
             if self.drawn:
                 self.arrive()
+
+    def longest_s(self) -> float:
+        """Seconds of the longest call so far."""
+        return max(s for seconds in self.seconds.values() for s in seconds)
 
     def report(self) -> float:
         """A round of reports from all instances; seconds of it."""
@@ -110,11 +137,14 @@ def main() -> None:
     print(
         f"{'instances':>9} {'live':>7}  "
         + "".join(f"{k:>19}" for k in KINDS)
-        + f"{'round of reports':>19}   (median us)"
+        + f"{'round of reports':>19}   (median us); longest call of the first fill and of a step, and a collection (ms)"
     )
     for instances, live in SIZES[:1] if args.quick else SIZES:
+        gc.collect()
+        gc.disable()
         bench = Bench(instances, live)
         bench.arrive()
+        longest = [bench.longest_s()]
         bench.finish(min(1000, live // 4))  # lengths are known from here on
         bench.seconds = {kind: [] for kind in KINDS}
         rounds = []
@@ -125,8 +155,15 @@ def main() -> None:
             bench.tell(Tick())
         medians = [statistics.median(bench.seconds[k]) * 1e6 if bench.seconds[k] else float("nan") for k in KINDS]
         num_live = bench.coordinator.ledger.num_live
+        bench.seconds = {}
+        bench.train_step()
+        longest.append(bench.longest_s())
+        begin = time.thread_time()
+        gc.collect()
+        longest.append(time.thread_time() - begin)
+        gc.enable()
         line = "".join(f"{m:19,.0f}" for m in [*medians, statistics.median(rounds) * 1e6])
-        print(f"{instances:9} {num_live:7}  {line}", flush=True)
+        print(f"{instances:9} {num_live:7}  {line}   " + "".join(f"{s * 1e3:8.1f}" for s in longest), flush=True)
 
 
 if __name__ == "__main__":

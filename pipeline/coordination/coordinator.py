@@ -48,6 +48,7 @@ from staleflow.pipeline.coordination.events import (
     InstanceReported,
     InstanceSlept,
     PullFinished,
+    RoutingContinued,
     RunResumed,
     StopRequested,
     Tick,
@@ -71,6 +72,10 @@ from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, InstanceId, TrajectoryId
 
+MAX_ROUTES = 128
+"""Trajectories that one event may route, so that a full queue does not hold up the driver's event loop: about 6 ms with
+1,024 instances."""
+
 
 class Coordinator(CoordinatorInspection):
     """The decisions of one run. validate_each: whether to check all invariants of the state after every event
@@ -91,6 +96,8 @@ class Coordinator(CoordinatorInspection):
         self._strategies = strategies
         self._validate_each = validate_each
         self._stopped = False
+        self.has_more_routes = False
+        """Whether the last event stopped routing at its limit: RoutingContinued should follow."""
         self._num_events = 0
         self._planner = RoutePlanner(
             self._state, strategies.admission, strategies.routing, strategies.affinity, forecast
@@ -104,10 +111,14 @@ class Coordinator(CoordinatorInspection):
         """The step whose batch is consumed, until all instances sleep."""
         self._commands: list[Command] = []
 
-    def handle(self, event: Event, now: float) -> list[Command]:  # noqa: PLR0912, PLR0915  one case per event
+    def handle(self, event: Event, now: float, max_routes: int = MAX_ROUTES) -> list[Command]:  # noqa: PLR0912, PLR0915  one case per event
         """Decide the commands that follow from `event`, received at `now` seconds. Raises `ProtocolViolation` with the
-        story of the trajectory."""
+        story of the trajectory.
+
+        At most `max_routes` trajectories are routed; if more could be, `has_more_routes` is set.
+        """
         self._num_events += 1
+        self.has_more_routes = False
         self._history.now = now
         self._history.cause = f"{type(event).__name__}#{self._num_events}"
         self._state.start_event(now)
@@ -128,6 +139,8 @@ class Coordinator(CoordinatorInspection):
                     self._on_groups_arrived(event)
                 case Tick():
                     self._on_tick()
+                case RoutingContinued():
+                    pass
                 case PullFinished():
                     self._on_pull_finished(event)
                 case InstanceSlept():
@@ -154,7 +167,7 @@ class Coordinator(CoordinatorInspection):
                 case _:
                     assert_never(event)
             if not self._stopped:
-                self._plan()
+                self._plan(max_routes)
             if self._validate_each:
                 self.validate()
         except ProtocolViolation as violation:
@@ -318,7 +331,7 @@ class Coordinator(CoordinatorInspection):
 
     # -- what to do ----------------------------------------------------------------------------------------------
 
-    def _plan(self) -> None:
+    def _plan(self, max_routes: int) -> None:
         """Decide anew what may come out differently by now: each decision after those that bear on it."""
         if self._state.pop_batch_changed():
             self._consume()
@@ -330,7 +343,7 @@ class Coordinator(CoordinatorInspection):
             self._fetch_prompts()
         if not self._state.trainer_turn and self._state.pop_routing_changed():
             self._pin_instances()
-            self._route()
+            self._route(max_routes)
         self._set_draft_lengths()
 
     def _consume(self) -> None:
@@ -389,10 +402,11 @@ class Coordinator(CoordinatorInspection):
             draws = self._state.draw(num_groups)
             self._commands.append(FetchPrompts(num_groups=num_groups, draws=draws, cause=self._history.cause))
 
-    def _route(self) -> None:
+    def _route(self, max_routes: int) -> None:
         """Serve the queue level by level, oldest promises first. A level stops at its first trajectory that finds no
         instance: most of those behind it, of the same version, would find none either. A shorter one might, and so
         might one of a later level, which is asked all the same: memory that is free is used."""
+        num_routed = 0
         queue = self._state.queue
         blocked: set[int] = set()
         # Sending the first member of a fresh group opens a level for its siblings: always continue with the lowest.
@@ -405,8 +419,13 @@ class Coordinator(CoordinatorInspection):
             if isinstance(choice, str):
                 self._history.refused(live.id, choice, again=not self._state.refuse(live, choice))
                 blocked.add(level)
+            elif num_routed == max_routes:
+                self.has_more_routes = True
+                self._state.continue_routing()
+                return
             else:
                 self._send(live, choice)
+                num_routed += 1
 
     def _set_draft_lengths(self) -> None:
         for row, length in self._drafts.choose_changes(self._state.fleet):

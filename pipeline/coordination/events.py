@@ -212,6 +212,11 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingContinued:
+    """The queue is served further: an earlier event has routed as many trajectories as one event may."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """Time passed."""
 
@@ -234,5 +239,6 @@ Event = (
     | InstanceSlept
     | VersionPublished
     | StopRequested
+    | RoutingContinued
     | Tick
 )

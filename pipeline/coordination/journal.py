@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast, get_args
 
-from staleflow.pipeline.coordination.commands import Command
-from staleflow.pipeline.coordination.coordinator import Coordinator
+from staleflow.pipeline.coordination.commands import Command, Route
+from staleflow.pipeline.coordination.coordinator import MAX_ROUTES, Coordinator
 from staleflow.pipeline.coordination.events import DecodeStats, Event, NewGroup, RunResumed
 from staleflow.stores.errors import ConfigError, ProtocolViolation, StoreError, raised_as, strerror
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
@@ -244,7 +244,9 @@ def replay(coordinator: Coordinator, entries: Iterable[JournalEntry]) -> Replay:
     for entry in entries:
         num_events += 1
         try:
-            answered = coordinator.handle(entry.event, entry.now)
+            # Before there was a limit, an event could route more.
+            num_routes = sum(isinstance(command, Route) for command in entry.commands)
+            answered = coordinator.handle(entry.event, entry.now, max_routes=max(MAX_ROUTES, num_routes))
         except ProtocolViolation as violation:
             difference = f"event {num_events}: {str(violation).splitlines()[0]}"
             return Replay(num_events=num_events, num_commands=num_commands, difference=difference)

@@ -143,6 +143,10 @@ class CoordinatorState(ReplanFlags):
         """Set the flags of decisions that depend on time alone: deadlines, and pulls."""
         self._routing_changed = self._all_loads_changed = True
 
+    def continue_routing(self) -> None:
+        """Set the flag of routing: the queue was not served to its end."""
+        self._routing_changed = True
+
     def resume(self, step: int, num_ended: Mapping[tuple[Fate, AbortReason], int]) -> None:
         """Continue a run that has published version `step`. Its groups in flight are added afterwards."""
         self.ledger.resume(step, num_ended)
@@ -234,7 +238,7 @@ class CoordinatorState(ReplanFlags):
             groups=consumption.groups,
             members=consumption.members,
             versions=versions,
-            surplus=self._end([e for e in consumption.endings if e.fate is not Fate.CONSUMED]),
+            surplus=self._end(consumption.surplus),
         )
 
     # -- evaluations ---------------------------------------------------------------------------------------------

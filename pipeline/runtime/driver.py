@@ -50,6 +50,7 @@ from staleflow.pipeline.coordination.events import (
     GroupsArrived,
     InstanceReported,
     NewGroup,
+    RoutingContinued,
     RunResumed,
     StopRequested,
     Tick,
@@ -88,6 +89,8 @@ TICK_S = 0.5
 """Seconds between two ticks of the coordinator."""
 STARTING_S = 2.0
 """Seconds between two reports on the progress of the start."""
+GROUPS_PER_EVENT = 32
+"""Groups that arrive in one event, so that many groups do not hold up the event loop."""
 
 
 class Driver:
@@ -321,6 +324,10 @@ class Driver:
 
     async def _next_item(self) -> Event | PublishedStep | BaseException:
         """Wait for the next event, published step or error. Ticks arrive even if nothing else does."""
+        if self._coordinator.has_more_routes:
+            await asyncio.sleep(0)  # calls that wait for the event loop come first
+            if self._inbox.empty():
+                return RoutingContinued()
         if not self._inbox.empty():
             return self._inbox.get_nowait()
         item = await self._inbox.get()
@@ -404,10 +411,12 @@ class Driver:
         async with self._drawing:  # groups start in the order of their numbers
             drawn = await self._actors.ask("server", "draw", self._num_drawn, command.num_groups, command.draws)
             self._num_drawn += command.num_groups
-        groups = tuple(
-            NewGroup(group=g.group, prompt_tokens=g.prompt_tokens, source=g.source, task=g.task) for g in drawn
-        )
-        self._inbox.put_nowait(GroupsArrived(groups=groups))
+            groups = [
+                NewGroup(group=g.group, prompt_tokens=g.prompt_tokens, source=g.source, task=g.task) for g in drawn
+            ]
+            for first in range(0, len(groups), GROUPS_PER_EVENT):
+                self._inbox.put_nowait(GroupsArrived(groups=tuple(groups[first : first + GROUPS_PER_EVENT])))
+                await asyncio.sleep(0)  # the driver handles them one by one, with other calls between them
 
     async def _train(self, command: Train) -> None:
         await self._commits.wait_for_room()

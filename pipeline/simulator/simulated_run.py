@@ -45,6 +45,7 @@ from staleflow.pipeline.coordination.events import (
     InstanceSlept,
     NewGroup,
     PullFinished,
+    RoutingContinued,
     StopRequested,
     Tick,
     TrajectoryInterrupted,
@@ -181,6 +182,11 @@ class SimulatedRun:
         self._schedule(self._now + seconds, lambda: self._handle(event))
 
     def _handle(self, event: Event) -> None:
+        self._decide(event)
+        while self.coordinator.has_more_routes:
+            self._decide(RoutingContinued())
+
+    def _decide(self, event: Event) -> None:
         commands = self.coordinator.handle(event, self._now)
         self.trace.num_events += 1
         self._tracker.observe(self._now, event, commands)

@@ -282,18 +282,18 @@ class StalenessLedger:
         for entry in picked:
             if not entry.version <= step <= entry.version + self.eta:
                 raise ProtocolViolation(f"group {entry.group} of version {entry.version} at step {step}")
-        endings: list[Ending] = []
         for entry in picked:
             self._leave(entry)
-            endings += self._end(entry, tuple(entry.completed), Fate.CONSUMED, AbortReason.NONE)
             del self.entries[entry.group]
+        members = tuple(m for e in picked for m in e.completed)
+        self._count_ended(len(members), Fate.CONSUMED, AbortReason.NONE)
         self.next_step += 1
         return Consumption(
             step=step,
             groups=tuple(e.group for e in picked),
-            members=tuple(m for e in picked for m in e.completed),
+            members=members,
             versions=tuple(e.version for e in picked),
-            endings=(*endings, *self._shed()),
+            surplus=self._shed(),
         )
 
     def abort(self, group: GroupId, reason: AbortReason, member: TrajectoryId | None = None) -> tuple[Ending, ...]:
@@ -427,6 +427,8 @@ class StalenessLedger:
         """For each step from `due` to `last`: (step, number of further groups due by then that can reserve an entry,
         number of entries that finished work leaves). The two numbers differ only with redundancy, which reserves
         more entries than there are."""
+        if due > last:
+            return
         num_reserved = self._count_due(due - 1, reserved=True)
         finished = self._count_due(due - 1, reserved=False)
         for step in range(due, last + 1):
@@ -478,11 +480,14 @@ class StalenessLedger:
     def _end(
         self, entry: Entry, members: tuple[TrajectoryId, ...], fate: Fate, reason: AbortReason
     ) -> tuple[Ending, ...]:
-        if members:
-            self.num_ended[fate, reason] = self.num_ended.get((fate, reason), 0) + len(members)
+        self._count_ended(len(members), fate, reason)
         return tuple(
             Ending(trajectory=m, group=entry.group, fate=fate, reason=reason, step=self.next_step) for m in members
         )
+
+    def _count_ended(self, count: int, fate: Fate, reason: AbortReason) -> None:
+        if count:
+            self.num_ended[fate, reason] = self.num_ended.get((fate, reason), 0) + count
 
     def _shed(self) -> tuple[Ending, ...]:
         """Abort reserved groups left without a legal step; only redundancy, or steps that do not wait, leave any."""

@@ -49,13 +49,13 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consumption:
-    """The groups that one training step consumed, and the trajectories that ended because of it."""
+    """The groups that one training step consumed, and the trajectories that it leaves without a step."""
 
     step: int
     groups: tuple[GroupId, ...]
     members: tuple[TrajectoryId, ...]
     versions: tuple[PolicyVersion, ...]  # one per group
-    endings: tuple[Ending, ...]
+    surplus: tuple[Ending, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ from staleflow.pipeline.coordination.events import (
     InstanceReported,
     NewGroup,
     PullFinished,
+    RoutingContinued,
     RunResumed,
     StopRequested,
     Tick,
@@ -111,6 +112,8 @@ class Bench:
     def tell(self, event: Event) -> list[Command]:
         self.now += 1.0
         commands = self.coordinator.handle(event, self.now)
+        while self.coordinator.has_more_routes:
+            commands += self.coordinator.handle(RoutingContinued(), self.now)
         self.route_numbers.update({c.trajectory: c.route_number for c in commands if isinstance(c, Route)})
         return commands
 

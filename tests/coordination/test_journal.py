@@ -260,6 +260,7 @@ ADDED = (
     '{"now":1.5,"event":{"type":"EnvironmentFailed","trajectory":7,"route_number":1,"error":"x"},"commands":[]}',
     '{"now":1.5,"event":{"type":"InstanceSlept","instance":"b","step":3},'
     '"commands":[{"type":"Sleep","instance":"a","step":3,"cause":"TrajectoryScored#9"}]}',
+    '{"now":1.5,"event":{"type":"RoutingContinued"},"commands":[]}',
 )
 """Lines with what later versions have added."""
 

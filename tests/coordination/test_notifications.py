@@ -28,6 +28,7 @@ from staleflow.pipeline.coordination.events import (
     InstanceSlept,
     NewGroup,
     PullFinished,
+    RoutingContinued,
     RunResumed,
     StopRequested,
     Tick,
@@ -340,6 +341,7 @@ CASES = (
         lambda bench: StopRequested(why="test"),
         ("MutableEvaluations.close()", "LengthForecast.forget(-1)"),
     ),
+    Case("routing goes on after its limit", routed(eta=1), lambda bench: RoutingContinued(), ()),
     Case("time passes", routed(eta=1), lambda bench: Tick(), ("DraftLengths.replan()",)),
     Case(
         "a straggler is told to end",

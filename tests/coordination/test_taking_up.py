@@ -61,7 +61,9 @@ class Life:
             if rng.random() < 0.02 and group in ledger.entries:
                 self.end(ledger.abort(group, AbortReason.ENGINE_FAILED))
         if ledger.next_step == ledger.version and ledger.ready():
-            self.end(ledger.consume(ledger.next_step).endings)
+            consumption = ledger.consume(ledger.next_step)
+            self.ended |= set(consumption.members)
+            self.end(consumption.surplus)
         elif ledger.next_step > ledger.version and rng.random() < 0.4:
             self.commit()
             ledger.publish(PolicyVersion(ledger.version + 1))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from staleflow.pipeline.coordination.events import TrajectoryScored
+from staleflow.pipeline.coordination.events import GroupsArrived, RoutingContinued, TrajectoryScored
 from staleflow.pipeline.recovery import certificate
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.stores.errors import ConfigError, RunStuck, StoreError
@@ -64,6 +64,16 @@ def test_other_shapes_keep_the_promise_too(body: Body, shape: str) -> None:
     assert run.store.header.eta == run.config.staleness.eta
     if shape == "synchronous":
         assert {row.staleness for row in run.store.ended()} == {0}
+
+
+def test_many_groups_arrive_and_are_routed_in_several_events(body: Body) -> None:
+    run = body.checked_run(
+        "steps=2", "staleness.eta=1", "rollout.instances=2", "rollout.engine.max_running=500",
+        "batch.groups_per_step=20", "batch.group_size=8",
+    )  # fmt: skip
+    arrivals = [entry for entry in run.entries if isinstance(entry.event, GroupsArrived)]
+    assert [len(entry.event.groups) for entry in arrivals[:2]] == [32, 8]
+    assert any(isinstance(entry.event, RoutingContinued) for entry in run.entries)
 
 
 def test_what_moves_is_interrupted_and_goes_on_elsewhere_from_its_tokens(body: Body) -> None:

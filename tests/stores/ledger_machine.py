@@ -129,18 +129,22 @@ class LedgerMachine(RuleBasedStateMachine):
             self.refused(self.ledger.consume, step)
             return False
         taken = self.ledger.consume(step)
-        self.record(taken.endings)
         assert len(set(taken.groups)) == self.naive.batch
+        assert len(set(taken.members)) == len(taken.members)
         for group, version in zip(taken.groups, taken.versions, strict=True):
             g = self.naive.groups.pop(group)
             assert g.occupied
             assert g.version == version
             assert version <= step <= version + self.naive.eta
-            assert all(self.ended[m] == Fate.CONSUMED.value for m in g.done)
+            assert set(g.done) <= set(taken.members)
+            for member in g.done:
+                assert member not in self.ended, f"{member} ended twice"
+                self.ended[member] = Fate.CONSUMED.value
             self.naive.consumed += len(g.done)
         self.naive.next_step += 1
-        aborted = {e.trajectory for e in taken.endings if e.fate is Fate.ABORTED}
-        assert aborted == self.naive.shed()
+        assert len(taken.members) == self.naive.batch * self.ledger.group_size
+        assert all(e.fate is Fate.ABORTED for e in taken.surplus)
+        assert self.record(taken.surplus) == self.naive.shed()
         self.refused(self.ledger.consume, step)
         return True
 

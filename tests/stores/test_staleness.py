@@ -148,7 +148,7 @@ def test_redundancy_sheds_no_more_than_was_started_in_excess() -> None:
     finish(ledger, 0)
     finish(ledger, 1)
     assert ledger.ready()
-    assert ledger.consume(0).endings[-1].fate is Fate.CONSUMED  # group 2 has steps 1 and 2
+    assert ledger.consume(0).surplus == ()  # group 2 has steps 1 and 2
 
 
 def test_nothing_is_promised_beyond_the_planned_end() -> None:

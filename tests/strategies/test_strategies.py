@@ -232,14 +232,14 @@ def test_steps_that_do_not_wait_drop_what_has_become_too_old_and_keep_the_bound(
     for group in (0, 1):
         reserve_alone(ledger, group, 0)
     assert finish_alone(ledger, 1) == ()
-    assert [e.fate for e in ledger.consume(0).endings] == [Fate.CONSUMED], "0 may still be trained by step 1"
+    assert ledger.consume(0).surplus == (), "0 may still be trained by step 1"
     ledger.publish(PolicyVersion(1))
     reserve_alone(ledger, 2, 1)
     assert finish_alone(ledger, 2) == ()
     consumption = ledger.consume(1)
     assert consumption.groups == (2,)
-    (late,) = [e for e in consumption.endings if e.fate is Fate.ABORTED]
-    assert (late.trajectory, late.reason) == (0, AbortReason.TOO_STALE)
+    (late,) = consumption.surplus
+    assert (late.trajectory, late.fate, late.reason) == (0, Fate.ABORTED, AbortReason.TOO_STALE)
     assert ledger.num_ended[Fate.ABORTED, AbortReason.TOO_STALE] == 1
     ledger.validate()
 

@@ -1,0 +1,81 @@
+"""An event routes a limited number of trajectories; the rest of the queue follows in the same order."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from staleflow.pipeline.coordination import journal
+from staleflow.pipeline.coordination.commands import Route
+from staleflow.pipeline.coordination.coordinator import MAX_ROUTES
+from staleflow.pipeline.coordination.events import GroupsArrived, NewGroup, RoutingContinued, TrajectorySampled
+from staleflow.pipeline.coordination.journal import JournalEntry
+from staleflow.stores.trajectory import GroupId
+from tests.coordination.test_coordinator import A, B, Bench, C
+
+GROUPS, SIZE = 40, 8
+
+
+def joined(*, room: int = 200) -> Bench:
+    bench = Bench(eta=4, groups=8, size=SIZE)
+    for instance in (A, B, C):
+        bench.join(instance, max_running=room)
+    return bench
+
+
+def arrivals(seed: int) -> GroupsArrived:
+    """Groups with prompts of random lengths, so that the choice of an instance depends on all choices before."""
+    rng = random.Random(seed)
+    return GroupsArrived(
+        groups=tuple(NewGroup(group=GroupId(g), prompt_tokens=rng.randint(1, 90)) for g in range(GROUPS))
+    )
+
+
+def routes(entries: list[JournalEntry]) -> list[Route]:
+    """All routes of the entries, without the event that caused them."""
+    commands = [command for entry in entries for command in entry.commands if isinstance(command, Route)]
+    return [dataclasses.replace(route, cause="") for route in commands]
+
+
+def fill(bench: Bench, max_routes: int, seed: int) -> list[JournalEntry]:
+    """Deliver all groups in one event, then continue routing until nothing is left to do."""
+    entries: list[JournalEntry] = []
+    event: GroupsArrived | RoutingContinued = arrivals(seed)
+    while not entries or bench.coordinator.has_more_routes:
+        bench.now += 1
+        commands = bench.coordinator.handle(event, bench.now, max_routes=max_routes)
+        entries.append(JournalEntry(now=bench.now, event=event, commands=tuple(commands)))
+        event = RoutingContinued()
+    return entries
+
+
+@pytest.mark.parametrize("room", [200, 60], ids=["room for all", "room for some"])
+@pytest.mark.parametrize("seed", range(3))
+def test_queue_is_routed_in_slices_as_in_one_piece(room: int, seed: int) -> None:
+    whole, sliced = fill(joined(room=room), 10**6, seed), fill(joined(room=room), 7, seed)
+    num_routes = min(GROUPS * SIZE, 3 * room)
+    assert (len(whole), len(routes(whole))) == (1, num_routes)
+    assert all(len(entry.commands) <= 7 for entry in sliced)
+    assert routes(sliced) == routes(whole)
+    assert len(sliced) == -(-num_routes // 7), "an event routed fewer trajectories than it could"
+
+
+def test_any_event_continues_routing() -> None:
+    bench = joined()
+    first, *_ = bench.coordinator.handle(arrivals(0), 1.0, max_routes=7)
+    assert isinstance(first, Route)
+    assert bench.coordinator.has_more_routes
+    sampled = TrajectorySampled(trajectory=first.trajectory, route_number=first.route_number, tokens=5)
+    commands = bench.coordinator.handle(sampled, 2.0)
+    assert sum(isinstance(command, Route) for command in commands) == MAX_ROUTES
+    assert bench.coordinator.has_more_routes
+
+
+@pytest.mark.parametrize("max_routes", [10**6, MAX_ROUTES], ids=["recorded without a limit", "recorded with it"])
+def test_journals_replay_whether_or_not_they_were_recorded_with_a_limit(max_routes: int) -> None:
+    entries = fill(joined(), max_routes, 0)
+    assert len(routes(entries)) > 2 * MAX_ROUTES
+    replayed = journal.replay(joined().coordinator, entries)
+    assert (replayed.difference, replayed.num_events) == ("", len(entries))
