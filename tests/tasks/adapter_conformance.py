@@ -90,7 +90,7 @@ class AdapterEngineTests:
     def engine(self) -> Engine:
         raise NotImplementedError
 
-    def test_each_request_ends_under_the_version_it_began_with(self, engine: Engine, versions: Versions) -> None:
+    def test_requests_finish_under_the_version_they_started_with(self, engine: Engine, versions: Versions) -> None:
         """Twenty updates while requests run, of all served versions at once: what was sampled is the version's that it
         is said to be of, and nothing is prefilled again."""
         done: dict[int, SampledTokens] = {}
@@ -134,7 +134,7 @@ class AdapterEngineTests:
         for number, (_, version) in kinds.items():
             versions.check(requests[number], done[number], version)
 
-    def test_a_later_turn_goes_on_under_the_first_ones_version(self, engine: Engine, versions: Versions) -> None:
+    def test_a_later_turn_uses_the_version_of_the_first_turn(self, engine: Engine, versions: Versions) -> None:
         """From the cache that the first turn has left, though a version was loaded between them."""
         versions.load(engine, 1)
         first = request(0, prompt=PROMPT, max_new_tokens=20, keep_kv=True)
@@ -158,7 +158,7 @@ class AdapterEngineTests:
         """Tokens that are at least cached of a turn."""
         return prompt + len(tokens_of(turn)) - 1
 
-    def test_a_version_is_dropped_when_nothing_runs_under_it(self, engine: Engine, versions: Versions) -> None:
+    def test_an_unused_version_is_evicted(self, engine: Engine, versions: Versions) -> None:
         """Until then it is served, however old; afterwards, what asks for it gets the oldest that is there."""
         versions.load(engine, 1)
         long = request(0, prompt=PROMPT, max_new_tokens=90, greedy=True)
@@ -175,7 +175,7 @@ class AdapterEngineTests:
         engine.submit([late])
         versions.check(late, collect(engine, 1)[2], 3)
 
-    def test_a_version_that_is_asked_for_again_stays_as_it_is(self, engine: Engine, versions: Versions) -> None:
+    def test_reloading_a_served_version_changes_nothing(self, engine: Engine, versions: Versions) -> None:
         """Also while a request runs under it, and as many are held as there is room for."""
         for version in range(1, SERVED + 1):
             versions.load(engine, version)
@@ -184,7 +184,7 @@ class AdapterEngineTests:
         versions.load(engine, SERVED)
         versions.check(one, collect(engine, 1)[0], SERVED)
 
-    def test_interrupted_and_continued_it_keeps_its_version(self, engine: Engine, versions: Versions) -> None:
+    def test_an_interrupted_request_continues_under_its_version(self, engine: Engine, versions: Versions) -> None:
         versions.load(engine, 1)
         sample_until(engine, 3, [request(0, prompt=PROMPT, max_new_tokens=80, greedy=True)])
         versions.load(engine, 2)
@@ -201,9 +201,7 @@ class AdapterEngineTests:
         engine.submit([again])
         versions.check(again, collect(engine, 1)[0], 1)
 
-    def test_what_is_no_adapter_of_the_model_is_refused(
-        self, engine: Engine, versions: Versions, tmp_path: Path
-    ) -> None:
+    def test_invalid_adapter_weights_are_rejected(self, engine: Engine, versions: Versions, tmp_path: Path) -> None:
         versions.load(engine, 1)
         folder = WeightFolder(tmp_path / "others")
         right = versions.tensors(2)
@@ -222,7 +220,7 @@ class AdapterEngineTests:
         engine.submit([one])
         versions.check(one, collect(engine, 1)[0], 1)
 
-    def test_an_engine_that_begins_again_serves_the_base_model(self, engine: Engine, versions: Versions) -> None:
+    def test_a_reset_engine_serves_the_base_model(self, engine: Engine, versions: Versions) -> None:
         """And another run's versions under the same numbers."""
         versions.load(engine, 1)
         engine.submit([request(0, prompt=PROMPT, keep_kv=True)])

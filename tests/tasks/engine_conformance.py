@@ -113,7 +113,7 @@ class EngineTests:
         """A published file of other weights, and its fingerprint."""
         raise NotImplementedError
 
-    def test_every_request_ends_once_with_its_logprobs(
+    def test_each_request_finishes_once_with_correct_logprobs(
         self, engine: Engine, reference: Callable[..., list[float]]
     ) -> None:
         engine.submit([request(i) for i in range(20)])
@@ -127,7 +127,7 @@ class EngineTests:
             np.testing.assert_allclose(logprobs_of(sampled), expected, atol=2e-4)
         assert engine.load_statistics().running == 0
 
-    def test_samples_differ_and_greedy_ones_do_not(self, engine: Engine) -> None:
+    def test_greedy_sampling_is_deterministic_and_random_sampling_varies(self, engine: Engine) -> None:
         engine.submit([request(i) for i in range(8)])
         assert len({tuple(tokens_of(s)) for s in collect(engine, 8).values()}) > 1
         engine.submit([request(100 + i, greedy=True) for i in range(4)])
@@ -159,7 +159,7 @@ class EngineTests:
         assert rest.route_number == 2
         assert first + tokens_of(rest) == expected
 
-    def test_weights_change_under_running_requests_and_every_token_knows_its_version(
+    def test_weights_loaded_mid_request_split_the_response_into_versioned_segments(
         self, engine: Engine, reference: Callable[..., list[float]], other_weights: tuple[Path, str]
     ) -> None:
         path, fingerprint = other_weights
@@ -181,7 +181,7 @@ class EngineTests:
             assert len(tokens) - 4 <= 100
         assert mixed
 
-    def test_aborted_requests_never_answer(self, engine: Engine) -> None:
+    def test_aborted_requests_produce_no_events(self, engine: Engine) -> None:
         done = sample_until(engine, 1, [request(i, max_new_tokens=100) for i in range(12)])
         aborted = [TrajectoryId(i) for i in (0, 2, 4) if i not in done]
         engine.abort([*aborted, TrajectoryId(77)])
@@ -190,7 +190,7 @@ class EngineTests:
         assert set(done) >= set(range(12)) - set(aborted)
         assert engine.events(0.1) == []
 
-    def test_submitting_twice_samples_once(self, engine: Engine) -> None:
+    def test_resubmitting_a_request_samples_it_once(self, engine: Engine) -> None:
         engine.submit([request(i, max_new_tokens=60) for i in range(4)])
         engine.submit([request(i, max_new_tokens=60) for i in range(4)])
         engine.submit([request(0, max_new_tokens=60, route_number=2)])
@@ -198,7 +198,7 @@ class EngineTests:
         assert set(done) == {0, 1, 2, 3}
         assert engine.events(0.2) == []
 
-    def test_a_probe_is_answered_under_the_weights_in_place_while_others_run(
+    def test_a_probe_uses_the_loaded_weights_while_requests_run(
         self, engine: Engine, reference: Callable[..., list[float]], other_weights: tuple[Path, str]
     ) -> None:
         path, _ = other_weights
@@ -221,15 +221,13 @@ class EngineTests:
         assert after.tokens_sampled == sampled
         assert after.busy_s > 0
 
-    def test_progress_counts_what_was_sampled_before(self, engine: Engine) -> None:
+    def test_progress_includes_prior_tokens(self, engine: Engine) -> None:
         sample_until(engine, 1001, [request(i, num_prior=1000, max_new_tokens=100) for i in range(12)])
         assert all(n >= 1000 for _, n in engine.load_statistics().progress)
         engine.interrupt([TrajectoryId(i) for i in range(12)])
         assert engine.load_statistics().progress == ()
 
-    def test_a_look_at_running_requests_shows_how_their_responses_begin(
-        self, engine: Engine, other_weights: tuple[Path, str]
-    ) -> None:
+    def test_peek_returns_the_tokens_sampled_so_far(self, engine: Engine, other_weights: tuple[Path, str]) -> None:
         path, _ = other_weights
         done = sample_until(engine, 5, [request(i, max_new_tokens=100, num_prior=2) for i in range(20)])
         engine.load(PolicyVersion(5), path)
@@ -249,7 +247,7 @@ class EngineTests:
         assert max(len(tokens_of(part)) for part in seen.values()) >= 5
         assert engine.peek() == []
 
-    def test_wrong_weights_are_refused_before_anything_changes(self, engine: Engine, tmp_path: Path) -> None:
+    def test_mismatched_weights_are_rejected_before_loading(self, engine: Engine, tmp_path: Path) -> None:
         import torch
         from safetensors.torch import save_file
 
@@ -260,7 +258,7 @@ class EngineTests:
         engine.submit([request(0)])
         collect(engine, 1)
 
-    def test_an_engine_that_begins_again_has_forgotten_all_but_its_weights(
+    def test_reset_clears_requests_and_statistics_but_not_weights(
         self, engine: Engine, reference: Callable[..., list[float]], other_weights: tuple[Path, str]
     ) -> None:
         path, fingerprint = other_weights
@@ -281,7 +279,9 @@ class EngineTests:
             np.testing.assert_allclose(logprobs_of(sampled), reference([3, 10, 14, 7, *tokens], 4, path), atol=2e-4)
         assert engine.load(PolicyVersion(3), path).fingerprint == fingerprint
 
-    def test_a_dead_engine_says_so_at_once_in_every_verb(self, engine: Engine, other_weights: tuple[Path, str]) -> None:
+    def test_every_method_of_a_crashed_engine_raises_actor_lost(
+        self, engine: Engine, other_weights: tuple[Path, str]
+    ) -> None:
         done = sample_until(engine, 1, [request(i, max_new_tokens=100) for i in range(4)])
         BRAKE.off()
         self.kill(engine)
@@ -300,7 +300,7 @@ class EngineTests:
             with pytest.raises(ActorLost, match="rollout-0"):
                 verb()
 
-    def test_an_engine_that_hangs_still_tells_that_it_samples_nothing(self, engine: Engine) -> None:
+    def test_a_hung_engine_still_reports_its_load(self, engine: Engine) -> None:
         done = sample_until(engine, 1, [request(i, max_new_tokens=100) for i in range(MANY)])
         BRAKE.off()  # the hang is one of a pass
         with self.hang(engine):
@@ -312,7 +312,7 @@ class EngineTests:
         assert (after.tokens_sampled, after.progress) == (before.tokens_sampled, before.progress)
         collect(engine, MANY, done)
 
-    def test_an_engine_that_loads_weights_still_answers(self, engine: Engine, other_weights: tuple[Path, str]) -> None:
+    def test_an_engine_responds_while_it_loads_weights(self, engine: Engine, other_weights: tuple[Path, str]) -> None:
         """Where its weights are replaced in place that takes seconds for a large model."""
         done = sample_until(engine, 1, [request(i, max_new_tokens=100) for i in range(MANY)])
         answered: list[tuple[int, int]] = []
@@ -328,7 +328,7 @@ class EngineTests:
         collect(engine, MANY, done)
         assert engine.load_statistics().version == 5
 
-    def test_many_requests_with_random_interrupts_aborts_and_updates(
+    def test_random_interrupts_aborts_and_updates_lose_no_request(
         self, engine: Engine, other_weights: tuple[Path, str]
     ) -> None:
         """Each of 1,000 requests ends exactly once: sampled, interrupted or aborted; none is lost."""
@@ -392,9 +392,7 @@ class ReusingEngineTests(EngineTests):
         expected = reference([*context, *tokens_of(self.sampled)], len(context), *weights)
         np.testing.assert_allclose(logprobs_of(self.sampled), expected, atol=2e-4)
 
-    def test_a_later_turn_computes_only_what_is_new(
-        self, engine: Engine, reference: Callable[..., list[float]]
-    ) -> None:
+    def test_a_later_turn_prefills_only_new_tokens(self, engine: Engine, reference: Callable[..., list[float]]) -> None:
         context, held, before, whole = PROMPT, 0, 0, 0
         for route_number in (1, 2, 3):
             tokens = self.turn(engine, context, route_number)
@@ -406,7 +404,7 @@ class ReusingEngineTests(EngineTests):
             before, held = cached, len(context) + len(tokens)
             context = (*context, *tokens, *GIVEN)
 
-    def test_what_was_computed_with_other_weights_is_not_reused(
+    def test_cache_of_other_weights_is_not_reused(
         self, engine: Engine, reference: Callable[..., list[float]], other_weights: tuple[Path, str]
     ) -> None:
         path, _ = other_weights
@@ -417,7 +415,7 @@ class ReusingEngineTests(EngineTests):
         assert self.counts(engine) == (len(PROMPT) + len(context), 0)
         self.check_logprobs(reference, context, path)
 
-    def test_a_context_that_differs_is_not_taken_for_the_one_before(
+    def test_cache_of_a_different_context_is_not_reused(
         self, engine: Engine, reference: Callable[..., list[float]]
     ) -> None:
         """It is as long and ends alike: that of a trajectory which has begun again, say."""
@@ -431,7 +429,7 @@ class ReusingEngineTests(EngineTests):
 class SleepingEngineTests(EngineTests):
     """The suite of engines that free their device."""
 
-    def test_after_a_sleep_it_serves_what_it_loads(
+    def test_an_engine_serves_new_weights_after_sleep(
         self, engine: Engine, reference: Callable[..., list[float]], other_weights: tuple[Path, str]
     ) -> None:
         path, fingerprint = other_weights
@@ -447,7 +445,7 @@ class SleepingEngineTests(EngineTests):
         expected = reference([*request(1).tokens, *tokens_of(sampled)], len(request(1).tokens), path)
         np.testing.assert_allclose(logprobs_of(sampled), expected, atol=2e-4)
 
-    def test_it_does_not_sleep_while_a_request_runs(self, engine: Engine) -> None:
+    def test_sleep_is_rejected_while_a_request_runs(self, engine: Engine) -> None:
         sample_until(engine, 3, [request(0, max_new_tokens=3000)])
         with pytest.raises(ProtocolViolation, match="is put to sleep while it runs 1 request"):
             engine.sleep()

@@ -44,13 +44,13 @@ class ParameterServerTests:
     def host(self, folder: Path, name: str) -> ParameterHost:
         raise NotImplementedError
 
-    async def test_a_version_that_is_here_needs_no_source(self, tmp_path: Path) -> None:
+    async def test_ensure_without_a_source_returns_a_local_version(self, tmp_path: Path) -> None:
         here = self.host(tmp_path, "a")
         here.publish(3)
         result = await here.ensure(3)
         assert result.num_bytes == NUM_BYTES
 
-    async def test_a_version_comes_from_a_host_that_has_it_and_stays(self, tmp_path: Path) -> None:
+    async def test_ensure_copies_a_version_from_the_source_host(self, tmp_path: Path) -> None:
         source, target = self.host(tmp_path, "a"), self.host(tmp_path, "b")
         source.publish(3)
         result = await target.ensure(3, source)
@@ -58,7 +58,7 @@ class ParameterServerTests:
         assert (source.versions(), target.versions()) == ([3], [3])
         assert await target.ensure(3) == result
 
-    async def test_a_version_that_appears_at_its_source_a_moment_later_is_waited_for(self, tmp_path: Path) -> None:
+    async def test_ensure_waits_until_the_source_publishes_the_version(self, tmp_path: Path) -> None:
         source, target = self.host(tmp_path, "a"), self.host(tmp_path, "b")
         fetching = asyncio.ensure_future(target.ensure(3, source))
         await asyncio.sleep(1.0)
@@ -67,14 +67,14 @@ class ParameterServerTests:
         await fetching
         assert target.versions() == [3]
 
-    async def test_a_version_that_is_nowhere_is_an_error_and_not_here(self, tmp_path: Path) -> None:
+    async def test_ensure_of_an_unpublished_version_raises(self, tmp_path: Path) -> None:
         source, target = self.host(tmp_path, "a"), self.host(tmp_path, "b")
         source.publish(2)
         with pytest.raises(StaleflowError, match="version 3"):
             await target.ensure(3, source)
         assert target.versions() == []
 
-    async def test_what_is_not_here_and_does_not_come_cannot_be_read(self, tmp_path: Path) -> None:
+    async def test_read_piece_of_a_missing_version_raises(self, tmp_path: Path) -> None:
         here = self.host(tmp_path, "a")
         here.publish(2)
         with pytest.raises(StaleflowError):
@@ -91,7 +91,7 @@ class ParameterServerTests:
             ((9,), 9, [6]),
         ],
     )
-    async def test_versions_in_use_and_the_newest_and_those_that_came_later_are_kept(
+    async def test_prune_removes_only_old_versions_that_are_not_in_use(
         self, tmp_path: Path, used: tuple[int, ...], newest: int, kept: list[int]
     ) -> None:
         here = self.host(tmp_path, "a")
@@ -101,7 +101,7 @@ class ParameterServerTests:
             await here.server.prune(tuple(map(PolicyVersion, used)), PolicyVersion(newest))
             assert here.versions() == kept
 
-    async def test_a_version_that_was_removed_is_fetched_again(self, tmp_path: Path) -> None:
+    async def test_ensure_fetches_a_pruned_version_again(self, tmp_path: Path) -> None:
         source, target = self.host(tmp_path, "a"), self.host(tmp_path, "b")
         for version in (3, 4):
             source.publish(version)

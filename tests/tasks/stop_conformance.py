@@ -30,7 +30,7 @@ def greedy(engine: Engine) -> list[int]:
 class StopTests:
     """Mixed into the suite of engines."""
 
-    def test_a_stop_string_ends_a_turn_with_the_token_that_completes_it(
+    def test_a_turn_ends_with_the_token_that_completes_a_stop_string(
         self, engine: Engine, reference: Callable[..., list[float]], tiny_model: Path
     ) -> None:
         texts, strings = load_chat_tokenizer(str(tiny_model)), ("12", "+3;", "9", "=so", "4-")
@@ -42,7 +42,7 @@ class StopTests:
             np.testing.assert_allclose(logprobs_of(item), reference([*PROMPT, *tokens], 4), atol=2e-4)
         assert engine.load_statistics().running == 0
 
-    def test_it_does_so_under_weights_that_change_meanwhile(
+    def test_stop_strings_work_across_a_weight_update(
         self, engine: Engine, other_weights: tuple[Path, str], tiny_model: Path
     ) -> None:
         texts, strings = load_chat_tokenizer(str(tiny_model)), ("123", "9+", "=7=")
@@ -52,9 +52,7 @@ class StopTests:
         for item in ended.values():
             check_end(texts, item, strings, most=100)
 
-    def test_one_that_an_interrupt_cuts_in_two_ends_the_turn_where_it_goes_on(
-        self, engine: Engine, tiny_model: Path
-    ) -> None:
+    def test_a_stop_string_split_by_an_interrupt_ends_the_turn(self, engine: Engine, tiny_model: Path) -> None:
         """Wherever the turn was cut; tokens of the turn before it do not count."""
         texts, whole = load_chat_tokenizer(str(tiny_model)), greedy(engine)
         stop = StopCriteria((texts.text(whole[:5]),))
@@ -75,14 +73,14 @@ class StopTests:
                 assert tokens == whole[: len(tokens)]
                 assert len(tokens) == 5 if in_turn else len(tokens) > 5
 
-    def test_a_turn_whose_end_was_not_heard_of_ends_at_once(self, engine: Engine, tiny_model: Path) -> None:
+    def test_a_turn_resubmitted_with_its_stop_string_ends_at_once(self, engine: Engine, tiny_model: Path) -> None:
         texts, whole = load_chat_tokenizer(str(tiny_model)), greedy(engine)
         stop = StopCriteria((texts.text(whole[:5]),))
         engine.submit([request(0, (*PROMPT, *whole[:5]), stop=stop, num_turn_tokens=5, num_prior=5)])
         (ended,) = collect(engine, 1).values()
         assert (ended.start, ended.segments, ended.finish) == (5, (), FinishReason.STOP)
 
-    def test_it_has_ended_by_itself_also_where_no_further_token_was_allowed(
+    def test_finish_reason_is_stop_when_the_last_allowed_token_completes_a_stop_string(
         self, engine: Engine, tiny_model: Path
     ) -> None:
         texts, whole = load_chat_tokenizer(str(tiny_model)), greedy(engine)
@@ -92,7 +90,7 @@ class StopTests:
             (ended,) = collect(engine, 1).values()
             assert (tokens_of(ended), ended.finish) == (whole[:count], finish)
 
-    def test_a_token_that_stops_is_the_last_one(self, engine: Engine) -> None:
+    def test_a_stop_token_id_is_the_last_token_of_the_turn(self, engine: Engine) -> None:
         engine.submit([request(i, stop=StopCriteria(token_ids=(7, 9, 12))) for i in range(20)])
         stopped = 0
         for item in collect(engine, 20).values():

@@ -181,7 +181,7 @@ NEITHER = {"close", "entry"}
 both_stores = pytest.mark.parametrize("make", [in_memory, on_disk])
 
 
-def test_every_verb_of_the_server_is_known_to_write_or_not_to() -> None:
+def test_every_server_method_is_listed_as_write_or_read() -> None:
     verbs = {name for name, _ in inspect.getmembers(TrajectoryServer, inspect.iscoroutinefunction) if name[0] != "_"}
     assert verbs == WRITES.keys() | READS.keys() | NEITHER
     assert not WRITES.keys() & READS.keys()
@@ -189,7 +189,7 @@ def test_every_verb_of_the_server_is_known_to_write_or_not_to() -> None:
 
 @both_stores
 @pytest.mark.parametrize("verb", WRITES)
-async def test_no_verb_is_answered_before_what_it_changes_is_in_the_spool(
+async def test_server_calls_return_only_after_their_changes_are_spooled(
     make: Callable[[], type[TrajectoryServer]], tmp_path: Path, verb: str
 ) -> None:
     """While the spool's thread is blocked it is not; then a server that is made anew has what was answered."""
@@ -207,7 +207,7 @@ async def test_no_verb_is_answered_before_what_it_changes_is_in_the_spool(
     assert scene.server._last_ledger == server._last_ledger
 
 
-async def test_nothing_is_in_flight_in_a_new_store(tmp_path: Path) -> None:
+async def test_a_new_store_ignores_the_spool_of_another_store(tmp_path: Path) -> None:
     """Though its folder has the spool of another one."""
     scene = await Scene.create(in_memory(), tmp_path)
     settings = replace(scene.settings, store=str(tmp_path / "another"))
@@ -226,7 +226,7 @@ async def test_times_are_on_the_runs_clock(tmp_path: Path) -> None:
         assert 0 <= elapsed_s <= time.monotonic() - created_s
 
 
-async def test_groups_that_are_not_in_the_spool_are_drawn_again_from_the_only_source(
+async def test_groups_missing_from_the_spool_are_drawn_again_from_a_single_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = await Scene.create(in_memory(), tmp_path)
@@ -245,7 +245,7 @@ async def test_groups_that_are_not_in_the_spool_are_drawn_again_from_the_only_so
     assert drawn == [(1, 0, -1)]
 
 
-async def test_the_receipt_of_an_observation_counts_the_tokens_after_it(tmp_path: Path) -> None:
+async def test_an_observation_receipt_counts_all_tokens_of_the_trajectory(tmp_path: Path) -> None:
     scene = await Scene.create(in_memory(), tmp_path)
     await scene.sample(ZERO)
     repeated = replace(SAID, replayed=(SAID.messages,))
@@ -256,7 +256,7 @@ async def test_the_receipt_of_an_observation_counts_the_tokens_after_it(tmp_path
 
 @both_stores
 @pytest.mark.parametrize("verb", READS)
-async def test_what_writes_nothing_does_not_wait_for_the_spool_and_changes_nothing_in_flight(
+async def test_reads_do_not_wait_for_the_spool_and_change_nothing(
     make: Callable[[], type[TrajectoryServer]], tmp_path: Path, verb: str
 ) -> None:
     scene = await Scene.create(make(), tmp_path)
@@ -271,7 +271,7 @@ async def test_what_writes_nothing_does_not_wait_for_the_spool_and_changes_nothi
 
 
 @both_stores
-async def test_a_step_is_stored_when_its_commit_is_asked_for_again_after_one_that_failed(
+async def test_a_commit_retried_after_a_failure_stores_the_step(
     make: Callable[[], type[TrajectoryServer]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A record counts as the last one once it is in the store, and not when that is tried; until then no row is
@@ -300,7 +300,7 @@ async def test_a_step_is_stored_when_its_commit_is_asked_for_again_after_one_tha
 
 
 @both_stores
-async def test_what_a_resume_has_undone_does_not_come_back_although_that_could_not_be_written(
+async def test_undone_spool_entries_do_not_return_when_the_reset_cannot_be_written(
     make: Callable[[], type[TrajectoryServer]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The entries before it are removed instead: without this one they would be read as the run's own."""

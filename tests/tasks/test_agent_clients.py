@@ -96,7 +96,7 @@ async def test_openai_over_several_turns_with_a_tool(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_openai_is_told_a_turn_up_to_its_stop_string(stream: bool) -> None:
+async def test_the_openai_client_receives_a_turn_up_to_its_stop_string(stream: bool) -> None:
     openai = pytest.importorskip("openai")
     async with (
         serving("It is 3; or so", "yes") as (server, session, told),
@@ -123,7 +123,7 @@ async def test_openai_is_told_a_turn_up_to_its_stop_string(stream: bool) -> None
             await client.chat.completions.create(model="m", messages=messages, stop=["x"] * 17)
 
 
-async def test_openai_raises_its_own_errors_for_what_is_refused() -> None:
+async def test_the_openai_client_raises_its_own_errors_for_rejected_requests() -> None:
     openai = pytest.importorskip("openai")
     async with serving() as (server, session, _):
         async with openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client:
@@ -134,7 +134,9 @@ async def test_openai_raises_its_own_errors_for_what_is_refused() -> None:
                 await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}], n=8)
 
 
-async def test_verifiers_train_client_accepts_what_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_verifiers_train_client_accepts_the_endpoint_replies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own checks of ids, logprobs and fields run unmodified, and turns are bridged by its own renderer."""
     pytest.importorskip("verifiers")
     import verifiers.v1 as vf

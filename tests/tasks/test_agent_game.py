@@ -27,13 +27,13 @@ def found_by_halving(seed: int) -> tuple[float, int]:
     raise AssertionError
 
 
-def test_whoever_halves_what_is_left_always_finds_the_digit() -> None:
+def test_halving_the_remaining_range_always_wins() -> None:
     results = [found_by_halving(seed) for seed in range(200)]
     assert {reward for reward, _ in results} == {1.0}
     assert {count for _, count in results} == {1, 2, 3, 4}
 
 
-def test_a_game_says_the_same_whenever_it_is_reset_with_a_seed() -> None:
+def test_a_game_reset_with_the_same_seed_returns_the_same_observations() -> None:
     def said(seed: int) -> list[object]:
         game = HigherOrLower()
         return [game.reset(seed), *(game.step(str(guess)) for guess in (3, 8, 1, 6))]
@@ -42,7 +42,7 @@ def test_a_game_says_the_same_whenever_it_is_reset_with_a_seed() -> None:
 
 
 @pytest.mark.parametrize("action", ["", "12", "seven", "higher", "²"])
-def test_anything_but_a_digit_loses_the_game(action: str) -> None:
+def test_a_guess_that_is_not_a_digit_loses_the_game(action: str) -> None:
     game = HigherOrLower()
     game.reset(1)
     assert game.step(action)[1:4] == (0.0, True, False)
@@ -55,7 +55,7 @@ def test_the_last_wrong_guess_ends_the_game() -> None:
     assert game.step("6") == ("lower", 0.0, False, True, {"parts": {"guesses": 2}})
 
 
-def test_the_careless_player_finds_less_than_half_and_the_tokenizer_has_all_that_is_said() -> None:
+def test_the_careless_player_wins_less_than_half_and_its_texts_tokenize_losslessly() -> None:
     rng = random.Random(0)
     rewards = [careless_game(seed, rng)[1] for seed in range(4000)]
     assert 0.4 < sum(rewards) / len(rewards) < 0.48

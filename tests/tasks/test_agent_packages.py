@@ -56,7 +56,9 @@ def num_reservable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("source", "package"), [("verifiers:wordle", "verifiers"), ("openenv:room", "openenv")])
-def test_a_package_that_is_missing_is_named(source: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_uninstalled_package_is_named_in_the_error(
+    source: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=f"needs the package {package}"):
         open_source(SourceType.AGENT, source, {}, f"task.source = {source!r}")
@@ -69,7 +71,7 @@ def test_a_package_that_is_missing_is_named(source: str, package: str, monkeypat
     ("verifiers:wordle", {"held_out_tasks": -1}, r"task.options.held_out_tasks = -1 must be at least 0"),
     ("verifiers:wordle", {"renderer": 1}, r"task.options.renderer = 1 must be a text or a table"),
 ])  # fmt: skip
-def test_an_option_of_a_wrong_kind_is_refused_before_anything_is_loaded(
+def test_an_option_of_a_wrong_type_is_rejected_before_the_package_is_imported(
     source: str, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
@@ -77,7 +79,7 @@ def test_an_option_of_a_wrong_kind_is_refused_before_anything_is_loaded(
         open_source(SourceType.AGENT, source, options, f"task.source = {source!r}")
 
 
-def test_what_the_model_says_is_an_action_or_none() -> None:
+def test_action_of_parses_model_text_into_an_action() -> None:
     one = {"required": ["message"], "properties": {"message": {"type": "string"}}}
     assert action_of('{"message": "hi"}', one) == {"message": "hi"}
     assert action_of(" hi ", one) == {"message": "hi"}
@@ -88,9 +90,7 @@ def test_what_the_model_says_is_an_action_or_none() -> None:
 
 
 @pytest.mark.slow
-async def test_an_environment_of_openenv_is_played_through_its_own_server(
-    room: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_openenv_environment_runs_through_its_server(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("openai")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(room), *sys.path]))
     async with hosted(settings("openenv:echo_room", {"field": "echoed_message"})) as (episodes, task):
@@ -121,7 +121,7 @@ def room_url(room: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.slow
-async def test_a_server_of_openenv_that_runs_is_played_by_its_url(room_url: str) -> None:
+async def test_a_running_openenv_server_is_reached_by_its_url(room_url: str) -> None:
     pytest.importorskip("openai")
     made = settings(f"openenv:{room_url}", {"field": "echoed_message", "system": "Say much."}, max_turns=2)
     async with hosted(made) as (episodes, task):
@@ -137,7 +137,7 @@ async def test_a_server_of_openenv_that_runs_is_played_by_its_url(room_url: str)
 
 
 @pytest.mark.slow
-async def test_openenv_finds_nothing_fatal_in_an_episode_of_its_own_environment(room_url: str) -> None:
+async def test_openenv_capture_reports_no_fatal_error_for_its_own_environment(room_url: str) -> None:
     """Its capture server stands between the agent and the endpoint, and validates what it records."""
     pytest.importorskip("openai")
     from openenv.core.harness.capture.export import export_session
@@ -171,7 +171,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-async def test_a_taskset_of_verifiers_is_run_by_its_own_harness(
+async def test_a_verifiers_taskset_runs_under_its_own_harness(
     words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A game of two turns: its environment, harness, interception, rewards and train client are the package's."""

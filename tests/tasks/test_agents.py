@@ -199,7 +199,7 @@ async def played(episodes: EpisodeHost, task: Task, turns: Sequence[str], **more
 
 
 @pytest.mark.parametrize(("name", "isolation"), [("count", "auto"), ("count", "process"), ("count_slowly", "auto")])
-async def test_an_episode_is_the_same_wherever_the_agent_runs(agents: Path, name: str, isolation: str) -> None:
+async def test_an_episode_is_identical_under_every_isolation_setting(agents: Path, name: str, isolation: str) -> None:
     made = settings(f"agent:{agents}:{name}", isolation=isolation)
     source = made.source.build()
     tasks = [source.task(i) for i in (0, 1)]
@@ -222,7 +222,7 @@ async def test_an_episode_is_the_same_wherever_the_agent_runs(agents: Path, name
     ("prose", 0.0, {}, "the last line that the agent printed must be its reward"),
     ("fail", 0.0, {}, "the agent's command ended with exit code 1: it does not work"),
 ])  # fmt: skip
-async def test_a_program_prints_its_reward(
+async def test_the_last_line_a_program_prints_is_its_reward(
     agents: Path, does: str, reward: float, parts: dict[str, float], error: str
 ) -> None:
     made = settings("agent:command", {"command": [sys.executable, str(agents.with_name("program.py"))]})
@@ -240,7 +240,7 @@ async def test_a_program_prints_its_reward(
     ("text", "what the agent returned is 'good'; it must be a number"),
     ("rewrite", "the agent raised: RuntimeError: changed_past"),
 ])  # fmt: skip
-async def test_an_agent_that_fails_is_an_error_with_its_reason(agents: Path, does: str, error: str) -> None:
+async def test_an_agent_failure_is_recorded_as_an_error_with_its_reason(agents: Path, does: str, error: str) -> None:
     async with hosted(settings(f"agent:{agents}:moody", step_timeout_s=6.0, changed_past="refuse")) as (episodes, task):
         good = asyncio.ensure_future(played(episodes, task, ["a", "b", "c"], member=1))
         (answer,) = await played(episodes, task, [does])
@@ -250,7 +250,7 @@ async def test_an_agent_that_fails_is_an_error_with_its_reason(agents: Path, doe
         assert not any(other.error for other in await good)
 
 
-async def test_an_agent_that_rewrites_its_past_begins_a_branch(agents: Path) -> None:
+async def test_an_agent_that_rewrites_its_history_starts_a_branch(agents: Path) -> None:
     async with hosted(settings(f"agent:{agents}:moody")) as (episodes, task):
         first, then = await played(episodes, task, ["rewrite", "a"])
         directions, shown = split_params(first.messages)
@@ -259,7 +259,7 @@ async def test_an_agent_that_rewrites_its_past_begins_a_branch(agents: Path) -> 
         assert (split_params(then.messages)[0].after_turn, then.ended) == (1, False)
 
 
-async def test_an_agent_that_says_nothing_or_never_the_same_is_refused(agents: Path) -> None:
+async def test_an_agent_without_requests_or_with_an_invalid_signature_is_rejected(agents: Path) -> None:
     with pytest.raises(ConfigError, match="the agent ended before it asked the model for anything"):
         settings(f"agent:{agents}:silent").source.build()
     with pytest.raises(ConfigError, match=r"an agent takes \(base_url, key, task\)"):
@@ -275,7 +275,7 @@ async def test_an_agent_that_says_nothing_or_never_the_same_is_refused(agents: P
             await episodes.check()
 
 
-async def test_limits_of_turns_come_with_what_is_said(agents: Path) -> None:
+async def test_token_limits_of_a_request_are_passed_with_its_messages(agents: Path) -> None:
     async with hosted(settings(f"agent:{agents}:limited")) as (episodes, task):
         assert params_of(task.record).max_tokens == 3
         answer = await acted(episodes, task, "a")
@@ -284,7 +284,7 @@ async def test_limits_of_turns_come_with_what_is_said(agents: Path) -> None:
         assert (await acted(episodes, task, "a", "b")).reward == 1.0
 
 
-async def test_an_episode_at_its_limit_ends_with_what_the_agent_returns(agents: Path) -> None:
+async def test_an_episode_at_a_limit_gets_the_reward_that_the_agent_returns(agents: Path) -> None:
     async with hosted(settings(f"agent:{agents}:insists", max_turns=3)) as (episodes, task):
         *_, last = await played(episodes, task, ["a", "b", "c"])
         assert (last.ended, last.reward, last.error) == (True, 3.0, "")
@@ -311,7 +311,7 @@ def alive(pids: Path) -> list[int]:
 @pytest.mark.parametrize(("does", "error"), [
     ("die", "its process ended with exit code 7"), ("hang", "step 1 took longer than environment.step_timeout_s = 6 s"),
 ])  # fmt: skip
-async def test_a_process_ends_with_all_that_it_started(agents: Path, tmp_path: Path, does: str, error: str) -> None:
+async def test_child_processes_of_an_agent_end_with_it(agents: Path, tmp_path: Path, does: str, error: str) -> None:
     pids = tmp_path / "pids"
     async with hosted(settings(f"agent:{agents}:die", {"pids": str(pids)}, step_timeout_s=6.0)) as (episodes, task):
         (answer,) = await played(episodes, task, [does])
@@ -333,7 +333,9 @@ def descendants(marker: str) -> Iterator[int]:
                 continue
 
 
-async def test_a_program_is_ended_with_its_children_and_theirs(agents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_timed_out_program_is_killed_with_all_its_descendants(
+    agents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MARKED_BY", marker := f"test-{os.getpid()}-{time.monotonic_ns()}")
     command = ["/bin/sh", "-c", f"{sys.executable} {agents.with_name('program.py')}; echo 1"]
     async with hosted(settings("agent:command", {"command": command}, step_timeout_s=6.0)) as (episodes, task):
@@ -355,7 +357,7 @@ async def test_a_program_is_ended_with_its_children_and_theirs(agents: Path, mon
     assert left() == []
 
 
-async def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+async def test_background_processes_of_a_program_end_with_it(tmp_path: Path) -> None:
     pids = tmp_path / "pid"
     started = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])"
     left = f"import subprocess, sys; open({str(pids)!r}, 'w').write(str({started}.pid)); print(0.5)"
@@ -367,7 +369,7 @@ async def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None
         await asyncio.sleep(0.01)
 
 
-async def test_an_episode_that_is_cancelled_ends_its_agent_and_its_key(agents: Path) -> None:
+async def test_cancelling_an_episode_stops_its_agent_and_closes_its_session(agents: Path) -> None:
     async with hosted(settings(f"agent:{agents}:moody")) as (episodes, task):
         await acted(episodes, task, "a")
         acting = asyncio.ensure_future(acted(episodes, task, "a", "hang"))
@@ -377,6 +379,6 @@ async def test_an_episode_that_is_cancelled_ends_its_agent_and_its_key(agents: P
         assert len(episodes._endpoint.sessions) == 0
 
 
-def test_directions_are_read_back_from_records() -> None:
+def test_params_of_reads_turn_parameters_from_records() -> None:
     assert params_of({"prompt": "a text"}) == split_params("a text")[0]
     assert params_of({"prompt": [{"role": "user", "content": "x"}]}) == split_params("a text")[0]

@@ -15,7 +15,7 @@ from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.tasks.actors.async_spool import AsyncSpool
 
 
-async def test_a_commit_ends_the_entries_of_its_groups_and_parts_that_no_point_needs(tmp_path: Path) -> None:
+async def test_a_commit_marks_groups_as_stored_and_rotates_the_spool(tmp_path: Path) -> None:
     done: list[Any] = []
 
     class NotedSpool(Spool):
@@ -33,7 +33,7 @@ async def test_a_commit_ends_the_entries_of_its_groups_and_parts_that_no_point_n
     assert done == [(1, [GroupId(3)]), 2]
 
 
-async def test_operations_are_done_in_the_order_of_the_calls(tmp_path: Path) -> None:
+async def test_operations_run_in_the_order_of_the_calls(tmp_path: Path) -> None:
     """The first one waits until all others were asked for; none of them may begin before it has ended."""
     asked, done = threading.Event(), list[str]()
 

@@ -30,9 +30,7 @@ def end_of(name: str) -> int:
 
 @pytest.mark.parametrize("name", ["smollm2", "llama3", "mistral", "qwen3"])
 @given(data=st.data())
-def test_prompt_turn_and_bridge_are_the_next_prompt_exactly_and_read_as_the_template_says(
-    name: str, data: st.DataObject
-) -> None:
+def test_prompt_turn_and_bridge_tokens_match_the_chat_template(name: str, data: st.DataObject) -> None:
     """Tokens are drawn, not texts: the same text may be sampled as other tokens than a tokenizer would make of it."""
     texts = TEXTS[name]
     bridge = TemplateBridge(texts)
@@ -57,7 +55,7 @@ def test_prompt_turn_and_bridge_are_the_next_prompt_exactly_and_read_as_the_temp
     assert whole(name, ids) == texts.chat_text(conversation)
 
 
-def test_a_turn_that_did_not_end_is_closed_by_the_bridge_and_one_that_did_is_not_closed_twice() -> None:
+def test_the_bridge_closes_an_unfinished_turn_and_leaves_a_finished_one() -> None:
     texts, bridge = TEXTS["smollm2"], TemplateBridge(TEXTS["smollm2"])
     messages = list(texts.ids("in the"))
     hears = [Message("environment", "higher")]
@@ -69,7 +67,7 @@ def test_a_turn_that_did_not_end_is_closed_by_the_bridge_and_one_that_did_is_not
     assert whole("smollm2", bridge.ids([], [], hears, 1)) == f"<|im_end|>{rest}"
 
 
-def test_a_plain_newline_at_the_end_of_a_turn_is_not_taken_for_its_end() -> None:
+def test_a_newline_at_the_end_of_a_turn_is_not_an_end_token() -> None:
     """A template that closes turns by text: the model's own newline is its content."""
     tokenizer = chat_tokenizer("smollm2")
     tokenizer.chat_template = (
@@ -81,7 +79,7 @@ def test_a_plain_newline_at_the_end_of_a_turn_is_not_taken_for_its_end() -> None
     assert texts.text(result) == "\nuser: go\nassistant: "
 
 
-def test_several_messages_and_roles_that_a_template_does_not_know() -> None:
+def test_unsupported_roles_and_sequences_of_messages_are_rejected() -> None:
     two = [Message("tool", "1"), Message("tool", "2")]
     qwen = TemplateBridge(TEXTS["qwen3"]).ids([], [end_of("qwen3")], two, 1)
     wrapped = "".join(f"\n<tool_response>\n{i}\n</tool_response>" for i in (1, 2))
@@ -94,7 +92,7 @@ def test_several_messages_and_roles_that_a_template_does_not_know() -> None:
         TemplateBridge(TEXTS["mistral"]).ids([], [end_of("mistral")], two, 3)
 
 
-def test_a_template_that_drops_thoughts_when_a_user_speaks_is_refused_for_users_and_kept_for_tools() -> None:
+def test_templates_that_drop_thoughts_accept_tool_messages_but_not_user_messages() -> None:
     bridge = TemplateBridge(TEXTS["qwen3"])
     bridge.check(["tool"])
     for role in ("user", "environment"):
@@ -116,7 +114,7 @@ def test_a_template_that_drops_thoughts_when_a_user_speaks_is_refused_for_users_
         "{% for m in messages %}{{ m.content | upper }};{% endfor %}",
     ],
 )
-def test_a_template_that_does_not_only_append_is_refused_with_the_reason(template: str) -> None:
+def test_a_template_that_rewrites_earlier_turns_is_rejected(template: str) -> None:
     tokenizer = chat_tokenizer("smollm2")
     tokenizer.chat_template = template
     why = "turn 1: .* renders earlier turns in another way when a message of role user follows, so the model would not"
@@ -136,7 +134,7 @@ def test_without_a_chat_template_messages_are_texts() -> None:
 @pytest.mark.parametrize(
     ("name", "model", "role"), [("qwen3", "Qwen/Qwen3-8B", "tool"), ("llama3", "Llama-3.2-1B-Instruct", "user")]
 )
-def test_renderers_bridge_as_the_template_does(name: str, model: str, role: str) -> None:
+def test_renderer_bridges_match_template_bridges(name: str, model: str, role: str) -> None:
     pytest.importorskip("renderers")
     texts = TEXTS[name]
     bridge = make_bridge(texts, model, chat=True, template="{observation}")
@@ -148,7 +146,7 @@ def test_renderers_bridge_as_the_template_does(name: str, model: str, role: str)
         assert bridge.ids(before, turn, hears, 1) == TemplateBridge(texts).ids(before, turn, hears, 1)
 
 
-def test_a_renderer_is_only_used_if_it_renders_as_the_template_does(tmp_path: Path) -> None:
+def test_a_renderer_is_used_only_for_models_with_the_same_template(tmp_path: Path) -> None:
     pytest.importorskip("renderers")
     assert known_renderer(chat_tokenizer("qwen3"), str(tmp_path / "Qwen3-8B")) is not None
     assert known_renderer(chat_tokenizer("smollm2"), "Qwen/Qwen3-8B") is None

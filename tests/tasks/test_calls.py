@@ -33,7 +33,7 @@ class Waiting:
 
 
 @pytest.mark.parametrize("turns", range(8))
-async def test_a_caller_is_cancelled_also_in_the_moment_of_its_answer(turns: int) -> None:
+async def test_call_actor_can_be_cancelled_when_the_reply_arrives(turns: int) -> None:
     """A task that calls in a loop, as those of an instance do, ends when it is cancelled. asyncio.wait_for of Python
     3.11 returns the answer instead if it has just come; the task then went on for ever, and closing a run waited."""
     actor = Waiting()
@@ -57,19 +57,19 @@ async def test_a_caller_is_cancelled_also_in_the_moment_of_its_answer(turns: int
     assert ended
 
 
-async def test_an_answer_after_the_deadline_is_a_loss_that_names_the_knob() -> None:
+async def test_call_actor_raises_actor_lost_after_the_timeout() -> None:
     with pytest.raises(ActorLost, match=r"^rollout-0 did not answer within 0.01 s \(deadlines.call_s\)$"):
         await call_actor(Waiting(), "answer", timeout_s=0.01, actor_name="rollout-0", limit="deadlines.call_s")
 
 
-async def test_an_error_of_the_method_itself_is_passed_on() -> None:
+async def test_call_actor_passes_on_errors_of_the_method() -> None:
     with pytest.raises(StoreError, match="the disk is full"):
         await call_actor(Waiting(), "refuse", timeout_s=60.0, actor_name="server")
 
 
 @pytest.mark.parametrize(("who", "named"), [("", "rollout-0"), ("server", "server")])
 @pytest.mark.parametrize("kind", [ActorLost, ActorFailed])
-def test_an_error_names_the_actor_that_it_is_of(kind: type[ActorLost | ActorFailed], who: str, named: str) -> None:
+def test_an_error_names_the_actor_that_raised_it(kind: type[ActorLost | ActorFailed], who: str, named: str) -> None:
     """The called actor, unless the error already names another that this one called."""
 
     class Raising:
@@ -99,7 +99,7 @@ class Answering:
         raise RuntimeError("no memory")
 
 
-async def test_arguments_and_results_reach_an_actor_of_a_cluster_as_they_are() -> None:
+async def test_arguments_and_results_survive_the_trip_to_a_cluster_actor() -> None:
     """Where they travel, they are pickled as one piece; numbers, bytes and None too."""
     async with (
         LocalCluster(n_workers=1, processes=False, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
@@ -128,7 +128,7 @@ class Ending:
 
 
 @pytest.mark.parametrize("within_actor", [False, True])
-async def test_a_call_that_is_cancelled_on_its_way_is_a_loss_and_does_not_cancel_the_caller(within_actor: bool) -> None:
+async def test_a_call_cancelled_in_transit_raises_actor_lost_in_the_caller(within_actor: bool) -> None:
     other = RemoteActor("inproc://none", "key", Ending())
     calls = (
         Relaying().relay(other, "wait")
@@ -151,7 +151,7 @@ class Late:
 
 
 @pytest.mark.parametrize("error", [OSError("broken"), asyncio.CancelledError()])
-async def test_the_error_of_a_call_that_nobody_waits_for_is_not_reported(error: BaseException) -> None:
+async def test_the_error_of_an_abandoned_call_is_not_logged(error: BaseException) -> None:
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
     rpc = Late(error)
@@ -164,7 +164,7 @@ async def test_the_error_of_a_call_that_nobody_waits_for_is_not_reported(error: 
     assert reported == []
 
 
-async def test_an_actor_looks_whether_anything_listens_where_it_calls_and_a_driver_does_not(
+async def test_actors_probe_the_address_of_a_silent_actor_and_drivers_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(actor_calls, "PROBE_S", 0.01)
@@ -196,7 +196,7 @@ class Relaying:
         return get_worker()._client is not None
 
 
-async def test_an_actor_hears_at_once_that_another_which_it_calls_has_died() -> None:
+async def test_a_call_between_actors_fails_at_once_when_the_target_dies() -> None:
     """By itself Dask would have it wait until the lost one's key is back, or try for 30 s to connect."""
     async with (
         LocalCluster(n_workers=2, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
@@ -221,7 +221,7 @@ async def test_an_actor_hears_at_once_that_another_which_it_calls_has_died() -> 
         calls.pop().cancel()
 
 
-async def test_an_actor_that_is_handed_on_is_called_without_the_scheduler() -> None:
+async def test_an_actor_passed_to_another_is_called_without_the_scheduler() -> None:
     """Dask's own proxy makes a client of each worker that it comes to, which tells the scheduler of every call twice
     and keeps the actor alive when its driver is gone."""
     async with (
@@ -253,7 +253,7 @@ def calling_from_a_thread(other: Any) -> list[int]:
     return asyncio.run(scenario())
 
 
-async def test_a_driver_in_a_workers_process_calls_on_the_loop_that_its_connections_belong_to() -> None:
+async def test_a_driver_in_a_worker_process_calls_on_the_worker_loop() -> None:
     """Two threads that write to one connection spoil it."""
     async with (
         LocalCluster(n_workers=2, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,

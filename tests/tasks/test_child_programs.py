@@ -83,7 +83,7 @@ async def started(episodes: EpisodeHost, task: Task, member: int) -> list[int]:
     return pids
 
 
-async def test_programs_of_an_agent_end_with_its_episode_however_it_ends(agent: Path) -> None:
+async def test_programs_of_an_agent_end_with_its_episode(agent: Path) -> None:
     async with hosted(settings(f"agent:{agent}:run", step_timeout_s=60.0)) as (episodes, task):
         staying = await started(episodes, task, 9)
         for member, last in enumerate(("end", "raise", "")):
@@ -104,7 +104,7 @@ async def test_programs_of_a_coroutine_environment_end_with_its_episode(agent: P
         await until_gone(pids)
 
 
-def test_programs_of_agents_end_with_a_host_that_is_killed(agent: Path) -> None:
+def test_programs_of_agents_end_when_the_host_is_killed(agent: Path) -> None:
     script = f"""
 import asyncio
 from tests.tasks.test_agents import settings
@@ -130,7 +130,7 @@ asyncio.run(work())
     asyncio.run(until_gone(pids))
 
 
-def test_a_program_that_is_started_after_the_end_is_refused_and_others_are_left_alone() -> None:
+def test_a_program_started_after_the_episode_end_is_rejected() -> None:
     programs = ChildPrograms()
     with programs.owning():
         first = subprocess.Popen(SLEEP)
@@ -149,7 +149,7 @@ def test_a_program_that_is_started_after_the_end_is_refused_and_others_are_left_
         other.kill()
 
 
-def test_code_of_the_python_tool_ends_with_a_host_that_is_killed() -> None:
+def test_python_tool_code_ends_when_the_host_is_killed() -> None:
     script = """
 import asyncio
 from staleflow.tasks.episodes.sandbox import run_python

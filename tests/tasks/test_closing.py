@@ -96,7 +96,7 @@ async def test_the_threads_of_a_closed_trajectory_server_end(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_a_closed_actor_begins_no_call_and_its_threads_end(
+async def test_a_closed_actor_starts_no_call_and_its_threads_end(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reward_worker, "Scorer", BlockingResource.build)

@@ -25,7 +25,7 @@ def begun(one: Drafter, key: str, response: tuple[int, ...] = (), trajectory: in
     one.extend(key, response)
 
 
-def test_a_sibling_is_followed_where_it_said_the_same() -> None:
+def test_a_draft_follows_a_sibling_with_the_same_tokens() -> None:
     one = drafter()
     begun(one, "0", RESPONSE)
     begun(one, "1", (50, 22, 23))
@@ -36,7 +36,7 @@ def test_a_sibling_is_followed_where_it_said_the_same() -> None:
     assert one.draft("1", 4) == []
 
 
-def test_those_that_ended_are_followed_and_those_of_other_prompts_are_not() -> None:
+def test_drafts_follow_finished_responses_of_the_same_prompt_only() -> None:
     one = drafter()
     begun(one, "0", RESPONSE)
     one.end("0")
@@ -47,7 +47,7 @@ def test_those_that_ended_are_followed_and_those_of_other_prompts_are_not() -> N
     assert one.draft("2", 4)[:1] == [23]
 
 
-def test_a_response_follows_itself_and_its_prompt() -> None:
+def test_a_draft_follows_earlier_tokens_of_its_own_context() -> None:
     one = drafter()
     begun(one, "0", (3, 10))
     assert one.draft("0", 4)[:1] == [14]
@@ -66,7 +66,7 @@ def test_the_longest_match_decides_and_among_equals_the_majority() -> None:
     assert one.draft("5", 4)[:1] == [30]
 
 
-def test_a_draft_has_its_length_and_ends_with_the_response() -> None:
+def test_a_draft_respects_the_length_limit_and_the_end_token() -> None:
     one = drafter(end_token_ids=(26,), max_length=16)  # type: ignore[arg-type]
     for key in "01234567":
         begun(one, key, RESPONSE)
@@ -80,7 +80,7 @@ def test_a_draft_has_its_length_and_ends_with_the_response() -> None:
     assert one.draft("9", 16) == [22, 23, 24, 25, 26]
 
 
-def test_drafts_that_are_never_sampled_are_given_up_and_come_back_when_they_are() -> None:
+def test_rejected_drafts_stop_and_resume_when_accepted_again() -> None:
     one, rng = drafter(), random.Random(0)
     begun(one, "0", RESPONSE)
 
@@ -102,7 +102,7 @@ def test_drafts_that_are_never_sampled_are_given_up_and_come_back_when_they_are(
     assert drafts(sampled_too=True)[-1]
 
 
-def test_nothing_is_drafted_while_too_many_run() -> None:
+def test_drafting_stops_above_max_running() -> None:
     one = drafter(max_running=2)
     begun(one, "0", RESPONSE)
     begun(one, "1", RESPONSE[:4])
@@ -112,7 +112,7 @@ def test_nothing_is_drafted_while_too_many_run() -> None:
     assert one.draft("1", 4)[:1] == [24]
 
 
-def test_a_request_that_goes_on_under_another_key_continues_its_text() -> None:
+def test_a_request_resubmitted_under_a_new_key_extends_its_text() -> None:
     one = drafter()
     begun(one, "0", RESPONSE)
     one.end("0")
@@ -127,7 +127,7 @@ def test_a_request_that_goes_on_under_another_key_continues_its_text() -> None:
 
 
 @pytest.mark.parametrize("kept", [len(PROMPT), 2, 0])
-def test_a_branch_is_drafted_from_the_responses_to_its_prompt(kept: int) -> None:
+def test_a_branch_is_drafted_from_responses_to_its_prompt(kept: int) -> None:
     one = drafter()
     begun(one, "0", RESPONSE)
     context = (*PROMPT[:kept], 90, 91, *RESPONSE[:3])  # its past is not what its trajectory sampled
@@ -141,7 +141,7 @@ def test_a_branch_is_drafted_from_the_responses_to_its_prompt(kept: int) -> None
     assert one.draft("2", 4)[:1] == [RESPONSE[0]]
 
 
-def test_what_is_learned_is_followed_as_what_ended_here() -> None:
+def test_drafts_follow_responses_added_from_other_instances() -> None:
     one = drafter()
     one.add_response(PROMPT, TrajectoryId(90), RESPONSE)
     one.add_response((5, 6), TrajectoryId(91), (22, 30))
@@ -157,7 +157,7 @@ def test_what_is_learned_is_followed_as_what_ended_here() -> None:
     assert one.num_tokens == before + 1, "it went on elsewhere"
 
 
-def test_what_runs_here_is_not_learned_from_elsewhere() -> None:
+def test_added_responses_of_running_trajectories_are_ignored() -> None:
     one = drafter()
     begun(one, "0", RESPONSE[:3])
     one.add_response(PROMPT, TrajectoryId(0), RESPONSE)
@@ -165,7 +165,7 @@ def test_what_runs_here_is_not_learned_from_elsewhere() -> None:
     assert one.num_known_tokens("0") == len(PROMPT) + 3
 
 
-def test_what_is_learned_is_bounded_and_forgotten() -> None:
+def test_added_responses_are_bounded_and_cleared_by_reset() -> None:
     one = drafter(max_indexed_tokens=100)
     begun(one, "0", RESPONSE[:3])
     for i in range(1, 100):
@@ -179,7 +179,7 @@ def test_what_is_learned_is_bounded_and_forgotten() -> None:
     assert one.draft("1", 4) == []
 
 
-def test_drafts_are_wanted_for_what_runs_unless_too_many_do() -> None:
+def test_drafted_trajectories_are_the_running_ones_up_to_max_running() -> None:
     one = drafter(max_running=2)
     assert one.drafted_trajectories == ()
     begun(one, "0")
@@ -189,7 +189,7 @@ def test_drafts_are_wanted_for_what_runs_unless_too_many_do() -> None:
     assert one.drafted_trajectories == ()
 
 
-def test_unknown_requests_have_no_drafts() -> None:
+def test_unknown_keys_have_no_drafts() -> None:
     one = drafter()
     one.extend("0", (1,))
     one.end("0")
@@ -198,7 +198,7 @@ def test_unknown_requests_have_no_drafts() -> None:
 
 
 @pytest.mark.parametrize("prompts", [1, 50])
-def test_what_is_known_is_bounded_and_what_runs_is_kept(prompts: int) -> None:
+def test_indexed_tokens_are_bounded_and_running_requests_are_never_evicted(prompts: int) -> None:
     one, rng = drafter(max_indexed_tokens=2000), random.Random(1)
     begun(one, "0", RESPONSE)
     for i in range(1, 500):
@@ -212,7 +212,7 @@ def test_what_is_known_is_bounded_and_what_runs_is_kept(prompts: int) -> None:
     assert one.draft("1000", 4)[:1] == [23]
 
 
-def test_a_request_may_begin_in_another_thread_while_something_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_may_begin_in_another_thread_during_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change of what runs within the loop over it would end the thread that decodes, and the engine with it."""
     one, response = drafter(max_indexed_tokens=60), PromptIndex.response
 
@@ -230,7 +230,7 @@ def test_a_request_may_begin_in_another_thread_while_something_is_forgotten(monk
     assert one.draft("4", 4)[:1] == [23]
 
 
-def test_drafts_are_the_same_whatever_is_forgotten_elsewhere() -> None:
+def test_drafts_match_a_brute_force_search() -> None:
     """Against a plain search of all texts: the longest match, the majority among its places."""
     rng = random.Random(2)
     texts = [tuple(rng.randrange(6) for _ in range(12)) for _ in range(30)]
@@ -254,7 +254,7 @@ def shared(end: tuple[int, ...], before: tuple[int, ...]) -> int:
     return count
 
 
-def test_priors_are_probabilities_that_grow_with_agreement() -> None:
+def test_priors_grow_with_agreement() -> None:
     assert list(response_drafter.PRIORS) == sorted(response_drafter.PRIORS)
     results = [
         response_drafter._agreement(votes, places) for places in (1, 2, 3, 4, 16) for votes in range(1, places + 1)

@@ -16,7 +16,7 @@ from staleflow.tasks.rendering.turn_params import split_params
 from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, LOGPROBS, answered, chat, keyed, serving, turn
 
 
-async def test_a_conversation_is_answered_with_the_very_ids_and_logprobs() -> None:
+async def test_chat_replies_contain_exact_token_ids_and_logprobs() -> None:
     async with serving() as (server, client):
         session = server.sessions.open()
         telling = asyncio.ensure_future(
@@ -41,7 +41,7 @@ async def test_a_conversation_is_answered_with_the_very_ids_and_logprobs() -> No
         assert await telling == [(Message("user", "hello"),), (Message("user", "how are you?"),)]
 
 
-async def test_a_request_sent_again_waits_for_the_same_turn_and_gets_it() -> None:
+async def test_a_repeated_request_waits_for_the_same_turn() -> None:
     """As clients do after a timeout or a lost connection: nothing is sampled twice."""
     async with serving() as (server, client):
         session = server.sessions.open()
@@ -55,7 +55,7 @@ async def test_a_request_sent_again_waits_for_the_same_turn_and_gets_it() -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_calls_of_tools_are_read_from_what_the_model_says(stream: bool) -> None:
+async def test_tool_calls_are_parsed_from_the_model_text(stream: bool) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     text = 'Now.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ä"}}\n</tool_call>'
     async with serving() as (server, client):
@@ -89,13 +89,13 @@ async def test_calls_of_tools_are_read_from_what_the_model_says(stream: bool) ->
         assert then == (Message("tool", "3"),)
 
 
-def test_what_is_no_call_stays_text() -> None:
+def test_malformed_tool_calls_stay_text() -> None:
     for text in ("<tool_call>{</tool_call>", '<tool_call>{"arguments": {}}</tool_call>', "<tool_call>" + "[" * 9999):
         assert parse_tool_calls(text) == (text, ())
     assert parse_tool_calls("none") == ("none", ())
 
 
-async def test_token_ids_in_give_token_ids_out_and_go_on_exactly() -> None:
+async def test_generate_returns_token_ids_and_continues_exactly() -> None:
     async with serving(changed_past="refuse") as (server, client):
         session = server.sessions.open()
 
@@ -135,7 +135,7 @@ CHANGED: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-async def test_a_changed_past_is_refused_and_changes_nothing(name: str) -> None:
+async def test_a_changed_history_is_rejected_without_side_effects(name: str) -> None:
     messages, why = CHANGED[name]
     async with serving(changed_past="refuse") as (server, client):
         session = server.sessions.open()
@@ -177,7 +177,7 @@ BRANCHES: dict[str, tuple[list[Any], int, tuple[Message, ...]]] = {
 
 
 @pytest.mark.parametrize("name", BRANCHES)
-async def test_a_changed_past_begins_a_branch_after_the_turn_that_it_agrees_with(name: str) -> None:
+async def test_a_changed_history_starts_a_branch_after_the_last_matching_turn(name: str) -> None:
     messages, after, told = BRANCHES[name]
     async with serving() as (server, client):
         session = server.sessions.open()
@@ -193,7 +193,7 @@ async def test_a_changed_past_begins_a_branch_after_the_turn_that_it_agrees_with
         assert tuple(m._replace(content=m.content.strip()) for m in shown if isinstance(m, Message)) == told
 
 
-async def test_other_tools_and_other_token_ids_begin_a_branch_too() -> None:
+async def test_changed_tools_or_token_ids_start_a_branch() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     async with serving() as (server, client):
         session = server.sessions.open()
@@ -214,7 +214,7 @@ async def test_other_tools_and_other_token_ids_begin_a_branch_too() -> None:
         ]  # fmt: skip
 
 
-async def test_requests_side_by_side_have_their_turns_one_after_the_other() -> None:
+async def test_concurrent_requests_of_a_session_are_served_in_sequence() -> None:
     async with serving() as (server, client):
         session = server.sessions.open()
         telling = asyncio.ensure_future(answered(session, turn("hi"), turn("a"), turn("b")))
@@ -225,7 +225,7 @@ async def test_requests_side_by_side_have_their_turns_one_after_the_other() -> N
         assert sorted(element[-1].content for element in (await telling)[1:]) == ["one", "two"]
 
 
-async def test_whoever_waits_for_the_turns_before_is_told_when_there_are_no_more() -> None:
+async def test_queued_requests_fail_when_the_session_closes() -> None:
     async with serving() as (server, client):
         session = server.sessions.open()
         requests = [asyncio.ensure_future(chat(client, session, [item])) for item in (ONE, TWO)]
@@ -237,7 +237,7 @@ async def test_whoever_waits_for_the_turns_before_is_told_when_there_are_no_more
 
 
 @pytest.mark.parametrize("changed_past", ["branch", "refuse"])
-async def test_what_comes_after_an_auxiliary_turn_goes_on_from_what_came_before_it(changed_past: str) -> None:
+async def test_a_turn_after_an_auxiliary_turn_continues_the_main_conversation(changed_past: str) -> None:
     async with serving(changed_past=changed_past) as (server, client):
         session = server.sessions.open()
         first = await chat(client, session, HELLO, auxiliary=True)
@@ -257,7 +257,7 @@ async def test_what_comes_after_an_auxiliary_turn_goes_on_from_what_came_before_
         ]  # fmt: skip
 
 
-async def test_sampling_parameters_are_overridden_or_refused_as_the_job_says() -> None:
+async def test_sampling_parameters_are_overridden_or_rejected_by_setting() -> None:
     requests = {"temperature": 0.2, "top_p": 0.9, "top_k": 20, "seed": 3, "presence_penalty": 0}
     async with serving() as (server, client):
         session = server.sessions.open()
@@ -276,7 +276,7 @@ async def test_sampling_parameters_are_overridden_or_refused_as_the_job_says() -
         await telling
 
 
-async def test_a_key_is_its_session_alone_and_void_when_that_ends() -> None:
+async def test_a_key_is_valid_for_its_session_until_it_ends() -> None:
     async with serving() as (server, client):
         mine, other = server.sessions.open(), server.sessions.open()
         models = (await client.get("/v1/models", headers=keyed(mine))).json()

@@ -52,7 +52,7 @@ def request(key: str) -> bytes:
     return head.encode() + body
 
 
-async def test_an_answer_is_not_held_back_until_the_client_acknowledges_its_head() -> None:
+async def test_accepted_connections_set_tcp_nodelay() -> None:
     """Without TCP_NODELAY each answer whose head and body are written one after the other is 40 ms late: the kernel
     keeps the body until the head is acknowledged, and clients delay that."""
     accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -69,7 +69,7 @@ async def test_an_answer_is_not_held_back_until_the_client_acknowledges_its_head
         writer.close()
 
 
-async def test_a_client_that_leaves_has_its_request_cancelled() -> None:
+async def test_a_disconnected_client_cancels_its_request() -> None:
     policy = NeverAnswers()
     server = EndpointServer(EndpointSettings(), policy)
     await server.start()
@@ -81,7 +81,7 @@ async def test_a_client_that_leaves_has_its_request_cancelled() -> None:
     await server.stop()
 
 
-async def test_a_session_whose_client_left_gets_its_turn_when_it_asks_again() -> None:
+async def test_a_session_gets_its_turn_by_retry_after_a_disconnect() -> None:
     async with serving(max_requests=1) as (server, client):
         session = server.sessions.open()
         _, writer = await asyncio.open_connection(*address(server))
@@ -96,7 +96,7 @@ async def test_a_session_whose_client_left_gets_its_turn_when_it_asks_again() ->
         assert not session.next_messages.done()
 
 
-async def test_more_sessions_than_requests_may_be_in_flight_wait_for_their_turns() -> None:
+async def test_sessions_beyond_max_requests_wait_for_their_turns() -> None:
     async with serving(max_requests=2) as (server, client):
         sessions = [server.sessions.open() for _ in range(9)]
         waiting = [asyncio.ensure_future(chat(client, session, HELLO)) for session in sessions]
@@ -109,7 +109,7 @@ async def test_more_sessions_than_requests_may_be_in_flight_wait_for_their_turns
         assert [(await item).status_code for item in waiting] == [200] * 9
 
 
-async def test_what_one_session_sends_takes_bounded_memory_and_disturbs_no_other() -> None:
+async def test_queued_requests_of_a_session_use_bounded_memory() -> None:
     long = [[{"role": "user", "content": f"{number}{'x' * 7000}"}] for number in range(120)]
     async with serving(max_session_kib=32, max_body_kib=64) as (server, client):
         greedy, modest = server.sessions.open(), server.sessions.open()
@@ -159,7 +159,7 @@ async def test_what_one_session_sends_takes_bounded_memory_and_disturbs_no_other
             await asyncio.sleep(0)
 
 
-async def test_requests_for_health_and_metrics_are_not_counted() -> None:
+async def test_health_and_metrics_requests_are_not_counted() -> None:
     async with serving() as (_, client):
         for path in ("/health", "/metrics", "/v1/models"):
             await client.get(path)
@@ -168,14 +168,14 @@ async def test_requests_for_health_and_metrics_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"GET /v1/mod", b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Slow: "])
-async def test_a_head_that_never_ends_is_refused(data: bytes) -> None:
+async def test_an_incomplete_request_head_times_out(data: bytes) -> None:
     async with serving(body_s=0.2) as (server, _):
         result = await raw(server, data)
         assert b" 408 " in result
         assert b"took longer than endpoint.body_s = 0.2 s" in result
 
 
-async def test_a_second_head_that_never_ends_is_refused_too_and_an_idle_connection_is_not() -> None:
+async def test_an_incomplete_second_head_times_out_and_an_idle_connection_does_not() -> None:
     async with serving(body_s=0.2) as (server, _):
         reader, writer = await asyncio.open_connection(*address(server))
         for _ in range(2):
@@ -187,7 +187,7 @@ async def test_a_second_head_that_never_ends_is_refused_too_and_an_idle_connecti
         writer.close()
 
 
-async def test_connections_beyond_the_limit_are_told_to_try_again() -> None:
+async def test_connections_beyond_the_limit_get_503_with_retry_after() -> None:
     async with serving(max_connections=2) as (server, client):
         values = [await asyncio.open_connection(*address(server)) for _ in range(2)]
         result = await raw(server, b"")
@@ -201,7 +201,7 @@ async def test_connections_beyond_the_limit_are_told_to_try_again() -> None:
 
 
 @pytest.mark.parametrize("size", [100, 300_000])
-async def test_a_client_that_is_still_sending_reads_why_it_found_no_place(size: int) -> None:
+async def test_a_client_still_sending_its_body_reads_the_503(size: int) -> None:
     """It asks in a process of its own, as agents do. Closed at once, most of these connections were reset instead."""
     asks = (
         "import asyncio, httpx, sys\n"
@@ -221,7 +221,7 @@ async def test_a_client_that_is_still_sending_reads_why_it_found_no_place(size: 
         writer.close()
 
 
-async def test_token_ids_beyond_the_vocabulary_are_refused_at_the_door() -> None:
+async def test_token_ids_beyond_the_vocabulary_are_rejected() -> None:
     server = EndpointServer(EndpointSettings(vocabulary=300))
     await server.start()
     session = server.sessions.open()

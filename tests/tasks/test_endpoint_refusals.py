@@ -75,7 +75,7 @@ MALFORMED: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 
-async def test_malformed_requests_get_a_line_each_and_disturb_nobody() -> None:
+async def test_malformed_requests_get_one_line_errors() -> None:
     assert len(MALFORMED) >= 50
     async with serving() as (server, client):
         session, other = server.sessions.open(), server.sessions.open()
@@ -97,7 +97,7 @@ async def test_malformed_requests_get_a_line_each_and_disturb_nobody() -> None:
         assert (await waiting).status_code == 200
 
 
-async def test_long_and_slow_bodies_and_too_many_requests_are_refused() -> None:
+async def test_oversized_slow_and_excess_requests_are_rejected() -> None:
     async with serving(max_body_kib=4, body_s=0.3, max_requests=2) as (server, client):
         session, other = server.sessions.open(), server.sessions.open()
         long = [{"role": "user", "content": "x" * 5000}]
@@ -135,7 +135,7 @@ async def test_long_and_slow_bodies_and_too_many_requests_are_refused() -> None:
     b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
     b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nnonsense\r\n\r\n",
 ])  # fmt: skip
-async def test_what_is_no_http_is_answered_with_a_line_as_json_too(data: bytes) -> None:
+async def test_invalid_http_gets_a_json_error(data: bytes) -> None:
     async with serving() as (server, client):
         session = server.sessions.open()
         result = await raw(server, data.replace(b"%KEY", session.key.encode()), wait_s=20.0)
@@ -148,7 +148,7 @@ async def test_what_is_no_http_is_answered_with_a_line_as_json_too(data: bytes) 
         assert "in_flight 0.0" in (await client.get("/metrics")).text
 
 
-async def test_a_late_request_to_an_ended_episode_is_told_that_it_has_ended() -> None:
+async def test_a_request_to_a_finished_episode_gets_410() -> None:
     async with serving() as (server, client):
         session = server.sessions.open()
         waiting = asyncio.ensure_future(chat(client, session, HELLO))
@@ -165,7 +165,7 @@ async def test_a_late_request_to_an_ended_episode_is_told_that_it_has_ended() ->
         assert [(item.status_code, item.json()["error"]["code"]) for item in late] == [(410, "session_ended")] * 4
 
 
-async def test_an_error_of_ours_shows_a_client_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_internal_errors_are_hidden_from_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fails(self: AgentSession, request: object) -> None:
         raise RuntimeError("a secret of ours")
 
@@ -176,7 +176,7 @@ async def test_an_error_of_ours_shows_a_client_nothing_of_it(monkeypatch: pytest
         assert "secret" not in result.text
 
 
-async def test_a_stopping_endpoint_has_clients_try_again() -> None:
+async def test_a_stopping_endpoint_replies_503_with_retry_after() -> None:
     async with serving() as (server, client):
         stopping = asyncio.ensure_future(server.stop())
         await asyncio.sleep(0)
@@ -188,7 +188,7 @@ async def test_a_stopping_endpoint_has_clients_try_again() -> None:
         await stopping
 
 
-async def test_an_address_that_cannot_be_used_is_named() -> None:
+async def test_an_unusable_address_is_named_in_the_error() -> None:
     async with serving() as (server, _):
         port = int(server.base_url.removesuffix("/v1").rpartition(":")[2])
         taken = EndpointServer(EndpointSettings(config=EndpointConfig(port=port)))
@@ -196,7 +196,7 @@ async def test_an_address_that_cannot_be_used_is_named() -> None:
             await taken.start()
 
 
-async def test_with_a_certificate_it_speaks_https(tmp_path: Path) -> None:
+async def test_an_endpoint_with_a_certificate_serves_https(tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
@@ -217,7 +217,7 @@ async def test_with_a_certificate_it_speaks_https(tmp_path: Path) -> None:
         await bad.start()
 
 
-async def test_a_key_of_a_lost_endpoint_is_to_be_tried_again_until_its_episodes_have_begun_anew() -> None:
+async def test_unknown_keys_get_503_while_a_replacement_restarts_its_episodes() -> None:
     seconds = 100.0
 
     def status(sessions: Sessions, key: str) -> int:
@@ -243,7 +243,7 @@ async def test_a_key_of_a_lost_endpoint_is_to_be_tried_again_until_its_episodes_
     assert sessions.find(mine.key) is mine
 
 
-async def test_an_endpoint_in_the_place_of_a_lost_one_has_its_clients_try_again() -> None:
+async def test_a_replacement_endpoint_replies_503_to_unknown_keys() -> None:
     lost = Sessions().open()
     for replaces_s, status, retry in ((0.0, 401, None), (60.0, 503, "1")):
         server = EndpointServer(EndpointSettings(replaces_s=replaces_s))
@@ -254,7 +254,7 @@ async def test_an_endpoint_in_the_place_of_a_lost_one_has_its_clients_try_again(
         await server.stop()
 
 
-def test_a_host_is_told_whether_it_is_in_the_place_of_a_lost_one(job: Path, tmp_path: Path) -> None:
+def test_environment_settings_of_a_replacement_set_replaces_s(job: Path, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("async def run(base_url, key, task):\n    return 1.0\n")
     config = loading.load(job, (f"task.source=agent:{tmp_path}/agent.py:run", "task.options={}", "deadlines.call_s=7"))
     for replaces, expected in ((False, 0.0), (True, 7.0)):

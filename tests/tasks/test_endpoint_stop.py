@@ -47,7 +47,7 @@ def ended(text: str, *strings: str, ids: tuple[int, ...] = ()) -> str | None:
     return TEXTS.text(tokens[:count]) if check.has_stopped else None
 
 
-def test_a_stop_string_is_found_whatever_tokens_it_is_made_of() -> None:
+def test_a_stop_string_is_found_under_any_tokenization() -> None:
     assert ended("one, two; three", "; ") == "one, two; "
     assert ended("one the other", "n") == "on"
     assert ended("to the 12", "e") == "to the"
@@ -61,14 +61,14 @@ def test_a_stop_string_is_found_whatever_tokens_it_is_made_of() -> None:
     assert ended("aé", "é", "x") == "aé"
 
 
-def test_a_character_that_is_not_whole_yet_is_none() -> None:
+def test_an_incomplete_character_does_not_match_a_stop_string() -> None:
     (first, second) = TEXTS.ids("é")
     assert ended("", "é", ids=(first,)) is None
     assert ended("", "é", ids=(first, first, second)) == "\ufffdé"
 
 
 @pytest.mark.parametrize("lead", range(6))
-def test_a_stop_string_is_found_behind_a_long_run_of_bytes(lead: int) -> None:
+def test_a_stop_string_is_found_after_a_long_run_of_byte_tokens(lead: int) -> None:
     """Of a tokenizer that writes characters it does not know as bytes, and makes nothing of a run that begins within
     one."""
     vocabulary = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)} | {"a": 257}
@@ -87,7 +87,7 @@ def test_special_tokens_are_not_in_the_text() -> None:
     assert ended("", "ab", ids=(*TEXTS.ids("a"), end, *TEXTS.ids("b"))) == "ab"
 
 
-def test_what_was_sampled_before_an_interrupt_counts() -> None:
+def test_tokens_before_an_interrupt_count_toward_the_stop_string() -> None:
     tokens = TEXTS.ids("so. The END of it")
     whole = StopCheck(TEXTS, ["END of"])
     count = whole.add(tokens)
@@ -99,7 +99,7 @@ def test_what_was_sampled_before_an_interrupt_counts() -> None:
     assert whole.add(tokens) == 0, "nothing comes after it"
 
 
-def test_random_texts_end_where_a_plain_search_says() -> None:
+def test_stop_check_matches_a_brute_force_search() -> None:
     """In tokens that are no text's own, too."""
     rng = random.Random(0)
     result = 0
@@ -116,7 +116,7 @@ def test_random_texts_end_where_a_plain_search_says() -> None:
     assert 50 < result < 290
 
 
-def test_a_token_of_a_long_turn_costs_what_one_of_a_short_turn_does() -> None:
+def test_stop_check_cost_per_token_is_constant() -> None:
     texts = Decoding()
     check = StopCheck(texts, ["never said"])
     tokens = TEXTS.ids("word and another ")
@@ -139,7 +139,7 @@ def read(**more: Any) -> ChatRequest:
     return read_chat({"model": "m", "messages": HELLO, **more}, temperature=1.0, sampling=SamplingRule.REFUSE)
 
 
-def test_stop_is_a_text_or_some_and_no_other_sampling_parameter() -> None:
+def test_stop_accepts_a_string_or_a_list() -> None:
     assert read(stop=None, stop_token_ids=None).stop == read(stop=[]).stop == NO_STOP
     assert read(stop="END").stop == StopCriteria(("END",))
     assert read(stop=["a", "b"] * 8, stop_token_ids=[7]).stop == StopCriteria(("a", "b") * 8, (7,))
@@ -151,7 +151,7 @@ def test_stop_is_a_text_or_some_and_no_other_sampling_parameter() -> None:
     assert result.stop == StopCriteria(("END",), (3, 5))
 
 
-def test_it_travels_with_the_directions_and_is_spooled_with_the_answer_before_the_turn() -> None:
+def test_stop_criteria_are_part_of_the_turn_parameters_and_the_spool() -> None:
     stop = StopCriteria(("\n\n", "é"), (5, 7))
     text = read(stop=list(stop.strings), stop_token_ids=list(stop.token_ids)).turn_params(first=True).prepend_to([])
     assert split_params(text)[0].stop == stop
@@ -193,7 +193,7 @@ def test_it_travels_with_the_directions_and_is_spooled_with_the_answer_before_th
         ("none", {}, "It is 3. END of"),
     ],
 )
-async def test_a_turn_is_told_up_to_the_stop_string_with_all_its_ids(
+async def test_a_reply_has_the_text_up_to_the_stop_string_and_all_token_ids(
     stop: Any, more: dict[str, Any], told: str, stream: bool
 ) -> None:
     async with serving(changed_past="refuse") as (server, client):
@@ -221,7 +221,7 @@ async def test_a_turn_is_told_up_to_the_stop_string_with_all_its_ids(
         assert split_params(then) == (TurnParams(stop=criteria), (Message("user", "more"),))
 
 
-async def test_a_call_of_a_tool_that_a_stop_string_ends_is_one() -> None:
+async def test_a_stop_string_may_end_a_tool_call() -> None:
     text = 'Now. <tool_call>{"name": "add", "arguments": {}}</tool_call> and'
     tools = [{"type": "function", "function": {"name": "add"}}]
     async with serving() as (server, client):
@@ -233,7 +233,7 @@ async def test_a_call_of_a_tool_that_a_stop_string_ends_is_one() -> None:
         await telling
 
 
-async def test_a_request_sent_again_gets_the_same_turn_only_with_the_same_stop() -> None:
+async def test_a_repeated_request_needs_the_same_stop_strings() -> None:
     async with serving(changed_past="refuse") as (server, client):
         session = server.sessions.open()
         telling = asyncio.ensure_future(answered(session, turn("hi; ho")))
@@ -248,7 +248,7 @@ async def test_a_request_sent_again_gets_the_same_turn_only_with_the_same_stop()
         await telling
 
 
-async def test_token_ids_are_told_whole_whatever_stopped_them() -> None:
+async def test_token_ids_replies_include_the_stop_tokens() -> None:
     async with serving() as (server, client):
         session = server.sessions.open()
         telling = asyncio.ensure_future(answered(session, turn("hi; ho")))
@@ -260,7 +260,7 @@ async def test_token_ids_are_told_whole_whatever_stopped_them() -> None:
         assert split_params(said)[0].stop == StopCriteria((";",), (9, 8))
 
 
-async def test_a_turn_that_a_limit_cut_after_all_is_told_so() -> None:
+async def test_a_truncated_turn_has_finish_reason_length_despite_stop() -> None:
     async with serving() as (server, client):
         session = server.sessions.open()
         telling = asyncio.ensure_future(answered(session, turn("hi", truncated=True)))

@@ -119,7 +119,7 @@ class TestEmulatedEngine(SleepingEngineTests, ReusingEngineTests):
     def faults(self, clock: FaultyClock) -> None:
         self._clock = clock
 
-    def test_it_runs_no_further_than_a_test_looks(self, engine: Engine, clock: FaultyClock) -> None:
+    def test_the_brake_stops_the_engine_between_tokens(self, engine: Engine, clock: FaultyClock) -> None:
         requests = [request(i, max_new_tokens=40) for i in range(4)]
         sample_until(engine, 3, requests)
         check_that_it_brakes(engine, requests, lambda: clock._passed_s)
@@ -153,7 +153,7 @@ class TestEmulatedEngine(SleepingEngineTests, ReusingEngineTests):
         return folder.path(PolicyVersion(5)), held
 
 
-def test_responses_are_as_long_and_as_good_as_the_workload_says() -> None:
+def test_response_lengths_and_rewards_follow_the_workload() -> None:
     with closing(EmulatedEngine(settings(time_scale=50.0), InstanceId("i"))) as engine:
         engine.submit([request(i, max_new_tokens=100) for i in range(40)])
         for trajectory, sampled in collect(engine, 40).items():
@@ -164,7 +164,7 @@ def test_responses_are_as_long_and_as_good_as_the_workload_says() -> None:
             assert tokens[0] == REWARD_TOKEN + workload().reward(group, member)
 
 
-def test_a_request_ends_with_its_turn_and_the_next_one_goes_on_from_what_was_given() -> None:
+def test_requests_end_with_their_turn_and_the_next_turn_continues() -> None:
     acting = workload(kind="agentic")
     with closing(EmulatedEngine(settings(time_scale=50.0, workload=acting), InstanceId("i"))) as engine:
         for trajectory in range(6):
@@ -188,7 +188,7 @@ def test_a_request_ends_with_its_turn_and_the_next_one_goes_on_from_what_was_giv
                 tokens += turn.tokens + turn.tool_tokens
 
 
-def test_time_passes_as_the_cost_model_says() -> None:
+def test_busy_time_follows_the_cost_model() -> None:
     """One request alone: its tokens times the step time, and not sooner. (That it is not much later is measured, in
     benchmarks/reality.py overhead.)"""
     with closing(EmulatedEngine(settings(), InstanceId("i"))) as engine:
@@ -199,7 +199,7 @@ def test_time_passes_as_the_cost_model_says() -> None:
         assert engine.load_statistics().busy_s == pytest.approx((COST.decode_s(1, 4, length) + 4 * COST.prefill) / 2.0)
 
 
-def test_what_a_pull_needs_is_imported_before_the_engine_is_ready(tmp_path: Path) -> None:
+def test_modules_for_a_weight_update_are_imported_at_startup(tmp_path: Path) -> None:
     """Imports take seconds on a busy machine: an instance may take them to start, not to answer its first pull."""
     folder = WeightFolder(tmp_path / "weights")
     folder.publish(PolicyVersion(0), weights(0))
@@ -247,7 +247,7 @@ def test_versions_are_served_side_by_side(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_what_is_kept_for_a_turn_to_come_is_let_go_when_there_is_none() -> None:
+def test_cached_tokens_are_released_after_the_last_turn_or_an_abort() -> None:
     """A trajectory that cannot return leaves nothing; one that could is forgotten when it is aborted after its turn."""
     with closing(EmulatedEngine(settings(time_scale=50.0), InstanceId("i"))) as engine:
         engine.submit([request(i, max_new_tokens=20, keep_kv=i > 0) for i in range(3)])
@@ -258,7 +258,7 @@ def test_what_is_kept_for_a_turn_to_come_is_let_go_when_there_is_none() -> None:
         assert engine.load_statistics().kept_tokens == values[2]
 
 
-def test_as_many_tokens_are_drafted_as_the_engine_is_told() -> None:
+def test_the_engine_drafts_as_many_tokens_as_instructed() -> None:
     drafting = DraftSettings(length=0, max_running=1000, acceptance=0.5)
     long = workload(median=3000.0, sigma=0.0, max_tokens=3000)
     engine = EmulatedEngine(settings(drafting=drafting, workload=long, time_scale=1.0), InstanceId("rollout-0"))

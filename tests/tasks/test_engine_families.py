@@ -30,7 +30,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v32", "reformer"])
-def test_a_family_is_refused_before_anything_starts_or_not_at_all(family: str, tmp_path: Path) -> None:
+def test_check_attention_rejects_unsupported_model_families(family: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     if family not in REFUSED:
         check_attention(tmp_path, "model.path = 'm'")
@@ -45,7 +45,7 @@ def test_a_family_is_refused_before_anything_starts_or_not_at_all(family: str, t
     "family",
     [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in FAMILIES if one not in REFUSED],
 )
-def test_logprobs_are_those_of_a_whole_forward_pass(family: str, tmp_path: Path) -> None:
+def test_logprobs_match_a_full_forward_pass(family: str, tmp_path: Path) -> None:
     """Requests of different lengths that join and leave, a group with one prompt, and a second turn."""
     torch.set_num_threads(1)
     make_family_model(family, tmp_path)
@@ -79,6 +79,6 @@ def test_logprobs_are_those_of_a_whole_forward_pass(family: str, tmp_path: Path)
         engine.close()
 
 
-def test_a_model_without_the_attention_that_is_asked_for_is_loaded_with_its_own(tmp_path: Path) -> None:
+def test_an_unsupported_attention_setting_falls_back_to_the_model_default(tmp_path: Path) -> None:
     make_family_model("gpt_oss", tmp_path)
     assert load_model(str(tmp_path), "float32", "cpu", "sdpa").config._attn_implementation == "eager"

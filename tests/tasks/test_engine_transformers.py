@@ -48,7 +48,7 @@ class TestTransformersEngine(SleepingEngineTests, StopTests, ReusingEngineTests)
         yield one
         one.close()
 
-    def test_it_runs_no_further_than_a_test_looks(self, engine: Engine) -> None:
+    def test_the_brake_stops_the_engine_between_tokens(self, engine: Engine) -> None:
         requests = [request(0, max_new_tokens=40, greedy=True)]
         sample_until(engine, 3, requests)
         check_that_it_brakes(engine, requests, lambda: engine.load_statistics().progress)
@@ -97,7 +97,7 @@ class TestTransformersEngine(SleepingEngineTests, StopTests, ReusingEngineTests)
     def other_weights(self, tiny_model: Path, tmp_path: Path) -> tuple[Path, str]:
         return changed_weights(tiny_model, tmp_path)
 
-    def test_a_request_may_have_a_temperature_of_its_own(self, engine: Engine, tiny_model: Path) -> None:
+    def test_a_request_may_set_its_temperature(self, engine: Engine, tiny_model: Path) -> None:
         engine.submit([request(1), request(2, temperature=2.0), request(3, greedy=True)])
         by_id = collect(engine, 3)
         for number, temperature in ((1, 1.0), (2, 2.0)):
@@ -138,7 +138,7 @@ class TestKeptContexts:
         self.turn(engine, trajectory, (*context, *GIVEN), route_number=2, keep_kv=False)
         return engine.load_statistics().cached_tokens - before
 
-    def test_tokens_and_logprobs_are_those_of_a_context_that_is_computed_anew(self, engine: Engine) -> None:
+    def test_tokens_and_logprobs_match_a_recomputed_context(self, engine: Engine) -> None:
         context = PROMPT
         for route_number in (1, 2, 3):
             ids: list[list[int]] = []
@@ -163,7 +163,7 @@ class TestKeptContexts:
         assert load.cached_tokens == len(PROMPT) + 15 + len(PROMPT) + 36
         assert load.kept_tokens == len(context) - len(GIVEN) - 1
 
-    def test_only_what_may_return_is_kept_and_only_until_it_is_aborted(self, engine: Engine) -> None:
+    def test_contexts_are_cached_for_returning_trajectories_until_aborted(self, engine: Engine) -> None:
         contexts = {i: (*self.prompt(i), *self.turn(engine, i, self.prompt(i), keep_kv=i > 0)) for i in range(3)}
         assert engine.load_statistics().kept_tokens == 2 * 55
         engine.abort([TrajectoryId(1)])
@@ -172,7 +172,7 @@ class TestKeptContexts:
         assert self.cached(engine, 2, contexts[2]) == 55
         assert engine.load_statistics().kept_tokens == 0
 
-    def test_what_is_kept_gives_way_to_what_runs_and_the_oldest_first(self, engine: Engine) -> None:
+    def test_the_oldest_cached_contexts_are_evicted_for_running_requests(self, engine: Engine) -> None:
         """Three contexts have six pages of eight; a request needs three more, and some must be free to begin it."""
         contexts = {i: (*self.prompt(i), *self.turn(engine, i, self.prompt(i))) for i in range(3)}
         assert engine.load_statistics().kept_tokens == 3 * 55
@@ -182,7 +182,7 @@ class TestKeptContexts:
         assert (load.kept_tokens, load.prefilled_tokens - before) == (2 * 55, 60)
         assert [self.cached(engine, i, contexts[i]) for i in (2, 1, 0)] == [55, 55, 0]
 
-    def test_all_return_at_once_with_less_memory_than_they_need(self, engine: Engine) -> None:
+    def test_simultaneous_returning_turns_evict_cached_contexts_and_finish(self, engine: Engine) -> None:
         """Each has two pages, and needs three: what is kept for those that wait gives way too, and all of them end."""
         contexts = {i: (*self.prompt(i), *self.turn(engine, i, self.prompt(i))) for i in range(4)}
         engine.submit(
@@ -195,7 +195,7 @@ class TestKeptContexts:
         load = engine.load_statistics()
         assert load.running == 0 and load.cached_tokens > 0
 
-    def test_new_requests_begin_after_all_that_ran_was_stopped_for_want_of_memory(self, engine: Engine) -> None:
+    def test_new_requests_start_after_preempted_requests_are_interrupted(self, engine: Engine) -> None:
         """What was preempted goes on before anything new begins, which must not wait for what is no longer there."""
         assert isinstance(engine, TransformersEngine)
         engine.submit([request(i, self.prompt(i), max_new_tokens=80) for i in range(6)])
@@ -238,7 +238,7 @@ def plain_logprobs(
     return [float(table[i - 1, tokens[i]]) for i in range(first, len(tokens))]
 
 
-def test_keep_goes_on_with_the_old_cache_which_nothing_else_sees(tiny_model: Path, tmp_path: Path) -> None:
+def test_kept_cache_of_old_weights_is_private_to_its_running_request(tiny_model: Path, tmp_path: Path) -> None:
     """Neither another request nor its own trajectory's next turn: what is kept must be of one version."""
     torch.set_num_threads(1)
     path, _ = changed_weights(tiny_model, tmp_path)
@@ -262,7 +262,7 @@ def test_keep_goes_on_with_the_old_cache_which_nothing_else_sees(tiny_model: Pat
     assert max(abs(a - b) for a, b in zip(done[0].segments[1].logprobs, of_new, strict=True)) > 1e-3
 
 
-def test_a_prompt_of_many_requests_is_computed_once_also_for_those_that_wait(tiny_model: Path) -> None:
+def test_a_shared_prompt_is_prefilled_once_for_running_and_waiting_requests(tiny_model: Path) -> None:
     torch.set_num_threads(1)
     with closing(TransformersEngine(settings(tiny_model, max_running=3, max_batch_tokens=16), InstanceId("i"))) as one:
         one.submit([request(i, PROMPT) for i in range(8)])
@@ -273,7 +273,7 @@ def test_a_prompt_of_many_requests_is_computed_once_also_for_those_that_wait(tin
         assert (load.prefilled_tokens, load.cached_tokens) == (len(PROMPT) + 7, 7 * (len(PROMPT) - 1))
 
 
-def test_a_context_that_never_fits_fails_and_the_others_go_on(tiny_model: Path) -> None:
+def test_a_context_larger_than_the_cache_fails_alone(tiny_model: Path) -> None:
     torch.set_num_threads(1)
     with closing(TransformersEngine(settings(tiny_model, eos=(), kv_tokens=64), InstanceId("i"))) as one:
         one.submit([request(0, PROMPT + PROMPT), request(1, PROMPT, max_new_tokens=60), request(2, max_new_tokens=9)])

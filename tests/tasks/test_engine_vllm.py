@@ -108,7 +108,7 @@ class TestVllmEngine(StopTests, ReusingEngineTests):
     def other_weights(self, tiny_model: Path, tmp_path: Path) -> tuple[Path, str]:
         return changed_weights(tiny_model, tmp_path)
 
-    def test_weights_that_load_half_way_end_the_instance(
+    def test_weights_that_fail_to_load_halfway_end_the_instance(
         self, engine: VllmEngine, other_weights: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from staleflow.tasks.engines import vllm_weights
@@ -124,7 +124,7 @@ class TestVllmEngine(StopTests, ReusingEngineTests):
         with pytest.raises(ActorLost, match="rollout-0"):
             engine.submit([request(0)])
 
-    def test_a_turn_that_runs_through_a_weight_update_is_found_by_the_next(
+    def test_the_cache_of_a_turn_with_a_weight_update_is_reused_by_the_next_turn(
         self, engine: VllmEngine, tiny_model: Path, other_weights: tuple[Path, str]
     ) -> None:
         """Running requests are prefilled again under the new weights, so their pages are of those."""
@@ -162,7 +162,7 @@ def test_temperature_is_in_the_logprobs(tiny_model: Path) -> None:
     assert segment.logprobs.tolist() == pytest.approx(expected, abs=2e-4)
 
 
-def test_keep_goes_on_with_the_old_cache_which_new_requests_never_see(tiny_model: Path, tmp_path: Path) -> None:
+def test_kept_cache_of_old_weights_is_not_used_by_new_requests(tiny_model: Path, tmp_path: Path) -> None:
     path, _ = changed_weights(tiny_model, tmp_path)
     prompt = tuple(3 + i % 10 for i in range(70))  # fills pages, so that a cache of the old weights could be hit
     with closing(VllmEngine(settings(tiny_model, keep=True, eos=()), InstanceId("i"))) as one:
@@ -181,7 +181,7 @@ def test_keep_goes_on_with_the_old_cache_which_new_requests_never_see(tiny_model
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_request_that_waits_while_weights_load_uses_no_older_pages(
+def test_a_request_waiting_during_a_weight_update_uses_no_old_cache(
     tiny_model: Path, tmp_path: Path, keep: bool
 ) -> None:
     """Only what has pages of its own when weights change may go on with them."""
@@ -202,7 +202,7 @@ def test_a_request_that_waits_while_weights_load_uses_no_older_pages(
     assert cached == (0 if keep else 64 + 64)
 
 
-def test_greedy_turns_are_the_same_with_and_without_reuse(tiny_model: Path) -> None:
+def test_greedy_turns_are_equal_with_and_without_prefix_caching(tiny_model: Path) -> None:
     played: dict[bool, list[list[int]]] = {}
     results: dict[bool, int] = {}
     for reuse in (True, False):
@@ -219,7 +219,7 @@ def test_greedy_turns_are_the_same_with_and_without_reuse(tiny_model: Path) -> N
     assert results == {True: 32 + 64, False: 0}
 
 
-def test_what_is_kept_for_turns_to_come_is_reported_and_gives_way(tiny_model: Path) -> None:
+def test_cached_tokens_are_reported_and_evicted_under_pressure(tiny_model: Path) -> None:
     with closing(VllmEngine(settings(tiny_model, kv_tokens=320, eos=()), InstanceId("i"))) as one:
         one.submit([request(0, prompt=PROMPT, max_new_tokens=30)])
         collect(one, 1)
@@ -233,7 +233,7 @@ def test_what_is_kept_for_turns_to_come_is_reported_and_gives_way(tiny_model: Pa
     assert left >= 2 * 96
 
 
-def test_memory_pressure_is_reported_and_loses_nothing(tiny_model: Path) -> None:
+def test_memory_pressure_is_reported_and_loses_no_request(tiny_model: Path) -> None:
     with closing(VllmEngine(settings(tiny_model, kv_tokens=320, eos=()), InstanceId("i"))) as one:
         one.submit([request(i, max_new_tokens=100) for i in range(8)])
         waiting, done = 0, {}
@@ -251,17 +251,17 @@ def test_memory_pressure_is_reported_and_loses_nothing(tiny_model: Path) -> None
         )
 
 
-def test_arguments_that_vllm_refuses_are_said(tiny_model: Path) -> None:
+def test_unknown_vllm_arguments_are_rejected_by_name(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="no_such_argument"):
         VllmEngine(settings(tiny_model, options={"no_such_argument": 1}), InstanceId("i"))
 
 
-def test_a_device_that_this_build_has_not_is_said(tiny_model: Path) -> None:
+def test_an_unavailable_device_is_rejected(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="CPU build"):
         VllmEngine(settings(tiny_model, device="cuda"), InstanceId("i"))
 
 
-def test_a_closed_engine_says_so(tiny_model: Path) -> None:
+def test_a_closed_engine_raises_actor_lost(tiny_model: Path) -> None:
     one = VllmEngine(settings(tiny_model), InstanceId("i"))
     one.submit([request(0, max_new_tokens=100)])
     one.close()
@@ -271,7 +271,7 @@ def test_a_closed_engine_says_so(tiny_model: Path) -> None:
         one.interrupt([TrajectoryId(0)])
 
 
-def test_a_cache_smaller_than_the_context_will_do(tiny_model: Path) -> None:
+def test_a_cache_smaller_than_the_context_length_is_enough_for_short_requests(tiny_model: Path) -> None:
     with closing(VllmEngine(settings(tiny_model, kv_tokens=64, eos=()), InstanceId("i"))) as one:
         one.submit([request(i, max_new_tokens=40) for i in range(3)])
         assert all(len(tokens_of(sampled)) == 40 for sampled in collect(one, 3).values())

@@ -107,7 +107,7 @@ def acts(
     return {item.trajectory: item for item in asyncio.run(acted())}
 
 
-def test_what_many_acts_ask_at_once_is_one_call_and_each_gets_its_own_answer() -> None:
+def test_concurrent_steps_are_batched_into_one_call_per_method() -> None:
     server = Server()
     result = acts(server)
     assert set(result) == set(range(90))
@@ -117,11 +117,11 @@ def test_what_many_acts_ask_at_once_is_one_call_and_each_gets_its_own_answer() -
     assert server.calls == [("episode_states", 100), ("add_observations", 45), ("record_rewards", 45)]
 
 
-def test_a_closed_episode_takes_nothing_from_the_others() -> None:
+def test_a_closed_episode_does_not_affect_other_episodes() -> None:
     assert set(acts(Server(), dismissed=(3, 4, 5))) == set(range(90)) - {3, 4, 5}
 
 
-def test_a_server_that_is_gone_is_told_of_every_act() -> None:
+def test_a_lost_server_is_reported_for_every_step() -> None:
     result = acts(Server(fails=True))
     assert set(result) == set(range(100))
     assert all(item.server_lost for item in result.values())
@@ -148,7 +148,7 @@ class Full(Server):
         ]
 
 
-def test_an_outcome_has_the_time_of_its_step_and_of_an_end_that_it_led_to() -> None:
+def test_an_outcome_has_the_duration_of_its_step_and_its_end() -> None:
     server = Full()
     result = acts(server, environments=Lasting())
     assert {(item.ended, item.seconds) for i, item in result.items() if i % 2 == 0} == {(False, 3.0)}
@@ -165,7 +165,7 @@ class Different(Server):
         return [True] * len(asked)
 
 
-def test_an_episode_whose_observation_differs_is_cancelled_and_starts_again() -> None:
+def test_an_episode_with_a_different_observation_is_cancelled_and_restarted() -> None:
     cancelled: list[EpisodeKey] = []
 
     class Recorded(Environments):
@@ -177,7 +177,7 @@ def test_an_episode_whose_observation_differs_is_cancelled_and_starts_again() ->
     assert sorted(key.task for key in cancelled) == list(range(0, 90, 2))
 
 
-async def test_outcomes_that_are_there_are_returned_at_once() -> None:
+async def test_available_outcomes_are_returned_at_once() -> None:
     host = EnvironmentHost(Environments(), call_s=5)
     await host.start_steps(Server(), (EnvStepItem(trajectory=TrajectoryId(1), route_number=0, truncated=False),))
     await asyncio.sleep(1.0)
@@ -221,7 +221,7 @@ def step_items(*truncated: bool) -> tuple[EnvStepItem, ...]:
     return tuple(EnvStepItem(trajectory=TrajectoryId(i), route_number=0, truncated=t) for i, t in enumerate(truncated))
 
 
-async def test_an_error_that_is_not_an_episodes_is_raised_at_once() -> None:
+async def test_an_error_outside_episodes_is_raised_at_once() -> None:
     host = EnvironmentHost(SlowEnvironments(error=ConfigError("no template")), call_s=5)
     with pytest.raises(ConfigError, match="no template"):
         await host.check()
@@ -233,7 +233,7 @@ async def test_an_error_that_is_not_an_episodes_is_raised_at_once() -> None:
     await host.close()
 
 
-async def test_a_step_that_runs_is_not_begun_again_and_ends_with_its_host() -> None:
+async def test_a_running_step_is_not_started_again_and_is_cancelled_by_close() -> None:
     environments = SlowEnvironments()
     host = EnvironmentHost(environments, call_s=5)
     for _ in range(2):

@@ -45,7 +45,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", ["Moody", "AsyncMoody"])
-async def test_what_an_environment_does_wrong_is_one_line_and_its_own(games: Path, name: str) -> None:
+async def test_an_environment_fault_is_a_one_line_error_of_its_episode(games: Path, name: str) -> None:
     async with hosted(settings(f"{games}:{name}")) as (episodes, task):
         await acted(episodes, task, "other")
         for member, (action, message) in enumerate(FAULTS.items(), 1):
@@ -58,7 +58,9 @@ async def test_what_an_environment_does_wrong_is_one_line_and_its_own(games: Pat
 
 
 @pytest.mark.parametrize(("name", "isolation"), [("Moody", "auto"), ("Quick", "auto")])
-async def test_plain_methods_may_use_asyncio_and_texts_of_their_own(games: Path, name: str, isolation: str) -> None:
+async def test_synchronous_methods_may_use_asyncio_and_return_str_subclasses(
+    games: Path, name: str, isolation: str
+) -> None:
     async with hosted(settings(f"{games}:{name}", isolation=isolation)) as (episodes, task):
         answers = await played(episodes, task, ["run", "own", "a"])
         assert [m.content for a in answers for m in a.messages] == ["later", "mine", "3"]
@@ -74,7 +76,7 @@ async def test_plain_methods_may_use_asyncio_and_texts_of_their_own(games: Path,
         ("eat", "step 2 raised: MemoryError: (LINE) (environment.memory_mib = 64)"),
     ],
 )
-async def test_an_environment_that_hangs_dies_or_eats_memory_hurts_only_itself(
+async def test_an_environment_that_hangs_dies_or_exhausts_memory_fails_alone(
     games: Path, action: str, message: str
 ) -> None:
     async with hosted(settings(f"{games}:Moody", step_timeout_s=4.0, memory_mib=64)) as (episodes, task):
@@ -94,7 +96,7 @@ async def test_an_environment_that_hangs_dies_or_eats_memory_hurts_only_itself(
 @pytest.mark.parametrize(
     ("name", "isolation"), [("AsyncMoody", "auto"), ("Waiting", "auto"), ("AsyncMoody", "process")]
 )
-async def test_an_environment_that_never_answers_hurts_only_itself(games: Path, name: str, isolation: str) -> None:
+async def test_an_environment_that_never_returns_fails_alone(games: Path, name: str, isolation: str) -> None:
     async with hosted(settings(f"{games}:{name}", step_timeout_s=4.0, isolation=isolation)) as (episodes, task):
         await episodes.check()
         bad, *good = await asyncio.gather(
@@ -104,7 +106,7 @@ async def test_an_environment_that_never_answers_hurts_only_itself(games: Path, 
         assert [answer.messages for answer in good] == [(Message("environment", "1"),)] * 3
 
 
-async def test_a_server_that_is_killed_takes_its_episodes_with_it_and_is_started_again(games: Path) -> None:
+async def test_a_killed_fork_server_ends_its_episodes_and_is_restarted(games: Path) -> None:
     async with hosted(settings(f"{games}:Moody")) as (episodes, task):
         (server,) = (await acted(episodes, task, "server")).messages
         (mine,) = (await acted(episodes, task, "server", "pid")).messages
@@ -114,7 +116,7 @@ async def test_a_server_that_is_killed_takes_its_episodes_with_it_and_is_started
         assert (await acted(episodes, task, "a", member=1)).messages == (Message("environment", "1"),)
 
 
-async def test_what_an_environment_started_ends_with_it_also_in_a_session_of_its_own(games: Path) -> None:
+async def test_daemon_children_of_an_environment_end_with_it(games: Path) -> None:
     async with hosted(settings(f"{games}:Moody")) as (episodes, task):
         (child,) = (await acted(episodes, task, "child")).messages
         assert not is_gone(int(child.content))
@@ -136,7 +138,7 @@ async def test_a_surplus_episode_is_cancelled_at_once(games: Path, name: str) ->
         assert time.monotonic() - begin < 20
 
 
-async def test_a_coroutine_that_ignores_being_cancelled_is_not_waited_for(games: Path) -> None:
+async def test_a_coroutine_that_ignores_cancellation_is_abandoned(games: Path) -> None:
     async with hosted(settings(f"{games}:AsyncMoody", step_timeout_s=3.0)) as (episodes, task):
         assert "took longer than environment.step_timeout_s" in (await acted(episodes, task, "stubborn")).error
         assert (await acted(episodes, task, "a", member=1)).messages == (Message("environment", "1"),)
@@ -150,7 +152,7 @@ async def test_the_seconds_of_all_steps_are_limited_together(games: Path) -> Non
         assert 0 < answer.seconds < 60
 
 
-async def test_as_many_steps_as_allowed_are_taken_at_once(games: Path) -> None:
+async def test_concurrent_steps_are_limited_by_concurrency(games: Path) -> None:
     task = settings(f"{games}:AsyncMoody").source.build().task(0)
     async with hosted(settings(f"{games}:AsyncMoody", step_timeout_s=0.2, concurrency=2)) as (episodes, _):
         begin = time.monotonic()
@@ -159,7 +161,7 @@ async def test_as_many_steps_as_allowed_are_taken_at_once(games: Path) -> None:
         assert time.monotonic() - begin >= 0.6
 
 
-async def test_slow_resets_go_side_by_side_where_prompts_are_drawn_and_in_episodes(tmp_path: Path) -> None:
+async def test_slow_resets_run_in_parallel(tmp_path: Path) -> None:
     """The first reset takes long, and each other waits until four have begun: one after another, none would end in
     time."""
     (tmp_path / "slow.py").write_text(
@@ -205,13 +207,13 @@ def empty(folder: Path) -> None:
         ("Absent", "has no function Absent"),
     ],
 )
-def test_an_environment_that_cannot_begin_is_one_line(games: Path, name: str, message: str) -> None:
+def test_an_environment_that_cannot_start_gives_a_one_line_error(games: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         settings(f"{games}:{name}").source.build()
     assert str(caught.value).startswith("task.source = ") and "\n" not in str(caught.value)
 
 
-def test_wrong_options_are_one_line(games: Path) -> None:
+def test_invalid_options_give_a_one_line_error(games: Path) -> None:
     with pytest.raises(ConfigError, match=r"Guess\(\) does not take task.options = \{'level': 3\}"):
         settings(f"{games}:Guess", {"level": 3}).source.build()
     assert settings(f"{games}:Guess", {"rules": "Go."}).source.build().task(0).prompt == "Go."
@@ -227,26 +229,26 @@ def test_wrong_options_are_one_line(games: Path) -> None:
         ("endless", "what ask is given has 2000000 characters; at most 1000000 are given to a model"),
     ],
 )
-async def test_what_a_coroutine_does_wrong_is_one_line(games: Path, name: str, message: str) -> None:
+async def test_a_coroutine_fault_is_a_one_line_error(games: Path, name: str, message: str) -> None:
     async with hosted(settings(f"{games}:{name}", max_turns=1 + (name == "hasty"))) as (episodes, task):
         assert message in (await acted(episodes, task, "a")).error
 
 
-async def test_a_coroutine_may_ask_texts_of_its_own(games: Path) -> None:
+async def test_a_coroutine_may_return_str_subclasses(games: Path) -> None:
     async with hosted(settings(f"{games}:own")) as (episodes, task):
         assert type(task.prompt) is str
         (message,) = (await acted(episodes, task, "a")).messages
         assert (message.content, type(message.content)) == ("mine", str)
 
 
-async def test_an_environment_that_does_not_keep_to_its_seed_is_found_before_the_run(games: Path) -> None:
+async def test_an_environment_that_ignores_its_seed_is_rejected_before_the_run(games: Path) -> None:
     async with hosted(settings(f"{games}:Unseeded")) as (episodes, task):
         with pytest.raises(ConfigError, match="reset with the same seed gives another first observation"):
             await episodes.check()
         assert "another first observation" in (await acted(episodes, task, "a")).error
 
 
-def test_tasks_are_functions_of_their_index_and_held_out_ones_have_other_seeds(games: Path) -> None:
+def test_tasks_depend_on_their_index_and_held_out_tasks_use_other_seeds(games: Path) -> None:
     source: TaskSource = settings(f"{games}:Chatty").source.build()
     task = source.task(2, held_out=True)
     assert task.prompt == (Message("system", "rules"), Message("user", "{'index': 2, 'held_out': True}"))
@@ -273,7 +275,7 @@ asyncio.run(work({named!r}))
 """
 
 
-async def test_environments_end_with_a_host_that_is_killed(games: Path) -> None:
+async def test_environments_end_when_the_host_is_killed(games: Path) -> None:
     script = HOST.format(named=f"{games}:Moody")
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", script], stdout=pipe, stderr=pipe, text=True) as host:
@@ -285,7 +287,7 @@ async def test_environments_end_with_a_host_that_is_killed(games: Path) -> None:
     await asyncio.gather(*map(until_gone, pids))
 
 
-def test_processes_that_end_unheard_keep_nobody_waiting(games: Path) -> None:
+def test_exit_reports_of_many_processes_do_not_block_the_fork_server(games: Path) -> None:
     """How a process ended is told through a socket that holds a few hundred reports, and is read by who wants to
     know: more of them than that end here before anybody looks."""
     server = ForkServer(ForkSettings(source=f"{games}:Moody", options={}, key="task.source", memory_mib=0))

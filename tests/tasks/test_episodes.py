@@ -41,7 +41,9 @@ KINDS = ("Guess", "AsyncGuess", "guess")
 
 @pytest.mark.parametrize("isolation", ["auto", "process"])
 @pytest.mark.parametrize("name", KINDS)
-async def test_an_episode_is_the_same_wherever_it_runs(games: Path, name: str, isolation: str) -> None:
+async def test_an_episode_is_identical_under_every_isolation_setting_and_host(
+    games: Path, name: str, isolation: str
+) -> None:
     made = settings(f"{games}:{name}", isolation=isolation)
     task = made.source.build().task(4)
     assert task.prompt == "Guess a number from 1 to 8."
@@ -58,7 +60,7 @@ async def test_an_episode_is_the_same_wherever_it_runs(games: Path, name: str, i
 
 
 @pytest.mark.parametrize("name", KINDS)
-async def test_who_asks_again_gets_the_same_answer_and_nothing_is_stepped_twice(games: Path, name: str) -> None:
+async def test_repeated_steps_return_the_same_result_and_run_once(games: Path, name: str) -> None:
     async with hosted(settings(f"{games}:{name}")) as (episodes, task):
         first = await asyncio.gather(*(acted(episodes, task, "8") for _ in range(3)))
         assert first[0] == first[1] == first[2]
@@ -74,7 +76,7 @@ async def test_who_asks_again_gets_the_same_answer_and_nothing_is_stepped_twice(
 
 
 @pytest.mark.parametrize("name", ["Counted", "Moody"])
-async def test_a_turn_that_comes_before_the_last_one_is_answered_waits_for_it(games: Path, name: str) -> None:
+async def test_a_step_waits_for_the_step_before_it(games: Path, name: str) -> None:
     async with hosted(settings(f"{games}:{name}")) as (episodes, task):
         both = await asyncio.gather(acted(episodes, task, "a"), acted(episodes, task, "a", "b"))
         seed = task.record["seed"]
@@ -83,7 +85,7 @@ async def test_a_turn_that_comes_before_the_last_one_is_answered_waits_for_it(ga
 
 
 @pytest.mark.parametrize("name", KINDS)
-async def test_a_repeatable_environment_is_set_back_on_another_host(games: Path, name: str) -> None:
+async def test_a_repeatable_environment_is_replayed_on_another_host(games: Path, name: str) -> None:
     made = settings(f"{games}:{name}")
     task = made.source.build().task(0)
     here, there = EpisodeHost(made), EpisodeHost(made)
@@ -96,7 +98,7 @@ async def test_a_repeatable_environment_is_set_back_on_another_host(games: Path,
     await there.close()
 
 
-async def test_other_environments_that_a_host_does_not_have_are_started_again(games: Path) -> None:
+async def test_an_unrepeatable_environment_missing_on_a_host_is_restarted(games: Path) -> None:
     async with hosted(settings(f"{games}:Moody")) as (episodes, task):
         answer = await acted(episodes, task, "a", "b")
         assert answer.lost and answer.ended and "cannot be set back; start it again" in answer.error
@@ -106,7 +108,7 @@ async def test_other_environments_that_a_host_does_not_have_are_started_again(ga
 
 
 @pytest.mark.parametrize("name", KINDS)
-async def test_an_episode_that_is_cut_has_the_reward_so_far(games: Path, name: str) -> None:
+async def test_a_truncated_episode_has_the_reward_so_far(games: Path, name: str) -> None:
     async with hosted(settings(f"{games}:{name}", max_turns=3)) as (episodes, task):
         await acted(episodes, task, "8")
         cut = await acted(episodes, task, "8", "7 or", cut=True)
@@ -121,7 +123,7 @@ REQUESTS = st.lists(
 
 
 @given(requests=REQUESTS)
-def test_whatever_is_asked_each_turn_is_taken_once(games: Path, requests: list[tuple[int, str]]) -> None:
+def test_random_step_sequences_match_a_simple_model(games: Path, requests: list[tuple[int, str]]) -> None:
     """Against a model of one line: what the environment says is its seed and all turns so far."""
     made = settings(f"{games}:Counted", max_turns=50)
     record = record_of(EpisodeStart(index=0, held_out=False, seed=6), "6")
@@ -176,7 +178,7 @@ def test_whatever_is_asked_each_turn_is_taken_once(games: Path, requests: list[t
     asyncio.run(work())
 
 
-def test_a_job_with_an_environment_has_settings_for_its_hosts(games: Path, tmp_path: Path) -> None:
+def test_a_job_with_an_environment_has_episode_settings(games: Path, tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     job.write_text(f'[model]\npath = "x"\n[task]\nsource = "{games}:Guess"\n[environment]\nmax_turns = 5\n')
     config = loading.load(job)
@@ -220,7 +222,7 @@ def test_a_job_with_an_environment_has_settings_for_its_hosts(games: Path, tmp_p
         ("Guess", ["environment.isolation=cell"], "environment.isolation must be one of auto, process"),
     ],
 )
-def test_a_job_whose_environment_cannot_be_used_is_one_line(
+def test_a_job_with_an_unusable_environment_gives_a_one_line_error(
     games: Path, tiny_model: Path, tmp_path: Path, name: str, overrides: list[str], message: str
 ) -> None:
     model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
@@ -238,7 +240,7 @@ def test_a_job_whose_environment_cannot_be_used_is_one_line(
         assert "18 of its 21 tokens are unknown to the model's tokenizer, which reads '<unk><unk>" in note
 
 
-async def test_a_coroutine_may_return_a_reward_when_its_episode_is_cut(games: Path) -> None:
+async def test_a_coroutine_may_return_a_reward_when_its_episode_is_truncated(games: Path) -> None:
     async with hosted(settings(f"{games}:graceful", max_turns=2)) as (episodes, task):
         assert said(await played(episodes, task, ["a", "b"]))[-1] == ((), True, 0.5, {"cut": 1.0}, "")
         assert said([await acted(episodes, task, "a", cut=True, member=1)]) == [((), True, 0.5, {"cut": 1.0}, "")]
@@ -247,7 +249,7 @@ async def test_a_coroutine_may_return_a_reward_when_its_episode_is_cut(games: Pa
         assert [await episodes.end(key, task.record) for _ in range(2)][1].reward == 0.5
 
 
-async def test_held_out_tasks_may_be_of_another_environment(games: Path) -> None:
+async def test_held_out_tasks_may_use_another_environment(games: Path) -> None:
     made = settings(f"{games}:Guess")
     source = replace(made.source, task=replace(made.source.task, eval_source=f"{games}:AsyncMoody"))
     made = replace(made, source=source)
@@ -277,9 +279,7 @@ answer_pattern = '(-?\\d+)'
 """
 
 
-async def test_tasks_of_several_sources_are_played_in_the_environment_of_each_or_scored(
-    games: Path, tmp_path: Path
-) -> None:
+async def test_tasks_of_several_sources_use_the_environment_or_scorer_of_each(games: Path, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(SOURCES.format(games=games))
     config = loading.load(tmp_path / "job.toml")
     assert config.has_environment
@@ -312,9 +312,7 @@ class Slow:
 """
 
 
-def test_a_check_does_not_reset_a_slow_environment_once_for_each_held_out_task(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_check_job_resets_a_slow_environment_only_a_few_times(tiny_model: Path, tmp_path: Path) -> None:
     told = tmp_path / "told"
     (tmp_path / "slow.py").write_text(SLOW.format(told=str(told)))
     job = tmp_path / "job.toml"

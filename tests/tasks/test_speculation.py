@@ -140,7 +140,7 @@ def test_what_was_drafted_for_a_request_is_told_where_it_is_stopped(model: Path)
     assert stopped.accepted_tokens == load.accepted_tokens
 
 
-def test_as_many_tokens_are_drafted_as_the_engine_is_told(model: Path) -> None:
+def test_the_engine_drafts_as_many_tokens_as_instructed(model: Path) -> None:
     """Close to greedy, so that a response repeats itself and there is something to draft."""
     with speculating(model, max_running=0, temperature=0.001) as engine:
         check_that_lengths_are_obeyed(engine)

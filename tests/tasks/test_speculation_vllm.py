@@ -91,7 +91,7 @@ def test_greedy_responses_are_the_same_token_by_token(model: Path, monkeypatch: 
     assert load.drafted_tokens > load.accepted_tokens > 0
 
 
-def test_as_many_tokens_are_drafted_as_the_engine_is_told(model: Path) -> None:
+def test_the_engine_drafts_as_many_tokens_as_instructed(model: Path) -> None:
     """Close to greedy, so that a response repeats itself and there is something to draft."""
     with speculating(model, max_running=0, temperature=0.001) as engine:
         check_that_lengths_are_obeyed(engine)
