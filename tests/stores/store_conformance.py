@@ -133,7 +133,7 @@ class TrajectoryStoreTests:
         assert store.steps() == []
         assert store.get(TrajectoryId(0)) is None
 
-    def test_what_is_committed_is_read_back_bit_for_bit(self, store: TrajectoryStore, rng: Any) -> None:
+    def test_committed_rows_are_read_back_bit_for_bit(self, store: TrajectoryStore, rng: Any) -> None:
         kept: list[EndedTrajectory] = []
         for step in range(3):
             batch = [ended(rng, 4 * step + i, step) for i in range(4)]
@@ -147,14 +147,14 @@ class TrajectoryStoreTests:
         assert got is not None
         assert_same(got, kept[7])
 
-    def test_a_steps_batch_in_its_order(self, store: TrajectoryStore, rng: Any) -> None:
+    def test_ended_returns_the_batch_of_a_step_in_its_order(self, store: TrajectoryStore, rng: Any) -> None:
         for step in range(2):
             rows = [ended(rng, 10 * step + i, step) for i in (3, 1, 2, 0)]
             store.commit(record(step), [*rows, ended(rng, 10 * step + 5, step, Fate.ABORTED)])
         assert [e.trajectory.id for e in store.ended(1)] == [13, 11, 12, 10]
         assert all(e.staleness == 1 for e in store.ended(1))
 
-    def test_records_carry_the_books_and_their_own_size(self, store: TrajectoryStore, rng: Any) -> None:
+    def test_commit_records_have_the_ledger_and_the_row_count(self, store: TrajectoryStore, rng: Any) -> None:
         rows = [ended(rng, i, 0) for i in range(4)]
         store.commit(record(0), rows)
         store.commit(record(1, "end"), [])
@@ -176,7 +176,7 @@ class TrajectoryStoreTests:
         assert_same(read, row)
         assert read.staleness == -1
 
-    def test_nothing_is_stored_twice(self, store: TrajectoryStore, rng: Any) -> None:
+    def test_duplicate_trajectories_are_rejected(self, store: TrajectoryStore, rng: Any) -> None:
         store.commit(record(0), [ended(rng, 0, 0)])
         with pytest.raises(StoreError):
             store.commit(record(1), [ended(rng, 0, 1)])

@@ -252,7 +252,7 @@ def plain(findings: Iterable[Any]) -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize("faults", [0, 1, 6])
 @settings(max_examples=max(2, num_examples() // 25))
 @given(seed=st.integers(0, 2**32))
-def test_whatever_is_wrong_is_found_as_the_plain_audit_finds_it(
+def test_the_audit_finds_random_faults_as_the_plain_audit_does(
     tmp_path_factory: pytest.TempPathFactory, faults: int, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -286,7 +286,7 @@ def test_whatever_is_wrong_is_found_as_the_plain_audit_finds_it(
 
 
 @given(st.lists(st.lists(st.integers(-5, 30), max_size=8), max_size=6), st.integers(-8, 35), st.integers(-8, 35))
-def test_a_set_of_ids_is_a_set(batches: list[list[int]], a: int, b: int) -> None:
+def test_id_ranges_match_a_python_set(batches: list[list[int]], a: int, b: int) -> None:
     ids, model = IdSet(), set[int]()
     for batch in batches:
         twice = {i for i, n in Counter(batch).items() if n > 1} | (model & set(batch))
@@ -300,7 +300,7 @@ def test_a_set_of_ids_is_a_set(batches: list[list[int]], a: int, b: int) -> None
 
 
 @given(st.lists(st.tuples(st.integers(-9, 30), st.integers(-9, 30))))
-def test_ranges_are_merged_to_the_same_ids(ranges: list[tuple[int, int]]) -> None:
+def test_merge_ids_keeps_the_same_ids(ranges: list[tuple[int, int]]) -> None:
     first, last = merge_ids(ranges)
     assert [i for a, b in zip(first, last, strict=True) for i in range(a, b)] == sorted(
         {i for a, b in ranges for i in range(a, b)}
@@ -315,7 +315,9 @@ IDS = st.integers(0, 14)
         st.tuples(st.lists(IDS, max_size=5), st.integers(0, 16), st.lists(st.tuples(IDS, IDS), max_size=3)), max_size=5
     )
 )
-def test_conservation_is_counted_as_with_sets(commits: list[tuple[list[int], int, list[tuple[int, int]]]]) -> None:
+def test_conservation_findings_match_an_implementation_with_sets(
+    commits: list[tuple[list[int], int, list[tuple[int, int]]]],
+) -> None:
     kept, found, expected = Conservation(), [], []
     stored: set[int] = set()
     counts: Counter[str] = Counter()
@@ -334,7 +336,7 @@ def test_conservation_is_counted_as_with_sets(commits: list[tuple[list[int], int
     assert found == expected
 
 
-def test_a_ledger_out_of_all_bounds_is_a_finding_and_takes_no_memory() -> None:
+def test_a_ledger_with_huge_numbers_is_a_finding_and_uses_no_memory() -> None:
     kept = Conservation()
     ledger = LedgerState(num_started=2**60, num_ended={}, live=((5, 2**70),), next_step=0, version=0)
     (lost, wrong) = kept.ends(StepRecord(kind="step", step=0, ledger=ledger))
@@ -347,7 +349,7 @@ ROW = st.tuples(
 )
 
 
-def test_a_row_is_consumed_if_its_fate_names_that_from_either_end() -> None:
+def test_is_consumed_accepts_positive_and_negative_fate_indices() -> None:
     rows = empty_rows(4 * len(FATES), select_columns(("fate",)))
     rows["fate"] = np.arange(len(rows)) - 2 * len(FATES)
     known = [-len(FATES) <= number < len(FATES) for number in rows["fate"]]
@@ -361,7 +363,7 @@ INTERLEAVED = [(id, group, Fate.CONSUMED, id // 4) for id, group in enumerate((1
 
 @given(st.lists(st.lists(ROW, max_size=6), max_size=3), st.lists(st.integers(0, 3), max_size=3), st.integers(1, 2))
 @example([INTERLEAVED], [0, 1], 2)
-def test_consumption_is_checked_as_with_dicts(
+def test_consumption_findings_match_an_implementation_with_dicts(
     blocks: list[list[tuple[int, int, Fate, int]]], trained: list[int], group_size: int
 ) -> None:
     consumed, tables = ConsumedRows(), []
@@ -420,7 +422,7 @@ SPAN = st.tuples(st.sampled_from("ab"), st.integers(0, 1), st.integers(1, 3))
     st.lists(st.tuples(st.integers(0, 2), st.lists(CHECK, max_size=2)), max_size=4),
     st.lists(st.lists(SPAN, max_size=3), max_size=5),
 )
-def test_weights_are_counted_pull_by_pull_and_refused_tokens_row_by_row(
+def test_weight_counts_match_a_count_per_pull_and_per_row(
     commits: list[tuple[int, list[WeightCheck]]], rows: list[list[tuple[str, int, int]]]
 ) -> None:
     ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
@@ -461,7 +463,7 @@ token = st.tuples(st.sampled_from([-1, 0, 3]), st.sampled_from([0.0, -0.5, float
 
 
 @given(st.lists(token, max_size=5), st.integers(0, 5), st.integers(0, 1))
-def test_contradictions_of_token_arrays_are_counted_as_token_by_token(
+def test_token_faults_match_a_token_by_token_check(
     tokens: list[tuple[int, float, int]], prompt: int, trained: int
 ) -> None:
     versions, logprobs, mask = zip(*tokens, strict=True) if tokens else ((), (), ())
@@ -471,7 +473,7 @@ def test_contradictions_of_token_arrays_are_counted_as_token_by_token(
     assert list(found) == list(_token_faults(prompt, trained != 0, tokens))
 
 
-def test_a_run_without_a_verified_pull_does_not_read_as_verified() -> None:
+def test_a_run_without_a_verified_pull_is_reported_as_not_verified() -> None:
     pulls, parts = WeightCounts(not_verified=2, contradicted=1, parts_verified=5).lines
     assert pulls == "weights of instances: NOT VERIFIED at any pull (0 pulls verified, 2 not verified, 1 contradicted)"
     assert parts == "5 parts verified, 0 not verified, 0 contradicted"
@@ -487,7 +489,7 @@ def test_a_run_without_a_verified_pull_does_not_read_as_verified() -> None:
         (1, 1, "arrays", (False, False, False)),
     ],
 )
-def test_a_report_proves_something_if_there_was_something_to_check(
+def test_a_report_proves_something_only_if_something_was_checked(
     steps: int, verified: int, check: str, results: tuple[bool, bool, bool]
 ) -> None:
     report = AuditReport(
@@ -506,7 +508,7 @@ def test_a_report_proves_something_if_there_was_something_to_check(
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=8), st.integers(0, 12), st.integers(1, 12),
     st.integers(1, 4),
 )  # fmt: skip
-def test_tasks_cover_all_rows_and_are_as_small_as_they_may(
+def test_tasks_cover_all_rows_and_are_as_small_as_allowed(
     sizes: list[tuple[int, int]], num_rows: int, most_tokens: int, most_commits: int
 ) -> None:
     commits = [

@@ -534,9 +534,7 @@ HISTORY = (
 ALL = (*FAULTS, *HISTORY)
 
 
-def test_a_sound_run_has_no_findings_and_no_row_is_read_alone_or_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_valid_run_has_no_findings_and_reads_each_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(row_checks, "token_faults")
     monkeypatch.delattr(audit, "hash_batches")
     monkeypatch.delattr(StoreReader, "unpacked")
@@ -550,7 +548,7 @@ def test_a_sound_run_has_no_findings_and_no_row_is_read_alone_or_twice(
 
 @pytest.mark.parametrize("number", [-1, 99, None])
 @pytest.mark.parametrize(("name", "members"), [("finish", FINISHES), ("fate", FATES), ("reason", REASONS)])
-def test_a_number_that_names_nothing_is_found(
+def test_an_out_of_range_enum_number_is_a_finding(
     name: str, members: Sequence[Any], number: int | None, tmp_path: Path
 ) -> None:
     def edit(root: Any) -> None:
@@ -561,7 +559,7 @@ def test_a_number_that_names_nothing_is_found(
 
 
 @pytest.mark.parametrize("fault", ALL, ids=str)
-def test_a_planted_fault_is_its_finding(fault: Fault) -> None:
+def test_a_planted_fault_gives_its_finding(fault: Fault) -> None:
     found = audited(fault).findings
     matching = [
         f
@@ -589,7 +587,7 @@ READS = (
 
 @pytest.mark.parametrize("check", [audit.audit, check_chain])
 @pytest.mark.parametrize("name", ["", "damaged_chunk"])
-def test_a_bucket_that_fails_at_any_request_of_an_audit_is_no_finding(
+def test_a_bucket_failure_at_any_request_of_an_audit_is_not_a_finding(
     check: Callable[[StoreReader], Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written(tmp_path / "s", next((fault for fault in FAULTS if fault.name == name), None))
@@ -636,7 +634,7 @@ def texts() -> Iterator[re.Pattern[str]]:
                 yield re.compile("".join(parts))
 
 
-def test_every_module_that_reports_findings_is_listed() -> None:
+def test_every_module_that_creates_findings_is_listed() -> None:
     names = {path.stem for path in Path(findings.__file__).parent.glob("*.py") if "Finding(" in path.read_text()}
     # The chain is no part of the audit: tests/stores/test_chain.py makes its findings.
     assert names - {"findings", "chain"} == {module.__name__.rpartition(".")[2] for module in MODULES}

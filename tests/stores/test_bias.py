@@ -53,7 +53,7 @@ def dropped(groups: int, log_length: float, reward: float, finish: FinishReason 
     return Table(CONSUMED, (Fate.ABORTED, AbortReason.TOO_STALE, groups, log_length, reward, finish))
 
 
-def test_more_turns_and_slower_environments_are_said() -> None:
+def test_more_turns_and_slower_environments_of_dropped_responses_are_reported() -> None:
     table = dropped(60, 5.0, 0.5)
     own = table._columns["fate"] == "aborted"
     rng = np.random.default_rng(1)
@@ -68,7 +68,7 @@ def test_more_turns_and_slower_environments_are_said() -> None:
 
 
 @pytest.mark.parametrize("block", [65_536, 100])
-def test_a_planted_difference_is_said_with_its_size(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_a_planted_difference_is_reported_with_its_size(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     monkeypatch.setattr(drop_bias, "BLOCK", block)
     report = bias_report(dropped(60, 5.0 + math.log(1.8), 0.2))
     both, own = report.others
@@ -83,7 +83,7 @@ def test_a_planted_difference_is_said_with_its_size(monkeypatch: pytest.MonkeyPa
     assert line.endswith(" times as long (p < .001), 0.29 lower in reward (p < .001)")
 
 
-def test_nothing_is_said_of_chance_of_few_groups_or_of_little() -> None:
+def test_chance_few_groups_and_small_differences_are_not_reported() -> None:
     assert sum(bool(bias_report(dropped(60, 5.0, 0.5)).lines) for _ in range(5)) == 0
     assert bias_report(dropped(drop_bias.MIN_GROUPS - 1, 6.0, 0.0)).lines == []
     assert bias_report(Table(CONSUMED)).lines == []
@@ -91,7 +91,7 @@ def test_nothing_is_said_of_chance_of_few_groups_or_of_little() -> None:
     assert bias_report(Table((*CONSUMED[:2], 20_000, *CONSUMED[3:]), many)).lines == []
 
 
-def test_siblings_are_not_taken_for_independent() -> None:
+def test_siblings_do_not_count_as_independent_samples() -> None:
     """With the groups' own lengths the same difference would be certain if every trajectory counted for itself."""
     wrong = 0
     for seed in range(40):
@@ -100,13 +100,13 @@ def test_siblings_are_not_taken_for_independent() -> None:
     assert wrong == 0
 
 
-def test_stopped_responses_are_never_called_shorter() -> None:
+def test_unfinished_responses_are_never_reported_as_shorter() -> None:
     assert bias_report(dropped(60, 4.0, 0.5)).others[0].length_ratio is not None
     assert bias_report(dropped(60, 4.0, 0.5, FinishReason.UNFINISHED)).others[0].length_ratio is None
     assert bias_report(dropped(60, 6.0, 0.5, FinishReason.UNFINISHED)).others[0].length_ratio is not None
 
 
-def test_truncated_responses_are_compared_with_whole_ones() -> None:
+def test_truncated_responses_are_compared_with_complete_ones() -> None:
     cut = (Fate.CONSUMED, AbortReason.NONE, 60, 6.0, 0.1, FinishReason.LENGTH)
     report = bias_report(Table(CONSUMED, cut))
     assert [kind.name for kind in report.others] == ["truncated"]
@@ -116,7 +116,7 @@ def test_truncated_responses_are_compared_with_whole_ones() -> None:
     )
 
 
-def test_many_truncated_responses_are_told_of_though_they_are_like_the_others() -> None:
+def test_many_truncated_responses_are_reported_without_a_difference() -> None:
     like = (Fate.CONSUMED, AbortReason.NONE, 60, 5.0, 0.5, FinishReason.LENGTH)
     (line,) = bias_report(Table(CONSUMED, like)).lines
     assert line == "trained on though cut off at rollout.max_new_tokens: 480 of 2,080 responses (23%)"
@@ -125,7 +125,7 @@ def test_many_truncated_responses_are_told_of_though_they_are_like_the_others() 
 
 
 @pytest.mark.parametrize(("t", "freedom", "p"), [(2.042, 30, 0.05), (3.646, 30, 0.001), (3.390, 100, 0.001)])
-def test_the_tail_is_that_of_students_t(monkeypatch: pytest.MonkeyPatch, t: float, freedom: int, p: float) -> None:
+def test_p_values_match_the_t_distribution(monkeypatch: pytest.MonkeyPatch, t: float, freedom: int, p: float) -> None:
     monkeypatch.setattr(drop_bias, "P_LIMIT", 1.0)
     half = freedom // 2 + 1
     values = np.resize([-1.0, 1.0], half)
@@ -146,9 +146,7 @@ def welch(ours: npt.NDArray[np.float64], theirs: npt.NDArray[np.float64]) -> flo
 
 
 @pytest.mark.parametrize("gap", [-2.5, 1.5, 2.0])
-def test_groups_that_spread_differently_are_compared_by_welchs_test(
-    monkeypatch: pytest.MonkeyPatch, gap: float
-) -> None:
+def test_groups_of_unequal_variance_are_compared_by_welchs_test(monkeypatch: pytest.MonkeyPatch, gap: float) -> None:
     monkeypatch.setattr(drop_bias, "P_LIMIT", 1.0)
     rng = np.random.default_rng(1)
     ours, theirs = rng.normal(gap, 1.0, 20), rng.normal(0.0, 3.0, 23)
@@ -159,7 +157,7 @@ def test_groups_that_spread_differently_are_compared_by_welchs_test(
         assert result.p == pytest.approx(welch(*pair), rel=0.01)
 
 
-def test_values_without_any_spread_differ_for_certain_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_without_variance_have_a_p_value_of_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
     twos = np.full(drop_bias.MIN_GROUPS, 2.0)
     assert difference(twos, twos) is None
     assert difference(twos, twos - 0.5) == Contrast(factor=0.5, p=0.0)
@@ -171,7 +169,7 @@ def test_values_without_any_spread_differ_for_certain_or_not_at_all(monkeypatch:
     assert difference(twos, spread) is None, "it is as likely as the limit"
 
 
-def test_audit_and_page_say_what_was_not_trained_on(tmp_path: Path) -> None:
+def test_audit_and_run_page_report_the_drop_bias(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=16", "batch.extra_groups=3", "workload.group_correlation=0.9")
     told = json.loads(command("store", "audit", run, "--json").stdout)["bias"]
     (line,) = [one for one in command("store", "audit", run).stdout.splitlines() if "dropped responses" in one]
@@ -190,7 +188,7 @@ def kind(name: str, trajectories: int, **contrasts: Contrast) -> OutcomeStats:
     )
 
 
-def test_a_line_says_each_difference_and_which_way_it_goes() -> None:
+def test_a_line_states_each_difference_and_its_direction() -> None:
     little, sure = Contrast(factor=0.25, p=0.0009), Contrast(factor=-1.5, p=0.001)
     lines = DropBias(
         consumed=kind("consumed", 40),
@@ -213,7 +211,7 @@ def test_a_line_says_each_difference_and_which_way_it_goes() -> None:
     ]
 
 
-def test_means_are_those_of_groups_whatever_the_blocks() -> None:
+def test_means_are_per_group_for_any_block_size() -> None:
     rng, rows = np.random.default_rng(3), 300
     ends = [
         (Fate.CONSUMED, AbortReason.NONE, FinishReason.STOP), (Fate.CONSUMED, AbortReason.NONE, FinishReason.LENGTH),

@@ -55,7 +55,7 @@ class TestBucketStore(TrajectoryStoreTests):
         return VersionedStore.create(folder, replace(HEADER, url=self.url))
 
 
-def test_its_path_leads_to_it_and_only_a_small_file_is_there(tmp_path: Path, rng: Any, url: str) -> None:
+def test_a_local_file_has_the_url_of_the_store(tmp_path: Path, rng: Any, url: str) -> None:
     path = tmp_path / "store"
     store = VersionedStore.create(path, replace(HEADER, url=url))
     store.commit(record(0), [ended(rng, i, 0) for i in range(4)])
@@ -75,7 +75,7 @@ def test_its_path_leads_to_it_and_only_a_small_file_is_there(tmp_path: Path, rng
     assert [e.trajectory.id for e in VersionedStore.open(path).ended()] == list(range(4))
 
 
-def test_two_committers_on_two_hosts_cannot_both_win(tmp_path: Path, rng: Any, url: str) -> None:
+def test_concurrent_commits_from_two_hosts_conflict(tmp_path: Path, rng: Any, url: str) -> None:
     """No lock of a file system is between them: the bucket refuses the second."""
     VersionedStore.create(tmp_path / "store", replace(HEADER, url=url))
     repository = icechunk.Repository.open(bucket_storage(url))
@@ -87,7 +87,9 @@ def test_two_committers_on_two_hosts_cannot_both_win(tmp_path: Path, rng: Any, u
         two.commit("two")
 
 
-def test_one_that_was_not_finished_is_made_again_and_one_in_use_is_refused(tmp_path: Path, rng: Any, url: str) -> None:
+def test_an_unfinished_store_is_created_again_and_an_existing_one_is_rejected(
+    tmp_path: Path, rng: Any, url: str
+) -> None:
     header = replace(HEADER, url=url)
     VersionedStore.create(tmp_path / "store", header)
     (tmp_path / "store").unlink()  # as after a kill before the path led to it
@@ -102,7 +104,7 @@ def test_one_that_was_not_finished_is_made_again_and_one_in_use_is_refused(tmp_p
     assert not (tmp_path / "other").exists()
 
 
-def test_what_cannot_be_used_is_said_in_one_line(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_bucket_gives_a_one_line_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="the bucket cannot be used: The specified bucket does not exist; check the"):
         check_bucket("s3://nobodys-bucket/run", new=True)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
@@ -143,7 +145,7 @@ def ids(path: Path) -> list[int]:
     return [int(e.trajectory.id) for e in VersionedStore.open(path).ended()]
 
 
-def test_a_commit_that_fails_at_any_request_can_be_repeated(tmp_path: Path, rng: Any, proxy: FailingProxy) -> None:
+def test_a_commit_that_fails_at_any_request_can_be_retried(tmp_path: Path, rng: Any, proxy: FailingProxy) -> None:
     """Credentials expire at its first request, at its fifth, and so on, until there are no more."""
     rows = two_steps(tmp_path / "store", rng)
     store = VersionedStore.open(tmp_path / "store")
@@ -161,7 +163,7 @@ def test_a_commit_that_fails_at_any_request_can_be_repeated(tmp_path: Path, rng:
     assert [r.step for r in VersionedStore.open(tmp_path / "store").steps()] == [0, 1]
 
 
-def test_a_commit_whose_answer_is_lost_is_not_applied_twice(tmp_path: Path, rng: Any, proxy: FailingProxy) -> None:
+def test_a_commit_with_a_lost_reply_is_not_applied_twice(tmp_path: Path, rng: Any, proxy: FailingProxy) -> None:
     rows = two_steps(tmp_path / "store", rng)
     store = VersionedStore.open(tmp_path / "store")
     proxy.lost_answers = 1
@@ -173,7 +175,7 @@ def test_a_commit_whose_answer_is_lost_is_not_applied_twice(tmp_path: Path, rng:
     assert [r.step for r in VersionedStore.open(tmp_path / "store").steps()] == [0, 1, 2]
 
 
-def test_a_commit_of_another_process_is_not_taken_for_one_whose_answer_was_lost(
+def test_a_commit_of_another_process_is_not_taken_for_a_lost_reply(
     tmp_path: Path, rng: Any, proxy: FailingProxy
 ) -> None:
     rows = two_steps(tmp_path / "store", rng)
@@ -187,7 +189,7 @@ def test_a_commit_of_another_process_is_not_taken_for_one_whose_answer_was_lost(
         store.commit(record(1), rows[1])
 
 
-def test_credentials_are_read_anew(
+def test_expired_credentials_are_read_again(
     tmp_path: Path, rng: Any, proxy: FailingProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile = tmp_path / "credentials"
@@ -205,7 +207,7 @@ def test_credentials_are_read_anew(
     assert ids(tmp_path / "store") == list(range(8))
 
 
-def test_a_bucket_that_fails_is_not_reported_as_damage(tmp_path: Path, rng: Any, proxy: FailingProxy) -> None:
+def test_a_bucket_failure_is_not_reported_as_corruption(tmp_path: Path, rng: Any, proxy: FailingProxy) -> None:
     two_steps(tmp_path / "store", rng)
     causes: list[str] = []
     for number in itertools.count(step=1 if num_examples() > 1000 else 4):
@@ -228,7 +230,7 @@ class BrieflyFailingProxy(FailingProxy):
         super().count()
 
 
-def test_an_audit_while_a_bucket_fails_briefly_has_no_findings_of_it(
+def test_an_audit_during_a_brief_bucket_failure_has_no_findings(
     tmp_path: Path, rng: Any, server: dict[str, str], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At whichever request: by the time the audit looks for damage, all of the store can be read again. It raises;

@@ -42,7 +42,7 @@ def places(report: ChainReport) -> list[str]:
     return [finding.where for finding in report.findings]
 
 
-def test_a_chain_goes_on_over_reopening_undone_steps_and_other_kinds_of_commits(tmp_path: Path) -> None:
+def test_the_chain_continues_over_reopening_rewinds_and_other_commit_kinds(tmp_path: Path) -> None:
     store = make(tmp_path / "s", 4)
     entries = check_chain(store).entries
     assert sorted(entries) == [0, 1, 2, 3]
@@ -64,9 +64,7 @@ def test_a_chain_goes_on_over_reopening_undone_steps_and_other_kinds_of_commits(
     assert check_chain(VersionedStore.open(tmp_path / "s", branch=undone)).entries == entries
 
 
-def test_commits_of_a_version_without_a_chain_are_counted_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commits_without_a_chain_entry_are_counted_separately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = VersionedStore.create(tmp_path / "s", HEADER)
     with monkeypatch.context() as patch:
         patch.setattr(layout, "fingerprint_rows", lambda *_: "")
@@ -243,7 +241,7 @@ def test_a_forgery_is_found_with_its_place(tmp_path: Path, kind: str) -> None:
         assert not where or where in found, (where, found)
 
 
-def test_a_snapshot_that_no_run_committed_is_found(tmp_path: Path) -> None:
+def test_a_foreign_snapshot_is_found(tmp_path: Path) -> None:
     make(tmp_path / "s")
     repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(tmp_path / "s")))
     session = repository.writable_session("main")

@@ -42,18 +42,18 @@ WRITTEN = {
 """Step records as the store keeps them, but for their weight checks."""
 
 
-def test_the_worked_example() -> None:
+def test_the_docstring_example_is_correct() -> None:
     assert doctest.testmod(staleflow.stores.serialization).failed == 0
 
 
 @pytest.mark.parametrize("text", WRITTEN)
-def test_step_records_keep_their_bytes(text: str) -> None:
+def test_step_records_encode_to_the_same_bytes_as_before(text: str) -> None:
     record = WRITTEN[text]
     assert json.dumps(CODEC.encode(record), separators=(",", ":")) == text[:-1] + ',"weight_checks":[]}'
     assert CODEC.decode(json.loads(text), StepRecord) == record
 
 
-def test_what_pulls_showed_is_read_back() -> None:
+def test_weight_checks_are_read_back() -> None:
     report = WeightReport(verified=3, not_verified={"packed": 1}, contradicted=1, names=("norm.weight",))
     check = WeightCheck(
         instance=InstanceId("rollout-0"), version=PolicyVersion(2), fingerprint="ab", weights=report,
@@ -63,7 +63,7 @@ def test_what_pulls_showed_is_read_back() -> None:
     assert CODEC.decode(json.loads(json.dumps(CODEC.encode(record))), StepRecord) == record
 
 
-def test_versions_may_differ_in_fields_with_defaults() -> None:
+def test_headers_with_added_or_missing_default_fields_decode() -> None:
     header = RunHeader(run="a", eta=1, groups_per_step=2, group_size=4, members_started=4)
     plain = CODEC.encode(header)
     assert plain | {"sources": ()} == dataclasses.asdict(header)
@@ -90,7 +90,7 @@ class Outer:
     words: tuple[str, ...] = ()
 
 
-def test_enums_tuples_and_keys_that_are_numbers_come_back() -> None:
+def test_enums_tuples_and_integer_keys_round_trip() -> None:
     value = Outer(inner=(Inner(Fate.FILTERED, {3: 1.5}), Inner(Fate.CONSUMED)), flag=True, pair=(2, "b"), words=("c",))
     plain = CODEC.encode(value)
     assert json.loads(json.dumps(plain)) == {
@@ -125,7 +125,7 @@ def test_enums_tuples_and_keys_that_are_numbers_come_back() -> None:
         ({"pair": {1: 0, "b": 0}}, "pair: expected list, got {1: 0, 'b': 0}"),
     ],
 )
-def test_garbage_is_named_with_its_place(change: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_rejected_with_their_path(change: dict[str, Any], message: str) -> None:
     plain = CODEC.encode(Outer(inner=(), flag=True)) | change
     with pytest.raises(ValueError) as said:  # noqa: PT011  its text is compared below
         CODEC.decode(plain, Outer)
@@ -134,7 +134,7 @@ def test_garbage_is_named_with_its_place(change: dict[str, Any], message: str) -
 
 
 @pytest.mark.parametrize("garbage", [None, 3, "text", [], ["flag"], {}])
-def test_what_is_no_record_at_all(garbage: Any) -> None:
+def test_invalid_top_level_values_give_a_one_line_error(garbage: Any) -> None:
     for kind in (Outer, StepRecord, RunHeader):
         with pytest.raises(ValueError) as said:  # noqa: PT011  whatever it says, it is one line
             CODEC.decode(garbage, kind)

@@ -56,7 +56,7 @@ assert "- `first_token` (int32): first token of the prompt" in columns.reference
 """
 
 
-def test_a_new_column_is_a_line_in_the_table_and_older_stores_read_its_fill_value(tmp_path: Path) -> None:
+def test_a_new_column_needs_one_table_entry_and_old_stores_read_its_fill_value(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     store = VersionedStore.create(tmp_path / "s", HEADER)
     store.commit(record(0), [ended(rng, i, 0) for i in range(3)])
@@ -71,7 +71,7 @@ def test_a_new_column_is_a_line_in_the_table_and_older_stores_read_its_fill_valu
     assert not [finding for finding in audit(again).findings if finding.check == "arrays"]
 
 
-def test_columns_are_arrays_of_their_own_in_the_types_of_the_table(tmp_path: Path) -> None:
+def test_columns_are_separate_arrays_of_the_declared_type(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     store = VersionedStore.create(tmp_path / "s", HEADER)
     store.commit(record(0), [ended(rng, i, 0, Fate.FILTERED if i == 2 else Fate.CONSUMED) for i in range(3)])
@@ -85,7 +85,7 @@ def test_columns_are_arrays_of_their_own_in_the_types_of_the_table(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["reward", "v_min", "dataset_row"])
-def test_a_column_that_is_missing_reads_as_its_fill_value(tmp_path: Path, name: str) -> None:
+def test_a_missing_column_reads_as_its_fill_value(tmp_path: Path, name: str) -> None:
     (column,) = [c for c in COLUMNS if c.name == name]
     store = VersionedStore.create(tmp_path / "s", HEADER)
     store.commit(record(0), [ended(np.random.default_rng(0), i, 0) for i in range(3)])
@@ -95,7 +95,7 @@ def test_a_column_that_is_missing_reads_as_its_fill_value(tmp_path: Path, name: 
     assert len(list(store.ended())) == 3
 
 
-def test_names_are_unique_and_the_documentation_has_the_table() -> None:
+def test_column_names_are_unique_and_documented() -> None:
     names = [column.name for column in COLUMNS]
     assert len(set(names)) == len(names)
     text = (ROOT / "docs" / "store.md").read_text()

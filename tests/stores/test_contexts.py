@@ -49,7 +49,7 @@ def conversations(draw: st.DrawFn) -> Naive:
 
 
 @given(conversations())
-def test_a_context_is_that_of_the_token_that_a_branch_goes_on_after(found: Naive) -> None:
+def test_the_context_of_a_branch_is_that_of_its_parent_token(found: Naive) -> None:
     for place, context in enumerate(found.contexts):
         before = [branch for branch in found.branches if branch.at <= place]
         assert places(before, place).tolist() == context
@@ -57,7 +57,7 @@ def test_a_context_is_that_of_the_token_that_a_branch_goes_on_after(found: Naive
 
 
 @given(conversations())
-def test_each_sampled_token_is_trained_on_once_behind_its_own_context(found: Naive) -> None:
+def test_each_sampled_token_is_trained_once_with_its_context(found: Naive) -> None:
     trained = np.asarray(found.sampled)
     seen: list[int] = []
     parts = training_sequences(found.branches, trained)
@@ -74,9 +74,7 @@ def test_each_sampled_token_is_trained_on_once_behind_its_own_context(found: Nai
 
 
 @given(conversations(), st.data())
-def test_a_branch_begins_where_its_ids_are_others_than_those_of_every_context(
-    found: Naive, data: st.DataObject
-) -> None:
+def test_a_branch_starts_where_its_ids_differ_from_every_context(found: Naive, data: st.DataObject) -> None:
     ids = np.asarray(data.draw(st.lists(st.integers(0, 1), min_size=len(found.contexts), max_size=len(found.contexts))))
     wanted = np.asarray(data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=8)))
     count, after = longest_shared_prefix(found.branches, ids, wanted)
@@ -86,7 +84,7 @@ def test_a_branch_begins_where_its_ids_are_others_than_those_of_every_context(
     assert after in ([path[-1] + 1 for path in agreeing if len(path) == count] or [0])
 
 
-def test_a_side_conversation_is_left_where_it_ends_and_the_main_one_taken_up_again() -> None:
+def test_a_side_conversation_ends_and_the_main_one_continues() -> None:
     # 0 1 prompt, 2 3 sampled; beside: 4 given, 5 sampled; again after 3: 6 given, 7 sampled.
     branches = [ContextBranch(4, 0), ContextBranch(6, 4)]
     assert ranges(branches, 8) == [(0, 4), (6, 8)]

@@ -35,7 +35,7 @@ def fails(error: Exception) -> Callable[[Path], None]:
     return write
 
 
-def test_a_file_is_replaced_whole_in_a_folder_that_is_made(tmp_path: Path) -> None:
+def test_replace_text_writes_atomically_and_creates_the_folder(tmp_path: Path) -> None:
     path = tmp_path / "new" / "a.json"
     replace_text(path, "one", REMEDY)
     replace_text(path, "zwölf", REMEDY)
@@ -47,7 +47,7 @@ def test_a_file_is_replaced_whole_in_a_folder_that_is_made(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("replace", [replace_file, replace_folder])
-def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path: Path, replace: Callable[..., None]) -> None:
+def test_a_failed_replacement_leaves_the_previous_content(tmp_path: Path, replace: Callable[..., None]) -> None:
     path = tmp_path / "a"
     if replace is replace_file:
         path.write_text("before")
@@ -70,7 +70,7 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path: Path, replac
     assert path.read_text() == "before" if path.is_file() else os.listdir(path) == ["before"]
 
 
-def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_unwritable_paths_give_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "a", Path("/proc/none/a"), tmp_path, tmp_path / ("long" * 100)):
         with pytest.raises(StoreError, match=r"cannot be written: .*; free space") as said:
@@ -79,7 +79,7 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     replace_text(tmp_path / ("é" * 120), "text", REMEDY)  # 240 bytes: its part's name is shorter
 
 
-def test_links_stay_links_and_devices_devices(tmp_path: Path) -> None:
+def test_symlinks_and_devices_are_preserved(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     replace_text(tmp_path / "link", "one", REMEDY)
     assert (tmp_path / "link").is_symlink()
@@ -89,7 +89,7 @@ def test_links_stay_links_and_devices_devices(tmp_path: Path) -> None:
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
 
 
-def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
+def test_replace_folder_replaces_the_whole_folder(tmp_path: Path) -> None:
     for text in ("one", "two"):
         replace_folder(tmp_path / "a", lambda part, text=text: (part / text).write_text(text), REMEDY)
         assert os.listdir(tmp_path / "a") == [text]
@@ -100,7 +100,7 @@ def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
         publish(tmp_path / "b", tmp_path / "a")
 
 
-def test_all_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_data_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """fsync of every file and folder inside, then the rename, then fsync of the folder that holds the name."""
     messages: list[tuple[str, Path]] = []
     sync, replace = os.fsync, Path.replace
@@ -130,7 +130,7 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pyte
     assert [what for what, _ in messages] == ["name"]
 
 
-def test_two_writers_do_not_meet(tmp_path: Path) -> None:
+def test_two_concurrent_writers_do_not_interfere(tmp_path: Path) -> None:
     """Both are halfway at once; what is there at the end is whole."""
     both = threading.Barrier(2, timeout=120)
 
@@ -154,7 +154,7 @@ def test_two_writers_do_not_meet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("replace", [replace_file, replace_folder])
-def test_a_part_that_another_writer_is_about_to_sweep_is_not_used(
+def test_a_temporary_file_about_to_be_removed_by_another_writer_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace: Callable[..., None]
 ) -> None:
     """The other has locked it between its making and its own lock, and removes it while it is filled."""
@@ -194,7 +194,7 @@ def write(part):
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path, kind: str) -> None:
+def test_temporary_files_of_a_killed_writer_are_removed_by_the_next(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a"
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", KILLED, kind, str(path)], check=False, timeout=60)
@@ -230,7 +230,7 @@ replace_folder(Path(sys.argv[2]), lambda part: (part / "new").touch(), "")
 
 
 @pytest.mark.parametrize(("at", "kept"), [(0, "before"), (1, "before"), (2, "new")])
-def test_a_folder_whose_writer_was_killed_between_two_renames_is_put_back(tmp_path: Path, at: int, kept: str) -> None:
+def test_a_folder_whose_writer_was_killed_between_two_renames_is_restored(tmp_path: Path, at: int, kept: str) -> None:
     """The next writer fails, and shows what it found."""
     path = tmp_path / "a"
     path.mkdir()
@@ -244,7 +244,7 @@ def test_a_folder_whose_writer_was_killed_between_two_renames_is_put_back(tmp_pa
     assert os.listdir(path) == [kept]
 
 
-def test_the_old_folder_of_a_writer_at_work_and_of_a_longer_name_are_left(tmp_path: Path) -> None:
+def test_old_folders_of_active_writers_and_longer_names_are_kept(tmp_path: Path) -> None:
     long = "n" * 50
     for old in (f".a.{'0' * 16}.old", f".{long}.{'1' * 16}.old"):
         (tmp_path / old).mkdir()
@@ -259,7 +259,7 @@ def test_the_old_folder_of_a_writer_at_work_and_of_a_longer_name_are_left(tmp_pa
     assert {f".{long}.{'1' * 16}.old", f".a.{'0' * 16}.old", "a", "b", long} == {*os.listdir(tmp_path)}
 
 
-def test_weights_that_stop_arriving_are_one_line_and_leave_nothing(tmp_path: Path) -> None:
+def test_weights_that_stop_arriving_give_a_one_line_error_and_leave_no_file(tmp_path: Path) -> None:
     folder = WeightFolder(tmp_path / "weights")
 
     def arrive() -> None:
@@ -292,7 +292,7 @@ OWN_WAYS = {
 """Modules that write or rename files themselves, and why they may."""
 
 
-def test_nothing_else_writes_files_in_its_own_way() -> None:
+def test_only_listed_modules_write_files_directly() -> None:
     writes = re.compile(r"\.write_text\(|\.write_bytes\(|\.rename\(|os\.replace\(|open\([^)]*[\"'][wx]b?[\"']")
     root = Path(__file__).parents[2]
     results = set()

@@ -44,7 +44,7 @@ def make(path: Path, num_steps: int, rows: int = 8) -> VersionedStore:
     return store
 
 
-def test_listing_and_resuming_read_no_row(tmp_path: Path, read: Counter[str]) -> None:
+def test_summary_and_steps_read_no_row(tmp_path: Path, read: Counter[str]) -> None:
     make(tmp_path / "s", 20)
     read.clear()
     store = VersionedStore.open(tmp_path / "s")
@@ -79,7 +79,7 @@ def test_a_commit_after_reopening_reads_no_row_unless_ids_overlap(tmp_path: Path
     assert [r.trajectory.id for r in store.ended()] == list(range(162))
 
 
-def test_ids_are_stored_once_whatever_the_order_of_commits() -> None:
+def test_stored_ids_detects_duplicates_in_any_commit_order() -> None:
     rng = np.random.default_rng(2)
     for _ in range(200):
         ids = rng.permutation(60)[: rng.integers(1, 60)]

@@ -36,7 +36,7 @@ def test_a_dataframe_has_every_trajectory_with_its_tokens(tmp_path: Path) -> Non
     assert set(by_staleness.index) == {r.staleness for r in store.ended() if r.step < 4}
 
 
-def test_a_dataset_finds_each_trajectorys_tokens_by_offset(tmp_path: Path) -> None:
+def test_a_dataset_locates_the_tokens_of_a_trajectory_by_offset(tmp_path: Path) -> None:
     store = sound_store(tmp_path / "s")
     data = store.to_xarray()
     for row in store.ended():
@@ -49,7 +49,7 @@ def test_a_dataset_finds_each_trajectorys_tokens_by_offset(tmp_path: Path) -> No
     assert trained == sum(r.trajectory.num_sampled for r in store.ended() if r.loss_mask)
 
 
-def test_the_token_axis_is_as_long_as_the_run_has_tokens(tmp_path: Path) -> None:
+def test_the_token_axis_has_the_number_of_tokens(tmp_path: Path) -> None:
     """A commit's tokens begin at the boundary of a file; the gaps before them are not tokens."""
     store = sound_store(tmp_path / "s")
     data = store.to_xarray()
@@ -79,14 +79,14 @@ def test_tables_have_every_column_in_its_type(tmp_path: Path) -> None:
         assert (row.v_min, row.v_max) == (sampled.min(), sampled.max())
 
 
-def test_an_empty_store_is_an_empty_frame_and_time_travel_holds(tmp_path: Path) -> None:
+def test_an_empty_store_is_an_empty_frame_and_at_step_limits_the_rows(tmp_path: Path) -> None:
     store = sound_store(tmp_path / "s")
     assert len(VersionedStore.open(store.path, at_step=1).to_dask().compute(scheduler="sync")) == 8
     empty = VersionedStore.create(tmp_path / "empty", store.header)
     assert len(empty.to_dask().compute(scheduler="sync")) == 0
 
 
-def test_without_the_libraries_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_xarray_the_error_names_the_extra_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = sound_store(tmp_path / "s")
     monkeypatch.setitem(sys.modules, "xarray", None)
     with pytest.raises(ConfigError, match=r"pip install 'staleflow\[offline\]'"):

@@ -44,7 +44,7 @@ def found(store: VersionedStore) -> list[Finding]:
     return list(snapshot_audit.audit_history(store.path))
 
 
-def test_a_whole_store_has_no_findings(store: VersionedStore) -> None:
+def test_a_valid_store_has_no_findings(store: VersionedStore) -> None:
     count = len(store.table()["trajectory"])
     new = Rewards(rewards=np.ones(count, np.float32), advantages=np.zeros(count, np.float32),
                   loss_mask=np.ones(count, bool), errors={})  # fmt: skip
@@ -54,7 +54,7 @@ def test_a_whole_store_has_no_findings(store: VersionedStore) -> None:
     assert found(VersionedStore.open(store.path)) == []
 
 
-def test_a_flipped_bit_that_only_earlier_steps_read_is_found(store: VersionedStore) -> None:
+def test_a_flipped_bit_in_an_earlier_snapshot_is_found(store: VersionedStore) -> None:
     earlier: Counter[str] = Counter()
     sound = audit(store).findings
     for path in sorted((store.path / "chunks").iterdir()):
@@ -69,7 +69,7 @@ def test_a_flipped_bit_that_only_earlier_steps_read_is_found(store: VersionedSto
     assert earlier["text"], earlier
 
 
-def test_every_damaged_chunk_is_found(tmp_path: Path) -> None:
+def test_every_corrupt_chunk_is_found(tmp_path: Path) -> None:
     """A bit is flipped in one file, the next is cut off. Also where nothing else would show: times, reward parts,
     masks, tokens of dropped responses, earlier steps."""
     rng = np.random.default_rng(0)

@@ -102,7 +102,7 @@ def check_tokens(t: Trajectory, switch: int = 10**9) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_deliveries_in_any_order_never_double_a_token_and_never_leave_a_gap(seed: int) -> None:
+def test_deliveries_in_any_order_leave_no_duplicate_token_and_no_gap(seed: int) -> None:
     """Of one route number an instance sends overlapping parts; some are lost, some come twice or late."""
     rng = random.Random(seed)
     state, held, route_number, switch = flight(drawn(0)), 0, 1, rng.randint(1, 30)
@@ -124,7 +124,7 @@ def test_deliveries_in_any_order_never_double_a_token_and_never_leave_a_gap(seed
     assert len(merged) == len(set(merged)), "what one instance sampled under one version is one segment"
 
 
-def test_a_routing_begins_a_segment_also_on_the_same_instance_under_the_same_version() -> None:
+def test_a_new_route_starts_a_segment_on_the_same_instance_and_version() -> None:
     """Its context was computed anew there: logprobs before and after may differ as those of two instances do."""
     state = flight(drawn(0), routed(0, 1), tokens(0, 1, 0, 3), tokens(0, 1, 3, 2), routed(0, 2), tokens(0, 2, 5, 4))
     state.apply(tokens(0, 2, 9, 1))
@@ -134,7 +134,7 @@ def test_a_routing_begins_a_segment_also_on_the_same_instance_under_the_same_ver
 
 
 @pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan])
-def test_a_delivery_with_a_logprob_that_is_not_finite_is_not_taken(value: float) -> None:
+def test_a_delivery_with_a_non_finite_logprob_is_rejected(value: float) -> None:
     """What is there stays, and the same tokens with finite ones are taken."""
     state = flight(drawn(0), routed(0, 1), tokens(0, 1, 0, 5))
     entry = tokens(0, 1, 3, 6, finish=FinishReason.STOP)
@@ -148,7 +148,7 @@ def test_a_delivery_with_a_logprob_that_is_not_finite_is_not_taken(value: float)
     check_tokens(state.live[TrajectoryId(0)])
 
 
-def test_an_end_is_not_taken_back_and_a_reward_is_of_the_tokens_that_were_scored() -> None:
+def test_a_finished_response_stays_finished_and_a_reward_needs_its_token_count() -> None:
     state = flight(drawn(0), routed(0, 1), tokens(0, 1, 0, 5))
     assert not state.apply(reward(0, 4))
     assert state.apply(tokens(0, 1, 5, 0, finish=FinishReason.STOP))
@@ -183,7 +183,7 @@ def eventful() -> list[Entry]:
     return [*entries, TrajectoriesDiscarded(endings=endings, versions=(PolicyVersion(0),) * 3)]
 
 
-def test_a_resume_keeps_what_its_version_may_have_sampled() -> None:
+def test_a_resume_keeps_tokens_up_to_its_version() -> None:
     state = flight(*eventful())
     assert state.live.keys() == {9, 10, 11}
     assert state.batches.keys() == {0, 1}
@@ -204,7 +204,7 @@ def test_a_resume_keeps_what_its_version_may_have_sampled() -> None:
     assert all(t.num_tokens == 4 for i, t in state.copy_with(resumed(1)).live.items() if i >= 9)
 
 
-def test_a_late_delivery_of_the_undone_run_is_not_continued() -> None:
+def test_a_late_delivery_of_the_undone_run_is_rejected() -> None:
     """Old entries come before the resume in the spool; what comes after it begins where the resume has cut."""
     state = flight(*eventful(), resumed(0))
     assert state.apply(routed(9, 2))
@@ -213,7 +213,7 @@ def test_a_late_delivery_of_the_undone_run_is_not_continued() -> None:
     check_tokens(state.live[TrajectoryId(9)])
 
 
-def test_what_the_store_holds_is_forgotten_and_what_nobody_knows_is_missing() -> None:
+def test_stored_groups_are_removed_and_unknown_groups_are_reported_lost() -> None:
     ledger = LedgerState(num_started=12, num_ended={}, live=((3, 6), (9, 12)), next_step=1, version=0)
     state = flight(*eventful(), drawn(4))
     state.remove_stored(ledger)
@@ -237,7 +237,7 @@ def test_what_the_store_holds_is_forgotten_and_what_nobody_knows_is_missing() ->
     assert less.remove_committed([TrajectoryId(6), TrajectoryId(3)], None) == {2}
 
 
-def test_what_ends_knows_the_row_of_its_prompt_whatever_became_of_it() -> None:
+def test_trajectories_have_the_dataset_row_of_their_prompt() -> None:
     prompt = np.arange(4, dtype=np.int32)
     state = flight(GroupDrawn(group=GroupId(0), prompt_tokens=prompt, at_s=0.0, dataset_row=17), *eventful()[1:])
     state.apply(resumed(0, 1))
@@ -246,7 +246,7 @@ def test_what_ends_knows_the_row_of_its_prompt_whatever_became_of_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_entries_that_are_missing_leave_a_state_that_goes_on(seed: int) -> None:
+def test_missing_spool_entries_leave_a_valid_state(seed: int) -> None:
     """A spool that could not be written for a while has gaps: less is known, and nothing of it is wrong."""
     rng = random.Random(seed)
     entries = [decode(encode(e)) for e in eventful() if rng.random() < 0.7]

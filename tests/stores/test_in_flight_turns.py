@@ -76,7 +76,7 @@ def in_short(t: Trajectory) -> list[tuple[int, int]]:
     return [(-1 if isinstance(s, EnvSpan) else s.version, len(s.tokens)) for s in t.spans]
 
 
-def test_an_answer_begins_the_next_turn() -> None:
+def test_an_observation_starts_the_next_turn() -> None:
     state = flight(*BEGIN, sampled(1, 0, [0, 0, 0]))
     assert state.group_summaries()[0].members[0].sampled
     assert state.apply(answer(3))
@@ -95,7 +95,7 @@ def test_an_answer_begins_the_next_turn() -> None:
     assert t.logprobs.tolist() == [-0.5] * 3 + [0.0] * 2 + [-0.5] * 3
 
 
-def test_an_answer_of_no_tokens_begins_a_turn_too() -> None:
+def test_an_empty_observation_starts_a_turn() -> None:
     state = flight(*BEGIN, sampled(1, 0, [0, 0]))
     assert state.apply(answer(2, 0))
     assert not state.apply(answer(2, 0))
@@ -124,14 +124,14 @@ def test_an_answer_of_no_tokens_begins_a_turn_too() -> None:
         "a turn without its answer", "a turn after a gap", "restarted after the reward", "restarted late",
     ],
 )  # fmt: skip
-def test_what_does_not_follow_changes_nothing(entries: tuple[Entry, ...]) -> None:
+def test_out_of_order_entries_are_rejected(entries: tuple[Entry, ...]) -> None:
     state = flight(*BEGIN, *entries[:-1])
     before = repr(state)
     assert not state.apply(entries[-1])
     assert repr(state) == before
 
 
-def test_a_restarted_episode_has_only_its_prompt_and_hears_no_earlier_instance() -> None:
+def test_a_restarted_episode_has_only_its_prompt_and_rejects_old_deliveries() -> None:
     state = flight(*BEGIN, sampled(1, 0, [0, 0]), answer(2))
     assert state.apply(restarted(4, 1))
     assert not state.apply(restarted(4, 1))
@@ -141,13 +141,13 @@ def test_a_restarted_episode_has_only_its_prompt_and_hears_no_earlier_instance()
     assert state.live[ID].response_tokens.tolist() == [1000, 1001, 1002]
 
 
-def test_a_restart_takes_all_whatever_of_the_episode_is_known() -> None:
+def test_a_restart_removes_all_known_tokens() -> None:
     """An entry is missing, so fewer tokens are known than were lost."""
     state = flight(*BEGIN, sampled(1, 0, [0, 0]), restarted(9, 1), routed(0, 2), sampled(2, 0, [0, 0, 0], episode=1))
     assert state.live[ID].response_tokens.tolist() == [1000, 1001, 1002]
 
 
-def test_where_a_restart_is_missing_no_two_attempts_are_joined() -> None:
+def test_a_missing_restart_never_joins_two_attempts() -> None:
     first = (*BEGIN, sampled(1, 0, [0, 0, 0]))
     for later in (
         sampled(2, 3, [0], episode=1),
@@ -174,9 +174,7 @@ def test_where_a_restart_is_missing_no_two_attempts_are_joined() -> None:
         (2, [(0, 2), (-1, 2), (1, 2), (2, 1), (0, 1)], FinishReason.STOP),
     ],
 )
-def test_a_resume_cuts_in_the_middle_of_a_later_turn(
-    version: int, kept: list[tuple[int, int]], finish: FinishReason
-) -> None:
+def test_a_resume_truncates_a_later_turn(version: int, kept: list[tuple[int, int]], finish: FinishReason) -> None:
     whole = (sampled(1, 0, [0, 0]), answer(2), sampled(1, 4, [1, 1, 2, 0]))
     state = flight(*BEGIN, *whole, reward(0, 8), resumed(version))
     t = state.live[ID]
@@ -186,7 +184,7 @@ def test_a_resume_cuts_in_the_middle_of_a_later_turn(
     assert t.response_tokens.tolist() == list(range(sum(count for _, count in kept)))
 
 
-def test_a_resume_cuts_the_answer_with_the_turn_that_it_answers() -> None:
+def test_a_resume_drops_an_observation_with_its_turn() -> None:
     state = flight(*BEGIN, sampled(1, 0, [0, 2]), answer(2), sampled(1, 4, [0]), resumed(1))
     assert in_short(state.live[ID]) == [(0, 1)]
     assert state.live[ID].finish is FinishReason.UNFINISHED
@@ -227,7 +225,7 @@ class Episode:
 
 @given(st.integers(0, 2**32), st.sampled_from(["repeated", "missing"]))
 @settings(deadline=None)
-def test_whatever_is_repeated_or_missing_what_is_held_is_what_was_said(seed: int, kind: str) -> None:
+def test_repeated_or_missing_entries_never_mix_attempts(seed: int, kind: str) -> None:
     """Of an episode always its beginning, never parts of two; the whole of it, if entries are only repeated. Restarts
     may be missing too: then what is held may be the attempt before, until something of the new one comes."""
     rng = random.Random(seed)

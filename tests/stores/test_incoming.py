@@ -45,7 +45,7 @@ def test_pieces_written_in_any_order_make_the_file(
     assert path.read_bytes() == data
 
 
-def test_a_version_is_visible_once_all_of_it_has_arrived(tmp_path: Path) -> None:
+def test_a_version_is_listed_only_after_all_its_pieces_arrived(tmp_path: Path) -> None:
     folder = WeightFolder(tmp_path / "w")
     path = folder.path(PolicyVersion(3))
     with folder.incoming(folder.path(PolicyVersion(3)), 3) as incoming:
@@ -56,7 +56,7 @@ def test_a_version_is_visible_once_all_of_it_has_arrived(tmp_path: Path) -> None
     folder.remove()
 
 
-def test_a_version_that_did_not_arrive_leaves_nothing(tmp_path: Path) -> None:
+def test_an_incomplete_version_leaves_no_file(tmp_path: Path) -> None:
     folder = WeightFolder(tmp_path / "w")
     with (
         pytest.raises(StoreError, match=r"v00000003\.safetensors: 1 pieces have not arrived"),
@@ -68,7 +68,7 @@ def test_a_version_that_did_not_arrive_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(folder.folder) == [".owner"]
 
 
-def test_a_version_without_bytes_is_there_at_once(tmp_path: Path) -> None:
+def test_a_version_without_bytes_is_complete_at_once(tmp_path: Path) -> None:
     folder = WeightFolder(tmp_path / "w")
     with folder.incoming(folder.path(PolicyVersion(3)), 0):
         pass

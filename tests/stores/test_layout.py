@@ -38,9 +38,7 @@ ROWS = st.lists(st.tuples(st.lists(st.one_of(SEGMENTS, ANSWERS), max_size=6), st
 
 @given(rows=ROWS, begin=st.integers(0, 99), text_begin=st.integers(0, 99))
 @settings(deadline=None)
-def test_rows_of_any_spans_are_unpacked_as_they_were(
-    rows: list[tuple[list[Span], bool]], begin: int, text_begin: int
-) -> None:
+def test_rows_with_any_spans_survive_packing(rows: list[tuple[list[Span], bool]], begin: int, text_begin: int) -> None:
     ended = [
         EndedTrajectory(
             trajectory=Trajectory(

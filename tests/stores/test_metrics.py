@@ -34,7 +34,7 @@ STEPS = [
 """Steps that took longer than waiting, training and publishing: batches are fetched, too."""
 
 
-def test_a_step_counts_from_the_end_of_the_one_before() -> None:
+def test_the_duration_of_a_step_starts_at_the_end_of_the_previous_one() -> None:
     rated = metrics.with_rates(STEPS)
     assert [s["tokens_per_s"] for s in rated] == [30.0, 50.0, 75.0]
     assert [s["step"] for s in rated] == [0.0, 1.0, 2.0]
@@ -60,7 +60,7 @@ def simulated() -> Trace:
     )  # fmt: skip
 
 
-def test_summary_and_simulation_say_the_same(tmp_path: Path) -> None:
+def test_summary_and_simulation_report_the_same_metrics(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text("")
     config = loading.load(tmp_path / "job.toml", ("model.path=x", "steps=3", "staleness.eta=0"))
     steps = [
@@ -78,12 +78,12 @@ def test_summary_and_simulation_say_the_same(tmp_path: Path) -> None:
     assert measures.steady_tokens_per_s == steady_tokens_per_s(STEPS, 0) == 700 / 10
 
 
-def test_the_page_in_docs_is_current() -> None:
+def test_the_metrics_page_in_docs_is_current() -> None:
     page = Path(__file__).parents[2] / "docs" / "metrics.md"
     assert page.read_text() == metrics.page(), "run `make generated`"
 
 
-def test_names_are_unique_and_pictures_have_one_unit() -> None:
+def test_metric_names_are_unique_and_charts_have_one_unit() -> None:
     assert len({(m.kind, m.name) for m in metrics.METRICS}) == len(metrics.METRICS)
     exported = [m.prometheus_name for m in metrics.METRICS if m.prometheus_name]
     assert len(set(exported)) == len(exported)
@@ -96,7 +96,7 @@ def test_names_are_unique_and_pictures_have_one_unit() -> None:
         assert all(metrics.STEP_METRICS[name].label for name in series)
 
 
-def test_steps_record_exactly_the_metrics_that_are_listed(tmp_path: Path) -> None:
+def test_steps_record_exactly_the_declared_metrics(tmp_path: Path) -> None:
     """What server, trainer and driver add in a run over in-process actors, whose trainer reports times only, and what
     a trainer adds; a policy's trainer alone compares logprobs, of fresh rows and with a reference."""
     run = Body(tmp_path / "runs").run()
@@ -121,7 +121,7 @@ def test_both_trainers_report_the_same_metrics(tiny_model: Path) -> None:
     assert emulated.step(0, [row]).keys() == trainer(tiny_model).step(0, [row]).keys()
 
 
-def test_turns_and_tools_are_of_the_batch_and_lengths_of_what_was_sampled() -> None:
+def test_batch_metrics_count_turns_tool_time_and_sampled_tokens() -> None:
     rows = [ended(np.random.default_rng(0), i, 1) for i in range(4)]  # 1 has three turns, with 1.5 and .25 s between
     found = batch_metrics(rows, 2)
     assert (found["turns_mean"], found["turns_max"], found["tool_s"]) == (1.5, 3.0, 1.75 / 4)
@@ -138,7 +138,7 @@ def test_branches_are_counted_over_the_batch() -> None:
     assert batch_metrics([branching, linear[0], branching, linear[1]], 2)["branches"] == 6
 
 
-def test_the_parts_of_a_reward_are_metrics_by_name() -> None:
+def test_reward_parts_are_metrics_by_name() -> None:
     """Their means over the responses that could be scored and have such a part."""
     rows = [ended(np.random.default_rng(0), i, 1) for i in range(4)]  # 0 and 3 could not be scored
     parts = ({"a": 9.0}, {"a": 1.0, "b": 0.5}, {"a": 2.0}, {"c": 9.0})

@@ -36,20 +36,20 @@ def test_best_of_k_is_the_mean_over_all_choices_of_k(rewards: list[float], data:
 
 
 @given(st.integers(1, 200), st.data())
-def test_best_of_k_of_right_and_wrong_is_pass_at_k(count: int, data: st.DataObject) -> None:
+def test_best_of_k_with_binary_rewards_is_pass_at_k(count: int, data: st.DataObject) -> None:
     right, k = data.draw(st.integers(0, count)), data.draw(st.integers(1, count))
     written = 1 - math.comb(count - right, k) / math.comb(count, k)
     assert best_of([1.0] * right + [0.0] * (count - right), k) == pytest.approx(written)
 
 
-def test_best_of_more_than_there_are_is_refused() -> None:
+def test_best_of_k_with_fewer_responses_raises() -> None:
     with pytest.raises(ValueError, match="best of 3 of 2 responses"):
         best_of([1.0, 0.0], 3)
     assert [best_of_counts(n) for n in (0, 1, 2, 3, 8)] == [[], [], [2], [2, 3], [2, 4, 8]]
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=9))
-def test_majority_is_the_reward_that_a_random_choice_among_the_most_frequent_expects(answers: list[str]) -> None:
+def test_majority_is_the_expected_reward_of_a_random_most_frequent_answer(answers: list[str]) -> None:
     reward = {"a": 1.0, "b": 0.0, "c": 0.5}
     most = max(answers.count(answer) for answer in set(answers))
     winners = sorted({answer for answer in answers if answers.count(answer) == most})
@@ -57,7 +57,7 @@ def test_majority_is_the_reward_that_a_random_choice_among_the_most_frequent_exp
     assert majority(answers, [reward[answer] for answer in answers]) == pytest.approx(expected)
 
 
-def test_wilsons_interval_solves_its_equation_and_is_wide_where_all_are_alike() -> None:
+def test_wilson_intervals_solve_their_equation() -> None:
     """Its bounds p are the solutions of |share - p| = z sqrt(p (1 - p) / n)."""
     z = statistics.NormalDist().inv_cdf(0.975)
     for share, trials in ((0.3, 20.0), (0.5, 6.5), (0.98, 1000.0)):
@@ -68,7 +68,7 @@ def test_wilsons_interval_solves_its_equation_and_is_wide_where_all_are_alike() 
     assert (six.stderr, six.interval.low, round(six.interval.high, 3)) == (0.0, 0.0, 0.39)
 
 
-def test_the_standard_error_is_the_clustered_one() -> None:
+def test_the_standard_error_is_clustered_by_prompt() -> None:
     """Equation 4 of arXiv 2411.00640, with its factor for the mean that is estimated."""
     rng = np.random.default_rng(1)
     ease = rng.random((50, 1))
@@ -85,7 +85,7 @@ def test_the_standard_error_is_the_clustered_one() -> None:
     assert (result.interval.low, result.interval.high) == pytest.approx((expected.low, expected.high))
 
 
-def test_intervals_contain_the_true_mean_as_often_as_they_say() -> None:
+def test_confidence_intervals_have_their_nominal_coverage() -> None:
     """30 prompts of beta-distributed ease with 4 responses each; 600 times."""
     rng = np.random.default_rng(2)
     inside = {"binary": 0, "other": 0}
@@ -129,7 +129,7 @@ def test_a_paired_difference_has_the_error_of_the_differences() -> None:
     assert (same.mean, same.stderr, same.p) == (0.0, 0.0, 1.0)
 
 
-def test_the_sign_flip_test_is_the_binomial_test_where_differences_are_equal() -> None:
+def test_sign_flip_p_equals_the_binomial_test_for_equal_differences() -> None:
     for plus, minus in ((5, 0), (9, 2), (6, 6)):
         count = plus + minus
         tail = sum(math.comb(count, i) for i in range(count + 1) if abs(count - 2 * i) >= abs(plus - minus))

@@ -33,7 +33,7 @@ GROUPS = [
 """(rewards, whether each could be computed, whether there is a signal)."""
 
 
-def test_the_worked_example() -> None:
+def test_the_docstring_example_is_correct() -> None:
     assert doctest.testmod(staleflow.stores.reward_signal).failed == 0
     assert not has_signal([]) and not has_signal([1.0])
 
@@ -54,7 +54,7 @@ def test_filter_metric_and_advantages_agree(rewards: list[float], valid: list[bo
     assert bool((np.abs(estimate) > 1e-9).any()) is expected
 
 
-def test_a_reward_that_failed_is_no_signal_gained(tmp_path: Path) -> None:
+def test_a_failed_reward_gives_no_signal(tmp_path: Path) -> None:
     """Its row holds 0, which is no reward."""
     header = RunHeader(run="r", eta=1, groups_per_step=1, group_size=3, members_started=3)
     store = VersionedStore.create(tmp_path / "store", header)

@@ -34,7 +34,7 @@ COLUMNS: dict[str, Any] = {
         ("response_tokens % 20 == 0", [1, 3]),
     ],
 )
-def test_it_chooses(text: str, chosen: list[int]) -> None:
+def test_a_selection_returns_the_matching_rows(text: str, chosen: list[int]) -> None:
     assert np.flatnonzero(Selection(text).mask(COLUMNS)).tolist() == chosen
 
 
@@ -65,7 +65,7 @@ def test_it_chooses(text: str, chosen: list[int]) -> None:
         ("+".join(["reward"] * 20_000) + " > 0", "is nested too deeply"),
     ],
 )
-def test_what_it_does_not_understand_is_one_line(text: str, message: str) -> None:
+def test_invalid_expressions_give_a_one_line_error(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=r"^where ") as caught:
         Selection(text).mask(COLUMNS)
     assert message in str(caught.value)
@@ -73,7 +73,7 @@ def test_what_it_does_not_understand_is_one_line(text: str, message: str) -> Non
 
 
 @given(st.integers(-2, 3), st.floats(-1, 2), st.sampled_from(["<", "<=", ">", ">=", "==", "!="]), st.booleans())
-def test_it_means_what_python_means(lag: int, reward: float, sign: str, both: bool) -> None:
+def test_expressions_have_the_meaning_of_python(lag: int, reward: float, sign: str, both: bool) -> None:
     text = f"staleness {sign} {lag} {'and' if both else 'or'} reward {sign} {reward!r}"
     rows = zip(COLUMNS["staleness"].tolist(), COLUMNS["reward"].tolist(), strict=True)
     expected = [bool(eval(text, {}, {"staleness": s, "reward": r})) for s, r in rows]

@@ -120,7 +120,7 @@ SPAN_FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", SPAN_FAULTS)
-def test_spans_that_do_not_agree_with_the_arrays_are_found(tmp_path: Path, fault: str) -> None:
+def test_spans_that_contradict_the_arrays_are_found(tmp_path: Path, fault: str) -> None:
     sound_store(tmp_path / "s")
     change, what = SPAN_FAULTS[fault]
     edit(tmp_path / "s", change)
@@ -130,7 +130,7 @@ def test_spans_that_do_not_agree_with_the_arrays_are_found(tmp_path: Path, fault
     assert plain_audit(store).findings == findings
 
 
-def test_a_branch_with_other_rewards_masks_the_tokens_that_it_would_train_on(tmp_path: Path) -> None:
+def test_a_derived_branch_masks_tokens_by_its_loss_mask(tmp_path: Path) -> None:
     store = sound_store(tmp_path / "s")
     trained = np.arange(18) % 2 == 1
     zeros = np.zeros(18, np.float32)
@@ -144,7 +144,7 @@ def test_a_branch_with_other_rewards_masks_the_tokens_that_it_would_train_on(tmp
     assert audit(store).clean
 
 
-def test_an_answer_of_no_tokens_is_a_turn_too(tmp_path: Path) -> None:
+def test_an_empty_observation_is_stored_as_a_turn(tmp_path: Path) -> None:
     """An environment that says nothing, where no template bridges the turns."""
     row = ended(np.random.default_rng(0), 0, 0)
     nothing = EnvSpan(role="tool", tokens=np.zeros(0, np.int32), seconds=0.5)
@@ -164,7 +164,7 @@ def test_an_answer_of_no_tokens_is_a_turn_too(tmp_path: Path) -> None:
     assert plain_audit(damaged).findings == findings
 
 
-def test_another_role_is_harmless(tmp_path: Path) -> None:
+def test_an_unknown_role_is_accepted(tmp_path: Path) -> None:
     sound_store(tmp_path / "s")
     edit(tmp_path / "s", lambda root: set_spans(root, call_it_another_role))
     store = VersionedStore.open(tmp_path / "s")
@@ -174,7 +174,7 @@ def test_another_role_is_harmless(tmp_path: Path) -> None:
     assert [s.role for s in row.trajectory.spans if isinstance(s, EnvSpan)] == ["t\0l", "user"]
 
 
-def test_columns_count_turns_and_what_was_given(tmp_path: Path) -> None:
+def test_columns_count_turns_and_env_tokens(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     store = VersionedStore.create(tmp_path / "s", HEADER)
     store.commit(record(0), [ended(rng, i, 0) for i in (0, 2, 3)])
@@ -194,7 +194,7 @@ def test_columns_count_turns_and_what_was_given(tmp_path: Path) -> None:
     assert not [f for f in audit(VersionedStore.open(tmp_path / "s")).findings if f.check == "arrays"]
 
 
-def test_the_seconds_of_many_answers_add_up(tmp_path: Path) -> None:
+def test_env_step_seconds_add_up_exactly(tmp_path: Path) -> None:
     """They are stored rounded; the sum of the unrounded ones would be another."""
     rows = ended(np.random.default_rng(0), 0, 0)
     values = tuple(EnvSpan(role="tool", tokens=np.ones(1, np.int32), seconds=0.1 + 4e-7) for _ in range(9))
@@ -212,7 +212,7 @@ def set_after(root: Any, after: int) -> None:
     set_spans(root, change)
 
 
-def test_branches_are_stored_and_part_of_what_a_batch_is_known_by(tmp_path: Path) -> None:
+def test_branches_are_stored_and_part_of_the_batch_fingerprint(tmp_path: Path) -> None:
     header = replace(HEADER, groups_per_step=1, group_size=1)
     row = branching_row()
     batch = [(row.trajectory, row.advantage)]
@@ -234,7 +234,7 @@ def test_branches_are_stored_and_part_of_what_a_batch_is_known_by(tmp_path: Path
     (10_000, "goes on after token 10000"),
     (-2, "its record is corrupt"),
 ])  # fmt: skip
-def test_a_branch_that_goes_on_elsewhere_is_found(tmp_path: Path, after: int, what: str) -> None:
+def test_a_branch_with_a_wrong_parent_is_found(tmp_path: Path, after: int, what: str) -> None:
     sound_store(tmp_path / "s")
     edit(tmp_path / "s", lambda root: set_after(root, after))
     store = VersionedStore.open(tmp_path / "s")
@@ -243,13 +243,13 @@ def test_a_branch_that_goes_on_elsewhere_is_found(tmp_path: Path, after: int, wh
     assert plain_audit(store).findings == findings
 
 
-def test_branches_of_rows_begin_after_the_spans_before_them() -> None:
+def test_branch_positions_are_computed_from_the_spans() -> None:
     """Spans: row, instance, version, tokens, seconds, and the place after which a context branch goes on."""
     spans = [(0, "a", 0, 3, 0.0, -1), (0, "tool", -1, 2, 0.5, -1), (1, "a", 0, 4, 0.0, -1), (1, "a", 1, 5, 0.0, 6)]
     assert Spans.of(spans).branches(np.asarray([10, 7])) == {1: [ContextBranch(7 + 4, 6)]}
 
 
-def test_batches_of_a_range_hash_as_their_steps_recorded(tmp_path: Path) -> None:
+def test_batch_hashes_of_a_range_match_the_recorded_ones(tmp_path: Path) -> None:
     store = sound_store(tmp_path / "store")
     recorded = {r.step: r.batch_fingerprint for r in store.steps() if r.batch_fingerprint}
     everything = RowRange(start=0, stop=store.summary().num_rows, steps=frozenset(recorded), max_tokens=1000)
@@ -258,9 +258,7 @@ def test_batches_of_a_range_hash_as_their_steps_recorded(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("max_tokens", [1, 1000])
-def test_tokens_of_an_instance_out_of_service_are_found_up_to_the_row_that_may_have_them(
-    tmp_path: Path, max_tokens: int
-) -> None:
+def test_tokens_of_a_refused_instance_are_found_up_to_the_accepted_row(tmp_path: Path, max_tokens: int) -> None:
     """The number of a row counts from the beginning of the store, in whichever blocks rows are read."""
     store = sound_store(tmp_path / "store")
     instances = {segment.instance for row in store.ended() for segment in row.trajectory.segments}

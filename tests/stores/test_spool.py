@@ -124,7 +124,7 @@ ENTRIES: st.SearchStrategy[Entry] = st.one_of(
 
 
 @given(entry=ENTRIES)
-def test_an_entry_is_read_back_as_it_was(entry: Entry) -> None:
+def test_entries_round_trip(entry: Entry) -> None:
     data = encode(entry)
     again = decode(data)
     assert type(again) is type(entry)
@@ -140,7 +140,7 @@ def test_an_entry_is_read_back_as_it_was(entry: Entry) -> None:
 
 
 @given(data=st.binary(max_size=60))
-def test_bytes_that_are_no_entry_are_refused(data: bytes) -> None:
+def test_invalid_bytes_are_rejected(data: bytes) -> None:
     with pytest.raises(ValueError, match="entry"):
         decode(data)
 
@@ -151,7 +151,7 @@ def part(folder: Path, number: int = 1) -> Path:
 
 @settings(max_examples=settings().max_examples // 4)
 @given(batches=st.lists(st.lists(ENTRIES, min_size=1, max_size=3), min_size=1, max_size=4), data=st.data())
-def test_a_spool_cut_at_any_byte_is_a_prefix_of_its_entries(
+def test_a_truncated_spool_is_a_prefix_of_its_entries(
     tmp_path_factory: pytest.TempPathFactory, batches: list[list[Entry]], data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("spool") / "spool"
@@ -197,7 +197,7 @@ def groups_in(folder: Path) -> set[int]:
     return {entry.group for entry in Spool(folder, group_size=3).read() if isinstance(entry, GroupDrawn)}
 
 
-def test_parts_are_removed_once_every_resume_point_has_what_is_in_them(tmp_path: Path) -> None:
+def test_parts_are_removed_once_every_resume_point_includes_them(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool", group_size=3)
     for step in range(20):  # group g is drawn before step g and consumed by step g + 1
         spool.append([drawn(step)])
@@ -212,7 +212,7 @@ def test_parts_are_removed_once_every_resume_point_has_what_is_in_them(tmp_path:
     assert groups_in(tmp_path / "spool") == set()
 
 
-def test_a_group_that_stays_in_flight_keeps_what_came_after_it(tmp_path: Path) -> None:
+def test_a_group_in_flight_keeps_all_later_parts(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool", group_size=3)
     spool.append([drawn(0), drawn(1)])
     for step in range(1, 6):
@@ -225,7 +225,7 @@ def test_a_group_that_stays_in_flight_keeps_what_came_after_it(tmp_path: Path) -
     assert groups_in(tmp_path / "spool") == {6}
 
 
-def test_one_that_goes_on_appends_to_a_part_of_its_own(tmp_path: Path) -> None:
+def test_a_reopened_spool_appends_to_a_new_part(tmp_path: Path) -> None:
     first = Spool(tmp_path / "spool", group_size=3)
     first.append([drawn(0), drawn(1)])
     part(tmp_path / "spool").write_bytes(part(tmp_path / "spool").read_bytes()[:-2])
@@ -239,7 +239,9 @@ def test_one_that_goes_on_appends_to_a_part_of_its_own(tmp_path: Path) -> None:
     assert groups_in(tmp_path / "spool") == {3}
 
 
-def test_a_full_disk_is_said_once_and_the_next_part_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_logged_once_and_the_next_part_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A limit on the size of files stands for the disk: it too cuts a write in the middle."""
     spool = Spool(tmp_path / "spool", group_size=3)
     assert spool.append([drawn(0)])
@@ -260,7 +262,7 @@ def test_a_full_disk_is_said_once_and_the_next_part_goes_on(tmp_path: Path, capl
     assert groups_in(tmp_path / "spool") == {0, 5}
 
 
-def test_a_part_of_another_version_is_left_alone(tmp_path: Path) -> None:
+def test_a_part_of_another_spool_version_is_ignored_and_kept(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool", group_size=3)
     spool.append([drawn(0)])
     data = part(tmp_path / "spool").read_bytes()

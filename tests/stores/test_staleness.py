@@ -19,7 +19,7 @@ from tests.stores.ledger_machine import LedgerMachine
 TestLedgerMachine = LedgerMachine.TestCase
 
 
-def test_the_worked_example_in_the_docstring() -> None:
+def test_the_docstring_example_is_correct() -> None:
     assert doctest.testmod(staleflow.stores.staleness.ledger).failed == 0
 
 
@@ -41,11 +41,11 @@ def finish(ledger: StalenessLedger, group: int) -> tuple[Ending, ...]:
 
 
 @pytest.mark.parametrize(("eta", "room"), [(0, 2), (1, 4), (3, 8)])
-def test_room_is_a_batch_for_each_step_the_bound_allows(eta: int, room: int) -> None:
+def test_num_reservable_is_one_batch_per_step_within_the_bound(eta: int, room: int) -> None:
     assert make(eta, batch=2).num_reservable(PolicyVersion(0)) == room
 
 
-def test_eta_zero_starts_nothing_while_the_trainer_works() -> None:
+def test_eta_zero_reserves_nothing_while_the_trainer_works() -> None:
     ledger = make(0)
     route(ledger, 0, 0)
     finish(ledger, 0)
@@ -55,7 +55,7 @@ def test_eta_zero_starts_nothing_while_the_trainer_works() -> None:
     assert ledger.num_reservable(PolicyVersion(1)) == 1
 
 
-def test_a_refusal_says_how_many_places_are_promised() -> None:
+def test_a_refusal_states_the_number_of_reserved_entries() -> None:
     ledger = make(1, batch=2)
     for group in range(4):
         route(ledger, group, 0)
@@ -70,7 +70,7 @@ def test_a_refusal_says_how_many_places_are_promised() -> None:
     assert ledger.refusal(PolicyVersion(1)) == "4 groups have reserved the 4 entries up to step 2"
 
 
-def test_finished_work_trains_before_older_unfinished_work_if_that_can_still_make_it() -> None:
+def test_a_finished_group_trains_before_older_groups_that_can_train_later() -> None:
     ledger = make(1)
     route(ledger, 0, 0)
     route(ledger, 1, 0)
@@ -79,7 +79,7 @@ def test_finished_work_trains_before_older_unfinished_work_if_that_can_still_mak
     assert ledger.consume(0).groups == (1,)
 
 
-def test_a_step_waits_for_work_that_could_not_train_later() -> None:
+def test_a_step_waits_for_a_group_at_its_deadline() -> None:
     ledger = make(1)
     route(ledger, 0, 0)
     route(ledger, 1, 0)
@@ -93,7 +93,7 @@ def test_a_step_waits_for_work_that_could_not_train_later() -> None:
     assert ledger.consume(1).groups == (0,)
 
 
-def test_a_member_of_an_older_version_lowers_its_groups_version_only_if_all_promises_hold() -> None:
+def test_an_older_member_lowers_the_group_version_only_if_all_deadlines_hold() -> None:
     ledger = make(1, batch=1, size=2)
     route(ledger, 0, 0)
     ledger.complete(GroupId(0), TrajectoryId(0))
@@ -119,7 +119,7 @@ def test_surplus_members_end_when_their_group_is_complete() -> None:
     assert [(e.fate, e.reason) for e in endings] == [(Fate.ABORTED, AbortReason.SURPLUS_MEMBER)] * 2
 
 
-def test_surplus_groups_end_as_soon_as_finished_work_fills_every_legal_step() -> None:
+def test_surplus_groups_end_when_finished_groups_fill_every_legal_step() -> None:
     ledger = make(0, batch=1, groups_started=3, members_started=2)
     for group in (0, 1, 2):
         route(ledger, group, 0)
@@ -130,7 +130,7 @@ def test_surplus_groups_end_as_soon_as_finished_work_fills_every_legal_step() ->
     ]  # fmt: skip
 
 
-def test_surplus_that_a_later_step_can_take_lives_on() -> None:
+def test_a_surplus_group_that_a_later_step_can_consume_stays() -> None:
     ledger = make(1, batch=1, groups_started=2)
     route(ledger, 0, 0)
     route(ledger, 1, 0)
@@ -141,7 +141,7 @@ def test_surplus_that_a_later_step_can_take_lives_on() -> None:
     assert ledger.consume(1).groups == (0,)
 
 
-def test_redundancy_sheds_no_more_than_was_started_in_excess() -> None:
+def test_no_more_groups_are_dropped_than_were_started_in_excess() -> None:
     ledger = make(2, batch=2, groups_started=3)
     for group in range(3):
         route(ledger, group, 0)
@@ -151,7 +151,7 @@ def test_redundancy_sheds_no_more_than_was_started_in_excess() -> None:
     assert ledger.consume(0).surplus == ()  # group 2 has steps 1 and 2
 
 
-def test_nothing_is_promised_beyond_the_planned_end() -> None:
+def test_nothing_is_reserved_beyond_the_planned_end() -> None:
     ledger = make(2, batch=2, num_steps=2)
     assert ledger.num_reservable(PolicyVersion(0)) == 4
     for group in range(4):
@@ -163,7 +163,7 @@ def test_nothing_is_promised_beyond_the_planned_end() -> None:
     assert ledger.ready(), "all four are due by step 1, none of them a second time later"
 
 
-def test_a_member_that_has_ended_cannot_be_aborted_alone() -> None:
+def test_aborting_a_finished_or_unknown_member_raises() -> None:
     ledger = make(0, size=2, members_started=3)
     route(ledger, 0, 0)
     ledger.complete(GroupId(0), TrajectoryId(0))
@@ -176,7 +176,7 @@ def test_a_member_that_has_ended_cannot_be_aborted_alone() -> None:
     assert ledger.num_live == 3
 
 
-def test_no_step_takes_a_group_beyond_its_bound_whatever_led_to_that() -> None:
+def test_consume_rejects_a_group_beyond_its_deadline() -> None:
     ledger = make(1)
     route(ledger, 0, 0)
     finish(ledger, 0)
@@ -186,7 +186,7 @@ def test_no_step_takes_a_group_beyond_its_bound_whatever_led_to_that() -> None:
     assert ledger.num_occupied == 1
 
 
-def test_the_view_has_finished_groups_early_and_reserved_ones_late() -> None:
+def test_the_view_places_finished_groups_early_and_reserved_groups_late() -> None:
     ledger = make(2, batch=2)
     for group in range(5):
         route(ledger, group, 0)
@@ -213,7 +213,7 @@ def test_the_view_ends_with_the_planned_end() -> None:
     assert views == [(0, {0: 1}, {}), (1, {0: 1}, {})]
 
 
-def test_a_step_begins_only_once_the_version_before_it_is_published() -> None:
+def test_a_step_starts_only_after_its_version_is_published() -> None:
     ledger = make(1)
     for group in (0, 1):
         route(ledger, group, 0)
@@ -225,14 +225,14 @@ def test_a_step_begins_only_once_the_version_before_it_is_published() -> None:
 
 
 @pytest.mark.parametrize("version", [-1, 1])
-def test_no_place_is_promised_for_a_version_that_is_not_published(version: int) -> None:
+def test_reserving_at_an_unpublished_version_raises(version: int) -> None:
     ledger = make(1)
     ledger.start(GroupId(0))
     with pytest.raises(ProtocolViolation, match=f"group 0: version {version} is not published, only 0 to 0 are"):
         ledger.reserve(GroupId(0), TrajectoryId(0), PolicyVersion(version))
 
 
-def test_finished_work_that_is_due_earlier_fills_places_of_later_steps() -> None:
+def test_finished_groups_due_earlier_fill_entries_of_later_steps() -> None:
     """With redundancy more may be promised than there are places, so that finished work is counted on its own."""
     ledger = make(1, groups_started=2)
     for group in (0, 1):
@@ -246,7 +246,7 @@ def test_finished_work_that_is_due_earlier_fills_places_of_later_steps() -> None
     assert ledger.num_reservable(PolicyVersion(1)) == 0
 
 
-def test_a_filtered_groups_place_is_free_again() -> None:
+def test_a_filtered_group_frees_its_entry() -> None:
     ledger = make(0)
     route(ledger, 0, 0)
     assert ledger.num_reservable(PolicyVersion(0)) == 0
@@ -256,7 +256,7 @@ def test_a_filtered_groups_place_is_free_again() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"eta": -1}, {"groups_per_step": 0}, {"groups_started": 0}, {"members_started": 0}])
-def test_nonsense_is_refused(bad: dict[str, int]) -> None:
+def test_invalid_calls_raise_and_change_nothing(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"must be"):
         StalenessLedger(**({"eta": 1, "groups_per_step": 1, "group_size": 1} | bad))
 
@@ -286,7 +286,7 @@ def test_resumed_group_takes_enough_members_of_its_own_each_once(unfinished: lis
     assert ledger.start(GroupId(0), [TrajectoryId(1), TrajectoryId(0)]) == (1, 0)
 
 
-def test_within_a_window_a_step_passes_over_unfinished_groups_and_no_further() -> None:
+def test_a_window_limits_how_far_a_step_passes_over_unfinished_groups() -> None:
     """The window stays at the oldest group: what was taken from it counts as in it."""
     ledger = StalenessLedger(eta=2, groups_per_step=3, group_size=1, window=3)
     for group in range(6):
@@ -358,7 +358,7 @@ def end_all(ledger: Any) -> None:
         ("live work of version 0 at step 2, bound 1", end_all),
     ],
 )  # fmt: skip
-def test_validate_says_what_is_broken(message: str, spoil: Callable[[Any], object]) -> None:
+def test_validate_describes_a_broken_invariant(message: str, spoil: Callable[[Any], object]) -> None:
     """One place in each of steps 0 and 1; group 0 is reserved, 1 finished and 2 queued."""
     ledger = make(1)
     route(ledger, 0, 0)
@@ -371,7 +371,7 @@ def test_validate_says_what_is_broken(message: str, spoil: Callable[[Any], objec
         ledger.validate()
 
 
-def test_places_are_counted_from_the_next_step() -> None:
+def test_validate_counts_entries_from_the_next_step() -> None:
     ledger = make(1)
     route(ledger, 0, 0)
     finish(ledger, 0)
@@ -383,7 +383,7 @@ def test_places_are_counted_from_the_next_step() -> None:
         ledger.validate()
 
 
-def test_with_redundancy_more_may_be_reserved_than_there_are_places_but_not_finished() -> None:
+def test_redundancy_may_reserve_but_not_finish_more_groups_than_entries() -> None:
     ledger = make(0, groups_started=3)
     for group in (0, 1, 2):
         route(ledger, group, 0)

@@ -51,7 +51,7 @@ class TestVersionedStore(TrajectoryStoreTests):
     def make(self, folder: Path) -> TrajectoryStore:
         return VersionedStore.create(folder, HEADER)
 
-    def test_it_is_there_after_reopening(self, tmp_path: Path, rng: Any) -> None:
+    def test_rows_are_there_after_reopening(self, tmp_path: Path, rng: Any) -> None:
         VersionedStore.create(tmp_path / "s", HEADER).commit(record(0), [ended(rng, 0, 0)])
         again = VersionedStore.open(tmp_path / "s")
         again.commit(record(1), [ended(rng, 4, 1)])
@@ -65,7 +65,7 @@ class TestVersionedStore(TrajectoryStoreTests):
         with pytest.raises(ConfigError, match="no commit of step 7"):
             VersionedStore.open(tmp_path / "s", at_step=7)
 
-    def test_rewound_it_goes_on_from_there_and_keeps_what_was_undone(self, tmp_path: Path, rng: Any) -> None:
+    def test_a_rewound_store_continues_and_keeps_the_undone_commits(self, tmp_path: Path, rng: Any) -> None:
         path = tmp_path / "s"
         store = VersionedStore.create(path, HEADER)
         for step in range(4):
@@ -89,7 +89,7 @@ class TestVersionedStore(TrajectoryStoreTests):
         root = zarr.open_group(repository.readonly_session(undone).store, mode="r")
         assert root["rows/trajectory"][:].tolist() == [0, 1, 2, 3]
 
-    def test_rewound_it_still_tells_which_instances_were_taken_out_of_service(self, tmp_path: Path, rng: Any) -> None:
+    def test_a_rewound_store_keeps_refused_instances(self, tmp_path: Path, rng: Any) -> None:
         check = WeightCheck(
             instance=InstanceId("rollout-0"), version=PolicyVersion(2), fingerprint="w2",
             weights=WeightReport(verified=1), drift=float("nan"), limit=1.0, refused="its logprobs differ",
@@ -104,7 +104,7 @@ class TestVersionedStore(TrajectoryStoreTests):
         assert first.ledger.num_ended == last.ledger.num_ended == {"consumed:none": 4}
         assert [one.refused for one in last.weight_checks] == ["its logprobs differ"]
 
-    def test_a_committer_that_another_has_overtaken_commits_nothing(self, tmp_path: Path, rng: Any) -> None:
+    def test_a_commit_after_another_process_committed_raises(self, tmp_path: Path, rng: Any) -> None:
         old = VersionedStore.create(tmp_path / "s", HEADER)
         old.commit(record(0), [ended(rng, 0, 0)])
         new = VersionedStore.open(tmp_path / "s")
@@ -117,26 +117,26 @@ class TestVersionedStore(TrajectoryStoreTests):
             new.commit(record(2), [ended(rng, 3, 2)])
         assert [e.trajectory.id for e in VersionedStore.open(tmp_path / "s").ended()] == [0]
 
-    def test_each_commit_starts_at_a_chunk_so_none_is_rewritten(self, tmp_path: Path, rng: Any) -> None:
+    def test_each_commit_starts_at_a_chunk_boundary(self, tmp_path: Path, rng: Any) -> None:
         store = VersionedStore.create(tmp_path / "s", HEADER)
         for step in range(3):
             store.commit(record(step), [ended(rng, step, step)])
         assert store.table()["offset"].tolist() == [0, TOKEN_FILE, 2 * TOKEN_FILE]
 
-    def test_no_store_and_a_foreign_store_are_one_line(self, tmp_path: Path) -> None:
+    def test_a_missing_or_invalid_store_gives_a_one_line_error(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no store here"):
             VersionedStore.open(tmp_path / "none")
         (tmp_path / "junk").mkdir()
         with pytest.raises(StoreError, match="cannot be opened"):
             VersionedStore.open(tmp_path / "junk")
 
-    def test_a_store_of_another_format_is_refused(self, tmp_path: Path) -> None:
+    def test_a_store_of_another_format_is_rejected(self, tmp_path: Path) -> None:
         VersionedStore.create(tmp_path / "s", HEADER)
         edit(tmp_path / "s", lambda root: root.attrs.update({"format": 99}))
         with pytest.raises(ConfigError, match="store format 99, this version reads 'columns'"):
             VersionedStore.open(tmp_path / "s")
 
-    def test_a_failed_commit_leaves_nothing(self, tmp_path: Path, rng: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_failed_commit_changes_nothing(self, tmp_path: Path, rng: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         store = VersionedStore.create(tmp_path / "s", HEADER)
         store.commit(record(0), [ended(rng, 0, 0)])
 
@@ -150,7 +150,7 @@ class TestVersionedStore(TrajectoryStoreTests):
         store.commit(record(1), [ended(rng, 1, 1)])
         assert [e.trajectory.id for e in store.ended()] == [0, 1]
 
-    def test_killed_while_committing_it_is_whole(self, tmp_path: Path) -> None:
+    def test_a_process_killed_during_commits_leaves_whole_steps(self, tmp_path: Path) -> None:
         """kill -9 at random moments of a committing process: what is read is a prefix of whole steps."""
         script = textwrap.dedent(
             """
@@ -180,7 +180,7 @@ class TestVersionedStore(TrajectoryStoreTests):
             assert [e.trajectory.id for e in store.ended()] == list(range(4 * len(steps)))
             assert not [f for f in audit(store).findings if f.check in ("arrays", "bound", "once")]
 
-    def test_killed_while_it_is_made_it_is_not_there(self, tmp_path: Path) -> None:
+    def test_a_process_killed_during_creation_leaves_no_store(self, tmp_path: Path) -> None:
         script = textwrap.dedent(
             """
             import os, sys
@@ -300,13 +300,13 @@ FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-def test_a_sound_store_passes(tmp_path: Path) -> None:
+def test_a_valid_store_passes_the_audit(tmp_path: Path) -> None:
     result = audit(sound_store(tmp_path / "s"))
     assert result.findings == ()
     assert (result.num_steps, result.num_trajectories, result.max_staleness) == (4, 18, 1)
 
 
-def test_an_audit_counts_tokens_and_not_the_padding_of_chunks(tmp_path: Path) -> None:
+def test_the_audit_counts_tokens_without_chunk_padding(tmp_path: Path) -> None:
     store = sound_store(tmp_path / "s")
     rows = list(store.ended())
     assert audit(store).num_tokens == sum(len(r.trajectory.prompt_tokens) + r.trajectory.num_tokens for r in rows)
@@ -360,7 +360,7 @@ def test_a_corrupt_chunk_is_named(tmp_path: Path) -> None:
         damaged.get(next(iter(lost)))
 
 
-def test_a_flipped_bit_that_still_decompresses_is_one_line(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_text_gives_a_one_line_error(tmp_path: Path) -> None:
     """In the text of a row, and in that of a step's record."""
     store = sound_store(tmp_path / "s")
     offset = int(store.table()["text_offset"][5])
@@ -382,7 +382,7 @@ def test_a_flipped_bit_that_still_decompresses_is_one_line(tmp_path: Path) -> No
     assert not audit(worse).clean
 
 
-def test_ended_knows_staleness_only_of_what_was_consumed() -> None:
+def test_staleness_of_a_row_that_was_not_consumed_is_minus_one() -> None:
     rng = np.random.default_rng(0)
     row: EndedTrajectory = ended(rng, 0, 3, Fate.FILTERED)
     assert row.staleness == -1

@@ -32,7 +32,7 @@ def filled(shape: list[int], kind: torch.dtype, seed: int) -> torch.Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(SHAPES, st.sampled_from(KINDS)), max_size=6), st.integers(1, 20))
-def test_what_is_written_is_read_and_has_its_fingerprint(
+def test_written_tensors_are_read_back_with_their_fingerprint(
     tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[list[int], torch.dtype]], piece: int
 ) -> None:
     path = tmp_path_factory.mktemp("weights") / "file"
@@ -49,7 +49,7 @@ def test_what_is_written_is_read_and_has_its_fingerprint(
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_weights_that_come_one_by_one_are_never_all_there(
+def test_tensors_are_released_while_an_iterator_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     """Each is gone soon after it has come; file and fingerprint are those of all of them."""
@@ -75,7 +75,7 @@ def test_weights_that_come_one_by_one_are_never_all_there(
     assert most <= weight_hash.MAX_QUEUED_PIECES * threads + 3
 
 
-def test_what_is_not_contiguous_is_written_as_it_reads(tmp_path: Path) -> None:
+def test_non_contiguous_tensors_are_written_in_logical_order(tmp_path: Path) -> None:
     tensors = {"t": torch.arange(6.0).reshape(2, 3).T, "part": torch.arange(9)[::2]}
     weight_file.write(tmp_path / "file", tensors)
     with safe_open(tmp_path / "file", "pt") as file:
@@ -84,12 +84,12 @@ def test_what_is_not_contiguous_is_written_as_it_reads(tmp_path: Path) -> None:
         }
 
 
-def test_a_type_that_files_do_not_have_is_refused(tmp_path: Path) -> None:
+def test_an_unsupported_dtype_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"w: tensors of type complex64 cannot be published; types are bool, "):
         weight_file.write(tmp_path / "file", {"w": torch.zeros(2, dtype=torch.complex64)})
 
 
-def test_a_full_memory_is_one_line_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_gives_a_one_line_error_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In whichever thread it is noticed."""
     write = os.pwrite
 

@@ -18,7 +18,7 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     return {"a.weight": torch.randn(7, 3, generator=generator), "b": torch.randn(5, generator=generator)}
 
 
-def test_a_fingerprint_sees_a_change_a_name_a_shape_and_a_type() -> None:
+def test_fingerprint_depends_on_values_names_shapes_and_types() -> None:
     base = tensors()
     changed = {**base, "b": base["b"].clone().index_fill_(0, torch.tensor([4]), 1.0)}
     renamed = {"a.weight": base["a.weight"], "c": base["b"]}
@@ -31,7 +31,9 @@ def test_a_fingerprint_sees_a_change_a_name_a_shape_and_a_type() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(sizes=st.lists(st.integers(0, 40), max_size=5), threads=st.integers(1, 4), piece=st.integers(1, 16))
-def test_threads_do_not_change_it_and_every_byte_counts(sizes: list[int], threads: int, piece: int) -> None:
+def test_fingerprint_is_equal_for_any_thread_count_and_covers_every_byte(
+    sizes: list[int], threads: int, piece: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_hash, "PIECE_BYTES", piece)
         values = {f"t{i}": torch.arange(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
@@ -44,7 +46,7 @@ def test_threads_do_not_change_it_and_every_byte_counts(sizes: list[int], thread
                 assert fingerprint({**values, name: other}, threads) != whole
 
 
-def test_pieces_are_hashed_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_hashed_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first piece of a tensor is done only once the second has begun."""
     monkeypatch.setattr(weight_hash, "PIECE_BYTES", 4)
     together = threading.Barrier(2, timeout=30)
@@ -52,5 +54,5 @@ def test_pieces_are_hashed_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None
     assert held.startswith("sha256-tree:")
 
 
-def test_what_is_empty_or_without_dimensions_has_a_fingerprint() -> None:
+def test_empty_and_zero_dimensional_tensors_have_a_fingerprint() -> None:
     assert len({fingerprint(x) for x in ({}, {"t": torch.zeros(0)}, {"t": torch.tensor(1.0)})}) == 3

@@ -13,7 +13,7 @@ from staleflow.stores.weights.weight_comparison import WeightPart, compare_by_na
 from staleflow.stores.weights.weight_report import NO_PARTS, WeightReport, total
 
 
-def test_the_worked_example() -> None:
+def test_the_docstring_example_is_correct() -> None:
     assert doctest.testmod(weight_report).failed == 0
 
 
@@ -27,7 +27,7 @@ def test_one_flipped_bit_of_one_tensor_contradicts() -> None:
     assert report.outcome == "contradicted"
 
 
-def test_bits_count_and_not_values() -> None:
+def test_bits_are_compared_and_not_values() -> None:
     nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
     assert compare_parts([WeightPart(name="nan", loaded=nan, published=nan.clone())]).outcome == "verified"
     assert compare_parts([WeightPart(name="zero", loaded=zero, published=-zero)]).outcome == "contradicted"
@@ -36,17 +36,17 @@ def test_bits_count_and_not_values() -> None:
 
 
 @pytest.mark.parametrize("report", [WeightReport(), WeightReport(verified=9, not_verified={"packed": 1})])
-def test_nothing_compared_and_one_part_not_compared_are_not_verified(report: WeightReport) -> None:
+def test_no_parts_or_a_part_not_compared_is_not_verified(report: WeightReport) -> None:
     assert report.outcome == "not verified"
     assert (NO_PARTS in report.line) == (not report.verified)
 
 
-def test_a_tensor_that_only_one_side_has_is_not_verified() -> None:
+def test_a_tensor_missing_on_either_side_is_not_verified() -> None:
     report = compare_by_name({"a": np.zeros(1), "b": np.zeros(1)}, {"a": np.zeros(1), "c": np.zeros(1)})
     assert (report.verified, sum(report.not_verified.values())) == (1, 2)
 
 
-def test_one_workers_contradiction_is_the_engines() -> None:
+def test_a_contradiction_of_one_worker_contradicts_the_engine() -> None:
     one, two = (
         WeightReport(verified=3),
         WeightReport(verified=2, not_verified={"packed": 2}, contradicted=1, names=("q",)),

@@ -16,7 +16,7 @@ from staleflow.tasks.training.step_metrics import ENTROPY_CAP, RowSample, TokenS
 from tests.tasks.test_numerics import rows, trainer
 
 
-def test_figures_are_what_they_are_by_definition() -> None:
+def test_step_metrics_match_their_definitions() -> None:
     rng = np.random.default_rng(2)
     sums, every = TokenSums(), []
     for times in (1.0, 3.0):
@@ -60,13 +60,13 @@ def test_figures_are_what_they_are_by_definition() -> None:
     assert sums.loss == 2.5
 
 
-def test_a_step_without_tokens_has_figures() -> None:
+def test_step_metrics_without_tokens_are_defined() -> None:
     metrics = TokenSums().metrics()
     assert metrics["ess"] == 1.0
     assert {v for name, v in metrics.items() if name != "ess"} == {0.0}
 
 
-def test_the_estimate_of_the_entropy_is_that_of_the_distribution() -> None:
+def test_the_entropy_estimate_matches_the_true_entropy() -> None:
     """Tokens drawn from one policy, measured under another."""
     rng = np.random.default_rng(0)
     pi, behind = rng.dirichlet(np.ones(30)), rng.dirichlet(np.ones(30))
@@ -89,7 +89,7 @@ def measured(model: Path, data: list[Any], **changes: Any) -> dict[str, float]:
     return metrics
 
 
-def test_figures_are_over_all_rows_not_only_those_with_an_advantage(tiny_model: Path) -> None:
+def test_step_metrics_cover_rows_without_an_advantage(tiny_model: Path) -> None:
     """A fresh row is computed anyway; of the others as many as the job says."""
     data = [replace(r, advantage=r.advantage if i < 4 else 0.0) for i, r in enumerate(rows(12))]
     one = trainer(tiny_model)
@@ -119,7 +119,7 @@ def test_figures_are_over_all_rows_not_only_those_with_an_advantage(tiny_model: 
     assert {m["tokens_trained"] for m in (none, few)} == {sum(len(r.response) for r in data[:4])}
 
 
-def test_each_step_draws_other_rows(tiny_model: Path) -> None:
+def test_each_step_measures_a_different_sample_of_rows(tiny_model: Path) -> None:
     """Evenly spaced ones were always the same member of each group."""
     data = [replace(r, advantage=0.0, staleness=1) for r in rows(12)]
     one = trainer(tiny_model, measured_rows=3)
@@ -146,7 +146,7 @@ def added(sums: TokenSums, tokens: Tokens, rows: np.ndarray[Any, Any], times: fl
     return sums.add(part, result, part.proximal, times)
 
 
-def test_figures_of_a_sample_are_right_in_the_mean_and_as_far_off_as_they_say() -> None:
+def test_sampled_step_metrics_are_unbiased_with_correct_standard_errors() -> None:
     """Of 40 rows that are all measured and 160 of which 24 are, drawn anew many times."""
     rng = np.random.default_rng(7)
     tokens = drawn_tokens(rng, 200)
@@ -167,7 +167,7 @@ def test_figures_of_a_sample_are_right_in_the_mean_and_as_far_off_as_they_say() 
 
 
 @pytest.mark.parametrize("epochs", [1, 3])
-def test_a_token_counts_as_trained_once_however_often_it_is(tiny_model: Path, epochs: int) -> None:
+def test_tokens_trained_counts_each_token_once_across_epochs(tiny_model: Path, epochs: int) -> None:
     data = [replace(r, advantage=r.advantage if i < 4 else 0.0) for i, r in enumerate(rows(6))]
     result = measured(tiny_model, data, epochs=epochs, minibatches=2)
     assert result["tokens_trained"] == sum(len(r.response) for r in data[:4])
@@ -188,7 +188,7 @@ class Particular:
         return getattr(self.whole, name)
 
 
-def test_a_loss_that_fails_on_rows_it_does_not_train_costs_their_figures(
+def test_a_loss_that_fails_on_untrained_rows_costs_only_their_metrics(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And not the run. It is told once."""
@@ -207,7 +207,7 @@ def test_a_loss_that_fails_on_rows_it_does_not_train_costs_their_figures(
         one.step(2, data)
 
 
-def test_measuring_changes_no_weights(tiny_model: Path) -> None:
+def test_measured_rows_do_not_change_the_weights(tiny_model: Path) -> None:
     data = [replace(r, advantage=0.0 if i % 2 else r.advantage) for i, r in enumerate(rows(10))]
     trained = []
     for count in (0, 3, 100):
@@ -218,7 +218,7 @@ def test_measuring_changes_no_weights(tiny_model: Path) -> None:
     assert torch.equal(trained[0], trained[2])
 
 
-def test_clipped_tokens_are_told_apart_by_side(tiny_model: Path) -> None:
+def test_clip_share_is_split_by_side(tiny_model: Path) -> None:
     loss = Cispo(clip_low=0.01, clip_high=0.01)
     data = rows(12)
     near = trainer(tiny_model).logprob_model.rows(data, range(12))
@@ -240,12 +240,12 @@ def test_dropped_updates_are_counted(tiny_model: Path) -> None:
     assert not np.isfinite(result["grad_norm"])
 
 
-def test_the_loss_of_fewer_rows_than_minibatches_is_the_mean_over_those_there_are(tiny_model: Path) -> None:
+def test_fewer_rows_than_minibatches_give_the_mean_loss(tiny_model: Path) -> None:
     (row,) = rows(1)
     assert measured(tiny_model, [row], minibatches=4)["loss"] == pytest.approx(measured(tiny_model, [row])["loss"])
 
 
-def test_the_distance_to_the_old_policy_is_of_later_minibatches(tiny_model: Path) -> None:
+def test_kl_to_the_old_policy_is_measured_on_later_minibatches(tiny_model: Path) -> None:
     data = [replace(r, advantage=r.advantage + 0.1) for r in rows(12)]
     assert measured(tiny_model, data)["kl_old"] == pytest.approx(0, abs=1e-9)
     without = [replace(r, advantage=0.0) if i % 2 else r for i, r in enumerate(data)]

@@ -33,14 +33,14 @@ def settings(tiny_model: Path, tmp_path: Path) -> PromptSettings:
     )  # fmt: skip
 
 
-def test_a_prompt_that_is_too_long_is_refused_with_length_limit_and_remedy(settings: PromptSettings) -> None:
+def test_a_prompt_that_is_too_long_is_rejected_with_length_limit_and_remedy(settings: PromptSettings) -> None:
     prompts = TokenizedPrompts(settings)
     assert prompts.encode(prompts.task(2))
     with pytest.raises(ConfigError, match=r"has \d{3} tokens; it must have 1 to 64, .*; task.skip_long = true skips"):
         prompts.encode(prompts.task(3))
 
 
-def test_prompts_that_are_too_long_are_replaced_by_others_always_the_same(settings: PromptSettings) -> None:
+def test_prompts_that_are_too_long_are_replaced_deterministically(settings: PromptSettings) -> None:
     prompts, again = (TokenizedPrompts(replace(settings, max_prompt_tokens=64)) for _ in range(2))
     plain = TokenizedPrompts(settings)
     drawn = [prompts.task(i) for i in range(27)]
@@ -54,7 +54,7 @@ def test_prompts_that_are_too_long_are_replaced_by_others_always_the_same(settin
 
 
 @pytest.mark.parametrize("count", [2, 10_007, 10_009])
-def test_another_prompt_is_found_whatever_the_number_of_rows(tmp_path: Path, count: int) -> None:
+def test_a_replacement_prompt_is_found_for_any_number_of_rows(tmp_path: Path, count: int) -> None:
     """A tenth fits, in one place of the file."""
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": ""}}\n' for i in range(count)))
     source = make_source(f"jsonl:{tmp_path}/rows.jsonl", {}, 0)
@@ -62,18 +62,18 @@ def test_another_prompt_is_found_whatever_the_number_of_rows(tmp_path: Path, cou
     assert {int(str(fitting.task(i).prompt)) <= count // 10 for i in range(0, count, 97)} == {True}
 
 
-def test_data_without_a_prompt_that_fits_is_one_line(settings: PromptSettings) -> None:
+def test_a_source_without_a_short_enough_prompt_gives_a_one_line_error(settings: PromptSettings) -> None:
     with pytest.raises(ConfigError, match="1000 prompts in a row are too long; lower"):
         TokenizedPrompts(replace(settings, max_prompt_tokens=1)).task(0)
 
 
-def test_a_tokenizer_from_its_file_gives_the_tokens_of_the_whole_one(tiny_model: Path) -> None:
+def test_file_tokenizer_matches_the_full_tokenizer(tiny_model: Path) -> None:
     light, full = ChatTokenizer(FileTokenizer(tiny_model)), load_chat_tokenizer(str(tiny_model))
     for text in ("1 + 2 =", " so 3.", "", "12 + 345"):
         assert light.ids(text) == full.ids(text)
 
 
-def test_a_chat_template_from_its_file_gives_the_tokens_of_the_whole_one(tiny_model: Path, tmp_path: Path) -> None:
+def test_file_tokenizer_chat_template_matches_the_full_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
     for file in tiny_model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     each = "{% for m in messages %}{{ eos_token }}{{ m['content'] }}{% endfor %}"

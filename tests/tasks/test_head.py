@@ -65,7 +65,7 @@ def counted_logits(under: LogprobModel, monkeypatch: pytest.MonkeyPatch) -> list
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 10_000])
-def test_chunks_change_neither_numbers_nor_gradients(
+def test_chunked_logprobs_have_equal_values_and_gradients(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
     model, batch = model_at(tiny_model), micro_batch()
@@ -78,7 +78,7 @@ def test_chunks_change_neither_numbers_nor_gradients(
     torch.testing.assert_close(under.batch(batch).double(), expected[0].double(), rtol=1e-5, atol=1e-6)
 
 
-def test_there_are_never_more_logits_than_a_chunks(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_in_memory_never_exceed_one_chunk(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only those of sampled tokens, once forward and, for the gradient, once again; none is kept meanwhile."""
     model, batch = model_at(tiny_model), micro_batch()
     under = logprob_model(model)
@@ -116,7 +116,7 @@ def by_row(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | No
 @pytest.mark.parametrize("tokens", [1, 7, 10_000])
 @pytest.mark.parametrize("loss", [by_token, by_row])
 @pytest.mark.parametrize("packed", [True, False])
-def test_a_loss_in_parts_has_the_gradients_of_the_whole(
+def test_loss_in_chunks_has_the_gradients_of_the_full_loss(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, loss: Any, tokens: int, packed: bool
 ) -> None:
     model, batch = model_at(tiny_model), micro_batch()
@@ -156,7 +156,7 @@ def test_logits_of_a_loss_by_token_are_computed_once(tiny_model: Path, monkeypat
     assert order == ["logits", "gradient"] * len(sizes)
 
 
-def test_a_row_of_more_than_a_chunk_is_computed_again_for_a_loss_of_whole_rows(
+def test_a_row_longer_than_a_chunk_is_recomputed_for_a_sequence_loss(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, batch = model_at(tiny_model), micro_batch()
@@ -169,7 +169,7 @@ def test_a_row_of_more_than_a_chunk_is_computed_again_for_a_loss_of_whole_rows(
     assert max(sizes) == 7
 
 
-def test_a_rank_without_rows_has_a_gradient_of_zero_everywhere(tiny_model: Path) -> None:
+def test_a_rank_without_rows_has_zero_gradients(tiny_model: Path) -> None:
     model = model_at(tiny_model)
     logprobs = logprob_model(model).batch(EMPTY_MICROBATCH)
     assert logprobs.tolist() == [[0.0]]
@@ -180,7 +180,7 @@ def test_a_rank_without_rows_has_a_gradient_of_zero_everywhere(tiny_model: Path)
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-def test_a_model_that_changes_its_logits_further_is_asked_for_them(tiny_model: Path) -> None:
+def test_a_model_that_transforms_its_logits_computes_them_itself(tiny_model: Path) -> None:
     """As those do that cap or scale them."""
     model, batch = model_at(tiny_model), micro_batch()
     whole = model.forward
@@ -198,7 +198,7 @@ def test_a_model_that_changes_its_logits_further_is_asked_for_them(tiny_model: P
         torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_model_may_be_used_by_several(tiny_model: Path) -> None:
+def test_a_model_may_be_shared_by_several_logprob_models(tiny_model: Path) -> None:
     """As the same process's may be, offline; and it still gives logits to whoever asks for them."""
     model, batch = model_at(tiny_model), micro_batch()
     first = logprob_model(model)
@@ -209,7 +209,7 @@ def test_a_model_may_be_used_by_several(tiny_model: Path) -> None:
     assert model(input_ids=torch.arange(3)[None]).logits.shape == (1, 3, model.config.vocab_size)
 
 
-def test_blocks_that_are_computed_again_have_the_same_gradients_and_keep_less(tiny_model: Path) -> None:
+def test_recomputed_blocks_have_equal_gradients_and_use_less_memory(tiny_model: Path) -> None:
     batch, kept = micro_batch(), dict[bool, int]()
     results = {}
     for again in (False, True):

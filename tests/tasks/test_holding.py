@@ -51,7 +51,7 @@ def dropped(instances: list[RolloutInstance]) -> list[EmulatedEngine]:
     return engines
 
 
-def test_an_engine_is_taken_over_with_another_seed_and_another_name(settings: Any) -> None:
+def test_a_resumed_run_reuses_an_engine_under_a_new_seed_and_name(settings: Any) -> None:
     (engine,) = dropped([placed(settings)])
     reseeded = dataclasses.replace(settings, seed=7) if hasattr(settings, "seed") else settings
     then = placed(reseeded, "rollout-1", resumed=True)
@@ -62,7 +62,7 @@ def test_an_engine_is_taken_over_with_another_seed_and_another_name(settings: An
 
 
 @pytest.mark.parametrize("other", ["run", "settings"])
-def test_an_engine_that_is_no_use_is_closed(settings: Any, other: str) -> None:
+def test_an_orphan_engine_of_other_settings_or_another_run_is_closed(settings: Any, other: str) -> None:
     (engine,) = dropped([placed(settings)])
     changed = dataclasses.replace(settings, max_running=settings.max_running + 1) if other == "settings" else settings
     then = placed(changed, run="/runs/y" if other == "run" else "/runs/x", resumed=True)
@@ -71,7 +71,7 @@ def test_an_engine_that_is_no_use_is_closed(settings: Any, other: str) -> None:
     assert not engine._thread.is_alive()
 
 
-def test_a_dead_engine_is_not_taken_over(settings: Any) -> None:
+def test_a_dead_engine_is_not_reused(settings: Any) -> None:
     (engine,) = dropped([placed(settings)])
     engine.close()
     then = placed(settings, resumed=True)
@@ -79,7 +79,7 @@ def test_a_dead_engine_is_not_taken_over(settings: Any) -> None:
     assert not asyncio.run(then.took_over())
 
 
-def test_an_engine_in_use_is_left_alone(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_in_use_is_not_reused(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_handover, "ACTOR_EXIT_S", 0.3)
     first = placed(settings)
     second = placed(settings, "rollout-1", resumed=True)
@@ -87,7 +87,7 @@ def test_an_engine_in_use_is_left_alone(settings: Any, monkeypatch: pytest.Monke
     assert engine_of(first)._thread.is_alive()
 
 
-def test_a_closed_one_is_held_no_longer(settings: Any) -> None:
+def test_a_closed_engine_is_unregistered(settings: Any) -> None:
     with pytest.raises(LookupError):
         asyncio.run(engine_handover.require_orphan())
     instance = placed(settings)
@@ -95,7 +95,7 @@ def test_a_closed_one_is_held_no_longer(settings: Any) -> None:
     assert engine_handover._registered == []
 
 
-def test_a_worker_is_kept_for_an_engine_that_nobody_uses(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_orphan_needs_an_engine_without_an_actor(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_handover, "SETTLE_S", 0.3)
     instances = [placed(settings)]
     with pytest.raises(LookupError, match="that nobody uses"):
@@ -105,7 +105,7 @@ def test_a_worker_is_kept_for_an_engine_that_nobody_uses(settings: Any, monkeypa
 
 
 @pytest.mark.parametrize("by", ["an instance of a run that begins", "a trainer"])
-def test_another_role_closes_what_nobody_uses(settings: Any, by: str) -> None:
+def test_other_roles_close_orphan_engines(settings: Any, by: str) -> None:
     (engine,) = dropped([placed(settings)])
     if by == "a trainer":
         engine_handover.close_orphans()
@@ -114,7 +114,7 @@ def test_another_role_closes_what_nobody_uses(settings: Any, by: str) -> None:
     assert not engine._thread.is_alive()
 
 
-def test_two_dropped_ones_are_one_taken_over_and_one_closed(settings: Any) -> None:
+def test_of_two_orphan_engines_the_second_is_closed(settings: Any) -> None:
     """Not on a cluster, where each has its process; memory is freed all the same."""
     engines = dropped([placed(settings, f"rollout-{i}") for i in range(2)])
     then = placed(settings, resumed=True)

@@ -78,7 +78,7 @@ async def waiting(asking: Path, turn: int) -> tuple[int, httpx.Request]:
         await asyncio.sleep(0.02)
 
 
-async def test_a_program_that_is_killed_while_it_waits_ends_its_episode_with_the_reason(asking: Path) -> None:
+async def test_a_program_killed_while_waiting_ends_its_episode_with_the_reason(asking: Path) -> None:
     config = made(asking)
     async with hosted(config) as (episodes, task):
         assert not (await acted(episodes, task, "a")).ended
@@ -94,7 +94,7 @@ async def test_a_program_that_is_killed_while_it_waits_ends_its_episode_with_the
         assert (await waiting(asking, 1))[1].headers["Authorization"] != request.headers["Authorization"]
 
 
-async def test_whoever_waits_at_an_endpoint_that_stops_is_told_to_try_again(tmp_path: Path) -> None:
+async def test_clients_waiting_at_a_stopping_endpoint_get_503_with_retry_after(tmp_path: Path) -> None:
     (tmp_path / "agents.py").write_text(WAITS)
     made = settings(f"agent:{tmp_path}/agents.py:waits", {"answers": str(tmp_path / "answers")})
     async with hosted(made) as (episodes, task):
@@ -105,7 +105,7 @@ async def test_whoever_waits_at_an_endpoint_that_stops_is_told_to_try_again(tmp_
     assert answers == ["200 None", "503 1"]
 
 
-async def test_an_episode_whose_host_is_gone_begins_again_at_another(asking: Path) -> None:
+async def test_an_episode_of_a_lost_host_restarts_at_another(asking: Path) -> None:
     config = made(asking)
     task = config.source.build().task(0)
     lost, other = EpisodeHost(config), EpisodeHost(config)

@@ -73,7 +73,7 @@ def told(known: DraftCorpus, *running: int, told: frozenset[TrajectoryId] = NOTH
     return {int(i): tokens for found in answer.responses for i, tokens in found.responses}
 
 
-def test_finished_siblings_and_earlier_epochs_of_the_same_prompt_are_told() -> None:
+def test_draft_corpus_returns_finished_siblings_and_earlier_epochs() -> None:
     held = flight(t1=(5, 6, 7))
     deliver(held, 2, (5, 6), FinishReason.UNFINISHED)
     known = DraftCorpus(held, 1000)
@@ -83,7 +83,7 @@ def test_finished_siblings_and_earlier_epochs_of_the_same_prompt_are_told() -> N
     assert told(known, 77) == {}
 
 
-def test_what_was_told_is_not_told_again_and_what_is_of_no_use_any_more_is_dropped() -> None:
+def test_draft_corpus_returns_each_response_once() -> None:
     held = flight(t1=(5, 6, 7))
     known = DraftCorpus(held, 1000)
     first = known.others([TrajectoryId(0)], NOTHING)
@@ -94,7 +94,7 @@ def test_what_was_told_is_not_told_again_and_what_is_of_no_use_any_more_is_dropp
     assert told(known, 0, told=again.sent) == {2: (5, 9)}
 
 
-def test_siblings_of_every_group_with_the_prompt_are_told() -> None:
+def test_draft_corpus_returns_siblings_of_every_group_with_the_prompt() -> None:
     held = flight(t1=(5, 6, 7))
     held.apply(GroupDrawn(group=GroupId(1), prompt_tokens=np.asarray(PROMPT, np.int32), at_s=0.0))
     held.apply(TrajectoriesRouted(routed=tuple((TrajectoryId(i), 1) for i in range(4, 8)), at_s=0.0))
@@ -103,7 +103,7 @@ def test_siblings_of_every_group_with_the_prompt_are_told() -> None:
     assert told(known, 0, 4) == told(known, 4, 0) == {1: (5, 6, 7), 5: (8, 9)}
 
 
-def test_no_more_is_told_at_once_than_fits_into_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_corpus_limits_the_responses_of_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_corpus, "AT_ONCE", 2)
     known = DraftCorpus(flight(t1=(5,), t2=(6,), t3=(7,)), 1000)
     first = known.others([TrajectoryId(0)], NOTHING)
@@ -111,7 +111,7 @@ def test_no_more_is_told_at_once_than_fits_into_an_answer(monkeypatch: pytest.Mo
     assert told(known, 0, told=first.sent).keys() == {1, 2, 3} - first.sent
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_draft_corpus_size_is_bounded() -> None:
     known = DraftCorpus(flight(), 100)
     for i in range(200):
         known.add([stored(1000 + i, range(7), prompt=(3, 10, 14 + i % 5)), stored(1000 + i, range(8), prompt=PROMPT)])
@@ -123,14 +123,14 @@ def test_what_is_remembered_is_bounded() -> None:
     assert told(none, 0) == {}
 
 
-def test_the_prompt_that_was_stored_least_recently_is_forgotten_first() -> None:
+def test_draft_corpus_evicts_the_least_recently_stored_prompt() -> None:
     corpus = DraftCorpus(flight(), 20)
     rows = ((1000, 7, PROMPT), (1001, 7, OTHER), (1002, 6, PROMPT), (1003, 3, (9,)))
     corpus.add([stored(i, range(count), prompt) for i, count, prompt in rows])
     assert told(corpus, 0).keys() == {1000, 1002}
 
 
-def test_of_one_prompt_only_the_latest_responses_are_remembered() -> None:
+def test_draft_corpus_keeps_the_latest_responses_of_a_prompt() -> None:
     corpus = DraftCorpus(flight(), 1000)
     for i in range(3 * draft_corpus.OF_PROMPT):
         corpus.add([stored(1000 + i, range(2))])
@@ -140,7 +140,7 @@ def test_of_one_prompt_only_the_latest_responses_are_remembered() -> None:
     assert set(told(corpus, 0)) == {1000 + i for i in range(2 * draft_corpus.OF_PROMPT, 3 * draft_corpus.OF_PROMPT)}
 
 
-def test_a_run_that_is_resumed_remembers_the_latest_of_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_corpus_of_a_resumed_run_loads_the_latest_stored_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_corpus, "READ_ROWS", 3)
     rows = [stored(1000 + i, range(10)) for i in range(20)]
 
@@ -177,7 +177,7 @@ def engine(instance: VirtualRolloutInstance) -> Learning:
     return instance._engine
 
 
-async def test_a_server_that_is_lost_while_it_is_asked_for_drafts_fails_nothing(tmp_path: Path) -> None:
+async def test_a_server_lost_during_a_draft_request_fails_nothing(tmp_path: Path) -> None:
     world = World(length=lambda trajectory: 9)
 
     class Lost(server_class(world)):  # type: ignore[misc]  # a class that a function makes
@@ -192,7 +192,7 @@ async def test_a_server_that_is_lost_while_it_is_asked_for_drafts_fails_nothing(
     assert len(await one.next_events(server, 9.0)) == 1
 
 
-async def test_a_server_is_asked_for_drafts_no_more_than_once_in_a_while(tmp_path: Path) -> None:
+async def test_draft_requests_are_rate_limited(tmp_path: Path) -> None:
     requests: list[float] = []
     world = World(length=lambda trajectory: 90)
 
@@ -216,7 +216,7 @@ async def test_a_server_is_asked_for_drafts_no_more_than_once_in_a_while(tmp_pat
     assert len(requests) == 5, "it may have begun to draft"
 
 
-async def test_an_instance_hears_of_siblings_that_finished_on_another(tmp_path: Path) -> None:
+async def test_an_instance_drafts_from_siblings_finished_on_another_instance(tmp_path: Path) -> None:
     world = World(length=lambda trajectory: 9 if trajectory == 0 else 90)
     config = Body(tmp_path).config("batch.group_size=2")
     settings = actor_settings.server_settings(config, tmp_path / "store", 128)

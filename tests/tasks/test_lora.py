@@ -45,7 +45,7 @@ def published(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
     return result
 
 
-def test_an_adapter_begins_as_the_base_model_and_only_it_is_trained(tiny_model: Path) -> None:
+def test_an_adapter_starts_as_the_base_model_and_is_trained_alone(tiny_model: Path) -> None:
     job = adapted(training(tiny_model, (9, 7), "ppo_clip", "token_mean"))
     trainer = PolicyTrainer(job.settings)
     base = load_model(str(tiny_model), "float32", "cpu", attention="sdpa")
@@ -65,7 +65,7 @@ def test_an_adapter_begins_as_the_base_model_and_only_it_is_trained(tiny_model: 
     assert sum(len(group["params"]) for group in trainer.optimizer.param_groups) == len(trained)
 
 
-def test_the_same_seed_begins_with_the_same_adapter(tiny_model: Path) -> None:
+def test_the_initial_adapter_depends_on_the_seed_only(tiny_model: Path) -> None:
     job = adapted(training(tiny_model, (), "ppo_clip", "token_mean"))
     before = torch.random.get_rng_state()
     one, same = (published(PolicyTrainer(job.settings)) for _ in range(2))
@@ -93,7 +93,7 @@ def test_a_checkpoint_has_the_merged_model_and_the_adapter(tiny_model: Path, tmp
     np.testing.assert_allclose(forward_logprobs(read, PROBE), trainer.probe(PROBE), atol=1e-5)
 
 
-def test_the_base_model_is_the_reference_at_no_cost(tiny_model: Path) -> None:
+def test_the_base_model_is_the_kl_reference_without_a_second_copy(tiny_model: Path) -> None:
     """Equal to a second copy of it in memory, also in the gradient."""
     kl = KlConfig(coefficient=0.5, estimator="k3", place="loss")
     job = training(tiny_model, (7, 5), "ppo_clip", "token_mean")
@@ -106,7 +106,7 @@ def test_the_base_model_is_the_reference_at_no_cost(tiny_model: Path) -> None:
     check_same(trained, train(ALONE, copied))
 
 
-def test_two_ranks_train_an_adapter_as_one_does(tiny_model: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_an_adapter_as_one_rank(tiny_model: Path, tmp_path: Path) -> None:
     """With a reference, and from either's resume point."""
     kl = KlConfig(coefficient=0.1, estimator="k3", place="loss")
     whole, first, last = (adapted(item, kl=kl) for item in goes_on(tiny_model))
@@ -119,14 +119,14 @@ def test_two_ranks_train_an_adapter_as_one_does(tiny_model: Path, tmp_path: Path
     assert set(torch.load(file)["model"]) == {n for n in torch.load(file)["model"] if ".lora_" in n}
 
 
-def test_a_resume_point_of_a_whole_model_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+def test_resume_point_of_a_full_model_is_rejected_for_an_adapter(tiny_model: Path, tmp_path: Path) -> None:
     job = training(tiny_model, (), "ppo_clip", "token_mean")
     PolicyTrainer(job.settings).save_state(tmp_path / "whole.pt")
     with pytest.raises(StoreError, match=r"whole.pt: no resume point of this job: .*tensors differ"):
         PolicyTrainer(adapted(job).settings).load_state(tmp_path / "whole.pt")
 
 
-def test_targets_choose_the_layers(tiny_model: Path) -> None:
+def test_lora_targets_choose_the_layers(tiny_model: Path) -> None:
     job = training(tiny_model, (), "ppo_clip", "token_mean")
     chosen = adapted(job, LoraConfig(rank=2, targets=["q_proj", "v_proj"]))
     layers = adapters.layers(weight_folder.shapes(published(PolicyTrainer(chosen.settings))), "it")
@@ -135,7 +135,7 @@ def test_targets_choose_the_layers(tiny_model: Path) -> None:
         PolicyTrainer(adapted(job, LoraConfig(rank=2, targets=["no_proj"])).settings)
 
 
-def test_layers_that_keep_their_weights_otherwise_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+def test_layers_with_other_weight_layouts_are_rejected(tiny_model: Path, tmp_path: Path) -> None:
     """A Conv1D has them transposed: where that is square, adapters were merged into a checkpoint the wrong way."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
@@ -151,7 +151,7 @@ def test_layers_that_keep_their_weights_otherwise_are_refused(tiny_model: Path, 
             PolicyTrainer(job.settings)
 
 
-def test_a_layer_whose_weight_the_model_reads_itself_is_refused_and_others_are_trained(tmp_path: Path) -> None:
+def test_a_layer_whose_weight_is_read_directly_is_rejected(tmp_path: Path) -> None:
     """Jamba computes with `dt_proj.weight`: its adapter would have no effect."""
     make_family_model("jamba", tmp_path / "model")
     job = adapted(training(tmp_path / "model", (9, 7), "ppo_clip", "token_mean"))
@@ -162,7 +162,7 @@ def test_a_layer_whose_weight_the_model_reads_itself_is_refused_and_others_are_t
     assert trainer.step(0, job.batches[0])["grad_norm"] > 0
 
 
-def test_embeddings_are_no_targets(tiny_model: Path) -> None:
+def test_embeddings_are_rejected_as_targets(tiny_model: Path) -> None:
     """Their adapters have other names, which no engine reads."""
     job = adapted(training(tiny_model, (), "ppo_clip", "token_mean"), LoraConfig(rank=2, targets=["embed_tokens"]))
     with pytest.raises(
@@ -183,7 +183,7 @@ def test_embeddings_are_no_targets(tiny_model: Path) -> None:
                                  "down_proj"}),
     ],
 )  # fmt: skip
-def test_adapters_are_for_linear_layers_of_any_family_and_are_served_as_they_are_trained(
+def test_default_targets_are_linear_layers_in_every_family(
     family: str, left_out: str, last_parts: set[str], tmp_path: Path
 ) -> None:
     """Experts and routers get none by default, and are refused by name; a Mamba layer's projections do."""
@@ -206,7 +206,7 @@ def test_adapters_are_for_linear_layers_of_any_family_and_are_served_as_they_are
         PolicyTrainer(replace(job.settings, training=chosen))
 
 
-def test_what_is_no_adapter_is_told() -> None:
+def test_tensors_that_are_not_an_adapter_are_rejected() -> None:
     down, up = "base_model.model.x.lora_A.weight", "base_model.model.x.lora_B.weight"
     assert adapters.layers({down: (2, 8), up: (6, 2)}, "f") == [AdapterLayer("x", rank=2, inputs=8, outputs=6)]
     for shapes, message in (

@@ -253,7 +253,7 @@ def test_gradients_equal_finite_differences(name: str, ratio_of: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "ratio_of"), CASES)
-def test_a_loss_by_token_is_the_same_of_a_part_of_a_row(name: str, ratio_of: str) -> None:
+def test_by_token_losses_are_equal_on_part_of_a_row(name: str, ratio_of: str) -> None:
     """Those that do not say so depend on what is not there, or they would."""
     loss, there, same = loss_of(name, ratio_of), slice(2, 5), True
     for seed in range(5):
@@ -281,7 +281,7 @@ def test_importance_weights_carry_no_gradient(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSES.names)
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("stored", [-95.0, -np.inf, -40.0])
-def test_a_stored_logprob_far_off_overflows_no_gradient(name: str, advantage: float, stored: float) -> None:
+def test_an_extreme_stored_logprob_does_not_overflow_the_gradient(name: str, advantage: float, stored: float) -> None:
     """Float32 ends at e^89; infinity times the gradient of 0 that clipping leaves is no number."""
     new = torch.full((1, 4), -1.0, requires_grad=True)
     behaviour = torch.tensor([[-1.0, stored, -1.0, -1.0]])
@@ -300,7 +300,7 @@ def test_a_stored_logprob_far_off_overflows_no_gradient(name: str, advantage: fl
 
 
 @pytest.mark.parametrize(("name", "ratio_of"), CASES)
-def test_what_counts_as_clipped_is_what_the_formula_cuts(name: str, ratio_of: str) -> None:
+def test_clipped_flags_match_the_formulas(name: str, ratio_of: str) -> None:
     """Where one weight or surrogate is on the other side of its bound; the ratio is the one that was compared."""
     loss = loss_of(name, ratio_of)
     for seed in range(20):
@@ -369,12 +369,12 @@ def at(ratio: float, advantage: float) -> Tokens:
 
 
 @pytest.mark.parametrize(("name", "ratio_of"), CASES)
-def test_a_report_counts_tokens_as_clipped_beyond_a_range_around_one(name: str, ratio_of: str) -> None:
+def test_clip_range_contains_one(name: str, ratio_of: str) -> None:
     low, high = loss_of(name, ratio_of).clip_range
     assert 0.0 <= low < 1.0 < high
 
 
-def test_a_ratio_of_just_the_bound_is_within_it() -> None:
+def test_a_ratio_equal_to_the_bound_is_not_clipped() -> None:
     """A ratio of e, whose logarithm is exact."""
     e = float(torch.tensor(1.0, dtype=torch.float64).exp())
     for loss in (
@@ -398,7 +398,7 @@ def test_clipped_count_of_a_token_with_advantage_zero(name: str, clipped: bool) 
     assert entry(LOSSES, name).token_loss(at(5.0, 0.0)).clipped.tolist() == [[clipped]]
 
 
-def test_a_ratio_beyond_the_cut_counts_as_clipped() -> None:
+def test_a_ratio_beyond_max_ratio_counts_as_clipped() -> None:
     assert float(torch.tensor(MAX_LOG_RATIO).exp()) > MAX_RATIO
     new = torch.tensor([[-1.0, -1.0]])
     whole = torch.ones((1, 2), dtype=torch.bool)
@@ -410,7 +410,7 @@ def test_a_ratio_beyond_the_cut_counts_as_clipped() -> None:
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "decoupled_ppo"])
-def test_a_stored_logprob_far_off_drops_no_update(name: str, tiny_model: Path) -> None:
+def test_an_extreme_stored_logprob_drops_no_update(name: str, tiny_model: Path) -> None:
     data = [replace(r, advantage=1.0) for r in rows(3)]
     data[0].behaviour[0] = -95.0
     one = trainer(tiny_model, loss=entry(LOSSES, name))

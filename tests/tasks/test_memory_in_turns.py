@@ -128,10 +128,12 @@ def take_turns(model: Path, folder: Path, device: SharedDevice, *, turns: bool) 
             engine.interrupt([TrajectoryId(version)])
 
 
-def test_neither_has_memory_in_the_others_turn(tiny_model: Path, tmp_path: Path, others: set[int]) -> None:
+def test_trainer_and_engine_in_turns_stay_within_the_memory_of_one(
+    tiny_model: Path, tmp_path: Path, others: set[int]
+) -> None:
     take_turns(tiny_model, tmp_path, SharedDevice(limit_of(tiny_model), others), turns=True)
 
 
-def test_without_sleep_the_limit_is_broken(tiny_model: Path, tmp_path: Path, others: set[int]) -> None:
+def test_without_sleep_the_memory_limit_is_exceeded(tiny_model: Path, tmp_path: Path, others: set[int]) -> None:
     with pytest.raises(AssertionError, match="the limit is"):
         take_turns(tiny_model, tmp_path, SharedDevice(limit_of(tiny_model), others), turns=False)

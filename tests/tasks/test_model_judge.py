@@ -88,7 +88,7 @@ def test_the_last_score_of_the_reply_is_the_reward(
     assert (body["model"], body["temperature"]) == ("a-model", 0)
 
 
-def test_a_conversation_is_shown_as_its_texts(server: Server) -> None:
+def test_a_conversation_is_shown_to_the_judge_as_text(server: Server) -> None:
     messages = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "3"}]
     judge(server)("2", {"prompt": [*messages, {"role": "user", "content": "Sure?"}]})
     assert server.bodies[0]["messages"][0]["content"] == "Is 2 the answer to 1 + 1\n3\nSure??"
@@ -103,7 +103,7 @@ def test_a_conversation_is_shown_as_its_texts(server: Server) -> None:
         (503, "no reply of a-model: HTTP 503 Service Unavailable"),
     ],
 )
-def test_without_a_score_there_is_an_error_and_no_reward(server: Server, reply: str | int, says: str) -> None:
+def test_a_reply_without_a_score_is_an_error(server: Server, reply: str | int, says: str) -> None:
     server.replies = [reply]
     with pytest.raises(JudgeError, match=re.escape(says)):
         judge(server)("2", {"prompt": "1 + 1"})
@@ -111,18 +111,18 @@ def test_without_a_score_there_is_an_error_and_no_reward(server: Server, reply: 
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_busy_server_is_asked_again(server: Server, status: int) -> None:
+def test_calls_are_retried_while_the_server_is_busy(server: Server, status: int) -> None:
     server.replies = [status, status, "1"]
     assert judge(server)("2", {"prompt": "1 + 1"})[0] == 1.0
 
 
-def test_a_server_that_is_not_there_is_an_error(server: Server) -> None:
+def test_an_unreachable_server_is_an_error(server: Server) -> None:
     server.close()
     with pytest.raises(JudgeError, match=r"no reply of a-model: .*refused"):
         judge(server)("2", {"prompt": "1 + 1"})
 
 
-def test_a_question_is_asked_once_and_by_all_who_share_a_cache(server: Server, tmp_path: Path) -> None:
+def test_replies_are_cached_and_shared_by_judges_with_one_cache(server: Server, tmp_path: Path) -> None:
     server.replies = ["0", "1"]
     first = judge(server, cache=str(tmp_path / "replies"))
     assert [first(answer, {"prompt": "p"})[0] for answer in ("a", "a", "b")] == [0.0, 0.0, 1.0]
@@ -133,7 +133,7 @@ def test_a_question_is_asked_once_and_by_all_who_share_a_cache(server: Server, t
     assert len(server.bodies) == 3, "another request"
 
 
-def test_a_failed_call_is_not_kept(server: Server, tmp_path: Path) -> None:
+def test_a_failed_call_is_not_cached(server: Server, tmp_path: Path) -> None:
     server.replies = [400, "1"]
     scores = judge(server, cache=str(tmp_path))
     with pytest.raises(JudgeError):
@@ -141,7 +141,7 @@ def test_a_failed_call_is_not_kept(server: Server, tmp_path: Path) -> None:
     assert scores("a", {"prompt": "p"})[0] == 1.0
 
 
-def test_calls_keep_to_the_limit(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_respect_the_rate_limit(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     now, starts = [100.0], []
     monkeypatch.setattr(model_judge.time, "monotonic", lambda: now[0])
 
@@ -157,7 +157,7 @@ def test_calls_keep_to_the_limit(server: Server, monkeypatch: pytest.MonkeyPatch
     assert starts == [100.0, 102.0, 104.0, 106.0]
 
 
-def test_the_key_is_that_of_the_environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_read_from_the_environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     judge(server, key="JUDGE_KEY")("a", {"prompt": "p"})
     judge(server)("a", {"prompt": "p"})
@@ -168,12 +168,12 @@ def test_the_key_is_that_of_the_environment(server: Server, monkeypatch: pytest.
     ("settings", "says"),
     [({"low": 1}, "high = 1 is not above low = 1"), ({"pattern": r"\d"}, "has no group; put the score in parentheses")],
 )
-def test_settings_that_give_no_score_are_refused(settings: dict[str, Any], says: str) -> None:
+def test_settings_that_cannot_give_a_score_are_rejected(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
         Judge("http://127.0.0.1:1/v1", "a-model", QUESTION, **settings)
 
 
-def test_in_a_run_a_failure_is_an_error_of_that_response(server: Server, tmp_path: Path) -> None:
+def test_a_judge_failure_in_a_run_is_an_error_of_its_response(server: Server, tmp_path: Path) -> None:
     """In the process that scores a run's responses, with the page's example."""
     page = Path("docs/extending.md").read_text().split("## A judge model as a reward\n")[1]
     code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]

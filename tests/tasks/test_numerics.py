@@ -63,7 +63,7 @@ def advantages(name: str, rewards: Any, valid: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ADVANTAGES.names)
-def test_advantages_equal_the_naive_ones(name: str) -> None:
+def test_advantages_match_a_naive_implementation(name: str) -> None:
     rng = np.random.default_rng(5)
     rewards = rng.normal(size=(5, 4))
     valid = rng.random((5, 4)) > 0.2
@@ -74,14 +74,14 @@ def test_advantages_equal_the_naive_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ADVANTAGES.names)
-def test_rewards_that_hardly_differ_have_the_naive_advantages_too(name: str) -> None:
+def test_advantages_of_nearly_equal_rewards_match_a_naive_implementation(name: str) -> None:
     """Their deviation is as small as what is added to it, so that nothing is divided by almost 0."""
     rewards, valid = np.array([[1e-6, -1e-6, 0.0], [3e-6, -1e-6, 1e-6]]), np.ones((2, 3), bool)
     expected = naive_advantages(name, rewards.tolist(), valid.tolist())
     np.testing.assert_allclose(advantages(name, rewards, valid), expected, rtol=1e-6, atol=1e-15)
 
 
-def test_equal_rewards_give_no_advantage() -> None:
+def test_equal_rewards_have_zero_advantage() -> None:
     for name in ADVANTAGES.names:
         assert not advantages(name, np.full((2, 4), 0.7), np.ones((2, 4), bool)).any()
         # 0.1 + 0.2 is not 0.3 in binary, and neither is the mean of three times 0.1 equal to 0.1.
@@ -90,7 +90,7 @@ def test_equal_rewards_give_no_advantage() -> None:
         assert not advantages(name, np.asarray([[0.3, 0.1 + 0.2, 0.9]]), np.asarray([[True, True, False]])).any()
 
 
-def test_groups_of_one_train_where_the_estimator_needs_no_group() -> None:
+def test_estimators_without_group_comparison_accept_groups_of_one() -> None:
     alone = [name for name in ADVANTAGES.names if not ADVANTAGES.find(name).compares_members]
     assert alone == ["reinforce_plus_plus", "none"]
     for name in set(alone) - {"none"}:
@@ -124,7 +124,7 @@ def groups(members: list[Row], size: int) -> list[Row]:
 
 
 @pytest.mark.parametrize("budget", [1, 30, 64, 10_000])
-def test_microbatches_hold_every_row_once_within_the_budget(budget: int) -> None:
+def test_microbatches_contain_each_row_once_within_the_budget(budget: int) -> None:
     data = rows(17)
     batches = microbatches(data, list(range(17)), np.ones(17, np.float32), budget)
     assert sorted(i for b in batches for i in b.rows) == list(range(17))
@@ -136,7 +136,7 @@ def test_microbatches_hold_every_row_once_within_the_budget(budget: int) -> None
             np.testing.assert_array_equal(batch.behaviour[k][picked], data[i].behaviour)
 
 
-def test_minibatches_split_everything_nearly_evenly() -> None:
+def test_minibatches_split_rows_evenly() -> None:
     parts = minibatches(10, 4, np.random.default_rng(0))
     assert sorted(int(i) for p in parts for i in p) == list(range(10))
     assert {len(p) for p in parts} == {2, 3}
@@ -155,7 +155,7 @@ def test_token_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", AGGREGATION_NAMES)
-def test_a_row_without_sampled_tokens_is_no_token_of_the_mean(name: str) -> None:
+def test_rows_without_sampled_tokens_do_not_change_the_mean(name: str) -> None:
     losses = [[1.0, 2.0], [], [3.0, 4.0, 5.0, 6.0], []]
     expected = {"token_mean": 21 / 6, "sequence_mean": (1.5 + 4.5) / 4, "constant_length": 21 / (4 * 8)}[name]
     weights = token_weights(name, [2, 0, 4, 0], 8)
@@ -176,7 +176,7 @@ def test_empty_responses_train_like_rows_without_a_gradient(tiny_model: Any) -> 
 
 
 @pytest.mark.parametrize("name", LOSSES.names)
-def test_a_token_without_a_finite_stored_logprob_is_dropped_and_counted(tiny_model: Any, name: str) -> None:
+def test_tokens_with_a_non_finite_stored_logprob_are_dropped_and_counted(tiny_model: Any, name: str) -> None:
     """It trains as if an environment had given it, whichever the loss."""
     data = groups(rows(6), 2)
     knobs = {"loss": entry(LOSSES, name), "aggregation": "constant_length"}
@@ -196,7 +196,7 @@ def test_a_token_without_a_finite_stored_logprob_is_dropped_and_counted(tiny_mod
             torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
-def test_a_dropped_token_counts_in_the_mean_over_tokens(tiny_model: Any) -> None:
+def test_dropped_tokens_count_in_the_token_mean(tiny_model: Any) -> None:
     data = rows(3)
     sampled, behaviour = data[1].sampled.copy(), data[1].behaviour.copy()
     sampled[1], behaviour[1] = False, math.nan
@@ -242,7 +242,7 @@ def test_padding_and_packing_do_not_change_the_gradient(tiny_model: Any) -> None
         torch.testing.assert_close(flat, results[0][2], atol=2e-4, rtol=1e-3)
 
 
-def test_a_trainer_goes_on_from_its_resume_point_as_if_it_had_never_stopped(tiny_model: Any, tmp_path: Any) -> None:
+def test_a_trainer_resumed_from_a_resume_point_repeats_the_next_step(tiny_model: Any, tmp_path: Any) -> None:
     from staleflow.stores.errors import StoreError
 
     data = rows(8)
@@ -260,7 +260,7 @@ def test_a_trainer_goes_on_from_its_resume_point_as_if_it_had_never_stopped(tiny
         other.load_state(tmp_path / "state")
 
 
-def test_a_resume_point_that_is_written_after_the_next_step_is_of_the_moment_it_was_begun(
+def test_a_resume_point_written_late_has_the_state_of_its_step(
     tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread may run as late as it likes: what it writes is a copy that no step changes."""
@@ -285,7 +285,7 @@ def test_a_resume_point_that_is_written_after_the_next_step_is_of_the_moment_it_
         assert torch.equal(a, b)
 
 
-def test_rows_without_gradient_still_count_in_the_denominator(tiny_model: Any) -> None:
+def test_rows_without_gradient_count_in_the_denominator(tiny_model: Any) -> None:
     data = rows(6)
     muted = [replace(r, advantage=0.0, staleness=0) for r in data]
     alone = trainer(tiny_model).step(0, data[:3])
@@ -295,7 +295,7 @@ def test_rows_without_gradient_still_count_in_the_denominator(tiny_model: Any) -
     assert together["grad_norm"] == pytest.approx(alone["grad_norm"] * share, rel=1e-4)
 
 
-def test_a_step_without_fresh_rows_has_no_mismatch(tiny_model: Any) -> None:
+def test_a_step_without_fresh_rows_has_no_mismatch_metrics(tiny_model: Any) -> None:
     """Stored logprobs can be compared only where the weights are those that sampled: 0 would claim that they agree."""
     fresh = [replace(row, staleness=0) for row in rows(3)]
     names = {"mismatch_mean", "mismatch_max", "kl_rollout"}
@@ -304,7 +304,7 @@ def test_a_step_without_fresh_rows_has_no_mismatch(tiny_model: Any) -> None:
     assert not names & trainer(tiny_model).step(0, [replace(row, staleness=1) for row in fresh]).keys()
 
 
-def test_recomputed_logprobs_are_at_the_sampling_temperature(tiny_model: Any) -> None:
+def test_recomputed_logprobs_use_the_sampling_temperature(tiny_model: Any) -> None:
     (row,) = rows(1)
     one = trainer(tiny_model, temperature=2.0)
     (batch,) = microbatches([row], [0], np.ones(1, np.float32), 1000)
@@ -336,7 +336,7 @@ def test_learning_rate_schedule(tiny_model: Any) -> None:
     assert [longer.learning_rate(s) for s in range(14)] == [*rates, rates[12]]
 
 
-def test_a_linear_schedule_ends_where_it_is_told(tiny_model: Any) -> None:
+def test_linear_and_cosine_schedules_end_at_the_floor(tiny_model: Any) -> None:
     one = trainer(tiny_model, schedule="linear", warmup_steps=2, num_steps=12, schedule_floor=0.25)
     rates = [one.learning_rate(s) for s in range(15)]
     assert rates[:3] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3])
@@ -346,7 +346,7 @@ def test_a_linear_schedule_ends_where_it_is_told(tiny_model: Any) -> None:
     assert lowest.learning_rate(4) == pytest.approx(0.0)
 
 
-def test_another_epoch_goes_over_the_batch_again_with_the_proximal_policy_of_the_first(tiny_model: Any) -> None:
+def test_later_epochs_use_the_proximal_policy_of_the_first(tiny_model: Any) -> None:
     data = rows(8)
 
     def weights(name: str, epochs: int, steps: int, proximal: Any = None) -> torch.Tensor:
@@ -365,7 +365,7 @@ def test_another_epoch_goes_over_the_batch_again_with_the_proximal_policy_of_the
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "decoupled_ppo"])
-def test_a_step_of_one_update_makes_no_pass_more_than_it_needs(tiny_model: Any, name: str) -> None:
+def test_a_step_of_one_update_reuses_its_forward_pass(tiny_model: Any, name: str) -> None:
     """The pass that trains a row is one before the step: it gives the proximal policy, and what the stored logprobs are
     compared with. The step is the same as with a pass of its own."""
     data = [replace(row, advantage=0.0) if i in (2, 5) else row for i, row in enumerate(rows(8))]
@@ -398,7 +398,7 @@ def test_a_non_finite_gradient_changes_no_weights(tiny_model: Any) -> None:
     assert torch.equal(before, torch.cat([p.detach().flatten() for p in one.model.parameters()]))
 
 
-def test_fewer_rows_than_minibatches_are_a_minibatch_each() -> None:
+def test_fewer_rows_than_minibatches_give_one_row_per_minibatch() -> None:
     parts = minibatches(2, 3, np.random.default_rng(0))
     assert sorted(int(i) for part in parts for i in part) == [0, 1]
     assert [len(part) for part in parts] == [1, 1]

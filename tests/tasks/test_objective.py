@@ -45,7 +45,7 @@ def reference_of(tokens: Tokens, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_penalty_in_the_loss_is_added_token_by_token(estimator: str) -> None:
+def test_kl_penalty_in_the_loss_is_added_per_token(estimator: str) -> None:
     tokens = drawn(1)
     reference = reference_of(tokens, 2)
     with_penalty = objective(coefficient=0.3, estimator=estimator)
@@ -62,7 +62,7 @@ def test_a_penalty_in_the_loss_is_added_token_by_token(estimator: str) -> None:
 
 @pytest.mark.parametrize("name", ["ppo_clip", "decoupled_ppo"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_penalty_in_the_reward_is_paid_by_what_led_to_it(estimator: str, name: str) -> None:
+def test_kl_penalty_in_the_reward_is_charged_to_the_token_and_those_before_it(estimator: str, name: str) -> None:
     """By the token itself and all sampled before it; the policy it is of is the loss's old one, so without gradient."""
     tokens = drawn(3)
     reference = reference_of(tokens, 4)
@@ -82,7 +82,7 @@ def test_a_penalty_in_the_reward_is_paid_by_what_led_to_it(estimator: str, name:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_estimates_far_off_pull_back(estimator: str) -> None:
+def test_extreme_kl_estimates_have_gradients_toward_the_reference(estimator: str) -> None:
     """Towards the reference from wherever the policy is above it; far below it, where a token is hardly ever sampled,
     k3 is cut, since it grows without limit."""
     logprobs = torch.tensor([[-1.0, -200.0, -1.0]], requires_grad=True)
@@ -95,13 +95,13 @@ def test_estimates_far_off_pull_back(estimator: str) -> None:
     assert gradient.isfinite().all()
 
 
-def test_an_estimate_far_below_the_reference_is_at_most_ten() -> None:
+def test_kl_estimate_far_below_the_reference_is_at_most_ten() -> None:
     """One token at -18 nats was a penalty of 3e6, and a batch's loss with it; verl, ROLL and slime cut at 10 too."""
     result = penalty("k3", torch.tensor([[-18.0, -3.0, -30.0]]), torch.tensor([[-0.5, -1.0, -2.0]]))
     assert result.tolist() == [[10.0, pytest.approx(math.exp(2) - 3), 10.0]]
 
 
-def test_a_square_penalty_holds_a_policy_however_far_it_is() -> None:
+def test_a_square_penalty_bounds_an_extreme_policy() -> None:
     """With tau = .1 and an advantage of -3.75 it comes to rest at 37 nats."""
     logprobs = torch.tensor([[-30.0, -36.0, -40.0]], requires_grad=True)
     zeros = torch.zeros(1, 3)
@@ -113,7 +113,7 @@ def test_a_square_penalty_holds_a_policy_however_far_it_is() -> None:
     assert (gradient < 0).tolist() == [[False, False, True]]
 
 
-def test_the_entropy_of_a_model_that_rules_tokens_out_is_a_number() -> None:
+def test_entropy_is_finite_for_logits_of_minus_infinity() -> None:
     logits = torch.tensor([[0.0, 1.0, -torch.inf]], requires_grad=True)
     result = target_logprobs(logits, torch.tensor([1]), entropy=True)
     expected = torch.distributions.Categorical(logits=logits.detach()[:, :2]).entropy()
@@ -122,7 +122,7 @@ def test_the_entropy_of_a_model_that_rules_tokens_out_is_a_number() -> None:
     assert gradient.isfinite().all()
 
 
-def test_entropy_is_subtracted_with_its_gradient() -> None:
+def test_entropy_bonus_is_subtracted_with_its_gradient() -> None:
     tokens = drawn(5)
     entropy = torch.rand(tokens.sampled.shape, dtype=torch.float64).requires_grad_()
     bonus = Objective.of(TrainingConfig(loss=PpoClip(), entropy_bonus=0.2))
@@ -133,7 +133,7 @@ def test_entropy_is_subtracted_with_its_gradient() -> None:
     assert torch.equal(entropy.grad, torch.full_like(entropy, -0.2))
 
 
-def test_what_is_not_proportional_to_the_advantage_trains_every_row_whose_reward_is_known() -> None:
+def test_regularized_objectives_train_rows_with_zero_advantage() -> None:
     none, failed = (replace(r, advantage=0.0, trained=t) for r, t in zip(rows(2), (True, False), strict=True))
     plain = TrainingConfig(loss=PpoClip())
     assert not Objective.of(plain).trains(none)
@@ -159,7 +159,7 @@ def test_only_a_penalty_in_the_reward_makes_a_loss_depend_on_other_tokens(
     assert whole.needs_reference is (coefficient > 0)
 
 
-def test_tokens_without_a_finite_stored_logprob_are_as_given_ones() -> None:
+def test_tokens_with_a_non_finite_stored_logprob_become_unsampled() -> None:
     tokens = drawn(6)
     place = tuple(map(int, np.argwhere(tokens.sampled.numpy())[1]))
     for stored in (math.inf, -math.inf, math.nan):
@@ -206,7 +206,7 @@ def by_hand(model: Any, data: Any, value: Any) -> torch.Tensor:
     return flat_gradient(model)
 
 
-def test_the_gradient_of_the_entropy_bonus_is_that_of_the_sampled_tokens_one_by_one(tiny_model: Path) -> None:
+def test_entropy_bonus_gradient_matches_per_token_passes(tiny_model: Path) -> None:
     data = rows_of_many_turns()
     one = additions(tiny_model, data, entropy_bonus=0.5)
     expected = by_hand(trainer(tiny_model).model, data, lambda every, *_: 0.5 * (every.exp() * every).sum())
@@ -214,7 +214,7 @@ def test_the_gradient_of_the_entropy_bonus_is_that_of_the_sampled_tokens_one_by_
     torch.testing.assert_close(flat_gradient(one.model), expected, rtol=1e-3, atol=2e-6)
 
 
-def test_the_entropy_of_a_batch_is_that_of_its_distributions_at_the_temperature(tiny_model: Path) -> None:
+def test_batch_entropy_matches_the_distributions_at_the_temperature(tiny_model: Path) -> None:
     (row,) = rows(1)
     one = trainer(tiny_model, temperature=2.0)
     (batch,) = microbatches([row], [0], np.ones(1, np.float32), 1000)
@@ -226,9 +226,7 @@ def test_the_entropy_of_a_batch_is_that_of_its_distributions_at_the_temperature(
 
 
 @pytest.mark.parametrize("reference", ["base", "other"])
-def test_the_gradient_of_a_penalty_is_that_of_the_sampled_tokens_one_by_one(
-    reference: str, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_kl_penalty_gradient_matches_per_token_passes(reference: str, tiny_model: Path, tmp_path: Path) -> None:
     """Of a policy that has moved from its reference: the base weights, or those of a checkpoint."""
     data = rows_of_many_turns()
     other = trainer(tiny_model, seed=3)
@@ -270,7 +268,7 @@ class Records(Nothing):
 
 
 @pytest.mark.parametrize("budget", [1, 10_000])
-def test_given_tokens_and_padding_pay_no_penalty(budget: int, tiny_model: Path) -> None:
+def test_env_tokens_and_padding_pay_no_penalty(budget: int, tiny_model: Path) -> None:
     data = rows_of_many_turns()
     one = trainer(tiny_model, kl=KlConfig(coefficient=0.5, place="reward"), microbatch_tokens=budget)
     loss = Records()
@@ -289,7 +287,7 @@ def test_given_tokens_and_padding_pay_no_penalty(budget: int, tiny_model: Path) 
         assert any(len(f) == len(e) and f == pytest.approx(e, rel=1e-4, abs=1e-5) for f in results)
 
 
-def test_the_advantage_of_distillation_is_the_teachers_logprob_less_the_students_token_by_token(
+def test_the_distillation_advantage_is_the_teacher_logprob_minus_the_student_logprob(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """Added to that of the reward; the teacher's from plain passes over each row alone, so that logprobs of the token
@@ -315,7 +313,7 @@ def test_the_advantage_of_distillation_is_the_teachers_logprob_less_the_students
         assert any(len(f) == len(e) and f == pytest.approx(e, rel=1e-4, abs=1e-5) for f in results)
 
 
-def test_a_teacher_that_is_the_student_changes_nothing(tiny_model: Path) -> None:
+def test_distillation_from_the_policy_itself_changes_nothing(tiny_model: Path) -> None:
     """Not even by rounding: both logprobs are of the same pass."""
     data = [replace(r, advantage=0.0) for r in rows(6)]
     kl = KlConfig(coefficient=1.0, estimator="k1", place="advantage", reference=str(tiny_model))
@@ -373,7 +371,7 @@ def sampled_rows(model: Any, count: int, length: int, seed: int) -> list[Row]:
     ]  # fmt: skip
 
 
-def test_a_policy_that_is_its_reference_pays_nothing_and_the_reference_stays(tiny_model: Path) -> None:
+def test_a_policy_equal_to_its_reference_pays_no_penalty(tiny_model: Path) -> None:
     data = [replace(r, advantage=0.0) for r in rows(4)]
     one = trainer(tiny_model, kl=KlConfig(coefficient=1.0), loss=PpoClip())
     before = [p.clone() for p in one.reference.model.parameters()]
@@ -386,7 +384,7 @@ def test_a_policy_that_is_its_reference_pays_nothing_and_the_reference_stays(tin
 
 
 @pytest.mark.parametrize("difference", ["swapped tokens", "fewer rows"])
-def test_a_reference_of_other_tokens_is_one_line(difference: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_reference_with_another_vocabulary_is_rejected(difference: str, tiny_model: Path, tmp_path: Path) -> None:
     """Vocabularies of one size, too: what counts is which token has which id. More rows than tokens do no harm."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -22,11 +22,11 @@ from tests.stores.store_conformance import ended, record
 NONE = Overlong(tokens=0, penalty=1.0, max_length=50)
 
 
-def test_the_worked_example() -> None:
+def test_the_docstring_example_is_correct() -> None:
     assert doctest.testmod(advantage).failed == 0
 
 
-def test_the_penalty_grows_over_the_last_tokens_up_to_the_limit() -> None:
+def test_overlong_penalty_grows_over_the_last_tokens_up_to_the_limit() -> None:
     lengths = np.arange(60)
     result = Overlong(tokens=20, penalty=0.5, max_length=50).penalties(lengths)
     expected = [0.0 if n <= 30 else 0.5 if n > 50 else 0.5 * (n - 30) / 20 for n in range(60)]
@@ -34,7 +34,7 @@ def test_the_penalty_grows_over_the_last_tokens_up_to_the_limit() -> None:
     assert not NONE.penalties(lengths).any()
 
 
-def test_long_responses_lose_advantage_and_keep_their_reward() -> None:
+def test_overlong_penalty_changes_the_advantage_and_not_the_reward() -> None:
     rng = np.random.default_rng(0)
     batch = []
     for i, length in enumerate((5, 40, 45, 50)):
@@ -49,7 +49,7 @@ def test_long_responses_lose_advantage_and_keep_their_reward() -> None:
     assert not any(e.advantage for e in consumed_rows(1, batch, 4, DrGrpo(), NONE))
 
 
-def test_advantages_of_new_rewards_have_the_same_penalty(tmp_path: Path) -> None:
+def test_advantages_of_new_rewards_include_the_overlong_penalty(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text("[model]\npath = 'x'\n[batch]\ngroup_size = 2\n[rollout]\nmax_new_tokens = 16\n")
     config = load(tmp_path / "job.toml", ("training.overlong_tokens=12", "training.advantage=dr_grpo"))
     header = dataclasses.replace(actor_settings.run_header(config), groups_per_step=2, members_started=2)

@@ -117,7 +117,7 @@ def results(job: Path, *turns: str) -> list[list[str]]:
     return [[message.content for message in answer.messages] for answer in answers]
 
 
-def test_a_function_becomes_a_tool_with_the_schema_of_its_arguments(job: Path) -> None:
+def test_load_tool_derives_the_schema_from_the_function_signature(job: Path) -> None:
     tool = load_tool(f"{job.parent}/mine.py:lookup")
     assert (tool.name, tool.description) == ("lookup", "Looks a word up.\n\nIn a list, if one is given.")
     assert tool.parameters == {
@@ -136,7 +136,7 @@ def test_a_function_becomes_a_tool_with_the_schema_of_its_arguments(job: Path) -
     assert received[1]["function"]["parameters"] == tool.parameters
 
 
-def test_tools_are_called_each_time_in_a_new_process(job: Path) -> None:
+def test_each_tool_call_runs_in_a_new_process(job: Path) -> None:
     first, second, third = results(
         job,
         call("lookup", word="a", among=["b"], kind="verb") + "<lookup>x y</lookup>",
@@ -160,7 +160,7 @@ def test_tools_are_called_each_time_in_a_new_process(job: Path) -> None:
     ]
 
 
-def test_failures_and_hangs_of_a_tool_are_told_to_the_model(job: Path) -> None:
+def test_tool_failures_and_timeouts_are_reported_to_the_model(job: Path) -> None:
     ways = ("exit", "leave", "greedy", "odd", "nan", "half", "none")
     failed, hung, long = results(
         job, "".join(call("breaks", how=how) for how in ways), call("hangs", what=""), "<breaks>long</breaks>"
@@ -193,7 +193,7 @@ def test_failures_and_hangs_of_a_tool_are_told_to_the_model(job: Path) -> None:
         ("mine.py:Thing", "a tool is a function, def or async def, not type"),
     ],
 )
-def test_what_is_no_tool_is_one_line_before_the_run(job: Path, tool: str, message: str) -> None:
+def test_an_invalid_tool_is_rejected_before_the_run(job: Path, tool: str, message: str) -> None:
     made = actor_settings.episode_settings(
         loading.load(job, (f'environment.tools=["calculator", "{job.parent}/{tool}"]',))
     )
@@ -210,9 +210,7 @@ def test_what_is_no_tool_is_one_line_before_the_run(job: Path, tool: str, messag
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_files_of_tools_travel_with_a_job_and_its_folder(
-    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tool_files_are_packed_with_the_job(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     here = loading.load(job, ('environment.tools=["mine.py:slow", "calculator", "mine.py:lookup"]',))
     config = user_files.with_absolute_paths(here)

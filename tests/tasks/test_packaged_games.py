@@ -69,7 +69,7 @@ def refusal(source: str, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", ["textarena", "gymnasium", "skyrl_gym"])
-def test_a_package_that_is_not_installed_is_one_line(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_gives_a_one_line_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     made = settings(f"{kind}:Anything")
     with pytest.raises(
@@ -93,7 +93,7 @@ def test_a_game_of_textarena() -> None:
 @pytest.mark.parametrize(
     ("game", "turns"), [("Countdown", ["[zq]", "[0 1 +]"]), ("Slitherlink", ["[zq]"]), ("2048", ["[zq]", "[up]"])]
 )
-def test_games_of_textarena_do_not_repeat_the_action(game: str, turns: list[str]) -> None:
+def test_textarena_observations_do_not_repeat_the_action(game: str, turns: list[str]) -> None:
     """The first two have the fields of what they repeat in another order."""
     pytest.importorskip("textarena")
     _, answers = played(settings(f"textarena:{game}-v0"), turns)
@@ -101,7 +101,7 @@ def test_games_of_textarena_do_not_repeat_the_action(game: str, turns: list[str]
     assert messages and all(messages) and not any("[zq]" in text and len(text) < 10 for text in messages)
 
 
-def test_what_textarena_does_not_have_is_one_line() -> None:
+def test_unsuitable_textarena_games_give_a_one_line_error() -> None:
     pytest.importorskip("textarena")
     assert "textarena has no game 'GuesTheNumber-v0'; did you mean GuessTheNumber-v0?" in refusal(
         "textarena:GuesTheNumber-v0"
@@ -141,13 +141,13 @@ def test_games_of_gymnasium() -> None:
     assert answers[2].messages[0].content.startswith("That is no action.")
 
 
-def test_what_gymnasium_cannot_make_or_write_is_one_line() -> None:
+def test_unsuitable_gymnasium_environments_give_a_one_line_error() -> None:
     pytest.importorskip("gymnasium")
     assert "cannot be made with task.options = {}: NameNotFound" in refusal("gymnasium:FrozenLak-v1")
     assert "TypeError" in refusal("gymnasium:CartPole-v1", level=3)
 
 
-def test_spaces_are_text_or_refused() -> None:
+def test_spaces_are_rendered_as_text_or_rejected() -> None:
     gymnasium = pytest.importorskip("gymnasium")
     import numpy as np
 

@@ -78,12 +78,12 @@ def num_bytes(packed: RowArrays) -> int:
 
 
 @given(LENGTHS)
-def test_rows_survive_being_packed_for_travel(lengths: list[tuple[int, list[int]]]) -> None:
+def test_rows_survive_packing(lengths: list[tuple[int, list[int]]]) -> None:
     data = consumed(lengths)
     assert all(same(a, Row.of(b)) for a, b in zip(RowArrays.of(data).rows(), data, strict=True))
 
 
-def test_a_tokens_lag_is_of_the_version_that_sampled_it() -> None:
+def test_lag_of_a_token_is_that_of_its_version() -> None:
     (row,) = consumed([(3, [2])])
     spans = (
         row.trajectory.segments[0],
@@ -105,7 +105,7 @@ def test_a_tokens_lag_is_of_the_version_that_sampled_it() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.integers(1, 2000))
-def test_a_batch_in_parts_is_the_batch_and_no_part_is_larger_than_a_message(
+def test_a_batch_in_parts_keeps_all_rows_within_the_message_size(
     lengths: list[tuple[int, list[int]]], most_bytes: int
 ) -> None:
     data = consumed(lengths)
@@ -118,7 +118,7 @@ def test_a_batch_in_parts_is_the_batch_and_no_part_is_larger_than_a_message(
     assert all(same(a, Row.of(b)) for a, b in zip(got, data, strict=True))
 
 
-async def test_the_trainer_asks_for_rows_until_it_has_all(tmp_path: Path) -> None:
+async def test_fetch_requests_rows_until_the_batch_is_complete(tmp_path: Path) -> None:
     data = consumed([(3, [5]), (4, [40]), (2, [1, 2]), (9, [9])])
     requests: list[int] = []
 
@@ -144,7 +144,7 @@ async def test_the_trainer_asks_for_rows_until_it_has_all(tmp_path: Path) -> Non
     assert all(same(a, Row.of(b)) for a, b in zip(weights.rows, data, strict=True))
 
 
-async def test_a_stored_step_is_sent_in_parts_from_one_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stored_step_is_read_once_and_sent_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_batches, "message_end", lambda rows, first: message_end(rows, first, 220))
     rows = [replace(row, step=0) for row in consumed([(3, [5]), (4, [40]), (2, [1, 2]), (9, [9])])]
     store = VersionedStore.create(
@@ -175,7 +175,7 @@ async def test_a_stored_step_is_sent_in_parts_from_one_reading(tmp_path: Path, m
     assert all(same(a, Row.of(b)) for a, b in zip(parts, rows, strict=True))
 
 
-async def test_the_batch_of_a_step_is_made_once_unless_the_step_was_undone(tmp_path: Path, monkeypatch: Any) -> None:
+async def test_the_batch_of_a_step_is_cached_until_the_step_is_undone(tmp_path: Path, monkeypatch: Any) -> None:
     made: list[int] = []
     monkeypatch.setattr(step_batches, "consumed_rows", lambda step, *_: made.append(step) or [])
     monkeypatch.setattr(step_batches, "batch_metrics", lambda *_: {})
@@ -192,7 +192,7 @@ async def test_the_batch_of_a_step_is_made_once_unless_the_step_was_undone(tmp_p
     assert made == [0, 0]
 
 
-def test_a_batch_larger_than_a_message_is_fetched_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_larger_than_a_message_is_fetched_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_batches, "message_end", lambda rows, first: message_end(rows, first, 220))
     run = Body(tmp_path).run()
     run.check()

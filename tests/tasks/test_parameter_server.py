@@ -114,7 +114,9 @@ class Host:
 
 
 @pytest.mark.parametrize("verb", ["prune", "ensure"])
-async def test_what_the_server_answers_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+async def test_replies_of_the_server_describe_files_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
     """A version has a path once its last byte is written, and old ones are gone when that is said."""
     source, target = RealHost(tmp_path / "a"), RealHost(tmp_path / "b")
     source.publish(4)
@@ -186,7 +188,7 @@ def after(count: int, fault: Fault) -> Fault:
 
 
 @pytest.mark.parametrize("size", [0, 1, PIECE - 1, PIECE, PIECE + 1, 100, 10 * PIECE])
-async def test_a_version_arrives_whole_and_is_read_once(tmp_path: Path, size: int) -> None:
+async def test_concurrent_fetches_of_a_version_read_it_once(tmp_path: Path, size: int) -> None:
     source, target = Host(tmp_path / "a", data_of(size)), Host(tmp_path / "b")
     result = await asyncio.gather(*(target.fetch(size, source) for _ in range(3)))
     assert result == [data_of(size)] * 3
@@ -201,7 +203,7 @@ async def test_a_version_arrives_whole_and_is_read_once(tmp_path: Path, size: in
 
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(0, 90), count=st.integers(0, 14), fault=st.sampled_from(FAULTS), again=st.booleans())
-def test_a_source_that_fails_at_any_piece_is_left_for_another(
+def test_a_fetch_continues_from_another_source_after_a_failure(
     tmp_path_factory: pytest.TempPathFactory, size: int, count: int, fault: Fault, again: bool
 ) -> None:
     """What had arrived is kept: together the sources hand on each byte once, but for the pieces on their way then."""
@@ -222,7 +224,7 @@ def test_a_source_that_fails_at_any_piece_is_left_for_another(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_source_that_recovers_within_the_deadline_is_asked_again(tmp_path: Path, fault: Fault) -> None:
+async def test_a_source_that_recovers_before_the_timeout_is_read_again(tmp_path: Path, fault: Fault) -> None:
     source, target = Host(tmp_path / "a", data_of(50)), Host(tmp_path / "b")
     source.fault = fault
 
@@ -236,9 +238,7 @@ async def test_a_source_that_recovers_within_the_deadline_is_asked_again(tmp_pat
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_when_nobody_hands_it_on_the_error_names_the_sources_and_nothing_is_left(
-    tmp_path: Path, fault: Fault
-) -> None:
+async def test_a_failed_fetch_names_its_sources_and_leaves_no_file(tmp_path: Path, fault: Fault) -> None:
     one, two, target = Host(tmp_path / "a", data_of(50)), Host(tmp_path / "b", data_of(50)), Host(tmp_path / "c")
     one.fault = two.fault = after(2, fault)
     with pytest.raises(TransferFailed, match=r"version 4 cannot be fetched: parameters-0 .*; parameters-1 "):
@@ -249,7 +249,7 @@ async def test_when_nobody_hands_it_on_the_error_names_the_sources_and_nothing_i
     assert await target.fetch(50, one, two) == data_of(50)
 
 
-async def test_a_host_hands_on_what_has_arrived_before_it_has_all(tmp_path: Path) -> None:
+async def test_a_host_serves_received_pieces_before_its_fetch_completes(tmp_path: Path) -> None:
     source, between, last = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b"), Host(tmp_path / "c")
 
     async def slowly(number: int, well: Callable[[], Awaitable[bytes | None]]) -> bytes | None:
@@ -267,7 +267,7 @@ async def test_a_host_hands_on_what_has_arrived_before_it_has_all(tmp_path: Path
     assert await between.server.bytes_read() == 70
 
 
-async def test_when_a_host_dies_those_behind_it_go_on_with_what_they_have(tmp_path: Path) -> None:
+async def test_hosts_behind_a_dead_host_resume_from_their_received_pieces(tmp_path: Path) -> None:
     source, between, last = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b"), Host(tmp_path / "c")
     source.fault = after(6, never_has_it)
     between.fault = after(5, dies)
@@ -285,7 +285,7 @@ async def test_without_a_source_a_fetch_fails_at_once(tmp_path: Path) -> None:
     assert asyncio.get_running_loop().time() == 0
 
 
-async def test_a_fetch_that_nobody_waits_for_reports_no_error(tmp_path: Path) -> None:
+async def test_the_error_of_an_abandoned_fetch_is_not_logged(tmp_path: Path) -> None:
     """Neither one that fails nor one that is cancelled: the next call fetches again."""
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
@@ -300,7 +300,7 @@ async def test_a_fetch_that_nobody_waits_for_reports_no_error(tmp_path: Path) ->
     assert reported == []
 
 
-async def test_how_far_it_is_is_told_while_it_comes(tmp_path: Path) -> None:
+async def test_fetch_progress_is_returned_while_a_version_arrives(tmp_path: Path) -> None:
     source, target = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b")
     source.fault = after(6, is_silent)
     answer = await target.server.ensure(V4, 70, (Source("one", source),))
@@ -309,7 +309,7 @@ async def test_how_far_it_is_is_told_while_it_comes(tmp_path: Path) -> None:
     await target.server.close()
 
 
-async def test_memory_that_is_full_is_not_the_sources_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_is_a_local_store_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b")
 
     def full(*_: Any) -> None:

@@ -60,7 +60,7 @@ def test_a_minibatch_has_whole_pairs() -> None:
 
 @pytest.mark.parametrize("budget", [1, 10_000])
 @pytest.mark.parametrize("turns", ["one", "many"])
-def test_loss_and_gradient_are_those_of_whole_responses(
+def test_dpo_loss_and_gradient_match_a_naive_implementation(
     budget: int, turns: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     """Far from the reference, where a wrong weight of a pair would show."""
@@ -77,7 +77,7 @@ def test_loss_and_gradient_are_those_of_whole_responses(
     torch.testing.assert_close(flat_gradient(one.model), flat_gradient(model), rtol=2e-3, atol=2e-6)
 
 
-def test_each_update_weighs_its_pairs_by_the_present_weights(tiny_model: Path) -> None:
+def test_each_update_weighs_its_pairs_by_the_current_weights(tiny_model: Path) -> None:
     """Of one pair, trained twice in a step: as in two steps."""
     data = [replace(row, advantage=float(i)) for i, row in enumerate(groups(rows(2), 2))]
     whole = trainer(tiny_model, loss=Dpo(beta=BETA), epochs=2, learning_rate=1e-2)

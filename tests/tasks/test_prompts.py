@@ -45,7 +45,7 @@ def rendered(prompts: Prompts, index: int = 0) -> str:
     return prompts.text(prompts.encode(prompts.task(index)))
 
 
-def test_texts_are_templated_and_tokenized_as_they_are(job: Path) -> None:
+def test_texts_are_templated_and_tokenized(job: Path) -> None:
     assert rendered(prompts_of(job, ["1+2"])) == "1+2"
     assert rendered(prompts_of(job, ["1+2"], "task.template=so {prompt} =")) == "so1+2="
 
@@ -63,7 +63,7 @@ def test_texts_and_messages_are_rendered_by_the_chat_template(job: Path) -> None
 
 
 @pytest.mark.usefixtures("templated")
-def test_each_of_several_sources_is_rendered_its_own_way(tiny_model: Path, tmp_path: Path) -> None:
+def test_each_source_is_rendered_with_its_settings(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": p, "answer": "0"}) + "\n" for p in "1234"))
     sources = {
@@ -81,7 +81,7 @@ def test_each_of_several_sources_is_rendered_its_own_way(tiny_model: Path, tmp_p
 
 
 @pytest.mark.usefixtures("templated")
-def test_what_cannot_be_rendered_is_one_line(job: Path) -> None:
+def test_prompts_that_cannot_be_rendered_give_a_one_line_error(job: Path) -> None:
     prompts = prompts_of(job, [MESSAGES[0]])
     with pytest.raises(ConfigError, match=r"^a prompt is a list of messages; set task\.chat = true: '0 \+ 0'\.\.\.$"):
         prompts.encode(prompts.task(0))
@@ -95,14 +95,14 @@ def test_what_cannot_be_rendered_is_one_line(job: Path) -> None:
         long.encode(long.task(0))
 
 
-def test_a_tokenizer_without_a_chat_template_is_one_line(job: Path) -> None:
+def test_a_missing_chat_template_gives_a_one_line_error(job: Path) -> None:
     prompts = prompts_of(job, ["1"], "task.chat=true")
     with pytest.raises(ConfigError, match=r"^task\.chat = true: the chat template fails on messages of user") as caught:
         prompts.encode(prompts.task(0))
     assert "\n" not in str(caught.value)
 
 
-def test_a_system_prompt_and_columns_count_as_what_is_trained_on(job: Path, tmp_path: Path) -> None:
+def test_system_prompt_and_columns_change_the_source_fingerprint(job: Path, tmp_path: Path) -> None:
     rows, other = tmp_path / "rows.jsonl", tmp_path / "other.jsonl"
     rows.write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": 2}\n')
     other.write_text('{"prompt": "c", "answer": 1}\n')
@@ -125,7 +125,7 @@ def test_a_system_prompt_and_columns_count_as_what_is_trained_on(job: Path, tmp_
     assert {part for part in before if before[part] != after[part]} == {"data"}
 
 
-def test_a_prompt_knows_its_row_of_the_data_set(job: Path) -> None:
+def test_a_task_has_the_row_of_its_dataset(job: Path) -> None:
     """Row 2 repeats the held-out row, so it is left out; with `longest`, row 1 is replaced."""
     rows = ["1+2", "1+2+3+4", "0", "5+6"]
     prompts = prompts_of(job, rows)

@@ -46,7 +46,7 @@ LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
 
 @given(lengths=LENGTHS, ranks=st.integers(1, 5), budget=st.integers(1, 200))
-def test_every_row_is_in_one_part_and_no_part_is_over_the_budget(lengths: list[int], ranks: int, budget: int) -> None:
+def test_every_row_is_in_one_part_within_the_budget(lengths: list[int], ranks: int, budget: int) -> None:
     batches = split_microbatches(lengths, ranks, budget)
     assert sorted(i for batch in batches for part in batch for i in part) == list(range(len(lengths)))
     for batch in batches:
@@ -59,7 +59,7 @@ def test_every_row_is_in_one_part_and_no_part_is_over_the_budget(lengths: list[i
 
 
 @given(lengths=LENGTHS, ranks=st.integers(2, 5), budget=st.integers(1, 200))
-def test_what_ranks_compute_at_the_same_time_takes_about_as_long(lengths: list[int], ranks: int, budget: int) -> None:
+def test_parts_of_the_ranks_take_about_equal_time(lengths: list[int], ranks: int, budget: int) -> None:
     """All have as many rows, but for one, and of neighbouring lengths: where one has a row more, that is the only
     reason for more tokens than the spread of the lengths."""
     for batch in split_microbatches(lengths, ranks, budget):
@@ -72,7 +72,7 @@ def test_what_ranks_compute_at_the_same_time_takes_about_as_long(lengths: list[i
 
 
 @given(lengths=st.lists(st.integers(1, 20), max_size=7), ranks=st.integers(1, 3), budget=st.integers(1, 60))
-def test_no_other_way_of_cutting_the_sorted_rows_takes_less_time(lengths: list[int], ranks: int, budget: int) -> None:
+def test_the_split_of_sorted_rows_is_optimal(lengths: list[int], ranks: int, budget: int) -> None:
     """Compared with all of them."""
     ordered, overhead = sorted(lengths), 7
 
@@ -183,7 +183,7 @@ def check_same(one: Trained, other: Trained) -> None:
     np.testing.assert_allclose(one.probe, other.probe, atol=1e-5)
 
 
-def test_two_ranks_train_as_one_does(tiny_model: Path) -> None:
+def test_two_ranks_train_as_one_rank(tiny_model: Path) -> None:
     """The fourth step has a single row, of which one rank has none."""
     job = training(tiny_model, (11, 8, 2, 1, 9), "decoupled_ppo", "token_mean")
     lead, other = in_group(2, train, job)
@@ -192,7 +192,7 @@ def test_two_ranks_train_as_one_does(tiny_model: Path) -> None:
     assert other.metrics == lead.metrics
 
 
-def test_two_ranks_train_as_one_does_with_all_that_an_objective_may_have(tiny_model: Path) -> None:
+def test_two_ranks_train_as_one_rank_with_kl_entropy_and_recomputation(tiny_model: Path) -> None:
     kl = KlConfig(coefficient=0.1, estimator="k3", place="loss")
     job = training(tiny_model, (7, 3), "gspo", "sequence_mean", kl=kl, epochs=2, entropy_bonus=0.01)
     again = replace(job.settings, training=replace(job.settings.training, recompute_activations=True))
@@ -202,7 +202,7 @@ def test_two_ranks_train_as_one_does_with_all_that_an_objective_may_have(tiny_mo
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("loss", LOSSES.names)
-def test_every_loss_and_aggregation_trains_the_same_on_any_number_of_ranks(
+def test_any_number_of_ranks_trains_alike_for_every_loss_and_aggregation(
     tiny_model: Path, loss: str, ranks: int
 ) -> None:
     for aggregation in AGGREGATION_NAMES:
@@ -221,7 +221,7 @@ def goes_on(model: Path) -> tuple[Training, Training, Training]:
     return whole, first, replace(last, settings=replace(last.settings, seed=5))
 
 
-def test_a_resume_point_is_gone_on_from_by_any_number_of_ranks(tiny_model: Path, tmp_path: Path) -> None:
+def test_any_number_of_ranks_may_load_a_resume_point(tiny_model: Path, tmp_path: Path) -> None:
     """What a group of two has written, and what one process has, in turn by the other."""
     whole, first, last = goes_on(tiny_model)
     expected = train(ALONE, whole)
@@ -233,7 +233,7 @@ def test_a_resume_point_is_gone_on_from_by_any_number_of_ranks(tiny_model: Path,
         check_same(again, replace(expected, metrics=expected.metrics[2:]))
 
 
-def test_offloaded_weights_train_as_others_do_and_are_gone_on_from_without(tiny_model: Path, tmp_path: Path) -> None:
+def test_offloaded_weights_train_and_resume_as_others(tiny_model: Path, tmp_path: Path) -> None:
     """One process, which is then a group of one, and two."""
     whole, first, last = goes_on(tiny_model)
     expected = train(ALONE, whole)
@@ -263,7 +263,7 @@ def seen_types(rank: Rank, job: Training) -> dict[str, Any]:
     return found | {"kept": kept.dtype, "gradient": kept.grad.dtype, "loss": metrics["loss"]}
 
 
-def test_blocks_are_gathered_in_bfloat16_and_kept_in_float32(tiny_model: Path) -> None:
+def test_blocks_are_gathered_in_bfloat16_and_stored_in_float32(tiny_model: Path) -> None:
     """What they add to is in float32, as in one process."""
     job = training(tiny_model, (11,), "ppo_clip", "token_mean")
     job = replace(job, settings=replace(job.settings, dtype="bfloat16"))
@@ -275,7 +275,7 @@ def test_blocks_are_gathered_in_bfloat16_and_kept_in_float32(tiny_model: Path) -
     assert one == {**several, "weight": torch.float32, "loss": one["loss"]}
 
 
-def test_ranks_train_in_bfloat16_as_one_process_does(tiny_model: Path) -> None:
+def test_ranks_train_in_bfloat16_as_one_process(tiny_model: Path) -> None:
     job = training(tiny_model, (11, 8, 9), "decoupled_ppo", "token_mean", learning_rate=1e-3)
     job = replace(job, settings=replace(job.settings, dtype="bfloat16"))
     several, one = in_group(2, train, job)[0], train(ALONE, job)
@@ -285,7 +285,7 @@ def test_ranks_train_in_bfloat16_as_one_process_does(tiny_model: Path) -> None:
     np.testing.assert_allclose(several.probe, one.probe, atol=2e-2)
 
 
-def test_a_model_becomes_float32_a_block_at_a_time(
+def test_a_model_is_cast_to_float32_block_by_block(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then its tensors are those of its file, of which a rank has no copy."""
@@ -323,7 +323,7 @@ def saved(rank: Rank, job: Training, folder: Path) -> None:
     trainer.close()
 
 
-def test_a_checkpoint_is_what_was_published_in_the_type_that_engines_load(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_published_weights_in_the_engine_dtype(tiny_model: Path, tmp_path: Path) -> None:
     """And nothing is gathered for it."""
     job = training(tiny_model, (5,), "ppo_clip", "token_mean")
     in_group(2, saved, replace(job, settings=replace(job.settings, dtype="bfloat16")), tmp_path)
@@ -365,11 +365,11 @@ def waited(rank: Rank) -> str:
 
 
 @pytest.mark.slow
-def test_a_rank_waits_for_one_that_hangs_as_long_as_it_may() -> None:
+def test_a_collective_with_a_hung_rank_times_out() -> None:
     assert "Timed out waiting 15000ms" in in_group(2, waited)[0]
 
 
-def test_ranks_whose_folder_is_not_shared_are_told_when_they_save(tiny_model: Path, tmp_path: Path) -> None:
+def test_saving_fails_when_the_ranks_do_not_share_a_folder(tiny_model: Path, tmp_path: Path) -> None:
     """Not only when somebody wants to go on from there."""
     said, _ = in_group(2, apart, training(tiny_model, (2,), "ppo_clip", "token_mean"), tmp_path)
     assert said == (
@@ -378,7 +378,7 @@ def test_ranks_whose_folder_is_not_shared_are_told_when_they_save(tiny_model: Pa
     )
 
 
-def test_a_resume_point_that_is_none_of_this_model_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_resume_point_of_another_model_is_rejected(tiny_model: Path, tmp_path: Path) -> None:
     _, first, _ = goes_on(tiny_model)
     empty = tmp_path / "v00000001.shards"
     empty.mkdir()

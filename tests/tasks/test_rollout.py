@@ -79,7 +79,7 @@ def made_instance(world: World, name: str = "one", spool_s: float = 0.0) -> Virt
     return VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 30.0, spool_s)
 
 
-async def test_a_turn_of_a_branch_is_asked_for_with_its_context_and_its_trajectorys_prompt(tmp_path: Path) -> None:
+async def test_a_request_of_a_branch_has_its_context_and_the_prompt_of_its_trajectory(tmp_path: Path) -> None:
     """What an engine knows of a prompt is found by the prompt, wherever the context leaves it."""
     branching = replace(branching_row().trajectory, finish=FinishReason.UNFINISHED)
     settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "store", 128)
@@ -99,7 +99,7 @@ async def test_a_turn_of_a_branch_is_asked_for_with_its_context_and_its_trajecto
 
 
 @pytest.mark.real_time
-async def test_interrupted_tokens_are_with_the_server_and_are_continued(job: Path, tmp_path: Path) -> None:
+async def test_interrupted_tokens_are_delivered_and_continued(job: Path, tmp_path: Path) -> None:
     """Interrupted on one instance, routed again on another: the response holds both parts, none twice, none lost."""
     config = loading.load(job, ("rollout.max_new_tokens=100",))
     server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
@@ -141,7 +141,9 @@ def published_as(version: int, file: Path) -> PublishedWeights:
 
 
 @pytest.mark.real_time
-async def test_no_token_of_scrambled_weights_leaves_an_instance(job: Path, tiny_model: Path, tmp_path: Path) -> None:
+async def test_no_token_sampled_with_scrambled_weights_is_delivered(
+    job: Path, tiny_model: Path, tmp_path: Path
+) -> None:
     """Requests run to their end under them before the comparison is done, while results are asked for."""
     config = loading.load(job, ("rollout.max_new_tokens=100",))
     server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
@@ -176,7 +178,7 @@ async def test_no_token_of_scrambled_weights_leaves_an_instance(job: Path, tiny_
 
 
 @pytest.mark.real_time
-async def test_a_trajectory_goes_on_under_its_own_version_where_that_is_served(
+async def test_a_trajectory_continues_under_its_version_while_that_is_served(
     job: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     """The instance has pulled an adapter meanwhile, under which new trajectories begin."""
@@ -200,7 +202,7 @@ async def test_a_trajectory_goes_on_under_its_own_version_where_that_is_served(
         await server.close()
 
 
-async def test_a_whole_response_whose_instance_was_lost_is_not_continued(tmp_path: Path) -> None:
+async def test_a_delivered_response_of_a_lost_instance_is_not_continued(tmp_path: Path) -> None:
     """Its tokens had reached the server, the news of it had not reached the driver: the next instance tells it."""
     world = World(length=lambda _: 9)
     server = made_server(world, tmp_path)
@@ -217,7 +219,7 @@ async def test_a_whole_response_whose_instance_was_lost_is_not_continued(tmp_pat
     assert (await two.report()).running == 0
 
 
-async def test_what_a_given_up_instance_still_delivers_is_dropped(tmp_path: Path) -> None:
+async def test_tokens_of_a_superseded_route_are_dropped(tmp_path: Path) -> None:
     """It was routed anew, and both instances sample it: the server takes the tokens of the latest routing only."""
     world = World(length=lambda _: 9)
     server = made_server(world, tmp_path)
@@ -231,7 +233,7 @@ async def test_what_a_given_up_instance_still_delivers_is_dropped(tmp_path: Path
     assert server._flight.live[TrajectoryId(0)].response_tokens.tolist() == response(0, 9)
 
 
-async def test_a_lost_instance_loses_no_more_than_it_sampled_since_its_last_delivery(tmp_path: Path) -> None:
+async def test_a_lost_instance_loses_only_tokens_since_its_last_delivery(tmp_path: Path) -> None:
     """Another goes on from there; what the lost one had delivered is there once, with its version."""
     world = World(length=lambda _: 90)
     server = made_server(world, tmp_path)
@@ -260,7 +262,7 @@ async def test_a_lost_instance_loses_no_more_than_it_sampled_since_its_last_deli
     ]
 
 
-async def test_each_delivery_starts_where_the_one_before_it_ended(tmp_path: Path) -> None:
+async def test_each_delivery_starts_at_the_end_of_the_previous_one(tmp_path: Path) -> None:
     world = World(length=lambda _: 90)
     server = made_server(world, tmp_path)
     one = made_instance(world, "one", 1.0)
@@ -281,7 +283,7 @@ async def test_each_delivery_starts_where_the_one_before_it_ended(tmp_path: Path
 
 
 @pytest.mark.parametrize("verb", ["next_events", "next_events_at_the_end", "flush", "interrupt"])
-async def test_no_verb_is_answered_before_the_server_has_the_tokens(tmp_path: Path, verb: str) -> None:
+async def test_instance_calls_return_only_after_their_tokens_are_delivered(tmp_path: Path, verb: str) -> None:
     world = World(length=lambda _: 90)
     server = made_server(world, tmp_path)
     ended = verb == "next_events_at_the_end"
@@ -311,7 +313,7 @@ async def test_no_verb_is_answered_before_the_server_has_the_tokens(tmp_path: Pa
     assert server._flight.live[TrajectoryId(0)].num_tokens >= 10
 
 
-async def test_what_was_interrupted_reaches_the_server_even_if_that_was_away(tmp_path: Path) -> None:
+async def test_interrupted_responses_are_delivered_after_the_server_was_unreachable(tmp_path: Path) -> None:
     world = World(length=lambda _: 90)
     server = made_server(world, tmp_path)
     one = made_instance(world)
@@ -326,7 +328,7 @@ async def test_what_was_interrupted_reaches_the_server_even_if_that_was_away(tmp
     assert await one.interrupt(server, (TrajectoryId(0),)) == []
 
 
-async def test_ended_responses_reach_the_server_even_if_it_was_away(tmp_path: Path) -> None:
+async def test_finished_responses_are_delivered_after_the_server_was_unreachable(tmp_path: Path) -> None:
     world = World(length=lambda _: 20)
     server = made_server(world, tmp_path)
     instance = made_instance(world)
@@ -342,7 +344,7 @@ async def test_ended_responses_reach_the_server_even_if_it_was_away(tmp_path: Pa
     assert list(server._flight.live[TrajectoryId(0)].response_tokens) == response(0, 20)
 
 
-async def test_a_response_with_a_logprob_that_is_not_finite_fails_and_is_not_held(tmp_path: Path) -> None:
+async def test_a_response_with_a_non_finite_logprob_fails(tmp_path: Path) -> None:
     """Such a token has no importance ratio. What was sampled before it stays, and others are not concerned."""
     poisoned = set[int]()
     world = World(length=lambda _: 20, not_finite=poisoned.__contains__)
@@ -366,7 +368,7 @@ async def test_a_response_with_a_logprob_that_is_not_finite_fails_and_is_not_hel
     assert np.isfinite(held.logprobs).all()
 
 
-async def test_a_server_made_anew_has_all_that_was_acknowledged(tmp_path: Path) -> None:
+async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path: Path) -> None:
     """Tokens, epochs, rewards, batches and endings, in the middle of a run whose other actors go on."""
     world = World(length=lambda trajectory: 9 if trajectory < 5 else 90)
     config = Body(tmp_path).config()
@@ -432,7 +434,7 @@ class Gate:
 
 
 @pytest.mark.parametrize("count", [None, *range(16)])
-def test_a_delivery_leaves_out_what_the_server_has(count: int | None) -> None:
+def test_a_delivery_leaves_out_tokens_that_the_server_has(count: int | None) -> None:
     whole = delivery(0, sampled_segment(range(3, 8)), sampled_segment(range(8, 13), version=1), start=3)
     rest = rollout_instance._after(whole, None if count is None else (1, count))
     start = max(3, min(count or 0, 13))
@@ -441,7 +443,7 @@ def test_a_delivery_leaves_out_what_the_server_has(count: int | None) -> None:
     assert rollout_instance._after(whole, (2, 9)) is whole, "of another route number"
 
 
-async def test_a_request_that_failed_is_an_outcome_without_tokens() -> None:
+async def test_a_failed_request_is_an_outcome_without_tokens() -> None:
     failed = Failed(trajectory=TrajectoryId(0), route_number=1, error="out of memory")
     engine = SimpleNamespace(version=PolicyVersion(0), events=lambda timeout_s: [failed], close=lambda: None)
     one = RolloutInstance(Building(engine), InstanceId("one"), 1, 30.0, 0.0)
@@ -452,7 +454,7 @@ async def test_a_request_that_failed_is_an_outcome_without_tokens() -> None:
 PUBLISHED = PublishedWeights(version=PolicyVersion(1), fingerprint="f", probe=(), logprobs=(), limit=1.0)
 
 
-async def test_an_instance_out_of_service_has_no_events() -> None:
+async def test_an_instance_with_rejected_weights_waits_without_events() -> None:
     world = World(loads_wrong=lambda instance, version: True)
     one = made_instance(world)
     assert (await one.pull(PUBLISHED, world.path(1))).refused
@@ -460,7 +462,7 @@ async def test_an_instance_out_of_service_has_no_events() -> None:
     assert asyncio.get_running_loop().time() == pytest.approx(5.0), "or its driver would ask all the time"
 
 
-async def test_a_closed_instance_is_lost() -> None:
+async def test_calls_of_a_closed_instance_raise_actor_lost() -> None:
     one = made_instance(World())
     await one.close()
     for call in (one.pull(PUBLISHED, ""), one.abort(())):
@@ -476,7 +478,7 @@ VERBS: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.real_time
 @pytest.mark.parametrize("verb", VERBS)
-async def test_no_command_is_answered_before_the_engine_has_carried_it_out(verb: str) -> None:
+async def test_commands_return_only_after_the_engine_has_finished_them(verb: str) -> None:
     gate, calls = Gate(), list[tuple[Any, ...]]()
 
     def carry_out(*args: Any) -> tuple[float, ...]:
@@ -496,7 +498,7 @@ async def test_no_command_is_answered_before_the_engine_has_carried_it_out(verb:
 
 
 @pytest.mark.real_time
-async def test_a_report_that_waits_for_the_engine_keeps_nobody_else_waiting() -> None:
+async def test_a_status_request_waiting_for_the_engine_blocks_no_other_call() -> None:
     gate = Gate()
     load = EngineLoad(version=PolicyVersion(0), running=0, kv_tokens=0, busy_s=0.0, tokens_sampled=0, progress=())
 
@@ -515,7 +517,7 @@ async def test_a_report_that_waits_for_the_engine_keeps_nobody_else_waiting() ->
     await one.close()
 
 
-async def test_the_spool_of_a_group_that_is_not_stored_yet_is_kept_by_a_server_made_anew(tmp_path: Path) -> None:
+async def test_a_restarted_server_keeps_the_spool_of_finished_groups_that_are_not_stored(tmp_path: Path) -> None:
     """All its members have ended, and wait for the next commit."""
     world = World(length=lambda _: 9)
     settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "store", 128)
@@ -536,7 +538,7 @@ async def test_the_spool_of_a_group_that_is_not_stored_yet_is_kept_by_a_server_m
 
 
 @pytest.mark.real_time
-async def test_tokens_wait_for_a_pull_whose_caller_has_given_up_and_for_nothing_after_it() -> None:
+async def test_tokens_wait_for_an_abandoned_pull_and_for_nothing_after_it() -> None:
     loading, sampling, delivered = Gate(), Gate(), []
 
     class Pulling:
@@ -581,9 +583,7 @@ def whole_response(trajectory: TrajectoryId) -> SampledTokens:
 
 
 @pytest.mark.real_time
-async def test_texts_are_decoded_and_batches_packed_beside_what_the_server_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_decoding_and_packing_run_off_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(length=lambda _: 9)
     server = made_server(world, tmp_path)
     await server.draw(0, 1)

@@ -60,7 +60,7 @@ def computed(found: Any, *, packed: bool) -> list[torch.Tensor]:
         ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
     ],
 )
-def test_rows_without_padding_have_the_numbers_of_padded_ones(kind: str, config: str, changes: dict[str, Any]) -> None:
+def test_packed_rows_have_the_logprobs_of_padded_rows(kind: str, config: str, changes: dict[str, Any]) -> None:
     if kind.startswith("GPT2"):
         changes = {**changes, "attn_pdrop": 0.0}
     result = model(kind, config, **changes)
@@ -70,14 +70,14 @@ def test_rows_without_padding_have_the_numbers_of_padded_ones(kind: str, config:
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
-def test_usual_models_take_them(kind: str) -> None:
+def test_common_models_use_packed_rows(kind: str) -> None:
     result = model(f"{kind}ForCausalLM", f"{kind}Config")
     assert not why_padded(result, "cpu", 1000)
     assert result.config._attn_implementation == NAME
 
 
 @pytest.mark.parametrize("family", ["mistral", "ministral", "gemma3_text", "olmo3", "exaone4", "mixtral", "qwen2_moe"])
-def test_rows_longer_than_a_window_have_the_numbers_of_the_models_own_attention(family: str, tmp_path: Path) -> None:
+def test_packed_rows_longer_than_a_window_match_the_attention_of_the_model(family: str, tmp_path: Path) -> None:
     """Alone, packed, and with prompts in common. qwen2_moe has a mask of a window of 0 made, which no layer uses."""
     make_family_model(family, tmp_path)
     own, packed = (load_model(str(tmp_path), "float32", "cpu", attention="sdpa") for _ in range(2))
@@ -102,7 +102,7 @@ def test_rows_longer_than_a_window_have_the_numbers_of_the_models_own_attention(
         ("gemma2", "its logits are not those of its output layer as they are"),
     ],
 )
-def test_a_model_whose_attention_has_chunks_or_sinks_keeps_its_own(family: str, reason: str, tmp_path: Path) -> None:
+def test_models_with_chunked_attention_or_sinks_keep_their_attention(family: str, reason: str, tmp_path: Path) -> None:
     make_family_model(family, tmp_path)
     kept = load_model(str(tmp_path), "float32", "cpu", attention="sdpa")
     before = kept.config._attn_implementation
@@ -111,7 +111,7 @@ def test_a_model_whose_attention_has_chunks_or_sinks_keeps_its_own(family: str, 
     assert kept.config._attn_implementation == before
 
 
-def test_a_model_that_mixes_tokens_elsewhere_gets_padded_rows() -> None:
+def test_a_model_that_mixes_tokens_outside_attention_gets_padded_rows() -> None:
     torch.manual_seed(0)
     result = LlamaForCausalLM._from_config(LlamaConfig(**SIZES), dtype=torch.float32).eval()
     layer = result.model.layers[1].mlp
@@ -128,9 +128,7 @@ CHUNKED: dict[str, Any] = {
 
 @pytest.mark.parametrize("no_rope_layers", [[1, 1], [0, 1]])
 @pytest.mark.parametrize("tokens", [0, 1000])
-def test_a_model_with_chunked_layers_gets_padded_rows_however_short_they_are(
-    no_rope_layers: list[int], tokens: int
-) -> None:
+def test_a_model_with_chunked_layers_gets_padded_rows_of_any_length(no_rope_layers: list[int], tokens: int) -> None:
     """Its rows were packed without a mask of chunks, since rows of a few tokens showed no difference: beyond a chunk
     logprobs were off by 1.1 nats."""
     result = model("Llama4ForCausalLM", "Llama4TextConfig", **CHUNKED, no_rope_layers=no_rope_layers)
@@ -152,7 +150,7 @@ class GrowingScale(torch.nn.Module):
         return hidden * (1 + torch.arange(hidden.shape[1])[:, None] // 100)
 
 
-def test_what_differs_only_in_long_sequences_is_tried_in_long_ones() -> None:
+def test_differences_in_long_sequences_only_are_detected() -> None:
     result = model("LlamaForCausalLM", "LlamaConfig")
     for layer in result.model.layers:
         layer.mlp = torch.nn.Sequential(GrowingScale(), layer.mlp)
@@ -160,7 +158,7 @@ def test_what_differs_only_in_long_sequences_is_tried_in_long_ones() -> None:
     assert not why_padded(result, "cpu", 90)
 
 
-def test_a_trial_computes_one_layer_of_each_kind_and_leaves_the_model_as_it_was() -> None:
+def test_the_packing_check_runs_one_layer_of_each_kind_and_restores_the_model() -> None:
     result = model("Qwen3ForCausalLM", "Qwen3Config", num_hidden_layers=5, head_dim=16)
     ids = torch.arange(9)[None]
     before = result(input_ids=ids).logits
@@ -174,7 +172,7 @@ def test_a_trial_computes_one_layer_of_each_kind_and_leaves_the_model_as_it_was(
     assert not any("forward" in vars(layer) for layer in result.model.layers)
 
 
-def test_layers_of_other_settings_are_of_another_kind() -> None:
+def test_layers_of_different_settings_are_different_kinds() -> None:
     config = {"num_hidden_layers": 6, "no_rope_layers": [1, 1, 0, 1, 1, 0]}
     result = model("Llama4ForCausalLM", "Llama4TextConfig", **CHUNKED | config)
     with one_block_per_kind(result):
@@ -182,7 +180,7 @@ def test_layers_of_other_settings_are_of_another_kind() -> None:
     assert passed == [False, True, False, True, True, True]
 
 
-def test_an_attention_with_more_than_the_rows_is_no_number() -> None:
+def test_an_inconsistent_attention_mask_raises() -> None:
     """It is an error of ours, not a wrong logprob."""
     result = model("LlamaForCausalLM", "LlamaConfig")
     assert not why_padded(result, "cpu", 90)
@@ -201,7 +199,7 @@ LONGROPE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_context_ends_where_a_rows_logprobs_would_depend_on_its_micro_batch(tmp_path: Path) -> None:
+def test_the_context_ends_where_longrope_depends_on_the_microbatch(tmp_path: Path) -> None:
     """Phi-3's long form: packed or padded, a row was off by .4 nats beside one longer than the limit."""
     result = model("Phi3ForCausalLM", "Phi3Config", **LONGROPE)
     result.save_pretrained(tmp_path)
@@ -233,7 +231,7 @@ def test_a_context_ends_where_a_rows_logprobs_would_depend_on_its_micro_batch(tm
         ({"rope_type": "dynamic", "factor": 2.0}, 128),
     ],
 )
-def test_the_length_from_which_a_rotation_depends_on_the_micro_batch(
+def test_longest_row_is_the_length_where_rope_depends_on_the_microbatch(
     rope: dict[str, Any], expected: int | None
 ) -> None:
     result = model("LlamaForCausalLM", "LlamaConfig", max_position_embeddings=128, rope_parameters=rope)
@@ -253,7 +251,7 @@ def row_of(tokens: int) -> Row:
     )  # fmt: skip
 
 
-def test_a_trainer_reports_once_why_its_rows_are_padded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_trainer_logs_once_why_rows_are_padded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     make_family_model("llama4_text", tmp_path)
     trainer(tmp_path)
@@ -262,7 +260,7 @@ def test_a_trainer_reports_once_why_its_rows_are_padded(tmp_path: Path, caplog: 
     ]
 
 
-def test_what_is_saved_of_a_model_does_not_name_the_attention(tmp_path: Path) -> None:
+def test_a_saved_config_does_not_name_the_packed_attention(tmp_path: Path) -> None:
     result = model("LlamaForCausalLM", "LlamaConfig")
     assert not why_padded(result, "cpu", 1000)
     result.save_pretrained(tmp_path)

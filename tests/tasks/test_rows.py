@@ -57,7 +57,7 @@ def prompts(source: TaskSource, count: int) -> list[object]:
     return [source.task(i).prompt for i in range(count)]
 
 
-def test_every_kind_gives_the_same_prompts_and_records(write: Write, tmp_path: Path) -> None:
+def test_every_file_format_gives_the_same_prompts_and_records(write: Write, tmp_path: Path) -> None:
     source = source_of(write(tmp_path, ROWS))
     assert prompts(source, 19) == [*(f"{i} + {i}" for i in range(18)), "0 + 0"]
     assert [t.prompt for t in distinct_held_out(source, 200)] == ["18 + 18", "19 + 19"]
@@ -66,7 +66,7 @@ def test_every_kind_gives_the_same_prompts_and_records(write: Write, tmp_path: P
     assert (source.score(" 6\n", record), source.score("7", record)) == (1.0, 0.0)
 
 
-def test_repeated_prompts_are_kept_apart_in_every_kind(write: Write, tmp_path: Path) -> None:
+def test_repeated_prompts_are_excluded_in_every_file_format(write: Write, tmp_path: Path) -> None:
     rows = [*ROWS[:2], ROWS[19], *ROWS[2:]]
     source = source_of(write(tmp_path, rows))
     excluding_held_out = source.excluding_held_out(1)
@@ -75,7 +75,7 @@ def test_repeated_prompts_are_kept_apart_in_every_kind(write: Write, tmp_path: P
     assert excluding_held_out.held_out_notice.startswith("1 of 21 rows of ")
 
 
-def test_a_missing_column_names_those_there_are(write: Write, tmp_path: Path) -> None:
+def test_a_missing_column_error_lists_the_columns(write: Write, tmp_path: Path) -> None:
     named = write(tmp_path, ROWS)
     with pytest.raises(ConfigError, match=r"no 'prompt'; set task\.columns\.prompt, to one of question, label, level$"):
         source_of(named, Columns())
@@ -85,7 +85,7 @@ def test_a_missing_column_names_those_there_are(write: Write, tmp_path: Path) ->
         source_of(named, Columns(prompt="level", answer="level"))
 
 
-def test_without_an_answer_only_ones_own_reward_can_score(write: Write, tmp_path: Path) -> None:
+def test_scoring_without_an_answer_column_needs_a_reward_function(write: Write, tmp_path: Path) -> None:
     source = source_of(write(tmp_path, ROWS), Columns(prompt="question", answer=""))
     record = source.task(1).record
     assert "answer" not in record
@@ -118,21 +118,23 @@ def test_prompts_may_be_messages(write: Write, tmp_path: Path) -> None:
         ([{"role": "system", "content": ""}, {"role": "user", "content": " "}], "is empty; a prompt must have a text"),
     ],
 )
-def test_a_prompt_that_is_neither_text_nor_messages_is_one_line(tmp_path: Path, prompt: Any, message: str) -> None:
+def test_a_prompt_that_is_neither_text_nor_messages_gives_a_one_line_error(
+    tmp_path: Path, prompt: Any, message: str
+) -> None:
     named = as_jsonl(tmp_path, [{"prompt": "fine", "answer": ""}, {"prompt": prompt, "answer": ""}])
     with pytest.raises(ConfigError, match=rf"rows\.jsonl, line 2: prompt {message}") as caught:
         source_of(named, Columns())
     assert "\n" not in str(caught.value)
 
 
-def test_lines_end_where_json_lines_end(tmp_path: Path) -> None:
+def test_json_lines_may_contain_unicode_line_separators(tmp_path: Path) -> None:
     """JSON allows line and paragraph separators within texts, and Windows writes a mark at the beginning."""
     path = tmp_path / "rows.jsonl"
     path.write_bytes('\ufeff{"prompt": "a\u2028b\x85c", "answer": 1}\r\n\r\n{"prompt": "d", "answer": 2}\r\n'.encode())
     assert prompts(source_of(f"jsonl:{path}", Columns()), 1) == ["a\u2028b\x85c"]
 
 
-def test_evaluation_prompts_come_from_their_own_source_whole(write: Write, tmp_path: Path) -> None:
+def test_evaluation_prompts_are_all_rows_of_their_source(write: Write, tmp_path: Path) -> None:
     (tmp_path / "test").mkdir()
     evaluation = write(tmp_path / "test", [ROWS[4], {**ROWS[0], "question": "new"}, ROWS[4]])
     task = TaskConfig(source=write(tmp_path, ROWS), columns=COLUMNS, eval_source=evaluation)
@@ -148,7 +150,7 @@ def test_evaluation_prompts_come_from_their_own_source_whole(write: Write, tmp_p
         same.excluding_held_out(0)
 
 
-def test_generated_prompts_keep_apart_from_an_evaluation_set_which_has_its_own_verifier(tmp_path: Path) -> None:
+def test_generated_prompts_exclude_the_evaluation_set(tmp_path: Path) -> None:
     options = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
     first = make_source("reasoning_gym:chain_sum", options, 4).task(0)
     evaluation = as_jsonl(tmp_path, [{"prompt": first.prompt, "answer": "seven"}])
@@ -163,13 +165,13 @@ def test_generated_prompts_keep_apart_from_an_evaluation_set_which_has_its_own_v
     assert source.score(task.record["answer"], task.record) == 1.0
 
 
-def test_a_wrong_evaluation_set_is_named_by_its_key(tmp_path: Path) -> None:
+def test_an_invalid_evaluation_source_is_named_by_its_key(tmp_path: Path) -> None:
     for named in (f"jsonl:{tmp_path}/none.jsonl", "nonsense", "none.py:Sums", "reasoning_gym:nonsense"):
         with pytest.raises(ConfigError, match=r"^task\.eval_source = "):
             make_source(named, {}, 0, COLUMNS, Use.EVALUATION)
 
 
-def test_a_split_of_a_saved_data_set_is_chosen(tmp_path: Path) -> None:
+def test_dataset_split_is_selected_by_its_name(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     splits = {"train": ROWS, "test": ROWS[:3], "a-few": ROWS[:2]}
@@ -187,7 +189,7 @@ def test_a_split_of_a_saved_data_set_is_chosen(tmp_path: Path) -> None:
     assert prompts(source_of(f"datasets:{tmp_path}/plain"), 2) == ["0 + 0", "1 + 1"]
 
 
-def test_a_data_set_that_is_not_there_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_dataset_gives_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rows.parquet").write_text("no parquet")
     with pytest.raises(ConfigError, match=r"^task\.source = 'parquet:.*rows\.parquet': cannot be read: ") as caught:
         source_of(f"parquet:{tmp_path}/rows.parquet")

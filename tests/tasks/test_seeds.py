@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from staleflow.tasks.settings.seeds import ENGINE_SEED_BITS, Stream, engine_seed, generator
 
 
-def test_engines_never_share_a_seed() -> None:
+def test_engine_seeds_are_unique() -> None:
     """4096 instances with all their replacements, before and after a resume, and in a job of the next seed."""
     seeds = [engine_seed(0, i, a, starts) for starts in range(2) for a in range(4) for i in range(4096)]
     seeds += [engine_seed(1, i, 0, 0) for i in range(4096)]
@@ -21,11 +21,11 @@ parts = st.tuples(st.integers(0, 2**31), st.integers(0, 4095), st.integers(0, 3)
 
 
 @given(parts, parts)
-def test_an_engines_seed_depends_on_each_part_and_on_nothing_else(one: tuple[int, ...], other: tuple[int, ...]) -> None:
+def test_an_engine_seed_depends_on_each_argument(one: tuple[int, ...], other: tuple[int, ...]) -> None:
     assert (engine_seed(*one) == engine_seed(*other)) == (one == other)
 
 
-def test_streams_differ_and_are_what_they_were_in_stored_runs() -> None:
+def test_random_streams_differ_and_are_stable_across_releases() -> None:
     first = [generator(7, stream).integers(0, 2**62) for stream in Stream]
     assert len(set(first)) == len(Stream)
     assert generator(7, Stream.MINIBATCHES).integers(0, 2**62) == np.random.default_rng(7).integers(0, 2**62)

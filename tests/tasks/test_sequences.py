@@ -16,7 +16,7 @@ from tests.tasks.branching import branching_row
 from tests.tasks.test_numerics import trainer
 
 
-def test_a_row_is_divided_at_its_branches() -> None:
+def test_a_row_with_branches_becomes_one_sequence_per_branch() -> None:
     row = Row.of(branching_row())
     (packed,) = RowArrays.of([branching_row()]).rows()
     assert packed.branches == row.branches == (ContextBranch(9, 0), ContextBranch(12, 5), ContextBranch(15, 7))
@@ -38,7 +38,7 @@ def test_a_row_is_divided_at_its_branches() -> None:
     assert sequences.by_row([row], values)[0].tolist() == expected.tolist()
 
 
-def test_rows_without_branches_are_their_own_sequences() -> None:
+def test_rows_without_branches_are_unchanged() -> None:
     plain = replace(Row.of(branching_row()), branches=())
     sequences = BranchSequences.of([plain, Row.of(branching_row()), plain])
     assert sequences.rows[0] is sequences.rows[-1] is plain
@@ -47,7 +47,7 @@ def test_rows_without_branches_are_their_own_sequences() -> None:
     assert sequences.by_row([plain] * 3, {0: plain.behaviour})[0] is plain.behaviour
 
 
-def test_nothing_sampled_leaves_the_row() -> None:
+def test_a_row_without_sampled_tokens_is_unchanged() -> None:
     row = Row.of(branching_row())
     nothing = replace(row, sampled=np.zeros(len(row.response), bool))
     (one,) = BranchSequences.of([nothing]).rows
@@ -55,7 +55,7 @@ def test_nothing_sampled_leaves_the_row() -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_the_gradient_is_that_of_tokens_behind_their_own_contexts(tiny_model: Path, aggregation: str) -> None:
+def test_branch_gradients_match_one_pass_per_token(tiny_model: Path, aggregation: str) -> None:
     """Against one pass for each token, behind its context alone. A row weighs the same whether it has branches."""
     one = trainer(tiny_model, aggregation=aggregation)
     row = replace(Row.of(branching_row()), advantage=1.0)

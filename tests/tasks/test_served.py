@@ -61,7 +61,7 @@ class Echo:
         self.closed.set()
 
 
-async def test_every_request_is_answered_alone_by_whoever_has_the_key() -> None:
+async def test_requests_with_the_right_key_are_answered_independently() -> None:
     engine = Echo()
 
     async def work() -> None:
@@ -171,13 +171,13 @@ def tokenizer_size(model: Path) -> int:
     return int(AutoConfig.from_pretrained(model).vocab_size)
 
 
-def test_calls_of_tools_are_written_as_they_are_read() -> None:
+def test_rendered_tool_calls_parse_to_the_same_calls() -> None:
     call = FunctionCall(name="add", arguments='{"a": 1}')
     message = ChatMessage(role="assistant", content="Now.", calls=(call,))
     assert parse_tool_calls(render_tool_calls(message)) == ("Now.", (call,))
 
 
-def test_what_cannot_be_served_is_refused_in_a_line(tmp_path: Path) -> None:
+def test_runs_that_cannot_be_served_give_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[model]\npath = "somewhere"\n')
     with pytest.raises(ConfigError, match="the run has no checkpoint; let it end"):
         serving_plan(str(tmp_path))
@@ -190,7 +190,7 @@ def test_what_cannot_be_served_is_refused_in_a_line(tmp_path: Path) -> None:
         assert "no such folder" in str(result.exception)
 
 
-def test_a_model_alone_answers_as_long_as_half_of_its_context(tiny_model: Path) -> None:
+def test_default_max_new_tokens_of_a_served_model_is_half_its_context(tiny_model: Path) -> None:
     plan = serving_plan(str(tiny_model))
     assert plan.config.rollout.max_new_tokens == min(512, plan.facts.context // 2)
     assert serving_plan(str(tiny_model), ("rollout.max_new_tokens=3",)).config.rollout.max_new_tokens == 3

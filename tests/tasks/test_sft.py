@@ -43,7 +43,7 @@ def job(folder: Path, model: Path, *overrides: str) -> Any:
     )  # fmt: skip
 
 
-def test_an_example_is_a_prompt_as_in_rl_and_its_answer_with_an_end(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_example_is_a_prompt_and_its_answer_with_an_end_token(tiny_model: Path, tmp_path: Path) -> None:
     """All rows but those with held-out prompts, the first again at the end; an answer is cut as a response would be."""
     from transformers import AutoTokenizer
 
@@ -79,7 +79,7 @@ def test_a_chat_example_has_the_tokens_of_the_conversation(name: str, tiny_model
     assert not tokenizer.decode(whole[len(own) :]).strip()
 
 
-def test_rows_without_answers_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+def test_examples_without_answers_are_rejected(tiny_model: Path, tmp_path: Path) -> None:
     config = job(tmp_path, tiny_model)
     (tmp_path / "examples.jsonl").write_text('{"prompt": "1+1", "answer": 2}\n')
     settings = actor_settings.example_settings(config, 0)
@@ -105,7 +105,7 @@ def tuned(tiny_model: Path, steps: int, **changes: Any) -> Any:
     return trainer(tiny_model, examples=Given(), **{"sft": sft, "loss": DecoupledPpo()} | changes)
 
 
-def test_its_loss_is_the_cross_entropy_of_all_tokens_of_a_step(tiny_model: Path) -> None:
+def test_sft_loss_is_the_cross_entropy_over_all_tokens_of_a_step(tiny_model: Path) -> None:
     """Whatever RL trains with, and however rows are divided among micro-batches."""
     one = tuned(tiny_model, 5, microbatch_tokens=30, minibatches=3, epochs=2, entropy_bonus=0.1)
     model = trainer(tiny_model).model
@@ -123,7 +123,7 @@ def test_its_loss_is_the_cross_entropy_of_all_tokens_of_a_step(tiny_model: Path)
     torch.testing.assert_close(flat_gradient(one.model), flat_gradient(model), rtol=1e-4, atol=1e-7)
 
 
-def test_rl_begins_with_its_own_settings_and_new_moments(tiny_model: Path) -> None:
+def test_rl_after_sft_starts_with_its_settings_and_a_new_optimizer(tiny_model: Path) -> None:
     one, again = tuned(tiny_model, 3), tuned(tiny_model, 3)
     losses = [one.fine_tune(step)["loss"] for step in range(3)]
     assert losses[-1] < losses[0]

@@ -98,7 +98,7 @@ def computed(found: Any, rows: Sequence[Row], budget: int) -> tuple[list[Any], l
         ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0}),
     ],
 )
-def test_rows_that_share_a_prompt_have_the_numbers_of_separate_ones(
+def test_rows_with_a_shared_prompt_have_the_logprobs_of_separate_rows(
     monkeypatch: pytest.MonkeyPatch, name: str, budget: int, kind: str, config: str, changes: dict[str, Any]
 ) -> None:
     """With rotary and with absolute positions. With a small budget groups are cut over micro-batches."""
@@ -113,7 +113,7 @@ def test_rows_that_share_a_prompt_have_the_numbers_of_separate_ones(
         assert sum(fewer) < sum(passes)
 
 
-def test_a_model_of_padded_rows_computes_prompts_with_each() -> None:
+def test_a_model_with_padded_rows_does_not_share_prompts() -> None:
     """Its attention has a cap, so it has no other place for rows."""
     result = model("Gemma2ForCausalLM", "Gemma2Config", head_dim=8)
     under = LogprobModel(model=result, device="cpu", half=False, temperature=1.0, token_budget=10_000)
@@ -140,7 +140,9 @@ def job(path: Path, aggregation: str, loss: str = "decoupled_ppo", **changes: An
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATION_NAMES)
-def test_a_step_is_that_of_separate_rows(monkeypatch: pytest.MonkeyPatch, tiny_model: Path, aggregation: str) -> None:
+def test_a_training_step_with_shared_prompts_equals_one_with_separate_rows(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, aggregation: str
+) -> None:
     """Also with several minibatches, which take the rows of a group apart, and layers that are computed again."""
     result = train(ALONE, job(tiny_model, aggregation))
     again = train(ALONE, job(tiny_model, aggregation))
@@ -152,7 +154,7 @@ def test_a_step_is_that_of_separate_rows(monkeypatch: pytest.MonkeyPatch, tiny_m
     check_same(several, train(ALONE, job(tiny_model, aggregation, minibatches=2)))
 
 
-def test_two_ranks_train_as_one_does(tiny_model: Path) -> None:
+def test_two_ranks_train_as_one_rank(tiny_model: Path) -> None:
     one = job(tiny_model, "token_mean", "gspo")
     check_same(in_group(2, train, one)[0], train(ALONE, one))
 
@@ -175,7 +177,7 @@ def count(part: Sequence[int], same: Sequence[Sequence[int]], prompts: Sequence[
 
 
 @given(groups=GROUPS, ranks=st.integers(1, 4), budget=st.integers(1, 400))
-def test_every_row_is_in_one_part_and_no_part_is_over_the_budget(
+def test_every_row_is_in_one_part_within_the_budget(
     groups: list[tuple[int, list[int]]], ranks: int, budget: int
 ) -> None:
     same, prompts, rests = flat(groups)
@@ -195,7 +197,7 @@ def test_every_row_is_in_one_part_and_no_part_is_over_the_budget(
     groups=st.lists(st.tuples(st.integers(1, 60), st.lists(st.integers(1, 30), min_size=1, max_size=4)), max_size=3),
     budget=st.integers(1, 300),
 )
-def test_no_other_way_of_cutting_the_line_takes_less_time(groups: list[tuple[int, list[int]]], budget: int) -> None:
+def test_the_split_of_the_line_is_optimal(groups: list[tuple[int, list[int]]], budget: int) -> None:
     """Compared with all of them."""
     same, prompts, rests = flat(groups)
     if not same:
@@ -217,21 +219,21 @@ def test_no_other_way_of_cutting_the_line_takes_less_time(groups: list[tuple[int
     assert sum(line.count(part) + microbatch_split_by_prompt.PASS_TOKENS for part in line.cut(budget)) == min(prices)
 
 
-def test_groups_stay_whole_where_that_takes_no_more_parts() -> None:
+def test_groups_stay_together_when_that_takes_no_extra_part() -> None:
     same, prompts, rests = flat([(50, (10, 30, 20, 5))] * 4)
     batches = split_by_prompt(same, prompts, rests, ranks=1, token_budget=330)
     assert len(batches) == 2
     assert all(sum(set(run) <= set(part) for (part,) in batches) == 1 for run in same)
 
 
-def test_two_ranks_compute_about_as_much_at_the_same_time() -> None:
+def test_two_ranks_get_equal_work() -> None:
     same, prompts, rests = flat([(50, (10, 30, 20, 5))] * 8)
     ((one, other),) = split_by_prompt(same, prompts, rests, ranks=2, token_budget=900)
     assert count(one, same, prompts, rests) == count(other, same, prompts, rests)
 
 
 @given(groups=GROUPS)
-def test_every_token_stands_in_the_sequence_where_it_is_looked_for(groups: list[tuple[int, list[int]]]) -> None:
+def test_every_token_is_at_its_position_in_the_packed_layout(groups: list[tuple[int, list[int]]]) -> None:
     if not groups:
         return
     rows = [row for number, (prompt, rests) in enumerate(groups) for row in group(prompt, rests, number)]
@@ -251,7 +253,7 @@ def test_every_token_stands_in_the_sequence_where_it_is_looked_for(groups: list[
         np.testing.assert_array_equal(positions[places], columns)
 
 
-def test_few_tokens_are_not_shared() -> None:
+def test_short_prompts_are_not_shared() -> None:
     assert not should_share(2, 15, 10)
     assert should_share(2, 16, 10)
     assert not should_share(8, 4, 2000)

@@ -77,27 +77,31 @@ def check_source(model: Path, source: str, forced: Callable[[str, Exact], None],
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_tokens_are_distributed_as_without(model: Path, source: str, forced: Callable[[str, Exact], None]) -> None:
+def test_speculation_does_not_change_the_token_distribution(
+    model: Path, source: str, forced: Callable[[str, Exact], None]
+) -> None:
     check_source(model, source, forced, 500)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_hundred_thousand_tokens_are(model: Path, source: str, forced: Callable[[str, Exact], None]) -> None:
+def test_speculation_does_not_change_the_distribution_of_100000_tokens(
+    model: Path, source: str, forced: Callable[[str, Exact], None]
+) -> None:
     check_source(model, source, forced, 25_000)
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_tokens_are_without(model: Path) -> None:
+def test_tokens_without_speculation_have_the_model_distribution(model: Path) -> None:
     with speculating(model, length=0) as engine:
         assert check_distribution(engine, Exact(model, 1.0), 25_000).drafted_tokens == 0
 
 
-def test_a_distribution_that_is_not_right_shows(model: Path) -> None:
+def test_the_distribution_test_detects_a_wrong_acceptance_rule(model: Path) -> None:
     check_that_it_would_show(Exact(model, 1.0))
 
 
-def test_greedy_responses_are_the_same_token_by_token(model: Path, forced: Callable[[str, Exact], None]) -> None:
+def test_speculation_does_not_change_greedy_responses(model: Path, forced: Callable[[str, Exact], None]) -> None:
     with speculating(model, length=0) as engine:
         expected = greedy_responses(engine)
     assert len({tuple(tokens) for tokens in expected}) > 1
@@ -109,7 +113,7 @@ def test_greedy_responses_are_the_same_token_by_token(model: Path, forced: Calla
             assert load.drafted_tokens > load.accepted_tokens > 0
 
 
-def test_a_response_that_was_sampled_elsewhere_is_drafted_from(model: Path) -> None:
+def test_responses_sampled_elsewhere_are_used_as_drafts(model: Path) -> None:
     """Close to greedy, so that the same is sampled again; it repeats nothing of itself early on."""
     prompt = (3, 10, 14, 7)
 
@@ -131,7 +135,7 @@ def test_a_response_that_was_sampled_elsewhere_is_drafted_from(model: Path) -> N
     assert (load.drafted_tokens, load.accepted_tokens) == (after.drafted_tokens, after.accepted_tokens)
 
 
-def test_what_was_drafted_for_a_request_is_told_where_it_is_stopped(model: Path) -> None:
+def test_an_interrupted_request_reports_its_drafted_tokens(model: Path) -> None:
     with speculating(model, temperature=0.001) as engine:
         sample_until(engine, 60, [request(0, max_new_tokens=4000)])
         (stopped,) = engine.interrupt([TrajectoryId(0)])
@@ -146,7 +150,7 @@ def test_the_engine_drafts_as_many_tokens_as_instructed(model: Path) -> None:
         check_that_lengths_are_obeyed(engine)
 
 
-def test_a_response_keeps_no_drafted_token_behind_its_end_or_its_limit() -> None:
+def test_accepted_drafts_stop_at_the_end_token_and_the_limit() -> None:
     assert num_accepted([5, 6, 7], [5, 6, 7, 8], set(), 10) == 3
     assert num_accepted([5, 6, 7], [5, 9, 7, 8], set(), 10) == 1
     assert num_accepted([5, 6, 7], [5, 6, 7, 8], {6}, 10) == 1
@@ -154,7 +158,7 @@ def test_a_response_keeps_no_drafted_token_behind_its_end_or_its_limit() -> None
     assert num_accepted([], [8], set(), 1) == 0
 
 
-def test_a_model_whose_states_cannot_be_taken_back_is_refused(tmp_path: Path) -> None:
+def test_a_model_with_irreversible_states_is_rejected(tmp_path: Path) -> None:
     make_family_model("qwen3_5_text", tmp_path)
     refused = r"speculation.num_speculative_tokens = 3: the model has layers whose states cannot .* use 0"
     with pytest.raises(ConfigError, match=refused), speculating(tmp_path):

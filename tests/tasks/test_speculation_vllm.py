@@ -63,24 +63,28 @@ def check_source(model: Path, source: str, monkeypatch: pytest.MonkeyPatch, resp
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_tokens_are_distributed_as_without(model: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speculation_does_not_change_the_token_distribution(
+    model: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_source(model, source, monkeypatch, 500)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_hundred_thousand_tokens_are(model: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speculation_does_not_change_the_distribution_of_100000_tokens(
+    model: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_source(model, source, monkeypatch, 25_000)
 
 
-def test_a_package_that_is_missing_is_said(model: Path) -> None:
+def test_a_missing_package_is_named(model: Path) -> None:
     if importlib.util.find_spec("arctic_inference"):
         pytest.skip("arctic-inference is installed")
     with pytest.raises(ConfigError, match="needs arctic-inference"), speculating(model, source="suffix"):
         pass
 
 
-def test_greedy_responses_are_the_same_token_by_token(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speculation_does_not_change_greedy_responses(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with speculating(model, length=0) as engine:
         expected = greedy_responses(engine)
     assert len({tuple(tokens) for tokens in expected}) > 1
@@ -107,7 +111,7 @@ class TestSpeculatingVllmEngine(test_engine_vllm.TestVllmEngine):
             yield one
 
 
-def test_vllms_own_drafts_do_not_change_it_either(model: Path) -> None:
+def test_suffix_drafts_of_vllm_do_not_change_greedy_responses(model: Path) -> None:
     """The last test: it may load numba, after which vLLM 0.32 makes no further engine in a process (its dispatcher
     stumbles)."""
     if importlib.util.find_spec("arctic_inference") is None:

@@ -139,7 +139,7 @@ async def rewarded(scene: Scene) -> None:
 @pytest.mark.parametrize(
     "meanwhile", [next_turn_of_equal_length, answered, answered_with_nothing, restarted_to_equal_length, rewarded]
 )
-async def test_what_a_late_host_says_changes_nothing(
+async def test_a_late_reply_of_a_replaced_host_changes_nothing(
     tmp_path: Path, meanwhile: Meanwhile, late: HostedStepResult
 ) -> None:
     config = Body(tmp_path).config("rollout.max_new_tokens=100")
@@ -185,7 +185,7 @@ async def nothing(scene: Scene) -> None: ...
     "meanwhile",
     [nothing, next_turn_of_equal_length, answered, answered_with_nothing, restarted_to_equal_length, rewarded],
 )
-def test_a_late_host_tells_its_agent_no_turn_of_another_host(tmp_path: Path, meanwhile: Meanwhile) -> None:
+def test_a_late_host_gives_its_agent_no_turn_of_another_host(tmp_path: Path, meanwhile: Meanwhile) -> None:
     """It wakes between its call for the episode and that for the newest turn."""
 
     async def scenario() -> None:
@@ -205,7 +205,7 @@ def test_a_late_host_tells_its_agent_no_turn_of_another_host(tmp_path: Path, mea
     virtual_time.run(scenario())
 
 
-async def test_a_reward_worker_that_scores_again_tells_the_reward_that_is_held(tmp_path: Path) -> None:
+async def test_scoring_a_response_again_returns_the_first_reward(tmp_path: Path) -> None:
     config = Body(tmp_path).config("rollout.max_new_tokens=100")
     scene = Scene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
     await scene.server.draw(0, 1)

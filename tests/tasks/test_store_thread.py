@@ -28,7 +28,7 @@ class Bucket:
         return f"entry {step}"
 
 
-async def test_an_operation_is_tried_again_after_pauses_that_grow(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_operation_is_retried_after_growing_pauses(caplog: pytest.LogCaptureFixture) -> None:
     bucket: Any = Bucket(60.0)
     thread = StoreThread(bucket, commit_s=600.0)
     entry = asyncio.ensure_future(thread.entry(3))
@@ -43,7 +43,7 @@ async def test_an_operation_is_tried_again_after_pauses_that_grow(caplog: pytest
 
 
 @pytest.mark.parametrize(("commit_s", "last_s"), [(7.5, 7.5), (7.4, 3.5)])
-async def test_an_operation_that_has_failed_for_commit_s_is_given_up(commit_s: float, last_s: float) -> None:
+async def test_an_operation_fails_after_commit_s_of_retries(commit_s: float, last_s: float) -> None:
     bucket: Any = Bucket(60.0)
     thread = StoreThread(bucket, commit_s)
     with pytest.raises(StoreError, match=rf"503 Slow Down; tried again for {commit_s:g} s .*resume the run"):

@@ -109,7 +109,7 @@ def test_a_source_is_a_function_of_the_index() -> None:
     assert one.task(0).prompt != ReasoningGym("chain_sum", OPTIONS, 5).task(0).prompt
 
 
-def test_held_out_prompts_are_others() -> None:
+def test_held_out_prompts_differ_from_training_prompts() -> None:
     source = ReasoningGym("chain_sum", {"min_digits": 4, "max_digits": 4}, 4)
     train = {source.task(i).prompt for i in range(200)}
     assert not train & {source.task(i, held_out=True).prompt for i in range(200)}
@@ -119,7 +119,7 @@ def prompts_of(source: TaskSource, count: int) -> list[str]:
     return [source.task(i).prompt for i in range(count)]
 
 
-def test_no_held_out_prompt_is_drawn_for_training() -> None:
+def test_held_out_prompts_are_never_drawn_for_training() -> None:
     """Of the sums of two digits many are held out here, which are drawn again and again."""
     source = ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 2, "max_digits": 1}, 4)
     held_out = {t.prompt for t in distinct_held_out(source, 110)}
@@ -141,14 +141,14 @@ def test_no_held_out_prompt_is_drawn_for_training() -> None:
     assert prompts_of(source.excluding_held_out(0), 300) == drawn
 
 
-def test_without_repeated_prompts_each_index_means_what_it_did() -> None:
+def test_excluding_held_out_keeps_the_index_of_distinct_prompts() -> None:
     source = ReasoningGym("chain_sum", {"min_terms": 4, "min_digits": 4}, 4)
     excluding_held_out = source.excluding_held_out(50)
     assert prompts_of(excluding_held_out, 100) == prompts_of(source, 100)
     assert excluding_held_out.held_out_notice == ""
 
 
-def test_a_source_that_is_held_out_as_a_whole_is_one_line() -> None:
+def test_a_source_with_only_held_out_prompts_gives_a_one_line_error() -> None:
     source = ReasoningGym("chain_sum", {"min_terms": 1, "max_terms": 1, "max_digits": 1}, 4).excluding_held_out(200)
     with pytest.raises(ConfigError, match=r"draws gave only prompts that are held out; lower task\.eval_prompts = 200"):
         source.task(0)
@@ -163,7 +163,7 @@ def rows_of(path: Path) -> TaskSource:
     return make_source(f"jsonl:{path}", {}, 0)
 
 
-def test_rows_with_a_held_out_prompt_are_not_trained_on(tmp_path: Path) -> None:
+def test_rows_with_a_held_out_prompt_are_not_trained(tmp_path: Path) -> None:
     rows = [f"p{i}" for i in range(17)]
     source = rows_of(write_rows(tmp_path / "data.jsonl", [*rows[:3], "same", *rows[3:], "other", "same"]))
     assert "same" in prompts_of(source, 18)
@@ -178,7 +178,7 @@ def test_rows_with_a_held_out_prompt_are_not_trained_on(tmp_path: Path) -> None:
         rows_of(write_rows(tmp_path / "one.jsonl", ["same"] * 10)).excluding_held_out(1)
 
 
-def test_a_users_environment_that_mixes_them_up_is_counted(tmp_path: Path) -> None:
+def test_held_out_prompts_trained_by_a_user_source_are_counted(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "class Few:\n    def __init__(self, options, seed): pass\n"
         "    def record(self, index, held_out): return {'prompt': str(index % 9)}\n"
@@ -189,7 +189,7 @@ def test_a_users_environment_that_mixes_them_up_is_counted(tmp_path: Path) -> No
     assert "4 of 9 prompts that were trained on are also held out" in source.held_out_notice
 
 
-def test_the_sources_own_verifier() -> None:
+def test_reasoning_gym_scores_with_its_verifier() -> None:
     source = ReasoningGym("chain_sum", OPTIONS, 4)
     task = source.task(0)
     assert source.score(task.record["answer"], task.record) == 1.0
@@ -206,7 +206,7 @@ def test_json_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["chain_sum", "reasoning_gym:", "reasoning_gym:no_such_thing", "http:x"])
-def test_an_unknown_source_is_one_line(source: str) -> None:
+def test_an_unknown_source_gives_a_one_line_error(source: str) -> None:
     with pytest.raises(ConfigError, match=r"task\.source"):
         make_source(source, {}, 0)
 
@@ -239,7 +239,7 @@ class Speechless(Doubles):
 """
 
 
-def test_a_users_own_environment(tmp_path: Path) -> None:
+def test_a_user_task_source_gives_prompts_and_scores(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     source = make_source(f"{tmp_path}/mine.py:Doubles", {"first": 3}, 2)
     task = source.task(4)
@@ -262,7 +262,7 @@ def test_a_users_own_environment(tmp_path: Path) -> None:
         assert message in str(caught.value)
 
 
-def test_answers_are_taken_from_the_last_match() -> None:
+def test_extract_answer_returns_the_last_match() -> None:
     assert extract_answer(r"so(-?\d+)\.", "1+1=2;so2.so-3.") == "-3"
     assert extract_answer(r"so(-?\d+)\.", "nothing") == ""
     assert extract_answer("", "  all of it ") == "all of it"
@@ -280,9 +280,7 @@ def test_a_users_reward_with_parts(rewards: Path, rows: Path) -> None:
     assert (score.reward, score.parts, score.error) == (pytest.approx(0.3), {"length": 3}, "")
 
 
-def test_a_scoring_process_that_starts_too_slowly_is_what_the_error_names(
-    rows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_names_a_scoring_process_that_starts_too_slowly(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward_process, "START_S", 0.0)
     one = scorer("task", rows=rows)
     slow = "the scoring process took longer than 0 s to load the reward"
@@ -292,7 +290,7 @@ def test_a_scoring_process_that_starts_too_slowly_is_what_the_error_names(
     one.close()
 
 
-def test_whatever_a_reward_does_is_recorded_and_the_others_are_scored(rewards: Path, rows: Path) -> None:
+def test_reward_faults_are_recorded_and_other_responses_are_scored(rewards: Path, rows: Path) -> None:
     with closing(scorer(f"{rewards}:moody", rows=rows)) as one:
         scores = one.score([(a, {}) for a in ("ok", "raise", "hang", "nan", "text", "die", "ok")])
     assert [s.reward for s in scores] == [1.0, 0, 0, 0, 0, 0, 1.0]
@@ -305,7 +303,7 @@ def test_whatever_a_reward_does_is_recorded_and_the_others_are_scored(rewards: P
     assert died.startswith("the reward process died")
 
 
-def test_rewards_and_parts_are_stored_as_plain_numbers_and_others_refused(rewards: Path, rows: Path) -> None:
+def test_rewards_and_parts_are_stored_as_floats_and_other_types_are_rejected(rewards: Path, rows: Path) -> None:
     one = scorer(f"{rewards}:typed", rows=rows, timeout_s=20)
     answers = ("numpy", "array", "fraction", "bool")
     refused = {
@@ -330,7 +328,7 @@ def test_rewards_and_parts_are_stored_as_plain_numbers_and_others_refused(reward
     assert {(s.reward, *s.parts) for s in scores[4:]} == {(0.0,)}
 
 
-def test_a_reward_may_be_a_weighted_sum_that_fails_with_any_part(rewards: Path, rows: Path) -> None:
+def test_a_weighted_sum_of_rewards_fails_if_any_part_fails(rewards: Path, rows: Path) -> None:
     parts = {
         "right": RewardPart(),
         "long": RewardPart(function=f"{rewards}:length", weight=-0.5),
@@ -349,7 +347,7 @@ def test_a_reward_may_be_a_weighted_sum_that_fails_with_any_part(rewards: Path, 
     assert nan.error == "part moody: the reward is nan; it must be a finite number"
 
 
-def test_parts_that_cannot_be_loaded_are_named(rewards: Path, rows: Path) -> None:
+def test_reward_parts_that_cannot_be_loaded_are_named(rewards: Path, rows: Path) -> None:
     for function, parts, message in (
         ("task", {"a": RewardPart(function="none.py:f")}, r"^reward\.parts\.a\.function = 'none\.py:f': cannot be l"),
         ("task", {"a": RewardPart(function="bare")}, r"^reward\.parts\.a\.function must be one of task, math_"),
@@ -369,14 +367,14 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
     return {"a.weight": torch.randn(7, 3, generator=generator), "b": torch.randn(5, generator=generator)}
 
 
-def test_weights_are_published_whole_and_fingerprinted(tmp_path: Path) -> None:
+def test_weights_are_published_atomically_with_their_fingerprint(tmp_path: Path) -> None:
     folder = WeightFolder(tmp_path / "w")
     held, path = folder.publish(PolicyVersion(3), tensors(0)), folder.path(PolicyVersion(3))
     assert held == fingerprint(weight_folder.read(path)) == fingerprint(tensors(0)) != fingerprint(tensors(1))
     assert [p.name for p in folder.folder.iterdir() if not p.name.startswith(".")] == [path.name]
 
 
-def test_only_unused_old_versions_are_removed(tmp_path: Path) -> None:
+def test_prune_removes_unused_old_versions(tmp_path: Path) -> None:
     folder = WeightFolder(tmp_path / "w")
     for version in range(5):
         folder.publish(PolicyVersion(version), tensors(version))
@@ -386,7 +384,7 @@ def test_only_unused_old_versions_are_removed(tmp_path: Path) -> None:
     assert not folder.folder.exists()
 
 
-def test_a_killed_runs_folder_is_swept_and_a_living_ones_is_not(tmp_path: Path) -> None:
+def test_the_folder_of_a_killed_run_is_removed_and_that_of_a_live_run_is_not(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
 from staleflow.stores.weights.weight_folder import WeightFolder
@@ -403,7 +401,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("owner", "step"), [(Path, "mkdir"), (fcntl, "flock")])
-def test_a_folder_swept_while_it_is_created_is_created_again(
+def test_a_folder_removed_during_its_creation_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, step: str
 ) -> None:
     """Another run's sweep comes after the folder, once, or before its lock."""
@@ -430,7 +428,7 @@ def test_a_folder_swept_while_it_is_created_is_created_again(
     folder.remove()
 
 
-def test_truncated_weights_are_refused(tmp_path: Path) -> None:
+def test_truncated_weights_are_rejected(tmp_path: Path) -> None:
     folder = WeightFolder(tmp_path / "w")
     folder.publish(PolicyVersion(0), tensors(0))
     path = folder.path(PolicyVersion(0))

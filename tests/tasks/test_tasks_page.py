@@ -71,7 +71,7 @@ async def test_the_tool_of_the_page_is_called(tmp_path: Path) -> None:
             tool.server.close()
 
 
-def test_each_answer_pattern_of_the_pages_finds_what_its_system_message_asks_for() -> None:
+def test_answer_patterns_of_the_docs_match_their_system_messages() -> None:
     blocks_of_both = re.findall(r"```toml\n(.*?)```", TASKS_PAGE + PAGE, re.DOTALL)
     tasks = [tomllib.loads(job)["task"] for job in blocks_of_both if "[task]" in job]
     patterns = [task for task in tasks if "answer_pattern" in task]

@@ -57,7 +57,7 @@ def code(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("isolation", ["auto", "process"])
-async def test_what_agents_and_their_programs_print_reaches_no_terminal_as_it_is(
+async def test_output_of_agents_and_programs_is_escaped_for_the_terminal(
     code: Path, isolation: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with hosted(settings(f"agent:{code}:run", isolation=isolation, step_timeout_s=60.0)) as (episodes, task):
@@ -73,9 +73,7 @@ async def test_what_agents_and_their_programs_print_reaches_no_terminal_as_it_is
     assert "\x07" not in said
 
 
-def test_what_a_reward_function_prints_raises_and_names_is_shown_without_control_characters(
-    code: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_output_errors_and_names_of_reward_functions_are_escaped(code: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rows = code.with_name("rows.jsonl")
     rows.write_text('{"prompt": "1 + 1", "answer": "2"}\n{"prompt": "1 + 2", "answer": "3"}\n')
     source = SourceSettings(task=TaskConfig(source=f"jsonl:{rows}"), seed=1)
@@ -92,7 +90,7 @@ def test_what_a_reward_function_prints_raises_and_names_is_shown_without_control
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", "a\x1b[2J", "x" * 100_000, "\u202e"])
-def test_a_part_of_a_reward_has_a_short_name_that_can_be_shown(name: str) -> None:
+def test_a_reward_part_name_must_be_short_and_printable(name: str) -> None:
     with pytest.raises(InvalidReward) as refused:
         parse_reward((1.0, {name: 2.0}))
     assert len(str(refused.value)) < 500
@@ -106,7 +104,7 @@ def test_a_reward_has_a_limited_number_of_parts() -> None:
         parse_reward((1.0, {str(i): 0.0 for i in range(MAX_PARTS + 1)}))
 
 
-def test_long_lines_are_cut_and_carriage_returns_leave_the_last_text(capfd: pytest.CaptureFixture[str]) -> None:
+def test_long_lines_are_truncated_and_carriage_returns_keep_the_last_text(capfd: pytest.CaptureFixture[str]) -> None:
     output = RelayedOutput()
     with open(output.fileno(), "wb", closefd=False) as stream:
         stream.write(b"x" * 100_000 + b"\n10 %\r20 %\r\n\xff\n")
@@ -131,7 +129,7 @@ def test_output_is_relayed_again_after_standard_error_was_closed(monkeypatch: py
     assert shown.getvalue() == "shown\n"
 
 
-def test_what_an_episode_prints_is_shown_as_user_codes_after_the_streams_were_replaced(
+def test_episode_output_is_escaped_after_sys_stdout_was_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As a library or a test may do: the streams were looked at once in a process."""

@@ -44,7 +44,7 @@ TOOLS = json.dumps([{"type": "function", "function": {"name": "add"}}])
 
 
 @given(kinds=st.lists(st.sampled_from("sg"), min_size=1, max_size=8), data=st.data())
-def test_an_agent_is_told_the_stored_ids_and_logprobs_bit_for_bit(kinds: list[str], data: st.DataObject) -> None:
+def test_an_agent_receives_the_stored_ids_and_logprobs_bit_for_bit(kinds: list[str], data: st.DataObject) -> None:
     """Turns of several segments, of several versions and instances, after given tokens or right after the prompt."""
     floats = st.floats(-50, 0, width=32)
     spans: list[Span] = []
@@ -86,7 +86,7 @@ def task(*messages: Message, directions: TurnParams | None = None) -> Task:
     return Task(prompt=(directions or TurnParams()).prepend_to(messages), record={})
 
 
-def test_token_ids_of_an_agent_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_token_ids_of_an_agent_are_used_unchanged(tmp_path: Path) -> None:
     result = prompts(tmp_path)
     ids = (3, 200, 7)
     assert result.encode(task(directions=TurnParams(token_ids=ids))) == ids
@@ -96,7 +96,7 @@ def test_token_ids_of_an_agent_are_taken_as_they_are(tmp_path: Path) -> None:
     assert split_params(text)[0].max_tokens == 4
 
 
-def test_definitions_of_tools_are_rendered_by_the_template_or_refused(tmp_path: Path) -> None:
+def test_tool_definitions_are_rendered_by_the_template_or_rejected(tmp_path: Path) -> None:
     asked = task(Message("user", "1 + 2"), directions=TurnParams(tools=TOOLS))
     result = prompts(tmp_path, template=WITH_TOOLS)
     text = ChatTokenizer(chat_tokenizer("smollm2")).text(result.encode(asked), special=True)
@@ -106,14 +106,14 @@ def test_definitions_of_tools_are_rendered_by_the_template_or_refused(tmp_path: 
         prompts(tmp_path).encode(asked)
 
 
-def test_without_a_template_one_message_is_a_text(tmp_path: Path) -> None:
+def test_a_single_user_message_needs_no_chat_template(tmp_path: Path) -> None:
     result = prompts(tmp_path, chat=False)
     assert result.encode(task(Message("user", "the in"))) == result.encode(Task(prompt="the in", record={}))
     with pytest.raises(ConfigError, match=r"a prompt is a list of messages; set task\.chat = true"):
         result.encode(task(Message("system", "x"), Message("user", "y")))
 
 
-def test_a_turns_limit_is_spooled_with_the_answer_before_it() -> None:
+def test_the_token_limit_of_a_turn_is_spooled_with_its_observation() -> None:
     held = flight()
     held.apply(drawn(0))
     held.apply(routed(0, 1))
@@ -169,7 +169,7 @@ def after_two_turns(found: TokenizedPrompts) -> Trajectory:
     return t
 
 
-def test_a_branch_after_a_turn_has_the_bridge_that_the_turn_had(tmp_path: Path) -> None:
+def test_a_branch_after_a_turn_has_the_bridge_of_that_turn(tmp_path: Path) -> None:
     result = prompts(tmp_path)
     t = after_two_turns(result)
     given = answers(result).encode(t, said(t, TurnParams(after_turn=1), Message("user", "two")), 1000)
@@ -180,7 +180,7 @@ def test_a_branch_after_a_turn_has_the_bridge_that_the_turn_had(tmp_path: Path) 
     assert went_on == answers(result).encode(t, said(t, TurnParams(), Message("user", "two")), 1000)
 
 
-def test_a_conversation_that_is_rendered_anew_keeps_what_it_has_in_common(tmp_path: Path) -> None:
+def test_a_rerendered_conversation_keeps_the_shared_prefix(tmp_path: Path) -> None:
     result = prompts(tmp_path)
     t = after_two_turns(result)
     anew = TurnParams(after_turn=0)
@@ -208,7 +208,7 @@ NO_SYSTEM_LATER = (
 )
 
 
-def test_messages_of_an_agent_that_the_template_refuses_concern_its_episode_alone(tmp_path: Path) -> None:
+def test_messages_rejected_by_the_template_are_an_error_of_their_episode(tmp_path: Path) -> None:
     result = prompts(tmp_path, template=NO_SYSTEM_LATER)
     t = after_two_turns(result)
     anew = said(t, TurnParams(after_turn=0), Message("user", "x"), Message("system", "be brief"))
@@ -218,7 +218,7 @@ def test_messages_of_an_agent_that_the_template_refuses_concern_its_episode_alon
     assert "system comes first" in given.why
 
 
-def test_a_conversation_of_no_tokens_concerns_its_episode_alone(tmp_path: Path) -> None:
+def test_an_empty_conversation_is_an_error_of_its_episode(tmp_path: Path) -> None:
     """A model has nothing to go on from."""
     result = prompts(tmp_path, chat=False)
     t = after_two_turns(result)
@@ -226,13 +226,13 @@ def test_a_conversation_of_no_tokens_concerns_its_episode_alone(tmp_path: Path) 
     assert given == RenderError("the request's conversation has no tokens; send a message with a text")
 
 
-def test_without_a_template_a_conversation_is_its_texts(tmp_path: Path) -> None:
+def test_without_a_template_a_conversation_is_its_concatenated_texts(tmp_path: Path) -> None:
     result = prompts(tmp_path, chat=False)
     other = [Message("user", "the in"), Message("assistant", " a"), Message("user", " on")]
     assert result.render(other) == list(result.encode(task(Message("user", "the in a on"))))
 
 
-def test_what_is_told_of_a_branch_is_its_own_context(tmp_path: Path) -> None:
+def test_newest_turn_of_a_branch_has_the_context_of_the_branch(tmp_path: Path) -> None:
     t = branching_row().trajectory
     told = newest_turn(t, "")
     assert (told.prompt_tokens, told.tokens) == ((0, 1, 2, 3, 4, 5, 6, 15), (16, 17))

@@ -11,7 +11,7 @@ from tests.support.games import hosted
 JOB = "examples/tools.toml"
 
 
-async def test_what_the_prompt_shows_is_what_a_call_in_an_episode_is_answered() -> None:
+async def test_tool_results_in_the_example_prompts_match_the_calculator() -> None:
     settings = actor_settings.episode_settings(loading.load(JOB, ()))
     assert settings is not None
     task = settings.source.build().task(3)
@@ -33,7 +33,7 @@ async def test_what_the_prompt_shows_is_what_a_call_in_an_episode_is_answered() 
         assert (told.ended, told.reward) == (True, 1.0)
 
 
-def test_held_out_sums_are_never_trained_on() -> None:
+def test_held_out_sums_are_never_trained() -> None:
     sums = ToolSums({}, 1)
     requests = {held: {str(sums.record(i, held)["prompt"][-1]) for i in range(300)} for held in (False, True)}
     assert len(requests[False]) > 200 and not requests[False] & requests[True]

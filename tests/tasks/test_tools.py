@@ -69,7 +69,7 @@ def test_the_calculator(expression: str, result: str) -> None:
 
 
 @given(st.text("0123456789+-*/%^(). ,esqrtminab×", max_size=60))
-def test_the_calculator_answers_whatever_it_is_asked_at_once(expression: str) -> None:
+def test_the_calculator_returns_quickly_for_any_expression(expression: str) -> None:
     begin = time.thread_time()
     assert calculate(expression)
     assert time.thread_time() - begin < 1
@@ -85,7 +85,7 @@ def ran(code: str, within_s: float = 20.0, memory_mib: int = 256) -> str:
     return asyncio.run(run_python(code, within_s=within_s, memory_mib=memory_mib))
 
 
-def test_the_sandbox_prints_what_the_code_prints_and_its_last_value() -> None:
+def test_the_sandbox_returns_printed_output_and_the_last_value() -> None:
     assert ran("import math\nprint('a')\nmath.comb(5, 2)") == "a\n10"
     assert ran("x = 3") == "(no output)"
     assert ran("print('é'); None") == "é"
@@ -112,13 +112,13 @@ def test_the_sandbox_prints_what_the_code_prints_and_its_last_value() -> None:
         "import os; os.kill(os.getppid(), 9)",
     ],
 )
-def test_the_sandbox_has_no_network_no_files_to_write_and_no_other_processes(code: str) -> None:
+def test_the_sandbox_has_no_network_no_writable_files_and_no_other_processes(code: str) -> None:
     result = ran(code)
     assert "Error" in result, result
     assert not Path("/tmp/staleflow-sandbox").exists()
 
 
-def test_the_sandbox_sees_no_files_of_the_user_where_the_system_can_hide_them(tmp_path: Path) -> None:
+def test_the_sandbox_hides_user_files_where_landlock_exists(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("hidden")
     result = ran(f"print(open({str(tmp_path / 'secret')!r}).read())")
     assert ("PermissionError" in result) == has_landlock()
@@ -131,7 +131,7 @@ def has_landlock() -> bool:
     return int(ctypes.CDLL(None).syscall(444, None, 0, 1)) >= 1
 
 
-def test_the_sandbox_is_bounded_in_time_memory_and_output() -> None:
+def test_the_sandbox_limits_time_memory_and_output() -> None:
     begin = time.monotonic()
     assert ran("print('on', flush=True)\nwhile True: pass", 2.0).endswith("error: stopped after 2 s")
     assert ran("import time; time.sleep(1000)", 2.0) == "error: stopped after 2 s"
@@ -142,7 +142,7 @@ def test_the_sandbox_is_bounded_in_time_memory_and_output() -> None:
     assert "error: the process was killed" in ran("import os, signal; os.abort()")
 
 
-async def test_a_process_that_wrote_more_than_is_read_of_it_ends_when_it_is_killed() -> None:
+async def test_a_killed_process_with_unread_output_is_reaped() -> None:
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec("yes", stdout=pipe)
     assert process.stdout is not None
@@ -154,7 +154,7 @@ async def test_a_process_that_wrote_more_than_is_read_of_it_ends_when_it_is_kill
     assert process.returncode == -signal.SIGKILL
 
 
-async def test_a_sandbox_that_is_cancelled_leaves_nothing_running() -> None:
+async def test_a_cancelled_sandbox_leaves_no_process() -> None:
     task = asyncio.ensure_future(run_python("import time; time.sleep(1000)", within_s=100, memory_mib=256))
     await asyncio.sleep(1)
     task.cancel()
@@ -167,7 +167,7 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def test_calls_are_found_in_the_order_that_they_are_written() -> None:
+def test_tool_calls_are_parsed_in_order() -> None:
     text = f"First <calculator>1+1</calculator>, then {call('python', code='print(1)')} and <python>2"
     assert [(c.name, c.text, c.tagged, c.problem) for c in tool_calls(text, TOOLS)] == [
         ("calculator", "1+1", True, ""),
@@ -189,7 +189,7 @@ def test_calls_are_found_in_the_order_that_they_are_written() -> None:
         (call("calculator", expression=4), ""),
     ],
 )
-def test_a_call_that_cannot_be_carried_out_says_why(text: str, problem: str) -> None:
+def test_an_invalid_tool_call_reports_its_problem(text: str, problem: str) -> None:
     (found,) = tool_calls(text, TOOLS)
     assert found.problem.startswith(problem) if problem else not found.problem
 
@@ -197,7 +197,7 @@ def test_a_call_that_cannot_be_carried_out_says_why(text: str, problem: str) -> 
 @given(
     st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "<python>", "</python>", "{", '"name"', ":", "}", "1 "]))
 )
-def test_whatever_a_model_writes_is_calls_or_none(pieces: list[str]) -> None:
+def test_arbitrary_text_parses_to_valid_calls_or_problems(pieces: list[str]) -> None:
     text = "".join(pieces)
     calls = tool_calls(text, TOOLS)
     assert bool(calls) == ("<tool_call>" in text or "<python>" in text)
@@ -257,7 +257,7 @@ async def test_a_generated_task_is_played_with_tools(tooled: Path) -> None:
         assert (last.error, last.reward) == ("", 1.0)
 
 
-async def test_an_evaluation_set_of_its_own_source_is_played_with_tools_and_scored_by_its_own_verifier(
+async def test_an_evaluation_set_uses_its_source_and_reward_with_tools(
     tooled: Path,
 ) -> None:
     (tooled.parent / "other.jsonl").write_text('{"prompt": "2 + 2?", "answer": "4"}\n')
@@ -279,7 +279,7 @@ async def test_an_evaluation_set_of_its_own_source_is_played_with_tools_and_scor
         assert (last.ended, last.reward, last.error) == (True, 0.5, "")
 
 
-async def test_a_tool_that_takes_too_long_is_told_to_the_model_and_hurts_nothing(tooled: Path) -> None:
+async def test_a_tool_timeout_is_reported_to_the_model(tooled: Path) -> None:
     async with hosted(settings(tooled, "environment.tool_timeout_s=1")) as (episodes, task):
         (late,) = await answers(episodes, ["<python>while True: pass</python><calculator>1</calculator>"], task)
         assert [m.content for m in late.messages] == [
@@ -289,13 +289,13 @@ async def test_a_tool_that_takes_too_long_is_told_to_the_model_and_hurts_nothing
         assert not late.ended and not late.error
 
 
-async def test_a_tool_that_does_not_work_on_a_machine_is_found_before_the_run(tooled: Path) -> None:
+async def test_a_tool_that_fails_on_this_machine_is_rejected_before_the_run(tooled: Path) -> None:
     async with hosted(settings(tooled, "environment.memory_mib=1")) as (episodes, _):
         with pytest.raises(ConfigError, match=r"environment\.tools: python does not work on this machine: import math"):
             await episodes.check()
 
 
-async def test_a_verifier_that_fails_is_an_error_and_no_reward_of_0(tooled: Path) -> None:
+async def test_a_verifier_exception_is_an_error_and_not_a_zero_reward(tooled: Path) -> None:
     (tooled.parent / "mine.py").write_text("def angry(answer, record):\n    raise ValueError('no')\n")
     async with hosted(settings(tooled, f"reward.function={tooled.parent}/mine.py:angry")) as (episodes, task):
         (answer,) = await answers(episodes, ["so 144"], task)
@@ -319,7 +319,7 @@ async def test_a_verifier_that_fails_is_an_error_and_no_reward_of_0(tooled: Path
         ("task.eval_source=gymnasium:Taxi-v3", "either both it and task.source = .* are environments of many turns"),
     ],
 )
-def test_what_cannot_be_played_with_tools_is_one_line(tooled: Path, override: str, message: str) -> None:
+def test_settings_incompatible_with_tools_give_a_one_line_error(tooled: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         settings(tooled, override)
     assert "\n" not in str(caught.value)

@@ -92,7 +92,7 @@ def trainer(folder: Path, weights: Weights) -> Trainer:
 
 
 @pytest.mark.parametrize("method", ["train", "save_checkpoint"])
-async def test_a_resume_point_that_could_not_be_written_is_told_at_the_next_call(tmp_path: Path, method: str) -> None:
+async def test_a_failed_resume_point_raises_in_the_next_call(tmp_path: Path, method: str) -> None:
     """Not only if the next step happens to begin after the attempt has failed."""
     actor = trainer(tmp_path, Weights(full=True))
     try:
@@ -122,7 +122,7 @@ class Slow(Weights):
         super().end_save()
 
 
-async def test_steps_go_on_while_a_point_is_written_and_the_next_point_waits_for_it(tmp_path: Path) -> None:
+async def test_training_continues_while_a_resume_point_is_written(tmp_path: Path) -> None:
     begin_s, policy = time.monotonic(), Slow()
     actor = Trainer(policy, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 2)
     for step in range(3):
@@ -142,7 +142,7 @@ async def test_steps_go_on_while_a_point_is_written_and_the_next_point_waits_for
     await actor.close()
 
 
-async def test_a_checkpoint_is_of_the_version_that_was_asked_for(tmp_path: Path) -> None:
+async def test_a_checkpoint_has_the_requested_version(tmp_path: Path) -> None:
     """Though a step ends while the resume point is awaited. Of a version that is not here any more there is none."""
     saved: list[int] = []
 
@@ -165,9 +165,7 @@ async def test_a_checkpoint_is_of_the_version_that_was_asked_for(tmp_path: Path)
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_what_keeps_a_point_from_being_written_is_told_once_by_whatever_call_comes_next(
-    tmp_path: Path, late: bool
-) -> None:
+async def test_a_failed_resume_point_raises_once_in_the_next_call_of_any_kind(tmp_path: Path, late: bool) -> None:
     """Also one that comes long after, or has no point of its own. late: it fails while the next step is trained."""
     policy = Slow()
     policy.full = True
@@ -183,7 +181,7 @@ async def test_what_keeps_a_point_from_being_written_is_told_once_by_whatever_ca
 
 
 @pytest.mark.parametrize("full", [False, True])
-async def test_a_trainer_that_is_closed_waits_for_its_point_and_says_what_kept_it(
+async def test_close_waits_for_the_resume_point_and_logs_its_failure(
     tmp_path: Path, full: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = Slow()
@@ -200,7 +198,7 @@ async def test_a_trainer_that_is_closed_waits_for_its_point_and_says_what_kept_i
     assert ("the latest resume point is missing" in caplog.text) == full
 
 
-async def test_a_trainer_that_is_closed_does_not_wait_for_its_point_for_ever(
+async def test_close_stops_waiting_for_a_resume_point_after_a_timeout(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer_module, "SAVED_S", 0.01)
@@ -218,7 +216,7 @@ async def test_a_trainer_that_is_closed_does_not_wait_for_its_point_for_ever(
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-async def test_a_trainer_that_another_one_has_replaced_writes_no_point(tmp_path: Path, sharded: bool) -> None:
+async def test_a_replaced_trainer_writes_no_resume_point(tmp_path: Path, sharded: bool) -> None:
     """Its driver was killed, and the run goes on from an older point. One version later that run would be taken to have
     the weights of this one."""
     points = ResumePoints(tmp_path / "resume")
@@ -244,7 +242,7 @@ async def test_a_trainer_that_another_one_has_replaced_writes_no_point(tmp_path:
     await following.close()
 
 
-def test_a_stopped_writer_does_not_keep_others_from_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_writer_does_not_block_other_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume_points, "RENAME_S", 0.1)
     stopped, following = ResumePoints(tmp_path / "resume"), ResumePoints(tmp_path / "resume")
     stopped.claim()
@@ -254,7 +252,7 @@ def test_a_stopped_writer_does_not_keep_others_from_writing(tmp_path: Path, monk
     assert following.versions() == [1]
 
 
-def test_what_a_killed_writer_has_moved_aside_is_removed_with_the_points_of_its_version(tmp_path: Path) -> None:
+def test_files_moved_aside_by_a_killed_writer_are_removed_with_their_version(tmp_path: Path) -> None:
     """The next writer of that version would put it back."""
     points = ResumePoints(tmp_path / "resume")
 
@@ -271,7 +269,7 @@ def test_what_a_killed_writer_has_moved_aside_is_removed_with_the_points_of_its_
         assert points.complete_versions() == [1]
 
 
-async def test_a_point_that_cannot_be_begun_is_told_too(tmp_path: Path) -> None:
+async def test_an_error_at_the_start_of_a_resume_point_raises_too(tmp_path: Path) -> None:
     class Large(Weights):
         def begin_save(self, path: Path) -> None:
             raise RuntimeError("not enough memory for a copy")
@@ -291,7 +289,7 @@ async def test_a_point_that_cannot_be_begun_is_told_too(tmp_path: Path) -> None:
         "PytorchStreamWriter failed writing file data/3: file write failed",
     ],
 )
-def test_what_torch_says_of_a_full_disk_is_told_as_what_it_is(tmp_path: Path, said: str) -> None:
+def test_torch_errors_of_a_full_disk_are_translated(tmp_path: Path, said: str) -> None:
     """Found on a disk of 26 MiB: one rank is told ENOSPC, another only that the file has another length."""
 
     def write(part: Path) -> None:
@@ -314,7 +312,7 @@ async def test_resume_points_are_written_beside_what_follows(tmp_path: Path) -> 
     assert sorted(p.name for p in (tmp_path / "resume").iterdir()) == [f"v{v:08d}.pt" for v in (1, 2, 3)]
 
 
-async def test_an_emulated_trainer_goes_on_from_its_resume_points(tmp_path: Path) -> None:
+async def test_an_emulated_trainer_resumes_from_its_resume_points(tmp_path: Path) -> None:
     """A dry run can try recovery: its points count as complete, and give the published weights again."""
     settings = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0)
     points = ResumePoints(tmp_path / "resume")
@@ -367,7 +365,7 @@ sys.exit("torch was loaded" if "torch" in sys.modules and not before else "by th
 """
 
 
-def test_an_emulated_run_loads_no_torch_and_its_weights_have_the_fingerprint_they_always_had(tmp_path: Path) -> None:
+def test_an_emulated_run_imports_no_torch_and_its_fingerprints_are_stable(tmp_path: Path) -> None:
     """Importing it takes each of a run's processes 1.5 CPU-seconds, at each start and each recovery."""
     ran = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)], capture_output=True, text=True, check=False
@@ -376,7 +374,7 @@ def test_an_emulated_run_loads_no_torch_and_its_weights_have_the_fingerprint_the
     assert ran.stdout.strip() == fingerprint({"emulated": torch.tensor([0.0])})
 
 
-async def test_a_resumed_version_is_compared_with_the_fingerprint_that_was_recorded(tmp_path: Path) -> None:
+async def test_a_resumed_version_is_compared_with_the_recorded_fingerprint(tmp_path: Path) -> None:
     actor = trainer(tmp_path, Weights())
     recorded = ("", fingerprint({"w": torch.zeros(1)}), fingerprint({"w": torch.ones(1)}), "0" * 32)
     results = [(await actor.publish_initial((), PolicyVersion(0), item)).as_recorded for item in recorded]
@@ -385,7 +383,7 @@ async def test_a_resumed_version_is_compared_with_the_fingerprint_that_was_recor
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), OSError(5, "Input/output error")])
-async def test_an_actors_own_error_is_told_as_what_it_is(tmp_path: Path, error: Exception) -> None:
+async def test_an_error_of_the_trainer_raises_actor_failed(tmp_path: Path, error: Exception) -> None:
     """A trainer without memory is not gone: starting it again elsewhere would only fail again."""
     text = r"trainer failed: RuntimeError: CUDA out of memory|trainer failed: OSError: \[Errno 5\] Input/output error"
     actor = trainer(tmp_path, Weights(error=error))

@@ -102,7 +102,7 @@ def actors(folder: Path, settings: Any, ranks: int) -> tuple[Trainer, list[Train
     return lead, [TrainerRank(settings, 1) for _ in range(ranks - 1)]
 
 
-async def test_all_ranks_do_the_same_in_the_same_order(tmp_path: Path) -> None:
+async def test_all_ranks_call_the_same_methods_in_the_same_order(tmp_path: Path) -> None:
     group = Together(3)
     closed: list[Any] = []
     before = set(threading.enumerate())
@@ -159,7 +159,7 @@ CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by pee
 
 
 @pytest.mark.parametrize("first", [0, 1])
-async def test_a_lost_rank_is_told_as_lost_though_the_others_fail_first(tmp_path: Path, first: int) -> None:
+async def test_a_lost_rank_raises_actor_lost_when_other_ranks_fail_first(tmp_path: Path, first: int) -> None:
     """Their connections to it break before anybody has looked whether it is there."""
     group = Together(3, breaks=(first, "step", CLOSED))
     lead, others = actors(tmp_path, group, 3)
@@ -199,7 +199,7 @@ OWN = (
 )  # fmt: skip
 
 
-def test_errors_that_would_come_again_are_not_taken_for_a_lost_rank() -> None:
+def test_permanent_errors_are_not_classified_as_a_lost_rank() -> None:
     """What NCCL says of ranks that share a GPU, or have no memory, it says each time."""
     for message in LOST:
         assert isinstance(trainer_rank._cause(RuntimeError(message), []), ActorLost), message
@@ -219,7 +219,7 @@ def test_errors_that_would_come_again_are_not_taken_for_a_lost_rank() -> None:
         (0, CLOSED, "the trainer's ranks have lost each other: .*closed by peer"),
     ],
 )
-async def test_what_fails_on_one_rank_is_told_though_the_others_wait_for_it(
+async def test_an_error_of_one_rank_is_raised_while_other_ranks_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: Exception, told: str
 ) -> None:
     """Ranks that have lost each other are replaced; an error of a rank's own would come again."""
@@ -236,7 +236,7 @@ async def test_what_fails_on_one_rank_is_told_though_the_others_wait_for_it(
 
 
 @pytest.mark.parametrize("gone", [False, True])
-async def test_a_rank_that_is_lost_while_a_point_is_written_is_told_as_lost(
+async def test_a_rank_lost_during_a_resume_point_raises_actor_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
 ) -> None:
     """The disk is not to blame. gone: whether anybody has noticed which."""
@@ -276,14 +276,14 @@ async def test_a_rank_that_is_lost_while_a_point_is_written_is_told_as_lost(
         await actor.close()
 
 
-async def test_a_trainer_whose_ranks_are_not_a_group_yet_says_so(tmp_path: Path) -> None:
+async def test_training_before_the_ranks_form_a_group_raises(tmp_path: Path) -> None:
     lead, _ = actors(tmp_path, Together(2), 2)
     with pytest.raises(ProtocolViolation, match="the 2 ranks of the trainer are not a group yet"):
         await lead.train(Server(), 0, (), ())
     await lead.close()
 
 
-async def test_emulated_ranks_go_on_from_their_resume_points(tmp_path: Path) -> None:
+async def test_emulated_ranks_resume_from_their_resume_points(tmp_path: Path) -> None:
     settings = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0)
     lead, others = actors(tmp_path, settings, 2)
     await lead.form_group("localhost", *others)

@@ -77,7 +77,7 @@ def flat_gradient(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("aggregation", AGGREGATION_NAMES)
 @pytest.mark.parametrize("name", [name for name in LOSSES.names if name != "dpo"])  # which is of pairs
-def test_the_gradient_is_that_of_the_sampled_tokens_one_by_one(name: str, aggregation: str, tiny_model: Path) -> None:
+def test_gradient_matches_one_pass_per_sampled_token(name: str, aggregation: str, tiny_model: Path) -> None:
     loss = entry(LOSSES, name)
     one = trainer(tiny_model, loss=loss, aggregation=aggregation, max_length=MAX_LENGTH, microbatch_tokens=40)
     expected = slow_gradient(trainer(tiny_model).model, rows(), loss, aggregation)
@@ -87,7 +87,7 @@ def test_the_gradient_is_that_of_the_sampled_tokens_one_by_one(name: str, aggreg
     torch.testing.assert_close(flat_gradient(one.model), expected, rtol=1e-3, atol=2e-6)
 
 
-def test_what_is_stored_for_given_tokens_changes_nothing(tiny_model: Path) -> None:
+def test_stored_values_at_env_tokens_change_nothing(tiny_model: Path) -> None:
     results = []
     for value in (0.0, -1e4, 1e4, np.inf, np.nan):
         one = trainer(tiny_model, loss=entry(LOSSES, "ppo_clip"))
@@ -113,7 +113,7 @@ class Ratio(Loss):
         )
 
 
-def test_a_loss_sees_zeros_at_given_tokens_and_what_it_returns_there_is_not_used(tiny_model: Path) -> None:
+def test_a_loss_gets_zeros_at_env_tokens_and_its_values_there_are_ignored(tiny_model: Path) -> None:
     one = trainer(tiny_model)
     loss = Ratio()
     one.objective = replace(one.objective, loss=loss)
@@ -125,7 +125,7 @@ def test_a_loss_sees_zeros_at_given_tokens_and_what_it_returns_there_is_not_used
         assert int((seen == 0).sum()) == seen.numel() - sum(r.num_sampled for r in data)
 
 
-def test_a_batchs_fingerprint_tells_where_tokens_were_given() -> None:
+def test_the_batch_fingerprint_depends_on_the_env_token_positions() -> None:
     row = ended(np.random.default_rng(0), 1, 1)
     spans = list(row.trajectory.spans)
     at = next(i for i, span in enumerate(spans) if isinstance(span, EnvSpan))

@@ -83,7 +83,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     one.engine.close()
 
 
-def test_every_part_is_verified_after_each_load_and_logprobs_are_the_trainers(loaded: UpdatedEngine) -> None:
+def test_every_part_is_verified_after_each_load(loaded: UpdatedEngine) -> None:
     for version in range(LOADS + 1):
         report = loaded.engine.load(PolicyVersion(version), loaded.publish(version)).weights
         assert report.outcome == "verified", report.line
@@ -102,7 +102,7 @@ def flip(worker: Any, number: int, rank: int) -> str:
     return str(name)
 
 
-def test_one_bit_of_any_parameter_on_any_worker_contradicts(loaded: UpdatedEngine) -> None:
+def test_one_flipped_bit_in_any_parameter_contradicts(loaded: UpdatedEngine) -> None:
     path = loaded.publish(7)
     assert loaded.engine.load(PolicyVersion(7), path).weights.outcome == "verified"
     vllm, tensor_parallel = loaded.engine._engine, loaded.engine._settings.tensor_parallel
@@ -117,7 +117,7 @@ def test_one_bit_of_any_parameter_on_any_worker_contradicts(loaded: UpdatedEngin
     assert loaded.engine._compared(path).outcome == "verified"
 
 
-def test_a_tensor_of_a_name_that_the_engine_does_not_know_is_not_verified(loaded: UpdatedEngine) -> None:
+def test_a_tensor_with_an_unknown_name_is_not_verified(loaded: UpdatedEngine) -> None:
     from staleflow.tasks.engines import vllm_weights
 
     if loaded.engine._settings.tensor_parallel > 1:
