@@ -115,7 +115,7 @@ class Coordinator(CoordinatorInspection):
         """Decide the commands that follow from `event`, received at `now` seconds. Raises `ProtocolViolation` with the
         story of the trajectory.
 
-        At most `max_routes` trajectories are routed; if more could be, `has_more_routes` is set.
+        At most `max_routes` trajectories are routed; if more might be, `has_more_routes` is set.
         """
         self._num_events += 1
         self.has_more_routes = False
@@ -414,15 +414,15 @@ class Coordinator(CoordinatorInspection):
             level = next((level for level in queue.levels() if level not in blocked), None)
             if level is None:
                 return
+            if num_routed == max_routes:  # before a rule is asked: one with random numbers must be asked once
+                self.has_more_routes = True
+                self._state.continue_routing()
+                return
             live = queue.head(level)
             choice = self._pinning.choose_instance(live) if live.is_eval else self._planner.choose_instance(live)
             if isinstance(choice, str):
                 self._history.refused(live.id, choice, again=not self._state.refuse(live, choice))
                 blocked.add(level)
-            elif num_routed == max_routes:
-                self.has_more_routes = True
-                self._state.continue_routing()
-                return
             else:
                 self._send(live, choice)
                 num_routed += 1

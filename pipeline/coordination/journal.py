@@ -244,9 +244,9 @@ def replay(coordinator: Coordinator, entries: Iterable[JournalEntry]) -> Replay:
     for entry in entries:
         num_events += 1
         try:
-            # Before there was a limit, an event could route more.
             num_routes = sum(isinstance(command, Route) for command in entry.commands)
-            answered = coordinator.handle(entry.event, entry.now, max_routes=max(MAX_ROUTES, num_routes))
+            limit = MAX_ROUTES if num_routes <= MAX_ROUTES else num_routes + 1  # recorded when there was no limit
+            answered = coordinator.handle(entry.event, entry.now, max_routes=limit)
         except ProtocolViolation as violation:
             difference = f"event {num_events}: {str(violation).splitlines()[0]}"
             return Replay(num_events=num_events, num_commands=num_commands, difference=difference)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 
+from benchmarks.routing_rules import Random
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.commands import Route
 from staleflow.pipeline.coordination.coordinator import MAX_ROUTES
@@ -18,8 +20,10 @@ from tests.coordination.test_coordinator import A, B, Bench, C
 GROUPS, SIZE = 40, 8
 
 
-def joined(*, room: int = 200) -> Bench:
+def joined(*, room: int = 200, at_random: bool = False) -> Bench:
     bench = Bench(eta=4, groups=8, size=SIZE)
+    if at_random:
+        bench.coordinator._planner._routing = Random(np.random.default_rng(0))  # type: ignore[assignment]  # as of a file of a user
     for instance in (A, B, C):
         bench.join(instance, max_running=room)
     return bench
@@ -52,14 +56,15 @@ def fill(bench: Bench, max_routes: int, seed: int) -> list[JournalEntry]:
 
 
 @pytest.mark.parametrize("room", [200, 60], ids=["room for all", "room for some"])
+@pytest.mark.parametrize("at_random", [False, True], ids=["deadline", "random"])
 @pytest.mark.parametrize("seed", range(3))
-def test_queue_is_routed_in_slices_as_in_one_piece(room: int, seed: int) -> None:
-    whole, sliced = fill(joined(room=room), 10**6, seed), fill(joined(room=room), 7, seed)
+def test_queue_is_routed_in_slices_as_in_one_piece(room: int, at_random: bool, seed: int) -> None:
+    whole, sliced = (fill(joined(room=room, at_random=at_random), limit, seed) for limit in (10**6, 7))
     num_routes = min(GROUPS * SIZE, 3 * room)
     assert (len(whole), len(routes(whole))) == (1, num_routes)
     assert all(len(entry.commands) <= 7 for entry in sliced)
     assert routes(sliced) == routes(whole)
-    assert len(sliced) == -(-num_routes // 7), "an event routed fewer trajectories than it could"
+    assert len(sliced) <= num_routes // 7 + 1, "an event routed fewer trajectories than it could"
 
 
 def test_any_event_continues_routing() -> None:
