@@ -83,7 +83,7 @@ PACKAGES = (
             "journal": ("tests/coordination/test_journal.py", "tests/runtime/test_run_journal.py"),
             "state": (
                 "tests/coordination/test_coordinator.py", "tests/coordination/test_state.py",
-                "tests/runtime/test_turns.py::test_each_has_the_gpus_in_its_turn",
+                "tests/runtime/test_turns.py::test_trainer_and_instances_use_the_gpus_in_turns",
             ),
             "fleet": ("tests/coordination/test_coordinator.py", "tests/coordination/test_state.py"),
             "mixture": ("tests/coordination/test_mixture.py",),

@@ -35,7 +35,7 @@ def body(tmp_path: Path) -> Body:
     return Body(tmp_path / "runs")
 
 
-def test_every_turn_is_answered_and_the_episodes_are_stored_whole(body: Body) -> None:
+def test_every_turn_has_an_environment_step_and_episodes_are_stored_whole(body: Body) -> None:
     run = body.checked_run(*AGENTS)
     acts, routes = run.commands("StepEnvironment"), run.commands("Route")
     answered = run.events("EnvironmentStepped")
@@ -51,7 +51,7 @@ def test_every_turn_is_answered_and_the_episodes_are_stored_whole(body: Body) ->
     assert (host.host, host.slots) == ("environment-0", run.config.environment.concurrency)
 
 
-def test_what_an_act_takes_beyond_its_environment_and_a_place_there_is_measured(body: Body) -> None:
+def test_environment_overhead_excludes_step_duration_and_queueing(body: Body) -> None:
     run = body.checked_run(*AGENTS, "environment.concurrency=1")
     took = [now - acted for now, acted, _ in acts_of(run)]
     own = [seconds for _, _, seconds in acts_of(run)]
@@ -75,7 +75,7 @@ def acts_of(run: Run) -> list[tuple[float, float, float]]:
     return found
 
 
-def test_contexts_found_cached_are_counted_step_by_step_and_those_of_ended_episodes_are_let_go(body: Body) -> None:
+def test_cached_contexts_are_counted_per_step_and_released_after_episodes(body: Body) -> None:
     run = body.run(*AGENTS)
     steps = run.outcomes.steps
     assert all(step["prefilled_tokens"] > 0 for step in steps)
@@ -85,7 +85,7 @@ def test_contexts_found_cached_are_counted_step_by_step_and_those_of_ended_episo
     assert run.commands("ReleaseCache")
 
 
-def test_what_is_surplus_leaves_no_environment_open(body: Body) -> None:
+def test_surplus_episodes_are_closed(body: Body) -> None:
     run = body.run(*AGENTS)
     dismissed = [c.trajectory for c in run.commands("CloseEnvironment")]
     assert len(dismissed) == len(set(dismissed)) > 0
@@ -97,24 +97,24 @@ def test_what_is_surplus_leaves_no_environment_open(body: Body) -> None:
 
 @pytest.mark.parametrize("method", ["start_steps", "outcomes", "close_episodes"])
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_lost_host_is_replaced_and_asked_again(body: Body, method: str, moment: Moment) -> None:
+def test_a_lost_environment_host_is_replaced_and_called_again(body: Body, method: str, moment: Moment) -> None:
     run = body.checked_run(*AGENTS, faults=[Fault(actor="environment-0", method=method, nth=2, dies=moment)])
     (loss,) = run.outcomes.losses
     assert "environment-0 is gone" in loss
     assert run.workers.names.count("environment-0") == 2
 
 
-def test_a_host_that_never_answers_is_replaced(body: Body) -> None:
+def test_an_environment_host_that_times_out_is_replaced(body: Body) -> None:
     run = body.checked_run(*AGENTS, faults=[Fault(actor="environment-0", method="outcomes", nth=3, silent="before")])
     assert "environment-0 did not answer within 5 s (deadlines.call_s)" in run.outcomes.losses[0]
 
 
-def test_a_lost_trajectory_server_is_restored_under_acting_episodes(body: Body) -> None:
+def test_a_lost_trajectory_server_is_restored_during_episodes(body: Body) -> None:
     run = body.checked_run(*AGENTS, faults=[Fault(actor="server", method="add_observations", nth=3, dies="after")])
     assert "server is gone" in run.outcomes.losses[0]
 
 
-def test_a_host_that_is_cut_off_from_a_server_that_answers_is_replaced(body: Body) -> None:
+def test_an_environment_host_that_cannot_reach_the_server_is_replaced(body: Body) -> None:
     async def cut_off(run: Run) -> None:
         while not (acted := run.workers.methods("environment-0").count("start_steps")) or acted < 3:
             await asyncio.sleep(0.01)
@@ -136,7 +136,7 @@ def test_a_host_that_is_cut_off_from_a_server_that_answers_is_replaced(body: Bod
     assert run.workers.names.count("environment-0") == 2
 
 
-def test_a_failed_environment_begins_again_and_is_no_reward_of_zero(body: Body) -> None:
+def test_a_failed_environment_restarts_and_gives_no_zero_reward(body: Body) -> None:
     run = body.checked_run(*AGENTS, "simulation.failed_step_share=0.1")
     failed = Counter(event.trajectory for _, event in run.events("EnvironmentFailed"))
     assert failed
@@ -146,7 +146,7 @@ def test_a_failed_environment_begins_again_and_is_no_reward_of_zero(body: Body) 
 
 
 @pytest.mark.parametrize(("actor", "method"), [("environment-0", "outcomes"), ("server", "restart")])
-def test_a_failure_whose_outcome_is_lost_is_told_and_counted_once(body: Body, actor: str, method: str) -> None:
+def test_a_failure_with_a_lost_outcome_is_counted_once(body: Body, actor: str, method: str) -> None:
     faults = [Fault(actor=actor, method=method, nth=nth, dies="after") for nth in (2, 4)]
     run = body.run(*AGENTS, "simulation.failed_step_share=0.3", "environment.max_failed_share=1", faults=faults)
     run.check_kept()
@@ -155,7 +155,7 @@ def test_a_failure_whose_outcome_is_lost_is_told_and_counted_once(body: Body, ac
     assert len({(event.trajectory, event.route_number) for event in failed}) == len(failed)
 
 
-def test_a_hung_environment_hurts_only_its_own_episode(body: Body) -> None:
+def test_a_hung_environment_affects_only_its_episode(body: Body) -> None:
     run = body.checked_run(*AGENTS, "simulation.hung_step_share=0.05", "environment.step_timeout_s=8")
     assert any("is never answered" in event.error for _, event in run.events("EnvironmentFailed"))
 

@@ -16,7 +16,7 @@ from tests.stores.plain_audit import plain_audit
 from tests.support.bodies import Body
 
 
-def test_an_acting_run_is_stored_as_it_was_and_audited_clean(tmp_path: Path) -> None:
+def test_a_run_with_environments_is_stored_and_passes_the_audit(tmp_path: Path) -> None:
     run = Body(tmp_path / "runs").run(*AGENTS, "simulation.failed_step_share=0.1")
     rows = list(run.store.ended())
     store = VersionedStore.create(tmp_path / "s", run.store.header)
@@ -45,7 +45,7 @@ def test_an_acting_run_is_stored_as_it_was_and_audited_clean(tmp_path: Path) -> 
         np.testing.assert_allclose(record.metrics["tool_s"], columns["tool_s"][batch].mean(), rtol=1e-6)
 
 
-def test_environments_that_say_nothing_end_no_run_in_a_circle(tmp_path: Path) -> None:
+def test_environments_with_empty_observations_finish_the_run(tmp_path: Path) -> None:
     """Without a template an empty answer is no token: the turn was over for ever, and its environment asked again."""
     run = Body(tmp_path / "runs").run(*AGENTS, "workload.tool_tokens=0")
     run.check()

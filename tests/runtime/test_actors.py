@@ -33,7 +33,7 @@ def first(stage: Stage) -> Any:
 # -- placing -------------------------------------------------------------------------------------------------------
 
 
-async def test_every_role_has_a_process_and_each_host_one_parameter_server(body: Body) -> None:
+async def test_every_role_has_a_process_and_each_host_has_one_parameter_server(body: Body) -> None:
     async with body.placed("reward.workers=2", hosts=("one", "two")) as stage:
         roles = sorted(p.role for p in stage.workers.placed.values())
         assert roles == ["parameters", "parameters", "reward", "reward", "rollout", "rollout", "server", "trainer"]
@@ -44,7 +44,7 @@ async def test_every_role_has_a_process_and_each_host_one_parameter_server(body:
         assert set(stage.actors.instances) == {"rollout-0", "rollout-1"}
 
 
-async def test_a_host_whose_parameter_server_went_with_a_lost_process_gets_another(body: Body) -> None:
+async def test_a_parameter_server_in_a_lost_process_is_replaced(body: Body) -> None:
     """Its place is beside an actor that is there."""
     async with body.placed(hosts=INSTANCES_APART) as stage:
         beside = stage.workers.placed["parameters-two"].address
@@ -57,7 +57,7 @@ async def test_a_host_whose_parameter_server_went_with_a_lost_process_gets_anoth
         assert stage.workers.placed["parameters-two"].address == other.placed.address
 
 
-async def test_a_parameter_server_that_does_not_answer_is_placed_in_another_process(body: Body) -> None:
+async def test_a_parameter_server_that_times_out_is_placed_in_another_process(body: Body) -> None:
     silent = [Fault(actor="parameters-one", method="ensure", nth=3, silent="before")]
     async with body.placed(faults=silent) as stage:
         server = stage.workers.placed["server"]
@@ -68,7 +68,7 @@ async def test_a_parameter_server_that_does_not_answer_is_placed_in_another_proc
         assert stage.workers.placed["parameters-one"].address == stage.workers.placed["trainer"].address
 
 
-async def test_an_environment_host_is_made_as_a_replacement_once_one_was_lost(
+async def test_an_environment_host_placed_after_a_loss_is_a_replacement(
     body: Body, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its endpoint then answers the clients of the lost one that they try again."""
@@ -85,7 +85,7 @@ async def test_an_environment_host_is_made_as_a_replacement_once_one_was_lost(
         assert replaces == [False, True]
 
 
-async def test_a_start_names_the_first_actors_that_are_missing(body: Body) -> None:
+async def test_start_progress_names_the_first_missing_actors(body: Body) -> None:
     async with body.placed("reward.workers=3") as stage:
         assert stage.actors.start_progress == f"all 7 ready, {stage.actors._first_work}"
         names = ("rollout-0", "rollout-1", "reward-0", "reward-1", "reward-2")
@@ -104,7 +104,7 @@ async def test_a_start_names_the_first_actors_that_are_missing(body: Body) -> No
 
 @pytest.mark.parametrize(("missing", "loading"), [("server", ""), ("trainer", " (loading none)"),
                                                   ("rollout-1", " (loading none)")])  # fmt: skip
-async def test_a_start_says_what_is_loaded(body: Body, missing: str, loading: str) -> None:
+async def test_start_progress_states_what_is_loading(body: Body, missing: str, loading: str) -> None:
     async with body.placed("rollout.engine.name=transformers", "model.path=none") as stage:
         stage.workers.placed.pop(missing)
         assert stage.actors.start_progress == f"4 of 5 ready, waiting for {missing}{loading}"
@@ -125,7 +125,7 @@ SILENT_SERVER = "server did not answer within 3 s (deadlines.call_s)"
         ({"within_s": 7.0}, 7, "server did not answer within 7 s"),
     ],
 )
-async def test_a_call_has_a_deadline_and_names_its_knob(
+async def test_a_call_times_out_and_names_its_setting(
     body: Body, limits: dict[str, Any], seconds: float, message: str
 ) -> None:
     async with body.placed(faults=[Fault(actor="server", method="held_out_notice", silent="before")]) as stage:
@@ -136,7 +136,7 @@ async def test_a_call_has_a_deadline_and_names_its_knob(
         assert asyncio.get_running_loop().time() - begin == pytest.approx(seconds)
 
 
-async def test_a_call_to_who_is_gone_is_one_kind_of_error(body: Body) -> None:
+async def test_a_call_to_a_dead_or_unknown_actor_raises_actor_lost(body: Body) -> None:
     async with body.placed() as stage:
         stage.workers.kill("server")
         with pytest.raises(ActorLost, match="server is gone: the worker holding this actor was lost"):
@@ -145,7 +145,7 @@ async def test_a_call_to_who_is_gone_is_one_kind_of_error(body: Body) -> None:
             await stage.actors.ask("nobody", "held_out_notice")
 
 
-async def test_what_a_method_raises_on_purpose_comes_through(body: Body) -> None:
+async def test_an_error_raised_by_a_method_passes_through(body: Body) -> None:
     full = StoreError("no space left")
     async with body.placed(faults=[Fault(actor="server", method="held_out_notice", error=full)]) as stage:
         with pytest.raises(StoreError) as caught:
@@ -153,7 +153,7 @@ async def test_what_a_method_raises_on_purpose_comes_through(body: Body) -> None
         assert caught.value is full
 
 
-async def test_a_long_call_ends_when_another_call_has_found_its_actor_lost(body: Body) -> None:
+async def test_a_long_call_ends_when_its_actor_is_recorded_as_lost(body: Body) -> None:
     async with body.placed(faults=[Fault(actor="trainer", method="version", nth=0, silent="before")]) as stage:
         stage.workers.nanny = False  # nobody ends the process, which hangs
         begin = asyncio.get_running_loop().time()
@@ -167,7 +167,7 @@ async def test_a_long_call_ends_when_another_call_has_found_its_actor_lost(body:
         assert not stage.actors._loss_futures["trainer"]
 
 
-async def test_whether_a_worker_is_spare_is_what_the_cluster_says(body: Body) -> None:
+async def test_has_spare_worker_asks_the_cluster(body: Body) -> None:
     async with body.placed() as stage:
         for count in (0, 1):
             stage.workers.num_spare = count
@@ -177,7 +177,7 @@ async def test_whether_a_worker_is_spare_is_what_the_cluster_says(body: Body) ->
 # -- weights -------------------------------------------------------------------------------------------------------
 
 
-async def test_an_instance_serves_a_version_once_it_has_pulled_it(body: Body) -> None:
+async def test_an_instance_has_the_new_version_after_the_pull(body: Body) -> None:
     async with body.placed(faults=[Fault(actor="rollout-0", method="pull", nth=2, late_s=2.0)]) as stage:
         stage.publish(V1)
         assert (first(stage).version, first(stage).fingerprint) == (V0, "weights-0")
@@ -188,7 +188,7 @@ async def test_an_instance_serves_a_version_once_it_has_pulled_it(body: Body) ->
         assert (first(stage).version, first(stage).fingerprint) == (V1, "weights-1")
 
 
-async def test_an_instance_that_has_other_weights_than_were_published_is_lost(body: Body) -> None:
+async def test_an_instance_with_different_weights_is_lost(body: Body) -> None:
     async with body.placed() as stage:
         stage.publish(V2)
         stage.world.loads_wrong = lambda instance, version: True
@@ -200,7 +200,7 @@ async def test_an_instance_that_has_other_weights_than_were_published_is_lost(bo
         assert first(stage).version == V0
 
 
-async def test_an_instance_whose_logprobs_are_off_is_out_of_service_and_named(body: Body) -> None:
+async def test_an_instance_with_wrong_logprobs_is_refused_and_named(body: Body) -> None:
     async with body.placed("rollout.logprob_drift_limit=0.2") as stage:
         stage.publish(V1)
         stage.world.drift = 0.25
@@ -225,7 +225,7 @@ async def test_the_drift_limit_follows_the_difference_at_the_start(body: Body) -
 
 
 @pytest.mark.parametrize(("stored", "limit"), [(0.3, 0.3), (0.0, 0.5)])
-async def test_a_resumed_run_keeps_its_drift_limit(body: Body, stored: float, limit: float) -> None:
+async def test_a_resumed_run_uses_the_stored_drift_limit(body: Body, stored: float, limit: float) -> None:
     """Its engines compute another version than the base model."""
     resumption = Resumption(version=V0, fingerprint="weights-0", drift_limit=stored)
     async with body.placed(resumption=resumption) as stage:
@@ -233,7 +233,7 @@ async def test_a_resumed_run_keeps_its_drift_limit(body: Body, stored: float, li
         assert "logprobs" not in stage.workers.methods("rollout-0")
 
 
-async def test_versions_that_are_served_or_wanted_are_kept_on_every_host(body: Body) -> None:
+async def test_versions_in_use_are_kept_on_every_host(body: Body) -> None:
     async with body.placed(hosts=INSTANCES_APART) as stage:
         one, two = stage.actors.instances.values()
         for version in range(1, 5):
@@ -251,7 +251,7 @@ async def test_versions_that_are_served_or_wanted_are_kept_on_every_host(body: B
 # -- losing --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_replacement_has_a_name_of_its_own_and_the_newest_version(body: Body) -> None:
+async def test_a_replacement_has_a_new_name_and_the_newest_version(body: Body) -> None:
     async with body.placed() as stage:
         stage.publish(V2)
         stage.actors.record_loss("rollout-0", ActorLost("rollout-0 is gone"), 12.34)
@@ -264,7 +264,7 @@ async def test_a_replacement_has_a_name_of_its_own_and_the_newest_version(body: 
         assert list(stage.actors.instances) == ["rollout-1", "rollout-0.2"]
 
 
-async def test_the_fourth_loss_of_one_instance_is_too_many_and_others_do_not_count(body: Body) -> None:
+async def test_the_fourth_loss_of_an_instance_raises_and_other_instances_do_not_count(body: Body) -> None:
     async with body.placed() as stage:
         stage.actors.record_loss("rollout-1", ActorLost("other"), 0.0)
         for name in ("rollout-0", "rollout-0.1", "rollout-0.2"):
@@ -275,7 +275,7 @@ async def test_the_fourth_loss_of_one_instance_is_too_many_and_others_do_not_cou
         assert len(stage.actors.loss_messages) == 5
 
 
-async def test_losses_of_a_week_ago_do_not_count(body: Body) -> None:
+async def test_losses_older_than_an_hour_do_not_count(body: Body) -> None:
     """Only the losses of the last hour are too many: a run of weeks meets four sooner or later."""
     async with body.placed() as stage:
         for hour in range(8):
@@ -286,7 +286,7 @@ async def test_losses_of_a_week_ago_do_not_count(body: Body) -> None:
             stage.actors.record_loss("rollout-0.8", ActorLost("rollout-0.8 is gone"), 1300.0 * 7 + 500)
 
 
-async def test_a_version_that_is_fetched_or_saved_is_kept(body: Body) -> None:
+async def test_a_version_being_fetched_or_saved_is_kept(body: Body) -> None:
     """Newer ones may be published while it is on its way to a slow host, or waits for the trainer."""
     slow_host = [Fault(actor="parameters-two", method="ensure", nth=2, late_s=1.0)]
     async with body.placed(hosts=INSTANCES_APART, faults=slow_host, world=World(save_s=2.0)) as stage:
@@ -306,7 +306,7 @@ async def test_a_version_that_is_fetched_or_saved_is_kept(body: Body) -> None:
         assert stage.world.weights["one"] == {1, 2}
 
 
-async def test_a_version_that_nobody_has_any_more_is_passed_over_for_the_newest(body: Body) -> None:
+async def test_a_version_that_no_host_has_is_skipped_for_the_newest(body: Body) -> None:
     """It went with the host of a trainer that was lost, and came back elsewhere from a later resume point."""
     gone = TransferFailed("version 1 cannot be fetched: parameters-one does not hand it on")
     async with body.placed(
@@ -319,7 +319,7 @@ async def test_a_version_that_nobody_has_any_more_is_passed_over_for_the_newest(
         assert (two.version, two.fingerprint) == (V2, "weights-2")
 
 
-async def test_the_worker_of_a_retired_instance_has_left(body: Body) -> None:
+async def test_a_retired_instance_frees_its_worker(body: Body) -> None:
     async with body.placed() as stage:
         instance = first(stage)
         await stage.actors.retire(instance)
@@ -330,7 +330,7 @@ async def test_the_worker_of_a_retired_instance_has_left(body: Body) -> None:
 @pytest.mark.parametrize(
     ("name", "overrides"), [("reward-0", ()), ("environment-0", ("task.multi_turn=yes", "workload.kind=agentic"))]
 )
-async def test_a_reward_actor_that_moves_is_placed_again_and_its_process_released(
+async def test_a_moved_reward_actor_is_placed_again_and_its_process_released(
     body: Body, name: str, overrides: tuple[str, ...]
 ) -> None:
     async with body.placed(*overrides) as stage:
@@ -343,7 +343,7 @@ async def test_a_reward_actor_that_moves_is_placed_again_and_its_process_release
         assert name in stage.workers.placed
 
 
-async def test_closing_does_not_raise_whatever_is_gone(body: Body) -> None:
+async def test_close_does_not_raise_when_actors_are_gone(body: Body) -> None:
     async with body.placed() as stage:
         stage.workers.kill("server")
         stage.workers.kill("rollout-1")

@@ -109,7 +109,7 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["environment-0", "rollout-0", "agent"])
-def test_a_kill_while_agents_wait_leaves_nothing_that_was_told_otherwise(job: Path, victim: str) -> None:
+def test_turns_received_by_agents_equal_stored_turns_after_a_kill(job: Path, victim: str) -> None:
     heard = job.parent / "heard"
     heard.mkdir()
     program = job.parent / "program.py"

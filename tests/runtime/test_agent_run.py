@@ -83,7 +83,7 @@ def check_example(player: Path, folder: Path, *overrides: str) -> list[dict[str,
     return [record.metrics for record in store.steps() if record.kind == "step"]
 
 
-def test_a_run_of_the_example_stores_what_was_played(
+def test_a_run_of_the_example_stores_the_played_games(
     player: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(instance_link, "REPORT_S", 0.02)  # its steps are shorter than the usual half a second

@@ -38,7 +38,7 @@ async def play(base_url, key, task):
 """
 
 
-def test_turns_end_by_the_strings_that_their_requests_name(job: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_turns_end_at_the_stop_strings_of_their_requests(job: Path, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(f"STOP = {list(STOP)}\n{AGENT}")
     (tmp_path / "told").mkdir()
     end = run(

@@ -18,7 +18,7 @@ def quick(commit_s: float) -> World:
     return World(commit_s=commit_s, train_s=0.1, publish_s=0.1, length=lambda _: 2)
 
 
-def test_a_run_killed_while_commits_fall_behind_has_a_resume_point_that_the_store_has_reached(body: Body) -> None:
+def test_a_run_killed_during_slow_commits_has_a_usable_resume_point(body: Body) -> None:
     seen: list[tuple[int, list[int]]] = []
 
     async def watch(run: Run) -> None:
@@ -44,7 +44,7 @@ def test_at_most_two_trained_steps_wait_for_their_commit(body: Body) -> None:
         assert step - stored < MAX_UNCOMMITTED, f"step {step} began with {stored} stored"
 
 
-def test_a_commit_longer_than_call_s_goes_on_and_is_told(body: Body) -> None:
+def test_a_commit_longer_than_call_s_is_reported_and_not_a_loss(body: Body) -> None:
     """Prompts are drawn meanwhile, and nothing counts as lost or stuck."""
     run = body.checked_run("steps=5", "deadlines.stuck_s=5", world=quick(7.0))
     assert run.outcomes.losses == []
@@ -56,7 +56,7 @@ def test_a_commit_longer_than_call_s_goes_on_and_is_told(body: Body) -> None:
     assert len(received) >= 2 * 5
 
 
-def test_prompts_are_drawn_while_a_commit_goes_on(body: Body) -> None:
+def test_prompts_are_drawn_during_a_commit(body: Body) -> None:
     run = body.checked_run("steps=8", world=quick(2.5))
     arrived = [at_s for at_s, _ in run.events("GroupsArrived")]
     drawn = [entry.now for entry in run.entries for command in entry.commands if isinstance(command, FetchPrompts)]
@@ -64,7 +64,7 @@ def test_prompts_are_drawn_while_a_commit_goes_on(body: Body) -> None:
     assert max(a - d for a, d in zip(arrived, drawn, strict=False)) < 0.1
 
 
-def test_a_commit_longer_than_commit_s_is_tried_again_and_then_ends_the_run(body: Body) -> None:
+def test_a_commit_longer_than_commit_s_is_retried_and_then_ends_the_run(body: Body) -> None:
     """Each time by a new server: the old one hangs."""
     run = body.run("deadlines.commit_s=9", world=quick(20.0))
     why = "server did not answer within 12 s (deadlines.commit_s)"
@@ -72,7 +72,7 @@ def test_a_commit_longer_than_commit_s_is_tried_again_and_then_ends_the_run(body
     assert len(run.outcomes.losses) == 4
 
 
-def test_a_bucket_that_fails_for_minutes_ends_nothing(body: Body) -> None:
+def test_a_bucket_outage_of_minutes_does_not_end_the_run(body: Body) -> None:
     """Training waits two steps ahead, sampling goes on, and what is said names the cause and how long it lasts."""
     world = quick(0.5)
     world.length, world.outage = (lambda _: 60), (3.0, 303.0)
@@ -90,7 +90,7 @@ def test_a_bucket_that_fails_for_minutes_ends_nothing(body: Body) -> None:
     assert len(trained) == MAX_UNCOMMITTED
 
 
-def test_a_bucket_that_fails_for_longer_than_commit_s_ends_the_run_with_the_cause(body: Body) -> None:
+def test_a_bucket_outage_longer_than_commit_s_ends_the_run_with_its_cause(body: Body) -> None:
     world = quick(0.5)
     world.outage = (3.0, 500.0)
     run = body.run("steps=12", "deadlines.commit_s=60", world=world)
@@ -98,7 +98,7 @@ def test_a_bucket_that_fails_for_longer_than_commit_s_ends_the_run_with_the_caus
     assert run.outcomes.losses == []
 
 
-def test_a_server_that_is_lost_while_the_bucket_fails_comes_back_with_it(body: Body) -> None:
+def test_a_server_lost_during_a_bucket_outage_is_restored_after_it(body: Body) -> None:
     world = quick(0.5)
     world.outage = (3.0, 63.0)
     lost = Fault(actor="server", method="outage", nth=5, dies="before")

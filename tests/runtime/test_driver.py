@@ -36,7 +36,7 @@ from tests.support.in_process import Fault
 from tests.support.scripted import World
 
 
-def test_a_run_without_faults_does_its_steps_and_keeps_its_promises(body: Body) -> None:
+def test_a_run_without_faults_completes_its_steps_and_invariants_hold(body: Body) -> None:
     run = body.checked_run()
     assert run.outcomes.losses == []
     assert run.workers.actor("trainer").saved == [str(run.config.run_dir / "checkpoints" / "step-000003")]
@@ -59,14 +59,14 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_other_shapes_keep_the_promise_too(body: Body, shape: str) -> None:
+def test_invariants_hold_for_other_configurations(body: Body, shape: str) -> None:
     run = body.checked_run("steps=5", "rollout.max_new_tokens=400", *SHAPES[shape], world=long_ones())
     assert run.store.header.eta == run.config.staleness.eta
     if shape == "synchronous":
         assert {row.staleness for row in run.store.ended()} == {0}
 
 
-def test_many_groups_arrive_and_are_routed_in_several_events(body: Body) -> None:
+def test_many_groups_arrive_in_several_events(body: Body) -> None:
     run = body.checked_run(
         "steps=2", "staleness.eta=1", "rollout.instances=2", "rollout.engine.max_running=500",
         "batch.groups_per_step=20", "batch.group_size=8",
@@ -76,7 +76,7 @@ def test_many_groups_arrive_and_are_routed_in_several_events(body: Body) -> None
     assert any(isinstance(entry.event, RoutingContinued) for entry in run.entries)
 
 
-def test_what_moves_is_interrupted_and_goes_on_elsewhere_from_its_tokens(body: Body) -> None:
+def test_a_migrated_trajectory_continues_from_its_tokens_on_another_instance(body: Body) -> None:
     run = body.checked_run(*MOVING, world=long_ones())
     assert run.commands("Interrupt")
     moved = [r for r in run.store.ended() if len({s.instance for s in r.trajectory.segments}) > 1]
@@ -94,7 +94,7 @@ def test_groups_without_signal_are_dropped_and_replaced(body: Body) -> None:
             assert signal_there == (members[0].fate is Fate.CONSUMED)
 
 
-def test_the_same_run_twice_is_the_same_to_the_last_event(body: Body) -> None:
+def test_two_runs_of_one_job_have_equal_events(body: Body) -> None:
     first, second = body.run(*REDUNDANT, world=long_ones()), body.run(*REDUNDANT, world=long_ones())
     assert first.entries == second.entries
 
@@ -106,7 +106,7 @@ def test_the_same_run_twice_is_the_same_to_the_last_event(body: Body) -> None:
     ("actor", "method"),
     [("server", "held_out"), ("trainer", "publish_initial"), ("reward-0", "check"), ("environment-0", "check")],
 )
-def test_an_actor_that_is_not_ready_in_start_s_ends_the_run(body: Body, actor: str, method: str) -> None:
+def test_an_actor_not_ready_within_start_s_ends_the_run(body: Body, actor: str, method: str) -> None:
     overrides = ("task.multi_turn=yes", "workload.kind=agentic") if actor == "environment-0" else ()
     run = body.run(*overrides, faults=[Fault(actor=actor, method=method, silent="before")])
     assert str(run.raised()) == f"{actor} did not answer within 50 s (deadlines.start_s)"
@@ -125,7 +125,7 @@ def test_an_actor_that_cannot_start_ends_the_run_at_once(body: Body) -> None:
     assert "rollout-1" not in run.workers.placed
 
 
-def test_a_failing_commit_ends_the_run_and_nothing_is_announced_after_it(body: Body) -> None:
+def test_a_failed_commit_ends_the_run_and_announces_no_later_version(body: Body) -> None:
     full = StoreError("store: could not be stored: no space left; free space or move runs_dir")
     run = body.run("steps=6", faults=[Fault(actor="server", method="commit", nth=2, error=full)])
     assert run.raised() is full
@@ -135,7 +135,7 @@ def test_a_failing_commit_ends_the_run_and_nothing_is_announced_after_it(body: B
     run.check_kept()
 
 
-def test_a_commit_that_fails_after_the_last_step_ends_the_run_too(body: Body) -> None:
+def test_a_failed_commit_after_the_last_step_ends_the_run(body: Body) -> None:
     full = StoreError("store: could not be stored: no space left; free space or move runs_dir")
     run = body.run(faults=[Fault(actor="server", method="commit", nth=4, error=full)])
     assert run.raised() is full
@@ -160,14 +160,14 @@ def test_a_step_is_queued_for_commit_before_its_version_is_announced(body: Body)
     assert ordered == [(c.method, c.args[0].step if c.method == "commit" else c.args[0]) for c in stored]
 
 
-def test_steps_are_said_in_order_and_only_once_they_are_stored(body: Body) -> None:
+def test_steps_are_reported_in_order_after_their_commit(body: Body) -> None:
     run = body.checked_run("steps=5", faults=[Fault(actor="server", method="commit", nth=2, late_s=2.5)])
     assert [s["step"] for s in run.outcomes.steps] == [0.0, 1.0, 2.0, 3.0, 4.0]
     commits = [c.at_s for c in run.workers.calls if c.method == "commit"]
     assert commits[2] - commits[1] > 2.5, "the third commit waits for the second"
 
 
-def test_versions_no_instance_needs_are_removed_and_no_other(body: Body) -> None:
+def test_only_versions_that_no_instance_uses_are_removed(body: Body) -> None:
     """A pull of a version that is not there would end the run; see PlayedParameterServer."""
     run = body.checked_run(*LONG, "steps=6", hosts=("one", "two"), world=long_ones())
     assert {name for name in run.workers.names if name.startswith("parameters")} == {"parameters-one", "parameters-two"}
@@ -175,7 +175,7 @@ def test_versions_no_instance_needs_are_removed_and_no_other(body: Body) -> None
 
 
 @pytest.mark.parametrize("how", [{"silent": "before"}, {"error": OSError("reset")}], ids=["silent", "reset"])
-def test_a_parameter_server_that_does_not_remove_old_versions_stops_nothing(body: Body, how: dict[str, Any]) -> None:
+def test_a_parameter_server_that_fails_to_prune_does_not_stop_the_run(body: Body, how: dict[str, Any]) -> None:
     """Its host has more versions than it needs for a while."""
     faults = [Fault(actor="parameters-two", method="prune", **how)]
     run = body.checked_run(*LONG, "steps=6", hosts=("one", "two"), world=long_ones(), faults=faults)
@@ -183,7 +183,7 @@ def test_a_parameter_server_that_does_not_remove_old_versions_stops_nothing(body
     assert all(weight <= {5, 6} for weight in run.world.weights.values())
 
 
-def test_checkpoints_are_saved_as_often_as_asked(body: Body) -> None:
+def test_checkpoints_are_saved_every_checkpoint_every_steps(body: Body) -> None:
     run = body.checked_run("steps=5", "training.checkpoint_every=2")
     names = [folder.rpartition("/")[2] for folder in run.workers.actor("trainer").saved]
     assert names == ["step-000002", "step-000004", "step-000005"]
@@ -194,7 +194,7 @@ def test_checkpoints_are_saved_as_often_as_asked(body: Body) -> None:
 # -- nothing happens -----------------------------------------------------------------------------------------------
 
 
-def test_a_stuck_run_says_what_it_waits_for_and_its_knob(body: Body) -> None:
+def test_a_stuck_run_names_what_it_waits_for_and_the_setting(body: Body) -> None:
     run = body.run(faults=[Fault(actor="reward-0", method="score", nth=0, silent="before")])
     error = run.raised()
     assert isinstance(error, RunStuck)
@@ -206,14 +206,14 @@ def test_a_stuck_run_says_what_it_waits_for_and_its_knob(body: Body) -> None:
     run.check_kept()
 
 
-def test_responses_that_grow_are_progress_however_long_they_take(body: Body) -> None:
+def test_growing_responses_count_as_progress(body: Body) -> None:
     """Each takes longer than stuck_s; only reports of its tokens come meanwhile."""
     run = body.checked_run(world=World(length=lambda trajectory: 95, tokens_per_s=2.0))
     assert all(len(t.response_tokens) / 2.0 > run.config.deadlines.stuck_s for t in consumed(run))
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_the_store_has_the_times_of_the_runs_clock(body: Body, monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+def test_the_store_has_the_times_of_the_run_clock(body: Body, monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
     """Which begins when all actors are ready, however long that took, and goes on if the server is replaced."""
     clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
     monkeypatch.setattr("staleflow.tasks.actors.trajectory_server.time", clock)
@@ -232,7 +232,7 @@ def test_the_store_has_the_times_of_the_runs_clock(body: Body, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("arrives", [True, False])
-def test_weights_that_arrive_slowly_are_progress(body: Body, arrives: bool) -> None:
+def test_slowly_arriving_weights_count_as_progress(body: Body, arrives: bool) -> None:
     """No instance has version 1 before it has arrived, which takes longer than stuck_s."""
     slow = [
         Fault(actor="parameters-two", method="ensure", nth=n + 2, late_s=2.0,  # both instances have asked for version 0
@@ -249,14 +249,14 @@ def test_weights_that_arrive_slowly_are_progress(body: Body, arrives: bool) -> N
         run.check_kept()
 
 
-def test_weights_that_take_long_to_load_are_no_stuck_run(body: Body) -> None:
+def test_weights_that_load_slowly_do_not_count_as_a_stuck_run(body: Body) -> None:
     """The deadline of a load goes by its bytes."""
     slow = [Fault(actor=f"rollout-{i}", method="pull", nth=2, late_s=45.0) for i in range(2)]
     run = body.checked_run("staleness.eta=0", faults=slow, world=World(num_bytes=10**9 + 10**8))
     assert run.outcomes.losses == []
 
 
-def test_a_long_training_step_is_no_stuck_run(body: Body) -> None:
+def test_a_long_training_step_does_not_count_as_a_stuck_run(body: Body) -> None:
     """Longer than stuck_s, shorter than train_s."""
     body.checked_run("staleness.eta=0", world=World(train_s=38.0))
 
@@ -264,7 +264,7 @@ def test_a_long_training_step_is_no_stuck_run(body: Body) -> None:
 # -- evaluation and the end ----------------------------------------------------------------------------------------
 
 
-def test_instances_pull_the_last_version_side_by_side(body: Body) -> None:
+def test_instances_pull_the_last_version_in_parallel(body: Body) -> None:
     late = [Fault(actor=f"rollout-{i}", method="pull", nth=0, late_s=2.0) for i in range(3)]
     run = body.checked_run(*EVALUATED, "rollout.instances=3", "staleness.eta=2", faults=late)
     pulled = [c.at_s for c in run.workers.calls if c.method == "pull" and c.args[0].version == run.config.steps]
@@ -272,7 +272,7 @@ def test_instances_pull_the_last_version_side_by_side(body: Body) -> None:
     assert max(pulled) - min(pulled) < 1.0
 
 
-def test_an_instance_lost_while_it_pulls_the_last_version_is_replaced(body: Body) -> None:
+def test_an_instance_lost_during_the_last_pull_is_replaced(body: Body) -> None:
     plain = body.run(*EVALUATED)
     last = sum(c.method == "pull" and c.actor == "rollout-0" for c in plain.workers.calls)
     run = body.checked_run(*EVALUATED, faults=[Fault(actor="rollout-0", method="pull", nth=last, dies="before")])
@@ -282,7 +282,7 @@ def test_an_instance_lost_while_it_pulls_the_last_version_is_replaced(body: Body
 
 @pytest.mark.parametrize("actor", ["rollout-0", "trainer", "reward-0", "server", "parameters-one"])
 @pytest.mark.parametrize("how", ["dies", "silent", "error"])
-def test_closing_never_raises_and_waits_for_nobody_for_ever(body: Body, actor: str, how: str) -> None:
+def test_closing_never_raises_and_times_out(body: Body, actor: str, how: str) -> None:
     fault = {"error": ValueError("no")} if how == "error" else {how: "before"}
     run = body.checked_run(faults=[Fault(actor=actor, method="close", **fault)])
     closed = [c for c in run.workers.calls if c.method == "close"]
@@ -294,7 +294,7 @@ def test_closing_never_raises_and_waits_for_nobody_for_ever(body: Body, actor: s
 # -- going on with a stored run ------------------------------------------------------------------------------------
 
 
-def test_a_stopped_run_is_resumed_where_it_was(body: Body) -> None:
+def test_a_stopped_run_resumes_at_its_step(body: Body) -> None:
     async def stop(run: Run) -> None:
         await until(run, lambda: run.workers.methods("server").count("commit") == 2)
         run.driver.stop("interrupted")
@@ -329,7 +329,7 @@ def test_a_stopped_run_is_resumed_where_it_was(body: Body) -> None:
         (0, "version 0 is weights-0, the run began with others: model.path or the examples of training.sft have"),
     ],
 )
-def test_weights_that_are_not_those_of_the_stored_step_are_refused(body: Body, version: int, message: str) -> None:
+def test_resuming_with_other_weights_than_the_stored_ones_raises(body: Body, version: int, message: str) -> None:
     resumption = Resumption(version=PolicyVersion(version), fingerprint="others")
     run = body.run(resumption=resumption)
     error = run.raised()
@@ -342,7 +342,7 @@ def starting(run: Run) -> list[str]:
     return [what.removeprefix(begin) for _, what in run.phases if what.startswith(begin)]
 
 
-def test_the_start_says_what_it_waits_for(body: Body) -> None:
+def test_the_phase_at_start_names_the_missing_actors(body: Body) -> None:
     late = Fault(actor="rollout-1", method="__init__", late_s=9.0)
     run = body.checked_run("rollout.instances=2", faults=(late,))
     ready = ": all 5 ready"

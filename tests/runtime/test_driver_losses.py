@@ -31,7 +31,7 @@ async def no_nanny(run: Run) -> None:
 # -- an engine reports what cannot be stored ----------------------------------------------------------------------
 
 
-def test_a_response_with_a_logprob_that_is_not_finite_is_tried_again_and_ends_as_failed(body: Body) -> None:
+def test_a_response_with_a_non_finite_logprob_is_retried_and_then_fails(body: Body) -> None:
     run = body.checked_run("steps=3", world=World(not_finite=lambda trajectory: trajectory == 3))
     failures = [event for _, event in run.events("TrajectoryFailed")]
     assert {event.trajectory for event in failures} == {3}
@@ -64,7 +64,7 @@ def check_replaced(run: Run, instance: str, why: str) -> None:
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("method", CALLS)
-def test_an_instance_that_dies_in_the_middle_of_a_call_is_replaced(body: Body, method: str, moment: Any) -> None:
+def test_an_instance_that_dies_during_a_call_is_replaced(body: Body, method: str, moment: Any) -> None:
     """Before or after it did what it was asked to: its trajectories go on elsewhere and none is lost."""
     victim = busiest(body, method)
     run = body.run(
@@ -75,7 +75,7 @@ def test_an_instance_that_dies_in_the_middle_of_a_call_is_replaced(body: Body, m
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("method", CALLS)
-def test_an_instance_that_never_answers_a_call_is_replaced_after_call_s(body: Body, method: str, moment: Any) -> None:
+def test_an_instance_that_does_not_reply_is_replaced_after_call_s(body: Body, method: str, moment: Any) -> None:
     victim = busiest(body, method)
     run = body.run(
         *CALLS[method],
@@ -91,14 +91,14 @@ def test_an_instance_that_never_answers_a_call_is_replaced_after_call_s(body: Bo
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_a_call_that_fails_on_its_way_counts_as_a_loss(body: Body, method: str) -> None:
+def test_a_call_with_a_connection_error_counts_as_a_loss(body: Body, method: str) -> None:
     victim = busiest(body, method)
     faults = [Fault(actor=victim, method=method, nth=IN_RUN[method], error=OSError("connection reset by peer"))]
     check_replaced(body.run(*CALLS[method], world=long_ones(), faults=faults), victim, "connection reset by peer")
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_an_answer_that_is_late_but_within_its_deadline_is_taken(body: Body, method: str) -> None:
+def test_a_late_reply_within_its_timeout_is_accepted(body: Body, method: str) -> None:
     victim = busiest(body, method)
     run = body.checked_run(
         *CALLS[method], world=long_ones(), faults=[Fault(actor=victim, method=method, nth=IN_RUN[method], late_s=2.0)]
@@ -106,7 +106,7 @@ def test_an_answer_that_is_late_but_within_its_deadline_is_taken(body: Body, met
     assert run.outcomes.losses == []
 
 
-def test_a_lost_instances_trajectories_are_sampled_again_from_their_tokens(body: Body) -> None:
+def test_trajectories_of_a_lost_instance_continue_on_its_replacement(body: Body) -> None:
     """The only instance: all that ran there runs on its replacement."""
     run = body.run("rollout.instances=1", faults=[Fault(actor="rollout-0", method="report", nth=2, dies="before")])
     check_replaced(run, "rollout-0", "connection closed")
@@ -116,7 +116,7 @@ def test_a_lost_instances_trajectories_are_sampled_again_from_their_tokens(body:
     assert joined == ["rollout-0", "rollout-0.1"]
 
 
-def test_a_replacement_holds_the_newest_version_before_it_joins(body: Body) -> None:
+def test_a_replacement_pulls_the_newest_version_before_it_joins(body: Body) -> None:
     run = body.run("steps=5", faults=[Fault(actor="rollout-0", method="pull", nth=3, dies="before")])
     check_replaced(run, "rollout-0", "connection closed")
     joined = next(e for _, e in run.events("InstanceJoined") if e.instance == "rollout-0.1")
@@ -126,7 +126,7 @@ def test_a_replacement_holds_the_newest_version_before_it_joins(body: Body) -> N
 
 
 @pytest.mark.parametrize("how", ["weights", "logprobs"])
-def test_an_instance_with_wrong_weights_is_out_of_service_before_its_next_token_and_named(body: Body, how: str) -> None:
+def test_an_instance_with_wrong_weights_is_refused_before_its_next_token(body: Body, how: str) -> None:
     """Whether it shows in the weights or, of weights that cannot be compared, in what they compute."""
 
     def wrong(instance: str, version: int) -> bool:
@@ -144,7 +144,7 @@ def test_an_instance_with_wrong_weights_is_out_of_service_before_its_next_token_
     assert finding.message.startswith("rollout-0 was taken out of service at version 2: ")
 
 
-def test_a_refusal_is_stored_at_once_and_not_with_the_next_step(body: Body) -> None:
+def test_a_refusal_is_committed_at_once(body: Body) -> None:
     """Each of them, though both are of one step."""
     world = World(loads_wrong=lambda instance, version: instance in ("rollout-0", "rollout-1") and version == 2)
     run = body.checked_run("steps=6", world=world)
@@ -154,7 +154,7 @@ def test_a_refusal_is_stored_at_once_and_not_with_the_next_step(body: Body) -> N
     assert not any(check.refused for r in run.records if r.kind != "refusal" for check in r.weight_checks)
 
 
-def test_weights_that_cannot_be_compared_are_said_not_to_be_verified(body: Body) -> None:
+def test_weights_that_cannot_be_compared_are_reported_as_not_verified(body: Body) -> None:
     run = body.checked_run(world=World(not_compared="fused in a way that is unknown here"))
     (note,) = (note for note in run.outcomes.notes if "not verified" in note)
     assert "fused in a way that is unknown here" in note
@@ -170,7 +170,7 @@ def test_both_instances_may_be_lost_at_once(body: Body) -> None:
     assert {"rollout-0.1", "rollout-1.1"} <= set(run.workers.names)
 
 
-def test_an_instance_that_is_lost_again_and_again_ends_the_run(body: Body) -> None:
+def test_an_instance_lost_repeatedly_ends_the_run(body: Body) -> None:
     faults = [Fault(actor="rollout-0", method="route", nth=0, dies="before")]
     run = body.run("rollout.instances=1", "rollout.max_attempts=99", faults=faults)
     error = run.raised()
@@ -180,7 +180,7 @@ def test_an_instance_that_is_lost_again_and_again_ends_the_run(body: Body) -> No
     run.check_kept()
 
 
-def test_a_lost_instance_that_goes_on_is_no_longer_listened_to(body: Body) -> None:
+def test_a_lost_instance_that_keeps_running_gets_no_more_calls(body: Body) -> None:
     """Its process lives; from the moment of its loss on only what was under way comes to an end there."""
     faults = [Fault(actor="rollout-1", method="pull", nth=3, error=OSError("reset"))]
     run = body.checked_run("steps=6", world=long_ones(), faults=faults, meanwhile=no_nanny)
@@ -189,13 +189,13 @@ def test_a_lost_instance_that_goes_on_is_no_longer_listened_to(body: Body) -> No
     assert run.ended_s > failed_s + 2
 
 
-def test_a_loss_is_shown_while_the_run_goes_on(body: Body) -> None:
+def test_the_loss_count_is_shown_during_the_run(body: Body) -> None:
     run = body.checked_run("steps=6", faults=[Fault(actor="rollout-0", method="report", nth=2, dies="before")])
     assert 0 in run.loss_counts
     assert run.loss_counts.index(1) < len(run.loss_counts) - 3
 
 
-def test_tokens_that_a_given_up_instance_delivers_late_are_not_stored_twice(body: Body) -> None:
+def test_tokens_delivered_late_by_a_lost_instance_are_not_stored_twice(body: Body) -> None:
     """Its poll was under way, and so brings what is sampled elsewhere by then."""
     faults = [Fault(actor="rollout-1", method="pull", nth=3, error=OSError("reset"))]
     run = body.checked_run("steps=4", world=long_ones(), faults=faults, meanwhile=no_nanny)
@@ -204,7 +204,7 @@ def test_tokens_that_a_given_up_instance_delivers_late_are_not_stored_twice(body
 
 @pytest.mark.parametrize("how", [{"late_s": 8.0}, {"error": OSError("reset")}], ids=["late", "reset"])
 @pytest.mark.parametrize("method", CALLS)
-def test_an_instance_that_goes_on_after_it_was_given_up_changes_nothing(
+def test_an_instance_that_keeps_running_after_its_loss_changes_nothing(
     body: Body, method: str, how: dict[str, Any]
 ) -> None:
     """Without a nanny its process lives; it samples what is sampled elsewhere too, and answers late."""
@@ -217,7 +217,7 @@ def test_an_instance_that_goes_on_after_it_was_given_up_changes_nothing(
 NO_WORKER = [Fault(actor="rollout-0", method="__init__", nth=n, error=NoFreeWorker("no free worker")) for n in (2, 3)]
 
 
-def test_a_run_goes_on_while_a_lost_instance_waits_for_a_worker(body: Body, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_continues_while_a_lost_instance_waits_for_a_worker(body: Body, caplog: pytest.LogCaptureFixture) -> None:
     run = body.checked_run(
         "steps=6", faults=[Fault(actor="rollout-0", method="report", nth=2, dies="before"), *NO_WORKER]
     )
@@ -236,7 +236,7 @@ def test_a_run_with_too_few_instances_and_no_worker_ends(body: Body, limits: tup
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_reward_worker_that_dies_is_replaced_and_scores_again_what_it_held(body: Body, moment: Any) -> None:
+def test_a_dead_reward_worker_is_replaced_and_its_responses_are_scored_again(body: Body, moment: Any) -> None:
     run = body.checked_run(faults=[Fault(actor="reward-0", method="score", nth=2, dies=moment)])
     (loss,) = run.outcomes.losses
     assert "reward-0 is gone" in loss
@@ -245,7 +245,7 @@ def test_a_reward_worker_that_dies_is_replaced_and_scores_again_what_it_held(bod
     assert set(scored[1]) <= {t for batch in scored[2:] for t in batch}
 
 
-def test_a_reward_worker_that_never_answers_is_replaced(body: Body) -> None:
+def test_a_reward_worker_that_does_not_reply_is_replaced(body: Body) -> None:
     """call_s for itself and for the server that it asks, and reward.timeout_s for each response of the batch."""
     faults = [Fault(actor="reward-0", method="score", silent="before")]
     run = body.checked_run("reward.timeout_s=2", "deadlines.stuck_s=100", faults=faults)
@@ -253,7 +253,7 @@ def test_a_reward_worker_that_never_answers_is_replaced(body: Body) -> None:
     assert f"reward-0 did not answer within {2 * 3 + 2 * len(held)} s (deadlines.call_s)" in run.outcomes.losses[0]
 
 
-def test_a_reward_worker_whose_process_stands_still_is_noticed_long_before_its_scores_are_due(body: Body) -> None:
+def test_a_stopped_reward_worker_is_detected_before_its_scoring_timeout(body: Body) -> None:
     """A reward may take minutes; a process that is stopped does not answer a short call either."""
 
     async def stop(run: Run) -> None:
@@ -268,12 +268,12 @@ def test_a_reward_worker_whose_process_stands_still_is_noticed_long_before_its_s
     assert placed_s - called_s < 2 * 3 + CREATE_S + 0.1
 
 
-def test_a_reward_that_takes_long_is_waited_for(body: Body) -> None:
+def test_a_slow_reward_does_not_count_as_a_loss(body: Body) -> None:
     run = body.checked_run("reward.timeout_s=600", "deadlines.stuck_s=100", world=World(reward_s=9.0))
     assert run.outcomes.losses == []
 
 
-def test_a_reward_worker_that_another_job_needs_moves_between_two_batches_and_is_no_loss(body: Body) -> None:
+def test_a_reward_worker_released_for_another_job_moves_without_a_loss(body: Body) -> None:
     async def give_back(run: Run) -> None:
         await until(run, lambda: run.workers.methods("reward-1").count("score") == 1)
         address = run.workers.placed["reward-1"].address
@@ -292,13 +292,13 @@ def test_a_reward_worker_that_another_job_needs_moves_between_two_batches_and_is
     assert run.workers.names.count("server") == 1
 
 
-def test_a_reward_worker_that_is_lost_again_and_again_ends_the_run(body: Body) -> None:
+def test_a_reward_worker_lost_repeatedly_ends_the_run(body: Body) -> None:
     run = body.run(faults=[Fault(actor="reward-0", method="score", nth=0, dies="before")])
     assert str(run.raised()).startswith("reward-0 was lost 4 times within an hour, last: reward-0 is gone")
     run.check_kept()
 
 
-def test_responses_are_scored_in_batches_and_by_all_workers(body: Body) -> None:
+def test_responses_are_scored_in_batches_by_all_workers(body: Body) -> None:
     overrides = ("reward.workers=2", "batch.groups_per_step=20", "batch.group_size=4", "rollout.engine.max_running=64")
     run = body.checked_run(*overrides, world=World(length=lambda _: 9))
     batches = [(c.actor, c.args[1]) for c in run.workers.calls if c.method == "score"]
@@ -317,7 +317,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_message(body: Body) ->
     run.check_kept()
 
 
-def test_a_reward_that_sometimes_fails_is_recorded_by_row(body: Body, caplog: pytest.LogCaptureFixture) -> None:
+def test_occasional_reward_failures_are_recorded_per_row(body: Body, caplog: pytest.LogCaptureFixture) -> None:
     """The first failure is told in full, the others are counted: they are many, and alike."""
     world = World(reward_error=lambda text: "a third" if len(text) % 3 == 0 else "")
     run = body.checked_run("steps=4", "reward.max_error_share=1", world=world)
@@ -341,14 +341,14 @@ ASKED_BY_OTHERS = ["requests", "deliver", "scoring_items", "record_rewards", "ba
 
 
 @pytest.mark.parametrize("method", ASKED_BY_OTHERS)
-def test_a_server_that_is_slow_once_is_lost_to_nobody_and_neither_is_who_asked(body: Body, method: str) -> None:
+def test_a_server_that_is_slow_once_does_not_count_as_lost(body: Body, method: str) -> None:
     slow = [Fault(actor="server", method=method, nth=n, late_s=5.0) for n in (2, 4)]
     run = body.checked_run(*MOVING, world=long_ones(), faults=slow)
     assert run.outcomes.losses == []
 
 
 @pytest.mark.parametrize("method", ASKED_BY_OTHERS)
-def test_a_server_that_answers_nobody_any_more_is_who_is_lost(body: Body, method: str) -> None:
+def test_a_server_that_does_not_reply_is_lost_and_its_callers_are_not(body: Body, method: str) -> None:
     async def mute(run: Run) -> None:
         """The first one, from its second call of the method on."""
         while run.workers.methods("server").count(method) < 2:
@@ -361,7 +361,7 @@ def test_a_server_that_answers_nobody_any_more_is_who_is_lost(body: Body, method
     assert run.workers.names.count("server") == 2
 
 
-def test_a_stopped_instance_with_its_hosts_parameter_server_costs_the_others_there_nothing(body: Body) -> None:
+def test_a_stopped_instance_beside_a_parameter_server_does_not_affect_others(body: Body) -> None:
     """They pull from that parameter server, and it answers nobody."""
     stopped = []
 
@@ -379,7 +379,7 @@ def test_a_stopped_instance_with_its_hosts_parameter_server_costs_the_others_the
     assert stopped[0] in loss
 
 
-def test_an_instance_that_alone_does_not_reach_the_server_is_replaced(body: Body) -> None:
+def test_an_instance_that_cannot_reach_the_server_is_replaced(body: Body) -> None:
     """Calls of that instance never arrive: it is the one that is cut off."""
     slow = [Fault(actor="server", method="requests", nth=n, late_s=9.0) for n in (1, 2, 3, 4)]
     run = body.checked_run("rollout.instances=1", "deadlines.stuck_s=100", faults=slow)
@@ -412,7 +412,7 @@ def faults(draw: st.DrawFn) -> Fault:
     scripted=st.lists(faults(), min_size=1, max_size=4),
     nanny=st.booleans(),
 )
-def test_whatever_goes_wrong_at_once_the_run_ends_well_or_with_one_story(
+def test_random_faults_end_in_a_complete_run_or_one_error(
     body: Body, shape: tuple[str, ...], scripted: list[Fault], nanny: bool
 ) -> None:
     async def set_nanny(run: Run) -> None:

@@ -18,7 +18,7 @@ from tests.support.in_process import Fault
 from tests.support.scripted import World
 
 
-def test_a_stop_while_it_trains_lets_the_step_finish_and_stores_it(body: Body) -> None:
+def test_a_stop_during_training_stores_the_finished_step(body: Body) -> None:
     def stop() -> None:
         stopping.driver.stop("interrupted")
 
@@ -40,7 +40,7 @@ def test_a_stop_while_it_trains_lets_the_step_finish_and_stores_it(body: Body) -
     assert run.records[-1].ledger.num_live == 0
 
 
-def test_a_stop_is_heard_although_the_next_step_could_begin_at_once(body: Body) -> None:
+def test_a_stop_takes_effect_when_the_next_batch_is_ready(body: Body) -> None:
     """With training slower than sampling there is a batch ready whenever a step ends."""
 
     async def meanwhile(run: Run) -> None:
@@ -54,7 +54,7 @@ def test_a_stop_is_heard_although_the_next_step_could_begin_at_once(body: Body) 
     run.check_kept()
 
 
-def test_a_stop_while_it_does_not_train_ends_it_within_a_second(body: Body) -> None:
+def test_a_stop_outside_training_ends_the_run_within_a_second(body: Body) -> None:
     when = 0.0
 
     async def meanwhile(run: Run) -> None:
@@ -90,7 +90,7 @@ def test_a_second_stop_does_not_wait_for_the_training_step(body: Body) -> None:
     assert run.records == []
 
 
-def test_a_stop_while_actors_start_ends_it_at_once(body: Body) -> None:
+def test_a_stop_during_start_ends_the_run_at_once(body: Body) -> None:
     async def meanwhile(run: Run) -> None:
         await asyncio.sleep(0.5)
         run.driver.stop("interrupted")

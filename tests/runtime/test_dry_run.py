@@ -63,7 +63,7 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
     return summary
 
 
-def test_a_dry_run_consumes_what_the_simulator_foretells(dry: Path) -> None:
+def test_a_dry_run_consumes_the_trajectories_of_the_simulation(dry: Path) -> None:
     """The same file, the same coordinator, the same responses: the same trajectories are routed, scored and trained."""
     end = run(dry, "rollout.routing=deadline")
     check(end.run_dir, 5)
@@ -77,7 +77,7 @@ def test_a_dry_run_consumes_what_the_simulator_foretells(dry: Path) -> None:
     assert summary["seconds"]["decide_s"] > 0
 
 
-def test_a_job_of_ones_own_is_tried_in_small_on_random_responses(job: Path, tmp_path: Path) -> None:
+def test_a_trial_of_a_user_job_runs_on_random_responses_and_leaves_no_files(job: Path, tmp_path: Path) -> None:
     """Its prompts and its reward, on any machine, and nothing is left."""
     (tmp_path / "mine.py").write_text(
         "def picky(answer, record):\n"

@@ -35,7 +35,7 @@ def check(run: Run) -> None:
     assert [row["version"] for row in written] == versions(run)
 
 
-def test_every_version_is_evaluated_beside_training(body: Body) -> None:
+def test_every_version_is_evaluated_during_training(body: Body) -> None:
     run = body.run(*EVALUATED, world=World(train_s=4.0))
     check(run)
     assert versions(run) == [0, 1, 2, 3]
@@ -59,7 +59,7 @@ def test_a_run_is_evaluated_before_and_after_by_default(body: Body) -> None:
     assert after.sampled_change.mean == pytest.approx(sum(differences) / 12)
 
 
-def test_an_instance_that_samples_for_an_evaluation_pulls_once_it_is_done(body: Body) -> None:
+def test_an_instance_pulls_after_its_evaluation_is_done(body: Body) -> None:
     """Responses of 60 tokens at 20 a second outlast two steps: the host lags, the other instance pulls."""
     world = World(length=lambda trajectory: 60 if is_evaluation(trajectory) else 8)
     run = body.run(*EVALUATED, "evaluation.every=0", "steps=6", "staleness.eta=1", world=world)
@@ -74,7 +74,7 @@ def test_an_instance_that_samples_for_an_evaluation_pulls_once_it_is_done(body: 
 @pytest.mark.parametrize("how", ["dies", "silent"])
 @pytest.mark.parametrize("nth", range(1, 12, 3))
 @pytest.mark.parametrize("actor", ["rollout-0", "rollout-1"])
-def test_an_instance_lost_in_an_evaluation_changes_no_result(body: Body, actor: str, nth: int, how: str) -> None:
+def test_an_instance_lost_during_an_evaluation_changes_no_result(body: Body, actor: str, nth: int, how: str) -> None:
     run = body.run(*EVALUATED, faults=[Fault(actor=actor, method="next_events", nth=nth, **{how: "after"})])
     check(run)
     assert versions(run)[-1] == 3
@@ -83,7 +83,7 @@ def test_an_instance_lost_in_an_evaluation_changes_no_result(body: Body, actor: 
 
 
 @pytest.mark.parametrize("method", ["requests", "deliver", "record_rewards", "evaluated", "evaluation_items"])
-def test_a_lost_trajectory_server_has_what_was_evaluated_again(body: Body, method: str) -> None:
+def test_a_lost_trajectory_server_has_its_evaluation_restarted(body: Body, method: str) -> None:
     slow = World(train_s=4.0)  # so that an evaluation is over before the next is due, though a server is replaced
     plain = body.run(*EVALUATED, world=slow)
     run = body.run(*EVALUATED, faults=[Fault(actor="server", method=method, nth=2, dies="after")], world=slow)
@@ -105,7 +105,7 @@ def test_a_lost_reward_worker_scores_an_evaluation_again(body: Body) -> None:
 
 @pytest.mark.parametrize("undone", [0, 1, 3])
 @pytest.mark.parametrize("steps", [2, 3, 4, 6])
-def test_a_run_that_goes_on_neither_repeats_nor_loses_a_result(body: Body, steps: int, undone: int) -> None:
+def test_a_resumed_run_neither_repeats_nor_loses_an_evaluation(body: Body, steps: int, undone: int) -> None:
     """Killed after some of its six steps, mostly in the middle of an evaluation. What the store has undone by then is
     evaluated again: it is trained again, on other responses."""
     world = World(length=lambda trajectory: 70 if is_evaluation(trajectory) else 8, train_s=2.0)
@@ -126,7 +126,7 @@ def test_a_run_that_goes_on_neither_repeats_nor_loses_a_result(body: Body, steps
     assert len(again) == len(result) - len(kept)
 
 
-def test_two_sets_with_their_own_prompts_samples_and_limits(body: Body) -> None:
+def test_two_evaluation_sets_have_their_prompts_samples_and_limits(body: Body) -> None:
     sets = ("evaluation.sets.short.prompts=3", "evaluation.sets.short.samples=2", "evaluation.sets.short.greedy=false",
             "evaluation.sets.short.max_new_tokens=5")  # fmt: skip
     run = body.run(*EVALUATED, *sets, world=World(train_s=4.0))
@@ -138,7 +138,7 @@ def test_two_sets_with_their_own_prompts_samples_and_limits(body: Body) -> None:
     assert all(e.tokens == 3 * 2 * 5 for e in short)
 
 
-def test_episodes_of_many_turns_end_at_the_limit_of_their_set(body: Body) -> None:
+def test_evaluation_episodes_end_at_the_token_limit_of_their_set(body: Body) -> None:
     """A turn of 8 tokens and further ones of 1, with answers of 3: within 13 tokens there are two turns."""
     job = (*SHAPES["agents"], "steps=3", "evaluation.every=1", "task.eval_prompts=4", "simulation.failed_step_share=0",
            "evaluation.sets.short.prompts=4", "evaluation.sets.short.max_new_tokens=13")  # fmt: skip
@@ -184,9 +184,7 @@ FIGURES = {"rises": float, "falls": lambda n: float(-n), "peaks": lambda n: floa
 
 @pytest.mark.parametrize("shape", FIGURES)
 @pytest.mark.parametrize(("every", "save_s"), [(1, 7.0), (2, 0.0)])
-def test_the_best_of_the_versions_that_were_evaluated_is_kept(
-    body: Body, every: int, save_s: float, shape: str
-) -> None:
+def test_the_best_evaluated_version_is_kept(body: Body, every: int, save_s: float, shape: str) -> None:
     """Most fall due during another's evaluation, so that later ones are evaluated; and the trainer may save what has
     been pruned everywhere else by then."""
     run = body.run(*BEST, f"evaluation.every={every}", world=judged(FIGURES[shape], save_s=save_s))
@@ -197,7 +195,7 @@ def test_the_best_of_the_versions_that_were_evaluated_is_kept(
 
 @pytest.mark.parametrize("undone", [0, 3])
 @pytest.mark.parametrize("steps", [2, 4, 5])
-def test_a_run_that_goes_on_keeps_the_best_of_what_it_still_has(body: Body, steps: int, undone: int) -> None:
+def test_a_resumed_run_keeps_the_best_of_its_remaining_evaluations(body: Body, steps: int, undone: int) -> None:
     """What was better was of a version that is trained again. What the kill left is gone."""
     killed_then = killed(lambda run: len(run.outcomes.steps) >= steps)
     first = body.run(*BEST, world=judged(lambda n: 50.0 + n), meanwhile=killed_then)
@@ -215,7 +213,7 @@ def test_a_run_that_goes_on_keeps_the_best_of_what_it_still_has(body: Body, step
     assert kept(second) == (latest if 0 < latest <= resumption.version else next(v for v in new if v))
 
 
-def test_a_run_that_is_stopped_gives_its_evaluation_up(body: Body) -> None:
+def test_a_stopped_run_abandons_its_evaluation(body: Body) -> None:
     async def stop(run: Run) -> None:
         await asyncio.sleep(2.0)
         run.driver.stop("interrupted")

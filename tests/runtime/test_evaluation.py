@@ -95,7 +95,7 @@ def job_on(rows: list[dict[str, Any]], job: Path, tmp_path: Path, *overrides: st
     return loading.load(job, (f"task.source=jsonl:{tmp_path}/rows.jsonl", *overrides))
 
 
-def test_what_failed_is_left_out_and_prompts_count_once(job: Path, tmp_path: Path) -> None:
+def test_failed_responses_are_excluded_and_repeated_prompts_count_once(job: Path, tmp_path: Path) -> None:
     """Of 60 rows the last 6 are held out, two of them the same; 5 prompts, though 200 are asked for."""
     prompts = [f"{i}+{i}=" for i in range(58)] + ["1-1=", "1-1="]
     (tmp_path / "mine.py").write_text(
@@ -128,7 +128,9 @@ def score(reward: float, error: str = "") -> ScoredResponse:
     return ScoredResponse(reward=reward, error=error)
 
 
-def test_nothing_scored_is_said_and_drawn(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_without_scores_is_reported_and_drawn(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     none = Evaluation.of(0, [score(0, "no")] * 3, [score(1), score(0, "no"), score(0)], {})
     assert (none.sampled, none.sampled_stderr, none.greedy) == (None, None, 0.5)
     assert none.line == (
@@ -157,7 +159,7 @@ def test_nothing_scored_is_said_and_drawn(job: Path, tmp_path: Path, capsys: pyt
     assert "cannot be compared" in shown
 
 
-def test_evaluations_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_evaluations_round_trip(tmp_path: Path) -> None:
     rewards = {f"p{i}": PromptRewards(sampled=(0.0, 1.0), answers=("a", "b"), greedy=(1.0,)) for i in range(20)}
     figures = figures_of(rewards, 2, rewards)
     scores = [score(1)] * 200
@@ -175,7 +177,7 @@ def test_evaluations_are_read_as_they_were_written(tmp_path: Path) -> None:
         read_evaluations(tmp_path)
 
 
-def test_figures_are_over_prompts_whose_responses_were_all_scored(tmp_path: Path) -> None:
+def test_statistics_use_prompts_with_all_responses_scored(tmp_path: Path) -> None:
     """Three answers to each of 12 prompts: one right, and two alike that are wrong. Of one prompt, one was not scored,
     and of another the greedy one, which before training was wrong everywhere."""
     right_once = PromptRewards(sampled=(0.0, 1.0, 0.0), answers=("a", "b", "a"), greedy=(1.0,))
@@ -201,7 +203,7 @@ def test_figures_are_over_prompts_whose_responses_were_all_scored(tmp_path: Path
     assert graded.lines(2) == ["best@2 0.500"], "no interval of one prompt, no majority of two"
 
 
-def test_evaluations_by_two_rewards_are_not_set_against_each_other() -> None:
+def test_evaluations_with_different_rewards_are_not_compared() -> None:
     def by(version: int, reward: str, count: int = 4, data: str = "d") -> Evaluation:
         scores = [score(1)] * count
         return Evaluation.of(version, scores, scores, {"reward": reward, "data": data, "template": "t"})
@@ -214,7 +216,7 @@ def test_evaluations_by_two_rewards_are_not_set_against_each_other() -> None:
     assert not_comparable([by(0, ""), by(5, "b")]) == []  # one is not known
 
 
-def test_an_engines_failure_is_no_answer() -> None:
+def test_an_engine_failure_is_an_empty_response() -> None:
     class Failing:
         def submit(self, requests: Any) -> None: ...
 

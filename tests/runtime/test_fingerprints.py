@@ -35,7 +35,7 @@ def keep(job: Path, sources: Path) -> source_fingerprints.Fingerprints:
     return result
 
 
-def test_what_changed_is_named(job: Path, sources: Path) -> None:
+def test_a_changed_source_is_named(job: Path, sources: Path) -> None:
     before = keep(job, sources)
     assert told(job, sources) == []
     (sources / "mine.py").write_text("def score(answer, record):\n    return 1.0\n")
@@ -53,14 +53,14 @@ def test_what_changed_is_named(job: Path, sources: Path) -> None:
     assert line == "template changed since the run began: task.template was '{prompt}', is 'Q: {prompt}'"
 
 
-def test_code_that_lies_elsewhere_is_the_same(job: Path, sources: Path) -> None:
+def test_code_in_another_folder_has_the_same_fingerprint(job: Path, sources: Path) -> None:
     keep(job, sources)
     (sources / "code").mkdir()
     (sources / "code" / "reward_mine.py").write_text((sources / "mine.py").read_text())
     assert told(job, sources, f"reward.function={sources}/code/reward_mine.py:score") == []
 
 
-def test_an_evaluation_set_has_those_of_its_own_reward_and_data(job: Path, sources: Path) -> None:
+def test_an_evaluation_set_has_fingerprints_of_its_reward_and_data(job: Path, sources: Path) -> None:
     (sources / "theirs.jsonl").write_text('{"prompt": "c", "answer": 3}\n')
     (sources / "strict.py").write_text("def score(answer, record):\n    return 0.0\n")
     sets = (
@@ -103,7 +103,9 @@ def test_an_evaluation_set_has_those_of_its_own_reward_and_data(job: Path, sourc
     ]
 
 
-def test_packages_and_a_chat_template_count(job: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_and_the_chat_template_are_part_of_the_fingerprint(
+    job: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = loading.load(job)
     source_fingerprints.write(sources, source_fingerprints.compute(config))
     monkeypatch.setattr(source_fingerprints.metadata, "version", lambda package: "99")
@@ -118,7 +120,7 @@ def test_packages_and_a_chat_template_count(job: Path, sources: Path, monkeypatc
     assert len(module.reward["code"]) == source_fingerprints.DIGITS
 
 
-def test_each_part_of_a_reward_counts_with_its_weight(job: Path, sources: Path) -> None:
+def test_each_reward_part_and_its_weight_are_part_of_the_fingerprint(job: Path, sources: Path) -> None:
     source = f"task.source=jsonl:{sources}/rows.jsonl"
     parts = (source, f"reward.parts.mine.function={sources}/mine.py:score", "reward.parts.verifier={}")
     source_fingerprints.write(sources, source_fingerprints.compute(loading.load(job, parts)))
@@ -131,7 +133,7 @@ def test_each_part_of_a_reward_counts_with_its_weight(job: Path, sources: Path) 
     ]
 
 
-def test_a_folder_without_them_says_nothing_and_a_broken_one_says_what_to_do(job: Path, sources: Path) -> None:
+def test_missing_fingerprints_are_ignored_and_a_corrupt_file_gives_a_remedy(job: Path, sources: Path) -> None:
     assert told(job, sources) == []
     keep(job, sources)
     assert [p.name for p in sources.iterdir() if "fingerprints" in p.name] == [source_fingerprints.FILE]

@@ -37,7 +37,7 @@ async def seen_by(job: Path, *names: str) -> dict[str, str | None]:
         await workers.close()
 
 
-def test_each_actor_sees_its_own_gpu_and_light_ones_none(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_actor_sees_its_gpu_and_light_actors_see_none(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_GPUS", "4xH100-80")
     monkeypatch.setitem(sys.modules, "pynvml", pynvml)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

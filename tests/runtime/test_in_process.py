@@ -49,12 +49,12 @@ def verbs(cls: type[Any]) -> dict[str, list[str]]:
         (VirtualRolloutInstance, RolloutInstance),
     ],
 )
-def test_played_actors_have_the_methods_of_the_real_ones(played: type[Any], real: type[Any]) -> None:
+def test_in_process_actors_have_the_methods_of_the_real_actors(played: type[Any], real: type[Any]) -> None:
     assert {name: verbs(played)[name] for name in verbs(real)} == verbs(real)
     assert all(inspect.iscoroutinefunction(getattr(played, name)) for name in verbs(real))
 
 
-def test_played_actors_are_made_of_what_the_real_ones_are() -> None:
+def test_in_process_actors_have_the_constructor_arguments_of_the_real_actors() -> None:
     for played, real, own in (
         (PlayedTrainer, Trainer, 2),
         (PlayedTrainerRank, TrainerRank, 2),
@@ -64,14 +64,14 @@ def test_played_actors_are_made_of_what_the_real_ones_are() -> None:
         assert parameters[0][own:] == parameters[1]
 
 
-def test_the_engine_the_store_and_the_workers_keep_to_their_contracts() -> None:
+def test_engine_store_and_workers_of_the_tests_implement_their_protocols() -> None:
     assert {name: verbs(VirtualEngine)[name] for name in verbs(Engine)} == verbs(Engine)
     assert set(verbs(MemoryStore)) <= set(verbs(VersionedStore))
     for workers in (InProcessWorkers, DaskWorkers):
         assert {name: verbs(workers)[name] for name in verbs(Workers)} == verbs(Workers)
 
 
-def test_a_minute_takes_no_time_and_is_a_minute() -> None:
+def test_virtual_time_advances_without_waiting() -> None:
     async def wait() -> float:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.Event().wait(), 60.0)
@@ -80,7 +80,7 @@ def test_a_minute_takes_no_time_and_is_a_minute() -> None:
     assert virtual_time.run(wait()) == pytest.approx(60.0)
 
 
-def test_a_loop_that_would_wait_for_ever_names_who_waits() -> None:
+def test_a_deadlock_names_the_waiting_task() -> None:
     async def waits_for_nobody() -> None:
         await asyncio.Event().wait()
 
@@ -88,7 +88,7 @@ def test_a_loop_that_would_wait_for_ever_names_who_waits() -> None:
         virtual_time.run(waits_for_nobody())
 
 
-def test_a_loop_that_turns_and_gets_nowhere_ends() -> None:
+def test_a_busy_loop_without_progress_raises_deadlock() -> None:
     async def restless() -> None:
         while True:
             await asyncio.sleep(0)
@@ -105,7 +105,7 @@ def test_a_task_that_outlives_the_run_is_named() -> None:
         virtual_time.run(forgetful())
 
 
-def test_an_executor_works_in_order_and_a_cancelled_caller_does_not_stop_it() -> None:
+def test_an_executor_keeps_its_order_and_survives_a_cancelled_caller() -> None:
     done = []
 
     async def work(name: str) -> None:

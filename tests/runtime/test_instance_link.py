@@ -41,7 +41,7 @@ def load(tokens: int, **changes: Any) -> EngineLoad:
     return EngineLoad(**(values | changes))
 
 
-def test_only_an_engine_with_work_and_without_any_sign_of_it_stands_still() -> None:
+def test_only_a_busy_engine_without_progress_counts_as_stalled() -> None:
     watch = StallDetector(10.0)
     assert watch.observe(load(5), 0.0) == 0
     assert watch.observe(load(5), 9.0) == 0
@@ -134,7 +134,7 @@ async def linked(body: Body, **kwargs: Any) -> AsyncIterator[Linked]:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_commands_leave_in_order_and_those_of_a_kind_together(body: Body) -> None:
+async def test_commands_are_sent_in_order_and_grouped_by_kind(body: Body) -> None:
     async with linked(body) as one:
         one.give(route(A), route(B), route(C), abort(A), interrupt(B), interrupt(C), pull(V1), pull(V1), route(D, V1))
         await asyncio.sleep(1.0)
@@ -146,7 +146,7 @@ async def test_commands_leave_in_order_and_those_of_a_kind_together(body: Body) 
         assert [e.trajectory for e in one.events(TrajectoryInterrupted)] == [B, C]
 
 
-async def test_a_command_waits_until_the_one_before_it_is_answered(body: Body) -> None:
+async def test_a_command_waits_for_the_reply_to_the_previous_one(body: Body) -> None:
     """A Route after a Pull finds the new weights, however long they take: an instance refuses one that comes early."""
     async with linked(body, faults=[Fault(actor=ONE, method="pull", nth=2, late_s=2.5)]) as one:
         one.give(pull(V1), route(A, V1))
@@ -162,7 +162,7 @@ async def test_a_command_waits_until_the_one_before_it_is_answered(body: Body) -
         assert [e.trajectory for e in one.events(TrajectorySampled)] == [A]
 
 
-async def test_every_result_is_passed_on_once_under_its_epoch(body: Body) -> None:
+async def test_every_result_is_passed_on_once_with_its_route_number(body: Body) -> None:
     async with linked(body) as one:
         one.give(route(A, route_number=3), route(B, route_number=1), route(C, route_number=2))
         await asyncio.sleep(5.0)
@@ -174,7 +174,7 @@ async def test_every_result_is_passed_on_once_under_its_epoch(body: Body) -> Non
 @pytest.mark.parametrize(
     "change", [lambda a: a[::-1], lambda a: [*a, *a], lambda a: a[:1]], ids=["turned", "twice", "cut"]
 )
-async def test_results_are_passed_on_as_the_instance_gives_them(body: Body, change: Any) -> None:
+async def test_late_repeated_and_reordered_results_are_passed_on(body: Body, change: Any) -> None:
     """That they are late, doubled or in another order is detected by the coordinator, by their route numbers."""
     values: list[Any] = []
 
@@ -191,7 +191,7 @@ async def test_results_are_passed_on_as_the_instance_gives_them(body: Body, chan
         assert values
 
 
-async def test_what_was_drafted_is_told_with_the_tokens(body: Body) -> None:
+async def test_drafted_token_counts_are_passed_on(body: Body) -> None:
     def drafted(answer: Any) -> Any:
         return [dataclasses.replace(o, drafted_tokens=7, accepted_tokens=4) for o in answer]
 
@@ -205,7 +205,7 @@ async def test_what_was_drafted_is_told_with_the_tokens(body: Body) -> None:
         assert [(e.trajectory, e.drafted_tokens, e.accepted_tokens) for e in ended] == [(A, 7, 4), (D, 7, 4)]
 
 
-async def test_a_request_that_the_engine_fails_is_told_with_its_error(body: Body) -> None:
+async def test_a_failed_request_is_passed_on_with_its_error(body: Body) -> None:
     def failing(answer: Any) -> Any:
         return [dataclasses.replace(o, error="out of memory") for o in answer]
 
@@ -216,7 +216,7 @@ async def test_a_request_that_the_engine_fails_is_told_with_its_error(body: Body
         assert one.events(TrajectorySampled) == []
 
 
-async def test_an_interrupted_response_is_told_with_its_tokens(body: Body) -> None:
+async def test_an_interrupted_response_is_passed_on_with_its_tokens(body: Body) -> None:
     async with linked(body) as one:
         one.give(route(D))
         await asyncio.sleep(0.5)
@@ -228,7 +228,7 @@ async def test_an_interrupted_response_is_told_with_its_tokens(body: Body) -> No
         assert one.events(TrajectorySampled) == []
 
 
-async def test_progress_and_the_engines_busy_time_are_reported(body: Body) -> None:
+async def test_progress_and_engine_busy_time_are_reported(body: Body) -> None:
     async with linked(body) as one:
         await asyncio.sleep(1.6)
         one.give(route(D))
@@ -255,7 +255,7 @@ SILENT = {
 
 
 @pytest.mark.parametrize("method", SILENT)
-async def test_silence_is_a_loss_at_the_deadline_of_the_call(body: Body, method: str) -> None:
+async def test_a_call_without_reply_is_a_loss_after_its_timeout(body: Body, method: str) -> None:
     seconds, message = SILENT[method]
     async with linked(body, faults=[Fault(actor=ONE, method=method, nth=IN_RUN[method], silent="before")]) as one:
         one.give(route(A), abort(A), interrupt(B), pull(V1))
@@ -264,7 +264,7 @@ async def test_silence_is_a_loss_at_the_deadline_of_the_call(body: Body, method:
         assert asyncio.get_running_loop().time() == pytest.approx(asked + seconds, abs=0.01)
 
 
-async def test_an_engine_that_stands_still_is_lost_after_sample_s_although_every_call_is_answered(body: Body) -> None:
+async def test_a_stalled_engine_is_lost_after_sample_s_despite_replies(body: Body) -> None:
     async with linked(body) as one:
         one.give(route(A), route(B))
         await asyncio.sleep(0.1)
@@ -276,7 +276,7 @@ async def test_an_engine_that_stands_still_is_lost_after_sample_s_although_every
         assert 20 <= asyncio.get_running_loop().time() - begin <= 21.1
 
 
-async def test_an_engine_without_work_does_not_stand_still(body: Body) -> None:
+async def test_an_idle_engine_does_not_count_as_stalled(body: Body) -> None:
     async with linked(body) as one:
         await asyncio.sleep(300.0)
         assert not any(task.done() for task in one.tasks)

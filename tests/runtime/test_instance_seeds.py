@@ -70,7 +70,7 @@ def seeds_of(resumption: Resumption | None, tmp_path: Path, instances: int) -> d
     return {name: settings.seed for name, settings in asyncio.run(scenario()).engines.items()}
 
 
-def test_who_joins_and_who_is_lost_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_joined_and_lost_instances_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "staleflow"):
         seeds_of(None, tmp_path, 1)
     received = [(record.levelname, record.getMessage()) for record in caplog.records]
@@ -81,7 +81,7 @@ def test_who_joins_and_who_is_lost_is_logged(tmp_path: Path, caplog: pytest.LogC
     assert ("INFO", "rollout-0 joins on tcp://w") in received
 
 
-def test_no_instance_samples_with_the_seed_of_another_nor_again_after_it_was_resumed(tmp_path: Path) -> None:
+def test_instance_seeds_are_unique_across_replacements_and_resumes(tmp_path: Path) -> None:
     fresh = seeds_of(None, tmp_path, 300)
     assert len(fresh) == 300 * (MAX_REPLACEMENTS + 1)
     again = seeds_of(Resumption(version=PolicyVersion(0), earlier_starts=1), tmp_path, 300)

@@ -39,7 +39,7 @@ def process_made() -> bool:
 
 
 @pytest.mark.parametrize("reached", [cluster_made, nanny_made, process_made])
-def test_a_start_that_is_cancelled_leaves_no_process(reached: Callable[[], bool]) -> None:
+def test_a_cancelled_start_leaves_no_process(reached: Callable[[], bool]) -> None:
     async def started_and_cancelled() -> None:
         starting = asyncio.ensure_future(local_cluster.start(2, 1, preload_modules=(), dashboard=False))
         while not reached():
@@ -57,7 +57,7 @@ def test_a_start_that_is_cancelled_leaves_no_process(reached: Callable[[], bool]
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_an_interrupt_while_the_server_is_started_is_heard_afterwards(others: int) -> None:
+def test_an_interrupt_during_the_fork_server_start_is_deferred(others: int) -> None:
     """Other threads do not hold it back, and the system may give it to any of them."""
     reached, ended = [], threading.Event()
     threads = [threading.Thread(target=ended.wait) for _ in range(others)]
@@ -81,7 +81,7 @@ def test_an_interrupt_while_the_server_is_started_is_heard_afterwards(others: in
     assert reached
 
 
-def test_the_server_and_its_workers_ignore_interrupts() -> None:
+def test_the_fork_server_and_workers_ignore_interrupts() -> None:
     """They are in the terminal's group, and the caller ends them."""
 
     async def ignored() -> list[str]:

@@ -23,7 +23,7 @@ CALLS = [
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize(("actor", "method"), CALLS)
-def test_an_actor_that_dies_while_the_run_starts_is_replaced(body: Body, actor: str, method: str, moment: Any) -> None:
+def test_an_actor_that_dies_during_start_is_replaced(body: Body, actor: str, method: str, moment: Any) -> None:
     run = body.checked_run(*RANKS, faults=[Fault(actor=actor, method=method, dies=moment)])
     role = "trainer" if actor.startswith("trainer") else actor
     expected = 0 if actor.startswith("parameters") else 1
@@ -36,7 +36,7 @@ def test_an_actor_that_dies_while_the_run_starts_is_replaced(body: Body, actor: 
 @pytest.mark.parametrize(
     ("method", "nth"), [("logprobs", 1), ("fine_tune", 1), ("fine_tune", 3), ("publish_initial", 1), ("train", 1)]
 )
-def test_a_trainer_that_dies_after_fine_tuning_is_tuned_anew(body: Body, method: str, nth: int, moment: Any) -> None:
+def test_a_trainer_that_dies_after_fine_tuning_is_tuned_again(body: Body, method: str, nth: int, moment: Any) -> None:
     """As long as there is no later version to go on from."""
     run = body.checked_run(
         *RANKS, "training.sft.steps=3", faults=[Fault(actor="trainer", method=method, nth=nth, dies=moment)]
@@ -45,9 +45,7 @@ def test_a_trainer_that_dies_after_fine_tuning_is_tuned_anew(body: Body, method:
     assert len(run.world.tuned) in (1, 2) and all(tuned == [0, 1, 2] for tuned in run.world.tuned)
 
 
-def test_fine_tuning_steps_that_a_trainer_has_done_are_not_logged_again(
-    body: Body, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_repeated_fine_tuning_steps_are_not_logged_again(body: Body, caplog: pytest.LogCaptureFixture) -> None:
     """Its answer about such a step is empty."""
     caplog.set_level("INFO", "staleflow")
     body.run(
@@ -56,7 +54,7 @@ def test_fine_tuning_steps_that_a_trainer_has_done_are_not_logged_again(
     assert [m for m in caplog.messages if "fine-tuning" in m] == ["fine-tuning step 1 of 2: loss 1.0000"]
 
 
-def test_a_trainer_that_goes_on_from_a_resume_point_is_not_tuned(body: Body) -> None:
+def test_a_trainer_resumed_from_a_resume_point_is_not_fine_tuned(body: Body) -> None:
     run = body.checked_run(
         "steps=4", "training.sft.steps=3", faults=[Fault(actor="trainer", method="train", nth=3, dies="before")]
     )
@@ -75,7 +73,7 @@ def test_an_actor_that_dies_at_each_start_ends_the_run(body: Body, actor: str, m
 
 
 @pytest.mark.parametrize(("actor", "method"), [("trainer", "publish_initial"), ("trainer-1", "join")])
-def test_an_error_of_its_own_while_the_run_starts_ends_the_run_at_once(body: Body, actor: str, method: str) -> None:
+def test_an_actor_error_during_start_ends_the_run_at_once(body: Body, actor: str, method: str) -> None:
     failed = ActorFailed("RuntimeError: CUDA out of memory")
     run = body.run(*RANKS, faults=[Fault(actor=actor, method=method, error=failed)])
     assert str(run.raised()) == f"{actor} failed: RuntimeError: CUDA out of memory"
@@ -92,7 +90,7 @@ def test_an_error_of_its_own_while_the_run_starts_ends_the_run_at_once(body: Bod
         ),
     ],
 )
-def test_weights_that_engines_cannot_be_updated_with_end_the_run_before_the_first_step(
+def test_weights_that_engines_cannot_load_end_the_run_before_the_first_step(
     body: Body, world: World, message: str
 ) -> None:
     """Each instance of the run would refuse them, and its replacements, too."""

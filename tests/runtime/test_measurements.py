@@ -17,7 +17,7 @@ RUN = virtual_time.run
 
 
 @pytest.mark.parametrize("earlier_s", [0.0, 1000.0])
-async def test_what_passed_before_a_run_was_resumed_was_assigned_to_none_of_its_instances(earlier_s: float) -> None:
+async def test_assigned_time_excludes_time_before_the_resume(earlier_s: float) -> None:
     config = loading.load(Path("examples/dryrun.toml"))
     placed = PlacedActor("rollout-0", "rollout", "tcp://a", "tcp://a", "host", actor=None, future=None)
     instance = InstanceHandle(placed, 0)

@@ -37,7 +37,7 @@ def lines(run: Run) -> list[str]:
 # -- joining later -------------------------------------------------------------------------------------------------
 
 
-def test_workers_that_join_later_become_further_instances(body: Body) -> None:
+def test_workers_that_join_later_become_instances(body: Body) -> None:
     async def join(run: Run) -> None:
         await until(run, lambda: run.workers.methods("rollout-0").count("route") > 1)
         run.workers.num_spare = 3
@@ -53,7 +53,7 @@ def test_workers_that_join_later_become_further_instances(body: Body) -> None:
 
 
 @pytest.mark.parametrize("most", [(), ("rollout.max_instances=2",)])
-def test_a_run_takes_no_more_instances_than_it_may(body: Body, most: tuple[str, ...]) -> None:
+def test_a_run_has_at_most_max_instances(body: Body, most: tuple[str, ...]) -> None:
     async def join(run: Run) -> None:
         run.workers.num_spare = 9
 
@@ -61,7 +61,7 @@ def test_a_run_takes_no_more_instances_than_it_may(body: Body, most: tuple[str, 
     assert instances(run) == ["rollout-0", "rollout-1"]
 
 
-def test_a_further_instance_that_is_lost_is_given_up_without_a_worker_and_taken_again_with_one(body: Body) -> None:
+def test_a_lost_extra_instance_is_replaced_only_when_a_worker_is_free(body: Body) -> None:
     async def join(run: Run) -> None:
         await until(run, lambda: "route" in run.workers.methods("rollout-0"))
         run.workers.num_spare = 1
@@ -76,7 +76,7 @@ def test_a_further_instance_that_is_lost_is_given_up_without_a_worker_and_taken_
     assert len(run.outcomes.losses) == 1
 
 
-def test_an_instance_that_does_not_come_up_is_placed_elsewhere(body: Body) -> None:
+def test_an_instance_that_fails_to_start_is_placed_elsewhere(body: Body) -> None:
     dies = Fault(actor="rollout-0", method="report", nth=2, dies="before")
     never_up = Fault(actor="rollout-0", method="__init__", nth=2, dies="before")
     run = body.checked_run(*LONG, world=long_ones(), faults=[dies, never_up])
@@ -87,7 +87,7 @@ def test_an_instance_that_does_not_come_up_is_placed_elsewhere(body: Body) -> No
 @pytest.mark.parametrize(
     ("actor", "method"), [("rollout-0", "report"), ("trainer", "train"), ("server", "commit"), ("reward-0", "score")]
 )
-def test_a_run_whose_cluster_is_lost_ends_as_soon_as_it_places_anything(body: Body, actor: str, method: str) -> None:
+def test_a_run_whose_cluster_is_lost_ends_at_the_next_placement(body: Body, actor: str, method: str) -> None:
     dies = Fault(actor=actor, method=method, nth=2, dies="before")
     gone = Fault(actor=actor, method="__init__", nth=2, error=ClusterLost("cluster: the scheduler was started anew"))
     run = body.run(*LONG, "rollout.min_instances=1", faults=[dies, gone])
@@ -99,7 +99,7 @@ def test_a_run_whose_cluster_is_lost_ends_as_soon_as_it_places_anything(body: Bo
     assert last_s < lost_s + 5.0
 
 
-def test_a_run_says_what_it_misses(body: Body) -> None:
+def test_a_run_reports_its_missing_instances(body: Body) -> None:
     dies = Fault(actor="rollout-0", method="report", nth=4, dies="before")
     late = Fault(actor="rollout-0", method="__init__", nth=2, late_s=4.0)
     run = body.checked_run(*LONG, world=long_ones(), faults=[dies, late])
@@ -124,7 +124,7 @@ def retired(body: Body, *overrides: str, by: Callable[[Run], str] = lambda _: "r
     return run
 
 
-def test_what_a_retired_instance_ran_goes_on_elsewhere_and_nothing_is_lost(body: Body) -> None:
+def test_trajectories_of_a_retired_instance_continue_elsewhere(body: Body) -> None:
     run = retired(body)
     assert run.outcomes.losses == []
     moved = [r for r in run.store.ended() if len({s.instance for s in r.trajectory.segments}) > 1]
@@ -143,20 +143,20 @@ def test_a_worker_is_retired_by_its_address(body: Body) -> None:
     assert run.outcomes.losses == []
 
 
-def test_a_retired_instance_comes_back_once_there_is_a_worker(body: Body) -> None:
+def test_a_retired_instance_returns_when_a_worker_is_free(body: Body) -> None:
     none = [Fault(actor="rollout-1", method="__init__", nth=n, error=NoFreeWorker("none")) for n in (2, 3)]
     run = retired(body, faults=none)
     assert "rollout-1.1" in instances(run)
 
 
-def test_an_instance_that_dies_while_it_is_retired_is_a_loss(body: Body) -> None:
+def test_an_instance_that_dies_during_retirement_is_a_loss(body: Body) -> None:
     run = retired(body, faults=[Fault(actor="rollout-1", method="interrupt", dies="before")])
     assert len(run.outcomes.losses) == 1
     assert "rollout-1.1" in instances(run)
 
 
 @pytest.mark.parametrize("host", ["rollout-0", "rollout-1"])
-def test_an_instance_that_is_retired_while_it_samples_for_an_evaluation_hands_that_over(body: Body, host: str) -> None:
+def test_an_instance_retired_during_an_evaluation_hands_it_over(body: Body, host: str) -> None:
     async def retire(run: Run) -> None:
         await until(run, lambda: any(c.trajectory < 0 for c in run.commands("Route")))
         assert run.driver.retire(host) == ""
@@ -179,7 +179,7 @@ def test_an_instance_that_is_retired_while_it_samples_for_an_evaluation_hands_th
         ),
     ],
 )
-def test_what_cannot_be_retired_is_said(body: Body, worker: str, least: int, answer: str) -> None:
+def test_a_rejected_retirement_returns_its_reason(body: Body, worker: str, least: int, answer: str) -> None:
     answers = []
 
     async def retire(run: Run) -> None:

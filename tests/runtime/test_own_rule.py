@@ -12,7 +12,7 @@ from tests.config.test_extending import blocks
 from tests.runtime.test_run import run
 
 
-def test_a_run_goes_by_a_users_rule_loss_and_advantage_and_is_replayed_by_its_copy(job: Path, tmp_path: Path) -> None:
+def test_a_run_uses_user_strategies_and_replays_with_its_copy(job: Path, tmp_path: Path) -> None:
     own = {name: blocks(heading, "python")[0] for name, heading in (
         ("rule", "A routing rule"), ("loss", "A loss with a knob"), ("estimate", "An advantage"),
     )}  # fmt: skip

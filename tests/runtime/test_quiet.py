@@ -37,7 +37,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("level", "heard"), [("critical", False), ("info", True)])
-def test_dasks_warnings_reach_the_terminal_only_if_they_are_asked_for(level: str, heard: bool) -> None:
+def test_dask_warnings_reach_the_terminal_only_on_request(level: str, heard: bool) -> None:
     environment = {**os.environ, "DASK_LOGGING__DISTRIBUTED": level, "PYTHONPATH": os.getcwd()}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout == "spoken\n", done.stderr

@@ -40,7 +40,7 @@ def steps_trained(run: Run) -> list[int]:
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("nth", [1, 3])
-def test_a_trainer_that_dies_goes_on_from_its_resume_point(body: Body, nth: int, moment: Any) -> None:
+def test_a_dead_trainer_resumes_from_its_resume_point(body: Body, nth: int, moment: Any) -> None:
     """The step that it was training is sent again."""
     run = body.run("steps=5", faults=[dies(nth=nth, moment=moment)])
     check_restored(run)
@@ -48,7 +48,7 @@ def test_a_trainer_that_dies_goes_on_from_its_resume_point(body: Body, nth: int,
     assert sorted(steps_trained(run)) == sorted([*range(5), *again])
 
 
-def test_engines_sample_while_the_trainer_is_restored(body: Body) -> None:
+def test_engines_sample_during_the_trainer_restore(body: Body) -> None:
     late = Fault(actor="trainer", method="__init__", nth=2, late_s=9.0)
     run = body.run("steps=6", "staleness.eta=3", "rollout.max_new_tokens=400", faults=[dies(nth=2), late],
                    world=World(length=lambda _: 60))  # fmt: skip
@@ -59,7 +59,7 @@ def test_engines_sample_while_the_trainer_is_restored(body: Body) -> None:
     assert sum(lost_s < at_s + begun_s < lost_s + 9.0 for at_s in sampled) >= 4
 
 
-def test_a_trainer_that_is_being_restored_is_asked_nothing_before_it_has_its_state(body: Body) -> None:
+def test_a_trainer_gets_no_calls_before_its_state_is_restored(body: Body) -> None:
     """It is lost between two steps, and the next step's batch is there before it is back."""
     lost = Fault(actor="trainer", method="version", dies="before")
     late = Fault(actor="trainer", method="publish_initial", nth=2, late_s=9.0)
@@ -77,7 +77,7 @@ def test_steps_after_the_resume_point_are_trained_again_on_the_same_rows(body: B
     assert steps_trained(run) == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7]
 
 
-def test_a_resume_point_that_was_being_written_is_not_used(body: Body) -> None:
+def test_an_incomplete_resume_point_is_not_used(body: Body) -> None:
     async def kill(run: Run) -> None:
         while run.driver is None or len(run.world.trained) < 3:
             await asyncio.sleep(0.01)
@@ -89,7 +89,7 @@ def test_a_resume_point_that_was_being_written_is_not_used(body: Body) -> None:
     assert steps_trained(run) == [0, 1, 2, 2, 3, 4]
 
 
-def test_a_trainer_that_never_answers_is_replaced_after_train_s(body: Body) -> None:
+def test_a_trainer_that_does_not_reply_is_replaced_after_train_s(body: Body) -> None:
     run = body.run(faults=[Fault(actor="trainer", method="train", nth=2, silent="before")])
     check_restored(run)
     assert "trainer did not answer within 40 s (deadlines.train_s)" in run.outcomes.losses[0]
@@ -113,7 +113,7 @@ def stopping(name: str, seconds: float | None = None) -> Any:
     return stop
 
 
-def test_a_trainer_that_is_stopped_is_replaced_after_silent_s_however_long_a_step_may_take(body: Body) -> None:
+def test_a_stopped_trainer_is_replaced_after_silent_s(body: Body) -> None:
     run = body.run("steps=5", *PATIENT, meanwhile=stopping("trainer"))
     check_restored(run)
     assert "trainer did not answer within 9 s (deadlines.silent_s)" in run.outcomes.losses[0]
@@ -121,18 +121,18 @@ def test_a_trainer_that_is_stopped_is_replaced_after_silent_s_however_long_a_ste
     assert run.events("VersionPublished")[2][0] < stopped_s + 9.0 + 10.0
 
 
-def test_a_trainer_that_is_slow_is_not_lost(body: Body) -> None:
+def test_a_slow_trainer_is_not_lost(body: Body) -> None:
     """A step takes ten times as long as its process may be silent: that answers meanwhile."""
     run = body.checked_run("steps=3", *PATIENT, world=World(train_s=90.0))
     assert run.outcomes.losses == []
 
 
-def test_a_trainer_that_was_stopped_for_less_than_silent_s_is_not_lost(body: Body) -> None:
+def test_a_trainer_stopped_for_less_than_silent_s_is_not_lost(body: Body) -> None:
     run = body.checked_run("steps=5", *PATIENT, world=World(train_s=12.0), meanwhile=stopping("trainer", 6.0))
     assert run.outcomes.losses == []
 
 
-def test_the_loss_of_an_idle_trainer_is_noticed(body: Body) -> None:
+def test_the_loss_of_an_idle_trainer_is_detected(body: Body) -> None:
     async def kill(run: Run) -> None:
         while run.driver is None or "route" not in run.workers.methods("rollout-0"):
             await asyncio.sleep(0.01)
@@ -144,7 +144,7 @@ def test_the_loss_of_an_idle_trainer_is_noticed(body: Body) -> None:
     assert float(run.outcomes.losses[0].partition(" ")[0]) < sampled_s, "before there was anything to train on"
 
 
-def test_a_trainer_that_comes_back_on_another_host_is_pulled_from_there(body: Body) -> None:
+def test_a_trainer_restored_on_another_host_serves_its_weights_there(body: Body) -> None:
     """Its first host had no other actor: the parameter server there went with it."""
     run = body.run("steps=6", faults=[dies(nth=3)], hosts=("one", "two", "one", "one", "one"))
     check_restored(run)
@@ -152,18 +152,18 @@ def test_a_trainer_that_comes_back_on_another_host_is_pulled_from_there(body: Bo
     assert run.workers.placed == {} or run.workers.placed["trainer"].host == "one"
 
 
-def test_a_checkpoint_that_was_being_saved_is_saved_again(body: Body) -> None:
+def test_an_interrupted_checkpoint_is_saved_again(body: Body) -> None:
     run = body.run("steps=4", "training.checkpoint_every=2", faults=[dies("save_checkpoint", 1, "before")])
     check_restored(run)
     assert [f.rpartition("/")[2] for f in run.workers.actor("trainer").saved] == ["step-000002", "step-000004"]
 
 
-def test_a_trainer_that_is_lost_while_it_is_restored_is_placed_once_more(body: Body) -> None:
+def test_a_trainer_lost_during_its_restore_is_placed_again(body: Body) -> None:
     run = body.run("steps=4", faults=[dies(nth=2), dies("publish_initial", 2)])
     check_restored(run, losses=2)
 
 
-def test_a_trainer_that_is_lost_again_and_again_ends_the_run(body: Body) -> None:
+def test_a_trainer_lost_repeatedly_ends_the_run(body: Body) -> None:
     run = body.run(faults=[dies(nth=0)])
     assert str(run.raised()).startswith("trainer was lost 4 times within an hour, last: trainer is gone")
     run.check_kept()
@@ -184,7 +184,7 @@ def test_a_run_without_resume_points_ends_with_its_trainer(body: Body) -> None:
     run.check_kept()
 
 
-def test_a_step_that_gives_other_weights_when_trained_again_ends_the_run(body: Body) -> None:
+def test_a_retrained_step_with_other_weights_ends_the_run(body: Body) -> None:
     """Instances serve the weights of before: two different ones under one version would be no version."""
     run = body.run("training.resume_every=3", faults=[dies(nth=3)], world=World(chance="-other"))
     error = run.raised()
@@ -205,7 +205,7 @@ def check_group_restored(run: Run, losses: int = 1) -> None:
         assert run.workers.names.count(name) == 1 + losses
 
 
-def test_a_group_of_ranks_trains_like_one(body: Body) -> None:
+def test_a_trainer_of_several_ranks_trains_like_one_rank(body: Body) -> None:
     run = body.run(*RANKS)
     check_group_restored(run, losses=0)
     assert steps_trained(run) == list(range(5))
@@ -214,7 +214,7 @@ def test_a_group_of_ranks_trains_like_one(body: Body) -> None:
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("name", ["trainer", "trainer-1", "trainer-2"])
-def test_the_loss_of_any_rank_while_it_trains_is_that_of_the_group(body: Body, name: str, moment: Any) -> None:
+def test_a_rank_lost_during_training_restores_the_whole_trainer(body: Body, name: str, moment: Any) -> None:
     method = "train" if name == "trainer" else "call_policy"
     run = body.run(*RANKS, faults=[Fault(actor=name, method=method, nth=3, dies=moment)])
     check_group_restored(run)
@@ -222,7 +222,7 @@ def test_the_loss_of_any_rank_while_it_trains_is_that_of_the_group(body: Body, n
 
 
 @pytest.mark.parametrize("name", ["trainer", "trainer-1"])
-def test_a_rank_that_hangs_while_it_trains_is_replaced_with_its_group_after_train_s(body: Body, name: str) -> None:
+def test_a_hung_rank_is_replaced_with_its_group_after_train_s(body: Body, name: str) -> None:
     async def stop(run: Run) -> None:
         run.workers.nanny = False
         while run.driver is None or run.workers.methods("trainer").count("train") < 3:
@@ -235,13 +235,13 @@ def test_a_rank_that_hangs_while_it_trains_is_replaced_with_its_group_after_trai
 
 
 @pytest.mark.parametrize("name", ["trainer", "trainer-2"])
-def test_a_rank_that_is_stopped_is_replaced_with_its_group_after_silent_s(body: Body, name: str) -> None:
+def test_a_stopped_rank_is_replaced_with_its_group_after_silent_s(body: Body, name: str) -> None:
     run = body.run(*RANKS, *PATIENT, meanwhile=stopping(name))
     check_group_restored(run)
     assert f"{name} did not answer within 9 s (deadlines.silent_s)" in run.outcomes.losses[0]
 
 
-def test_the_loss_of_an_idle_rank_is_noticed(body: Body) -> None:
+def test_the_loss_of_an_idle_rank_is_detected(body: Body) -> None:
     async def kill(run: Run) -> None:
         while run.driver is None or "route" not in run.workers.methods("rollout-0"):
             await asyncio.sleep(0.01)
@@ -254,7 +254,7 @@ def test_the_loss_of_an_idle_rank_is_noticed(body: Body) -> None:
 
 
 @pytest.mark.parametrize("method", ["__init__", "join", "call_policy"])
-def test_a_rank_that_is_lost_while_its_group_is_restored_is_placed_once_more(body: Body, method: str) -> None:
+def test_a_rank_lost_during_the_restore_is_placed_again(body: Body, method: str) -> None:
     nth = {"__init__": 2, "join": 2, "call_policy": 3}[method]
     run = body.checked_run(*RANKS, faults=[dies(nth=2), dies_rank(method, nth)])
     assert len(run.outcomes.losses) == 2
@@ -265,7 +265,7 @@ def dies_rank(method: str, nth: int) -> Fault:
     return Fault(actor="trainer-1", method=method, nth=nth, dies="before")
 
 
-def test_ranks_that_are_lost_again_and_again_end_the_run(body: Body) -> None:
+def test_ranks_lost_repeatedly_end_the_run(body: Body) -> None:
     """Whichever of them: they are one role."""
     faults = [
         Fault(actor=f"trainer-{1 + nth % 2}", method="call_policy", nth=3 + nth, dies="before") for nth in range(9)
@@ -275,7 +275,7 @@ def test_ranks_that_are_lost_again_and_again_end_the_run(body: Body) -> None:
     run.check_kept()
 
 
-def test_an_error_of_a_ranks_own_ends_the_run(body: Body) -> None:
+def test_an_error_raised_by_a_rank_ends_the_run(body: Body) -> None:
     """A GPU without memory would be without it again."""
     failed = ActorFailed("RuntimeError: CUDA out of memory")
     run = body.run(*RANKS, faults=[Fault(actor="trainer-1", method="call_policy", nth=3, error=failed)])
@@ -316,7 +316,7 @@ def some_long() -> World:
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("method", SHAPES)
-def test_a_server_that_dies_in_the_middle_of_a_call_goes_on_from_store_and_spool(
+def test_a_server_that_dies_during_a_call_is_restored_from_store_and_spool(
     body: Body, method: str, moment: Any
 ) -> None:
     """Before or after it did what it was asked to. The call is made once more, and nothing is sampled again."""
@@ -328,7 +328,7 @@ def test_a_server_that_dies_in_the_middle_of_a_call_goes_on_from_store_and_spool
     assert all(times <= 1 + interrupted[trajectory] for trajectory, times in routed.items())
 
 
-def test_a_server_that_is_lost_while_engines_sample_has_their_tokens_again(body: Body) -> None:
+def test_a_server_lost_during_sampling_gets_the_tokens_again(body: Body) -> None:
     async def kill(run: Run) -> None:
         while run.driver is None or run.workers.methods("server").count("deliver") < 4:
             await asyncio.sleep(0.01)
@@ -338,7 +338,7 @@ def test_a_server_that_is_lost_while_engines_sample_has_their_tokens_again(body:
     check_server_restored(run)
 
 
-def test_who_hears_of_a_loss_after_it_is_made_good_only_asks_again(body: Body) -> None:
+def test_callers_that_detect_a_loss_late_only_repeat_their_call(body: Body) -> None:
     """A commit may take longer than other calls, so that its caller is the last to give up the old server."""
 
     async def stop(run: Run) -> None:
@@ -351,7 +351,7 @@ def test_who_hears_of_a_loss_after_it_is_made_good_only_asks_again(body: Body) -
     check_server_restored(run)
 
 
-def test_a_server_and_a_trainer_may_be_lost_at_once(body: Body) -> None:
+def test_server_and_trainer_may_be_lost_at_once(body: Body) -> None:
     async def kill(run: Run) -> None:
         while run.driver is None or run.workers.methods("trainer").count("train") < 4:
             await asyncio.sleep(0.01)
@@ -363,7 +363,7 @@ def test_a_server_and_a_trainer_may_be_lost_at_once(body: Body) -> None:
     assert sorted(n for n in run.workers.names if n.startswith("rollout")) == ["rollout-0", "rollout-1"]
 
 
-def test_a_server_that_is_lost_again_and_again_ends_the_run(body: Body) -> None:
+def test_a_server_lost_repeatedly_ends_the_run(body: Body) -> None:
     run = body.run(faults=[Fault(actor="server", method="requests", nth=0, dies="before")])
     assert str(run.raised()).startswith("server was lost 4 times within an hour, last: server ")
     run.check_kept()

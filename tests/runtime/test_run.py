@@ -66,7 +66,7 @@ def staleflow(*args: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[s
     return forking.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=200, **kwargs)
 
 
-def test_a_run_trains_stores_and_explains_itself(job: Path, memory_folder: Path) -> None:
+def test_a_run_trains_and_stores_its_steps(job: Path, memory_folder: Path) -> None:
     end = run(job, "staleness.eta=2", "training.checkpoint_every=2", f"cluster.shared_memory={memory_folder}")
     store = check(end.run_dir, 5)
     assert len(list(store.ended())) == 5 * 16
@@ -149,7 +149,7 @@ async def sabotaged(
 @pytest.mark.parametrize(
     "blow", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "hung"]
 )
-def test_a_lost_rollout_worker_is_replaced_and_nothing_is_lost(job: Path, blow: signal.Signals) -> None:
+def test_a_lost_rollout_worker_is_replaced_and_no_trajectory_is_lost(job: Path, blow: signal.Signals) -> None:
     """Its trajectories continue on the other instance, and on the one that replaces it."""
     struck: list[int] = []
 
@@ -171,7 +171,7 @@ def test_a_lost_rollout_worker_is_replaced_and_nothing_is_lost(job: Path, blow: 
 
 # A trainer's rank is lost by default in test_run_ranks.py.
 @pytest.mark.parametrize("victim", [pytest.param("trainer", marks=pytest.mark.slow), "server"])
-def test_a_lost_role_is_restored_and_the_engines_stay_loaded(job: Path, victim: str) -> None:
+def test_a_lost_role_is_restored_while_engines_stay_loaded(job: Path, victim: str) -> None:
     overrides = ("task.eval_prompts=0", "steps=8", "rollout.instances=2")
     driver = asyncio.run(sabotaged(job, overrides, victim, lambda pid: os.kill(pid, signal.SIGKILL)))
     (loss,) = driver.outcomes.losses
@@ -182,7 +182,7 @@ def test_a_lost_role_is_restored_and_the_engines_stay_loaded(job: Path, victim: 
     assert instances == {"rollout-0", "rollout-1"}
 
 
-def test_a_full_disk_stops_the_run_and_keeps_what_was_stored(job: Path) -> None:
+def test_a_full_disk_stops_the_run_and_keeps_the_stored_steps(job: Path) -> None:
     """Past a file size limit the server's writes fail as they do on a full disk."""
 
     def strike(pid: int) -> None:
@@ -195,7 +195,7 @@ def test_a_full_disk_stops_the_run_and_keeps_what_was_stored(job: Path) -> None:
     assert audit(store).findings == ()
 
 
-def test_ctrl_c_while_the_actors_start_stops_at_once(job: Path) -> None:
+def test_ctrl_c_during_start_stops_at_once(job: Path) -> None:
     command = [sys.executable, "-m", "staleflow.cli.main", "run", str(job)]
     with forking.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
         assert process.stderr is not None
@@ -237,7 +237,7 @@ def foreign_cluster(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow  # by default test_jobs.py has a cluster by hand, test_tls_cluster.py one of new interpreters
-def test_a_cluster_started_by_hand_with_roles_as_resources(job: Path, foreign_cluster: Path) -> None:
+def test_a_cluster_with_roles_as_worker_resources_runs_a_job(job: Path, foreign_cluster: Path) -> None:
     where = (
         "cluster.kind=file",
         f"cluster.scheduler_file={foreign_cluster}",
@@ -270,7 +270,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_input_is_one_line_and_exit_code_2(job: Path, case: str) -> None:
+def test_invalid_input_gives_one_line_and_exit_code_2(job: Path, case: str) -> None:
     overrides, message = WRONG[case]
     result = command("run", job, *(x for o in overrides for x in ("--set", o)))
     lines = [line for line in result.stderr.splitlines() if line.startswith("staleflow:")]
@@ -280,7 +280,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(job: Path, case: str) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_run_that_fails_is_told_in_one_story_and_exit_code_1(
+def test_a_failed_run_gives_one_message_and_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What else can end a run is tested without a cluster, in test_driver.py."""

@@ -91,7 +91,7 @@ def begun(light: Path, *overrides: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("line", ["runs_dir = 5", "name = 5", "name = ['a']", "runs_dir = {}", "staleness = 3"])
-def test_a_job_with_a_value_of_another_kind_is_one_line(tmp_path: Path, line: str) -> None:
+def test_a_job_value_of_a_wrong_type_gives_a_one_line_error(tmp_path: Path, line: str) -> None:
     (tmp_path / "config.toml").write_text(f"{line}\n")
     (tmp_path / "events.jsonl").touch()
     told = command("replay", tmp_path)
@@ -104,7 +104,7 @@ def test_a_job_with_a_value_of_another_kind_is_one_line(tmp_path: Path, line: st
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["while its actors start", "while it trains"])
-def test_a_second_run_of_a_name_is_refused_before_it_has_written_anything(light: Path, stored: bool) -> None:
+def test_a_second_run_of_a_name_is_rejected_before_it_writes(light: Path, stored: bool) -> None:
     folder = begun(light).run_dir
     if not stored:
         shutil.rmtree(folder / "store")
@@ -116,9 +116,7 @@ def test_a_second_run_of_a_name_is_refused_before_it_has_written_anything(light:
         assert contents(folder) == before
 
 
-def test_of_two_processes_that_run_a_name_one_does_and_a_copy_goes_on_without_the_original(
-    job: Path, tmp_path: Path
-) -> None:
+def test_one_of_two_processes_runs_a_name_and_a_copy_resumes_without_the_original(job: Path, tmp_path: Path) -> None:
     """The second asks for another bound; the first, killed and resumed, still keeps its own."""
     folder = tmp_path / "runs" / "job"
     with start(job, "steps=400") as process:
@@ -142,7 +140,7 @@ def test_of_two_processes_that_run_a_name_one_does_and_a_copy_goes_on_without_th
     assert "the same commands" in command("replay", copy).stdout
 
 
-def test_of_many_that_make_a_folder_in_the_same_moment_one_does(light: Path) -> None:
+def test_one_of_many_concurrent_creators_gets_the_folder(light: Path) -> None:
     everyone, tried = threading.Barrier(8), threading.Barrier(8)
     won: list[int] = []
     refused: list[ConfigError] = []
@@ -169,7 +167,7 @@ def test_of_many_that_make_a_folder_in_the_same_moment_one_does(light: Path) -> 
     assert load_job(light.parent / "runs" / "job").seed == seed
 
 
-def test_a_lock_file_that_is_removed_in_between_keeps_others_out_all_the_same(
+def test_a_lock_file_removed_during_locking_still_excludes_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flock, removed = fcntl.flock, []
@@ -189,7 +187,7 @@ def test_a_lock_file_that_is_removed_in_between_keeps_others_out_all_the_same(
         pytest.fail("both hold it")
 
 
-def test_a_folder_that_cannot_be_locked_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_locked_gives_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lockless(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -215,7 +213,7 @@ def test_a_folder_that_cannot_be_locked_is_one_line(tmp_path: Path, monkeypatch:
 # -- what is left of a run that was killed early -----------------------------------------------------------------------
 
 
-def test_a_folder_without_a_store_is_used_again_and_one_that_holds_anything_is_not(light: Path) -> None:
+def test_a_folder_without_results_is_reused_and_others_are_rejected(light: Path) -> None:
     config = loading.load(light)
     folder = prepare_run_dir(config)
     (folder / "events.jsonl").touch()
@@ -231,7 +229,7 @@ def test_a_folder_without_a_store_is_used_again_and_one_that_holds_anything_is_n
         require_no_run(folder)
 
 
-def test_what_a_resume_changes_is_written_down_even_if_nothing_was_stored(light: Path) -> None:
+def test_changes_by_a_resume_are_written_even_without_stored_steps(light: Path) -> None:
     folder = prepare_run_dir(loading.load(light))
     resumption.prepare(resumption.load(folder, ("steps=9",)))
     assert load_job(folder).steps == 9
@@ -249,7 +247,7 @@ def test_what_a_resume_changes_is_written_down_even_if_nothing_was_stored(light:
         ((), "batch.extra_members=1", r"batch.group_size \+ batch.extra_members = 5 in config.toml, 4 in the store"),
     ],
 )
-def test_a_resume_refuses_a_job_that_its_store_is_not_of(
+def test_a_resume_rejects_a_job_that_contradicts_its_store(
     light: Path, made: tuple[str, ...], asked: str, message: str
 ) -> None:
     config = begun(light, *made)
@@ -283,7 +281,7 @@ def moved(light: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("spelled", ["plain", "link", "from within"])
-def test_a_copy_is_worked_on_where_it_is(moved: Path, spelled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copied_run_uses_its_folder(moved: Path, spelled: str, monkeypatch: pytest.MonkeyPatch) -> None:
     named = moved
     if spelled == "link":
         named = moved.parent / "latest"
@@ -304,13 +302,13 @@ def test_a_copy_is_worked_on_where_it_is(moved: Path, spelled: str, monkeypatch:
     assert load_job(moved.parent.parent / "runs" / "job").steps == 3
 
 
-def test_what_is_named_beside_the_folder_is_taken_as_it_is_named(moved: Path) -> None:
+def test_paths_outside_the_run_folder_stay_unchanged(moved: Path) -> None:
     original = moved.parent.parent / "runs" / "job"
     config = load_job(moved, (f"model.path={original}/checkpoints/step-000002",))
     assert config.model.path == f"{original}/checkpoints/step-000002"
 
 
-def test_a_moved_runs_code_travels_from_where_it_is_and_keeps_its_name(moved: Path) -> None:
+def test_the_code_of_a_moved_run_is_read_from_its_folder(moved: Path) -> None:
     tracked = load_job(moved, ('tracking.tracker=""',))
     config, code = with_code(tracked)
     assert code == {"reward_mine.py": "one = 1\n", "task_mine.py": "two = 2\n"}
@@ -325,14 +323,14 @@ def configuration_text(config: RunConfig) -> str:
     return knob_tree.to_toml(config)
 
 
-def test_a_folder_whose_name_no_run_can_have_is_said(moved: Path) -> None:
+def test_a_folder_with_an_invalid_run_name_is_rejected(moved: Path) -> None:
     hidden = moved.rename(moved.parent / ".copy")
     assert "no steps are stored" in command("store", "audit", hidden).stdout, "it can be read"
     with pytest.raises(ConfigError, match="must not begin with a dot; rename it"):
         resumption.load(hidden)
 
 
-def test_the_paths_of_a_job_are_moved_as_its_examples_say() -> None:
+def test_the_docstring_examples_of_run_folder_pass() -> None:
     assert doctest.testmod(run_folder).failed == 0
 
 
@@ -344,7 +342,7 @@ def submission(id: str, *, resume: bool = False) -> Submission:
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_second_job_of_a_name_is_refused_before_it_has_written_anything(light: Path, resume: bool) -> None:
+def test_a_second_job_of_a_name_is_rejected_before_it_writes(light: Path, resume: bool) -> None:
     config = loading.load(light)
 
     async def both() -> None:
@@ -370,7 +368,7 @@ def test_a_second_job_of_a_name_is_refused_before_it_has_written_anything(light:
     assert {name: text for name, text in contents(config.run_dir).items() if name != run_folder.LOCK} == before
 
 
-def test_a_driver_that_starts_anew_waits_for_the_one_before_to_let_go(light: Path) -> None:
+def test_a_restarted_driver_waits_for_the_lock_of_the_previous_one(light: Path) -> None:
     config = loading.load(light)
     order: list[str] = []
 
@@ -401,7 +399,7 @@ def test_store_ls_names_a_run_without_a_store(light: Path) -> None:
     assert (row["run"], row["state"]) == (str(folder), "no store")
 
 
-def test_a_stored_job_may_have_a_key_that_is_gone_and_changed_no_result(light: Path) -> None:
+def test_a_stored_job_may_have_a_removed_key_without_effect(light: Path) -> None:
     config = begun(light)
     path = config.run_dir / "config.toml"
     path.write_text(path.read_text().replace("[cluster]", "[cluster]\ndelta_versions = 4", 1))
@@ -426,7 +424,7 @@ def test_a_stored_job_may_have_a_key_that_is_gone_and_changed_no_result(light: P
         ),
     ],
 )
-def test_a_stored_run_whose_rule_is_gone_is_read_and_not_replayed(
+def test_a_stored_run_with_a_removed_rule_is_readable_and_cannot_be_replayed(
     light: Path, stored: str, gone: str, name: str
 ) -> None:
     """Steps, texts, rewards and training do not depend on the rule: only the coordinator's decisions do."""

@@ -63,13 +63,13 @@ def test_a_journal_in_parts_reads_and_replays_as_one_file(tmp_path: Path, whole:
     assert sum(p.stat().st_size for p in result[:-1]) < whole.stat().st_size / 5
 
 
-def test_a_journal_of_one_part_is_what_it_was(tmp_path: Path, whole: Path) -> None:
+def test_a_journal_of_one_part_has_the_bytes_of_one_file(tmp_path: Path, whole: Path) -> None:
     in_parts(tmp_path / "events.jsonl", whole, journal.PART_BYTES)
     assert (tmp_path / "events.jsonl").read_bytes() == whole.read_bytes()
     assert journal.files(tmp_path / "events.jsonl") == [tmp_path / "events.jsonl"]
 
 
-def test_a_part_that_is_missing_or_damaged_is_one_line(tmp_path: Path, whole: Path) -> None:
+def test_a_missing_or_corrupt_part_gives_a_one_line_error(tmp_path: Path, whole: Path) -> None:
     path = tmp_path / "events.jsonl"
     in_parts(path, whole)
     second = tmp_path / "events.jsonl.0002.gz"
@@ -100,7 +100,7 @@ def test_a_part_that_is_missing_or_damaged_is_one_line(tmp_path: Path, whole: Pa
     assert f"{last}: cannot be read" in refusal()
 
 
-def test_what_a_killed_writer_left_is_read_and_compressed_by_the_next(tmp_path: Path, whole: Path) -> None:
+def test_parts_of_a_killed_writer_are_read_and_compressed_by_the_next(tmp_path: Path, whole: Path) -> None:
     path = tmp_path / "events.jsonl"
     entries = in_parts(path, whole)
     for part in list(journal.closed_parts(path).values())[1::2]:
@@ -118,7 +118,7 @@ def test_what_a_killed_writer_left_is_read_and_compressed_by_the_next(tmp_path: 
     assert not [p for p in tmp_path.glob("events.jsonl.*") if p.suffix != ".gz"]
 
 
-def test_a_part_that_cannot_be_compressed_stays_and_is_said(
+def test_a_part_that_cannot_be_compressed_is_kept_and_logged(
     tmp_path: Path, whole: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "events.jsonl"
@@ -143,7 +143,7 @@ def test_a_part_that_is_exactly_full_is_closed(tmp_path: Path) -> None:
     assert (tmp_path / "full.jsonl.0001").read_bytes() == whole.read_bytes()
 
 
-def test_killed_at_any_moment_it_has_every_entry_that_was_written(tmp_path: Path) -> None:
+def test_a_journal_of_a_killed_process_has_every_written_entry(tmp_path: Path) -> None:
     script = textwrap.dedent(
         """
         import sys
@@ -207,7 +207,7 @@ def test_a_resumed_run_keeps_the_parts_of_each_start(tmp_path: Path) -> None:
     ]
 
 
-def test_the_run_page_follows_parts_as_they_are_closed_and_compressed(tmp_path: Path, whole: Path) -> None:
+def test_the_run_page_follows_parts_during_rotation_and_compression(tmp_path: Path, whole: Path) -> None:
     path = tmp_path / "events.jsonl"
     entries = list(journal.read(whole))
     alone, follower = JournalFollower(3), JournalFollower(3)
@@ -237,12 +237,12 @@ def test_the_run_page_follows_parts_as_they_are_closed_and_compressed(tmp_path: 
     assert views[0] == views[1]
 
 
-def test_earlier_journals_have_no_parts(tmp_path: Path) -> None:
+def test_journals_of_earlier_versions_without_parts_are_readable(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("".join(f"{line}\n" for line in WRITTEN))
     assert len(list(journal.read(tmp_path / "events.jsonl"))) == len(WRITTEN)
 
 
-def test_a_full_disk_ends_a_run_in_one_line_and_its_journal_closes_all_the_same(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_run_with_one_line_and_the_journal_closes(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").symlink_to("/dev/full")
     journal = RunJournal(tmp_path / "events.jsonl")
     with pytest.raises(StoreError, match=r"events\.jsonl: cannot be written: No space left on device; free"):

@@ -51,5 +51,5 @@ def check_attribution(job: Path, model: Path, *overrides: str) -> None:
 
 
 @pytest.mark.slow
-def test_each_response_is_of_the_version_it_began_with(job: Path, tiny_model: Path) -> None:
+def test_each_response_has_the_version_it_started_with(job: Path, tiny_model: Path) -> None:
     check_attribution(job, tiny_model)

@@ -19,7 +19,7 @@ from tests.runtime.test_run import check, sabotaged, staleflow
 RANKS = ("training.ranks=2", "task.eval_prompts=0", "steps=5", "rollout.instances=1")
 
 
-def test_a_group_that_loses_a_rank_goes_on_and_is_resumed_with_one(job: Path) -> None:
+def test_a_trainer_that_loses_a_rank_continues_and_resumes_with_one_rank(job: Path) -> None:
     """From resume points in shards, which one process then goes on from."""
     driver = asyncio.run(sabotaged(job, RANKS, "trainer-1", lambda pid: os.kill(pid, signal.SIGKILL)))
     (loss,) = driver.outcomes.losses
@@ -40,7 +40,7 @@ def test_a_group_that_loses_a_rank_goes_on_and_is_resumed_with_one(job: Path) ->
 
 @pytest.mark.slow  # by default test_losses_at_start.py and test_workers.py lose actors while they start
 @pytest.mark.parametrize("victim", ["trainer-1", "trainer"])
-def test_a_rank_that_is_killed_while_it_starts_is_replaced(job: Path, victim: str) -> None:
+def test_a_rank_killed_during_start_is_replaced(job: Path, victim: str) -> None:
     driver = asyncio.run(sabotaged(job, RANKS, victim, lambda pid: os.kill(pid, signal.SIGKILL), at_start=True))
     assert len(driver.outcomes.losses) == 1
     store = check(job.parent / "runs" / "job", 5)

@@ -25,7 +25,7 @@ def fingerprints(job: Path, *overrides: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_weights_are_those_of_separate_gpus(job: Path) -> None:
+def test_weights_equal_those_of_separate_gpus(job: Path) -> None:
     """At eta = 0 one instance that samples one response after the other does the same in both layouts."""
     apart = fingerprints(job, "name=apart")
     assert fingerprints(job, "name=turns", "cluster.layout=turns") == apart
@@ -36,7 +36,7 @@ def test_the_weights_are_those_of_separate_gpus(job: Path) -> None:
 @pytest.mark.parametrize("eta", [0, 1])
 @pytest.mark.parametrize("trainer_turn", [True, False])
 @pytest.mark.parametrize("victim", ["rollout-0", "trainer"])
-def test_kill_minus_9_in_each_turn(job: Path, victim: str, trainer_turn: bool, eta: int) -> None:
+def test_a_process_killed_in_each_turn_is_replaced(job: Path, victim: str, trainer_turn: bool, eta: int) -> None:
     """Awake or asleep, it is replaced, and nothing is lost."""
 
     async def strike(driver: Driver, cluster: DaskWorkers) -> None:

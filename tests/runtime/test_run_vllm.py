@@ -26,7 +26,7 @@ VLLM = ("rollout.engine.name=vllm", "deadlines.call_s=60")
 
 
 @pytest.mark.parametrize("on_pull", ["interrupt", "keep"])
-def test_a_run_with_vllm_trains_and_every_weight_is_the_trainers(job: Path, on_pull: str) -> None:
+def test_a_run_with_vllm_trains_and_verifies_every_weight(job: Path, on_pull: str) -> None:
     end = run(job, *VLLM, f"rollout.on_pull={on_pull}", "staleness.eta=2", "rollout.logprob_drift_limit=1e-4")
     store = check(end.run_dir, 5)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
@@ -55,11 +55,11 @@ def test_experts_and_shards_are_verified_by_part_at_every_pull(
     assert all(one.outcome == "verified" and one.weights.verified >= 32 * tensor_parallel for one in checks)
 
 
-def test_adapters_of_all_versions_that_the_bound_allows_are_served(job: Path, tiny_model: Path) -> None:
+def test_adapters_of_all_versions_within_the_bound_are_served(job: Path, tiny_model: Path) -> None:
     check_attribution(job, tiny_model, *VLLM)
 
 
-def test_a_killed_vllm_instance_is_replaced_and_nothing_is_lost(job: Path, memory_folder: Path) -> None:
+def test_a_killed_vllm_instance_is_replaced_and_no_trajectory_is_lost(job: Path, memory_folder: Path) -> None:
     """kill -9 under load: its trajectories go on elsewhere, and it leaves neither processes nor memory behind."""
     before = set(Path("/dev/shm").glob("[!s]*"))  # semaphores of Dask's own processes come and go
     struck: list[int] = []
@@ -85,5 +85,5 @@ def test_a_killed_vllm_instance_is_replaced_and_nothing_is_lost(job: Path, memor
 
 
 @pytest.mark.parametrize("on_pull", ["interrupt", "keep"])
-def test_a_game_of_several_turns_with_vllm_stores_what_was_played(player: Path, tmp_path: Path, on_pull: str) -> None:
+def test_a_game_of_several_turns_with_vllm_stores_the_played_turns(player: Path, tmp_path: Path, on_pull: str) -> None:
     check_example(player, tmp_path, *VLLM, f"rollout.on_pull={on_pull}")

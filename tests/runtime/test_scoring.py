@@ -54,12 +54,12 @@ def scored(body: Body, puts: list[tuple[float, int]], *overrides: str, seconds: 
     return judges, told
 
 
-def test_a_group_is_scored_in_one_call_in_the_moment_in_which_it_is_complete(body: Body) -> None:
+def test_a_complete_group_is_scored_in_one_call_at_once(body: Body) -> None:
     judges, _ = scored(body, [(1.0, 8), (0.005, 9), (0.005, 10), (0.005, 11)])
     assert judges.calls == [(1.015, "reward-0", (8, 9, 10, 11))]
 
 
-def test_a_response_waits_for_its_groups_others_for_so_long_only(body: Body) -> None:
+def test_a_response_waits_a_limited_time_for_its_group(body: Body) -> None:
     judges, _ = scored(body, [(1.0, 8), (0.5, 9), (0.001, 10), (0.5, 11)])
     assert [(at, batch) for at, _, batch in judges.calls] == [
         (pytest.approx(1.0 + HELD_S), (8,)),
@@ -68,16 +68,16 @@ def test_a_response_waits_for_its_groups_others_for_so_long_only(body: Body) -> 
     ]
 
 
-def test_what_was_held_back_goes_with_a_group_that_is_complete(body: Body) -> None:
+def test_waiting_responses_are_scored_with_a_complete_group(body: Body) -> None:
     judges, _ = scored(body, [(1.0, 0), (0.0, 1), (0.0, 2), (1.0, 20), (0.0, 3)])
     assert [batch for _, _, batch in judges.calls] == [(0, 1, 2), (20, 3)]
 
 
-def test_several_workers_share_what_is_there(body: Body) -> None:
+def test_responses_are_divided_among_idle_workers(body: Body) -> None:
     judges, told = scored(body, [(1.0, 0), (0.0, 1), (0.0, 2), (0.0, 3)], "reward.workers=4", seconds=2.0)
     assert len({name for _, name, _ in judges.calls}) == 4
     assert max(told.values()) == pytest.approx(3.0)
 
 
-def test_groups_that_never_complete_are_forgotten(body: Body) -> None:
+def test_incomplete_groups_are_forgotten(body: Body) -> None:
     scored(body, [(0.0, 4 * group) for group in range(MAX_GROUPS_COUNTED + 10)], seconds=0.0)

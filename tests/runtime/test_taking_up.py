@@ -133,7 +133,7 @@ def check_sources(run: Run) -> None:
     assert len(ledger.sources) == len(run.config.task.sources)
 
 
-def test_finished_and_half_sampled_responses_of_a_killed_run_go_on(body: Body) -> None:
+def test_finished_and_partial_responses_of_a_killed_run_continue(body: Body) -> None:
     world = World(length=lambda trajectory: 120 if trajectory % 4 == 3 else 8)
 
     def scored_some(run: Run) -> bool:
@@ -163,7 +163,7 @@ def test_finished_and_half_sampled_responses_of_a_killed_run_go_on(body: Body) -
 
 
 @pytest.mark.parametrize("spool_s", [0.5, 0.0])
-def test_a_lost_instance_costs_what_it_sampled_since_it_last_delivered(body: Body, spool_s: float) -> None:
+def test_a_lost_instance_costs_only_tokens_since_its_last_delivery(body: Body, spool_s: float) -> None:
     """Two instances, four responses each: of those on the lost one, tokens of little more than spool_s."""
     world = World(length=lambda _: 160)
     fault = Fault(actor="rollout-0", method="report", nth=13, dies="after")
@@ -185,7 +185,7 @@ def test_a_lost_instance_costs_what_it_sampled_since_it_last_delivered(body: Bod
         assert kept == [0, 0, 0, 0]
 
 
-def test_what_undone_steps_had_consumed_is_trained_on_again(body: Body) -> None:
+def test_groups_consumed_by_undone_steps_are_trained_again(body: Body) -> None:
     first = body.run(*BASE, meanwhile=killed(lambda run: len(run.records) == 4))
     consumed = {row.trajectory.id for row in first.store.ended() if row.step in (2, 3)}
     second = body.run(config=first.config, world=first.world, resumption=resumption_of(first, 2))
@@ -200,7 +200,7 @@ def test_what_undone_steps_had_consumed_is_trained_on_again(body: Body) -> None:
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 @pytest.mark.parametrize("seed", range(2))
-def test_a_run_killed_again_and_again_asks_every_prompt_once(body: Body, seed: int, shape: str) -> None:
+def test_a_run_killed_repeatedly_uses_every_prompt_once(body: Body, seed: int, shape: str) -> None:
     rng = random.Random(seed)
     world = World(length=lambda trajectory: 90 if trajectory % 5 == 3 else 6 + trajectory % 7)
     config: RunConfig | None = None
@@ -223,7 +223,7 @@ def test_a_run_killed_again_and_again_asks_every_prompt_once(body: Body, seed: i
     check_whole(run)
 
 
-def test_a_run_that_was_stopped_and_goes_on_has_lost_no_token(body: Body) -> None:
+def test_a_stopped_and_resumed_run_loses_no_token(body: Body) -> None:
     """Instances deliver what they run when a run is stopped, also if they never do else."""
     world = World(length=lambda trajectory: 120 if trajectory % 4 == 3 else 8)
 
@@ -242,7 +242,7 @@ def test_a_run_that_was_stopped_and_goes_on_has_lost_no_token(body: Body) -> Non
     assert all(members[t].tokens >= tokens for t, tokens in running.items() if t in members)
 
 
-def test_what_a_stopped_run_gave_up_goes_on_when_it_is_resumed(body: Body) -> None:
+def test_work_abandoned_by_a_stopped_run_continues_after_the_resume(body: Body) -> None:
     async def stop(run: Run) -> None:
         while run.driver is None or len(run.outcomes.steps) < 2:
             await asyncio.sleep(0.01)
@@ -264,7 +264,7 @@ def test_what_a_stopped_run_gave_up_goes_on_when_it_is_resumed(body: Body) -> No
 
 @pytest.mark.parametrize("kept", [None, 0.0, 0.5])
 @pytest.mark.parametrize("shape", ["plain", "sources"])
-def test_what_the_spool_has_lost_starts_again(body: Body, shape: str, kept: float | None) -> None:
+def test_responses_missing_from_the_spool_start_again(body: Body, shape: str, kept: float | None) -> None:
     """kept: the share of each of its files that is left; None: its folder is gone, too."""
     first = body.run(*SHAPES[shape], meanwhile=killed(lambda run: len(run.records) == 2))
     spool: Path = first.config.run_dir / "spool"

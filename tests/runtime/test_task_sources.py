@@ -13,7 +13,7 @@ LENGTH, MOST = 24, 500
 """Tokens of each response, by which it is known among the run's first trajectories."""
 
 
-def test_source_that_always_fails_is_named_and_does_not_stall_the_others(body: Body) -> None:
+def test_a_source_that_always_fails_is_named_and_does_not_stall_the_others(body: Body) -> None:
     """All members of its groups have one reward, so they are filtered; batches are as large as ever."""
     runs: list[Run] = []
     trajectories = {" ".join(map(str, response(i, LENGTH))): i for i in range(MOST)}

@@ -10,7 +10,7 @@ from tests.support.bodies import Body
 from tests.support.scripted import World
 
 
-def test_an_ess_that_collapses_for_some_steps_in_a_row_is_an_alarm_once() -> None:
+def test_a_low_ess_for_several_steps_raises_one_alarm() -> None:
     watch = TrainingAlarms()
     values = [0.9, 0.1, 0.1, 0.8, *[0.1] * 10]
     results = [(step, alarm) for step, ess in enumerate(values) for alarm in watch.observe(step, {"ess": ess})]
@@ -22,7 +22,7 @@ def test_an_ess_that_collapses_for_some_steps_in_a_row_is_an_alarm_once() -> Non
     assert "\n" not in alarm
 
 
-def test_an_ess_within_its_error_of_the_limit_is_no_alarm() -> None:
+def test_a_low_ess_within_its_standard_error_is_no_alarm() -> None:
     """Of few rows it may well be a large one's chance."""
     near = {"ess": 0.2, "ess_stderr": 0.12}
     watch, sure = TrainingAlarms(), TrainingAlarms()
@@ -32,23 +32,23 @@ def test_an_ess_within_its_error_of_the_limit_is_no_alarm() -> None:
     assert "is 0.2 of the tokens, averaged over 3 steps (standard error 0.03), below 0.3" in alarm
 
 
-def test_a_single_step_does_not_change_the_average_enough() -> None:
+def test_a_low_ess_in_a_single_step_is_no_alarm() -> None:
     watch = TrainingAlarms()
     assert not any(watch.observe(step, {"ess": ess}) for step, ess in enumerate([0.9, 0.0, 0.9, 0.9, 0.01, 0.9]))
 
 
-def test_steps_that_report_no_ess_are_none() -> None:
+def test_steps_without_ess_raise_no_alarm() -> None:
     assert not any(TrainingAlarms().observe(step, {}) for step in range(10))
 
 
-def test_dropped_updates_are_an_alarm_once() -> None:
+def test_dropped_updates_raise_one_alarm() -> None:
     watch = TrainingAlarms()
     alarms = [watch.observe(step, {"updates_dropped": float(step)}) for step in range(4)]
     assert [len(a) for a in alarms] == [0, 1, 0, 0]
     assert "step 1: updates dropped because their gradient was not finite: 1; lower" in alarms[1][0]
 
 
-def test_a_run_tells_and_keeps_its_alarms(body: Body, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_logs_and_stores_its_alarms(body: Body, caplog: pytest.LogCaptureFixture) -> None:
     def figures(step: int) -> dict[str, float]:
         return {"ess": 0.2, "entropy": 1.0 - 0.1 * step, "updates_dropped": float(step == 1), "clip_share": 0.25}
 

@@ -35,7 +35,7 @@ def ancestors(tree: BroadcastTree, host: str) -> list[str]:
 
 @settings(max_examples=100)
 @given(EVENTS)
-def test_every_host_is_below_the_root_and_none_below_itself(events: list[tuple[str, str]]) -> None:
+def test_every_host_is_below_the_root_without_cycles(events: list[tuple[str, str]]) -> None:
     tree = BroadcastTree("root")
     for event, host in events:
         if event == "join":
@@ -51,7 +51,7 @@ def test_every_host_is_below_the_root_and_none_below_itself(events: list[tuple[s
 
 
 @given(st.lists(st.sampled_from(HOSTS), unique=True))
-def test_while_nothing_fails_no_host_serves_more_than_a_few(hosts: list[str]) -> None:
+def test_without_failures_no_host_serves_more_than_the_fan_out(hosts: list[str]) -> None:
     tree = BroadcastTree("root")
     for host in hosts:
         tree.join(host)
@@ -61,7 +61,7 @@ def test_while_nothing_fails_no_host_serves_more_than_a_few(hosts: list[str]) ->
     assert max((len(ancestors(tree, h)) for h in hosts), default=0) <= 4
 
 
-def test_a_host_that_has_it_serves_it() -> None:
+def test_a_host_with_a_complete_version_serves_it() -> None:
     tree = BroadcastTree("root")
     assert [tree.join(h)[0] for h in HOSTS[:2]] == ["root", "root"]
     tree.mark_complete(HOSTS[0])
@@ -69,7 +69,7 @@ def test_a_host_that_has_it_serves_it() -> None:
     assert [tree.join(h)[0] for h in HOSTS[2:8]] == ["host-00", "host-01", "root", "host-00", "host-01", "root"]
 
 
-def test_one_that_failed_does_not_wait_for_those_that_may_wait_for_it() -> None:
+def test_a_failed_host_does_not_wait_for_hosts_below_it() -> None:
     tree = BroadcastTree("root")
     for host in HOSTS[:7]:
         tree.join(host)
@@ -117,7 +117,7 @@ async def test_a_fetch_may_take_longer_than_a_call(body: Body) -> None:
         assert (two.version, stage.actors.bytes_arrived) == (V1, 3)
 
 
-async def test_nobody_is_lost_while_those_that_have_the_weights_do_not_answer(body: Body) -> None:
+async def test_a_failed_source_is_retried_without_a_loss(body: Body) -> None:
     """The instance that asks waits for as long as it takes."""
     gone = TransferFailed("version 1 cannot be fetched: parameters-one does not hand it on")
     fails = [Fault(actor="parameters-two", method="ensure", nth=n, error=gone) for n in range(2, 9)]
@@ -128,7 +128,7 @@ async def test_nobody_is_lost_while_those_that_have_the_weights_do_not_answer(bo
         assert two.version == V1
 
 
-async def test_a_stopped_instance_that_carries_the_hosts_parameter_server_is_not_who_asked(body: Body) -> None:
+async def test_a_stopped_instance_beside_a_parameter_server_is_lost_and_its_caller_is_not(body: Body) -> None:
     hosts = ("one", "one", "one", "two", "two")
     async with body.placed(
         hosts=hosts, faults=[Fault(actor="parameters-two", method="ensure", nth=3, silent="before")]
@@ -143,7 +143,7 @@ async def test_a_stopped_instance_that_carries_the_hosts_parameter_server_is_not
         assert with_it == [other.id]
 
 
-async def test_an_instance_whose_own_process_does_not_answer_is_lost(body: Body) -> None:
+async def test_an_instance_whose_process_does_not_reply_is_lost(body: Body) -> None:
     hosts = ("one", "one", "one", "two", "two")
     async with body.placed(
         hosts=hosts, faults=[Fault(actor="parameters-two", method="ensure", nth=3, silent="before")]
@@ -154,7 +154,7 @@ async def test_an_instance_whose_own_process_does_not_answer_is_lost(body: Body)
             await stage.actors.pull(carrier, V1)
 
 
-async def test_versions_that_are_published_while_old_ones_are_removed_are_kept(body: Body) -> None:
+async def test_versions_published_during_a_prune_are_kept(body: Body) -> None:
     """A host may be slow to begin: by then some of them are being loaded."""
     async with body.placed(world=World(prune_s=1.0)) as stage:
         stage.publish(V1)
@@ -170,7 +170,7 @@ async def test_versions_that_are_published_while_old_ones_are_removed_are_kept(b
         assert stage.world.weights["one"] == {2, 3}
 
 
-async def test_loading_may_take_as_long_as_its_bytes(body: Body, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_load_timeout_grows_with_the_number_of_bytes(body: Body, caplog: pytest.LogCaptureFixture) -> None:
     """A call is answered in 3 s; a load of 100 MB may take four more at the least rate. Only slow pulls are logged."""
     caplog.set_level("INFO", "staleflow")
     slow = [Fault(actor="rollout-0", method="pull", nth=2, late_s=6.0)]

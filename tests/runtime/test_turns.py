@@ -21,7 +21,7 @@ TURNS = 'cluster.layout="turns"'
 
 
 @pytest.mark.parametrize("eta", [0, 1, 2])
-def test_each_has_the_gpus_in_its_turn(body: Body, eta: int) -> None:
+def test_trainer_and_instances_use_the_gpus_in_turns(body: Body, eta: int) -> None:
     run = body.checked_run(TURNS, f"staleness.eta={eta}", "steps=4", world=long_ones())
     assert len(run.commands("Sleep")) == len(run.events("InstanceSlept")) == 2 * 4
     interrupted = len(run.events("TrajectoryInterrupted"))
@@ -47,7 +47,7 @@ def test_a_process_that_dies_in_any_turn_is_replaced(
     assert happened or (method == "interrupt" and eta == 0), "the fault did not happen"
 
 
-def test_an_instance_wakes_once_the_trainer_has_computed(body: Body) -> None:
+def test_an_instance_wakes_after_the_trainer_has_computed(body: Body) -> None:
     async def pull() -> None:
         slow = Fault(actor="trainer", method="logprobs", late_s=5.0)
         async with body.placed(TURNS, "training.sft.steps=0", faults=[slow]) as stage:
@@ -61,7 +61,7 @@ def test_an_instance_wakes_once_the_trainer_has_computed(body: Body) -> None:
     virtual_time.run(pull())
 
 
-def test_an_instance_that_fails_to_sleep_at_the_start_ends_the_run(body: Body) -> None:
+def test_an_instance_that_fails_to_sleep_at_start_ends_the_run(body: Body) -> None:
     failed = ActorFailed("RuntimeError: CUDA error")
     run = body.run(TURNS, faults=[Fault(actor="rollout-0", method="sleep", error=failed)])
     assert str(run.raised()) == "rollout-0 failed: RuntimeError: CUDA error"
@@ -72,7 +72,7 @@ def long_ones() -> World:
 
 
 @pytest.mark.parametrize("eta", [0, 1])
-def test_the_simulator_foretells_how_long_a_run_takes(body: Body, eta: int) -> None:
+def test_the_simulator_predicts_the_duration_of_a_run(body: Body, eta: int) -> None:
     config = body.config(
         TURNS, f"staleness.eta={eta}", "steps=8", "workload.median=30", "simulation.train_s=1.1",
         "simulation.reward_s=0.02", "simulation.pull_s=0", "simulation.switch_s=0.3", "simulation.message_s=0.001",

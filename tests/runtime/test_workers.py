@@ -102,7 +102,7 @@ async def place(placing: DaskWorkers, *roles: str) -> list[str]:
     return [(await placing.place(f"{role}-{i}", role, object)).worker for i, role in enumerate(roles)]
 
 
-async def test_heavy_actors_have_a_process_each_and_light_ones_leave_them_room() -> None:
+async def test_heavy_actors_have_a_process_each_and_light_actors_share() -> None:
     async with on(["a", "b", "c", "d"], num_heavy=3) as (placing, client):
         where = await place(placing, "server", "reward", "reward", "rollout", "rollout", "trainer")
         assert where[:3] == ["a", "a", "a"], "four workers, three of which heavy actors need"
@@ -111,19 +111,19 @@ async def test_heavy_actors_have_a_process_each_and_light_ones_leave_them_room()
         assert len({options["key"] for options in client.submitted}) == 6
 
 
-async def test_light_actors_have_a_process_each_where_there_are_enough() -> None:
+async def test_light_actors_have_a_process_each_if_there_are_enough() -> None:
     async with on(["a", "b", "c", "d"], num_heavy=2) as (placing, _):
         where = await place(placing, "server", "reward", "rollout", "trainer")
         assert len(set(where)) == 4
 
 
-async def test_declared_resources_say_who_may_live_where() -> None:
+async def test_declared_resources_restrict_the_placement() -> None:
     resources = {"r": {"rollout": 1}, "s": {"server": 1, "reward": 1}, "t": {"trainer": 1}}
     async with on(resources, num_heavy=2) as (placing, _):
         assert await place(placing, "trainer", "rollout", "server", "reward") == ["t", "r", "s", "s"]
 
 
-async def test_a_role_no_worker_can_hold_is_named_after_start_s() -> None:
+async def test_a_role_without_a_matching_worker_is_named_after_start_s() -> None:
     async with on(["a"], num_heavy=2) as (placing, _):
         await place(placing, "rollout")
         begin = asyncio.get_running_loop().time()
@@ -143,7 +143,7 @@ async def test_a_role_no_worker_can_hold_is_named_after_start_s() -> None:
 @pytest.mark.parametrize(
     ("id", "why"), [("Scheduler-2", "was started anew"), ("", r"does not answer any more \(Timed out.* 30 s\)")]
 )
-async def test_nothing_is_placed_once_the_scheduler_is_lost(id: str, why: str) -> None:
+async def test_placement_fails_once_the_scheduler_is_lost(id: str, why: str) -> None:
     """Another one knows neither the run nor its claims: it would never give it a worker."""
     async with on(["a"], num_heavy=2) as (placing, client):
         await place(placing, "rollout")
@@ -166,7 +166,7 @@ async def test_an_actor_waits_for_a_worker_that_joins() -> None:
         assert (await waits).worker == "b"
 
 
-async def test_an_actor_that_does_not_come_up_is_lost_at_start_s() -> None:
+async def test_an_actor_that_does_not_start_is_lost_after_start_s() -> None:
     async with on(["a"], num_heavy=1) as (placing, client):
         client.create_s = 1e6
         with pytest.raises(ActorLost, match=r"rollout-0 was not ready within 50 s \(deadlines.start_s\)"):
@@ -174,7 +174,7 @@ async def test_an_actor_that_does_not_come_up_is_lost_at_start_s() -> None:
         assert asyncio.get_running_loop().time() == pytest.approx(50.0)
 
 
-async def test_an_actor_whose_worker_leaves_while_it_is_made_is_lost_at_once() -> None:
+async def test_an_actor_whose_worker_leaves_during_creation_is_lost_at_once() -> None:
     async with on(["a", "b"], num_heavy=2) as (placing, client):
         client.create_s = 1000.0
         begin = asyncio.get_running_loop().time()
@@ -188,7 +188,7 @@ async def test_an_actor_whose_worker_leaves_while_it_is_made_is_lost_at_once() -
         assert (await placing.place("rollout-0.1", "rollout", object)).worker == "b"
 
 
-async def test_the_slot_of_an_actor_that_could_not_be_made_is_free_again() -> None:
+async def test_the_slot_of_an_actor_that_failed_to_start_is_free_again() -> None:
     async with on(["a"], num_heavy=1) as (placing, client):
         client.error = ConfigError("rollout: no such thing")
         with pytest.raises(ConfigError, match="no such thing"):
@@ -205,7 +205,7 @@ async def test_the_slot_of_an_actor_that_could_not_be_made_is_free_again() -> No
         assert placing.roles_by_worker == {"a": ["rollout"]}
 
 
-async def test_a_process_in_which_an_actor_did_not_come_up_is_not_chosen_again() -> None:
+async def test_a_process_in_which_an_actor_did_not_start_is_not_chosen_again() -> None:
     async with on(["a", "b"], num_heavy=1) as (placing, client):
         client.create_s = 1e6
         with pytest.raises(ActorLost):
@@ -228,7 +228,7 @@ async def test_the_process_of_a_lost_actor_is_restarted_and_not_chosen_again() -
         assert client.restarted == ["tcp://a"]
 
 
-async def test_a_process_that_holds_what_cannot_be_replaced_is_not_restarted() -> None:
+async def test_a_process_with_an_irreplaceable_actor_is_not_restarted() -> None:
     async with on(["a", "b", "c"], num_heavy=2) as (placing, client):
         assert await place(placing, "server", "reward", "rollout", "trainer") == ["a", "a", "b", "c"]
         placing.mark_lost("reward-1")
@@ -237,7 +237,7 @@ async def test_a_process_that_holds_what_cannot_be_replaced_is_not_restarted() -
         assert client.restarted == []
 
 
-async def test_a_retired_worker_leaves_the_cluster_once_the_scheduler_counts_no_actor_on_it() -> None:
+async def test_a_retired_worker_leaves_the_cluster_when_it_has_no_actor() -> None:
     async with on(["a", "b"], num_heavy=1) as (placing, client):
         leaving = await placing.place("rollout-0", "rollout", object)
         beside = await placing.place_beside(leaving, "parameters-host", "parameters", object)
@@ -250,7 +250,7 @@ async def test_a_retired_worker_leaves_the_cluster_once_the_scheduler_counts_no_
         assert (await placing.place("rollout-0.1", "rollout", object)).worker == "b", "not there again, should it stay"
 
 
-async def test_a_worker_is_spare_if_nothing_is_on_it() -> None:
+async def test_a_worker_without_actors_is_spare() -> None:
     async with on(["a", "b"], num_heavy=2) as (placing, client):
         assert await placing.has_spare_worker("rollout")
         await place(placing, "rollout", "trainer")
