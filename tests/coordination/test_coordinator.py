@@ -150,16 +150,16 @@ def only(commands: Iterable[Command], kind: type[Any]) -> list[Any]:
     return [c for c in commands if isinstance(c, kind)]
 
 
-def test_it_draws_as_many_groups_as_can_be_promised_a_place() -> None:
+def test_draws_as_many_groups_as_can_be_reserved() -> None:
     bench = Bench(eta=2, groups=4)
     assert only(bench.join(), FetchPrompts)[0].num_groups == 12
 
 
-def test_it_does_not_draw_before_there_is_an_instance() -> None:
+def test_no_group_is_drawn_without_an_instance() -> None:
     assert Bench().tell(Tick()) == []
 
 
-def test_a_trajectorys_way_through() -> None:
+def test_the_life_of_a_trajectory_from_draw_to_training() -> None:
     bench = Bench(eta=0)
     bench.join()
     (route,) = only(bench.arrive(0), Route)
@@ -180,7 +180,7 @@ def test_all_members_of_a_group_are_routed_before_the_next_group() -> None:
     assert [r.trajectory for r in routes] == [0, 1, 2, 3]
 
 
-def test_continued_work_goes_before_new_work() -> None:
+def test_interrupted_trajectories_are_routed_before_new_ones() -> None:
     bench = Bench(eta=1, groups=2)
     bench.join(max_running=2)
     bench.arrive(0, 1, 2, 3)
@@ -189,7 +189,7 @@ def test_continued_work_goes_before_new_work() -> None:
     assert only(commands, Route)[0].route_number == 2
 
 
-def test_the_bound_keeps_work_queued_until_a_version_is_published() -> None:
+def test_groups_beyond_the_bound_wait_until_a_version_is_published() -> None:
     bench = Bench(eta=0)
     bench.join()
     bench.arrive(0)
@@ -199,7 +199,7 @@ def test_the_bound_keeps_work_queued_until_a_version_is_published() -> None:
     assert [r.trajectory for r in only(bench.publish(1), Route)] == [1]
 
 
-def test_a_late_answer_to_an_older_routing_is_ignored() -> None:
+def test_a_late_result_of_an_older_route_is_ignored() -> None:
     bench = Bench(eta=1)
     bench.join()
     bench.arrive(0)
@@ -208,7 +208,7 @@ def test_a_late_answer_to_an_older_routing_is_ignored() -> None:
     assert only(bench.sampled(0), Score)
 
 
-def test_a_stale_report_changes_no_membership_and_no_progress_backwards() -> None:
+def test_an_old_report_reverts_no_progress() -> None:
     bench = Bench(eta=1)
     bench.join()
     bench.arrive(0)
@@ -218,7 +218,7 @@ def test_a_stale_report_changes_no_membership_and_no_progress_backwards() -> Non
     assert (view.num_running, view.kv_tokens) == (1, 16)
 
 
-def test_a_lost_instances_work_moves_and_keeps_its_version() -> None:
+def test_trajectories_of_a_lost_instance_move_and_keep_their_version() -> None:
     bench = Bench(eta=1, groups=2)
     bench.join(A)
     bench.arrive(0, 1)
@@ -227,7 +227,7 @@ def test_a_lost_instances_work_moves_and_keeps_its_version() -> None:
     assert {(r.trajectory, r.instance, r.version) for r in only(commands, Route)} == {(0, B, 0), (1, B, 0)}
 
 
-def test_an_instance_may_be_closed_once_it_leaves_and_runs_nothing() -> None:
+def test_an_instance_is_drained_after_it_leaves_and_runs_nothing() -> None:
     bench = Bench()
     bench.join()
     assert not bench.coordinator.is_drained(A), "it is in service"
@@ -239,7 +239,7 @@ def test_an_instance_may_be_closed_once_it_leaves_and_runs_nothing() -> None:
     assert bench.coordinator.is_drained(B), "nobody knows it"
 
 
-def test_a_draft_length_is_set_once() -> None:
+def test_a_draft_length_is_sent_once() -> None:
     bench = Bench()
     bench.coordinator._drafts = DraftLengths(CostModel(k1=0.0, k2=8.0, k3=1.0, k4=4.0, b=0.0, prefill=0.0), 4)
     bench.join()
@@ -248,7 +248,7 @@ def test_a_draft_length_is_set_once() -> None:
     assert only(bench.tell(Tick()), SetDraftLength) == []
 
 
-def test_a_story_tells_drafted_and_accepted_tokens() -> None:
+def test_the_story_has_drafted_and_accepted_tokens() -> None:
     bench = Bench()
     bench.join()
     bench.arrive(0)
@@ -267,7 +267,7 @@ def test_a_story_tells_drafted_and_accepted_tokens() -> None:
     assert any("sampled, 9 tokens, 4 of 7 drafted tokens accepted  (" in line for line in story)
 
 
-def test_what_the_server_has_of_a_lost_instances_work_is_not_sampled_again() -> None:
+def test_delivered_tokens_of_a_lost_instance_are_not_sampled_again() -> None:
     bench = Bench(eta=1, groups=2)
     bench.join(A)
     bench.arrive(0, 1)
@@ -293,7 +293,7 @@ def member(trajectory: int, version: int = -1, tokens: int = 0, *, reward: float
     )  # fmt: skip
 
 
-def test_a_resumed_run_goes_on_with_each_trajectory_where_it_was() -> None:
+def test_a_resumed_run_continues_each_trajectory_in_its_phase() -> None:
     bench = Bench(eta=1, groups=1, size=2)
     unscored = replace(member(11, 2, 8), sampled=True)
     groups = (
@@ -318,7 +318,7 @@ def test_a_resumed_run_goes_on_with_each_trajectory_where_it_was() -> None:
     assert [(r.trajectory, r.route_number, r.version) for r in only(commands, Route)] == [(12, 1, 3), (13, 1, 3)]
 
 
-def test_a_taken_up_group_without_signal_is_filtered_at_once() -> None:
+def test_a_recovered_group_without_signal_is_filtered_at_once() -> None:
     bench = Bench(eta=1, groups=1, size=2, filtering="no_signal")
     group = in_flight(0, member(0, 0, 9, reward=1.0), member(1, 0, 9, reward=1.0))
     (retire,) = bench.tell(RunResumed(step=0, num_ended=(), groups=(group,)))
@@ -330,7 +330,7 @@ def test_a_taken_up_group_without_signal_is_filtered_at_once() -> None:
     assert only(bench.join(), FetchPrompts)[0].num_groups == 2
 
 
-def test_an_environment_is_asked_again_for_what_a_resumed_run_had_sampled() -> None:
+def test_a_resumed_run_repeats_environment_steps_of_sampled_turns() -> None:
     bench = Bench(environments=True)
     commands = bench.tell(
         RunResumed(step=0, num_ended=(), groups=(in_flight(0, replace(member(0, 0, 5), sampled=True)),))
@@ -347,14 +347,14 @@ def test_a_broken_invariant_is_reported_after_the_event() -> None:
         bench.tell(Tick())
 
 
-def test_a_promise_that_cannot_be_kept_is_no_resume() -> None:
+def test_a_resume_with_more_groups_than_entries_raises() -> None:
     bench = Bench(eta=0, groups=1, size=1)
     groups = tuple(in_flight(g, member(g, 0, 3)) for g in (0, 1))
     with pytest.raises(ProtocolViolation, match="group 1 cannot reserve an entry at version 0"):
         bench.tell(RunResumed(step=0, num_ended=(), groups=groups))
 
 
-def test_a_trajectory_that_keeps_failing_takes_its_group_with_it() -> None:
+def test_a_trajectory_that_fails_repeatedly_ends_its_group() -> None:
     bench = Bench(eta=0, size=2, max_attempts=1)
     bench.join()
     bench.arrive(0)
@@ -370,7 +370,7 @@ def test_a_trajectory_that_keeps_failing_takes_its_group_with_it() -> None:
     assert only(commands, FetchPrompts)[0].num_groups == 1
 
 
-def test_a_spare_member_may_fail_alone() -> None:
+def test_a_surplus_member_may_fail_alone() -> None:
     bench = Bench(eta=0, size=1, members_started=2, max_attempts=0)
     bench.join()
     bench.arrive(0)
@@ -389,7 +389,7 @@ def test_a_group_without_signal_is_filtered_and_replaced() -> None:
     assert not only(commands, Train)
 
 
-def test_a_reward_that_could_not_be_computed_is_no_reward_of_zero_to_a_filter() -> None:
+def test_a_failed_reward_is_not_a_zero_reward_for_a_filter() -> None:
     """Next to a reward of one, a zero would be a signal."""
     bench = Bench(eta=0, size=2, filtering="no_signal")
     bench.join()
@@ -401,7 +401,7 @@ def test_a_reward_that_could_not_be_computed_is_no_reward_of_zero_to_a_filter() 
     assert {e.reason for e in only(commands, Discard)[0].endings} == {AbortReason.NO_SIGNAL}
 
 
-def test_surplus_members_are_aborted_where_they_run() -> None:
+def test_surplus_members_are_aborted_on_their_instance() -> None:
     bench = Bench(eta=0, size=1, members_started=2)
     bench.join()
     bench.arrive(0)
@@ -410,7 +410,7 @@ def test_surplus_members_are_aborted_where_they_run() -> None:
     assert only(commands, Train)[0].trajectories == (1,)
 
 
-def test_synchronous_admission_starts_nothing_while_training() -> None:
+def test_synchronous_admission_starts_nothing_during_training() -> None:
     bench = Bench(eta=3, admission="synchronous")
     assert only(bench.join(), FetchPrompts)[0].num_groups == 1
     bench.arrive(0)
@@ -420,7 +420,7 @@ def test_synchronous_admission_starts_nothing_while_training() -> None:
     assert only(bench.publish(1), FetchPrompts)[0].num_groups == 1
 
 
-def test_asynchronous_admission_starts_the_next_batch_while_training() -> None:
+def test_asynchronous_admission_starts_the_next_batch_during_training() -> None:
     bench = Bench(eta=1)
     bench.join()
     bench.arrive(0, 1)
@@ -460,7 +460,7 @@ def pulling(commands: Iterable[Command]) -> list[str]:
     return [pull.instance for pull in only(commands, Pull)]
 
 
-def test_staggered_has_the_instances_pull_that_are_cheapest_to_interrupt() -> None:
+def test_staggered_pulls_on_the_instances_with_the_least_running_work() -> None:
     bench, _ = four_instances("staggered")
     assert pulling(bench.publish(1)) == ["c", "d"]
     assert pulling(bench.tell(Tick())) == []
@@ -468,7 +468,7 @@ def test_staggered_has_the_instances_pull_that_are_cheapest_to_interrupt() -> No
         assert pulling(four_instances(rule, on_pull)[0].publish(1)) == ["a", "b", "c", "d"]
 
 
-def test_an_instance_that_runs_nothing_pulls() -> None:
+def test_an_instance_without_running_trajectories_pulls() -> None:
     bench, running = four_instances("staggered")
     bench.publish(1)
     *others, last = running["b"]
@@ -476,14 +476,14 @@ def test_an_instance_that_runs_nothing_pulls() -> None:
     assert pulling(bench.sampled(last)) == ["b"]
 
 
-def test_another_instance_pulls_for_one_that_is_lost() -> None:
+def test_another_instance_pulls_in_place_of_a_lost_one() -> None:
     bench, _ = four_instances("staggered")
     bench.publish(1)
     bench.tell(InstanceLost(instance=InstanceId("d"), why="gone"))
     assert pulling(bench.tell(Tick())) == ["b"]
 
 
-def test_kv_memory_and_concurrency_are_respected() -> None:
+def test_kv_memory_and_concurrency_limits_are_respected() -> None:
     bench = Bench(eta=1, groups=4)
     bench.join(max_running=8, kv=25)
     assert len(only(bench.arrive(0, 1, 2, 3, prompt=10), Route)) == 2
@@ -501,7 +501,7 @@ def test_a_stop_ends_everything_in_flight_with_its_reason() -> None:
     assert bench.tell(Tick()) == []
 
 
-def test_it_says_what_a_stuck_step_waits_for() -> None:
+def test_explain_waiting_names_what_a_stuck_step_waits_for() -> None:
     bench = Bench(eta=0, size=2)
     bench.join()
     bench.arrive(0)
@@ -512,7 +512,7 @@ def test_it_says_what_a_stuck_step_waits_for() -> None:
     assert "on a" in text
 
 
-def test_a_violation_carries_the_trajectorys_story() -> None:
+def test_a_violation_includes_the_story_of_the_trajectory() -> None:
     bench = Bench(eta=0)
     bench.join()
     bench.arrive(0)
@@ -520,7 +520,7 @@ def test_a_violation_carries_the_trajectorys_story() -> None:
         bench.publish(2)
 
 
-def test_a_known_name_that_joins_again_was_lost() -> None:
+def test_a_known_instance_that_joins_again_counts_as_lost() -> None:
     bench = Bench(eta=0)
     bench.join()
     bench.arrive(0)
@@ -528,7 +528,7 @@ def test_a_known_name_that_joins_again_was_lost() -> None:
     assert [(r.trajectory, r.route_number) for r in only(commands, Route)] == [(0, 2)]
 
 
-def test_single_trajectories_move_from_a_crowd_to_an_empty_instance() -> None:
+def test_trajectories_move_from_a_crowded_to_an_empty_instance() -> None:
     bench = Bench(eta=0, groups=150, migration="largest_gain")
     bench.join(A, max_running=200)
     bench.arrive(*range(150))
@@ -544,7 +544,7 @@ def test_single_trajectories_move_from_a_crowd_to_an_empty_instance() -> None:
 
 
 @pytest.mark.parametrize(("kv", "num_moved"), [(19, 0), (20, 1), (79, 3)])
-def test_no_more_trajectories_move_than_their_contexts_fit(kv: int, num_moved: int) -> None:
+def test_only_as_many_trajectories_move_as_fit_by_context(kv: int, num_moved: int) -> None:
     """The others would be interrupted for nothing."""
     bench = Bench(eta=0, groups=150, migration="largest_gain")
     bench.join(A, max_running=200)
@@ -553,7 +553,7 @@ def test_no_more_trajectories_move_than_their_contexts_fit(kv: int, num_moved: i
     assert len(only(bench.tell(Tick()), Interrupt)) == num_moved
 
 
-def test_what_has_moved_does_not_move_again_under_the_same_version() -> None:
+def test_a_moved_trajectory_does_not_move_again_under_the_same_version() -> None:
     bench = Bench(eta=0, groups=150, migration="largest_gain")
     bench.join(A, max_running=200)
     bench.arrive(*range(150))
@@ -566,7 +566,7 @@ def test_what_has_moved_does_not_move_again_under_the_same_version() -> None:
     assert only(bench.tell(Tick()), Interrupt) == []
 
 
-def test_an_eighth_of_the_instances_is_relieved_in_one_tick_the_slowest_first() -> None:
+def test_an_eighth_of_the_instances_is_relieved_per_tick_slowest_first() -> None:
     bench = Bench(eta=0, groups=300)
     names = [InstanceId(f"instance {number}") for number in range(16)]
     for name in names[:3]:
@@ -581,7 +581,7 @@ def test_an_eighth_of_the_instances_is_relieved_in_one_tick_the_slowest_first() 
     assert relieved == {names[1], names[2]}, "all three have as many"
 
 
-def test_a_move_to_an_instance_that_filled_up_meanwhile_ends_elsewhere() -> None:
+def test_a_move_to_an_instance_that_filled_up_ends_elsewhere() -> None:
     bench = Bench(eta=0, groups=150, migration="largest_gain")
     bench.join(A, max_running=200)
     bench.arrive(*range(150))
@@ -592,7 +592,7 @@ def test_a_move_to_an_instance_that_filled_up_meanwhile_ends_elsewhere() -> None
     assert route.instance == A
 
 
-def test_a_move_to_an_instance_that_restarts_meanwhile_is_still_counted() -> None:
+def test_a_move_to_a_restarted_instance_is_still_counted() -> None:
     bench = Bench(eta=0, groups=150, migration="largest_gain")
     bench.join(A, max_running=200)
     bench.arrive(*range(150))
@@ -605,7 +605,7 @@ def test_a_move_to_an_instance_that_restarts_meanwhile_is_still_counted() -> Non
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_straggler_that_fails_before_it_is_cut_off_is_cut_off_in_its_next_attempt(lost: bool) -> None:
+def test_a_straggler_that_fails_before_its_truncation_is_truncated_in_its_next_attempt(lost: bool) -> None:
     bench = Bench(eta=0, groups=2, stragglers="truncate", max_attempts=3)
     bench.join(A)
     bench.arrive(0, 1)
@@ -628,7 +628,7 @@ def test_a_straggler_that_fails_before_it_is_cut_off_is_cut_off_in_its_next_atte
     assert [c.trajectory for c in only(commands, Score)] == [3]
 
 
-def test_a_step_no_longer_waits_for_due_work_that_was_given_up() -> None:
+def test_a_step_does_not_wait_for_an_aborted_group_at_its_deadline() -> None:
     bench = Bench(eta=1, max_attempts=0)
     bench.join()
     bench.arrive(0, 1)
@@ -642,7 +642,7 @@ def test_a_step_no_longer_waits_for_due_work_that_was_given_up() -> None:
 
 
 @pytest.mark.parametrize("tokens", [4, 0])
-def test_the_last_of_a_stuck_step_is_cut_off_once_if_it_has_tokens(tokens: int) -> None:
+def test_the_last_trajectory_of_a_stuck_step_is_truncated_once(tokens: int) -> None:
     bench = Bench(eta=0, groups=2, stragglers="truncate")
     bench.join(A)
     bench.arrive(0, 1)
@@ -664,7 +664,7 @@ def test_the_last_of_a_stuck_step_is_cut_off_once_if_it_has_tokens(tokens: int) 
         assert only(bench.scored(3), Train)
 
 
-def test_the_last_of_the_very_first_step_is_cut_off_too() -> None:
+def test_the_last_trajectory_of_the_first_step_is_truncated() -> None:
     """Of the groups that no step waits for yet, none is."""
     bench = Bench(eta=0, groups=2, stragglers="truncate")
     bench.join(A)
@@ -677,7 +677,7 @@ def test_the_last_of_the_very_first_step_is_cut_off_too() -> None:
     assert [o.trajectory for o in orders] == [1]
 
 
-def test_a_refusal_stands_in_the_story_once_while_its_reason_is_the_same() -> None:
+def test_a_repeated_refusal_is_in_the_story_once() -> None:
     bench = Bench(eta=1, groups=4)
     bench.join(A, max_running=2)
     bench.arrive(*range(4))
@@ -688,7 +688,7 @@ def test_a_refusal_stands_in_the_story_once_while_its_reason_is_the_same() -> No
     assert "waits: concurrency cap" in "".join(bench.coordinator.story(TrajectoryId(2)))
 
 
-def test_the_story_of_a_trajectory_that_is_followed_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_story_of_a_followed_trajectory_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decision_log, "STORY_LINES", 3)
     log = DecisionLog()
     log.follow(TrajectoryId(1))
@@ -711,7 +711,7 @@ def answered(bench: Bench) -> list[Command]:
     return bench.tell(EnvironmentStepped(trajectory=TrajectoryId(0), route_number=bench.route_numbers[0], tokens=9))
 
 
-def test_an_instance_is_told_once_when_nothing_goes_on_from_what_it_keeps() -> None:
+def test_release_cache_is_sent_once_when_no_turn_follows() -> None:
     for ending in (
         TrajectoryScored(trajectory=TrajectoryId(0), reward=1.0),
         StopRequested(why="enough"),
@@ -722,7 +722,7 @@ def test_an_instance_is_told_once_when_nothing_goes_on_from_what_it_keeps() -> N
         assert [(f.trajectory, f.instance) for f in only(received, ReleaseCache)] == [(0, A)]
 
 
-def test_what_is_kept_stays_when_a_turn_is_taken_elsewhere_and_is_taken_over_at_home() -> None:
+def test_release_cache_depends_on_where_the_next_turn_is_routed() -> None:
     bench = acting()
     received = [*bench.tell(InstanceLeaving(instance=A)), *answered(bench)]
     assert [r.instance for r in only(received, Route)] == [B]
@@ -733,7 +733,7 @@ def test_what_is_kept_stays_when_a_turn_is_taken_elsewhere_and_is_taken_over_at_
     assert not only([*received, *bench.tell(StopRequested(why="enough"))], ReleaseCache)
 
 
-def test_what_was_kept_under_older_weights_is_not_forgotten_again() -> None:
+def test_cache_of_older_weights_is_not_released_again() -> None:
     bench = acting()
     bench.arrive(1)
     assert only(bench.finish(1), Train)
@@ -741,7 +741,7 @@ def test_what_was_kept_under_older_weights_is_not_forgotten_again() -> None:
     assert not only(bench.scored(0), ReleaseCache)
 
 
-def test_what_an_adapter_has_computed_outlives_a_pull() -> None:
+def test_cache_of_an_adapter_survives_a_pull() -> None:
     """A later turn goes on at home, under the version it began with; what nothing goes on from is forgotten there."""
     bench = acting(adapters=True, eta=1)
     bench.arrive(1)

@@ -64,7 +64,7 @@ def heard(drafts: DraftLengths, instance: InstanceId, length: int, taken: Decode
         drafts.observe(instance, length, taken)
 
 
-def test_the_rates_that_made_them_are_found_in_counts() -> None:
+def test_draft_rates_are_estimated_from_counts() -> None:
     """Of many steps; a mean draft of 1 + .5 + .25 + .125 tokens."""
     made = DraftRates(has_draft=0.6, continues=0.5, accepted=0.7)
     count = 1e6
@@ -77,19 +77,19 @@ def test_the_rates_that_made_them_are_found_in_counts() -> None:
     assert result.accepted == pytest.approx(made.accepted, rel=1e-3)
 
 
-def test_of_drafts_of_one_token_nothing_is_learned_of_longer_ones() -> None:
+def test_drafts_of_one_token_do_not_change_the_rates_of_longer_ones() -> None:
     result = rates(DecayingDraftStats(steps=1e6, drafts=1e6, max_drafted=1e6, drafted=1e6, accepted=0.9e6), 4)
     assert result.continues > 0.99
     assert result.accepted == pytest.approx(0.9, rel=1e-3)
 
 
-def test_more_drafts_than_steps_are_one_in_each() -> None:
+def test_more_drafts_than_steps_count_as_one_per_step() -> None:
     """A report may count a step's drafts before the step."""
     assert rates(DecayingDraftStats(steps=10.0, drafts=90.0, max_drafted=180.0), 4).has_draft == 1.0
 
 
 @pytest.mark.parametrize(("drafted", "accepted"), [(0, 0), (1e6, 0), (4e6, 4e6)])
-def test_rates_are_probabilities_whatever_was_seen(drafted: float, accepted: float) -> None:
+def test_rates_are_probabilities_for_any_counts(drafted: float, accepted: float) -> None:
     result = rates(
         DecayingDraftStats(steps=1e6, drafts=min(drafted, 1e6), max_drafted=4e6, drafted=drafted, accepted=accepted), 4
     )
@@ -98,11 +98,11 @@ def test_rates_are_probabilities_whatever_was_seen(drafted: float, accepted: flo
     assert 0 <= result.accepted <= 1
 
 
-def test_drafts_are_tried_where_few_run_and_not_where_many_do() -> None:
+def test_drafts_are_used_at_low_and_not_at_high_concurrency() -> None:
     assert dict(DraftLengths(COST, 4).choose_changes(fleet_of(a=1, b=60))) == {0: 4}
 
 
-def test_an_instance_drafts_less_as_more_runs() -> None:
+def test_an_instance_drafts_less_as_concurrency_grows() -> None:
     drafts, told = DraftLengths(COST, 4), []
     for running in (1, 2, 4, 8, 16):
         told.append(dict(drafts.choose_changes(fleet_of(a=running))).get(0, 0))
@@ -110,7 +110,7 @@ def test_an_instance_drafts_less_as_more_runs() -> None:
     assert (told[0], told[-1]) == (4, 0)
 
 
-def test_drafts_that_are_not_sampled_are_given_up_and_tried_again_in_time() -> None:
+def test_rejected_drafts_stop_and_are_retried_later() -> None:
     drafts, fleet = DraftLengths(COST, 4), fleet_of(a=4)
     assert drafts.choose_changes(fleet) == [(0, 1)]
     fleet.set_draft_length(fleet[0], 1)
@@ -129,7 +129,7 @@ def test_drafts_that_are_not_sampled_are_given_up_and_tried_again_in_time() -> N
     assert drafts.choose_changes(fleet) == [(0, 1)]
 
 
-def test_drafts_that_are_sampled_are_drafted_longer() -> None:
+def test_accepted_drafts_become_longer() -> None:
     cost = CostModel(k1=0.0, k2=8.0, k3=1.0, k4=4.0, b=0.0, prefill=0.0)
     drafts, fleet = DraftLengths(cost, 8), fleet_of(a=4)
     ((_, first),) = drafts.choose_changes(fleet)
@@ -140,7 +140,7 @@ def test_drafts_that_are_sampled_are_drafted_longer() -> None:
     assert drafts.choose_changes(fleet) == [(0, 8)]
 
 
-def test_where_verifying_is_known_to_be_dear_it_is_tried_on_fewer() -> None:
+def test_expensive_verification_reduces_draft_lengths() -> None:
     cost = CostModel(k1=0.0, k2=8.0, k3=1.0, k4=0.0, b=0.0, prefill=0.0)
     dear, cheap = (DraftLengths(dataclasses.replace(cost, verify_share=verified), 4) for verified in (4.0, 0.0))
     lengths = [dict(drafts.choose_changes(fleet_of(a=2))).get(0, 0) for drafts in (dear, DraftLengths(cost, 4), cheap)]
@@ -157,7 +157,7 @@ def test_where_verifying_is_known_to_be_dear_it_is_tried_on_fewer() -> None:
         )
 
 
-def test_what_a_step_of_more_tokens_costs_is_learned_without_drafts() -> None:
+def test_the_cost_of_longer_steps_is_learned_without_drafts() -> None:
     """The cost model says that verifying is for nothing; full instances show that each token costs as much as all."""
     wrong = CostModel(k1=0.0, k2=8.0, k3=0.0, k4=0.0, b=0.0, prefill=0.0)
     right = CostModel(k1=0.0, k2=0.0, k3=8.0, k4=0.0, b=0.0, prefill=0.0)
@@ -169,7 +169,7 @@ def test_what_a_step_of_more_tokens_costs_is_learned_without_drafts() -> None:
     assert drafts.choose_changes(fleet) == []
 
 
-def test_what_drafting_itself_costs_counts() -> None:
+def test_the_cost_of_drafting_is_part_of_the_decision() -> None:
     drafts, fleet = DraftLengths(COST, 4), fleet_of(a=1)
     fleet.set_draft_length(fleet[0], 4)
     slow = COST.times(5.0)  # whoever drafts takes five times as long for a step
@@ -187,7 +187,7 @@ def test_what_drafting_itself_costs_counts() -> None:
     assert again > 0
 
 
-def test_a_report_of_changing_work_teaches_nothing() -> None:
+def test_reports_with_changing_concurrency_are_ignored() -> None:
     drafts, same, fleet = DraftLengths(COST, 4), DraftLengths(COST, 4), fleet_of(a=4)
     absurd = COST.times(1000.0)
     for running, length in ((8, 0), (4, 0), (4, 1), (3, 1), (4, 0)):
@@ -200,7 +200,7 @@ def test_a_report_of_changing_work_teaches_nothing() -> None:
     assert drafts.costs.step_s(4, 0) == same.costs.step_s(4, 0)
 
 
-def test_a_request_that_comes_and_goes_does_not_change_what_is_worth_about_as_much() -> None:
+def test_small_changes_of_concurrency_do_not_change_the_length() -> None:
     """With six requests a draft of one token gains an eighth, with seven it costs a hundredth, with eight an eighth."""
     drafts, fleet = DraftLengths(COST, 4), fleet_of(a=6)
     received = []
@@ -219,7 +219,7 @@ def test_a_request_that_comes_and_goes_does_not_change_what_is_worth_about_as_mu
     assert drafts.choose_changes(fleet) == [(0, 0)]
 
 
-def test_where_all_that_are_left_are_leaving_nothing_is_decided() -> None:
+def test_leaving_instances_get_no_draft_length() -> None:
     drafts, fleet = DraftLengths(COST, 4), fleet_of(a=3)
     fleet.drain(fleet[0])
     drafts.replan(fleet)
@@ -230,7 +230,7 @@ def test_where_all_that_are_left_are_leaving_nothing_is_decided() -> None:
     assert [row for row, _ in drafts.choose_changes(fleet)] == [0, 1]
 
 
-def test_costs_for_planning_are_those_of_the_lengths_decided() -> None:
+def test_planning_costs_use_the_decided_lengths() -> None:
     drafts = DraftLengths(COST, 4)
     assert drafts.costs.step_s(1, 0) == COST.step_s(1, 0)
     drafts.replan(fleet_of(a=1))
@@ -241,7 +241,7 @@ def test_costs_for_planning_are_those_of_the_lengths_decided() -> None:
     assert many[:3] == pytest.approx([each.step_s(n, 0) for n in (1, 8, 60)])
 
 
-def test_without_drafts_the_costs_are_the_models() -> None:
+def test_without_drafts_the_costs_are_those_of_the_model() -> None:
     cost = CostModel(k1=1e-3, k2=8.0, k3=1.0, k4=0.5, b=0.1, prefill=0.2)
     each = DraftingCosts(cost)
     assert each.prefill == cost.prefill
@@ -268,7 +268,7 @@ def mean_accepted(continues: float, accepted: float, most: int) -> float:
         DecayingDraftStats(steps=400.0, drafts=390.0, max_drafted=2340.0, drafted=700.0, accepted=600.0),
     ],
 )
-def test_few_counts_are_weighed_with_what_is_assumed(seen: DecayingDraftStats) -> None:
+def test_few_counts_are_combined_with_the_prior(seen: DecayingDraftStats) -> None:
     most, assumed, result = 4, PRIOR_STEPS * PRIOR_HAS_DRAFT, rates(seen, 4)
     length = round(seen.max_drafted / seen.drafts)
     assert result.has_draft == pytest.approx((seen.drafts + assumed) / (seen.steps + PRIOR_STEPS))
@@ -280,7 +280,7 @@ def test_few_counts_are_weighed_with_what_is_assumed(seen: DecayingDraftStats) -
     assert mean_accepted(result.continues, result.accepted, length) == pytest.approx(accepted / (seen.drafts + assumed))
 
 
-def test_counts_begin_to_count_half_when_there_are_enough() -> None:
+def test_counts_are_halved_above_a_limit() -> None:
     taken = steps(2, length=3, acceptance=1.0, count=5)
     almost, enough = (DecayingDraftStats(count, 8.0, 16.0, 12.0, 4.0) for count in (HALVE_AFTER - 1.0, HALVE_AFTER))
     for seen in (almost, enough):
@@ -289,7 +289,7 @@ def test_counts_begin_to_count_half_when_there_are_enough() -> None:
     assert enough == DecayingDraftStats(HALVE_AFTER / 2 + 10.0, 14.0, 38.0, 36.0, 32.0)
 
 
-def test_a_training_step_leaves_a_share_of_what_is_known_of_drafts() -> None:
+def test_a_training_step_decays_the_draft_statistics() -> None:
     drafts = DraftLengths(COST, 4)
     heard(drafts, A, 3, steps(2, length=3, acceptance=1.0, count=5))
     assert drafts._stats == DecayingDraftStats(10.0, 10.0, 30.0, 30.0, 30.0)
@@ -298,7 +298,7 @@ def test_a_training_step_leaves_a_share_of_what_is_known_of_drafts() -> None:
     assert dataclasses.astuple(drafts._stats) == pytest.approx(left)
 
 
-def test_steps_are_corrected_by_the_median_of_their_size_and_by_what_lies_between() -> None:
+def test_step_times_are_corrected_by_medians_with_interpolation() -> None:
     """Of steps with 1, 2 and 8 tokens; those of 2 are seen in every training step."""
     correction = StepTimeCorrection()
     assert correction.of(_floats((1, 100))).tolist() == [1.0, 1.0]
@@ -319,7 +319,7 @@ def test_steps_are_corrected_by_the_median_of_their_size_and_by_what_lies_betwee
     assert correction.of(_floats((16,))).tolist() == [MEDIAN_STEPS // 2 + 3.0]
 
 
-def test_steps_with_drafts_are_corrected_once_more() -> None:
+def test_steps_with_drafts_have_an_additional_correction() -> None:
     cost = CostModel(k1=0.5, k2=8.0, k3=1.0, k4=2.0, b=0.0, prefill=0.0)
     seconds = StepSeconds(cost)
     seconds.observe(4.0, 10.0, 2 * cost.step_s(4, 10), drafted=False)
@@ -333,7 +333,7 @@ def test_steps_with_drafts_are_corrected_once_more() -> None:
 
 
 @pytest.mark.parametrize("verify_share", [0.5, 1.0])
-def test_a_report_says_what_a_step_takes_of_as_many_tokens_as_it_verifies(verify_share: float) -> None:
+def test_a_report_gives_the_step_time_for_its_verified_tokens(verify_share: float) -> None:
     """Steps with drafts count as such if there was one draft at least; drafts may be found in some steps only."""
     cost = CostModel(k1=0.25, k2=1.0, k3=1.0, k4=0.0, b=0.0, prefill=0.0, verify_share=verify_share)
     drafts = DraftLengths(cost, 4)
@@ -349,13 +349,13 @@ def test_a_report_says_what_a_step_takes_of_as_many_tokens_as_it_verifies(verify
 
 
 @pytest.mark.parametrize(("count", "learns"), [(MIN_STEPS, True), (MIN_STEPS - 1, False)])
-def test_a_report_of_too_few_steps_teaches_nothing(count: int, learns: bool) -> None:
+def test_a_report_of_too_few_steps_is_ignored(count: int, learns: bool) -> None:
     drafts = DraftLengths(COST, 4)
     heard(drafts, A, 2, steps(4, length=2, acceptance=0.0, count=count))
     assert (drafts._stats.steps > 0) == learns
 
 
-def test_of_an_instance_that_comes_back_nobody_knows_what_ran_before() -> None:
+def test_the_first_report_of_a_returning_instance_is_ignored() -> None:
     drafts, taken = DraftLengths(COST, 4), steps(4, length=2)
     drafts.observe(A, 2, taken)
     drafts.remove(A)
@@ -366,7 +366,7 @@ def test_of_an_instance_that_comes_back_nobody_knows_what_ran_before() -> None:
     assert drafts._stats.steps == 400
 
 
-def test_the_length_with_the_fewest_seconds_for_a_token_is_drafted() -> None:
+def test_the_length_with_the_fewest_seconds_per_token_is_chosen() -> None:
     """By plain loops over the requests that run and over lengths; each request has 5 tokens in the cache."""
     cost = CostModel(k1=0.25, k2=8.0, k3=1.0, k4=2.0, b=0.0, prefill=0.0)
     drafts, fleet = DraftLengths(cost, 4), fleet_of(a=2, b=4)
@@ -397,7 +397,7 @@ def test_the_length_with_the_fewest_seconds_for_a_token_is_drafted() -> None:
     assert drafts._seconds[0][0] == pytest.approx(cost.step_s(1, 0)), "where nothing runs, nothing is cached"
 
 
-def test_without_instances_or_drafts_nothing_is_drafted() -> None:
+def test_without_instances_or_drafts_no_length_is_sent() -> None:
     drafts, nothing = DraftLengths(COST, 4), DraftLengths(COST, 0)
     drafts.replan(MutableFleet())
     assert drafts.costs.step_s(1, 0) == COST.step_s(1, 0)
@@ -406,13 +406,13 @@ def test_without_instances_or_drafts_nothing_is_drafted() -> None:
     assert nothing._stats == DecayingDraftStats()
 
 
-def test_an_instance_that_runs_nothing_keeps_its_length() -> None:
+def test_an_idle_instance_keeps_its_length() -> None:
     drafts, fleet = DraftLengths(COST, 4), fleet_of(a=0, b=1)
     fleet.set_draft_length(fleet[0], 4)  # of as many requests as it may run, it should draft none
     assert drafts.choose_changes(fleet) == [(1, 4)]
 
 
-def test_a_length_that_gains_no_more_than_the_least_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_length_with_less_than_the_minimum_gain_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_lengths, "GAIN", 0.5)
     drafts, fleet = DraftLengths(COST, 1), fleet_of(a=1)
     drafts.replan(fleet)

@@ -15,7 +15,7 @@ def test_without_environments_all_tokens_are_sampled() -> None:
     assert forecast.expected_sampled(123.0) == 123.0
 
 
-def test_the_shares_are_those_of_the_latest_episodes() -> None:
+def test_shares_are_those_of_the_latest_episodes() -> None:
     forecast = EpisodeForecast()
     for _ in range(3000):
         forecast.observe(100, 90)
@@ -24,7 +24,7 @@ def test_the_shares_are_those_of_the_latest_episodes() -> None:
     assert forecast.expected_sampled(400.0) == pytest.approx(300.0, rel=1e-3)
 
 
-def test_an_episode_counts_for_one_of_those_that_the_means_cover() -> None:
+def test_an_episode_has_the_weight_of_one_averaged_episode() -> None:
     forecast = EpisodeForecast()
     forecast.observe(100, 90)
     forecast.observe(200, 50)
@@ -32,7 +32,7 @@ def test_an_episode_counts_for_one_of_those_that_the_means_cover() -> None:
     assert forecast.expected_sampled(1.0) == pytest.approx(1 - (90 * earlier + 50) / (100 * earlier + 200), rel=1e-12)
 
 
-def test_a_run_learns_what_its_environments_take() -> None:
+def test_a_run_learns_the_tokens_and_times_of_its_environments() -> None:
     config = agents(simulation__reward_s=0.0, steps=30)
     workload = actor_settings.make_workload(config)
     simulated = SimulatedRun(config, workload)

@@ -59,7 +59,7 @@ def cut_off(bench: Bench, tokens: int) -> list[Any]:
     return only(bench.tell(Tick()), Interrupt)
 
 
-def test_a_turn_that_ends_before_it_is_cut_off_leaves_the_next_one_to_be_cut_off() -> None:
+def test_a_turn_that_ends_before_its_truncation_lets_the_next_turn_be_truncated() -> None:
     bench = waiting_for_the_last()
     assert [o.route_number for o in cut_off(bench, 4)] == [1]
     bench.sampled(LAST, 10)
@@ -72,7 +72,7 @@ def test_a_turn_that_ends_before_it_is_cut_off_leaves_the_next_one_to_be_cut_off
 
 
 @pytest.mark.parametrize("recurring", [False, True])
-def test_of_the_length_of_an_episode_that_was_cut_off_nothing_is_learned(recurring: bool) -> None:
+def test_the_length_of_a_truncated_episode_is_not_learned(recurring: bool) -> None:
     bench = waiting_for_the_last()
     (order,) = cut_off(bench, 4)
     if recurring:
@@ -83,7 +83,7 @@ def test_of_the_length_of_an_episode_that_was_cut_off_nothing_is_learned(recurri
     assert list(bench.coordinator.forecast._latest) == [5, 5, 5] + [6] * recurring
 
 
-def test_a_resumed_episode_teaches_what_a_whole_one_does() -> None:
+def test_a_resumed_episode_updates_the_forecast_like_a_whole_one() -> None:
     whole, resumed = (Bench(eta=0, environments=True) for _ in range(2))
     whole.join()
     whole.arrive(0)
@@ -101,7 +101,7 @@ def test_a_resumed_episode_teaches_what_a_whole_one_does() -> None:
 
 
 @pytest.mark.parametrize("turn", [1, 2])
-def test_a_row_that_is_no_instance_is_refused_in_every_turn(turn: int) -> None:
+def test_a_rule_that_chooses_an_invalid_row_is_rejected_in_every_turn(turn: int) -> None:
     class Rule:
         turns = 0
 
@@ -121,7 +121,7 @@ def test_a_row_that_is_no_instance_is_refused_in_every_turn(turn: int) -> None:
 
 
 @pytest.mark.parametrize(("prefill", "instance"), [(None, B), (0.0, B), (1.0, A)])
-def test_a_next_turn_goes_back_to_its_cached_context_if_a_prefill_costs_more(
+def test_a_next_turn_returns_to_its_cached_context_if_prefill_costs_more(
     prefill: float | None, instance: InstanceId
 ) -> None:
     """One trajectory more runs on a, so that routing prefers b. None: cached contexts are of no account."""

@@ -47,7 +47,7 @@ def two(max_running: int = 8) -> Bench:
     return bench
 
 
-def test_a_host_that_restarts_at_a_newer_version_hosts_no_more() -> None:
+def test_a_host_that_restarts_at_a_newer_version_stops_hosting() -> None:
     """Of eight instances two host, so that one is left which serves the version."""
     bench = Bench(eta=2, max_attempts=3)
     for name in "abcdefgh":
@@ -61,7 +61,7 @@ def test_a_host_that_restarts_at_a_newer_version_hosts_no_more() -> None:
     assert evaluated(bench.sampled(on_b)) == [(B, 0)]
 
 
-def test_a_host_that_could_be_given_nothing_to_train_on_has_all_its_places_for_it() -> None:
+def test_a_host_without_reservable_groups_gives_all_slots_to_the_evaluation() -> None:
     """Two of eight places are the evaluation's as long as groups may still be drawn under its version."""
     bench = Bench(eta=1, max_attempts=3)
     bench.join(A, max_running=8)
@@ -74,14 +74,14 @@ def test_a_host_that_could_be_given_nothing_to_train_on_has_all_its_places_for_i
     assert evaluated(bench.publish(1)) == [], "a place is free under version 1 only, which the host does not serve"
 
 
-def test_a_host_that_restarts_at_its_version_hosts_what_is_left() -> None:
+def test_a_host_that_restarts_at_its_version_hosts_the_remaining_responses() -> None:
     bench = two()
     commands = bench.join(A)
     assert len({instance for instance, _ in evaluated(commands)}) == 1
     assert [version for _, version in evaluated(commands)] == [0] * 4
 
 
-def test_an_evaluation_ends_with_its_last_response_though_none_could_be_sampled() -> None:
+def test_an_evaluation_ends_after_its_last_response_even_if_all_failed() -> None:
     bench = Bench(max_attempts=0)
     bench.join(A)
     evaluating(bench, 2)
@@ -91,18 +91,18 @@ def test_an_evaluation_ends_with_its_last_response_though_none_could_be_sampled(
     assert set(finish.failed) == {-1, -2}
 
 
-def test_an_evaluation_is_requested_while_none_is_running() -> None:
+def test_requesting_an_evaluation_while_one_runs_raises() -> None:
     with pytest.raises(ProtocolViolation, match="evaluation 0 is requested, but 0 is running"):
         evaluating(two())
 
 
-def test_a_host_that_is_lost_is_no_host_when_its_name_comes_back() -> None:
+def test_a_lost_host_is_no_host_after_it_rejoins() -> None:
     bench = two()
     assert evaluated(bench.tell(InstanceLost(instance=A, why="killed"))) == [(B, 0)] * 2
     assert evaluated(bench.join(A)) == [(B, 0)] * 2, "a fleet of two has four places, as before"
 
 
-def test_a_host_that_leaves_is_replaced_before_it_is_gone() -> None:
+def test_a_leaving_host_is_replaced_before_it_is_gone() -> None:
     bench = two()
     commands = bench.tell(InstanceLeaving(instance=A))
     on_the_way = only(commands, Interrupt)
@@ -140,7 +140,7 @@ def random_fleet(rng: random.Random) -> Bench:
 
 
 @pytest.mark.parametrize("part", range(5))
-def test_instances_are_pinned_and_chosen_by_their_rules(part: int) -> None:
+def test_pinned_instances_match_a_plain_implementation_of_the_rules(part: int) -> None:
     for seed in range(60 * part, 60 * part + 60):
         check_rules(random_fleet(random.Random(seed)))
 
@@ -183,7 +183,7 @@ def check_rules(bench: Bench) -> None:
         assert pinning.choose_instance(live) == chosen
 
 
-def test_nothing_is_pinned_for_what_is_not_queued() -> None:
+def test_no_instance_is_pinned_without_queued_work() -> None:
     bench = two()
     pinning, state = bench.coordinator._pinning, bench.coordinator._state
     assert pinning.choose_pins() == []
@@ -203,7 +203,7 @@ def test_nothing_is_pinned_for_what_is_not_queued() -> None:
         ("is sampled on a at version 0, for an evaluation of version 0", lambda s: s.evaluation.pinned.clear()),
     ],
 )  # fmt: skip
-def test_validate_says_what_is_broken_of_an_evaluation(message: str, spoil: Callable[[Any], object]) -> None:
+def test_validate_describes_a_broken_evaluation_invariant(message: str, spoil: Callable[[Any], object]) -> None:
     bench = two()
     bench.arrive(0)
     state = bench.coordinator._state

@@ -75,9 +75,7 @@ class PlainForecast:
 
 
 @pytest.mark.parametrize("alike", [0.0, 0.8, 1.0, -0.8])
-def test_forecasts_are_those_of_plain_sums_over_what_has_finished(
-    alike: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forecasts_match_plain_sums_over_finished_lengths(alike: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """alike: what a group's lengths have in common; below 0, every second one is as short as the others are long."""
     monkeypatch.setattr(forecast, "WINDOW", 60)
     monkeypatch.setattr(forecast, "MIN_LENGTHS", 8)
@@ -102,7 +100,7 @@ def test_forecasts_are_those_of_plain_sums_over_what_has_finished(
             plain.siblings.pop(group)
 
 
-def test_before_anything_has_finished_half_of_what_is_allowed_is_expected() -> None:
+def test_the_initial_forecast_is_half_of_the_maximum() -> None:
     learned = LengthForecast(MOST)
     assert (learned.expected_remaining(GroupId(0), 100), learned.mean_position) == (150.0, 100.0)
     assert learned.expected_remaining(GroupId(0), MOST + 7) == 0.5
@@ -110,7 +108,7 @@ def test_before_anything_has_finished_half_of_what_is_allowed_is_expected() -> N
 
 
 @pytest.mark.parametrize("lengths", [(50, 51), (10, 300)])
-def test_lengths_of_two_kinds_say_what_siblings_have_in_common(lengths: tuple[int, int]) -> None:
+def test_lengths_of_two_kinds_give_the_sibling_correlation(lengths: tuple[int, int]) -> None:
     """Alike within groups, or one of each kind in every group."""
     for siblings, correlation in (((0, 0, 1, 1), 1.0), ((0, 1, 1, 0), -1.0)):
         learned, plain = LengthForecast(MOST), PlainForecast(forecast.WINDOW)
@@ -125,7 +123,7 @@ def test_lengths_of_two_kinds_say_what_siblings_have_in_common(lengths: tuple[in
 
 
 @pytest.mark.parametrize(("correlation", "scaled"), [(0.05, False), (0.051, True)])
-def test_a_correlation_that_may_be_chance_scales_nothing(
+def test_an_insignificant_correlation_changes_no_forecast(
     correlation: float, scaled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LengthForecast, "_correlation", correlation)
@@ -135,7 +133,7 @@ def test_a_correlation_that_may_be_chance_scales_nothing(
     assert (learned._scale(GroupId(0)) != 1.0) is scaled
 
 
-def test_lengths_that_are_all_alike_say_nothing_of_siblings() -> None:
+def test_equal_lengths_give_no_sibling_correlation() -> None:
     learned = LengthForecast(MOST)
     for i in range(100):
         learned.observe(GroupId(i // 2), 50)

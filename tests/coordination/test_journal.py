@@ -184,7 +184,7 @@ class TinyBody:
 @pytest.mark.parametrize("shape", SHAPES)
 @settings(max_examples=max(1, num_examples() // 40))
 @given(seed=st.integers(0, 2**32))
-def test_an_eventful_run_keeps_every_promise_and_replays_to_the_same_commands(
+def test_an_eventful_run_keeps_all_invariants_and_replays_to_the_same_commands(
     tmp_path_factory: pytest.TempPathFactory, shape: str, seed: int
 ) -> None:
     """Random order, failures, lost instances, redundancy and filters at once: no deadlock, bound, conservation."""
@@ -202,7 +202,7 @@ def test_an_eventful_run_keeps_every_promise_and_replays_to_the_same_commands(
     assert any(word in story[-1] for word in ("consumed", "aborted", "filtered"))
 
 
-def test_a_changed_command_is_noticed(tmp_path: Path) -> None:
+def test_a_changed_command_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     TinyBody(coordinator(tmp_path), path, 0).run()
     text = path.read_text()
@@ -265,7 +265,7 @@ ADDED = (
 """Lines with what later versions have added."""
 
 
-def test_the_journal_keeps_its_bytes(tmp_path: Path) -> None:
+def test_the_journal_encodes_to_the_same_bytes_as_before(tmp_path: Path) -> None:
     path, again = tmp_path / "events.jsonl", tmp_path / "again.jsonl"
     path.write_text("".join(f"{line}\n" for line in (*WRITTEN, *ADDED)))
     entries = list(journal.read(path))
@@ -278,12 +278,12 @@ def test_the_journal_keeps_its_bytes(tmp_path: Path) -> None:
     assert again.read_bytes() == path.read_bytes()
 
 
-def test_a_journal_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_journal_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"events\.jsonl'$"):
         journal.open_part(tmp_path / "events.jsonl")
 
 
-def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_skipped_and_reported(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     TinyBody(coordinator(tmp_path), path, 1).run()
     data = path.read_bytes()
@@ -336,7 +336,7 @@ def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_garbled_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+def test_a_corrupt_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b"\n".join([WRITTEN[0].encode(), line, WRITTEN[0].encode(), b""]))
     with pytest.raises(ConfigError) as said:
@@ -345,7 +345,7 @@ def test_a_garbled_line_is_named(tmp_path: Path, line: bytes, message: str) -> N
     assert "\n" not in str(said.value)
 
 
-def test_a_journal_with_lines_missing_or_doubled_never_ends_in_a_traceback(tmp_path: Path) -> None:
+def test_a_journal_with_missing_or_repeated_lines_gives_no_traceback(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     TinyBody(coordinator(tmp_path), path, 2).run()
     lines = path.read_text().splitlines()

@@ -174,5 +174,5 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
 
 @given(tree=jobs(), seed=st.integers(0, 10**6))
 @settings(max_examples=max(60, num_examples() // 2), deadline=None)
-def test_any_events_in_any_order_keep_every_invariant(tree: dict[str, Any], seed: int) -> None:
+def test_random_events_in_any_order_keep_every_invariant(tree: dict[str, Any], seed: int) -> None:
     Life(tree, seed).run()

@@ -77,7 +77,7 @@ def largest(root: object, keep_out: tuple[type[Any], ...] = ()) -> dict[str, int
     return {where: size for where, size in sizes.items() if size > SOME}
 
 
-def test_what_is_held_is_seen() -> None:
+def test_largest_reports_nested_containers() -> None:
     class Holder:
         def __init__(self) -> None:
             self.groups = {i: {"members": list(range(300))} for i in range(3)}
@@ -86,7 +86,7 @@ def test_what_is_held_is_seen() -> None:
     assert largest(Holder()) == {"Holder.groups[][]": 900}
 
 
-def test_a_coordinator_keeps_no_more_than_its_limits_over_ten_thousand_trajectories() -> None:
+def test_a_coordinator_uses_bounded_memory_over_ten_thousand_trajectories() -> None:
     """Groups are trained, filtered, and given up; instances pull, report, are lost while they pull."""
     bench = Bench(eta=1, groups=2, size=2, filtering="no_signal", max_attempts=1)
     bench.coordinator._validate_each = False  # other tests do
@@ -126,7 +126,7 @@ def response_of(trajectory: TrajectoryId) -> SampledTokens:
     return delivery(trajectory, sampled_segment((7, 7, 7), -1.0))
 
 
-def test_a_trajectory_server_keeps_no_more_than_what_is_in_flight_over_ten_thousand_trajectories(
+def test_a_trajectory_server_uses_bounded_memory_over_ten_thousand_trajectories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step draws, samples, scores and stores forty groups of two, and drops ten of them."""

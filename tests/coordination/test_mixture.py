@@ -89,7 +89,7 @@ class Run:
         ([0.5, 0.3, 0.15, 0.05], [0.3, 0.9, 0.0, 0.6], 32, 0.2),
     ],
 )
-def test_ratio_holds_within_one_percent_over_ten_thousand_groups(
+def test_the_ratio_holds_within_one_percent_over_ten_thousand_groups(
     ratios: list[float], usable: list[float], in_flight: int, surplus: float
 ) -> None:
     """With filters, redundant groups and a source that only fails, whose part the others share."""
@@ -112,7 +112,7 @@ def test_ratio_holds_within_one_percent_over_ten_thousand_groups(
     st.floats(0.0, 0.4),
     st.integers(0, 2**31),
 )
-def test_ratio_holds_under_any_filters_and_redundancy(
+def test_the_ratio_holds_under_any_filters_and_redundancy(
     sources: list[tuple[float, float]], in_flight: int, surplus: float, seed: int
 ) -> None:
     ratios, usable = [r for r, _ in sources], [u for _, u in sources]
@@ -123,7 +123,7 @@ def test_ratio_holds_under_any_filters_and_redundancy(
     assert run.shares() == pytest.approx([r / sum(ratios) for r in ratios], abs=max(0.01, allowed))
 
 
-def test_source_that_always_fails_is_named_once_and_does_not_stall_the_others() -> None:
+def test_a_source_that_always_fails_is_named_once_and_does_not_stall_the_others() -> None:
     run = Run([1, 1, 2], [1.0, 0.0, 0.5])
     run.train(3000)
     (line,) = run.lines
@@ -138,7 +138,7 @@ def test_source_that_always_fails_is_named_once_and_does_not_stall_the_others() 
     assert run.drawn.count(1) <= len(run.drawn) / PROBE + 4 * PATIENCE
 
 
-def test_source_that_recovers_catches_up_by_a_bounded_number() -> None:
+def test_a_source_that_recovers_catches_up_by_a_bounded_number() -> None:
     run = Run([1, 1], [1.0, 0.0])
     run.train(1000)
     run.usable = [1.0, 1.0]
@@ -150,7 +150,7 @@ def test_source_that_recovers_catches_up_by_a_bounded_number() -> None:
     assert run.trained[-200:].count(1) == pytest.approx(100, abs=15)
 
 
-def test_sources_that_fail_are_tried_in_turn() -> None:
+def test_failing_sources_are_tried_in_turn() -> None:
     run = Run([1.0, 1.0, 1.0], [1.0, 0.0, 0.0])
     run.train(40 * PROBE)
     late = Counter(run.drawn[-20 * PROBE :])
@@ -182,14 +182,14 @@ def test_if_all_sources_fail_all_are_drawn() -> None:
     assert len(run.lines) == 2
 
 
-def test_surplus_groups_say_nothing_against_a_source() -> None:
+def test_surplus_groups_do_not_count_as_failures_of_a_source() -> None:
     run = Run([1, 1], [1.0, 1.0])
     for _ in range(300):
         run.step(surplus=1.0)
     assert not run.lines
 
 
-def test_failed_environments_speak_against_a_source() -> None:
+def test_failed_environments_count_as_failures_of_a_source() -> None:
     mixture = Mixture([MixedSource(name=n, ratio=1, sampler=InOrder()) for n in "ab"], 0)
     for group in range(PATIENCE):
         mixture.draw(1)
@@ -198,7 +198,7 @@ def test_failed_environments_speak_against_a_source() -> None:
     assert "environment_failed" in mixture.take_notices()[0]
 
 
-def test_ratio_holds_over_a_hundred_kills() -> None:
+def test_the_ratio_holds_over_a_hundred_kills() -> None:
     run = Run([2, 1], [0.4, 0.9])
     for _ in range(100):
         run.train(len(run.trained) + 30)
@@ -225,7 +225,7 @@ def test_state_is_the_same_after_a_store_and_a_resume() -> None:
     assert (run.mixture.states, run.mixture.tasks_in_flight, run.mixture.draw(40)) == before
 
 
-def test_metrics_of_a_step_have_rewards_of_what_was_trained_and_of_all_that_was_scored() -> None:
+def test_step_metrics_have_rewards_of_trained_and_of_all_scored_groups() -> None:
     mixture = Mixture([MixedSource(name=n, ratio=1, sampler=InOrder()) for n in "ab"], 0)
     for group, rewards in enumerate(([1.0, 1.0], [0.0, 1.0])):
         mixture.draw(1)
@@ -239,7 +239,7 @@ def test_metrics_of_a_step_have_rewards_of_what_was_trained_and_of_all_that_was_
     assert mixture.take_metrics() == shares
 
 
-def test_counts_and_choices_are_those_of_plain_formulas() -> None:  # noqa: PLR0915  one case per event
+def test_counts_and_choices_match_plain_formulas() -> None:  # noqa: PLR0915  one case per event
     """Over random draws, arrivals and endings of three sources, one of which fails for a while."""
     rng = random.Random(1)
     ratios = [5.0, 3.0, 2.0]
@@ -310,7 +310,7 @@ def test_counts_and_choices_are_those_of_plain_formulas() -> None:  # noqa: PLR0
         assert view.trained_share == pytest.approx(count["trained"] / sum(c["trained"] for c in counts))
 
 
-def test_before_anything_is_drawn_all_shares_are_zero() -> None:
+def test_all_shares_are_zero_before_the_first_draw() -> None:
     mixture = Mixture([MixedSource(name=n, ratio=1, sampler=InOrder()) for n in "ab"], 0)
     assert [(view.drawn_share, view.trained_share) for view in mixture.views()] == [(0.0, 0.0)] * 2
     mixture.draw(1)
@@ -318,7 +318,7 @@ def test_before_anything_is_drawn_all_shares_are_zero() -> None:
     assert [view.drawn_share for view in mixture.views()] == [1.0, 0.0]
 
 
-def test_a_source_in_words() -> None:
+def test_source_views_describe_each_source_in_a_line() -> None:
     states = [SourceState(num_drawn=6, num_trained=3, num_filtered=2, num_aborted=1), SourceState(num_drawn=2)]
     failing = replace(states[1], num_useless=PATIENCE)
     assert [view.line for view in source_views({"sums": 3, "letters": 1}, [states[0], failing])] == [

@@ -368,9 +368,7 @@ def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_an_event_is_heard_by_all_who_learn_or_forget_something_by_it(
-    monkeypatch: pytest.MonkeyPatch, case: Case
-) -> None:
+def test_an_event_notifies_every_listed_collaborator(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     for cls, names in COLLABORATORS.items():
         for name in names:
             monkeypatch.setattr(cls, name, recorded(getattr(cls, name)))
@@ -379,7 +377,7 @@ def test_an_event_is_heard_by_all_who_learn_or_forget_something_by_it(
     assert sorted(bench.heard()) == sorted(case.heard)
 
 
-def test_every_event_and_everything_that_is_learned_or_forgotten_is_in_the_table() -> None:
+def test_every_event_and_every_collaborator_method_is_in_the_table() -> None:
     assert {type(case.event(case.before())) for case in CASES} == set(get_args(Event))
     heard = {call.partition("(")[0] for case in CASES for call in case.heard}
     expected = {f"{cls.__name__}.{name}" for cls, names in COLLABORATORS.items() for name in names}
@@ -387,7 +385,7 @@ def test_every_event_and_everything_that_is_learned_or_forgotten_is_in_the_table
     assert heard == (expected - {"RunningMean.add"}) | means
 
 
-def test_the_methods_of_collaborators_are_known_to_learn_or_not_to() -> None:
+def test_collaborator_methods_are_classified_as_updates_or_queries() -> None:
     for cls, names in COLLABORATORS.items():
         public = {name for name, _ in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
         assert public == {*names, *QUESTIONS[cls]}, cls

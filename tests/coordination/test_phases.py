@@ -65,7 +65,7 @@ def state_with(phase: Phase) -> tuple[CoordinatorState, LiveTrajectory]:
 
 
 @pytest.mark.parametrize(("phase", "transition"), PAIRS)
-def test_a_pair_of_the_table_leads_on_and_every_other_is_refused(phase: Phase, transition: Transition) -> None:
+def test_listed_transitions_change_the_phase_and_all_others_raise(phase: Phase, transition: Transition) -> None:
     if (phase, transition) in NEXT_PHASE:
         assert next_phase(phase, transition) is NEXT_PHASE[phase, transition] is not phase
     else:
@@ -73,7 +73,7 @@ def test_a_pair_of_the_table_leads_on_and_every_other_is_refused(phase: Phase, t
             next_phase(phase, transition)
 
 
-def test_the_table_is_what_the_docstring_draws() -> None:
+def test_the_table_matches_the_docstring() -> None:
     assert len(NEXT_PHASE) == LAWFUL
     assert not [pair for pair in NEXT_PHASE if pair[0] is Phase.ENDED]
     assert {p for p, t in NEXT_PHASE if t is Transition.GIVEN_UP} == set(Phase) - {Phase.ENDED}
@@ -82,7 +82,7 @@ def test_the_table_is_what_the_docstring_draws() -> None:
 
 
 @pytest.mark.parametrize(("phase", "transition"), [pair for pair in PAIRS if pair[1] in VERBS])
-def test_a_refused_verb_raises_and_nothing_happens(phase: Phase, transition: Transition) -> None:
+def test_a_rejected_transition_changes_nothing(phase: Phase, transition: Transition) -> None:
     state, live = state_with(phase)
     before = picture(state, live)
     if (phase, transition) in NEXT_PHASE:
@@ -97,7 +97,7 @@ def test_a_refused_verb_raises_and_nothing_happens(phase: Phase, transition: Tra
 
 
 @pytest.mark.parametrize("phase", [p for p in Phase if p is not Phase.RUNNING])
-def test_only_what_runs_is_moved(phase: Phase) -> None:
+def test_only_running_trajectories_can_be_moved(phase: Phase) -> None:
     state, live = state_with(phase)
     for target in (state.fleet[1], None):
         before = picture(state, live)

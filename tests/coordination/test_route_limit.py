@@ -58,7 +58,7 @@ def fill(bench: Bench, max_routes: int, seed: int) -> list[JournalEntry]:
 @pytest.mark.parametrize("room", [200, 60], ids=["room for all", "room for some"])
 @pytest.mark.parametrize("at_random", [False, True], ids=["deadline", "random"])
 @pytest.mark.parametrize("seed", range(3))
-def test_queue_is_routed_in_slices_as_in_one_piece(room: int, at_random: bool, seed: int) -> None:
+def test_the_queue_is_routed_in_slices_with_the_same_result(room: int, at_random: bool, seed: int) -> None:
     whole, sliced = (fill(joined(room=room, at_random=at_random), limit, seed) for limit in (10**6, 7))
     num_routes = min(GROUPS * SIZE, 3 * room)
     assert (len(whole), len(routes(whole))) == (1, num_routes)
@@ -79,7 +79,7 @@ def test_any_event_continues_routing() -> None:
 
 
 @pytest.mark.parametrize("max_routes", [10**6, MAX_ROUTES], ids=["recorded without a limit", "recorded with it"])
-def test_journals_replay_whether_or_not_they_were_recorded_with_a_limit(max_routes: int) -> None:
+def test_journals_with_and_without_the_route_limit_replay(max_routes: int) -> None:
     entries = fill(joined(), max_routes, 0)
     assert len(routes(entries)) > 2 * MAX_ROUTES
     replayed = journal.replay(joined().coordinator, entries)

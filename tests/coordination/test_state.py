@@ -145,7 +145,7 @@ BREAKS: dict[str, tuple[Callable[[CoordinatorState], object], str]] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_validate_catches_each_broken_invariant(name: str) -> None:
+def test_validate_detects_each_broken_invariant(name: str) -> None:
     state = busy_state()
     breaks, message = BREAKS[name]
     state.fleet.versions()
@@ -154,7 +154,7 @@ def test_validate_catches_each_broken_invariant(name: str) -> None:
         validate(state)
 
 
-def test_verbs_of_the_fleet_that_would_break_it_are_refused_and_nothing_happens() -> None:
+def test_invalid_fleet_operations_raise_and_change_nothing() -> None:
     state = busy_state()
     before = picture(state)
     with pytest.raises(ProtocolViolation, match="a joins twice"):
@@ -209,7 +209,7 @@ NOTED: dict[str, tuple[Callable[[CoordinatorState], object], tuple[bool, list[st
 
 
 @pytest.mark.parametrize("verb", NOTED)
-def test_a_verb_keeps_the_invariants_and_notes_what_is_to_be_decided_anew(verb: str) -> None:
+def test_operations_keep_the_invariants_and_set_the_replan_flags(verb: str) -> None:
     state = busy_state()
     changes(state)
     act, expected = NOTED[verb]
@@ -219,7 +219,7 @@ def test_a_verb_keeps_the_invariants_and_notes_what_is_to_be_decided_anew(verb: 
     assert changes(state) == (False, [], False, False)
 
 
-def test_a_batch_is_noted_scored_consumed_published_and_pulled() -> None:
+def test_a_batch_sets_replan_flags_from_scoring_to_pull() -> None:
     state = CoordinatorState(StalenessLedger(eta=1, groups_per_step=1, group_size=2, members_started=3))
     state.start_event(1.0)
     state.join(A, PolicyVersion(0), 1000, 8)
@@ -252,7 +252,7 @@ def test_a_batch_is_noted_scored_consumed_published_and_pulled() -> None:
     validate(state)
 
 
-def test_fresh_groups_siblings_take_its_level_and_a_move_is_counted_at_both_ends() -> None:
+def test_siblings_share_the_level_of_their_group_and_a_move_counts_on_both_instances() -> None:
     state = busy_state()
     assert len(state.unreserved_groups) == 1
     send(state, 6, row=1)
@@ -266,7 +266,7 @@ def test_fresh_groups_siblings_take_its_level_and_a_move_is_counted_at_both_ends
     validate(state)
 
 
-def test_what_fails_falls_back_to_its_safe_tokens_and_an_empty_instance_is_in_no_hurry() -> None:
+def test_a_failed_trajectory_returns_to_its_delivered_tokens() -> None:
     state = busy_state()
     state.interrupt(live(state, 0), 9)
     send(state, 0, row=1)
@@ -278,12 +278,12 @@ def test_what_fails_falls_back_to_its_safe_tokens_and_an_empty_instance_is_in_no
     validate(state)
 
 
-def test_before_its_first_event_no_time_has_passed_for_a_state() -> None:
+def test_a_new_state_has_zero_times() -> None:
     state = CoordinatorState(StalenessLedger(eta=1, groups_per_step=2, group_size=3))
     assert (state.now, state.waited_s, state.training, state.groups_requested) == (0.0, 0.0, False, 0)
 
 
-def test_a_snapshot_counts_what_is_in_each_phase() -> None:
+def test_a_snapshot_counts_the_trajectories_of_each_phase() -> None:
     """0 to 2 are trained on next, 3 is done, 4 is scored, 6 runs; three versions were published since."""
     state = busy_state()
     for member in (4, 6):
@@ -304,7 +304,7 @@ def test_a_snapshot_counts_what_is_in_each_phase() -> None:
     assert (empty.staleness_in_flight, empty.staleness_in_queue, empty.num_queued, empty.ended) == (0.0, 0.0, 0, {})
 
 
-def test_what_a_stuck_step_waits_for_begins_with_the_oldest_version() -> None:
+def test_explain_waiting_starts_with_the_oldest_version() -> None:
     """Then those without a promise; of equals, what is longest in its phase."""
     state = busy_state()
     state.start_event(9.0)
@@ -315,7 +315,7 @@ def test_what_a_stuck_step_waits_for_begins_with_the_oldest_version() -> None:
     assert lines[1] == "  group 0, trajectory 0: running for 8.0 s on a, 2 tokens, version 0"
 
 
-def test_in_turns_a_step_waits_until_its_instances_sleep() -> None:
+def test_with_device_turns_a_step_waits_until_its_instances_sleep() -> None:
     state = busy_state()
     state._falling_asleep |= {InstanceId("b"), InstanceId("a")}
     state.ledger.next_step = 3
@@ -340,7 +340,7 @@ def test_a_mixture_counts_a_group_when_its_last_member_ends() -> None:
     assert counted == [{}, {GroupId(0): (Fate.ABORTED, AbortReason.ENGINE_FAILED)}]
 
 
-def test_what_everybody_may_read_cannot_be_written() -> None:
+def test_public_views_of_the_state_are_read_only() -> None:
     state = busy_state()
     with pytest.raises(TypeError):
         state.live[TrajectoryId(0)] = live(state, 1)  # type: ignore[index]  # that is what is tested
@@ -412,11 +412,11 @@ def modules() -> list[Path]:
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_each_module_writes_only_what_is_its_own(path: Path) -> None:
+def test_each_module_writes_only_its_fields(path: Path) -> None:
     assert list(writes(path.read_text(), path.stem)) == []
 
 
-def test_nobody_outside_the_room_calls_the_ledgers_verbs() -> None:
+def test_only_the_coordination_package_calls_ledger_methods_that_write() -> None:
     """The simulator and the driver read `coordinator.ledger`."""
     for path in (p for p in Path("pipeline").rglob("*.py") if p.parent.name not in ROOMS):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -448,11 +448,11 @@ def test_nobody_outside_the_room_calls_the_ledgers_verbs() -> None:
         "self._state.send(live, instance)",
     ],
 )
-def test_a_write_by_another_module_is_seen(line: str) -> None:
+def test_a_write_by_another_module_is_detected(line: str) -> None:
     assert len(list(writes(line, "placement"))) == 1
 
 
-def test_the_owners_own_writes_are_none() -> None:
+def test_writes_by_the_owner_are_allowed() -> None:
     owned: Any = {"state": "live.phase = 1\nself._fleet.add(1)\nself.ledger.abort(1)", "fleet": "one.row = 3"}
     assert [list(writes(source, module)) for module, source in owned.items()] == [[], []]
     assert list(writes("self._state.send(live)", "coordinator")) == []

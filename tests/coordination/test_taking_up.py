@@ -124,7 +124,7 @@ def new_ledger(
     undone=st.integers(0, 2),
     filters=st.booleans(),
 )
-def test_what_was_promised_fits_again_and_the_run_can_end(
+def test_recovered_reservations_fit_and_the_run_can_end(
     seed: int, eta: int, groups: int, size: int, extra: tuple[int, int, bool], steps: int, undone: int, filters: bool
 ) -> None:
     shape = (eta, groups, size, *extra[:2])
@@ -178,7 +178,7 @@ def test_what_was_promised_fits_again_and_the_run_can_end(
             pytest.fail("no step can begin")
 
 
-def test_members_that_are_not_the_groups_are_refused() -> None:
+def test_members_of_another_group_are_rejected() -> None:
     ledger = new_ledger(1, 2, 2, 0, 1)
     ledger.resume(0, {})
     for members in ([], [0], [0, 0], [0, 3], [0, 1, 2, 3]):
@@ -223,7 +223,7 @@ def taken_up(
     return states, again
 
 
-def test_groups_to_be_filtered_are_taken_up_first_then_complete_ones_then_the_oldest() -> None:
+def test_filtered_then_complete_then_the_oldest_groups_are_recovered() -> None:
     groups = (
         members_of(3, -1, -1, -1),
         members_of(4, 2, -1, 2),
@@ -240,19 +240,19 @@ def test_groups_to_be_filtered_are_taken_up_first_then_complete_ones_then_the_ol
         assert again == ()
 
 
-def test_a_reward_that_came_after_enough_others_is_not_taken_up() -> None:
+def test_a_reward_after_enough_others_is_surplus() -> None:
     states, again = taken_up(1, members_of(3, (2, 1.0), (2, 0.0), (2, 0.5)))
     assert states == [(3, [(2, SCORED), (2, SCORED), (2, SURPLUS)])]
     assert again == ()
 
 
-def test_members_too_old_for_a_place_start_again_and_the_others_are_kept() -> None:
+def test_members_too_old_for_an_entry_restart_and_the_others_are_kept() -> None:
     states, again = taken_up(1, members_of(3, (0, 1.0), (1, 0.0), 2), members_of(4, 0, -1, 0))
     assert states == [(3, [(-1, ""), (1, SCORED), (2, "")]), (4, [(-1, ""), (-1, ""), (-1, "")])]
     assert again == (9, 12, 14)
 
 
-def test_without_a_place_left_a_group_starts_again() -> None:
+def test_a_group_without_an_entry_restarts() -> None:
     """Two places in steps 2 and 3 each."""
     states, again = taken_up(1, *(members_of(group, 2, -1, -1) for group in (7, 6, 5, 4, 3)))
     assert [(group, members[0][0]) for group, members in states] == [(3, 2), (4, 2), (5, 2), (6, 2), (7, -1)]
@@ -268,14 +268,14 @@ def test_without_a_place_left_a_group_starts_again() -> None:
     assert again == ()
 
 
-def test_with_redundancy_nothing_is_taken_up_beside_complete_groups_that_fill_all_places() -> None:
+def test_with_redundancy_nothing_is_recovered_beside_complete_groups_that_fill_all_entries() -> None:
     complete = [members_of(group, (2, 1.0), (2, 0.0), -1) for group in (8, 9)]
     states, again = taken_up(0, members_of(3, 2, -1, -1), *complete, extra_groups=1)
     assert [group for group, _ in states] == [8, 9, 3]
     assert again == (9,)
 
 
-def test_a_run_of_several_sources_goes_on_drawing_after_the_groups_it_had_started() -> None:
+def test_a_run_of_several_sources_continues_drawing_after_its_started_groups() -> None:
     consumed = {outcome_key(Fate.CONSUMED, AbortReason.NONE): 8}
     stored = LedgerState(
         num_started=12, num_ended=consumed, live=(), next_step=2, version=2, sources=(SourceState(num_drawn=4),)

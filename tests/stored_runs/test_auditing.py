@@ -19,7 +19,7 @@ from tests.stores.plain_audit import plain_audit
 from tests.stores.test_stores import edit, set_int, sound_store
 
 
-def test_a_limit_is_divided_among_processes_and_one_too_low_is_refused() -> None:
+def test_the_memory_limit_is_divided_among_processes_and_has_a_minimum() -> None:
     for memory in (300, 512, 1024, 4096):
         for workers in (1, 2, 8, 64):
             plan = make_plan(memory, workers, 10**10)
@@ -35,7 +35,9 @@ def test_a_limit_is_divided_among_processes_and_one_too_low_is_refused() -> None
         make_plan(100, 2, 10)
 
 
-def test_several_processes_find_what_one_finds(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_find_the_findings_of_one(
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(auditing, "POOL_MIN_TOKENS", 0)
     path = tmp_path / "store"
     shutil.copytree(stored / "store", path)
@@ -47,7 +49,7 @@ def test_several_processes_find_what_one_finds(stored: Path, tmp_path: Path, mon
     assert not report.clean
 
 
-def test_a_scheduler_in_dasks_configuration_is_left_alone(stored: Path) -> None:
+def test_a_scheduler_in_the_dask_configuration_is_not_used(stored: Path) -> None:
     """An audit waited for the workers of a busy cluster, or failed where none answers, only because one was named."""
     with dask.config.set({"scheduler-address": "tcp://127.0.0.1:9"}):
         assert command("store", "audit", stored).returncode == 0
@@ -56,14 +58,14 @@ def test_a_scheduler_in_dasks_configuration_is_left_alone(stored: Path) -> None:
         assert "no scheduler at tcp://127.0.0.1:9" in told.stderr
 
 
-def test_weights_that_no_instance_proved_are_not_said_to_be_verified(stored: Path, tmp_path: Path) -> None:
+def test_weights_not_proved_by_any_instance_are_not_verified(stored: Path, tmp_path: Path) -> None:
     assert audit_within(VersionedStore.open(stored / "store"), 1024, 2).weights.verified > 0
     assert re.search(r"weights of instances: \d+ pulls verified, 0 not", command("store", "audit", stored).stdout)
     without_pulls = sound_store(tmp_path / "store", num_steps=1)
     assert audit_within(without_pulls, 1024, 2).weights.verified == 0
 
 
-def test_the_command_refuses_a_limit_that_is_too_low_in_one_line(stored: Path) -> None:
+def test_a_memory_limit_below_the_minimum_gives_a_one_line_error(stored: Path) -> None:
     told = command("store", "audit", stored, "--memory", 64)
     assert (told.returncode, told.stderr) == (2, "staleflow: --memory 64: an audit takes at least 216 MiB\n")
     told = command("store", "audit", stored, "--memory", 300, "--json")

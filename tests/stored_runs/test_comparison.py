@@ -38,7 +38,7 @@ def evaluated(version: int, rewards: dict[str, float], function: str = "f") -> E
     )
 
 
-def test_seeds_of_a_job_are_a_line_with_a_band_and_another_setting_is_another_line() -> None:
+def test_seeds_of_a_job_are_one_series_and_another_setting_is_another() -> None:
     found = compare([run("a1", [0, 1, 0, 1]), run("a2", [1, 1, 0, 0]), run("b1", [1, 1, 1, 1], rate="0.2")])
     assert found.jobs == {"a1 (2 runs)": ("a1", "a2"), "b1": ("b1",)}
     assert [(s.key, s.values) for s in found.settings] == [
@@ -51,7 +51,7 @@ def test_seeds_of_a_job_are_a_line_with_a_band_and_another_setting_is_another_li
     assert [(p.end, p.reward, p.stderr) for p in steps if p.job == "b1"] == [(e, 1.0, None) for e in (1, 2, 3, 4)]
 
 
-def test_a_curve_has_the_mean_of_the_steps_that_end_in_each_stretch_of_its_axis() -> None:
+def test_a_curve_has_the_mean_of_the_steps_in_each_interval() -> None:
     """Steps of a end at 10, 30, 60 tokens; those of b, which is longer, go on to 100: stretches of 25 tokens."""
     found = compare([run("a", [0, 1, 0.5]), run("b", [1, 0, 0, 1], rate="0.2")])
     points = {(p.job, p.axis, p.end): p.reward for p in found.rewards}
@@ -64,7 +64,7 @@ def test_a_curve_has_the_mean_of_the_steps_that_end_in_each_stretch_of_its_axis(
     assert [p.reward for p in long.rewards if (p.job, p.axis) == ("a", "steps")] == [4.5 + 10 * i for i in range(10)]
 
 
-def test_held_out_prompts_are_compared_one_by_one_at_versions_that_both_evaluated() -> None:
+def test_held_out_prompts_are_compared_at_versions_that_both_runs_evaluated() -> None:
     base = {f"p{i}": i % 2 / 1.0 for i in range(20)}
     better = {f"p{i}": 1.0 for i in range(5, 25)}
     first = run("a", [0] * 4, evaluations=[evaluated(0, base), evaluated(4, base)])
@@ -85,7 +85,7 @@ def test_held_out_prompts_are_compared_one_by_one_at_versions_that_both_evaluate
         assert (row.difference, row.reason) == (None, reason)
 
 
-def test_training_prompts_are_compared_by_row_over_all_seeds_if_the_data_are_the_same() -> None:
+def test_training_prompts_are_compared_by_row_if_the_data_are_the_same() -> None:
     facts: dict[str, Any] = {"data": "rows", "reward": "f"}
     low = {f"0:{i}": [0.0, 1.0] for i in range(12)}
     high = {f"0:{i}": [1.0] for i in range(12)}
@@ -105,7 +105,7 @@ def test_training_prompts_are_compared_by_row_over_all_seeds_if_the_data_are_the
         assert (row.difference, row.reason) == (None, reason)
 
 
-def test_the_trainers_time_adds_up() -> None:
+def test_trainer_times_add_up() -> None:
     found = compare([run("a", [0, 1]), run("b", [], rate="0.2")])
     use, none = found.times
     assert use.seconds.keys() - {"rest_s"} <= STEP_METRICS.keys()
@@ -114,13 +114,13 @@ def test_the_trainers_time_adds_up() -> None:
     assert (none.elapsed_s, none.tokens_per_s) == (0.0, 0.0)
 
 
-def test_fewer_than_two_runs_are_refused() -> None:
+def test_fewer_than_two_runs_are_rejected() -> None:
     for runs in ([run("a", [0])], [run("a", [0]), run("a", [0])], []):
         with pytest.raises(ConfigError, match="name at least two runs, each once"):
             compare(runs)
 
 
-def test_a_run_and_a_branch_of_it_are_compared(stored: Path) -> None:
+def test_a_run_and_its_branch_are_compared(stored: Path) -> None:
     with local_pool(1) as pool:
         reward_rescoring.rescore(stored, f"{stored.parent.parent}/mine.py:length", "compared", pool)
     found = staleflow.compare([staleflow.open_run(stored), f"{stored}@compared"])

@@ -75,7 +75,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         server.shutdown()
 
 
-def test_a_checkpoint_is_pushed_whole_with_its_card(finished_run: Path, hub: Hub) -> None:
+def test_a_checkpoint_is_pushed_with_its_model_card(finished_run: Path, hub: Hub) -> None:
     url = push_checkpoint(finished_run, "me/policy", private=True)
     assert url == f"{hub.url}/me/policy/commit/1"
     assert "private" in json.dumps(hub.created)
@@ -88,7 +88,7 @@ def test_a_checkpoint_is_pushed_whole_with_its_card(finished_run: Path, hub: Hub
     assert hub.num_commits == 1, "weights and card come together or not at all"
 
 
-def test_the_card_names_no_folder_of_this_machine(finished_run: Path) -> None:
+def test_the_model_card_names_no_local_folder(finished_run: Path) -> None:
     card = model_card(finished_run, title="policy")
     assert str(finished_run) not in card
     assert str(Path(load_job(finished_run).model.path).parent) not in card
@@ -98,14 +98,14 @@ def test_the_card_names_no_folder_of_this_machine(finished_run: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403, 500])
-def test_a_refusal_of_the_hub_is_one_line(finished_run: Path, hub: Hub, status: int) -> None:
+def test_a_rejected_push_gives_a_one_line_error(finished_run: Path, hub: Hub, status: int) -> None:
     hub.status = status
     with pytest.raises(ConfigError, match=r"me/policy: .* refuses: .*HF_TOKEN") as caught:
         push_checkpoint(finished_run, "me/policy")
     assert "\n" not in str(caught.value)
 
 
-def test_what_cannot_be_pushed_is_one_line(finished_run: Path, hub: Hub, tmp_path: Path) -> None:
+def test_runs_that_cannot_be_pushed_give_a_one_line_error(finished_run: Path, hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not the name of a repository"):
         push_checkpoint(finished_run, "a/b/c")
     with pytest.raises(ConfigError, match="has checkpoints of steps"):
@@ -115,7 +115,7 @@ def test_what_cannot_be_pushed_is_one_line(finished_run: Path, hub: Hub, tmp_pat
     assert not hub.created
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(finished_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_gives_a_one_line_error(finished_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ConfigError, match=r"the upload to http://127\.0\.0\.1:9 failed: \w+: "):
         push_checkpoint(finished_run, "me/policy")

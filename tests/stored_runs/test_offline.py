@@ -62,12 +62,12 @@ def rows_of(run: Path, where: str = "", branch: str = "main") -> list[EndedTraje
 # -- the workers -------------------------------------------------------------------------------------------------------
 
 
-def test_every_call_is_made_once_however_many_there_are(pool: Pool) -> None:
+def test_every_call_is_made_once_for_any_number_of_calls(pool: Pool) -> None:
     for count in (1, 2, 3, 4, 5, 20):
         assert sorted(pool.run(abs, [(i,) for i in range(count)])) == list(range(count))
 
 
-def test_a_row_that_nobody_answered_for_stores_nothing(
+def test_a_row_without_a_result_stores_nothing(
     stored: Path, tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from staleflow.pipeline.stored_runs import reward_rescoring
@@ -91,7 +91,7 @@ def test_a_row_that_nobody_answered_for_stores_nothing(
 # -- looking -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_steps_batch_reads_back_as_the_trainer_received_it(stored: Path, copy: Path) -> None:
+def test_the_batch_of_a_step_has_its_recorded_fingerprint(stored: Path, copy: Path) -> None:
     for record in VersionedStore.open(stored / "store").steps():
         if record.kind == "step":
             store = VersionedStore.open(stored / "store", at_step=record.step)
@@ -109,7 +109,7 @@ def test_a_steps_batch_reads_back_as_the_trainer_received_it(stored: Path, copy:
     assert batch_fingerprint(batch) != store.steps()[0].batch_fingerprint
 
 
-def test_the_worst_the_best_and_the_longest(stored: Path) -> None:
+def test_worst_best_and_longest_rows_are_selected(stored: Path) -> None:
     store = VersionedStore.open(stored / "store")
     rows = {row.trajectory.id: row for row in store.ended()}
     scored = [row for row in rows.values() if row.trajectory.timings.rewarded_s > 0]
@@ -125,7 +125,7 @@ def test_the_worst_the_best_and_the_longest(stored: Path) -> None:
     assert "response" in printed.stdout and "tokens on rollout-" in printed.stdout
 
 
-def test_a_view_tells_every_token_with_its_version_and_ratio(stored: Path, tiny_model: Path) -> None:
+def test_a_view_has_every_token_with_its_version_and_ratio(stored: Path, tiny_model: Path) -> None:
     store = VersionedStore.open(stored / "store")
     (row, *_) = rows_of(stored, "step == 0 and response_tokens > 4")
     (seen,) = views.view(stored, store, [row.trajectory.id], model=str(tiny_model))
@@ -140,11 +140,11 @@ def test_a_view_tells_every_token_with_its_version_and_ratio(stored: Path, tiny_
         views.view(stored, store, [TrajectoryId(999_999)])
 
 
-def test_what_a_response_holds_does_not_reach_the_terminal() -> None:
+def test_control_characters_in_responses_are_escaped() -> None:
     assert printable("so\x1b[2J\x07 \u4f60\n\tend\r") == "so\\x1b[2J\\x07 \u4f60\n\tend\\x0d"
 
 
-def test_half_letters_are_told_with_the_token_that_completes_them() -> None:
+def test_partial_characters_belong_to_the_token_that_completes_them() -> None:
     class Bytes:
         def text(self, tokens: Any, *, special: bool = False) -> str:
             return bytes(tokens).decode(errors="replace")
@@ -157,7 +157,7 @@ def test_half_letters_are_told_with_the_token_that_completes_them() -> None:
     assert told == ["a", "", "\u00e9", "", "", "\u4f60", "b"]
 
 
-def test_the_docstrings_examples_hold() -> None:
+def test_docstring_examples_pass() -> None:
     for module in (branch_code, overrides, stored_trajectories, pools, selection):
         result = doctest.testmod(module)
         assert result.attempted
@@ -168,7 +168,7 @@ def test_the_docstrings_examples_hold() -> None:
 
 
 @pytest.mark.parametrize("to", ["parquet", "jsonl", "hf"])
-def test_what_is_exported_is_what_is_stored(
+def test_exported_rows_equal_stored_rows(
     stored: Path, tmp_path: Path, pool: Pool, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pyarrow import parquet
@@ -205,7 +205,7 @@ def test_what_is_exported_is_what_is_stored(
         exporting.export(stored, to, out, pool)
 
 
-def test_what_a_corrupt_chunk_holds_is_named_and_the_rest_is_exported(copy: Path, tmp_path: Path) -> None:
+def test_rows_in_a_corrupt_chunk_are_named_and_the_others_are_exported(copy: Path, tmp_path: Path) -> None:
     corrupt_tokens(VersionedStore.open(copy / "store"))
     done = staleflow("store", "export", copy, "--to", "jsonl", "--out", tmp_path / "o.jsonl", "--workers", 1, "--json")
     assert done.returncode == 1, done.stderr
@@ -227,7 +227,9 @@ def test_what_a_corrupt_chunk_holds_is_named_and_the_rest_is_exported(copy: Path
 # -- reading under other weights ---------------------------------------------------------------------------------------
 
 
-def test_the_model_that_sampled_them_agrees_and_another_differs(stored: Path, tiny_model: Path, pool: Pool) -> None:
+def test_recomputed_logprobs_agree_for_the_same_model_and_differ_for_another(
+    stored: Path, tiny_model: Path, pool: Pool
+) -> None:
     same = logprob_recompute.recompute(stored, str(tiny_model), pool, where="v_max == 0 and fate == 'consumed'")
     assert same.rows == len(rows_of(stored, "v_max == 0 and fate == 'consumed'"))
     assert all(row.max_abs_log_ratio < 1e-3 and row.kl < 1e-6 and row.clipped == 0 for row in same.by_staleness)
@@ -239,7 +241,7 @@ def test_the_model_that_sampled_them_agrees_and_another_differs(stored: Path, ti
     assert all(0 < row.ess_sequences <= 1 and 0 < row.ess_tokens < 1 for row in other.by_staleness)
 
 
-def test_the_figures_are_their_definitions(stored: Path, pool: Pool) -> None:
+def test_logprob_statistics_match_their_definitions(stored: Path, pool: Pool) -> None:
     """Against the formulas, over logprobs that a branch keeps."""
     last = str(stored / "checkpoints" / "step-000003")
     result = logprob_recompute.recompute(stored, last, pool, branch="under-last")
@@ -265,9 +267,7 @@ def test_the_figures_are_their_definitions(stored: Path, pool: Pool) -> None:
     assert [t.ratio for t in seen.tokens] == pytest.approx(ratios[0].tolist())
 
 
-def test_responses_with_logprobs_that_are_not_finite_are_named_and_left_out(
-    copy: Path, tiny_model: Path, pool: Pool
-) -> None:
+def test_responses_with_non_finite_logprobs_are_named_and_excluded(copy: Path, tiny_model: Path, pool: Pool) -> None:
     """They made the figures of their staleness NaN."""
 
     def spoil(root: Any) -> None:
@@ -286,7 +286,9 @@ def test_responses_with_logprobs_that_are_not_finite_are_named_and_left_out(
 # -- training again ----------------------------------------------------------------------------------------------------
 
 
-def test_training_on_what_is_stored_gives_the_runs_own_weights(stored: Path, tmp_path: Path, pool: Pool) -> None:
+def test_offline_training_on_the_stored_batches_gives_the_weights_of_the_run(
+    stored: Path, tmp_path: Path, pool: Pool
+) -> None:
     from safetensors.torch import load_file
 
     received: list[Mapping[str, Any]] = []
@@ -313,7 +315,9 @@ def test_training_on_what_is_stored_gives_the_runs_own_weights(stored: Path, tmp
     assert not list(tmp_path.glob(".*"))
 
 
-def test_killed_it_goes_on_and_ends_the_same(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_training_resumes_and_ends_with_the_same_weights(
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Killed(Exception):
         pass
 
@@ -337,7 +341,7 @@ def test_killed_it_goes_on_and_ends_the_same(stored: Path, tmp_path: Path, monke
     assert training.train(other, lambda _: None).same_steps == 3
 
 
-def test_several_ranks_train_offline_as_one_does(stored: Path, tmp_path: Path) -> None:
+def test_several_ranks_train_offline_as_one_rank(stored: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     with local_pool(2) as two:
@@ -360,7 +364,7 @@ def test_several_ranks_train_offline_as_one_does(stored: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_lost_rank_ends_offline_training_with_a_line_and_the_same_command_goes_on(
+def test_a_lost_rank_ends_offline_training_and_the_same_command_resumes(
     stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a point after each step, here in the workers as well."""
@@ -392,7 +396,7 @@ def test_a_lost_rank_ends_offline_training_with_a_line_and_the_same_command_goes
     assert 1 not in done and done[-1] == 120
 
 
-def test_chosen_rows_and_other_rewards_give_another_policy(stored: Path, tmp_path: Path, pool: Pool) -> None:
+def test_selected_rows_and_other_rewards_give_another_policy(stored: Path, tmp_path: Path, pool: Pool) -> None:
     from staleflow.pipeline.stored_runs import reward_rescoring
 
     reward_rescoring.rescore(stored, f"{stored.parent.parent}/mine.py:length", "for-training", pool)
@@ -500,7 +504,7 @@ def test_a_run_after_fine_tuning_is_repeated_bit_for_bit(ranks: int, job: Path, 
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
-def test_wrong_input_is_one_line(stored: Path, tmp_path: Path) -> None:
+def test_invalid_input_gives_a_one_line_error(stored: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(stored, other)
     edit(other / "store", lambda root: root.attrs.update({"format": 99}))
@@ -523,7 +527,7 @@ def test_wrong_input_is_one_line(stored: Path, tmp_path: Path) -> None:
         assert answered.stderr.count("\n") == 1, answered.stderr
 
 
-def test_what_if_a_stored_run_had_been_another(stored: Path) -> None:
+def test_simulate_from_a_stored_run_varies_its_settings(stored: Path) -> None:
     told = command("simulate", "--from", stored, "--set", "steps=3", "--sweep", "staleness.eta=0,2", "--json")
     assert told.returncode == 0, told.stderr
     rows = json.loads(told.stdout)
@@ -532,7 +536,7 @@ def test_what_if_a_stored_run_had_been_another(stored: Path) -> None:
     assert rows[1]["tokens_per_s"] > rows[0]["tokens_per_s"]
 
 
-def test_the_example_goes_through(stored: Path, tmp_path: Path) -> None:
+def test_the_offline_example_runs(stored: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(stored, run)
     root = Path(__file__).parents[2]
@@ -549,7 +553,7 @@ def test_the_example_goes_through(stored: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["jsonl", "parquet"])
-def test_what_another_export_has_written_meanwhile_is_kept(
+def test_a_concurrent_export_is_kept(
     copy: Path, tmp_path: Path, pool: Pool, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / f"out.{to}"
@@ -566,7 +570,7 @@ def test_what_another_export_has_written_meanwhile_is_kept(
     assert not list(tmp_path.glob(".out.*"))
 
 
-def test_what_another_training_has_written_meanwhile_is_kept(copy: Path, tmp_path: Path) -> None:
+def test_a_concurrent_training_output_is_kept(copy: Path, tmp_path: Path) -> None:
     out = tmp_path / "trained"
     plan = training.make_plan(copy, out, (), "main", "", 1)
     out.mkdir()
@@ -575,7 +579,7 @@ def test_what_another_training_has_written_meanwhile_is_kept(copy: Path, tmp_pat
     assert not list(tmp_path.glob(".trained.*"))
 
 
-def test_a_copy_is_worked_on_with_the_code_that_is_in_it(copy: Path, finished_run: Path, tmp_path: Path) -> None:
+def test_a_copied_run_uses_the_code_in_its_folder(copy: Path, finished_run: Path, tmp_path: Path) -> None:
     """The job of a submitted run names its code in the folder that it was made in."""
     job = (copy / "config.toml").read_text()
     named = job.replace('function = "task"', f'function = "{finished_run}/code/reward_mine.py:score"')

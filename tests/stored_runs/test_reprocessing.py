@@ -28,7 +28,7 @@ from tests.runtime.test_run import ENVIRONMENT, check, staleflow
 from tests.support import forking
 
 
-def test_new_rewards_are_on_a_branch_and_the_original_is_as_it_was(stored: Path) -> None:
+def test_rescoring_writes_a_branch_and_leaves_the_original_unchanged(stored: Path) -> None:
     before = VersionedStore.open(stored / "store").table()
     answered = staleflow(
         "store", "rescore", stored, "--reward", f"{stored.parent.parent}/mine.py:length", "--branch", "by-length",
@@ -75,7 +75,7 @@ def test_new_rewards_are_on_a_branch_and_the_original_is_as_it_was(stored: Path)
         branch.commit(VersionedStore.open(stored / "store").steps()[0], [])
 
 
-def test_rows_that_cannot_be_scored_are_recorded_and_the_others_are_done(stored: Path) -> None:
+def test_rows_that_cannot_be_scored_are_recorded_and_the_others_are_scored(stored: Path) -> None:
     with local_pool(2) as pool:
         result = reward_rescoring.rescore(stored, f"{stored.parent.parent}/mine.py:picky", "picky", pool)
     assert 0 < len(result.errors) < result.scored
@@ -89,7 +89,7 @@ def test_rows_that_cannot_be_scored_are_recorded_and_the_others_are_done(stored:
     assert {r.trajectory.reward for r in rows if r.trajectory.num_tokens and r.trajectory.id not in failed} == {1.0}
 
 
-def test_a_weighted_sum_is_named_as_in_a_job_file(stored: Path) -> None:
+def test_reward_parts_may_be_given_as_in_a_job_file(stored: Path) -> None:
     mine = f"{stored.parent.parent}/mine.py"
     parts = f'{{right={{function="task", weight=2.0}}, long={{function="{mine}:length", weight=0.5}}}}'
     done = command("store", "rescore", stored, "--set", f"reward.parts={parts}", "--branch", "sum")
@@ -119,7 +119,7 @@ def test_a_weighted_sum_is_named_as_in_a_job_file(stored: Path) -> None:
         (("--set", "reward.functoin=task"), "did you mean reward.function?"),
     ],
 )
-def test_what_cannot_be_scored_by_is_one_line(stored: Path, words: tuple[str, ...], says: str) -> None:
+def test_an_unusable_reward_gives_a_one_line_error(stored: Path, words: tuple[str, ...], says: str) -> None:
     done = command("store", "rescore", stored, *words, "--branch", "none")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert says in done.stderr
@@ -137,7 +137,7 @@ def test_the_same_reward_gives_the_same_rewards_and_advantages(stored: Path) -> 
     assert (result.signal_second_only, result.signal_first_only) == ((), ())
 
 
-def test_killed_in_the_middle_it_leaves_no_trace(stored: Path, tmp_path: Path) -> None:
+def test_a_killed_rescoring_leaves_no_branch(stored: Path, tmp_path: Path) -> None:
     run = tmp_path / "copy"
     shutil.copytree(stored, run)
     before = repository_at(run / "store").list_branches()
@@ -169,7 +169,7 @@ def test_killed_in_the_middle_it_leaves_no_trace(stored: Path, tmp_path: Path) -
     assert repository_at(run / "store").list_branches() == {*before, "killed"}
 
 
-def test_what_cannot_be_done_leaves_no_branch(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_rescoring_leaves_no_branch(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = stored / "store"
     store = VersionedStore.open(path)
     short = derived_branches.Rewards(

@@ -25,7 +25,7 @@ def new_key(folder: Path, name: str) -> Path:
     return key
 
 
-def test_only_what_a_listed_key_signed_is_signed(tmp_path: Path) -> None:
+def test_only_a_signature_by_a_listed_key_is_accepted(tmp_path: Path) -> None:
     """A forger who makes the chain anew needs another entry in the certificate, and has not the key."""
     mine, other = new_key(tmp_path, "mine"), new_key(tmp_path, "other")
     checkpoint = tmp_path / "step-000003"

@@ -27,7 +27,7 @@ metric_list:
 """
 
 
-def test_python_without_lm_eval_is_one_line_that_names_the_extra(
+def test_a_missing_lm_eval_gives_a_one_line_error_with_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(suites, "HAS_LM_EVAL", "raise SystemExit(1)")
@@ -37,7 +37,7 @@ def test_python_without_lm_eval_is_one_line_that_names_the_extra(
         suites.check_lm_eval(str(tmp_path / "python"))
 
 
-def test_figures_are_each_metric_with_the_standard_error_of_its_filter() -> None:
+def test_suite_figures_have_each_metric_with_the_standard_error_of_its_filter() -> None:
     results = {
         "alias": "sums", "sample_len": 4, "acc,none": 0.5, "acc_stderr,none": 0.25, "exact_match,last": 1,
         "exact_match_stderr,last": "N/A",
@@ -49,7 +49,7 @@ def test_figures_are_each_metric_with_the_standard_error_of_its_filter() -> None
     ]
 
 
-def test_task_of_a_folder_runs_and_an_unknown_one_is_an_error_line(
+def test_a_task_folder_runs_and_an_unknown_task_gives_a_one_line_error(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("lm_eval")

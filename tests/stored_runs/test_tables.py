@@ -30,7 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
     return stored
 
 
-def test_dask_has_prompts_and_responses_of_the_chosen_trajectories(run: StoredRun) -> None:
+def test_dask_table_has_prompts_and_responses_of_the_selected_trajectories(run: StoredRun) -> None:
     lazy = dask_table(run.run_dir, run.store, "trajectory != 1", block_rows=2)
     assert lazy.npartitions == 2
     frame = lazy.compute(scheduler="sync")

@@ -132,7 +132,7 @@ def at_once(function: Callable[[int], Result], calls: int = THREADS) -> list[Res
 # -- scoring -----------------------------------------------------------------------------------------------------------
 
 
-def test_threads_that_share_a_scorer_each_get_their_own_rewards(scorers: Any) -> None:
+def test_threads_that_share_a_scorer_get_their_rewards(scorers: Any) -> None:
     scorer = scorers("number")
     size = 50
 
@@ -151,7 +151,7 @@ def test_threads_that_share_a_scorer_each_get_their_own_rewards(scorers: Any) ->
             assert (score_.reward, score_.parts, score_.error) == (float(n), {"n": n}, "")
 
 
-def test_after_an_answer_that_cannot_be_read_the_next_ones_are_right(scorers: Any) -> None:
+def test_replies_after_an_unreadable_one_are_correct(scorers: Any) -> None:
     scorer = scorers("parts")
     first = scorer.score([(str(n), {}) for n in range(4)])
     assert [s.reward for s in first] == [0.0, 0.0, 2.0, 3.0]
@@ -159,9 +159,7 @@ def test_after_an_answer_that_cannot_be_read_the_next_ones_are_right(scorers: An
     assert [s.reward for s in scorer.score([(str(n), {}) for n in range(4, 8)])] == [4.0, 5.0, 6.0, 7.0]
 
 
-def test_a_call_that_is_broken_off_leaves_no_answers_for_the_next(
-    scorers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_call_leaves_no_reply_for_the_next(scorers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scorer = scorers("number")
     scorer.check()
     read = reward_process._read
@@ -179,18 +177,18 @@ def test_a_call_that_is_broken_off_leaves_no_answers_for_the_next(
     assert [s.reward for s in scorer.score([(str(n), {"n": n}) for n in (20, 21, 22)])] == [20.0, 21.0, 22.0]
 
 
-def test_an_answer_given_twice_is_never_the_next_ones(scorers: Any) -> None:
+def test_a_repeated_reply_is_not_used_for_the_next_request(scorers: Any) -> None:
     scores = scorers("doubled").score([(str(n), {}) for n in range(5)])
     assert [s.reward for s in scores] == [0.0, 0.0, 2.0, 3.0, 4.0]
     assert ["another request" in s.error for s in scores] == [False, True, False, False, False]
 
 
-def test_what_a_rewards_programs_write_and_read_is_no_answer_and_no_request(scorers: Any) -> None:
+def test_input_and_output_of_reward_subprocesses_is_not_part_of_the_protocol(scorers: Any) -> None:
     scores = scorers("noisy", 20.0).score([(str(n), {}) for n in range(4)])
     assert [(s.reward, s.error) for s in scores] == [(float(n), "") for n in range(4)]
 
 
-def test_a_process_that_died_while_idle_costs_no_row(scorers: Any) -> None:
+def test_a_scoring_process_that_died_while_idle_costs_no_row(scorers: Any) -> None:
     scorer = scorers("number")
     assert scorer.score([("1", {"n": 1})])[0].reward == 1.0
     os.kill(scorer._process.pid, signal.SIGKILL)
@@ -198,7 +196,7 @@ def test_a_process_that_died_while_idle_costs_no_row(scorers: Any) -> None:
     assert [(s.reward, s.error) for s in scorer.score([("2", {"n": 2}), ("4", {"n": 4})])] == [(2.0, ""), (4.0, "")]
 
 
-def test_closed_by_another_thread_a_scorer_ends_its_work_and_starts_no_process(scorers: Any) -> None:
+def test_a_scorer_closed_by_another_thread_stops_and_starts_no_process(scorers: Any) -> None:
     scorer = scorers("slow")
     scorer.check()
     with ThreadPoolExecutor(1) as executor:
@@ -218,7 +216,7 @@ def test_closed_by_another_thread_a_scorer_ends_its_work_and_starts_no_process(s
 
 
 @pytest.mark.parametrize("dataset", ["pool_matrix", "knights_knaves", "chain_sum"])
-def test_prompts_drawn_by_several_threads_are_the_prompts_drawn_by_one(dataset: str) -> None:
+def test_prompts_drawn_by_several_threads_equal_those_of_one(dataset: str) -> None:
     """Of these datasets one draws from numpy's global generator, and one keeps its generator in the dataset."""
     count = 40
     source = make_source(f"reasoning_gym:{dataset}", {}, 3)
@@ -244,7 +242,7 @@ def test_a_tokenizer_decodes_for_one_thread_at_a_time() -> None:
         assert text.split() == [str(i)] * 20
 
 
-def test_models_loaded_at_the_same_time_are_whole_and_transformers_is_as_it_was(tiny_model: Path) -> None:
+def test_models_loaded_concurrently_are_complete_and_global_settings_are_restored(tiny_model: Path) -> None:
     """from_pretrained changes torch and transformers for the whole process while it works."""
     import torch
     from transformers import PreTrainedModel
@@ -266,7 +264,7 @@ def test_models_loaded_at_the_same_time_are_whole_and_transformers_is_as_it_was(
             assert forward_logprobs(model, range(2, 12)) == expected
 
 
-def test_files_of_one_name_are_modules_of_their_own(tmp_path: Path) -> None:
+def test_files_of_one_name_are_separate_modules(tmp_path: Path) -> None:
     import typing
 
     made = []
@@ -326,7 +324,7 @@ def threads() -> Iterator[Pool]:
         yield Pool(client, shared=False)
 
 
-def test_rewards_of_a_worker_with_threads_are_those_of_a_plain_loop(
+def test_rewards_of_a_multithreaded_worker_equal_those_of_a_loop(
     many: Path, rewards: Path, threads: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoTokenizer
@@ -356,7 +354,7 @@ def test_rewards_of_a_worker_with_threads_are_those_of_a_plain_loop(
     assert {(r.trajectory.reward, r.trajectory.error) for r in rows} == {(1.0, "")}
 
 
-def test_a_model_read_by_several_threads_gives_what_it_gives_one(
+def test_logprobs_of_several_threads_equal_those_of_one(
     many: Path, tiny_model: Path, threads: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprob_recompute, "MODEL_ROWS", 8)
@@ -383,7 +381,7 @@ def _num_logprob_models() -> int:
     return sum(isinstance(held, LogprobModel) for held in gc.get_objects())
 
 
-def test_an_export_by_several_threads_is_that_of_one(
+def test_an_export_by_several_threads_equals_that_of_one(
     many: Path, tmp_path: Path, threads: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporting, "PART_ROWS", 16)

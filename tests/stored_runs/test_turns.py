@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> StoredRun:
     return stored
 
 
-def test_the_columns_select_by_turns_and_time(run: StoredRun) -> None:
+def test_columns_select_by_turns_and_time(run: StoredRun) -> None:
     store = run.store
     assert sorted_ids(store, "best", 9, "turns == 3 and tool_s > 1.7 and given_tokens == 15") == [0]
     assert sorted_ids(store, "longest", 9, "turns == 1 and given_tokens + tool_s == 0") == [1, 2, 3]
@@ -79,7 +79,7 @@ def test_a_conversation_is_shown_with_roles_and_times(run: StoredRun, capsys: py
     assert re.search(r"assistant \(7 tokens\)\nguess 5\ntool \(8 tokens, 1.25 s\)\n\nhigher", shown)
 
 
-def test_the_command_shows_it_too(run: StoredRun) -> None:
+def test_the_show_command_prints_the_conversation(run: StoredRun) -> None:
     shown = command("store", "show", run.run_dir, "--best", 1, "--json")
     (one,) = json.loads(shown.stdout)
     assert [p["role"] for p in one["message_spans"]] == ["assistant", "tool", "assistant", "user", "assistant"]
@@ -87,7 +87,7 @@ def test_the_command_shows_it_too(run: StoredRun) -> None:
 
 
 @pytest.mark.parametrize("to", ["parquet", "jsonl", "hf"])
-def test_an_export_has_messages_and_says_which_tokens_were_sampled(run: StoredRun, tmp_path: Path, to: str) -> None:
+def test_an_export_has_messages_and_a_mask_of_sampled_tokens(run: StoredRun, tmp_path: Path, to: str) -> None:
     from pyarrow import parquet
 
     file = tmp_path / f"part.{to}"
@@ -117,7 +117,7 @@ def test_an_export_has_messages_and_says_which_tokens_were_sampled(run: StoredRu
         assert dataframes.record(row)["tool_s"] == got["tool_s"]
 
 
-def test_a_reward_gets_the_last_turn_and_all_of_them_in_the_record(run: StoredRun, tmp_path: Path) -> None:
+def test_a_reward_function_gets_the_last_turn_and_all_turns_in_the_record(run: StoredRun, tmp_path: Path) -> None:
     config = reward_rescoring._with_reward(run.config, f"{tmp_path}/mine.py:last")
     prompts = actor_settings.prompt_settings(config, held_out=0, longest_prompt=None)
     settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), {}))
@@ -130,7 +130,7 @@ def test_a_reward_gets_the_last_turn_and_all_of_them_in_the_record(run: StoredRu
     assert block.rewards.tolist() == [2.0, 1.0, 0.0, 0.0]
 
 
-def test_an_environments_own_reward_is_not_to_be_had_again(run: StoredRun) -> None:
+def test_environment_rewards_cannot_be_recomputed(run: StoredRun) -> None:
     acting = dataclasses.replace(run.config, task=dataclasses.replace(run.config.task, multi_turn="yes"))
     (run.run_dir / "config.toml").write_text(knob_tree.to_toml(acting))
     with pytest.raises(ConfigError, match=r"rewards its episodes while they are played, .*name a function of your own"):
@@ -146,7 +146,7 @@ def test_a_simulation_repeats_the_turns_and_their_times(run: StoredRun) -> None:
     assert [workload.turns(g, m) for g, m in ((0, 1), (1, 0), (2, 1))] == [(Turn(7),), (Turn(1),), (Turn(7),)]
 
 
-def test_only_sampled_tokens_are_compared_with_other_weights(run: StoredRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logprobs_are_compared_at_sampled_tokens_only(run: StoredRun, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = list(run.store.ended())
     row = stored[0]
 

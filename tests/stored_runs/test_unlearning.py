@@ -82,7 +82,7 @@ def ids_by_step(run: Path) -> list[list[int]]:
         ("the first step", 0, 16, 2), ("the middle step", 1, 16, 2), ("the last step", 1, 16, 2),
     ],
 )  # fmt: skip
-def test_the_weights_are_those_of_training_without_the_rows_from_the_beginning(
+def test_unlearned_weights_equal_training_without_the_rows(
     name: str, start: int, rows: int, steps: int, copy: Path, tmp_path: Path
 ) -> None:
     first, middle, last = ids_by_step(copy)
@@ -109,7 +109,7 @@ def test_the_weights_are_those_of_training_without_the_rows_from_the_beginning(
     assert verified.repeated_steps == tuple(range(start, steps))
 
 
-def test_nothing_of_a_row_that_is_left_out_is_in_the_weights(copy: Path, stored: Path, tmp_path: Path) -> None:
+def test_values_of_an_unlearned_row_do_not_affect_the_weights(copy: Path, stored: Path, tmp_path: Path) -> None:
     """With another reward, other tokens and other logprobs of it, the weights are the same."""
     row = ids_by_step(copy)[0][3]
     plan, facts = unlearning.make_plan(copy, tmp_path / "out", f"trajectory == {row}", "without")
@@ -130,7 +130,7 @@ def test_nothing_of_a_row_that_is_left_out_is_in_the_weights(copy: Path, stored:
     assert are_equal(trained(again)[0], weights)
 
 
-def test_a_training_that_was_killed_goes_on_with_the_same_branch(
+def test_a_killed_unlearning_resumes_on_the_same_branch(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Killed(Exception):
@@ -167,9 +167,7 @@ def test_steps_before_the_resume_point_are_verified(copy: Path, stored: Path, tm
     assert verify_offline(tmp_path / "out", steps=ALL).repeated_steps == (0, 1, 2)
 
 
-def test_a_resume_point_of_other_weights_or_of_a_run_with_other_settings_is_not_used(
-    copy: Path, tmp_path: Path
-) -> None:
+def test_a_resume_point_of_other_weights_or_settings_is_not_used(copy: Path, tmp_path: Path) -> None:
     where = f"trajectory == {ids_by_step(copy)[1][0]}"
     shutil.copy(copy / "resume" / "v00000002.pt", copy / "resume" / "v00000001.pt")
     plan, _ = unlearning.make_plan(copy, tmp_path / "out", where, "without")
@@ -197,7 +195,7 @@ def test_a_resume_point_of_another_kind_of_machine_is_named(
 
 
 @pytest.mark.parametrize("name", [name for name in ADVANTAGES.names if name != "none"])
-def test_advantages_are_estimated_again_only_where_they_depended_on_what_is_left_out(name: str, job: Path) -> None:
+def test_advantages_are_recomputed_only_where_they_depend_on_removed_rows(name: str, job: Path) -> None:
     """Three groups of four in two steps, whose stored advantages are odd; of the second group a row is left out."""
     config = loading.load(job, (f"training.advantage={name}",))
     count, odd = 12, np.float32(0.123)
@@ -221,7 +219,7 @@ def test_advantages_are_estimated_again_only_where_they_depended_on_what_is_left
     assert name not in ("grpo", "dapo", "dr_grpo", "rloo") or alone[4] == 0
 
 
-def test_what_cannot_be_unlearned_is_refused_and_nothing_is_stored(copy: Path, tmp_path: Path) -> None:
+def test_an_invalid_unlearning_is_rejected_and_stores_nothing(copy: Path, tmp_path: Path) -> None:
     before = VersionedStore.open(copy / "store").branches()
     (first, *_), *_ = ids_by_step(copy)
     emulated = stored_simulation(tmp_path, "name=emulated")
@@ -248,7 +246,7 @@ def test_what_cannot_be_unlearned_is_refused_and_nothing_is_stored(copy: Path, t
     assert VersionedStore.open(copy / "store").branches() == before
 
 
-def test_the_command_trains_and_says_what_it_left_out(copy: Path) -> None:
+def test_the_unlearn_command_trains_and_lists_the_removed_rows(copy: Path) -> None:
     """On a branch, with a row that matches and that was never trained on."""
     _, middle, _ = ids_by_step(copy)
     done = staleflow_process("unlearn", copy, "--where", f"trajectory in {middle[:2]} or fate == 'aborted'", "--json")

@@ -56,7 +56,7 @@ def wheres(result: Verification) -> list[tuple[str, str]]:
 # -- honest runs -----------------------------------------------------------------------------------------------------
 
 
-def test_an_honest_run_is_verified_with_every_step(stored: Path) -> None:
+def test_an_unmodified_run_is_verified_with_every_step(stored: Path) -> None:
     events: list[Any] = []
     result = verify_run(stored, steps=ALL, report=events.append)
     assert result.verified and not result.findings and not result.unverified
@@ -75,7 +75,7 @@ def test_a_step_is_repeated_from_the_nearest_resume_point(stored: Path) -> None:
     assert result.repeated_steps == (2,)
 
 
-def test_a_checkpoint_is_verified_with_the_steps_before_it(copy: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_verified_with_its_steps(copy: Path, tmp_path: Path) -> None:
     folder = copy / "checkpoints" / "step-000003"
     done = command("verify", folder, "--steps", ALL, "--json")
     assert done.returncode == 0, done.stderr
@@ -99,7 +99,7 @@ def test_a_checkpoint_is_verified_with_the_steps_before_it(copy: Path, tmp_path:
 
 
 @pytest.mark.slow  # a run of its own
-def test_a_run_resumed_under_other_settings_and_from_a_lost_point_is_verified(job: Path) -> None:
+def test_a_run_resumed_with_other_settings_after_a_lost_resume_point_is_verified(job: Path) -> None:
     from tests.runtime.test_run import run
 
     folder = run(job, "steps=3", "task.eval_prompts=0", "training.schedule='linear'").run_dir
@@ -113,7 +113,7 @@ def test_a_run_resumed_under_other_settings_and_from_a_lost_point_is_verified(jo
     assert not check_chain(VersionedStore.open(folder / "store", branch=undone)).findings
 
 
-def test_an_offline_training_continues_the_chain_of_its_run(copy: Path, tmp_path: Path) -> None:
+def test_offline_training_continues_the_chain_of_its_run(copy: Path, tmp_path: Path) -> None:
     """On other rewards, chosen rows and two epochs: a step of its own is repeated, and a change is found."""
     reward_rescoring_branch(copy)
     out = tmp_path / "out"
@@ -160,7 +160,7 @@ def test_a_run_without_weights_or_without_steps_is_not_verified(tmp_path: Path) 
     assert done.stdout.startswith(f"{run}: NOT VERIFIED")
 
 
-def test_other_weights_on_another_kind_of_machine_contradict_nothing(
+def test_other_weights_on_another_kind_of_machine_are_not_a_contradiction(
     stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from staleflow.tasks.training.policy_trainer import PolicyTrainer
@@ -184,9 +184,7 @@ def test_other_weights_on_another_kind_of_machine_contradict_nothing(
     assert any("another machine" in line for line in result.unverified)
 
 
-def test_a_run_that_an_earlier_version_stored_is_readable_and_not_verified(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_an_earlier_version_is_readable_and_not_verified(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(layout, "fingerprint_rows", lambda *_: "")
         patch.setattr(VersionedStore, "_last_entry", lambda *_: "")
@@ -205,7 +203,7 @@ def test_a_run_that_an_earlier_version_stored_is_readable_and_not_verified(
 # -- forgeries -------------------------------------------------------------------------------------------------------
 
 
-def test_a_changed_store_is_found_by_its_chain_and_nothing_is_repeated(copy: Path) -> None:
+def test_a_changed_store_is_found_by_its_chain_without_repeating_steps(copy: Path) -> None:
     edit(copy / "store", change_a_logprob)
     result = verify_run(copy)
     assert ("chain", "step 0") in wheres(result)
@@ -233,7 +231,7 @@ def with_first_segment(row: EndedTrajectory, change: Callable[[Segment], Segment
 
 
 @pytest.mark.parametrize("change", [reward, logprob, token])
-def test_a_batch_forged_with_a_chain_of_its_own_does_not_give_the_published_weights(
+def test_a_forged_batch_with_a_new_chain_gives_other_weights(
     copy: Path, change: Callable[[EndedTrajectory], EndedTrajectory]
 ) -> None:
     """The forger changes what was trained on, and makes all hashes anew, but cannot train. Only what has an advantage
@@ -249,7 +247,7 @@ def test_a_batch_forged_with_a_chain_of_its_own_does_not_give_the_published_weig
     assert result.verified == (not trained)
 
 
-def test_records_that_lack_what_is_verified_are_not_verified(copy: Path) -> None:
+def test_records_without_fingerprints_inputs_or_steps_are_not_verified(copy: Path) -> None:
     """With a chain of their own: weights that no step published, no inputs, and a step that is missing."""
     records = VersionedStore.open(copy / "store").steps()
     store_again(copy, [replace(record, weight_fingerprint="") for record in records])
@@ -392,7 +390,7 @@ class Forger:
             other.write_bytes(other_data)
 
 
-def test_random_forgeries_of_all_files_are_found_or_not_covered(copy: Path) -> None:
+def test_random_changes_of_any_file_are_found_or_not_covered(copy: Path) -> None:
     """Resume points that are not whole are none; of the store's files some have only what earlier snapshots read."""
     checkpoint, contents = copy / "checkpoints" / "step-000003", read_all(copy / "store")
     forger, num_found = Forger(copy, seed=10), 0
@@ -410,7 +408,7 @@ def test_random_forgeries_of_all_files_are_found_or_not_covered(copy: Path) -> N
     assert num_found > 2
 
 
-def test_random_changes_of_the_stores_files_are_found_or_not_read(copy: Path) -> None:
+def test_random_changes_of_store_files_are_found_or_not_read(copy: Path) -> None:
     """Wherever a bit is flipped in the files of the store: the chain breaks, the store cannot be read, or nothing that
     its present snapshot reads has changed, as in the history behind it."""
     contents = read_all(copy / "store")
@@ -439,7 +437,7 @@ def read_all(path: Path) -> dict[str, bytes]:
     return {name: np.asarray(root[name][:]).tobytes() for name in names}
 
 
-def test_records_of_a_step_have_what_its_weights_come_from(stored: Path) -> None:
+def test_the_first_record_has_the_inputs_of_the_weights(stored: Path) -> None:
     records: list[StepRecord] = [r for r in VersionedStore.open(stored / "store").steps() if r.kind == "step"]
     assert {*records[0].inputs} == {"weights", "settings", "user_code", "staleflow", "sources", "numerics"}
     assert records[0].inputs["numerics"].startswith("torch ")

@@ -138,7 +138,7 @@ def require_one_line(code: int, out: str, err: str) -> None:
 
 
 @pytest.mark.parametrize("change", [pytest.param(c, id=name) for name, c in NO_CERTIFICATE])
-def test_a_malformed_certificate_is_refused(stored: Path, tmp_path: Path, change: Change) -> None:
+def test_a_malformed_certificate_is_rejected(stored: Path, tmp_path: Path, change: Change) -> None:
     run = copied(stored, tmp_path)
     change(run)
     done = command("verify", run / CHECKPOINT)
@@ -158,14 +158,14 @@ def test_damage_contradicts_the_run(stored: Path, tmp_path: Path, change: Change
 
 
 @pytest.mark.parametrize("change", [pytest.param(c, id=name) for name, c in NO_TRAINING])
-def test_a_malformed_offline_training_is_refused(offline: Path, tmp_path: Path, change: Change) -> None:
+def test_a_malformed_offline_training_is_rejected(offline: Path, tmp_path: Path, change: Change) -> None:
     folder = copied(offline, tmp_path)
     change(folder)
     done = command("verify", folder)
     require_one_line(done.returncode, done.stdout, done.stderr)
 
 
-def test_the_last_line_of_a_history_is_the_one_that_its_checkpoint_names(offline: Path, tmp_path: Path) -> None:
+def test_a_history_whose_last_line_is_not_the_checkpoint_is_contradicted(offline: Path, tmp_path: Path) -> None:
     folder = copied(offline, tmp_path)
     last_line(reward=2.0)(folder)
     done = command("verify", folder / CHECKPOINT)
@@ -176,7 +176,7 @@ def test_the_last_line_of_a_history_is_the_one_that_its_checkpoint_names(offline
     assert "not verified: the weights of step-000003" in done.stdout
 
 
-def test_a_checkpoint_elsewhere_names_its_run(stored: Path, tmp_path: Path) -> None:
+def test_a_moved_checkpoint_names_its_run(stored: Path, tmp_path: Path) -> None:
     run = copied(stored, tmp_path)
     moved = Path(shutil.move(run / CHECKPOINT, tmp_path / "moved"))
     for store in ("", str(run / "store"), "s3:/x"):
@@ -187,17 +187,17 @@ def test_a_checkpoint_elsewhere_names_its_run(stored: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("steps", ["0", "-1", "x"])
-def test_a_number_of_steps_out_of_range_is_refused(stored: Path, steps: str) -> None:
+def test_a_number_of_steps_out_of_range_is_rejected(stored: Path, steps: str) -> None:
     done = command("verify", stored, "--steps", steps)
     assert done.returncode == 2 and "--steps" in done.stderr and not done.stdout
 
 
-def test_a_path_that_can_be_none_is_refused() -> None:
+def test_an_invalid_path_is_rejected() -> None:
     done = command("verify", "x" * 5000)
     require_one_line(done.returncode, done.stdout, done.stderr)
 
 
-def test_files_that_are_no_resume_points_are_none(stored: Path, tmp_path: Path) -> None:
+def test_files_without_a_resume_point_name_are_ignored(stored: Path, tmp_path: Path) -> None:
     run = copied(stored, tmp_path)
     shutil.copy(run / POINT, run / "resume" / "vabc.pt")
     (run / "resume" / "v00000002.shards").mkdir()
