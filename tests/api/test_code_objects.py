@@ -71,20 +71,20 @@ def elsewhere(folder: Path, *asked: tuple[str, str]) -> Any:
     return json.loads(subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout)
 
 
-def test_a_function_takes_along_what_it_uses_of_its_own_module(tmp_path: Path) -> None:
+def test_a_function_is_written_with_the_names_it_uses(tmp_path: Path) -> None:
     named = write_code(reward, tmp_path / "code", "reward")
     assert named == f"{tmp_path}/code/reward.py:reward"
     assert elsewhere(tmp_path, (named, "[f('abc', 1), 'tests' in sys.modules]")) == [[2.5, False]]
 
 
-def test_the_file_has_the_source_text_of_the_function_and_of_those_it_calls(tmp_path: Path) -> None:
+def test_the_file_has_the_source_of_the_function_and_its_helpers(tmp_path: Path) -> None:
     text = Path(write_code(reward, tmp_path, "reward").rpartition(":")[0]).read_text()
     assert "#     def reward(text: str, row: Any) -> float:" in text
     assert "#         return BONUS * len(text)" in text
     compile(text, "reward.py", "exec")
 
 
-def test_a_class_an_instance_a_partial_and_lambdas_are_loaded_as_what_they_are(tmp_path: Path) -> None:
+def test_classes_instances_partials_and_lambdas_are_restored(tmp_path: Path) -> None:
     """And a function of an installed package is imported there; of one without source the file says so."""
     counting = Counting()
     counting()
@@ -106,31 +106,31 @@ def test_a_class_an_instance_a_partial_and_lambdas_are_loaded_as_what_they_are(t
 
 
 @pytest.mark.parametrize(("obj", "culprit"), [(locked, r"locked\.LOCK"), (calls_locked, r"calls_locked\.locked\.LOCK")])
-def test_what_cannot_be_pickled_is_named(tmp_path: Path, obj: Any, culprit: str) -> None:
+def test_an_object_that_cannot_be_pickled_is_named(tmp_path: Path, obj: Any, culprit: str) -> None:
     with pytest.raises(ConfigError, match=rf"{culprit} cannot be pickled \(cannot pickle '_thread.lock' object\)"):
         write_code(obj, tmp_path, "reward")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_decorated_function_that_would_be_imported_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_a_decorated_function_that_pickles_by_reference_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cached of tests.api.test_code_objects is not pickled by value"):
         write_code(uses_cached, tmp_path, "reward")
 
 
-def test_what_is_too_large_for_every_worker_is_refused(tmp_path: Path) -> None:
+def test_code_larger_than_64_mib_is_rejected(tmp_path: Path) -> None:
     data = b"x" * (2**26 + 1)
     with pytest.raises(ConfigError, match="64 MiB; load large data"):
         write_code(lambda text, row: data[0], tmp_path, "reward")
 
 
-def test_another_python_is_told_in_one_line(tmp_path: Path) -> None:
+def test_another_python_version_gives_a_one_line_error(tmp_path: Path) -> None:
     path = Path(write_code(reward, tmp_path, "reward").rpartition(":")[0])
     path.write_text(path.read_text().replace(f"!= {sys.version_info[:2]}", "!= (3, 9)"))
     with pytest.raises(ConfigError, match=r"cannot be loaded: it was pickled by Python .*, and this is Python"):
         user_code.load(f"{path}:reward", "reward.function")
 
 
-def test_the_line_of_an_error_in_it_is_found(tmp_path: Path) -> None:
+def test_line_of_finds_the_line_of_an_error_in_restored_code(tmp_path: Path) -> None:
     loaded = user_code.load(write_code(reward, tmp_path, "reward"), "reward.function")
     with pytest.raises(ValueError, match="could not convert") as error:
         loaded("abc", "x")

@@ -32,7 +32,7 @@ def run(stored: Path, tmp_path: Path) -> staleflow.Run:
     return staleflow.open_run(tmp_path / "run")
 
 
-def test_a_function_scores_the_responses_on_a_branch(run: staleflow.Run, client: Client) -> None:
+def test_rescore_with_a_function_writes_a_branch(run: staleflow.Run, client: Client) -> None:
     most = 3
     before = run.branches
 
@@ -72,7 +72,7 @@ def test_a_reward_that_fails_on_every_response_leaves_no_branch(run: staleflow.R
     run.rescore(branch="again", reward=lambda answer, record: 1.0, client=client)
 
 
-def test_what_cannot_score_leaves_neither_a_branch_nor_its_code(run: staleflow.Run, client: Client) -> None:
+def test_an_invalid_rescoring_leaves_neither_a_branch_nor_code(run: staleflow.Run, client: Client) -> None:
     before, branches = set((run.path / "code").glob("*")), run.branches
     with pytest.raises(staleflow.ConfigError, match="name the reward"):
         run.rescore(branch="other", client=client)
@@ -86,13 +86,13 @@ def test_what_cannot_score_leaves_neither_a_branch_nor_its_code(run: staleflow.R
     assert run.branches == branches
 
 
-async def test_an_asynchronous_client_is_refused(run: staleflow.Run) -> None:
+async def test_an_asynchronous_client_is_rejected(run: staleflow.Run) -> None:
     with pytest.raises(staleflow.ConfigError, match="it is asynchronous"):
         async with Client(processes=False, n_workers=0, dashboard_address="127.0.0.1:0", asynchronous=True) as client:
             run.export("jsonl", run.path / "out.jsonl", client=client)
 
 
-def test_without_a_client_local_processes_export(run: staleflow.Run, tmp_path: Path) -> None:
+def test_export_without_a_client_uses_local_processes(run: staleflow.Run, tmp_path: Path) -> None:
     result = run.export("jsonl", tmp_path / "out.jsonl", where="reward > 0", workers=1)
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     expected = [(t.id, t.response) for t in run.trajectories("reward > 0")]
@@ -102,7 +102,7 @@ def test_without_a_client_local_processes_export(run: staleflow.Run, tmp_path: P
         run.export("jsonl", tmp_path / "out.jsonl", workers=1)
 
 
-def test_logprobs_under_the_sampling_policy_are_those_that_were_stored(
+def test_recomputed_logprobs_of_the_sampling_policy_match_the_stored_ones(
     run: staleflow.Run, tiny_model: Path, client: Client
 ) -> None:
     result = run.recompute_logprobs(tiny_model, where="v_max == 0 and fate == 'consumed'", client=client)
@@ -110,7 +110,7 @@ def test_logprobs_under_the_sampling_policy_are_those_that_were_stored(
     assert all(row.max_abs_log_ratio < 1e-3 and row.ess_tokens > 0.999 for row in result.by_staleness)
 
 
-def test_training_offline_gives_the_weights_of_the_run(run: staleflow.Run, tmp_path: Path, client: Client) -> None:
+def test_train_offline_gives_the_weights_of_the_run(run: staleflow.Run, tmp_path: Path, client: Client) -> None:
     events: list[Any] = []
     result = run.train_offline(tmp_path / "policy", client=client, report=events.append)
     assert (result.steps, result.same_steps) == (len(run.steps()), len(run.steps()))
@@ -127,7 +127,7 @@ def test_the_journal_replays_to_the_same_commands(run: staleflow.Run) -> None:
     assert run.replay(0).story
 
 
-def test_changes_are_mappings_or_lines() -> None:
+def test_changes_may_be_mappings_or_lines() -> None:
     assert override_lines(None) == ()
     assert override_lines(["a=1", "b.c=x"]) == ("a=1", "b.c=x")
     assert override_lines({"a": True, "b.c": "x y"}) == ("a=true", 'b.c="x y"')
@@ -135,7 +135,7 @@ def test_changes_are_mappings_or_lines() -> None:
         override_lines("a=1")
 
 
-def test_files_of_branches_have_names_of_their_own() -> None:
+def test_branch_names_map_to_different_file_names() -> None:
     names = ["a", "a_b", "a b", "a.b", "a-b"]
     assert len({file_name(name) for name in names}) == len(names)
     assert all(file_name(name).isidentifier() for name in names)

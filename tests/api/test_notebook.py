@@ -40,6 +40,8 @@ class TestNotebooks:
         assert "verified" in text
         assert (tmp_path / "stored-run" / "offline" / "checkpoints").is_dir()
 
-    def test_own_parts_train_and_are_kept_with_the_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_user_code_in_a_notebook_trains_and_is_stored_with_the_run(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         text = execute("own_parts.ipynb", tmp_path, monkeypatch)
         assert "['loss_Discard.py', 'routing_LeastTokens.py', 'task_LongSums.py']" in text

@@ -33,12 +33,12 @@ class LateLoop(asyncio.SelectorEventLoop):
         self.closed.set()
 
 
-def test_an_iteration_that_ends_does_not_meet_a_closed_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exhausted_iterator_does_not_call_a_closed_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asyncio, "new_event_loop", LateLoop)
     assert list(iterate(numbers())) == [0, 1, 2]
 
 
-def test_an_iteration_that_is_left_cancels_its_iterator() -> None:
+def test_abandoning_an_iterator_cancels_the_asynchronous_iterator() -> None:
     ended = threading.Event()
 
     async def endless() -> AsyncIterator[int]:

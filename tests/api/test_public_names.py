@@ -22,12 +22,12 @@ def imports_for_type_checkers() -> dict[str, str]:
     return {str(alias.asname): str(node.module) for node in imports for alias in node.names}
 
 
-def test_importing_staleflow_loads_nothing_heavy() -> None:
+def test_importing_staleflow_imports_no_heavy_package() -> None:
     assert {"torch", "zarr", "dask", "distributed", "numpy"} <= HEAVY
     assert not loaded_by("import staleflow\ndir(staleflow)\nstaleflow.__version__") & HEAVY
 
 
-def test_the_names_that_type_checkers_see_are_those_that_are_imported() -> None:
+def test_names_for_type_checkers_equal_the_lazily_imported_names() -> None:
     assert imports_for_type_checkers() == staleflow._MODULES
 
 
@@ -48,7 +48,7 @@ def test_the_api_page_has_every_public_name_once() -> None:
     assert all(f"staleflow.{name}\n" in site_pages.python_api_page() for name in listed if name != "tiny_model")
 
 
-def test_an_unknown_name_is_an_error_that_names_the_nearest() -> None:
+def test_an_unknown_name_gives_an_error_with_the_nearest_name() -> None:
     with pytest.raises(
         AttributeError, match=r"^module 'staleflow' has no attribute 'openrun'; did you mean open_run\?$"
     ):
@@ -58,6 +58,6 @@ def test_an_unknown_name_is_an_error_that_names_the_nearest() -> None:
     assert not hasattr(staleflow, "__wrapped__")
 
 
-def test_a_job_is_shown_on_one_line() -> None:
+def test_repr_of_a_job_is_one_line() -> None:
     job = staleflow.load_job("examples/demo.toml", {"steps": 7})
     assert repr(job) == "<Job demo: 7 steps, eta 1, runs/base/running-sums, reasoning_gym:chain_sum>"

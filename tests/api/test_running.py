@@ -56,7 +56,7 @@ def forked_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward_process, "subprocess", forking.SUBPROCESS)
 
 
-def test_rows_and_a_function_of_this_module_train_a_model(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_and_a_local_reward_function_train_a_model(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = staleflow.run(job, overrides={"steps": 3, "task.eval_prompts": 4}, rows=ROWS, reward=reward)
     assert result.stopped == ""
     assert result.summary["steps"] == 3
@@ -77,7 +77,7 @@ def test_rows_and_a_function_of_this_module_train_a_model(job: Path, capsys: pyt
     assert "<table>" in result._repr_html_()
 
 
-def test_a_started_run_is_watched_stopped_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_started_run_can_be_watched_stopped_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     third = threading.Event()
 
     def watch(status: staleflow.RunStatus) -> None:
@@ -113,7 +113,7 @@ def test_a_started_run_is_watched_stopped_and_resumed(tmp_path: Path, capsys: py
     assert len(resumed.run.steps()) == steps + 2
 
 
-def test_two_runs_of_one_process_go_on_side_by_side(tmp_path: Path) -> None:
+def test_two_runs_of_one_process_run_in_parallel(tmp_path: Path) -> None:
     handles = [staleflow.start(emulated(tmp_path), overrides=[f"name={name}"]) for name in ("one", "two")]
     assert [handle.result().summary["steps"] for handle in handles] == [4, 4]
     assert all(handle.run.audit().clean for handle in handles)
@@ -145,14 +145,14 @@ class LastInstance:
         return True
 
 
-def test_dask_computes_in_this_process_after_a_run_as_before(tmp_path: Path) -> None:
+def test_dask_computes_in_this_process_after_a_run(tmp_path: Path) -> None:
     """Placing several actors at once left Dask's global scheduler set, with no client that it could have used."""
     result = staleflow.run(emulated(tmp_path), progress=False)
     assert dask.config.get("scheduler", None) is None
     assert result.run.to_dask(texts=False).reward.count().compute() > 0
 
 
-def test_a_rule_of_this_module_routes_and_replays(tmp_path: Path) -> None:
+def test_a_local_routing_rule_routes_and_replays(tmp_path: Path) -> None:
     result = staleflow.run(emulated(tmp_path), routing=LastInstance, progress=False)
     named = result.run.job.rollout.routing
     assert named.name == f"{result.run_dir}/code/routing_LastInstance.py:LastInstance"
@@ -172,7 +172,7 @@ class NoNetwork:
         pass
 
 
-def test_a_tracker_that_fails_is_printed_and_the_run_goes_on(
+def test_a_failing_tracker_is_reported_and_the_run_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = staleflow.run(emulated(tmp_path), tracker=NoNetwork)
@@ -181,7 +181,7 @@ def test_a_tracker_that_fails_is_printed_and_the_run_goes_on(
     assert warnings == ["warning: tracker NoNetwork failed and is not called again: OSError('no network')"]
 
 
-def test_a_name_that_is_taken_is_refused_at_once(tmp_path: Path) -> None:
+def test_an_existing_run_name_is_rejected_at_once(tmp_path: Path) -> None:
     handle = staleflow.start(emulated(tmp_path, steps=100))
     first = handle.run_dir
     handle.stop()
@@ -191,7 +191,7 @@ def test_a_name_that_is_taken_is_refused_at_once(tmp_path: Path) -> None:
         staleflow.start(emulated(tmp_path))
 
 
-def test_stopped_before_it_begins(tmp_path: Path) -> None:
+def test_a_run_stopped_before_its_start_raises_interrupted(tmp_path: Path) -> None:
     handle = staleflow.start(emulated(tmp_path, steps=100))
     handle.stop("never mind")
     with pytest.raises(Interrupted, match="never mind"):
@@ -215,7 +215,7 @@ async def test_a_cancelled_coroutine_stops_its_run_in_order(tmp_path: Path) -> N
     assert summary["stopped"] == "cancelled"
 
 
-def test_a_coroutine_returns_the_result(tmp_path: Path) -> None:
+def test_run_async_returns_the_result(tmp_path: Path) -> None:
     result = asyncio.run(staleflow.run_async(emulated(tmp_path), progress=False))
     assert result.summary["steps"] == 4
 
@@ -230,7 +230,7 @@ def client() -> Iterator[Client]:
         yield client
 
 
-def test_a_run_on_the_cluster_of_a_client(tmp_path: Path, client: Client) -> None:
+def test_a_run_uses_the_cluster_of_a_client(tmp_path: Path, client: Client) -> None:
     before = client.submit(lambda: 1).result()
     result = staleflow.run(emulated(tmp_path), client=client, progress=False)
     assert result.summary["steps"] == 4
@@ -239,7 +239,7 @@ def test_a_run_on_the_cluster_of_a_client(tmp_path: Path, client: Client) -> Non
     assert len(client.scheduler_info(n_workers=-1)["workers"]) == 4
 
 
-def test_a_run_waits_for_workers_says_for_which_and_can_be_stopped(tmp_path: Path, client: Client) -> None:
+def test_a_run_waiting_for_workers_reports_it_and_can_be_stopped(tmp_path: Path, client: Client) -> None:
     job = emulated(tmp_path, steps=500)
     handle = staleflow.start(job, overrides={"rollout.instances": 8}, client=client)
     while handle.status().state == "starting":
@@ -252,7 +252,7 @@ def test_a_run_waits_for_workers_says_for_which_and_can_be_stopped(tmp_path: Pat
         handle.result()
 
 
-def test_a_cluster_of_threads_is_refused(tmp_path: Path) -> None:
+def test_a_cluster_of_threads_is_rejected(tmp_path: Path) -> None:
     with (
         LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
         Client(cluster) as client,
@@ -261,7 +261,7 @@ def test_a_cluster_of_threads_is_refused(tmp_path: Path) -> None:
         staleflow.start(emulated(tmp_path), client=client)
 
 
-def test_a_reward_that_fails_on_the_first_prompt_is_told_before_anything_starts(job: Path) -> None:
+def test_a_reward_that_fails_on_the_first_prompt_is_rejected_before_the_start(job: Path) -> None:
     def fails(text: str, row: Mapping[str, Any]) -> float:
         return float(row["no such column"])
 
@@ -269,7 +269,7 @@ def test_a_reward_that_fails_on_the_first_prompt_is_told_before_anything_starts(
         staleflow.start(job, rows=ROWS, reward=fails)
 
 
-def test_an_error_of_the_run_is_raised_by_its_result(tmp_path: Path) -> None:
+def test_the_result_of_a_failed_run_raises_its_error(tmp_path: Path) -> None:
     handle = staleflow.start(
         emulated(tmp_path, deadlines={"stuck_s": 1.0}, steps=3)
         | {"rollout": {"engine": {"name": "emulated", "time_scale": 0.001}}, "simulation": {"pull_s": 0.0}}
@@ -306,24 +306,24 @@ def cached(text: str, row: Any) -> float:
         ({"client": "tcp://head:8786"}, "client: a str; expected a distributed.Client"),
     ],
 )
-def test_mistakes_are_told_in_one_line(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_give_a_one_line_error(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         staleflow.start(emulated(tmp_path), **arguments)
     assert "\n" not in str(error.value)
 
 
-def test_rows_without_the_columns_of_the_job_name_those_there_are(job: Path) -> None:
+def test_missing_columns_of_rows_are_reported_with_the_existing_ones(job: Path) -> None:
     rows = [{"question": "1+1=", "solution": "2"}]
     with pytest.raises(ConfigError, match=r"question, solution"):
         staleflow.start(job, rows=rows)
 
 
-def test_a_row_that_lacks_what_others_have_is_named(job: Path) -> None:
+def test_a_row_without_a_column_of_the_others_is_named(job: Path) -> None:
     with pytest.raises(ConfigError, match=r"line 2: no 'answer', which other rows have; add it to this one$"):
         staleflow.start(job, rows=[{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2="}])
 
 
-def test_an_agent_of_other_arguments_is_told_once(job: Path) -> None:
+def test_an_agent_with_a_wrong_signature_is_rejected_once(job: Path) -> None:
     def agent() -> float:
         return 0.0
 
@@ -333,12 +333,12 @@ def test_an_agent_of_other_arguments_is_told_once(job: Path) -> None:
         staleflow.start(job, agent=agent)
 
 
-def test_a_job_of_another_type_is_refused() -> None:
+def test_a_job_of_a_wrong_type_is_rejected() -> None:
     with pytest.raises(ConfigError, match="job: a int; expected the path of a job file, a mapping or a Job"):
         staleflow.load_job(3)  # type: ignore[arg-type]
 
 
-def test_a_result_is_one_short_line() -> None:
+def test_repr_of_a_result_is_one_line() -> None:
     summary = {
         "steps": 2, "reward_first": 0.25, "reward_last": 0.5, "evaluations": [], "staleness_histogram": {"0": 4},
         "eta": 1, "tokens_per_s": 10.0, "seconds": {},
@@ -357,7 +357,7 @@ def test_a_result_is_one_short_line() -> None:
     )
 
 
-def test_a_table_of_pandas_is_written_as_rows(job: Path) -> None:
+def test_a_pandas_table_is_written_as_rows(job: Path) -> None:
     pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame({"prompt": ["1+1=", "2+2="], "answer": ["2", "4"], "hint": [1.5, float("nan")]})
     job_of_table = staleflow.load_job(job, {"task.eval_prompts": 0})
@@ -382,7 +382,7 @@ while not handle.status().step:
 """
 
 
-def test_a_script_needs_no_guard_and_stops_at_its_end_what_it_has_started(tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_stops_its_runs_at_exit(tmp_path: Path) -> None:
     job = emulated(tmp_path) | {"runs_dir": str(tmp_path / "runs")}
     (tmp_path / "script.py").write_text(SCRIPT.format(job=job))
     run = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
@@ -391,7 +391,7 @@ def test_a_script_needs_no_guard_and_stops_at_its_end_what_it_has_started(tmp_pa
     assert [start["end"] for start in starts] == ["stopped: Python exits"]
 
 
-def test_a_job_is_loaded_from_a_file_a_mapping_and_a_job(job: Path, tmp_path: Path) -> None:
+def test_load_job_accepts_a_file_a_mapping_and_a_job(job: Path, tmp_path: Path) -> None:
     from_file = staleflow.load_job(job, {"training.learning_rate": 1e-4, "rollout.engine.max_running": 8})
     assert (from_file.training.learning_rate, from_file.rollout.engine.max_running) == (1e-4, 8)
     assert staleflow.load_job(from_file) == from_file
@@ -401,7 +401,7 @@ def test_a_job_is_loaded_from_a_file_a_mapping_and_a_job(job: Path, tmp_path: Pa
         staleflow.load_job(tmp_path / "other.toml")
 
 
-def test_functions_stand_wherever_a_mapping_names_code() -> None:
+def test_functions_are_accepted_wherever_a_mapping_names_code() -> None:
     parts = {"near": {"function": reward, "weight": 0.5}}
     job = staleflow.load_job({"model": {"path": "tiny"}, "reward": {"parts": parts}, "training": {"advantage": near}})
     assert job.reward.parts["near"].function.endswith("reward.py:reward")

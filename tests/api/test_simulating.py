@@ -13,7 +13,7 @@ import staleflow
 from tests.api.test_running import LastInstance, emulated
 
 
-def test_a_sweep_with_baselines_gives_a_result_for_each_variant(tmp_path: Path) -> None:
+def test_a_sweep_with_baselines_returns_a_result_per_variant(tmp_path: Path) -> None:
     job = emulated(tmp_path, steps=6)
     results = staleflow.simulate(job, sweep={"staleness.eta": [0, 2]}, baselines=True)
     assert [result.label for result in results][:3] == ["eta=0", "eta=2", "synchronous"]
@@ -28,7 +28,7 @@ class AnyInstance(LastInstance):
     """Another rule of a notebook."""
 
 
-def test_a_sweep_takes_classes(tmp_path: Path) -> None:
+def test_a_sweep_accepts_classes(tmp_path: Path) -> None:
     job = emulated(tmp_path, steps=2)
     results = staleflow.simulate(job, sweep={"rollout.routing": ["deadline", LastInstance, AnyInstance]})
     assert [result.label for result in results] == ["routing=deadline", "routing=LastInstance", "routing=AnyInstance"]
@@ -36,12 +36,12 @@ def test_a_sweep_takes_classes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sweep", [{"staleness.eta": 3}, {"staleness.eta": "0,1"}, "staleness.eta=0,1"])
-def test_a_sweep_of_no_lists_is_told_in_one_line(tmp_path: Path, sweep: Any) -> None:
+def test_a_sweep_without_lists_gives_a_one_line_error(tmp_path: Path, sweep: Any) -> None:
     with pytest.raises(staleflow.ConfigError, match=r"^sweep = .*: expected lists of values by key, such as "):
         staleflow.simulate(emulated(tmp_path), sweep=sweep)
 
 
-def test_a_stored_run_is_simulated_with_what_it_recorded(tmp_path: Path, stored: Path) -> None:
+def test_a_stored_run_is_simulated_with_its_recorded_workload(tmp_path: Path, stored: Path) -> None:
     run = staleflow.open_run(stored)
     (result,) = staleflow.simulate(run, overrides={"staleness.eta": 2})
     workload: Any = result.variant.job.workload
@@ -51,7 +51,7 @@ def test_a_stored_run_is_simulated_with_what_it_recorded(tmp_path: Path, stored:
     assert named.variant.job.workload == workload
 
 
-def test_a_script_without_a_guard_may_sweep(tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_may_sweep(tmp_path: Path) -> None:
     job = emulated(tmp_path) | {"runs_dir": str(tmp_path / "runs")}
     (tmp_path / "sweep.py").write_text(
         f"import staleflow\nprint('executed')\nprint(len(staleflow.simulate({job}, sweep=dict(seed=[1, 2]))))\n"

@@ -51,7 +51,7 @@ def copy(written: StoredRun, tmp_path: Path) -> staleflow.Run:
     return staleflow.open_run(tmp_path / "page")
 
 
-def test_what_a_run_is(run: staleflow.Run, written: StoredRun) -> None:
+def test_a_run_has_its_name_path_and_state(run: staleflow.Run, written: StoredRun) -> None:
     assert (run.path, run.source, run.url) == (written.run_dir, str(written.run_dir), "")
     assert (run.name, run.eta, run.bound, run.job) == ("page", 1, "staleness bound eta = 1", written.config)
     assert (run.live, run.finished, run.branches) == (False, True, ("main",))
@@ -85,7 +85,7 @@ def test_trajectories_are_flat_records_with_texts(run: staleflow.Run) -> None:
     assert repr(first) == "<StoredTrajectory 4, consumed at step 1, reward 1.000: '1+1=' -> '2'>"
 
 
-def test_trajectories_are_those_of_the_store(run: staleflow.Run) -> None:
+def test_trajectories_match_the_store(run: staleflow.Run) -> None:
     store = VersionedStore.open(run.path / "store")
     for found, row in zip(run.trajectories(texts=False), store.ended(), strict=True):
         assert (found.prompt, found.response, found.messages) == ("", "", ())
@@ -94,12 +94,12 @@ def test_trajectories_are_those_of_the_store(run: staleflow.Run) -> None:
     assert run.trajectory(4).response == "2"
 
 
-def test_no_step_before_the_first_consumes(run: staleflow.Run) -> None:
+def test_step_zero_excludes_trajectories_dropped_in_it(run: staleflow.Run) -> None:
     assert [t.id for t in run.trajectories(step=0)] == [0, 1], "what was dropped with it is left out"
     assert [t.id for t in run.trajectories("reward > 0 or reward < 0", step=0)] == [0]
 
 
-def test_the_batch_of_a_step_is_what_the_trainer_received(run: staleflow.Run, copy: staleflow.Run) -> None:
+def test_the_batch_of_a_step_has_its_recorded_fingerprint(run: staleflow.Run, copy: staleflow.Run) -> None:
     batch = run.batch(1)
     assert batch.intact
     assert [t.id for t in batch.trajectories] == [4, 5]
@@ -109,7 +109,7 @@ def test_the_batch_of_a_step_is_what_the_trainer_received(run: staleflow.Run, co
         run.batch(7)
 
 
-def test_a_run_as_of_a_step_stays_so(tmp_path: Path) -> None:
+def test_a_run_at_a_step_does_not_change(tmp_path: Path) -> None:
     written = StoredRun(tmp_path)
     train_one(written)
     run = staleflow.open_run(written.run_dir)
@@ -142,7 +142,7 @@ def test_a_live_run_is_followed_without_refreshing(tmp_path: Path) -> None:
     assert run.finished
 
 
-def test_a_run_that_has_no_store_yet_has_no_steps(written: StoredRun, tmp_path: Path) -> None:
+def test_a_run_without_a_store_has_no_steps(written: StoredRun, tmp_path: Path) -> None:
     shutil.copy(written.run_dir / "config.toml", tmp_path)
     run = staleflow.open_run(tmp_path)
     assert (run.steps(), run.summary(), run.finished, run.evaluations()) == ([], None, False, [])
@@ -151,7 +151,7 @@ def test_a_run_that_has_no_store_yet_has_no_steps(written: StoredRun, tmp_path: 
         run.to_pandas()
 
 
-def test_a_run_in_a_notebook_is_a_table(run: staleflow.Run) -> None:
+def test_a_run_in_a_notebook_is_shown_as_a_table(run: staleflow.Run) -> None:
     assert repr(run) == (
         f"<Run {run.source}: branch main, state finished, steps 3, trajectories 12, tokens "
         f"{sum(s.num_tokens for s in run.steps())}, reward 0.500>"
@@ -163,7 +163,7 @@ def test_a_run_in_a_notebook_is_a_table(run: staleflow.Run) -> None:
     assert "<tr><th>as of step</th><td>1</td></tr>" in run.at_step(1)._repr_html_()
 
 
-def test_the_best_and_the_worst(run: staleflow.Run) -> None:
+def test_best_and_worst_trajectories(run: staleflow.Run) -> None:
     assert run.sorted_ids("best", 2) == [0, 4]
     assert run.sorted_ids("worst", 1, step=2) == [9]
     assert run.sorted_ids("longest", 1, "step == 2 and fate == 'consumed'") == [9]
@@ -173,7 +173,7 @@ def test_the_best_and_the_worst(run: staleflow.Run) -> None:
     assert [(t.text, t.version) for t in view.tokens] == [("2", 0)]
 
 
-def test_tables(run: staleflow.Run) -> None:
+def test_tables_of_pandas_dask_and_xarray(run: staleflow.Run) -> None:
     frame = run.to_pandas("reward > 0")
     assert frame.prompt.tolist() == ["0+1=", "1+1=", "2+1="]
     assert frame.response.tolist() == ["1", "2", "3"]
@@ -188,7 +188,7 @@ def test_tables(run: staleflow.Run) -> None:
     assert len(run.to_dataset("reward > 1")) == 0
 
 
-def test_wrong_questions_are_one_line(run: staleflow.Run, tmp_path: Path) -> None:
+def test_invalid_queries_give_a_one_line_error(run: staleflow.Run, tmp_path: Path) -> None:
     with pytest.raises(staleflow.ConfigError, match="there is no column 'rewrd'; did you mean 'reward'"):
         run.trajectories("rewrd > 0")
     with pytest.raises(staleflow.ConfigError, match="no stored trajectory 99"):
@@ -209,7 +209,7 @@ def test_texts_need_the_tokenizer_and_numbers_do_not(copy: staleflow.Run, tmp_pa
         copy.to_pandas()
 
 
-def test_a_damaged_trajectory_is_an_error_that_says_how_to_leave_it_out(tmp_path: Path) -> None:
+def test_a_corrupt_trajectory_raises_an_error_with_a_remedy(tmp_path: Path) -> None:
     written = StoredRun(tmp_path)
     letters = np.random.default_rng(0).integers(97, 123, 4000).astype(np.uint8).tobytes().decode()
     written.train([("", [Response(letters, 1.0), Response(letters[::-1])])])
@@ -222,7 +222,7 @@ def test_a_damaged_trajectory_is_an_error_that_says_how_to_leave_it_out(tmp_path
     assert (report.clean, report.readable, report.as_dict()["num_steps"]) == (False, False, None)
 
 
-def test_the_audit_covers_what_the_run_stored(run: staleflow.Run, copy: staleflow.Run) -> None:
+def test_audit_covers_the_stored_steps(run: staleflow.Run, copy: staleflow.Run) -> None:
     report = run.audit(full=True)
     assert (report.clean, report.readable, report.num_steps, report.max_staleness) == (True, True, 3, 1)
     assert report.checks[-1] == "history"
@@ -232,7 +232,7 @@ def test_the_audit_covers_what_the_run_stored(run: staleflow.Run, copy: staleflo
         run.replay()
 
 
-def test_the_runs_of_a_folder(written: StoredRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_lists_the_runs_of_a_folder(written: StoredRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (run,) = staleflow.list_runs(written.run_dir.parent)
     assert (run.name, run.finished) == ("page", True)
     monkeypatch.chdir(tmp_path)

@@ -60,7 +60,7 @@ def test_a_job_is_cancelled_and_resumed_there(tmp_path: Path, client: Client) ->
     assert resumed.result().summary["steps"] == steps + 2
 
 
-def test_a_job_that_fails_raises_when_its_result_is_asked_for(job: Path, client: Client) -> None:
+def test_the_result_of_a_failed_submitted_job_raises_its_error(job: Path, client: Client) -> None:
     def fails(text: str, row: Mapping[str, Any]) -> float:
         if text not in ("", row["answer"]):
             raise ValueError("not today")
@@ -71,14 +71,14 @@ def test_a_job_that_fails_raises_when_its_result_is_asked_for(job: Path, client:
         submitted.result()
 
 
-def test_a_cluster_that_is_not_there_and_one_named_twice_are_told_in_one_line(tmp_path: Path, client: Client) -> None:
+def test_a_missing_or_doubly_named_cluster_gives_a_one_line_error(tmp_path: Path, client: Client) -> None:
     with pytest.raises(ConfigError, match="no cluster given"):
         staleflow.submit(emulated(tmp_path))
     with pytest.raises(ConfigError, match="both a client and a scheduler"):
         staleflow.submitted_jobs(client=client, scheduler="tcp://127.0.0.1:1")
 
 
-async def test_a_coroutine_is_called_where_a_loop_runs() -> None:
+async def test_call_runs_a_coroutine_inside_a_running_loop() -> None:
     async def one() -> int:
         await asyncio.sleep(0)
         return 1
@@ -86,7 +86,7 @@ async def test_a_coroutine_is_called_where_a_loop_runs() -> None:
     assert own_loop.call(one()) == 1
 
 
-def test_an_iteration_that_is_left_ends_the_asynchronous_one() -> None:
+def test_abandoning_an_iterator_ends_the_asynchronous_one() -> None:
     ended: list[str] = []
 
     async def numbers() -> Any:

@@ -23,7 +23,7 @@ staleflow.open_run("runs/demo").sorted_ids("last", 3)
 """
 
 
-def test_a_script_that_calls_everything_passes_and_mistakes_are_found(tmp_path: Path) -> None:
+def test_a_script_that_uses_the_whole_api_passes_mypy_and_mistakes_are_found(tmp_path: Path) -> None:
     """The cells of the notebooks pass as such a script, but for annotations of their functions."""
     (tmp_path / "mistakes.py").write_text(MISTAKES)
     for notebook in NOTEBOOKS:
@@ -40,7 +40,7 @@ def test_a_script_that_calls_everything_passes_and_mistakes_are_found(tmp_path: 
     assert "user_script" not in done.stdout
 
 
-def test_the_script_calls_everything_that_a_run_offers() -> None:
+def test_the_script_uses_every_public_name_of_run() -> None:
     named = {node.attr for node in ast.walk(ast.parse(SCRIPT.read_text())) if isinstance(node, ast.Attribute)}
     public = {name for name in dir(staleflow.Run) if not name.startswith("_")}
     assert public - named == set()

@@ -51,7 +51,7 @@ def emulated(folder: Path, train_s: float) -> Path:
     return path
 
 
-def test_the_first_ends_a_run_in_order_and_it_can_be_resumed_and_ended_again(tmp_path: Path) -> None:
+def test_the_first_interrupt_ends_a_run_in_order_and_it_can_be_resumed(tmp_path: Path) -> None:
     folder = emulated(tmp_path, 0.3).parent
     for args in (("run", "job.toml"), ("resume", "runs/job")):
         with terminal(*args, cwd=folder) as shown:
@@ -67,7 +67,7 @@ def test_the_first_ends_a_run_in_order_and_it_can_be_resumed_and_ended_again(tmp
 
 
 @pytest.mark.parametrize("cpu_s", [0.3, 1.0])
-def test_one_before_the_first_step_ends_a_run_too(tmp_path: Path, cpu_s: float) -> None:
+def test_an_interrupt_before_the_first_step_ends_a_run(tmp_path: Path, cpu_s: float) -> None:
     with terminal("run", emulated(tmp_path, 1.0), cwd=tmp_path, forked=False) as shown:
         shown.until_computed(cpu_s)
         shown.ctrl_c()
@@ -78,7 +78,7 @@ def test_one_before_the_first_step_ends_a_run_too(tmp_path: Path, cpu_s: float) 
         assert ("`staleflow resume " if begun else "the same command begins it again") in shown.text
 
 
-def test_the_second_ends_a_run_at_once(tmp_path: Path) -> None:
+def test_the_second_interrupt_ends_a_run_at_once(tmp_path: Path) -> None:
     with terminal("run", emulated(tmp_path, 100_000.0), cwd=tmp_path) as shown:
         shown.until("4 consumed")  # the first batch is being trained on
         shown.ctrl_c()
@@ -88,7 +88,7 @@ def test_the_second_ends_a_run_at_once(tmp_path: Path) -> None:
         assert "ended at once" in shown.text
 
 
-def test_a_simulation_ends(tmp_path: Path) -> None:
+def test_an_interrupt_ends_a_simulation(tmp_path: Path) -> None:
     with terminal("simulate", emulated(tmp_path, 1.0), "--set", "steps=10000000", cwd=tmp_path) as shown:
         shown.until_computed(2.0)
         shown.ctrl_c()
@@ -106,7 +106,7 @@ def slow(answer, record):
 """
 
 
-def test_reprocessing_ends_and_leaves_no_branch(stored: Path, tmp_path: Path) -> None:
+def test_an_interrupt_ends_rescoring_and_leaves_no_branch(stored: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(stored, run)
     (tmp_path / "slow.py").write_text(SLOW.format(begun=tmp_path / "begun"))
@@ -137,7 +137,7 @@ def ran(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
-def test_the_exit_code_is_that_of_an_interrupt_wherever_python_was(tmp_path: Path) -> None:
+def test_the_exit_code_is_130_wherever_the_interrupt_occurs(tmp_path: Path) -> None:
     """In code that is made at run time, too: an interrupt there is remembered until Python exits."""
     script = """
 CODE = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(30)"
@@ -167,9 +167,7 @@ with _sigint_deferred():
 
 @pytest.mark.parametrize("where", [WITHIN_AN_IMPORT, WITHIN_A_FINALIZER, WHILE_IT_IS_HELD_BACK])
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_is_not_lost_where_python_or_a_module_ignores_all_errors(
-    name: str, code: int, where: str, tmp_path: Path
-) -> None:
+def test_a_signal_is_not_lost_in_code_that_ignores_all_errors(name: str, code: int, where: str, tmp_path: Path) -> None:
     """It was, now and then: the run went on as if nobody had pressed Ctrl-C."""
     (tmp_path / "swallowing.py").write_text(
         "from signalled import kill\ntry:\n    kill()\nexcept BaseException:\n    pass"
@@ -191,7 +189,7 @@ def callback():
     assert (done.returncode, done.stderr.strip()) == (code, shown)
 
 
-def test_a_signal_before_a_run_listens_reaches_it_while_it_imports(tmp_path: Path) -> None:
+def test_a_signal_during_imports_reaches_the_run(tmp_path: Path) -> None:
     """The event loop's pipe took one alarm every 20 ms of the import and, once full, lost the signal."""
     (tmp_path / "importing.py").write_text(
         "import time\nuntil = time.monotonic() + 8\nwhile time.monotonic() < until:\n    pass\n"
@@ -218,7 +216,7 @@ def callback():
     assert (done.returncode, done.stdout, done.stderr) == (0, text, "")
 
 
-def test_the_exit_code_is_the_commands_whatever_happens_while_python_is_taken_apart(tmp_path: Path) -> None:
+def test_the_exit_code_is_kept_if_a_thread_aborts_at_exit(tmp_path: Path) -> None:
     """Threads of libraries may abort the process then; what atexit calls still runs."""
     script = """
 import atexit, os

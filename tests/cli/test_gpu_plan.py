@@ -34,7 +34,7 @@ def has_gpus(monkeypatch: pytest.MonkeyPatch, gpus: str) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", pynvml)
 
 
-def test_what_cannot_fit_is_refused_before_anything_starts_with_the_smallest_change(
+def test_a_job_that_does_not_fit_is_rejected_with_the_smallest_change(
     job_of_8b: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_gpus(monkeypatch, "8xH100-80")
@@ -50,7 +50,7 @@ def test_what_cannot_fit_is_refused_before_anything_starts_with_the_smallest_cha
     )[0]
 
 
-def test_doctor_prints_the_plan_of_a_job_on_this_machines_gpus(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_prints_the_plan_of_a_job_on_local_gpus(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     has_gpus(monkeypatch, "8xH100-80")
     end = command("doctor", job)
     assert end.returncode == 0
@@ -62,7 +62,7 @@ def test_doctor_prints_the_plan_of_a_job_on_this_machines_gpus(job: Path, monkey
     assert "staleflow config explain JOB --gpus 8xH100-80" in end.stderr
 
 
-def test_the_plan_has_parts_placement_and_what_is_proposed(job: Path) -> None:
+def test_the_plan_has_memory_parts_placement_and_proposals(job: Path) -> None:
     end = command("config", "explain", job, "--gpus", "8xH100-80", "--set", "rollout.instances=6")
     assert end.returncode == 0
     assert "weights, gradients, optimizer" in end.stdout
@@ -70,7 +70,7 @@ def test_the_plan_has_parts_placement_and_what_is_proposed(job: Path) -> None:
     assert "fits; to use the memory that is left: rollout.engine.kv_tokens = " in end.stdout
 
 
-def test_in_turns_one_gpu_is_enough_for_what_does_not_fit_side_by_side(
+def test_the_turns_layout_needs_one_gpu_where_separate_does_not_fit(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **config_of("0.6B")}))
@@ -89,7 +89,7 @@ def test_in_turns_one_gpu_is_enough_for_what_does_not_fit_side_by_side(
     assert "| t0+r0 |" in end.stdout
 
 
-def test_too_few_gpus_and_a_text_that_describes_none_end_with_two(job: Path) -> None:
+def test_too_few_gpus_or_an_invalid_description_give_exit_code_2(job: Path) -> None:
     end = command("config", "explain", job, "--gpus", "8xH100-80", "--set", "rollout.instances=8")
     assert end.returncode == 2
     assert "needs 9 GPUs (1 for training, 8 for rollout); 8 of 8 are free" in end.stdout
@@ -98,7 +98,7 @@ def test_too_few_gpus_and_a_text_that_describes_none_end_with_two(job: Path) -> 
     assert "'eight' is not GPUs; write them as 8xH100-80" in end.stderr
 
 
-def test_a_model_that_does_not_fit_is_refused_with_a_change_that_helps(job: Path, tiny_model: Path) -> None:
+def test_a_model_that_does_not_fit_is_rejected_with_a_change(job: Path, tiny_model: Path) -> None:
     config = tiny_model / "config.json"
     before = config.read_text()
     try:
@@ -111,7 +111,7 @@ def test_a_model_that_does_not_fit_is_refused_with_a_change_that_helps(job: Path
     assert "does not fit; it does with " in end.stdout
 
 
-def test_a_job_without_a_model_or_with_json_is_one_line(job: Path) -> None:
+def test_a_job_without_a_model_or_json_output_gives_a_one_line_error(job: Path) -> None:
     end = command("config", "explain", "examples/dryrun.toml", "--gpus", "8xH100-80")
     assert (end.returncode, end.stderr.strip()) == (
         2, "staleflow: --gpus: the job names no model: set model.path to a folder; its config.json has the sizes",

@@ -46,7 +46,7 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     return loading.load("job.toml")
 
 
-def test_without_anything_all_is_made(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_without_options_creates_all_files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_job, "PRETRAINING_STEPS", 2)
     shown = init("mine")
     assert shown.exit_code == 0
@@ -64,9 +64,7 @@ def test_without_anything_all_is_made(here: Path, monkeypatch: pytest.MonkeyPatc
     assert len(comments) > 20
 
 
-def test_ones_own_data_model_and_reward_are_looked_at(
-    here: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_given_data_model_and_reward_are_checked(here: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(here / "rows.jsonl", ROWS)
     shown = init("mine", "--data", "rows.jsonl", "--model", str(tiny_model))
     assert sorted(p.name for p in (here / "mine").iterdir()) == ["job.toml", "reward.py"]
@@ -94,7 +92,7 @@ class Count:
 """
 
 
-def test_an_environment_is_a_job_of_turns(here: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_gives_a_job_with_turns(here: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "count.py").write_text(GAME)
     init("mine", "--data", "count.py:Count", "--model", str(tiny_model))
     config = loaded(here / "mine", monkeypatch)
@@ -106,7 +104,9 @@ def test_an_environment_is_a_job_of_turns(here: Path, tiny_model: Path, monkeypa
     assert not (here / "mine" / "reward.py").exists()
 
 
-def test_data_in_the_folder_is_named_from_there(here: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_in_the_folder_is_named_relative_to_it(
+    here: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (here / "mine").mkdir()
     write(here / "mine" / "rows.jsonl", [{"q": f"{i}", "a": "some words"} for i in range(4)])
     init("mine", "--data", "mine/rows.jsonl", "--model", str(tiny_model), "--prompt-column", "q",
@@ -132,7 +132,7 @@ def test_data_in_the_folder_is_named_from_there(here: Path, tiny_model: Path, mo
         (("--reward", "none.py:f"), r"--reward = 'none\.py:f': cannot be loaded"),
     ],
 )  # fmt: skip
-def test_each_mistake_is_one_line_and_leaves_nothing(
+def test_each_mistake_gives_a_one_line_error_and_leaves_no_file(
     here: Path, tiny_model: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     write(here / "rows.jsonl", ROWS)
@@ -146,14 +146,14 @@ def test_each_mistake_is_one_line_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("name", ["job.toml", "reward.py", "sums.jsonl", "model"])
-def test_nothing_is_overwritten(here: Path, name: str) -> None:
+def test_existing_files_are_not_overwritten(here: Path, name: str) -> None:
     (here / name).write_text("mine")
     with pytest.raises(ConfigError, match=f"{name} exists and is not overwritten; name another folder"):
         init()
     assert [(p.name, p.read_text()) for p in here.iterdir()] == [(name, "mine")]
 
 
-def test_an_interrupted_one_leaves_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_init_leaves_no_file(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -162,7 +162,7 @@ def test_an_interrupted_one_leaves_nothing(here: Path, monkeypatch: pytest.Monke
     assert list((here / "mine").iterdir()) == []
 
 
-def test_one_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
+def test_a_terminated_init_leaves_no_file(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "staleflow.cli.main", "init", "mine", "--yes"]
     with forking.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 300
@@ -175,7 +175,7 @@ def test_one_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "mine").iterdir()) == []
 
 
-def test_message_lists_are_for_models_with_a_chat_template(
+def test_message_lists_need_a_model_with_a_chat_template(
     here: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoTokenizer
@@ -200,7 +200,7 @@ def test_message_lists_are_for_models_with_a_chat_template(
 
 
 @pytest.mark.slow
-def test_the_made_job_learns(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_created_job_learns(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reward at least doubles: from guesses to worked sums."""
     assert staleflow("init", "mine").returncode == 0
     monkeypatch.chdir(here / "mine")

@@ -34,12 +34,12 @@ def alone(words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         ("run", "staleflow run: Missing argument 'CONFIG'; see staleflow run -h"),
     ],
 )
-def test_a_wrong_command_is_one_line_with_the_nearest_name(words: str, line: str) -> None:
+def test_an_unknown_command_gives_one_line_with_the_nearest_name(words: str, line: str) -> None:
     answer = command(*words.split())
     assert (answer.returncode, answer.stdout, answer.stderr) == (2, "", f"{line}\n")
 
 
-def test_a_wrong_option_is_one_line_with_the_nearest_name() -> None:
+def test_an_unknown_option_gives_one_line_with_the_nearest_name() -> None:
     answer = command("store", "audit", "x", "--jsn")
     assert answer.returncode == 2
     assert answer.stderr.startswith("staleflow store audit: ")
@@ -48,7 +48,7 @@ def test_a_wrong_option_is_one_line_with_the_nearest_name() -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("store",), ("store", "audit"), ("config", "explain")])
-def test_h_is_help_everywhere(words: tuple[str, ...]) -> None:
+def test_h_is_help_for_every_command(words: tuple[str, ...]) -> None:
     short, long = command(*words, "-h"), command(*words, "--help")
     assert short.returncode == 0
     assert short.stdout == long.stdout
@@ -57,14 +57,14 @@ def test_h_is_help_everywhere(words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("words", ["config explain examples/dryrun.toml --no-check", "--help"])
-def test_a_full_device_is_one_line(words: str) -> None:
+def test_a_full_device_gives_a_one_line_error(words: str) -> None:
     answer = alone(f"{words} >/dev/full")
     assert answer.returncode == 1
     assert answer.stderr == "staleflow: the output cannot be written: No space left on device\n"
 
 
 @pytest.mark.parametrize("name", ["tasks.py", "stores/__init__.py", "pipeline/__init__.py", "cli/__init__.py"])
-def test_modules_of_a_user_with_the_names_of_our_folders_change_nothing(tmp_path: Path, name: str) -> None:
+def test_user_modules_with_the_names_of_our_packages_change_nothing(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("raise ImportError('a module of the user')\n")
@@ -72,7 +72,7 @@ def test_modules_of_a_user_with_the_names_of_our_folders_change_nothing(tmp_path
     assert (answer.returncode, answer.stderr) == (0, "")
 
 
-def test_a_run_that_is_refused_leaves_no_process(tmp_path: Path) -> None:
+def test_a_rejected_run_leaves_no_process(tmp_path: Path) -> None:
     """The one that workers are forked from has begun to import torch by then."""
     (tmp_path / "job.toml").write_text('[model]\npath = "runs/none"\n')
     words = [sys.executable, "-m", "staleflow.cli.main", "run", str(tmp_path / "job.toml")]

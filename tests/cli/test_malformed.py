@@ -26,7 +26,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, finish
 
 
 @pytest.mark.parametrize("case", HERE, ids=lambda case: case.name)
-def test_the_answer_is_one_line_that_helps(case: Case, furnished: Path, tmp_path: Path) -> None:
+def test_malformed_input_gives_a_one_line_error(case: Case, furnished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "here"
     malformed.prepare(case, folder, furnished)
     with contextlib.chdir(folder):
@@ -34,6 +34,6 @@ def test_the_answer_is_one_line_that_helps(case: Case, furnished: Path, tmp_path
     assert malformed.faults(case, answer.returncode, answer.stdout, answer.stderr) == []
 
 
-def test_every_case_has_a_name_of_its_own() -> None:
+def test_case_names_are_unique() -> None:
     names = [case.name for case in malformed.CASES]
     assert len(names) == len(set(names)) >= 200

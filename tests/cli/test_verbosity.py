@@ -82,7 +82,7 @@ LINES = {
         (("--json", "-v"), {"Dask dashboard": 0, RESUME_POINTS: 0}),
     ],
 )
-def test_each_event_is_one_line(options: tuple[str, ...], differs: dict[str, int]) -> None:
+def test_each_event_is_one_log_line(options: tuple[str, ...], differs: dict[str, int]) -> None:
     answered = command("run", JOB, "--set", "steps=2", *options)
     assert answered.returncode == 0, answered.stderr
     assert {line: answered.stderr.count(line) for line in LINES} == LINES | differs
@@ -94,7 +94,7 @@ def test_each_event_is_one_line(options: tuple[str, ...], differs: dict[str, int
     assert levels == {level: logged[level] for level in shown}
 
 
-def test_the_log_is_as_it_was_afterwards() -> None:
+def test_log_handlers_and_levels_are_restored_afterwards() -> None:
     def state() -> list[object]:
         loggers = [logging.getLogger(), logging.getLogger("staleflow")]
         return [(one.level, tuple(one.handlers)) for one in loggers]
@@ -132,7 +132,7 @@ class Screen:
             self.column += 1
 
 
-def test_log_lines_stand_whole_above_a_live_view() -> None:
+def test_log_lines_are_complete_above_a_live_view() -> None:
     config, written = loading.load(JOB), io.StringIO()
     display = Display(config, quiet=False, verbosity=1)
     display.console = Console(file=written, force_terminal=True, width=200, height=50)
@@ -163,13 +163,13 @@ def printed(
     return written.getvalue().splitlines(), [line.partition("  ")[2] for line in reporter._lines]
 
 
-def test_a_resumed_run_sends_its_earlier_steps_without_lines() -> None:
+def test_a_resumed_run_reports_its_earlier_steps_without_lines() -> None:
     reporter = Reporter("a-job", 4, Path("runs/none"))
     reporter.earlier_steps([{"step": float(step), **STEP} for step in range(2)])
     assert ([int(step["step"]) for step in reporter._steps], reporter._lines) == ([0, 1], [])
 
 
-def test_a_step_line_counts_failed_rewards_and_says_what_limits_the_run() -> None:
+def test_a_step_line_counts_failed_rewards_and_names_the_bottleneck() -> None:
     steps = [{"step": 0.0, **STEP}, {"step": 1.0, **STEP, "reward_errors": 3.0}]
     for first, second in printed(steps, {1: "bottleneck: reward (trainer idle 41%)"}):
         assert "failed" not in first and "limit" not in first
@@ -183,7 +183,7 @@ def test_a_step_line_counts_dropped_updates() -> None:
     assert "grad 0.50  updates dropped 2  train" in dropped
 
 
-def test_a_step_line_counts_branches_of_episodes_of_many_turns() -> None:
+def test_a_step_line_counts_branches_of_multi_turn_episodes() -> None:
     turns = {"turns_mean": 2.0, "tool_s": 0.5, "given_tokens": 9.0}
     went_on, branched = printed([{"step": 0.0, **STEP, **turns}, {"step": 1.0, **STEP, **turns, "branches": 4.0}])[0]
     assert "branches" not in went_on

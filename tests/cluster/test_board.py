@@ -35,18 +35,18 @@ def asked() -> set[str]:
 
 
 @pytest.mark.parametrize("verb", sorted(asked()))
-def test_the_board_knows_what_it_is_asked(verb: str) -> None:
+def test_the_registry_implements_every_call_of_its_clients(verb: str) -> None:
     with contextlib.suppress(TypeError):  # it knows the verb, and misses its arguments
         JobRegistry().dispatch(verb)
 
 
-def test_a_verb_it_does_not_know_is_a_newer_clients() -> None:
+def test_an_unknown_call_asks_for_the_same_version() -> None:
     assert asked() >= {"queue", "submit", "claim"}
     with pytest.raises(ValueError, match="has no call 'dance'; install the same version everywhere"):
         JobRegistry().dispatch("dance")
 
 
-def test_a_driver_whose_scheduler_was_started_anew_releases_nothing_there() -> None:
+def test_an_end_message_for_an_unknown_job_is_ignored() -> None:
     """It reconnects and says at its end that its workers are free; the new registry has never heard of it."""
     one = JobRegistry()
     one.dispatch("end", id="of-the-scheduler-before")
@@ -121,7 +121,7 @@ async def jobs_on(workers: int) -> AsyncIterator[Jobs]:
         yield Jobs(cluster, client)
 
 
-async def test_a_waiting_job_runs_nothing_and_starts_when_the_one_before_it_has_ended() -> None:
+async def test_a_waiting_job_starts_when_the_job_before_it_has_ended() -> None:
     async with jobs_on(4) as jobs:
         await jobs.submit("one", 3.0)
         await jobs.until("one", "running")
@@ -141,7 +141,7 @@ async def test_a_waiting_job_runs_nothing_and_starts_when_the_one_before_it_has_
         assert not await job_registry.ask(jobs.client, "unavailable", owner="")
 
 
-async def test_a_job_that_the_cluster_cannot_hold_waits_for_workers_to_join() -> None:
+async def test_a_job_larger_than_the_cluster_waits_for_workers() -> None:
     async with jobs_on(2) as jobs:
         one = await jobs.submit("one", 0.1)
         assert one["why"].endswith("the cluster has 2; starts once there are enough")
@@ -149,7 +149,7 @@ async def test_a_job_that_the_cluster_cannot_hold_waits_for_workers_to_join() ->
         await jobs.until("one", "done")
 
 
-async def test_a_job_waits_longer_than_dask_has_tasks_wait() -> None:
+async def test_a_job_waits_longer_than_no_workers_timeout() -> None:
     async with jobs_on(2) as jobs:
         scheduler = jobs.cluster.scheduler
         scheduler.no_workers_timeout = 2.5 * job_registry.SERVE_S
@@ -163,7 +163,7 @@ async def test_a_job_waits_longer_than_dask_has_tasks_wait() -> None:
         await jobs.until("one", "done")
 
 
-async def test_a_waiting_job_is_cancelled_at_once_and_one_waits_no_longer_than_it_may() -> None:
+async def test_a_waiting_job_is_cancelled_at_once_or_after_wait_s() -> None:
     async with jobs_on(2) as jobs:
         await jobs.submit("one", 0.1)
         await jobs.submit("two", 0.1, wait_s=0.5)
@@ -175,7 +175,7 @@ async def test_a_waiting_job_is_cancelled_at_once_and_one_waits_no_longer_than_i
         assert (await jobs.runs("one"), await jobs.runs("two")) == ("", "")
 
 
-async def test_a_job_whose_drivers_worker_dies_starts_again_before_those_that_wait() -> None:
+async def test_a_job_whose_driver_dies_restarts_before_waiting_jobs() -> None:
     async with jobs_on(3) as jobs:
         await jobs.submit("one", 1.0)
         await jobs.until("one", "running")
@@ -199,7 +199,7 @@ class Closing:
         atexit.register(Path(note).touch)
 
 
-def test_the_workers_of_a_dead_driver_end_at_once_and_start_again(tmp_path: Path) -> None:
+def test_workers_of_a_dead_driver_are_killed_and_restarted(tmp_path: Path) -> None:
     """Nothing that is under way there is finished: a step, a commit."""
 
     async def script() -> None:
@@ -223,7 +223,7 @@ def test_the_workers_of_a_dead_driver_end_at_once_and_start_again(tmp_path: Path
     asyncio.run(script())
 
 
-async def test_a_run_whose_process_is_gone_has_failed_and_holds_nothing() -> None:
+async def test_a_run_whose_process_is_gone_has_failed_and_frees_its_workers() -> None:
     """Its own process drives it: no task."""
     async with jobs_on(3) as jobs:
         async with Client(jobs.client.scheduler.address, asynchronous=True, set_as_default=False) as theirs:
@@ -253,7 +253,7 @@ def silent(**changes: Any) -> list[str]:
     return [job.id for job in one.silent_drivers(1000.0, at["awake_since"])]
 
 
-def test_a_driver_that_is_silent_for_the_lease_is_lost_and_one_that_is_slow_is_not() -> None:
+def test_a_driver_without_contact_for_the_lease_is_lost() -> None:
     assert silent() == ["a"]
     assert silent(heard=1000.0 - job_registry.LEASE_S) == []
     assert silent(awake_since=950.0) == [], "the scheduler itself was stopped, and heard nobody"
@@ -263,7 +263,7 @@ def test_a_driver_that_is_silent_for_the_lease_is_lost_and_one_that_is_slow_is_n
 
 
 @pytest.mark.slow
-def test_a_driver_that_is_stopped_is_ended_and_its_job_is_driven_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_driver_is_killed_and_its_job_is_driven_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_registry, "LEASE_S", 3.0)
     monkeypatch.setattr(job_registry, "LEASE_LOOK_S", 0.5)
 

@@ -78,7 +78,7 @@ def listener(behave: Callable[[socket.socket], None]) -> Iterator[int]:
             item.close()
 
 
-def test_the_dashboards_port_is_known_for_what_it_is() -> None:
+def test_the_port_of_the_dashboard_is_recognized() -> None:
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(404)
@@ -105,7 +105,7 @@ def test_the_dashboards_port_is_known_for_what_it_is() -> None:
         server.server_close()
 
 
-def test_what_accepts_and_says_nothing_is_given_up() -> None:
+def test_server_that_accepts_but_never_replies_times_out() -> None:
     with listener(lambda connected: None) as port:
         assert refused(ClusterAddress(address=f"tcp://127.0.0.1:{port}")) == (
             f"no scheduler at tcp://127.0.0.1:{port}: what listens there does not answer; it may be busy, or no "
@@ -113,18 +113,18 @@ def test_what_accepts_and_says_nothing_is_given_up() -> None:
         )
 
 
-def test_another_protocol_is_shown() -> None:
+def test_another_protocol_is_shown_in_the_error() -> None:
     with listener(lambda connected: connected.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")) as port:
         message = refused(ClusterAddress(address=f"tcp://127.0.0.1:{port}"))
     assert message.endswith(r"another server answers there: b'SSH-2.0-OpenSSH_9.2\r\n'")
 
 
-def test_what_closes_each_connection_is_no_scheduler() -> None:
+def test_server_that_closes_each_connection_is_no_scheduler() -> None:
     with listener(lambda connected: connected.close()) as port:
         assert "no scheduler at" in refused(ClusterAddress(address=f"tcp://127.0.0.1:{port}"))
 
 
-def test_nothing_listens_there() -> None:
+def test_a_closed_port_gives_a_one_line_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert refused(ClusterAddress(address=f"127.0.0.1:{port}"), 2.0) == (
@@ -156,14 +156,14 @@ def test_a_host_that_cannot_be_resolved_is_named(monkeypatch: pytest.MonkeyPatch
         ("tls://127.0.0.1:8786", "requires TLS; pass --tls-ca-file, --tls-cert and --tls-key"),
     ],
 )
-def test_what_cannot_be_an_address_is_refused_at_once(address: str, message: str) -> None:
+def test_an_invalid_address_is_rejected_at_once(address: str, message: str) -> None:
     assert re.search(message, refused(ClusterAddress(address=address), most_s=CONNECT_S / 2)), (
         "waiting takes all of CONNECT_S"
     )
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"address": ""}', '{"address": 7}', "\0\xff", "null"])
-def test_a_scheduler_file_that_is_none_names_no_other_cluster(content: str, tmp_path: Path) -> None:
+def test_an_invalid_scheduler_file_falls_back_to_no_other_cluster(content: str, tmp_path: Path) -> None:
     file = tmp_path / "scheduler.json"
     file.write_text(content, encoding="latin-1")
     with dask.config.set({"scheduler-address": "tcp://127.0.0.1:9"}):
@@ -199,7 +199,7 @@ def on_a_scheduler(security: Any, look: Callable[[str], str]) -> str:
     return asyncio.run(work())
 
 
-def test_a_scheduler_with_tls_and_one_without_are_told_apart() -> None:
+def test_schedulers_with_and_without_tls_are_distinguished() -> None:
     address = ""
 
     def without(its: str) -> str:
@@ -226,14 +226,14 @@ def answers(cluster: ClusterAddress, within_s: float = CONNECT_S) -> str:
     return asyncio.run(connect())
 
 
-def test_right_addresses_connect() -> None:
+def test_valid_addresses_connect() -> None:
     assert on_a_scheduler(tls(), lambda its: answers(ClusterAddress(address=its, security=tls()))) == "running"
     assert on_a_scheduler(None, lambda its: answers(ClusterAddress(address=its.removeprefix("tcp://")))) == "running"
     name = on_a_scheduler(None, lambda its: answers(ClusterAddress(address=its.replace("127.0.0.1", "localhost"))))
     assert name == "running"
 
 
-def test_a_scheduler_that_greets_late_is_sent_nothing_but_a_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_that_greets_late_receives_only_a_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port_probe, "SPEAKS_FIRST_S", 0.1)
     heard: list[bytes] = []
 
@@ -251,7 +251,7 @@ def test_a_scheduler_that_greets_late_is_sent_nothing_but_a_greeting(monkeypatch
     assert heard == [port_probe._greeting()]
 
 
-def test_a_workers_address_is_no_schedulers() -> None:
+def test_the_address_of_a_worker_is_rejected() -> None:
     async def work() -> str:
         async with (
             Scheduler(host="127.0.0.1", port=0, dashboard_address=":0") as scheduler,
@@ -262,7 +262,7 @@ def test_a_workers_address_is_no_schedulers() -> None:
     assert "no scheduler at" in asyncio.run(work())
 
 
-def test_a_busy_scheduler_is_waited_for_and_looked_at_without_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_scheduler_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "PROBE_AFTER_S", 0.3)
 
     async def work() -> str:

@@ -74,7 +74,7 @@ def listening() -> set[int]:
     return {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 
-def test_without_a_dashboard_nothing_is_served() -> None:
+def test_without_a_dashboard_no_port_is_opened() -> None:
     tree = {"reward": {"workers": 1}, "rollout": {"engine": {"name": "emulated"}}}
     link, ports = served_by(loading.from_tree({**tree, "cluster": {"dashboard": False}}))
     assert (link, ports) == ("", set())
@@ -115,7 +115,7 @@ async def get(url: str) -> str:
     return await asyncio.to_thread(read)
 
 
-def test_routes_and_metrics_tell_what_runs_have_told() -> None:
+def test_routes_and_metrics_show_reported_jobs() -> None:
     async def look(client: Any, address: str) -> None:
         jobs = json.loads(await get(f"{address}staleflow/jobs.json"))
         assert [(j["id"], j["state"], j["status"].get("version")) for j in jobs] == [
@@ -141,7 +141,7 @@ def test_routes_and_metrics_tell_what_runs_have_told() -> None:
     with_two_jobs(look)
 
 
-def test_a_job_leads_to_the_page_of_its_run(tmp_path: Path) -> None:
+def test_a_job_links_to_its_run_page(tmp_path: Path) -> None:
     run = StoredRun(tmp_path)
     run.train([("one plus one", [Response("two", 1.0), Response("three", 0.0)])])
 
@@ -177,13 +177,13 @@ async def landing(url: str) -> str:
     return await asyncio.to_thread(follow)
 
 
-def test_the_status_of_a_job_says_what_waits_for_each_environment_host() -> None:
+def test_job_details_show_the_queue_of_each_environment_host() -> None:
     lines = _details({"run_dir": "/runs/one", "last": {}, "status": STATUS, "stop": "", "state": "running"})
     assert any("6 sampling, 80 in environment, 1 scoring" in line for line in lines)
     assert "environment-0  80 in environment, 64 slots" in lines
 
 
-def test_the_status_of_a_job_with_several_tasks_states_the_share_of_each() -> None:
+def test_job_details_show_the_share_of_each_task() -> None:
     states = [SourceState(num_drawn=9, num_trained=6), SourceState(num_drawn=11, num_trained=2, num_useless=64)]
     line = "task sums: 25.0% of the trained groups (ratio 50.0%), 55.0% of the drawn; 2 trained, 0 filtered, 0 aborted"
     status = STATUS | {"sources": [view.line for view in source_views({"letters": 1, "sums": 1}, states)]}
@@ -230,13 +230,13 @@ def registry_of(*states: str) -> JobRegistry:
         (("waiting", "waiting"), "job-1"),
     ],
 )
-def test_the_page_opens_on_the_newest_job_that_runs_or_has_steps(states: tuple[str, ...], chosen: str) -> None:
+def test_the_page_opens_on_the_newest_running_or_trained_job(states: tuple[str, ...], chosen: str) -> None:
     job = default_job(list(registry_of(*states).jobs.values()))
     assert job is not None and job.id == chosen
     assert default_job([]) is None
 
 
-def test_the_chosen_job_is_marked() -> None:
+def test_the_selected_job_is_marked() -> None:
     jobs = list(registry_of("done", "running").jobs.values())
     jobs[1].history[0] |= dict.fromkeys(STEP_METRICS, 1.0)
     head = headline(jobs[1], jobs)

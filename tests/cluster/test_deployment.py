@@ -110,7 +110,7 @@ def test_manifests_have_the_fields_of_the_operators_resources(kind: str, manifes
             jsonschema.validate(wrong, SCHEMAS[kind])
 
 
-def test_manifests_name_each_other(manifests: dict[str, dict[str, Any]]) -> None:
+def test_names_in_the_manifests_refer_to_each_other(manifests: dict[str, dict[str, Any]]) -> None:
     cluster = manifests["DaskCluster"]["metadata"]["name"]
     assert manifests["DaskWorkerGroup"]["spec"]["cluster"] == cluster
     service = manifests["DaskCluster"]["spec"]["scheduler"]["service"]
@@ -132,7 +132,7 @@ def test_manifests_name_each_other(manifests: dict[str, dict[str, Any]]) -> None
     assert {port["name"] for port in scheduler["ports"]} == {port["targetPort"] for port in service["ports"]}
 
 
-def test_a_node_has_a_worker_for_each_gpu_and_memory_to_share(manifests: dict[str, dict[str, Any]]) -> None:
+def test_a_node_has_a_worker_per_gpu_and_shared_memory(manifests: dict[str, dict[str, Any]]) -> None:
     by_name = {name: pod["containers"][0] for name, pod in pods(manifests).items()}
     resources = by_name["gpus"]["resources"]
     count = option(by_name["gpus"]["args"], "--nworkers")
@@ -147,7 +147,7 @@ def test_a_node_has_a_worker_for_each_gpu_and_memory_to_share(manifests: dict[st
         assert option(by_name[name]["args"], "--memory-limit") == "0"
 
 
-def test_the_configuration_makes_dask_speak_tls_only(manifests: dict[str, dict[str, Any]]) -> None:
+def test_the_dask_configuration_requires_tls(manifests: dict[str, dict[str, Any]]) -> None:
     settings = dask.config.collect_env(manifests["ConfigMap"]["data"])
     with dask.config.set(dask.config.merge(dask.config.config, settings)):
         security = Security()
@@ -184,7 +184,7 @@ def stand_ins(folder: Path, commands: dict[str, str]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def test_the_batch_script_asks_for_whole_nodes() -> None:
+def test_the_batch_script_requests_whole_nodes() -> None:
     assert subprocess.run(["bash", "-n", SCRIPT], capture_output=True, text=True).stderr == ""
     asked = re.findall(r"^#SBATCH (--\S+)$", SCRIPT.read_text(), flags=re.MULTILINE)
     assert {"--exclusive", "--mem=0", "--gpus-per-node=8"} <= set(asked)
@@ -220,7 +220,7 @@ def test_the_commands_of_the_batch_script(tmp_path: Path) -> None:
     assert (certs / "dask.yaml").exists()
 
 
-def test_a_batch_script_without_gpus_ends_with_a_line(tmp_path: Path) -> None:
+def test_a_batch_script_without_gpus_ends_with_one_line(tmp_path: Path) -> None:
     environment = stand_ins(tmp_path, {})
     del environment["SLURM_GPUS_ON_NODE"]
     run = subprocess.run(["bash", SCRIPT.resolve()], cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -282,7 +282,7 @@ def test_the_image_is_pinned_and_runs_as_a_user() -> None:
     assert "--constraint /src/constraints.txt" in by_word["RUN"]
 
 
-def test_what_the_image_copies_is_all_that_a_wheel_needs(tmp_path: Path) -> None:
+def test_the_image_copies_all_files_that_a_wheel_needs(tmp_path: Path) -> None:
     for word, rest in instructions():
         if word == "COPY":
             *sources, target = rest.split()

@@ -38,7 +38,7 @@ def roles(gang: Gang | None) -> dict[str, str]:
     return {address: " ".join(names) for address, names in gang.items()}
 
 
-def test_light_roles_share_a_worker_and_heavy_ones_have_one_each() -> None:
+def test_light_roles_share_a_worker_and_heavy_roles_have_one_each() -> None:
     assert roles(chosen(needs(2, 3), PLAIN, "bcdef")) == {
         "b": "server driver reward", "c": "trainer", "d": "rollout", "e": "rollout",
     }  # fmt: skip
@@ -50,13 +50,13 @@ def test_light_roles_share_a_worker_and_heavy_ones_have_one_each() -> None:
     assert roles(chosen(needs(driver=False), PLAIN, "abc"))["a"] == "server reward"
 
 
-def test_the_driver_stays_where_it_is() -> None:
+def test_the_driver_stays_on_its_worker() -> None:
     assert roles(chosen(needs(), PLAIN, "abcd", driver_worker="c")) == {
         "c": "driver server reward", "a": "trainer", "b": "rollout",
     }  # fmt: skip
 
 
-def test_declared_roles_are_kept_and_reward_workers_spread() -> None:
+def test_declared_roles_are_respected_and_reward_workers_spread() -> None:
     workers = {"t": {"trainer": 1.0}, "r": {"rollout": 1.0}, "s": {"server": 1.0, "reward": 1.0}, "x": {"reward": 1.0}}
     assert roles(chosen(needs(1, 4), workers, "rstx")) == {
         "s": "server driver reward", "t": "trainer", "r": "rollout", "x": "reward",
@@ -65,13 +65,13 @@ def test_declared_roles_are_kept_and_reward_workers_spread() -> None:
     assert roles(chosen(needs(), workers | {"d": {"driver": 1.0}}, "drst"))["d"] == "driver"
 
 
-def test_a_worker_that_can_do_both_is_left_to_the_role_that_has_no_other() -> None:
+def test_a_worker_with_two_roles_is_left_to_the_role_without_another() -> None:
     workers = {"a": {"rollout": 1.0, "trainer": 1.0}, "b": {"rollout": 1.0}, "s": {"server": 1.0, "reward": 1.0}}
     result = roles(chosen(needs(driver=False), workers, "abs"))
     assert (result["a"], result["b"]) == ("trainer", "rollout")
 
 
-def test_messages_count_what_there_is() -> None:
+def test_messages_count_workers_by_role() -> None:
     assert str(needs()) == "3 worker processes (1 rollout instance, the trainer, one for the light roles)"
     assert str(needs(ranks=2)).startswith("4 worker processes (1 rollout instance, 2 ranks of the trainer, one for")
     assert describe_workers(PLAIN) == "the cluster has 6"
@@ -84,7 +84,7 @@ def test_messages_count_what_there_is() -> None:
     st.integers(1, 2),
     st.booleans(),
 )
-def test_workers_are_found_whenever_there_are_enough(
+def test_workers_are_found_whenever_an_assignment_exists(
     declared: list[set[str]], instances: int, ranks: int, driver: bool
 ) -> None:
     """Compared with trying every assignment of workers to roles."""
@@ -114,7 +114,7 @@ def test_workers_are_found_whenever_there_are_enough(
 
 
 @pytest.mark.timeout(60)
-def test_a_large_cluster_is_quick() -> None:
+def test_choosing_workers_of_a_large_cluster_is_fast() -> None:
     both = {"rollout": 1.0, "trainer": 1.0}
     workers = {str(i): both if i % 2 else {"rollout": 1.0} for i in range(5000)} | {"s": {"server": 1.0, "reward": 1.0}}
     assert len(chosen(needs(4096), workers, workers) or ()) == 4098

@@ -45,12 +45,12 @@ JOBS = [
         ("two", "two-gg", "2 jobs match two; two-gg is the newest that has not ended"),
     ],
 )
-def test_of_several_jobs_the_live_one_is_meant_or_the_newest(word: str, id: str, note: str) -> None:
+def test_of_several_matching_jobs_the_live_or_newest_is_chosen(word: str, id: str, note: str) -> None:
     result = find_matching(JOBS, word)
     assert (result.job["id"], result.note) == (id, note)
 
 
-def test_what_cannot_be_undone_is_done_to_one_job_only() -> None:
+def test_destructive_commands_need_an_unambiguous_job() -> None:
     assert find_unambiguous(JOBS, "one")["id"] == "one-cc"
     assert find_unambiguous(JOBS, "far")["id"] == "far-bb"
     with pytest.raises(ConfigError, match="'two' is 2 jobs that have not ended: two-ff, two-gg; name one by its id"):
@@ -60,7 +60,7 @@ def test_what_cannot_be_undone_is_done_to_one_job_only() -> None:
             find_unambiguous(JOBS, word)
 
 
-def test_jobs_that_ended_are_listed_for_a_day() -> None:
+def test_ended_jobs_are_listed_for_a_day() -> None:
     ended, live = job("a-1", "a", "done", reported_at=1000.0), job("b-1", "b", "running", reported_at=1.0)
     assert recent_jobs([ended, live], 1000.0 + 24 * 3600 - 1) == [ended, live]
     assert recent_jobs([ended, live], 1000.0 + 24 * 3600 + 1) == [live]
@@ -117,7 +117,7 @@ def test_every_command_prints_json(registry: tuple[JobRegistry, str]) -> None:
     assert (cancelled["id"], cancelled["stop"], cancelled["state_before"]) == ("one-aa", "cancelled", "running")
 
 
-def test_a_running_job_is_asked_once_to_give_up_a_worker(registry: tuple[JobRegistry, str]) -> None:
+def test_a_running_job_is_asked_once_to_release_a_worker(registry: tuple[JobRegistry, str]) -> None:
     jobs, address = registry
     for id in ("one-aa", "two-bb", "old-cc"):  # the second one waits
         jobs.submit(id, id[:3], f"/runs/{id}", 3)

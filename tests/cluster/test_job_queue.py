@@ -36,7 +36,7 @@ def admitted(one: JobQueue, now: float = 0.0) -> list[str]:
     return list(one.admit_ready(now)[0])
 
 
-def test_a_job_has_all_it_needs_or_nothing() -> None:
+def test_a_job_has_all_workers_it_needs_or_none() -> None:
     one = on("abcd", ("first", 3), ("second", 3))
     assert admitted(one) == ["first"]
     assert len(one.workers_of("first")) == 3
@@ -48,7 +48,7 @@ def test_a_job_has_all_it_needs_or_nothing() -> None:
     assert admitted(one) == ["second"]
 
 
-def test_none_goes_past_one_that_could_run_once_others_have_ended() -> None:
+def test_no_job_overtakes_one_that_waits_for_workers_in_use() -> None:
     one = on("abcdef", ("first", 3), ("big", 6), ("small", 3))
     assert admitted(one) == ["first"]
     assert one.entries["small"].why.endswith("free 3 of 6; 1 job before it")
@@ -58,7 +58,7 @@ def test_none_goes_past_one_that_could_run_once_others_have_ended() -> None:
     assert admitted(one) == ["small"]
 
 
-def test_one_that_the_cluster_cannot_hold_says_so_and_holds_nobody_up() -> None:
+def test_a_job_larger_than_the_cluster_does_not_block_others() -> None:
     one = on("abc", ("huge", 9), ("small", 3))
     assert admitted(one) == ["small"]
     assert one.entries["huge"].why == (
@@ -73,7 +73,7 @@ def test_one_that_the_cluster_cannot_hold_says_so_and_holds_nobody_up() -> None:
     assert admitted(one) == ["huge"]
 
 
-def test_a_time_limit_is_for_those_that_wait() -> None:
+def test_the_wait_limit_is_for_waiting_jobs() -> None:
     one = on("abc")
     one.enter("runs", "/runs/runs", needing(3), 5.0, 0.0)
     one.enter("waits", "/runs/waits", needing(3), 5.0, 0.0)
@@ -84,7 +84,7 @@ def test_a_time_limit_is_for_those_that_wait() -> None:
     assert (list(gangs), expired) == (["waits"], []), "better late than never"
 
 
-def test_the_workers_of_a_driver_that_is_gone_are_nobodys_until_they_have_restarted() -> None:
+def test_workers_of_a_lost_driver_are_not_assigned_before_their_restart() -> None:
     one = on("abc", ("first", 3), ("second", 3))
     assert admitted(one) == ["first"]
     assert sorted(one.requeue_after_driver_loss("first", 1.0)) == ["a", "b", "c"]
@@ -97,7 +97,7 @@ def test_the_workers_of_a_driver_that_is_gone_are_nobodys_until_they_have_restar
     assert admitted(one, 3.0) == ["first"], "at its old place, before the second"
 
 
-def test_none_goes_past_a_job_whose_workers_restart() -> None:
+def test_no_job_overtakes_one_whose_workers_restart() -> None:
     one = on("abcdef", ("first", 3))
     assert admitted(one) == ["first"]
     one.requeue_after_driver_loss("first", 1.0)
@@ -105,7 +105,7 @@ def test_none_goes_past_a_job_whose_workers_restart() -> None:
     assert admitted(one, 1.0) == [], "d, e and f would do"
 
 
-def test_the_workers_of_a_run_that_is_given_up_are_nobodys_either() -> None:
+def test_workers_of_an_abandoned_run_are_not_assigned_before_their_restart() -> None:
     one = on("abc", ("first", 3), ("second", 3))
     assert admitted(one) == ["first"]
     one.requeue_after_driver_loss("first", 1.0)
@@ -130,7 +130,7 @@ def restart(one: JobQueue, workers: str) -> None:
         one.add_worker(address.upper(), {})
 
 
-def test_a_worker_with_an_engine_is_kept_for_the_next_driver_of_its_job() -> None:
+def test_a_worker_with_an_engine_is_reserved_for_the_next_driver_of_its_job() -> None:
     one = on("abcd", ("first", 3))
     assert admitted(one) == ["first"]
     one.enter("second", "/runs/second", needing(3), 0.0, 0.5)
@@ -148,7 +148,7 @@ def test_a_worker_with_an_engine_is_kept_for_the_next_driver_of_its_job() -> Non
 
 
 @pytest.mark.parametrize("end", ["waited too long", "cancelled"])
-def test_a_worker_with_an_engine_that_nobody_takes_over_is_restarted_before_anyone_gets_it(end: str) -> None:
+def test_a_reserved_worker_whose_job_ends_is_restarted_first(end: str) -> None:
     one = on("abc", ("first", 3), ("second", 3))
     assert admitted(one) == ["first"]
     engine = abandoned(one)
@@ -162,7 +162,7 @@ def test_a_worker_with_an_engine_that_nobody_takes_over_is_restarted_before_anyo
     assert admitted(one, 40.0) == (["second"] if end == "cancelled" else ["first"])
 
 
-def test_only_an_engine_alone_is_kept_and_only_for_a_job_that_waits() -> None:
+def test_only_an_engine_alone_is_reserved_and_only_for_a_waiting_job() -> None:
     one = on("abc", ("first", 3))
     assert admitted(one) == ["first"]
     engine = abandoned(one)
@@ -175,7 +175,7 @@ def test_only_an_engine_alone_is_kept_and_only_for_a_job_that_waits() -> None:
     assert one.free == []
 
 
-def test_a_worker_whose_kept_engine_was_not_taken_over_is_free_to_nobody() -> None:
+def test_a_reserved_worker_whose_engine_was_not_reused_is_restarted_first() -> None:
     one = on("abc", ("first", 3), ("second", 3))
     assert admitted(one) == ["first"]
     engine = abandoned(one)
@@ -193,7 +193,7 @@ def test_a_worker_whose_kept_engine_was_not_taken_over_is_free_to_nobody() -> No
     assert one.replace_lost_workers("first", 6.0), "one that was restarted is like any other"
 
 
-def test_a_trainers_replacement_is_not_placed_on_a_kept_engine() -> None:
+def test_a_replacement_of_the_trainer_is_not_placed_on_a_reserved_engine() -> None:
     one = on("abc", ("first", 3))
     assert admitted(one) == ["first"]
     engine = abandoned(one)
@@ -207,7 +207,7 @@ def test_a_trainers_replacement_is_not_placed_on_a_kept_engine() -> None:
     assert "trainer" in one.workers_of("first")["new"]
 
 
-def test_a_worker_with_an_engine_that_another_role_needs_is_restarted() -> None:
+def test_a_reserved_worker_that_another_role_needs_is_restarted() -> None:
     one = JobQueue()
     both, only = {"rollout": 1.0, "trainer": 1.0}, {"rollout": 1.0}
     for address, resources in {"a": {"server": 1.0, "reward": 1.0}, "b": both, "c": both}.items():
@@ -228,14 +228,14 @@ def test_a_worker_with_an_engine_that_another_role_needs_is_restarted() -> None:
     assert admitted(one, 3.0) == ["first"]
 
 
-def test_a_worker_that_came_back_counts_once() -> None:
+def test_a_worker_that_rejoined_counts_once() -> None:
     one = on("abc", ("huge", 4), ("small", 3))
     one.remove_worker("c", 0.0)
     one.add_worker("d", {})
     assert admitted(one) == ["small"]
 
 
-def test_workers_that_restart_count_as_there() -> None:
+def test_restarting_workers_count_as_present() -> None:
     """Otherwise a small job would go past a big one whenever a worker restarts."""
     one = on("abcdef", ("big", 6), ("small", 3))
     one.remove_worker("f", 0.0)
@@ -251,7 +251,7 @@ def test_workers_that_restart_count_as_there() -> None:
     assert admitted(one, 4.0 + RESTART_LIMIT_S) == ["small"], "it has not come back"
 
 
-def test_a_running_job_gets_its_lost_worker_back_before_anyone_is_admitted() -> None:
+def test_a_running_job_gets_its_lost_worker_back_before_others_start() -> None:
     one = on("abcde", ("first", 4), ("second", 3))
     assert admitted(one) == ["first"]
     (rollout, *_) = [a for a, roles in one.workers_of("first").items() if roles == ("rollout",)]
@@ -267,7 +267,7 @@ def test_a_running_job_gets_its_lost_worker_back_before_anyone_is_admitted() -> 
     assert not one.claim("unknown", "e", "rollout")
 
 
-def test_a_role_that_shares_a_worker_after_a_loss_is_owed_none() -> None:
+def test_a_role_that_shares_a_worker_after_a_loss_gets_no_other() -> None:
     one = JobQueue()
     declared = {"t": ["trainer"], "r": ["rollout"], "s": ["server", "reward"], "x": ["reward"]}
     for address, roles in declared.items():
@@ -293,7 +293,7 @@ def declared(**workers: str) -> JobQueue:
     return one
 
 
-def test_reward_workers_beyond_need_are_given_back_to_a_job_that_could_start_with_them() -> None:
+def test_extra_reward_workers_are_released_for_a_job_that_could_start() -> None:
     one = declared(t="trainer", r="rollout", s="server", x="reward", y="reward", z="reward")
     needs = Needs(instances=1, rewards=3, driver=True)
     one.enter("first", "/runs/first", needs, 0.0, 0.0)
@@ -320,7 +320,7 @@ def test_reward_workers_beyond_need_are_given_back_to_a_job_that_could_start_wit
     assert not one.return_worker("first", kept), "it needs one"
 
 
-def test_no_worker_beyond_need_is_taken_while_another_job_waits() -> None:
+def test_no_extra_worker_is_assigned_while_another_job_waits() -> None:
     one = declared(t="trainer", r="rollout", s="server", x="reward", y="reward")
     needs = Needs(instances=1, rewards=2, driver=True)
     for id in ("first", "second"):
@@ -332,7 +332,7 @@ def test_no_worker_beyond_need_is_taken_while_another_job_waits() -> None:
     )
 
 
-def test_a_driver_that_resumes_gets_what_it_lost_or_waits_again_without_any() -> None:
+def test_a_resuming_driver_gets_its_lost_workers_or_waits_again() -> None:
     one = on("abcd", ("first", 3), ("second", 3))
     (gang,) = one.admit_ready(0.0)[0].values()
     place = driver_address(gang)
@@ -351,7 +351,7 @@ def test_a_driver_that_resumes_gets_what_it_lost_or_waits_again_without_any() ->
     assert admitted(one, 40.0) == ["first"]
 
 
-def test_a_driver_stays_on_its_worker_though_another_would_do_better() -> None:
+def test_a_driver_stays_on_its_worker_though_another_fits_better() -> None:
     one = JobQueue()
     for address, roles in {"t": ["trainer"], "r": ["rollout"], "s": ["server", "reward", "rollout"]}.items():
         one.add_worker(address, dict.fromkeys(roles, 1.0))
@@ -507,7 +507,7 @@ def test_an_instance_of_two_gpus_is_one_worker_that_sees_both() -> None:
     assert "rollout-0 needs 2 in one link domain" in apart.entries["first"].why
 
 
-def test_the_queue_counts_gpus_not_processes() -> None:
+def test_the_queue_counts_gpus_and_not_processes() -> None:
     """Sixteen worker processes for four GPUs: two jobs of three GPUs run one after the other."""
     one = gpu_queue("4xH100-80", rotated=True, plain=12)
     enter(one, "first", gpu_job(instances=2))
@@ -521,7 +521,7 @@ def test_the_queue_counts_gpus_not_processes() -> None:
     assert admitted(one) == ["second", "third"]
 
 
-def test_a_lost_gpu_is_replaced_on_its_host_or_where_the_weights_are() -> None:
+def test_a_lost_gpu_is_replaced_on_its_host_or_near_the_weights() -> None:
     one = gpu_queue("3xH100-80+1xH100-80+2xH100-80")
     enter(one, "first", gpu_job(instances=1))
     assert admitted(one) == ["first"]
@@ -549,7 +549,7 @@ def test_a_hung_worker_keeps_its_gpu_until_it_has_left() -> None:
     assert one.claim_gpus("first", "rollout", avoid=[address]) == "again"
 
 
-def test_workers_that_used_gpus_are_restarted_before_another_job_has_them() -> None:
+def test_workers_that_used_gpus_are_restarted_before_another_job_gets_them() -> None:
     one = gpu_queue("2xH100-80")
     enter(one, "first", gpu_job(instances=1))
     enter(one, "second", gpu_job(instances=1))
@@ -565,7 +565,7 @@ def test_workers_that_used_gpus_are_restarted_before_another_job_has_them() -> N
     assert admitted(one) == ["second"]
 
 
-def test_a_job_waits_until_new_workers_have_reported_and_a_silent_one_has_no_gpu() -> None:
+def test_a_job_waits_until_new_workers_have_reported_their_gpus() -> None:
     one = gpu_queue("2xH100-80")
     one.add_worker("silent", {}, 0.0)
     enter(one, "first", gpu_job(instances=1))
@@ -574,7 +574,7 @@ def test_a_job_waits_until_new_workers_have_reported_and_a_silent_one_has_no_gpu
     assert admitted(one, REPORT_LIMIT_S + 1.0) == ["first"]
 
 
-def test_without_gpus_a_job_that_may_use_them_runs_without_and_one_that_asks_for_some_does_not() -> None:
+def test_without_gpus_a_job_with_optional_gpus_runs_and_one_with_required_gpus_waits() -> None:
     one = on("abc")
     enter(one, "auto", gpu_job(instances=1))
     assert admitted(one) == ["auto"] and one.visible_devices("auto") == {} and one.placement_text("auto") == ""

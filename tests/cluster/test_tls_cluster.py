@@ -54,7 +54,7 @@ def running_cluster(folder: Path, port: int, workers: int) -> Iterator[subproces
         process.communicate(timeout=WAIT_S)
 
 
-def test_a_job_runs_on_a_cluster_that_refuses_who_has_no_certificate(tmp_path: Path) -> None:
+def test_a_job_runs_on_a_cluster_that_requires_certificates(tmp_path: Path) -> None:
     folder, port = tmp_path / "certificates", free_port()
     with running_cluster(folder, port, 3) as cluster:
         assert (folder.stat().st_mode & 0o077, (folder / "key.pem").stat().st_mode & 0o077) == (0, 0)
@@ -81,7 +81,7 @@ def test_a_job_runs_on_a_cluster_that_refuses_who_has_no_certificate(tmp_path: P
     assert not [process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_cluster_whose_scheduler_dies_says_so_and_ends_its_workers(tmp_path: Path) -> None:
+def test_a_cluster_whose_scheduler_dies_reports_it_and_ends_its_workers(tmp_path: Path) -> None:
     with running_cluster(tmp_path / "certificates", free_port(), 1) as cluster:
         started = psutil.Process(cluster.pid).children()
         scheduler = next(process for process in started if "scheduler" in process.cmdline())
@@ -92,7 +92,7 @@ def test_a_cluster_whose_scheduler_dies_says_so_and_ends_its_workers(tmp_path: P
     assert not [process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_cluster_may_begin_without_workers(tmp_path: Path) -> None:
+def test_a_cluster_may_start_without_workers(tmp_path: Path) -> None:
     """It ended at once with a line about workers that had not joined."""
     with running_cluster(tmp_path / "certificates", free_port(), 0) as cluster:
         assert cluster.poll() is None
@@ -110,7 +110,7 @@ def test_certificates_are_not_overwritten_or_used_for_another_address(tmp_path: 
 
 
 @pytest.mark.parametrize(("host", "is_open"), [("0.0.0.0", True), ("127.0.0.1", False)])
-def test_a_scheduler_that_other_hosts_reach_without_tls_is_found(tmp_path: Path, host: str, is_open: bool) -> None:
+def test_a_scheduler_reachable_without_tls_is_reported(tmp_path: Path, host: str, is_open: bool) -> None:
     port = free_port()
     words = [sys.executable, "-m", "dask", "scheduler", "--host", host, "--port", str(port)]
     with (tmp_path / "log").open("w+") as log:

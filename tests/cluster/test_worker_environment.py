@@ -10,7 +10,7 @@ import pytest
 from staleflow.pipeline.processes import local_cluster
 
 
-def test_runs_that_start_at_once_leave_no_variable_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_starts_restore_all_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """PYTHONSAFEPATH stayed, and children of the process could not import what was beside them."""
     before = dict(os.environ)
     first, second = threading.Event(), threading.Event()

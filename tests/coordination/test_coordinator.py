@@ -605,7 +605,7 @@ def test_a_move_to_a_restarted_instance_is_still_counted() -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_straggler_that_fails_before_its_truncation_is_truncated_in_its_next_attempt(lost: bool) -> None:
+def test_a_failed_straggler_is_truncated_in_its_next_attempt(lost: bool) -> None:
     bench = Bench(eta=0, groups=2, stragglers="truncate", max_attempts=3)
     bench.join(A)
     bench.arrive(0, 1)

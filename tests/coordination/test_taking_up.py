@@ -268,7 +268,7 @@ def test_a_group_without_an_entry_restarts() -> None:
     assert again == ()
 
 
-def test_with_redundancy_nothing_is_recovered_beside_complete_groups_that_fill_all_entries() -> None:
+def test_partial_groups_are_not_recovered_when_complete_groups_fill_all_entries() -> None:
     complete = [members_of(group, (2, 1.0), (2, 0.0), -1) for group in (8, 9)]
     states, again = taken_up(0, members_of(3, 2, -1, -1), *complete, extra_groups=1)
     assert [group for group, _ in states] == [8, 9, 3]

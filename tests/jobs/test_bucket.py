@@ -42,7 +42,7 @@ def staleflow(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.usefixtures("bucket")
-def test_a_killed_run_goes_on_and_commands_take_its_url(tmp_path: Path) -> None:
+def test_a_killed_run_resumes_and_commands_accept_its_url(tmp_path: Path) -> None:
     one = Job(folder=tmp_path, seed=1)
     one.write()
     folder, url = one.run_dir, f"{URL}/{one.run_dir.name}"
@@ -83,7 +83,7 @@ def test_a_killed_run_goes_on_and_commands_take_its_url(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # by default tests/stores/test_bucket.py and runtime/test_committing.py have buckets that fail
 @pytest.mark.usefixtures("bucket")
-def test_a_run_outlives_a_bucket_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_survives_a_bucket_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It resets connections for longer than Icechunk itself tries, and then the credentials have expired."""
     profile = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(profile))
@@ -116,7 +116,7 @@ def test_a_run_outlives_a_bucket_that_fails(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow  # by default tests/stores/test_bucket.py has a branch with other rewards
 @pytest.mark.usefixtures("bucket")
-def test_a_store_in_a_bucket_is_scored_and_trained_on_again(job: Path, tmp_path: Path) -> None:
+def test_a_store_in_a_bucket_is_rescored_and_trained_offline(job: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def even(answer, record):\n    return float(len(answer) % 2)\n")
     ran = staleflow("run", job, "--store", URL, "--set", "steps=2", "--set", "task.eval_prompts=0")
     assert ran.returncode == 0, ran.stderr

@@ -91,7 +91,7 @@ def until_workers(cluster: Cluster, count: int) -> None:
 
 
 @pytest.mark.slow  # by default tests/cluster/test_job_queue.py replaces lost GPUs
-def test_a_role_whose_gpus_worker_is_killed_moves_to_another_gpu_of_its_host(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_role_whose_worker_is_killed_moves_to_another_gpu_of_its_host(cluster: Cluster, tmp_path: Path) -> None:
     until_workers(cluster, 5)
     id = submit(cluster, tmp_path, "steps=100000", "deadlines.call_s=20", "rollout.instances=2")
     cluster.until(id, "running", steps=2)
@@ -122,7 +122,7 @@ def test_a_role_whose_gpus_worker_is_killed_moves_to_another_gpu_of_its_host(clu
     assert end.returncode == 0, json.loads(end.stdout)
 
 
-def test_nine_gpus_of_four_are_refused_in_one_line_before_anything_starts(cluster: Cluster, tmp_path: Path) -> None:
+def test_nine_gpus_of_four_are_rejected_in_one_line_before_the_start(cluster: Cluster, tmp_path: Path) -> None:
     until_workers(cluster, 5)
     job = tmp_path / "dry.toml"
     for overrides, line in (

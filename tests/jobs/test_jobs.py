@@ -125,7 +125,7 @@ def where_is(cluster: Cluster) -> dict[str, int]:
     return asyncio.run(ask())
 
 
-def test_a_job_outlives_its_submitter_and_its_drivers_worker(job: Path, cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_survives_its_submitter_and_the_worker_of_its_driver(job: Path, cluster: Cluster, tmp_path: Path) -> None:
     """Submitted by one process, watched by others; the driver's worker is killed in the middle, with the trajectory
     server that shares it; the job goes on by itself and the audit is clean."""
     cluster.add(3)
@@ -187,7 +187,7 @@ def test_a_job_outlives_its_submitter_and_its_drivers_worker(job: Path, cluster:
 
 
 @pytest.mark.slow  # six workers and two jobs on whatever cores there are
-def test_a_cancelled_job_is_gone_on_with_and_two_jobs_share_no_worker(
+def test_a_cancelled_job_can_be_resumed_and_two_jobs_share_no_worker(
     job: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
     cluster.add(5)  # three each are needed: the second job waits for one
@@ -225,9 +225,7 @@ def test_a_cancelled_job_is_gone_on_with_and_two_jobs_share_no_worker(
     check(tmp_path / "runs" / "one", trained + 2)
 
 
-def test_a_jobs_log_and_record_are_in_its_folder_when_the_scheduler_is_gone(
-    job: Path, cluster: Cluster, tmp_path: Path
-) -> None:
+def test_the_log_and_record_of_a_job_are_in_its_folder(job: Path, cluster: Cluster, tmp_path: Path) -> None:
     cluster.add(3)
     id = cluster("submit", job, "--set", "task.eval_prompts=0", "--set", "steps=1000").stdout.strip()
     before = cluster.until(id, "running", steps=2)
@@ -275,7 +273,7 @@ pull_s = 0.02
 
 
 @pytest.mark.slow  # ten processes; by default tests/cluster/test_job_queue.py and runtime/test_driver_losses.py show it
-def test_a_job_gives_reward_workers_beyond_its_need_back_to_one_that_waits(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_releases_extra_reward_workers_for_a_waiting_job(cluster: Cluster, tmp_path: Path) -> None:
     path = tmp_path / "dry.toml"
     path.write_text(DRY.format(runs=tmp_path / "runs"))
     for role in ("trainer", "rollout", "server", "reward"):
@@ -327,18 +325,18 @@ def waits_while_another_runs(cluster: Cluster, folder: Path, alone: int, beside:
 
 
 @pytest.mark.slow  # by default tests/cluster/test_board.py has a job that waits and runs nothing
-def test_a_job_that_waits_does_not_disturb_the_one_that_runs(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_waiting_job_does_not_slow_the_running_one(cluster: Cluster, tmp_path: Path) -> None:
     waits_while_another_runs(cluster, tmp_path, 3, 6)
 
 
 @pytest.mark.slow  # a quarter of an hour
 @pytest.mark.timeout(3600)
-def test_a_job_that_waits_for_ten_minutes_does_not_disturb_the_one_that_runs(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_waiting_for_ten_minutes_does_not_slow_the_running_one(cluster: Cluster, tmp_path: Path) -> None:
     alone, beside = waits_while_another_runs(cluster, tmp_path, 80, 300)
     print(f"{alone:.0f} tokens/s alone, {beside:.0f} beside a job that waits")
 
 
-def test_submitting_loads_neither_torch_nor_the_store() -> None:
+def test_submitting_imports_neither_torch_nor_the_store() -> None:
     """They take seconds, and only the driver needs them."""
     script = (
         "import sys, staleflow.cli.cluster_jobs, staleflow.pipeline.jobs.submission; "
@@ -349,7 +347,7 @@ def test_submitting_loads_neither_torch_nor_the_store() -> None:
     assert not {"torch", "transformers", "zarr", "icechunk", "bokeh", "matplotlib"} & set(loaded)
 
 
-def test_wrong_input_to_each_command_is_one_line(job: Path, cluster: Cluster, tmp_path: Path) -> None:
+def test_invalid_input_to_each_command_gives_a_one_line_error(job: Path, cluster: Cluster, tmp_path: Path) -> None:
     for verb in ("status", "logs", "cancel"):
         answer = cluster(verb, "no-such-job")
         assert (answer.returncode, answer.stdout) == (2, "")

@@ -33,7 +33,7 @@ def run_folder(folder: Path) -> TinyBody:
     return body
 
 
-def test_a_whole_journal_gives_the_same_commands(tmp_path: Path) -> None:
+def test_a_complete_journal_gives_the_same_commands(tmp_path: Path) -> None:
     run_folder(tmp_path / "run")
     told = command("replay", tmp_path / "run")
     assert (told.returncode, told.stderr) == (0, "")
@@ -54,7 +54,7 @@ def last_of(kind: str) -> Callable[[list[str]], int]:
         (last_of("StopRequested"), "the journal ends at version 6, before the end of the run that is stored"),
     ],
 )
-def test_a_journal_that_ends_before_the_run_does_is_incomplete(
+def test_a_journal_that_ends_before_the_run_is_incomplete(
     tmp_path: Path, cut: Callable[[list[str]], int], message: str
 ) -> None:
     run_folder(tmp_path / "run")
@@ -68,7 +68,7 @@ def test_a_journal_that_ends_before_the_run_does_is_incomplete(
     assert message in json.loads(command("replay", tmp_path / "run", "--json").stdout)["missing"]
 
 
-def test_a_torn_line_is_said_and_a_garbled_one_is_one_line(tmp_path: Path) -> None:
+def test_a_torn_line_is_reported_and_a_corrupt_one_gives_a_one_line_error(tmp_path: Path) -> None:
     run_folder(tmp_path / "run")
     path = tmp_path / "run" / "events.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -84,7 +84,7 @@ def test_a_torn_line_is_said_and_a_garbled_one_is_one_line(tmp_path: Path) -> No
     assert told.stderr == f"staleflow: {path}, line 6: not JSON\n"
 
 
-def test_every_trajectory_has_a_story_however_long_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_trajectory_has_a_story_in_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decision_log, "STORY_LINES", 20)
     body = run_folder(tmp_path / "run")
     for trajectory in {0, body.brain.ledger.num_started - 1, *{fate: t for t, fate in body.ended.items()}.values()}:
@@ -99,7 +99,7 @@ def test_every_trajectory_has_a_story_however_long_the_run(tmp_path: Path, monke
         assert told.stderr == f"staleflow: {tmp_path / 'run'}: its journal has no trajectory {unknown}\n"
 
 
-def test_a_resumed_run_tells_both_parts_of_a_story_and_misses_what_lies_between(tmp_path: Path) -> None:
+def test_the_story_of_a_resumed_run_has_both_parts(tmp_path: Path) -> None:
     """The same part twice: the second begins anew, as after a run that had stored nothing."""
     folder = tmp_path / "run"
     run_folder(folder)

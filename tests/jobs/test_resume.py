@@ -43,7 +43,7 @@ def until_step(process: subprocess.Popen[str], step: int) -> None:
     pytest.fail(f"the run ended before step {step}")
 
 
-def test_a_run_whose_every_process_was_killed_goes_on_and_the_audit_is_clean(job: Path) -> None:
+def test_a_run_with_all_processes_killed_resumes_and_passes_the_audit(job: Path) -> None:
     folder = job.parent / "runs" / "job"
     with start(job, "steps=400") as process:
         until_step(process, 3)
@@ -87,7 +87,7 @@ def test_a_run_whose_every_process_was_killed_goes_on_and_the_audit_is_clean(job
 
 
 @pytest.mark.slow
-def test_a_stopped_run_loses_nothing_and_one_without_its_latest_points_undoes_steps(job: Path) -> None:
+def test_a_stopped_run_loses_no_step_and_one_without_recent_resume_points_undoes_steps(job: Path) -> None:
     folder = job.parent / "runs" / "job"
     with start(job, "steps=400") as process:
         until_step(process, 4)
@@ -112,7 +112,7 @@ def test_a_stopped_run_loses_nothing_and_one_without_its_latest_points_undoes_st
     assert {e.step for e in store.ended() if e.reason is AbortReason.RUN_ENDED} <= {trained + 1}
 
 
-def test_a_run_killed_between_its_last_step_and_its_end_is_brought_to_its_end(job: Path) -> None:
+def test_a_run_killed_between_its_last_step_and_its_end_is_completed(job: Path) -> None:
     """With another reward by then: its evaluations before and after are told apart."""
     reward = job.parent / "mine.py"
     reward.write_text("def even(answer, record):\n    assert len(answer) % 3\n    return float(len(answer) % 2)\n")
@@ -143,7 +143,7 @@ def test_a_run_killed_between_its_last_step_and_its_end_is_brought_to_its_end(jo
     assert {changed, compared} <= set(summary["notes"])
 
 
-def test_a_resume_point_without_its_end_is_passed_over(stored: Path, tmp_path: Path) -> None:
+def test_an_incomplete_resume_point_is_skipped(stored: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(stored, folder)
     config = dataclasses.replace(loading.load(folder / "config.toml"), runs_dir=str(tmp_path), name="copy", steps=5)
@@ -159,7 +159,7 @@ def test_a_resume_point_without_its_end_is_passed_over(stored: Path, tmp_path: P
     assert sum(r.kind == "step" for r in VersionedStore.open(folder / "store").steps()) == 2
 
 
-def test_a_run_killed_before_its_first_point_was_written_begins_again(stored: Path, tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_resume_point_starts_again(stored: Path, tmp_path: Path) -> None:
     """As long as a point may have been on its way; later there has to be one."""
     folder = tmp_path / "copy"
     shutil.copytree(stored, folder)
@@ -174,7 +174,7 @@ def test_a_run_killed_before_its_first_point_was_written_begins_again(stored: Pa
     assert VersionedStore.open(folder / "store").steps() == []
 
 
-def test_a_run_whose_store_is_gone_does_not_begin_again(stored: Path, tmp_path: Path) -> None:
+def test_a_run_whose_store_is_missing_does_not_start_again(stored: Path, tmp_path: Path) -> None:
     """Its weights, evaluations and events are of a training that is not undone by resuming."""
     folder = tmp_path / "copy"
     shutil.copytree(stored, folder)
@@ -199,7 +199,7 @@ def test_a_run_whose_store_is_gone_does_not_begin_again(stored: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear"])
-def test_a_schedule_keeps_its_length_when_a_run_is_trained_further(kind: str, job: Path) -> None:
+def test_a_schedule_keeps_its_length_when_steps_are_added(kind: str, job: Path) -> None:
     prepare_run_dir(loading.load(job, (f"training.schedule={kind}",)), {})
     folder = job.parent / "runs" / "job"
     further = resumption.load(folder, ("steps=9",))
@@ -215,7 +215,7 @@ def test_a_schedule_keeps_its_length_when_a_run_is_trained_further(kind: str, jo
     assert resumption.load(folder).training.schedule_steps == 5
 
 
-def test_what_cannot_be_resumed_is_said_in_one_line(job: Path, tmp_path: Path) -> None:
+def test_runs_that_cannot_be_resumed_give_a_one_line_error(job: Path, tmp_path: Path) -> None:
     end = run(job, "task.eval_prompts=0", "steps=2", "training.resume_every=0")
     for overrides, message in (
         ((), "all 2 steps are trained"),
@@ -229,7 +229,7 @@ def test_what_cannot_be_resumed_is_said_in_one_line(job: Path, tmp_path: Path) -
         resumption.load(tmp_path / "nothing")
 
 
-def test_a_point_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
+def test_a_failed_resume_point_gives_an_error_with_a_remedy(tmp_path: Path) -> None:
     from staleflow.stores.errors import StoreError
 
     def full(path: Path) -> None:

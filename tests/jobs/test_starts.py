@@ -48,7 +48,7 @@ def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_stop_is_written_too(tmp_path: Path) -> None:
+def test_a_stop_is_recorded(tmp_path: Path) -> None:
     outcomes = RunReport(stopped="cancelled")
     with Starts(tmp_path, 0, 0.0).recording_end(outcomes):
         pass
@@ -57,7 +57,7 @@ def test_a_stop_is_written_too(tmp_path: Path) -> None:
     assert [item.end for item in read(tmp_path)] == ["stopped: cancelled", "stopped at once"]
 
 
-def test_a_run_has_none_before_its_first_and_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_a_new_run_has_no_starts_and_a_corrupt_file_is_named(tmp_path: Path) -> None:
     assert read(tmp_path) == []
     for content in ("{", "[3]", '[{"version": "one"}]', "7"):
         (tmp_path / "starts.json").write_text(content)
@@ -65,7 +65,7 @@ def test_a_run_has_none_before_its_first_and_a_damaged_file_is_named(tmp_path: P
             read(tmp_path)
 
 
-def test_it_is_written_once_a_step_and_not_twice_a_second(tmp_path: Path) -> None:
+def test_starts_are_written_once_per_step_and_at_most_twice_a_second(tmp_path: Path) -> None:
     starts, outcomes = Starts(tmp_path, 0, 0.0), RunReport()
     outcomes.commands["Route"] = 1
     starts.status(None, outcomes)

@@ -26,7 +26,7 @@ def at_once() -> None:
     raise AssertionError("one signal does not end the process at once")
 
 
-def test_a_signal_whose_cancellation_was_ignored_stops_the_run_once_there_is_one() -> None:
+def test_a_signal_whose_cancellation_was_swallowed_stops_the_run_later() -> None:
     async def run() -> tuple[list[str], list[str]]:
         received: list[str] = []
         stopped: list[str] = []
@@ -40,7 +40,7 @@ def test_a_signal_whose_cancellation_was_ignored_stops_the_run_once_there_is_one
     assert stopped == ["interrupted"]
 
 
-def test_a_signal_before_there_is_a_run_ends_the_context() -> None:
+def test_a_signal_before_the_run_ends_the_context() -> None:
     async def run() -> None:
         with StopRequest() as request, stopped_by_signals(request, lambda _: None, at_once):
             signal.raise_signal(signal.SIGTERM)
@@ -50,7 +50,7 @@ def test_a_signal_before_there_is_a_run_ends_the_context() -> None:
         asyncio.run(run())
 
 
-def test_a_signal_in_a_run_stops_it() -> None:
+def test_a_signal_during_a_run_stops_it() -> None:
     async def run() -> str:
         with StopRequest() as request, stopped_by_signals(request, lambda _: None, at_once):
             stopped = asyncio.get_running_loop().create_future()
@@ -61,7 +61,7 @@ def test_a_signal_in_a_run_stops_it() -> None:
     assert asyncio.run(run()) == "interrupted"
 
 
-def test_a_request_from_another_thread_stops_the_run_and_a_second_one_does_so_at_once() -> None:
+def test_a_request_from_another_thread_stops_the_run_and_a_second_one_at_once() -> None:
     request = StopRequest()
 
     async def run() -> list[str]:
@@ -84,7 +84,7 @@ def test_a_request_from_another_thread_stops_the_run_and_a_second_one_does_so_at
     assert asyncio.run(run()) == ["enough", "enough"]
 
 
-def test_a_request_that_comes_before_the_run_ends_it_and_one_that_comes_after_it_changes_nothing() -> None:
+def test_a_request_before_the_run_ends_it_and_one_after_it_changes_nothing() -> None:
     request = StopRequest()
     request.ask("never mind")
 

@@ -45,7 +45,7 @@ async def only(jobs: Jobs) -> list[dict[str, Any]]:
             await asyncio.sleep(0.05)
 
 
-async def test_a_submitted_job_has_its_place_in_the_queue(job: Path) -> None:
+async def test_a_submitted_job_is_in_the_queue(job: Path) -> None:
     async with jobs_on(0) as jobs:
         told = await submit(jobs, job)
         assert told["why"].startswith("needs 3 worker processes")
@@ -53,7 +53,7 @@ async def test_a_submitted_job_has_its_place_in_the_queue(job: Path) -> None:
         assert await jobs.runs(told["id"]) == "no-worker"
 
 
-async def test_a_submitter_that_is_killed_before_it_has_sent_the_driver_leaves_no_job_that_waits(
+async def test_a_submitter_killed_before_it_sent_the_driver_leaves_no_waiting_job(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*_: Any, **__: Any) -> None:
@@ -70,7 +70,7 @@ async def test_a_submitter_that_is_killed_before_it_has_sent_the_driver_leaves_n
         )
 
 
-async def test_a_job_whose_submitter_is_killed_once_it_has_sent_the_driver_waits_in_the_queue(
+async def test_a_job_whose_submitter_is_killed_after_it_sent_the_driver_waits(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = Client.submit
@@ -87,7 +87,7 @@ async def test_a_job_whose_submitter_is_killed_once_it_has_sent_the_driver_waits
             assert left["state"] == "failed" or await jobs.runs(left["id"]) == "no-worker"
 
 
-async def test_a_folder_has_one_job_that_has_not_ended(job: Path) -> None:
+async def test_a_folder_has_at_most_one_unfinished_job(job: Path) -> None:
     async with jobs_on(0) as jobs:
         first = await submit(jobs, job)
         for resume in (False, True):
@@ -99,14 +99,14 @@ async def test_a_folder_has_one_job_that_has_not_ended(job: Path) -> None:
         assert second["why"].startswith("needs 3 worker processes")
 
 
-async def test_a_run_that_is_live_is_not_resumed(job: Path) -> None:
+async def test_a_live_run_cannot_be_resumed(job: Path) -> None:
     async with jobs_on(0) as jobs:
         with create_and_lock(loading.load(job).run_dir), pytest.raises(ConfigError, match="in use by process"):
             await submit(jobs, job, resume=True)
         assert await job_registry.ask(jobs.client, "jobs") == []
 
 
-async def test_a_job_that_is_cancelled_before_its_driver_has_arrived_is_stopped(job: Path) -> None:
+async def test_a_job_cancelled_before_its_driver_arrives_is_stopped(job: Path) -> None:
     async with jobs_on(0) as jobs:
         needs = {"instances": 1, "rewards": 1, "driver": True}
         received = {"name": "half", "run_dir": "/runs/half", "steps": 1, "by": jobs.client.id}

@@ -53,7 +53,7 @@ def scalars(folder: Path) -> list[tuple[int, str, float]]:
     return [(step, value.tag, value.simple_value) for step, value in values(folder)]
 
 
-def test_a_scalar_says_what_it_is_in_which_unit(job: Path, tmp_path: Path) -> None:
+def test_a_scalar_has_a_description_and_its_unit(job: Path, tmp_path: Path) -> None:
     tracking = Tracking(loading.load(job), tmp_path)
     tracking.step_stored({"step": 0.0, "staleness_max": 1.0, "of_mine": 2.0}, "")
     tracking.close()
@@ -66,7 +66,7 @@ def track(tracking: Tracking, steps: list[dict[str, float]]) -> None:
         tracking.step_stored(step, "")
 
 
-def test_a_tracker_that_fails_is_not_called_again(job: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_tracker_is_not_called_again(job: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     config = loading.load(job, (f"tracking.tracker={tmp_path}/mine.py:Mine",))
     tracking = Tracking(config, tmp_path)
@@ -78,7 +78,7 @@ def test_a_tracker_that_fails_is_not_called_again(job: Path, tmp_path: Path, cap
     assert scalars(tmp_path / "tensorboard") == [(i, "reward", r) for i, r in enumerate((0.5, 0.75, 1.0, 1.0))]
 
 
-def test_a_tracker_that_is_not_there_is_one_line_and_one_that_is_travels(job: Path, tmp_path: Path) -> None:
+def test_a_missing_tracker_gives_a_one_line_error_and_an_existing_one_is_packed(job: Path, tmp_path: Path) -> None:
     for named, message in (("none.py:T", "cannot be loaded: none.py: no such file"), ("T", "expected file.py:NAME")):
         with pytest.raises(ConfigError, match=message):
             Tracking(loading.load(job, (f"tracking.tracker={named}",)), tmp_path)
@@ -88,7 +88,7 @@ def test_a_tracker_that_is_not_there_is_one_line_and_one_that_is_travels(job: Pa
     assert code == {"tracking_mine.py": MINE}
 
 
-def test_a_tracker_that_cannot_be_constructed_is_one_line(job: Path, tmp_path: Path) -> None:
+def test_a_tracker_that_cannot_be_constructed_gives_a_one_line_error(job: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "class Mine:\n    def __init__(self, run_dir, job):\n        raise OSError('no\\nnet')\n"
     )
@@ -178,7 +178,7 @@ def read_wandb(data: bytes) -> tuple[dict[int, float], bool]:
 
 @pytest.mark.filterwarnings("ignore")  # of the packages
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
-def test_a_package_tracks_each_step_once_and_a_resumed_run_goes_on_in_the_same_run(
+def test_a_package_tracks_each_step_once_and_a_resumed_run_continues_there(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     offline(name, tmp_path, monkeypatch)
@@ -192,7 +192,7 @@ def test_a_package_tracks_each_step_once_and_a_resumed_run_goes_on_in_the_same_r
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
-def test_a_package_that_fails_is_one_warning(
+def test_a_failing_tracker_package_gives_one_warning(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     config = loading.load(job, (f"tracking.tracker={name}", "tracking.tensorboard=false"))
@@ -211,7 +211,7 @@ def test_a_package_that_fails_is_one_warning(
     ]
 
 
-def test_a_package_that_is_not_installed_is_one_line_before_anything_is_placed(
+def test_a_tracker_package_that_is_not_installed_gives_a_one_line_error(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda named: None)

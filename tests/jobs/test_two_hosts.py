@@ -110,9 +110,7 @@ def who_sampled(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow  # eight processes and two dozen steps
-def test_an_instance_that_stands_still_with_its_hosts_parameter_server_is_replaced(
-    cluster: Cluster, folder: Path
-) -> None:
+def test_a_stopped_instance_with_its_parameter_server_is_replaced(cluster: Cluster, folder: Path) -> None:
     id = submitted(cluster, folder)
     (beside,) = processes(cluster, f"parameters-{THERE}").values()
     (stopped,) = (name for name, pid in processes(cluster, "rollout").items() if pid == beside)
@@ -124,7 +122,7 @@ def test_an_instance_that_stands_still_with_its_hosts_parameter_server_is_replac
 
 
 @pytest.mark.slow  # eight processes and two dozen steps
-def test_an_instance_that_is_retired_loses_nothing(cluster: Cluster, folder: Path) -> None:
+def test_a_retired_instance_loses_no_trajectory(cluster: Cluster, folder: Path) -> None:
     id = submitted(cluster, folder)
     retired = processes(cluster, "rollout")["rollout-0"]
     asked = cluster("retire", id, "rollout-0")

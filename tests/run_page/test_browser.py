@@ -108,7 +108,7 @@ def journal() -> str:
 JOURNAL = journal()
 
 
-async def test_what_a_model_wrote_is_shown_and_never_executed_or_hidden(run: StoredRun) -> None:
+async def test_model_output_is_shown_escaped_and_never_executed(run: StoredRun) -> None:
     async with looking(run) as (page, address):
         for view in (
             "/",
@@ -128,7 +128,7 @@ async def test_what_a_model_wrote_is_shown_and_never_executed_or_hidden(run: Sto
         await page.get_by_text("<b>form</b>").wait_for()
 
 
-async def test_a_step_stored_meanwhile_appears_without_reloading(run: StoredRun) -> None:
+async def test_a_newly_stored_step_appears_without_reloading(run: StoredRun) -> None:
     async with looking(run) as (page, address):
         await page.goto(address)
         steps = page.locator(".tile", has_text="of 3").locator("b")
@@ -142,7 +142,7 @@ async def test_a_step_stored_meanwhile_appears_without_reloading(run: StoredRun)
         assert await page.evaluate("window.kept") is True
 
 
-async def test_a_filter_goes_into_the_address_and_a_wrong_one_is_told_in_one_line(run: StoredRun) -> None:
+async def test_a_filter_is_part_of_the_address_and_an_invalid_one_gives_one_line(run: StoredRun) -> None:
     async with looking(run) as (page, address):
         await page.goto(f"{address}/trajectories")
         await page.get_by_label("Where").fill("fate == 'aborted'")
@@ -161,7 +161,7 @@ async def test_a_filter_goes_into_the_address_and_a_wrong_one_is_told_in_one_lin
         await page.get_by_text("aborted: surplus member").wait_for()
 
 
-async def test_a_token_is_told_by_pointing_at_it_and_by_the_arrow_keys(run: StoredRun) -> None:
+async def test_a_token_is_described_on_hover_and_by_the_arrow_keys(run: StoredRun) -> None:
     async with looking(run) as (page, address):
         await page.goto(f"{address}/step/0")
         await page.get_by_role("link", name="1 ›", exact=True).first.click()  # a sibling, or the next step
@@ -175,7 +175,7 @@ async def test_a_token_is_told_by_pointing_at_it_and_by_the_arrow_keys(run: Stor
         assert "4 of 5" in await details.inner_text()
 
 
-async def test_time_is_zoomed_by_dragging_and_the_trainer_leads_to_its_step(run: StoredRun) -> None:
+async def test_time_is_zoomed_by_dragging_and_the_trainer_links_to_its_step(run: StoredRun) -> None:
     async with looking(run) as (page, address):
         await page.goto(f"{address}/lanes")
         plot = page.get_by_role("img", name="instances and trainer over time")
@@ -198,7 +198,7 @@ async def test_time_is_zoomed_by_dragging_and_the_trainer_leads_to_its_step(run:
         assert "from=" in page.url
 
 
-async def test_a_trajectorys_life_is_told_and_its_reasons_are_asked_for(run: StoredRun) -> None:
+async def test_a_trajectory_shows_its_story_and_the_reasons_of_a_replay(run: StoredRun) -> None:
     async with looking(run) as (page, address):
         await page.goto(f"{address}/trajectory/3")
         await page.get_by_text("routed to rollout-1 at version 1").wait_for()
@@ -208,7 +208,7 @@ async def test_a_trajectorys_life_is_told_and_its_reasons_are_asked_for(run: Sto
 
 
 @pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
-async def test_every_view_fits_the_width_and_says_something(run: StoredRun, viewport: dict[str, int]) -> None:
+async def test_every_view_fits_the_width_and_has_content(run: StoredRun, viewport: dict[str, int]) -> None:
     async with looking(run, color_scheme="dark", has_touch=True) as (page, address):
         await page.set_viewport_size(viewport)
         for view in VIEWS:
@@ -222,7 +222,7 @@ async def test_every_view_fits_the_width_and_says_something(run: StoredRun, view
             assert len(await page.locator("main").inner_text()) > 60, view
 
 
-async def test_a_chart_is_zoomed_by_dragging_and_leads_to_a_step_by_clicking(tmp_path: Path) -> None:
+async def test_a_chart_is_zoomed_by_dragging_and_a_click_opens_a_step(tmp_path: Path) -> None:
     run = StoredRun(tmp_path, steps=20)
     for step in range(20):
         run.train([(f"prompt {step}", [Response("a", step / 20), Response("b", 0.0)])])
@@ -247,7 +247,7 @@ async def test_a_chart_is_zoomed_by_dragging_and_leads_to_a_step_by_clicking(tmp
         assert "from=" not in page.url
 
 
-async def test_a_conversation_is_walked_token_by_token_and_says_who_gave_what(tmp_path: Path) -> None:
+async def test_a_conversation_is_navigated_token_by_token_with_roles(tmp_path: Path) -> None:
     stored = StoredRun(tmp_path)
     turns = (("tool", f"4 {HOSTILE}", 2.5, "four"), ("user", "ok", 0.0, "bye"))
     stored.train([("2+2", [Response("ask", 1.0, versions=(0,), turns=turns), Response("5")])])
@@ -280,7 +280,7 @@ async def test_a_conversation_is_walked_token_by_token_and_says_who_gave_what(tm
         assert await page.locator(".sibling .passage").count() == 5
 
 
-async def test_two_runs_are_side_by_side_and_their_settings_compared(run: StoredRun, tmp_path: Path) -> None:
+async def test_two_runs_are_shown_together_and_their_settings_compared(run: StoredRun, tmp_path: Path) -> None:
     other = StoredRun(tmp_path / "second", group=3, eta=0)
     for step in range(4):
         other.train([("p", [Response("a", float(step)), Response("b"), Response("c")])])
@@ -301,7 +301,7 @@ async def test_two_runs_are_side_by_side_and_their_settings_compared(run: Stored
         await page.get_by_text("The audit: ").wait_for()
 
 
-async def test_versions_of_a_view_have_colours_of_their_own(tmp_path: Path) -> None:
+async def test_every_version_of_a_view_has_a_different_colour(tmp_path: Path) -> None:
     """Of any number of versions: with a fixed set of colours the ninth had that of the first."""
     run = StoredRun(tmp_path, group=2, eta=40)
     versions = (*range(30),)

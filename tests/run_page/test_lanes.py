@@ -52,7 +52,7 @@ def act(trajectory: int) -> dict[str, Any]:
     return {"type": "StepEnvironment", "trajectory": trajectory, "route_number": 1, "truncated": False, "cause": "c"}
 
 
-def test_the_life_of_an_episode_tells_its_turns_and_what_its_environment_did() -> None:
+def test_the_story_of_an_episode_has_its_turns_and_environment_steps() -> None:
     made = index(
         (0.0, joined("a"), []),
         (1.0, ARRIVED, [route(6, "a"), route(7, "a")]),
@@ -97,7 +97,7 @@ LIFE = (
 )  # fmt: skip
 
 
-def test_a_trajectorys_life_is_told_in_order() -> None:
+def test_the_story_of_a_trajectory_is_in_order() -> None:
     story = index(*LIFE).story(6)
     assert [(m["at_s"], m["what"], m["phase"]) for m in story] == [
         (1.0, "arrived", "waiting"),
@@ -112,7 +112,7 @@ def test_a_trajectorys_life_is_told_in_order() -> None:
     assert index(*LIFE).story(99) == []
 
 
-def test_lives_are_divided_where_the_version_changed() -> None:
+def test_lives_are_split_where_the_version_changed() -> None:
     assert index(*LIFE).lives([7, 6, 99]) == [
         [(1.0, 1.0, "waiting", -1), (1.0, 6.0, "sampling", 0), (6.0, 7.0, "scoring", -1), (7.0, 7.0, "ready", -1)],
         [
@@ -123,7 +123,7 @@ def test_lives_are_divided_where_the_version_changed() -> None:
     ]  # fmt: skip
 
 
-def test_a_window_shows_who_ran_what_and_when() -> None:
+def test_a_window_shows_the_load_of_each_instance_over_time() -> None:
     window = index(*LIFE).window(0.0, 10.0, 10)
     a, b = window["instances"]
     assert a["running"] == [0, 2, 1, 1, 1, 1, 0, 0, 0, 0]
@@ -138,7 +138,7 @@ def test_a_window_shows_who_ran_what_and_when() -> None:
     assert places["ready or waiting for siblings"] == [0, 0, 0, 0, 0, 1, 1, 0, 0, 0]
 
 
-def test_a_part_of_the_time_has_the_same_numbers() -> None:
+def test_a_part_of_a_window_has_the_same_numbers() -> None:
     made = index(*LIFE)
     whole, part = made.window(0.0, 10.0, 10), made.window(3.0, 6.0, 3)
     assert part["instances"][0]["running"] == whole["instances"][0]["running"][3:6]
@@ -146,7 +146,7 @@ def test_a_part_of_the_time_has_the_same_numbers() -> None:
 
 
 @pytest.mark.parametrize(("begin", "end"), [(5.0, 5.0), (8.0, 2.0), (50.0, 60.0), (-9.0, -3.0), (0.0, 1e18)])
-def test_a_window_that_is_none_shows_the_whole_run(begin: float, end: float) -> None:
+def test_an_invalid_window_shows_the_whole_run(begin: float, end: float) -> None:
     window = index(*LIFE).window(begin, end, 10**9)
     assert (window["begin_s"], window["end_s"], len(window["step"])) == (0.0, 10.0, 1_000)
 
@@ -156,7 +156,7 @@ def test_an_empty_journal_has_a_window() -> None:
     assert (window["num_events"], window["instances"], window["training"]) == (0, [], [0.0] * 5)
 
 
-def test_a_lost_instance_is_gone_and_what_it_ran_waits_again() -> None:
+def test_trajectories_of_a_lost_instance_wait_again() -> None:
     lost = index(*LIFE[:3], (3.0, {"type": "InstanceLost", "instance": "a", "why": "killed"}, [route(6, "b")]))
     add(lost, (4.0, joined("a", 1), []), (6.0, {"type": "Tick"}, []))
     assert [m["what"] for m in lost.story(6)][2:] == ["a was lost", "routed to b at version 0"]
@@ -167,7 +167,7 @@ def test_a_lost_instance_is_gone_and_what_it_ran_waits_again() -> None:
     assert window["events"] == [[3.0, "a lost: killed"]]
 
 
-def test_what_is_dropped_says_why_and_a_late_answer_changes_nothing() -> None:
+def test_a_dropped_trajectory_has_its_reason_and_late_results_are_ignored() -> None:
     ending = {"type": "Ending", "trajectory": 7, "group": 3, "fate": "aborted", "reason": "surplus_member", "step": 0}
     retire = {"type": "Discard", "endings": [ending], "versions": [0], "cause": "c"}
     abort = {"type": "Abort", "trajectory": 7, "route_number": 1, "instance": "a", "cause": "c"}
@@ -176,7 +176,7 @@ def test_what_is_dropped_says_why_and_a_late_answer_changes_nothing() -> None:
     assert dropped.window(0.0, 3.0, 3)["instances"][0]["running"] == [0, 2, 1]
 
 
-def test_a_next_start_of_the_run_begins_with_nothing_in_flight() -> None:
+def test_the_next_start_of_a_run_has_nothing_in_flight() -> None:
     made = index(*LIFE[:3])
     made.begin_start()
     add(
@@ -191,7 +191,7 @@ def test_a_next_start_of_the_run_begins_with_nothing_in_flight() -> None:
     assert window["phases"][1]["count"] == [0, 0, 0]
 
 
-def test_a_next_start_shows_what_it_has_taken_up() -> None:
+def test_the_next_start_shows_its_recovered_trajectories() -> None:
     made = index(*LIFE[:3])
     made.begin_start()
     members = [
@@ -220,7 +220,7 @@ def test_a_next_start_shows_what_it_has_taken_up() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 9)), max_size=20), st.integers(1, 9))
-def test_means_are_those_of_a_fine_sampling(changes: list[tuple[float, int]], bins: int) -> None:
+def test_step_function_means_match_fine_sampling(changes: list[tuple[float, int]], bins: int) -> None:
     function = StepFunction()
     for at, value in sorted(changes):
         function.set(at, value)

@@ -34,7 +34,7 @@ def columns(count: int = 200) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sort", ["reward", "-reward", "response_tokens", "-response_tokens", "fate", "-trajectory"])
-def test_pages_together_are_the_whole_list_in_order(sort: str) -> None:
+def test_all_pages_together_are_the_list_in_order(sort: str) -> None:
     table = columns()
     where = "response_tokens > 20"
     pages = [listing.trajectories(table, where, sort, page) for page in range(1, 5)]
@@ -48,7 +48,7 @@ def test_pages_together_are_the_whole_list_in_order(sort: str) -> None:
 
 
 @pytest.mark.parametrize("page", [-5, 0, 1, 99])
-def test_a_page_outside_of_the_list_is_the_nearest(page: int) -> None:
+def test_a_page_number_out_of_range_gives_the_nearest_page(page: int) -> None:
     trajectories = listing.trajectories(columns(60), "", "step", page)
     assert (trajectories.page, trajectories.num_pages) == ((1, 2) if page < 2 else (2, 2))
     nothing = listing.trajectories(columns(60), "reward > 9", "step", page)
@@ -87,7 +87,7 @@ def test_a_filter_keeps_groups_with_a_matching_member() -> None:
         listing.groups_of_step(table, 1, "", "size", 1)
 
 
-def test_members_are_those_trained_on_first() -> None:
+def test_trained_members_come_first() -> None:
     table = columns()
     placed = listing.members(table, np.asarray([7, 3]))
     assert list(placed) == [7, 3]
@@ -110,7 +110,7 @@ def test_a_distribution_counts_every_selected_value_once() -> None:
     assert whole["edges"] == [-0.5, 0.5, 1.5, 2.5, 3.5, 4.5]
 
 
-def test_what_was_trained_on_is_told_beside_what_was_not() -> None:
+def test_statistics_are_grouped_by_fate() -> None:
     table = columns()
     rows = listing.by_fate(table, "response_tokens > 20")
     assert [(row["fate"], row["reason"]) for row in rows] == [
@@ -125,7 +125,7 @@ def test_what_was_trained_on_is_told_beside_what_was_not() -> None:
     assert listing.by_fate(table, "reward > 9") == []
 
 
-def test_the_mean_of_each_step_is_of_what_it_trained_on() -> None:
+def test_the_mean_of_a_step_is_over_its_trained_trajectories() -> None:
     table = columns()
     table["reward"] = np.nan_to_num(table["reward"])
     table["step"][table["step"] == 3] = 4
@@ -148,7 +148,7 @@ RECORDS = [
 ]
 
 
-def test_series_have_a_value_a_step_and_none_for_what_is_no_number() -> None:
+def test_series_have_a_value_per_step_and_none_for_nan() -> None:
     result = charts.series(RECORDS, 0)
     assert result["step"] == [0, 1, 2]
     assert result["lines"]["reward"] == [0.5, 0.25, None]
@@ -158,7 +158,7 @@ def test_series_have_a_value_a_step_and_none_for_what_is_no_number() -> None:
 
 
 @pytest.mark.parametrize("first", [1, 2, 3])
-def test_later_steps_alone_have_the_values_they_have_among_all(first: int) -> None:
+def test_later_steps_have_the_same_values_as_in_the_whole_series(first: int) -> None:
     whole, part = charts.series(RECORDS, 0), charts.series(RECORDS, first)
     assert part["step"] == whole["step"][first:]
     for name in part["lines"]:
@@ -167,7 +167,7 @@ def test_later_steps_alone_have_the_values_they_have_among_all(first: int) -> No
         assert part["drops"][name] == whole["drops"][name][first:]
 
 
-def test_charts_of_turns_are_drawn_where_there_are_any() -> None:
+def test_charts_of_turns_are_drawn_for_multi_turn_runs() -> None:
     of_one, of_many = charts.charts(RECORDS), charts.charts([*RECORDS, record(3, {}, given_tokens=7.0)])
     assert {chart.title for chart in of_many} - {chart.title for chart in of_one} == {"turns", "branches", "tools"}
 
@@ -181,7 +181,7 @@ def test_charts_of_several_tasks_have_a_line_for_each() -> None:
     assert {name: lines[name] for name in values} == {name: [value] for name, value in values.items()}
 
 
-def test_every_chart_has_known_metrics_of_one_unit_and_each_is_drawn_once() -> None:
+def test_every_chart_has_known_metrics_of_one_unit_drawn_once() -> None:
     drawn = [name for chart in charts.CHARTS for name in chart.names]
     assert len(drawn) == len(set(drawn))
     for chart in charts.CHARTS:
@@ -189,7 +189,7 @@ def test_every_chart_has_known_metrics_of_one_unit_and_each_is_drawn_once() -> N
 
 
 @pytest.mark.parametrize("module", [api, charts, page_server])
-def test_the_examples_in_docstrings_hold(module: Any) -> None:
+def test_docstring_examples_pass(module: Any) -> None:
     result = doctest.testmod(module)
     assert result.attempted
     assert not result.failed

@@ -46,7 +46,7 @@ def run_of(folder: Path, steps: int, groups: int = 8) -> StoredRun:
     return run
 
 
-def test_a_page_of_a_step_reads_its_own_tokens_however_large_the_store(tmp_path: Path, read: Counter[str]) -> None:
+def test_a_step_page_reads_only_its_tokens_in_a_store_of_any_size(tmp_path: Path, read: Counter[str]) -> None:
     """A page shows 6 of the 40 groups; what one page reads must not grow with the steps."""
     elements = {}
     for steps in (2, 20):
@@ -61,7 +61,7 @@ def test_a_page_of_a_step_reads_its_own_tokens_however_large_the_store(tmp_path:
     assert elements[2][0] <= elements[20][0] <= elements[2][0] + 12  # prompts of later steps are longer
 
 
-def test_rows_and_records_are_read_once_however_many_pages_are_asked_for(tmp_path: Path, read: Counter[str]) -> None:
+def test_rows_and_records_are_read_once_for_many_pages(tmp_path: Path, read: Counter[str]) -> None:
     run = run_of(tmp_path, 6)
     page = Page(run.run_dir)
     page.ask("trajectories")
@@ -74,7 +74,7 @@ def test_rows_and_records_are_read_once_however_many_pages_are_asked_for(tmp_pat
     assert not read, read
 
 
-def test_a_list_reads_no_tokens_and_excerpts_only_those_listed(tmp_path: Path, read: Counter[str]) -> None:
+def test_a_list_reads_no_tokens_and_excerpts_only_the_listed_ones(tmp_path: Path, read: Counter[str]) -> None:
     page = Page(run_of(tmp_path, 6).run_dir)
     result = page.ask("trajectories", sort="-response_tokens")
     assert not read["tokens/ids"]
@@ -85,7 +85,7 @@ def test_a_list_reads_no_tokens_and_excerpts_only_those_listed(tmp_path: Path, r
     assert read["tokens/ids"] < TOKEN_FILE
 
 
-def test_a_live_run_is_followed_by_its_latest_records_only(tmp_path: Path, read: Counter[str]) -> None:
+def test_a_live_run_is_followed_by_reading_its_latest_records(tmp_path: Path, read: Counter[str]) -> None:
     run = run_of(tmp_path, 3)
     reader = RunReader(run.run_dir)
     first = reader.stored()
@@ -112,7 +112,7 @@ def test_a_run_whose_last_steps_were_undone_is_read_again(tmp_path: Path) -> Non
     assert page.ask("steps", branch=undone[1])["step"] == [0, 1, 2]
 
 
-def test_before_its_first_step_a_run_is_shown_as_starting(tmp_path: Path) -> None:
+def test_a_run_before_its_first_step_is_shown_as_starting(tmp_path: Path) -> None:
     run = run_of(tmp_path, 1)
     (run.run_dir / "store").rename(run.run_dir / "elsewhere")
     (run.run_dir / ".running").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -126,7 +126,7 @@ def test_before_its_first_step_a_run_is_shown_as_starting(tmp_path: Path) -> Non
     assert page.ask("run")["state"] == "finished"
 
 
-def test_pulls_are_counted_by_how_weights_were_verified_while_a_run_is_in_progress(tmp_path: Path) -> None:
+def test_weight_checks_are_counted_while_a_run_is_in_progress(tmp_path: Path) -> None:
     run = run_of(tmp_path, 1)
     (run.run_dir / ".running").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     page = Page(run.run_dir)
@@ -162,12 +162,12 @@ def test_a_run_whose_process_died_is_interrupted(tmp_path: Path) -> None:
     assert RunReader(run.run_dir).state() == "interrupted"
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such run; `staleflow store ls` lists runs"):
         RunReader(tmp_path)
 
 
-def test_a_job_that_resuming_changed_is_shown_as_it_is_now(tmp_path: Path) -> None:
+def test_a_job_changed_by_a_resume_is_shown_with_its_new_values(tmp_path: Path) -> None:
     run = run_of(tmp_path, 1)
     page = Page(run.run_dir)
     assert page.ask("run")["steps"] == 1
@@ -177,7 +177,7 @@ def test_a_job_that_resuming_changed_is_shown_as_it_is_now(tmp_path: Path) -> No
     assert page.ask("run")["steps"] == 70
 
 
-def test_a_damaged_trajectory_is_shown_as_such_and_the_others_as_they_are(tmp_path: Path) -> None:
+def test_a_corrupt_trajectory_is_marked_and_others_are_shown(tmp_path: Path) -> None:
     run = StoredRun(tmp_path, group=2)
     long = "".join(random.Random(0).choices("abcdefgh", k=4_000))
     run.train([("one", [Response(long, 1.0), Response(long[::-1], 0.0)])])
@@ -205,7 +205,7 @@ def tick(now: float) -> str:
     return line(now, {"type": "Tick"})
 
 
-def test_a_journal_is_read_on_from_where_it_was_and_half_a_line_is_left_for_later(tmp_path: Path) -> None:
+def test_a_journal_is_read_incrementally_and_a_partial_line_waits(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     follower = JournalFollower(1)
     follower.follow([path])
@@ -218,7 +218,7 @@ def test_a_journal_is_read_on_from_where_it_was_and_half_a_line_is_left_for_late
     assert (follower.index.num_events, follower.index.end_s, follower.index.read_error) == (3, 2.0, "")
 
 
-def test_a_long_journal_is_read_by_and_by(tmp_path: Path) -> None:
+def test_a_long_journal_is_read_in_parts(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(JOINED + "".join(tick(i / 10) for i in range(100)))
     follower = JournalFollower(1)
@@ -231,7 +231,7 @@ def test_a_long_journal_is_read_by_and_by(tmp_path: Path) -> None:
     assert follower.index.num_events == 101
 
 
-def test_a_resumed_runs_journals_are_read_anew_one_after_the_other(tmp_path: Path) -> None:
+def test_journals_of_a_resumed_run_are_read_in_order(tmp_path: Path) -> None:
     now, before = tmp_path / "events.jsonl", tmp_path / "events.1.jsonl"
     now.write_text(JOINED + tick(5.0))
     follower = JournalFollower(1)
@@ -244,7 +244,7 @@ def test_a_resumed_runs_journals_are_read_anew_one_after_the_other(tmp_path: Pat
     assert follower.index.num_events == 4
 
 
-def test_a_line_that_is_none_is_named_and_left_out(tmp_path: Path) -> None:
+def test_an_invalid_line_is_named_and_skipped(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(JOINED + "{not json}\n" + '{"now": 1}\n' + "[" * 5000 + "\n" + tick(3.0))
     follower = JournalFollower(1)

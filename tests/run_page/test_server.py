@@ -31,14 +31,14 @@ def page(run: StoredRun) -> Page:
 @pytest.mark.parametrize(
     "path", ["/", "/step/1", "/group/0", "/trajectories", "/trajectory/3", "/lanes", "/compare", "/job"]
 )
-def test_every_address_of_the_page_can_be_opened(page: Page, path: str) -> None:
+def test_every_page_address_can_be_opened(page: Page, path: str) -> None:
     answer = page.get(path)
     assert answer.status == 200
     assert answer.headers["content-type"].startswith("text/html")
     assert b'<script type="module" src="/static/main.js">' in answer.body
 
 
-def test_nothing_is_loaded_from_elsewhere_and_no_inline_script_runs(page: Page) -> None:
+def test_the_content_security_policy_allows_no_remote_or_inline_script(page: Page) -> None:
     policy = page.get("/").headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
@@ -50,14 +50,14 @@ def test_nothing_is_loaded_from_elsewhere_and_no_inline_script_runs(page: Page) 
         assert "eval(" not in body
 
 
-def test_every_script_is_preloaded_so_that_none_waits_for_another(page: Page) -> None:
+def test_every_script_is_preloaded(page: Page) -> None:
     scripts = {p.name for p in Path("pipeline/run_page/static").glob("*.js")}
     index = page.get("/").body.decode()
     assert {name for name in scripts if f'href="/static/{name}"' in index} == scripts - {"main.js"}
     assert all(page.get(f"/static/{name}").headers["content-type"].startswith("text/javascript") for name in scripts)
 
 
-def test_only_this_machines_names_are_answered(page: Page) -> None:
+def test_only_host_names_of_this_machine_are_served(page: Page) -> None:
     for host in ("127.0.0.1:1", "localhost:8799", "LOCALHOST", "[::1]:80", "box", "192.168.1.4:9"):
         assert page.get("/api/run", host=host).status == 200, host
     for host in ("evil.example", "evil.example:8799", "127.0.0.1.evil.example", "localhost.evil.example", "", "[evil]"):
@@ -68,11 +68,11 @@ def test_only_this_machines_names_are_answered(page: Page) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_only_reading_is_answered(page: Page, method: str) -> None:
+def test_only_get_and_head_are_allowed(page: Page, method: str) -> None:
     assert page.get("/api/run", method=method).status == 405
 
 
-def test_files_outside_of_the_page_are_not_served(page: Page) -> None:
+def test_files_outside_the_static_folder_are_not_served(page: Page) -> None:
     for path in (
         "/static/../server.py",
         "/static/%2e%2e/server.py",
@@ -83,7 +83,7 @@ def test_files_outside_of_the_page_are_not_served(page: Page) -> None:
         assert page.get(path).status == 404, path
 
 
-def test_a_run_says_what_it_is(page: Page) -> None:
+def test_the_run_api_has_name_state_and_steps(page: Page) -> None:
     run = page.ask("run")
     assert (run["name"], run["state"], run["num_steps"], run["steps"]) == ("page", "interrupted", 2, 3)
     assert run["eta"] == 1
@@ -91,7 +91,7 @@ def test_a_run_says_what_it_is(page: Page) -> None:
     assert run["branches"] == ["main"]
 
 
-def test_what_the_summary_says_of_the_run_is_shown_and_an_unreadable_one_is_not(run: StoredRun, page: Page) -> None:
+def test_summary_notes_are_shown_and_an_unreadable_summary_is_ignored(run: StoredRun, page: Page) -> None:
     summary = run.run_dir / "summary.json"
     summary.write_text('{"stopped": "", "losses": ["rollout-0: killed"], "notes": ["200 prompts are held out"]}')
     assert page.ask("run")["notes"] == ["lost: rollout-0: killed", "200 prompts are held out"]
@@ -100,7 +100,7 @@ def test_what_the_summary_says_of_the_run_is_shown_and_an_unreadable_one_is_not(
         assert page.ask("run")["notes"] == []
 
 
-def test_a_steps_groups_have_their_members_side_by_side(page: Page) -> None:
+def test_groups_of_a_step_list_their_members(page: Page) -> None:
     answer = page.ask("groups", step=1)
     assert (answer["total"], answer["pages"], answer["metrics"]["reward"]) == (1, 1, 0.75)
     (group,) = answer["groups"]
@@ -111,7 +111,7 @@ def test_a_steps_groups_have_their_members_side_by_side(page: Page) -> None:
     assert group["members"][0]["segments"] == [[0, "rollout-0", 2], [1, "rollout-1", 2]]
 
 
-def test_a_batch_has_a_value_a_trajectory(page: Page) -> None:
+def test_a_batch_has_one_value_per_trajectory(page: Page) -> None:
     batch = page.ask("batch", step=1)
     assert batch == {
         "read_share": 1.0, "lives": [[], []], "trajectory": [2, 3], "reward": [1.0, 0.5], "response_tokens": [4, 4],
@@ -131,7 +131,7 @@ def test_a_trajectory_has_its_tokens_and_its_siblings(page: Page) -> None:
     assert page.ask("trajectory", id=3)["reward_parts"] == {"form": 0.5}
 
 
-def test_excerpts_are_of_the_trajectories_asked_for(page: Page) -> None:
+def test_excerpts_are_returned_for_the_requested_trajectories(page: Page) -> None:
     texts = page.ask("excerpts", ids="3 0")["texts"]
     assert texts == {
         "3": {"prompt": "two plus two", "response": "five"},
@@ -166,9 +166,7 @@ def test_excerpts_are_of_the_trajectories_asked_for(page: Page) -> None:
         ("story", {"id": 0}, "no recorded events"),
     ],
 )
-def test_what_cannot_be_asked_is_answered_in_one_line(
-    page: Page, what: str, query: dict[str, object], line: str
-) -> None:
+def test_an_invalid_request_gets_a_one_line_error(page: Page, what: str, query: dict[str, object], line: str) -> None:
     answer = page.get(f"/api/{what}", **query)
     assert answer.status == 400
     assert line in answer.json["error"]
@@ -194,7 +192,7 @@ def test_two_branches_are_compared_and_a_group_is_shown_under_both(run: StoredRu
     assert page.ask("trajectories", where="reward == 0")["total"] == 1
 
 
-def test_a_branch_of_undone_steps_is_compared_where_it_holds_the_same_trajectories(run: StoredRun, page: Page) -> None:
+def test_a_branch_of_undone_steps_is_compared_on_common_trajectories(run: StoredRun, page: Page) -> None:
     """A resumed run has other trajectories from there on: their rewards must not be compared with each other."""
     VersionedStore.rewind(run.run_dir / "store", 1)
     (undone,) = VersionedStore.open(run.run_dir / "store").branches()
@@ -204,7 +202,7 @@ def test_a_branch_of_undone_steps_is_compared_where_it_holds_the_same_trajectori
     assert (result["trajectories"], result["groups"], result["changed"], result["order_changed"]) == (2, 1, 0, [])
 
 
-def test_many_or_long_siblings_are_cut_so_that_a_page_stays_small(tmp_path: Path) -> None:
+def test_many_or_long_siblings_are_truncated_to_keep_a_page_small(tmp_path: Path) -> None:
     wide = StoredRun(tmp_path, group=64)
     wide.train([("p" * 9_000, [Response("long answer " * 900, float(i % 2)) for i in range(64)])])
     answer = Page(wide.run_dir).get("/api/groups", step=0)
@@ -215,21 +213,21 @@ def test_many_or_long_siblings_are_cut_so_that_a_page_stays_small(tmp_path: Path
     assert len(Page(wide.run_dir).ask("trajectory", id=5)["text"]) == 900 * 12
 
 
-def test_the_jobs_settings_are_listed_with_their_defaults(page: Page) -> None:
+def test_settings_of_the_job_are_listed_with_their_defaults(page: Page) -> None:
     rows = {row["key"]: row for row in page.ask("settings")["settings"]}
     assert rows["batch.group_size"]["value"] == "2" != rows["batch.group_size"]["default"]
     assert rows["training.loss.name"]["value"] == rows["training.loss.name"]["default"] == '"decoupled_ppo"'
     assert all(row["doc"] and row["other"] is None for row in rows.values())
 
 
-def test_an_audit_that_verified_no_weights_does_not_read_as_clean(page: Page) -> None:
+def test_an_audit_without_verified_weights_is_not_shown_as_clean(page: Page) -> None:
     answer = page.ask("audit")
     assert not answer["proves"]
     assert answer["verdict"] == "NOT VERIFIED: the weights of no instance were verified"
     assert any(line.split() == ["bound", "holds"] for line in answer["lines"])
 
 
-def test_a_broken_store_is_named_by_the_audit(run: StoredRun, page: Page) -> None:
+def test_a_corrupt_store_is_named_by_the_audit(run: StoredRun, page: Page) -> None:
     run.train([("late", [Response("1", 1.0, versions=(0,)), Response("2", versions=(0,))])])
     run.train([("late", [Response("1", 1.0, versions=(0,)), Response("2", versions=(0,))])])
     answer = page.ask("audit")
@@ -255,7 +253,7 @@ def test_a_second_run_is_shown_beside_the_first(run: StoredRun, tmp_path: Path) 
     assert time["columns"][1:] == [run.config.name, str(longer.run_dir)] and time["rows"][0][0] == "seconds"
 
 
-def test_without_a_second_run_there_are_no_steps_of_one(page: Page) -> None:
+def test_without_a_second_run_its_steps_are_empty(page: Page) -> None:
     assert page.ask("run")["other"] is None
     assert page.ask("steps", run="other")["step"] == []
     assert page.ask("beside")["tables"] == []

@@ -22,7 +22,7 @@ from tests.support.stored_runs import byte_tokenizer
 TEXTS = ("4+5=9;so9.", "  two  spaces , and a comma .", "שלום \u200b \x1b[31m", "👨‍👩‍👧 你好", "")
 
 
-def test_the_file_alone_decodes_as_transformers_does(tmp_path: Path, tiny_model: Path) -> None:
+def test_the_detokenizer_of_the_file_matches_transformers(tmp_path: Path, tiny_model: Path) -> None:
     tokenizer = byte_tokenizer(tmp_path / "bytes")
     for folder, lists in (
         (tmp_path / "bytes", [tokenizer.encode(text).ids for text in TEXTS]),
@@ -41,7 +41,7 @@ def test_the_file_alone_decodes_as_transformers_does(tmp_path: Path, tiny_model:
     [{"clean_up_tokenization_spaces": True}, {"added_tokens_decoder": {"999": {"content": "<more>"}}}],
     ids=["spaces", "added"],
 )
-def test_what_the_file_alone_would_decode_wrongly_is_left_to_transformers(tmp_path: Path, settings: object) -> None:
+def test_tokenizers_that_the_file_would_decode_wrongly_are_not_loaded(tmp_path: Path, settings: object) -> None:
     byte_tokenizer(tmp_path)
     assert load_detokenizer(tmp_path) is not None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -49,14 +49,14 @@ def test_what_the_file_alone_would_decode_wrongly_is_left_to_transformers(tmp_pa
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"version": "1.0"}', "\x00"])
-def test_a_file_that_is_no_tokenizer_is_none(tmp_path: Path, content: str) -> None:
+def test_an_invalid_tokenizer_file_is_not_loaded(tmp_path: Path, content: str) -> None:
     assert load_detokenizer(tmp_path) is None
     byte_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text(content)
     assert load_detokenizer(tmp_path) is None
 
 
-def test_ids_are_shown_where_there_is_no_text(tmp_path: Path) -> None:
+def test_token_ids_are_shown_where_there_is_no_text(tmp_path: Path) -> None:
     gone = loading.from_tree({"model": {"path": str(tmp_path / "gone")}})
     assert isinstance(shown_texts(gone), IdDetokenizer)
     drawn = loading.from_tree({"rollout": {"engine": {"name": "emulated"}}})

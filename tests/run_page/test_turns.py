@@ -42,7 +42,7 @@ def test_ratios_are_of_sampled_tokens(run: StoredRun) -> None:
     assert ratios == [1.0, 1.0, 1.0, None, 1.0, 1.0, 1.0, 1.0, None, None]
 
 
-def test_a_group_shows_who_said_what_up_to_the_limit(run: StoredRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_shows_its_messages_with_roles_up_to_the_limit(run: StoredRun, monkeypatch: pytest.MonkeyPatch) -> None:
     (group,) = Page(run.run_dir).ask("group", id=0)["groups"]
     assert [(p["role"], p["text"]) for p in group["members"][0]["messages"]] == [
         ("assistant", "ask"), ("tool", "4"), ("assistant", "four"), ("tool", "no"),
@@ -58,7 +58,7 @@ def test_a_group_shows_who_said_what_up_to_the_limit(run: StoredRun, monkeypatch
     assert group["members"][0]["cut"]
 
 
-def test_charts_and_columns_of_turns_are_shown_where_there_are_any(run: StoredRun, tmp_path: Path) -> None:
+def test_charts_and_columns_of_turns_are_shown_for_multi_turn_runs(run: StoredRun, tmp_path: Path) -> None:
     page = Page(run.run_dir)
     shown = page.ask("run")
     assert shown["many_turns"] and {"turns", "tools"} <= {chart["title"] for chart in shown["charts"]}

@@ -33,7 +33,7 @@ def taken() -> Iterator[int]:
         yield other.getsockname()[1]
 
 
-def test_it_serves_until_it_is_interrupted(run: Path) -> None:
+def test_view_serves_until_it_is_interrupted(run: Path) -> None:
     with subprocess.Popen(
         [*VIEW, run, "--port", "0", "--no-browser"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -49,7 +49,7 @@ def test_it_serves_until_it_is_interrupted(run: Path) -> None:
     assert (out, err) == (b"", b"")
 
 
-def test_a_port_that_is_taken_is_told_in_one_line(run: Path, taken: int) -> None:
+def test_a_port_in_use_gives_a_one_line_error(run: Path, taken: int) -> None:
     answer = command("view", run, "--port", taken, "--no-browser")
     assert answer.returncode == 2
     assert answer.stderr == (
@@ -57,7 +57,7 @@ def test_a_port_that_is_taken_is_told_in_one_line(run: Path, taken: int) -> None
     )
 
 
-def test_a_port_that_was_not_asked_for_may_be_another(taken: int) -> None:
+def test_a_default_port_in_use_is_replaced_by_another(taken: int) -> None:
     with listen("127.0.0.1", taken, exactly=False) as listening:
         assert listening.getsockname()[1] not in (0, taken)
 
@@ -70,14 +70,14 @@ def test_a_port_that_was_not_asked_for_may_be_another(taken: int) -> None:
         (("{run}", "--host", "192.0.2.1"), "cannot be used"),
     ],
 )
-def test_what_cannot_be_served_is_told_in_one_line(run: Path, arguments: tuple[str, ...], line: str) -> None:
+def test_runs_that_cannot_be_served_give_a_one_line_error(run: Path, arguments: tuple[str, ...], line: str) -> None:
     answer = command("view", *(word.format(run=run) for word in arguments), "--no-browser")
     assert answer.returncode == 2
     assert line in answer.stderr
     assert len(answer.stderr.splitlines()) == 1
 
 
-def test_it_loads_neither_torch_nor_dask() -> None:
+def test_the_server_imports_neither_torch_nor_dask() -> None:
     """Seconds of imports and 300 MiB, which nothing on the page needs."""
     script = "import sys, staleflow.pipeline.run_page.page_server; print(*{m.partition('.')[0] for m in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
