@@ -33,13 +33,13 @@ def find_circle(imports: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def test_no_modules_import_each_other_anywhere() -> None:
+def test_no_import_cycles_exist() -> None:
     """Neither directly nor in a circle, lazily or under TYPE_CHECKING: what needs each other is one module."""
     assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
     assert find_circle({name: imported(tree, MODULES) - {name} for name, tree in MODULES.items()}) == []
 
 
-def test_a_circle_is_seen_through_lazy_imports_type_checking_and_names_in_texts() -> None:
+def test_import_cycles_are_found_through_lazy_imports_and_type_checking() -> None:
     lazy = (
         "def f():\n    from staleflow.stores import metrics\n    importlib.import_module('staleflow.stores.files')\n\n"
         "if TYPE_CHECKING:\n    from staleflow.stores.errors import StoreError\n\n"
@@ -50,25 +50,25 @@ def test_a_circle_is_seen_through_lazy_imports_type_checking_and_names_in_texts(
     assert imported(ast.parse(lazy), MODULES) == {f"staleflow.stores.{name}" for name in names}
 
 
-def test_the_picture_of_the_packages_is_current() -> None:
+def test_the_package_diagram_is_current() -> None:
     graph = architecture.package_graph(MODULES)
     assert graph["cli"] >= {"pipeline.config", "stores"}
     picture = Path("docs/architecture.svg").read_text()
     assert picture == architecture.draw(graph) + "\n", "run `make generated`"
 
 
-def test_a_package_stands_above_what_it_imports() -> None:
+def test_a_package_is_drawn_above_its_imports() -> None:
     graph = {"a": {"b", "c"}, "b": {"c"}, "c": set[str]()}
     assert architecture.rows_of(graph) == [["a"], ["b"], ["c"]]
     assert architecture.direct(graph) == {"a": {"b"}, "b": {"c"}, "c": set()}
 
 
-def test_a_module_name_exists_once() -> None:
+def test_module_names_are_unique() -> None:
     names = [name.rpartition(".")[2] for name in MODULES]
     assert sorted(name for name in set(names) if names.count(name) > 1) == []
 
 
-def test_a_class_name_exists_once() -> None:
+def test_class_names_are_unique() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for name, tree in MODULES.items():
         for node in ast.walk(tree):
@@ -114,7 +114,7 @@ def names_used(tree: ast.Module) -> set[str]:
     return used
 
 
-def test_every_name_is_used_somewhere() -> None:
+def test_every_name_is_used() -> None:
     others = [path for folder in ("tests", "examples", "benchmarks") for path in Path(folder).rglob("*.py")]
     trees = [*MODULES.values(), *(ast.parse(path.read_text()) for path in others)]
     used = set().union(*map(names_used, trees))
@@ -149,7 +149,7 @@ for name in {modules}:
 
 
 @pytest.mark.parametrize("name", ["What decides is pure", "The store's contract and its model need no storage library"])
-def test_the_pure_modules_load_nothing_heavy(name: str) -> None:
+def test_pure_modules_import_no_heavy_package(name: str) -> None:
     """All in one fresh interpreter: the contracts do not see what a library loads, or a package's __init__."""
     modules, forbidden = contract(name)
     assert modules
@@ -159,7 +159,7 @@ def test_the_pure_modules_load_nothing_heavy(name: str) -> None:
     assert run.stdout.splitlines() == []
 
 
-def test_a_heavy_import_is_named_with_the_module_that_brings_it() -> None:
+def test_a_heavy_import_is_named_with_its_module() -> None:
     script = IMPORT_EACH.format(
         modules=["staleflow.stores.errors", "staleflow.stores.trajectories.versioned"], forbidden={"zarr", "icechunk"}
     )
@@ -170,7 +170,7 @@ def test_a_heavy_import_is_named_with_the_module_that_brings_it() -> None:
     ]
 
 
-def test_help_and_checking_a_job_load_nothing_heavy() -> None:
+def test_help_and_loading_a_job_import_no_heavy_package() -> None:
     heavy = contract("What decides is pure")[1] - {"asyncio"}
     ask_help = "from click.testing import CliRunner\nfrom staleflow.cli.main import cli\nCliRunner().invoke(cli)"
     assert not loaded_by(ask_help) & heavy
@@ -179,7 +179,7 @@ def test_help_and_checking_a_job_load_nothing_heavy() -> None:
     )
 
 
-def test_our_package_names_clash_with_nothing_installed() -> None:
+def test_package_names_clash_with_no_installed_package() -> None:
     owners = importlib.metadata.packages_distributions()
     for name in FOLDERS:
         assert set(owners.get(name, [])) <= {"staleflow"}

@@ -21,17 +21,17 @@ NO_SCRIPTS = {"__init__", "__main__", "admission_rules", "routing_rules"}
 SCRIPTS = sorted(p for p in Path("benchmarks").glob("*.py") if p.stem not in NO_SCRIPTS)
 
 
-def test_all_are_run() -> None:
+def test_bench_runs_every_benchmark() -> None:
     assert {p.stem for p in SCRIPTS} == set(COMMANDS)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
-def test_each_has_a_quick_form(script: Path) -> None:
+def test_each_benchmark_has_a_quick_form(script: Path) -> None:
     assert '"--quick"' in script.read_text()
 
 
 @pytest.mark.parametrize("name", ["ledger", "coordinator", "long_store", "transfer"])
-def test_the_small_ones_work(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_small_benchmarks_run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [name, "--quick"])
     runpy.run_path(f"benchmarks/{name}.py", run_name="__main__")
     assert len(capsys.readouterr().out.splitlines()) >= 2
@@ -51,7 +51,7 @@ def test_agents_in_virtual_time(
     assert all(r["ratio"] > 1 for r in parsed if r["part"] == "lock_step")
 
 
-def test_the_pages_of_stored_results_can_be_written_again() -> None:
+def test_pages_of_stored_results_are_reproducible() -> None:
     assert agentic.page(json.loads(Path("docs/agentic.json").read_text())) == Path("docs/agentic.md").read_text()
     models = json.loads(Path("docs/models.json").read_text())
     assert model_matrix.page(models) == Path("docs/models.md").read_text()
@@ -59,7 +59,7 @@ def test_the_pages_of_stored_results_can_be_written_again() -> None:
     assert page(simulated, ablation.stored(Path("docs"))) == Path("docs/simulated.md").read_text()
 
 
-def test_the_model_matrix_goes_on_with_the_families_that_it_lacks(
+def test_the_model_matrix_continues_with_missing_families(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Results are on the page after each family, also if a later one is interrupted; other versions begin anew."""
@@ -92,7 +92,7 @@ def test_the_model_matrix_goes_on_with_the_families_that_it_lacks(
     assert "transformers 9; x processor" in (tmp_path / "models.md").read_text()
 
 
-def test_settings_are_chosen_by_one_seed_and_compared_over_the_seeds_that_both_have() -> None:
+def test_settings_are_compared_over_common_seeds() -> None:
     """A seed is kinder to all than the others: a setting that was run with this one alone does not win by it."""
     rates = {
         ("synchronous", "", 0): {1: 1200.0, 2: 1000.0, 3: 1000.0},
@@ -115,7 +115,7 @@ def made_run(bound: int, reward: list[float], step_s: float) -> dict[str, Any]:
     return {"bound": bound, "seed": 1, "elapsed_s": elapsed_s, "reward": reward, "tokens_per_s": 10.0, **lags}
 
 
-def test_the_time_to_quality_is_that_of_the_smoothed_reward_against_the_synchronous_end() -> None:
+def test_time_to_quality_uses_the_smoothed_reward() -> None:
     synchronous = made_run(0, [0.1 * min(i, 8) for i in range(40)], 10.0)
     assert time_to_quality.plateau([synchronous]) == pytest.approx(0.8)
     assert time_to_quality.first_within(synchronous, 0.785) == 170.0, "of ten batches one is below 0.8 then"

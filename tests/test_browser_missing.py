@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def test_the_last_line_says_what_was_left_out(tmp_path: Path) -> None:
+def test_the_last_line_names_the_skipped_browser_tests(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": str(tmp_path)}
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/run_page/test_browser.py"],

@@ -31,7 +31,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_existing_targets(page: Path) -> None:
     for link in links(page):
         name, _, anchor = link.partition("#")
         target = (page.parent / name) if name else page
@@ -45,7 +45,7 @@ def test_the_index_lists_every_page() -> None:
     assert pages <= listed
 
 
-def test_the_modules_that_the_architecture_page_names_exist() -> None:
+def test_modules_named_on_the_architecture_page_exist() -> None:
     names = re.findall(r"`((?:cli|pipeline|tasks|stores)/[\w/]+(?:\.py)?)`", Path("docs/architecture.md").read_text())
     assert len(names) > 30
     assert [name for name in names if not Path(name).exists()] == []
@@ -61,7 +61,7 @@ def job_keys(schema: dict[str, Any], prefix: str = "") -> set[str]:
     return keys
 
 
-def test_pages_name_keys_that_a_job_file_may_have() -> None:
+def test_pages_name_only_existing_job_keys() -> None:
     keys = job_keys(json.loads(Path("docs/job.schema.json").read_text()))
     tables = "|".join(sorted({key.partition(".")[0] for key in keys if "." in key} - {"task"}))
     example = "rollout.engine.echoes"  # of the engine that docs/extending.md adds

@@ -61,7 +61,7 @@ PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subproce
 
 
 @pytest.mark.parametrize(("what", "code"), [("fail", 1), ("exit", 7), ("end", 0)])
-def test_it_has_its_own_surroundings_and_exit_code(start: Any, what: str, code: int) -> None:
+def test_a_forked_process_has_its_arguments_environment_and_exit_code(start: Any, what: str, code: int) -> None:
     for new_session in (False, True):
         with start("told", what, start_new_session=new_session, **PIPES) as process:
             out, err = process.communicate(timeout=60)
@@ -72,7 +72,7 @@ def test_it_has_its_own_surroundings_and_exit_code(start: Any, what: str, code: 
         assert process.returncode == code
 
 
-def test_it_is_killed_and_waited_for(start: Any) -> None:
+def test_a_forked_process_can_be_killed_and_waited_for(start: Any) -> None:
     with start("told", "wait", start_new_session=True, **PIPES) as process:
         assert process.stdout.readline()
         assert process.poll() is None
@@ -91,7 +91,7 @@ def test_it_is_killed_and_waited_for(start: Any) -> None:
         assert process.poll() == -signal.SIGINT
 
 
-def test_a_terminal_is_its_own(start: Any) -> None:
+def test_a_forked_process_has_its_terminal(start: Any) -> None:
     ours, theirs = pty.openpty()
     files = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
     with start("told", "wait", start_new_session=True, preexec_fn=None, **files) as process:
@@ -107,14 +107,14 @@ def test_a_terminal_is_its_own(start: Any) -> None:
     os.close(ours)
 
 
-def test_workers_that_it_forks_are_its_own(start: Any) -> None:
+def test_workers_of_a_forked_process_are_its_children(start: Any) -> None:
     with start("workers", stdout=subprocess.PIPE, start_new_session=True) as process:
         out, _ = process.communicate(timeout=60)
     assert out == "worker True\nworker True\njoined 0\n"
     assert process.returncode == -signal.SIGKILL
 
 
-def test_it_may_have_the_network_and_mounts_of_another(tmp_path: Path) -> None:
+def test_a_forked_process_may_use_other_network_and_mount_namespaces(tmp_path: Path) -> None:
     (tmp_path / "spaces.py").write_text(
         "import os\nfor one in 'net', 'mnt': print(os.readlink(f'/proc/self/ns/{one}'))"
     )

@@ -202,5 +202,5 @@ def test_blocks_of_a_page_are_python_toml_commands_or_a_listed_output(page: Path
         ("stalefow run job.toml", "no such program: stalefow"),
     ],
 )
-def test_a_command_with_a_mistake_is_noticed(command: str, fault: str) -> None:
+def test_an_invalid_command_is_detected(command: str, fault: str) -> None:
     assert mistake(command).startswith(fault)

@@ -49,7 +49,7 @@ def test_a_recipe_and_its_job_file_are_valid(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_measured_run_ended_in_the_band(name: str) -> None:
+def test_each_measured_run_ended_within_the_band(name: str) -> None:
     recipe = recipes.load(name)
     assert all(band.metric in recipes.SHORT_METRICS for band in recipe.bands if recipe.measured)
     for band in recipe.bands:
@@ -63,7 +63,7 @@ def test_the_page_has_the_table_of_all_recipes(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.strip() in Path("docs/recipes.md").read_text(), "`python -m examples.recipes`"
 
 
-def test_a_recipe_that_was_not_run_has_no_band_of_ours() -> None:
+def test_a_recipe_that_was_not_run_needs_the_source_of_its_band() -> None:
     with pytest.raises(ValueError, match="need the source"):
         made(bands=(LEVEL,))
     assert made(bands=(LEVEL,), **SOURCE).verdict({"held-out sampled": [0.85]}) == (
@@ -73,7 +73,7 @@ def test_a_recipe_that_was_not_run_has_no_band_of_ours() -> None:
     assert "| not run |" in recipes.table([made(bands=(LEVEL,), **SOURCE)])
 
 
-def test_a_figure_outside_of_a_band_is_missed_and_named_alone() -> None:
+def test_a_figure_outside_a_band_is_reported() -> None:
     start = Band(metric="held-out sampled", first=0, last=0, low=0.1, high=0.2, basis="")
     measured = Measurement(seed=1, before=0.1, after=0.85, stderr=0.01, seconds=1, load="1")
     recipe = made(bands=(start, LEVEL), measured=(measured,))
@@ -96,13 +96,13 @@ def test_a_figure_outside_of_a_band_is_missed_and_named_alone() -> None:
         ({"first": 3, "last": 3}, None, "number 3"),
     ],
 )
-def test_the_figure_of_a_band_is_of_the_values_that_it_names(settings: Any, figure: float | None, where: str) -> None:
+def test_a_band_selects_the_values_of_its_figure(settings: Any, figure: float | None, where: str) -> None:
     band = Band(metric="reward", low=0, high=1, basis="", **settings)
     assert band.figure({"reward": [1.0, 0.5, 1.0]}) == pytest.approx(figure)
     assert band.where.endswith(where)
 
 
-def test_data_is_compared_by_its_hash(tmp_path: Path) -> None:
+def test_data_files_are_checked_by_hash(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     right = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
     pinned = made(data=(Data(name=str(file), sha256=right, url="https://example.org/rows"),))
@@ -117,7 +117,9 @@ def test_data_is_compared_by_its_hash(tmp_path: Path) -> None:
     assert warning.startswith("owner/rows: hash not pinned: data was not available")
 
 
-def test_what_cannot_be_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_invalid_recipe_commands_give_a_one_line_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     assert command.main(["sum"]) == 2
     assert capsys.readouterr().err == "recipe: 'sum': no such recipe; did you mean sums?\n"
     assert command.main(["sums", "--make"]) == 0
@@ -157,7 +159,7 @@ def test_a_run_without_learning_misses_its_band(
 
 
 @pytest.mark.slow
-def test_worked_sums_have_the_prompts_of_the_demo_and_right_answers() -> None:
+def test_worked_sums_have_the_prompts_of_the_demo_and_correct_answers() -> None:
     task = staleflow.load_job(FOLDER / "warm_up/job.toml").task
     source = user_code.load("examples/recipes/warm_up/worked_sums.py:WorkedSums", "", "class")(task.options, 7)
     for index in range(20):
@@ -200,7 +202,7 @@ def test_the_search_tool_returns_passages_and_answers_match_exactly(monkeypatch:
         assert user_code.load(f"{file}:search", "")("Lima") == "Lima 0\n\nLima 1"
 
 
-def test_tasks_of_the_repairing_agent_are_lines_of_a_file_and_the_last_tenth_is_held_out(tmp_path: Path) -> None:
+def test_the_last_tenth_of_the_agent_tasks_is_held_out(tmp_path: Path) -> None:
     instance_of = user_code.load(f"{FOLDER}/swe_agent/agent.py:instance_of", "")
     file = tmp_path / "tasks.jsonl"
     file.write_text("".join(f'{{"instance_id": "{i}"}}\n' for i in range(20)))

@@ -37,7 +37,7 @@ async def test_no_page_is_wider_than_the_window() -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_navigation_leads_to_every_page(width: int) -> None:
+def test_the_navigation_links_to_every_page(width: int) -> None:
     async def visit() -> tuple[list[str], str]:
         async with opened(viewport={"width": width, "height": 900}) as page:
             await page.goto(f"file://{SITE}/index.html")

@@ -162,7 +162,7 @@ def test_tokens_balance_if_each_is_stored_or_discarded_for_a_reason(recorded: Re
     assert result.discarded == {"its instance was lost": 7}
 
 
-def test_tokens_that_are_lost_without_a_reason_are_found_though_they_were_sampled_again(recorded: Recorded) -> None:
+def test_tokens_lost_without_a_reason_are_found_even_if_sampled_again(recorded: Recorded) -> None:
     sizes = [recorded.stored(trajectory) for trajectory in range(2)]
     for trajectory, size in enumerate(sizes):
         recorded.sampled(trajectory, 0, size)
@@ -174,7 +174,7 @@ def test_tokens_that_are_lost_without_a_reason_are_found_though_they_were_sample
     assert finding.endswith("first 1")
 
 
-def test_a_trajectory_that_never_reached_the_store_and_a_member_that_is_missing_are_found(recorded: Recorded) -> None:
+def test_a_trajectory_missing_from_the_store_and_a_missing_member_are_found(recorded: Recorded) -> None:
     recorded.sampled(0, 0, recorded.stored(0))
     recorded.sampled(1, 0, 9)
     findings = recorded.balance().findings
@@ -185,7 +185,7 @@ def test_a_trajectory_that_never_reached_the_store_and_a_member_that_is_missing_
     ]
 
 
-def test_stored_tokens_that_no_engine_sampled_and_versions_that_none_loaded_are_found(recorded: Recorded) -> None:
+def test_stored_tokens_without_a_sampling_engine_are_found(recorded: Recorded) -> None:
     sizes = [recorded.stored(trajectory) for trajectory in range(2)]
     recorded.sampled(0, 0, sizes[0])
     recorded.sampled(1, 0, sizes[1] - 1)
@@ -199,7 +199,7 @@ def test_stored_tokens_that_no_engine_sampled_and_versions_that_none_loaded_are_
     )
 
 
-def test_a_finished_response_is_kept_unless_it_is_sampled_again_or_given_up(tmp_path: Path) -> None:
+def test_a_finished_response_is_kept_unless_it_is_resampled_or_abandoned(tmp_path: Path) -> None:
     pulled = PullFinished(instance=InstanceId("rollout-0"), version=PolicyVersion(4))
     first = [end(0, 5), end(1, 5), end(2, 5), end(4, 5), pulled, end(7, 5)]
     resumed = RunResumed(step=3, num_ended=())  # version 4 is undone
@@ -212,7 +212,7 @@ def test_a_finished_response_is_kept_unless_it_is_sampled_again_or_given_up(tmp_
     assert not result.whole
 
 
-def test_recoveries_are_told_by_fault() -> None:
+def test_recoveries_are_reported_by_fault() -> None:
     one = Recoveries()
     for seconds in (1.0, 9.0, 2.0):
         one.note("kill -9 trainer", seconds)
@@ -242,7 +242,7 @@ def test_recoveries_are_told_by_fault() -> None:
         ("killed", False),
     ],
 )
-def test_a_run_that_ends_by_its_own_error_is_known_from_one_that_was_ended(why: str, own: bool) -> None:
+def test_by_own_error_recognizes_errors_of_the_run(why: str, own: bool) -> None:
     assert by_own_error(why) is own
 
 
@@ -255,7 +255,7 @@ def test_the_job_is_valid(tmp_path: Path, kinds: tuple[Kind, ...]) -> None:
     assert preflight.check_job(loading.load(job.file)) == []
 
 
-def test_each_kind_of_job_has_the_faults_of_its_own_roles() -> None:
+def test_each_kind_of_job_has_the_faults_of_its_roles() -> None:
     by_kind = {kind: set(FAULTS) - left_out(Machine("second", Path()), (kind,)) for kind in KINDS}
     assert "kill -9 reward" in by_kind["plain"] & by_kind["ranks"]
     assert by_kind["turns"] - by_kind["plain"] == {"kill -9 environment", "SIGSTOP environment"}
@@ -280,7 +280,7 @@ def soak(tmp_path: Path, *words: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_outlives_the_loss_of_its_trainer_its_server_and_its_driver(tmp_path: Path) -> None:
+def test_a_run_survives_the_loss_of_trainer_server_and_driver(tmp_path: Path) -> None:
     soak(
         tmp_path,
         "--faults",
@@ -310,5 +310,5 @@ def test_a_planted_defect_is_reported(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_outlives_thirty_faults(tmp_path: Path, kind: Kind) -> None:
+def test_a_run_survives_thirty_faults(tmp_path: Path, kind: Kind) -> None:
     soak(tmp_path, "--faults", "30", "--seed", "1", "--job-kind", kind)

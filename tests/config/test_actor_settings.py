@@ -25,7 +25,7 @@ MODEL = {
 
 
 @pytest.mark.parametrize("name", ENGINES.names)
-def test_each_engine_is_given_what_the_job_says(name: str) -> None:
+def test_engine_settings_follow_the_job(name: str) -> None:
     own = {
         "vllm": ("rollout.engine.tensor_parallel=2", "rollout.engine.options={a=1}", "rollout.on_pull=keep"),
         "transformers": (
@@ -54,7 +54,7 @@ def test_each_engine_is_given_what_the_job_says(name: str) -> None:
         assert pickle.loads(pickle.dumps(settings)) == settings == expected
 
 
-def test_the_trainer_is_given_the_jobs_table() -> None:
+def test_trainer_settings_have_the_training_table() -> None:
     config = loading.load(
         "examples/longtail.toml", (*JOB, "rollout.engine.name=transformers", "training.minibatches=2")
     )
@@ -63,7 +63,7 @@ def test_the_trainer_is_given_the_jobs_table() -> None:
     assert (settings.model, settings.num_steps, settings.seed) == ("somewhere", config.steps, 3)
 
 
-def test_emulated_instances_are_as_slow_as_simulated_ones() -> None:
+def test_emulated_instances_have_the_costs_of_simulated_ones() -> None:
     job = ("rollout.instances=4", "simulation.straggler_share=0.25", "simulation.straggler_factor=3")
     config = loading.load("examples/dryrun.toml", job)
     costs = []

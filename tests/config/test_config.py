@@ -32,7 +32,7 @@ def load(tmp_path: Path, text: str = GOOD, *overrides: str) -> RunConfig:
     return loading.load(path, overrides)
 
 
-def test_defaults_are_valid_and_survive_a_round_trip(tmp_path: Path) -> None:
+def test_defaults_are_valid_and_round_trip(tmp_path: Path) -> None:
     config = load(tmp_path, GOOD, 'task.options={a = 1, b = "x\\"y", c = [1, 2]}', "task.answer_pattern=so(\\d+)\\.")
     assert load(tmp_path, knob_tree.to_toml(config)) == config
 
@@ -46,13 +46,13 @@ VALUES = st.recursive(
 
 
 @given(options=st.dictionaries(TEXTS, VALUES, max_size=4), pattern=TEXTS)
-def test_whatever_keys_and_texts_a_job_has_it_is_read_back_as_it_was(options: dict[str, Any], pattern: str) -> None:
+def test_arbitrary_keys_and_texts_round_trip(options: dict[str, Any], pattern: str) -> None:
     config = RunConfig(task=replace(RunConfig().task, options=options, answer_pattern=pattern))
     read = tomllib.loads(knob_tree.to_toml(config))["task"]
     assert (read["options"], read["answer_pattern"]) == (options, pattern)
 
 
-def test_a_rule_is_chosen_and_set_by_overrides_in_any_order(tmp_path: Path) -> None:
+def test_a_rule_is_chosen_and_configured_by_overrides_in_any_order(tmp_path: Path) -> None:
     chosen, knob = "rollout.migration=largest_gain", "rollout.migration.gain=0.25"
     for overrides in ((chosen, knob), (knob, chosen), ("rollout.migration.name=largest_gain", knob)):
         migration = load(tmp_path, GOOD, *overrides).rollout.migration
@@ -173,7 +173,7 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("rollout.repetition_penalty=1.1", "rollout.repetition_penalty is not supported"),
     ],
 )
-def test_each_mistake_is_one_line(tmp_path: Path, override: str, message: str) -> None:
+def test_each_mistake_gives_a_one_line_error(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load(tmp_path, GOOD, override)
     assert "\n" not in str(caught.value)
@@ -198,13 +198,15 @@ ADAPTER = "rollout.on_pull=adapter"
         ),
     ],
 )
-def test_adapters_are_trained_where_they_are_served(tmp_path: Path, overrides: tuple[str, ...], message: str) -> None:
+def test_engine_settings_that_cannot_serve_adapters_are_rejected(
+    tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load(tmp_path, GOOD, *overrides)
     assert "\n" not in str(caught.value)
 
 
-def test_as_many_adapters_are_served_as_the_bound_allows(tmp_path: Path) -> None:
+def test_eta_plus_one_adapters_are_served(tmp_path: Path) -> None:
     adapters = (ADAPTER, "training.lora.rank=8", "staleness.eta=3")
     assert load(tmp_path).served_versions == 0
     assert load(tmp_path, GOOD, *adapters).served_versions == 4
@@ -214,7 +216,7 @@ def test_as_many_adapters_are_served_as_the_bound_allows(tmp_path: Path) -> None
         assert getattr(settings, "adapters", None) == 4
 
 
-def test_groups_of_one_are_for_estimators_and_filters_that_compare_no_members(tmp_path: Path) -> None:
+def test_groups_of_one_need_an_estimator_and_a_filter_without_comparison(tmp_path: Path) -> None:
     alone, whitened = "batch.group_size=1", "training.advantage=reinforce_plus_plus"
     assert load(tmp_path, GOOD, alone, whitened).batch.group_size == 1
     with pytest.raises(ConfigError, match=r"dpo.* compares responses to one prompt; batch.group_size must be >= 2"):
@@ -225,7 +227,7 @@ def test_groups_of_one_are_for_estimators_and_filters_that_compare_no_members(tm
         load(tmp_path, GOOD, alone, whitened, "batch.filtering=no_signal")
 
 
-def test_a_missing_or_broken_file_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_or_invalid_file_gives_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such job file"):
         loading.load(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="not valid TOML"):
@@ -241,23 +243,23 @@ def test_a_missing_or_broken_file_is_one_line(tmp_path: Path) -> None:
         loading.load(tmp_path / "latin.toml")
 
 
-def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
     assert loading.load(tmp_path / "job.toml") == load(tmp_path)
 
 
-def test_braces_written_twice_stand_once_in_a_prompt(tmp_path: Path) -> None:
+def test_doubled_braces_in_a_template_are_literal(tmp_path: Path) -> None:
     config = load(tmp_path, GOOD, 'task.template={{"q": "{prompt}"}}')
     assert config.task.template.format(prompt="1 + 1") == '{"q": "1 + 1"}'
 
 
-def test_every_knob_says_what_it_means(tmp_path: Path) -> None:
+def test_every_knob_has_a_description(tmp_path: Path) -> None:
     rows = schema.explain(load(tmp_path))
     assert all(r.doc for r in rows)
     assert {r.key for r in rows} >= {"staleness.eta", "rollout.engine.kv_tokens", "trajectories_per_step"}
 
 
-def test_what_a_job_means_is_told_as_json_and_only_what_it_sets_is_marked() -> None:
+def test_explain_prints_json_and_marks_the_keys_that_a_job_sets() -> None:
     rows = json.loads(command("config", "explain", "examples/demo.toml", "--json").stdout)
     values = {row["key"]: (row["value"], row["default"]) for row in rows}
     assert values["task.eval_options"] == ({}, {})
@@ -274,9 +276,7 @@ def test_the_examples_are_valid(path: Path) -> None:
     loading.load(path)
 
 
-def test_an_example_whose_model_is_not_made_yet_says_what_makes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_example_without_its_model_names_the_make_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     makefile = Path("Makefile").read_text()
     paths = {loading.load(path).model.path for path in EXAMPLES} - {""}
     monkeypatch.chdir(tmp_path)
@@ -308,7 +308,7 @@ FREE = (
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
-def test_explain_has_each_key_of_a_written_job_and_marks_what_differs_from_its_default(path: Path) -> None:
+def test_explain_lists_every_key_and_marks_those_that_differ_from_the_default(path: Path) -> None:
     written = flat(tomllib.loads(knob_tree.to_toml(loading.load(path))))
     rows = json.loads(command("config", "explain", str(path), "--no-check", "--json").stdout)
     rows = [row for row in rows if row["limits"] != "derived"]
@@ -319,19 +319,19 @@ def test_explain_has_each_key_of_a_written_job_and_marks_what_differs_from_its_d
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
-def test_an_example_is_written_and_read_back_as_it_was(path: Path, tmp_path: Path) -> None:
+def test_examples_round_trip(path: Path, tmp_path: Path) -> None:
     config = loading.load(path)
     assert load(tmp_path, knob_tree.to_toml(config)) == config
 
 
-def test_explain_as_json_has_every_row_and_marks_no_table_that_is_not_set() -> None:
+def test_explain_as_json_has_every_row_and_empty_tables_are_defaults() -> None:
     result = CliRunner().invoke(config_command, ["explain", "examples/dryrun.toml", "--json"])
     rows = {row["key"]: row for row in json.loads(result.stdout)}
     assert rows["task.options"]["value"] == rows["task.options"]["default"] == {}
     assert rows["staleness.eta"]["value"] == 2
 
 
-def test_explain_says_only_what_was_checked() -> None:
+def test_explain_prints_no_warning_for_an_emulated_job() -> None:
     """An emulated job names no model, and no data or reward that is used."""
     result = CliRunner().invoke(config_command, ["explain", "examples/dryrun.toml"])
     assert (result.exit_code, result.stderr) == (0, "")

@@ -40,20 +40,20 @@ def job(*overrides: str) -> RunConfig:
         ),
     ],
 )
-def test_what_cannot_be_evaluated_is_one_line(overrides: tuple[str, ...], message: str) -> None:
+def test_invalid_evaluation_sets_give_a_one_line_error(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
         job(*overrides)
     assert "\n" not in str(refused.value)
 
 
-def test_episodes_of_many_turns_may_have_less_room_in_a_set() -> None:
+def test_an_evaluation_set_may_have_a_smaller_token_limit() -> None:
     config = job(*PLAYED, "evaluation.sets.a.max_new_tokens=9")
     sets = actor_settings.evaluation_sets(config)
     assert [evaluation_set.config.max_new_tokens for evaluation_set in sets] == [64, 9]
 
 
 @pytest.mark.parametrize("source", ["agent:{here}/mine.py:play", "gymnasium:Taxi-v3", "{here}/mine.py:Game"])
-def test_an_environment_in_a_set_of_a_job_without_is_refused(tmp_path: Path, source: str) -> None:
+def test_an_environment_in_a_set_of_a_job_without_environment_is_rejected(tmp_path: Path, source: str) -> None:
     """Its episodes would be taken for single turns, and each of their rewards fail."""
     (tmp_path / "mine.py").write_text(
         "def play(task, client):\n    return 1.0\n\n\n"

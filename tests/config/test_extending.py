@@ -68,7 +68,7 @@ def simulated(config: RunConfig) -> Trace:
     return SimulatedRun(config, actor_settings.make_workload(config)).run()
 
 
-def test_a_rule_from_a_file_routes_and_declines_as_it_says(example: Any) -> None:
+def test_a_rule_from_a_file_routes_and_declines(example: Any) -> None:
     often, seldom = (simulated(example("A routing rule", rollout={"routing": {"most": most}})) for most in (10**6, 100))
     assert simulated(example("A routing rule")).steps[-1].step == 5
     assert len(often.steps) == len(seldom.steps) == 6
@@ -99,13 +99,13 @@ def test_a_loss_from_a_file_equals_its_formula(example: Any) -> None:
     np.testing.assert_allclose(logprobs.grad.numpy(), -ratio * kept * advantage)
 
 
-def test_an_advantage_from_a_file(example: Any) -> None:
+def test_an_advantage_from_a_file_is_used(example: Any) -> None:
     rewards, valid = np.array([[1.0, 0.0, 5.0], [3.0, 1.0, 9.0]]), np.array([[True] * 3, [True, True, False]])
     given = example("An advantage").training.advantage.advantages(rewards, valid)
     assert given.tolist() == [[0.0, -1.0, 4.0], [1.0, -1.0, 0.0]]
 
 
-def test_a_source_a_reward_and_a_tracker_from_a_file(example: Any, tmp_path: Path) -> None:
+def test_a_source_a_reward_and_a_tracker_from_a_file_are_used(example: Any, tmp_path: Path) -> None:
     config = example("A source of prompts, and a reward")
     source = make_source(config.task.source, config.task.options, 2)
     assert source.task(4).prompt == "9 + 9 = "
@@ -134,7 +134,7 @@ def test_an_engine_is_registered_by_its_settings() -> None:
         registry.register("mute")(type("MuteSettings", (), {}))
 
 
-def test_each_example_is_as_long_as_the_page_says() -> None:
+def test_each_example_has_the_length_stated_on_the_page() -> None:
     def lines(text: str) -> int:
         return sum(bool(line.strip()) and not line.startswith("# mine.py") for line in text.splitlines())
 

@@ -76,7 +76,7 @@ def test_the_stored_schema_is_current() -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
-def test_the_examples_name_the_schema_and_keep_it(path: Path) -> None:
+def test_the_examples_name_the_schema_and_are_valid(path: Path) -> None:
     first, text = path.read_text().split("\n", 1)
     assert (path.parent / first.removeprefix("#:schema ")).resolve() == STORED.resolve()
     tree = tomllib.loads(text)

@@ -32,7 +32,7 @@ from staleflow.tasks.settings.registry import RegistryEntry
         ),
     ],
 )
-def test_a_default_beyond_its_own_limits_fails_where_it_is_declared(default: Any, limits: Any, fault: str) -> None:
+def test_an_invalid_default_fails_at_its_declaration(default: Any, limits: Any, fault: str) -> None:
     with pytest.raises(ValueError, match=r"a knob's default breaks its own limits \('what it does'\)") as caught:
         knob(default, "what it does", **limits)
     assert fault in str(caught.value)
@@ -42,7 +42,7 @@ def is_table(declared: dataclasses.Field[Any]) -> bool:
     return PARAMETER not in declared.metadata
 
 
-def test_every_default_of_a_job_passes_the_check_that_a_set_value_passes() -> None:
+def test_every_default_passes_the_check_of_set_values() -> None:
     def check(node: Any) -> int:
         own = knobs(type(node))
         tables = {name: default_of(f) for name, f in own.items() if isinstance(default_of(f), RegistryEntry)}
@@ -136,7 +136,7 @@ class Other:
 """
 
 
-def test_a_knob_that_nothing_reads_is_found() -> None:
+def test_an_unused_knob_is_found() -> None:
     assert unread_knobs([DECLARED, USED]) == ["Rule.share"]
 
 

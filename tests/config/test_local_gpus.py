@@ -23,7 +23,7 @@ def eight(monkeypatch: pytest.MonkeyPatch) -> tuple[Device, ...]:
     return local_gpus.read_devices(pynvml)
 
 
-def test_devices_have_memory_and_link_domain(eight: tuple[Device, ...]) -> None:
+def test_devices_have_memory_and_a_link_domain(eight: tuple[Device, ...]) -> None:
     assert describe(eight) == "8 x H100 80 GB"
     assert [device.visible for device in eight] == [str(n) for n in range(8)]
     assert {device.link_domain for device in eight} == {"nvlink-0"}
@@ -34,7 +34,7 @@ def test_devices_have_memory_and_link_domain(eight: tuple[Device, ...]) -> None:
     ("visible", "numbers"),
     [("3,4,5,6,7,0,1,2", "34567012"), ("GPU-host-2,0", "20"), ("", ""), ("1,9,2", "1"), ("-1", "")],
 )
-def test_visible_devices_are_followed(
+def test_cuda_visible_devices_is_respected(
     eight: tuple[Device, ...], monkeypatch: pytest.MonkeyPatch, visible: str, numbers: str
 ) -> None:
     """Rotated lists, as dask-cuda gives its workers; UUIDs; none; up to the first that is not there, as CUDA does."""
@@ -42,7 +42,7 @@ def test_visible_devices_are_followed(
     assert "".join(device.visible for device in local_gpus.read_devices(pynvml)) == numbers
 
 
-def test_without_nvlink_a_host_is_one_domain_and_slices_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvlink_a_host_is_one_domain_and_mig_slices_are_separate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_GPUS", "4xL4-24-pcie")
     assert {device.link_domain for device in local_gpus.read_devices(pynvml)} == {"pcie"}
     monkeypatch.setenv("FAKE_GPUS", "MIG-7xA100-10")
@@ -53,7 +53,7 @@ def test_without_nvlink_a_host_is_one_domain_and_slices_are_apart(monkeypatch: p
     assert local_gpus.read_devices(pynvml) == ()
 
 
-def test_each_role_of_a_local_run_has_a_gpu_of_its_own(job: Path, eight: tuple[Device, ...]) -> None:
+def test_each_role_of_a_local_run_has_a_separate_gpu(job: Path, eight: tuple[Device, ...]) -> None:
     config = loading.load(job, ("rollout.instances=6", "training.ranks=2"))
     visible, picture = place_locally(config, eight)
     heavy = ["trainer", "trainer-1", *(f"rollout-{n}" for n in range(6))]
@@ -71,7 +71,7 @@ def test_an_instance_of_several_gpus_sees_them_all(job: Path, eight: tuple[Devic
     assert visible["trainer"] not in visible["rollout-0"].split(",")
 
 
-def test_one_gpu_has_all_roles(job: Path, eight: tuple[Device, ...]) -> None:
+def test_with_one_gpu_all_roles_share_it(job: Path, eight: tuple[Device, ...]) -> None:
     visible, _ = place_locally(loading.load(job, ("cluster.gpus=1",)), eight)
     assert visible["trainer"] == visible["rollout-0"] == "0"
 
@@ -84,7 +84,9 @@ def test_one_gpu_has_all_roles(job: Path, eight: tuple[Device, ...]) -> None:
         (("rollout.instances=2", "cluster.gpus=2"), "needs 3 GPUs"),
     ],
 )
-def test_too_few_gpus_are_one_line(job: Path, eight: tuple[Device, ...], overrides: tuple[str, ...], line: str) -> None:
+def test_too_few_gpus_give_a_one_line_error(
+    job: Path, eight: tuple[Device, ...], overrides: tuple[str, ...], line: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         place_locally(loading.load(job, overrides), eight)
     assert line in str(refused.value) and "\n" not in str(refused.value)
@@ -99,7 +101,7 @@ def test_nine_gpus_of_eight_end_a_run_before_it_starts(job: Path, monkeypatch: p
     assert not (job.parent / "runs").exists()
 
 
-def test_a_process_that_uses_gpus_already_is_not_given_others() -> None:
+def test_use_devices_fails_once_cuda_is_initialized() -> None:
     script = (
         "import os, sys, types; from staleflow.pipeline.config.local_gpus import use_devices\n"
         "use_devices('2,3'); assert os.environ['CUDA_VISIBLE_DEVICES'] == '2,3'\n"

@@ -133,7 +133,7 @@ def job(*overrides: str) -> RunConfig:
     return loading.load("examples/dryrun.toml", overrides)
 
 
-def test_a_rule_from_a_file_is_made_with_its_knobs_and_with_what_it_asks_for(mine: Path) -> None:
+def test_a_rule_from_a_file_gets_its_knobs_and_parameters(mine: Path) -> None:
     config = job(f"rollout.routing={mine}:Fullest", "rollout.routing.share=0.25")
     rule = make_strategies(config).routing
     assert isinstance(rule, UserRouting)
@@ -181,7 +181,7 @@ def test_a_rule_from_a_file_is_made_with_its_knobs_and_with_what_it_asks_for(min
         ("rollout.synchronization={mine}:First", "must be one of greedy, staggered"),
     ],
 )
-def test_each_mistake_is_one_line(mine: Path, override: str, message: str) -> None:
+def test_each_mistake_gives_a_one_line_error(mine: Path, override: str, message: str) -> None:
     written = override.replace("{mine}", str(mine)).replace("{dir}", str(mine.parent))
     with pytest.raises(ConfigError) as caught:
         user_files.check(job(*written.split()))
@@ -189,7 +189,7 @@ def test_each_mistake_is_one_line(mine: Path, override: str, message: str) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_cannot_be_executed_is_one_line(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_executed_gives_a_one_line_error(tmp_path: Path) -> None:
     for text, message in (("a = = 1", "invalid syntax"), ("1 / 0", "ZeroDivisionError: division by zero")):
         (tmp_path / "bad.py").write_text(text)
         with pytest.raises(ConfigError, match=message) as caught:
@@ -208,7 +208,7 @@ def told(config: RunConfig) -> tuple[Any, list[Any]]:
 
 
 @pytest.mark.parametrize("name", ["Far", "Negative"])
-def test_an_instance_that_does_not_fit_is_refused_with_a_reason(mine: Path, name: str) -> None:
+def test_an_unfitting_instance_is_refused_with_a_reason(mine: Path, name: str) -> None:
     coordinator, commands = told(job(f"rollout.routing={mine}:{name}"))
     assert not [c for c in commands if isinstance(c, Route)]
     assert coordinator.snapshot().refusals == {"routing named an instance that does not fit": 1}
@@ -223,35 +223,35 @@ def test_an_instance_that_does_not_fit_is_refused_with_a_reason(mine: Path, name
         ("Leaves", "choose raised SystemExit: 0"),
     ],
 )
-def test_what_a_rule_does_wrong_names_the_rule(mine: Path, name: str, message: str) -> None:
+def test_an_error_of_a_rule_names_the_rule(mine: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         told(job(f"rollout.routing={mine}:{name}"))
     assert str(caught.value) == f"rollout.routing = '{mine}:{name}': {message}"
 
 
-def test_values_of_a_rule_that_are_no_answers_name_the_rule(mine: Path) -> None:
+def test_an_invalid_return_value_of_a_rule_names_the_rule(mine: Path) -> None:
     with pytest.raises(ConfigError, match="it must return a row number or None"):
         told(job(f"rollout.routing={mine}:Odd"))
 
 
-def test_a_run_that_stands_still_says_why_its_rule_lets_work_wait(mine: Path) -> None:
+def test_explain_waiting_names_a_rule_that_declines(mine: Path) -> None:
     coordinator, commands = told(job(f"rollout.routing={mine}:Idle"))
     assert not [c for c in commands if isinstance(c, Route)]
     assert "waits: declined by the routing rule" in coordinator.explain_waiting()
 
 
-def test_a_file_that_ends_the_process_is_one_line(tmp_path: Path) -> None:
+def test_a_file_that_ends_the_process_gives_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(ConfigError, match="cannot be loaded: SystemExit: 0"):
         user_files.check(job(f"rollout.routing={tmp_path}/ends.py:Router"))
 
 
-def test_a_rule_that_chooses_well_is_followed(mine: Path) -> None:
+def test_a_rule_that_returns_valid_rows_is_followed(mine: Path) -> None:
     _, commands = told(job(f"rollout.routing={mine}:First"))
     assert len([c for c in commands if isinstance(c, Route)]) == 4
 
 
-def test_a_loss_from_a_file_has_its_knobs_and_must_give_a_number_a_token(mine: Path) -> None:
+def test_a_loss_from_a_file_has_its_knobs_and_must_return_a_number_per_token(mine: Path) -> None:
     logprobs, whole = torch.full((2, 3), -1.0), torch.ones((2, 3), dtype=torch.bool)
     tokens = Tokens(
         logprobs=logprobs, proximal=logprobs, behaviour=logprobs, advantage=torch.tensor([[2.0], [0.5]]), sampled=whole,
@@ -274,7 +274,7 @@ def test_a_loss_from_a_file_has_its_knobs_and_must_give_a_number_a_token(mine: P
     assert "\n" not in str(caught.value)
 
 
-def test_an_advantage_from_a_file_must_give_a_number_a_trajectory(mine: Path) -> None:
+def test_an_advantage_from_a_file_must_return_a_number_per_trajectory(mine: Path) -> None:
     rewards, valid = np.array([[1.0, 0.0], [3.0, 3.0]]), np.array([[True, True], [True, False]])
     assert UserAdvantage(name=f"{mine}:best").advantages(rewards, valid).tolist() == [[1.0, 0.0], [1.0, 0.0]]
     with pytest.raises(ConfigError, match=r"gave shape \(2,\); it must give \(2, 2\) finite numbers"):
@@ -291,7 +291,7 @@ OWN = (
 )
 
 
-def test_what_a_job_names_by_file_travels_with_it(mine: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_files_named_by_a_job_are_packed_with_it(mine: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     examples = Path("examples").resolve()
     monkeypatch.chdir(mine.parent)
     here = loading.load(examples / "dryrun.toml", (*OWN, f"runs_dir={tmp_path}/there"))
@@ -306,7 +306,7 @@ def test_what_a_job_names_by_file_travels_with_it(mine: Path, monkeypatch: pytes
     assert (again.rollout.routing, same) == (config.rollout.routing, code)
 
 
-def test_a_run_keeps_the_rules_it_began_with_also_when_its_folder_moves(mine: Path, tmp_path: Path) -> None:
+def test_a_run_keeps_its_rules_when_its_folder_moves(mine: Path, tmp_path: Path) -> None:
     config = user_files.with_absolute_paths(job(f"rollout.routing={mine}:First", f"runs_dir={tmp_path}/runs"))
     kept, code = user_files.with_code(config, user_files.RULES)
     kept = user_files.with_code_in(kept, config.run_dir / "code", code)
@@ -320,7 +320,7 @@ def test_a_run_keeps_the_rules_it_began_with_also_when_its_folder_moves(mine: Pa
     make_coordinator(load_job(elsewhere))
 
 
-def test_an_edited_file_is_loaded_anew_and_an_unchanged_one_once(tmp_path: Path) -> None:
+def test_an_edited_file_is_loaded_again_and_an_unchanged_one_once(tmp_path: Path) -> None:
     from staleflow.tasks.settings.user_code import load
 
     path = tmp_path / "edited.py"

@@ -85,7 +85,7 @@ def fresh(*args: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
 
 
-def test_a_kind_of_environment_is_found_by_each_command(play: Path, tmp_path: Path) -> None:
+def test_an_environment_kind_of_a_package_is_found_by_each_command(play: Path, tmp_path: Path) -> None:
     config = loading.load(play)
     assert config.has_environment
     assert SimulatedRun(config, make_workload(config)).run().steps
@@ -101,7 +101,7 @@ def test_a_kind_of_environment_is_found_by_each_command(play: Path, tmp_path: Pa
     assert simulated.returncode == 0, simulated.stderr
 
 
-def test_a_job_of_such_a_kind_runs(play: Path) -> None:
+def test_a_job_with_an_environment_kind_of_a_package_runs(play: Path) -> None:
     tried = fresh("run", play, "--dry-run", "--json")
     assert tried.returncode == 0, tried.stderr
     parsed = json.loads(tried.stdout)
@@ -109,7 +109,7 @@ def test_a_job_of_such_a_kind_runs(play: Path) -> None:
     assert parsed["reward"][1] == 2.0  # one for each of two rooms
 
 
-def test_a_reward_is_found_by_name(dungeons: Path, job: Path) -> None:
+def test_a_reward_of_a_package_is_found_by_name(dungeons: Path, job: Path) -> None:
     source = make_source("reasoning_gym:chain_sum", {}, 0)
     assert make_reward("treasure", source)("2", {"answer": "2"}) == 8.0
     explained = fresh("config", "explain", job, "--set", "reward.function=treasure")  # which also scores an answer
@@ -126,7 +126,7 @@ def test_a_reward_is_found_by_name(dungeons: Path, job: Path) -> None:
         ),
     ],
 )
-def test_a_package_that_cannot_be_loaded_is_one_line(play: Path, kind: str, words: str) -> None:
+def test_a_package_that_cannot_be_loaded_gives_a_one_line_error(play: Path, kind: str, words: str) -> None:
     for verb in (("config", "explain"), ("simulate",), ("run",), ("run", "--dry-run")):
         answer = command(*verb, play, "--set", f"task.source={kind}:1")
         assert (answer.returncode, answer.stdout) == (2, "")

@@ -93,19 +93,19 @@ def test_a_name_is_short_for_a_table_with_that_name() -> None:
         ({"name": "mine.py:X", "width": 2**64}, "x: brush.width = 18446744073709551616 is out of range"),
     ],
 )
-def test_each_mistake_is_one_line(brush: Any, message: str) -> None:
+def test_each_mistake_gives_a_one_line_error(brush: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         painted({"brush": brush})
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_knob_set_outside_of_its_table_names_its_place() -> None:
+def test_an_unknown_key_suggests_the_table_that_has_it() -> None:
     with pytest.raises(ConfigError, match=r"unknown key width; did you mean brush.width\?"):
         painted({"width": 2})
 
 
-def test_it_is_made_with_its_knobs_and_with_its_parameters() -> None:
+def test_an_entry_is_made_with_its_knobs_and_parameters() -> None:
     wide = painted({"brush": {"name": "wide", "width": 2}}).brush
     assert wide.needs("ink") and not wide.needs("width") and not Plain().needs("ink")
     assert BRUSHES.make(wide, {"ink": "!", "other": 1}).paint() == "!!"
@@ -114,7 +114,7 @@ def test_it_is_made_with_its_knobs_and_with_its_parameters() -> None:
         BRUSHES.make(wide, {})
 
 
-def test_user_code_has_its_knobs_in_the_same_table_and_is_loaded_when_it_is_made(tmp_path: Path) -> None:
+def test_user_code_has_its_knobs_in_the_same_table_and_is_loaded_on_use(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     table = {"name": f"{file}:Mine", "times": 2}
     brush = painted({"brush": table}).brush  # no file is there yet
@@ -135,7 +135,7 @@ def test_user_code_has_its_knobs_in_the_same_table_and_is_loaded_when_it_is_made
 
 
 @pytest.mark.parametrize("brush", ["plain", {"name": "wide", "width": 5}, {"name": "mine.py:X", "a b": 1, "c": [2]}])
-def test_a_choice_is_written_and_explained_with_its_own_knobs(brush: Any) -> None:
+def test_a_choice_is_written_and_explained_with_its_knobs(brush: Any) -> None:
     paint = painted({"brush": brush})
     table = {"name": brush} if isinstance(brush, str) else brush
     assert tomllib.loads(to_toml(paint)) == {"size": 1, "brush": table}
@@ -144,7 +144,7 @@ def test_a_choice_is_written_and_explained_with_its_own_knobs(brush: Any) -> Non
     }  # fmt: skip
 
 
-def test_what_cannot_be_registered_says_why() -> None:
+def test_an_invalid_registration_raises_with_the_reason() -> None:
     @dataclass(frozen=True)
     class Handle(Brush):
         pass

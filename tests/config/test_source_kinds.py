@@ -15,7 +15,7 @@ from staleflow.pipeline.config.factories import make_strategies
 AGENT = "examples/agent.toml"
 
 
-def test_the_example_with_environments_has_them_for_every_command(tmp_path: Path) -> None:
+def test_has_environment_is_equal_for_every_command(tmp_path: Path) -> None:
     """`run` and the dry run locate the job first, `simulate` and `profile` do not."""
     loaded = loading.load(AGENT)
     located = user_files.with_absolute_paths(loaded)

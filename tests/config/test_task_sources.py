@@ -47,14 +47,14 @@ def test_each_table_is_a_source_by_its_name(tmp_path: Path) -> None:
     assert make_strategies(RunConfig()).mixture is None
 
 
-def test_source_without_a_mixture_may_have_a_sampler(tmp_path: Path) -> None:
+def test_a_single_source_may_have_a_sampler(tmp_path: Path) -> None:
     config = read(tmp_path, '[model]\npath = "x"\n[task]\nsampler = "uniform"\n')
     mixture = make_strategies(config).mixture
     assert mixture is not None
     assert len({task for _, task in mixture.draw(100)}) == 100
 
 
-def test_environment_among_several_sources_rewards_its_episodes_itself_and_has_its_own_tools(tmp_path: Path) -> None:
+def test_an_environment_among_several_sources_keeps_its_reward_and_tools(tmp_path: Path) -> None:
     config = read(
         tmp_path,
         TWO.replace('"mine.py:Numbers"', '"gymnasium:CartPole-v1"').replace('reward = "mine.py:score"', ""),
@@ -69,13 +69,13 @@ def test_environment_among_several_sources_rewards_its_episodes_itself_and_has_i
     assert [source.name for source in scoring.sources] == ["a"]
 
 
-def test_source_that_cannot_be_imported_here_is_not_checked_here(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_source_that_cannot_be_imported_here_is_not_checked(tmp_path: Path, tiny_model: Path) -> None:
     text = TWO.replace('"x"', f'"{tiny_model}"').replace("mine.py:Numbers", "nowhere_installed:Numbers")
     (line,) = check_job(read(tmp_path, text.replace('reward = "mine.py:score"', "")), here=False)
     assert line.startswith("not checked here: task.sources.b.source = 'nowhere_installed:Numbers' cannot be imported")
 
 
-def test_fingerprints_are_those_of_each_source(tmp_path: Path) -> None:
+def test_fingerprints_are_per_source(tmp_path: Path) -> None:
     config = read(tmp_path, TWO)
     changed = read(tmp_path, TWO, 'task.sources.b.template="{prompt}!"')
     (line,) = changes(compute(config), compute(changed))
@@ -95,13 +95,13 @@ def test_fingerprints_are_those_of_each_source(tmp_path: Path) -> None:
         (("ratio = 3", 'template = "x"'), "task.sources.a.template must contain {prompt}"),
     ],
 )  # fmt: skip
-def test_mistake_is_one_line(tmp_path: Path, change: tuple[str, str], line: str) -> None:
+def test_a_mistake_gives_a_one_line_error(tmp_path: Path, change: tuple[str, str], line: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(tmp_path, TWO.replace(*change))
     assert line in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_key_of_one_source_beside_several_is_refused(tmp_path: Path) -> None:
+def test_a_key_of_a_single_source_beside_several_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"task\.chat is set beside several sources; set task\.sources\.NAME\.chat"):
         read(tmp_path, TWO, "task.chat=true")

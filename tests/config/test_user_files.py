@@ -39,14 +39,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 @pytest.mark.parametrize("key", ["task.source", "task.eval_source", "evaluation.sets.a.source"])
-def test_a_data_set_is_found_from_any_folder(here: Path, key: str, source: str, found: str) -> None:
+def test_a_dataset_is_found_from_any_folder(here: Path, key: str, source: str, found: str) -> None:
     located = user_files.with_absolute_paths(job(f"{key}={source}"))
     values = {"task.source": located.task.source, "task.eval_source": located.task.eval_source}
     values |= {f"evaluation.sets.{name}.source": one.source for name, one in located.evaluation.sets.items()}
     assert values[key] == found.format(here=here)
 
 
-def test_files_of_one_name_are_sent_apart(here: Path) -> None:
+def test_files_of_one_name_are_packed_separately(here: Path) -> None:
     config, code = user_files.with_code(job("task.source=a/mine.py:One", "task.eval_source=b/mine.py:Two"))
     assert sorted(code.values()) == ["# a/mine.py\n", "# b/mine.py\n"]
     assert code[config.task.source.partition(":")[0]] == "# a/mine.py\n"
@@ -55,7 +55,7 @@ def test_files_of_one_name_are_sent_apart(here: Path) -> None:
     assert (list(same), again.task.eval_source) == (["task_mine.py"], "task_mine.py:Two")
 
 
-def test_the_code_of_each_part_of_a_reward_is_found_sent_and_put_back(here: Path) -> None:
+def test_the_code_of_each_reward_part_is_packed_and_restored(here: Path) -> None:
     names = ('reward.parts.one.function="a/mine.py:f"', "reward.parts.two.function=b/mine.py:g", "reward.parts.sum={}")
     config = user_files.with_absolute_paths(job(*names))
     assert config.reward.parts["one"].function == f"{here}/a/mine.py:f"
@@ -68,7 +68,7 @@ def test_the_code_of_each_part_of_a_reward_is_found_sent_and_put_back(here: Path
     assert back["two"].function == f"{here}/code/{files['two']}:g"
 
 
-def test_the_code_of_a_part_moves_with_its_run(here: Path) -> None:
+def test_the_code_of_a_reward_part_moves_with_its_run(here: Path) -> None:
     config = job(f"runs_dir={here}/runs", "name=one", f"reward.parts.a.function={here}/runs/one/code/mine.py:f")
     (here / "runs" / "two").mkdir(parents=True)
     (here / "runs" / "two" / "config.toml").write_text(knob_tree.to_toml(config))
@@ -76,7 +76,7 @@ def test_the_code_of_a_part_moves_with_its_run(here: Path) -> None:
     assert moved.reward.parts["a"].function == f"{here}/runs/two/code/mine.py:f"
 
 
-def test_parts_are_written_explained_and_checked_by_name(here: Path) -> None:
+def test_reward_parts_are_written_explained_and_checked_by_name(here: Path) -> None:
     config = job("reward.parts.a.weight=0.5", "reward.parts.b-2={}")
     (here / "again.toml").write_text(knob_tree.to_toml(config))
     assert loading.load(here / "again.toml") == config
@@ -93,7 +93,7 @@ def test_parts_are_written_explained_and_checked_by_name(here: Path) -> None:
             job(override)
 
 
-def test_the_code_of_an_evaluation_set_is_found_sent_and_put_back(here: Path) -> None:
+def test_the_code_of_an_evaluation_set_is_packed_and_restored(here: Path) -> None:
     own = ("evaluation.sets.one.source=a/mine.py:Sums", "evaluation.sets.two.reward=b/mine.py:f")
     config = user_files.with_absolute_paths(job(*own))
     sets = config.evaluation.sets

@@ -43,7 +43,7 @@ ROWS_PER_STEP = 16
 @pytest.mark.parametrize("layout", ["separate", "turns"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("eta", [0, 1])
-def test_a_run_is_complete_and_its_weights_are_verified(gpu_job: Path, layout: str, dtype: str, eta: int) -> None:
+def test_a_run_completes_and_its_weights_are_verified(gpu_job: Path, layout: str, dtype: str, eta: int) -> None:
     end = run(gpu_job, *CUDA, f"cluster.layout={layout}", f"model.dtype={dtype}", f"staleness.eta={eta}", "steps=3")
     store = check(end.run_dir, 3)
     assert sum(entry.fate is Fate.CONSUMED for entry in store.ended()) == 3 * ROWS_PER_STEP
@@ -56,13 +56,15 @@ def test_a_run_is_complete_and_its_weights_are_verified(gpu_job: Path, layout: s
     [("training.lora.rank=4", "rollout.on_pull=adapter"), ("training.offload=true",)],
     ids=["lora", "offload"],
 )
-def test_a_run_with_adapters_or_offload_is_complete(gpu_job: Path, settings: tuple[str, ...]) -> None:
+def test_a_run_with_adapters_or_offload_completes(gpu_job: Path, settings: tuple[str, ...]) -> None:
     check(run(gpu_job, *CUDA, *settings, "steps=3").run_dir, 3)
 
 
 @pytest.mark.parametrize("layout", ["separate", "turns"])
 @pytest.mark.parametrize("victim", ["rollout-0", "trainer", "server"])
-def test_a_killed_role_is_replaced_on_the_gpu_and_nothing_is_lost(gpu_job: Path, victim: str, layout: str) -> None:
+def test_a_killed_role_is_replaced_on_the_gpu_and_no_trajectory_is_lost(
+    gpu_job: Path, victim: str, layout: str
+) -> None:
     overrides = (*CUDA, "steps=6", f"cluster.layout={layout}")
     driver = asyncio.run(sabotaged(gpu_job, overrides, victim, lambda pid: os.kill(pid, signal.SIGKILL)))
     assert any(f"{victim} is gone" in loss for loss in driver.outcomes.losses)

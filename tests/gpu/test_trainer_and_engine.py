@@ -85,7 +85,7 @@ def rows(count: int = 8) -> tuple[Row, ...]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_step_is_that_of_float32_on_cpu(model: Path, device: str) -> None:
+def test_a_step_matches_float32_on_cpu(model: Path, device: str) -> None:
     expected, measured = trainer(model, "cpu").step(0, rows()), trainer(model, device).step(0, rows())
     assert measured["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3 if device == "cpu" else 1e-2)  # TF32
 
@@ -107,7 +107,7 @@ def test_bfloat16_trains(model: Path, device: str, knobs: dict[str, Any]) -> Non
 
 
 @pytest.mark.gpu
-def test_weights_kept_in_the_processors_memory_train_the_same(model: Path) -> None:
+def test_offloaded_weights_train_the_same(model: Path) -> None:
     """FSDP2 with a group of one: NCCL, a device mesh, pinned memory."""
     expected = trainer(model, "cuda", "bfloat16").step(0, rows())
     offloading = trainer(model, "cuda", "bfloat16", offload=True)
@@ -119,7 +119,7 @@ def test_weights_kept_in_the_processors_memory_train_the_same(model: Path) -> No
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_serves_the_weights_that_were_published(model: Path, tmp_path: Path, device: str, dtype: str) -> None:
+def test_an_engine_serves_the_published_weights(model: Path, tmp_path: Path, device: str, dtype: str) -> None:
     engine = TransformersEngine(
         TransformersSettings(
             model=str(model), dtype=dtype, device=device, temperature=1.0, max_running=8, kv_tokens=1024,
@@ -158,7 +158,7 @@ def test_a_resumed_trainer_repeats_the_next_step(model: Path, tmp_path: Path, de
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_has_the_logprobs_of_what_was_trained(model: Path, tmp_path: Path, device: str, dtype: str) -> None:
+def test_an_engine_has_the_logprobs_of_the_trained_policy(model: Path, tmp_path: Path, device: str, dtype: str) -> None:
     """Three steps on the device, served there, against one plain forward pass in float32 on CPU: the drift."""
     training = trainer(model, device, dtype)
     for step in range(3):
@@ -184,7 +184,7 @@ def test_an_engine_has_the_logprobs_of_what_was_trained(model: Path, tmp_path: P
         engine.close()
 
 
-def test_float32_products_are_in_tf32_on_cuda_alone() -> None:
+def test_float32_products_use_tf32_on_cuda_only() -> None:
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("highest")
@@ -194,7 +194,7 @@ def test_float32_products_are_in_tf32_on_cuda_alone() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def test_adamw_is_fused_where_all_parameters_are_on_a_gpu() -> None:
+def test_adamw_is_fused_if_all_parameters_are_on_a_gpu() -> None:
     with FakeTensorMode():
         on_gpu, on_cpu = torch.empty(2, device="cuda"), torch.empty(2)
     assert use_fused_adamw([on_gpu]) is True

@@ -87,7 +87,7 @@ def test_a_run_with_all_processes_killed_resumes_and_passes_the_audit(job: Path)
 
 
 @pytest.mark.slow
-def test_a_stopped_run_loses_no_step_and_one_without_recent_resume_points_undoes_steps(job: Path) -> None:
+def test_a_stopped_run_loses_no_step_unless_its_resume_points_are_missing(job: Path) -> None:
     folder = job.parent / "runs" / "job"
     with start(job, "steps=400") as process:
         until_step(process, 4)

@@ -34,7 +34,7 @@ class Server:
 '''
 
 
-def test_it_plants_what_it_says_and_nothing_into_texts_and_annotations() -> None:
+def test_mutants_are_the_listed_kinds_and_skip_texts_and_annotations() -> None:
     result = mutants("server.py", SOURCE)
     assert sorted((item.kind, item.old, item.new) for item in result) == [
         ("arithmetic", "count * 2", "(count / 2)"),
@@ -55,7 +55,7 @@ def test_it_plants_what_it_says_and_nothing_into_texts_and_annotations() -> None
     assert all(ast.parse(item.planted(SOURCE)) for item in result)
 
 
-def test_every_module_has_tests_and_mistakes_with_names_of_their_own() -> None:
+def test_every_module_has_tests_and_mutants_with_unique_names() -> None:
     for package in PACKAGES:
         for path in package.modules():
             assert all(Path(test.partition("::")[0]).exists() for test in package.tests_of(path)), path
@@ -69,14 +69,14 @@ def test_a_sample_is_the_same_for_a_seed() -> None:
     assert first == again != chosen(PACKAGES[:2], 20, seed=4)
 
 
-def test_what_is_listed_as_a_survivor_can_still_be_planted() -> None:
+def test_listed_survivors_can_still_be_planted() -> None:
     keys = {m.key for package in PACKAGES for path in package.modules() for m in mutants(path, Path(path).read_bytes())}
     for item in tomllib.loads(SURVIVORS.read_text()).get("survivor", []):
         assert item["mutant"] in keys
         assert item["verdict"] in ("hole", "equivalent") and item["why"]
 
 
-def test_what_is_planted_by_hand_is_in_the_source_once_and_so_is_its_test() -> None:
+def test_manual_mutants_and_their_tests_exist() -> None:
     for item in tomllib.loads(PLANTED.read_text())["mistake"]:
         source = Path(item["path"]).read_bytes()
         ast.parse(replaced(item["path"], source, item["old"], item["new"]).planted(source))
@@ -85,7 +85,7 @@ def test_what_is_planted_by_hand_is_in_the_source_once_and_so_is_its_test() -> N
         assert not name or f"def {name}(" in text or f"class {name}(" in text
 
 
-def test_the_score_leaves_out_equivalent_ones_and_less_than_its_least_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_score_excludes_equivalent_mutants_and_has_a_minimum(capsys: pytest.CaptureFixture[str]) -> None:
     planted = mutants("server.py", SOURCE)[:11]
     done = [Planted(package="p", mutant=one, killer="a test" if i > 1 else None) for i, one in enumerate(planted)]
     known = {planted[0].key: {"verdict": "equivalent"}, planted[1].key: {"verdict": "hole"}}
@@ -96,7 +96,7 @@ def test_the_score_leaves_out_equivalent_ones_and_less_than_its_least_fails(caps
     assert planted[1].key in capsys.readouterr().out
 
 
-def test_only_tests_that_execute_its_statement_are_tried_and_short_ones_first() -> None:
+def test_only_tests_that_execute_the_statement_run_shortest_first() -> None:
     (one,) = [mutant for mutant in mutants("server.py", SOURCE) if mutant.old == "count < 0"]
     assert (one.line, one.first, one.last) == (10, 10, 10)
     lines = {"long": (5.0, {10, 11}), "short": (1.0, {10}), "elsewhere": (0.1, {12, 13})}
@@ -107,9 +107,7 @@ def test_only_tests_that_execute_its_statement_are_tried_and_short_ones_first() 
     assert Trial(PACKAGES[0], measured).tests(one) == ["short", "long"]
 
 
-def test_a_mistake_is_planted_into_functions_that_are_imported_already(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mutant_is_planted_into_imported_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "doubled.py"
     source = "def twice(n):\n    return n * 2\n\n\nclass Doubled:\n    def of(self, n):\n        return n * 2\n"
     path.write_text(source)

@@ -23,11 +23,11 @@ def contents(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
 
 
-def test_a_wheel_built_from_the_sdist_is_the_wheel_of_the_checkout(distributions: Distributions) -> None:
+def test_a_wheel_built_from_the_sdist_equals_that_of_the_checkout(distributions: Distributions) -> None:
     assert contents(distributions.rebuilt) == contents(distributions.wheel)
 
 
-def test_the_wheel_has_every_file_of_the_four_folders_under_one_name(distributions: Distributions) -> None:
+def test_the_wheel_has_every_file_of_the_packages_under_one_name(distributions: Distributions) -> None:
     expected = {"staleflow/__init__.py", "staleflow/py.typed"}
     for package in PACKAGES:
         files = (path for path in (ROOT / package).rglob("*") if path.is_file() and path.suffix != ".pyc")
@@ -40,7 +40,7 @@ def test_the_wheel_has_every_file_of_the_four_folders_under_one_name(distributio
             assert entry.external_attr >> 28 in (0, 0o10), f"{entry.filename} is not a regular file"
 
 
-def test_the_sdist_has_real_files_only(distributions: Distributions) -> None:
+def test_the_sdist_has_regular_files_only(distributions: Distributions) -> None:
     with tarfile.open(distributions.sdist) as archive:
         entries = archive.getmembers()
     assert all(entry.isfile() or entry.isdir() for entry in entries)
@@ -50,7 +50,7 @@ def test_the_sdist_has_real_files_only(distributions: Distributions) -> None:
     }  # fmt: skip
 
 
-def test_the_version_is_the_projects(distributions: Distributions) -> None:
+def test_the_version_is_that_of_the_project(distributions: Distributions) -> None:
     (metadata,) = (text for name, text in contents(distributions.wheel).items() if name.endswith("/METADATA"))
     assert Parser().parsestr(metadata.decode())["Version"] in distributions.wheel.name
 
@@ -92,7 +92,7 @@ def installed(environment: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("first_removed", ["staleflow", "other"])
-def test_installing_and_removing_touches_nothing_of_another_package(
+def test_installing_and_removing_leaves_other_packages_unchanged(
     distributions: Distributions, other: Path, tmp_path: Path, first_removed: str
 ) -> None:
     venv.create(tmp_path / "environment", with_pip=False)

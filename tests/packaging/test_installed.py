@@ -82,7 +82,7 @@ def job(installed: Installed, tiny_model: Path) -> Path:
     return installed.folder / "job.toml"
 
 
-def test_a_script_imports_its_own_tasks_and_ours(installed: Installed, tmp_path: Path) -> None:
+def test_a_script_imports_both_local_and_staleflow_modules(installed: Installed, tmp_path: Path) -> None:
     for name in ("tasks.py", "stores.py", "cli/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("owner = 'user'\n")
@@ -129,7 +129,7 @@ def test_version(installed: Installed, distributions: Distributions) -> None:
     assert installed.staleflow("--version").strip() == f"staleflow {distributions.wheel.name.split('-')[1]}"
 
 
-def test_a_file_of_the_repository_that_is_not_installed_is_missed_in_one_line_with_a_remedy(
+def test_a_missing_repository_file_gives_a_one_line_error_with_a_remedy(
     installed: Installed,
 ) -> None:
     with installed.start("staleflow", "run", "examples/demo.toml") as process:

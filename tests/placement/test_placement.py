@@ -106,7 +106,7 @@ def test_no_gpu_is_used_twice_and_no_instance_crosses_link_domains(fleet: Fleet)
 
 
 @given(random_fleets())
-def test_in_turns_a_gpu_has_one_instance_and_one_rank_each_with_all_its_memory(fleet: Fleet) -> None:
+def test_with_turns_a_gpu_has_at_most_one_instance_and_one_rank(fleet: Fleet) -> None:
     turns = dataclasses.replace(fleet, turns=True, share=False)
     placed = turns.place()
     if isinstance(placed, Shortage):
@@ -122,7 +122,7 @@ def test_in_turns_a_gpu_has_one_instance_and_one_rank_each_with_all_its_memory(f
     assert dataclasses.replace(turns, previous=placed.assignments).place() == placed
 
 
-def test_in_turns_ranks_and_instances_are_on_the_same_gpus_where_they_can_be() -> None:
+def test_with_turns_ranks_and_instances_share_gpus_where_possible() -> None:
     placed = place(parse_fleet("8xH100-80"), roles_of(instances=4, ranks=4, instance_gb=70, rank_gb=70), turns=True)
     assert isinstance(placed, Placement)
     assert len({uuid for own in placed.assignments.values() for uuid in own.devices}) == 4
@@ -161,7 +161,7 @@ def test_no_gpu_is_idle_while_a_role_that_fits_waits(hosts: list[Host], roles: l
 
 
 @given(random_fleets(), st.sampled_from(["all", "rotated", "own"]), st.integers(0, 12))
-def test_each_role_has_a_process_of_its_own_that_sees_its_gpus(fleet: Fleet, sees: str, count: int) -> None:
+def test_each_role_has_a_separate_process_that_sees_its_gpus(fleet: Fleet, sees: str, count: int) -> None:
     hosts = [with_processes(host, count, sees) for host in fleet.hosts]
     of_hosts = dataclasses.replace(fleet, hosts=hosts)
     placed = of_hosts.place()
@@ -176,7 +176,7 @@ def test_each_role_has_a_process_of_its_own_that_sees_its_gpus(fleet: Fleet, see
 
 
 @given(random_fleets(), st.sampled_from(["all", "rotated"]))
-def test_processes_that_see_all_gpus_of_a_host_hinder_nothing(fleet: Fleet, sees: str) -> None:
+def test_processes_that_see_all_gpus_do_not_limit_the_placement(fleet: Fleet, sees: str) -> None:
     """As many processes as there may be roles: what fits without them fits with them."""
     hosts = [with_processes(host, 20, sees) for host in fleet.hosts]
     placed, with_them = fleet.place(), dataclasses.replace(fleet, hosts=hosts).place()
@@ -184,7 +184,7 @@ def test_processes_that_see_all_gpus_of_a_host_hinder_nothing(fleet: Fleet, sees
 
 
 @pytest.mark.parametrize("sees", ["rotated", "own"])
-def test_one_process_for_each_gpu_fills_all_of_them(sees: str) -> None:
+def test_one_process_per_gpu_fills_all_gpus(sees: str) -> None:
     """Eight workers, as dask-cuda or a shell loop starts them: each has the GPU that it sees first."""
     hosts = [with_processes(host, 8, sees) for host in parse_fleet("2x8xH100-80")]
     placed = place([*hosts, Host(name="cpu-0")], roles_of(instances=12, ranks=4))
@@ -195,7 +195,7 @@ def test_one_process_for_each_gpu_fills_all_of_them(sees: str) -> None:
     assert len({placed.assignments[f"trainer{n}"].host for n in ("", "-1", "-2", "-3")}) == 1
 
 
-def test_a_process_has_only_roles_of_its_kinds_and_one_with_few_kinds_comes_first() -> None:
+def test_a_process_has_only_roles_of_its_kinds() -> None:
     (host,) = parse_fleet("2xH100-80")
     uuids = tuple(device.uuid for device in host.devices)
     rank = Process(name="rank", devices=uuids, kinds=frozenset([RoleKind.RANK.value]))
@@ -206,7 +206,7 @@ def test_a_process_has_only_roles_of_its_kinds_and_one_with_few_kinds_comes_firs
 
 
 @given(random_fleets())
-def test_light_roles_are_on_no_gpu_and_away_from_them_where_they_can_be(fleet: Fleet) -> None:
+def test_light_roles_use_no_gpu_and_avoid_gpu_hosts(fleet: Fleet) -> None:
     hosts = [*fleet.hosts, Host(name="cpu-0")]
     placed = dataclasses.replace(fleet, hosts=hosts).place()
     if isinstance(placed, Placement):
@@ -218,7 +218,7 @@ def test_light_roles_are_on_no_gpu_and_away_from_them_where_they_can_be(fleet: F
 
 
 @given(random_fleets(), st.data())
-def test_a_restart_moves_nothing_and_a_lost_gpu_moves_its_role_alone(fleet: Fleet, data: st.DataObject) -> None:
+def test_a_restart_moves_nothing_and_a_lost_gpu_moves_its_role_only(fleet: Fleet, data: st.DataObject) -> None:
     first = fleet.place()
     if not isinstance(first, Placement):
         return
@@ -243,7 +243,7 @@ def test_a_restart_moves_nothing_and_a_lost_gpu_moves_its_role_alone(fleet: Flee
         assert unmoved or shared or isinstance(place(hosts, orphans, used_gpus=rest), Shortage)
 
 
-def test_a_role_that_moves_prefers_its_own_host_and_then_one_with_the_weights() -> None:
+def test_a_moved_role_prefers_its_host_and_then_one_with_the_weights() -> None:
     hosts = parse_fleet("3x2xH100-80")
     roles = roles_of(instances=2, ranks=1)
     before = {
@@ -260,7 +260,7 @@ def test_a_role_that_moves_prefers_its_own_host_and_then_one_with_the_weights() 
     assert placed.assignments["rollout-1"] == Assignment(host="node-1", devices=("node-1/1",))
 
 
-def test_ranks_are_grouped_and_an_instance_is_at_one_processor() -> None:
+def test_ranks_are_grouped_and_an_instance_is_on_one_numa_node() -> None:
     placed = place(parse_fleet("2x4xH100-80"), roles_of(instances=2, ranks=4))
     assert isinstance(placed, Placement)
     assert len({placed.assignments[f"trainer{n}"].host for n in ("", "-1", "-2", "-3")}) == 1
@@ -272,7 +272,7 @@ def test_ranks_are_grouped_and_an_instance_is_at_one_processor() -> None:
     assert {int(uuid[-1]) // 4 for uuid in placed.assignments["rollout-0"].devices} == {1}
 
 
-def test_a_host_gives_no_more_roles_a_place_than_it_has_processes() -> None:
+def test_a_host_has_no_more_roles_than_processes() -> None:
     host = with_processes(parse_fleet("8xH100-80")[0], 3, "all")
     assert isinstance(place([host], roles_of(instances=1, ranks=1)), Placement)
     shortage = place([host], roles_of(instances=1, ranks=1, environments=1))
@@ -287,18 +287,18 @@ def test_a_host_gives_no_more_roles_a_place_than_it_has_processes() -> None:
         ("4xH100-80", roles_of(rank_gb=120), "trainer needs 1 of 120 GB, the most there are together is 0"),
     ],
 )
-def test_a_shortage_says_in_one_line_what_is_missing(fleet: str, roles: list[Role], line: str) -> None:
+def test_a_shortage_is_described_in_one_line(fleet: str, roles: list[Role], line: str) -> None:
     shortage = place(parse_fleet(fleet), roles)
     assert isinstance(shortage, Shortage)
     assert line in shortage.line
     assert "\n" not in shortage.line
 
 
-def test_the_pictures_of_the_documentation_are_current() -> None:
+def test_the_diagrams_in_the_docs_are_current() -> None:
     assert fleets.pictures() in Path("docs/placement.md").read_text(), "print with python -m tests.placement.fleets"
 
 
-def test_a_text_describes_a_fleet() -> None:
+def test_parse_fleet_reads_a_description() -> None:
     hosts = parse_fleet("2x4xH100-80+8xH200-141")
     assert [len(host.devices) for host in hosts] == [4, 4, 8]
     assert [host.name for host in hosts] == ["node-0", "node-1", "node-2"]

@@ -59,7 +59,7 @@ def simulated(*overrides: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("cause", PLANTED, ids=lambda cause: cause.value)
-def test_a_planted_cause_is_found_in_a_simulation_and_its_cure_helps(cause: Cause) -> None:
+def test_a_planted_cause_is_found_in_a_simulation_and_its_advice_helps(cause: Cause) -> None:
     config = simulated(*PLANTED[cause])
     measures = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run())
     diagnosis = measures.diagnosis
@@ -83,11 +83,11 @@ def _value(config: RunConfig, key: str) -> float:
     return float(getattr(getattr(config, table), name))
 
 
-def test_nothing_is_said_of_no_steps() -> None:
+def test_diagnose_returns_none_without_steps() -> None:
     assert diagnose(StepTimes(), sizes_of(simulated())) is None
 
 
-def test_other_admission_rules_are_advised_to_change_to_the_bound() -> None:
+def test_a_synchronous_run_is_advised_to_use_staleflow_admission() -> None:
     config = simulated("staleness.admission=synchronous")
     diagnosis = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
     assert diagnosis is not None
@@ -138,7 +138,7 @@ def test_a_planted_cause_is_found_by_the_driver(tmp_path: Path, cause: Cause) ->
 # -- what a change would bring -----------------------------------------------------------------------------------
 
 
-def test_a_simulation_of_the_run_says_what_the_change_would_bring(tmp_path: Path) -> None:
+def test_a_simulation_predicts_the_effect_of_the_advice(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=14", *PLANTED[Cause.FEW_INSTANCES])
     config = load_job(run)
     diagnosis = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
@@ -160,11 +160,11 @@ def test_a_simulation_of_the_run_says_what_the_change_would_bring(tmp_path: Path
         (None, "see what it would bring: staleflow simulate"),
     ],
 )
-def test_a_change_that_brings_nothing_is_not_praised(ratio: float | None, line: str) -> None:
+def test_an_advice_without_effect_is_reported_as_such(ratio: float | None, line: str) -> None:
     assert WhatIf(ratio=ratio, command="staleflow simulate").line == line
 
 
-def test_instances_that_a_simulation_finds_to_be_needed_are_not_said_to_be_too_many(tmp_path: Path) -> None:
+def test_many_instances_is_not_diagnosed_if_a_simulation_needs_them(tmp_path: Path) -> None:
     """Five would sample as much on average, but the tails of eight are what keeps the trainer busy."""
     run = stored_simulation(tmp_path, "steps=14", "rollout.instances=8", "simulation.train_s=5.0")
     config = load_job(run)
@@ -183,7 +183,7 @@ def test_instances_that_a_simulation_finds_to_be_needed_are_not_said_to_be_too_m
     assert diagnosis.cause is Cause.TRAINER or "would keep up: rollout.instances = " in line
 
 
-def test_a_simulation_that_takes_too_long_is_left_to_the_user(tmp_path: Path) -> None:
+def test_a_simulation_over_its_time_budget_is_left_to_the_user(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=4", *PLANTED[Cause.FEW_INSTANCES])
     config = load_job(run)
     diagnosis = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis

@@ -54,7 +54,7 @@ def points_of(model: CostModel, rng: np.random.Generator, noise: float) -> list[
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_fit_predicts_what_it_has_not_seen(name: str) -> None:
+def test_a_fit_predicts_unseen_loads(name: str) -> None:
     model, rng = PUBLISHED[name], np.random.default_rng(0)
     fit = fit_steps(points_of(model, rng, noise=0.02))
     assert fit.error_median < 0.03
@@ -64,7 +64,7 @@ def test_a_fit_predicts_what_it_has_not_seen(name: str) -> None:
     assert min(fit.model.k1, fit.model.k2, fit.model.k3, fit.model.k4, fit.model.b) >= 0
 
 
-def test_interrupted_steps_do_not_bend_the_line() -> None:
+def test_outliers_do_not_change_the_fit() -> None:
     model, rng = PUBLISHED["7B"], np.random.default_rng(1)
     points = points_of(model, rng, noise=0.01)
     spoiled = [StepPoint(running=p.running, kv_tokens=p.kv_tokens, step_s=p.step_s * 8) for p in points[::9]]
@@ -73,12 +73,12 @@ def test_interrupted_steps_do_not_bend_the_line() -> None:
         assert fit.model.step_s(n, n * context) == pytest.approx(model.step_s(n, n * context), rel=0.06)
 
 
-def test_too_few_points_are_refused() -> None:
+def test_too_few_points_are_rejected() -> None:
     with pytest.raises(ValueError, match="3 measured steps; at least 8"):
         fit_steps([StepPoint(running=1, kv_tokens=1.0, step_s=1.0)] * 3)
 
 
-def test_a_fit_says_how_many_times_as_long_as_another_model_its_steps_take() -> None:
+def test_ratio_to_compares_the_step_times_of_two_models() -> None:
     model, rng = PUBLISHED["7B"], np.random.default_rng(2)
     points = points_of(model, rng, 0.02)
     twice = [StepPoint(running=p.running, kv_tokens=p.kv_tokens, step_s=2 * p.step_s) for p in points]
@@ -98,27 +98,27 @@ def learned(lengths: list[list[int]], max_tokens: int = 16_000) -> LengthForecas
     return forecast
 
 
-def test_the_forecast_is_the_mean_of_those_that_came_further() -> None:
+def test_the_forecast_is_the_mean_of_longer_responses() -> None:
     forecast = learned([[n] for n in range(1, 1001)])
     unknown = GroupId(-1)
     assert forecast.expected_remaining(unknown, 0) == pytest.approx(500, rel=0.05)
     assert forecast.expected_remaining(unknown, 500) == pytest.approx(250, rel=0.05)
 
 
-def test_with_a_heavy_tail_more_is_expected_of_those_that_came_far() -> None:
+def test_with_a_heavy_tail_the_forecast_grows_with_the_length() -> None:
     rng = np.random.default_rng(0)
     forecast = learned([[int(n)] for n in np.minimum(16_000, 2000 * np.exp(rng.standard_normal(3000)))])
     remaining = [forecast.expected_remaining(GroupId(-1), tokens) for tokens in (0, 2000, 4000)]
     assert remaining == sorted(remaining)
 
 
-def test_before_it_knows_it_expects_half() -> None:
+def test_the_initial_forecast_is_half_of_the_maximum() -> None:
     forecast = learned([[10]] * 5, max_tokens=1000)
     assert not forecast.has_enough_lengths
     assert forecast.expected_remaining(GroupId(0), 200) == 400
 
 
-def test_siblings_help_as_far_as_they_are_alike() -> None:
+def test_siblings_improve_the_forecast_by_their_correlation() -> None:
     rng = np.random.default_rng(3)
     for correlation in (0.0, 0.9):
         alike = rng.standard_normal((800, 1))
@@ -133,7 +133,7 @@ def test_siblings_help_as_far_as_they_are_alike() -> None:
         assert forecast.expected_remaining(GroupId(800), 0) == forecast.expected_remaining(GroupId(-1), 0)
 
 
-def test_the_window_follows_a_policy_that_drifts() -> None:
+def test_the_window_follows_a_drifting_policy() -> None:
     forecast = learned([[100]] * 5000 + [[900]] * 5000)
     assert forecast.expected_remaining(GroupId(-1), 0) == pytest.approx(900)
 
@@ -141,7 +141,7 @@ def test_the_window_follows_a_policy_that_drifts() -> None:
 # -- the command -------------------------------------------------------------------------------------------------
 
 
-def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
+def test_an_invalid_profile_file_is_named(tmp_path: Path) -> None:
     job, profile = tmp_path / "job.toml", tmp_path / "x.json"
     job.write_text('[rollout.engine]\nname = "emulated"\n')
     for text, message in (
@@ -185,7 +185,7 @@ def finished_run(folder: Path) -> Path:
     return folder
 
 
-def test_a_finished_run_is_a_profile_too(tmp_path: Path) -> None:
+def test_a_finished_run_is_used_as_a_profile(tmp_path: Path) -> None:
     run, out = stored_simulation(tmp_path, "steps=10"), tmp_path / "p.json"
     result = CliRunner().invoke(command, [str(run), "--out", str(out)], catch_exceptions=False)
     assert result.exit_code == 0
@@ -203,7 +203,7 @@ def test_a_finished_run_is_a_profile_too(tmp_path: Path) -> None:
     assert again.rollout.cost.step_s(8, 2000) == pytest.approx(job.rollout.cost.step_s(8, 2000), rel=0.1)
 
 
-def test_latencies_are_those_between_commands_and_their_events(tmp_path: Path) -> None:
+def test_latencies_are_measured_between_commands_and_their_events(tmp_path: Path) -> None:
     watch = TimeTracker(PUBLISHED["7B"], 2)
     for entry in journal.read(finished_run(tmp_path / "ran") / "events.jsonl"):
         watch.observe(entry.now, entry.event, entry.commands)
@@ -212,7 +212,7 @@ def test_latencies_are_those_between_commands_and_their_events(tmp_path: Path) -
     assert [means[name] for name in names] == pytest.approx([0.5, 0.4, 7.0, 0.2])
 
 
-def test_a_place_that_cannot_be_written_is_found_before_the_fit(tmp_path: Path) -> None:
+def test_an_unwritable_output_is_reported_before_the_fit(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     run = str(finished_run(tmp_path / "run"))
@@ -220,7 +220,7 @@ def test_a_place_that_cannot_be_written_is_found_before_the_fit(tmp_path: Path) 
         CliRunner().invoke(command, [run, "--out", str(file / "p.json")], catch_exceptions=False)
 
 
-def test_a_run_that_saw_too_little_or_has_not_ended_is_no_profile(tmp_path: Path) -> None:
+def test_an_unfinished_or_too_short_run_is_rejected_as_a_profile(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="too few decode steps"):
         profile_run(finished_run(tmp_path / "short"))
     with pytest.raises(ConfigError, match="no finished run"):
@@ -242,7 +242,7 @@ def plain_non_negative(design: fitting.Array, target: fitting.Array) -> fitting.
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_coefficients_are_those_of_the_best_subset_without_negative_ones(seed: int) -> None:
+def test_coefficients_are_the_best_non_negative_subset(seed: int) -> None:
     """Columns of one sign, as measurements are, so that some promise what others explain; some are zero or equal."""
     rng = np.random.default_rng(seed)
     rows, count = int(rng.integers(6, 60)), int(rng.integers(4, 7))

@@ -64,7 +64,7 @@ def rate(config: RunConfig) -> float:
     ],
     ids=["plain", "delays", "short", "full", "slow", "drafts", "drafts with few"],
 )
-def test_a_run_foretells_its_own_rate(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_a_profile_predicts_the_rate_of_its_run(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = stored_simulation(tmp_path, *overrides)
     job = load_job(run)
     # Neither the cost model nor the latencies of the job file are used: what counts is what the journal tells.
@@ -90,7 +90,7 @@ def test_the_fit_recovers_the_cost_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("most_running", [0, 64], ids=["decided", "always"])
-def test_drafts_are_told_apart_from_the_steps_that_verify_them(tmp_path: Path, most_running: int) -> None:
+def test_draft_costs_are_separated_from_verification_steps(tmp_path: Path, most_running: int) -> None:
     drafting = f"rollout.engine.speculation={{num_speculative_tokens=4, disable_above={most_running}}}"
     run = stored_simulation(
         tmp_path, "steps=16", drafting, "workload.acceptance_rate=0.75", "rollout.cost.verify_share=0.6"
@@ -112,7 +112,7 @@ def test_drafts_are_told_apart_from_the_steps_that_verify_them(tmp_path: Path, m
     assert known.token_s(32, 8000.0) == pytest.approx(expected_s, rel=0.1)
 
 
-def test_what_became_of_drafts_is_known_from_responses_where_instances_report_nothing_of_them(tmp_path: Path) -> None:
+def test_acceptance_is_estimated_from_responses_without_instance_reports(tmp_path: Path) -> None:
     drafting = "rollout.engine.speculation={num_speculative_tokens=4, disable_above=64}"
     run = stored_simulation(tmp_path, "steps=6", drafting, "workload.acceptance_rate=0.75")
     config = load_job(run)
@@ -125,7 +125,7 @@ def test_what_became_of_drafts_is_known_from_responses_where_instances_report_no
     assert watch.drafts.acceptance == pytest.approx(0.75, abs=0.01)
 
 
-def test_requests_without_a_draft_make_the_acceptance_lower_and_a_drafted_token_cheaper() -> None:
+def test_requests_without_a_draft_lower_the_acceptance_and_the_draft_cost() -> None:
     drafts = DraftStats()
     taken = DecodeStats(
         running=4, kv_tokens=100, seconds=1.0, tokens=130, drafts=50, drafted_tokens=100, accepted_tokens=30
@@ -141,7 +141,7 @@ def test_requests_without_a_draft_make_the_acceptance_lower_and_a_drafted_token_
     assert DraftStats().cost(model) == model
 
 
-def test_the_fit_tells_prefill_from_decoding_where_contexts_are_prefilled_again(tmp_path: Path) -> None:
+def test_the_fit_separates_prefill_from_decoding(tmp_path: Path) -> None:
     """With equal loads and short prompts they cannot be told apart, and need not be."""
     run = stored_simulation(tmp_path, "steps=10", "simulation.message_s=0.05", "rollout.on_pull=interrupt")
     true, found = load_job(run).rollout.cost, profile_run(run).fit.model
@@ -166,7 +166,7 @@ def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
     assert steady(watch.finished_steps, 2).steps == 5
 
 
-def test_what_was_in_flight_before_a_resume_is_forgotten(tmp_path: Path) -> None:
+def test_requests_in_flight_before_a_resume_are_forgotten(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=4")
     config, entries = load_job(run), list(journal.read(run / "events.jsonl"))
     alone = TimeTracker(config.rollout.cost, config.oversampled_group_size)
@@ -183,7 +183,7 @@ def test_what_was_in_flight_before_a_resume_is_forgotten(tmp_path: Path) -> None
         assert other.waiting.running == pytest.approx(one.waiting.running)
 
 
-def test_what_a_lost_instance_had_delivered_is_not_sampled_again() -> None:
+def test_delivered_tokens_of_a_lost_instance_are_not_sampled_again() -> None:
     one, two, group = InstanceId("one"), InstanceId("two"), GroupId(0)
     watch = TimeTracker(CostModel(k1=0, k2=0, k3=0, k4=0.01, b=0, prefill=0), 1)
     result = MemberInFlight(trajectory=TrajectoryId(0), version=PolicyVersion(0), tokens=30)

@@ -17,7 +17,7 @@ def said(*arguments: str) -> str:
     return "".join(line for line in answered.stderr.splitlines() if line.startswith("assumed"))
 
 
-def test_assumed_numbers_are_named_with_the_way_to_measure_them(
+def test_assumed_numbers_are_listed_with_the_way_to_measure_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -20,7 +20,7 @@ from staleflow.tasks.emulation.workload import Turn
 from tests.simulator.test_simulator import COST, job, run
 
 
-def test_accepted_drafts_make_whole_steps_fewer() -> None:
+def test_accepted_drafts_reduce_the_number_of_steps() -> None:
     cost = CostModel(k1=0.0, k2=0.004, k3=0.0002, k4=0.001, b=0.002, prefill=0.0)
     drafting = DraftSettings(length=4, max_running=2, acceptance=1.0)
     instance = SimulatedBatch(cost, kv_capacity=10**6, max_running=8, drafting=drafting)
@@ -37,7 +37,7 @@ def test_accepted_drafts_make_whole_steps_fewer() -> None:
     assert instance.work.tokens == 250
 
 
-def test_rejected_drafts_cost_their_compute_and_bring_nothing() -> None:
+def test_rejected_drafts_cost_compute_and_give_no_tokens() -> None:
     ends = {}
     for acceptance in (0.0, 0.5):
         drafting = DraftSettings(length=2, max_running=8, acceptance=acceptance)
@@ -54,7 +54,7 @@ def test_rejected_drafts_cost_their_compute_and_bring_nothing() -> None:
     assert ends[0.5] < undrafted_s < ends[0.0]
 
 
-def test_the_best_draft_is_long_where_few_run_and_none_where_many_do() -> None:
+def test_the_best_draft_length_falls_with_concurrency() -> None:
     lengths = [COST.best_length(running, 0.0, 4, 0.6) for running in (0, 1, 2, 8, 64, 1024)]
     assert lengths == [0, 4, *sorted(lengths[2:], reverse=True)]
     assert lengths[-1] == 0
@@ -64,7 +64,7 @@ def test_the_best_draft_is_long_where_few_run_and_none_where_many_do() -> None:
     assert COST.best_length(1, 0.0, 4, 0.0) == 0
 
 
-def test_a_verified_token_costs_what_was_profiled_of_it() -> None:
+def test_verify_share_scales_the_cost_of_drafted_tokens() -> None:
     dear = dataclasses.replace(COST, verify_share=3.0)
     assert dear.step_s(64, 0.0) == COST.step_s(64, 0.0)
     assert dear.drafting(2, 0.0).step_s(64, 10.0) == pytest.approx(COST.step_s(64 * (1 + 3 * 2), 10.0))
@@ -83,7 +83,7 @@ def test_a_verified_token_costs_what_was_profiled_of_it() -> None:
     assert took[0].finished_s < took[1].finished_s < took[2].finished_s
 
 
-def test_a_job_that_drafts_nothing_runs_as_one_that_says_nothing_of_drafts() -> None:
+def test_acceptance_rate_has_no_effect_without_drafts() -> None:
     plain, drafting = run(job()), run(job(workload__acceptance_rate=0.1))
     assert plain.steps == drafting.steps
     faster = run(job(rollout__engine__speculation__num_speculative_tokens=4, workload__acceptance_rate=0.9))
@@ -91,7 +91,7 @@ def test_a_job_that_drafts_nothing_runs_as_one_that_says_nothing_of_drafts() -> 
     assert sum(i.work.accepted for i in faster.instances) > 0
 
 
-def test_what_is_under_way_counts_as_done_by_now() -> None:
+def test_work_in_progress_is_counted_up_to_now() -> None:
     drafting = DraftSettings(length=3, max_running=8, acceptance=0.5)
     watched, other = (SimulatedBatch(COST, kv_capacity=10**6, max_running=8, drafting=drafting) for _ in range(2))
     for instance in (watched, other):
@@ -109,7 +109,7 @@ def test_what_is_under_way_counts_as_done_by_now() -> None:
     assert watched.work_by(1e9) == watched.work
 
 
-def test_an_instance_drafts_as_it_is_told_from_the_next_step_on() -> None:
+def test_a_new_draft_length_applies_from_the_next_step() -> None:
     cost = CostModel(k1=0.0, k2=0.004, k3=0.0, k4=0.0, b=0.0, prefill=0.0)
     instance = SimulatedBatch(
         cost, kv_capacity=10**6, max_running=8, drafting=DraftSettings(max_running=8, acceptance=1.0)
@@ -147,7 +147,7 @@ def told(config: RunConfig) -> tuple[SimulatedRun, list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("acceptance", [0.2, 0.9])
-def test_the_coordinator_finds_out_how_much_is_accepted(acceptance: float) -> None:
+def test_the_coordinator_estimates_the_acceptance_rate(acceptance: float) -> None:
     """From reports alone; and drafts more where more is accepted, and where less runs."""
     one, commands = told(job(workload__acceptance_rate=acceptance, **DECIDED))
     drafts = one.coordinator._drafts
@@ -158,7 +158,7 @@ def test_the_coordinator_finds_out_how_much_is_accepted(acceptance: float) -> No
     assert alone == pytest.approx(min(COST_OF_JOB.drafting(n, acceptance).step_s(1, 0) for n in range(7)), rel=0.1)
 
 
-def test_where_drafts_do_not_pay_they_cost_next_to_nothing() -> None:
+def test_useless_drafts_cost_at_most_two_percent() -> None:
     """None is ever accepted, and verifying costs as much as decoding: a few trials are all that is lost."""
     costly = {"rollout__cost__k2": 0.0, "rollout__cost__k3": 0.005, "rollout__cost__k4": 0.0, "rollout__cost__b": 0.0}
     plain = run(job(**(DECIDED | costly | {"rollout__engine__speculation__num_speculative_tokens": 0})))
@@ -168,7 +168,7 @@ def test_where_drafts_do_not_pay_they_cost_next_to_nothing() -> None:
     assert drafted < 0.02 * sum(i.work.tokens for i in drafting.instances)
 
 
-def test_its_own_decisions_are_no_worse_than_any_fixed_rule() -> None:
+def test_decided_lengths_are_as_good_as_any_fixed_limit() -> None:
     config = {"workload__acceptance_rate": 0.6, **DECIDED, "staleness__eta": 0}
     fixed = [
         run(job(**config, rollout__engine__speculation__disable_above=most)).finished_s for most in (1, 2, 4, 8, 16)
@@ -176,7 +176,7 @@ def test_its_own_decisions_are_no_worse_than_any_fixed_rule() -> None:
     assert run(job(**config)).finished_s < 1.03 * min(fixed)
 
 
-def test_a_run_that_decides_drafts_is_replayed_to_the_same_commands(tmp_path: Path) -> None:
+def test_a_run_with_decided_draft_lengths_replays_to_the_same_commands(tmp_path: Path) -> None:
     config, path = job(workload__acceptance_rate=0.6, **DECIDED), tmp_path / "events.jsonl"
     written = journal.Journal(path)
     one = SimulatedRun(config, actor_settings.make_workload(config), observe=written.append)

@@ -35,13 +35,13 @@ def agents(**changes: Any) -> RunConfig:
     return job(**(AGENTS | changes))
 
 
-def test_a_turn_ends_where_its_tokens_do() -> None:
+def test_remaining_tokens_end_at_the_turn_boundary() -> None:
     turns = (Turn(5, 3.0, 20), Turn(6, 1.0, 0), Turn(2))
     results = [remaining_tokens(turns, tokens) for tokens in (0, 4, 5, 24, 25, 30, 31, 32, 33, 40)]
     assert results == [5, 1, 6, 6, 6, 1, 2, 1, 1, 1]
 
 
-def test_an_episode_takes_its_turns_and_its_answers_one_after_the_other() -> None:
+def test_turns_and_environment_steps_of_an_episode_are_sequential() -> None:
     alone = {"steps": 1, "batch__groups_per_step": 1, "batch__group_size": 1, "rollout__instances": 1,
              "training__advantage": "reinforce_plus_plus"}  # fmt: skip
     config = agents(**alone, staleness__eta=0, simulation__reward_s=0.25)
@@ -60,7 +60,7 @@ def test_an_episode_takes_its_turns_and_its_answers_one_after_the_other() -> Non
     assert values == [sum(t.tokens + t.tool_tokens for t in turns[: i + 1]) for i in range(len(turns) - 1)]
 
 
-def test_each_turn_of_every_episode_is_answered_once() -> None:
+def test_each_turn_has_one_environment_step() -> None:
     config = agents()
     acts: Counter[int] = Counter()
     routed: Counter[int] = Counter()
@@ -81,7 +81,7 @@ def test_each_turn_of_every_episode_is_answered_once() -> None:
         assert count <= routed[trajectory]
 
 
-def test_environments_answer_what_the_workload_says() -> None:
+def test_emulated_episodes_follow_the_workload() -> None:
     config = agents()
     workload = actor_settings.make_workload(config)
     episodes = EmulatedEpisodes(workload)
@@ -100,7 +100,7 @@ def test_the_same_seed_gives_the_same_trace() -> None:
     assert traced() == traced()
 
 
-def test_a_failing_or_hung_environment_is_begun_again_and_only_it() -> None:
+def test_only_a_failed_or_hung_episode_is_restarted() -> None:
     for faults in ({"simulation__failed_step_share": 0.1}, {"simulation__hung_step_share": 0.1}):
         config = agents(
             **faults, environment__step_timeout_s=2.0, rollout__max_attempts=1000, workload__tool_latency="constant"
@@ -132,7 +132,7 @@ def test_a_failing_or_hung_environment_is_begun_again_and_only_it() -> None:
             assert waits == pytest.approx([2.0] * len(waits))
 
 
-def test_what_fails_depends_on_the_attempt_and_on_nothing_that_was_decided() -> None:
+def test_step_faults_depend_on_task_and_attempt_only() -> None:
     answers = [EmulatedEpisodes(PLAIN, StepFaults(failed=0.5, seed=3)).answer(g, 0, 0) for g in range(400)]
     assert sum(bool(a.error) for a in answers) == pytest.approx(200, abs=40)
     again = EmulatedEpisodes(PLAIN, StepFaults(failed=0.5, seed=3))
@@ -144,7 +144,7 @@ def test_what_fails_depends_on_the_attempt_and_on_nothing_that_was_decided() -> 
 @pytest.mark.parametrize(("latency", "mean_s", "deviation_s"), [
     ("constant", 10.0, 0.0), ("normal", 10.0, 5.0), ("lognormal", 10 * math.exp(0.125), 5.85),
 ])  # fmt: skip
-def test_tools_take_as_long_as_their_distribution_says(latency: str, mean_s: float, deviation_s: float) -> None:
+def test_tool_durations_follow_their_distribution(latency: str, mean_s: float, deviation_s: float) -> None:
     spread = {"constant": 9.0, "normal": 5.0, "lognormal": 0.5}[latency]
     config = agents(
         workload__tool_s=10.0,
@@ -166,7 +166,7 @@ def test_tools_take_as_long_as_their_distribution_says(latency: str, mean_s: flo
     assert first == pytest.approx([100.0] * 50)
 
 
-def test_what_answers_make_of_a_response_counts_towards_its_limit() -> None:
+def test_env_tokens_count_toward_the_response_limit() -> None:
     config = agents(rollout__max_new_tokens=60, workload__turns=9.0)
     trace = run(config, validate_each=True)
     assert max(step.longest_tokens for step in trace.steps) <= 60
@@ -174,13 +174,13 @@ def test_what_answers_make_of_a_response_counts_towards_its_limit() -> None:
     assert capped.commands["StepEnvironment"] <= 2 * capped.commands["Train"] * config.trajectories_per_step + 200
 
 
-def test_steps_wait_for_a_place_when_as_many_are_under_way_as_hosts_take() -> None:
+def test_steps_wait_for_a_slot_when_concurrency_is_reached() -> None:
     plenty, few = agents(), agents(environment__concurrency=2)
     assert plenty.environment.concurrency > plenty.max_trajectories_in_flight
     assert run(few).finished_s > 2 * run(plenty).finished_s
 
 
-def test_a_later_turn_prefills_what_is_new_while_the_cache_holds_the_rest() -> None:
+def test_a_later_turn_prefills_only_new_tokens_while_cached() -> None:
     instance = SimulatedBatch(COST, kv_capacity=100, max_running=4)
     instance.submit(0.0, 0, 1, 10, 0, (Turn(20),))
     (first,) = instance.advance(1e3)
@@ -207,7 +207,7 @@ def test_a_later_turn_prefills_what_is_new_while_the_cache_holds_the_rest() -> N
     assert (work.cached, work.reprefilled) == (50, 50)
 
 
-def test_turns_that_go_back_where_their_context_is_prefill_less() -> None:
+def test_cache_affinity_reduces_prefill() -> None:
     long = {"workload__turns": 10.0, "workload__median": 200.0, "rollout__max_new_tokens": 1000,
             "rollout__engine__kv_tokens": 20_000, "workload__tool_tokens": 20,
             "rollout__routing": "benchmarks.routing_rules:Random"}  # fmt: skip
@@ -225,7 +225,7 @@ def test_turns_that_go_back_where_their_context_is_prefill_less() -> None:
     assert 0 < measured[True].max_kept_tokens <= 20_000
 
 
-def test_in_lock_step_a_turn_takes_as_long_as_its_slowest_environment() -> None:
+def test_with_synchronous_turns_a_turn_takes_as_long_as_the_slowest_environment() -> None:
     calls = {"workload__tool_latency": "normal", "workload__tool_s": 10.0, "workload__tool_spread": 10.0,
              "workload__fixed_turns": True, "workload__turns": 5.0, "workload__sigma": 0.0,
              "environment__step_timeout_s": 250.0, "environment__episode_timeout_s": 1e9,
@@ -244,7 +244,7 @@ def test_in_lock_step_a_turn_takes_as_long_as_its_slowest_environment() -> None:
     assert free.steps[0].tokens == locked.steps[0].tokens
 
 
-def test_episodes_that_end_for_want_of_room_count_what_was_sampled() -> None:
+def test_truncated_episodes_count_their_sampled_tokens() -> None:
     """Two answers of 300 tokens each do not fit into 400: no step has trained on fewer tokens than none."""
     trace = run(agents(rollout__max_new_tokens=400, workload__tool_tokens=300, workload__median=100.0))
     assert all(step.tokens >= step.longest_tokens > 0 and step.context_tokens >= 0 for step in trace.steps)

@@ -61,7 +61,7 @@ def evaluated(**changes: Any) -> tuple[Watch, Any]:
     return watch, trace
 
 
-def test_every_second_version_is_evaluated_and_the_first_and_the_last() -> None:
+def test_evaluation_every_two_versions_includes_the_first_and_the_last() -> None:
     watch, trace = evaluated()
     assert [done.version for done in watch.concluded] == [0, 2, 4, 6, 8]
     assert not any(done.abandoned or done.failed for done in watch.concluded)
@@ -72,14 +72,14 @@ def test_a_job_without_evaluations_has_none() -> None:
     assert run(job()).commands.keys().isdisjoint({"FinishEvaluation"})
 
 
-def test_training_goes_on_beside_an_evaluation() -> None:
+def test_training_continues_during_an_evaluation() -> None:
     """Steps take no more than a little longer: it has a quarter of the places, and the others pull as ever."""
     plain = run(job(rollout__instances=4, steps=20))
     _, beside = evaluated(rollout__instances=4, steps=20, evaluation__every=5)
     assert beside.steps[-1].finished_s < 1.15 * plain.steps[-1].finished_s
 
 
-def test_a_single_instance_is_not_kept_from_training_longer_than_the_tokens_take() -> None:
+def test_a_single_instance_is_pinned_no_longer_than_its_tokens_take() -> None:
     """While it cannot pull, nothing else needs its places."""
     setting = {"rollout__instances": 1, "steps": 24, "batch__groups_per_step": 12, "staleness__eta": 1}
     plain = run(job(**setting)).steps[-1].finished_s
@@ -91,14 +91,14 @@ def test_a_single_instance_is_not_kept_from_training_longer_than_the_tokens_take
 
 @pytest.mark.parametrize("eta", [0, 1, 3])
 @pytest.mark.parametrize("instances", [1, 3])
-def test_it_ends_whatever_the_bound(eta: int, instances: int) -> None:
+def test_evaluations_finish_under_any_bound(eta: int, instances: int) -> None:
     watch, _ = evaluated(staleness__eta=eta, rollout__instances=instances, evaluation__every=1)
     assert watch.concluded[0].version == 0 and watch.concluded[-1].version == 8
 
 
 @given(seed=st.integers(0, 2**16), lost=st.sampled_from([0.5, 2.0, 8.0]), eta=st.integers(0, 2))
 @settings(max_examples=15, deadline=None)
-def test_it_survives_lost_instances(seed: int, lost: float, eta: int) -> None:
+def test_evaluations_survive_lost_instances(seed: int, lost: float, eta: int) -> None:
     watch, _ = evaluated(
         seed=seed, simulation__mean_loss_interval_s=lost, simulation__replace_s=0.5, staleness__eta=eta,
         rollout__max_attempts=100,
@@ -106,7 +106,7 @@ def test_it_survives_lost_instances(seed: int, lost: float, eta: int) -> None:
     assert watch.concluded[-1].version == 8 and not watch.concluded[-1].abandoned
 
 
-def test_a_trainer_that_loses_patience_meanwhile_cuts_off_what_it_trains_on_only() -> None:
+def test_straggler_truncation_does_not_affect_evaluations() -> None:
     watch, trace = evaluated(
         batch__stragglers="truncate", batch__stragglers__patience=0.01, batch__stragglers__share=1.0,
         simulation__report_s=0.05, rollout__instances=1, evaluation__every=1,
@@ -115,7 +115,7 @@ def test_a_trainer_that_loses_patience_meanwhile_cuts_off_what_it_trains_on_only
     assert trace.commands["Interrupt"] > 0
 
 
-def test_it_plays_episodes_of_many_turns() -> None:
+def test_evaluations_run_multi_turn_episodes() -> None:
     watch, _ = evaluated(
         workload__kind="agentic", task__multi_turn="yes", workload__turns=3.0, workload__tool_tokens=5,
         workload__tool_s=0.2,

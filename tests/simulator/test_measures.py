@@ -17,7 +17,7 @@ from tests.simulator.test_simulator import job, run
 
 @pytest.mark.parametrize("command_s", [0.0, 0.05])
 @pytest.mark.parametrize("acts", [False, True])
-def test_a_sampled_token_is_trained_on_or_wasted(acts: bool, command_s: float) -> None:
+def test_sampled_tokens_are_either_trained_or_wasted(acts: bool, command_s: float) -> None:
     """Counted by what the coordinator is told, which leaves out responses that are aborted while they run."""
     had: dict[int, int] = {}
     told = 0
@@ -40,7 +40,7 @@ def test_a_sampled_token_is_trained_on_or_wasted(acts: bool, command_s: float) -
     assert measures.wasted_tokens >= told - trained
 
 
-def test_what_lost_instances_sampled_counts() -> None:
+def test_tokens_of_lost_instances_are_counted() -> None:
     """Long responses, whose tokens are delivered while they run: an instance's last event may be long ago."""
     changes: dict[str, Any] = {"workload__median": 60.0, "workload__sigma": 0.1, "rollout__max_new_tokens": 100}
     config = job(
@@ -55,7 +55,7 @@ def test_what_lost_instances_sampled_counts() -> None:
 
 
 @pytest.mark.parametrize(("admission", "eta"), [(Synchronous(), 0), (OneStep(), 1)])
-def test_a_rule_that_does_not_ask_for_eta_is_measured_by_its_own(admission: Admission, eta: int) -> None:
+def test_a_rule_independent_of_eta_is_measured_by_its_versions(admission: Admission, eta: int) -> None:
     greedy = {"rollout__synchronization": "greedy"}  # staggered asks for eta
     own, asked = (with_admission(job(staleness__eta=e, steps=24, **greedy), admission) for e in (eta, 3))
     first, second = (measure(config, run(config)) for config in (own, asked))

@@ -97,7 +97,7 @@ def step_by_step(cost: CostModel, lengths: list[int], prompt: int, max_running: 
 
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12), max_running=st.integers(1, 6))
-def test_decoding_in_closed_form_is_decoding_step_by_step(lengths: list[int], max_running: int) -> None:
+def test_closed_form_decoding_equals_decoding_step_by_step(lengths: list[int], max_running: int) -> None:
     instance = SimulatedBatch(COST, kv_capacity=10**9, max_running=max_running)
     for i, length in enumerate(lengths):
         instance.submit(0.0, i, 1, 10, 0, (Turn(length),))
@@ -108,7 +108,7 @@ def test_decoding_in_closed_form_is_decoding_step_by_step(lengths: list[int], ma
     assert (instance.kv_tokens, instance.num_requests) == (0, 0)
 
 
-def test_an_interrupted_response_goes_on_elsewhere_with_one_more_prefill() -> None:
+def test_an_interrupted_response_continues_elsewhere_with_one_more_prefill() -> None:
     first = SimulatedBatch(COST, kv_capacity=1000, max_running=4)
     first.submit(0.0, 7, 1, 10, 0, (Turn(100),))
     assert first.advance(0.2) == []
@@ -124,7 +124,7 @@ def test_an_interrupted_response_goes_on_elsewhere_with_one_more_prefill() -> No
     assert second.work.reprefilled == 10 + tokens
 
 
-def test_a_full_cache_preempts_the_newest_and_loses_nothing() -> None:
+def test_a_full_cache_preempts_the_newest_request_and_loses_none() -> None:
     instance = SimulatedBatch(COST, kv_capacity=100, max_running=8)
     for i in range(5):
         instance.submit(0.0, i, 1, 10, 0, (Turn(40),))
@@ -135,7 +135,7 @@ def test_a_full_cache_preempts_the_newest_and_loses_nothing() -> None:
     assert instance.work.reprefilled > 0
 
 
-def test_tools_take_their_time_and_their_answers_are_prefilled() -> None:
+def test_tool_calls_take_time_and_their_tokens_are_prefilled() -> None:
     instance = SimulatedBatch(COST, kv_capacity=1000, max_running=8)
     instance.submit(0.0, 0, 1, 10, 0, (Turn(5, 3.0, 20), Turn(6)))
     (ended,) = instance.advance(1e9)
@@ -147,7 +147,7 @@ def test_tools_take_their_time_and_their_answers_are_prefilled() -> None:
     assert continued.advance(1e9)[0].tokens == 31
 
 
-def test_weights_in_place_prefill_what_runs_again_or_keep_it() -> None:
+def test_weight_updates_prefill_running_requests_again_or_keep_their_cache() -> None:
     for keep, again in ((False, 2), (True, 0)):
         instance = SimulatedBatch(COST, kv_capacity=1000, max_running=8)
         for i in range(2):
@@ -165,7 +165,7 @@ def test_weights_in_place_prefill_what_runs_again_or_keep_it() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lognormal", "bimodal", "power_law", "agentic"])
-def test_a_workload_is_a_function_of_ids_and_has_the_shape_it_says(kind: str) -> None:
+def test_a_workload_is_a_function_of_ids_with_the_configured_shape(kind: str) -> None:
     config = job(
         workload__kind=kind, workload__median=100.0, rollout__max_new_tokens=2000, rollout__engine__kv_tokens=9000
     )
@@ -187,7 +187,7 @@ def test_a_workload_is_a_function_of_ids_and_has_the_shape_it_says(kind: str) ->
     assert (max(turns) > 1) is (kind == "agentic")
 
 
-def test_siblings_are_alike_as_far_as_asked() -> None:
+def test_siblings_have_the_configured_correlation() -> None:
     for correlation in (0.0, 0.8):
         workload = actor_settings.make_workload(
             job(workload__group_correlation=correlation, rollout__max_new_tokens=3000)
@@ -209,7 +209,7 @@ def test_the_same_seed_gives_the_same_trace_and_another_seed_another() -> None:
     assert run(config) != run(dataclasses.replace(config, seed=9))
 
 
-def test_what_a_lost_instance_had_delivered_is_not_sampled_again() -> None:
+def test_delivered_tokens_of_a_lost_instance_are_not_sampled_again() -> None:
     lost = {}
     for spool_s in (0.0, 0.5):
         config = job(
@@ -239,7 +239,7 @@ def test_synchronous_time_is_rollout_plus_training() -> None:
     assert [s.finished_s for s in trace.steps] == pytest.approx(expected, abs=1e-6)
 
 
-def test_more_staleness_is_never_slower_on_the_same_trace() -> None:
+def test_a_larger_staleness_bound_is_never_slower() -> None:
     """Noise that can be explained: a larger bound batches pulls differently; it may cost a pull's time, not more."""
     for workload, on_pull in itertools.product(("lognormal", "bimodal"), ("interrupt", "keep")):
         seconds = []
@@ -256,7 +256,7 @@ def test_more_staleness_is_never_slower_on_the_same_trace() -> None:
         )
 
 
-def test_a_pull_of_an_adapter_stops_nothing_and_nothing_is_prefilled_again() -> None:
+def test_an_adapter_pull_interrupts_nothing_and_keeps_the_cache() -> None:
     """Neither what runs nor the context of a turn to come."""
     results = {}
     for on_pull, rank in (("keep", 0), ("adapter", 8)):
@@ -283,7 +283,7 @@ def test_a_run_is_not_faster_than_its_physical_bound() -> None:
         assert any("<- the roofline" in line for line in explanation(config, measures))
 
 
-def test_a_very_long_step_is_not_taken_for_a_deadlock_and_a_deadlock_is_told() -> None:
+def test_a_very_long_step_is_no_deadlock_and_a_deadlock_raises_run_stuck() -> None:
     slow = job(steps=2, simulation__train_s=5000.0)
     assert run(slow).finished_s > 10_000
     stuck = SimulatedRun(slow, actor_settings.make_workload(slow))
@@ -292,7 +292,7 @@ def test_a_very_long_step_is_not_taken_for_a_deadlock_and_a_deadlock_is_told() -
         stuck.run()
 
 
-def test_stragglers_are_cut_off_and_the_step_goes_on() -> None:
+def test_stragglers_are_truncated_and_the_step_continues() -> None:
     slow = {
         "workload__kind": "bimodal",
         "workload__long_share": 0.02,
@@ -307,7 +307,7 @@ def test_stragglers_are_cut_off_and_the_step_goes_on() -> None:
     assert max(s.longest_tokens for s in cuts.steps) < max(s.longest_tokens for s in waits.steps)
 
 
-def test_the_rules_of_other_systems_sample_as_far_ahead_as_they_say() -> None:
+def test_baselines_sample_as_far_ahead_as_documented() -> None:
     def stale(rule: Baseline) -> Trace:
         config = job(steps=24, workload__sigma=1.5, staleness__eta=3, rollout__synchronization="greedy")
         return run(with_admission(config, rule))
@@ -369,7 +369,7 @@ CUT = {
     environment=st.sampled_from(["auto", "yes"]),
 )
 @settings(max_examples=max(12, num_examples() // 40))
-def test_no_more_responses_are_cut_than_their_share(
+def test_truncated_responses_stay_within_their_share(
     share: float, eta: int, kind: str, seed: int, lost_every_s: float, environment: str
 ) -> None:
     config = job(
@@ -391,7 +391,7 @@ def test_no_more_responses_are_cut_than_their_share(
     assert cuts.most <= max(1, share * config.trajectories_per_step)
 
 
-def test_a_larger_share_cuts_more() -> None:
+def test_a_larger_share_truncates_more() -> None:
     def count(share: float) -> int:
         setting = {"batch__stragglers": "truncate", "batch__stragglers__share": share, "workload__sigma": 1.5}
         return cut_in(job(steps=16, workload__median=60.0, staleness__eta=1, **setting, **CUT)).count
@@ -481,7 +481,7 @@ def jobs(draw: st.DrawFn) -> RunConfig:
 
 @given(config=jobs())
 @settings(max_examples=max(40, num_examples() // 2))
-def test_bound_and_conservation_hold_and_nothing_deadlocks(config: RunConfig) -> None:
+def test_bound_and_conservation_hold_without_deadlock(config: RunConfig) -> None:
     """Under random strategies, redundancy and faults, re-checked by the coordinator after each event and by a witness
     that keeps its own books. That the run ends is the absence of deadlock: it raises RunStuck otherwise."""
     witness = Witness(config.staleness.eta)
@@ -503,7 +503,7 @@ BIMODAL: dict[str, Any] = {
 
 @pytest.mark.parametrize("eta", [0, 1, 2])
 @pytest.mark.parametrize("admission", ADMISSION.names)
-def test_every_rule_that_a_job_can_name_keeps_the_bound(admission: str, eta: int) -> None:
+def test_every_rule_of_a_job_keeps_the_bound(admission: str, eta: int) -> None:
     config = job(**BIMODAL, staleness__admission=admission, staleness__eta=eta, simulation__mean_loss_interval_s=4.0)
     witness = Witness(eta)
     measures = measure(config, run(config, observe=witness, validate_each=True))
@@ -512,7 +512,7 @@ def test_every_rule_that_a_job_can_name_keeps_the_bound(admission: str, eta: int
     assert max(measures.staleness) <= eta
 
 
-def test_backlog_keeps_no_bound_and_says_so() -> None:
+def test_backlog_exceeds_the_bound_and_reports_it() -> None:
     config = with_admission(job(**BIMODAL, staleness__eta=1), Backlog(eta=1))
     measures = measure(config, run(config))
     assert ledger_eta(config) == 30
@@ -546,12 +546,12 @@ def test_simulate_prints_a_table_and_explains(tmp_path: Path) -> None:
     assert len(rows) == 6
 
 
-def test_rows_of_a_sweep_are_named_by_their_whole_values() -> None:
+def test_sweep_rows_are_named_by_their_values() -> None:
     rows = sweep_rows(parse_sweeps(("rollout.routing.mu=0.1,0.25", "rollout.routing=deadline,mine.py:Rule")))
     assert [label for label, _ in rows][1:3] == ["mu=0.1 routing=mine.py:Rule", "mu=0.25 routing=deadline"]
 
 
-def test_a_wrong_sweep_is_one_line(tmp_path: Path) -> None:
+def test_an_invalid_sweep_gives_a_one_line_error(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(knob_tree.to_toml(job()))
     with pytest.raises(ConfigError, match="expected key=value1,value2"):
@@ -560,7 +560,7 @@ def test_a_wrong_sweep_is_one_line(tmp_path: Path) -> None:
         CliRunner().invoke(command, [str(path), "--sweep", "staleness.etta=1,2"], catch_exceptions=False)
 
 
-def test_a_killed_simulation_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_simulation_gives_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "job.toml"
     path.write_text(knob_tree.to_toml(job()))
     monkeypatch.setattr("staleflow.pipeline.api.simulating._simulated", killed)

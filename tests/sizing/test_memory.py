@@ -72,7 +72,7 @@ def shape(name: str) -> ModelShape:
 
 
 @pytest.mark.parametrize("name", list(QWEN3))
-def test_parameters_are_those_of_the_model_at_its_real_widths(name: str) -> None:
+def test_parameter_counts_match_the_models(name: str) -> None:
     kind = "qwen3_moe" if "A3B" in name else "qwen3"
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**config_of(name)))
@@ -87,7 +87,7 @@ def test_parameters_are_those_of_the_model_at_its_real_widths(name: str) -> None
         ("30B-A3B", {4: 132, 8: 71, 16: 40, 64: 18}),
     ],
 )
-def test_parameters_of_a_rank_are_those_of_the_table(name: str, gigabytes: dict[int, int]) -> None:
+def test_parameter_bytes_of_a_rank_match_the_table(name: str, gigabytes: dict[int, int]) -> None:
     """The table has whole gigabytes."""
     for ranks, expected in gigabytes.items():
         training = TrainingShape(ranks=ranks, dtype="bfloat16", microbatch_tokens=8192, recompute=False, offload=False)
@@ -95,7 +95,7 @@ def test_parameters_of_a_rank_are_those_of_the_table(name: str, gigabytes: dict[
 
 
 @pytest.mark.parametrize(("name", "megabytes"), [("8B", 9.3), ("32B", 27.6)])
-def test_activations_of_a_token_are_those_of_the_table(name: str, megabytes: float) -> None:
+def test_activation_bytes_per_token_match_the_table(name: str, megabytes: float) -> None:
     assert activation_bytes(shape(name), "bfloat16", recompute=False) / 1e6 == pytest.approx(megabytes, rel=0.05)
 
 
@@ -121,7 +121,7 @@ def saved_bytes(kind: str, dtype: str, layers: int, tokens: int, sizes: dict[str
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_a_layer_saves_as_much_as_is_planned(kind: str, dtype: str) -> None:
+def test_activation_bytes_match_the_tensors_that_autograd_saves(kind: str, dtype: str) -> None:
     """By differences: of two layers and one, of 64 more tokens."""
     sizes: dict[str, Any] = {
         "hidden_size": 256,
@@ -146,14 +146,14 @@ def test_a_layer_saves_as_much_as_is_planned(kind: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["num_attention_heads", "hidden_size", "vocab_size"])
-def test_a_config_without_the_sizes_of_a_decoder_is_one_line(key: str) -> None:
+def test_a_config_without_decoder_sizes_gives_a_one_line_error(key: str) -> None:
     complete = config_of("0.6B")
     for broken in (complete | {key: "many"}, {k: v for k, v in complete.items() if k != key}):
         with pytest.raises(ConfigError, match=r"^mine: its config\.json does not have the sizes of a decoder"):
             ModelShape.of(broken, "mine")
 
 
-def test_a_config_without_attention_heads_is_one_line() -> None:
+def test_a_config_without_attention_heads_gives_a_one_line_error() -> None:
     config = config_of("0.6B") | {"num_attention_heads": 0, "head_dim": None}
     with pytest.raises(ConfigError, match=r"^mine: its config\.json does not have the sizes of a decoder"):
         ModelShape.of(config, "mine")
@@ -177,14 +177,14 @@ def test_a_small_model_fits_and_its_cache_is_proposed() -> None:
     assert kv_bytes(shape("0.6B"), "bfloat16") == 2 * 28 * 1024 * 2
 
 
-def test_what_does_not_fit_is_refused_with_the_smallest_change_that_does() -> None:
+def test_a_model_that_does_not_fit_gets_the_smallest_change() -> None:
     alone = make_plan(shape("8B"), job(8), 80 * GB)
     assert alone.changes == {"training.recompute_activations": True, "training.ranks": 4}
     assert make_plan(shape("8B"), job(8), 141 * GB).changes == {"training.ranks": 4}
     assert make_plan(shape("32B"), job(1), 24 * GB).changes is None
 
 
-def test_a_planned_change_makes_it_fit() -> None:
+def test_a_planned_change_makes_the_model_fit() -> None:
     for name in QWEN3:
         for num_gpus in (1, 8, 64):
             for memory_gb in (24, 80, 141):

@@ -29,7 +29,7 @@ def test_no_other_split_is_faster(
         assert split.ranks + split.instances * tensor_parallel <= num_gpus
 
 
-def test_sampling_that_takes_longer_gets_more_gpus() -> None:
+def test_slower_sampling_gets_more_gpus() -> None:
     split = propose_split(StepWork(sample_s=60.0, train_s=20.0), 8)
     assert split is not None and (split.instances, split.ranks) == (6, 2)
     assert "samples a step's batch in 60 s (rollout.cost), a rank trains it in 20 s" in split.reason

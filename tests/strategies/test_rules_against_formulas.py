@@ -67,7 +67,7 @@ def allowed(source: Load, target: Load, movable: list[Movable], gain: float, lim
     load, load, st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.integers(1, 4)), max_size=6),
     st.sampled_from([0.0, 0.25, 0.5]), st.integers(0, 6),
 )  # fmt: skip
-def test_migration_moves_what_gains_in_order_of_urgency(
+def test_migration_moves_by_gain_in_order_of_urgency(
     source: Load, target: Load, work: list[tuple[int, int, int]], gain: float, limit: int
 ) -> None:
     running = Load(running=source.running + len(work), kv_tokens=source.kv_tokens + sum(kv for kv, _, _ in work))
@@ -80,7 +80,7 @@ def test_migration_moves_what_gains_in_order_of_urgency(
     assert rule.worthwhile(running, target) or not moves, "what is not worthwhile moves nothing"
 
 
-def test_a_move_that_gains_nothing_is_not_made() -> None:
+def test_a_move_without_gain_is_not_made() -> None:
     """At equality: of the step's share, and of the seconds saved and those of the prefill."""
     assert not LargestGain(COST, 0.0).worthwhile(Load(running=7, kv_tokens=0), Load(running=6, kv_tokens=0))
     # The step falls from 8.5 s to 4.75 s, and the prefill of a token takes an eighth of a second: 1/30 token.
@@ -95,7 +95,7 @@ def test_a_move_that_gains_nothing_is_not_made() -> None:
 
 
 @given(load, load, st.integers(0, 50), st.integers(0, 40))
-def test_a_turn_stays_at_home_unless_the_prefill_is_earned_back(
+def test_a_turn_returns_to_its_cache_unless_the_prefill_pays_off(
     cached_on: Load, other: Load, kv_tokens: int, remaining: int
 ) -> None:
     slower_s = step_s(cached_on.running + 1, cached_on.kv_tokens + kv_tokens)
@@ -104,7 +104,7 @@ def test_a_turn_stays_at_home_unless_the_prefill_is_earned_back(
     assert CacheAffinity(COST).prefers_cached(cached_on, other, kv_tokens, remaining) is stays
 
 
-def test_turn_stays_with_its_cache_if_both_instances_would_take_equally_long() -> None:
+def test_a_turn_returns_to_its_cache_when_both_instances_are_equally_fast() -> None:
     """With one more request, two and three running ones still take the time that the weights take to be read."""
     affinity, idle = CacheAffinity(COST), Load(running=1, kv_tokens=0)
     assert affinity.prefers_cached(Load(running=2, kv_tokens=0), idle, 0, 40)
@@ -123,7 +123,7 @@ def instances(draw: st.DrawFn) -> tuple[Loads, np.ndarray]:
 
 
 @given(instances(), st.integers(1, 40), st.sampled_from([0.0, 0.25, 1.0]))
-def test_routing_chooses_by_its_formula_among_those_that_fit(
+def test_routing_maximizes_its_formula_among_fitting_instances(
     on: tuple[Loads, np.ndarray], kv_tokens: int, mu: float
 ) -> None:
     state, fitting = on
@@ -153,7 +153,7 @@ def test_routing_chooses_by_its_formula_among_those_that_fit(
         assert running[best] == 0 or gains[best] > least - 1e-12
 
 
-def test_a_gain_of_just_mu_is_enough() -> None:
+def test_a_gain_equal_to_mu_is_enough() -> None:
     rule, work = ThroughputOptimal(FLAT, 1.0), Candidate(kv_tokens=10)
     assert rule.choose(work, loads((3, 30)), np.array([True])) == 0
 
@@ -203,7 +203,7 @@ CAPS = [
 
 @pytest.mark.parametrize("published", [True, False], ids=["between steps", "while a batch is trained"])
 @pytest.mark.parametrize(("rule", "between", "during"), CAPS, ids=lambda value: type(value).__name__)
-def test_an_admission_rule_starts_groups_up_to_its_cap(
+def test_an_admission_rule_starts_groups_up_to_its_limit(
     rule: Admission, between: int, during: int, published: bool
 ) -> None:
     cap = between if published else during
@@ -220,7 +220,7 @@ WIDE = (
 
 
 @pytest.mark.parametrize("rule", WIDE, ids=lambda rule: rule.name)
-def test_no_rule_starts_more_than_can_reserve_a_place(rule: Admission) -> None:
+def test_no_rule_starts_more_groups_than_can_be_reserved(rule: Admission) -> None:
     ledger = StalenessLedger(eta=0, groups_per_step=4, group_size=1)
     assert rule.num_reservable(ledger) == 4
     for group in range(4):
@@ -231,7 +231,7 @@ def test_no_rule_starts_more_than_can_reserve_a_place(rule: Admission) -> None:
     assert rule.refusal(ledger, PolicyVersion(0)) is not None
 
 
-def test_a_synchronous_group_starts_from_the_version_of_its_step_alone() -> None:
+def test_a_synchronous_group_starts_from_the_version_of_its_step_only() -> None:
     ledger = in_play(Synchronous(), 0, trained=2, published=True)
     assert Synchronous().refusal(ledger, PolicyVersion(2)) is None
     reason = Synchronous().refusal(ledger, PolicyVersion(1))
@@ -239,7 +239,7 @@ def test_a_synchronous_group_starts_from_the_version_of_its_step_alone() -> None
 
 
 @pytest.mark.parametrize("eta", range(5))
-def test_knobs_that_let_work_lag_beyond_the_bound_are_refused(eta: int) -> None:
+def test_settings_with_a_lag_beyond_the_bound_are_rejected(eta: int) -> None:
     """A group lags by the batches ahead of it, rounded up; of windowed_fifo, see tinker-cookbook's proof."""
 
     def accepted(rule: Baseline) -> bool:
@@ -261,14 +261,14 @@ def test_knobs_that_let_work_lag_beyond_the_bound_are_refused(eta: int) -> None:
 @pytest.mark.parametrize(
     ("rule", "behind"), [(Synchronous(), 0), (OneStep(), 1), (PipelineDepth(), 7), (Credits(), 7), (Backlog(eta=2), 7)]
 )
-def test_how_far_behind_work_may_lie(rule: Admission, behind: int) -> None:
+def test_versions_behind_follows_the_formula(rule: Admission, behind: int) -> None:
     assert rule.versions_behind(7) == behind
 
 
 # -- stragglers ------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_cut_stays_within_the_share_of_all_that_is_trained() -> None:
+def test_truncation_stays_within_its_share_of_the_run() -> None:
     """Steps of 30 of which as many are cut as the rule allows: never more than a tenth of all."""
     rule = Truncate(patience=2.0, share=0.1)
     trained = cut = 0

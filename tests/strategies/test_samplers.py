@@ -48,7 +48,7 @@ ALL = [
 
 
 @pytest.mark.parametrize("sampler", ALL, ids=lambda s: s.name)
-def test_choice_depends_on_seed_number_and_state_alone(sampler: Sampler) -> None:
+def test_a_choice_depends_on_seed_number_and_state_only(sampler: Sampler) -> None:
     tasks, state = drawn(sampler, 50, lambda task: task / TASKS)
     before = {name: list(numbers) for name, numbers in state.items()}
     draw = Draw(number=50, seed=1, in_flight={3, 4})
@@ -67,20 +67,20 @@ def test_no_set_of_tasks_is_drained(sampler: Sampler, reward: float | None) -> N
 
 
 @pytest.mark.parametrize("sampler", ALL[1:], ids=lambda s: s.name)
-def test_task_that_only_fails_does_not_become_the_only_one(sampler: Sampler) -> None:
+def test_a_task_that_always_fails_does_not_become_the_only_one(sampler: Sampler) -> None:
     """It is not new any more after its first group, though no reward of it was ever computed."""
     tasks, _ = drawn(sampler, 1000, lambda task: None if task == 0 else 0.5)
     assert 0 < tasks.count(0) < 1000 * 0.3
 
 
-def test_uniform_draws_each_task_once_an_epoch() -> None:
+def test_uniform_draws_each_task_once_per_epoch() -> None:
     tasks, _ = drawn(Uniform(tasks=TASKS), 3 * TASKS, lambda task: 0.0)
     epochs = [tasks[i * TASKS : (i + 1) * TASKS] for i in range(3)]
     assert all(sorted(epoch) == list(range(TASKS)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_difficulty_window_prefers_tasks_in_it_and_takes_them_back() -> None:
+def test_difficulty_window_prefers_tasks_within_it_and_readmits_tasks() -> None:
     sampler = DifficultyWindow(tasks=TASKS, outside=0.1)
     tasks, state = drawn(sampler, 2000, lambda task: 0.5 if task < 5 else 1.0)
     late = Counter(tasks[500:])
@@ -102,7 +102,7 @@ def test_learning_progress_prefers_tasks_that_change() -> None:
     assert min(counts.values()) > 2000 * 0.3 / TASKS / 2
 
 
-def test_learning_progress_explores_in_the_share_of_draws_that_is_set() -> None:
+def test_learning_progress_explores_in_the_configured_share_of_draws() -> None:
     sampler = LearningProgress(tasks=10, explore=0.3)
     state = {"fast": [0.5], "slow": [0.1]}  # only the first task changes
     tasks = [sampler.choose(Draw(number=number, seed=1), state) for number in range(2000)]
@@ -118,7 +118,7 @@ def test_difficulty_window_averages_the_rewards_of_each_task() -> None:
     assert state == {"means": [0.25, 0.5]}
 
 
-def test_curriculum_goes_on_when_a_stage_is_learned_or_has_had_its_groups() -> None:
+def test_curriculum_advances_when_a_stage_is_learned_or_has_its_groups() -> None:
     sampler = Curriculum(tasks=TASKS, stages=4, reward=0.7, groups=10, review=0.2)
     _, state = drawn(sampler, 9, lambda task: 1.0)
     assert state["stage"] == [0]
@@ -131,7 +131,7 @@ def test_curriculum_goes_on_when_a_stage_is_learned_or_has_had_its_groups() -> N
     assert state["stage"] == [2]
 
 
-def test_task_in_flight_is_drawn_again_only_if_all_are() -> None:
+def test_a_task_in_flight_is_drawn_again_only_if_all_are() -> None:
     sampler = DifficultyWindow(tasks=3)
     chosen = {sampler.choose(Draw(number=n, seed=1, in_flight={0, 2}), {}) for n in range(20)}
     assert chosen == {1}
@@ -139,7 +139,7 @@ def test_task_in_flight_is_drawn_again_only_if_all_are() -> None:
     assert chosen == {0, 1, 2}
 
 
-def test_users_sampler_is_loaded_with_its_knobs_and_its_errors_carry_its_name(tmp_path: Path) -> None:
+def test_a_user_sampler_has_its_knobs_and_its_errors_name_it(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from dataclasses import dataclass\n"
         "from staleflow import knob\n"

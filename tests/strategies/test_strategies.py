@@ -72,13 +72,13 @@ def test_cost_is_the_published_formula() -> None:
 
 
 @pytest.mark.parametrize(("running", "kv", "steps"), [(1, 0, 1), (3, 700, 250), (64, 10_000, 4000), (5, 0, 0)])
-def test_decoding_in_closed_form_is_the_sum_of_its_steps(running: int, kv: int, steps: int) -> None:
+def test_closed_form_decoding_is_the_sum_of_its_steps(running: int, kv: int, steps: int) -> None:
     one_by_one = sum(COST.step_s(running, kv + running * i) for i in range(steps))
     assert COST.decode_s(running, kv, steps) == pytest.approx(one_by_one)
     assert COST.steps_within(running, kv, one_by_one) == pytest.approx(steps)
 
 
-def test_many_instances_at_once_cost_what_each_costs() -> None:
+def test_vectorized_step_times_equal_scalar_ones() -> None:
     running, kv = np.array([1.0, 7.0, 300.0]), np.array([5.0, 900.0, 1e6])
     steps = [COST.step_s(int(n), k) for n, k in zip(running, kv, strict=True)]
     assert COST.steps_s(running, kv).tolist() == pytest.approx(steps)
@@ -93,7 +93,7 @@ def test_many_instances_at_once_cost_what_each_costs() -> None:
         (((400, 400_000),), None, 0, "work never waits for a shorter step"),
     ],
 )
-def test_deadline_takes_the_shortest_decode_step(rows: Any, fitting: Any, chosen: int, why: str) -> None:
+def test_deadline_chooses_the_shortest_decode_step(rows: Any, fitting: Any, chosen: int, why: str) -> None:
     assert choose(Deadline(COST), SMALL, loads(*rows), fitting) == chosen, why
 
 
@@ -125,12 +125,12 @@ def test_staggered_pulls_twice_in_the_life_of_a_group(eta: int, interrupts: bool
         ("routing", "throughput_optimal", "deadline"),
     ],
 )
-def test_a_rule_that_is_no_more_is_refused_with_what_replaces_it(key: str, name: str, instead: str) -> None:
+def test_a_removed_rule_is_rejected_with_its_replacement(key: str, name: str, instead: str) -> None:
     with pytest.raises(ConfigError, match=f"rollout.{key} = '{name}' is not in this version; use {instead} in the job"):
         loading.from_tree({"rollout": {key: name}})
 
 
-def test_migration_moves_the_urgent_first_and_stops_when_it_no_longer_gains() -> None:
+def test_migration_moves_urgent_work_first_and_stops_without_gain() -> None:
     rule = LargestGain(dataclasses.replace(COST, prefill=0.0001), 0.2)
     crowd = [Movable(kv_tokens=100, remaining_tokens=500, deadline=60 - i) for i in range(60)]
     moved = rule.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), crowd, limit=60)
@@ -186,11 +186,11 @@ def play(rule: Admission, *, eta: int, num_steps: int = 99) -> tuple[StalenessLe
         (Backlog(eta=2), 2, [12, 0, 4]),
     ],
 )
-def test_how_far_ahead_each_admission_starts_work(rule: Admission, eta: int, started: list[int]) -> None:
+def test_admission_rules_start_work_as_far_ahead_as_documented(rule: Admission, eta: int, started: list[int]) -> None:
     assert play(rule, eta=eta)[1] == started
 
 
-def test_every_rule_that_a_job_can_name_keeps_the_bound() -> None:
+def test_every_rule_of_a_job_keeps_the_bound() -> None:
     """By waiting for late work. Those that drop it or train it late are the simulator's alone, as other systems are."""
     rules = [ADMISSION.find(name)() for name in ADMISSION.names]
     assert [(rule.late_work, rule.window) for rule in rules] == [(LateWork.WAIT, 0.0)] * len(rules)
@@ -198,7 +198,7 @@ def test_every_rule_that_a_job_can_name_keeps_the_bound() -> None:
 
 
 @pytest.mark.parametrize("name", SIMULATED)
-def test_a_job_that_names_a_rule_of_another_system_is_refused_with_the_remedy(name: str) -> None:
+def test_a_baseline_rule_in_a_job_is_rejected_with_the_remedy(name: str) -> None:
     with pytest.raises(ConfigError) as refused:
         loading.from_tree({"staleness": {"admission": name}})
     assert f"staleness.admission = '{name}' imitates another system" in str(refused.value)
@@ -216,7 +216,7 @@ def reserve_alone(ledger: StalenessLedger, group: int, version: int) -> None:
     ledger.reserve(GroupId(group), TrajectoryId(group), PolicyVersion(version))
 
 
-def test_steps_that_do_not_wait_drop_what_others_leave_no_place_for() -> None:
+def test_steps_that_do_not_wait_drop_groups_without_an_entry() -> None:
     ledger = StalenessLedger(eta=0, groups_per_step=1, group_size=1, waits=False)
     for group in (0, 1):
         reserve_alone(ledger, group, 0)
@@ -226,7 +226,7 @@ def test_steps_that_do_not_wait_drop_what_others_leave_no_place_for() -> None:
     ledger.validate()
 
 
-def test_steps_that_do_not_wait_drop_what_has_become_too_old_and_keep_the_bound() -> None:
+def test_steps_that_do_not_wait_drop_stale_groups_and_keep_the_bound() -> None:
     """A step that takes newer work passes over an unfinished group, whose last step that was."""
     ledger = StalenessLedger(eta=1, groups_per_step=1, group_size=1, waits=False)
     for group in (0, 1):
@@ -252,7 +252,7 @@ def test_no_signal_drops_equal_rewards() -> None:
     assert KeepAll().drop_reason([1.0, 1.0]) is None
 
 
-def test_unknown_names_say_what_there_is() -> None:
+def test_unknown_names_are_rejected_with_the_known_ones() -> None:
     for registry, names in (
         (ROUTING, "deadline"),
         (ADMISSION, "staleflow, synchronous"),
@@ -273,12 +273,12 @@ def test_unknown_names_say_what_there_is() -> None:
         (WindowedFifo(ahead=1), "lets groups lag 2 steps, staleness.eta allows 1; lower"),
     ],
 )
-def test_rules_of_other_systems_must_not_let_work_lag_beyond_the_bound(rule: Baseline, message: str) -> None:
+def test_baseline_rules_with_a_lag_beyond_the_bound_are_rejected(rule: Baseline, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         with_admission(loading.from_tree({"model": {"path": "x"}, "staleness": {"eta": 1}}), rule)
 
 
-def test_a_step_is_impatient_once_it_has_waited_long() -> None:
+def test_truncate_starts_after_a_long_wait() -> None:
     rule = Truncate(patience=1.0, share=0.1)
     assert not rule.waited_too_long(waited_s=5.0, interval_s=10.0)
     assert rule.waited_too_long(waited_s=11.0, interval_s=10.0)
@@ -297,7 +297,7 @@ def test_a_step_is_impatient_once_it_has_waited_long() -> None:
         (3, 0, 0, 0, True),
     ],
 )
-def test_no_more_is_cut_than_its_share_of_the_step_and_of_the_run(
+def test_truncation_is_limited_by_the_share_of_step_and_run(
     unfinished: int, truncated_in_step: int, trained: int, truncated: int, may: bool
 ) -> None:
     rule = Truncate(patience=1.0, share=0.1)
