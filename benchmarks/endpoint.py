@@ -230,7 +230,7 @@ def _told(answer: dict[str, Any]) -> AgentArgs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class InstanceLoad:
     """Sessions side by side, turns of each, and seconds that the policy takes for a turn."""
 
     sessions: int
@@ -249,7 +249,7 @@ class Measured:
     took_s: float
 
 
-def load(of_each: Load, rounds: int, model: str, vllm: str) -> None:
+def load(of_each: InstanceLoad, rounds: int, model: str, vllm: str) -> None:
     """Measure the endpoint, and vLLM's server if an interpreter that has it is named, in turn."""
     found: dict[str, list[Measured]] = {"endpoint": []}
     with contextlib.ExitStack() as stack:
@@ -321,7 +321,7 @@ def _cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def _asked(base_url: str, keys: list[str], load: Load) -> tuple[list[float], float, float]:
+def _asked(base_url: str, keys: list[str], load: InstanceLoad) -> tuple[list[float], float, float]:
     """Seconds of each turn of such sessions, whose clients are a process of their own; its processor seconds; and
     seconds of all."""
     context = multiprocessing.get_context("spawn")
@@ -337,7 +337,7 @@ def _asked(base_url: str, keys: list[str], load: Load) -> tuple[list[float], flo
             raise SystemExit("the clients failed; see what they wrote above")
 
 
-def _measured(base_url: str, keys: list[str], load: Load, cpu_s: Callable[[], float]) -> Measured:
+def _measured(base_url: str, keys: list[str], load: InstanceLoad, cpu_s: Callable[[], float]) -> Measured:
     """Turns of such sessions through a server. cpu_s: its processor seconds so far."""
     before = cpu_s()
     seconds, client_cpu_s, took_s = _asked(base_url, keys, load)
@@ -349,7 +349,7 @@ def _measured(base_url: str, keys: list[str], load: Load, cpu_s: Callable[[], fl
     )
 
 
-async def _serve(load: Load) -> Measured:
+async def _serve(load: InstanceLoad) -> Measured:
     server = EndpointServer(EndpointSettings())
     await server.start()
     found = [server.sessions.open() for _ in range(load.sessions)]
@@ -371,7 +371,7 @@ async def _serve(load: Load) -> Measured:
     return measured
 
 
-def _clients(base_url: str, keys: list[str], load: Load, results: Any) -> None:
+def _clients(base_url: str, keys: list[str], load: InstanceLoad, results: Any) -> None:
     async def one(client: httpx.AsyncClient, n: int, key: str) -> list[float]:
         await asyncio.sleep(load.policy_s * n / load.sessions)
         messages: list[dict[str, str]] = list(HELLO)
@@ -427,7 +427,7 @@ def main() -> None:
     else:
         if args.quick:
             args.sessions, args.turns, args.rounds = 16, 2, 1
-        of_each = Load(sessions=args.sessions, turns=args.turns, policy_s=args.policy_s)
+        of_each = InstanceLoad(sessions=args.sessions, turns=args.turns, policy_s=args.policy_s)
         load(of_each, args.rounds, args.model or "runs/base/careless-player", args.vllm)
 
 

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from staleflow.pipeline.coordination.draft_lengths import DraftLengths
+from staleflow.pipeline.coordination.draft_lengths import DraftLengthPlanner
 from staleflow.pipeline.coordination.events import DecodeStats
 from staleflow.pipeline.coordination.fleet import MutableFleet
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -125,7 +125,7 @@ def serve(asked: Connection, kind: str, args: Any) -> None:
                     decides.report()  # first when they are placed, as the coordinator does
                 left -= sum(isinstance(event, SampledTokens) for event in engine.events(REPORT_S if decides else 1.0))
             if decides is not None:
-                decides.step_finished()
+                decides.decay_statistics()
         after = engine.load_statistics()
         asked.send(
             (
@@ -162,14 +162,14 @@ class Decides:
 
     def __init__(self, engine: Engine, most: int) -> None:
         self._engine, self._load = engine, engine.load_statistics()
-        self._drafts = DraftLengths(CostModel(), most)
+        self._draft_lengths = DraftLengthPlanner(CostModel(), most)
         self._fleet = MutableFleet()
-        self._one = self._fleet.join(InstanceId("decided"), PolicyVersion(0), 16384, 64)
+        self._one = self._fleet.add_instance(InstanceId("decided"), PolicyVersion(0), 16384, 64)
         self._reported_s = time.monotonic()
 
-    def step_finished(self) -> None:
+    def decay_statistics(self) -> None:
         """What would be a training step's responses have ended."""
-        self._drafts.step_finished()
+        self._draft_lengths.decay_statistics()
 
     def report(self) -> None:
         """Tell it what the engine has decoded, if it is time, what runs now, and the engine what was decided."""
@@ -185,13 +185,13 @@ class Decides:
                 drafted_tokens=load.drafted_tokens - before.drafted_tokens,
                 accepted_tokens=load.accepted_tokens - before.accepted_tokens,
             )
-            self._drafts.observe(self._one.instance, self._one.draft_length, taken)
-            self._drafts.replan(self._fleet)
+            self._draft_lengths.observe(self._one.id, self._one.draft_length, taken)
+            self._draft_lengths.compute_best_lengths(self._fleet)
         for gone in list(self._one.trajectories):
-            self._fleet.remove(self._one, gone, 0)
+            self._fleet.remove_trajectory(self._one, gone, 0)
         for trajectory, _ in load.progress:
-            self._fleet.add(self._one, trajectory, 0)
-        for row, length in self._drafts.choose_changes(self._fleet):
+            self._fleet.add_trajectory(self._one, trajectory, 0)
+        for row, length in self._draft_lengths.choose_changes(self._fleet):
             self._fleet.set_draft_length(self._fleet[row], length)
             self._engine.set_draft_length(length)
 

@@ -80,6 +80,16 @@ def outcome_key(fate: Fate, reason: AbortReason) -> str:
     return f"{fate.value}:{reason.value}"
 
 
+def parse_outcome_key(key: str) -> tuple[Fate, AbortReason]:
+    """The fate and reason of an outcome's name.
+
+    >>> parse_outcome_key("aborted:run_ended")
+    (<Fate.ABORTED: 'aborted'>, <AbortReason.RUN_ENDED: 'run_ended'>)
+    """
+    fate, _, reason = key.partition(":")
+    return Fate(fate), AbortReason(reason)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """Tokens sampled without interruption under one policy version on one instance."""

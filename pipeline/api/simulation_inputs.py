@@ -10,7 +10,7 @@ from staleflow.pipeline.api.stored_run import open_run
 from staleflow.pipeline.config.emulation import SimulationConfig
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.what_if import as_recorded
-from staleflow.pipeline.profiling.diagnosis import versions_behind
+from staleflow.pipeline.profiling.diagnosis import max_versions_behind
 from staleflow.pipeline.profiling.run_profile import profile_run
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.simulator.analysis import steady_tokens_per_s
@@ -44,7 +44,7 @@ def recorded_run(run_dir: Path) -> RecordedRun:
     shares = " ".join(f"{n / max(1, sum(histogram.values())):.0%}" for n in histogram.values())
     scale = job.rollout.engine.time_scale  # an emulated run may be faster than its cost model
     wall_s = summary["seconds"]["wall_s"] * scale
-    eta = versions_behind(job)
+    eta = max_versions_behind(job)
     note = (
         f"the run itself: {steady_tokens_per_s(steps, eta) / scale:,.0f} tokens/s, "
         f"{tokens_per_s(steps) / scale:,.0f} with warm-up and end, {wall_s:.1f} s for "

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.coordinator import Coordinator
-from staleflow.pipeline.coordination.draft_lengths import DraftLengths
+from staleflow.pipeline.coordination.draft_lengths import DraftLengthPlanner
 from staleflow.pipeline.coordination.forecast import LengthForecast
-from staleflow.pipeline.coordination.mixture import MixedSource, Mixture
+from staleflow.pipeline.coordination.mixture import Mixture, MixtureSource
 from staleflow.pipeline.coordination.strategy_set import StrategySet
 from staleflow.pipeline.strategies.admission import ADMISSION, LateWork
 from staleflow.pipeline.strategies.affinity import CacheAffinity
@@ -80,15 +80,15 @@ def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> Strate
         ),
         filtering=FILTERING.make(config.batch.filtering),
         migration=MIGRATION.make(rollout.migration, inputs),
-        costs=costs,
+        step_costs=costs,
         stragglers=STRAGGLERS.make(config.batch.stragglers),
-        max_attempts=rollout.max_attempts,
+        max_failures=rollout.max_attempts,
         environments=config.has_environment,
         evaluation_share=config.evaluation.max_slot_share,
         affinity=CacheAffinity(costs) if config.has_environment and rollout.cache_affinity else None,
         mixture=_mixture(config),
-        adapters=config.served_versions > 0,
-        turns=config.turns,
+        serves_many_versions=config.served_versions > 0,
+        shares_gpus=config.turns,
     )
 
 
@@ -97,13 +97,13 @@ def _mixture(config: RunConfig) -> Mixture | None:
     task = config.task
     if task.sources:
         sources = [
-            MixedSource(name=name, ratio=source.ratio, sampler=SAMPLERS.make(source.sampler))
+            MixtureSource(name=name, ratio=source.ratio, sampler=SAMPLERS.make(source.sampler))
             for name, source in task.sources.items()
         ]
     elif isinstance(task.sampler, InOrder):
         return None
     else:
-        sources = [MixedSource(name="task", ratio=1.0, sampler=SAMPLERS.make(task.sampler))]
+        sources = [MixtureSource(name="task", ratio=1.0, sampler=SAMPLERS.make(task.sampler))]
     return Mixture(sources, config.seed)
 
 
@@ -114,11 +114,11 @@ def ledger_eta(config: RunConfig) -> int:
     return staleness.eta if staleness.admission.keeps_bound else config.steps
 
 
-def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coordinator:
-    """Create the coordinator of this job. validate_each: whether to check all invariants after every event."""
+def make_coordinator(config: RunConfig, *, validate_every_event: bool = False) -> Coordinator:
+    """Create the coordinator of this job. validate_every_event: whether to check all invariants after every event."""
     batch, cost = config.batch, config.rollout.cost
     speculation = config.rollout.engine.speculation
-    drafts = DraftLengths(cost, speculation.num_speculative_tokens if speculation.decided else 0)
+    drafts = DraftLengthPlanner(cost, speculation.num_speculative_tokens if speculation.decided else 0)
     costs: StepCosts = drafts.costs if speculation.decided else cost
     strategies = make_strategies(config, costs)
     ledger = StalenessLedger(
@@ -132,7 +132,7 @@ def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coord
         window=_window(strategies, batch.groups_per_step),
     )
     forecast = LengthForecast(config.rollout.max_new_tokens)
-    return Coordinator(ledger, strategies, forecast, drafts, validate_each=validate_each)
+    return Coordinator(ledger, strategies, forecast, drafts, validate_every_event=validate_every_event)
 
 
 def _window(strategies: StrategySet, groups_per_step: int) -> int:

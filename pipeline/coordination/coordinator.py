@@ -1,13 +1,13 @@
 """Decides which commands follow from an event. Has no side effects.
 
-`handle(event, now)` is the only way in and its list of commands the only way out; there is no clock, no randomness and
-no input or output, so a recorded list of events gives the same commands again. Strategies propose, the coordinator
-checks what they propose against the protocol, and counts every refusal with its reason. What it knows is in
-`CoordinatorState`, which alone changes it: here are only events, decisions and commands.
+`handle(event, now)` is the only method that changes anything, and it returns all commands. There is no clock, no
+randomness, no input and no output, so a recorded list of events gives the same commands again. Strategies propose; the
+coordinator checks their proposals against the protocol and counts every refusal with its reason. `CoordinatorState`
+holds what it knows, and `CommandIssuer` turns each decision into commands.
 
-Commands are taken to have landed the moment they are given. A report that was sent before a command landed can
-therefore contradict the state; membership (what runs where) is changed by commands and by answers to them, never by
-reports, and answers carry the route number of the routing they belong to, so late ones are recognised and ignored.
+Commands count as executed when they are issued. A report that was sent before a command arrived can therefore
+contradict the state, so reports never change which instance runs a trajectory. Only commands and the answers to them
+do. An answer carries the route number of its routing; if that is not the latest, the answer is late and ignored.
 """
 
 from __future__ import annotations
@@ -15,27 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import assert_never
 
-from staleflow.pipeline.coordination.commands import (
-    Abort,
-    CloseEnvironment,
-    Command,
-    Discard,
-    FetchPrompts,
-    FinishEvaluation,
-    Interrupt,
-    Pull,
-    ReleaseCache,
-    Route,
-    Score,
-    SetDraftLength,
-    Sleep,
-    StepEnvironment,
-    Train,
-)
-from staleflow.pipeline.coordination.decision_log import DecisionLog, tokens_sampled
-from staleflow.pipeline.coordination.discarded import DiscardedTrajectory
-from staleflow.pipeline.coordination.draft_lengths import DraftLengths
-from staleflow.pipeline.coordination.evaluation_pinning import EvaluationPinning
+from staleflow.pipeline.coordination.command_issuer import CommandIssuer
+from staleflow.pipeline.coordination.commands import Command
+from staleflow.pipeline.coordination.decision_log import DecisionLog, format_sampled_tokens
+from staleflow.pipeline.coordination.draft_lengths import DraftLengthPlanner
+from staleflow.pipeline.coordination.evaluation_pinning import PinPlanner
 from staleflow.pipeline.coordination.events import (
     EnvironmentFailed,
     EnvironmentStepped,
@@ -61,55 +45,60 @@ from staleflow.pipeline.coordination.events import (
 from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.inspection import CoordinatorInspection
-from staleflow.pipeline.coordination.moves import Move, MovePlanner
+from staleflow.pipeline.coordination.moves import MovePlanner
 from staleflow.pipeline.coordination.phases import Phase, Transition
-from staleflow.pipeline.coordination.pulls import Pulls
+from staleflow.pipeline.coordination.pulls import PullPlanner
 from staleflow.pipeline.coordination.route_planner import RoutePlanner
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.strategy_set import StrategySet
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.staleness.ledger import StalenessLedger
-from staleflow.stores.trajectory import AbortReason, Fate, GroupId, InstanceId, TrajectoryId
+from staleflow.stores.trajectory import AbortReason, GroupId, InstanceId, parse_outcome_key
 
 MAX_ROUTES = 128
-"""Trajectories that one event may route, so that a full queue does not hold up the driver's event loop: about 6 ms with
-1,024 instances."""
+"""Number of trajectories that one event may route, so that a full queue does not block the driver's event loop: about
+6 ms with 1,024 instances."""
 
 
 class Coordinator(CoordinatorInspection):
-    """The decisions of one run. validate_each: whether to check all invariants of the state after every event
-    (O(live))."""
+    """Makes the decisions of one run. validate_every_event: whether to check all invariants of the state after every
+    event (O(live trajectories))."""
+
+    _state: CoordinatorState
 
     def __init__(
         self,
         ledger: StalenessLedger,
         strategies: StrategySet,
         forecast: LengthForecast,
-        drafts: DraftLengths,
+        draft_lengths: DraftLengthPlanner,
         *,
-        validate_each: bool = False,
+        validate_every_event: bool = False,
     ) -> None:
-        state = CoordinatorState(ledger, strategies.mixture, side_by_side=strategies.adapters, turns=strategies.turns)
+        state = CoordinatorState(
+            ledger,
+            strategies.mixture,
+            serves_many_versions=strategies.serves_many_versions,
+            shares_gpus=strategies.shares_gpus,
+        )
         super().__init__(state, forecast, DecisionLog())
-        self._drafts = drafts
+        self._draft_lengths = draft_lengths
         self._strategies = strategies
-        self._validate_each = validate_each
+        self._validate_every_event = validate_every_event
         self._stopped = False
         self.has_more_routes = False
-        """Whether the last event stopped routing at its limit: RoutingContinued should follow."""
+        """Whether the latest event reached the limit of routes, so that RoutingContinued should follow."""
         self._num_events = 0
-        self._planner = RoutePlanner(
+        self._route_planner = RoutePlanner(
             self._state, strategies.admission, strategies.routing, strategies.affinity, forecast
         )
-        self._pinning = EvaluationPinning(self._state, self._planner, strategies.evaluation_share)
-        self._pulls = Pulls(self._state, strategies.synchronization)
+        self._pin_planner = PinPlanner(self._state, self._route_planner, strategies.evaluation_share)
+        self._pull_planner = PullPlanner(self._state, strategies.synchronization)
         self._move_planner = MovePlanner(
-            self._state, strategies.migration, strategies.stragglers, forecast, strategies.costs
+            self._state, strategies.migration, strategies.stragglers, forecast, strategies.step_costs
         )
-        self._waiting_step: Train | None = None
-        """The step whose batch is consumed, until all instances sleep."""
-        self._commands: list[Command] = []
+        self._issuer = CommandIssuer(self._state, forecast, self._decision_log)
 
     def handle(self, event: Event, now: float, max_routes: int = MAX_ROUTES) -> list[Command]:  # noqa: PLR0912, PLR0915  one case per event
         """Decide the commands that follow from `event`, received at `now` seconds. Raises `ProtocolViolation` with the
@@ -119,10 +108,9 @@ class Coordinator(CoordinatorInspection):
         """
         self._num_events += 1
         self.has_more_routes = False
-        self._history.now = now
-        self._history.cause = f"{type(event).__name__}#{self._num_events}"
-        self._state.start_event(now)
-        self._commands = []
+        self._decision_log.now = now
+        self._decision_log.cause = f"{type(event).__name__}#{self._num_events}"
+        self._state.set_now(now)
         try:
             match event:  # the most frequent events first
                 case InstanceReported():
@@ -154,33 +142,33 @@ class Coordinator(CoordinatorInspection):
                 case InstanceJoined():
                     self._on_instance_joined(event)
                 case InstanceLost():
-                    self._lose_instance(event.instance, event.why)
+                    self._remove_instance(event.instance, event.why)
                 case InstanceLeaving():
                     self._on_instance_leaving(event)
                 case RunResumed():
                     self._on_run_resumed(event)
                 case EvaluationRequested():
                     for member in self._state.begin_evaluation(event.evaluation, event.groups):
-                        self._history.note(member, f"arrived for evaluation {event.evaluation}")
+                        self._decision_log.note(member, f"arrived for evaluation {event.evaluation}")
                 case StopRequested():
                     self._on_stop_requested()
                 case _:
                     assert_never(event)
             if not self._stopped:
                 self._plan(max_routes)
-            if self._validate_each:
+            if self._validate_every_event:
                 self.validate()
         except ProtocolViolation as violation:
-            subject = getattr(event, "trajectory", None)
-            story = "" if subject is None else "\n" + "\n".join(self.story(subject))
+            trajectory = getattr(event, "trajectory", None)
+            story = "" if trajectory is None else "\n" + "\n".join(self.story(trajectory))
+            self._issuer.pop_commands()  # those of a failed event are not executed
             raise ProtocolViolation(f"{violation} (while handling {event}){story}") from violation
-        return self._commands
+        return self._issuer.pop_commands()
 
-    # -- what happened -------------------------------------------------------------------------------------------
+    # -- handling events -----------------------------------------------------------------------------------------
 
     def _on_run_resumed(self, event: RunResumed) -> None:
-        parted = ((key.partition(":"), count) for key, count in event.num_ended)
-        self._state.resume(event.step, {(Fate(fate), AbortReason(why)): n for (fate, _, why), n in parted})
+        self._state.resume(event.step, {parse_outcome_key(key): count for key, count in event.num_ended})
         if self._state.mixture is not None:
             self._state.mixture.restore(event.sources, event.num_groups, event.groups)
         for group in event.groups:
@@ -188,34 +176,34 @@ class Coordinator(CoordinatorInspection):
                 group, Phase.IN_ENVIRONMENT if self._strategies.environments else Phase.SCORING
             )
             for member in group.members:
-                self._history.note(member.trajectory, f"taken up with {member.tokens} tokens")
+                self._decision_log.note(member.trajectory, f"restored with {member.tokens} tokens")
             if complete:
                 self._filter_or_occupy(group.group)
                 continue
             for member in group.members:
                 if member.sampled and not member.scored:
-                    live = self._state.live[member.trajectory]
+                    trajectory = self._state.live_trajectories[member.trajectory]
                     if self._strategies.environments:
-                        self._step_environment(live, "answered again")
+                        self._issuer.step_environment(trajectory, "sent to its environment again")
                     else:
-                        self._score(live, "scored again")
+                        self._issuer.score(trajectory, "scored again")
 
     def _on_groups_arrived(self, event: GroupsArrived) -> None:
         for member in self._state.add_groups(event.groups):
-            self._history.note(member, "arrived")
+            self._decision_log.note(member, "arrived")
 
     def _on_instance_joined(self, event: InstanceJoined) -> None:
         if self._state.fleet.get(event.instance) is not None:  # it restarted before its end was noticed
-            self._lose_instance(event.instance, "it joined anew")
-        self._state.join(event.instance, event.version, event.kv_capacity, event.max_running)
+            self._remove_instance(event.instance, "it joined again")
+        self._state.add_instance(event.instance, event.version, event.kv_capacity, event.max_running)
 
     def _on_instance_leaving(self, event: InstanceLeaving) -> None:
-        """Interrupt what runs on an instance: it goes on elsewhere from the tokens it has."""
+        """Interrupt the trajectories of an instance, which continue elsewhere with the tokens they have."""
         instance = self._state.fleet.get(event.instance)
         if instance is None:
             return
-        for live in self._state.drain(instance):
-            self._interrupt(live, event.instance, f"{event.instance} leaves")
+        for trajectory in self._state.drain(instance):
+            self._issuer.interrupt(trajectory, event.instance, f"{event.instance} leaves")
 
     def _on_instance_reported(self, event: InstanceReported) -> None:
         instance = self._state.fleet.get(event.instance)
@@ -223,83 +211,85 @@ class Coordinator(CoordinatorInspection):
             return
         self._state.record_progress(instance, event.progress, event.delivered)
         if event.steps is not None:
-            self._drafts.observe(event.instance, instance.draft_length, event.steps)
+            self._draft_lengths.observe(event.instance, instance.draft_length, event.steps)
 
     def _on_sampled(self, event: TrajectorySampled) -> None:
-        live = self._state.running(event.trajectory, event.route_number)
-        if live is None:
+        trajectory = self._state.get_running(event.trajectory, event.route_number)
+        if trajectory is None:
             return
         if self._strategies.environments:
-            self._state.finish_turn(live, event.tokens)
-            self._step_environment(live, f"turn {live.turns + 1} sampled, {tokens_sampled(event)}")
+            self._state.finish_turn(trajectory, event.tokens)
+            self._issuer.step_environment(
+                trajectory, f"turn {trajectory.num_turns + 1} sampled, {format_sampled_tokens(event)}"
+            )
             return
-        self._state.finish_sampling(live, event.tokens)
-        if not live.is_eval:  # by other rules: greedily, say
-            self.forecast.observe(live.group, event.tokens)
-        self._score(live, f"sampled, {tokens_sampled(event)}")
+        self._state.finish_sampling(trajectory, event.tokens)
+        if not trajectory.is_evaluation:  # evaluations sample differently, often greedily
+            self.forecast.observe(trajectory.group, event.tokens)
+        self._issuer.score(trajectory, f"sampled, {format_sampled_tokens(event)}")
 
     def _on_interrupted(self, event: TrajectoryInterrupted) -> None:
-        live = self._state.running(event.trajectory, event.route_number)
-        if live is None:
+        trajectory = self._state.get_running(event.trajectory, event.route_number)
+        if trajectory is None:
             return
-        if live.truncating and event.tokens > 0 and self._strategies.environments:
-            self._state.finish_turn(live, event.tokens, truncated=True)
-            self._step_environment(live, f"cut off at {tokens_sampled(event)}", truncated=True)
-        elif live.truncating and event.tokens > 0:
-            self._state.finish_sampling(live, event.tokens, truncated=True)
-            self._score(live, f"cut off at {tokens_sampled(event)}")
+        if trajectory.being_truncated and event.tokens > 0 and self._strategies.environments:
+            self._state.finish_turn(trajectory, event.tokens, truncated=True)
+            self._issuer.step_environment(trajectory, f"truncated at {format_sampled_tokens(event)}", truncated=True)
+        elif trajectory.being_truncated and event.tokens > 0:
+            self._state.finish_sampling(trajectory, event.tokens, truncated=True)
+            self._issuer.score(trajectory, f"truncated at {format_sampled_tokens(event)}")
         else:
-            self._state.interrupt(live, event.tokens)
-            self._history.note(live.id, f"interrupted at {tokens_sampled(event)}")
+            self._state.requeue_interrupted(trajectory, event.tokens)
+            self._decision_log.note(trajectory.id, f"interrupted at {format_sampled_tokens(event)}")
 
     def _on_failed(self, event: TrajectoryFailed) -> None:
-        live = self._state.running(event.trajectory, event.route_number)
-        if live is not None:
-            self._retry(live, Transition.FAILED, f"failed: {event.error}")
+        trajectory = self._state.get_running(event.trajectory, event.route_number)
+        if trajectory is not None:
+            self._retry(trajectory, Transition.FAILED, f"failed: {event.error}")
 
     def _on_environment_stepped(self, event: EnvironmentStepped) -> None:
-        live = self._state.in_environment(event.trajectory, event.route_number)
-        if live is not None:
-            self._history.note(live.id, f"answered, {event.tokens - live.tokens} tokens given")
-            self._state.answer(live, event.tokens)
+        trajectory = self._state.get_in_environment(event.trajectory, event.route_number)
+        if trajectory is not None:
+            self._decision_log.note(trajectory.id, f"observation of {event.tokens - trajectory.tokens} tokens")
+            self._state.add_observation(trajectory, event.tokens)
 
     def _on_environment_failed(self, event: EnvironmentFailed) -> None:
-        live = self._state.in_environment(event.trajectory, event.route_number)
-        if live is not None:
-            self._release_cache(live.id, self._state.pop_cached_instance(live))
-            attempts = self._state.restart(live)
-            self._history.note(live.id, f"environment failed: {event.error}")
-            if attempts > self._strategies.max_attempts:
-                self._end_queued(live, AbortReason.ENVIRONMENT_FAILED)
+        trajectory = self._state.get_in_environment(event.trajectory, event.route_number)
+        if trajectory is not None:
+            self._issuer.release_cache(trajectory.id, self._state.pop_cached_instance(trajectory))
+            num_failures = self._state.restart_episode(trajectory)
+            self._decision_log.note(trajectory.id, f"environment failed: {event.error}")
+            if num_failures > self._strategies.max_failures:
+                self._abort_queued(trajectory, AbortReason.ENVIRONMENT_FAILED)
 
     def _on_scored(self, event: TrajectoryScored) -> None:
-        live = self._state.live.get(event.trajectory)
-        if live is None or live.phase not in {Phase.SCORING, Phase.IN_ENVIRONMENT}:
+        trajectory = self._state.live_trajectories.get(event.trajectory)
+        if trajectory is None or trajectory.phase not in {Phase.SCORING, Phase.IN_ENVIRONMENT}:
             return
-        if live.phase is Phase.IN_ENVIRONMENT:
-            if not live.is_eval:  # of the others, sampling has told
-                if not live.truncated:
-                    self.forecast.observe(live.group, live.tokens)
-                self.forecast.episodes.observe(live.tokens, live.given_tokens)
-            self._release_cache(live.id, self._state.pop_cached_instance(live))
-        complete = self._state.score(live, None if event.error else event.reward)
-        self._history.note(live.id, f"reward {event.reward:g}" + (f", {event.error}" if event.error else ""))
-        if live.is_eval and self._state.end_eval_trajectory(live):
-            self._finish_evaluation()
+        if trajectory.phase is Phase.IN_ENVIRONMENT:
+            if not trajectory.is_evaluation:  # without environments `_on_sampled` does this
+                if not trajectory.last_turn_truncated:
+                    self.forecast.observe(trajectory.group, trajectory.tokens)
+                self.forecast.episodes.observe(trajectory.tokens, trajectory.observation_tokens)
+            self._issuer.release_cache(trajectory.id, self._state.pop_cached_instance(trajectory))
+        complete = self._state.record_reward(trajectory, None if event.error else event.reward)
+        self._decision_log.note(trajectory.id, f"reward {event.reward:g}" + (f", {event.error}" if event.error else ""))
+        if trajectory.is_evaluation and self._state.end_evaluation_trajectory(trajectory):
+            self._issuer.finish_evaluation()
         if complete:
-            self._filter_or_occupy(live.group)
+            self._filter_or_occupy(trajectory.group)
 
     def _filter_or_occupy(self, group: GroupId) -> None:
-        """Have a complete group wait for the trainer, unless it is not worth training on."""
+        """Make a complete group available to the trainer, or filter it if it is not worth training on."""
         members = self.ledger.entries[group].completed
-        rewards = [r for m in members if (r := self._state.live[m].reward) is not None]
+        rewards = [r for m in members if (r := self._state.live_trajectories[m].reward) is not None]
         if self._state.mixture is not None:
             self._state.mixture.record_rewards(group, rewards)
         drop_reason = self._strategies.filtering.drop_reason(rewards)
         if drop_reason is not None:
-            self._discard(self._state.filter(group, drop_reason))
+            self._issuer.discard(self._state.filter(group, drop_reason))
         else:
-            self._discard(self._state.occupy(group))
+            self._issuer.discard(self._state.occupy(group))
 
     def _on_pull_finished(self, event: PullFinished) -> None:
         instance = self._state.fleet.get(event.instance)
@@ -307,243 +297,129 @@ class Coordinator(CoordinatorInspection):
             self._state.finish_pull(instance)
 
     def _on_instance_slept(self, event: InstanceSlept) -> None:
-        if self._waiting_step is not None and event.step == self._waiting_step.step:
+        if event.step == self._issuer.pending_step:
             self._state.finish_sleep(event.instance)
 
     def _on_version_published(self, event: VersionPublished) -> None:
         self._state.publish(event.version)
-        self._drafts.step_finished()
+        self._draft_lengths.decay_statistics()
 
     def _on_stop_requested(self) -> None:
         self._stopped = True
         if self._state.evaluation is not None:
-            self._stop(self._state.close_evaluation()[1])
-        self._discard(self._state.abort_all(AbortReason.RUN_ENDED))
+            self._issuer.stop(self._state.close_evaluation()[1])
+        self._issuer.discard(self._state.abort_all(AbortReason.RUN_ENDED))
 
     def _on_tick(self) -> None:
-        self._state.pass_time()
-        self._drafts.replan(self._state.fleet)
-        if not self._stopped and not self._state.trainer_turn:
+        self._state.flag_timed_decisions()
+        self._draft_lengths.compute_best_lengths(self._state.fleet)
+        if not self._stopped and not self._state.trainer_has_gpus:
             for move in self._move_planner.plan_truncations():
-                self._move(move)
+                self._issuer.move(move)
             for move in self._move_planner.plan_migrations():
-                self._move(move)
+                self._issuer.move(move)
 
-    # -- what to do ----------------------------------------------------------------------------------------------
+    # -- decisions -----------------------------------------------------------------------------------------------
 
     def _plan(self, max_routes: int) -> None:
-        """Decide anew what may come out differently by now: each decision after those that bear on it."""
+        """Make the decisions that may come out differently after the event, in the order of their dependencies."""
         if self._state.pop_batch_changed():
-            self._consume()
-        self._train()
-        self._state.unpin_idle()
-        if loads := self._state.pop_load_changes():
-            self._synchronize(loads)
+            self._consume_batch()
+        self._issuer.train_pending()
+        self._state.unpin_idle_instances()
+        if instances := self._state.pop_loads_changed():
+            self._pull(instances)
         if self._state.pop_room_changed():
             self._fetch_prompts()
-        if not self._state.trainer_turn and self._state.pop_routing_changed():
+        if not self._state.trainer_has_gpus and self._state.pop_routing_changed():
             self._pin_instances()
-            self._route(max_routes)
+            self._route_queue(max_routes)
         self._set_draft_lengths()
 
-    def _consume(self) -> None:
-        """Take the next step's batch, if it is ready. In turns all instances are put to sleep then; an evaluation ends
-        before."""
+    def _consume_batch(self) -> None:
+        """Consume the next step's batch if it is ready. If GPUs are shared, a running evaluation must end first, since
+        all instances are put to sleep."""
         if self._state.training or not self.ledger.ready():
             return
-        if self._state.turns and self._state.evaluation is not None:
+        if self._state.shares_gpus and self._state.evaluation is not None:
             return
-        batch = self._state.consume()
-        for member in batch.members:
-            self._history.note(member, f"consumed by step {batch.step}")
-        for group in batch.groups:
-            self.forecast.forget(group)
-        cause = self._history.cause
-        self._waiting_step = Train(step=batch.step, trajectories=batch.members, versions=batch.versions, cause=cause)
-        if self._state.turns:
-            self._put_to_sleep(batch.step)
-        self._train()
-        self._discard(batch.surplus)
+        self._issuer.consume_batch()
 
-    def _put_to_sleep(self, step: int) -> None:
-        for instance in self._state.fleet:
-            if not instance.asleep:
-                for live in self._state.sleep(instance):
-                    self._interrupt(live, instance.instance, f"{instance.instance} sleeps during step {step}")
-                self._commands.append(Sleep(instance=instance.instance, step=step, cause=self._history.cause))
-
-    def _train(self) -> None:
-        """Have the batch trained that was taken, once no instance is awake."""
-        if self._waiting_step is not None and not self._state.falling_asleep:
-            self._commands.append(self._waiting_step)
-            self._waiting_step = None
-
-    def _synchronize(self, loads: Iterable[Instance]) -> None:
-        for instance in self._pulls.due(loads):
-            self._pull(instance)
-
-    def _pull(self, instance: Instance) -> None:
-        self._state.start_pull(instance)
-        self._commands.append(Pull(instance=instance.instance, version=instance.version, cause=self._history.cause))
+    def _pull(self, candidates: Iterable[Instance]) -> None:
+        for instance in self._pull_planner.choose_instances(candidates):
+            self._issuer.pull(instance)
 
     def _pin_instances(self) -> None:
-        """Have as many instances as an evaluation may have sample for it; give it up if none can."""
-        for instance in self._pinning.choose_pins():
-            if self._pinning.must_pull(instance):
-                self._pull(instance)
+        """Pin instances for the running evaluation; abandon it if no instance can finish it."""
+        for instance in self._pin_planner.choose_instances_to_pin():
+            if self._pin_planner.must_pull(instance):
+                self._issuer.pull(instance)
             self._state.pin(instance)
-        if self._pinning.cannot_finish:
-            self._finish_evaluation(abandoned=True)
+        if self._pin_planner.cannot_finish:
+            self._issuer.finish_evaluation(abandoned=True)
 
     def _fetch_prompts(self) -> None:
         num_free = self._strategies.admission.num_reservable(self.ledger)
         num_groups = num_free - len(self._state.unreserved_groups) - self._state.groups_requested
         if num_groups > 0 and len(self._state.fleet):
-            draws = self._state.draw(num_groups)
-            self._commands.append(FetchPrompts(num_groups=num_groups, draws=draws, cause=self._history.cause))
+            self._issuer.fetch_prompts(num_groups)
 
-    def _route(self, max_routes: int) -> None:
-        """Serve the queue level by level, oldest promises first. A level stops at its first trajectory that finds no
-        instance: most of those behind it, of the same version, would find none either. A shorter one might, and so
-        might one of a later level, which is asked all the same: memory that is free is used."""
-        num_routed = 0
-        queue = self._state.queue
+    def _route_queue(self, max_routes: int) -> None:
+        """Route queued trajectories level by level, oldest version first.
+
+        A level is left at its first trajectory that no instance has room for: the ones behind it need the same version,
+        and few of them are shorter. Later levels are still tried, so that free memory is used.
+        """
+        queue, num_routed = self._state.queue, 0
         blocked: set[int] = set()
-        # Sending the first member of a fresh group opens a level for its siblings: always continue with the lowest.
+        # Routing the first member of a new group can create a level for its siblings, so look for the lowest each time.
         while True:
             level = next((level for level in queue.levels() if level not in blocked), None)
             if level is None:
                 return
-            if num_routed == max_routes:  # before a rule is asked: one with random numbers must be asked once
+            if num_routed == max_routes:  # before a rule with random numbers is called, so that it is called once
                 self.has_more_routes = True
                 self._state.continue_routing()
                 return
-            live = queue.head(level)
-            choice = self._pinning.choose_instance(live) if live.is_eval else self._planner.choose_instance(live)
+            trajectory = queue.head(level)
+            planner = self._pin_planner if trajectory.is_evaluation else self._route_planner
+            choice = planner.choose_instance(trajectory)
             if isinstance(choice, str):
-                self._history.refused(live.id, choice, again=not self._state.refuse(live, choice))
+                is_new = self._state.record_refusal(trajectory, choice)
+                self._decision_log.count_refusal(trajectory.id, choice, is_new=is_new)
                 blocked.add(level)
             else:
-                self._send(live, choice)
+                self._issuer.route(trajectory, choice)
                 num_routed += 1
 
     def _set_draft_lengths(self) -> None:
-        for row, length in self._drafts.choose_changes(self._state.fleet):
+        for row, length in self._draft_lengths.choose_changes(self._state.fleet):
             instance = self._state.fleet[row]
-            self._state.set_draft_length(instance, length)
-            self._commands.append(SetDraftLength(instance=instance.instance, length=length, cause=self._history.cause))
+            self._issuer.set_draft_length(instance, length)
 
-    def _send(self, live: LiveTrajectory, instance: Instance) -> None:
-        # What is kept is taken over where it is routed to; elsewhere it stays, in case a later turn returns.
-        self._state.pop_cached_instance(live)
-        self._state.send(live, instance)
-        self._history.note(live.id, f"routed to {instance.instance} at version {instance.version}")
-        self._commands.append(
-            Route(
-                trajectory=live.id,
-                route_number=live.route_number,
-                instance=instance.instance,
-                version=live.v_traj,
-                cause=self._history.cause,
-            )
-        )
-
-    def _score(self, live: LiveTrajectory, note: str) -> None:
-        self._history.note(live.id, note)
-        self._commands.append(Score(trajectory=live.id, cause=self._history.cause))
-
-    def _step_environment(self, live: LiveTrajectory, note: str, *, truncated: bool = False) -> None:
-        self._history.note(live.id, note)
-        self._state.step_environment(live)
-        self._commands.append(
-            StepEnvironment(
-                trajectory=live.id,
-                route_number=live.route_number,
-                truncated=truncated,
-                cause=self._history.cause,
-            )
-        )
-
-    def _move(self, move: Move) -> None:
-        """Take a trajectory off its instance, to continue elsewhere or to be scored as it is."""
-        live = move.live
-        self._state.start_move(live, move.target)
-        self._interrupt(live, move.source.instance, move.why)
-
-    def _interrupt(self, live: LiveTrajectory, instance: InstanceId, note: str) -> None:
-        self._history.note(live.id, note)
-        self._commands.append(
-            Interrupt(trajectory=live.id, route_number=live.route_number, instance=instance, cause=self._history.cause)
-        )
-
-    def _lose_instance(self, name: InstanceId, why: str) -> None:
-        """Queue what ran on an instance that is gone, as far as it may be retried."""
-        instance = self._state.fleet.get(name)
+    def _remove_instance(self, instance_id: InstanceId, reason: str) -> None:
+        """Remove a lost instance, and retry its trajectories elsewhere."""
+        instance = self._state.fleet.get(instance_id)
         if instance is not None:
             for member in tuple(instance.trajectories):
-                live = self._state.live.get(member)
-                if live is not None:  # a sibling's last attempt may have ended it
-                    self._retry(live, Transition.INSTANCE_LOST, f"{name} was lost: {why}")
+                trajectory = self._state.live_trajectories.get(member)
+                if trajectory is not None:  # a sibling's last attempt may have ended it
+                    self._retry(trajectory, Transition.INSTANCE_LOST, f"{instance_id} was lost: {reason}")
             self._state.remove_instance(instance)
-            self._drafts.remove(name)
+            self._draft_lengths.remove_instance(instance_id)
 
-    def _retry(self, live: LiveTrajectory, transition: Transition, note: str) -> None:
-        """Queue a trajectory once more, or give it up after too many attempts."""
-        attempts = self._state.fail(live, transition)
-        self._history.note(live.id, note)
-        if attempts > self._strategies.max_attempts:
-            self._end_queued(live, AbortReason.ENGINE_FAILED)
+    def _retry(self, trajectory: LiveTrajectory, transition: Transition, note: str) -> None:
+        """Queue a trajectory again, or abort it after too many failures."""
+        num_failures = self._state.requeue_failed(trajectory, transition)
+        self._decision_log.note(trajectory.id, note)
+        if num_failures > self._strategies.max_failures:
+            self._abort_queued(trajectory, AbortReason.ENGINE_FAILED)
 
-    def _end_queued(self, live: LiveTrajectory, reason: AbortReason) -> None:
-        """End a queued trajectory, and its group if too few are left."""
-        if not live.is_eval:
-            self._discard(self._state.abort(live.group, reason, live.id))
+    def _abort_queued(self, trajectory: LiveTrajectory, reason: AbortReason) -> None:
+        """Abort a queued trajectory, and its group if too few members are left."""
+        if not trajectory.is_evaluation:
+            self._issuer.discard(self._state.abort(trajectory.group, reason, trajectory.id))
             return
-        self._history.note(live.id, f"given up: {reason.value}")
-        if self._state.end_eval_trajectory(live):
-            self._finish_evaluation()
-
-    def _finish_evaluation(self, *, abandoned: bool = False) -> None:
-        """End the running evaluation, and summarize it."""
-        evaluation, unpinned = self._state.close_evaluation()
-        self._stop(unpinned)
-        self._commands.append(
-            FinishEvaluation(
-                evaluation=evaluation.number,
-                version=evaluation.evaluated_version,
-                failed=tuple(evaluation.failed),
-                abandoned=abandoned,
-                cause=self._history.cause,
-            )
-        )
-
-    def _discard(self, ended: tuple[DiscardedTrajectory, ...]) -> None:
-        """Stop those that still run, and tell the store how all of them ended."""
-        self._stop(ended)
-        if ended:
-            endings, versions = tuple(t.ending for t in ended), tuple(t.v_traj for t in ended)
-            self._commands.append(Discard(endings=endings, versions=versions, cause=self._history.cause))
-
-    def _stop(self, ended: tuple[DiscardedTrajectory, ...]) -> None:
-        """Stop what still runs or acts of trajectories that have ended."""
-        cause = self._history.cause
-        for trajectory in ended:
-            ending = trajectory.ending
-            if trajectory.running_on is not None:
-                self._commands.append(
-                    Abort(
-                        trajectory=ending.trajectory,
-                        route_number=trajectory.route_number,
-                        instance=trajectory.running_on,
-                        cause=cause,
-                    )
-                )
-            self._release_cache(ending.trajectory, trajectory.cached_on)
-            if trajectory.environment_open:
-                self._commands.append(CloseEnvironment(trajectory=ending.trajectory, cause=cause))
-            self.forecast.forget(ending.group)
-            self._history.note(ending.trajectory, f"{ending.fate.value}: {ending.reason.value}")
-
-    def _release_cache(self, trajectory: TrajectoryId, cached_on: InstanceId | None) -> None:
-        if cached_on is not None:
-            self._commands.append(ReleaseCache(trajectory=trajectory, instance=cached_on, cause=self._history.cause))
+        self._decision_log.note(trajectory.id, f"aborted: {reason.value}")
+        if self._state.end_evaluation_trajectory(trajectory):
+            self._issuer.finish_evaluation()

@@ -1,4 +1,4 @@
-"""Records decisions for display: the story of each trajectory, and why work had to wait. Pure, bounded."""
+"""Logs decisions for display: the story of each trajectory, and why trajectories had to wait. Pure, bounded."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections import deque
 from staleflow.pipeline.coordination.events import TrajectoryInterrupted, TrajectorySampled
 from staleflow.stores.trajectory import TrajectoryId
 
-STORY_LINES = 200_000
-"""Lines kept for `story`: about 40,000 trajectories of five lines each, some tens of megabytes."""
+MAX_NOTES = 200_000
+"""Number of notes kept for `story`: about 40,000 trajectories of five notes each, some tens of megabytes."""
 
-HAPPENED = ("arrived", "sampled", "reward")
-"""Beginnings of the notes about what happened, as opposed to what was decided."""
+EVENT_NOTES = ("arrived", "sampled", "reward")
+"""Prefixes of the notes about events; all others are about decisions."""
 
 
 class DecisionLog:
@@ -22,35 +22,37 @@ class DecisionLog:
         self.now = 0.0
         self.cause = ""
         self.refusals: dict[str, int] = {}
-        self._log: deque[tuple[TrajectoryId, float, str, str]] = deque(maxlen=STORY_LINES)
-        self._followed: TrajectoryId | None = None
+        self._notes: deque[tuple[TrajectoryId, float, str, str]] = deque(maxlen=MAX_NOTES)
+        self._followed_trajectory: TrajectoryId | None = None
 
     def follow(self, trajectory: TrajectoryId) -> None:
         """Keep notes of this trajectory only, without a limit on their number."""
-        self._followed = trajectory
+        self._followed_trajectory = trajectory
 
     def note(self, trajectory: TrajectoryId, note: str) -> None:
         """Add a line to a trajectory's story."""
-        if self._followed is None or trajectory == self._followed:
-            self._log.append((trajectory, self.now, self.cause, note))
+        if self._followed_trajectory is None or trajectory == self._followed_trajectory:
+            self._notes.append((trajectory, self.now, self.cause, note))
 
-    def refused(self, trajectory: TrajectoryId, why: str, *, again: bool) -> None:
-        """Count a refusal. Of repeated refusals for one reason, only the first is added to the story."""
-        self.refusals[why] = self.refusals.get(why, 0) + 1
-        if not again:
-            self.note(trajectory, f"waits: {why}")
+    def count_refusal(self, trajectory: TrajectoryId, reason: str, *, is_new: bool) -> None:
+        """Count a refusal to route a trajectory. is_new: whether its previous refusal had another reason; only then it
+        is added to the story."""
+        self.refusals[reason] = self.refusals.get(reason, 0) + 1
+        if is_new:
+            self.note(trajectory, f"waits: {reason}")
 
-    def latest(self, count: int) -> list[tuple[float, int, str, str]]:
-        """The latest decisions, newest first: (seconds, trajectory, what, cause). Notes of mere events are left out."""
-        decided = (entry for entry in reversed(self._log) if not entry[3].startswith(HAPPENED))
-        return [(now, int(who), note, cause) for who, now, cause, note in itertools.islice(decided, count)]
+    def latest_decisions(self, count: int) -> list[tuple[float, int, str, str]]:
+        """The latest decisions, newest first: (seconds, trajectory, decision, cause). Notes about events are left
+        out."""
+        decisions = (entry for entry in reversed(self._notes) if not entry[3].startswith(EVENT_NOTES))
+        return [(now, int(member), note, cause) for member, now, cause, note in itertools.islice(decisions, count)]
 
     def story(self, trajectory: TrajectoryId) -> list[str]:
-        """The notes of a trajectory, in order: one line "time  what  (cause)" each."""
-        return [f"{now:9.3f} s  {note}  ({cause})" for who, now, cause, note in self._log if who == trajectory]
+        """The notes of a trajectory, in order: one line "time  note  (cause)" each."""
+        return [f"{now:9.3f} s  {note}  ({cause})" for member, now, cause, note in self._notes if member == trajectory]
 
 
-def tokens_sampled(event: TrajectorySampled | TrajectoryInterrupted) -> str:
+def format_sampled_tokens(event: TrajectorySampled | TrajectoryInterrupted) -> str:
     """Format a trajectory's number of tokens, and how many draft tokens were accepted since it was routed, if any were
     verified."""
     text = f"{event.tokens} tokens"

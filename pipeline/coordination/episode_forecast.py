@@ -1,4 +1,4 @@
-"""Forecasts which share of an episode's tokens is sampled; the others are observations. Pure.
+"""Forecasts which share of an episode's tokens is sampled. The other tokens are observations. Pure.
 
 The share is an exponential moving average over finished episodes.
 """
@@ -24,6 +24,6 @@ class EpisodeForecast:
         self._tokens = self._tokens * decay + tokens
         self._observation_tokens = self._observation_tokens * decay + observation_tokens
 
-    def expected_sampled(self, tokens: float) -> float:
+    def expected_sampled_tokens(self, tokens: float) -> float:
         """Expected number of sampled tokens among the next `tokens` of a trajectory."""
         return tokens * (1 - self._observation_tokens / self._tokens) if self._tokens else tokens

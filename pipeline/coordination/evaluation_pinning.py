@@ -3,29 +3,31 @@ them. Pure."""
 
 from __future__ import annotations
 
-from staleflow.pipeline.coordination.evaluations import EvaluationSlots, slots_of_share
+from staleflow.pipeline.coordination.evaluations import EvaluationSlots, compute_slots
 from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.route_planner import RoutePlanner
-from staleflow.pipeline.coordination.state import CoordinatorState
+from staleflow.pipeline.coordination.state_view import StateView
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.coordination.work_queue import EVALUATION
 from staleflow.stores.errors import ProtocolViolation
 
 
-class EvaluationPinning:
+class PinPlanner:
     """Proposes instances to pin for an evaluation. They keep serving the evaluated version.
 
-    It only reads the coordinator's state, which coordination/evaluations.py describes; the coordinator carries out its
-    proposals. share: the part of the fleet's slots (`max_running` of each instance) that an evaluation may use while
-    the run trains. A pinned instance gives it all of its slots while training has nothing to sample at its version.
+    It only reads the coordinator's state (coordination/evaluations.py); the coordinator carries out its proposals.
+
+    slot_share: the part of the fleet's slots (`max_running` of each instance) that an evaluation may use while
+    the run trains. A pinned instance gives the evaluation all of its slots while training has nothing to sample at its
+    version.
     """
 
-    def __init__(self, state: CoordinatorState, planner: RoutePlanner, share: float) -> None:
+    def __init__(self, state: StateView, route_planner: RoutePlanner, slot_share: float) -> None:
         self._state = state
-        self._planner = planner
-        self._share = share
+        self._route_planner = route_planner
+        self._slot_share = slot_share
 
-    def choose_pins(self) -> list[Instance]:
+    def choose_instances_to_pin(self) -> list[Instance]:
         """Choose the instances to pin now; some may have to pull the published version first.
 
         Those that need no pull come first, then those with the fewest KV tokens.
@@ -38,17 +40,18 @@ class EvaluationPinning:
         slots = self._slots
         num_needed = slots.instances
         if not self._training_done:
-            num_needed = min(num_needed, -(-evaluation.to_sample // slots.per_instance))
+            num_needed = min(num_needed, -(-evaluation.num_to_sample // slots.per_instance))
         # An instance that is leaving (max_running 0) samples nothing more; its trajectories go back into the queue.
         num_missing = num_needed - sum(
-            instance is not None and instance.max_running > 0 for instance in map(fleet.get, evaluation.pinned)
+            instance is not None and instance.max_running > 0
+            for instance in map(fleet.get, evaluation.pinned_instances)
         )
         if num_missing <= 0:
             return []
         candidates = [
             instance
             for instance in fleet
-            if instance.instance not in evaluation.pinned
+            if instance.id not in evaluation.pinned_instances
             and instance.max_running > 0
             and (instance.version == version or (version == published and not instance.pulling))
         ]
@@ -64,7 +67,7 @@ class EvaluationPinning:
             and instance.version < self._state.ledger.version
         )
 
-    def choose_instance(self, live: LiveTrajectory) -> Instance | str:
+    def choose_instance(self, trajectory: LiveTrajectory) -> Instance | str:
         """Choose the pinned instance for a trajectory of the evaluation, or return the reason why it has to wait.
 
         Its last instance is preferred, where its context may be cached, then the one with the fewest trajectories of
@@ -72,23 +75,23 @@ class EvaluationPinning:
         """
         evaluation, per_instance = self._state.evaluation, self._slots.per_instance
         if evaluation is None:
-            raise ProtocolViolation(f"{live.id} is queued for an evaluation, but none is running")
-        if evaluation.evaluated_version >= 0 and not self._planner.has_routable(evaluation.evaluated_version):
+            raise ProtocolViolation(f"{trajectory.id} is queued for an evaluation, but none is running")
+        if evaluation.evaluated_version >= 0 and not self._route_planner.can_receive_work(evaluation.evaluated_version):
             per_instance = max((instance.max_running for instance in self._state.fleet), default=per_instance)
         candidates = [
             instance
-            for name in evaluation.pinned
-            if (instance := self._state.fleet.get(name)) is not None
+            for instance_id in evaluation.pinned_instances
+            if (instance := self._state.fleet.get(instance_id)) is not None
             and instance.version == evaluation.evaluated_version
             and instance.num_eval_running < per_instance
             and instance.num_running < instance.max_running
-            and (instance.kv_tokens + live.kv_tokens <= instance.kv_capacity or not instance.trajectories)
+            and (instance.kv_tokens + trajectory.kv_tokens <= instance.kv_capacity or not instance.trajectories)
         ]
         if not candidates:
-            return "no place for the evaluation"
+            return "no slot for the evaluation"
         return min(
             candidates,
-            key=lambda instance: (instance.instance != live.cached_on, instance.num_eval_running, instance.row),
+            key=lambda instance: (instance.id != trajectory.cached_instance, instance.num_eval_running, instance.row),
         )
 
     @property
@@ -98,7 +101,7 @@ class EvaluationPinning:
         if (
             evaluation is None
             or evaluation.evaluated_version < 0
-            or not evaluation.to_sample
+            or not evaluation.num_to_sample
             or evaluation.evaluated_version == state.ledger.version
         ):
             return False
@@ -115,5 +118,5 @@ class EvaluationPinning:
     def _slots(self) -> EvaluationSlots:
         fleet = self._state.fleet
         limits = [instance.max_running for instance in fleet]
-        share = 1.0 if self._training_done else self._share
-        return slots_of_share(share, len(limits), max(limits, default=1))
+        share = 1.0 if self._training_done else self._slot_share
+        return compute_slots(share, len(limits), max(limits, default=1))

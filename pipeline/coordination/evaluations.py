@@ -6,7 +6,7 @@ training step waits for them or consumes them. A few instances are *pinned*: the
 pull until they have nothing more to sample for it. The others pull as usual.
 
 - Training does not starve: an evaluation has at most a share of the fleet's slots (running requests). As few instances
-  as have so many slots are pinned, since each of them lags behind for as long as its longest response takes. Within its
+  as possible are pinned, since each of them lags behind for as long as its longest response takes. Within its
   slots an evaluation comes first: the sooner it is over, the sooner its instances pull. A pinned instance that training
   cannot use, since the staleness bound allows no more work at its version, gives all of its slots to the evaluation.
   After the last training step it has the whole fleet.
@@ -38,13 +38,13 @@ class RunningEvaluation:
     number: int
     members: set[TrajectoryId]
     """Its trajectories that have not ended."""
-    to_sample: int
-    """Number of these that are not completely sampled yet."""
+    num_to_sample: int
+    """Number of members that are not completely sampled yet."""
     evaluated_version: PolicyVersion = PolicyVersion(-1)
     """The evaluated version; -1 until an instance is pinned."""
-    pinned: dict[InstanceId, None] = field(default_factory=dict)
+    pinned_instances: dict[InstanceId, None] = field(default_factory=dict)
     """The pinned instances, in the order of their pinning."""
-    failed: list[TrajectoryId] = field(default_factory=list)
+    failed_trajectories: list[TrajectoryId] = field(default_factory=list)
     """Trajectories that ended without a score."""
 
 
@@ -53,76 +53,87 @@ class MutableEvaluations:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self.current: RunningEvaluation | None = None
+        self.running: RunningEvaluation | None = None
 
-    def begin(self, number: int, groups: Iterable[NewGroup], members: int, now: float) -> list[LiveTrajectory]:
-        """Start an evaluation. Returns its trajectories, one per group. members: ids of each group's members."""
-        if self.current is not None:
-            raise ProtocolViolation(f"evaluation {number} is requested, but {self.current.number} is running")
-        lives = [
+    def begin(
+        self, number: int, groups: Iterable[NewGroup], members_per_group: int, now: float
+    ) -> list[LiveTrajectory]:
+        """Start an evaluation. Returns its trajectories, one per group. members_per_group: number of ids that each
+        group has."""
+        if self.running is not None:
+            raise ProtocolViolation(f"evaluation {number} is requested, but {self.running.number} is running")
+        trajectories = [
             LiveTrajectory(
-                id=TrajectoryId(new.group * members), group=new.group, prompt_tokens=new.prompt_tokens, since=now
+                id=TrajectoryId(group.group * members_per_group),
+                group=group.group,
+                prompt_tokens=group.prompt_tokens,
+                phase_since=now,
             )
-            for new in groups
+            for group in groups
         ]
-        ids = {live.id for live in lives}
-        if len(ids) < len(lives) or not all(live.is_eval for live in lives):
+        ids = {trajectory.id for trajectory in trajectories}
+        if len(ids) < len(trajectories) or not all(trajectory.is_evaluation for trajectory in trajectories):
             raise ProtocolViolation(f"evaluation {number} needs groups of its own, with negative numbers")
-        self.current = RunningEvaluation(number=number, members=ids, to_sample=len(ids))
-        return lives
+        self.running = RunningEvaluation(number=number, members=ids, num_to_sample=len(ids))
+        return trajectories
 
     def pin(self, instance: Instance) -> None:
         """Pin an instance to the version it serves, which becomes the evaluated version."""
-        evaluation = self._require()
+        evaluation = self._require_running()
         if evaluation.evaluated_version not in {-1, instance.version}:
             raise ProtocolViolation(
-                f"{instance.instance} at version {instance.version} for one of {evaluation.evaluated_version}"
+                f"{instance.id} at version {instance.version} cannot be pinned for an evaluation of version "
+                f"{evaluation.evaluated_version}"
             )
         evaluation.evaluated_version = instance.version
-        evaluation.pinned[instance.instance] = None
+        evaluation.pinned_instances[instance.id] = None
 
-    def unpin_idle(self) -> list[Instance]:
+    def unpin_idle_instances(self) -> list[Instance]:
         """Unpin the instances that have nothing more to sample for the evaluation, and return them."""
-        evaluation = self.current
-        if evaluation is None or not evaluation.pinned:
+        evaluation = self.running
+        if evaluation is None or not evaluation.pinned_instances:
             return []
-        instances = [instance for name in evaluation.pinned if (instance := self._fleet.get(name)) is not None]
-        if evaluation.to_sample > sum(instance.num_eval_running for instance in instances):
-            return []  # the others are queued, or will come back from their environment
+        instances = [
+            instance
+            for instance_id in evaluation.pinned_instances
+            if (instance := self._fleet.get(instance_id)) is not None
+        ]
+        if evaluation.num_to_sample > sum(instance.num_eval_running for instance in instances):
+            return []  # the others are queued or in their environments
         idle = [instance for instance in instances if not instance.num_eval_running]
         for instance in idle:
-            del evaluation.pinned[instance.instance]
+            del evaluation.pinned_instances[instance.id]
         return idle
 
-    def remove(self, instance: InstanceId) -> None:
+    def unpin_lost(self, instance: InstanceId) -> None:
         """Unpin a lost instance. Another one may join under its name later."""
-        if self.current is not None:
-            self.current.pinned.pop(instance, None)
+        if self.running is not None:
+            self.running.pinned_instances.pop(instance, None)
 
-    def sampled(self, live: LiveTrajectory) -> None:
+    def count_sampled(self, trajectory: LiveTrajectory) -> None:
         """Record that a trajectory is completely sampled, if it belongs to the evaluation."""
-        if live.is_eval:
-            self._require().to_sample -= 1
+        if trajectory.is_evaluation:
+            self._require_running().num_to_sample -= 1
 
-    def end(self, live: LiveTrajectory, *, scored: bool) -> bool:
+    def end_trajectory(self, trajectory: LiveTrajectory, *, scored: bool) -> bool:
         """Record that a trajectory of the evaluation has ended. Returns True if it was the last. scored: whether it has
         a score."""
-        evaluation = self._require()
+        evaluation = self._require_running()
         if not scored:
-            self.sampled(live)
-            evaluation.failed.append(live.id)
-        evaluation.members.discard(live.id)
+            self.count_sampled(trajectory)
+            evaluation.failed_trajectories.append(trajectory.id)
+        evaluation.members.discard(trajectory.id)
         return not evaluation.members
 
     def close(self) -> RunningEvaluation:
         """End the running evaluation and return it."""
-        evaluation, self.current = self._require(), None
+        evaluation, self.running = self._require_running(), None
         return evaluation
 
-    def _require(self) -> RunningEvaluation:
-        if self.current is None:
+    def _require_running(self) -> RunningEvaluation:
+        if self.running is None:
             raise ProtocolViolation("no evaluation is running")
-        return self.current
+        return self.running
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,12 +145,12 @@ class EvaluationSlots:
     per_instance: int
 
 
-def slots_of_share(share: float, num_instances: int, max_running: int) -> EvaluationSlots:
+def compute_slots(share: float, num_instances: int, max_running: int) -> EvaluationSlots:
     """The slots of an evaluation with a share of all instances: on as few instances as provide that many.
 
-    >>> slots_of_share(0.25, 3, 64)
+    >>> compute_slots(0.25, 3, 64)
     EvaluationSlots(instances=1, per_instance=48)
-    >>> slots_of_share(0.25, 16, 64)
+    >>> compute_slots(0.25, 16, 64)
     EvaluationSlots(instances=4, per_instance=64)
     """
     instances = max(1, math.ceil(share * num_instances))

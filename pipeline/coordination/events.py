@@ -213,7 +213,7 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingContinued:
-    """The queue is served further: an earlier event has routed as many trajectories as one event may."""
+    """Routing of the queue continues, since an earlier event has routed as many trajectories as one event may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

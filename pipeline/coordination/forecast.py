@@ -1,9 +1,9 @@
 """Forecasts of response lengths, learned during the run. Pure; deterministic in the order of observations.
 
-Two sources. The lengths of the latest finished trajectories: for one that has reached `tokens` already, the expected
-length is the mean of those that are longer; with a heavy tail its expected rest grows the longer it has run. And the
-finished members of its group: if lengths within a group are alike (measured as the correlation of log lengths, not
-assumed), they scale the forecast for the others.
+A forecast uses two sources. The first is the lengths of the latest finished trajectories: a trajectory that has reached
+`tokens` is expected to get the mean length of the longer ones. If the lengths have a heavy tail, its expected remaining
+length grows while it runs. The second is the finished members of its group: if lengths within groups are correlated,
+which is measured on log lengths, they scale the forecast for the other members.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from itertools import accumulate
 from staleflow.pipeline.coordination.episode_forecast import EpisodeForecast
 from staleflow.stores.trajectory import GroupId
 
-WINDOW = 4096
-"""Number of finished lengths kept: enough for one in a thousand to appear, few enough to follow a policy that
-drifts."""
+WINDOW_LENGTHS = 4096
+"""Number of finished lengths kept: enough to contain rare long ones, few enough to follow a policy
+that changes."""
 MIN_LENGTHS = 32
-"""Least number of finished lengths to forecast from: the first to finish are the short ones."""
-REFRESH = 0.02
+"""Least number of finished lengths for a forecast, since the first trajectories to finish are short."""
+REFRESH_SHARE = 0.02
 """Share of new lengths after which the sums over the sorted window are computed again."""
 
 
 @dataclass(slots=True)
-class _Siblings:
+class _FinishedMembers:
+    """The finished members of a group. log_sum: sum of the logarithms of their lengths."""
+
     count: int = 0
     log_sum: float = 0.0
 
@@ -38,33 +40,33 @@ class LengthForecast:
     def __init__(self, max_tokens: int) -> None:
         self.episodes = EpisodeForecast()
         self._max_tokens = max_tokens
-        self._latest: deque[int] = deque()
-        self._sorted: list[int] = []
-        # Of the sorted window at the last refresh, and the sums of its tails: tails[i] = sum(lengths[i:]).
+        self._latest_lengths: deque[int] = deque()
+        self._sorted_lengths: list[int] = []
+        # The sorted window at the last refresh, and the sums of its tails: tail_sums[i] = sum(lengths[i:]).
         self._lengths: list[int] = []
-        self._tails: list[int]
-        self._squares: int
-        self._since_refresh = 0
-        self._groups: dict[GroupId, _Siblings] = {}
-        self._log_count, self._log_mean, self._log_square = 0, 0.0, 0.0
-        self._pair_count, self._pair_product = 0, 0.0
+        self._tail_sums: list[int]
+        self._square_sum: int
+        self._num_since_refresh = 0
+        self._finished_members: dict[GroupId, _FinishedMembers] = {}
+        self._log_count, self._log_mean, self._log_square_sum = 0, 0.0, 0.0
+        self._pair_count, self._pair_product_sum = 0, 0.0
 
     # -- updating ------------------------------------------------------------------------------------------------
 
     def observe(self, group: GroupId, length: int) -> None:
         """Add the length of a trajectory that was not truncated."""
-        self._latest.append(length)
-        insort(self._sorted, length)
-        if len(self._latest) > WINDOW:
-            del self._sorted[bisect_right(self._sorted, self._latest.popleft()) - 1]
-        self._since_refresh += 1
-        if self._since_refresh > REFRESH * len(self._lengths):
+        self._latest_lengths.append(length)
+        insort(self._sorted_lengths, length)
+        if len(self._latest_lengths) > WINDOW_LENGTHS:
+            del self._sorted_lengths[bisect_right(self._sorted_lengths, self._latest_lengths.popleft()) - 1]
+        self._num_since_refresh += 1
+        if self._num_since_refresh > REFRESH_SHARE * len(self._lengths):
             self._refresh()
-        self._learn_siblings(group, math.log(max(1, length)))
+        self._update_correlation(group, math.log(max(1, length)))
 
-    def forget(self, group: GroupId) -> None:
+    def remove_group(self, group: GroupId) -> None:
         """Drop the lengths of an ended group."""
-        self._groups.pop(group, None)
+        self._finished_members.pop(group, None)
 
     # -- forecasting ---------------------------------------------------------------------------------------------
 
@@ -74,61 +76,63 @@ class LengthForecast:
         return len(self._lengths) >= MIN_LENGTHS
 
     def expected_remaining(self, group: GroupId, tokens: int) -> float:
-        """Expected number of further tokens of a trajectory with `tokens` so far; half of the allowed ones while too
-        few lengths are known."""
+        """Expected number of further tokens of a trajectory with `tokens` so far; half of the allowed ones while
+        there are too few lengths."""
         max_remaining = max(1, self._max_tokens - tokens)
         if not self.has_enough_lengths:
             return max_remaining / 2
-        scale = self._scale(group)
-        first_longer = bisect_right(self._lengths, tokens / scale)
+        factor = self._length_factor(group)
+        first_longer = bisect_right(self._lengths, tokens / factor)
         num_longer = len(self._lengths) - first_longer
         if not num_longer:
             return max_remaining / 2
-        mean_longer = self._tails[first_longer] / num_longer
-        return min(float(max_remaining), max(1.0, mean_longer * scale - tokens))
+        mean_longer = self._tail_sums[first_longer] / num_longer
+        return min(float(max_remaining), max(1.0, mean_longer * factor - tokens))
 
     @property
     def mean_position(self) -> float:
         """Mean over all sampled tokens of their position in the response: E[L^2] / (2 E[L])."""
         if not self.has_enough_lengths:
             return self._max_tokens / 4
-        return self._squares / (2 * self._tails[0])
+        return self._square_sum / (2 * self._tail_sums[0])
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------------------------
 
     def _refresh(self) -> None:
-        self._since_refresh = 0
-        self._lengths = list(self._sorted)
-        self._tails = list(accumulate(reversed(self._lengths)))[::-1]
-        self._squares = sum(n * n for n in self._lengths)
+        self._num_since_refresh = 0
+        self._lengths = list(self._sorted_lengths)
+        self._tail_sums = list(accumulate(reversed(self._lengths)))[::-1]
+        self._square_sum = sum(n * n for n in self._lengths)
 
-    def _learn_siblings(self, group: GroupId, log_length: float) -> None:
+    def _update_correlation(self, group: GroupId, log_length: float) -> None:
         self._log_count += 1
         delta = log_length - self._log_mean
         self._log_mean += delta / self._log_count
-        self._log_square += delta * (log_length - self._log_mean)
-        siblings = self._groups.setdefault(group, _Siblings())
-        if siblings.count:
+        self._log_square_sum += delta * (log_length - self._log_mean)
+        finished = self._finished_members.setdefault(group, _FinishedMembers())
+        if finished.count:
             self._pair_count += 1
-            self._pair_product += (log_length - self._log_mean) * (siblings.log_sum / siblings.count - self._log_mean)
-        siblings.count += 1
-        siblings.log_sum += log_length
+            self._pair_product_sum += (log_length - self._log_mean) * (
+                finished.log_sum / finished.count - self._log_mean
+            )
+        finished.count += 1
+        finished.log_sum += log_length
 
     @property
     def _correlation(self) -> float:
         """Correlation of log lengths within a group, -1 to 1: how well finished members predict the others."""
-        if self._pair_count < MIN_LENGTHS or self._log_square <= 0:
+        if self._pair_count < MIN_LENGTHS or self._log_square_sum <= 0:
             return 0.0
-        correlation = (self._pair_product / self._pair_count) / (self._log_square / self._log_count)
+        correlation = (self._pair_product_sum / self._pair_count) / (self._log_square_sum / self._log_count)
         return max(-1.0, min(1.0, correlation))
 
-    def _scale(self, group: GroupId) -> float:
-        """The factor that a group's finished members imply for the others: the best linear guess in log lengths. The
-        spread that they explain no longer raises the mean (of a lognormal: half its variance)."""
-        siblings = self._groups.get(group)
+    def _length_factor(self, group: GroupId) -> float:
+        """The factor by which a group's finished members change the forecast for the others: the best linear prediction
+        in log lengths. The variance that they explain no longer raises the mean of a lognormal distribution."""
+        finished = self._finished_members.get(group)
         correlation = self._correlation
-        if siblings is None or correlation <= 0.05:
+        if finished is None or correlation <= 0.05:
             return 1.0
-        weight = siblings.count * correlation / (1 + (siblings.count - 1) * correlation)
-        explained = weight * correlation * self._log_square / self._log_count
-        return math.exp(weight * (siblings.log_sum / siblings.count - self._log_mean) - explained / 2)
+        weight = finished.count * correlation / (1 + (finished.count - 1) * correlation)
+        explained_variance = weight * correlation * self._log_square_sum / self._log_count
+        return math.exp(weight * (finished.log_sum / finished.count - self._log_mean) - explained_variance / 2)

@@ -1,16 +1,16 @@
 """Chooses the source of the next prompts in a run with several task sources. Pure.
 
-A source's ratio is one of what is *trained*, not of what is drawn. If half of a source's groups are filtered, twice as
-many are drawn. The only inputs are what was drawn, what of that was trained on and what was not, and what is in
-flight.
+A source's ratio is its share of the groups that are *trained on*, not of the groups that are drawn. If half of a
+source's groups are filtered, twice as many are drawn. The only inputs are the numbers of groups that were drawn,
+trained on, filtered and aborted, and the groups in flight.
 
 - Each trained group gives every source credit by its ratio, and takes one from its own source. A source's credit is the
   number of groups by which it lags behind.
-- The next group is drawn from the source that will lag most once everything in flight has ended, if of each source as
-  large a share can be trained on as lately. That share is only a forecast: credit corrects what it gets wrong.
-- A source counts as failing once `PATIENCE` groups of it in a row were filtered or failed. A notice names it, one draw
-  in `PROBE` goes to failing sources, and the others share the rest by their ratios. One trained group ends that; the
-  source then catches up by `PATIENCE` groups at most.
+- The next group is drawn from the source that will lag most once all groups in flight have ended, if the recent share
+  of usable groups stays the same for each source. Credit corrects the error of this forecast.
+- A source counts as failing once `MAX_USELESS_GROUPS` of its groups in a row were filtered or failed. A notice names
+  it, one draw in `PROBE_PERIOD` is from a failing source, and the other sources share the rest by their ratios. After
+  one trained group it no longer counts as failing, and catches up by `MAX_USELESS_GROUPS` groups at most.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from staleflow.stores.metrics import SOURCE_PREFIX
 from staleflow.stores.trajectories.records import SourceState
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId
 
-PATIENCE = 64
+MAX_USELESS_GROUPS = 64
 """Number of consecutive groups that cannot be trained on after which a source counts as failing. If one group in ten of
 a source can be trained on, that happens once in 8,500 groups."""
-PROBE = 16
-"""One draw in PROBE is from a failing source, while others are not failing."""
-UPDATE = 1 / 32
+PROBE_PERIOD = 16
+"""One draw in PROBE_PERIOD is from a failing source, while others are not failing."""
+USABLE_SHARE_WEIGHT = 1 / 32
 """Weight of the latest group in a source's `usable_share`."""
 MIN_USABLE_SHARE = 1 / 256
 """Lower limit of `usable_share` in forecasts, so that groups in flight always count."""
@@ -38,8 +38,8 @@ FAILURES = frozenset({AbortReason.ENGINE_FAILED, AbortReason.ENVIRONMENT_FAILED,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedSource:
-    """A source of a mixture. ratio: its share of trained groups, relative to the other sources."""
+class MixtureSource:
+    """Settings of a source of a mixture. ratio: its share of trained groups, relative to the other sources."""
 
     name: str
     ratio: float
@@ -47,12 +47,12 @@ class MixedSource:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Source:
-    """A source and its counts; those of `SourceState` mean the same."""
+class _SourceProgress:
+    """A source, its counts and its groups in flight. Fields with names of `SourceState` mean the same."""
 
-    settings: MixedSource
-    weight: float
-    """Its ratio over the sum of all."""
+    source: MixtureSource
+    target_share: float
+    """Its ratio over the sum of all ratios."""
     num_drawn: int = 0
     num_trained: int = 0
     num_filtered: int = 0
@@ -60,34 +60,36 @@ class _Source:
     credit: float = 0.0
     usable_share: float = 1.0
     num_useless: int = 0
-    sampler: dict[str, list[float]] = field(default_factory=dict)
-    in_flight: dict[GroupId, int] = field(default_factory=dict)
+    sampler_state: dict[str, list[float]] = field(default_factory=dict)
+    tasks_in_flight: dict[GroupId, int] = field(default_factory=dict)
     """Task of each group that has arrived and not ended."""
-    requested: list[int] = field(default_factory=list)
+    requested_tasks: list[int] = field(default_factory=list)
     """Tasks whose prompts have not arrived."""
-    rewards: dict[GroupId, float] = field(default_factory=dict)
-    """Mean reward of groups in flight that are complete."""
-    scored: list[float] = field(default_factory=list)
-    trained: list[float] = field(default_factory=list)
-    """Rewards of groups that were scored, and that were trained on, since the latest step's metrics."""
+    mean_rewards: dict[GroupId, float] = field(default_factory=dict)
+    """Mean reward of each complete group in flight."""
+    scored_rewards: list[float] = field(default_factory=list)
+    """Mean rewards of groups that were scored since the latest step's metrics."""
+    trained_rewards: list[float] = field(default_factory=list)
+    """Mean rewards of groups that were trained on since the latest step's metrics."""
 
     @property
     def failing(self) -> bool:
-        return self.num_useless >= PATIENCE
+        """Whether its latest groups could all not be trained on."""
+        return self.num_useless >= MAX_USELESS_GROUPS
 
     @property
-    def forecast(self) -> float:
-        """Groups expected to be trained on of what is drawn and has not ended."""
-        return (len(self.in_flight) + len(self.requested)) * max(MIN_USABLE_SHARE, self.usable_share)
+    def expected_trained(self) -> float:
+        """Expected number of groups that will be trained on, of the groups in flight and requested."""
+        return (len(self.tasks_in_flight) + len(self.requested_tasks)) * max(MIN_USABLE_SHARE, self.usable_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceView:
-    """Counts of a source for display. Shares are of all sources' groups so far."""
+class SourceCounts:
+    """Counts of a source for display. Shares are of the groups of all sources so far."""
 
     name: str
     ratio: float
-    """Its ratio over the sum of all."""
+    """Its ratio over the sum of all ratios."""
     drawn_share: float
     trained_share: float
     num_drawn: int
@@ -106,22 +108,22 @@ class SourceView:
         )
 
 
-def source_views(ratios: Mapping[str, float], states: Sequence[SourceState]) -> tuple[SourceView, ...]:
+def count_by_source(ratios: Mapping[str, float], states: Sequence[SourceState]) -> tuple[SourceCounts, ...]:
     """Counts of each source for display. ratios: by source name. states: stored states of the sources; empty if there
     are none."""
-    weights = sum(ratios.values())
-    drawn, trained = max(1, sum(s.num_drawn for s in states)), max(1, sum(s.num_trained for s in states))
+    ratio_sum = sum(ratios.values())
+    num_drawn, num_trained = max(1, sum(s.num_drawn for s in states)), max(1, sum(s.num_trained for s in states))
     return tuple(
-        SourceView(
+        SourceCounts(
             name=name,
-            ratio=ratio / weights,
-            drawn_share=state.num_drawn / drawn,
-            trained_share=state.num_trained / trained,
+            ratio=ratio / ratio_sum,
+            drawn_share=state.num_drawn / num_drawn,
+            trained_share=state.num_trained / num_trained,
             num_drawn=state.num_drawn,
             num_trained=state.num_trained,
             num_filtered=state.num_filtered,
             num_aborted=state.num_aborted,
-            failing=state.num_useless >= PATIENCE,
+            failing=state.num_useless >= MAX_USELESS_GROUPS,
         )
         for (name, ratio), state in zip(ratios.items(), states, strict=bool(states))
     )
@@ -130,11 +132,11 @@ def source_views(ratios: Mapping[str, float], states: Sequence[SourceState]) -> 
 class Mixture:
     """Chooses the source and task of each prompt in one run. seed: the job's."""
 
-    def __init__(self, sources: Sequence[MixedSource], seed: int) -> None:
-        total = sum(source.ratio for source in sources)
-        self._sources = [_Source(settings=source, weight=source.ratio / total) for source in sources]
+    def __init__(self, sources: Sequence[MixtureSource], seed: int) -> None:
+        ratio_sum = sum(source.ratio for source in sources)
+        self._sources = [_SourceProgress(source=source, target_share=source.ratio / ratio_sum) for source in sources]
         self._seed = seed
-        self._source_of: dict[GroupId, _Source] = {}
+        self._source_of: dict[GroupId, _SourceProgress] = {}
         self._notices: list[str] = []
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -151,7 +153,7 @@ class Mixture:
                 credit=s.credit,
                 usable_share=s.usable_share,
                 num_useless=s.num_useless,
-                sampler={name: list(numbers) for name, numbers in s.sampler.items()},
+                sampler={name: list(numbers) for name, numbers in s.sampler_state.items()},
             )
             for s in self._sources
         )
@@ -160,23 +162,27 @@ class Mixture:
     def tasks_in_flight(self) -> tuple[tuple[int, int, int], ...]:
         """(group, source, task) of each group in flight."""
         return tuple(
-            sorted((int(g), number, task) for number, s in enumerate(self._sources) for g, task in s.in_flight.items())
+            sorted(
+                (int(g), number, task)
+                for number, s in enumerate(self._sources)
+                for g, task in s.tasks_in_flight.items()
+            )
         )
 
-    def views(self) -> tuple[SourceView, ...]:
+    def counts(self) -> tuple[SourceCounts, ...]:
         """Each source's counts."""
-        return source_views({s.settings.name: s.weight for s in self._sources}, self.states)
+        return count_by_source({s.source.name: s.target_share for s in self._sources}, self.states)
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics of each source for a step. Rewards are those since the previous call."""
         metrics: dict[str, float] = {}
-        for source, view in zip(self._sources, self.views(), strict=True):
-            name = f"{SOURCE_PREFIX}{view.name}/"
-            for metric, rewards in (("reward", source.trained), ("reward_scored", source.scored)):
+        for source, counts in zip(self._sources, self.counts(), strict=True):
+            name = f"{SOURCE_PREFIX}{counts.name}/"
+            for metric, rewards in (("reward", source.trained_rewards), ("reward_scored", source.scored_rewards)):
                 if rewards:
                     metrics[name + metric] = sum(rewards) / len(rewards)
-            metrics[f"{name}trained_share"], metrics[f"{name}drawn_share"] = view.trained_share, view.drawn_share
-            source.scored, source.trained = [], []
+            metrics[f"{name}trained_share"], metrics[f"{name}drawn_share"] = counts.trained_share, counts.drawn_share
+            source.scored_rewards, source.trained_rewards = [], []
         return metrics
 
     def take_notices(self) -> list[str]:
@@ -198,39 +204,39 @@ class Mixture:
             source.num_filtered, source.num_aborted = state.num_filtered, state.num_aborted
             source.credit, source.usable_share = state.credit, state.usable_share
             source.num_useless = state.num_useless
-            source.sampler = {name: list(numbers) for name, numbers in state.sampler.items()}
+            source.sampler_state = {name: list(numbers) for name, numbers in state.sampler.items()}
             if source.failing:
-                self._notices.append(f"{_failing(source)}, before the resume")
+                self._notices.append(f"{_failing_notice(source)}, before the resume")
         for group in in_flight:
             self.count_arrived(group.group, group.source, group.task)
-            if group.group < num_groups:  # which is counted already
+            if group.group < num_groups:  # the stored state counts it as drawn
                 self._sources[group.source].num_drawn -= 1
 
     def draw(self, num_groups: int) -> tuple[tuple[int, int], ...]:
         """Choose the next prompts: (source, task) of each. They count as requested until they arrive."""
         draws = []
         for _ in range(num_groups):
-            number = self._next_source()
+            number = self._choose_source()
             source = self._sources[number]
-            task = source.settings.sampler.choose(
+            task = source.source.sampler.choose(
                 Draw(
-                    number=source.num_drawn + len(source.requested),
+                    number=source.num_drawn + len(source.requested_tasks),
                     seed=self._seed,
                     source=number,
-                    in_flight={*source.in_flight.values(), *source.requested},
+                    in_flight={*source.tasks_in_flight.values(), *source.requested_tasks},
                 ),
-                source.sampler,
+                source.sampler_state,
             )
-            source.requested.append(task)
+            source.requested_tasks.append(task)
             draws.append((number, task))
         return tuple(draws)
 
-    def count_arrived(self, group: GroupId, number: int, task: int) -> None:
+    def count_arrived(self, group: GroupId, source_number: int, task: int) -> None:
         """Count a group whose prompt has arrived."""
-        source = self._sources[number]
-        if task in source.requested:
-            source.requested.remove(task)
-        source.in_flight[group] = task
+        source = self._sources[source_number]
+        if task in source.requested_tasks:
+            source.requested_tasks.remove(task)
+        source.tasks_in_flight[group] = task
         self._source_of[group] = source
         source.num_drawn += 1
 
@@ -238,75 +244,75 @@ class Mixture:
         """Record the rewards of a complete group, without those that could not be computed."""
         if rewards:
             source, mean = self._source_of[group], sum(rewards) / len(rewards)
-            source.rewards[group] = mean
-            source.scored.append(mean)
+            source.mean_rewards[group] = mean
+            source.scored_rewards.append(mean)
 
     def count_trained(self, groups: Iterable[GroupId]) -> None:
         """Count groups as trained on."""
         for group in groups:
-            if (reward := self._source_of[group].rewards.get(group)) is not None:
-                self._source_of[group].trained.append(reward)
-            source = self._leave(group)
+            if (reward := self._source_of[group].mean_rewards.get(group)) is not None:
+                self._source_of[group].trained_rewards.append(reward)
+            source = self._remove_group(group)
             if source.failing:
-                self._notices.append(f"task {source.settings.name!r}: a group of it was trained on again")
+                self._notices.append(f"task {source.source.name!r}: a group of it was trained on again")
             source.num_trained += 1
-            source.usable_share += UPDATE * (1 - source.usable_share)
+            source.usable_share += USABLE_SHARE_WEIGHT * (1 - source.usable_share)
             source.num_useless = 0
             source.credit -= 1
-            self._give_credit()
+            self._add_credit()
 
     def count_ended(self, endings: Mapping[GroupId, tuple[Fate, AbortReason]]) -> None:
         """Count groups that have ended without being trained on."""
         for group, (fate, reason) in endings.items():
-            if group not in self._source_of:  # it was trained on, and these are its surplus members
+            if group not in self._source_of:  # it was trained on; these are its surplus members
                 continue
-            source = self._leave(group)
-            failed, filtered = source.failing, fate is Fate.FILTERED
+            source = self._remove_group(group)
+            was_failing, filtered = source.failing, fate is Fate.FILTERED
             source.num_filtered += filtered
             source.num_aborted += not filtered
-            source.usable_share *= 1 - UPDATE
+            source.usable_share *= 1 - USABLE_SHARE_WEIGHT
             source.num_useless += filtered or reason in FAILURES
-            if source.failing and not failed:
-                self._notices.append(f"{_failing(source)}, the latest for the reason {reason.value}")
+            if source.failing and not was_failing:
+                self._notices.append(f"{_failing_notice(source)}, the latest for the reason {reason.value}")
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------------------------
 
-    def _next_source(self) -> int:
-        """The source to draw from."""
+    def _choose_source(self) -> int:
+        """The number of the source to draw from."""
         failing = [n for n, s in enumerate(self._sources) if s.failing]
         healthy = [n for n, s in enumerate(self._sources) if not s.failing] or failing
-        total_drawn = sum(s.num_drawn + len(s.requested) for s in self._sources)
-        if len(healthy) < len(self._sources) and total_drawn % PROBE == PROBE - 1:
-            return failing[total_drawn // PROBE % len(failing)]
-        weights = sum(self._sources[n].weight for n in healthy)
-        num_expected = 1 + sum(self._sources[n].forecast for n in healthy)
+        total_drawn = sum(s.num_drawn + len(s.requested_tasks) for s in self._sources)
+        if len(healthy) < len(self._sources) and total_drawn % PROBE_PERIOD == PROBE_PERIOD - 1:
+            return failing[total_drawn // PROBE_PERIOD % len(failing)]
+        healthy_share = sum(self._sources[n].target_share for n in healthy)
+        num_expected = 1 + sum(self._sources[n].expected_trained for n in healthy)
 
         def lag(number: int) -> float:
             source = self._sources[number]
-            return source.credit + source.weight / weights * num_expected - source.forecast
+            return source.credit + source.target_share / healthy_share * num_expected - source.expected_trained
 
         return max(healthy, key=lambda number: (lag(number), -number))
 
-    def _give_credit(self) -> None:
-        """Give each source its share of a trained group."""
-        weights = sum(s.weight for s in self._sources if not s.failing)
+    def _add_credit(self) -> None:
+        """Add the share of one trained group to the credit of each source."""
+        healthy_share = sum(s.target_share for s in self._sources if not s.failing)
         for source in self._sources:
             if source.failing:
-                source.credit = min(float(PATIENCE), source.credit + source.weight)
+                source.credit = min(float(MAX_USELESS_GROUPS), source.credit + source.target_share)
             else:
-                source.credit += source.weight / weights
+                source.credit += source.target_share / healthy_share
 
-    def _leave(self, group: GroupId) -> _Source:
-        """Take a group out of what is in flight; its sampler learns from it."""
+    def _remove_group(self, group: GroupId) -> _SourceProgress:
+        """Remove a group from the groups in flight, and update its sampler. Returns its source."""
         source = self._source_of.pop(group)
-        task, reward = source.in_flight.pop(group), source.rewards.pop(group, None)
-        source.settings.sampler.learn(task, reward, source.sampler)
+        task, reward = source.tasks_in_flight.pop(group), source.mean_rewards.pop(group, None)
+        source.source.sampler.learn(task, reward, source.sampler_state)
         return source
 
 
-def _failing(source: _Source) -> str:
-    """Which source fails, and what follows."""
+def _failing_notice(source: _SourceProgress) -> str:
+    """A line that says that a source is failing, and how rarely it is drawn from."""
     return (
-        f"task {source.settings.name!r} has one draw in {PROBE} until a group of it can be trained on: none of its "
-        f"last {source.num_useless} could"
+        f"task {source.source.name!r} gets one draw in {PROBE_PERIOD} until one of its groups can be trained on; none "
+        f"of its latest {source.num_useless} could be"
     )

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.phases import Phase
-from staleflow.pipeline.coordination.state import CoordinatorState
+from staleflow.pipeline.coordination.state_view import StateView
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.strategies.filtering import StragglerRule
-from staleflow.pipeline.strategies.migration import Load, Migration, Movable
+from staleflow.pipeline.strategies.migration import InstanceLoad, Migration, MovableTrajectory
 from staleflow.tasks.emulation.cost_model import StepCosts
 
 MAX_SOURCE_SHARE = 0.125
@@ -21,13 +21,14 @@ the next ones are chosen by."""
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Take a trajectory off `source`. target: the instance on which it continues; None to score it with the tokens it
-    has."""
+    """A proposal to take a trajectory off `source`. target: the instance on which it continues; None to score it with
+    the tokens it has."""
 
-    live: LiveTrajectory
+    trajectory: LiveTrajectory
     source: Instance
     target: Instance | None
-    why: str
+    note: str
+    """Line for the story of the trajectory."""
 
 
 class MovePlanner:
@@ -36,100 +37,112 @@ class MovePlanner:
 
     def __init__(
         self,
-        state: CoordinatorState,
+        state: StateView,
         migration: Migration,
         stragglers: StragglerRule,
         forecast: LengthForecast,
-        costs: StepCosts,
+        step_costs: StepCosts,
     ) -> None:
         self._state = state
         self._migration = migration
         self._stragglers = stragglers
         self._forecast = forecast
-        self._costs = costs
+        self._step_costs = step_costs
 
     def plan_migrations(self) -> list[Move]:
         """Plan moves of single trajectories from the slowest instances to the fastest ones, where the rule expects a
         gain."""
         fleet, rule, ledger = self._state.fleet, self._migration, self._state.ledger
-        if len(fleet) < 2 or not rule.active:
+        if len(fleet) < 2 or not rule.moves_anything:
             return []
-        order = self._by_speed()
+        by_speed = self._sort_by_speed()
         moves: list[Move] = []
         for i in range(min(len(fleet) // 2, max(1, int(len(fleet) * MAX_SOURCE_SHARE)))):
-            source, target = order[-1 - i], order[i]
-            source_load = Load(running=source.num_running, kv_tokens=source.kv_tokens)
-            target_load = Load(running=target.num_running, kv_tokens=target.kv_tokens)
-            if not rule.worthwhile(source_load, target_load):
-                break  # the pairs that follow differ less
+            source, target = by_speed[-1 - i], by_speed[i]
+            source_load = InstanceLoad(running=source.num_running, kv_tokens=source.kv_tokens)
+            target_load = InstanceLoad(running=target.num_running, kv_tokens=target.kv_tokens)
+            if not rule.may_gain(source_load, target_load):
+                break  # the speeds of later pairs differ less
             free_slots = target.max_running - target.num_running
-            if source.pulling or target.pulling or source.in_transit or target.in_transit or free_slots <= 0:
-                continue  # what is on its way is not in these loads yet
-            movable = self._movable(source, target)
-            views = [
-                Movable(
-                    kv_tokens=live.kv_tokens,
-                    remaining_tokens=self._forecast.episodes.expected_sampled(
-                        self._forecast.expected_remaining(live.group, live.tokens)
+            if source.pulling or target.pulling or source.num_moves or target.num_moves or free_slots <= 0:
+                continue  # trajectories that are moving are not in these loads yet
+            trajectories = self._movable_trajectories(source, target)
+            movable = [
+                MovableTrajectory(
+                    kv_tokens=trajectory.kv_tokens,
+                    remaining_tokens=self._forecast.episodes.expected_sampled_tokens(
+                        self._forecast.expected_remaining(trajectory.group, trajectory.tokens)
                     ),
-                    deadline=ledger.deadline(ledger.entries[live.group].version),
+                    deadline=ledger.deadline(ledger.entries[trajectory.group].version),
                 )
-                for live in movable
+                for trajectory in trajectories
             ]
-            free_kv = target.kv_capacity - target.kv_tokens
-            for j in rule.moves(source_load, target_load, views, free_slots):
-                if (live := movable[j]).kv_tokens <= free_kv:  # with those that move there before it
-                    free_kv -= live.kv_tokens
-                    moves.append(Move(live, source, target, f"moves to {target.instance}"))
+            free_kv_tokens = target.kv_capacity - target.kv_tokens
+            for j in rule.choose_moves(source_load, target_load, movable, free_slots):
+                if (trajectory := trajectories[j]).kv_tokens <= free_kv_tokens:  # after the moves before it
+                    free_kv_tokens -= trajectory.kv_tokens
+                    moves.append(Move(trajectory, source, target, f"moves to {target.id}"))
         return moves
 
     def plan_truncations(self) -> Iterator[Move]:
         """Plan to truncate the last trajectories of unfinished groups that the next step needs, once the trainer has
         waited too long for them."""
         rule, state = self._stragglers, self._state
-        if not rule.waited_too_long(waited_s=state.waited_s, interval_s=state.running_means.interval_s.value):
-            return
-        ledger = state.ledger
-        due = [live for live in state.live.values() if self._is_due(live)]
-        per_step = ledger.groups_per_step * ledger.group_size
-        if not rule.may_truncate(
-            sum(not live.truncating for live in due),
-            per_step=per_step,
-            truncated_in_step=state.truncations.in_step,
-            trained=state.truncations.trained,
-            truncated=state.truncations.truncated,
+        if not rule.waited_too_long(
+            trainer_waited_s=state.trainer_waited_s, step_interval_s=state.running_means.publish_interval_s.value
         ):
             return
-        for live in due:
-            source = self._state.fleet.get(live.instance)
-            if live.phase is Phase.RUNNING and source is not None and self._may_leave(live) and live.tokens > 0:
-                yield Move(live, source, None, "straggles: cut off")
+        ledger = state.ledger
+        due = [trajectory for trajectory in state.live_trajectories.values() if self._is_due(trajectory)]
+        num_per_step = ledger.groups_per_step * ledger.group_size
+        if not rule.may_truncate(
+            sum(not trajectory.being_truncated for trajectory in due),
+            num_per_step=num_per_step,
+            num_truncated_in_step=state.truncations.num_truncated_in_step,
+            num_trained=state.truncations.num_trained,
+            num_truncated=state.truncations.num_truncated,
+        ):
+            return
+        for trajectory in due:
+            source = self._state.fleet.get(trajectory.instance)
+            if (
+                trajectory.phase is Phase.RUNNING
+                and source is not None
+                and self._may_move(trajectory)
+                and trajectory.tokens > 0
+            ):
+                yield Move(trajectory, source, None, "straggler: truncated")
 
-    def _is_due(self, live: LiveTrajectory) -> bool:
+    def _is_due(self, trajectory: LiveTrajectory) -> bool:
         """Whether the next step waits for this trajectory to be sampled."""
-        if live.is_eval:
+        if trajectory.is_evaluation:
             return False
         ledger = self._state.ledger
-        unfinished = live.phase in {Phase.QUEUED, Phase.RUNNING, Phase.IN_ENVIRONMENT}
-        version = ledger.entries[live.group].version
+        unfinished = trajectory.phase in {Phase.QUEUED, Phase.RUNNING, Phase.IN_ENVIRONMENT}
+        version = ledger.entries[trajectory.group].version
         return unfinished and version >= 0 and ledger.deadline(version) <= ledger.next_step
 
-    def _movable(self, source: Instance, target: Instance) -> list[LiveTrajectory]:
+    def _movable_trajectories(self, source: Instance, target: Instance) -> list[LiveTrajectory]:
         """Trajectories on `source` that may continue on `target`."""
         return [
-            live
+            trajectory
             for member in source.trajectories
-            if self._may_leave(live := self._state.live[member])
-            and live.v_traj <= target.version
-            and target.kv_tokens + live.kv_tokens <= target.kv_capacity
+            if self._may_move(trajectory := self._state.live_trajectories[member])
+            and trajectory.v_traj <= target.version
+            and target.kv_tokens + trajectory.kv_tokens <= target.kv_capacity
         ]
 
-    def _may_leave(self, live: LiveTrajectory) -> bool:
-        """At most once per version and never in transit: otherwise it could be moved for ever and never finish."""
-        return not live.leaving and not live.is_eval and live.moved_at != self._state.ledger.version
+    def _may_move(self, trajectory: LiveTrajectory) -> bool:
+        """Whether a trajectory may be moved or truncated: at most once per version, so that it cannot move forever
+        without finishing."""
+        return (
+            not trajectory.is_leaving
+            and not trajectory.is_evaluation
+            and trajectory.moved_at_version != self._state.ledger.version
+        )
 
-    def _by_speed(self) -> list[Instance]:
+    def _sort_by_speed(self) -> list[Instance]:
         """Instances by the seconds of their decode step, fastest first."""
         fleet = self._state.fleet
-        rows = self._costs.steps_s(fleet.running, fleet.kv_tokens).argsort(kind="stable")
+        rows = self._step_costs.steps_s(fleet.running, fleet.kv_tokens).argsort(kind="stable")
         return [fleet[int(row)] for row in rows]

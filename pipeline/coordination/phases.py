@@ -49,7 +49,7 @@ class Transition(Enum):
     INSTANCE_LOST = "instance lost"
     SCORED = "scored"
     CONSUMED = "consumed"
-    GIVEN_UP = "given up"
+    DISCARDED = "given up"
     """Aborted or filtered."""
 
     __hash__ = object.__hash__
@@ -68,11 +68,11 @@ NEXT_PHASE: dict[tuple[Phase, Transition], Phase] = {
     (Phase.RUNNING, Transition.INSTANCE_LOST): Phase.QUEUED,
     (Phase.SCORING, Transition.SCORED): Phase.DONE,
     (Phase.DONE, Transition.CONSUMED): Phase.ENDED,
-    (Phase.QUEUED, Transition.GIVEN_UP): Phase.ENDED,
-    (Phase.RUNNING, Transition.GIVEN_UP): Phase.ENDED,
-    (Phase.IN_ENVIRONMENT, Transition.GIVEN_UP): Phase.ENDED,
-    (Phase.SCORING, Transition.GIVEN_UP): Phase.ENDED,
-    (Phase.DONE, Transition.GIVEN_UP): Phase.ENDED,
+    (Phase.QUEUED, Transition.DISCARDED): Phase.ENDED,
+    (Phase.RUNNING, Transition.DISCARDED): Phase.ENDED,
+    (Phase.IN_ENVIRONMENT, Transition.DISCARDED): Phase.ENDED,
+    (Phase.SCORING, Transition.DISCARDED): Phase.ENDED,
+    (Phase.DONE, Transition.DISCARDED): Phase.ENDED,
 }
 
 

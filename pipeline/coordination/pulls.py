@@ -7,32 +7,34 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from staleflow.pipeline.coordination.fleet import Instance
-from staleflow.pipeline.coordination.state import CoordinatorState
+from staleflow.pipeline.coordination.state_view import StateView
 from staleflow.pipeline.strategies.synchronization import Synchronization
 
 
-class Pulls:
+class PullPlanner:
     """Proposes pulls until as many instances serve the published version as a synchronization rule says. An instance
     that samples for an evaluation keeps its version until it has nothing more to sample for it."""
 
-    def __init__(self, state: CoordinatorState, rule: Synchronization) -> None:
+    def __init__(self, state: StateView, synchronization: Synchronization) -> None:
         self._state = state
-        self._rule = rule
+        self._synchronization = synchronization
 
-    def due(self, candidates: Iterable[Instance]) -> Iterator[Instance]:
+    def choose_instances(self, candidates: Iterable[Instance]) -> Iterator[Instance]:
         """Choose those of `candidates` that should pull: the ones whose interruption costs least, and all that run
-        nothing. In turns, all sleeping instances pull when the trainer's turn has ended."""
-        if self._state.turns:
+        nothing. With shared GPUs all sleeping instances pull once the training step has ended."""
+        if self._state.shares_gpus:
             yield from () if self._state.training else [instance for instance in candidates if instance.asleep]
             return
         published, fleet = self._state.ledger.version, self._state.fleet
-        pinned = self._state.evaluation.pinned if self._state.evaluation is not None else ()
-        lagging = [i for i in candidates if i.version < published and not i.pulling and i.instance not in pinned]
+        pinned = self._state.evaluation.pinned_instances if self._state.evaluation is not None else ()
+        lagging = [i for i in candidates if i.version < published and not i.pulling and i.id not in pinned]
         if not lagging:
             return
-        num_missing = self._rule.num_pulling(len(fleet)) - int(np.count_nonzero(fleet.version == published))
+        num_missing = self._synchronization.num_pulling(len(fleet)) - int(
+            np.count_nonzero(fleet.served_versions == published)
+        )
         cheapest = sorted(lagging, key=lambda instance: instance.kv_tokens)[: max(0, num_missing)]
-        chosen = {instance.instance for instance in cheapest}
+        cheapest_ids = {instance.id for instance in cheapest}
         for instance in lagging:
-            if instance.instance in chosen or not instance.num_running:
+            if instance.id in cheapest_ids or not instance.num_running:
                 yield instance

@@ -7,30 +7,30 @@ from staleflow.stores.trajectory import InstanceId
 
 
 class ReplanFlags:
-    """The flags. The state sets them when it changes; reading one clears it."""
+    """Flags that the state sets when it changes. Reading a flag clears it."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self._of_fleet = fleet
+        self._instances = fleet
         self._batch_changed = self._room_changed = self._routing_changed = self._all_loads_changed = False
         self._loads_changed: dict[InstanceId, Instance] = {}
 
     def pop_batch_changed(self) -> bool:
-        """Whether a batch may have become ready since this was last asked."""
+        """Whether a batch may have become ready since the previous call."""
         changed, self._batch_changed = self._batch_changed, False
         return changed
 
-    def pop_load_changes(self) -> list[Instance]:
-        """Instances for which a pull may have become worth it since this was last asked."""
-        changed = list(self._of_fleet if self._all_loads_changed else self._loads_changed.values())
+    def pop_loads_changed(self) -> list[Instance]:
+        """Instances that may have become worth a pull since the previous call."""
+        changed = list(self._instances if self._all_loads_changed else self._loads_changed.values())
         self._loads_changed, self._all_loads_changed = {}, False
         return changed
 
     def pop_room_changed(self) -> bool:
-        """Whether there may be room for more groups than when this was last asked."""
+        """Whether there may be room for more groups than at the previous call."""
         changed, self._room_changed = self._room_changed, False
         return changed
 
     def pop_routing_changed(self) -> bool:
-        """Whether queued work may find an instance that found none when this was last asked."""
+        """Whether queued trajectories may find an instance that found none at the previous call."""
         changed, self._routing_changed = self._routing_changed, False
         return changed

@@ -1,9 +1,10 @@
 """Chooses which work in flight a resumed run continues, and in which order. Pure.
 
-Everything found was promised a place, or had taken one, when the run was interrupted. Groups that steps after the
-resume point had consumed have their old steps as places, the others those that (H) gave them (docs/protocol.md): so all
-fit, as long as the promises are kept strictly. With redundancy more was promised than fits, and groups given up after
-the resume point are found again: complete groups come first, then the oldest. What does not fit starts again.
+All groups in flight had reserved or occupied an entry when the run was interrupted. Groups that were consumed by steps
+after the resume point fit into the buffers of these steps, and the others into the buffers that condition (H) gave them
+(docs/protocol.md). With redundancy more groups are reserved than fit, and groups that were discarded after the resume
+point are in flight again. So complete groups are restored first, then the oldest. Groups that do not fit restart from
+their prompts.
 """
 
 from __future__ import annotations
@@ -16,39 +17,41 @@ from staleflow.pipeline.strategies.filtering import Filtering
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectories.records import LedgerState
-from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion, TrajectoryId
+from staleflow.stores.trajectory import PolicyVersion, TrajectoryId, parse_outcome_key
 
 
 def plan_resume(
-    trial: StalenessLedger, filtering: Filtering, stored: LedgerState, groups: Iterable[GroupInFlight]
+    trial_ledger: StalenessLedger, filtering: Filtering, ledger_state: LedgerState, groups: Iterable[GroupInFlight]
 ) -> tuple[RunResumed, tuple[TrajectoryId, ...]]:
     """Build the event that continues a run, and list the trajectories that restart from their prompts.
 
     Args:
-        trial: A new ledger of the job, on which the event is tried out first; not usable afterwards.
-        stored: Ledger state of the store's last record.
+        trial_ledger: A new ledger of the job, on which the groups are restored first; not usable afterwards.
+        ledger_state: Ledger state of the store's last record.
     """
-    num_ended = tuple(stored.num_ended.items())
-    parted = ((key.partition(":"), count) for key, count in num_ended)
-    trial.resume(stored.next_step, {(Fate(fate), AbortReason(why)): n for (fate, _, why), n in parted})
-    fitted, restarted = [], []
-    for group in sorted(groups, key=lambda group: _order(group, trial.group_size, filtering)):
-        fitting = _fitting(trial, filtering, group)
-        fitted.append(fitting)
-        sampled_ids = {m.trajectory for m in fitting.members if m.version >= 0}
-        restarted += [m.trajectory for m in group.members if m.trajectory not in sampled_ids and m != _fresh(m)]
+    num_ended = tuple(ledger_state.num_ended.items())
+    trial_ledger.resume(ledger_state.next_step, {parse_outcome_key(key): count for key, count in num_ended})
+    restored_groups, restarted = [], []
+    for group in sorted(groups, key=lambda group: _restore_order(group, trial_ledger.group_size, filtering)):
+        restored = _restore_on_ledger(trial_ledger, filtering, group)
+        restored_groups.append(restored)
+        sampled_ids = {m.trajectory for m in restored.members if m.version >= 0}
+        restarted += [
+            m.trajectory for m in group.members if m.trajectory not in sampled_ids and m != _restart_member(m)
+        ]
     resumed = RunResumed(
-        step=stored.next_step,
+        step=ledger_state.next_step,
         num_ended=num_ended,
-        groups=tuple(fitted),
-        num_groups=stored.num_started // trial.members_started if stored.sources else 0,
-        sources=stored.sources,
+        groups=tuple(restored_groups),
+        num_groups=ledger_state.num_started // trial_ledger.members_started if ledger_state.sources else 0,
+        sources=ledger_state.sources,
     )
     return resumed, tuple(sorted(restarted))
 
 
-def _order(group: GroupInFlight, group_size: int, filtering: Filtering) -> tuple[int, int, int]:
-    """Groups to be filtered come first, since they give their places back, then complete ones, then those begun."""
+def _restore_order(group: GroupInFlight, group_size: int, filtering: Filtering) -> tuple[int, int, int]:
+    """Sort key: groups to be filtered first, since they free their entries, then complete ones, then partly sampled
+    ones."""
     scored = [m for m in group.members if m.scored][:group_size]
     sampled_versions = [m.version for m in group.members if m.version >= 0]
     stage = 2 if sampled_versions else 3
@@ -57,36 +60,36 @@ def _order(group: GroupInFlight, group_size: int, filtering: Filtering) -> tuple
     return stage, min(sampled_versions, default=0), group.group
 
 
-def _fitting(trial: StalenessLedger, filtering: Filtering, group: GroupInFlight) -> GroupInFlight:
-    """A group as it can be taken up, after doing so on the ledger: without what is too old to be promised a place."""
+def _restore_on_ledger(trial_ledger: StalenessLedger, filtering: Filtering, group: GroupInFlight) -> GroupInFlight:
+    """Restore a group on the ledger. Returns the group with the members restarted that are too old for an entry."""
     ids = tuple(m.trajectory for m in group.members)
-    trial.start(group.group, ids)
+    trial_ledger.start(group.group, ids)
     versions = sorted({m.version for m in group.members if m.version >= 0})
-    oldest = next((v for v in versions if trial.can_reserve(group.group, v)), None)
+    oldest = next((v for v in versions if trial_ledger.can_reserve(group.group, v)), None)
     num_scored = 0
     members = []
-    for stored in group.members:
-        member = stored
+    for stored_member in group.members:
+        member = stored_member
         if oldest is None or member.version < oldest:
-            member = _fresh(member)
-        elif member.scored and num_scored == trial.group_size:  # it was surplus already when its reward came
+            member = _restart_member(member)
+        elif member.scored and num_scored == trial_ledger.group_size:  # it was surplus when its reward arrived
             member = replace(member, sampled=True, scored=False, reward=None)
         num_scored += member.scored
         members.append(member)
     for member in sorted(members, key=lambda member: member.version):
         if member.version >= 0:
-            trial.reserve(group.group, member.trajectory, member.version)
+            trial_ledger.reserve(group.group, member.trajectory, member.version)
     scored = [m for m in members if m.scored]
     for member in scored:
-        trial.complete(group.group, member.trajectory)
-    if len(scored) == trial.group_size:
-        verdict = filtering.drop_reason([m.reward for m in scored if m.reward is not None])
-        if verdict is None:
-            trial.occupy(group.group)
+        trial_ledger.complete(group.group, member.trajectory)
+    if len(scored) == trial_ledger.group_size:
+        drop_reason = filtering.drop_reason([m.reward for m in scored if m.reward is not None])
+        if drop_reason is None:
+            trial_ledger.occupy(group.group)
         else:
-            trial.filter(group.group, verdict)
+            trial_ledger.filter(group.group, drop_reason)
     return replace(group, members=tuple(members))
 
 
-def _fresh(member: MemberInFlight) -> MemberInFlight:
+def _restart_member(member: MemberInFlight) -> MemberInFlight:
     return MemberInFlight(trajectory=member.trajectory, version=PolicyVersion(-1))

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from staleflow.pipeline.coordination.fleet import BoolArray, Instance
 from staleflow.pipeline.coordination.forecast import LengthForecast
-from staleflow.pipeline.coordination.state import CoordinatorState
+from staleflow.pipeline.coordination.state_view import StateView
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.strategies.admission import Admission
 from staleflow.pipeline.strategies.affinity import CacheAffinity
-from staleflow.pipeline.strategies.migration import Load
+from staleflow.pipeline.strategies.migration import InstanceLoad
 from staleflow.pipeline.strategies.routing import Candidate, Routing
 from staleflow.stores.staleness.ledger_entries import EntryState
 from staleflow.stores.trajectory import PolicyVersion
@@ -21,7 +21,7 @@ class RoutePlanner:
 
     def __init__(
         self,
-        state: CoordinatorState,
+        state: StateView,
         admission: Admission,
         routing: Routing,
         affinity: CacheAffinity | None,
@@ -34,34 +34,36 @@ class RoutePlanner:
         self._affinity = affinity
         self._forecast = forecast
 
-    def choose_instance(self, live: LiveTrajectory) -> Instance | str:
+    def choose_instance(self, trajectory: LiveTrajectory) -> Instance | str:
         """Choose the instance for a trajectory, or return why it has to wait."""
         fleet, routing = self._state.fleet, self._routing
-        least_version = self._least_version(live)
-        if least_version is None:
-            possible = self._admission.refusal(self._state.ledger, self._state.ledger.version) is None
-            return "version too old" if possible else "no place under the bound"
-        fitting = fleet.fitting_mask(live.kv_tokens, least_version, self._typical_kv_tokens)
-        target = fleet.get(live.target)
+        min_version = self._min_version(trajectory)
+        if min_version is None:
+            may_start = self._admission.refusal(self._state.ledger, self._state.ledger.version) is None
+            return "version too old" if may_start else "no place under the bound"
+        fitting = fleet.fitting_mask(trajectory.kv_tokens, min_version, self._typical_kv_tokens)
+        target = fleet.get(trajectory.move_target)
         if target is not None and fitting[target.row]:
             return target
         if not fitting.any():
-            return fleet.refusal(live.kv_tokens, least_version)
-        row = routing.choose(self.candidate(live), fleet, fitting)
+            return fleet.refusal_reason(trajectory.kv_tokens, min_version)
+        row = routing.choose(self.make_candidate(trajectory), fleet, fitting)
         if row is not None and not (0 <= row < len(fleet) and fitting[row]):
-            return "routing named an instance that does not fit"
-        cached_on = self._cached_instance(live, fitting)
-        if cached_on is not None and (row is None or self._prefers_cached(live, cached_on, fleet[row])):
-            return cached_on
+            return "the routing rule chose an instance that does not fit"
+        cached_instance = self._fitting_cached_instance(trajectory, fitting)
+        if cached_instance is not None and (
+            row is None or self._prefers_cached(trajectory, cached_instance, fleet[row])
+        ):
+            return cached_instance
         if row is None:
             return "declined by the routing rule"
         return fleet[row]
 
-    def candidate(self, live: LiveTrajectory) -> Candidate:
-        """The view of a trajectory that routing rules receive."""
-        return Candidate(kv_tokens=live.kv_tokens, continued=live.tokens > 0)
+    def make_candidate(self, trajectory: LiveTrajectory) -> Candidate:
+        """Build the view of a trajectory that routing rules receive."""
+        return Candidate(kv_tokens=trajectory.kv_tokens, continued=trajectory.tokens > 0)
 
-    def has_routable(self, version: PolicyVersion) -> bool:
+    def can_receive_work(self, version: PolicyVersion) -> bool:
         """Whether an instance serving `version` could get a trajectory: a queued one, or one of a group that can be
         drawn."""
         ledger, admission = self._state.ledger, self._admission
@@ -70,39 +72,45 @@ class RoutePlanner:
         can_draw = admission.num_reservable(ledger) > 0 and ledger.num_reservable(version) > 0
         return can_draw and admission.refusal(ledger, version) is None
 
-    def _cached_instance(self, live: LiveTrajectory, fitting: BoolArray) -> Instance | None:
+    def _fitting_cached_instance(self, trajectory: LiveTrajectory, fitting: BoolArray) -> Instance | None:
         """The instance that may have a trajectory's context in its cache, if it has room for the trajectory."""
-        cached_on = self._state.fleet.with_cache(live.cached_on, live.cached_version)
-        return cached_on if cached_on is not None and fitting[cached_on.row] else None
+        cached_instance = self._state.fleet.get_if_cached(trajectory.cached_instance, trajectory.cached_version)
+        return cached_instance if cached_instance is not None and fitting[cached_instance.row] else None
 
-    def _prefers_cached(self, live: LiveTrajectory, cached_on: Instance, other: Instance) -> bool:
-        if self._affinity is None or cached_on is other:
-            return cached_on is other
-        remaining = self._forecast.episodes.expected_sampled(self._forecast.expected_remaining(live.group, live.tokens))
-        return self._affinity.prefers_cached(_load(cached_on), _load(other), live.kv_tokens, remaining)
+    def _prefers_cached(
+        self, trajectory: LiveTrajectory, cached_instance: Instance, preferred_instance: Instance
+    ) -> bool:
+        if self._affinity is None or cached_instance is preferred_instance:
+            return cached_instance is preferred_instance
+        remaining_tokens = self._forecast.episodes.expected_sampled_tokens(
+            self._forecast.expected_remaining(trajectory.group, trajectory.tokens)
+        )
+        return self._affinity.prefers_cached(
+            _make_load(cached_instance), _make_load(preferred_instance), trajectory.kv_tokens, remaining_tokens
+        )
 
-    def _least_version(self, live: LiveTrajectory) -> int | None:
+    def _min_version(self, trajectory: LiveTrajectory) -> int | None:
         """The oldest served version under which this trajectory may be sampled; None if there is none."""
-        if live.v_traj >= 0:
-            return live.v_traj
+        if trajectory.v_traj >= 0:
+            return trajectory.v_traj
         ledger = self._state.ledger
-        is_queued = ledger.entries[live.group].state is EntryState.QUEUED
+        is_queued = ledger.entries[trajectory.group].state is EntryState.QUEUED
         # If an older version is accepted, so is a newer one. Few versions are served at a time.
-        for version in self._state.fleet.versions():
+        for version in self._state.fleet.distinct_versions():
             if is_queued:
-                allowed = self._admission.refusal(ledger, version) is None
+                is_allowed = self._admission.refusal(ledger, version) is None
             else:
-                allowed = ledger.can_reserve(live.group, version)
-            if allowed:
+                is_allowed = ledger.can_reserve(trajectory.group, version)
+            if is_allowed:
                 return version
         return None
 
     @property
     def _typical_kv_tokens(self) -> float:
         """Mean KV tokens of a trajectory over the time it runs; 0 while there is no forecast."""
-        known = self._forecast.has_enough_lengths
-        return self._state.running_means.prompt_tokens.value + self._forecast.mean_position if known else 0.0
+        has_forecast = self._forecast.has_enough_lengths
+        return self._state.running_means.prompt_tokens.value + self._forecast.mean_position if has_forecast else 0.0
 
 
-def _load(instance: Instance) -> Load:
-    return Load(running=instance.num_running, kv_tokens=instance.kv_tokens)
+def _make_load(instance: Instance) -> InstanceLoad:
+    return InstanceLoad(running=instance.num_running, kv_tokens=instance.kv_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-NEWEST = 0.3
+NEWEST_WEIGHT = 0.3
 """Weight of the newest value in a running mean."""
 
 
@@ -15,7 +15,7 @@ class RunningMean:
     value: float = 0.0
 
     def add(self, newest: float) -> None:
-        self.value = newest if not self.value else self.value + NEWEST * (newest - self.value)
+        self.value = newest if not self.value else self.value + NEWEST_WEIGHT * (newest - self.value)
 
 
 @dataclass(slots=True)
@@ -23,23 +23,23 @@ class RunningMeans:
     """Mean tokens of a prompt, and mean seconds between published versions."""
 
     prompt_tokens: RunningMean = field(default_factory=RunningMean)
-    interval_s: RunningMean = field(default_factory=RunningMean)
+    publish_interval_s: RunningMean = field(default_factory=RunningMean)
 
 
 @dataclass(slots=True)
 class TruncationCounts:
-    """Counts of truncated trajectories, from the moment of the decision. trained: trajectories consumed by steps.
-    truncated: in the whole run. in_step: since a step last consumed its batch."""
+    """Counts of truncated trajectories, from the moment of the decision. num_trained: trajectories consumed
+    by steps. num_truncated: in the whole run. num_truncated_in_step: since a step last consumed its batch."""
 
-    trained: int = 0
-    truncated: int = 0
-    in_step: int = 0
+    num_trained: int = 0
+    num_truncated: int = 0
+    num_truncated_in_step: int = 0
 
-    def step_consumed(self, trajectories: int) -> None:
-        self.trained += trajectories
-        self.in_step = 0
+    def count_consumed(self, num_trajectories: int) -> None:
+        self.num_trained += num_trajectories
+        self.num_truncated_in_step = 0
 
     def add(self, count: int) -> None:
-        """Count one more truncated trajectory, or with -1 one less, because it ended before it was truncated."""
-        self.truncated += count
-        self.in_step = max(0, self.in_step + count)
+        """Add 1 for a trajectory that is being truncated, or -1 if it ended before it was truncated."""
+        self.num_truncated += count
+        self.num_truncated_in_step = max(0, self.num_truncated_in_step + count)

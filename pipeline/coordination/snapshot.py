@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from staleflow.pipeline.coordination.phases import Phase
-from staleflow.pipeline.coordination.state import CoordinatorState
+from staleflow.pipeline.coordination.state_view import StateView
 from staleflow.pipeline.coordination.work_queue import UNRESERVED
 from staleflow.stores.staleness.ledger_entries import BufferView, EntryState
 from staleflow.stores.trajectory import AbortReason, InstanceId, outcome_key
@@ -55,11 +55,11 @@ class Snapshot:
     """Its trajectories in flight. Other numbers do not count them, except those of instances."""
 
 
-def take_snapshot(state: CoordinatorState, refusals: dict[str, int]) -> Snapshot:
+def take_snapshot(state: StateView, refusals: dict[str, int]) -> Snapshot:
     """Build a snapshot of the current state. O(live trajectories + groups + instances)."""
     phases = dict.fromkeys(Phase, 0)
-    for live in state.live.values():
-        phases[live.phase] += not live.is_eval
+    for trajectory in state.live_trajectories.values():
+        phases[trajectory.phase] += not trajectory.is_evaluation
     ledger = state.ledger
     ages: dict[EntryState, list[int]] = {s: [] for s in EntryState}
     for entry in ledger.entries.values():
@@ -83,7 +83,7 @@ def take_snapshot(state: CoordinatorState, refusals: dict[str, int]) -> Snapshot
         buffers=ledger.view(),
         instances=tuple(
             InstanceView(
-                instance=i.instance,
+                instance=i.id,
                 version=i.version,
                 pulling=i.pulling,
                 num_running=i.num_running,
@@ -99,11 +99,11 @@ def take_snapshot(state: CoordinatorState, refusals: dict[str, int]) -> Snapshot
     )
 
 
-def explain_waiting(state: CoordinatorState, limit: int) -> str:
+def explain_waiting(state: StateView, limit: int) -> str:
     """Explain in one paragraph what the next step waits for, for a run that makes no progress."""
     ledger = state.ledger
-    if state.falling_asleep:
-        return f"step {ledger.next_step - 1} waits until {', '.join(sorted(state.falling_asleep))} sleep"
+    if state.pending_sleeps:
+        return f"step {ledger.next_step - 1} waits until {', '.join(sorted(state.pending_sleeps))} sleep"
     if state.training:
         return f"step {ledger.next_step - 1} is training"
     if state.evaluation is not None and ledger.version >= ledger.num_steps:
@@ -115,14 +115,14 @@ def explain_waiting(state: CoordinatorState, limit: int) -> str:
         f"{len(state.unreserved_groups)} queued, {len(state.fleet)} instances"
     )
     oldest = sorted(
-        (t for t in state.live.values() if t.phase is not Phase.DONE and not t.is_eval),
-        key=lambda t: (UNRESERVED if (version := ledger.entries[t.group].version) < 0 else version, t.since),
+        (t for t in state.live_trajectories.values() if t.phase is not Phase.DONE and not t.is_evaluation),
+        key=lambda t: (UNRESERVED if (version := ledger.entries[t.group].version) < 0 else version, t.phase_since),
     )[:limit]
     lines = [
-        f"group {t.group}, trajectory {t.id}: {t.phase.value} for {state.now - t.since:.1f} s"
+        f"group {t.group}, trajectory {t.id}: {t.phase.value} for {state.now - t.phase_since:.1f} s"
         + (f" on {t.instance}" if t.instance is not None else "")
         + f", {t.tokens} tokens, version {t.v_traj}"
-        + (f", waits: {t.refused}" if t.refused and t.phase is Phase.QUEUED else "")
+        + (f", waits: {t.refusal}" if t.refusal and t.phase is Phase.QUEUED else "")
         for t in oldest
     ]
     return "\n  ".join([head, *lines])

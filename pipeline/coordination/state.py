@@ -1,437 +1,346 @@
-"""The coordinator's state. This is the only module that changes it. Pure.
+"""The coordinator's state, and the only methods that change it. Pure.
 
-Everyone may read; the verbs of `CoordinatorState` are the only writers of trajectories, fleet, queue and ledger. Each
-verb is one thing that was decided or has happened. It keeps the invariants that invariants.py states, and notes by
-itself which decisions may now come out differently: the coordinator asks with `take_..._change` before it decides anew,
-and asking clears the note. A verb that the phases or the ledger refuse raises `ProtocolViolation` and changes nothing.
+The methods of `CoordinatorState` are the only writers of trajectories, fleet, queue and ledger. Each records one
+decision or one event, keeps the invariants of invariants.py, and sets the flags of the decisions that may now come out
+differently (`ReplanFlags`): the coordinator reads each flag with a `pop_..._changed` method, which clears it. If a
+trajectory's phase or the ledger does not allow a change, the method raises `ProtocolViolation` and changes nothing.
 
-The state is speculative: a command is taken to have landed the moment it is given.
+The state is speculative: commands count as executed when they are issued.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
-from types import MappingProxyType
+from collections.abc import Iterable, Mapping
 
 from staleflow.pipeline.coordination.discarded import DiscardedTrajectory, TrainBatch
-from staleflow.pipeline.coordination.evaluations import MutableEvaluations, RunningEvaluation
+from staleflow.pipeline.coordination.evaluations import RunningEvaluation
 from staleflow.pipeline.coordination.events import NewGroup
-from staleflow.pipeline.coordination.fleet import Fleet, Instance, MutableFleet
-from staleflow.pipeline.coordination.mixture import Mixture
+from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.phases import Phase, Transition, next_phase
-from staleflow.pipeline.coordination.replan_flags import ReplanFlags
-from staleflow.pipeline.coordination.running_means import RunningMeans, TruncationCounts
-from staleflow.pipeline.coordination.trajectories import LiveTrajectory, restored_members
-from staleflow.pipeline.coordination.work_queue import EVALUATION, UNRESERVED, MutableWorkQueue, WorkQueue
+from staleflow.pipeline.coordination.state_view import StateView
+from staleflow.pipeline.coordination.trajectories import LiveTrajectory, restore_members
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight
-from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.staleness.ledger_entries import Ending, EntryState
-from staleflow.stores.trajectory import (
-    AbortReason,
-    Fate,
-    GroupId,
-    InstanceId,
-    PolicyVersion,
-    TrajectoryId,
-    is_evaluation,
-)
+from staleflow.stores.trajectory import AbortReason, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
 
 
-class CoordinatorState(ReplanFlags):
-    """Trajectories, instances, queued work and the ledger of one run."""
-
-    def __init__(
-        self,
-        ledger: StalenessLedger,
-        mixture: Mixture | None = None,
-        *,
-        side_by_side: bool = False,
-        turns: bool = False,
-    ) -> None:
-        """side_by_side: see Fleet. turns: see StrategySet."""
-        self._live: dict[TrajectoryId, LiveTrajectory] = {}
-        self._fleet = MutableFleet(side_by_side=side_by_side)
-        super().__init__(self._fleet)
-        self._queue = MutableWorkQueue()
-        # The same, for reading.
-        self.ledger = ledger
-        self.live: Mapping[TrajectoryId, LiveTrajectory] = MappingProxyType(self._live)
-        self.fleet: Fleet = self._fleet
-        self.queue: WorkQueue = self._queue
-        self.mixture = mixture
-        self._evaluations = MutableEvaluations(self._fleet)
-        self.running_means = RunningMeans()
-        self.truncations = TruncationCounts()
-        self._now = 0.0
-        self._fresh_groups: set[GroupId] = set()  # no member was routed yet
-        self._groups_drawn = 0  # asked for and not arrived
-        self._training = False
-        self._idle_since: float | None = 0.0  # None while a step is being trained
-        self._published_s = 0.0
-        self.turns = turns
-        self._falling_asleep: set[InstanceId] = set()
-
-    # -- reading -------------------------------------------------------------------------------------------------
-
-    @property
-    def now(self) -> float:
-        """Time of the event being handled, in seconds."""
-        return self._now
-
-    @property
-    def training(self) -> bool:
-        """Whether a step is being trained."""
-        return self._training
-
-    @property
-    def evaluation(self) -> RunningEvaluation | None:
-        """The running evaluation; None if there is none."""
-        return self._evaluations.current
-
-    @property
-    def trainer_turn(self) -> bool:
-        """Whether the GPUs shared by trainer and instances are, or are becoming, the trainer's: all instances sleep."""
-        return self.turns and self._training
-
-    @property
-    def falling_asleep(self) -> Set[InstanceId]:
-        """Instances that were ordered to sleep and have not confirmed it."""
-        return self._falling_asleep
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that the trainer has been waiting for its next batch; 0 while it trains."""
-        return 0.0 if self._idle_since is None else self._now - self._idle_since
-
-    @property
-    def unreserved_groups(self) -> Set[GroupId]:
-        """Groups that have arrived and have no reservation."""
-        return self._fresh_groups
-
-    @property
-    def groups_requested(self) -> int:
-        """Number of groups that were requested and have not arrived."""
-        return self._groups_drawn
-
-    def level(self, group: GroupId) -> int:
-        """The queue level of a group's members."""
-        if is_evaluation(group):
-            return EVALUATION
-        version = self.ledger.entries[group].version
-        return UNRESERVED if version < 0 else version
-
-    def running(self, trajectory: TrajectoryId, route_number: int) -> LiveTrajectory | None:
-        """The running trajectory that an instance's event is about; None if the event is late."""
-        return self._in_phase(Phase.RUNNING, trajectory, route_number)
-
-    def in_environment(self, trajectory: TrajectoryId, route_number: int) -> LiveTrajectory | None:
-        """The trajectory in its environment that an event is about; None if the event is late."""
-        return self._in_phase(Phase.IN_ENVIRONMENT, trajectory, route_number)
-
-    def _in_phase(self, phase: Phase, trajectory: TrajectoryId, route_number: int) -> LiveTrajectory | None:
-        live = self._live.get(trajectory)
-        return live if live is not None and live.phase is phase and live.route_number == route_number else None
+class CoordinatorState(StateView):
+    """Trajectories, instances, queued work and the ledger of one run, with the methods that change them."""
 
     # -- the run -------------------------------------------------------------------------------------------------
 
-    def start_event(self, now: float) -> None:
+    def set_now(self, now: float) -> None:
         """Set the time of the event that the following calls belong to."""
         self._now = now
 
-    def pass_time(self) -> None:
-        """Set the flags of decisions that depend on time alone: deadlines, and pulls."""
+    def flag_timed_decisions(self) -> None:
+        """Set the flags of the decisions that may change with time alone: routing, and pulls."""
         self._routing_changed = self._all_loads_changed = True
 
     def continue_routing(self) -> None:
-        """Set the flag of routing: the queue was not served to its end."""
+        """Set the flag of routing, because queued trajectories are left that were not tried."""
         self._routing_changed = True
 
     def resume(self, step: int, num_ended: Mapping[tuple[Fate, AbortReason], int]) -> None:
         """Continue a run that has published version `step`. Its groups in flight are added afterwards."""
         self.ledger.resume(step, num_ended)
-        self._idle_since = self._published_s = self._now
+        self._trainer_idle_since = self._published_at = self._now
 
     def publish(self, version: PolicyVersion) -> None:
         """Record that the current training step has finished."""
         self.ledger.publish(version)
-        self._training, self._idle_since = False, self._now
-        self.running_means.interval_s.add(self._now - self._published_s)
-        self._published_s = self._now
+        self._training, self._trainer_idle_since = False, self._now
+        self.running_means.publish_interval_s.add(self._now - self._published_at)
+        self._published_at = self._now
         self._batch_changed = self._room_changed = self._routing_changed = self._all_loads_changed = True
 
     # -- groups --------------------------------------------------------------------------------------------------
 
-    def draw(self, num_groups: int) -> tuple[tuple[int, int], ...]:
+    def request_groups(self, num_groups: int) -> tuple[tuple[int, int], ...]:
         """Count groups as requested. Returns (source, task) of each; empty without a mixture."""
-        self._groups_drawn += num_groups
+        self._groups_requested += num_groups
         return () if self.mixture is None else self.mixture.draw(num_groups)
 
     def add_groups(self, groups: Iterable[NewGroup]) -> list[TrajectoryId]:
         """Queue all members of groups that have arrived. Returns their ids."""
         added: list[TrajectoryId] = []
-        for new in groups:
-            members = self.ledger.start(new.group)
-            self._groups_drawn -= 1
+        for group in groups:
+            members = self.ledger.start(group.group)
+            self._groups_requested -= 1
             if self.mixture is not None:
-                self.mixture.count_arrived(new.group, new.source, new.task)
-            self.running_means.prompt_tokens.add(new.prompt_tokens)
-            self._fresh_groups.add(new.group)
+                self.mixture.count_arrived(group.group, group.source, group.task)
+            self.running_means.prompt_tokens.add(group.prompt_tokens)
+            self._unreserved_groups.add(group.group)
             for member in members:
-                live = LiveTrajectory(id=member, group=new.group, prompt_tokens=new.prompt_tokens, since=self._now)
-                self._live[member] = live
-                self._enqueue(live)
+                trajectory = LiveTrajectory(
+                    id=member, group=group.group, prompt_tokens=group.prompt_tokens, phase_since=self._now
+                )
+                self._live_trajectories[member] = trajectory
+                self._enqueue(trajectory)
             added += members
         self._routing_changed = True
         return added
 
-    def restore_group(self, stored: GroupInFlight, sampled: Phase) -> bool:
-        """Restore a group of a stored run, with its reservation. Returns True if it has all members it needs. sampled:
-        phase of members whose turn has ended."""
-        self.ledger.start(stored.group, [member.trajectory for member in stored.members])
-        self.running_means.prompt_tokens.add(stored.prompt_tokens)
+    def restore_group(self, group: GroupInFlight, sampled_phase: Phase) -> bool:
+        """Restore a group of a stored run, with its reservation. Returns True if it has all members it needs.
+        sampled_phase: phase of members whose turn has ended."""
+        self.ledger.start(group.group, [member.trajectory for member in group.members])
+        self.running_means.prompt_tokens.add(group.prompt_tokens)
         complete = False
-        for member in sorted(stored.members, key=lambda member: member.version):
+        for member in sorted(group.members, key=lambda member: member.version):
             if member.version >= 0:
-                self.ledger.reserve(stored.group, member.trajectory, member.version)
-        if self.ledger.entries[stored.group].state is EntryState.QUEUED:
-            self._fresh_groups.add(stored.group)
-        for live in restored_members(stored, sampled, self._now):
-            self._live[live.id] = live
-            if live.phase is Phase.DONE:
-                complete = self.ledger.complete(live.group, live.id)
-            elif live.phase is Phase.QUEUED:
-                self._enqueue(live)
+                self.ledger.reserve(group.group, member.trajectory, member.version)
+        if self.ledger.entries[group.group].state is EntryState.QUEUED:
+            self._unreserved_groups.add(group.group)
+        for trajectory in restore_members(group, sampled_phase, self._now):
+            self._live_trajectories[trajectory.id] = trajectory
+            if trajectory.phase is Phase.DONE:
+                complete = self.ledger.complete(trajectory.group, trajectory.id)
+            elif trajectory.phase is Phase.QUEUED:
+                self._enqueue(trajectory)
         self._batch_changed = self._room_changed = self._routing_changed = True
         return complete
 
     def occupy(self, group: GroupId) -> tuple[DiscardedTrajectory, ...]:
         """Make a complete group available to the trainer. Returns the trajectories that became surplus."""
-        return self._end(self.ledger.occupy(group))
+        return self._remove_ended(self.ledger.occupy(group))
 
     def filter(self, group: GroupId, reason: AbortReason) -> tuple[DiscardedTrajectory, ...]:
         """Discard a complete group that is not worth training on."""
-        return self._end(self.ledger.filter(group, reason))
+        return self._remove_ended(self.ledger.filter(group, reason))
 
     def abort(self, group: GroupId, reason: AbortReason, member: TrajectoryId) -> tuple[DiscardedTrajectory, ...]:
         """Abort a member, and its group if too few are left."""
-        return self._end(self.ledger.abort(group, reason, member))
+        return self._remove_ended(self.ledger.abort(group, reason, member))
 
     def abort_all(self, reason: AbortReason) -> tuple[DiscardedTrajectory, ...]:
-        """Abort everything in flight."""
-        return self._end([e for group in tuple(self.ledger.entries) for e in self.ledger.abort(group, reason)])
+        """Abort all trajectories in flight."""
+        return self._remove_ended(
+            [ending for group in tuple(self.ledger.entries) for ending in self.ledger.abort(group, reason)]
+        )
 
     def consume(self) -> TrainBatch:
-        """Give the next step its batch."""
+        """Consume the batch of the next step. Returns it."""
         consumption = self.ledger.consume(self.ledger.next_step)
-        self._training, self._idle_since = True, None
+        self._training, self._trainer_idle_since = True, None
         if self.mixture is not None:
             self.mixture.count_trained(consumption.groups)
-        self.truncations.step_consumed(len(consumption.members))
-        versions = tuple(self._live[member].v_traj for member in consumption.members)
+        self.truncations.count_consumed(len(consumption.members))
+        versions = tuple(self._live_trajectories[member].v_traj for member in consumption.members)
         for member in consumption.members:
-            live = self._live.pop(member)
-            live.phase = next_phase(live.phase, Transition.CONSUMED)
+            trajectory = self._live_trajectories.pop(member)
+            trajectory.phase = next_phase(trajectory.phase, Transition.CONSUMED)
         self._room_changed = self._routing_changed = True
         return TrainBatch(
             step=consumption.step,
             groups=consumption.groups,
             members=consumption.members,
             versions=versions,
-            surplus=self._end(consumption.surplus),
+            surplus=self._remove_ended(consumption.surplus),
         )
 
     # -- evaluations ---------------------------------------------------------------------------------------------
 
     def begin_evaluation(self, number: int, groups: Iterable[NewGroup]) -> list[TrajectoryId]:
         """Queue the trajectories of an evaluation. Returns their ids."""
-        lives = self._evaluations.begin(number, groups, self.ledger.members_started, self._now)
-        for live in lives:
-            self._live[live.id] = live
-            self._enqueue(live)
+        trajectories = self._evaluations.begin(number, groups, self.ledger.members_started, self._now)
+        for trajectory in trajectories:
+            self._live_trajectories[trajectory.id] = trajectory
+            self._enqueue(trajectory)
         self._routing_changed = True
-        return [live.id for live in lives]
+        return [trajectory.id for trajectory in trajectories]
 
     def pin(self, instance: Instance) -> None:
         """Pin an instance to the version it serves, to sample for the running evaluation."""
         self._evaluations.pin(instance)
 
-    def unpin_idle(self) -> None:
+    def unpin_idle_instances(self) -> None:
         """Unpin the instances that have nothing more to sample for the evaluation, so that they pull again."""
-        self._loads_changed |= {instance.instance: instance for instance in self._evaluations.unpin_idle()}
+        self._loads_changed |= {instance.id: instance for instance in self._evaluations.unpin_idle_instances()}
 
-    def end_eval_trajectory(self, live: LiveTrajectory) -> bool:
+    def end_evaluation_trajectory(self, trajectory: LiveTrajectory) -> bool:
         """Record that an evaluation trajectory has ended: scored, or, if it is queued, aborted. Returns True if it was
         the last."""
-        queued = live.phase is Phase.QUEUED
-        if queued:
-            live.phase = next_phase(live.phase, Transition.GIVEN_UP)
-            self._queue.remove(live, live.level)
-        del self._live[live.id]
-        return self._evaluations.end(live, scored=not queued)
+        is_queued = trajectory.phase is Phase.QUEUED
+        if is_queued:
+            trajectory.phase = next_phase(trajectory.phase, Transition.DISCARDED)
+            self._queue.remove(trajectory, trajectory.queue_level)
+        del self._live_trajectories[trajectory.id]
+        return self._evaluations.end_trajectory(trajectory, scored=not is_queued)
 
     def close_evaluation(self) -> tuple[RunningEvaluation, tuple[DiscardedTrajectory, ...]]:
         """End the running evaluation. Returns it, and its trajectories that were still in flight."""
         evaluation, step = self._evaluations.close(), self.ledger.next_step
-        self._all_loads_changed = self._batch_changed = True  # in turns, the step may have waited for it
-        return evaluation, self._end(
-            Ending(trajectory=i, group=self._live[i].group, fate=Fate.ABORTED, reason=AbortReason.RUN_ENDED, step=step)
-            for i in sorted(evaluation.members)
+        self._all_loads_changed = self._batch_changed = True  # with shared GPUs the step may have waited for it
+        return evaluation, self._remove_ended(
+            Ending(
+                trajectory=member,
+                group=self._live_trajectories[member].group,
+                fate=Fate.ABORTED,
+                reason=AbortReason.RUN_ENDED,
+                step=step,
+            )
+            for member in sorted(evaluation.members)
         )
 
     # -- trajectories --------------------------------------------------------------------------------------------
 
-    def send(self, live: LiveTrajectory, instance: Instance) -> None:
+    def route(self, trajectory: LiveTrajectory, instance: Instance) -> None:
         """Route a queued trajectory to an instance, and reserve an entry for its group if it has none."""
-        phase = next_phase(live.phase, Transition.ROUTED)
-        level = self.level(live.group)
-        if live.is_eval:
-            live.v_traj = instance.version
-        elif live.v_traj < 0:
-            self.ledger.reserve(live.group, live.id, instance.version)
-            live.v_traj = instance.version
-            self._fresh_groups.discard(live.group)
-        self._queue.remove(live, live.level)
-        self._finish_move(live)
-        live.route_number += 1
-        live.instance, live.refused = instance.instance, ""
-        live.phase, live.since = phase, self._now
-        self._fleet.add(instance, live.id, live.kv_tokens)
-        if self.level(live.group) != level:
-            self._change_level(live.group)
+        phase = next_phase(trajectory.phase, Transition.ROUTED)
+        previous_level = self.queue_level(trajectory.group)
+        if trajectory.is_evaluation:
+            trajectory.v_traj = instance.version
+        elif trajectory.v_traj < 0:
+            self.ledger.reserve(trajectory.group, trajectory.id, instance.version)
+            trajectory.v_traj = instance.version
+            self._unreserved_groups.discard(trajectory.group)
+        self._queue.remove(trajectory, trajectory.queue_level)
+        self._finish_move(trajectory)
+        trajectory.route_number += 1
+        trajectory.instance, trajectory.refusal = instance.id, ""
+        self._enter_phase(trajectory, phase)
+        self._fleet.add_trajectory(instance, trajectory.id, trajectory.kv_tokens)
+        if self.queue_level(trajectory.group) != previous_level:
+            self._requeue_members(trajectory.group)
 
-    def refuse(self, live: LiveTrajectory, why: str) -> bool:
-        """Leave a trajectory in the queue. Returns True if the reason has changed."""
-        changed = live.refused != why
-        live.refused = why
+    def record_refusal(self, trajectory: LiveTrajectory, reason: str) -> bool:
+        """Record why a trajectory stays in the queue. Returns True if the reason has changed."""
+        changed = trajectory.refusal != reason
+        trajectory.refusal = reason
         return changed
 
-    def start_move(self, live: LiveTrajectory, target: Instance | None) -> None:
+    def start_move(self, trajectory: LiveTrajectory, target: Instance | None) -> None:
         """Mark a running trajectory as being taken off its instance, to continue at `target`, or to be scored with the
         tokens it has if `target` is None."""
-        source = self._fleet.get(live.instance)
-        if source is None or live.leaving:
-            raise ProtocolViolation(f"{live.id} is moved while it is {live.phase.value}, or on its way already")
-        live.moved_at = self.ledger.version
+        source = self._fleet.get(trajectory.instance)
+        if source is None or trajectory.is_leaving:
+            raise ProtocolViolation(f"{trajectory.id} is moved while it is {trajectory.phase.value} or already moving")
+        trajectory.moved_at_version = self.ledger.version
         if target is None:
-            live.truncating = True
+            trajectory.being_truncated = True
             self.truncations.add(1)
         else:
-            live.target = target.instance
+            trajectory.move_target = target.id
             self._fleet.start_move(source, target)
 
-    def finish_sampling(self, live: LiveTrajectory, tokens: int, *, truncated: bool = False) -> None:
+    def finish_sampling(self, trajectory: LiveTrajectory, tokens: int, *, truncated: bool = False) -> None:
         """Take a trajectory off its instance to be scored with its `tokens` tokens."""
-        phase = next_phase(live.phase, Transition.TRUNCATED if truncated else Transition.SAMPLED)
-        self._evaluations.sampled(live)
-        self._leave_instance(live)
-        self._finish_move(live)
-        if live.truncating and not truncated:  # it ended by itself before it could be cut off
+        phase = next_phase(trajectory.phase, Transition.TRUNCATED if truncated else Transition.SAMPLED)
+        self._evaluations.count_sampled(trajectory)
+        self._leave_instance(trajectory)
+        self._finish_move(trajectory)
+        if trajectory.being_truncated and not truncated:  # it ended before it was truncated
             self.truncations.add(-1)
-        live.tokens = live.delivered_tokens = tokens
-        live.truncating = False
-        live.phase, live.since = phase, self._now
+        trajectory.tokens = trajectory.delivered_tokens = tokens
+        trajectory.being_truncated = False
+        self._enter_phase(trajectory, phase)
 
-    def finish_turn(self, live: LiveTrajectory, tokens: int, *, truncated: bool = False) -> None:
+    def finish_turn(self, trajectory: LiveTrajectory, tokens: int, *, truncated: bool = False) -> None:
         """Take a trajectory off its instance so that its environment replies to the turn that ends at `tokens`."""
-        phase = next_phase(live.phase, Transition.TURN_SAMPLED)
-        source = self._fleet.get(live.instance)
+        phase = next_phase(trajectory.phase, Transition.TURN_SAMPLED)
+        source = self._fleet.get(trajectory.instance)
         assert source is not None
-        live.cached_on, live.cached_version = source.instance, source.version
-        self._leave_instance(live)
-        self._finish_move(live)
-        if live.truncating and not truncated:  # it ended by itself before it could be cut off: the next turn may be
+        trajectory.cached_instance, trajectory.cached_version = source.id, source.version
+        self._leave_instance(trajectory)
+        self._finish_move(trajectory)
+        if trajectory.being_truncated and not truncated:  # it ended before; its next turn may be truncated
             self.truncations.add(-1)
-            live.moved_at = -1
-        live.tokens = live.delivered_tokens = tokens
-        live.truncating, live.truncated = False, truncated
-        live.phase, live.since = phase, self._now
+            trajectory.moved_at_version = -1
+        trajectory.tokens = trajectory.delivered_tokens = tokens
+        trajectory.being_truncated, trajectory.last_turn_truncated = False, truncated
+        self._enter_phase(trajectory, phase)
 
-    def step_environment(self, live: LiveTrajectory) -> None:
-        """Record that a turn was sent to the environment."""
-        live.turns += 1
+    def count_turn(self, trajectory: LiveTrajectory) -> None:
+        """Count a turn that was sent to the environment."""
+        trajectory.num_turns += 1
 
-    def answer(self, live: LiveTrajectory, tokens: int) -> None:
+    def add_observation(self, trajectory: LiveTrajectory, tokens: int) -> None:
         """Queue a trajectory for its next turn, after an observation. tokens: its length now."""
-        phase = next_phase(live.phase, Transition.ENVIRONMENT_STEPPED)
-        live.given_tokens += tokens - live.tokens
-        live.phase, live.since = phase, self._now
-        live.tokens = live.delivered_tokens = tokens
-        self._enqueue(live)
+        phase = next_phase(trajectory.phase, Transition.ENVIRONMENT_STEPPED)
+        trajectory.observation_tokens += tokens - trajectory.tokens
+        self._enter_phase(trajectory, phase)
+        trajectory.tokens = trajectory.delivered_tokens = tokens
+        self._enqueue(trajectory)
         self._routing_changed = True
 
-    def restart(self, live: LiveTrajectory) -> int:
+    def restart_episode(self, trajectory: LiveTrajectory) -> int:
         """Queue a trajectory whose environment failed, with only its prompt. Returns its number of failures."""
-        live.phase, live.since = next_phase(live.phase, Transition.RESTARTED), self._now
-        live.tokens = live.delivered_tokens = live.turns = live.given_tokens = 0
-        live.attempts += 1
-        self._enqueue(live)
+        self._enter_phase(trajectory, next_phase(trajectory.phase, Transition.RESTARTED))
+        trajectory.tokens = trajectory.delivered_tokens = trajectory.num_turns = trajectory.observation_tokens = 0
+        trajectory.num_failures += 1
+        self._enqueue(trajectory)
         self._routing_changed = True
-        return live.attempts
+        return trajectory.num_failures
 
-    def interrupt(self, live: LiveTrajectory, tokens: int) -> None:
+    def requeue_interrupted(self, trajectory: LiveTrajectory, tokens: int) -> None:
         """Take a trajectory off its instance, and queue it with its `tokens` tokens."""
-        self._requeue(live, Transition.INTERRUPTED, tokens)
-        live.delivered_tokens = tokens
+        self._requeue(trajectory, Transition.INTERRUPTED, tokens)
+        trajectory.delivered_tokens = tokens
 
-    def fail(self, live: LiveTrajectory, transition: Transition) -> int:
+    def requeue_failed(self, trajectory: LiveTrajectory, transition: Transition) -> int:
         """Queue a trajectory that failed or whose instance was lost, with its delivered tokens. Returns its number of
         failures."""
-        self._requeue(live, transition, live.delivered_tokens)
-        live.attempts += 1
-        return live.attempts
+        self._requeue(trajectory, transition, trajectory.delivered_tokens)
+        trajectory.num_failures += 1
+        return trajectory.num_failures
 
-    def pop_cached_instance(self, live: LiveTrajectory) -> InstanceId | None:
+    def pop_cached_instance(self, trajectory: LiveTrajectory) -> InstanceId | None:
         """Clear the instance that may have a trajectory's context cached; returns it if the cache may still be
         there."""
-        instance, live.cached_on = self._fleet.with_cache(live.cached_on, live.cached_version), None
-        return instance.instance if instance is not None else None
+        instance = self._fleet.get_if_cached(trajectory.cached_instance, trajectory.cached_version)
+        trajectory.cached_instance = None
+        return instance.id if instance is not None else None
 
-    def score(self, live: LiveTrajectory, reward: float | None) -> bool:
+    def record_reward(self, trajectory: LiveTrajectory, reward: float | None) -> bool:
         """Record the reward of a trajectory, None if it has none. Returns True if its group now has all members it
         needs."""
-        phase = next_phase(live.phase, Transition.SCORED)
-        if live.phase is Phase.IN_ENVIRONMENT:
-            self._evaluations.sampled(live)
-        complete = not live.is_eval and self.ledger.complete(live.group, live.id)
-        live.reward = reward
-        live.phase, live.since = phase, self._now
+        phase = next_phase(trajectory.phase, Transition.SCORED)
+        if trajectory.phase is Phase.IN_ENVIRONMENT:
+            self._evaluations.count_sampled(trajectory)
+        complete = not trajectory.is_evaluation and self.ledger.complete(trajectory.group, trajectory.id)
+        trajectory.reward = reward
+        self._enter_phase(trajectory, phase)
         self._batch_changed |= complete
         return complete
 
     # -- instances -----------------------------------------------------------------------------------------------
 
-    def join(self, instance: InstanceId, version: PolicyVersion, kv_capacity: int, max_running: int) -> None:
+    def add_instance(self, instance_id: InstanceId, version: PolicyVersion, kv_capacity: int, max_running: int) -> None:
         """Add an instance that runs nothing. If it restarted under its id, moves may already be on their way to it."""
-        arriving = sum(live.target == instance for live in self._live.values())
-        self._fleet.join(instance, version, kv_capacity, max_running, in_transit=arriving, asleep=self.turns)
+        num_arriving = sum(trajectory.move_target == instance_id for trajectory in self._live_trajectories.values())
+        self._fleet.add_instance(
+            instance_id, version, kv_capacity, max_running, num_moves=num_arriving, asleep=self.shares_gpus
+        )
         self._room_changed = self._routing_changed = self._all_loads_changed = True
 
     def drain(self, instance: Instance) -> list[LiveTrajectory]:
-        """Exclude an instance from routing. Returns the trajectories on it that are not being taken off yet."""
+        """Exclude an instance from routing. Returns the trajectories on it that are not leaving it yet."""
         self._fleet.drain(instance)
-        return self._running_on(instance)
+        return self._not_leaving(instance)
 
-    def sleep(self, instance: Instance) -> list[LiveTrajectory]:
-        """Mark an instance as asleep. Returns the trajectories on it that are not being taken off yet."""
+    def start_sleep(self, instance: Instance) -> list[LiveTrajectory]:
+        """Mark an instance as asleep. Returns the trajectories on it that are not leaving it yet."""
         self._fleet.start_sleep(instance)
-        self._falling_asleep.add(instance.instance)
-        return self._running_on(instance)
+        self._pending_sleeps.add(instance.id)
+        return self._not_leaving(instance)
 
-    def finish_sleep(self, instance: InstanceId) -> None:
+    def finish_sleep(self, instance_id: InstanceId) -> None:
         """Record that an instance has freed its GPUs."""
-        self._falling_asleep.discard(instance)
+        self._pending_sleeps.discard(instance_id)
 
-    def _running_on(self, instance: Instance) -> list[LiveTrajectory]:
-        running = (self._live[member] for member in instance.trajectories)
-        return [live for live in running if not live.leaving]
+    def _not_leaving(self, instance: Instance) -> list[LiveTrajectory]:
+        """Trajectories on an instance that are neither moving nor being truncated."""
+        running = (self._live_trajectories[member] for member in instance.trajectories)
+        return [trajectory for trajectory in running if not trajectory.is_leaving]
 
     def remove_instance(self, instance: Instance) -> None:
         """Remove an instance, after all its trajectories were queued or aborted."""
         self._fleet.remove_instance(instance)
-        self._evaluations.remove(instance.instance)
-        self._loads_changed.pop(instance.instance, None)
-        self._falling_asleep.discard(instance.instance)
+        self._evaluations.unpin_lost(instance.id)
+        self._loads_changed.pop(instance.id, None)
+        self._pending_sleeps.discard(instance.id)
 
     def record_progress(
         self,
@@ -441,22 +350,23 @@ class CoordinatorState(ReplanFlags):
     ) -> None:
         """Record the (trajectory, tokens) of a report, and how many of the tokens are delivered. A report may be older
         than the latest routing, so only trajectories that still run here count, and numbers never decrease."""
-        grown = 0
+        added_tokens = 0
         for member, tokens in progress:
             if member in instance.trajectories:
-                live = self._live[member]
-                if tokens > live.tokens:
-                    grown += tokens - live.tokens
-                    live.tokens = tokens
+                trajectory = self._live_trajectories[member]
+                if tokens > trajectory.tokens:
+                    added_tokens += tokens - trajectory.tokens
+                    trajectory.tokens = tokens
         for member, tokens in delivered:
             if member in instance.trajectories:
-                live = self._live[member]
-                grown += max(0, tokens - live.tokens)
-                live.tokens = max(tokens, live.tokens)
-                live.delivered_tokens = max(tokens, live.delivered_tokens)
-        self._fleet.grow(instance, grown)
+                trajectory = self._live_trajectories[member]
+                added_tokens += max(0, tokens - trajectory.tokens)
+                trajectory.tokens = max(tokens, trajectory.tokens)
+                trajectory.delivered_tokens = max(tokens, trajectory.delivered_tokens)
+        self._fleet.add_kv_tokens(instance, added_tokens)
 
     def set_draft_length(self, instance: Instance, length: int) -> None:
+        """Set the maximum draft length of an instance."""
         self._fleet.set_draft_length(instance, length)
 
     def start_pull(self, instance: Instance) -> None:
@@ -467,81 +377,86 @@ class CoordinatorState(ReplanFlags):
     def finish_pull(self, instance: Instance) -> None:
         """Record that an instance has loaded the version it is marked with."""
         self._fleet.finish_pull(instance)
-        self._loads_changed[instance.instance] = instance
+        self._loads_changed[instance.id] = instance
         self._routing_changed |= self.evaluation is not None  # which may have waited for it
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- internal ----------------------------------------------------------------------------------------------
 
-    def _enqueue(self, live: LiveTrajectory) -> None:
-        live.level = self.level(live.group)
-        self._queue.append(live, live.level)
+    def _enter_phase(self, trajectory: LiveTrajectory, phase: Phase) -> None:
+        trajectory.phase, trajectory.phase_since = phase, self._now
 
-    def _change_level(self, group: GroupId) -> None:
-        """A group got its promise, or an older version: its queued members move to the level of that version."""
+    def _enqueue(self, trajectory: LiveTrajectory) -> None:
+        trajectory.queue_level = self.queue_level(trajectory.group)
+        self._queue.append(trajectory, trajectory.queue_level)
+
+    def _requeue_members(self, group: GroupId) -> None:
+        """Move the queued members of a group to the level of its reservation, after that was made or changed."""
         for member in sorted(self.ledger.entries[group].waiting):
-            live = self._live[member]
-            if live.phase is Phase.QUEUED:
-                self._queue.remove(live, live.level)
-                self._enqueue(live)
+            trajectory = self._live_trajectories[member]
+            if trajectory.phase is Phase.QUEUED:
+                self._queue.remove(trajectory, trajectory.queue_level)
+                self._enqueue(trajectory)
 
-    def _requeue(self, live: LiveTrajectory, transition: Transition, tokens: int) -> None:
-        phase = next_phase(live.phase, transition)
-        self._leave_instance(live)
-        if (
-            live.truncating
-        ):  # it left for another reason, or with nothing to score: it may be cut off in its next attempt
+    def _requeue(self, trajectory: LiveTrajectory, transition: Transition, tokens: int) -> None:
+        phase = next_phase(trajectory.phase, transition)
+        self._leave_instance(trajectory)
+        if trajectory.being_truncated:  # it left for another reason, or without tokens; it may be truncated later
             self.truncations.add(-1)
-            live.truncating, live.moved_at = False, -1
-        live.tokens = tokens
-        live.phase, live.since = phase, self._now
-        self._enqueue(live)
+            trajectory.being_truncated, trajectory.moved_at_version = False, -1
+        trajectory.tokens = tokens
+        self._enter_phase(trajectory, phase)
+        self._enqueue(trajectory)
 
-    def _leave_instance(self, live: LiveTrajectory) -> None:
-        """Take a running trajectory off its instance. Before its tokens change: they are counted there as they are."""
-        instance = self._fleet.get(live.instance)
+    def _leave_instance(self, trajectory: LiveTrajectory) -> None:
+        """Take a running trajectory off its instance. Call this before its number of tokens changes."""
+        instance = self._fleet.get(trajectory.instance)
         assert instance is not None
-        self._fleet.remove(instance, live.id, live.kv_tokens)
-        if live.target is not None:
+        self._fleet.remove_trajectory(instance, trajectory.id, trajectory.kv_tokens)
+        if trajectory.move_target is not None:
             self._fleet.finish_move(instance)
-        live.instance = None
-        self._loads_changed[instance.instance] = instance
+        trajectory.instance = None
+        self._loads_changed[instance.id] = instance
         self._routing_changed = True
 
-    def _finish_move(self, live: LiveTrajectory) -> None:
-        """Count a trajectory as no longer on its way, wherever it ended up."""
-        target, live.target = self._fleet.get(live.target), None
+    def _finish_move(self, trajectory: LiveTrajectory) -> None:
+        """End the move of a trajectory, if it has one."""
+        target, trajectory.move_target = self._fleet.get(trajectory.move_target), None
         if target is not None:
             self._fleet.finish_move(target)
 
-    def _end(self, endings: Iterable[Ending]) -> tuple[DiscardedTrajectory, ...]:
-        """Take trajectories that the ledger has ended out of everything else."""
-        ended: list[DiscardedTrajectory] = []
+    def _remove_ended(self, endings: Iterable[Ending]) -> tuple[DiscardedTrajectory, ...]:
+        """Remove trajectories that the ledger has ended from queue, fleet and mixture."""
+        discarded: list[DiscardedTrajectory] = []
         endings = list(endings)
         if self.mixture is not None:
             # Backwards: the first ending of a group is that of the member that ended it.
             self.mixture.count_ended(
-                {e.group: (e.fate, e.reason) for e in reversed(endings) if e.group not in self.ledger.entries}
+                {
+                    ending.group: (ending.fate, ending.reason)
+                    for ending in reversed(endings)
+                    if ending.group not in self.ledger.entries
+                }
             )
         for ending in endings:
-            live = self._live.pop(ending.trajectory)
-            ended.append(
+            trajectory = self._live_trajectories.pop(ending.trajectory)
+            discarded.append(
                 DiscardedTrajectory(
                     ending=ending,
-                    v_traj=live.v_traj,
-                    route_number=live.route_number,
-                    running_on=live.instance,
-                    cached_on=self.pop_cached_instance(live),
-                    environment_open=live.turns > 0 and live.phase is not Phase.DONE,
+                    v_traj=trajectory.v_traj,
+                    route_number=trajectory.route_number,
+                    running_instance=trajectory.instance,
+                    cached_instance=self.pop_cached_instance(trajectory),
+                    environment_open=trajectory.num_turns > 0 and trajectory.phase is not Phase.DONE,
                 )
             )
-            phase = next_phase(live.phase, Transition.GIVEN_UP)
-            if live.phase is Phase.QUEUED:
-                self._queue.remove(live, live.level)
-            elif live.phase is Phase.RUNNING:
-                self._leave_instance(live)
-            self._finish_move(live)
-            self._fresh_groups.discard(live.group)
-            live.phase = phase
-        if ended:  # a step may have waited for one of them
+            phase = next_phase(trajectory.phase, Transition.DISCARDED)
+            if trajectory.phase is Phase.QUEUED:
+                self._queue.remove(trajectory, trajectory.queue_level)
+            elif trajectory.phase is Phase.RUNNING:
+                self._leave_instance(trajectory)
+            self._finish_move(trajectory)
+            self._unreserved_groups.discard(trajectory.group)
+            trajectory.phase = phase
+        if discarded:  # a step may have waited for one of them
             self._batch_changed = self._room_changed = self._routing_changed = True
-        return tuple(ended)
+        return tuple(discarded)

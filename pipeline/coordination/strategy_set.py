@@ -23,20 +23,20 @@ class StrategySet:
     synchronization: Synchronization
     filtering: Filtering
     migration: Migration
-    costs: StepCosts
-    """Of decode steps."""
+    step_costs: StepCosts
+    """Costs of decode steps."""
     stragglers: StragglerRule = StragglerRule()
-    max_attempts: int = 3
-    """Failures a trajectory survives: of an engine or of its environment, or lost instances."""
+    max_failures: int = 3
+    """Failures of an engine or an environment, or lost instances, after which a trajectory is still retried."""
     environments: bool = False
-    """Whether an environment answers each turn; else a response is one turn, which is scored."""
+    """Whether an environment replies to each turn; if not, a response is one turn, which is scored."""
     evaluation_share: float = 0.25
-    """Share of the instances' places that an evaluation has while the run trains."""
+    """Share of the fleet's slots that an evaluation may use while the run trains."""
     affinity: CacheAffinity | None = None
-    """None: where a turn was sampled does not matter for the next."""
+    """None: turns are routed without regard to cached contexts."""
     mixture: Mixture | None = None
     """None: the run has one task source, whose tasks are drawn in order."""
-    adapters: bool = False
-    """Whether an instance serves versions side by side, and a trajectory goes on under the one it began with."""
-    turns: bool = False
-    """Whether trainer and instances have the same GPUs, in turns."""
+    serves_many_versions: bool = False
+    """Whether an instance serves several versions at once, and a trajectory continues under its first one."""
+    shares_gpus: bool = False
+    """Whether trainer and instances use the same GPUs, in turns."""

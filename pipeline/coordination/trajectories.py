@@ -1,4 +1,4 @@
-"""The coordinator's knowledge of a trajectory in flight. Changed by `state` only. Pure."""
+"""The state of a trajectory in flight. Only state.py changes it. Pure."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ class LiveTrajectory:
     group: GroupId
     prompt_tokens: int
     phase: Phase = Phase.QUEUED
-    level: int = 0
+    queue_level: int = 0
     """Level of the work queue it waits in, while it is queued."""
     v_traj: PolicyVersion = PolicyVersion(-1)
     """Oldest version it may hold tokens of; -1 before it is first routed."""
     instance: InstanceId | None = None
-    """Where it runs; None in every other phase."""
+    """The instance on which it runs; None in all other phases."""
     route_number: int = 0
-    """Times it was routed."""
+    """Number of times it was routed."""
     tokens: int = 0
     """Sampled tokens, as last reported."""
     delivered_tokens: int = 0
-    """Of these, the ones the trajectory server is known to hold: they survive the loss of the instance."""
-    attempts: int = 0
-    """Engine failures, lost instances and failures of its environment so far."""
-    turns: int = 0
-    """Turns that its environment was asked to answer, since its episode began."""
-    given_tokens: int = 0
-    """Of its tokens, those that its environment gave."""
-    cached_on: InstanceId | None = None
-    """Where its latest turn was sampled, until the next one is: what it has so far may be cached there."""
+    """Tokens that the trajectory server is known to have: they survive the loss of the instance."""
+    num_failures: int = 0
+    """Number of engine failures, lost instances and environment failures so far."""
+    num_turns: int = 0
+    """Number of turns that were sent to its environment since its episode began."""
+    observation_tokens: int = 0
+    """Number of its tokens that are observations of its environment."""
+    cached_instance: InstanceId | None = None
+    """The instance that sampled its latest turn and may have its context cached; None while it runs."""
     cached_version: PolicyVersion = PolicyVersion(-1)
-    """The version that `cached_on` served then; under another, nothing is cached, unless it serves them side by
-    side."""
+    """The version that `cached_instance` served then. After a pull the cache is lost, unless an instance serves many
+    versions."""
     reward: float | None = None
-    """None until it is scored, and for good if it could not be."""
-    since: float = 0.0
-    """When the present phase began, seconds."""
-    target: InstanceId | None = None
-    """The instance it is being moved to, from the Interrupt until it is routed or sampled."""
-    moved_at: int = -1
-    """The published version when it was last interrupted: that is done at most once per version."""
-    truncating: bool = False
-    """An Interrupt is on its way, after which it is scored with the tokens it has."""
-    truncated: bool = False
-    """Its latest turn was truncated: forecasts must not learn its length."""
-    refused: str = ""
-    """Why it was last left in the queue; empty once it is routed."""
+    """None if it is not scored, or could not be."""
+    phase_since: float = 0.0
+    """Time at which the current phase began, in seconds."""
+    move_target: InstanceId | None = None
+    """The instance to which it is moving, from the Interrupt until it is routed or sampled; else None."""
+    moved_at_version: int = -1
+    """The published version when it was last moved or truncated, which happens at most once per version; -1: never."""
+    being_truncated: bool = False
+    """Whether it was interrupted to be scored with the tokens it has."""
+    last_turn_truncated: bool = False
+    """Whether its latest turn was truncated, so that forecasts must not learn from its length."""
+    refusal: str = ""
+    """The latest reason why it was not routed; empty once it is routed."""
 
     @property
     def kv_tokens(self) -> int:
@@ -61,31 +61,31 @@ class LiveTrajectory:
         return self.prompt_tokens + self.tokens
 
     @property
-    def is_eval(self) -> bool:
-        """Whether it belongs to an evaluation, and so never to a batch."""
+    def is_evaluation(self) -> bool:
+        """Whether it belongs to an evaluation; such trajectories are never trained on."""
         return is_evaluation(self.id)
 
     @property
-    def leaving(self) -> bool:
-        """Whether it is being taken off its instance: an Interrupt was sent."""
-        return self.truncating or self.target is not None
+    def is_leaving(self) -> bool:
+        """Whether it was interrupted to leave its instance."""
+        return self.being_truncated or self.move_target is not None
 
 
-def restored_members(stored: GroupInFlight, sampled: Phase, now: float) -> list[LiveTrajectory]:
-    """The members of a stored run's group in their last state. sampled: phase of members whose turn has ended."""
+def restore_members(group: GroupInFlight, sampled_phase: Phase, now: float) -> list[LiveTrajectory]:
+    """Restore the members of a stored run's group. sampled_phase: phase of members whose turn has ended."""
     return [
         LiveTrajectory(
             id=member.trajectory,
-            group=stored.group,
-            prompt_tokens=stored.prompt_tokens,
-            phase=Phase.DONE if member.scored else sampled if member.sampled else Phase.QUEUED,
+            group=group.group,
+            prompt_tokens=group.prompt_tokens,
+            phase=Phase.DONE if member.scored else sampled_phase if member.sampled else Phase.QUEUED,
             v_traj=member.version,
             route_number=1 if member.version >= 0 else 0,
             tokens=member.tokens,
             delivered_tokens=member.tokens,
             reward=member.reward,
-            given_tokens=member.given_tokens,
-            since=now,
+            observation_tokens=member.given_tokens,
+            phase_since=now,
         )
-        for member in stored.members
+        for member in group.members
     ]

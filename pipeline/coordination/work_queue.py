@@ -45,8 +45,8 @@ class WorkQueue:
     def __iter__(self) -> Iterator[tuple[int, LiveTrajectory]]:
         """(level, trajectory), level by level."""
         for level, waiting in self._levels.items():
-            for live in waiting.values():
-                yield level, live
+            for trajectory in waiting.values():
+                yield level, trajectory
 
     def __len__(self) -> int:
         return sum(map(len, self._levels.values()))
@@ -55,13 +55,13 @@ class WorkQueue:
 class MutableWorkQueue(WorkQueue):
     """The queue with the methods by which the state changes it."""
 
-    def append(self, live: LiveTrajectory, level: int) -> None:
+    def append(self, trajectory: LiveTrajectory, level: int) -> None:
         """Append a trajectory to a level."""
-        self._levels.setdefault(level, OrderedDict())[live.id] = live
+        self._levels.setdefault(level, OrderedDict())[trajectory.id] = trajectory
 
-    def remove(self, live: LiveTrajectory, level: int) -> None:
+    def remove(self, trajectory: LiveTrajectory, level: int) -> None:
         """Remove a trajectory from a level."""
         waiting = self._levels[level]
-        del waiting[live.id]
+        del waiting[trajectory.id]
         if not waiting:
             del self._levels[level]

@@ -86,9 +86,9 @@ class Sizes:
         return cost.mean_step_s(running, kv_tokens)
 
 
-def versions_behind(config: RunConfig) -> int:
+def max_versions_behind(config: RunConfig) -> int:
     """Number of versions that a job's work may lag behind: its staleness bound, or that of its admission rule."""
-    return config.staleness.admission.versions_behind(ledger_eta(config))
+    return config.staleness.admission.max_versions_behind(ledger_eta(config))
 
 
 def sizes_of(config: RunConfig, fit: Fit | None = None, drafts: DraftStats | None = None) -> Sizes:
@@ -98,7 +98,7 @@ def sizes_of(config: RunConfig, fit: Fit | None = None, drafts: DraftStats | Non
     drafts = drafts or DraftStats()
     acceptance = drafts.acceptance
     return Sizes(
-        eta=versions_behind(config),
+        eta=max_versions_behind(config),
         admission=staleness.admission,
         trajectories=config.oversampled_groups * config.oversampled_group_size,
         instances=config.rollout.instances,

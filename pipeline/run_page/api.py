@@ -13,7 +13,7 @@ import numpy as np
 from staleflow.pipeline.config.knob_tree import ExplainedValue, explain_values, toml_value
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.journal import files, num_bytes
-from staleflow.pipeline.coordination.mixture import source_views
+from staleflow.pipeline.coordination.mixture import count_by_source
 from staleflow.pipeline.jobs.replaying import replay_run
 from staleflow.pipeline.recovery.resumption import recorded_starts
 from staleflow.pipeline.run_page import listing
@@ -384,7 +384,7 @@ def _source_lines(config: RunConfig, stored: StoredSnapshot | None) -> list[str]
     if not config.task.sources or stored is None or not stored.records:
         return []
     ratios = {name: source.ratio for name, source in config.task.sources.items()}
-    return [view.line for view in source_views(ratios, stored.records[-1].ledger.sources)]
+    return [view.line for view in count_by_source(ratios, stored.records[-1].ledger.sources)]
 
 
 def summary_notes(summary: Mapping[str, Any]) -> list[str]:

@@ -56,7 +56,7 @@ from staleflow.pipeline.coordination.events import (
     Tick,
     VersionPublished,
 )
-from staleflow.pipeline.coordination.mixture import SourceView
+from staleflow.pipeline.coordination.mixture import SourceCounts
 from staleflow.pipeline.coordination.resume_plan import plan_resume
 from staleflow.pipeline.processes.background import Background
 from staleflow.pipeline.processes.clock import now_s
@@ -230,7 +230,7 @@ class Driver:
 
     def decisions(self, count: int) -> list[tuple[float, int, str, str]]:
         """The coordinator's latest decisions, newest first: (seconds, trajectory, decision, cause)."""
-        return self._coordinator.latest(count)
+        return self._coordinator.latest_decisions(count)
 
     def tokens_sampled(self) -> dict[str, int]:
         """Tokens each instance has sampled since it was started."""
@@ -331,7 +331,7 @@ class Driver:
         if not self._inbox.empty():
             return self._inbox.get_nowait()
         item = await self._inbox.get()
-        self._measurements.count_assigned_time(self._coordinator.loads(), self._actors.instances)
+        self._measurements.count_assigned_time(self._coordinator.num_running_by_instance(), self._actors.instances)
         return item
 
     def _has_pending_calls(self) -> bool:
@@ -355,7 +355,7 @@ class Driver:
     async def _abort_in_flight(self) -> None:
         """Abort the work in flight; redundancy may leave some even after the last step. If the run is stopped, all
         sampled tokens are first delivered to the trajectory server, so that a resumed run continues with them."""
-        if self._stop_requested and any(self._coordinator.loads().values()):
+        if self._stop_requested and any(self._coordinator.num_running_by_instance().values()):
             await self._membership.flush_all()
         self._handle(StopRequested(why=self.outcomes.stopped or "all steps are trained"))
 
@@ -526,10 +526,10 @@ class Driver:
             tasks_in_flight=() if mixture is None else mixture.tasks_in_flight,
         )
 
-    def _sources(self) -> list[SourceView]:
+    def _sources(self) -> list[SourceCounts]:
         """The task sources, if the job has several."""
         mixture = self._coordinator.mixture
-        return [] if mixture is None or not self._config.task.sources else list(mixture.views())
+        return [] if mixture is None or not self._config.task.sources else list(mixture.counts())
 
     def _complete_report(self) -> None:
         """Complete the report with what is known only after the run has ended or failed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from staleflow.pipeline.coordination.mixture import SourceView
+from staleflow.pipeline.coordination.mixture import SourceCounts
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.profiling.diagnosis import Diagnosis
 from staleflow.pipeline.profiling.run_profile import Profile
@@ -35,7 +35,7 @@ class RunReport:
     """How many instances the run has at the moment, and how many it misses."""
     environments: list[HostView] = field(default_factory=list)
     """What its environment hosts do at the moment."""
-    sources: list[SourceView] = field(default_factory=list)
+    sources: list[SourceCounts] = field(default_factory=list)
     """What was drawn from and trained on of its task sources, if it has several."""
     losses: list[str] = field(default_factory=list)
     """Actors that were lost and replaced."""

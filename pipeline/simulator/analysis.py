@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from staleflow.pipeline.config import factories
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.profiling.diagnosis import Diagnosis, diagnose, sizes_of, versions_behind
+from staleflow.pipeline.profiling.diagnosis import Diagnosis, diagnose, max_versions_behind, sizes_of
 from staleflow.pipeline.profiling.step_times import steady, steady_part
 from staleflow.pipeline.simulator.trace import Trace, TrainedStep
 from staleflow.pipeline.strategies.admission import LateWork
@@ -90,7 +90,7 @@ class SimulationStats:
 
 def measure(config: RunConfig, trace: Trace) -> SimulationStats:
     """Compute the statistics of the steady part of a run; see `steady_part`."""
-    eta = min(versions_behind(config), config.staleness.eta)  # without a bound: what its work was drawn for
+    eta = min(max_versions_behind(config), config.staleness.eta)  # without a bound: what its work was drawn for
     first, last = steady_part(len(trace.steps), eta)
     window = trace.steps[first + 1 : last + 1] or trace.steps
     begin_s = trace.steps[first].finished_s if last > first else 0.0
@@ -149,7 +149,7 @@ def bound_of(config: RunConfig, steps: list[TrainedStep]) -> StepTimeBound:
     instances = config.rollout.instances
     tokens = sum(s.tokens for s in steps)
     context = sum(s.context_tokens for s in steps)
-    intervals = versions_behind(config) + 1
+    intervals = max_versions_behind(config) + 1
     in_flight = intervals * config.oversampled_groups * config.oversampled_group_size / instances
     running = max(1, int(min(engine.max_running, engine.kv_tokens / (context / tokens), in_flight)))
     cost = factories.cost_with_drafts(config, running, running * context / tokens)

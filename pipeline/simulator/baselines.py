@@ -49,7 +49,7 @@ def with_admission(config: RunConfig, rule: Admission) -> RunConfig:
 class OneStep(Baseline):
     """One batch ahead: while a batch is trained, only the next one is sampled."""
 
-    def versions_behind(self, bound: int) -> int:
+    def max_versions_behind(self, bound: int) -> int:
         return 1
 
     def cap(self, ledger: StalenessLedger) -> int:

@@ -108,7 +108,7 @@ class SimulatedRun:
         config: RunConfig,
         workload: Workload,
         *,
-        validate_each: bool = False,
+        validate_every_event: bool = False,
         observe: Callable[[float, Event, list[Command]], None] | None = None,
     ) -> None:
         self._config = config
@@ -119,7 +119,7 @@ class SimulatedRun:
         self._observe = observe
         self._members = config.oversampled_group_size
         self._has_environment = config.has_environment  # which may look a user's file up
-        self.coordinator: Coordinator = factories.make_coordinator(config, validate_each=validate_each)
+        self.coordinator: Coordinator = factories.make_coordinator(config, validate_every_event=validate_every_event)
         self._faults = generator(config.seed, Stream.FAULTS)
         self._now = 0.0
         self._heap: list[tuple[float, int, Callable[[], None], bool]] = []

@@ -47,7 +47,7 @@ class Admission(RegistryEntry, ABC):
         """Whether no trained trajectory is older than the bound allows."""
         return self.late_work is not LateWork.TRAIN
 
-    def versions_behind(self, bound: int) -> int:
+    def max_versions_behind(self, bound: int) -> int:
         """Number of versions that work may lag behind, at most `bound`."""
         return bound
 
@@ -77,7 +77,7 @@ ADMISSION: Registry[Admission] = Registry(
 
 @ADMISSION.register("staleflow")
 @dataclass(frozen=True, slots=True)
-class Reservations(Admission):
+class ReservationAdmission(Admission):
     """StaleFlow: as many groups as can reserve an entry in a staleness buffer."""
 
     reserves = True
@@ -114,7 +114,7 @@ class CappedAdmission(Admission):
 class Synchronous(CappedAdmission):
     """One batch at a time, sampled entirely from the version that it updates: rollout and training alternate."""
 
-    def versions_behind(self, bound: int) -> int:
+    def max_versions_behind(self, bound: int) -> int:
         return 0
 
     def cap(self, ledger: StalenessLedger) -> int:

@@ -40,7 +40,7 @@ class KeepAll(Filtering):
 
 @FILTERING.register("no_signal")
 @dataclass(frozen=True, slots=True)
-class NoSignal(Filtering):
+class DropNoSignal(Filtering):
     """Drop and replace groups with equal rewards, whose advantages are all zero (DAPO, arXiv 2503.14476)."""
 
     compares_members = True
@@ -57,22 +57,32 @@ class StragglerRule(RegistryEntry):
     truncates = False
     """Whether it ever truncates a trajectory."""
 
-    def waited_too_long(self, *, waited_s: float, interval_s: float) -> bool:
-        """Whether a step has waited too long. waited_s: seconds it has waited. interval_s: mean seconds between steps;
-        0 while unknown."""
+    def waited_too_long(self, *, trainer_waited_s: float, step_interval_s: float) -> bool:
+        """Whether the trainer has waited too long for its batch.
+
+        Args:
+            trainer_waited_s: Seconds that it has waited.
+            step_interval_s: Mean seconds between steps; 0 if unknown.
+        """
         return False
 
     def may_truncate(
-        self, unfinished: int, *, per_step: int, truncated_in_step: int, trained: int, truncated: int
+        self,
+        num_unfinished: int,
+        *,
+        num_per_step: int,
+        num_truncated_in_step: int,
+        num_trained: int,
+        num_truncated: int,
     ) -> bool:
         """Whether all unfinished trajectories of a step may be truncated.
 
         Args:
-            unfinished: Number of unfinished trajectories.
-            per_step: Number of trajectories per step.
-            truncated_in_step: Trajectories truncated for this step before.
-            trained: Trajectories trained on so far in the run.
-            truncated: Trajectories truncated so far in the run, including those being interrupted.
+            num_unfinished: Number of unfinished trajectories.
+            num_per_step: Number of trajectories per step.
+            num_truncated_in_step: Trajectories truncated for this step before.
+            num_trained: Trajectories trained on so far in the run.
+            num_truncated: Trajectories truncated so far in the run, including those being interrupted.
         """
         return False
 
@@ -82,13 +92,13 @@ STRAGGLERS: Registry[StragglerRule] = Registry("straggler rule", "batch.straggle
 
 @STRAGGLERS.register("wait")
 @dataclass(frozen=True, slots=True)
-class Wait(StragglerRule):
+class WaitForStragglers(StragglerRule):
     """Steps wait for stragglers."""
 
 
 @STRAGGLERS.register("truncate")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Truncate(StragglerRule):
+class TruncateStragglers(StragglerRule):
     """Truncate all stragglers of a step once they are no more than `share` allows. Truncating only some would not help,
     because the step would wait for the others.
 
@@ -103,11 +113,17 @@ class Truncate(StragglerRule):
 
     truncates = True
 
-    def waited_too_long(self, *, waited_s: float, interval_s: float) -> bool:
-        return bool(interval_s) and waited_s > self.patience * interval_s
+    def waited_too_long(self, *, trainer_waited_s: float, step_interval_s: float) -> bool:
+        return bool(step_interval_s) and trainer_waited_s > self.patience * step_interval_s
 
     def may_truncate(
-        self, unfinished: int, *, per_step: int, truncated_in_step: int, trained: int, truncated: int
+        self,
+        num_unfinished: int,
+        *,
+        num_per_step: int,
+        num_truncated_in_step: int,
+        num_trained: int,
+        num_truncated: int,
     ) -> bool:
-        within_step = truncated_in_step + unfinished <= max(1, int(self.share * per_step))
-        return within_step and truncated + unfinished <= self.share * (trained + per_step)
+        fits_step = num_truncated_in_step + num_unfinished <= max(1, int(self.share * num_per_step))
+        return fits_step and num_truncated + num_unfinished <= self.share * (num_trained + num_per_step)

@@ -13,7 +13,7 @@ from staleflow.tasks.settings.registry import Registry, RegistryEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Movable:
+class MovableTrajectory:
     """A running trajectory that can be moved."""
 
     kv_tokens: int
@@ -24,7 +24,7 @@ class Movable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class InstanceLoad:
     """Load of one instance. running: number of trajectories."""
 
     running: int
@@ -35,15 +35,17 @@ class Migration(RegistryEntry, ABC):
     """A migration rule."""
 
     __slots__ = ()
-    active = True
+    moves_anything = True
     """Whether the rule ever moves anything."""
 
     @abstractmethod
-    def worthwhile(self, source: Load, target: Load) -> bool:
+    def may_gain(self, source: InstanceLoad, target: InstanceLoad) -> bool:
         """Whether any move between these instances could gain. Called before trajectories are examined one by one."""
 
     @abstractmethod
-    def moves(self, source: Load, target: Load, movable: Sequence[Movable], limit: int) -> list[int]:
+    def choose_moves(
+        self, source: InstanceLoad, target: InstanceLoad, movable: Sequence[MovableTrajectory], limit: int
+    ) -> list[int]:
         """Indices of `movable` to move from the more loaded `source` to `target`, which has room for `limit`
         trajectories."""
 
@@ -54,15 +56,17 @@ MIGRATION: Registry[Migration] = Registry("migration rule", "rollout.migration",
 
 @MIGRATION.register("none")
 @dataclass(frozen=True, slots=True)
-class Stay(Migration):
+class NoMigration(Migration):
     """Move no trajectory."""
 
-    active = False
+    moves_anything = False
 
-    def worthwhile(self, source: Load, target: Load) -> bool:
+    def may_gain(self, source: InstanceLoad, target: InstanceLoad) -> bool:
         return False
 
-    def moves(self, source: Load, target: Load, movable: Sequence[Movable], limit: int) -> list[int]:
+    def choose_moves(
+        self, source: InstanceLoad, target: InstanceLoad, movable: Sequence[MovableTrajectory], limit: int
+    ) -> list[int]:
         return []
 
 
@@ -75,33 +79,37 @@ class LargestGain(Migration):
     cost: StepCosts = parameter()
     gain: float = knob(0.2, "share by which a decode step must be faster on the target", low=0, high=1)
 
-    def worthwhile(self, source: Load, target: Load) -> bool:
-        return self._faster(source, Load(running=target.running + 1, kv_tokens=target.kv_tokens))
+    def may_gain(self, source: InstanceLoad, target: InstanceLoad) -> bool:
+        return self._is_faster(source, InstanceLoad(running=target.running + 1, kv_tokens=target.kv_tokens))
 
-    def moves(self, source: Load, target: Load, movable: Sequence[Movable], limit: int) -> list[int]:
+    def choose_moves(
+        self, source: InstanceLoad, target: InstanceLoad, movable: Sequence[MovableTrajectory], limit: int
+    ) -> list[int]:
         # The earliest deadline first, and of equal ones the cheapest to move.
         order = sorted(range(len(movable)), key=lambda i: (movable[i].deadline, movable[i].kv_tokens))
-        moved: list[int] = []
+        chosen: list[int] = []
         for i in order:
-            if len(moved) == limit:
+            if len(chosen) == limit:
                 break
             if not self._gains(source, target, movable[i]):
                 continue
-            kv = movable[i].kv_tokens
-            source = Load(running=source.running - 1, kv_tokens=source.kv_tokens - kv)
-            target = Load(running=target.running + 1, kv_tokens=target.kv_tokens + kv)
-            moved.append(i)
-        return moved
+            kv_tokens = movable[i].kv_tokens
+            source = InstanceLoad(running=source.running - 1, kv_tokens=source.kv_tokens - kv_tokens)
+            target = InstanceLoad(running=target.running + 1, kv_tokens=target.kv_tokens + kv_tokens)
+            chosen.append(i)
+        return chosen
 
-    def _gains(self, source: Load, target: Load, work: Movable) -> bool:
+    def _gains(self, source: InstanceLoad, target: InstanceLoad, trajectory: MovableTrajectory) -> bool:
         cost = self.cost
-        after = Load(running=target.running + 1, kv_tokens=target.kv_tokens + work.kv_tokens)
-        if not self._faster(source, after):
+        target_after = InstanceLoad(running=target.running + 1, kv_tokens=target.kv_tokens + trajectory.kv_tokens)
+        if not self._is_faster(source, target_after):
             return False
-        saved_s = cost.step_s(source.running, source.kv_tokens) - cost.step_s(after.running, after.kv_tokens)
-        return work.remaining_tokens * saved_s > cost.prefill * work.kv_tokens * after.running
+        saved_s = cost.step_s(source.running, source.kv_tokens) - cost.step_s(
+            target_after.running, target_after.kv_tokens
+        )
+        return trajectory.remaining_tokens * saved_s > cost.prefill * trajectory.kv_tokens * target_after.running
 
-    def _faster(self, source: Load, after: Load) -> bool:
+    def _is_faster(self, source: InstanceLoad, target_after: InstanceLoad) -> bool:
         """Whether a decode step on the target after the move is faster than one on the source by at least `gain`."""
         source_s = self.cost.step_s(source.running, source.kv_tokens)
-        return self.cost.step_s(after.running, after.kv_tokens) < (1 - self.gain) * source_s
+        return self.cost.step_s(target_after.running, target_after.kv_tokens) < (1 - self.gain) * source_s

@@ -25,17 +25,17 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """The data of a trajectory that a rule receives."""
+    """The data about a trajectory that a routing rule receives."""
 
     kv_tokens: int
-    """Tokens of KV cache it needs at once."""
+    """KV tokens that it needs when it starts: prompt and tokens so far."""
     continued: bool = False
-    """Whether it has a reserved place already, and perhaps tokens."""
+    """Whether it has tokens of an earlier turn or routing."""
 
 
 class Loads(Protocol):
-    """The data of the instances that a rule receives: arrays of shape [instances] with running trajectories and their
-    KV tokens."""
+    """The data about instances that a routing rule receives: arrays of shape [instances] with running trajectories and
+    their KV tokens."""
 
     @property
     def running(self) -> Numbers: ...
@@ -51,7 +51,7 @@ class Routing(RegistryEntry, ABC):
     """Whether its decisions may change with the scale of the cost model's seconds."""
 
     @abstractmethod
-    def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
+    def choose(self, candidate: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
         """The index of an instance that is True in `fitting` (at least one is), or None to let the trajectory wait."""
 
 
@@ -70,17 +70,17 @@ class UserRouting(UserCode, Routing):
 
     weighs_seconds = True
 
-    def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
+    def choose(self, candidate: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
         read_only = ReadOnlyLoads(_read_only(loads.running), _read_only(loads.kv_tokens))
-        where = f"{ROUTING.key} = {self.name!r}"
+        prefix = f"{ROUTING.key} = {self.name!r}"
         try:
-            row = self.code.choose(work, read_only, _read_only(fitting))
+            row = self.code.choose(candidate, read_only, _read_only(fitting))
         except (Exception, SystemExit) as error:  # user code
-            raise ConfigError(f"{where}: choose raised {type(error).__name__}: {error_text(error)}") from error
+            raise ConfigError(f"{prefix}: choose raised {type(error).__name__}: {error_text(error)}") from error
         try:
             return None if row is None else operator.index(row)
         except Exception:  # noqa: BLE001  a value of user code may raise anything
-            raise ConfigError(f"{where}: choose returned {row!r}; it must return a row number or None") from None
+            raise ConfigError(f"{prefix}: choose returned {row!r}; it must return a row number or None") from None
 
 
 def _read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
@@ -105,13 +105,13 @@ bound."""
 
 @ROUTING.register("deadline")
 @dataclass(frozen=True, slots=True)
-class Deadline(Routing):
+class DeadlineRouting(Routing):
     """Choose the instance with the shortest decode step including the new trajectory, counting the number and length of
     its running ones. A step waits for every reserved entry, so no instance should fall behind with the oldest
     trajectories."""
 
     cost: StepCosts = parameter()
 
-    def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
-        after_s = self.cost.steps_s(loads.running + 1, loads.kv_tokens + work.kv_tokens)
-        return int(np.where(fitting, after_s, np.inf).argmin())
+    def choose(self, candidate: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
+        step_after_s = self.cost.steps_s(loads.running + 1, loads.kv_tokens + candidate.kv_tokens)
+        return int(np.where(fitting, step_after_s, np.inf).argmin())

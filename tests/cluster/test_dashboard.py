@@ -22,7 +22,7 @@ from staleflow.pipeline.cluster.job_registry import JobRegistry
 from staleflow.pipeline.cluster.plugin import ensure
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.coordination.mixture import source_views
+from staleflow.pipeline.coordination.mixture import count_by_source
 from staleflow.pipeline.processes.dask_workers import connect
 from staleflow.stores.metrics import STEP_METRICS
 from staleflow.stores.trajectories.records import SourceState
@@ -186,7 +186,7 @@ def test_job_details_show_the_queue_of_each_environment_host() -> None:
 def test_job_details_show_the_share_of_each_task() -> None:
     states = [SourceState(num_drawn=9, num_trained=6), SourceState(num_drawn=11, num_trained=2, num_useless=64)]
     line = "task sums: 25.0% of the trained groups (ratio 50.0%), 55.0% of the drawn; 2 trained, 0 filtered, 0 aborted"
-    status = STATUS | {"sources": [view.line for view in source_views({"letters": 1, "sums": 1}, states)]}
+    status = STATUS | {"sources": [view.line for view in count_by_source({"letters": 1, "sums": 1}, states)]}
     lines = _details({"run_dir": "/runs/one", "last": {}, "status": status, "stop": "", "state": "running"})
     assert f"{line}, failing" in lines
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from staleflow.cli.config import command as config_command
 from staleflow.pipeline.config import actor_settings, knob_tree, loading, model_files, schema
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.strategies.migration import LargestGain, Stay
+from staleflow.pipeline.strategies.migration import LargestGain, NoMigration
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.engines.engine_settings import ENGINES
 from tests.commands import command
@@ -59,7 +59,7 @@ def test_a_rule_is_chosen_and_configured_by_overrides_in_any_order(tmp_path: Pat
         assert isinstance(migration, LargestGain) and migration.gain == 0.25
     text = f'{GOOD}[rollout.migration]\nname = "largest_gain"\ngain = 0.25\n'
     assert load(tmp_path, text).rollout.migration == migration
-    assert load(tmp_path, text, "rollout.migration=none").rollout.migration == Stay()
+    assert load(tmp_path, text, "rollout.migration=none").rollout.migration == NoMigration()
     with pytest.raises(ConfigError, match=r"gain: a knob of largest_gain; rollout\.migration\.name is none"):
         load(tmp_path, text, "rollout.migration.name=none")
 

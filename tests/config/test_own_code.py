@@ -199,7 +199,7 @@ def test_a_file_that_cannot_be_executed_gives_a_one_line_error(tmp_path: Path) -
 
 def told(config: RunConfig) -> tuple[Any, list[Any]]:
     """A coordinator with one instance and a group that has arrived, and what it then commands."""
-    coordinator = make_coordinator(config, validate_each=True)
+    coordinator = make_coordinator(config, validate_every_event=True)
     coordinator.handle(
         InstanceJoined(instance=InstanceId("a"), version=PolicyVersion(0), kv_capacity=9999, max_running=4), 0.0
     )
@@ -211,7 +211,7 @@ def told(config: RunConfig) -> tuple[Any, list[Any]]:
 def test_an_unfitting_instance_is_refused_with_a_reason(mine: Path, name: str) -> None:
     coordinator, commands = told(job(f"rollout.routing={mine}:{name}"))
     assert not [c for c in commands if isinstance(c, Route)]
-    assert coordinator.snapshot().refusals == {"routing named an instance that does not fit": 1}
+    assert coordinator.snapshot().refusals == {"the routing rule chose an instance that does not fit": 1}
 
 
 @pytest.mark.parametrize(

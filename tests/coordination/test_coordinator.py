@@ -26,7 +26,7 @@ from staleflow.pipeline.coordination.commands import (
 )
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.decision_log import DecisionLog
-from staleflow.pipeline.coordination.draft_lengths import DraftLengths
+from staleflow.pipeline.coordination.draft_lengths import DraftLengthPlanner
 from staleflow.pipeline.coordination.events import (
     EnvironmentFailed,
     EnvironmentStepped,
@@ -98,14 +98,16 @@ class Bench:
             synchronization=SYNCHRONIZATION.make(entry(SYNCHRONIZATION, synchronization), values),
             filtering=entry(FILTERING, filtering),
             migration=MIGRATION.make(entry(MIGRATION, migration), values),
-            costs=cost,
+            step_costs=cost,
             stragglers=entry(STRAGGLERS, stragglers, share=straggler_share),
-            max_attempts=max_attempts,
+            max_failures=max_attempts,
             environments=environments,
-            adapters=adapters,
+            serves_many_versions=adapters,
         )
         forecast = LengthForecast(100)
-        self.coordinator = Coordinator(ledger, strategies, forecast, DraftLengths(cost, 0), validate_each=True)
+        self.coordinator = Coordinator(
+            ledger, strategies, forecast, DraftLengthPlanner(cost, 0), validate_every_event=True
+        )
         self.now = 0.0
         self.route_numbers: dict[int, int] = {}
 
@@ -241,7 +243,9 @@ def test_an_instance_is_drained_after_it_leaves_and_runs_nothing() -> None:
 
 def test_a_draft_length_is_sent_once() -> None:
     bench = Bench()
-    bench.coordinator._drafts = DraftLengths(CostModel(k1=0.0, k2=8.0, k3=1.0, k4=4.0, b=0.0, prefill=0.0), 4)
+    bench.coordinator._draft_lengths = DraftLengthPlanner(
+        CostModel(k1=0.0, k2=8.0, k3=1.0, k4=4.0, b=0.0, prefill=0.0), 4
+    )
     bench.join()
     (change,) = only(bench.arrive(0), SetDraftLength)
     assert (change.instance, bench.coordinator._state.fleet[0].draft_length) == (A, change.length)
@@ -342,7 +346,7 @@ def test_a_broken_invariant_is_reported_after_the_event() -> None:
     bench = Bench()
     bench.join()
     bench.arrive(0)
-    bench.coordinator._state.live[TrajectoryId(0)].delivered_tokens = 1
+    bench.coordinator._state.live_trajectories[TrajectoryId(0)].delivered_tokens = 1
     with pytest.raises(ProtocolViolation, match="0 has 0 tokens, 1 of them delivered"):
         bench.tell(Tick())
 
@@ -575,7 +579,7 @@ def test_an_eighth_of_the_instances_is_relieved_per_tick_slowest_first() -> None
     for name in names[3:]:
         bench.join(name, max_running=200)
     bench.coordinator._move_planner._migration = MIGRATION.make(
-        entry(MIGRATION, "largest_gain"), {"cost": bench.coordinator._move_planner._costs}
+        entry(MIGRATION, "largest_gain"), {"cost": bench.coordinator._move_planner._step_costs}
     )
     relieved = {i.instance for i in only(bench.tell(Tick()), Interrupt)}
     assert relieved == {names[1], names[2]}, "all three have as many"
@@ -671,7 +675,7 @@ def test_the_last_trajectory_of_the_first_step_is_truncated() -> None:
     bench.arrive(0, 1)
     bench.finish(0)
     bench.tell(InstanceReported(instance=A, progress=((TrajectoryId(1), 4),)))
-    bench.coordinator._state.running_means.interval_s.add(1.0)
+    bench.coordinator._state.running_means.publish_interval_s.add(1.0)
     bench.arrive(2, 3)
     orders = [o for _ in range(20) for o in only(bench.tell(Tick()), Interrupt)]
     assert [o.trajectory for o in orders] == [1]
@@ -689,7 +693,7 @@ def test_a_repeated_refusal_is_in_the_story_once() -> None:
 
 
 def test_the_story_of_a_followed_trajectory_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decision_log, "STORY_LINES", 3)
+    monkeypatch.setattr(decision_log, "MAX_NOTES", 3)
     log = DecisionLog()
     log.follow(TrajectoryId(1))
     for trajectory in (1, 2, 2, 1, 2):

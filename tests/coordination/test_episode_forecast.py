@@ -12,7 +12,7 @@ from tests.simulator.test_environments import agents
 
 def test_without_environments_all_tokens_are_sampled() -> None:
     forecast = EpisodeForecast()
-    assert forecast.expected_sampled(123.0) == 123.0
+    assert forecast.expected_sampled_tokens(123.0) == 123.0
 
 
 def test_shares_are_those_of_the_latest_episodes() -> None:
@@ -21,7 +21,7 @@ def test_shares_are_those_of_the_latest_episodes() -> None:
         forecast.observe(100, 90)
     for _ in range(3000):
         forecast.observe(200, 50)
-    assert forecast.expected_sampled(400.0) == pytest.approx(300.0, rel=1e-3)
+    assert forecast.expected_sampled_tokens(400.0) == pytest.approx(300.0, rel=1e-3)
 
 
 def test_an_episode_has_the_weight_of_one_averaged_episode() -> None:
@@ -29,7 +29,9 @@ def test_an_episode_has_the_weight_of_one_averaged_episode() -> None:
     forecast.observe(100, 90)
     forecast.observe(200, 50)
     earlier = 1 - 1 / AVERAGED_EPISODES
-    assert forecast.expected_sampled(1.0) == pytest.approx(1 - (90 * earlier + 50) / (100 * earlier + 200), rel=1e-12)
+    assert forecast.expected_sampled_tokens(1.0) == pytest.approx(
+        1 - (90 * earlier + 50) / (100 * earlier + 200), rel=1e-12
+    )
 
 
 def test_a_run_learns_the_tokens_and_times_of_its_environments() -> None:
@@ -41,4 +43,4 @@ def test_a_run_learns_the_tokens_and_times_of_its_environments() -> None:
     tokens = sum(turn.tokens + turn.tool_tokens for response in turns for turn in response)
     given = sum(turn.tool_tokens for response in turns for turn in response)
     learned = simulated.coordinator.forecast.episodes
-    assert learned.expected_sampled(1.0) == pytest.approx(1 - given / tokens, abs=0.05)
+    assert learned.expected_sampled_tokens(1.0) == pytest.approx(1 - given / tokens, abs=0.05)

@@ -64,10 +64,10 @@ def test_a_turn_that_ends_before_its_truncation_lets_the_next_turn_be_truncated(
     assert [o.route_number for o in cut_off(bench, 4)] == [1]
     bench.sampled(LAST, 10)
     truncations = bench.coordinator._state.truncations
-    assert (truncations.truncated, truncations.in_step) == (0, 0)
+    assert (truncations.num_truncated, truncations.num_truncated_in_step) == (0, 0)
     answered(bench, LAST, 20)
     assert [o.route_number for o in cut_off(bench, 24)] == [2]
-    assert (truncations.truncated, truncations.in_step) == (1, 1)
+    assert (truncations.num_truncated, truncations.num_truncated_in_step) == (1, 1)
     assert cut_off(bench, 25) == []
 
 
@@ -80,7 +80,7 @@ def test_the_length_of_a_truncated_episode_is_not_learned(recurring: bool) -> No
     else:
         bench.tell(TrajectoryInterrupted(trajectory=LAST, route_number=order.route_number, tokens=6))
     bench.tell(TrajectoryScored(trajectory=LAST, reward=1.0))
-    assert list(bench.coordinator.forecast._latest) == [5, 5, 5] + [6] * recurring
+    assert list(bench.coordinator.forecast._latest_lengths) == [5, 5, 5] + [6] * recurring
 
 
 def test_a_resumed_episode_updates_the_forecast_like_a_whole_one() -> None:
@@ -97,7 +97,7 @@ def test_a_resumed_episode_updates_the_forecast_like_a_whole_one() -> None:
         bench.sampled(0, 1000)
         bench.tell(TrajectoryScored(trajectory=TrajectoryId(0), reward=1.0))
     episodes = [bench.coordinator.forecast.episodes for bench in (whole, resumed)]
-    assert [episode.expected_sampled(1000) for episode in episodes] == pytest.approx([100, 100])
+    assert [episode.expected_sampled_tokens(1000) for episode in episodes] == pytest.approx([100, 100])
 
 
 @pytest.mark.parametrize("turn", [1, 2])
@@ -110,14 +110,14 @@ def test_a_rule_that_chooses_an_invalid_row_is_rejected_in_every_turn(turn: int)
             return 7 if self.turns >= turn else 0
 
     bench = Bench(eta=0, environments=True, max_attempts=3)
-    bench.coordinator._planner._routing = UserRouting(name="mine.py:Rule", code=Rule())
+    bench.coordinator._route_planner._routing = UserRouting(name="mine.py:Rule", code=Rule())
     bench.join()
     routes = only(bench.arrive(0), Route)
     assert len(routes) == turn - 1
     if routes:
         bench.sampled(0)
         assert only(answered(bench, 0, 9), Route) == []
-    assert list(bench.coordinator.snapshot().refusals) == ["routing named an instance that does not fit"]
+    assert list(bench.coordinator.snapshot().refusals) == ["the routing rule chose an instance that does not fit"]
 
 
 @pytest.mark.parametrize(("prefill", "instance"), [(None, B), (0.0, B), (1.0, A)])
@@ -127,7 +127,7 @@ def test_a_next_turn_returns_to_its_cached_context_if_prefill_costs_more(
     """One trajectory more runs on a, so that routing prefers b. None: cached contexts are of no account."""
     bench = Bench(eta=0, groups=3, environments=True)
     cost = CostModel(k1=1e-6, k2=0.005, k3=0.0001, k4=0.001, b=0.002, prefill=prefill or 0.0)
-    bench.coordinator._planner._affinity = None if prefill is None else CacheAffinity(cost)
+    bench.coordinator._route_planner._affinity = None if prefill is None else CacheAffinity(cost)
     bench.join(A)
     bench.arrive(0, 1, 2)
     bench.join(B)

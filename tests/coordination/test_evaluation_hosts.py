@@ -57,7 +57,9 @@ def test_a_host_that_restarts_at_a_newer_version_stops_hosting() -> None:
     bench.finish(0)
     bench.publish(1)  # the others pull it
     assert evaluated(bench.join(A, version=1)) == []
-    on_b = next(i for i, live in bench.coordinator._state.live.items() if live.instance == B and live.is_eval)
+    on_b = next(
+        i for i, live in bench.coordinator._state.live_trajectories.items() if live.instance == B and live.is_evaluation
+    )
     assert evaluated(bench.sampled(on_b)) == [(B, 0)]
 
 
@@ -120,22 +122,22 @@ def random_fleet(rng: random.Random) -> Bench:
     bench = Bench(eta=2, num_steps=rng.choice([1, 9]))
     state = bench.coordinator._state
     for name in "abcde"[: rng.randrange(6)]:
-        state.join(InstanceId(name), PolicyVersion(rng.randrange(2)), 100, rng.choice([0, 2, 4]))
+        state.add_instance(InstanceId(name), PolicyVersion(rng.randrange(2)), 100, rng.choice([0, 2, 4]))
     groups = [NewGroup(group=GroupId(-1 - i), prompt_tokens=10) for i in range(rng.randrange(1, 9))]
     state.begin_evaluation(0, groups)
     state.ledger.version = PolicyVersion(1)
     assert state.evaluation is not None
     state.evaluation.evaluated_version = PolicyVersion(rng.randrange(-1, 2))
-    state.evaluation.to_sample = rng.randrange(len(groups) + 1)
+    state.evaluation.num_to_sample = rng.randrange(len(groups) + 1)
     for instance in state.fleet:
         instance.pulling = rng.random() < 0.3
         instance.kv_tokens = rng.choice([0, 10, 90, 91])
         instance.num_eval_running = rng.randrange(3)
         instance.trajectories = dict.fromkeys(map(TrajectoryId, range(rng.randrange(5))))
         if rng.random() < 0.4:
-            state.evaluation.pinned[instance.instance] = None
+            state.evaluation.pinned_instances[instance.id] = None
     if rng.random() < 0.2:
-        state.evaluation.pinned[InstanceId("lost")] = None
+        state.evaluation.pinned_instances[InstanceId("lost")] = None
     return bench
 
 
@@ -147,48 +149,48 @@ def test_pinned_instances_match_a_plain_implementation_of_the_rules(part: int) -
 
 def check_rules(bench: Bench) -> None:
     """Compare what is proposed with the rules, written plainly."""
-    pinning, planner, state = bench.coordinator._pinning, bench.coordinator._planner, bench.coordinator._state
+    pinning, planner, state = bench.coordinator._pin_planner, bench.coordinator._route_planner, bench.coordinator._state
     evaluation, fleet, done = state.evaluation, list(state.fleet), state.ledger.num_steps == 1
     assert evaluation is not None
     evaluated = evaluation.evaluated_version
-    share = 1.0 if done else pinning._share
+    share = 1.0 if done else pinning._slot_share
     num_pinned = max(1, math.ceil(share * len(fleet)))
     largest = max([instance.max_running for instance in fleet], default=1)
     each = max(1, int(share * len(fleet) / num_pinned * largest))
-    needed = num_pinned if done else min(num_pinned, math.ceil(evaluation.to_sample / each))
-    missing = needed - len([i for i in fleet if i.instance in evaluation.pinned and i.max_running > 0])
+    needed = num_pinned if done else min(num_pinned, math.ceil(evaluation.num_to_sample / each))
+    missing = needed - len([i for i in fleet if i.id in evaluation.pinned_instances and i.max_running > 0])
 
     wanted = 1 if evaluated == -1 else evaluated
-    ready = [i for i in fleet if i.version == wanted and i.max_running and i.instance not in evaluation.pinned]
+    ready = [i for i in fleet if i.version == wanted and i.max_running and i.id not in evaluation.pinned_instances]
     after_a_pull = [
         i for i in fleet
-        if i.version != wanted == 1 and i.max_running and not i.pulling and i.instance not in evaluation.pinned
+        if i.version != wanted == 1 and i.max_running and not i.pulling and i.id not in evaluation.pinned_instances
     ]  # fmt: skip
     expected = [*sorted(ready, key=lambda i: i.kv_tokens), *sorted(after_a_pull, key=lambda i: i.kv_tokens)]
-    assert pinning.choose_pins() == expected[: max(0, missing)]
+    assert pinning.choose_instances_to_pin() == expected[: max(0, missing)]
     for instance in fleet:
         assert pinning.must_pull(instance) is (instance.version == 0 and evaluated != 0)
     serves = [i for i in fleet if i.version == evaluated and i.max_running > 0]
-    assert pinning.cannot_finish is (evaluated == 0 and evaluation.to_sample > 0 and not serves)
+    assert pinning.cannot_finish is (evaluated == 0 and evaluation.num_to_sample > 0 and not serves)
 
-    live = state.live[min(evaluation.members)]
-    if evaluated >= 0 and not planner.has_routable(evaluated):
+    live = state.live_trajectories[min(evaluation.members)]
+    if evaluated >= 0 and not planner.can_receive_work(evaluated):
         each = largest
-    able = [i for i in serves if i.instance in evaluation.pinned and i.num_eval_running < each]
+    able = [i for i in serves if i.id in evaluation.pinned_instances and i.num_eval_running < each]
     able = [i for i in able if len(i.trajectories) < i.max_running and (i.kv_tokens <= 90 or not i.trajectories)]
     fewest = sorted(able, key=lambda i: i.num_eval_running)
     for home in [None, *fleet]:
-        live.cached_on = home.instance if home else None
-        chosen: Instance | str = home if home in able else fewest[0] if fewest else "no place for the evaluation"
+        live.cached_instance = home.id if home else None
+        chosen: Instance | str = home if home in able else fewest[0] if fewest else "no slot for the evaluation"
         assert pinning.choose_instance(live) == chosen
 
 
 def test_no_instance_is_pinned_without_queued_work() -> None:
     bench = two()
-    pinning, state = bench.coordinator._pinning, bench.coordinator._state
-    assert pinning.choose_pins() == []
+    pinning, state = bench.coordinator._pin_planner, bench.coordinator._state
+    assert pinning.choose_instances_to_pin() == []
     state.close_evaluation()
-    assert (pinning.choose_pins(), pinning.cannot_finish) == ([], False)
+    assert (pinning.choose_instances_to_pin(), pinning.cannot_finish) == ([], False)
     assert not any(map(pinning.must_pull, state.fleet))
 
 
@@ -196,11 +198,17 @@ def test_no_instance_is_pinned_without_queued_work() -> None:
     ("message", "spoil"),
     [
         ("evaluation trajectories [-6, -5, -4, -3, -2, -1] are not", lambda s: s.evaluation.members.add(0)),
-        ("a is taken to run 5 for an evaluation", lambda s: setattr(s.fleet[0], "num_eval_running", 5)),
-        ("7 are taken to be sampled yet for evaluation 0", lambda s: setattr(s.evaluation, "to_sample", 7)),
-        ("evaluation 0 has pinned instances that are gone: ['c']", lambda s: s.evaluation.pinned.update({"c": None})),
-        ("-1 is of version 3, version 0 is evaluated", lambda s: setattr(s.live[-1], "v_traj", 3)),
-        ("is sampled on a at version 0, for an evaluation of version 0", lambda s: s.evaluation.pinned.clear()),
+        ("a has a wrong count of 5 evaluation trajectories", lambda s: setattr(s.fleet[0], "num_eval_running", 5)),
+        ("wrong count of 7 trajectories to sample", lambda s: setattr(s.evaluation, "num_to_sample", 7)),
+        (
+        "evaluation 0 has pinned instances that are gone: ['c']",
+        lambda s: s.evaluation.pinned_instances.update({"c": None}),
+    ),
+        ("-1 has version 3, but 0 is evaluated", lambda s: setattr(s.live_trajectories[-1], "v_traj", 3)),
+        (
+        "is sampled on a at version 0, for an evaluation of version 0",
+        lambda s: s.evaluation.pinned_instances.clear(),
+    ),
     ],
 )  # fmt: skip
 def test_validate_describes_a_broken_evaluation_invariant(message: str, spoil: Callable[[Any], object]) -> None:

@@ -35,7 +35,7 @@ class PlainForecast:
     def add(self, group: int, length: int) -> None:
         self.finished.append((group, length))
         self.since_refresh += 1
-        if self.since_refresh > forecast.REFRESH * len(self.known):
+        if self.since_refresh > forecast.REFRESH_SHARE * len(self.known):
             self.known, self.since_refresh = [n for _, n in self.finished[-self.window :]], 0
         log, mean = math.log(max(1, length)), float(np.mean(self.logs))
         if earlier := self.siblings[group]:
@@ -77,7 +77,7 @@ class PlainForecast:
 @pytest.mark.parametrize("alike", [0.0, 0.8, 1.0, -0.8])
 def test_forecasts_match_plain_sums_over_finished_lengths(alike: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """alike: what a group's lengths have in common; below 0, every second one is as short as the others are long."""
-    monkeypatch.setattr(forecast, "WINDOW", 60)
+    monkeypatch.setattr(forecast, "WINDOW_LENGTHS", 60)
     monkeypatch.setattr(forecast, "MIN_LENGTHS", 8)
     learned, plain, rng = LengthForecast(MOST), PlainForecast(60), random.Random(3)
     groups = [rng.gauss(0, 1) for _ in range(40)]
@@ -96,7 +96,7 @@ def test_forecasts_match_plain_sums_over_finished_lengths(alike: float, monkeypa
                 expected = plain.remaining(of_group, tokens)
                 assert learned.expected_remaining(GroupId(of_group), tokens) == pytest.approx(expected)
         if i % 7 == 0:
-            learned.forget(GroupId(group))
+            learned.remove_group(GroupId(group))
             plain.siblings.pop(group)
 
 
@@ -111,7 +111,7 @@ def test_the_initial_forecast_is_half_of_the_maximum() -> None:
 def test_lengths_of_two_kinds_give_the_sibling_correlation(lengths: tuple[int, int]) -> None:
     """Alike within groups, or one of each kind in every group."""
     for siblings, correlation in (((0, 0, 1, 1), 1.0), ((0, 1, 1, 0), -1.0)):
-        learned, plain = LengthForecast(MOST), PlainForecast(forecast.WINDOW)
+        learned, plain = LengthForecast(MOST), PlainForecast(forecast.WINDOW_LENGTHS)
         for i in range(400):
             learned.observe(GroupId(i // 2), lengths[siblings[i % 4]])
             plain.add(i // 2, lengths[siblings[i % 4]])
@@ -130,7 +130,7 @@ def test_an_insignificant_correlation_changes_no_forecast(
     learned = LengthForecast(MOST)
     for i in range(40):
         learned.observe(GroupId(i), 50 + i)
-    assert (learned._scale(GroupId(0)) != 1.0) is scaled
+    assert (learned._length_factor(GroupId(0)) != 1.0) is scaled
 
 
 def test_equal_lengths_give_no_sibling_correlation() -> None:

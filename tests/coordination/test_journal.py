@@ -77,7 +77,7 @@ SHAPES = {
 def coordinator(tmp_path: Path, shape: str = "redundant") -> Coordinator:
     path = tmp_path / "job.toml"
     path.write_text("")
-    return make_coordinator(loading.load(path, (*BASE, *SHAPES[shape])), validate_each=True)
+    return make_coordinator(loading.load(path, (*BASE, *SHAPES[shape])), validate_every_event=True)
 
 
 class TinyBody:

@@ -53,7 +53,7 @@ class Life:
     """A run whose instances answer late, twice, out of turn, or not at all."""
 
     def __init__(self, tree: dict[str, Any], seed: int) -> None:
-        self.coordinator = factories.make_coordinator(loading.from_tree(tree), validate_each=True)
+        self.coordinator = factories.make_coordinator(loading.from_tree(tree), validate_every_event=True)
         self.rng = random.Random(seed)
         self.now = 0.0
         self.pending: list[Event] = []
@@ -75,7 +75,7 @@ class Life:
             self.tell(event)
         self.tell(StopRequested(why="the life is over"))
         assert len(self.ended) == self.coordinator.ledger.num_started
-        assert not any(self.coordinator.loads().values())
+        assert not any(self.coordinator.num_running_by_instance().values())
 
     def tell(self, event: Event) -> None:
         self.now += 0.3 * self.rng.random()

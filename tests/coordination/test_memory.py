@@ -89,7 +89,7 @@ def test_largest_reports_nested_containers() -> None:
 def test_a_coordinator_uses_bounded_memory_over_ten_thousand_trajectories() -> None:
     """Groups are trained, filtered, and given up; instances pull, report, are lost while they pull."""
     bench = Bench(eta=1, groups=2, size=2, filtering="no_signal", max_attempts=1)
-    bench.coordinator._validate_each = False  # other tests do
+    bench.coordinator._validate_every_event = False  # other tests do
     bench.join(A)
     name, group, trained = A, 0, 0
     steps = DecodeStats(running=4, kv_tokens=40, seconds=1.0, tokens=20)
@@ -112,9 +112,10 @@ def test_a_coordinator_uses_bounded_memory_over_ten_thousand_trajectories() -> N
             else:
                 bench.tell(PullFinished(instance=name, version=PolicyVersion(trained)))
     limits = {
-        "_log": decision_log.STORY_LINES, "_latest": forecast.WINDOW, "_sorted": forecast.WINDOW,
-        "_lengths": forecast.WINDOW, "_tails": forecast.WINDOW + 1, "_errors": forecast.WINDOW,
-        "_log[]": 4 * decision_log.STORY_LINES, "_errors[]": 2 * forecast.WINDOW,
+        "_notes": decision_log.MAX_NOTES, "_latest_lengths": forecast.WINDOW_LENGTHS,
+        "_sorted_lengths": forecast.WINDOW_LENGTHS, "_lengths": forecast.WINDOW_LENGTHS,
+        "_tail_sums": forecast.WINDOW_LENGTHS + 1, "_errors": forecast.WINDOW_LENGTHS,
+        "_notes[]": 4 * decision_log.MAX_NOTES, "_errors[]": 2 * forecast.WINDOW_LENGTHS,
     }  # fmt: skip
     sizes = {where.rpartition(".")[2]: size for where, size in largest(bench.coordinator).items()}
     assert sizes.keys() <= limits.keys(), sizes

@@ -12,7 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from staleflow.pipeline.coordination.mixture import PATIENCE, PROBE, MixedSource, Mixture, source_views
+from staleflow.pipeline.coordination.mixture import (
+    MAX_USELESS_GROUPS,
+    PROBE_PERIOD,
+    Mixture,
+    MixtureSource,
+    count_by_source,
+)
 from staleflow.pipeline.strategies.samplers import InOrder, State
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight
 from staleflow.stores.trajectories.records import SourceState
@@ -30,7 +36,7 @@ class Run:
         """usable: share of each source's groups that can be trained on."""
         self.usable, self.room = usable, in_flight
         self.rng = np.random.default_rng(seed)
-        self.sources = [MixedSource(name=f"s{i}", ratio=r, sampler=InOrder()) for i, r in enumerate(ratios)]
+        self.sources = [MixtureSource(name=f"s{i}", ratio=r, sampler=InOrder()) for i, r in enumerate(ratios)]
         self.mixture = Mixture(self.sources, seed)
         self.live: dict[GroupId, int] = {}
         self.num_groups = 0
@@ -99,7 +105,7 @@ def test_the_ratio_holds_within_one_percent_over_ten_thousand_groups(
     working = sum(r for r, share in zip(ratios, usable, strict=True) if share)
     expected = [r / working if share else 0.0 for r, share in zip(ratios, usable, strict=True)]
     assert shares == pytest.approx(expected, abs=0.01)
-    views = run.mixture.views()
+    views = run.mixture.counts()
     assert [v.trained_share for v in views] == pytest.approx(shares)
     drawn = Counter(run.drawn)
     assert [v.drawn_share for v in views] == pytest.approx([drawn[i] / len(run.drawn) for i in range(len(ratios))])
@@ -128,14 +134,14 @@ def test_a_source_that_always_fails_is_named_once_and_does_not_stall_the_others(
     run.train(3000)
     (line,) = run.lines
     assert line == (
-        "task 's1' has one draw in 16 until a group of it can be trained on: none of its last 64 could, the latest for "
-        "the reason no_signal"
+        "task 's1' gets one draw in 16 until one of its groups can be trained on; none of its latest 64 could be, the "
+        "latest for the reason no_signal"
     )
     run.kill(run.mixture.states, run.num_groups)
     (line,) = run.mixture.take_notices()
-    assert line.startswith("task 's1' has one draw in 16") and line.endswith("could, before the resume")
+    assert line.startswith("task 's1' gets one draw in 16") and line.endswith("could be, before the resume")
     assert run.shares() == pytest.approx([1 / 3, 0, 2 / 3], abs=0.01)
-    assert run.drawn.count(1) <= len(run.drawn) / PROBE + 4 * PATIENCE
+    assert run.drawn.count(1) <= len(run.drawn) / PROBE_PERIOD + 4 * MAX_USELESS_GROUPS
 
 
 def test_a_source_that_recovers_catches_up_by_a_bounded_number() -> None:
@@ -146,14 +152,14 @@ def test_a_source_that_recovers_catches_up_by_a_bounded_number() -> None:
     run.train(trained + 1000)
     assert run.lines[1] == "task 's1': a group of it was trained on again"
     later = run.trained[trained:]
-    assert later.count(1) == pytest.approx(500 + PATIENCE / 2, abs=20)
+    assert later.count(1) == pytest.approx(500 + MAX_USELESS_GROUPS / 2, abs=20)
     assert run.trained[-200:].count(1) == pytest.approx(100, abs=15)
 
 
 def test_failing_sources_are_tried_in_turn() -> None:
     run = Run([1.0, 1.0, 1.0], [1.0, 0.0, 0.0])
-    run.train(40 * PROBE)
-    late = Counter(run.drawn[-20 * PROBE :])
+    run.train(40 * PROBE_PERIOD)
+    late = Counter(run.drawn[-20 * PROBE_PERIOD :])
     assert late[1] == late[2] == 10
 
 
@@ -164,7 +170,7 @@ def test_a_sampler_learns_from_every_group_that_ends() -> None:
         def learn(self, task: int, reward: float | None, state: State) -> None:
             learned.append((task, reward))
 
-    mixture = Mixture([MixedSource(name="a", ratio=1.0, sampler=RecordingSampler())], 0)
+    mixture = Mixture([MixtureSource(name="a", ratio=1.0, sampler=RecordingSampler())], 0)
     for group, (source, task) in enumerate(mixture.draw(3)):
         mixture.count_arrived(GroupId(group), source, task)
     mixture.record_rewards(GroupId(2), [1.0, 0.0, 0.5])
@@ -190,8 +196,8 @@ def test_surplus_groups_do_not_count_as_failures_of_a_source() -> None:
 
 
 def test_failed_environments_count_as_failures_of_a_source() -> None:
-    mixture = Mixture([MixedSource(name=n, ratio=1, sampler=InOrder()) for n in "ab"], 0)
-    for group in range(PATIENCE):
+    mixture = Mixture([MixtureSource(name=n, ratio=1, sampler=InOrder()) for n in "ab"], 0)
+    for group in range(MAX_USELESS_GROUPS):
         mixture.draw(1)
         mixture.count_arrived(GroupId(group), 0, group)
         mixture.count_ended({GroupId(group): FAILED})
@@ -226,7 +232,7 @@ def test_state_is_the_same_after_a_store_and_a_resume() -> None:
 
 
 def test_step_metrics_have_rewards_of_trained_and_of_all_scored_groups() -> None:
-    mixture = Mixture([MixedSource(name=n, ratio=1, sampler=InOrder()) for n in "ab"], 0)
+    mixture = Mixture([MixtureSource(name=n, ratio=1, sampler=InOrder()) for n in "ab"], 0)
     for group, rewards in enumerate(([1.0, 1.0], [0.0, 1.0])):
         mixture.draw(1)
         mixture.count_arrived(GroupId(group), 0, group)
@@ -243,7 +249,7 @@ def test_counts_and_choices_match_plain_formulas() -> None:  # noqa: PLR0915  on
     """Over random draws, arrivals and endings of three sources, one of which fails for a while."""
     rng = random.Random(1)
     ratios = [5.0, 3.0, 2.0]
-    mixture = Mixture([MixedSource(name=f"s{i}", ratio=r, sampler=InOrder()) for i, r in enumerate(ratios)], 0)
+    mixture = Mixture([MixtureSource(name=f"s{i}", ratio=r, sampler=InOrder()) for i, r in enumerate(ratios)], 0)
     weights = [ratio / sum(ratios) for ratio in ratios]
     counts = [Counter[str]() for _ in ratios]
     credit, usable, useless = [0.0] * 3, [1.0] * 3, [0] * 3
@@ -251,15 +257,15 @@ def test_counts_and_choices_match_plain_formulas() -> None:  # noqa: PLR0915  on
     live: dict[GroupId, tuple[int, int]] = {}
     num_probes = 0
     for number in range(3000):
-        failing = [i for i in range(3) if useless[i] >= PATIENCE]
+        failing = [i for i in range(3) if useless[i] >= MAX_USELESS_GROUPS]
         match rng.randrange(3):
             case 0 if len(requested) < 5:
                 total = sum(c["drawn"] for c in counts) + len(requested)
                 of_each = [[s for s, _ in requested + list(live.values())].count(i) for i in range(3)]
                 coming = [of_each[i] * max(1 / 256, usable[i]) for i in range(3)]
                 healthy = [i for i in range(3) if i not in failing]
-                if failing and total % PROBE == PROBE - 1:
-                    expected = failing[total // PROBE % len(failing)]
+                if failing and total % PROBE_PERIOD == PROBE_PERIOD - 1:
+                    expected = failing[total // PROBE_PERIOD % len(failing)]
                     num_probes += 1
                 else:
                     shares = sum(weights[i] for i in healthy)
@@ -285,10 +291,12 @@ def test_counts_and_choices_match_plain_formulas() -> None:  # noqa: PLR0915  on
                     usable[source] += (1 - usable[source]) / 32
                     useless[source] = 0
                     credit[source] -= 1
-                    shares = sum(weights[i] for i in range(3) if useless[i] < PATIENCE)
+                    shares = sum(weights[i] for i in range(3) if useless[i] < MAX_USELESS_GROUPS)
                     for i in range(3):
                         due = credit[i] + weights[i]
-                        credit[i] = min(64.0, due) if useless[i] >= PATIENCE else credit[i] + weights[i] / shares
+                        credit[i] = (
+                            min(64.0, due) if useless[i] >= MAX_USELESS_GROUPS else credit[i] + weights[i] / shares
+                        )
                 else:
                     ending = rng.choice([FILTERED, FAILED, SURPLUS])
                     mixture.count_ended({group: ending, GroupId(-5): SURPLUS})
@@ -303,25 +311,25 @@ def test_counts_and_choices_match_plain_formulas() -> None:  # noqa: PLR0915  on
         assert [state.num_useless for state in mixture.states] == useless
         assert mixture.tasks_in_flight == tuple(sorted((int(g), *of) for g, of in live.items()))
     assert num_probes > 0
-    assert useless[2] < PATIENCE, "it has recovered"
-    for view, weight, count in zip(mixture.views(), weights, counts, strict=True):
+    assert useless[2] < MAX_USELESS_GROUPS, "it has recovered"
+    for view, weight, count in zip(mixture.counts(), weights, counts, strict=True):
         assert view.ratio == pytest.approx(weight)
         assert view.drawn_share == pytest.approx(count["drawn"] / sum(c["drawn"] for c in counts))
         assert view.trained_share == pytest.approx(count["trained"] / sum(c["trained"] for c in counts))
 
 
 def test_all_shares_are_zero_before_the_first_draw() -> None:
-    mixture = Mixture([MixedSource(name=n, ratio=1, sampler=InOrder()) for n in "ab"], 0)
-    assert [(view.drawn_share, view.trained_share) for view in mixture.views()] == [(0.0, 0.0)] * 2
+    mixture = Mixture([MixtureSource(name=n, ratio=1, sampler=InOrder()) for n in "ab"], 0)
+    assert [(view.drawn_share, view.trained_share) for view in mixture.counts()] == [(0.0, 0.0)] * 2
     mixture.draw(1)
     mixture.count_arrived(GroupId(0), 0, 0)
-    assert [view.drawn_share for view in mixture.views()] == [1.0, 0.0]
+    assert [view.drawn_share for view in mixture.counts()] == [1.0, 0.0]
 
 
 def test_source_views_describe_each_source_in_a_line() -> None:
     states = [SourceState(num_drawn=6, num_trained=3, num_filtered=2, num_aborted=1), SourceState(num_drawn=2)]
-    failing = replace(states[1], num_useless=PATIENCE)
-    assert [view.line for view in source_views({"sums": 3, "letters": 1}, [states[0], failing])] == [
+    failing = replace(states[1], num_useless=MAX_USELESS_GROUPS)
+    assert [view.line for view in count_by_source({"sums": 3, "letters": 1}, [states[0], failing])] == [
         "task sums: 100.0% of the trained groups (ratio 75.0%), 75.0% of the drawn; 3 trained, 2 filtered, 1 aborted",
         "task letters: 0.0% of the trained groups (ratio 25.0%), 25.0% of the drawn; "
         "0 trained, 0 filtered, 0 aborted, failing",

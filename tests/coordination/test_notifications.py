@@ -11,7 +11,7 @@ from typing import Any, ClassVar, get_args
 
 import pytest
 
-from staleflow.pipeline.coordination.draft_lengths import DraftLengths
+from staleflow.pipeline.coordination.draft_lengths import DraftLengthPlanner
 from staleflow.pipeline.coordination.episode_forecast import EpisodeForecast
 from staleflow.pipeline.coordination.evaluations import MutableEvaluations
 from staleflow.pipeline.coordination.events import (
@@ -44,19 +44,19 @@ from staleflow.stores.trajectory import GroupId, PolicyVersion, TrajectoryId
 from tests.coordination.test_coordinator import A, B, Bench, in_flight, member
 
 COLLABORATORS: dict[type[Any], tuple[str, ...]] = {
-    LengthForecast: ("observe", "forget"),
+    LengthForecast: ("observe", "remove_group"),
     EpisodeForecast: ("observe",),
-    DraftLengths: ("observe", "remove", "step_finished", "replan"),
-    MutableEvaluations: ("begin", "pin", "remove", "sampled", "end", "close"),
-    TruncationCounts: ("step_consumed", "add"),
+    DraftLengthPlanner: ("observe", "remove_instance", "decay_statistics", "compute_best_lengths"),
+    MutableEvaluations: ("begin", "pin", "unpin_lost", "count_sampled", "end_trajectory", "close"),
+    TruncationCounts: ("count_consumed", "add"),
     RunningMean: ("add",),
 }
 """The methods of a coordinator's collaborators that change what they know."""
 QUESTIONS = {
     LengthForecast: {"expected_remaining"},
-    EpisodeForecast: {"expected_sampled"},
-    DraftLengths: {"choose_changes"},
-    MutableEvaluations: {"unpin_idle"},
+    EpisodeForecast: {"expected_sampled_tokens"},
+    DraftLengthPlanner: {"choose_changes"},
+    MutableEvaluations: {"unpin_idle_instances"},
     TruncationCounts: set(),
     RunningMean: set(),
 }
@@ -90,7 +90,7 @@ class NotedBench(Bench):
             means = {id(getattr(measured, field.name)): field.name for field in fields(RunningMeans)}
             return f"{means[id(subject)]}.add({args[0]:g})" if id(subject) in means else ""
         shown = {
-            MutableEvaluations: (), DraftLengths: args[:1] if name in ("observe", "remove") else (),
+            MutableEvaluations: (), DraftLengthPlanner: args[:1] if name in ("observe", "remove_instance") else (),
         }.get(type(subject), args[:2])  # fmt: skip
         return f"{type(subject).__name__}.{name}({', '.join(f'{value}' for value in shown)})"
 
@@ -222,19 +222,19 @@ CASES = (
         "an instance is lost",
         routed(eta=1, max_attempts=3),
         lambda bench: InstanceLost(instance=A, why="killed"),
-        ("MutableEvaluations.remove()", "DraftLengths.remove(a)"),
+        ("MutableEvaluations.unpin_lost()", "DraftLengthPlanner.remove_instance(a)"),
     ),
     Case(
         "one of two instances is lost",
         lambda: with_two(routed(eta=1, max_attempts=3)()),
         lambda bench: InstanceLost(instance=B, why="killed"),
-        ("MutableEvaluations.remove()", "DraftLengths.remove(b)"),
+        ("MutableEvaluations.unpin_lost()", "DraftLengthPlanner.remove_instance(b)"),
     ),
     Case(
         "the last attempt of a trajectory is lost with its instance",
         routed(eta=1, max_attempts=0),
         lambda bench: InstanceLost(instance=A, why="killed"),
-        ("LengthForecast.forget(0)", "MutableEvaluations.remove()", "DraftLengths.remove(a)"),
+        ("LengthForecast.remove_group(0)", "MutableEvaluations.unpin_lost()", "DraftLengthPlanner.remove_instance(a)"),
     ),
     Case(
         "an instance leaves", routed(eta=1), lambda bench: InstanceLeaving(instance=A), ()
@@ -243,13 +243,13 @@ CASES = (
         "an instance reports what it has decoded",
         routed(eta=1),
         lambda bench: InstanceReported(instance=A, progress=((ZERO, 4),), steps=STEPS),
-        ("DraftLengths.observe(a)",),
+        ("DraftLengthPlanner.observe(a)",),
     ),
     Case(
         "a trajectory is sampled",
         routed(eta=1),
         sampled(0),
-        ("MutableEvaluations.sampled()", "LengthForecast.observe(0, 5)"),
+        ("MutableEvaluations.count_sampled()", "LengthForecast.observe(0, 5)"),
     ),
     Case(
         "a turn is sampled", routed(eta=1, environments=True), sampled(0), ()
@@ -258,7 +258,7 @@ CASES = (
         "an evaluation's trajectory is sampled: by other rules, so no length is learned",
         lambda: evaluation(NotedBench(eta=1)),
         sampled(-1),
-        ("MutableEvaluations.sampled()",),
+        ("MutableEvaluations.count_sampled()",),
     ),
     Case(
         "a trajectory is interrupted",
@@ -270,7 +270,7 @@ CASES = (
         "a trajectory fails for good",
         routed(eta=1, max_attempts=0),
         lambda bench: TrajectoryFailed(trajectory=ZERO, route_number=1, error="x"),
-        ("LengthForecast.forget(0)",),
+        ("LengthForecast.remove_group(0)",),
     ),
     Case(
         "an environment answers",
@@ -282,34 +282,34 @@ CASES = (
         "an environment fails for good",
         lambda: acted(NotedBench(eta=1, environments=True, max_attempts=0)),
         lambda bench: EnvironmentFailed(trajectory=ZERO, route_number=1, error="x"),
-        ("LengthForecast.forget(0)",),
+        ("LengthForecast.remove_group(0)",),
     ),
     Case(
         "a reward completes the batch",
         lambda: then_sampled(routed(eta=1)()),
         scored(0),
-        ("TruncationCounts.step_consumed(1)", "LengthForecast.forget(0)"),
+        ("TruncationCounts.count_consumed(1)", "LengthForecast.remove_group(0)"),
     ),
     Case(
         "an episode ends, and with it the batch is complete",
         lambda: acted(NotedBench(eta=1, environments=True)),
         scored(0),
         (
-            "LengthForecast.observe(0, 5)", "EpisodeForecast.observe(5, 0)", "MutableEvaluations.sampled()",
-            "TruncationCounts.step_consumed(1)", "LengthForecast.forget(0)",
+            "LengthForecast.observe(0, 5)", "EpisodeForecast.observe(5, 0)", "MutableEvaluations.count_sampled()",
+            "TruncationCounts.count_consumed(1)", "LengthForecast.remove_group(0)",
         ),
     ),
     Case(
         "a reward completes a group without signal",
         lambda: then_sampled(routed(eta=1, filtering="no_signal")()),
         scored(0),
-        ("LengthForecast.forget(0)",),
+        ("LengthForecast.remove_group(0)",),
     ),
     Case(
         "the last reward of an evaluation",
         lambda: then_sampled(evaluation(NotedBench(eta=1)), -1),
         scored(-1),
-        ("MutableEvaluations.end()", "MutableEvaluations.close()"),
+        ("MutableEvaluations.end_trajectory()", "MutableEvaluations.close()"),
     ),
     Case(
         "a pull is finished",
@@ -327,33 +327,33 @@ CASES = (
         "a version is published",
         lambda: trained(NotedBench(eta=1)),
         lambda bench: VersionPublished(version=V1),
-        ("interval_s.add(5)", "DraftLengths.step_finished()"),
+        ("publish_interval_s.add(5)", "DraftLengthPlanner.decay_statistics()"),
     ),
     Case(
         "a stop ends what is in flight",
         lambda: arrived_twice(NotedBench(eta=1)),
         lambda bench: StopRequested(why="test"),
-        ("LengthForecast.forget(0)", "LengthForecast.forget(1)"),
+        ("LengthForecast.remove_group(0)", "LengthForecast.remove_group(1)"),
     ),
     Case(
         "a stop ends an evaluation",
         lambda: evaluation(NotedBench(eta=1)),
         lambda bench: StopRequested(why="test"),
-        ("MutableEvaluations.close()", "LengthForecast.forget(-1)"),
+        ("MutableEvaluations.close()", "LengthForecast.remove_group(-1)"),
     ),
     Case("routing goes on after its limit", routed(eta=1), lambda bench: RoutingContinued(), ()),
-    Case("time passes", routed(eta=1), lambda bench: Tick(), ("DraftLengths.replan()",)),
+    Case("time passes", routed(eta=1), lambda bench: Tick(), ("DraftLengthPlanner.compute_best_lengths()",)),
     Case(
         "a straggler is told to end",
         straggling,
         lambda bench: Tick(),
-        ("DraftLengths.replan()", "TruncationCounts.add(1)"),
+        ("DraftLengthPlanner.compute_best_lengths()", "TruncationCounts.add(1)"),
     ),
     Case(
         "a straggler ends by itself before it could be cut off",
         cut,
         sampled(3),
-        ("MutableEvaluations.sampled()", "TruncationCounts.add(-1)", "LengthForecast.observe(3, 5)"),
+        ("MutableEvaluations.count_sampled()", "TruncationCounts.add(-1)", "LengthForecast.observe(3, 5)"),
     ),
 )  # fmt: skip
 

@@ -23,16 +23,16 @@ LAWFUL = 17
 """Pairs of the table; a new one is added here too, on purpose."""
 
 VERBS: dict[Transition, Callable[[CoordinatorState, LiveTrajectory], object]] = {
-    Transition.ROUTED: lambda state, live: state.send(live, state.fleet[0]),
+    Transition.ROUTED: lambda state, live: state.route(live, state.fleet[0]),
     Transition.SAMPLED: lambda state, live: state.finish_sampling(live, 7),
     Transition.TRUNCATED: lambda state, live: state.finish_sampling(live, 7, truncated=True),
-    Transition.INTERRUPTED: lambda state, live: state.interrupt(live, 7),
-    Transition.FAILED: lambda state, live: state.fail(live, Transition.FAILED),
-    Transition.INSTANCE_LOST: lambda state, live: state.fail(live, Transition.INSTANCE_LOST),
+    Transition.INTERRUPTED: lambda state, live: state.requeue_interrupted(live, 7),
+    Transition.FAILED: lambda state, live: state.requeue_failed(live, Transition.FAILED),
+    Transition.INSTANCE_LOST: lambda state, live: state.requeue_failed(live, Transition.INSTANCE_LOST),
     Transition.TURN_SAMPLED: lambda state, live: state.finish_turn(live, 7),
-    Transition.ENVIRONMENT_STEPPED: lambda state, live: state.answer(live, 9),
-    Transition.RESTARTED: lambda state, live: state.restart(live),
-    Transition.SCORED: lambda state, live: state.score(live, 1.0),
+    Transition.ENVIRONMENT_STEPPED: lambda state, live: state.add_observation(live, 9),
+    Transition.RESTARTED: lambda state, live: state.restart_episode(live),
+    Transition.SCORED: lambda state, live: state.record_reward(live, 1.0),
 }
 """The verbs that move one trajectory. CONSUMED and GIVEN_UP follow from what the ledger says of its group."""
 
@@ -49,13 +49,13 @@ WAYS = {
 def state_with(phase: Phase) -> tuple[CoordinatorState, LiveTrajectory]:
     """Two groups of two on two instances; the first trajectory is in `phase`."""
     state = CoordinatorState(StalenessLedger(eta=1, groups_per_step=2, group_size=2))
-    state.start_event(1.0)
+    state.set_now(1.0)
     for name in (A, B):
-        state.join(name, PolicyVersion(0), 1000, 8)
+        state.add_instance(name, PolicyVersion(0), 1000, 8)
     state.add_groups([NewGroup(group=GroupId(g), prompt_tokens=10) for g in (0, 1)])
-    live = state.live[TrajectoryId(0)]
+    live = state.live_trajectories[TrajectoryId(0)]
     for at, transition in enumerate(WAYS.get(phase, ())):
-        state.start_event(2.0 + at)
+        state.set_now(2.0 + at)
         VERBS[transition](state, live)
     if phase is Phase.ENDED:
         state.abort(live.group, AbortReason.ENGINE_FAILED, live.id)
@@ -76,7 +76,7 @@ def test_listed_transitions_change_the_phase_and_all_others_raise(phase: Phase, 
 def test_the_table_matches_the_docstring() -> None:
     assert len(NEXT_PHASE) == LAWFUL
     assert not [pair for pair in NEXT_PHASE if pair[0] is Phase.ENDED]
-    assert {p for p, t in NEXT_PHASE if t is Transition.GIVEN_UP} == set(Phase) - {Phase.ENDED}
+    assert {p for p, t in NEXT_PHASE if t is Transition.DISCARDED} == set(Phase) - {Phase.ENDED}
     assert set(NEXT_PHASE.values()) == set(Phase)
     assert {t for _, t in NEXT_PHASE} == set(Transition)
 
@@ -111,8 +111,8 @@ def test_a_stop_ends_every_phase(phase: Phase) -> None:
     state, live = state_with(phase)
     ended = state.abort_all(AbortReason.RUN_ENDED)
     assert len(ended) == 4
-    assert {item.ending.trajectory: item.running_on for item in ended}[live.id] == (
+    assert {item.ending.trajectory: item.running_instance for item in ended}[live.id] == (
         A if phase is Phase.RUNNING else None
     )
-    assert (live.phase, live.instance, len(state.live)) == (Phase.ENDED, None, 0)
+    assert (live.phase, live.instance, len(state.live_trajectories)) == (Phase.ENDED, None, 0)
     validate(state)

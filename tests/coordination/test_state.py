@@ -14,7 +14,7 @@ import pytest
 from staleflow.pipeline.coordination.events import NewGroup
 from staleflow.pipeline.coordination.fleet import Fleet, Instance, MutableFleet
 from staleflow.pipeline.coordination.invariants import validate
-from staleflow.pipeline.coordination.mixture import MixedSource, Mixture
+from staleflow.pipeline.coordination.mixture import Mixture, MixtureSource
 from staleflow.pipeline.coordination.phases import Phase, Transition
 from staleflow.pipeline.coordination.snapshot import explain_waiting, take_snapshot
 from staleflow.pipeline.coordination.state import CoordinatorState
@@ -33,10 +33,10 @@ def busy_state() -> CoordinatorState:
     """A trajectory in every phase: 0 runs on a, 1 moves from a to b, 2 is scored, 3 is done, 4 and 5 are queued under a
     promise, 6 to 8 without one."""
     state = CoordinatorState(StalenessLedger(eta=1, groups_per_step=2, group_size=3))
-    state.start_event(1.0)
+    state.set_now(1.0)
     for name in (A, B):
-        state.join(name, PolicyVersion(0), 1000, 8)
-    state.draw(3)
+        state.add_instance(name, PolicyVersion(0), 1000, 8)
+    state.request_groups(3)
     state.add_groups([NewGroup(group=GroupId(g), prompt_tokens=10) for g in range(3)])
     for t in range(4):
         send(state, t)
@@ -44,28 +44,28 @@ def busy_state() -> CoordinatorState:
     state.start_move(live(state, 1), state.fleet[1])
     for t in (2, 3):
         state.finish_sampling(live(state, t), 20)
-    state.score(live(state, 3), 1.0)
+    state.record_reward(live(state, 3), 1.0)
     validate(state)
     return state
 
 
 def live(state: CoordinatorState, trajectory: int) -> LiveTrajectory:
-    return state.live[TrajectoryId(trajectory)]
+    return state.live_trajectories[TrajectoryId(trajectory)]
 
 
 def send(state: CoordinatorState, trajectory: int, row: int = 0) -> None:
-    state.send(live(state, trajectory), state.fleet[row])
+    state.route(live(state, trajectory), state.fleet[row])
 
 
 # -- invariants --------------------------------------------------------------------------------------------------
 
 
 def move_in_arrays(state: CoordinatorState) -> None:
-    state._fleet._numbers[1, 0] += 1
+    state._fleet._columns[1, 0] += 1
 
 
-def swap_rows(state: CoordinatorState) -> None:
-    state._fleet._rows.reverse()
+def swap_instances(state: CoordinatorState) -> None:
+    state._fleet._instances.reverse()
 
 
 def list_elsewhere(state: CoordinatorState) -> None:
@@ -89,11 +89,11 @@ def count_wrong(state: CoordinatorState) -> None:
 
 
 def drop_from_queue(state: CoordinatorState) -> None:
-    state._queue.remove(live(state, 6), live(state, 6).level)
+    state._queue.remove(live(state, 6), live(state, 6).queue_level)
 
 
 def wrong_level(state: CoordinatorState) -> None:
-    state._queue.remove(live(state, 6), live(state, 6).level)
+    state._queue.remove(live(state, 6), live(state, 6).queue_level)
     state._queue.append(live(state, 6), 0)
 
 
@@ -102,9 +102,9 @@ def queue_twice(state: CoordinatorState) -> None:
 
 
 BREAKS: dict[str, tuple[Callable[[CoordinatorState], object], str]] = {
-    "trajectory forgotten": (lambda s: s._live.pop(TrajectoryId(6)), "differ about"),
+    "trajectory forgotten": (lambda s: s._live_trajectories.pop(TrajectoryId(6)), "differ about"),
     "trajectory of no group": (
-        lambda s: s._live.update({TrajectoryId(77): dataclasses.replace(live(s, 6), id=TrajectoryId(77))}),
+        lambda s: s._live_trajectories.update({TrajectoryId(77): dataclasses.replace(live(s, 6), id=TrajectoryId(77))}),
         "differ about",
     ),
     "ledger loses a member": (lambda s: s.ledger.entries[GroupId(2)].waiting.clear(), "live"),
@@ -117,29 +117,35 @@ BREAKS: dict[str, tuple[Callable[[CoordinatorState], object], str]] = {
     "routing without a version": (lambda s: setattr(live(s, 2), "v_traj", PolicyVersion(-1)), "version -1"),
     "routed without an route_number": (lambda s: setattr(live(s, 2), "route_number", 0), "was routed 0 times"),
     "more safe than sampled": (lambda s: setattr(live(s, 4), "delivered_tokens", 3), "3 of them delivered"),
-    "cut off after it left": (lambda s: setattr(live(s, 4), "truncating", True), "4 is being truncated but queued"),
+    "cut off after it left": (
+        lambda s: setattr(live(s, 4), "being_truncated", True),
+        "4 is being truncated but queued",
+    ),
     "moved after it was sampled": (
-        lambda s: setattr(live(s, 2), "target", InstanceId("c")),
+        lambda s: setattr(live(s, 2), "move_target", InstanceId("c")),
         "moving to c but scoring",
     ),
     "tokens not counted": (lambda s: setattr(live(s, 0), "tokens", 40), "KV tokens"),
     "counted too much": (count_wrong, "KV tokens"),
-    "arrays out of date": (move_in_arrays, "the arrays say"),
-    "version out of date": (lambda s: setattr(s.fleet[0], "version", PolicyVersion(3)), "the arrays say"),
-    "rows swapped": (swap_rows, "is in row"),
+    "arrays out of date": (move_in_arrays, "but the arrays have"),
+    "version out of date": (lambda s: setattr(s.fleet[0], "version", PolicyVersion(3)), "but the arrays have"),
+    "rows swapped": (swap_instances, "is in row"),
     "instance without an id": (lambda s: s._fleet._by_id.pop(B), "by id and by row differ"),
-    "versions in service out of date": (lambda s: s._fleet.versions().append(PolicyVersion(7)), "versions in service"),
+    "versions in service out of date": (
+        lambda s: s._fleet.distinct_versions().append(PolicyVersion(7)),
+        "list of served versions",
+    ),
     "listed on another instance": (list_elsewhere, "0 is running but not listed"),
     "listed after its end": (list_ended, "have ended"),
-    "move not counted": (lambda s: setattr(s.fleet[1], "in_transit", 0), "b: 0 in transit, 1 move"),
-    "move counted twice": (lambda s: setattr(s.fleet[0], "in_transit", 2), "a: 2 in transit, 1 move"),
-    "move forgotten": (lambda s: setattr(live(s, 1), "target", None), "in transit, 0 move"),
-    "promise not noted": (lambda s: s._fresh_groups.add(GroupId(0)), "unreserved groups differ"),
-    "promise noted too early": (lambda s: s._fresh_groups.clear(), "unreserved groups differ"),
+    "move not counted": (lambda s: setattr(s.fleet[1], "num_moves", 0), "b: 0 moves counted, 1 found"),
+    "move counted twice": (lambda s: setattr(s.fleet[0], "num_moves", 2), "a: 2 moves counted, 1 found"),
+    "move forgotten": (lambda s: setattr(live(s, 1), "move_target", None), "moves counted, 0 found"),
+    "promise not noted": (lambda s: s._unreserved_groups.add(GroupId(0)), "unreserved groups differ"),
+    "promise noted too early": (lambda s: s._unreserved_groups.clear(), "unreserved groups differ"),
     "queued and not waiting": (drop_from_queue, "queued and waiting differ"),
     "waiting in another level": (wrong_level, "queued and waiting differ"),
     "waiting in two levels": (queue_twice, "queued and waiting differ"),
-    "level forgotten": (lambda s: setattr(live(s, 6), "level", 0), "queued and waiting differ"),
+    "level forgotten": (lambda s: setattr(live(s, 6), "queue_level", 0), "queued and waiting differ"),
     "training without a batch": (lambda s: setattr(s, "_training", True), "training is True"),
 }
 
@@ -148,7 +154,7 @@ BREAKS: dict[str, tuple[Callable[[CoordinatorState], object], str]] = {
 def test_validate_detects_each_broken_invariant(name: str) -> None:
     state = busy_state()
     breaks, message = BREAKS[name]
-    state.fleet.versions()
+    state.fleet.distinct_versions()
     breaks(state)
     with pytest.raises(ProtocolViolation, match=message):
         validate(state)
@@ -158,12 +164,12 @@ def test_invalid_fleet_operations_raise_and_change_nothing() -> None:
     state = busy_state()
     before = picture(state)
     with pytest.raises(ProtocolViolation, match="a joins twice"):
-        state.join(A, PolicyVersion(0), 1000, 8)
+        state.add_instance(A, PolicyVersion(0), 1000, 8)
     with pytest.raises(ProtocolViolation, match="removed with 2 trajectories on it"):
         state.remove_instance(state.fleet[0])
     with pytest.raises(ProtocolViolation, match="at version 0 is to pull 0"):
         state.start_pull(state.fleet[1])
-    with pytest.raises(ProtocolViolation, match="on its way already"):
+    with pytest.raises(ProtocolViolation, match="already moving"):
         state.start_move(live(state, 1), None)
     with pytest.raises(ProtocolViolation, match="started twice"):
         state.add_groups([NewGroup(group=GroupId(1), prompt_tokens=3)])
@@ -179,7 +185,7 @@ def test_invalid_fleet_operations_raise_and_change_nothing() -> None:
 
 def changes(state: CoordinatorState) -> tuple[bool, list[str], bool, bool]:
     """What is to be decided anew: batch, pulls of these instances, room, routing."""
-    loads = [one.instance for one in state.pop_load_changes()]
+    loads = [one.id for one in state.pop_loads_changed()]
     return state.pop_batch_changed(), list(loads), state.pop_room_changed(), state.pop_routing_changed()
 
 
@@ -188,23 +194,23 @@ NOTED: dict[str, tuple[Callable[[CoordinatorState], object], tuple[bool, list[st
         lambda s: s.add_groups([NewGroup(group=GroupId(9), prompt_tokens=3)]),
         (False, [], False, True),
     ),
-    "pass_time": (lambda s: s.pass_time(), (False, [A, B], False, True)),
-    "join": (lambda s: s.join(InstanceId("c"), PolicyVersion(0), 9, 9), (False, [A, B, "c"], True, True)),
+    "pass_time": (lambda s: s.flag_timed_decisions(), (False, [A, B], False, True)),
+    "join": (lambda s: s.add_instance(InstanceId("c"), PolicyVersion(0), 9, 9), (False, [A, B, "c"], True, True)),
     "remove_instance": (lambda s: s.remove_instance(s.fleet[1]), (False, [], False, False)),
     "send": (lambda s: send(s, 4, row=1), (False, [], False, False)),
-    "refuse": (lambda s: s.refuse(live(s, 6), "KV memory"), (False, [], False, False)),
+    "refuse": (lambda s: s.record_refusal(live(s, 6), "KV memory"), (False, [], False, False)),
     "start_move": (lambda s: s.start_move(live(s, 0), None), (False, [], False, False)),
     "finish_sampling": (lambda s: s.finish_sampling(live(s, 0), 9), (False, [A], False, True)),
-    "interrupt": (lambda s: s.interrupt(live(s, 1), 9), (False, [A], False, True)),
-    "fail": (lambda s: s.fail(live(s, 1), Transition.FAILED), (False, [A], False, True)),
-    "score": (lambda s: s.score(live(s, 2), 0.5), (False, [], False, False)),
+    "interrupt": (lambda s: s.requeue_interrupted(live(s, 1), 9), (False, [A], False, True)),
+    "fail": (lambda s: s.requeue_failed(live(s, 1), Transition.FAILED), (False, [A], False, True)),
+    "score": (lambda s: s.record_reward(live(s, 2), 0.5), (False, [], False, False)),
     "record_progress": (lambda s: s.record_progress(s.fleet[0], [(TrajectoryId(0), 50)]), (False, [], False, False)),
     "finish_pull": (lambda s: s.finish_pull(s.fleet[1]), (False, [B], False, False)),
     "abort": (
         lambda s: s.abort(GroupId(2), AbortReason.ENGINE_FAILED, TrajectoryId(6)),
         (True, [], True, True),
     ),
-    "draw": (lambda s: s.draw(2), (False, [], False, False)),
+    "draw": (lambda s: s.request_groups(2), (False, [], False, False)),
 }
 
 
@@ -221,8 +227,8 @@ def test_operations_keep_the_invariants_and_set_the_replan_flags(verb: str) -> N
 
 def test_a_batch_sets_replan_flags_from_scoring_to_pull() -> None:
     state = CoordinatorState(StalenessLedger(eta=1, groups_per_step=1, group_size=2, members_started=3))
-    state.start_event(1.0)
-    state.join(A, PolicyVersion(0), 1000, 8)
+    state.set_now(1.0)
+    state.add_instance(A, PolicyVersion(0), 1000, 8)
     state.add_groups([NewGroup(group=GroupId(0), prompt_tokens=10)])
     changes(state)
     for t in range(3):
@@ -230,18 +236,18 @@ def test_a_batch_sets_replan_flags_from_scoring_to_pull() -> None:
     for t in range(2):
         state.finish_sampling(live(state, t), 5)
     changes(state)
-    assert not state.score(live(state, 0), 1.0)
+    assert not state.record_reward(live(state, 0), 1.0)
     assert changes(state) == (False, [], False, False)
-    assert state.score(live(state, 1), 0.0)
+    assert state.record_reward(live(state, 1), 0.0)
     assert changes(state) == (True, [], False, False)
     (surplus,) = state.occupy(GroupId(0))
-    assert (surplus.ending.trajectory, surplus.running_on, surplus.route_number) == (2, A, 1)
+    assert (surplus.ending.trajectory, surplus.running_instance, surplus.route_number) == (2, A, 1)
     assert changes(state) == (True, [A], True, True)
-    state.start_event(4.0)
-    assert state.waited_s == 4.0
+    state.set_now(4.0)
+    assert state.trainer_waited_s == 4.0
     batch = state.consume()
     assert (batch.step, batch.members, batch.versions, batch.surplus) == (0, (0, 1), (0, 0), ())
-    assert (state.training, state.waited_s, len(state.live)) == (True, 0.0, 0)
+    assert (state.training, state.trainer_waited_s, len(state.live_trajectories)) == (True, 0.0, 0)
     assert changes(state) == (False, [], True, True)
     validate(state)
     state.publish(PolicyVersion(1))
@@ -257,22 +263,22 @@ def test_siblings_share_the_level_of_their_group_and_a_move_counts_on_both_insta
     assert len(state.unreserved_groups) == 1
     send(state, 6, row=1)
     assert {t.id: level for level, t in state.queue} == {4: 0, 5: 0, 7: 0, 8: 0}
-    assert [item.in_transit for item in state.fleet] == [1, 1]
-    state.interrupt(live(state, 1), 9)
-    assert [item.in_transit for item in state.fleet] == [0, 1]
+    assert [item.num_moves for item in state.fleet] == [1, 1]
+    state.requeue_interrupted(live(state, 1), 9)
+    assert [item.num_moves for item in state.fleet] == [0, 1]
     send(state, 1, row=1)
-    assert [item.in_transit for item in state.fleet] == [0, 0]
+    assert [item.num_moves for item in state.fleet] == [0, 0]
     assert len(state.unreserved_groups) == 0
     validate(state)
 
 
 def test_a_failed_trajectory_returns_to_its_delivered_tokens() -> None:
     state = busy_state()
-    state.interrupt(live(state, 0), 9)
+    state.requeue_interrupted(live(state, 0), 9)
     send(state, 0, row=1)
     state.record_progress(state.fleet[1], [(TrajectoryId(0), 30)])
     assert state.fleet[1].kv_tokens == 40
-    assert state.fail(live(state, 0), Transition.INSTANCE_LOST) == 1
+    assert state.requeue_failed(live(state, 0), Transition.INSTANCE_LOST) == 1
     assert (live(state, 0).tokens, live(state, 0).delivered_tokens) == (9, 9)
     assert state.fleet[1].kv_tokens == 0
     validate(state)
@@ -280,7 +286,7 @@ def test_a_failed_trajectory_returns_to_its_delivered_tokens() -> None:
 
 def test_a_new_state_has_zero_times() -> None:
     state = CoordinatorState(StalenessLedger(eta=1, groups_per_step=2, group_size=3))
-    assert (state.now, state.waited_s, state.training, state.groups_requested) == (0.0, 0.0, False, 0)
+    assert (state.now, state.trainer_waited_s, state.training, state.groups_requested) == (0.0, 0.0, False, 0)
 
 
 def test_a_snapshot_counts_the_trajectories_of_each_phase() -> None:
@@ -290,7 +296,7 @@ def test_a_snapshot_counts_the_trajectories_of_each_phase() -> None:
         send(state, member)
     for member in (0, 1, 4):
         state.finish_sampling(live(state, member), 20)
-    assert [state.score(live(state, member), 0.0) for member in (0, 1, 2)] == [False, False, True]
+    assert [state.record_reward(live(state, member), 0.0) for member in (0, 1, 2)] == [False, False, True]
     state.occupy(GroupId(0))
     state.ledger.version = PolicyVersion(3)
     state.ledger.entries[GroupId(1)].version = PolicyVersion(1)
@@ -307,8 +313,8 @@ def test_a_snapshot_counts_the_trajectories_of_each_phase() -> None:
 def test_explain_waiting_starts_with_the_oldest_version() -> None:
     """Then those without a promise; of equals, what is longest in its phase."""
     state = busy_state()
-    state.start_event(9.0)
-    state.interrupt(live(state, 1), 5)
+    state.set_now(9.0)
+    state.requeue_interrupted(live(state, 1), 5)
     lines = explain_waiting(state, 7).splitlines()
     assert [int(line.partition("trajectory ")[2].partition(":")[0]) for line in lines[1:]] == [0, 2, 4, 5, 1, 6, 7]
     assert lines[0] == "step 0 waits for 2 more of its 2 groups; 2 are being sampled, 1 queued, 2 instances"
@@ -317,7 +323,7 @@ def test_explain_waiting_starts_with_the_oldest_version() -> None:
 
 def test_with_device_turns_a_step_waits_until_its_instances_sleep() -> None:
     state = busy_state()
-    state._falling_asleep |= {InstanceId("b"), InstanceId("a")}
+    state._pending_sleeps |= {InstanceId("b"), InstanceId("a")}
     state.ledger.next_step = 3
     assert explain_waiting(state, 7) == "step 2 waits until a, b sleep"
 
@@ -329,10 +335,10 @@ def test_a_mixture_counts_a_group_when_its_last_member_ends() -> None:
         def count_ended(self, endings: Mapping[GroupId, tuple[Fate, AbortReason]]) -> None:
             counted.append(dict(endings))
 
-    mixture = RecordingMixture([MixedSource(name="a", ratio=1.0, sampler=InOrder())], 0)
+    mixture = RecordingMixture([MixtureSource(name="a", ratio=1.0, sampler=InOrder())], 0)
     ledger = StalenessLedger(eta=1, groups_per_step=1, group_size=1, members_started=2)
     state = CoordinatorState(ledger, mixture=mixture)
-    state.start_event(1.0)
+    state.set_now(1.0)
     mixture.draw(1)
     state.add_groups([NewGroup(group=GroupId(0), prompt_tokens=10)])
     for member in (0, 1):
@@ -343,8 +349,8 @@ def test_a_mixture_counts_a_group_when_its_last_member_ends() -> None:
 def test_public_views_of_the_state_are_read_only() -> None:
     state = busy_state()
     with pytest.raises(TypeError):
-        state.live[TrajectoryId(0)] = live(state, 1)  # type: ignore[index]  # that is what is tested
-    for name in ("now", "training", "unreserved_groups", "groups_requested", "waited_s"):
+        state.live_trajectories[TrajectoryId(0)] = live(state, 1)  # type: ignore[index]  # that is what is tested
+    for name in ("now", "training", "unreserved_groups", "groups_requested", "trainer_waited_s"):
         with pytest.raises(AttributeError):
             setattr(state, name, 1)
 
@@ -361,7 +367,7 @@ def methods(of: type, but: type = object) -> set[str]:
 TRAJECTORY_FIELDS = {f.name for f in dataclasses.fields(LiveTrajectory)}
 INSTANCE_FIELDS = {f.name for f in dataclasses.fields(Instance)}
 LEDGER_VERBS = {"resume", "start", "reserve", "complete", "occupy", "consume", "abort", "filter", "publish"}
-STATE_VERBS = methods(CoordinatorState) - {"running", "level"}
+STATE_VERBS = methods(CoordinatorState) - {"get_running", "get_in_environment", "queue_level"}
 OWNED = {
     "ledger": LEDGER_VERBS,
     "fleet": methods(MutableFleet, but=Fleet),
@@ -393,7 +399,11 @@ def writes(source: str, module: str) -> Iterator[str]:
             case ast.Call(func=ast.Attribute(value=owner, attr=verb)):
                 if verb in OWNED.get(last_name(owner), ()) and module != "state":
                     yield f"line {node.lineno}: {verb} of the {last_name(owner)} is the state's"
-                if last_name(owner) == "state" and verb in STATE_VERBS and module != "coordinator":
+                if (
+                    last_name(owner) == "state"
+                    and verb in STATE_VERBS
+                    and module not in {"coordinator", "command_issuer"}
+                ):
                     yield f"line {node.lineno}: {verb} of the state is the coordinator's"
 
 
@@ -434,7 +444,7 @@ def test_only_the_coordination_package_calls_ledger_methods_that_write() -> None
         "live.instance, rest = None, 3",
         "for live.route_number in range(3): pass",
         "del live.reward",
-        "self._state.live[3].level = 2",
+        "self._state.live_trajectories[3].queue_level = 2",
         "setattr(live, 'phase', Phase.DONE)",
         "instance.kv_tokens -= 3",
         "self._fleet[0].pulling = False",
@@ -443,9 +453,9 @@ def test_only_the_coordination_package_calls_ledger_methods_that_write() -> None
         "instance.trajectories.pop(3)",
         "ledger.abort(group, reason)",
         "self._state.ledger.publish(3)",
-        "state.fleet.add(instance, 3, 4, 0.1)",
+        "state.fleet.add_trajectory(instance, 3, 4, 0.1)",
         "self._state.queue.append(live, 3)",
-        "self._state.send(live, instance)",
+        "self._state.route(live, instance)",
     ],
 )
 def test_a_write_by_another_module_is_detected(line: str) -> None:
@@ -453,7 +463,10 @@ def test_a_write_by_another_module_is_detected(line: str) -> None:
 
 
 def test_writes_by_the_owner_are_allowed() -> None:
-    owned: Any = {"state": "live.phase = 1\nself._fleet.add(1)\nself.ledger.abort(1)", "fleet": "one.row = 3"}
+    owned: Any = {
+        "state": "live.phase = 1\nself._fleet.add_trajectory(1)\nself.ledger.abort(1)",
+        "fleet": "one.row = 3",
+    }
     assert [list(writes(source, module)) for module, source in owned.items()] == [[], []]
-    assert list(writes("self._state.send(live)", "coordinator")) == []
+    assert list(writes("self._state.route(live)", "coordinator")) == []
     assert list(writes("self.tokens = 3\nlevel = 2", "placement")) == []

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.pipeline.coordination.resume_plan import plan_resume
-from staleflow.pipeline.strategies.filtering import KeepAll, NoSignal
+from staleflow.pipeline.strategies.filtering import DropNoSignal, KeepAll
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
 from staleflow.stores.staleness.ledger import StalenessLedger
@@ -134,7 +134,7 @@ def test_recovered_reservations_fit_and_the_run_can_end(
         life.work()
     version = max(0, life.ledger.version - undone)
     stored, found = life.found(version)
-    rule = NoSignal() if filters else KeepAll()
+    rule = DropNoSignal() if filters else KeepAll()
     event, again = plan_resume(new_ledger(*shape, waits=extra[2]), rule, stored, found)
 
     assert {g.group for g in event.groups} == {g.group for g in found}
@@ -214,7 +214,7 @@ def taken_up(
     version and the state of each member; and what starts again."""
     consumed = {outcome_key(Fate.CONSUMED, AbortReason.NONE): 8}
     stored = LedgerState(num_started=8, num_ended=consumed, live=(), next_step=2, version=2)
-    event, again = plan_resume(new_ledger(eta, 2, 2, extra_groups, 1), NoSignal(), stored, groups)
+    event, again = plan_resume(new_ledger(eta, 2, 2, extra_groups, 1), DropNoSignal(), stored, groups)
     assert (event.step, event.num_ended, event.num_groups) == (2, tuple(consumed.items()), 0)
     states = [
         (g.group, [(m.version, SCORED if m.scored else SURPLUS if m.sampled else "") for m in g.members])

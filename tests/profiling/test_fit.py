@@ -129,7 +129,7 @@ def test_siblings_improve_the_forecast_by_their_correlation() -> None:
         after_long = forecast.expected_remaining(GroupId(800), 0)
         after_short = forecast.expected_remaining(GroupId(801), 0)
         assert (after_long > 2 * after_short) is (correlation > 0)
-        forecast.forget(GroupId(800))
+        forecast.remove_group(GroupId(800))
         assert forecast.expected_remaining(GroupId(800), 0) == forecast.expected_remaining(GroupId(-1), 0)
 
 

@@ -53,7 +53,7 @@ def check(folder: Path, steps: int) -> VersionedStore:
     assert result.num_steps == steps
     num_commands = 0
     for config, events in recorded_starts(folder):
-        coordinator = make_coordinator(loading.load(config), validate_each=True)
+        coordinator = make_coordinator(loading.load(config), validate_every_event=True)
         replayed = journal.replay(coordinator, journal.read(events))
         assert replayed.difference == ""
         num_commands += replayed.num_commands

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from staleflow.pipeline.coordination.mixture import PATIENCE
+from staleflow.pipeline.coordination.mixture import MAX_USELESS_GROUPS
 from staleflow.stores.trajectory import Fate
 from tests.support.bodies import Body, Run
 from tests.support.scripted import World, response
@@ -38,13 +38,13 @@ def test_a_source_that_always_fails_is_named_and_does_not_stall_the_others(body:
     )
     assert run.error is None
     (note,) = [note for note in run.outcomes.notes if note.startswith("task ")]
-    assert note.startswith("task 'failing' has one draw in 16")
+    assert note.startswith("task 'failing' gets one draw in 16")
     trained = [row for row in run.store.ended() if row.fate is Fate.CONSUMED]
     assert set(Counter(row.step for row in trained).values()) == {8}
     good, failing, other = run.records[-1].ledger.sources
     assert (failing.num_trained, good.num_trained + other.num_trained) == (0, 120)
     assert abs(good.num_trained - 40) <= 4
-    assert PATIENCE <= failing.num_drawn < 2 * PATIENCE
+    assert MAX_USELESS_GROUPS <= failing.num_drawn < 2 * MAX_USELESS_GROUPS
     shares = [view.trained_share for view in run.outcomes.sources]
     assert shares == [good.num_trained / 120, 0.0, other.num_trained / 120]
     assert run.outcomes.steps[-1]["task/failing/trained_share"] == 0.0

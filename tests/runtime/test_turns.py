@@ -85,7 +85,7 @@ def test_the_simulator_predicts_the_duration_of_a_run(body: Body, eta: int) -> N
         return workload.turns(*divmod(trajectory, config.batch.group_size))[0].tokens
 
     run = body.checked_run(config=config, world=World(length=length, switch_s=0.3))
-    simulated = SimulatedRun(config, workload, validate_each=True).run()
+    simulated = SimulatedRun(config, workload, validate_every_event=True).run()
     published_s = [at_s for at_s, _ in run.events("VersionPublished")]
     foretold_s = [step.finished_s for step in simulated.steps]
     assert published_s[-1] == pytest.approx(foretold_s[-1], rel=0.05)

@@ -11,7 +11,7 @@ from staleflow.pipeline.config import actor_settings, factories
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.commands import Command, SetDraftLength
-from staleflow.pipeline.coordination.draft_lengths import rates
+from staleflow.pipeline.coordination.draft_lengths import estimate_rates
 from staleflow.pipeline.coordination.events import Event
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.tasks.emulation.batch_simulator import DraftedTokens, DraftSettings, SimulatedBatch
@@ -139,9 +139,9 @@ def told(config: RunConfig) -> tuple[SimulatedRun, list[tuple[int, int]]]:
     def observe(_: float, event: Event, commands: list[Command]) -> None:
         for command in commands:
             if isinstance(command, SetDraftLength):
-                results.append((one.coordinator.loads()[command.instance], command.length))
+                results.append((one.coordinator.num_running_by_instance()[command.instance], command.length))
 
-    one = SimulatedRun(config, actor_settings.make_workload(config), validate_each=True, observe=observe)
+    one = SimulatedRun(config, actor_settings.make_workload(config), validate_every_event=True, observe=observe)
     one.run()
     return one, results
 
@@ -150,9 +150,9 @@ def told(config: RunConfig) -> tuple[SimulatedRun, list[tuple[int, int]]]:
 def test_the_coordinator_estimates_the_acceptance_rate(acceptance: float) -> None:
     """From reports alone; and drafts more where more is accepted, and where less runs."""
     one, commands = told(job(workload__acceptance_rate=acceptance, **DECIDED))
-    drafts = one.coordinator._drafts
+    drafts = one.coordinator._draft_lengths
     assert drafts is not None
-    assert rates(drafts._stats, drafts._max_length).accepted == pytest.approx(acceptance, abs=0.1)
+    assert estimate_rates(drafts._stats, drafts._max_length).acceptance == pytest.approx(acceptance, abs=0.1)
     assert commands
     alone = drafts.costs.step_s(1, 0)
     assert alone == pytest.approx(min(COST_OF_JOB.drafting(n, acceptance).step_s(1, 0) for n in range(7)), rel=0.1)

@@ -47,7 +47,7 @@ def test_turns_and_environment_steps_of_an_episode_are_sequential() -> None:
     config = agents(**alone, staleness__eta=0, simulation__reward_s=0.25)
     workload, cost = actor_settings.make_workload(config), config.rollout.cost
     heard: list[tuple[float, Event, list[Command]]] = []
-    trace = SimulatedRun(config, workload, observe=lambda *one: heard.append(one), validate_each=True).run()
+    trace = SimulatedRun(config, workload, observe=lambda *one: heard.append(one), validate_every_event=True).run()
     turns = workload.turns(0, 0)
     assert len(turns) > 1
     assert trace.commands["StepEnvironment"] == trace.commands["Route"] == len(turns)
@@ -74,7 +74,7 @@ def test_each_turn_has_one_environment_step() -> None:
                     routed[command.trajectory] += 1
 
     workload = actor_settings.make_workload(config)
-    trace = SimulatedRun(config, workload, observe=observe, validate_each=True).run()
+    trace = SimulatedRun(config, workload, observe=observe, validate_every_event=True).run()
     assert trace.ended["consumed"] == config.steps * config.trajectories_per_step
     for trajectory, count in acts.items():
         assert count <= len(workload.turns(*divmod(trajectory, config.oversampled_group_size)))
@@ -168,9 +168,9 @@ def test_tool_durations_follow_their_distribution(latency: str, mean_s: float, d
 
 def test_env_tokens_count_toward_the_response_limit() -> None:
     config = agents(rollout__max_new_tokens=60, workload__turns=9.0)
-    trace = run(config, validate_each=True)
+    trace = run(config, validate_every_event=True)
     assert max(step.longest_tokens for step in trace.steps) <= 60
-    capped = run(agents(environment__max_turns=2), validate_each=True)
+    capped = run(agents(environment__max_turns=2), validate_every_event=True)
     assert capped.commands["StepEnvironment"] <= 2 * capped.commands["Train"] * config.trajectories_per_step + 200
 
 

@@ -49,7 +49,7 @@ class Watch:
 def evaluated(**changes: Any) -> tuple[Watch, Any]:
     watch = Watch()
     config = job(**{**EVALUATED, **changes})
-    trace = SimulatedRun(config, actor_settings.make_workload(config), validate_each=True, observe=watch).run()
+    trace = SimulatedRun(config, actor_settings.make_workload(config), validate_every_event=True, observe=watch).run()
     assert not any(is_evaluation(t) for t in watch.trained)
     for done in watch.concluded:
         if done.abandoned:

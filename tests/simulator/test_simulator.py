@@ -35,7 +35,7 @@ from staleflow.pipeline.simulator.baselines import (
 )
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
-from staleflow.pipeline.strategies.admission import ADMISSION, Reservations, Synchronous
+from staleflow.pipeline.strategies.admission import ADMISSION, ReservationAdmission, Synchronous
 from staleflow.pipeline.strategies.filtering import STRAGGLERS
 from staleflow.pipeline.strategies.routing import ROUTING
 from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
@@ -434,7 +434,7 @@ def jobs(draw: st.DrawFn) -> RunConfig:
     on_pull = draw(st.sampled_from(["interrupt", "keep", "adapter"]))
     eta = draw(st.integers(0, 3))
     alpha = float(eta) * draw(st.sampled_from([0.5, 1.0]))
-    rules = [Reservations(), Synchronous(), OneStep(), PipelineDepth(depth=draw(st.floats(1, eta + 1)))]
+    rules = [ReservationAdmission(), Synchronous(), OneStep(), PipelineDepth(depth=draw(st.floats(1, eta + 1)))]
     rules += [Credits(alpha=alpha), *([WindowedFifo(ahead=eta - 1)] if eta else [])]
     stragglers = draw(st.sampled_from(STRAGGLERS.names))
     config = job(
@@ -485,7 +485,7 @@ def test_bound_and_conservation_hold_without_deadlock(config: RunConfig) -> None
     """Under random strategies, redundancy and faults, re-checked by the coordinator after each event and by a witness
     that keeps its own books. That the run ends is the absence of deadlock: it raises RunStuck otherwise."""
     witness = Witness(config.staleness.eta)
-    simulated = SimulatedRun(config, actor_settings.make_workload(config), validate_each=True, observe=witness)
+    simulated = SimulatedRun(config, actor_settings.make_workload(config), validate_every_event=True, observe=witness)
     trace = simulated.run()
     ledger = simulated.coordinator.ledger
     assert witness.steps == list(range(config.steps))
@@ -506,7 +506,7 @@ BIMODAL: dict[str, Any] = {
 def test_every_rule_of_a_job_keeps_the_bound(admission: str, eta: int) -> None:
     config = job(**BIMODAL, staleness__admission=admission, staleness__eta=eta, simulation__mean_loss_interval_s=4.0)
     witness = Witness(eta)
-    measures = measure(config, run(config, observe=witness, validate_each=True))
+    measures = measure(config, run(config, observe=witness, validate_every_event=True))
     assert witness.steps == list(range(30))
     assert measures.bound_kept
     assert max(measures.staleness) <= eta

@@ -11,7 +11,7 @@ import pytest
 
 import staleflow.stores.reward_signal
 from staleflow.pipeline.stored_runs.branch_diff import difference
-from staleflow.pipeline.strategies.filtering import NoSignal
+from staleflow.pipeline.strategies.filtering import DropNoSignal
 from staleflow.stores.reward_signal import has_signal
 from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.records import RunHeader
@@ -41,7 +41,7 @@ def test_the_docstring_example_is_correct() -> None:
 @pytest.mark.parametrize(("rewards", "valid", "expected"), GROUPS)
 def test_filter_metric_and_advantages_agree(rewards: list[float], valid: list[bool], expected: bool) -> None:
     kept = [r for r, v in zip(rewards, valid, strict=True) if v]
-    assert (NoSignal().drop_reason(kept) is None) is expected
+    assert (DropNoSignal().drop_reason(kept) is None) is expected
     rng = np.random.default_rng(0)
     rows = [ended(rng, i, 1) for i in range(3)]
     rows = [

@@ -18,11 +18,11 @@ from staleflow.pipeline.simulator.baselines import (
     Credits,
     OneStep,
 )
-from staleflow.pipeline.strategies.admission import Admission, Reservations, Synchronous
+from staleflow.pipeline.strategies.admission import Admission, ReservationAdmission, Synchronous
 from staleflow.pipeline.strategies.affinity import CacheAffinity
-from staleflow.pipeline.strategies.filtering import Truncate
-from staleflow.pipeline.strategies.migration import LargestGain, Load, Movable
-from staleflow.pipeline.strategies.routing import Candidate, Deadline
+from staleflow.pipeline.strategies.filtering import TruncateStragglers
+from staleflow.pipeline.strategies.migration import InstanceLoad, LargestGain, MovableTrajectory
+from staleflow.pipeline.strategies.routing import Candidate, DeadlineRouting
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import GroupId, PolicyVersion, TrajectoryId
@@ -34,7 +34,7 @@ COST = CostModel(k1=0.25, k2=4.0, k3=1.0, k4=0.5, b=1.0, prefill=0.125)
 FLAT = CostModel(k1=0.0, k2=0.5, k3=0.0, k4=0.5, b=0.0, prefill=0.0)
 """Each step takes a second, whatever runs: each trajectory that is added gains one token per second."""
 
-load = st.builds(Load, running=st.integers(0, 20), kv_tokens=st.integers(0, 200))
+load = st.builds(InstanceLoad, running=st.integers(0, 20), kv_tokens=st.integers(0, 200))
 
 
 def step_s(running: int, kv_tokens: float) -> float:
@@ -45,7 +45,9 @@ def step_s(running: int, kv_tokens: float) -> float:
 # -- migration and affinity ------------------------------------------------------------------------------------------
 
 
-def allowed(source: Load, target: Load, movable: list[Movable], gain: float, limit: int) -> list[int]:
+def allowed(
+    source: InstanceLoad, target: InstanceLoad, movable: list[MovableTrajectory], gain: float, limit: int
+) -> list[int]:
     """The moves of LargestGain, by its docstring."""
     running, kv, to_running, to_kv = source.running, source.kv_tokens, target.running, target.kv_tokens
     moved: list[int] = []
@@ -68,47 +70,51 @@ def allowed(source: Load, target: Load, movable: list[Movable], gain: float, lim
     st.sampled_from([0.0, 0.25, 0.5]), st.integers(0, 6),
 )  # fmt: skip
 def test_migration_moves_by_gain_in_order_of_urgency(
-    source: Load, target: Load, work: list[tuple[int, int, int]], gain: float, limit: int
+    source: InstanceLoad, target: InstanceLoad, work: list[tuple[int, int, int]], gain: float, limit: int
 ) -> None:
-    running = Load(running=source.running + len(work), kv_tokens=source.kv_tokens + sum(kv for kv, _, _ in work))
-    movable = [Movable(kv_tokens=kv, remaining_tokens=float(left), deadline=due) for kv, left, due in work]
+    running = InstanceLoad(
+        running=source.running + len(work), kv_tokens=source.kv_tokens + sum(kv for kv, _, _ in work)
+    )
+    movable = [MovableTrajectory(kv_tokens=kv, remaining_tokens=float(left), deadline=due) for kv, left, due in work]
     rule = LargestGain(COST, gain)
-    moves = rule.moves(running, target, movable, limit)
+    moves = rule.choose_moves(running, target, movable, limit)
     assert moves == allowed(running, target, movable, gain, limit)
     here_s, there_s = step_s(running.running, running.kv_tokens), step_s(target.running + 1, target.kv_tokens)
-    assert rule.worthwhile(running, target) is (there_s < (1 - gain) * here_s)
-    assert rule.worthwhile(running, target) or not moves, "what is not worthwhile moves nothing"
+    assert rule.may_gain(running, target) is (there_s < (1 - gain) * here_s)
+    assert rule.may_gain(running, target) or not moves, "what is not worthwhile moves nothing"
 
 
 def test_a_move_without_gain_is_not_made() -> None:
     """At equality: of the step's share, and of the seconds saved and those of the prefill."""
-    assert not LargestGain(COST, 0.0).worthwhile(Load(running=7, kv_tokens=0), Load(running=6, kv_tokens=0))
+    assert not LargestGain(COST, 0.0).may_gain(
+        InstanceLoad(running=7, kv_tokens=0), InstanceLoad(running=6, kv_tokens=0)
+    )
     # The step falls from 8.5 s to 4.75 s, and the prefill of a token takes an eighth of a second: 1/30 token.
-    alone = Load(running=7, kv_tokens=0)
+    alone = InstanceLoad(running=7, kv_tokens=0)
     for remaining, moves in ((0.125 / 3.75, []), (0.1, [0])):
-        work = Movable(kv_tokens=1, remaining_tokens=remaining, deadline=1)
-        assert LargestGain(COST, 0.0).moves(alone, Load(running=0, kv_tokens=0), [work], 1) == moves
+        work = MovableTrajectory(kv_tokens=1, remaining_tokens=remaining, deadline=1)
+        assert LargestGain(COST, 0.0).choose_moves(alone, InstanceLoad(running=0, kv_tokens=0), [work], 1) == moves
     # With three others there it falls to 5.75 s only, and the prefill holds up four.
     for remaining, moves in ((0.5 / 2.75, []), (0.19, [0])):
-        work = Movable(kv_tokens=1, remaining_tokens=remaining, deadline=1)
-        assert LargestGain(COST, 0.0).moves(alone, Load(running=3, kv_tokens=0), [work], 1) == moves
+        work = MovableTrajectory(kv_tokens=1, remaining_tokens=remaining, deadline=1)
+        assert LargestGain(COST, 0.0).choose_moves(alone, InstanceLoad(running=3, kv_tokens=0), [work], 1) == moves
 
 
 @given(load, load, st.integers(0, 50), st.integers(0, 40))
 def test_a_turn_returns_to_its_cache_unless_the_prefill_pays_off(
-    cached_on: Load, other: Load, kv_tokens: int, remaining: int
+    cached_instance: InstanceLoad, other: InstanceLoad, kv_tokens: int, remaining: int
 ) -> None:
-    slower_s = step_s(cached_on.running + 1, cached_on.kv_tokens + kv_tokens)
+    slower_s = step_s(cached_instance.running + 1, cached_instance.kv_tokens + kv_tokens)
     slower_s -= step_s(other.running + 1, other.kv_tokens + kv_tokens)
     stays = remaining * slower_s <= 0.125 * kv_tokens * (other.running + 1)
-    assert CacheAffinity(COST).prefers_cached(cached_on, other, kv_tokens, remaining) is stays
+    assert CacheAffinity(COST).prefers_cached(cached_instance, other, kv_tokens, remaining) is stays
 
 
 def test_a_turn_returns_to_its_cache_when_both_instances_are_equally_fast() -> None:
     """With one more request, two and three running ones still take the time that the weights take to be read."""
-    affinity, idle = CacheAffinity(COST), Load(running=1, kv_tokens=0)
-    assert affinity.prefers_cached(Load(running=2, kv_tokens=0), idle, 0, 40)
-    assert not affinity.prefers_cached(Load(running=4, kv_tokens=0), idle, 0, 40)
+    affinity, idle = CacheAffinity(COST), InstanceLoad(running=1, kv_tokens=0)
+    assert affinity.prefers_cached(InstanceLoad(running=2, kv_tokens=0), idle, 0, 40)
+    assert not affinity.prefers_cached(InstanceLoad(running=4, kv_tokens=0), idle, 0, 40)
 
 
 # -- routing ---------------------------------------------------------------------------------------------------------
@@ -135,7 +141,7 @@ def test_routing_maximizes_its_formula_among_fitting_instances(
         n = running[row] + added
         return n / step_s(n, state.kv_tokens[row] + added * kv_tokens) if n else 0.0
 
-    chosen = Deadline(COST).choose(work, state, fitting)
+    chosen = DeadlineRouting(COST).choose(work, state, fitting)
     after_s = [step_s(running[row] + 1, state.kv_tokens[row] + kv_tokens) for row in rows]
     assert chosen == rows[after_s.index(min(after_s))]
     assert LeastRequests().choose(work, state, fitting) == min(rows, key=lambda row: running[row])
@@ -214,7 +220,8 @@ def test_an_admission_rule_starts_groups_up_to_its_limit(
 
 
 WIDE = (
-    Reservations(), Synchronous(), OneStep(), PipelineDepth(depth=5.0), WindowedFifo(ahead=5), Credits(alpha=5.0),
+    ReservationAdmission(), Synchronous(), OneStep(), PipelineDepth(depth=5.0), WindowedFifo(ahead=5),
+    Credits(alpha=5.0),
     Backlog(eta=5), OverProvision(excess=5.0),
 )  # fmt: skip
 
@@ -262,7 +269,7 @@ def test_settings_with_a_lag_beyond_the_bound_are_rejected(eta: int) -> None:
     ("rule", "behind"), [(Synchronous(), 0), (OneStep(), 1), (PipelineDepth(), 7), (Credits(), 7), (Backlog(eta=2), 7)]
 )
 def test_versions_behind_follows_the_formula(rule: Admission, behind: int) -> None:
-    assert rule.versions_behind(7) == behind
+    assert rule.max_versions_behind(7) == behind
 
 
 # -- stragglers ------------------------------------------------------------------------------------------------------
@@ -270,16 +277,22 @@ def test_versions_behind_follows_the_formula(rule: Admission, behind: int) -> No
 
 def test_truncation_stays_within_its_share_of_the_run() -> None:
     """Steps of 30 of which as many are cut as the rule allows: never more than a tenth of all."""
-    rule = Truncate(patience=2.0, share=0.1)
+    rule = TruncateStragglers(patience=2.0, share=0.1)
     trained = cut = 0
     for step in range(20):
         unfinished = 1 + step % 5
-        if rule.may_truncate(unfinished, per_step=30, truncated_in_step=0, trained=trained, truncated=cut):
+        if rule.may_truncate(
+            unfinished, num_per_step=30, num_truncated_in_step=0, num_trained=trained, num_truncated=cut
+        ):
             cut += unfinished
         trained += 30
         assert cut <= 0.1 * trained
     assert cut > 0
-    assert rule.may_truncate(1, per_step=4, truncated_in_step=0, trained=96, truncated=9), "one of a small step"
-    assert not rule.may_truncate(2, per_step=4, truncated_in_step=0, trained=96, truncated=0), "but not two"
-    assert not rule.waited_too_long(waited_s=20.0, interval_s=10.0), "patience is two intervals"
-    assert rule.waited_too_long(waited_s=20.5, interval_s=10.0)
+    assert rule.may_truncate(1, num_per_step=4, num_truncated_in_step=0, num_trained=96, num_truncated=9), (
+        "one of a small step"
+    )
+    assert not rule.may_truncate(2, num_per_step=4, num_truncated_in_step=0, num_trained=96, num_truncated=0), (
+        "but not two"
+    )
+    assert not rule.waited_too_long(trainer_waited_s=20.0, step_interval_s=10.0), "patience is two intervals"
+    assert rule.waited_too_long(trainer_waited_s=20.5, step_interval_s=10.0)

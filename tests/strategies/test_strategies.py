@@ -19,20 +19,27 @@ from staleflow.pipeline.simulator.baselines import (
     OneStep,
     with_admission,
 )
-from staleflow.pipeline.strategies.admission import ADMISSION, SIMULATED, Admission, LateWork, Reservations, Synchronous
+from staleflow.pipeline.strategies.admission import (
+    ADMISSION,
+    SIMULATED,
+    Admission,
+    LateWork,
+    ReservationAdmission,
+    Synchronous,
+)
 from staleflow.pipeline.strategies.filtering import (
     FILTERING,
     STRAGGLERS,
+    DropNoSignal,
     KeepAll,
-    NoSignal,
     StragglerRule,
-    Truncate,
+    TruncateStragglers,
 )
-from staleflow.pipeline.strategies.migration import MIGRATION, LargestGain, Load, Movable, Stay
+from staleflow.pipeline.strategies.migration import MIGRATION, InstanceLoad, LargestGain, MovableTrajectory, NoMigration
 from staleflow.pipeline.strategies.routing import (
     ROUTING,
     Candidate,
-    Deadline,
+    DeadlineRouting,
     Routing,
 )
 from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION, Greedy, Staggered
@@ -94,7 +101,7 @@ def test_vectorized_step_times_equal_scalar_ones() -> None:
     ],
 )
 def test_deadline_chooses_the_shortest_decode_step(rows: Any, fitting: Any, chosen: int, why: str) -> None:
-    assert choose(Deadline(COST), SMALL, loads(*rows), fitting) == chosen, why
+    assert choose(DeadlineRouting(COST), SMALL, loads(*rows), fitting) == chosen, why
 
 
 @pytest.mark.parametrize(
@@ -132,16 +139,40 @@ def test_a_removed_rule_is_rejected_with_its_replacement(key: str, name: str, in
 
 def test_migration_moves_urgent_work_first_and_stops_without_gain() -> None:
     rule = LargestGain(dataclasses.replace(COST, prefill=0.0001), 0.2)
-    crowd = [Movable(kv_tokens=100, remaining_tokens=500, deadline=60 - i) for i in range(60)]
-    moved = rule.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), crowd, limit=60)
+    crowd = [MovableTrajectory(kv_tokens=100, remaining_tokens=500, deadline=60 - i) for i in range(60)]
+    moved = rule.choose_moves(
+        InstanceLoad(running=60, kv_tokens=6000), InstanceLoad(running=0, kv_tokens=0), crowd, limit=60
+    )
     assert moved[0] == 59
     assert 10 < len(moved) < 40
-    assert len(rule.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), crowd, limit=3)) == 3
-    assert rule.moves(Load(running=30, kv_tokens=3000), Load(running=29, kv_tokens=2900), crowd, limit=9) == []
-    nearly_done = [Movable(kv_tokens=1000, remaining_tokens=1, deadline=1)]
-    assert rule.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), nearly_done, limit=9) == []
-    stay = Stay()
-    assert stay.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), crowd, limit=60) == []
+    assert (
+        len(
+            rule.choose_moves(
+                InstanceLoad(running=60, kv_tokens=6000), InstanceLoad(running=0, kv_tokens=0), crowd, limit=3
+            )
+        )
+        == 3
+    )
+    assert (
+        rule.choose_moves(
+            InstanceLoad(running=30, kv_tokens=3000), InstanceLoad(running=29, kv_tokens=2900), crowd, limit=9
+        )
+        == []
+    )
+    nearly_done = [MovableTrajectory(kv_tokens=1000, remaining_tokens=1, deadline=1)]
+    assert (
+        rule.choose_moves(
+            InstanceLoad(running=60, kv_tokens=6000), InstanceLoad(running=0, kv_tokens=0), nearly_done, limit=9
+        )
+        == []
+    )
+    stay = NoMigration()
+    assert (
+        stay.choose_moves(
+            InstanceLoad(running=60, kv_tokens=6000), InstanceLoad(running=0, kv_tokens=0), crowd, limit=60
+        )
+        == []
+    )
 
 
 def play(rule: Admission, *, eta: int, num_steps: int = 99) -> tuple[StalenessLedger, list[int]]:
@@ -177,8 +208,8 @@ def play(rule: Admission, *, eta: int, num_steps: int = 99) -> tuple[StalenessLe
 @pytest.mark.parametrize(
     ("rule", "eta", "started"),
     [
-        (Reservations(), 0, [4, 0, 4]),
-        (Reservations(), 2, [12, 0, 4]),
+        (ReservationAdmission(), 0, [4, 0, 4]),
+        (ReservationAdmission(), 2, [12, 0, 4]),
         (Synchronous(), 2, [4, 0, 4]),
         (OneStep(), 2, [4, 4, 4]),
         (Credits(alpha=2.0), 2, [12, 4, 4]),
@@ -245,7 +276,7 @@ def test_steps_that_do_not_wait_drop_stale_groups_and_keep_the_bound() -> None:
 
 
 def test_no_signal_drops_equal_rewards() -> None:
-    rule = NoSignal()
+    rule = DropNoSignal()
     assert rule.drop_reason([1.0, 1.0]) is AbortReason.NO_SIGNAL
     assert rule.drop_reason([1.0, 0.0]) is None
     assert rule.drop_reason([1.0]) is rule.drop_reason([]) is AbortReason.NO_SIGNAL
@@ -279,11 +310,11 @@ def test_baseline_rules_with_a_lag_beyond_the_bound_are_rejected(rule: Baseline,
 
 
 def test_truncate_starts_after_a_long_wait() -> None:
-    rule = Truncate(patience=1.0, share=0.1)
-    assert not rule.waited_too_long(waited_s=5.0, interval_s=10.0)
-    assert rule.waited_too_long(waited_s=11.0, interval_s=10.0)
-    assert not rule.waited_too_long(waited_s=99.0, interval_s=0.0), "the interval is not known yet"
-    assert not StragglerRule().waited_too_long(waited_s=99.0, interval_s=10.0)
+    rule = TruncateStragglers(patience=1.0, share=0.1)
+    assert not rule.waited_too_long(trainer_waited_s=5.0, step_interval_s=10.0)
+    assert rule.waited_too_long(trainer_waited_s=11.0, step_interval_s=10.0)
+    assert not rule.waited_too_long(trainer_waited_s=99.0, step_interval_s=0.0), "the interval is not known yet"
+    assert not StragglerRule().waited_too_long(trainer_waited_s=99.0, step_interval_s=10.0)
 
 
 @pytest.mark.parametrize(
@@ -300,13 +331,21 @@ def test_truncate_starts_after_a_long_wait() -> None:
 def test_truncation_is_limited_by_the_share_of_step_and_run(
     unfinished: int, truncated_in_step: int, trained: int, truncated: int, may: bool
 ) -> None:
-    rule = Truncate(patience=1.0, share=0.1)
+    rule = TruncateStragglers(patience=1.0, share=0.1)
     assert (
         rule.may_truncate(
-            unfinished, per_step=30, truncated_in_step=truncated_in_step, trained=trained, truncated=truncated
+            unfinished,
+            num_per_step=30,
+            num_truncated_in_step=truncated_in_step,
+            num_trained=trained,
+            num_truncated=truncated,
         )
         is may
     )
     assert not StragglerRule().may_truncate(
-        unfinished, per_step=30, truncated_in_step=truncated_in_step, trained=trained, truncated=truncated
+        unfinished,
+        num_per_step=30,
+        num_truncated_in_step=truncated_in_step,
+        num_trained=trained,
+        num_truncated=truncated,
     )

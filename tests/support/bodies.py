@@ -211,7 +211,7 @@ class Run(RunListener):
     def _check_journal(self) -> None:
         entries = self.entries
         assert all(a.now <= b.now for a, b in itertools.pairwise(entries)), "time went backwards"
-        coordinator = make_coordinator(self.config, validate_each=True)
+        coordinator = make_coordinator(self.config, validate_every_event=True)
         assert journal.replay(coordinator, iter(entries)).difference == ""
 
 

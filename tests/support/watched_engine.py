@@ -19,7 +19,7 @@ UNKNOWN = 2**31
 
 
 @dataclass(slots=True)
-class Load:
+class InstanceLoad:
     """A load of weights under a running request: how many tokens its response had before and after; if it has ended
     since, its last ones may be from before or from after."""
 
@@ -34,7 +34,7 @@ class Sampling:
 
     request: Request
     version: int
-    loads: list[Load] = field(default_factory=list)
+    loads: list[InstanceLoad] = field(default_factory=list)
     seen: list[int] = field(default_factory=list)
 
 
@@ -80,7 +80,7 @@ class WatchedEngine:
 
     def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
         latest = {trajectory: sampling for (trajectory, _), sampling in self.sampling.items()}
-        loads = {t: Load(before, UNKNOWN, version) for t, before in self.engine.load_statistics().progress}
+        loads = {t: InstanceLoad(before, UNKNOWN, version) for t, before in self.engine.load_statistics().progress}
         for trajectory, load in loads.items():
             latest[trajectory].loads.append(load)
         loaded = self.engine.load(version, weights)

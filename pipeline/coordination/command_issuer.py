@@ -1,0 +1,208 @@
+"""Issues the coordinator's commands. Each method records a decision in the state and the log, and appends its commands.
+Pure.
+
+Commands count as executed when they are issued, so the state changes in the same call.
+"""
+
+from __future__ import annotations
+
+from staleflow.pipeline.coordination.commands import (
+    Abort,
+    CloseEnvironment,
+    Command,
+    Discard,
+    FetchPrompts,
+    FinishEvaluation,
+    Interrupt,
+    Pull,
+    ReleaseCache,
+    Route,
+    Score,
+    SetDraftLength,
+    Sleep,
+    StepEnvironment,
+    Train,
+)
+from staleflow.pipeline.coordination.decision_log import DecisionLog
+from staleflow.pipeline.coordination.discarded import DiscardedTrajectory
+from staleflow.pipeline.coordination.fleet import Instance
+from staleflow.pipeline.coordination.forecast import LengthForecast
+from staleflow.pipeline.coordination.moves import Move
+from staleflow.pipeline.coordination.state import CoordinatorState
+from staleflow.pipeline.coordination.trajectories import LiveTrajectory
+from staleflow.stores.trajectory import InstanceId, TrajectoryId
+
+
+class CommandIssuer:
+    """Collects the commands that follow from one event, and applies them to the coordinator's state."""
+
+    def __init__(self, state: CoordinatorState, forecast: LengthForecast, decision_log: DecisionLog) -> None:
+        self._state = state
+        self._forecast = forecast
+        self._decision_log = decision_log
+        self._commands: list[Command] = []
+        self._pending_train: Train | None = None
+        """The step whose batch is consumed, until all instances sleep."""
+
+    def pop_commands(self) -> list[Command]:
+        """Return the commands issued since the previous call."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    @property
+    def pending_step(self) -> int | None:
+        """The training step that waits until all instances sleep; None if there is none."""
+        return None if self._pending_train is None else self._pending_train.step
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def fetch_prompts(self, num_groups: int) -> None:
+        """Request the prompts of new groups."""
+        draws = self._state.request_groups(num_groups)
+        self._commands.append(FetchPrompts(num_groups=num_groups, draws=draws, cause=self._cause))
+
+    def consume_batch(self) -> None:
+        """Consume the batch of the next step and train on it; if GPUs are shared, once all instances sleep."""
+        batch = self._state.consume()
+        for member in batch.members:
+            self._decision_log.note(member, f"consumed by step {batch.step}")
+        for group in batch.groups:
+            self._forecast.remove_group(group)
+        self._pending_train = Train(
+            step=batch.step, trajectories=batch.members, versions=batch.versions, cause=self._cause
+        )
+        if self._state.shares_gpus:
+            self._put_to_sleep(batch.step)
+        self.train_pending()
+        self.discard(batch.surplus)
+
+    def train_pending(self) -> None:
+        """Start the step whose batch is consumed, once no instance is awake."""
+        if self._pending_train is not None and not self._state.pending_sleeps:
+            self._commands.append(self._pending_train)
+            self._pending_train = None
+
+    def _put_to_sleep(self, step: int) -> None:
+        """Put all instances to sleep, interrupting what they run."""
+        for instance in self._state.fleet:
+            if not instance.asleep:
+                for trajectory in self._state.start_sleep(instance):
+                    self.interrupt(trajectory, instance.id, f"{instance.id} sleeps during step {step}")
+                self._commands.append(Sleep(instance=instance.id, step=step, cause=self._cause))
+
+    # -- instances -----------------------------------------------------------------------------------------------
+
+    def pull(self, instance: Instance) -> None:
+        """Have an instance load the published version."""
+        self._state.start_pull(instance)
+        self._commands.append(Pull(instance=instance.id, version=instance.version, cause=self._cause))
+
+    def set_draft_length(self, instance: Instance, length: int) -> None:
+        """Set the maximum draft length of an instance."""
+        self._state.set_draft_length(instance, length)
+        self._commands.append(SetDraftLength(instance=instance.id, length=length, cause=self._cause))
+
+    # -- trajectories --------------------------------------------------------------------------------------------
+
+    def route(self, trajectory: LiveTrajectory, instance: Instance) -> None:
+        """Route a queued trajectory to an instance."""
+        # The instance takes over the cached context. A context cached elsewhere stays, in case a later turn returns.
+        self._state.pop_cached_instance(trajectory)
+        self._state.route(trajectory, instance)
+        self._decision_log.note(trajectory.id, f"routed to {instance.id} at version {instance.version}")
+        self._commands.append(
+            Route(
+                trajectory=trajectory.id,
+                route_number=trajectory.route_number,
+                instance=instance.id,
+                version=trajectory.v_traj,
+                cause=self._cause,
+            )
+        )
+
+    def score(self, trajectory: LiveTrajectory, note: str) -> None:
+        """Request the reward of a trajectory. note: line for its story."""
+        self._decision_log.note(trajectory.id, note)
+        self._commands.append(Score(trajectory=trajectory.id, cause=self._cause))
+
+    def step_environment(self, trajectory: LiveTrajectory, note: str, *, truncated: bool = False) -> None:
+        """Send the latest turn of a trajectory to its environment. truncated: whether the turn was truncated."""
+        self._decision_log.note(trajectory.id, note)
+        self._state.count_turn(trajectory)
+        self._commands.append(
+            StepEnvironment(
+                trajectory=trajectory.id,
+                route_number=trajectory.route_number,
+                truncated=truncated,
+                cause=self._cause,
+            )
+        )
+
+    def move(self, move: Move) -> None:
+        """Interrupt a trajectory, to continue on another instance or to be scored with the tokens it has."""
+        self._state.start_move(move.trajectory, move.target)
+        self.interrupt(move.trajectory, move.source.id, move.note)
+
+    def interrupt(self, trajectory: LiveTrajectory, instance_id: InstanceId, note: str) -> None:
+        """Interrupt a running trajectory. note: line for its story."""
+        self._decision_log.note(trajectory.id, note)
+        self._commands.append(
+            Interrupt(
+                trajectory=trajectory.id,
+                route_number=trajectory.route_number,
+                instance=instance_id,
+                cause=self._cause,
+            )
+        )
+
+    def discard(self, discarded: tuple[DiscardedTrajectory, ...]) -> None:
+        """Stop trajectories that have left the state, and record in the store how they ended."""
+        self.stop(discarded)
+        if discarded:
+            endings, versions = tuple(t.ending for t in discarded), tuple(t.v_traj for t in discarded)
+            self._commands.append(Discard(endings=endings, versions=versions, cause=self._cause))
+
+    def stop(self, discarded: tuple[DiscardedTrajectory, ...]) -> None:
+        """Stop the sampling and the environments of trajectories that have left the state, and release their caches."""
+        for trajectory in discarded:
+            ending = trajectory.ending
+            if trajectory.running_instance is not None:
+                self._commands.append(
+                    Abort(
+                        trajectory=ending.trajectory,
+                        route_number=trajectory.route_number,
+                        instance=trajectory.running_instance,
+                        cause=self._cause,
+                    )
+                )
+            self.release_cache(ending.trajectory, trajectory.cached_instance)
+            if trajectory.environment_open:
+                self._commands.append(CloseEnvironment(trajectory=ending.trajectory, cause=self._cause))
+            self._forecast.remove_group(ending.group)
+            self._decision_log.note(ending.trajectory, f"{ending.fate.value}: {ending.reason.value}")
+
+    def release_cache(self, trajectory: TrajectoryId, instance_id: InstanceId | None) -> None:
+        """Drop the cached context of a trajectory on an instance; None: it has none."""
+        if instance_id is not None:
+            self._commands.append(ReleaseCache(trajectory=trajectory, instance=instance_id, cause=self._cause))
+
+    # -- evaluations ---------------------------------------------------------------------------------------------
+
+    def finish_evaluation(self, *, abandoned: bool = False) -> None:
+        """End the running evaluation, and have its results summarized unless it is abandoned."""
+        evaluation, discarded = self._state.close_evaluation()
+        self.stop(discarded)
+        self._commands.append(
+            FinishEvaluation(
+                evaluation=evaluation.number,
+                version=evaluation.evaluated_version,
+                failed=tuple(evaluation.failed_trajectories),
+                abandoned=abandoned,
+                cause=self._cause,
+            )
+        )
+
+    @property
+    def _cause(self) -> str:
+        """Id of the event being handled."""
+        return self._decision_log.cause

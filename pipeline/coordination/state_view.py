@@ -1,0 +1,118 @@
+"""The coordinator's state, read-only. Pure.
+
+Planners, snapshots and invariants read the state through `StateView`; only `CoordinatorState` in state.py changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from types import MappingProxyType
+
+from staleflow.pipeline.coordination.evaluations import MutableEvaluations, RunningEvaluation
+from staleflow.pipeline.coordination.fleet import Fleet, MutableFleet
+from staleflow.pipeline.coordination.mixture import Mixture
+from staleflow.pipeline.coordination.phases import Phase
+from staleflow.pipeline.coordination.replan_flags import ReplanFlags
+from staleflow.pipeline.coordination.running_means import RunningMeans, TruncationCounts
+from staleflow.pipeline.coordination.trajectories import LiveTrajectory
+from staleflow.pipeline.coordination.work_queue import EVALUATION, UNRESERVED, MutableWorkQueue, WorkQueue
+from staleflow.stores.staleness.ledger import StalenessLedger
+from staleflow.stores.trajectory import GroupId, InstanceId, TrajectoryId, is_evaluation
+
+
+class StateView(ReplanFlags):
+    """Trajectories, instances, queued work and the ledger of one run, for reading."""
+
+    def __init__(
+        self,
+        ledger: StalenessLedger,
+        mixture: Mixture | None = None,
+        *,
+        serves_many_versions: bool = False,
+        shares_gpus: bool = False,
+    ) -> None:
+        """serves_many_versions: see Fleet. shares_gpus: see StrategySet."""
+        self._live_trajectories: dict[TrajectoryId, LiveTrajectory] = {}
+        self._fleet = MutableFleet(serves_many_versions=serves_many_versions)
+        super().__init__(self._fleet)
+        self._queue = MutableWorkQueue()
+        # The same objects, for reading.
+        self.ledger = ledger
+        self.live_trajectories: Mapping[TrajectoryId, LiveTrajectory] = MappingProxyType(self._live_trajectories)
+        self.fleet: Fleet = self._fleet
+        self.queue: WorkQueue = self._queue
+        self.mixture = mixture
+        self._evaluations = MutableEvaluations(self._fleet)
+        self.running_means = RunningMeans()
+        self.truncations = TruncationCounts()
+        self._now = 0.0
+        self._unreserved_groups: set[GroupId] = set()
+        self._groups_requested = 0
+        self._training = False
+        self._trainer_idle_since: float | None = 0.0
+        """Seconds; None while a step is being trained."""
+        self._published_at = 0.0
+        """Time of the latest `publish` or `resume`, in seconds."""
+        self.shares_gpus = shares_gpus
+        self._pending_sleeps: set[InstanceId] = set()
+
+    @property
+    def now(self) -> float:
+        """Time of the event being handled, in seconds."""
+        return self._now
+
+    @property
+    def training(self) -> bool:
+        """Whether a step is being trained."""
+        return self._training
+
+    @property
+    def evaluation(self) -> RunningEvaluation | None:
+        """The running evaluation; None if there is none."""
+        return self._evaluations.running
+
+    @property
+    def trainer_has_gpus(self) -> bool:
+        """Whether the trainer uses the GPUs that it shares with the instances, all of which sleep or are about to."""
+        return self.shares_gpus and self._training
+
+    @property
+    def pending_sleeps(self) -> Set[InstanceId]:
+        """Instances that were ordered to sleep and have not confirmed it."""
+        return self._pending_sleeps
+
+    @property
+    def trainer_waited_s(self) -> float:
+        """Seconds that the trainer has been waiting for its next batch; 0 while it trains."""
+        return 0.0 if self._trainer_idle_since is None else self._now - self._trainer_idle_since
+
+    @property
+    def unreserved_groups(self) -> Set[GroupId]:
+        """Groups that have arrived and have no reservation, since no member was routed yet."""
+        return self._unreserved_groups
+
+    @property
+    def groups_requested(self) -> int:
+        """Number of groups that were requested and have not arrived."""
+        return self._groups_requested
+
+    def queue_level(self, group: GroupId) -> int:
+        """The queue level of a group's members."""
+        if is_evaluation(group):
+            return EVALUATION
+        version = self.ledger.entries[group].version
+        return UNRESERVED if version < 0 else version
+
+    def get_running(self, trajectory: TrajectoryId, route_number: int) -> LiveTrajectory | None:
+        """The running trajectory that an instance's event is about; None if the event is late."""
+        return self._get_in_phase(Phase.RUNNING, trajectory, route_number)
+
+    def get_in_environment(self, trajectory: TrajectoryId, route_number: int) -> LiveTrajectory | None:
+        """The trajectory in its environment that an event is about; None if the event is late."""
+        return self._get_in_phase(Phase.IN_ENVIRONMENT, trajectory, route_number)
+
+    def _get_in_phase(self, phase: Phase, trajectory_id: TrajectoryId, route_number: int) -> LiveTrajectory | None:
+        trajectory = self._live_trajectories.get(trajectory_id)
+        if trajectory is None or trajectory.phase is not phase or trajectory.route_number != route_number:
+            return None
+        return trajectory
