@@ -56,7 +56,7 @@ HEAVIEST = (
     "cli/test_ctrl_c.py",
     "stored_runs/test_threads.py",
     "runtime/test_run_ranks.py",
-    "stores/test_history.py",
+    "stores/test_snapshot_audit.py",
     "stores/test_bucket.py",
     "tasks/test_episode_faults.py",
     "jobs/test_resume.py",
@@ -65,9 +65,9 @@ HEAVIEST = (
     "stores/test_spans.py",
     "cli/test_malformed.py",
     "stores/test_audit_findings.py",
-    "runtime/test_driver_losses.py",
+    "runtime/test_actor_failures.py",
     "api/test_new_results.py",
-    "stored_runs/test_reprocessing.py",
+    "stored_runs/test_reward_rescoring.py",
 )
 """The files that take longest. Processes that share the tests by file begin with them: the last ones are short, and no
 process works alone for long at the end."""

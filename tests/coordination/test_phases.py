@@ -15,7 +15,7 @@ from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
-from tests.coordination.pictures import picture
+from tests.coordination.state_dumps import picture
 
 A, B = InstanceId("a"), InstanceId("b")
 PAIRS = tuple(itertools.product(Phase, Transition))

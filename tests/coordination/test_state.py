@@ -24,7 +24,7 @@ from staleflow.pipeline.strategies.samplers import InOrder
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
-from tests.coordination.pictures import picture
+from tests.coordination.state_dumps import picture
 
 A, B = InstanceId("a"), InstanceId("b")
 

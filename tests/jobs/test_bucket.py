@@ -81,7 +81,7 @@ def test_a_killed_run_resumes_and_commands_accept_its_url(tmp_path: Path) -> Non
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
 
 
-@pytest.mark.slow  # by default tests/stores/test_bucket.py and runtime/test_committing.py have buckets that fail
+@pytest.mark.slow  # by default tests/stores/test_bucket.py and runtime/test_slow_commits.py have buckets that fail
 @pytest.mark.usefixtures("bucket")
 def test_a_run_survives_a_bucket_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It resets connections for longer than Icechunk itself tries, and then the credentials have expired."""

@@ -272,7 +272,7 @@ pull_s = 0.02
 """
 
 
-@pytest.mark.slow  # ten processes; by default tests/cluster/test_job_queue.py and runtime/test_driver_losses.py show it
+@pytest.mark.slow  # ten processes; by default cluster/test_job_queue.py and runtime/test_actor_failures.py test it
 def test_a_job_releases_extra_reward_workers_for_a_waiting_job(cluster: Cluster, tmp_path: Path) -> None:
     path = tmp_path / "dry.toml"
     path.write_text(DRY.format(runs=tmp_path / "runs"))
@@ -324,7 +324,7 @@ def waits_while_another_runs(cluster: Cluster, folder: Path, alone: int, beside:
     return rate(1, begun), rate(begun, len(steps))
 
 
-@pytest.mark.slow  # by default tests/cluster/test_board.py has a job that waits and runs nothing
+@pytest.mark.slow  # by default tests/cluster/test_job_registry.py has a job that waits and runs nothing
 def test_a_waiting_job_does_not_slow_the_running_one(cluster: Cluster, tmp_path: Path) -> None:
     waits_while_another_runs(cluster, tmp_path, 3, 6)
 

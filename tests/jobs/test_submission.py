@@ -15,7 +15,7 @@ from staleflow.pipeline.config import loading
 from staleflow.pipeline.jobs import submission
 from staleflow.pipeline.recovery.run_folder import create_and_lock
 from staleflow.stores.errors import ConfigError
-from tests.cluster.test_board import Jobs, jobs_on
+from tests.cluster.test_job_registry import Jobs, jobs_on
 from tests.runtime.test_run_folder import JOB
 
 

@@ -1,6 +1,6 @@
 """A job on two hosts, by hand: worker processes on 127.0.0.1 and 127.0.0.2, each with shared memory of its own.
 
-That needs root; without, both use one folder. tests/runtime has the same in virtual time: test_driver_losses.py an
+That needs root; without, both use one folder. tests/runtime has the same in virtual time: test_actor_failures.py an
 instance that stands still with its host's parameter server, test_membership.py one that is retired.
 """
 

@@ -10,21 +10,23 @@ LEDGER = ("tests/stores/test_staleness.py", "tests/strategies", "tests/coordinat
 DECISIONS = tuple(
     f"tests/coordination/test_{name}.py"
     for name in (
-        "coordinator", "notifications", "episodes", "lives", "phases", "evaluation_hosts", "taking_up", "forecast",
-        "episode_forecast", "memory",
+        "coordinator", "notifications", "episodes", "random_events", "phases", "evaluation_hosts", "resume_plan",
+        "forecast", "episode_forecast", "bounded_memory",
     )
 )  # fmt: skip
 SERVERS = tuple(
     f"tests/tasks/test_{name}.py"
     for name in (
-        "acknowledgements", "parameter_server", "rollout", "stale_hosts", "environment_host", "calls", "trainer_rank",
-        "closing",
+        "acknowledgements", "parameter_server", "rollout_instance", "replaced_hosts", "environment_host", "actor_calls",
+        "trainer_rank", "actor_close",
     )
 )  # fmt: skip
 RUNTIME = tuple(
     f"tests/runtime/test_{name}.py"
-    for name in ("actors", "transfers", "driver", "losses_at_start", "driver_losses", "instance_link", "restoring")
-)
+    for name in (
+        "actors", "transfers", "driver", "start_failures", "actor_failures", "instance_link", "role_recovery",
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ PACKAGES = (
         paths=("stores/in_flight",),
         tests=(
             "tests/stores/test_in_flight.py", "tests/stores/test_in_flight_turns.py", "tests/stores/test_spool.py",
-            "tests/tasks/test_acknowledgements.py", "tests/tasks/test_rollout.py",
+            "tests/tasks/test_acknowledgements.py", "tests/tasks/test_rollout_instance.py",
         ),
     ),
     Package(
@@ -69,9 +71,9 @@ PACKAGES = (
         own={
             "audit": ("tests/stores/test_bucket.py",),
             "chain": ("tests/stores/test_chain.py",),
-            "drop_bias": ("tests/stores/test_bias.py",),
+            "drop_bias": ("tests/stores/test_drop_bias.py",),
             "row_checks": ("tests/stores/test_spans.py",),
-            "snapshot_audit": ("tests/stores/test_history.py",),
+            "snapshot_audit": ("tests/stores/test_snapshot_audit.py",),
         },
     ),
     Package(
@@ -83,7 +85,7 @@ PACKAGES = (
             "journal": ("tests/coordination/test_journal.py", "tests/runtime/test_run_journal.py"),
             "state": (
                 "tests/coordination/test_coordinator.py", "tests/coordination/test_state.py",
-                "tests/runtime/test_turns.py::test_trainer_and_instances_use_the_gpus_in_turns",
+                "tests/runtime/test_device_turns.py::test_trainer_and_instances_use_the_gpus_in_turns",
             ),
             "fleet": ("tests/coordination/test_coordinator.py", "tests/coordination/test_state.py"),
             "mixture": ("tests/coordination/test_mixture.py",),
@@ -94,7 +96,7 @@ PACKAGES = (
         paths=("pipeline/strategies", "pipeline/simulator/baselines.py"),
         tests=(
             "tests/strategies", "tests/coordination/test_coordinator.py", "tests/config/test_config.py",
-            "tests/config/test_own_code.py", "tests/simulator/test_simulator.py",
+            "tests/config/test_user_code.py", "tests/simulator/test_simulator.py",
         ),
     ),
     Package(
@@ -102,7 +104,7 @@ PACKAGES = (
         paths=("tasks/training/loss.py", "tasks/training/advantage.py", "tasks/training/objective.py"),
         tests=(
             "tests/tasks/test_losses.py", "tests/tasks/test_objective.py", "tests/tasks/test_numerics.py",
-            "tests/tasks/test_overlong.py", "tests/config/test_own_code.py",
+            "tests/tasks/test_overlong.py", "tests/config/test_user_code.py",
         ),
     ),
     Package(
@@ -112,13 +114,13 @@ PACKAGES = (
         own={
             "async_spool": ("tests/tasks/test_async_spool.py",),
             "store_thread": ("tests/tasks/test_store_thread.py",),
-            "actors": (*RUNTIME, "tests/runtime/test_membership.py", "tests/runtime/test_turns.py"),
-            "reward_worker": ("tests/runtime/test_evaluation.py",),
+            "actors": (*RUNTIME, "tests/runtime/test_membership.py", "tests/runtime/test_device_turns.py"),
+            "reward_worker": ("tests/runtime/test_evaluation_results.py",),
             "trainer": ("tests/tasks/test_trainer.py",),
-            "step_batches": ("tests/tasks/test_packing.py",),
-            "draft_corpus": ("tests/tasks/test_known_responses.py",),
-            "rollout_instance": ("tests/tasks/test_known_responses.py", "tests/tasks/test_holding.py"),
-            "observation_encoder": ("tests/tasks/test_told_turns.py",),
+            "step_batches": ("tests/tasks/test_step_batches.py",),
+            "draft_corpus": ("tests/tasks/test_draft_corpus.py",),
+            "rollout_instance": ("tests/tasks/test_draft_corpus.py", "tests/tasks/test_engine_handover.py"),
+            "observation_encoder": ("tests/tasks/test_observation_encoder.py",),
         },
     ),
 )  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 
 from staleflow.stores.trajectories.derived_branches import Rewards, derive
 from staleflow.stores.trajectories.versioned import VersionedStore
-from tests.run_page.asking import Page
+from tests.run_page.page_client import Page
 from tests.support.stored_runs import Response, StoredRun
 
 

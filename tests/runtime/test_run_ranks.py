@@ -38,7 +38,7 @@ def test_a_trainer_that_loses_a_rank_continues_and_resumes_with_one_rank(job: Pa
     assert config["architectures"] == ["LlamaForCausalLM"]
 
 
-@pytest.mark.slow  # by default test_losses_at_start.py and test_workers.py lose actors while they start
+@pytest.mark.slow  # by default test_start_failures.py and test_workers.py lose actors while they start
 @pytest.mark.parametrize("victim", ["trainer-1", "trainer"])
 def test_a_rank_killed_during_start_is_replaced(job: Path, victim: str) -> None:
     driver = asyncio.run(sabotaged(job, RANKS, victim, lambda pid: os.kill(pid, signal.SIGKILL), at_start=True))

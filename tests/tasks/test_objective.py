@@ -21,10 +21,10 @@ from staleflow.tasks.training.objective import Objective, penalty, with_finite_l
 from staleflow.tasks.training.tiny_model import SYMBOLS, make_tokenizer
 from staleflow.tasks.training.trainer_settings import KlConfig, TrainingConfig
 from tests.support.entries import entry
+from tests.tasks.test_env_tokens import flat_gradient
+from tests.tasks.test_env_tokens import rows as rows_of_many_turns
 from tests.tasks.test_losses import drawn
 from tests.tasks.test_numerics import rows, trainer
-from tests.tasks.test_turns import flat_gradient
-from tests.tasks.test_turns import rows as rows_of_many_turns
 
 ESTIMATORS = ("k1", "k2", "k3")
 

@@ -15,10 +15,10 @@ from staleflow.tasks.training.loss import Dpo
 from staleflow.tasks.training.microbatches import Row, minibatches
 from staleflow.tasks.training.preference_pairs import select_pairs
 from staleflow.tasks.training.trainer_settings import KlConfig
+from tests.tasks.test_env_tokens import flat_gradient
+from tests.tasks.test_env_tokens import rows as rows_of_many_turns
 from tests.tasks.test_numerics import groups, rows, trainer
 from tests.tasks.test_objective import moved_model
-from tests.tasks.test_turns import flat_gradient
-from tests.tasks.test_turns import rows as rows_of_many_turns
 
 BETA = 0.7
 

@@ -15,7 +15,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.sources.prompts import Prompts, TokenizedPrompts
-from tests.tasks.test_rows import MESSAGES
+from tests.tasks.test_dataset_rows import MESSAGES
 
 TEMPLATE = """{% for m in messages %}{% if m.role == "odd" %}{{ raise_exception("no such role") }}{% endif %}\
 {{ {"system": "+", "user": "-", "assistant": "="}[m.role] }}{{ m.content }};{% endfor %}\

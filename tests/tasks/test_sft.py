@@ -21,8 +21,8 @@ from staleflow.tasks.sources.prompts import TokenizedPrompts
 from staleflow.tasks.training.loss import DecoupledPpo
 from staleflow.tasks.training.trainer_settings import SftConfig
 from tests.tasks.chat_models import MODELS, chat_tokenizer
+from tests.tasks.test_env_tokens import flat_gradient
 from tests.tasks.test_numerics import rows, trainer
-from tests.tasks.test_turns import flat_gradient
 
 ANSWERS = ("7+8=15;so15.", "so3.", "1+1=2;2-1=1;so1.")
 

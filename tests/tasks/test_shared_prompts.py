@@ -26,8 +26,8 @@ from staleflow.tasks.training.shared_prompts import PackedLayout, counted_tokens
 from staleflow.tasks.training.trainer_settings import TrainingConfig
 from tests.support.entries import entry
 from tests.support.rank_processes import in_group
+from tests.tasks.test_packed_attention import model
 from tests.tasks.test_ranks import Training, check_same, ragged, train
-from tests.tasks.test_row_attention import model
 
 SEPARATE = 2**40
 """Tokens that no sharing saves."""

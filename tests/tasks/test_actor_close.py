@@ -21,7 +21,7 @@ from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.actors.trainer_rank import TrainerRank
 from staleflow.tasks.training.rank import Rank
 from tests.support.scripted import World
-from tests.tasks.test_rollout import Gate, made_server
+from tests.tasks.test_rollout_instance import Gate, made_server
 
 
 class BlockingResource:

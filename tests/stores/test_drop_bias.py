@@ -16,7 +16,7 @@ from staleflow.stores.auditing import drop_bias
 from staleflow.stores.auditing.drop_bias import Contrast, DropBias, OutcomeStats, bias_of, bias_report, difference
 from staleflow.stores.trajectory import AbortReason, Fate, FinishReason
 from tests.commands import command
-from tests.run_page.asking import Page
+from tests.run_page.page_client import Page
 from tests.support.simulated_store import stored_simulation
 
 

@@ -11,7 +11,7 @@ import pytest
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EnvSpan
-from tests.runtime.test_acting import AGENTS
+from tests.runtime.test_environment_runs import AGENTS
 from tests.stores.plain_audit import plain_audit
 from tests.support.bodies import Body
 

@@ -14,7 +14,7 @@ from staleflow.pipeline.config.actor_settings import make_workload
 from staleflow.pipeline.runtime.evaluation_rewards import read_rewards
 from staleflow.stores.trajectory import is_evaluation
 from staleflow.tasks.sources.evaluation_items import group_of
-from tests.runtime.test_taking_up import SHAPES, killed, resumption_of
+from tests.runtime.test_resumed_runs import SHAPES, killed, resumption_of
 from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault
 from tests.support.scripted import World

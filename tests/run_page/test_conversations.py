@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from staleflow.stores.trajectories import derived_branches
-from tests.run_page.asking import Page
+from tests.run_page.page_client import Page
 from tests.support.stored_runs import Response, StoredRun
 
 CALLED = Response(text="ask", versions=(0,), reward=1.0, turns=(("tool", "4", 2.5, "four"), ("tool", "no", 0.0, "")))

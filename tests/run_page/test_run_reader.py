@@ -20,7 +20,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.versioned import TOKEN_FILE, VersionedStore
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
-from tests.run_page.asking import Page
+from tests.run_page.page_client import Page
 from tests.stores.test_stores import corrupt_tokens
 from tests.support.stored_runs import Response, StoredRun
 
