@@ -15,10 +15,12 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from staleflow.pipeline.cluster import connection
 from staleflow.pipeline.processes import local_cluster
 from tests.support import browser, forking
 from tests.support.tiny_models import make_tiny_model
 
+gc.disable()  # until all is imported: collections meanwhile take a quarter of the time
 os.environ["OMP_NUM_THREADS"] = "1"  # processes that fork may have no other thread, and numpy starts some
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -99,6 +101,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     forked from one process that has torch: which tests run first decides nothing."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     if any("tiny_model" in getattr(item, "fixturenames", ()) for item in session.items):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(session.config.rootpath), prepend=os.pathsep)
@@ -173,6 +176,13 @@ def job(tiny_model: Path, tmp_path: Path) -> Path:
     path = tmp_path / "job.toml"
     path.write_text(JOB.format(runs=tmp_path / "runs", steps=5, model=tiny_model))
     return path
+
+
+@pytest.fixture
+def short_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command gives up a scheduler that does not answer after a second."""
+    monkeypatch.setattr(connection, "CONNECT_S", 1.0)
+    monkeypatch.setattr(connection, "PROBE_AFTER_S", 0.2)
 
 
 @pytest.fixture

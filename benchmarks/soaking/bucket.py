@@ -79,6 +79,7 @@ class FailingProxy:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # headers and body are two packets: the second would wait 40 ms for an ACK
 
             def handle_one_request(self) -> None:
                 with contextlib.suppress(ConnectionError):

@@ -63,14 +63,14 @@ class ClusterAddress:
         *,
         direct_to_workers: bool = False,
         file_within_s: float = 0.0,
-        within_s: float = CONNECT_S,
+        within_s: float | None = None,
     ) -> Any:
         """Connect an asynchronous client, and register the job registry on its scheduler. It does not become the
         default client of this process. Raises ConfigError with a one-line message if the scheduler does not answer.
 
         Args:
             file_within_s: Seconds for a scheduler file to appear.
-            within_s: Seconds for the scheduler to answer.
+            within_s: Seconds for the scheduler to answer; `CONNECT_S` if None.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + file_within_s
@@ -79,7 +79,7 @@ class ClusterAddress:
         address = self._address()
         options = {"direct_to_workers": direct_to_workers, "set_as_default": False, "security": self.security}
         try:
-            return await _connect(address, within_s, options)
+            return await _connect(address, CONNECT_S if within_s is None else within_s, options)
         except ConfigError:
             raise
         except UNREACHABLE as error:
@@ -87,7 +87,7 @@ class ClusterAddress:
             raise ConfigError(f"no scheduler at {address}: {reason}") from error
 
     @contextlib.asynccontextmanager
-    async def connected(self, within_s: float = CONNECT_S) -> AsyncIterator[Any]:
+    async def connected(self, within_s: float | None = None) -> AsyncIterator[Any]:
         """Context manager: yields `client`, and closes it at the end."""
         client = await self.client(within_s=within_s)
         try:

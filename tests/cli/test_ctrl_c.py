@@ -33,6 +33,7 @@ name = "emulated"
 
 [simulation]
 train_s = {train_s}
+pull_s = 0.02
 
 [cluster]
 dashboard = false
@@ -192,12 +193,22 @@ def callback():
 def test_a_signal_during_imports_reaches_the_run(tmp_path: Path) -> None:
     """The event loop's pipe took one alarm every 20 ms of the import and, once full, lost the signal."""
     (tmp_path / "importing.py").write_text(
-        "import time\nuntil = time.monotonic() + 8\nwhile time.monotonic() < until:\n    pass\n"
+        "import time\nuntil = time.monotonic() + 1\nwhile time.monotonic() < until:\n    pass\n"
     )
     (tmp_path / "early.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
     script = """
-import asyncio
+import asyncio, socket
 from staleflow.pipeline.jobs.stopping import Interrupted, StopRequest, stopped_by_signals
+
+make_pair = socket.socketpair
+
+def make_small_pair():  # full after a few alarms
+    pair = make_pair()
+    for end in pair:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    return pair
+
+socket.socketpair = make_small_pair
 
 async def run():
     with StopRequest() as stop, stopped_by_signals(stop, print, lambda: print("at once")):

@@ -347,6 +347,7 @@ def test_submitting_imports_neither_torch_nor_the_store() -> None:
     assert not {"torch", "transformers", "zarr", "icechunk", "bokeh", "matplotlib"} & set(loaded)
 
 
+@pytest.mark.usefixtures("short_connect")
 def test_invalid_input_to_each_command_gives_a_one_line_error(job: Path, cluster: Cluster, tmp_path: Path) -> None:
     for verb in ("status", "logs", "cancel"):
         answer = cluster(verb, "no-such-job")

@@ -269,6 +269,7 @@ WRONG = {
 }
 
 
+@pytest.mark.usefixtures("short_connect")
 @pytest.mark.parametrize("case", WRONG)
 def test_invalid_input_gives_one_line_and_exit_code_2(job: Path, case: str) -> None:
     overrides, message = WRONG[case]

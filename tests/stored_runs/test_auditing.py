@@ -49,6 +49,7 @@ def test_several_processes_find_the_findings_of_one(
     assert not report.clean
 
 
+@pytest.mark.usefixtures("short_connect")
 def test_a_scheduler_in_the_dask_configuration_is_not_used(stored: Path) -> None:
     """An audit waited for the workers of a busy cluster, or failed where none answers, only because one was named."""
     with dask.config.set({"scheduler-address": "tcp://127.0.0.1:9"}):

@@ -504,6 +504,7 @@ def test_a_run_after_fine_tuning_is_repeated_bit_for_bit(ranks: int, job: Path, 
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("short_connect")
 def test_invalid_input_gives_a_one_line_error(stored: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(stored, other)

@@ -146,12 +146,12 @@ def ids(path: Path) -> list[int]:
 
 
 def test_a_commit_that_fails_at_any_request_can_be_retried(tmp_path: Path, rng: Any, proxy: FailingProxy) -> None:
-    """Credentials expire at its first request, at its fifth, and so on, until there are no more."""
+    """Credentials expire at its first request, at its tenth, and so on, until there are no more."""
     rows = two_steps(tmp_path / "store", rng)
     store = VersionedStore.open(tmp_path / "store")
     causes: list[str] = []
-    while True:
-        proxy.expired, proxy.requests_before = "tests", 4 * len(causes)
+    for number in itertools.count(step=1 if num_examples() > 1000 else 9):
+        proxy.expired, proxy.requests_before = "tests", number
         try:
             store.commit(record(1), rows[1])
             break
@@ -210,7 +210,7 @@ def test_expired_credentials_are_read_again(
 def test_a_bucket_failure_is_not_reported_as_corruption(tmp_path: Path, rng: Any, proxy: FailingProxy) -> None:
     two_steps(tmp_path / "store", rng)
     causes: list[str] = []
-    for number in itertools.count(step=1 if num_examples() > 1000 else 4):
+    for number in itertools.count(step=1 if num_examples() > 1000 else 5):
         proxy.expired = ""
         store = VersionedStore.pinned(tmp_path / "store")
         proxy.expired, proxy.requests_before = "tests", number
@@ -242,7 +242,7 @@ def test_an_audit_during_a_brief_bucket_failure_has_no_findings(
     with BrieflyFailingProxy(server["AWS_ENDPOINT_URL"]) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         causes: list[str] = []
-        for number in itertools.count(step=1 if num_examples() > 1000 else 5):
+        for number in itertools.count(step=1 if num_examples() > 1000 else 7):
             store = VersionedStore.pinned(tmp_path / "store")
             proxy.requests_before, proxy.expired = number, "tests"
             try:
