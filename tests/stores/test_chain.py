@@ -18,7 +18,7 @@ from staleflow.stores.auditing.chain import ChainReport, check_chain
 from staleflow.stores.trajectories import layout, versioned
 from staleflow.stores.trajectories.columns import COLUMNS
 from staleflow.stores.trajectories.layout import COMMIT_AT
-from staleflow.stores.trajectories.reader import SPAN_COLUMNS
+from staleflow.stores.trajectories.reader import SPAN_COLUMNS, StoreReader
 from staleflow.stores.trajectories.records import entry_of
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
@@ -62,6 +62,21 @@ def test_the_chain_continues_over_reopening_rewinds_and_other_commit_kinds(tmp_p
     assert store.newest_entry == entry_of(texts[-1])
     undone = next(iter(store.branches()))
     assert check_chain(VersionedStore.open(tmp_path / "s", branch=undone)).entries == entries
+
+
+def test_record_that_cannot_be_decoded_is_reported_after_the_last_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(tmp_path / "s")
+    read = StoreReader.record_texts
+
+    def corrupt(store: StoreReader, first: int, last: int) -> list[bytes]:
+        return [b"{}" if first + i == 1 else text for i, text in enumerate(read(store, first, last))]
+
+    monkeypatch.setattr(StoreReader, "record_texts", corrupt)
+    (finding,) = check_chain(store).findings
+    assert finding.where == "step 0"
+    assert finding.message.startswith("what follows cannot be read: a record is corrupt: ")
 
 
 def test_commits_without_a_chain_entry_are_counted_separately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

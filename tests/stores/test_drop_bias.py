@@ -169,6 +169,14 @@ def test_samples_without_variance_have_a_p_value_of_zero_or_one(monkeypatch: pyt
     assert difference(twos, spread) is None, "it is as likely as the limit"
 
 
+def test_reward_difference_of_just_the_limit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = dropped(60, 5.0, 0.5)
+    table._columns["reward"] = np.where(table._columns["fate"] == "aborted", 0.75, 0.5)
+    for limit, reported in ((0.25, True), (0.2501, False)):
+        monkeypatch.setattr(drop_bias, "REWARD_LIMIT", limit)
+        assert (bias_report(table).others[0].reward_difference is not None) is reported
+
+
 def test_audit_and_run_page_report_the_drop_bias(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=16", "batch.extra_groups=3", "workload.group_correlation=0.9")
     told = json.loads(command("store", "audit", run, "--json").stdout)["bias"]
