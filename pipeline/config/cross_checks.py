@@ -46,6 +46,9 @@ def _broken_rules(config: RunConfig) -> Iterator[str]:
             f'batch.filtering = "{filtering.name}" would drop every group of batch.group_size = 1, whose '
             'rewards are all equal; use "keep_all"'
         )
+    keep_every, resume_every = config.training.keep_every, config.training.resume_every
+    if keep_every and (not resume_every or keep_every % resume_every):
+        yield f"training.keep_every = {keep_every} is no multiple of training.resume_every = {resume_every}; set one"
     yield from _check_sizes(config)
     yield from _check_objective(config)
     for kind, key in (("address", "address"), ("file", "scheduler_file")):

@@ -15,6 +15,7 @@ from staleflow.pipeline.placement.placement_text import placement_text
 from staleflow.pipeline.sizing.memory import (
     CONTEXT_BYTES,
     MARGIN,
+    STATE_BYTES,
     EngineShape,
     TrainingShape,
     engine_parts,
@@ -24,6 +25,7 @@ from staleflow.pipeline.sizing.model_shape import ModelShape
 from staleflow.pipeline.sizing.plan import MemoryPlan, SizedJob, make_plan
 from staleflow.pipeline.sizing.split import StepWork, propose_split
 from staleflow.stores.errors import ConfigError
+from staleflow.stores.weights.retention import kept_versions
 
 THIS_MACHINE = "this machine"
 NO_CHANGE = "no change of dtype, recompute, micro-batch, cache, ranks, tensor_parallel or offload helps"
@@ -137,9 +139,13 @@ def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
             "no GPU whose memory is known; `staleflow config explain JOB --gpus 8xH100-80` plans for others"
         )
     job = sized_job(config, len(devices))
-    plan = make_plan(ModelShape.of(read_architecture(folder, label), label), job, min(sizes))
+    model = ModelShape.of(read_architecture(folder, label), label)
+    plan = make_plan(model, job, min(sizes))
     lines = [f"on {describe(devices)}: {job.instances} instances of {job.engine.tensor_parallel}, "
              f"{job.training.ranks} ranks", *memory_table(plan)]  # fmt: skip
+    if not config.training.lora.rank and (num_points := num_resume_points(config)):
+        point_gb = STATE_BYTES * model.parameters / GB
+        lines.append(f"disk, by the end: {num_points} resume points of {point_gb:.1f} GB, {num_points * point_gb:.1f}")
     placed = place(hosts, run_roles(config), share=len(devices) == 1, turns=config.turns)
     lacks_gpus = isinstance(placed, Shortage)
     lines += ["", placed.line if isinstance(placed, Shortage) else placement_text(hosts, placed.assignments)]
@@ -147,6 +153,14 @@ def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
     if proposed := split_line(config, len(devices), min(sizes)):
         lines.append(proposed)
     return "\n".join(lines), plan.changes == {} and not lacks_gpus
+
+
+def num_resume_points(config: RunConfig) -> int:
+    """The number of resume points that a finished run has."""
+    every, keep_every = config.training.resume_every, config.training.keep_every
+    if not every:
+        return 0
+    return len(kept_versions(range(every, config.steps + 1, every), keep_every))
 
 
 def memory_table(plan: MemoryPlan) -> list[str]:

@@ -59,6 +59,7 @@ async def place(workers: Workers, ask_once: AskOnce, config: RunConfig, folder: 
         config.deadlines.call_s,
         str(points),
         config.training.resume_every,
+        config.training.keep_every,
         config.training.ranks,
     )
     if names:

@@ -28,6 +28,7 @@ MAY_CHANGE = (
     "cluster.",
     "deadlines.",
     "training.checkpoint_every",
+    "training.keep_every",
     "evaluation.every",
     "evaluation.max_slot_share",
     "training.ranks",

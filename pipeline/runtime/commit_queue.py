@@ -16,7 +16,7 @@ from staleflow.pipeline.coordination.commands import Discard
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.stores.errors import ActorFailed, ActorLost
 from staleflow.stores.trajectories.records import StepRecord
-from staleflow.stores.weights.resume_points import KEPT
+from staleflow.stores.weights.retention import KEPT
 
 MAX_UNCOMMITTED = KEPT - 1
 """Maximum trained steps that are not stored: one less than the resume points that are kept."""

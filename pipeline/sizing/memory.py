@@ -28,6 +28,8 @@ GRAPH_BYTES = 1_000_000_000
 MARGIN = 0.05
 """Share of a GPU that is left free: memory is given out in pieces, and some cannot be used."""
 LOGIT_BYTES = 4 * 2**28
+STATE_BYTES = 12
+"""Bytes of a resume point per parameter: a weight and AdamW's two moments."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of a number, by model.dtype."""
 

@@ -1,4 +1,5 @@
-"""Resume points of a run: the trainer's full state at a version. There is one per version, and the latest few are kept.
+"""Resume points of a run: the trainer's full state at a version. The latest few are kept, and on request one in every
+so many versions.
 
 A trainer of one process writes a file; one of several a folder, into which each process writes its shards. Either
 becomes visible by rename (stores/files.py), so a process that resumes sees all of it or nothing. Any number of
@@ -25,10 +26,8 @@ from pathlib import Path
 from staleflow.stores.errors import StoreError, raised_as
 from staleflow.stores.files import remove, replacing, replacing_folder
 from staleflow.stores.trajectory import PolicyVersion
+from staleflow.stores.weights.retention import KEPT, kept_versions
 
-KEPT = 3
-"""Number of resume points that are kept. The trainer may be two steps ahead of the last commit: one being committed,
-one waiting."""
 RENAME_S = 5.0
 """Seconds to wait for the lock of another writer; after that it is ignored."""
 NAME = re.compile("v([0-9]{8}|[1-9][0-9]{8,17})")
@@ -46,10 +45,12 @@ SHORT_WRITE_MARKS = ("inline_container", "PytorchStreamWriter")
 
 
 class ResumePoints:
-    """The resume points of one run, in one folder."""
+    """The resume points of one run, in one folder. keep_every: points of versions that this number divides are not
+    removed by later writes; 0: only the latest are kept."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, keep_every: int = 0) -> None:
         self.folder = folder
+        self._keep_every = keep_every
         self._claim_file = folder.with_name(f".{folder.name}.writer")
         """File with the token of the latest claimant. Writers lock it."""
         self._claim_token = b""
@@ -73,6 +74,10 @@ class ResumePoints:
         """The versions that have a resume point, oldest first."""
         paths = (*self.folder.glob("v*.pt"), *self.folder.glob("v*.shards"))
         return sorted({PolicyVersion(int(path.stem[1:])) for path in paths if NAME.fullmatch(path.stem)})
+
+    def latest(self) -> list[PolicyVersion]:
+        """The versions of the latest points, oldest first: those that a run may be resumed from without loss."""
+        return self.versions()[-KEPT:]
 
     def complete_versions(self) -> list[PolicyVersion]:
         """The versions whose resume point is complete.
@@ -99,7 +104,7 @@ class ResumePoints:
                 remove(aside)
 
     def write(self, version: PolicyVersion, write: Callable[[Path], None], *, sharded: bool = False) -> None:
-        """Call `write` to create the file of `version` or fill its folder, then remove the oldest points beyond `KEPT`.
+        """Call `write` to create the file of `version` or fill its folder, then remove the points that are not kept.
         Raises StoreError."""
         with self.writing(version, sharded=sharded) as tmp_path:
             write(tmp_path)
@@ -117,7 +122,8 @@ class ResumePoints:
                 until_renamed.enter_context(self._checked_claim(path))
             # A file and a folder of one version must not exist together: they are of different numbers of processes.
             remove(self.path(version, sharded=not sharded))
-            for old in self.versions()[:-KEPT]:
+            versions = self.versions()
+            for old in {*versions} - {*kept_versions(versions, self._keep_every)}:
                 self._remove(old)
 
     @contextlib.contextmanager

@@ -33,11 +33,12 @@ class AsyncSpool:
         await self._run(lambda: self._spool.mark_stored(step, groups))
 
     async def forget_committed(self, step: int, groups: Iterable[GroupId], resume_points: ResumePoints) -> None:
-        """Forget the entries of a commit's groups, and remove the spool's files that no resume point needs."""
+        """Forget the entries of a commit's groups, and remove the spool's files that none of the latest resume points
+        needs."""
 
         def prune() -> None:
             self._spool.mark_stored(step, groups)
-            self._spool.rotate(min(resume_points.versions(), default=None))
+            self._spool.rotate(min(resume_points.latest(), default=None))
 
         await self._run(prune)
 

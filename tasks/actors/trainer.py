@@ -67,6 +67,7 @@ class Trainer:
         call_s: float,
         points: str,
         point_every: int,
+        keep_every: int = 0,
         ranks: int = 1,
     ) -> None:
         """Build the policy, unless there are several ranks.
@@ -75,6 +76,7 @@ class Trainer:
             folder: of published weights.
             points: folder of the run's resume points.
             point_every: steps between two resume points; 0 for none.
+            keep_every: versions between two points that are kept for good; 0 for none.
             ranks: number of trainer processes; with more than one, `form_group` must be called first.
         """
         engine_handover.close_orphans()
@@ -86,7 +88,7 @@ class Trainer:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="resume-point")
         self._probe: tuple[int, ...] = ()
-        self._points, self._point_every = ResumePoints(Path(points)), point_every
+        self._points, self._point_every = ResumePoints(Path(points), keep_every), point_every
         if point_every:
             self._points.claim()
         self._saving: asyncio.Task[None] | None = None

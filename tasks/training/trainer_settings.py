@@ -104,6 +104,9 @@ class TrainingConfig:
     resume_every: int = knob(
         1, "training steps between resume points (weights, optimizer, random state); latest are kept; 0: none", low=0
     )
+    keep_every: int = knob(
+        0, "training steps between resume points that are kept for good, a multiple of resume_every; 0: none", low=0
+    )
 
 
 class ExampleRows(Protocol):

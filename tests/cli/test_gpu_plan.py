@@ -70,6 +70,23 @@ def test_the_plan_has_memory_parts_placement_and_proposals(job: Path) -> None:
     assert "fits; to use the memory that is left: rollout.engine.kv_tokens = " in end.stdout
 
 
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ("{resume_every=5}", "disk, by the end: 3 resume points of 98.3 GB, 294.9\n"),
+        ("{resume_every=5, keep_every=10}", "disk, by the end: 5 resume points of 98.3 GB, 491.4\n"),
+        ("{resume_every=0}", ""),
+        ("{lora={rank=8}}", ""),
+    ],
+)
+def test_plan_has_the_size_of_the_resume_points_of_a_finished_run(job_of_8b: Path, settings: str, line: str) -> None:
+    job = ("--set", "steps=40", "--set", f"training={settings}", "--set", "rollout.on_pull=interrupt")
+    if "lora" in settings:
+        job = (*job[:-1], "rollout.on_pull=adapter")
+    end = command("config", "explain", job_of_8b, "--gpus", "8xH100-80", *job)
+    assert line in end.stdout and ("disk" in end.stdout) == bool(line), end.stdout + end.stderr
+
+
 def test_the_turns_layout_needs_one_gpu_where_separate_does_not_fit(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,8 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("task.template=hello", r"must contain \{prompt\}"),
         ("name=a/b", "must be a plain folder name"),
         ("batch.group_size=1", "leaves grpo nothing to compare; it must be >= 2"),
+        ("training={resume_every=5, keep_every=7}", "keep_every = 7 is no multiple of training.resume_every = 5"),
+        ("training={resume_every=0, keep_every=5}", "keep_every = 5 is no multiple of training.resume_every = 0"),
         (
             "training.kl.reference=runs/old",
             r"reference = 'runs/old' is not used while training.kl.coefficient = 0; set",

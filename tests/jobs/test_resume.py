@@ -22,7 +22,8 @@ from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.repository import repository_at
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion
-from staleflow.stores.weights.resume_points import KEPT, ResumePoints
+from staleflow.stores.weights.resume_points import ResumePoints
+from staleflow.stores.weights.retention import KEPT
 from tests.commands import command
 from tests.runtime.test_run import ENVIRONMENT, check, run, staleflow
 from tests.support import forking

@@ -19,6 +19,7 @@ from staleflow.pipeline.recovery import certificate
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.stores.errors import ConfigError, RunStuck, StoreError
 from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion
+from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.tasks.actors.parameter_server import FetchProgress
 from tests.support.bodies import Body, Run
 from tests.support.driver_runs import (
@@ -189,6 +190,13 @@ def test_checkpoints_are_saved_every_checkpoint_every_steps(body: Body) -> None:
     assert names == ["step-000002", "step-000004", "step-000005"]
     certificates = [certificate.read(Path(folder)) for folder in run.workers.actor("trainer").saved]
     assert [(int(c.version), c.entry) for c in certificates] == [(v, f"{v - 1:064x}") for v in (2, 4, 5)]
+
+
+def test_resume_points_are_kept_as_often_as_set(body: Body) -> None:
+    run = body.checked_run("steps=8", "training.resume_every=2", "training.keep_every=4")
+    assert ResumePoints(run.config.run_dir / "resume").versions() == [4, 6, 8]
+    run = body.checked_run("steps=10", "name=longer", "training.resume_every=1", "training.keep_every=3")
+    assert ResumePoints(run.config.run_dir / "resume").versions() == [3, 6, 8, 9, 10]
 
 
 # -- nothing happens -----------------------------------------------------------------------------------------------

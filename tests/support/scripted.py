@@ -443,13 +443,13 @@ class PlayedTrainer:
 
     def __init__(
         self, world: World, host: str, settings: Any, folder: str, threads: int, call_s: float, points: str,
-        point_every: int, ranks: int = 1,
+        point_every: int, keep_every: int = 0, ranks: int = 1,
     ) -> None:  # fmt: skip
         self._world, self._host, self._call_s = world, host, call_s
         self._probe: tuple[int, ...] = ()
         self._tuned: list[int] = []
         self._version = PolicyVersion(0)
-        self._points, self._point_every = ResumePoints(Path(points)), point_every
+        self._points, self._point_every = ResumePoints(Path(points), keep_every), point_every
         self._thread = ThreadPoolExecutor(1)
         self._saving: asyncio.Future[Any] | None = None
         self.saved: list[str] = []

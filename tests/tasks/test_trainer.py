@@ -242,6 +242,17 @@ async def test_a_replaced_trainer_writes_no_resume_point(tmp_path: Path, sharded
     await following.close()
 
 
+@pytest.mark.parametrize(("keep_every", "kept"), [(0, [5, 6, 7]), (2, [2, 4, 5, 6, 7]), (5, [5, 6, 7])])
+def test_points_of_every_nth_version_are_kept_beside_the_latest(
+    tmp_path: Path, keep_every: int, kept: list[int]
+) -> None:
+    points = ResumePoints(tmp_path / "resume", keep_every)
+    for version in range(1, 8):
+        points.write(PolicyVersion(version), Path.touch)
+    assert points.versions() == kept
+    assert points.latest() == [5, 6, 7]
+
+
 def test_a_stopped_writer_does_not_block_other_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume_points, "RENAME_S", 0.1)
     stopped, following = ResumePoints(tmp_path / "resume"), ResumePoints(tmp_path / "resume")
