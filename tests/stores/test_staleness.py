@@ -371,6 +371,11 @@ def test_validate_describes_a_broken_invariant(message: str, spoil: Callable[[An
         ledger.validate()
 
 
+def test_ledger_of_a_run_without_steps_is_never_ready() -> None:
+    ledger = StalenessLedger(eta=1, groups_per_step=1, group_size=1, num_steps=0)
+    assert not ledger.ready() and ledger.num_reservable(PolicyVersion(0)) == 0
+
+
 def test_validate_counts_entries_from_the_next_step() -> None:
     ledger = make(1)
     route(ledger, 0, 0)

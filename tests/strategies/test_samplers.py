@@ -131,6 +131,17 @@ def test_curriculum_advances_when_a_stage_is_learned_or_has_its_groups() -> None
     assert state["stage"] == [2]
 
 
+def test_a_task_at_an_edge_of_the_window_is_inside() -> None:
+    sampler = DifficultyWindow(tasks=4, low=0.25, high=0.75, outside=1e-9)
+    state = {"means": [0.25, 0.75, 0.2499, 0.7501]}
+    assert {sampler.choose(Draw(number=number, seed=1), state) for number in range(200)} == {0, 1}
+
+
+def test_a_curriculum_stage_ends_at_just_the_mean_reward_that_is_set() -> None:
+    _, state = drawn(Curriculum(tasks=TASKS, stages=4, reward=0.75, groups=4), 4, lambda task: 0.75)
+    assert state["stage"] == [1]
+
+
 def test_a_task_in_flight_is_drawn_again_only_if_all_are() -> None:
     sampler = DifficultyWindow(tasks=3)
     chosen = {sampler.choose(Draw(number=n, seed=1, in_flight={0, 2}), {}) for n in range(20)}
