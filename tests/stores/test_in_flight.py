@@ -12,6 +12,7 @@ from staleflow.stores.in_flight.in_flight_state import InFlightState
 from staleflow.stores.in_flight.spool_entries import (
     BatchTaken,
     Entry,
+    EvaluationEnded,
     GroupDrawn,
     InFlightResumed,
     RewardDelivered,
@@ -22,7 +23,7 @@ from staleflow.stores.in_flight.spool_entries import (
     encode,
 )
 from staleflow.stores.staleness.ledger_entries import Ending
-from staleflow.stores.trajectories.records import LedgerState
+from staleflow.stores.trajectories.records import LedgerState, SourceState
 from staleflow.stores.trajectory import (
     AbortReason,
     Fate,
@@ -260,3 +261,70 @@ def test_missing_spool_entries_leave_a_valid_state(seed: int) -> None:
     for t in state.live.values():
         check_tokens(t)
         assert t.id not in state.scored or t.num_tokens == 6
+
+
+def evaluation_group(number: int) -> GroupDrawn:
+    return GroupDrawn(group=GroupId(-number), prompt_tokens=np.arange(4, dtype=np.int32), at_s=1.0)
+
+
+def discarded(trajectory: int) -> TrajectoriesDiscarded:
+    ending = Ending(
+        trajectory=TrajectoryId(trajectory), group=GroupId(trajectory // MEMBERS), fate=Fate.ABORTED,
+        reason=AbortReason.SURPLUS_MEMBER, step=0,
+    )  # fmt: skip
+    return TrajectoriesDiscarded(endings=(ending,), versions=(PolicyVersion(0),))
+
+
+def test_an_entry_that_changes_nothing_is_reported_as_such() -> None:
+    state = flight()
+    for entry in (drawn(0), evaluation_group(1), discarded(2)):
+        assert state.apply(entry) is True
+        assert state.apply(entry) is False
+    assert state.apply(discarded(99)) is False
+
+
+def test_the_end_of_an_evaluation_drops_its_trajectories_and_their_scores() -> None:
+    member = -MEMBERS
+    state = flight(drawn(0), evaluation_group(1), routed(member, 1), tokens(member, 1, 0, 2, finish=FinishReason.STOP))
+    assert state.apply(reward(member, 2))
+    assert state.scored == {member}
+    assert state.apply(EvaluationEnded(at_s=5.0)) is True
+    assert (set(state.live), state.scored, state.routings) == ({0, 1, 2}, set(), {})
+    assert state.apply(EvaluationEnded(at_s=6.0)) is False
+
+
+def test_trajectories_not_yet_stored_are_listed_from_the_first_one_on() -> None:
+    state = flight(drawn(0), drawn(1), evaluation_group(1), discarded(4), discarded(5))
+    assert sorted(state.unstored(6, stored=[TrajectoryId(5)])) == [0, 1, 2, 3, 4]
+    assert sorted(state.unstored(3, stored=[])) == [0, 1, 2]
+
+
+def test_a_live_trajectory_that_the_store_has_is_removed() -> None:
+    state = flight(drawn(0), drawn(1), routed(0, 1))
+    state.remove_stored(LedgerState(num_started=6, num_ended={}, live=((3, 6),), next_step=1, version=0))
+    assert (set(state.live), state.routings) == ({3, 4, 5}, {})
+
+
+def test_a_group_of_which_one_member_is_left_is_summarized() -> None:
+    prompt = np.arange(4, dtype=np.int32)
+    state = flight(GroupDrawn(group=GroupId(0), prompt_tokens=prompt, at_s=0.0, source=1, task=7))
+    state.apply(discarded(0))
+    state.apply(discarded(1))
+    (group,) = state.group_summaries()
+    assert (group.source, group.task, [member.trajectory for member in group.members]) == (1, 7, [2])
+
+
+def test_the_ledger_state_has_the_tasks_of_groups_in_flight_and_counts_those_drawn_since() -> None:
+    prompt = np.arange(4, dtype=np.int32)
+    state = flight(
+        evaluation_group(1),
+        *(GroupDrawn(group=GroupId(g), prompt_tokens=prompt, at_s=0.0, source=g % 2, task=10 + g) for g in range(3)),
+    )
+    before = LedgerState(
+        num_started=3, num_ended={}, live=(), next_step=0, version=0,
+        sources=(SourceState(num_drawn=1), SourceState(num_drawn=1)),
+    )  # fmt: skip
+    after = state.with_tasks(before, num_counted=3)
+    assert after.tasks_in_flight == ((0, 0, 10), (1, 1, 11), (2, 0, 12))
+    assert [source.num_drawn for source in after.sources] == [2, 2], "groups 1 and 2 were drawn since"
+    assert replace(after, sources=before.sources, tasks_in_flight=()) == before

@@ -20,6 +20,7 @@ from staleflow.stores.in_flight.spool_entries import (
     decode,
     encode,
 )
+from staleflow.stores.in_flight.stop_criteria import find_stop
 from staleflow.stores.trajectory import (
     EnvSpan,
     FinishReason,
@@ -254,3 +255,13 @@ def test_repeated_or_missing_entries_never_mix_attempts(seed: int, kind: str) ->
         assert cut.versions.max(initial=-1) <= 1
         later = [i for i, v in enumerate(t.versions.tolist()) if v > 1]
         assert cut.num_tokens == (later[0] if later else len(held))
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [("stop here", (0, 4)), ("go up stop", (6, 10)), ("on", (0, 2)), ("a station", (2, 7)), ("", None)],
+)
+def test_the_first_stop_string_of_a_text_is_found_from_its_first_character_on(
+    text: str, where: tuple[int, int] | None
+) -> None:
+    assert find_stop(text, ["stop", "stati", "on"]) == where

@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -260,6 +261,36 @@ def test_a_full_disk_is_logged_once_and_the_next_part_continues(
     spool.rotate(oldest_point=0)
     assert spool.append([drawn(5)])
     assert groups_in(tmp_path / "spool") == {0, 5}
+
+
+def test_a_part_that_cannot_begin_is_logged_and_the_next_one_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "spool"
+    folder.write_text("a file in place of the folder")
+    spool = Spool(folder, group_size=3)
+    with caplog.at_level(logging.WARNING):
+        assert [spool.append([drawn(group)]) for group in (0, 1)] == [False, False]
+    assert [record.message.partition("; ")[0] for record in caplog.records] == [
+        f"{folder} cannot be written: File exists"
+    ]
+    folder.unlink()
+    assert not spool.append([drawn(2)])
+    spool.rotate(oldest_point=0)
+    assert spool.append([drawn(3)])
+    assert groups_in(folder) == {3}
+
+
+def test_trailing_fields_are_left_out_only_if_they_have_their_own_default() -> None:
+    restarted = EpisodeRestarted(trajectory=TrajectoryId(1), tokens=2, route_number=3)
+    assert encode(restarted).rstrip().endswith(b"1,2,3]")
+    assert encode(replace(restarted, attempt=4)).rstrip().endswith(b"1,2,3,4]")
+    prompt = np.zeros(1, np.int32)
+    for source, task, row in ((0, 0, -1), (0, -1, 0), (-1, 0, 0)):
+        entry = GroupDrawn(group=GroupId(0), prompt_tokens=prompt, at_s=0.0, dataset_row=row, source=source, task=task)
+        again = decode(encode(entry))
+        assert isinstance(again, GroupDrawn)
+        assert (again.source, again.task, again.dataset_row) == (source, task, row)
 
 
 def test_a_part_of_another_spool_version_is_ignored_and_kept(tmp_path: Path) -> None:
