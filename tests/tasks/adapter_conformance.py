@@ -1,4 +1,4 @@
-"""The conformance suite of engines that serve adapters of several versions side by side."""
+"""Conformance suite of engines that serve adapters of several policy versions at the same time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SERVED = 3
 
 
 def linear_layers(model: torch.nn.Module) -> list[AdapterLayer]:
-    """All but the output layer."""
+    """Names of all linear layers except the output layer."""
     return [
         AdapterLayer(name, rank=LORA.rank, inputs=module.in_features, outputs=module.out_features)
         for name, module in model.named_modules()
@@ -32,7 +32,7 @@ def linear_layers(model: torch.nn.Module) -> list[AdapterLayer]:
 
 
 class Versions:
-    """Versions of a model that differ by their adapters, drawn at random; version 0 is the model itself."""
+    """Versions of a model that differ in randomly drawn adapters; version 0 is the base model."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self._model = load_model(str(model), "float32", "cpu", attention="sdpa")
@@ -59,7 +59,8 @@ class Versions:
         assert loaded.weights.outcome == "verified", loaded.weights.line
 
     def logprobs(self, version: int, tokens: list[int]) -> tuple[float, ...]:
-        """Of tokens[1:], by a plain forward pass of the model with the version's adapter merged into it."""
+        """Return the logprobs of tokens[1:] by a plain forward pass of the model with the adapter of the version
+        merged."""
         weights = dict(self._begin)
         if version:
             adapter = self.tensors(version)
@@ -72,7 +73,7 @@ class Versions:
         return forward_logprobs(self._model, tokens)
 
     def check(self, asked: Request, sampled: SampledTokens, version: int) -> None:
-        """That all was sampled under one version."""
+        """Check that all tokens were sampled under one version."""
         assert {segment.version for segment in sampled.segments} == {version}
         tokens = [*asked.tokens, *tokens_of(sampled)]
         expected = self.logprobs(version, tokens)[len(asked.tokens) - 1 :]
@@ -80,7 +81,7 @@ class Versions:
 
 
 class AdapterEngineTests:
-    """The suite: SERVED versions side by side, of adapters as LORA describes them. Token 1 ends a response."""
+    """Suite for engines that serve SERVED versions of the adapters described by LORA. Token 1 ends a response."""
 
     @pytest.fixture
     def versions(self, tiny_model: Path, tmp_path: Path) -> Versions:
@@ -91,8 +92,7 @@ class AdapterEngineTests:
         raise NotImplementedError
 
     def test_requests_finish_under_the_version_they_started_with(self, engine: Engine, versions: Versions) -> None:
-        """Twenty updates while requests run, of all served versions at once: what was sampled is the version's that it
-        is said to be of, and nothing is prefilled again."""
+        """Load 20 new versions while requests of all served versions run; no context is prefilled again."""
         done: dict[int, SampledTokens] = {}
         requests: dict[int, tuple[Request, int]] = {}
         for version in range(21):
@@ -117,7 +117,7 @@ class AdapterEngineTests:
         assert load.prefilled_tokens + load.cached_tokens == sum(len(one.tokens) for one, _ in requests.values())
 
     def test_versions_are_sampled_side_by_side(self, engine: Engine, versions: Versions) -> None:
-        """In the same passes, greedily too, and the probe is of the newest."""
+        """Requests of several versions share forward passes; the probe uses the newest version."""
         kinds = {}
         for version in range(SERVED):
             if version:
@@ -135,7 +135,7 @@ class AdapterEngineTests:
             versions.check(requests[number], done[number], version)
 
     def test_a_later_turn_uses_the_version_of_the_first_turn(self, engine: Engine, versions: Versions) -> None:
-        """From the cache that the first turn has left, though a version was loaded between them."""
+        """A version is loaded between the two turns; the second turn still uses the cached context."""
         versions.load(engine, 1)
         first = request(0, prompt=PROMPT, max_new_tokens=20, keep_kv=True)
         engine.submit([first])
@@ -155,11 +155,11 @@ class AdapterEngineTests:
         assert engine.load_statistics().cached_tokens - before.cached_tokens >= self.kept(len(PROMPT), turn)
 
     def kept(self, prompt: int, turn: SampledTokens) -> int:
-        """Tokens that are at least cached of a turn."""
+        """Return a lower bound of the tokens cached from a turn."""
         return prompt + len(tokens_of(turn)) - 1
 
     def test_an_unused_version_is_evicted(self, engine: Engine, versions: Versions) -> None:
-        """Until then it is served, however old; afterwards, what asks for it gets the oldest that is there."""
+        """A version in use stays loaded. A request for an evicted version uses the oldest loaded one."""
         versions.load(engine, 1)
         long = request(0, prompt=PROMPT, max_new_tokens=90, greedy=True)
         sample_until(engine, 2, [long])
@@ -176,7 +176,7 @@ class AdapterEngineTests:
         versions.check(late, collect(engine, 1)[2], 3)
 
     def test_reloading_a_served_version_changes_nothing(self, engine: Engine, versions: Versions) -> None:
-        """Also while a request runs under it, and as many are held as there is room for."""
+        """Also while a request runs under the version."""
         for version in range(1, SERVED + 1):
             versions.load(engine, version)
         one = request(0, prompt=PROMPT, max_new_tokens=80, greedy=True)
@@ -221,7 +221,7 @@ class AdapterEngineTests:
         versions.check(one, collect(engine, 1)[0], 1)
 
     def test_a_reset_engine_serves_the_base_model(self, engine: Engine, versions: Versions) -> None:
-        """And another run's versions under the same numbers."""
+        """Versions of another run may have the same numbers."""
         versions.load(engine, 1)
         engine.submit([request(0, prompt=PROMPT, keep_kv=True)])
         collect(engine, 1)

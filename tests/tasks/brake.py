@@ -1,5 +1,5 @@
-"""A brake for engines under test: they sample until a request has so many tokens, and not past that before a test has
-done with it what it is about. Without it a test had to look while a request runs, and on a busy machine came too late.
+"""Pauses engines under test once a request has a given number of tokens, until the test has checked or changed the
+request. Without it, requests often finished before the test looked at them.
 
 An engine's own thread brakes: that of transformers before each pass, that of the emulated engine at each look at its
 clock. Other engines have no brake; there a test that comes too late fails at once.
@@ -16,7 +16,7 @@ from staleflow.tasks.engines.base import Engine, Request
 
 
 class Brake:
-    """That of the engines of this process, which one test uses at a time. Off until `on` is called."""
+    """Pauses the engines of this process. Off until `on` is called; one test uses it at a time."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -26,22 +26,23 @@ class Brake:
         """The thread of the test."""
 
     def on(self, least: int, prior: int | None = None) -> None:
-        """Brake at the first request that has this many tokens. prior: that were sampled before it was submitted; None:
-        as many as was said before."""
+        """Pause at the first request that has this many tokens. prior: tokens sampled before it was submitted; None: as
+        in the previous call."""
         with self._changed:
             self._prior = self._prior if prior is None else prior
             self._least, self._looker = least - self._prior, threading.get_ident()
             self._changed.notify_all()
 
     def off(self) -> None:
-        """Let everything run."""
+        """Let all engines run."""
         with self._changed:
             self._least = None
             self._changed.notify_all()
 
     def before_pass(self, sampled: int, goes_on: Callable[[], bool]) -> bool:
-        """Wait, in an engine's thread, while it is on and a request has enough tokens, of which the longest has so
-        many. goes_on: whether the engine is asked to do something else first. Returns whether it is."""
+        """Called by an engine thread before each pass: blocks while the brake is on and a request has enough tokens.
+        sampled: tokens of the longest request. goes_on: returns whether the engine has calls to handle first. Returns
+        True in that case, and False once the pass may run."""
         with self._changed:
             while self._least is not None and sampled >= self._least:
                 if goes_on():
@@ -51,7 +52,7 @@ class Brake:
 
     @property
     def stops_time(self) -> bool:
-        """Whether the time of an emulated engine stands still for this thread: it passes as the test looks at it."""
+        """Return whether the clock of an emulated engine is stopped for this thread."""
         return self._least is not None and threading.get_ident() != self._looker
 
 
@@ -60,7 +61,7 @@ BRAKE = Brake()
 
 @pytest.fixture(autouse=True)
 def brake() -> Iterator[None]:
-    """Off before and after each test of a module that imports this."""
+    """Fixture that turns the brake off before and after each test of a module that imports it."""
     BRAKE.off()
     yield
     BRAKE.off()
@@ -68,7 +69,7 @@ def brake() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def brake_of_transformers(brake: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the loop of the engine on transformers brake, in tests of a module that imports this."""
+    """Fixture that adds the brake to the loop of the transformers engine for tests of a module that imports it."""
     from staleflow.tasks.engines.transformers import TransformersEngine
 
     run_calls = TransformersEngine._run_calls
@@ -84,7 +85,8 @@ def brake_of_transformers(brake: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_that_it_brakes(engine: Engine, requests: Sequence[Request], sampled: Callable[[], object]) -> None:
-    """An engine that runs requests under the brake goes no further, however late a test comes. sampled: what it has."""
+    """Check that an engine under the brake makes no progress, however late the test looks. sampled: returns the
+    progress."""
     before = sampled()
     threading.Event().wait(0.2)
     assert sampled() == before

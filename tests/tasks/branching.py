@@ -1,4 +1,4 @@
-"""A trajectory with branches, whose token ids are their places: what belongs together can be seen."""
+"""A trajectory with context branches whose token ids equal their positions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.support.segments import sampled_segment
 
 
 def branching_row(version: int = 0) -> EndedTrajectory:
-    """A prompt of 3, three turns that went on from it, and three branches: beside, after the first turn, and after what
-    was given to the first turn."""
+    """Return a row with a prompt of 3 tokens, three turns and three branches: from the start, after the first turn, and
+    after the observation that follows it."""
 
     def sampled(first: int, last: int) -> Segment:
         tokens = np.arange(first, last, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Tokenizers with the chat templates of known models, made here: byte-level, with the special tokens they need."""
+"""Byte-level tokenizers with the chat templates and special tokens of known models."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ MODELS: dict[str, tuple[str, list[str], list[str], str]] = {
 
 
 def chat_tokenizer(name: str) -> Any:
-    """A tokenizer of that model's kind. Its vocabulary has bytes and a few merges, so that the same text may be made
-    of different tokens."""
+    """Build a tokenizer of that model family. Its vocabulary has bytes and a few merges, so one text has several
+    tokenizations."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

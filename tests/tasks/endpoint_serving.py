@@ -1,4 +1,4 @@
-"""An endpoint that tests ask over HTTP, and answer in place of an episode."""
+"""An HTTP endpoint for tests, which also answer its sessions in place of an episode."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def keyed(session: AgentSession) -> dict[str, str]:
 
 
 async def answered(session: AgentSession, *turns: SampledTurn) -> list[tuple[Message, ...]]:
-    """Answer what a session asks, one turn after the other; returns what it said."""
+    """Answer the requests of a session with these turns in order; returns the messages of the requests."""
     messages = []
     for one in turns:
         messages.append(await session.next_messages)
@@ -54,7 +54,7 @@ async def chat(client: httpx.AsyncClient, session: AgentSession, messages: list[
 
 
 async def raw(server: EndpointServer, data: bytes, wait_s: float = 3.0) -> bytes:
-    """What the endpoint answers to these bytes."""
+    """Send these bytes to the endpoint and return the reply."""
     host, port = server.base_url.removeprefix("http://").removesuffix("/v1").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)

@@ -1,4 +1,4 @@
-"""The conformance suite of rollout engines. Subclass, and provide `engine`, `reference` and two sets of weights."""
+"""Conformance suite of rollout engines. Subclass it and provide `engine`, `reference` and two sets of weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MANY = 128
 
 
 def asked_beside(ask: Callable[[], None]) -> None:
-    """Call `ask` in another thread and wait for it. Raises AssertionError if it does not return."""
+    """Call `ask` in another thread and wait for it. Raises AssertionError if it does not return within 20 s."""
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(20)
@@ -32,7 +32,7 @@ def asked_beside(ask: Callable[[], None]) -> None:
 
 
 def collect(engine: Engine, count: int, done: dict[int, SampledTokens] | None = None) -> dict[int, SampledTokens]:
-    """Wait until `count` requests have ended, those in `done` counted."""
+    """Wait until `count` requests have finished, including those in `done`."""
     BRAKE.off()
     done = {} if done is None else done
     deadline = time.monotonic() + PATIENCE_S
@@ -59,7 +59,7 @@ def request(i: int, prompt: tuple[int, ...] = (3, 10, 14, 7), **changes: Any) ->
 
 
 def model_settings(model: Path) -> dict[str, Any]:
-    """Of an engine that samples from a model, for this suite."""
+    """Return the settings of an engine with a model for this suite."""
     return {
         "model": str(model), "dtype": "float32", "device": "cpu", "temperature": 1.0, "max_running": 32,
         "kv_tokens": 4096, "page_tokens": 32, "max_batch_tokens": 512, "eos": (1,), "seed": 0,
@@ -67,8 +67,8 @@ def model_settings(model: Path) -> dict[str, Any]:
 
 
 def sample_until(engine: Engine, least: int, requests: Sequence[Request] = ()) -> dict[int, SampledTokens]:
-    """Submit requests, and have them run until one has at least this many tokens; returns what has ended by then. The
-    engine then samples no further until `collect`, or this function, is called. Fails at once if all have ended."""
+    """Submit requests and run them until one has at least this many tokens; returns the finished ones. The engine is
+    then paused until `collect` or this function is called. Fails at once if all requests have finished."""
     BRAKE.on(least, max((one.num_prior for one in requests), default=None))
     engine.submit(requests)
     deadline = time.monotonic() + PATIENCE_S
@@ -85,7 +85,7 @@ def sample_until(engine: Engine, least: int, requests: Sequence[Request] = ()) -
 
 
 class EngineTests:
-    """The suite. Token 1 ends a response."""
+    """The conformance suite. Token 1 ends a response."""
 
     @pytest.fixture
     def engine(self) -> Engine:
@@ -93,24 +93,24 @@ class EngineTests:
 
     @pytest.fixture
     def reference(self) -> Callable[..., list[float]]:
-        """(tokens, first, weights or None) -> logprobs of tokens[first:], by a plain forward pass."""
+        """Function (tokens, first, weights or None) -> logprobs of tokens[first:], by a plain forward pass."""
         raise NotImplementedError
 
     def kill(self, engine: Engine) -> None:
-        """Have its decoding end in the middle of something, as an error inside it would."""
+        """End the decoding of the engine as an internal error would."""
         raise NotImplementedError
 
     def hang(self, engine: Engine) -> AbstractContextManager[None]:
-        """Have its decoding stand still for a while, as a kernel that never returns would."""
+        """Block the decoding of the engine for a while, as a kernel that never returns would."""
         raise NotImplementedError
 
     def during_load(self, engine: Engine, ask: Callable[[], None]) -> AbstractContextManager[None]:
-        """Have `ask` called in another thread, and waited for, whenever it is in the middle of replacing weights."""
+        """Call `ask` in another thread, and wait for it, while the engine replaces its weights."""
         raise NotImplementedError
 
     @pytest.fixture
     def other_weights(self, tmp_path: Path) -> tuple[Path, str]:
-        """A published file of other weights, and its fingerprint."""
+        """A published file of other weights and its fingerprint."""
         raise NotImplementedError
 
     def test_each_request_finishes_once_with_correct_logprobs(
@@ -313,7 +313,7 @@ class EngineTests:
         collect(engine, MANY, done)
 
     def test_an_engine_responds_while_it_loads_weights(self, engine: Engine, other_weights: tuple[Path, str]) -> None:
-        """Where its weights are replaced in place that takes seconds for a large model."""
+        """Replacing the weights of a large model takes seconds."""
         done = sample_until(engine, 1, [request(i, max_new_tokens=100) for i in range(MANY)])
         answered: list[tuple[int, int]] = []
 
@@ -331,7 +331,7 @@ class EngineTests:
     def test_random_interrupts_aborts_and_updates_lose_no_request(
         self, engine: Engine, other_weights: tuple[Path, str]
     ) -> None:
-        """Each of 1,000 requests ends exactly once: sampled, interrupted or aborted; none is lost."""
+        """Each of 1,000 requests ends exactly once: finished, interrupted or aborted."""
         rng = random.Random(0)
         path, _ = other_weights
         waiting: set[int] = set()
@@ -371,13 +371,13 @@ GIVEN = (7, 5, 9, 11, 4)
 
 
 class ReusingEngineTests(EngineTests):
-    """The suite of engines in which a turn finds the context of the turn before it cached."""
+    """Suite for engines that cache the context of the previous turn."""
 
     page_tokens = 1
     """At most so many tokens at the end of a context, its last one included, are not found cached."""
 
     def turn(self, engine: Engine, tokens: tuple[int, ...], route_number: int) -> list[int]:
-        """Have trajectory 0 sample a turn after its prompt and these tokens."""
+        """Run a turn of trajectory 0 with these tokens after its prompt."""
         more = {"route_number": route_number, "num_prior": len(tokens) - len(PROMPT), "keep_kv": True, "greedy": True}
         engine.submit([request(0, tokens, max_new_tokens=16, **more)])
         self.sampled = collect(engine, 1)[TrajectoryId(0)]
@@ -388,7 +388,7 @@ class ReusingEngineTests(EngineTests):
         return load.prefilled_tokens, load.cached_tokens
 
     def check_logprobs(self, reference: Callable[..., list[float]], context: tuple[int, ...], *weights: Path) -> None:
-        """Of the last turn, against those with the whole context computed at once."""
+        """Compare the logprobs of the last turn with those of the whole context computed at once."""
         expected = reference([*context, *tokens_of(self.sampled)], len(context), *weights)
         np.testing.assert_allclose(logprobs_of(self.sampled), expected, atol=2e-4)
 
@@ -418,7 +418,7 @@ class ReusingEngineTests(EngineTests):
     def test_cache_of_a_different_context_is_not_reused(
         self, engine: Engine, reference: Callable[..., list[float]]
     ) -> None:
-        """It is as long and ends alike: that of a trajectory which has begun again, say."""
+        """The contexts have equal length and equal last tokens, as after a restart of the trajectory."""
         first = self.turn(engine, PROMPT, 1)
         context = (PROMPT[0], PROMPT[1] + 1, *PROMPT[2:], *first, *GIVEN)
         self.turn(engine, context, 2)
@@ -427,7 +427,7 @@ class ReusingEngineTests(EngineTests):
 
 
 class SleepingEngineTests(EngineTests):
-    """The suite of engines that free their device."""
+    """Suite for engines that can free their device."""
 
     def test_an_engine_serves_new_weights_after_sleep(
         self, engine: Engine, reference: Callable[..., list[float]], other_weights: tuple[Path, str]
@@ -454,8 +454,8 @@ class SleepingEngineTests(EngineTests):
 
 
 def check_that_lengths_are_obeyed(engine: Engine, more: int = 30) -> None:
-    """An engine that the coordinator decides for drafts nothing until it is told to, then as many tokens as it is told,
-    up to 3, and nothing again, also for requests that run; whoever takes it over begins anew. more: told than 1."""
+    """Check that an engine controlled by the coordinator drafts nothing until a draft length is set, then at most 3
+    tokens per draft, and nothing once the length is 0 or the engine is reset. more: the length set after 1."""
     sample_until(engine, 40, [request(0, max_new_tokens=3000)])
     assert engine.load_statistics().drafts == 0
     assert engine.drafting_trajectories() == ()
@@ -483,7 +483,7 @@ def check_that_lengths_are_obeyed(engine: Engine, more: int = 30) -> None:
 
 
 def _drafted(engine: Engine, least: int) -> EngineLoad:
-    """Its load once so many drafts have been verified."""
+    """Return the engine load once this many drafts have been verified."""
     deadline = time.monotonic() + PATIENCE_S
     while (load := engine.load_statistics()).drafts < least:
         assert time.monotonic() < deadline, load

@@ -1,4 +1,4 @@
-"""The conformance suite of parameter servers, in virtual time. Subclass, and provide `host`."""
+"""Conformance suite of parameter servers in virtual time. Subclass it and provide `host`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CALL_S = 60.0
 
 
 class ParameterHost:
-    """A host with its parameter server. server: as others call it. publish: makes a version appear on this host, as
-    its trainer does. versions: those that are here."""
+    """A host with its parameter server. server: its actor interface. publish: adds a version to this host as the
+    trainer does. versions: the versions on this host."""
 
     server: Any
 
@@ -30,7 +30,7 @@ class ParameterHost:
         raise NotImplementedError
 
     async def ensure(self, version: int, *sources: ParameterHost) -> FetchProgress:
-        """Ask until the version is here, as the driver does."""
+        """Call `ensure` until the version is on this host, as the driver does."""
         named = tuple(Source(f"parameters-{i}", source.server) for i, source in enumerate(sources))
         while not (result := await self.server.ensure(PolicyVersion(version), NUM_BYTES, named)).path:
             pass
@@ -39,7 +39,7 @@ class ParameterHost:
 
 
 class ParameterServerTests:
-    """The suite."""
+    """The conformance suite."""
 
     def host(self, folder: Path, name: str) -> ParameterHost:
         raise NotImplementedError

@@ -1,5 +1,5 @@
-"""What speculation must not change, for every engine that speculates: the distribution of tokens, their logprobs, and
-greedy responses. Drafts come from several sources, good and bad."""
+"""Checks that speculation changes neither the distribution of tokens, nor their logprobs, nor greedy responses, for
+drafts of several sources and qualities."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ FEW = 5.0
 
 
 def sharpened(model: Path, to: Path, factor: float = 5.0) -> Path:
-    """A copy of a model whose distributions differ from context to context, so that drafts are right and wrong. It may
-    sample longer responses."""
+    """Return a copy of a model whose distributions differ between contexts, so that some drafts are accepted and some
+    are not."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     result = AutoModelForCausalLM.from_pretrained(model)
@@ -43,7 +43,7 @@ def sharpened(model: Path, to: Path, factor: float = 5.0) -> Path:
 
 
 class Exact:
-    """The model's own distribution after PROMPT and up to LENGTH - 1 tokens, by plain forward passes."""
+    """The exact distribution of the model after PROMPT and up to LENGTH - 1 tokens, by plain forward passes."""
 
     def __init__(self, model: Path, temperature: float) -> None:
         from transformers import AutoModelForCausalLM
@@ -56,7 +56,7 @@ class Exact:
             self.after(list(itertools.product(vocabulary, repeat=length)))
 
     def after(self, responses: list[tuple[int, ...]]) -> list[np.ndarray]:
-        """Probabilities of the next token after responses of equal length."""
+        """Return the probabilities of the next token after responses of equal length."""
         new = sorted(set(responses) - set(self._found))
         for start in range(0, len(new), 512):
             part = new[start : start + 512]
@@ -68,7 +68,7 @@ class Exact:
 
 
 def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float | None:
-    """Of Pearson's chi-squared test of one context; None if there are too few tokens for it."""
+    """Return the p-value of Pearson's chi-squared test for one context, or None if it has too few tokens."""
     expected = probabilities * counts.sum()
     many = expected >= FEW
     cells, wanted = counts[many], expected[many]
@@ -85,7 +85,7 @@ def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float | None:
 
 
 def least_p_value(exact: Exact, responses: list[tuple[int, ...]]) -> float:
-    """The smallest p-value of all contexts, times their number."""
+    """Return the smallest p-value of all contexts times their number (Bonferroni)."""
     following: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     for response in responses:
         for at, token in enumerate(response):
@@ -101,7 +101,7 @@ def least_p_value(exact: Exact, responses: list[tuple[int, ...]]) -> float:
 
 
 def drafter_of(source: str, exact: Exact) -> type[Drafter]:
-    """A Drafter that always drafts. source: likely, absurd or random tokens, or those of responses."""
+    """Return a drafter that always drafts. source: likely, absurd or random tokens, or tokens of other responses."""
 
     class Forced(Drafter):
         def draft(self, key: str, limit: int) -> list[int]:
@@ -123,7 +123,7 @@ def drafter_of(source: str, exact: Exact) -> type[Drafter]:
 
 
 def check_distribution(engine: Engine, exact: Exact, responses: int, at_once: int = 256) -> EngineLoad:
-    """Sample responses and check that tokens are distributed as the model's, and have its logprobs."""
+    """Sample responses and check that the tokens have the distribution and the logprobs of the model."""
     done: dict[int, SampledTokens] = {}
     for start in range(0, responses, at_once):
         count = min(at_once, responses - start)
@@ -139,7 +139,7 @@ def check_distribution(engine: Engine, exact: Exact, responses: int, at_once: in
 
 
 def check_that_it_would_show(exact: Exact, responses: int = 1000) -> None:
-    """Check that these tests find what speculation does wrong if it accepts each draft: tokens of the draft's."""
+    """Check that these tests fail for a wrong acceptance rule: one that accepts every draft."""
     rng = np.random.default_rng(0)
 
     def drawn(accepts: Callable[[float], bool]) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""What stop criteria are to every engine that samples from a model."""
+"""Conformance suite of stop criteria for every engine with a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = (3, 10, 14, 7)
 
 
 def completed(texts: ChatTokenizer, tokens: Sequence[int], strings: Sequence[str]) -> int:
-    """How many of these tokens there are up to the one that completes a stop string; 0 if none does."""
+    """Return the number of tokens up to the one that completes a stop string; 0 if none does."""
     ends = (n for n in range(1, len(tokens) + 1) if find_stop(texts.text(tokens[:n]), strings))
     return next(ends, 0)
 
@@ -28,7 +28,7 @@ def greedy(engine: Engine) -> list[int]:
 
 
 class StopTests:
-    """Mixed into the suite of engines."""
+    """Mixin for the engine suite."""
 
     def test_a_turn_ends_with_the_token_that_completes_a_stop_string(
         self, engine: Engine, reference: Callable[..., list[float]], tiny_model: Path
@@ -53,7 +53,7 @@ class StopTests:
             check_end(texts, item, strings, most=100)
 
     def test_a_stop_string_split_by_an_interrupt_ends_the_turn(self, engine: Engine, tiny_model: Path) -> None:
-        """Wherever the turn was cut; tokens of the turn before it do not count."""
+        """For every position of the cut; tokens of the previous turn do not count."""
         texts, whole = load_chat_tokenizer(str(tiny_model)), greedy(engine)
         stop = StopCriteria((texts.text(whole[:5]),))
         assert completed(texts, whole, stop.strings) == 5
@@ -104,7 +104,7 @@ class StopTests:
 
 
 def check_end(texts: ChatTokenizer, ended: SampledTokens, strings: Sequence[str], most: int = 24) -> bool:
-    """Check why a turn has ended; returns whether by a stop string."""
+    """Check the finish reason of a turn; returns whether it ended by a stop string."""
     tokens = tokens_of(ended)
     count = completed(texts, tokens, strings)
     assert count in (0, len(tokens))

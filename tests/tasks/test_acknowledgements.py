@@ -1,4 +1,5 @@
-"""What the trajectory server answers is written: over a store in memory and over one on disk, verb by verb."""
+"""Replies of the trajectory server mean that its changes are written, for every method, with a store in memory and one
+on disk."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def on_disk() -> type[TrajectoryServer]:
 
 @dataclass
 class Scene:
-    """A server of four trajectories in two groups, `server`, and what others like it are made of."""
+    """A trajectory server with four trajectories in two groups."""
 
     made: type[TrajectoryServer]
     settings: ServerSettings
@@ -76,12 +77,12 @@ class Scene:
         return scene
 
     def restart(self) -> TrajectoryServer:
-        """Another server, as it is made after the loss of the one before."""
+        """Return a new server, as created after the loss of the previous one."""
         self.server = self.made(replace(self.settings, resumed=True), 0.0)
         return self.server
 
     async def sample(self, *trajectories: TrajectoryId, finish: FinishReason = FinishReason.STOP) -> None:
-        """Route trajectories under route number 1, and deliver nine tokens of each."""
+        """Route trajectories under route number 1 and deliver nine tokens of each."""
         await self.server.requests(tuple(map(route_item, trajectories)))
         await self.server.deliver([sampled(t, finish) for t in trajectories])
 
@@ -90,7 +91,7 @@ class Scene:
         await self.server.record_rewards([RewardItem(t, 9, 1, ScoredResponse(reward=1.0)) for t in trajectories])
 
     async def take(self) -> None:
-        """Have both trajectories of a group in the batch of step 0."""
+        """Take both trajectories of group 0 into the batch of step 0."""
         await self.reward(ZERO, ONE)
         await self.server.batch(0, (ZERO, ONE), (V0, V0), 0)
 
@@ -100,7 +101,8 @@ def sampled(trajectory: TrajectoryId, finish: FinishReason = FinishReason.STOP) 
 
 
 def block_spool(server: TrajectoryServer) -> tuple[asyncio.Event, asyncio.Future[Any]]:
-    """Have the thread that writes a server's spool wait for an event; returns that, and when it has done so."""
+    """Block the spool thread of a server on an event. Returns the event and a future that is done once the thread is
+    unblocked."""
     opened = asyncio.Event()
     wait: Callable[[], Any] = opened.wait
     return opened, asyncio.get_running_loop().run_in_executor(server._async_spool._thread, wait)
@@ -119,7 +121,7 @@ Step = Callable[[Scene], Awaitable[Any]]
 
 
 async def nothing(scene: Scene) -> None:
-    """The server as it is created."""
+    """Leave the server as created."""
 
 
 async def zero_sampled(scene: Scene) -> None:
@@ -132,7 +134,7 @@ async def restarted(scene: Scene) -> None:
 
 
 async def evaluated(scene: Scene) -> None:
-    """A response of an evaluation is being sampled."""
+    """Start sampling a response of an evaluation."""
     await scene.server.requests((route_item(group_of(0, 0, 1) * scene.settings.members_started),))
     assert len(scene.server._flight.live) == 5
 
@@ -192,7 +194,8 @@ def test_every_server_method_is_listed_as_write_or_read() -> None:
 async def test_server_calls_return_only_after_their_changes_are_spooled(
     make: Callable[[], type[TrajectoryServer]], tmp_path: Path, verb: str
 ) -> None:
-    """While the spool's thread is blocked it is not; then a server that is made anew has what was answered."""
+    """The call does not return while the spool thread is blocked. A restarted server has the changes of every call that
+    returned."""
     before, ask = WRITES[verb]
     scene = await Scene.create(make(), tmp_path)
     await before(scene)
@@ -208,7 +211,7 @@ async def test_server_calls_return_only_after_their_changes_are_spooled(
 
 
 async def test_a_new_store_ignores_the_spool_of_another_store(tmp_path: Path) -> None:
-    """Though its folder has the spool of another one."""
+    """The folder contains the spool of another store."""
     scene = await Scene.create(in_memory(), tmp_path)
     settings = replace(scene.settings, store=str(tmp_path / "another"))
     await scene.made(settings, 0.0).close()
@@ -274,8 +277,7 @@ async def test_reads_do_not_wait_for_the_spool_and_change_nothing(
 async def test_a_commit_retried_after_a_failure_stores_the_step(
     make: Callable[[], type[TrajectoryServer]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A record counts as the last one once it is in the store, and not when that is tried; until then no row is
-    forgotten, neither of the batch nor of those that ended otherwise."""
+    """A commit counts only once the store has it; until then all rows of the batch and of other endings are kept."""
     scene = await Scene.create(make(), tmp_path)
     await scene.take()
     server = scene.server
@@ -303,7 +305,7 @@ async def test_a_commit_retried_after_a_failure_stores_the_step(
 async def test_undone_spool_entries_do_not_return_when_the_reset_cannot_be_written(
     make: Callable[[], type[TrajectoryServer]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The entries before it are removed instead: without this one they would be read as the run's own."""
+    """The earlier entries are removed instead; otherwise a resumed run would read them."""
     scene = await Scene.create(make(), tmp_path)
     await scene.sample(ZERO, ONE)
     server = scene.restart()

@@ -1,4 +1,4 @@
-"""Calls to actors: deadlines, and cancellation at any moment."""
+"""Calls between actors: timeouts, cancellation and lost actors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.segments import delivery
 
 
 class Waiting:
-    """An actor that answers once it may."""
+    """An actor that replies once `may_answer` is set."""
 
     def __init__(self) -> None:
         self.may_answer = asyncio.Event()
@@ -34,8 +34,8 @@ class Waiting:
 
 @pytest.mark.parametrize("turns", range(8))
 async def test_call_actor_can_be_cancelled_when_the_reply_arrives(turns: int) -> None:
-    """A task that calls in a loop, as those of an instance do, ends when it is cancelled. asyncio.wait_for of Python
-    3.11 returns the answer instead if it has just come; the task then went on for ever, and closing a run waited."""
+    """asyncio.wait_for of Python 3.11 returned a reply that arrived at the moment of the cancellation, so a task that
+    calls in a loop never ended."""
     actor = Waiting()
 
     async def calling() -> None:
@@ -70,7 +70,7 @@ async def test_call_actor_passes_on_errors_of_the_method() -> None:
 @pytest.mark.parametrize(("who", "named"), [("", "rollout-0"), ("server", "server")])
 @pytest.mark.parametrize("kind", [ActorLost, ActorFailed])
 def test_an_error_names_the_actor_that_raised_it(kind: type[ActorLost | ActorFailed], who: str, named: str) -> None:
-    """The called actor, unless the error already names another that this one called."""
+    """It is the called actor, unless the error already names another one."""
 
     class Raising:
         async def answer(self) -> None:
@@ -83,7 +83,7 @@ def test_an_error_names_the_actor_that_raised_it(kind: type[ActorLost | ActorFai
 
 @remote_methods
 class Answering:
-    """An actor on a cluster's worker."""
+    """An actor on a worker of a Dask cluster."""
 
     def __init__(self) -> None:
         self.heard: tuple[object, ...] = ()
@@ -100,7 +100,7 @@ class Answering:
 
 
 async def test_arguments_and_results_survive_the_trip_to_a_cluster_actor() -> None:
-    """Where they travel, they are pickled as one piece; numbers, bytes and None too."""
+    """Arguments are pickled as one object, including numbers, bytes and None."""
     async with (
         LocalCluster(n_workers=1, processes=False, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster, asynchronous=True) as client,
@@ -121,7 +121,7 @@ async def test_arguments_and_results_survive_the_trip_to_a_cluster_actor() -> No
 
 
 class Ending:
-    """The calls of a worker that ends what it is asked for, as Dask does while it closes connections."""
+    """RPC of a worker that cancels each call, as Dask does when it closes connections."""
 
     async def actor_execute(self, **asked: Any) -> Any:
         raise asyncio.CancelledError
@@ -140,7 +140,7 @@ async def test_a_call_cancelled_in_transit_raises_actor_lost_in_the_caller(withi
 
 
 class Late:
-    """The calls of a worker that answers each with an error once it may."""
+    """RPC of a worker that replies to each call with an error once `may_answer` is set."""
 
     def __init__(self, error: BaseException) -> None:
         self.error, self.may_answer = error, asyncio.Event()
@@ -181,7 +181,7 @@ async def test_actors_probe_the_address_of_a_silent_actor_and_drivers_do_not(
 
 @remote_methods
 class Relaying:
-    """An actor that calls another, or waits to be called."""
+    """An actor that calls another one or is called."""
 
     async def process(self) -> int:
         return os.getpid()
@@ -197,7 +197,7 @@ class Relaying:
 
 
 async def test_a_call_between_actors_fails_at_once_when_the_target_dies() -> None:
-    """By itself Dask would have it wait until the lost one's key is back, or try for 30 s to connect."""
+    """Dask alone would wait until the key of the lost actor is back, or try to connect for 30 s."""
     async with (
         LocalCluster(n_workers=2, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster, asynchronous=True, direct_to_workers=True) as client,
@@ -222,8 +222,8 @@ async def test_a_call_between_actors_fails_at_once_when_the_target_dies() -> Non
 
 
 async def test_an_actor_passed_to_another_is_called_without_the_scheduler() -> None:
-    """Dask's own proxy makes a client of each worker that it comes to, which tells the scheduler of every call twice
-    and keeps the actor alive when its driver is gone."""
+    """Dask's own proxy creates a client on each worker, which reports every call to the scheduler twice and keeps the
+    actor alive without its driver."""
     async with (
         LocalCluster(n_workers=2, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster, asynchronous=True, direct_to_workers=True) as client,
@@ -240,7 +240,7 @@ async def test_an_actor_passed_to_another_is_called_without_the_scheduler() -> N
 
 
 def calling_from_a_thread(other: Any) -> list[int]:
-    """As a submitted job's driver does: on an event loop of its own, in a thread of a worker's process."""
+    """Call an actor as the driver of a submitted job does: on a new event loop in a thread of a worker process."""
 
     async def scenario() -> list[int]:
         data = b"x" * 100_000
@@ -254,7 +254,7 @@ def calling_from_a_thread(other: Any) -> list[int]:
 
 
 async def test_a_driver_in_a_worker_process_calls_on_the_worker_loop() -> None:
-    """Two threads that write to one connection spoil it."""
+    """Two threads that write to one connection corrupt it."""
     async with (
         LocalCluster(n_workers=2, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster, asynchronous=True, direct_to_workers=True) as client,

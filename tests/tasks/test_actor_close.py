@@ -1,4 +1,4 @@
-"""Closing an actor: it waits for no call, what waits behind that call does not begin, and its threads end."""
+"""Closing an actor does not wait for running calls, starts no queued call, and ends its threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tasks.test_rollout_instance import Gate, made_server
 
 
 class BlockingResource:
-    """The policy, engine, scorer or prompts of an actor: a call waits until its gate is opened, and so does closing."""
+    """Policy, engine, scorer or prompts of an actor. Calls and `close` block until their gates are opened."""
 
     version = PolicyVersion(0)
 
@@ -54,8 +54,8 @@ class BlockingResource:
 
 @dataclass(frozen=True)
 class Case:
-    """create: makes an actor from its resource and a folder. call: occupies a thread. second_call: waits for that
-    thread; by default the same call."""
+    """An actor under test. create: makes it from a resource and a folder. call: occupies a thread. second_call: waits
+    for that thread; by default the same call."""
 
     create: Callable[[Any, Path], Any]
     call: Callable[[Any], Awaitable[Any]]

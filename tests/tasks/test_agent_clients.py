@@ -1,4 +1,4 @@
-"""The endpoint as its clients' own packages see it, unmodified: openai, verifiers' train client, OpenEnv's capture."""
+"""The endpoint used by unmodified clients: openai, the train client of verifiers, and the capture server of OpenEnv."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
 
 def sampled(before: Sequence[int], count: int, text: str) -> SampledTurn:
-    """A turn of as many tokens, with logprobs that only float32 holds exactly."""
+    """Return a turn of this many tokens, with logprobs that are exact in float32."""
     rng = np.random.default_rng(len(before))
     logprobs = np.log(rng.random(count).astype(np.float32))
     return SampledTurn(
@@ -35,7 +35,7 @@ def sampled(before: Sequence[int], count: int, text: str) -> SampledTurn:
 
 @asynccontextmanager
 async def serving(*texts: str) -> AsyncIterator[tuple[EndpointServer, AgentSession, list[SampledTurn]]]:
-    """An endpoint with one session, whose policy says these texts in turn."""
+    """An endpoint with one session whose policy returns these texts in order."""
     server = EndpointServer(EndpointSettings())
     await server.start()
     session = server.sessions.open()
@@ -137,7 +137,7 @@ async def test_the_openai_client_raises_its_own_errors_for_rejected_requests() -
 async def test_the_verifiers_train_client_accepts_the_endpoint_replies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own checks of ids, logprobs and fields run unmodified, and turns are bridged by its own renderer."""
+    """Its checks of ids, logprobs and fields and its renderer are unmodified."""
     pytest.importorskip("verifiers")
     import verifiers.v1 as vf
     from renderers import Qwen3RendererConfig
@@ -174,7 +174,7 @@ def free_port() -> int:
 
 @asynccontextmanager
 async def capturing(server: EndpointServer, session: AgentSession, **options: Any) -> AsyncIterator[tuple[Any, str]]:
-    """OpenEnv's capture server in front of a session, and its base URL."""
+    """The capture server of OpenEnv in front of a session; yields it and its base URL."""
     from openenv.core.harness.capture.runner import CaptureServer
 
     port = free_port()
@@ -194,7 +194,7 @@ async def capturing(server: EndpointServer, session: AgentSession, **options: An
 
 
 async def test_openenv_captures_an_agent_without_a_fatal_finding() -> None:
-    """Its capture server stands between an agent and the endpoint, and validates what it records."""
+    """The capture server runs between the agent and the endpoint and validates all requests and replies."""
     pytest.importorskip("openenv.core.harness.capture")
     openai = pytest.importorskip("openai")
     from openenv.core.harness.capture.export import export_session

@@ -1,4 +1,4 @@
-"""The example of an environment of several turns, and the careless player whose games its base model learns."""
+"""The multi-turn example environment, and the careless player that pretrains its base model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from staleflow.tasks.training.tiny_model import make_tokenizer
 
 
 def found_by_halving(seed: int) -> tuple[float, int]:
-    """The reward of a player that halves what is left, and its guesses."""
+    """Return the reward and the number of guesses of a player that halves the remaining range."""
     game = HigherOrLower()
     assert game.reset(seed) == (QUESTION, {})
     low, high = 0, 9

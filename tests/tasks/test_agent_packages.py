@@ -1,4 +1,4 @@
-"""Agents that packages bring, run by the packages themselves: an environment of OpenEnv, a taskset of verifiers."""
+"""Agents of other packages: an OpenEnv environment and a verifiers taskset."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ async def played(episodes: EpisodeHost, task: Task, turns: Sequence[SampledTurn]
 
 
 @pytest.fixture(scope="module")
-def num_reservable(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The environment that OpenEnv's own command makes: it echoes, and rewards the length of what it is told."""
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The environment that the OpenEnv command creates: it echoes the action and rewards its length."""
     pytest.importorskip("openenv.core")
     folder = tmp_path_factory.mktemp("rooms")
     script = "from openenv.cli.__main__ import main; main()"
@@ -107,7 +107,7 @@ async def test_an_openenv_environment_runs_through_its_server(room: Path, monkey
 
 @pytest.fixture
 def room_url(room: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The environment's own server, in a process of its own, as its package is deployed."""
+    """URL of the environment server, run in a separate process as in a deployment."""
     port = free_port()
     command = [sys.executable, "-m", "uvicorn", "echo_room.server.app:app", "--host", "127.0.0.1", "--port", str(port)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(room), *sys.path])}
@@ -138,7 +138,7 @@ async def test_a_running_openenv_server_is_reached_by_its_url(room_url: str) -> 
 
 @pytest.mark.slow
 async def test_openenv_capture_reports_no_fatal_error_for_its_own_environment(room_url: str) -> None:
-    """Its capture server stands between the agent and the endpoint, and validates what it records."""
+    """The capture server runs between the agent and the endpoint and validates what it records."""
     pytest.importorskip("openai")
     from openenv.core.harness.capture.export import export_session
 
@@ -161,7 +161,7 @@ async def test_openenv_capture_reports_no_fatal_error_for_its_own_environment(ro
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The corpus that the taskset's games draw words from, as nltk finds it: a few words in place of a download."""
+    """A small word corpus for the games of the taskset, in place of an nltk download."""
     folder = tmp_path_factory.mktemp("nltk")
     (folder / "corpora" / "words").mkdir(parents=True)
     for name in ("en", "en-basic"):
@@ -174,7 +174,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_a_verifiers_taskset_runs_under_its_own_harness(
     words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A game of two turns: its environment, harness, interception, rewards and train client are the package's."""
+    """A game of two turns. Environment, harness, rewards and train client are those of the package."""
     pytest.importorskip("verifiers")
     pytest.importorskip("textarena")
     pytest.importorskip("mcp.server.mcpserver", reason="of mcp 2, which verifiers needs and openenv does not allow")

@@ -1,4 +1,4 @@
-"""Episodes of agents: coroutines, functions and programs that ask for turns over HTTP, and how they fail."""
+"""Episodes of agents: coroutines, functions and programs that request turns over HTTP, and their failures."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def settings(
 
 
 async def acted(episodes: EpisodeHost, task: Task, *turns: str, member: int = 0, **more: Any) -> HostedStepResult:
-    """Have an agent told the last of these turns."""
+    """Answer an agent with the last of these turns."""
     newest = SampledTurn(prompt_tokens=(1,) * (2 * len(turns) - 1), tokens=(2,), logprobs=(-0.5,), text=turns[-1])
     key = EpisodeKey(task=int(task.record["index"]), member=member)
     return await episodes.step(key, task.record, turns, truncated=more.pop("cut", False), newest=newest, **more)
@@ -297,7 +297,7 @@ async def test_an_episode_at_a_limit_gets_the_reward_that_the_agent_returns(agen
 
 
 def alive(pids: Path) -> list[int]:
-    """The processes named in a file that still run."""
+    """Return the processes listed in a file that are still running."""
 
     def runs(pid: int) -> bool:
         try:
@@ -323,7 +323,7 @@ async def test_child_processes_of_an_agent_end_with_it(agents: Path, tmp_path: P
 
 
 def descendants(marker: str) -> Iterator[int]:
-    """Processes whose environment has this marker."""
+    """Return the processes whose environment contains this marker."""
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
             try:

@@ -1,4 +1,4 @@
-"""The spool's thread beside an event loop: operations are done in the order of the calls."""
+"""Operations of the spool thread run in the order of the calls."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_a_commit_marks_groups_as_stored_and_rotates_the_spool(tmp_path: P
 
 
 async def test_operations_run_in_the_order_of_the_calls(tmp_path: Path) -> None:
-    """The first one waits until all others were asked for; none of them may begin before it has ended."""
+    """The first operation blocks until all others were called; none may start before it has finished."""
     asked, done = threading.Event(), list[str]()
 
     class SlowSpool(Spool):

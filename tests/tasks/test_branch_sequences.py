@@ -1,4 +1,4 @@
-"""Rows with branches as sequences: each sampled token once, behind its own context, with the weight of its row."""
+"""Rows with context branches as sequences: each sampled token once, with its own context and the weight of its row."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_row_without_sampled_tokens_is_unchanged() -> None:
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_branch_gradients_match_one_pass_per_token(tiny_model: Path, aggregation: str) -> None:
-    """Against one pass for each token, behind its context alone. A row weighs the same whether it has branches."""
+    """Compared with one forward pass per token. The weight of a row does not depend on its branches."""
     one = trainer(tiny_model, aggregation=aggregation)
     row = replace(Row.of(branching_row()), advantage=1.0)
     rows = [row, replace(row, branches=(), advantage=-0.5)]

@@ -1,4 +1,4 @@
-"""Given tokens between turns: what was sampled stays as it is, and what surrounds it is what the template says."""
+"""Tokens between turns: sampled tokens are unchanged, and the tokens around them are those of the chat template."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def end_of(name: str) -> int:
 @pytest.mark.parametrize("name", ["smollm2", "llama3", "mistral", "qwen3"])
 @given(data=st.data())
 def test_prompt_turn_and_bridge_tokens_match_the_chat_template(name: str, data: st.DataObject) -> None:
-    """Tokens are drawn, not texts: the same text may be sampled as other tokens than a tokenizer would make of it."""
+    """Turns are drawn as tokens, not as texts, because a text has several tokenizations."""
     texts = TEXTS[name]
     bridge = TemplateBridge(texts)
     role = "tool" if name == "qwen3" else "user"
@@ -68,7 +68,7 @@ def test_the_bridge_closes_an_unfinished_turn_and_leaves_a_finished_one() -> Non
 
 
 def test_a_newline_at_the_end_of_a_turn_is_not_an_end_token() -> None:
-    """A template that closes turns by text: the model's own newline is its content."""
+    """The template closes turns by text; a newline sampled by the model is content."""
     tokenizer = chat_tokenizer("smollm2")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

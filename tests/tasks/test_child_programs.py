@@ -1,4 +1,4 @@
-"""Programs that agents and environments on their host's event loop start: none outlives its episode."""
+"""Child processes of agents and environments end with their episode."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def until_gone(pids: list[int]) -> None:
 
 
 async def started(episodes: EpisodeHost, task: Task, member: int) -> list[int]:
-    """Have an episode start its programs; their processes."""
+    """Let an episode start its programs; returns their processes."""
     answer = await acted(episodes, task, "start", member=member)
     assert not answer.error
     pids = [int(pid) for pid in answer.messages[-1].content.split()]

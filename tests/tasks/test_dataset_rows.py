@@ -1,4 +1,4 @@
-"""Data sets of rows: the same prompts from JSON lines, parquet and `datasets`, columns, splits, and what is refused."""
+"""Datasets as JSON lines, parquet files or `datasets` folders: prompts, columns, splits and errors."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_prompt_that_is_neither_text_nor_messages_gives_a_one_line_error(
 
 
 def test_json_lines_may_contain_unicode_line_separators(tmp_path: Path) -> None:
-    """JSON allows line and paragraph separators within texts, and Windows writes a mark at the beginning."""
+    """JSON allows U+2028 and U+2029 inside strings, and files from Windows may begin with a byte order mark."""
     path = tmp_path / "rows.jsonl"
     path.write_bytes('\ufeff{"prompt": "a\u2028b\x85c", "answer": 1}\r\n\r\n{"prompt": "d", "answer": 2}\r\n'.encode())
     assert prompts(source_of(f"jsonl:{path}", Columns()), 1) == ["a\u2028b\x85c"]

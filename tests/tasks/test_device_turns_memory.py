@@ -1,5 +1,5 @@
-"""The memory of a trainer and an engine that take turns, counted as the process has it, against a limit that is enough
-for either one by the numbers of sizing/, and not for both."""
+"""Memory of a trainer and an engine that take turns on a device. The limit is what sizing/ computes for one of them,
+which is not enough for both."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ ALLOWANCE_BYTES = 40_000
 
 @pytest.fixture
 def others() -> Iterator[set[int]]:
-    """Addresses of the storages that other tests have left. They live until the test has ended: a tensor of the test at
-    an address that became free would not be counted."""
+    """Addresses of storages left by other tests. They are kept until the test has ended, so that no tensor of this test
+    gets one of these addresses."""
     gc.collect()
     kept = storages()
     yield set(kept)
@@ -42,7 +42,7 @@ def others() -> Iterator[set[int]]:
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
-    """The storages of the process's tensors, by address."""
+    """Return the storages of all tensors in the process, by address."""
     by_address = {}
     for item in gc.get_objects():
         if isinstance(item, torch.Tensor):
@@ -54,7 +54,7 @@ def storages() -> dict[int, torch.UntypedStorage]:
 
 
 class SharedDevice:
-    """Counts what is on it. others: addresses that do not count."""
+    """Measures the memory in use. others: addresses that do not count."""
 
     def __init__(self, limit_bytes: int, others: set[int]) -> None:
         self.limit_bytes, self._others = limit_bytes, others
@@ -90,7 +90,8 @@ def built(model: Path, *, turns: bool) -> PolicyTrainer:
 
 
 def limit_of(model: Path) -> int:
-    """What is enough for each of them, as sizing/ counts weights, gradients, optimizer and KV cache."""
+    """Return the memory that one of the two needs, as sizing/ computes it for weights, gradients, optimizer and KV
+    cache."""
     shape = ModelShape.of(json.loads((model / "config.json").read_text()), str(model))
     training = TrainingShape(ranks=1, dtype="float32", microbatch_tokens=64, recompute=False, offload=False)
     engine = EngineShape(tensor_parallel=1, dtype="float32", kv_tokens=KV_TOKENS, max_running=4, batch_tokens=64)
@@ -100,7 +101,7 @@ def limit_of(model: Path) -> int:
 
 
 def take_turns(model: Path, folder: Path, device: SharedDevice, *, turns: bool) -> None:
-    """Two steps of both, with a count whenever one of them has more than before."""
+    """Run two steps of both, and measure memory whenever either of them uses more than before."""
     weights = WeightFolder(folder)
     trainer = device.trainer = built(model, turns=turns)
     trainer.optimizer.register_step_post_hook(lambda *_: device.measure("step"))

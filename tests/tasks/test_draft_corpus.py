@@ -1,4 +1,4 @@
-"""What the trajectory server tells of other responses to a prompt; instances hear it."""
+"""The draft corpus of the trajectory server: responses to the same prompt that instances draft from."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NOTHING: frozenset[TrajectoryId] = frozenset()
 
 
 def flight(**finished: Sequence[int]) -> InFlightState:
-    """A group of four members with PROMPT; those called by "t" and their number have finished with these tokens."""
+    """A group of four members with PROMPT. `t1=tokens` means that member 1 has finished with these tokens."""
     held = InFlightState(group_size=4)
     held.apply(GroupDrawn(group=GroupId(0), prompt_tokens=np.asarray(PROMPT, np.int32), at_s=0.0))
     held.apply(TrajectoriesRouted(routed=tuple((TrajectoryId(i), 1) for i in range(4)), at_s=0.0))
@@ -156,7 +156,7 @@ def test_draft_corpus_of_a_resumed_run_loads_the_latest_stored_rows(monkeypatch:
 
 
 class Learning(VirtualEngine):
-    """An engine that drafts for all that it runs."""
+    """An engine that drafts for all running requests."""
 
     learned: list[PromptResponses]
 

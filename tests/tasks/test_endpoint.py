@@ -1,4 +1,4 @@
-"""The endpoint over HTTP: how sessions go on, branch and end, and that none disturbs another."""
+"""The endpoint over HTTP: how sessions continue, branch and end without affecting each other."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_chat_replies_contain_exact_token_ids_and_logprobs() -> None:
 
 
 async def test_a_repeated_request_waits_for_the_same_turn() -> None:
-    """As clients do after a timeout or a lost connection: nothing is sampled twice."""
+    """Clients retry after a timeout or a lost connection; the turn is sampled once."""
     async with serving() as (server, client):
         session = server.sessions.open()
         asking = [asyncio.ensure_future(chat(client, session, HELLO)) for _ in range(3)]

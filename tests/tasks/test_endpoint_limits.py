@@ -1,4 +1,4 @@
-"""Clients that come in numbers, come slowly, or leave: what an endpoint bears, and that it loses nothing."""
+"""The endpoint under many, slow or disconnecting clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, chat, keyed, raw
 
 
 class NeverAnswers:
-    """A served policy that is asked and never answers."""
+    """A served policy that never answers."""
 
     pending_bytes = 0
 
@@ -53,8 +53,7 @@ def request(key: str) -> bytes:
 
 
 async def test_accepted_connections_set_tcp_nodelay() -> None:
-    """Without TCP_NODELAY each answer whose head and body are written one after the other is 40 ms late: the kernel
-    keeps the body until the head is acknowledged, and clients delay that."""
+    """Without TCP_NODELAY the kernel delays a body until the head is acknowledged, which takes clients 40 ms."""
     accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -202,7 +201,7 @@ async def test_connections_beyond_the_limit_get_503_with_retry_after() -> None:
 
 @pytest.mark.parametrize("size", [100, 300_000])
 async def test_a_client_still_sending_its_body_reads_the_503(size: int) -> None:
-    """It asks in a process of its own, as agents do. Closed at once, most of these connections were reset instead."""
+    """The client runs in a separate process. If the server closed at once, most of these connections were reset."""
     asks = (
         "import asyncio, httpx, sys\n"
         "async def ask():\n"

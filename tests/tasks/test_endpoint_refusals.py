@@ -1,4 +1,4 @@
-"""The endpoint over HTTP: what is refused, how it listens, and how it stops."""
+"""The endpoint over HTTP: rejected requests, addresses and shutdown."""
 
 from __future__ import annotations
 

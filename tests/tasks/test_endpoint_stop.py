@@ -1,4 +1,4 @@
-"""Stop strings: where a turn ends by them, what is told of it, and how a session goes on after it."""
+"""Stop strings: where a turn ends, what the reply contains, and how the session continues."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ USER = {"role": "user", "content": "more"}
 
 
 class Decoding:
-    """Texts that count what they decode."""
+    """A tokenizer that counts the tokens it decodes."""
 
     def __init__(self) -> None:
         self.decoded = 0
@@ -39,7 +39,7 @@ class Decoding:
 
 
 def ended(text: str, *strings: str, ids: tuple[int, ...] = ()) -> str | None:
-    """The text of a turn that is sampled as these tokens, up to where it ends; None if it does not."""
+    """Return the text of a turn up to its end, or None if no stop string ends it."""
     tokens = ids or TEXTS.ids(text)
     check = StopCheck(TEXTS, strings)
     count = check.add(tokens)
@@ -69,8 +69,7 @@ def test_an_incomplete_character_does_not_match_a_stop_string() -> None:
 
 @pytest.mark.parametrize("lead", range(6))
 def test_a_stop_string_is_found_after_a_long_run_of_byte_tokens(lead: int) -> None:
-    """Of a tokenizer that writes characters it does not know as bytes, and makes nothing of a run that begins within
-    one."""
+    """The tokenizer writes unknown characters as bytes and cannot decode a run that starts inside a character."""
     vocabulary = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)} | {"a": 257}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -100,7 +99,7 @@ def test_tokens_before_an_interrupt_count_toward_the_stop_string() -> None:
 
 
 def test_stop_check_matches_a_brute_force_search() -> None:
-    """In tokens that are no text's own, too."""
+    """Also for tokens that no text encodes to."""
     rng = random.Random(0)
     result = 0
     for _ in range(300):

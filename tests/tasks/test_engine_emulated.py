@@ -1,4 +1,4 @@
-"""The emulated engine under the conformance suite, and its own promise: time by the cost model."""
+"""The emulated engine under the conformance suite; its time follows the cost model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ response must not begin and end between two looks at it."""
 
 
 class FaultyClock(Clock):
-    """The machine's time, as far as it goes on, and as somebody looks at it."""
+    """A clock that can be stopped and that can fail."""
 
     def __init__(self) -> None:
         self._looked = threading.Lock()
@@ -94,7 +94,7 @@ class FaultyClock(Clock):
         self._wake()
 
     def fail(self) -> None:
-        """Break in the engine's own thread, which alone waits."""
+        """Raise in the engine thread, which is the only one that waits."""
         self._broken = True
         self._wake()
 
@@ -129,14 +129,14 @@ class TestEmulatedEngine(SleepingEngineTests, ReusingEngineTests):
 
     @contextmanager
     def hang(self, engine: Engine) -> Iterator[None]:
-        """Its clock stands still."""
+        """Stop the clock."""
         self._clock.stop()
         yield
         self._clock.go_on()
 
     @contextmanager
     def during_load(self, engine: Engine, ask: Callable[[], None]) -> Iterator[None]:
-        """When it would sleep for as long as loading takes."""
+        """Called in place of the sleep for the load duration."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("staleflow.tasks.engines.emulated_engine.time.sleep", lambda seconds: asked_beside(ask))
             yield
@@ -189,8 +189,8 @@ def test_requests_end_with_their_turn_and_the_next_turn_continues() -> None:
 
 
 def test_busy_time_follows_the_cost_model() -> None:
-    """One request alone: its tokens times the step time, and not sooner. (That it is not much later is measured, in
-    benchmarks/reality.py overhead.)"""
+    """One request alone takes at least its number of tokens times the step time. The upper limit is measured by
+    benchmarks/reality.py overhead."""
     with closing(EmulatedEngine(settings(), InstanceId("i"))) as engine:
         begin = time.monotonic()
         engine.submit([request(0, max_new_tokens=20)])
@@ -200,7 +200,7 @@ def test_busy_time_follows_the_cost_model() -> None:
 
 
 def test_modules_for_a_weight_update_are_imported_at_startup(tmp_path: Path) -> None:
-    """Imports take seconds on a busy machine: an instance may take them to start, not to answer its first pull."""
+    """Imports take seconds on a busy machine and would delay the first pull."""
     folder = WeightFolder(tmp_path / "weights")
     folder.publish(PolicyVersion(0), weights(0))
     script = (
@@ -214,7 +214,7 @@ def test_modules_for_a_weight_update_are_imported_at_startup(tmp_path: Path) -> 
 
 
 def test_versions_are_served_side_by_side(tmp_path: Path) -> None:
-    """As in engines with a model: a request ends under the version it began with, and no context is computed again."""
+    """A request finishes under its first version and no context is computed again."""
     engine = EmulatedEngine(settings(time_scale=1.0, adapters=2), InstanceId("i"))
     folder = WeightFolder(tmp_path / "weights")
 
@@ -248,7 +248,7 @@ def test_versions_are_served_side_by_side(tmp_path: Path) -> None:
 
 
 def test_cached_tokens_are_released_after_the_last_turn_or_an_abort() -> None:
-    """A trajectory that cannot return leaves nothing; one that could is forgotten when it is aborted after its turn."""
+    """Nothing is cached for a trajectory without further turns."""
     with closing(EmulatedEngine(settings(time_scale=50.0), InstanceId("i"))) as engine:
         engine.submit([request(i, max_new_tokens=20, keep_kv=i > 0) for i in range(3)])
         done = collect(engine, 3)
@@ -267,7 +267,7 @@ def test_the_engine_drafts_as_many_tokens_as_instructed() -> None:
 
 
 class TestDraftingEmulatedEngine(TestEmulatedEngine):
-    """The conformance suite while every request is drafted for at every step."""
+    """The conformance suite with drafts for every request at every step."""
 
     @pytest.fixture
     def engine(self, clock: FaultyClock) -> Iterator[EmulatedEngine]:

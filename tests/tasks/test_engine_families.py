@@ -1,4 +1,4 @@
-"""The embedded engine samples from every family of models what one forward pass over the whole context says."""
+"""The embedded engine samples from every supported model family with the logprobs of one full forward pass."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_check_attention_rejects_unsupported_model_families(family: str, tmp_pat
     [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in FAMILIES if one not in REFUSED],
 )
 def test_logprobs_match_a_full_forward_pass(family: str, tmp_path: Path) -> None:
-    """Requests of different lengths that join and leave, a group with one prompt, and a second turn."""
+    """Requests of different lengths join and leave; a group shares a prompt; one request has a second turn."""
     torch.set_num_threads(1)
     make_family_model(family, tmp_path)
     changes = {"eos": (), "max_running": 5, "max_batch_tokens": 32, "page_tokens": 8}

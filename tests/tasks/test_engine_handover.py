@@ -1,4 +1,4 @@
-"""Engines that outlive their actors: who takes one over, and what becomes of the others."""
+"""Engines outlive their actors: an engine is reused by a resumed run or closed."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_other_roles_close_orphan_engines(settings: Any, by: str) -> None:
 
 
 def test_of_two_orphan_engines_the_second_is_closed(settings: Any) -> None:
-    """Not on a cluster, where each has its process; memory is freed all the same."""
+    """On a cluster each engine has its own process; here the memory of the second one is freed."""
     engines = dropped([placed(settings, f"rollout-{i}") for i in range(2)])
     then = placed(settings, resumed=True)
     assert engine_of(then) is engines[0]

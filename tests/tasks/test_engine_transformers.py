@@ -1,5 +1,3 @@
-"""The transformers engine under the conformance suite."""
-
 from __future__ import annotations
 
 import threading
@@ -115,7 +113,7 @@ class TestTransformersEngine(SleepingEngineTests, StopTests, ReusingEngineTests)
 
 
 class TestKeptContexts:
-    """Of an engine with eight pages; no response ends before 16 tokens."""
+    """An engine with eight cache pages. No response ends before 16 tokens."""
 
     @pytest.fixture
     def engine(self, tiny_model: Path) -> Iterator[TransformersEngine]:
@@ -133,7 +131,7 @@ class TestKeptContexts:
         return (4 + trajectory, *PROMPT[1:])
 
     def cached(self, engine: Engine, trajectory: int, context: tuple[int, ...]) -> int:
-        """Tokens of a next turn after this context that are found cached."""
+        """Return the number of tokens of this context that the next turn finds cached."""
         before = engine.load_statistics().cached_tokens
         self.turn(engine, trajectory, (*context, *GIVEN), route_number=2, keep_kv=False)
         return engine.load_statistics().cached_tokens - before
@@ -173,7 +171,7 @@ class TestKeptContexts:
         assert engine.load_statistics().kept_tokens == 0
 
     def test_the_oldest_cached_contexts_are_evicted_for_running_requests(self, engine: Engine) -> None:
-        """Three contexts have six pages of eight; a request needs three more, and some must be free to begin it."""
+        """Three contexts use six of eight pages. The new request needs three more pages and some free ones to start."""
         contexts = {i: (*self.prompt(i), *self.turn(engine, i, self.prompt(i))) for i in range(3)}
         assert engine.load_statistics().kept_tokens == 3 * 55
         before = engine.load_statistics().prefilled_tokens
@@ -183,7 +181,8 @@ class TestKeptContexts:
         assert [self.cached(engine, i, contexts[i]) for i in (2, 1, 0)] == [55, 55, 0]
 
     def test_simultaneous_returning_turns_evict_cached_contexts_and_finish(self, engine: Engine) -> None:
-        """Each has two pages, and needs three: what is kept for those that wait gives way too, and all of them end."""
+        """Each context has two pages and needs three: cached contexts of waiting requests are evicted, and all requests
+        finish."""
         contexts = {i: (*self.prompt(i), *self.turn(engine, i, self.prompt(i))) for i in range(4)}
         engine.submit(
             [
@@ -196,7 +195,7 @@ class TestKeptContexts:
         assert load.running == 0 and load.cached_tokens > 0
 
     def test_new_requests_start_after_preempted_requests_are_interrupted(self, engine: Engine) -> None:
-        """What was preempted goes on before anything new begins, which must not wait for what is no longer there."""
+        """Preempted requests run before new ones, and a new one must not wait for a request that is gone."""
         assert isinstance(engine, TransformersEngine)
         engine.submit([request(i, self.prompt(i), max_new_tokens=80) for i in range(6)])
         deadline = time.monotonic() + 60
@@ -210,7 +209,7 @@ class TestKeptContexts:
 
 
 def changed_weights(folder: Path, tmp_path: Path) -> tuple[Path, str]:
-    """Other weights for the same model, as version 5 is published, and their fingerprint."""
+    """Return other weights for the same model, published as version 5, and their fingerprint."""
     model = load_model(str(folder), "float32", "cpu", "sdpa")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -225,7 +224,7 @@ def changed_weights(folder: Path, tmp_path: Path) -> tuple[Path, str]:
 def plain_logprobs(
     folder: Path, tokens: list[int], first: int, weights: Path | None, temperature: float = 1.0
 ) -> list[float]:
-    """By one forward pass of the plain model."""
+    """Return the logprobs by one forward pass of the plain model."""
     model = load_model(str(folder), "float32", "cpu", "eager")
     if weights is not None:
         named = dict(model.named_parameters())
@@ -239,7 +238,7 @@ def plain_logprobs(
 
 
 def test_kept_cache_of_old_weights_is_private_to_its_running_request(tiny_model: Path, tmp_path: Path) -> None:
-    """Neither another request nor its own trajectory's next turn: what is kept must be of one version."""
+    """Neither other requests nor the next turn of the trajectory use it: a cached context must be of one version."""
     torch.set_num_threads(1)
     path, _ = changed_weights(tiny_model, tmp_path)
     with closing(TransformersEngine(settings(tiny_model, keep=True, eos=()), InstanceId("i"))) as one:

@@ -1,4 +1,4 @@
-"""vLLM under the conformance suite, and its own promises. Runs where vllm is installed (`make test-vllm`)."""
+"""vLLM under the conformance suite and tests of its integration. Runs where vllm is installed (`make test-vllm`)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def settings(model: Path, **changes: Any) -> VllmSettings:
 
 @contextmanager
 def slowed(engine: VllmEngine) -> Iterator[None]:
-    """Have each step take 20 ms at least, so that what runs does not end while weights load on a busy machine."""
+    """Slow each step to at least 20 ms, so that running requests do not finish while weights load."""
     step = engine._engine.engine_core.get_output
 
     def slow() -> Any:
@@ -127,7 +127,7 @@ class TestVllmEngine(StopTests, ReusingEngineTests):
     def test_the_cache_of_a_turn_with_a_weight_update_is_reused_by_the_next_turn(
         self, engine: VllmEngine, tiny_model: Path, other_weights: tuple[Path, str]
     ) -> None:
-        """Running requests are prefilled again under the new weights, so their pages are of those."""
+        """Running requests are prefilled again under the new weights, so their cache pages are valid."""
         path, _ = other_weights
         sample_until(engine, 3, [request(0, prompt=PROMPT, max_new_tokens=40, greedy=True)])
         with slowed(engine):
@@ -184,7 +184,7 @@ def test_kept_cache_of_old_weights_is_not_used_by_new_requests(tiny_model: Path,
 def test_a_request_waiting_during_a_weight_update_uses_no_old_cache(
     tiny_model: Path, tmp_path: Path, keep: bool
 ) -> None:
-    """Only what has pages of its own when weights change may go on with them."""
+    """Only requests with their own pages at the time of the update may continue with old ones."""
     path, _ = changed_weights(tiny_model, tmp_path)
     prompt = tuple(3 + i % 10 for i in range(70))
     with closing(VllmEngine(settings(tiny_model, keep=keep, eos=(), max_running=1), InstanceId("i"))) as one:
@@ -285,5 +285,5 @@ class TestServedAdapters(AdapterEngineTests):
         one.close()
 
     def kept(self, prompt: int, turn: SampledTokens) -> int:
-        """Whole pages."""
+        """vLLM caches whole pages."""
         return (prompt + len(tokens_of(turn)) - 1) // 32 * 32

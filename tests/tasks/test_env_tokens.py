@@ -1,4 +1,4 @@
-"""Training on trajectories of many turns: given tokens are read, and carry no gradient."""
+"""Training on multi-turn trajectories: env tokens are part of the context and have no gradient."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rows() -> list[Row]:
 
 
 def slow_gradient(model: Any, data: list[Row], loss: Loss, aggregation: str) -> torch.Tensor:
-    """Each token with a forward pass of its own over all that comes before it; the loss sees the sampled ones alone."""
+    """Compute the gradient with one forward pass per token; the loss gets the sampled tokens only."""
     lengths = [sum(row.sampled) for row in data]
     model.zero_grad()
     for row, length in zip(data, lengths, strict=True):
@@ -99,7 +99,7 @@ def test_stored_values_at_env_tokens_change_nothing(tiny_model: Path) -> None:
 
 
 class Ratio(Loss):
-    """A loss that has no number where the behaviour logprob is 0."""
+    """A loss that is NaN where the behaviour logprob is 0."""
 
     needs_proximal = True
 

@@ -1,4 +1,4 @@
-"""The environment host's calls of the trajectory server."""
+"""Calls of the environment host to the trajectory server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUN = virtual_time.run
 
 
 class Environments:
-    """Every even task is answered, every odd one ends."""
+    """Environments whose even tasks continue and whose odd tasks end."""
 
     def build(self) -> Environments:
         return self
@@ -58,7 +58,7 @@ class Environments:
 
 @dataclass
 class Server:
-    """Trajectory i has i tokens, and is of task i. From 90 on none is live."""
+    """A server whose trajectory i has i tokens and task i. From 90 on, trajectories are not live."""
 
     calls: list[tuple[str, int]] = field(default_factory=list)
     rewards: dict[TrajectoryId, float] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Server:
 def acts(
     server: Server, dismissed: tuple[int, ...] = (), environments: Any = None
 ) -> dict[TrajectoryId, EnvStepOutcome]:
-    """Outcomes of 100 acts, asked for together."""
+    """Return the outcomes of 100 concurrent steps."""
 
     async def acted() -> list[EnvStepOutcome]:
         host = EnvironmentHost(environments or Environments(), call_s=5)
@@ -128,7 +128,7 @@ def test_a_lost_server_is_reported_for_every_step() -> None:
 
 
 class Lasting(Environments):
-    """A step and an end take time, and wait for a slot before it."""
+    """Environments whose steps and ends take time and wait for a slot."""
 
     async def step(self, key: EpisodeKey, *_: object, **options: object) -> HostedStepResult:
         return HostedStepResult(messages=(Message("user", "0"),), seconds=1.0, waited_s=2.0)
@@ -138,7 +138,7 @@ class Lasting(Environments):
 
 
 class Full(Server):
-    """The observations of odd trajectories do not fit."""
+    """A server on which observations of odd trajectories do not fit into the context."""
 
     async def add_observations(self, said: list[ObservationItem]) -> list[ObservationReceipt]:
         receipts = await super().add_observations(said)
@@ -156,7 +156,7 @@ def test_an_outcome_has_the_duration_of_its_step_and_its_end() -> None:
 
 
 class Different(Server):
-    """What was said is not what is stored."""
+    """A server whose stored observation differs from the delivered one."""
 
     async def add_observations(self, said: list[ObservationItem]) -> list[ObservationReceipt]:
         return [ObservationReceipt(item.tokens, "differs") for item in said]
@@ -189,7 +189,7 @@ async def test_available_outcomes_are_returned_at_once() -> None:
 
 @dataclass
 class SlowEnvironments(Environments):
-    """Each call takes a second; a step takes two minutes, or fails after its second."""
+    """Environments whose calls take a second, and whose steps take two minutes or fail after a second."""
 
     error: Exception | None = None
     begun: list[bool] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Whom an environment hurts that hangs, dies, raises, eats memory or returns what it must not: itself."""
+"""An environment that hangs, dies, raises, exhausts memory or returns invalid values affects only its own episode."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ async def test_concurrent_steps_are_limited_by_concurrency(games: Path) -> None:
 
 
 async def test_slow_resets_run_in_parallel(tmp_path: Path) -> None:
-    """The first reset takes long, and each other waits until four have begun: one after another, none would end in
+    """The first reset is slow, and each other one waits until four have started; in sequence none would finish in
     time."""
     (tmp_path / "slow.py").write_text(
         "import os, time\nfrom pathlib import Path\n\n\nclass Slow:\n    def __init__(self, folder):\n"
@@ -288,8 +288,8 @@ async def test_environments_end_when_the_host_is_killed(games: Path) -> None:
 
 
 def test_exit_reports_of_many_processes_do_not_block_the_fork_server(games: Path) -> None:
-    """How a process ended is told through a socket that holds a few hundred reports, and is read by who wants to
-    know: more of them than that end here before anybody looks."""
+    """A process reports its exit through a socket that holds a few hundred reports; here more processes exit before a
+    report is read."""
     server = ForkServer(ForkSettings(source=f"{games}:Moody", options={}, key="task.source", memory_mib=0))
     begin = encode_message((BEGIN, EpisodeStart(index=0, held_out=False, seed=1)))
     try:

@@ -1,4 +1,4 @@
-"""Episodes of users' environments: what they say, how they are repeated, and how a job finds out what is wrong."""
+"""Episodes of user environments: observations, replay and errors found before a run."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ REQUESTS = st.lists(
 
 @given(requests=REQUESTS)
 def test_random_step_sequences_match_a_simple_model(games: Path, requests: list[tuple[int, str]]) -> None:
-    """Against a model of one line: what the environment says is its seed and all turns so far."""
+    """The environment returns its seed and all turns so far."""
     made = settings(f"{games}:Counted", max_turns=50)
     record = record_of(EpisodeStart(index=0, held_out=False, seed=6), "6")
 

@@ -1,4 +1,4 @@
-"""Prompts that are too long: refused with their length, limit and remedy, or replaced by others of the same data."""
+"""Prompts that are too long are rejected with length, limit and remedy, or replaced by other prompts of the source."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_prompts_that_are_too_long_are_replaced_deterministically(settings: Prom
 
 @pytest.mark.parametrize("count", [2, 10_007, 10_009])
 def test_a_replacement_prompt_is_found_for_any_number_of_rows(tmp_path: Path, count: int) -> None:
-    """A tenth fits, in one place of the file."""
+    """A tenth of the rows is short enough, all at one end of the file."""
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": ""}}\n' for i in range(count)))
     source = make_source(f"jsonl:{tmp_path}/rows.jsonl", {}, 0)
     fitting = FilteredSource(source, lambda task: int(str(task.prompt)) <= count // 10)

@@ -1,4 +1,4 @@
-"""Agents, and hosts with an endpoint, that end while a turn is waited for: what becomes of episode and client."""
+"""Agents or endpoint hosts that end while a turn is awaited."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def waits(base_url, key, task):
 
 @pytest.fixture
 def asking(tmp_path: Path) -> Path:
-    """Where the program writes who asks for which turn."""
+    """File to which the program writes its pending request."""
     (tmp_path / "program.py").write_text(PROGRAM)
     return tmp_path / "asking.json"
 
@@ -69,7 +69,7 @@ def made(asking: Path) -> EpisodeSettings:
 
 
 async def waiting(asking: Path, turn: int) -> tuple[int, httpx.Request]:
-    """The process that asks for a turn, and its request."""
+    """Wait for the request of a turn; returns the process and the request."""
     while True:
         pid, found, base_url, key, messages = json.loads(asking.read_text())
         if found == turn:

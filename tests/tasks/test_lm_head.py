@@ -1,4 +1,4 @@
-"""Logprobs without the logits of all tokens: the same numbers and gradients, from chunks."""
+"""Logprobs computed in chunks: equal values and gradients without all logits in memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def logprob_model(model: Any) -> LogprobModel:
 
 
 def plainly(model: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs and entropies from all logits at once."""
+    """Return logprobs and entropies computed from all logits at once."""
     ids, attention = torch.from_numpy(batch.input_ids), torch.from_numpy(batch.attention_mask)
     logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, batch.start : -1]
     logits = (logits.float() / TEMPERATURE).log_softmax(-1)
@@ -45,7 +45,7 @@ def plainly(model: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def outcome(model: Any, logprobs: torch.Tensor, entropy: torch.Tensor) -> list[torch.Tensor]:
-    """Both, and the gradients of something that depends on each token."""
+    """Return logprobs, entropies, and the gradients of a function of them."""
     model.zero_grad()
     by_token = torch.linspace(-1, 1, logprobs.numel()).view(logprobs.shape)
     (by_token * logprobs + by_token.flip(1) * entropy).sum().backward()
@@ -53,7 +53,7 @@ def outcome(model: Any, logprobs: torch.Tensor, entropy: torch.Tensor) -> list[t
 
 
 def counted_logits(under: LogprobModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that each computation of logits adds the number of its tokens to."""
+    """Return a list to which each computation of logits appends its number of tokens."""
     sizes, logits = list[int](), under.layer._logits
 
     def counted(hidden: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ def test_chunked_logprobs_have_equal_values_and_gradients(
 
 
 def test_logits_in_memory_never_exceed_one_chunk(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only those of sampled tokens, once forward and, for the gradient, once again; none is kept meanwhile."""
+    """Logits of sampled tokens are computed once forward and once for the gradient."""
     model, batch = model_at(tiny_model), micro_batch()
     under = logprob_model(model)
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", 5 * 4 * model.config.vocab_size)
@@ -101,14 +101,14 @@ def test_logits_in_memory_never_exceed_one_chunk(tiny_model: Path, monkeypatch: 
 
 
 def by_token(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
-    """A loss with a term for each token."""
+    """A loss with one term per token."""
     assert entropy is not None
     weight = torch.from_numpy(batch.behaviour)
     return (weight * (logprobs.exp() + entropy)).masked_fill(torch.from_numpy(batch.mask == 0), 0).sum()
 
 
 def by_row(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
-    """One of whole rows."""
+    """A loss of whole rows."""
     assert entropy is not None
     return (torch.from_numpy(batch.weight[:, 0]) * logprobs.sum(1) ** 2 + entropy.sum(1)).sum() / 1000
 
@@ -135,7 +135,7 @@ def test_loss_in_chunks_has_the_gradients_of_the_full_loss(
 
 
 def test_logits_of_a_loss_by_token_are_computed_once(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And never more than a chunk's are there: the gradient is, before the next one's are."""
+    """Logits of one chunk are freed before those of the next are computed."""
     model, batch, sizes = model_at(tiny_model), micro_batch(), list[int]()
     under = logprob_model(model)
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", 5 * 4 * model.config.vocab_size)
@@ -181,7 +181,7 @@ def test_a_rank_without_rows_has_zero_gradients(tiny_model: Path) -> None:
 
 
 def test_a_model_that_transforms_its_logits_computes_them_itself(tiny_model: Path) -> None:
-    """As those do that cap or scale them."""
+    """For example a model that caps or scales its logits."""
     model, batch = model_at(tiny_model), micro_batch()
     whole = model.forward
 
@@ -199,7 +199,7 @@ def test_a_model_that_transforms_its_logits_computes_them_itself(tiny_model: Pat
 
 
 def test_a_model_may_be_shared_by_several_logprob_models(tiny_model: Path) -> None:
-    """As the same process's may be, offline; and it still gives logits to whoever asks for them."""
+    """Offline work uses several at once; the model still returns logits to other callers."""
     model, batch = model_at(tiny_model), micro_batch()
     first = logprob_model(model)
     second = replace(first, temperature=2.0)

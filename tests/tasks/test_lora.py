@@ -1,4 +1,4 @@
-"""Training an adapter: what is trained, published and kept, and that others read it as the trainer means it."""
+"""Training adapters: initialization, checkpoints, ranks and supported layers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LORA = LoraConfig(rank=4, alpha=8)
 
 
 def adapted(job: Training, lora: LoraConfig = LORA, **changes: Any) -> Training:
-    """The same job with an adapter, and a learning rate at which it does something."""
+    """Return the same job with an adapter and a larger learning rate."""
     changed = replace(job.settings.training, lora=lora, learning_rate=1e-2, **changes)
     return replace(job, settings=replace(job.settings, training=changed))
 
@@ -76,7 +76,7 @@ def test_the_initial_adapter_depends_on_the_seed_only(tiny_model: Path) -> None:
 
 
 def test_a_checkpoint_has_the_merged_model_and_the_adapter(tiny_model: Path, tmp_path: Path) -> None:
-    """transformers reads the one, peft the other, and both compute what the trainer does."""
+    """transformers loads the merged model and peft the adapter; both compute the logprobs of the trainer."""
     peft = pytest.importorskip("peft")
     job = adapted(training(tiny_model, (9, 7), "ppo_clip", "token_mean"), LoraConfig(rank=3, alpha=5))
     trainer = PolicyTrainer(job.settings)
@@ -94,7 +94,7 @@ def test_a_checkpoint_has_the_merged_model_and_the_adapter(tiny_model: Path, tmp
 
 
 def test_the_base_model_is_the_kl_reference_without_a_second_copy(tiny_model: Path) -> None:
-    """Equal to a second copy of it in memory, also in the gradient."""
+    """Equal to a second copy of the model in loss and gradient."""
     kl = KlConfig(coefficient=0.5, estimator="k3", place="loss")
     job = training(tiny_model, (7, 5), "ppo_clip", "token_mean")
     own = adapted(job, kl=kl)
@@ -107,7 +107,7 @@ def test_the_base_model_is_the_kl_reference_without_a_second_copy(tiny_model: Pa
 
 
 def test_two_ranks_train_an_adapter_as_one_rank(tiny_model: Path, tmp_path: Path) -> None:
-    """With a reference, and from either's resume point."""
+    """With a KL reference, and resumed from a resume point of either."""
     kl = KlConfig(coefficient=0.1, estimator="k3", place="loss")
     whole, first, last = (adapted(item, kl=kl) for item in goes_on(tiny_model))
     expected = train(ALONE, whole)
@@ -136,7 +136,7 @@ def test_lora_targets_choose_the_layers(tiny_model: Path) -> None:
 
 
 def test_layers_with_other_weight_layouts_are_rejected(tiny_model: Path, tmp_path: Path) -> None:
-    """A Conv1D has them transposed: where that is square, adapters were merged into a checkpoint the wrong way."""
+    """A Conv1D stores its weight transposed; square ones were merged into a checkpoint the wrong way."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -152,7 +152,7 @@ def test_layers_with_other_weight_layouts_are_rejected(tiny_model: Path, tmp_pat
 
 
 def test_a_layer_whose_weight_is_read_directly_is_rejected(tmp_path: Path) -> None:
-    """Jamba computes with `dt_proj.weight`: its adapter would have no effect."""
+    """Jamba computes with `dt_proj.weight` directly, so an adapter would have no effect."""
     make_family_model("jamba", tmp_path / "model")
     job = adapted(training(tmp_path / "model", (9, 7), "ppo_clip", "token_mean"))
     with pytest.raises(ConfigError, match=r"^training.lora.targets: .* reads model.layers.0.mamba.dt_proj.\w+ itself"):
@@ -163,7 +163,7 @@ def test_a_layer_whose_weight_is_read_directly_is_rejected(tmp_path: Path) -> No
 
 
 def test_embeddings_are_rejected_as_targets(tiny_model: Path) -> None:
-    """Their adapters have other names, which no engine reads."""
+    """Adapters of embeddings have other names, which no engine loads."""
     job = adapted(training(tiny_model, (), "ppo_clip", "token_mean"), LoraConfig(rank=2, targets=["embed_tokens"]))
     with pytest.raises(
         ConfigError, match=r"^training.lora.targets = .*: model.embed_tokens is a Embedding; .*Linear; name .*q_proj"
@@ -186,7 +186,8 @@ def test_embeddings_are_rejected_as_targets(tiny_model: Path) -> None:
 def test_default_targets_are_linear_layers_in_every_family(
     family: str, left_out: str, last_parts: set[str], tmp_path: Path
 ) -> None:
-    """Experts and routers get none by default, and are refused by name; a Mamba layer's projections do."""
+    """Experts and routers get no adapters by default and are rejected by name; the projections of a Mamba layer get
+    them."""
     make_family_model(family, tmp_path / "model")
     job = adapted(training(tmp_path / "model", (9, 7), "ppo_clip", "token_mean"))
     trainer = PolicyTrainer(job.settings)

@@ -1,5 +1,4 @@
-"""Every loss against its formula, written out slowly trajectory by trajectory over the sampled tokens alone; gradients
-against finite differences of it."""
+"""Every loss against a slow implementation of its formula per trajectory; gradients against finite differences."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ CASES = [(name, "trajectory") for name in LOSSES.names] + [("topr", "token"), ("
 
 @dataclass(frozen=True, kw_only=True)
 class AgentArgs:
-    """The sampled tokens of one trajectory. now: what stop-gradient holds fast of `new`. runs: of each token, the
-    number of its run of tokens sampled without a break under one version."""
+    """The sampled tokens of one trajectory. now: `new` without gradient. runs: for each token, the index of its run of
+    consecutive tokens of one version."""
 
     new: Sequence[float]
     now: Sequence[float]
@@ -143,7 +142,7 @@ def sft(t: AgentArgs, s: Any) -> list[float]:
 
 
 def dpo(t: AgentArgs, s: Any) -> list[float]:
-    """Its value is reported by pairs."""
+    """Its value is defined by pairs."""
     return [-t.a * (n - w) for n, w in zip(t.new, t.now, strict=True)]
 
 
@@ -156,7 +155,7 @@ SLOW: dict[str, Callable[[AgentArgs, Any], list[float]]] = {
 
 
 def drawn(seed: int) -> Tokens:
-    """Random tokens of TURNS in float64, with zeros where none was sampled."""
+    """Return random float64 values for the tokens of TURNS, zero where none was sampled."""
     rng = np.random.default_rng(seed)
     sampled = torch.tensor([[t == "s" for t in turns] for turns in TURNS])
     new, old, behaviour = (
@@ -175,7 +174,7 @@ def drawn(seed: int) -> Tokens:
 
 
 def runs(turns: str, lags: Sequence[int]) -> list[int]:
-    """The number of each sampled token's run."""
+    """Return the run index of each sampled token."""
     results: list[int] = []
     number = -1
     for t, turn in enumerate(turns):
@@ -227,7 +226,7 @@ def test_token_losses_equal_the_formulas(name: str, ratio_of: str) -> None:
 
 @pytest.mark.parametrize(("name", "ratio_of"), CASES)
 def test_gradients_equal_finite_differences(name: str, ratio_of: str) -> None:
-    """Of the slow loss, with what carries no gradient held fast; weighted by token as an aggregation does."""
+    """Of the slow implementation, with detached terms held constant and weights per token as in an aggregation."""
     loss, step = loss_of(name, ratio_of), 1e-6
     for seed in range(5):
         tokens = drawn(seed)
@@ -254,7 +253,7 @@ def test_gradients_equal_finite_differences(name: str, ratio_of: str) -> None:
 
 @pytest.mark.parametrize(("name", "ratio_of"), CASES)
 def test_by_token_losses_are_equal_on_part_of_a_row(name: str, ratio_of: str) -> None:
-    """Those that do not say so depend on what is not there, or they would."""
+    """Losses with by_token = False must depend on other tokens."""
     loss, there, same = loss_of(name, ratio_of), slice(2, 5), True
     for seed in range(5):
         tokens = drawn(seed)
@@ -266,8 +265,8 @@ def test_by_token_losses_are_equal_on_part_of_a_row(name: str, ratio_of: str) ->
 
 @pytest.mark.parametrize("name", LOSSES.names)
 def test_importance_weights_carry_no_gradient(name: str) -> None:
-    """At equal policies every loss has the policy gradient -A grad log pi; a weight left attached would change it. That
-    of supervised fine-tuning has an advantage of 1 always."""
+    """At equal policies every loss has the gradient -A grad log pi, which an attached weight would change. The
+    advantage of supervised fine-tuning is always 1."""
     new = torch.full((1, 3), -1.0, dtype=torch.float64, requires_grad=True)
     whole = torch.ones((1, 3), dtype=torch.bool)
     same = new.detach()
@@ -282,7 +281,7 @@ def test_importance_weights_carry_no_gradient(name: str) -> None:
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("stored", [-95.0, -np.inf, -40.0])
 def test_an_extreme_stored_logprob_does_not_overflow_the_gradient(name: str, advantage: float, stored: float) -> None:
-    """Float32 ends at e^89; infinity times the gradient of 0 that clipping leaves is no number."""
+    """Float32 overflows at e^89, and infinity times the zero gradient of clipping is NaN."""
     new = torch.full((1, 4), -1.0, requires_grad=True)
     behaviour = torch.tensor([[-1.0, stored, -1.0, -1.0]])
     whole = torch.ones((1, 4), dtype=torch.bool)
@@ -301,7 +300,7 @@ def test_an_extreme_stored_logprob_does_not_overflow_the_gradient(name: str, adv
 
 @pytest.mark.parametrize(("name", "ratio_of"), CASES)
 def test_clipped_flags_match_the_formulas(name: str, ratio_of: str) -> None:
-    """Where one weight or surrogate is on the other side of its bound; the ratio is the one that was compared."""
+    """A token counts as clipped if its weight or surrogate is beyond the bound."""
     loss = loss_of(name, ratio_of)
     for seed in range(20):
         tokens = drawn(seed)
@@ -316,11 +315,11 @@ def test_clipped_flags_match_the_formulas(name: str, ratio_of: str) -> None:
 
 
 def cut(name: str, t: AgentArgs, s: Any) -> list[tuple[bool, float]]:
-    """Of each token, whether it is cut, and the ratio that decides it."""
+    """Return for each token whether it is clipped, and the ratio that is compared."""
     tokens = range(len(t.new))
 
     def beyond(r: float, low: float, high: float) -> bool:
-        """Whether PPO's surrogate is the clipped one."""
+        """Return whether the surrogate of PPO is clipped."""
         return r > 1 + high if t.a > 0 else r < 1 - low
 
     now = [math.exp(t.now[j] - t.sampled[j]) for j in tokens]
@@ -359,7 +358,8 @@ def cut(name: str, t: AgentArgs, s: Any) -> list[tuple[bool, float]]:
 
 
 def at(ratio: float, advantage: float) -> Tokens:
-    """One token whose probability is now, and was before the step, `ratio` times that under which it was sampled."""
+    """Return one token whose current and old probability are `ratio` times the probability under which it was
+    sampled."""
     new = torch.full((1, 1), math.log(ratio), dtype=torch.float64)
     whole = torch.ones((1, 1), dtype=torch.bool)
     return Tokens(
@@ -375,7 +375,7 @@ def test_clip_range_contains_one(name: str, ratio_of: str) -> None:
 
 
 def test_a_ratio_equal_to_the_bound_is_not_clipped() -> None:
-    """A ratio of e, whose logarithm is exact."""
+    """The ratio is e, whose logarithm is exact."""
     e = float(torch.tensor(1.0, dtype=torch.float64).exp())
     for loss in (
         entry(LOSSES, "sequence_mis", sequence_cap=e, clip_high=9.0),

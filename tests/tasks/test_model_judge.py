@@ -1,5 +1,4 @@
-"""A model that is served elsewhere as a reward: what it is asked, what counts as a score, and what happens when it
-fails. The server is a real one, with replies that a test prepares."""
+"""A model served elsewhere as a reward: requests, scores and failures. A real HTTP server returns prepared replies."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ QUESTION = "Is {response} the answer to {prompt}?"
 
 
 class Server:
-    """Serves chat completions. replies: of the calls in their order, each a text or an HTTP status; the last one is
-    given again and again."""
+    """Serves chat completions. replies: for the calls in order, a text or an HTTP status; the last one is repeated."""
 
     def __init__(self) -> None:
         self.replies: list[str | int] = ["1"]
@@ -174,7 +172,7 @@ def test_settings_that_cannot_give_a_score_are_rejected(settings: dict[str, Any]
 
 
 def test_a_judge_failure_in_a_run_is_an_error_of_its_response(server: Server, tmp_path: Path) -> None:
-    """In the process that scores a run's responses, with the page's example."""
+    """In the scoring process of a run, with the example of the docs."""
     page = Path("docs/extending.md").read_text().split("## A judge model as a reward\n")[1]
     code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     (tmp_path / "mine.py").write_text(code.replace("http://127.0.0.1:8000/v1", server.url))

@@ -1,4 +1,4 @@
-"""Advantages, losses and packing against slow, simple versions of them."""
+"""Advantages, losses and packing against naive implementations."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_advantages_match_a_naive_implementation(name: str) -> None:
 
 @pytest.mark.parametrize("name", ADVANTAGES.names)
 def test_advantages_of_nearly_equal_rewards_match_a_naive_implementation(name: str) -> None:
-    """Their deviation is as small as what is added to it, so that nothing is divided by almost 0."""
+    """Their standard deviation is as small as the epsilon added to it."""
     rewards, valid = np.array([[1e-6, -1e-6, 0.0], [3e-6, -1e-6, 1e-6]]), np.ones((2, 3), bool)
     expected = naive_advantages(name, rewards.tolist(), valid.tolist())
     np.testing.assert_allclose(advantages(name, rewards, valid), expected, rtol=1e-6, atol=1e-15)
@@ -101,7 +101,7 @@ def test_estimators_without_group_comparison_accept_groups_of_one() -> None:
 
 
 def rows(count: int) -> list[Row]:
-    """Rows drawn anew, the same for a count whatever ran before."""
+    """Return random rows, the same ones for a count in every test."""
     rng = np.random.default_rng(count)
 
     def one(i: int) -> Row:
@@ -119,7 +119,7 @@ def rows(count: int) -> list[Row]:
 
 
 def groups(members: list[Row], size: int) -> list[Row]:
-    """The rows as groups with one prompt each."""
+    """Assign the rows to groups of this size with one prompt each."""
     return [replace(row, prompt=members[i - i % size].prompt) for i, row in enumerate(members)]
 
 
@@ -164,7 +164,7 @@ def test_rows_without_sampled_tokens_do_not_change_the_mean(name: str) -> None:
 
 
 def test_empty_responses_train_like_rows_without_a_gradient(tiny_model: Any) -> None:
-    """They raised an IndexError where a micro-batch had no others."""
+    """A micro-batch with empty responses only raised an IndexError."""
     empty = [
         replace(row, response=row.response[:0], behaviour=row.behaviour[:0], sampled=row.sampled[:0]) for row in rows(2)
     ]
@@ -177,7 +177,7 @@ def test_empty_responses_train_like_rows_without_a_gradient(tiny_model: Any) -> 
 
 @pytest.mark.parametrize("name", LOSSES.names)
 def test_tokens_with_a_non_finite_stored_logprob_are_dropped_and_counted(tiny_model: Any, name: str) -> None:
-    """It trains as if an environment had given it, whichever the loss."""
+    """Such a token trains like an env token, for every loss."""
     data = groups(rows(6), 2)
     knobs = {"loss": entry(LOSSES, name), "aggregation": "constant_length"}
     sampled, behaviour = data[1].sampled.copy(), data[1].behaviour.copy()
@@ -207,7 +207,7 @@ def test_dropped_tokens_count_in_the_token_mean(tiny_model: Any) -> None:
 
 
 def test_a_row_has_a_prompt() -> None:
-    """Without one its first token would be predicted from its last."""
+    """Without a prompt the first token would be predicted from the last."""
     with pytest.raises(AssertionError, match="predicted from its prompt"):
         replace(rows(1)[0], prompt=np.zeros(0, np.int32))
 
@@ -263,7 +263,7 @@ def test_a_trainer_resumed_from_a_resume_point_repeats_the_next_step(tiny_model:
 def test_a_resume_point_written_late_has_the_state_of_its_step(
     tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its thread may run as late as it likes: what it writes is a copy that no step changes."""
+    """The writer thread may be late: it writes a copy that later steps do not change."""
     late: list[Callable[[], object]] = []
 
     def queued(work: Callable[[], object]) -> Future[None]:
@@ -296,7 +296,7 @@ def test_rows_without_gradient_count_in_the_denominator(tiny_model: Any) -> None
 
 
 def test_a_step_without_fresh_rows_has_no_mismatch_metrics(tiny_model: Any) -> None:
-    """Stored logprobs can be compared only where the weights are those that sampled: 0 would claim that they agree."""
+    """Stored logprobs are comparable only under the weights that sampled them; a value of 0 would claim agreement."""
     fresh = [replace(row, staleness=0) for row in rows(3)]
     names = {"mismatch_mean", "mismatch_max", "kl_rollout"}
     assert "kl_reference" not in trainer(tiny_model).step(0, fresh)
@@ -366,8 +366,8 @@ def test_later_epochs_use_the_proximal_policy_of_the_first(tiny_model: Any) -> N
 
 @pytest.mark.parametrize("name", ["ppo_clip", "decoupled_ppo"])
 def test_a_step_of_one_update_reuses_its_forward_pass(tiny_model: Any, name: str) -> None:
-    """The pass that trains a row is one before the step: it gives the proximal policy, and what the stored logprobs are
-    compared with. The step is the same as with a pass of its own."""
+    """The forward pass of the update also gives the proximal policy and the logprobs compared with the stored ones. The
+    result equals that of separate passes."""
     data = [replace(row, advantage=0.0) if i in (2, 5) else row for i, row in enumerate(rows(8))]
     one, other = (trainer(tiny_model, loss=entry(LOSSES, name), measured_rows=0) for _ in range(2))
     computed: list[int] = []

@@ -1,5 +1,4 @@
-"""What is added to every loss, a penalty on the distance to a reference model and a bonus on entropy, against slow
-versions of it."""
+"""Terms added to every loss (a KL penalty and an entropy bonus) against slow implementations."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ def test_kl_penalty_in_the_loss_is_added_per_token(estimator: str) -> None:
 @pytest.mark.parametrize("name", ["ppo_clip", "decoupled_ppo"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_kl_penalty_in_the_reward_is_charged_to_the_token_and_those_before_it(estimator: str, name: str) -> None:
-    """By the token itself and all sampled before it; the policy it is of is the loss's old one, so without gradient."""
+    """The penalty is computed under the old policy of the loss and has no gradient."""
     tokens = drawn(3)
     reference = reference_of(tokens, 4)
     kl = KlConfig(coefficient=0.3, estimator=estimator, place="reward")
@@ -83,8 +82,7 @@ def test_kl_penalty_in_the_reward_is_charged_to_the_token_and_those_before_it(es
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_extreme_kl_estimates_have_gradients_toward_the_reference(estimator: str) -> None:
-    """Towards the reference from wherever the policy is above it; far below it, where a token is hardly ever sampled,
-    k3 is cut, since it grows without limit."""
+    """The k3 estimator grows without limit far below the reference and is truncated there."""
     logprobs = torch.tensor([[-1.0, -200.0, -1.0]], requires_grad=True)
     result = penalty(estimator, logprobs, torch.tensor([[-200.0, -1.0, -1e9]]))
     assert result.isfinite().all()
@@ -96,13 +94,13 @@ def test_extreme_kl_estimates_have_gradients_toward_the_reference(estimator: str
 
 
 def test_kl_estimate_far_below_the_reference_is_at_most_ten() -> None:
-    """One token at -18 nats was a penalty of 3e6, and a batch's loss with it; verl, ROLL and slime cut at 10 too."""
+    """One token at -18 nats gave a penalty of 3e6; verl, ROLL and slime also limit it to 10."""
     result = penalty("k3", torch.tensor([[-18.0, -3.0, -30.0]]), torch.tensor([[-0.5, -1.0, -2.0]]))
     assert result.tolist() == [[10.0, pytest.approx(math.exp(2) - 3), 10.0]]
 
 
 def test_a_square_penalty_bounds_an_extreme_policy() -> None:
-    """With tau = .1 and an advantage of -3.75 it comes to rest at 37 nats."""
+    """With tau = 0.1 and an advantage of -3.75 the policy stops at 37 nats."""
     logprobs = torch.tensor([[-30.0, -36.0, -40.0]], requires_grad=True)
     zeros = torch.zeros(1, 3)
     tokens = Tokens(
@@ -175,7 +173,7 @@ def test_tokens_with_a_non_finite_stored_logprob_become_unsampled() -> None:
 
 
 class Nothing(Loss):
-    """A loss of 0 everywhere."""
+    """A loss that is 0 everywhere."""
 
     needs_proximal = False
 
@@ -184,7 +182,7 @@ class Nothing(Loss):
 
 
 def additions(tiny_model: Path, data: Any, **changes: Any) -> Any:
-    """A trainer after a step whose loss is 0, so that its gradient is what is added."""
+    """Return a trainer after a step with a loss of 0, so that its gradient is that of the added terms."""
     one = trainer(tiny_model, microbatch_tokens=40, **changes)
     one.objective = replace(one.objective, loss=Nothing())
     one.step(0, data)
@@ -192,8 +190,8 @@ def additions(tiny_model: Path, data: Any, **changes: Any) -> Any:
 
 
 def by_hand(model: Any, data: Any, value: Any) -> torch.Tensor:
-    """The gradient of the mean of `value` over all sampled tokens, each from a forward pass of its own. value: of a
-    token's log-probabilities over the vocabulary and its id."""
+    """Return the gradient of the mean of `value` over all sampled tokens, with one forward pass per token. value:
+    function of the log-probabilities over the vocabulary and the token id."""
     count = sum(row.num_sampled for row in data)
     model.zero_grad()
     for row in data:
@@ -227,7 +225,7 @@ def test_batch_entropy_matches_the_distributions_at_the_temperature(tiny_model: 
 
 @pytest.mark.parametrize("reference", ["base", "other"])
 def test_kl_penalty_gradient_matches_per_token_passes(reference: str, tiny_model: Path, tmp_path: Path) -> None:
-    """Of a policy that has moved from its reference: the base weights, or those of a checkpoint."""
+    """The policy differs from its reference: the base weights or a checkpoint."""
     data = rows_of_many_turns()
     other = trainer(tiny_model, seed=3)
     other.step(0, data)
@@ -257,7 +255,7 @@ def test_kl_penalty_gradient_matches_per_token_passes(reference: str, tiny_model
 
 
 class Records(Nothing):
-    """Keeps what it is given."""
+    """A loss that records its arguments."""
 
     def __init__(self) -> None:
         self.seen: list[Tokens] = []
@@ -290,8 +288,8 @@ def test_env_tokens_and_padding_pay_no_penalty(budget: int, tiny_model: Path) ->
 def test_the_distillation_advantage_is_the_teacher_logprob_minus_the_student_logprob(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Added to that of the reward; the teacher's from plain passes over each row alone, so that logprobs of the token
-    before or after would be found."""
+    """The difference is added to the advantage of the reward. Teacher logprobs come from plain passes over each row,
+    which detects an offset by one token."""
     data = rows_of_many_turns()
     one = trainer(tiny_model, kl=teacher_of(tiny_model, tmp_path, 0.5), microbatch_tokens=60)
     loss = Records()
@@ -314,7 +312,7 @@ def test_the_distillation_advantage_is_the_teacher_logprob_minus_the_student_log
 
 
 def test_distillation_from_the_policy_itself_changes_nothing(tiny_model: Path) -> None:
-    """Not even by rounding: both logprobs are of the same pass."""
+    """Not even by rounding: both logprobs come from the same pass."""
     data = [replace(r, advantage=0.0) for r in rows(6)]
     kl = KlConfig(coefficient=1.0, estimator="k1", place="advantage", reference=str(tiny_model))
     one = trainer(tiny_model, kl=kl, loss=DecoupledPpo())
@@ -325,7 +323,7 @@ def test_distillation_from_the_policy_itself_changes_nothing(tiny_model: Path) -
 
 
 def test_distillation_lowers_the_distance_to_a_teacher(tiny_model: Path, tmp_path: Path) -> None:
-    """On tokens that the student samples anew before each step, without a reward."""
+    """The student samples new responses before each step; there is no reward."""
     kl = teacher_of(tiny_model, tmp_path, 1.0)
     one = trainer(tiny_model, kl=kl, loss=DecoupledPpo(), learning_rate=3e-3)
     distances = []
@@ -336,13 +334,13 @@ def test_distillation_lowers_the_distance_to_a_teacher(tiny_model: Path, tmp_pat
 
 
 def teacher_of(tiny_model: Path, folder: Path, coefficient: float) -> KlConfig:
-    """Distillation from a model that has gone far from the tiny one."""
+    """Return settings for distillation from a model that differs much from the tiny one."""
     reference = moved_model(tiny_model, folder)
     return KlConfig(coefficient=coefficient, estimator="k1", place="advantage", reference=reference)
 
 
 def moved_model(tiny_model: Path, folder: Path) -> str:
-    """The folder of a model that has gone far from the tiny one."""
+    """Return the folder of a model that differs much from the tiny one."""
     other = trainer(tiny_model, seed=3, learning_rate=1e-2)
     for step in range(4):
         other.step(step, rows_of_many_turns())
@@ -352,7 +350,7 @@ def moved_model(tiny_model: Path, folder: Path) -> str:
 
 
 def sampled_rows(model: Any, count: int, length: int, seed: int) -> list[Row]:
-    """Responses of a model to one prompt, with its logprobs, all of advantage 0."""
+    """Return responses of a model to one prompt, with its logprobs and advantage 0."""
     generator = torch.Generator().manual_seed(seed)
     ids, chosen = torch.full((count, 2), 5), list[torch.Tensor]()
     with torch.no_grad():
@@ -385,7 +383,7 @@ def test_a_policy_equal_to_its_reference_pays_no_penalty(tiny_model: Path) -> No
 
 @pytest.mark.parametrize("difference", ["swapped tokens", "fewer rows"])
 def test_a_reference_with_another_vocabulary_is_rejected(difference: str, tiny_model: Path, tmp_path: Path) -> None:
-    """Vocabularies of one size, too: what counts is which token has which id. More rows than tokens do no harm."""
+    """Also if the sizes are equal: token ids must have the same meaning. Unused embedding rows are accepted."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig.from_pretrained(tiny_model)

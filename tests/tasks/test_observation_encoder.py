@@ -1,4 +1,5 @@
-"""From an agent's request to token ids and back: what it is told is stored, and what it says is given exactly."""
+"""From the request of an agent to token ids and back: messages are encoded exactly, and replies are the stored
+tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ TOOLS = json.dumps([{"type": "function", "function": {"name": "add"}}])
 
 @given(kinds=st.lists(st.sampled_from("sg"), min_size=1, max_size=8), data=st.data())
 def test_an_agent_receives_the_stored_ids_and_logprobs_bit_for_bit(kinds: list[str], data: st.DataObject) -> None:
-    """Turns of several segments, of several versions and instances, after given tokens or right after the prompt."""
+    """For turns of several segments, versions and instances, after env tokens or directly after the prompt."""
     floats = st.floats(-50, 0, width=32)
     spans: list[Span] = []
     for version, kind in enumerate([*kinds, "s"]):
@@ -156,7 +157,8 @@ def said(t: Trajectory, directions: TurnParams, *messages: Message) -> Observati
 
 
 def after_two_turns(found: TokenizedPrompts) -> Trajectory:
-    """A prompt "one", a turn of two tokens, "two" as the bridge says it, a turn of three."""
+    """Return a trajectory with the prompt "one", a turn of two tokens, the bridge of "two", and a turn of three
+    tokens."""
     prompt = found.encode(task(Message("user", "one")))
     t = Trajectory(id=TrajectoryId(0), group=GroupId(0), prompt_tokens=np.asarray(prompt, np.int32))
     for ids in ([40, 41], [50, 51, 52]):
@@ -219,7 +221,7 @@ def test_messages_rejected_by_the_template_are_an_error_of_their_episode(tmp_pat
 
 
 def test_an_empty_conversation_is_an_error_of_its_episode(tmp_path: Path) -> None:
-    """A model has nothing to go on from."""
+    """A model cannot continue an empty context."""
     result = prompts(tmp_path, chat=False)
     t = after_two_turns(result)
     given = answers(result).encode(t, said(t, TurnParams(after_turn=0), Message("user", "")), 1000)

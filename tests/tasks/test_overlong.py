@@ -1,4 +1,4 @@
-"""The penalty on responses close to the limit: in the advantage, not in the stored reward."""
+"""The penalty on responses close to the length limit changes the advantage and not the stored reward."""
 
 from __future__ import annotations
 

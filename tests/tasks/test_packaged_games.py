@@ -1,4 +1,4 @@
-"""Environments that packages bring: each plays a real game; what is no text or not there is one line."""
+"""Environments of other packages: each runs a real game; unsuitable ones give a one-line error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def settings(source: str, **options: Any) -> EpisodeSettings:
 def played(
     made: EpisodeSettings, turns: Sequence[str], *, repeatable: bool = True
 ) -> tuple[Task, list[HostedStepResult]]:
-    """A task, and the answers to these turns; played again on another host, where the environment can be set back."""
+    """Return a task and the results of these turns; repeatable environments are also replayed on another host."""
     task = made.source.build().task(0)
 
     async def work() -> list[HostedStepResult]:
@@ -94,7 +94,7 @@ def test_a_game_of_textarena() -> None:
     ("game", "turns"), [("Countdown", ["[zq]", "[0 1 +]"]), ("Slitherlink", ["[zq]"]), ("2048", ["[zq]", "[up]"])]
 )
 def test_textarena_observations_do_not_repeat_the_action(game: str, turns: list[str]) -> None:
-    """The first two have the fields of what they repeat in another order."""
+    """The first two games have the fields of the repeated action in another order."""
     pytest.importorskip("textarena")
     _, answers = played(settings(f"textarena:{game}-v0"), turns)
     messages = [message.content for answer in answers for message in answer.messages]

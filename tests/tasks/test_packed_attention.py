@@ -1,4 +1,4 @@
-"""Rows without padding: the numbers of padded ones, or the model gets padded ones."""
+"""Packed rows have the logprobs of padded rows, or the model gets padded rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model(kind: str, config: str, **changes: Any) -> Any:
 
 
 def computed(found: Any, *, packed: bool) -> list[torch.Tensor]:
-    """Logprobs and gradients of a ragged batch."""
+    """Return logprobs and gradients of a ragged batch."""
     under = LogprobModel(model=found, device="cpu", half=False, temperature=1.0, token_budget=10_000)
     if not packed:
         object.__setattr__(under, "padded_because", "of the test")
@@ -78,7 +78,8 @@ def test_common_models_use_packed_rows(kind: str) -> None:
 
 @pytest.mark.parametrize("family", ["mistral", "ministral", "gemma3_text", "olmo3", "exaone4", "mixtral", "qwen2_moe"])
 def test_packed_rows_longer_than_a_window_match_the_attention_of_the_model(family: str, tmp_path: Path) -> None:
-    """Alone, packed, and with prompts in common. qwen2_moe has a mask of a window of 0 made, which no layer uses."""
+    """Single rows, packed rows and rows with a shared prompt. qwen2_moe creates a mask with a window of 0 that no layer
+    uses."""
     make_family_model(family, tmp_path)
     own, packed = (load_model(str(tmp_path), "float32", "cpu", attention="sdpa") for _ in range(2))
     rows = [replace(row_of(tokens), prompt=row_of(60).response[:25]) for tokens in (30, 47, 12, 21)]
@@ -129,8 +130,7 @@ CHUNKED: dict[str, Any] = {
 @pytest.mark.parametrize("no_rope_layers", [[1, 1], [0, 1]])
 @pytest.mark.parametrize("tokens", [0, 1000])
 def test_a_model_with_chunked_layers_gets_padded_rows_of_any_length(no_rope_layers: list[int], tokens: int) -> None:
-    """Its rows were packed without a mask of chunks, since rows of a few tokens showed no difference: beyond a chunk
-    logprobs were off by 1.1 nats."""
+    """Packed without the chunk mask, logprobs beyond a chunk were off by 1.1 nats; short rows showed no difference."""
     result = model("Llama4ForCausalLM", "Llama4TextConfig", **CHUNKED, no_rope_layers=no_rope_layers)
     before = result.config._attn_implementation
     assert why_padded(result, "cpu", tokens) == "layers attend to no more than 20 tokens"
@@ -144,7 +144,7 @@ def test_a_model_with_chunked_layers_gets_padded_rows_of_any_length(no_rope_laye
 
 
 class GrowingScale(torch.nn.Module):
-    """Scales what it is given by its place in the sequence, from token 100 on, as some models do with queries."""
+    """Scales its input by position from token 100 on, as some models scale queries."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden * (1 + torch.arange(hidden.shape[1])[:, None] // 100)
@@ -181,7 +181,7 @@ def test_layers_of_different_settings_are_different_kinds() -> None:
 
 
 def test_an_inconsistent_attention_mask_raises() -> None:
-    """It is an error of ours, not a wrong logprob."""
+    """It is an internal error and must not give wrong logprobs."""
     result = model("LlamaForCausalLM", "LlamaConfig")
     assert not why_padded(result, "cpu", 90)
     ids, mask = torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
@@ -200,7 +200,7 @@ LONGROPE: dict[str, Any] = {
 
 
 def test_the_context_ends_where_longrope_depends_on_the_microbatch(tmp_path: Path) -> None:
-    """Phi-3's long form: packed or padded, a row was off by .4 nats beside one longer than the limit."""
+    """With the long form of Phi-3, a row was off by 0.4 nats beside a row longer than the limit."""
     result = model("Phi3ForCausalLM", "Phi3Config", **LONGROPE)
     result.save_pretrained(tmp_path)
     context = read_context(tmp_path, "of the test")
@@ -242,7 +242,7 @@ def test_longest_row_is_the_length_where_rope_depends_on_the_microbatch(
 
 
 def row_of(tokens: int) -> Row:
-    """A row of so many tokens, five of them its prompt."""
+    """Return a row of this many tokens, five of them prompt."""
     ids = np.random.default_rng(tokens).integers(1, 32, tokens).astype(np.int32)
     count = tokens - 5
     return Row(

@@ -1,4 +1,4 @@
-"""Parameter servers as plain objects, in virtual time: versions from host to host, whatever the sources do."""
+"""Parameter servers without a cluster, in virtual time: transfers between hosts with every kind of source failure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PIECE = 7
 
 
 class RealHost(ParameterHost):
-    """A host with a folder of its own."""
+    """A host with its own weight folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = WeightFolder(folder)
@@ -46,7 +46,7 @@ class RealHost(ParameterHost):
 
 
 class PlayedHost(ParameterHost):
-    """A host of a world, as tests of the runtime have them."""
+    """A host of a scripted world, as in the tests of the runtime."""
 
     def __init__(self, world: World, name: str) -> None:
         self._here = world.weights.setdefault(name, set())
@@ -78,7 +78,7 @@ def data_of(size: int) -> bytes:
 
 
 class Host:
-    """A host's parameter server, as others call it. fault: how its `read_piece` goes wrong, given what it would do."""
+    """The parameter server of a host, as seen by other hosts. fault: replaces its `read_piece`, given the real one."""
 
     def __init__(self, folder: Path, data: bytes | None = None) -> None:
         self.folder = WeightFolder(folder)
@@ -106,7 +106,7 @@ class Host:
             self.at_once -= 1
 
     async def fetch(self, num_bytes: int, *sources: Host) -> bytes:
-        """Ask until the version is here, as the driver does."""
+        """Call `ensure` until the version is on this host, as the driver does."""
         named = tuple(Source(f"parameters-{i}", source) for i, source in enumerate(sources))
         while not (fetched := await self.server.ensure(V4, num_bytes, named)).path:
             pass
@@ -117,7 +117,7 @@ class Host:
 async def test_replies_of_the_server_describe_files_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    """A version has a path once its last byte is written, and old ones are gone when that is said."""
+    """A version has a path once its last byte is written; prune returns after old versions are removed."""
     source, target = RealHost(tmp_path / "a"), RealHost(tmp_path / "b")
     source.publish(4)
     for version in (2, 3):
@@ -179,7 +179,7 @@ FAULTS: tuple[Fault, ...] = (dies, is_silent, is_torn, refuses, fails, never_has
 
 
 def after(count: int, fault: Fault) -> Fault:
-    """`fault` from the read number `count` on."""
+    """Return `fault`, applied from read number `count` on."""
 
     async def sometimes(number: int, well: Any) -> bytes | None:
         return await (fault(number, well) if number >= count else well())
@@ -206,7 +206,7 @@ async def test_concurrent_fetches_of_a_version_read_it_once(tmp_path: Path, size
 def test_a_fetch_continues_from_another_source_after_a_failure(
     tmp_path_factory: pytest.TempPathFactory, size: int, count: int, fault: Fault, again: bool
 ) -> None:
-    """What had arrived is kept: together the sources hand on each byte once, but for the pieces on their way then."""
+    """Received pieces are kept: the sources send each byte once, except pieces in transit."""
     folder = tmp_path_factory.mktemp("hosts")
 
     async def scenario() -> None:
@@ -286,7 +286,7 @@ async def test_without_a_source_a_fetch_fails_at_once(tmp_path: Path) -> None:
 
 
 async def test_the_error_of_an_abandoned_fetch_is_not_logged(tmp_path: Path) -> None:
-    """Neither one that fails nor one that is cancelled: the next call fetches again."""
+    """Neither of a failed nor of a cancelled fetch; the next call fetches again."""
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
     source, target = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b")

@@ -1,4 +1,4 @@
-"""Direct preference optimization: which responses are a pair, and the loss and gradient of pairs."""
+"""Direct preference optimization: the choice of pairs, and the loss and gradient of pairs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BETA = 0.7
 
 
 def sequence_logprob(model: Any, row: Row) -> torch.Tensor:
-    """Of the sampled tokens, by a pass over the row alone."""
+    """Return the logprob of the sampled tokens by a pass over the row alone."""
     ids = torch.from_numpy(np.concatenate([row.prompt, row.response]).astype(np.int64))
     logprobs = model(input_ids=ids[None]).logits[0, len(row.prompt) - 1 : -1].log_softmax(-1)
     own = logprobs.gather(1, ids[len(row.prompt) :, None])[:, 0]
@@ -42,7 +42,7 @@ def by_hand(policy: Any, reference: Any, pairs: list[tuple[Row, Row]]) -> torch.
 
 
 def test_a_pair_is_the_best_and_the_worst_response_to_a_prompt() -> None:
-    """Not of a prompt whose responses are equal, nor one whose reward failed."""
+    """No pair if all responses have equal rewards, and none with a failed reward."""
     group = groups(rows(12), 4)
     advantages = (0.1, -0.5, 2.0, 9.0, 0.0, 0.0, 0.0, 0.0, -1.0, -2.0, -1.0, -2.0)
     data = [replace(row, advantage=a, trained=a != 9.0) for row, a in zip(group, advantages, strict=True)]
@@ -63,7 +63,7 @@ def test_a_minibatch_has_whole_pairs() -> None:
 def test_dpo_loss_and_gradient_match_a_naive_implementation(
     budget: int, turns: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Far from the reference, where a wrong weight of a pair would show."""
+    """Far from the reference, where a wrong weight would show."""
     data = groups(rows(8), 2) if turns == "one" else groups(rows_of_many_turns()[:4], 2)
     data = [replace(row, advantage=float(i % 2)) for i, row in enumerate(data)]
     reference = moved_model(tiny_model, tmp_path)
@@ -78,7 +78,7 @@ def test_dpo_loss_and_gradient_match_a_naive_implementation(
 
 
 def test_each_update_weighs_its_pairs_by_the_current_weights(tiny_model: Path) -> None:
-    """Of one pair, trained twice in a step: as in two steps."""
+    """One pair trained twice in a step gives the result of two steps."""
     data = [replace(row, advantage=float(i)) for i, row in enumerate(groups(rows(2), 2))]
     whole = trainer(tiny_model, loss=Dpo(beta=BETA), epochs=2, learning_rate=1e-2)
     parts = trainer(tiny_model, loss=Dpo(beta=BETA), learning_rate=1e-2)

@@ -1,4 +1,4 @@
-"""Prompts as token ids: texts and messages, a system prompt, templates, and what cannot be rendered."""
+"""Prompts as token ids: texts, messages, system prompts, templates and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEMPLATE = """{% for m in messages %}{% if m.role == "odd" %}{{ raise_exception(
 
 @pytest.fixture
 def templated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives every tokenizer a chat template."""
+    """Give every tokenizer a chat template."""
 
     def load(model: str) -> ChatTokenizer:
         texts = load_chat_tokenizer(model)
@@ -126,7 +126,7 @@ def test_system_prompt_and_columns_change_the_source_fingerprint(job: Path, tmp_
 
 
 def test_a_task_has_the_row_of_its_dataset(job: Path) -> None:
-    """Row 2 repeats the held-out row, so it is left out; with `longest`, row 1 is replaced."""
+    """Row 2 repeats the held-out row and is excluded; with a length limit, row 1 is replaced."""
     rows = ["1+2", "1+2+3+4", "0", "5+6"]
     prompts = prompts_of(job, rows)
     assert [task.row for task in prompts.tasks(range(4))] == [0, 1, 3, 0]

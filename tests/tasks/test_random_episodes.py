@@ -1,4 +1,4 @@
-"""Random episodes on each engine: tokens bit-equal from engine to server, masks, prefixes and versions right."""
+"""Random episodes on each engine: tokens, masks, prefixes and versions are equal in engine and server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MANY, FEW = 1000, 20
 
 
 def random_episodes(subject: Subject, least: int) -> Counter[str]:
-    """Play plans until there were so many episodes. Returns what happened in them."""
+    """Run random plans until there were this many episodes. Returns counts of what happened."""
     counts: Counter[str] = Counter()
 
     @settings(max_examples=least // 2, database=None)
@@ -42,7 +42,7 @@ def random_episodes(subject: Subject, least: int) -> Counter[str]:
 
 
 def check_variety(counts: Counter[str]) -> None:
-    """Have everything happened, and often."""
+    """Check that everything of interest happened often."""
     for what in (
         "interrupts", "migrations", "pulls within turns", "pulls between turns", "deliveries within turns", "restarts",
         "aborts", "answers of no tokens",
@@ -53,7 +53,7 @@ def check_variety(counts: Counter[str]) -> None:
 
 
 def wait_until(what: str, come: Callable[[], bool]) -> None:
-    """What was aborted is freed with the next step."""
+    """Wait for a condition; aborted requests are freed at the next step."""
     deadline = time.monotonic() + 10
     while not come():
         assert time.monotonic() < deadline, what
@@ -98,7 +98,7 @@ def emulated(tmp_path: Path) -> Iterator[Subject]:
 
 
 class TwoModels:
-    """Two sets of weights of one model: those of even versions and those of odd ones."""
+    """Two sets of weights of one model, for even and for odd versions."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         odd, _ = test_engine_transformers.changed_weights(model, folder)
@@ -115,7 +115,7 @@ class TwoModels:
         return self._files[version % 2]
 
     def logprobs(self, tokens: list[int], first: int, versions: list[int]) -> list[float]:
-        """Of tokens[first:], each under its version, by a forward pass over all of them."""
+        """Return the logprobs of tokens[first:], each under its version, by full forward passes."""
         tables = {}
         for odd in {version % 2 for version in versions}:
             with torch.no_grad():
@@ -125,7 +125,8 @@ class TwoModels:
 
 
 def reused(make: Callable[[int], Engine], models: TwoModels) -> Callable[[int], Engine]:
-    """Engines that take long to make, for one plan after the other: each begins with version 0 and nothing kept."""
+    """Return a factory that reuses slow-starting engines for successive plans; each plan starts at version 0 with an
+    empty cache."""
     values: dict[int, Engine] = {}
 
     def engine(number: int) -> Engine:

@@ -1,4 +1,4 @@
-"""Random episodes on vLLM. Runs where vllm is installed (`make test-vllm`; the slow test: `make nightly-vllm`)."""
+"""Random episodes on vLLM. Runs where vllm is installed (`make test-vllm`; slow test: `make nightly-vllm`)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.tasks.test_engine_vllm import settings
 
 
 class Manager(BaseManager):
-    """A process that serves an engine to all threads of this one."""
+    """Manager of a process that serves an engine to all threads of this one."""
 
 
 Manager.register("engine", VllmEngine)
 
 
 class VllmElsewhere:
-    """A vLLM engine in a process of its own, as in a run: two in one process crash it."""
+    """A vLLM engine in a separate process: two in one process crash."""
 
     def __init__(self, chosen: VllmSettings, instance: InstanceId) -> None:
         self._manager = Manager(ctx=multiprocessing.get_context("spawn"))

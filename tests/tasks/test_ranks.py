@@ -1,4 +1,4 @@
-"""Several processes that train one model: how many there are changes nothing but rounding."""
+"""Training with several ranks gives the result of one rank up to rounding."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ def test_every_row_is_in_one_part_within_the_budget(lengths: list[int], ranks: i
 
 @given(lengths=LENGTHS, ranks=st.integers(2, 5), budget=st.integers(1, 200))
 def test_parts_of_the_ranks_take_about_equal_time(lengths: list[int], ranks: int, budget: int) -> None:
-    """All have as many rows, but for one, and of neighbouring lengths: where one has a row more, that is the only
-    reason for more tokens than the spread of the lengths."""
+    """Parts of a batch have equal numbers of rows, except one, and neighbouring lengths."""
     for batch in split_microbatches(lengths, ranks, budget):
         rows = [[lengths[i] for i in part] for part in batch]
         everything = sorted(n for part in rows for n in part)
@@ -73,7 +72,7 @@ def test_parts_of_the_ranks_take_about_equal_time(lengths: list[int], ranks: int
 
 @given(lengths=st.lists(st.integers(1, 20), max_size=7), ranks=st.integers(1, 3), budget=st.integers(1, 60))
 def test_the_split_of_sorted_rows_is_optimal(lengths: list[int], ranks: int, budget: int) -> None:
-    """Compared with all of them."""
+    """Compared with all possible splits."""
     ordered, overhead = sorted(lengths), 7
 
     def price(part: list[int]) -> int | None:
@@ -99,7 +98,7 @@ def test_the_split_of_sorted_rows_is_optimal(lengths: list[int], ranks: int, bud
 
 @dataclass(frozen=True)
 class Training:
-    """A job of several steps, and the rows of each."""
+    """A job of several steps and the rows of each step."""
 
     settings: TrainerSettings
     batches: tuple[tuple[Row, ...], ...]
@@ -107,7 +106,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Trained:
-    """Each step's metrics, and the weights at the end as the leading rank publishes them."""
+    """The metrics of each step and the final weights as published by the leading rank."""
 
     metrics: list[dict[str, float]]
     weights: dict[str, Any]
@@ -115,7 +114,7 @@ class Trained:
 
 
 def ragged(count: int, rng: np.random.Generator) -> tuple[Row, ...]:
-    """Rows of one to thirty tokens: some without advantage, some with given tokens, some stale."""
+    """Return rows of 1 to 30 tokens: some without advantage, some with env tokens, some stale."""
 
     def one(i: int) -> Row:
         length = int(rng.integers(1, 24)) if i % 5 else 1
@@ -132,7 +131,7 @@ def ragged(count: int, rng: np.random.Generator) -> tuple[Row, ...]:
 
 
 def training(model: Path, sizes: Sequence[int], loss: str, aggregation: str, **changes: Any) -> Training:
-    """sizes: rows of each step."""
+    """Return a job. sizes: number of rows of each step."""
     rng = np.random.default_rng(7)
     config = TrainingConfig(
         microbatch_tokens=64,
@@ -148,8 +147,7 @@ def training(model: Path, sizes: Sequence[int], loss: str, aggregation: str, **c
 
 
 def train(rank: Rank, job: Training, begin: str = "", point: str = "") -> Trained:
-    """Train a job's steps. begin, point: resume points to read before and to write after; empty for none. Training goes
-    on while the point is written."""
+    """Train the steps of a job. begin, point: resume points to load before and to write after; empty for none."""
     torch.set_num_threads(1)
     trainer = PolicyTrainer(job.settings, rank)
     if begin:
@@ -184,7 +182,7 @@ def check_same(one: Trained, other: Trained) -> None:
 
 
 def test_two_ranks_train_as_one_rank(tiny_model: Path) -> None:
-    """The fourth step has a single row, of which one rank has none."""
+    """The fourth step has one row, so one rank has none."""
     job = training(tiny_model, (11, 8, 2, 1, 9), "decoupled_ppo", "token_mean")
     lead, other = in_group(2, train, job)
     check_same(lead, train(ALONE, job))
@@ -215,14 +213,15 @@ def test_any_number_of_ranks_trains_alike_for_every_loss_and_aggregation(
 
 
 def goes_on(model: Path) -> tuple[Training, Training, Training]:
-    """A job of four steps, and its first and last two. The second part begins with other weights and another order."""
+    """Return a job of four steps, its first two and its last two steps. The last part starts with other weights and
+    another order."""
     whole = training(model, (9, 7, 8, 5), "ppo_clip", "sequence_mean")
     first, last = replace(whole, batches=whole.batches[:2]), replace(whole, batches=whole.batches[2:])
     return whole, first, replace(last, settings=replace(last.settings, seed=5))
 
 
 def test_any_number_of_ranks_may_load_a_resume_point(tiny_model: Path, tmp_path: Path) -> None:
-    """What a group of two has written, and what one process has, in turn by the other."""
+    """Resume points of two ranks are loaded by one and vice versa."""
     whole, first, last = goes_on(tiny_model)
     expected = train(ALONE, whole)
     shards, file = tmp_path / "v00000002.shards", tmp_path / "v00000002.pt"
@@ -234,7 +233,7 @@ def test_any_number_of_ranks_may_load_a_resume_point(tiny_model: Path, tmp_path:
 
 
 def test_offloaded_weights_train_and_resume_as_others(tiny_model: Path, tmp_path: Path) -> None:
-    """One process, which is then a group of one, and two."""
+    """With one process and with two."""
     whole, first, last = goes_on(tiny_model)
     expected = train(ALONE, whole)
 
@@ -249,7 +248,7 @@ def test_offloaded_weights_train_and_resume_as_others(tiny_model: Path, tmp_path
 
 
 def seen_types(rank: Rank, job: Training) -> dict[str, Any]:
-    """The types of what a step computes with: a block's weights and what comes into it, and what it is kept in."""
+    """Return the dtypes of a training step: of the weights and inputs of a block, and of stored values."""
     torch.set_num_threads(1)
     trainer, found = PolicyTrainer(job.settings, rank), dict[str, Any]()
 
@@ -264,7 +263,7 @@ def seen_types(rank: Rank, job: Training) -> dict[str, Any]:
 
 
 def test_blocks_are_gathered_in_bfloat16_and_stored_in_float32(tiny_model: Path) -> None:
-    """What they add to is in float32, as in one process."""
+    """Residual values are in float32, as in one process."""
     job = training(tiny_model, (11,), "ppo_clip", "token_mean")
     job = replace(job, settings=replace(job.settings, dtype="bfloat16"))
     one, (several, _) = seen_types(ALONE, job), in_group(2, seen_types, job)
@@ -288,7 +287,7 @@ def test_ranks_train_in_bfloat16_as_one_process(tiny_model: Path) -> None:
 def test_a_model_is_cast_to_float32_block_by_block(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then its tensors are those of its file, of which a rank has no copy."""
+    """Until then its tensors are memory-mapped from the file."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
     whole: list[int] = []
@@ -313,7 +312,7 @@ def test_a_model_is_cast_to_float32_block_by_block(
 
 
 def saved(rank: Rank, job: Training, folder: Path) -> None:
-    """Publish weights of a group, and save them on the leading rank alone."""
+    """Publish the weights of a group and save them on the leading rank."""
     torch.set_num_threads(1)
     trainer = PolicyTrainer(job.settings, rank)
     trainer.step(0, job.batches[0] if rank.leads else ())
@@ -324,7 +323,7 @@ def saved(rank: Rank, job: Training, folder: Path) -> None:
 
 
 def test_a_checkpoint_has_the_published_weights_in_the_engine_dtype(tiny_model: Path, tmp_path: Path) -> None:
-    """And nothing is gathered for it."""
+    """No weights are gathered for the checkpoint."""
     job = training(tiny_model, (5,), "ppo_clip", "token_mean")
     in_group(2, saved, replace(job, settings=replace(job.settings, dtype="bfloat16")), tmp_path)
     published = weight_folder.read(tmp_path / "weights")
@@ -338,7 +337,7 @@ def test_a_checkpoint_has_the_published_weights_in_the_engine_dtype(tiny_model: 
 
 
 def apart(rank: Rank, job: Training, folder: Path) -> str:
-    """What the leading rank says of a resume point that each rank has written to a folder of its own."""
+    """Return the error of the leading rank for a resume point written to different folders."""
     torch.set_num_threads(1)
     trainer = PolicyTrainer(job.settings, rank)
     own = folder / f"host-{rank.number}"
@@ -354,7 +353,7 @@ def apart(rank: Rank, job: Training, folder: Path) -> str:
 
 
 def waited(rank: Rank) -> str:
-    """What becomes of a group of which the other rank is late for a sum."""
+    """Return the outcome on each rank when the other rank is late for a collective."""
     told = RankGroup(rank, collective_s=15.0)  # they have as long to find each other
     if not rank.leads:
         time.sleep(60.0)
@@ -370,7 +369,7 @@ def test_a_collective_with_a_hung_rank_times_out() -> None:
 
 
 def test_saving_fails_when_the_ranks_do_not_share_a_folder(tiny_model: Path, tmp_path: Path) -> None:
-    """Not only when somebody wants to go on from there."""
+    """The error comes when saving, and not only when resuming."""
     said, _ = in_group(2, apart, training(tiny_model, (2,), "ppo_clip", "token_mean"), tmp_path)
     assert said == (
         "1 of 2 files that the trainer's ranks have written are not there, the first is __1_0.distcp: runs_dir has to "

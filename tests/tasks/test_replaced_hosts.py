@@ -1,4 +1,5 @@
-"""An environment host that was taken for lost, goes on, and is late: the trajectory server hears its replacement."""
+"""An environment host that was replaced keeps running and replies late; the trajectory server follows its
+replacement."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ ID = TrajectoryId(0)
 
 
 class Says:
-    """Environments that give one answer, after so many seconds."""
+    """Environments that return one step result after a delay."""
 
     def __init__(self, answer: HostedStepResult, after_s: float = 0.0, *, needs_token_ids: bool = False) -> None:
         self._answer, self._after_s, self.needs_token_ids = answer, after_s, needs_token_ids
@@ -74,7 +75,7 @@ FAILED = HostedStepResult(ended=True, error="it broke")
 
 
 class Scene:
-    """A server with one trajectory, and hosts that run its env steps."""
+    """A server with one trajectory, and hosts that run its environment steps."""
 
     def __init__(self, server: TrajectoryServer) -> None:
         self.server = server
@@ -97,7 +98,7 @@ class Scene:
         assert await self.server.deliver([sampled]) == {ID: first + tokens}
 
     async def step(self, says: Says, server: Any = None) -> list[EnvStepOutcome]:
-        """What comes of the present turn's env step. server: as the host sees it, if not as it is."""
+        """Run the environment step of the current turn. server: replaces the server as seen by the host."""
         host = EnvironmentHost(says, call_s=5.0)
         await host.start_steps(
             server or self.server, (EnvStepItem(trajectory=ID, route_number=self.route_number, truncated=False),)
@@ -163,7 +164,7 @@ async def test_a_late_reply_of_a_replaced_host_changes_nothing(
 
 
 class MeanwhileSomethingElse:
-    """The server of a scene, as a host sees it that sleeps after it has asked for its episodes."""
+    """The server as seen by a host that sleeps between its calls."""
 
     def __init__(self, scene: Scene, meanwhile: Meanwhile) -> None:
         self._scene, self._meanwhile = scene, meanwhile
@@ -186,7 +187,7 @@ async def nothing(scene: Scene) -> None: ...
     [nothing, next_turn_of_equal_length, answered, answered_with_nothing, restarted_to_equal_length, rewarded],
 )
 def test_a_late_host_gives_its_agent_no_turn_of_another_host(tmp_path: Path, meanwhile: Meanwhile) -> None:
-    """It wakes between its call for the episode and that for the newest turn."""
+    """The host is delayed between its call for the episode and that for the newest turn."""
 
     async def scenario() -> None:
         config = Body(tmp_path).config("rollout.max_new_tokens=100")

@@ -1,4 +1,4 @@
-"""Drafts: what is proposed, from which texts, and what is forgotten."""
+"""The response drafter: what it proposes, from which texts, and what it evicts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def drafter(**changes: int) -> Drafter:
 
 
 def begun(one: Drafter, key: str, response: tuple[int, ...] = (), trajectory: int | None = None) -> None:
-    """A request for PROMPT that has sampled this."""
+    """Start a request for PROMPT that has sampled these tokens."""
     one.begin(key, TrajectoryId(int(key) if trajectory is None else trajectory), PROMPT, PROMPT)
     one.extend(key, response)
 
@@ -213,7 +213,7 @@ def test_indexed_tokens_are_bounded_and_running_requests_are_never_evicted(promp
 
 
 def test_a_request_may_begin_in_another_thread_during_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change of what runs within the loop over it would end the thread that decodes, and the engine with it."""
+    """A dict changed during iteration would end the decode thread and the engine."""
     one, response = drafter(max_indexed_tokens=60), PromptIndex.response
 
     def begins_one_meanwhile(texts: PromptIndex, trajectory: TrajectoryId, tokens: Sequence[int]) -> Text:
@@ -231,7 +231,7 @@ def test_a_request_may_begin_in_another_thread_during_eviction(monkeypatch: pyte
 
 
 def test_drafts_match_a_brute_force_search() -> None:
-    """Against a plain search of all texts: the longest match, the majority among its places."""
+    """The search looks for the longest match and the majority of its continuations."""
     rng = random.Random(2)
     texts = [tuple(rng.randrange(6) for _ in range(12)) for _ in range(30)]
     one = drafter()

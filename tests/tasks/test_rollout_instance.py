@@ -1,4 +1,4 @@
-"""A rollout instance and a trajectory server as plain objects, without a cluster: the course of an interrupt."""
+"""A rollout instance and a trajectory server without a cluster: interrupts, deliveries and restarts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ RUN = virtual_time.run
 
 @dataclass(frozen=True)
 class Building:
-    """Settings of an engine that is there already."""
+    """Settings that return an existing engine."""
 
     engine: Any
 
@@ -65,7 +65,7 @@ class Building:
 
 
 class Away:
-    """A server that nobody reaches."""
+    """A server that cannot be reached."""
 
     async def deliver(self, *_: object) -> None:
         raise OSError("connection closed")
@@ -80,7 +80,7 @@ def made_instance(world: World, name: str = "one", spool_s: float = 0.0) -> Virt
 
 
 async def test_a_request_of_a_branch_has_its_context_and_the_prompt_of_its_trajectory(tmp_path: Path) -> None:
-    """What an engine knows of a prompt is found by the prompt, wherever the context leaves it."""
+    """Drafts are looked up by the prompt, which the context of a branch may not contain."""
     branching = replace(branching_row().trajectory, finish=FinishReason.UNFINISHED)
     settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "store", 128)
     asked, whole = (
@@ -100,7 +100,7 @@ async def test_a_request_of_a_branch_has_its_context_and_the_prompt_of_its_traje
 
 @pytest.mark.real_time
 async def test_interrupted_tokens_are_delivered_and_continued(job: Path, tmp_path: Path) -> None:
-    """Interrupted on one instance, routed again on another: the response holds both parts, none twice, none lost."""
+    """The response has both parts without gaps or duplicates."""
     config = loading.load(job, ("rollout.max_new_tokens=100",))
     server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
     one, two = (
@@ -135,7 +135,7 @@ async def test_interrupted_tokens_are_delivered_and_continued(job: Path, tmp_pat
 
 
 def published_as(version: int, file: Path) -> PublishedWeights:
-    """What a trainer that wrote this file has published."""
+    """Return the publication of a trainer that wrote this file."""
     digest = fingerprint(weight_folder.read(file))
     return PublishedWeights(version=PolicyVersion(version), fingerprint=digest, probe=(), logprobs=(), limit=1e-3)
 
@@ -144,7 +144,7 @@ def published_as(version: int, file: Path) -> PublishedWeights:
 async def test_no_token_sampled_with_scrambled_weights_is_delivered(
     job: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Requests run to their end under them before the comparison is done, while results are asked for."""
+    """Requests finish under the wrong weights before the fingerprint comparison is done, while events are polled."""
     config = loading.load(job, ("rollout.max_new_tokens=100",))
     server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
     one = RolloutInstance(actor_settings.engine_settings(config, 0, ()), InstanceId("a"), 1, 30.0, spool_s=0.01)
@@ -181,7 +181,7 @@ async def test_no_token_sampled_with_scrambled_weights_is_delivered(
 async def test_a_trajectory_continues_under_its_version_while_that_is_served(
     job: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The instance has pulled an adapter meanwhile, under which new trajectories begin."""
+    """The instance has pulled a newer adapter, which new trajectories use."""
     overrides = ("training.lora={rank=3, alpha=6}", "rollout.on_pull=adapter")
     config = loading.load(job, overrides)
     server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
@@ -203,7 +203,7 @@ async def test_a_trajectory_continues_under_its_version_while_that_is_served(
 
 
 async def test_a_delivered_response_of_a_lost_instance_is_not_continued(tmp_path: Path) -> None:
-    """Its tokens had reached the server, the news of it had not reached the driver: the next instance tells it."""
+    """The server has the tokens but the driver was not notified: the next instance reports the end."""
     world = World(length=lambda _: 9)
     server = made_server(world, tmp_path)
     one, two = (made_instance(world, name) for name in ("one", "two"))
@@ -220,7 +220,7 @@ async def test_a_delivered_response_of_a_lost_instance_is_not_continued(tmp_path
 
 
 async def test_tokens_of_a_superseded_route_are_dropped(tmp_path: Path) -> None:
-    """It was routed anew, and both instances sample it: the server takes the tokens of the latest routing only."""
+    """Two instances sample the trajectory; the server accepts tokens of the newest route only."""
     world = World(length=lambda _: 9)
     server = made_server(world, tmp_path)
     old, new = (made_instance(world, name) for name in ("old", "new"))
@@ -234,7 +234,7 @@ async def test_tokens_of_a_superseded_route_are_dropped(tmp_path: Path) -> None:
 
 
 async def test_a_lost_instance_loses_only_tokens_since_its_last_delivery(tmp_path: Path) -> None:
-    """Another goes on from there; what the lost one had delivered is there once, with its version."""
+    """Another instance continues from there, and delivered tokens are stored once with their version."""
     world = World(length=lambda _: 90)
     server = made_server(world, tmp_path)
     lost, other = (made_instance(world, name, spool_s) for name, spool_s in (("lost", 1.0), ("other", 0.0)))
@@ -345,7 +345,7 @@ async def test_finished_responses_are_delivered_after_the_server_was_unreachable
 
 
 async def test_a_response_with_a_non_finite_logprob_fails(tmp_path: Path) -> None:
-    """Such a token has no importance ratio. What was sampled before it stays, and others are not concerned."""
+    """Such a token has no importance ratio. Earlier tokens are kept, and other requests are not affected."""
     poisoned = set[int]()
     world = World(length=lambda _: 20, not_finite=poisoned.__contains__)
     server = made_server(world, tmp_path)
@@ -369,7 +369,7 @@ async def test_a_response_with_a_non_finite_logprob_fails(tmp_path: Path) -> Non
 
 
 async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path: Path) -> None:
-    """Tokens, epochs, rewards, batches and endings, in the middle of a run whose other actors go on."""
+    """Tokens, epochs, rewards, batches and endings, during a run whose other actors continue."""
     world = World(length=lambda trajectory: 9 if trajectory < 5 else 90)
     config = Body(tmp_path).config()
     settings = actor_settings.server_settings(config, tmp_path / "store", 128)
@@ -417,7 +417,7 @@ async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path:
 
 
 class Gate:
-    """What a thread waits at until the event loop opens it: never, if the loop waits for that thread."""
+    """Blocks a thread until the event loop opens it; a deadlock if the loop waits for that thread."""
 
     def __init__(self) -> None:
         self._reached, self._opened = threading.Event(), threading.Event()
@@ -427,7 +427,7 @@ class Gate:
         assert self._opened.wait(20), "the event loop waits for a thread"
 
     async def open(self) -> None:
-        """Open it once it is waited at."""
+        """Wait until a thread is blocked, then open the gate."""
         while not self._reached.is_set():
             await asyncio.sleep(0.001)
         self._opened.set()
@@ -518,7 +518,7 @@ async def test_a_status_request_waiting_for_the_engine_blocks_no_other_call() ->
 
 
 async def test_a_restarted_server_keeps_the_spool_of_finished_groups_that_are_not_stored(tmp_path: Path) -> None:
-    """All its members have ended, and wait for the next commit."""
+    """All members have finished and wait for the next commit."""
     world = World(length=lambda _: 9)
     settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "store", 128)
     first = server_class(world)(settings, 0.0)

@@ -1,4 +1,4 @@
-"""Random streams: no two are alike, and each is reproducible."""
+"""Random streams are distinct and reproducible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from staleflow.tasks.settings.seeds import ENGINE_SEED_BITS, Stream, engine_seed
 
 
 def test_engine_seeds_are_unique() -> None:
-    """4096 instances with all their replacements, before and after a resume, and in a job of the next seed."""
+    """4096 instances with all their replacements, before and after a resume, and in a job with the next seed."""
     seeds = [engine_seed(0, i, a, starts) for starts in range(2) for a in range(4) for i in range(4096)]
     seeds += [engine_seed(1, i, 0, 0) for i in range(4096)]
     assert len(set(seeds)) == len(seeds)

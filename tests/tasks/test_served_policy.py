@@ -1,4 +1,4 @@
-"""A policy served for itself: every request is answered alone, by whoever has the key."""
+"""A served policy answers each request on its own, for any client with the key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXTS = ChatTokenizer(chat_tokenizer("smollm2"))
 
 
 class Echo:
-    """An engine that says again the last tokens of its prompt, as many as it may; it fails on prompts of 13 tokens."""
+    """An engine that repeats the last tokens of its prompt and fails on prompts of 13 tokens."""
 
     def __init__(self) -> None:
         self._done: queue.Queue[SampledTokens | Failed] = queue.Queue()
@@ -55,7 +55,7 @@ class Echo:
             return []
 
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
-        """Nothing runs."""
+        """Do nothing, since no request is running."""
 
     def close(self) -> None:
         self.closed.set()
@@ -103,8 +103,8 @@ async def test_requests_with_the_right_key_are_answered_independently() -> None:
 
 
 async def test_a_served_policy_samples_at_the_temperature_of_the_request(tiny_model: Path) -> None:
-    """Two requests at temperature 0 get the same answer, whatever else they say of sampling, and it is what the engine
-    samples greedily; what the engine cannot do is refused, and never answered with other sampling."""
+    """Two requests at temperature 0 get the greedy response regardless of other sampling parameters. Unsupported
+    parameters are rejected."""
     plan = serving_plan(str(tiny_model), ("rollout.max_new_tokens=12",))
 
     async def work() -> None:
@@ -154,7 +154,7 @@ async def test_a_served_policy_samples_at_the_temperature_of_the_request(tiny_mo
 
 
 def greedy_response(model: Path, prompt: tuple[int, ...], length: int) -> list[int]:
-    """The likeliest tokens after a prompt, one forward pass for each."""
+    """Return the likeliest tokens after a prompt, with one forward pass per token."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning before RL: its examples, and what it does to the policy."""
+"""Supervised fine-tuning before RL: its examples and its effect on the policy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ANSWERS = ("7+8=15;so15.", "so3.", "1+1=2;2-1=1;so1.")
 
 
 def job(folder: Path, model: Path, *overrides: str) -> Any:
-    """A job whose examples are the rows of a file, more than its prompts are."""
+    """A job whose examples are the rows of a file with more rows than prompts."""
     examples = [{"prompt": f"{i}+1", "answer": answer} for i, answer in enumerate(ANSWERS)]
     (folder / "examples.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in examples))
     (folder / "prompts.jsonl").write_text('{"prompt": "2+2", "answer": "4"}\n{"prompt": "2+1", "answer": "3"}\n')
@@ -44,7 +44,7 @@ def job(folder: Path, model: Path, *overrides: str) -> Any:
 
 
 def test_an_example_is_a_prompt_and_its_answer_with_an_end_token(tiny_model: Path, tmp_path: Path) -> None:
-    """All rows but those with held-out prompts, the first again at the end; an answer is cut as a response would be."""
+    """All rows except those with held-out prompts, then from the start again; answers are truncated like responses."""
     from transformers import AutoTokenizer
 
     settings = actor_settings.example_settings(job(tmp_path, tiny_model, "rollout.max_new_tokens=9"), 1)
@@ -62,7 +62,7 @@ def test_an_example_is_a_prompt_and_its_answer_with_an_end_token(tiny_model: Pat
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_chat_example_has_the_tokens_of_the_conversation(name: str, tiny_model: Path, tmp_path: Path) -> None:
-    """As TRL makes them: those of the whole conversation, from where the answer begins."""
+    """As in TRL: the tokens of the whole conversation from the start of the answer on."""
     config = job(tmp_path, tiny_model, "task.chat=true", "rollout.max_new_tokens=64")
     settings = actor_settings.example_settings(config, 0)
     assert settings is not None
@@ -91,7 +91,7 @@ def test_examples_without_answers_are_rejected(tiny_model: Path, tmp_path: Path)
 
 
 class Given:
-    """Examples that are there already."""
+    """Settings that return existing examples."""
 
     def build(self) -> Given:
         return self
@@ -106,7 +106,7 @@ def tuned(tiny_model: Path, steps: int, **changes: Any) -> Any:
 
 
 def test_sft_loss_is_the_cross_entropy_over_all_tokens_of_a_step(tiny_model: Path) -> None:
-    """Whatever RL trains with, and however rows are divided among micro-batches."""
+    """For any RL loss and any division into micro-batches."""
     one = tuned(tiny_model, 5, microbatch_tokens=30, minibatches=3, epochs=2, entropy_bonus=0.1)
     model = trainer(tiny_model).model
     metrics = one.fine_tune(0)

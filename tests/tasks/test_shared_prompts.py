@@ -1,4 +1,4 @@
-"""Prompts of a group, computed once: the numbers of separate rows, in less tokens."""
+"""Prompts shared by a group are computed once: equal logprobs with fewer tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SEPARATE = 2**40
 
 
 def group(prompt: int, rests: Sequence[int], seed: int = 0) -> list[Row]:
-    """Responses to one prompt. Some of their tokens are given, as those of an environment are."""
+    """Return responses to one prompt; some tokens are env tokens."""
     rng = np.random.default_rng((seed, prompt, *rests))
     shared = rng.integers(3, 20, prompt).astype(np.int32)
 
@@ -65,13 +65,13 @@ BATCHES = {
 
 
 def loss_of(part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
-    """Of other weights for each row."""
+    """Return a loss with different weights for each row."""
     assert entropy is not None
     return (logprobs * torch.tensor([[1.0 + i % 3] for i in part.rows])).sum() + 0.1 * entropy.sum()
 
 
 def computed(found: Any, rows: Sequence[Row], budget: int) -> tuple[list[Any], list[int]]:
-    """The gradients of a loss of all tokens, and each row's logprobs; tokens of each pass."""
+    """Return the gradients of a loss over all tokens, the logprobs of each row, and the tokens of each pass."""
     under = LogprobModel(model=found, device="cpu", half=False, temperature=0.7, token_budget=budget)
     assert under.packs_rows
     passes = list[int]()
@@ -101,7 +101,7 @@ def computed(found: Any, rows: Sequence[Row], budget: int) -> tuple[list[Any], l
 def test_rows_with_a_shared_prompt_have_the_logprobs_of_separate_rows(
     monkeypatch: pytest.MonkeyPatch, name: str, budget: int, kind: str, config: str, changes: dict[str, Any]
 ) -> None:
-    """With rotary and with absolute positions. With a small budget groups are cut over micro-batches."""
+    """For rotary and absolute positions. A small budget splits groups over micro-batches."""
     rows = BATCHES[name]
     found, fewer = computed(model(kind, config, **changes), rows, budget)
     monkeypatch.setattr(shared_prompts, "MIN_SAVED_TOKENS", SEPARATE)
@@ -114,7 +114,7 @@ def test_rows_with_a_shared_prompt_have_the_logprobs_of_separate_rows(
 
 
 def test_a_model_with_padded_rows_does_not_share_prompts() -> None:
-    """Its attention has a cap, so it has no other place for rows."""
+    """Its attention has a logit cap, which the packed attention does not support."""
     result = model("Gemma2ForCausalLM", "Gemma2Config", head_dim=8)
     under = LogprobModel(model=result, device="cpu", half=False, temperature=1.0, token_budget=10_000)
     assert not under.packs_rows
@@ -143,7 +143,7 @@ def job(path: Path, aggregation: str, loss: str = "decoupled_ppo", **changes: An
 def test_a_training_step_with_shared_prompts_equals_one_with_separate_rows(
     monkeypatch: pytest.MonkeyPatch, tiny_model: Path, aggregation: str
 ) -> None:
-    """Also with several minibatches, which take the rows of a group apart, and layers that are computed again."""
+    """Also with several minibatches, which split groups, and with recomputed layers."""
     result = train(ALONE, job(tiny_model, aggregation))
     again = train(ALONE, job(tiny_model, aggregation))
     assert again.metrics == result.metrics
@@ -165,7 +165,7 @@ GROUPS = st.lists(st.tuples(st.integers(1, 60), st.lists(st.integers(1, 60), min
 
 
 def flat(groups: Sequence[tuple[int, Sequence[int]]]) -> tuple[list[list[int]], list[int], list[int]]:
-    """Rows of each prompt, and each row's lengths."""
+    """Return the rows of each prompt and the lengths of each row."""
     numbers = [number for number, (_, rests) in enumerate(groups) for _ in rests]
     prompts = [prompt for prompt, rests in groups for _ in rests]
     return equal_indices(numbers), prompts, [rest for _, rests in groups for rest in rests]
@@ -198,7 +198,7 @@ def test_every_row_is_in_one_part_within_the_budget(
     budget=st.integers(1, 300),
 )
 def test_the_split_of_the_line_is_optimal(groups: list[tuple[int, list[int]]], budget: int) -> None:
-    """Compared with all of them."""
+    """Compared with all possible splits."""
     same, prompts, rests = flat(groups)
     if not same:
         return

@@ -1,4 +1,4 @@
-"""Speculation in the transformers engine changes no token's distribution, no logprob, and no greedy response."""
+"""Speculation in the transformers engine changes no token distribution, no logprob and no greedy response."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def speculating(model: Path, length: int = 3, max_running: int = 1000, **changes
 
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Exact], None]:
-    """Have engines made from now on draft always, from this source."""
+    """Make engines draft always, from this source."""
 
     def force(source: str, exact: Exact) -> None:
         monkeypatch.setattr(response_drafter, "MIN_LIKELIHOOD", response_drafter.MIN_LIKELIHOOD)
@@ -114,7 +114,7 @@ def test_speculation_does_not_change_greedy_responses(model: Path, forced: Calla
 
 
 def test_responses_sampled_elsewhere_are_used_as_drafts(model: Path) -> None:
-    """Close to greedy, so that the same is sampled again; it repeats nothing of itself early on."""
+    """At a low temperature the same response is sampled again; it does not repeat itself early on."""
     prompt = (3, 10, 14, 7)
 
     def sampled(engine: TransformersEngine, trajectory: int) -> SampledTokens:
@@ -145,7 +145,7 @@ def test_an_interrupted_request_reports_its_drafted_tokens(model: Path) -> None:
 
 
 def test_the_engine_drafts_as_many_tokens_as_instructed(model: Path) -> None:
-    """Close to greedy, so that a response repeats itself and there is something to draft."""
+    """At a low temperature a response repeats itself, so there is something to draft."""
     with speculating(model, max_running=0, temperature=0.001) as engine:
         check_that_lengths_are_obeyed(engine)
 
@@ -167,7 +167,7 @@ def test_a_model_with_irreversible_states_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 class TestSpeculatingTransformersEngine(test_engine_transformers.TestTransformersEngine):
-    """The conformance suite while every request is drafted for at every step."""
+    """The conformance suite with drafts for every request at every step."""
 
     @pytest.fixture
     def engine(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TransformersEngine]:

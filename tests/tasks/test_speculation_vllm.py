@@ -1,4 +1,4 @@
-"""Speculation in vLLM changes no token's distribution, no logprob, and no greedy response. Runs where vllm is installed
+"""Speculation in vLLM changes no token distribution, no logprob and no greedy response. Runs where vllm is installed
 (`make test-vllm`)."""
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ def test_speculation_does_not_change_greedy_responses(model: Path, monkeypatch: 
 
 
 def test_the_engine_drafts_as_many_tokens_as_instructed(model: Path) -> None:
-    """Close to greedy, so that a response repeats itself and there is something to draft."""
+    """At a low temperature a response repeats itself, so there is something to draft."""
     with speculating(model, max_running=0, temperature=0.001) as engine:
         check_that_lengths_are_obeyed(engine)
 
 
 class TestSpeculatingVllmEngine(test_engine_vllm.TestVllmEngine):
-    """The conformance suite while every request is drafted for at every step."""
+    """The conformance suite with drafts for every request at every step."""
 
     @pytest.fixture
     def engine(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmEngine]:
@@ -112,8 +112,7 @@ class TestSpeculatingVllmEngine(test_engine_vllm.TestVllmEngine):
 
 
 def test_suffix_drafts_of_vllm_do_not_change_greedy_responses(model: Path) -> None:
-    """The last test: it may load numba, after which vLLM 0.32 makes no further engine in a process (its dispatcher
-    stumbles)."""
+    """Must be the last test: it may import numba, after which vLLM 0.32 cannot create another engine in the process."""
     if importlib.util.find_spec("arctic_inference") is None:
         pytest.skip(f"{vllm_drafting.SUFFIX_PACKAGE} is not installed")
     if "numba" in sys.modules:

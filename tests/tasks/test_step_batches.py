@@ -1,4 +1,4 @@
-"""A step's batch on its way to the trainer: packed, in messages of a limited size, and whole again."""
+"""Batches on their way to the trainer: packed into messages of limited size and unpacked."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LENGTHS = st.lists(
 
 
 def consumed(lengths: list[tuple[int, list[int]]]) -> list[EndedTrajectory]:
-    """What a step consumes, with rows of these lengths."""
+    """Return consumed trajectories with these lengths."""
     rng = np.random.default_rng(0)
 
     def one(i: int, prompt: int, parts: list[int]) -> EndedTrajectory:

@@ -1,4 +1,4 @@
-"""Figures of a training step against what they are by definition, over all rows."""
+"""Metrics of a training step against their definitions over all rows."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_step_metrics_without_tokens_are_defined() -> None:
 
 
 def test_the_entropy_estimate_matches_the_true_entropy() -> None:
-    """Tokens drawn from one policy, measured under another."""
+    """Tokens are drawn from one policy and measured under another."""
     rng = np.random.default_rng(0)
     pi, behind = rng.dirichlet(np.ones(30)), rng.dirichlet(np.ones(30))
     behind = 0.7 * pi + 0.3 * behind
@@ -90,7 +90,7 @@ def measured(model: Path, data: list[Any], **changes: Any) -> dict[str, float]:
 
 
 def test_step_metrics_cover_rows_without_an_advantage(tiny_model: Path) -> None:
-    """A fresh row is computed anyway; of the others as many as the job says."""
+    """Fresh rows are computed anyway; of the others, `measured_rows` are sampled."""
     data = [replace(r, advantage=r.advantage if i < 4 else 0.0) for i, r in enumerate(rows(12))]
     one = trainer(tiny_model)
     with torch.no_grad():
@@ -120,7 +120,7 @@ def test_step_metrics_cover_rows_without_an_advantage(tiny_model: Path) -> None:
 
 
 def test_each_step_measures_a_different_sample_of_rows(tiny_model: Path) -> None:
-    """Evenly spaced ones were always the same member of each group."""
+    """An evenly spaced sample was always the same member of each group."""
     data = [replace(r, advantage=0.0, staleness=1) for r in rows(12)]
     one = trainer(tiny_model, measured_rows=3)
     results = [one.step(step, data) for step in (0, 1, 2, 0)]
@@ -129,7 +129,7 @@ def test_each_step_measures_a_different_sample_of_rows(tiny_model: Path) -> None
 
 
 def drawn_tokens(rng: np.random.Generator, count: int) -> Tokens:
-    """Tokens of rows of different lengths, each row at its own distance from the policy that sampled it."""
+    """Return tokens of rows of different lengths, each row at a different distance from the sampling policy."""
     sampled = np.arange(40) < rng.integers(3, 41, (count, 1))
     new = rng.normal(-2, 0.5, (count, 40))
     behaviour = new - rng.normal(0, 1, (count, 40)) * rng.uniform(0.2, 0.7, (count, 1))
@@ -147,7 +147,7 @@ def added(sums: TokenSums, tokens: Tokens, rows: np.ndarray[Any, Any], times: fl
 
 
 def test_sampled_step_metrics_are_unbiased_with_correct_standard_errors() -> None:
-    """Of 40 rows that are all measured and 160 of which 24 are, drawn anew many times."""
+    """40 rows are all measured, and 24 of 160 others are drawn many times."""
     rng = np.random.default_rng(7)
     tokens = drawn_tokens(rng, 200)
     whole = TokenSums()
@@ -175,7 +175,7 @@ def test_tokens_trained_counts_each_token_once_across_epochs(tiny_model: Path, e
 
 @dataclass(frozen=True)
 class Particular:
-    """A user's loss that fails on rows it does not train: it divides by the advantage."""
+    """A user loss that fails on untrained rows because it divides by the advantage."""
 
     whole: Any
 
@@ -191,7 +191,7 @@ class Particular:
 def test_a_loss_that_fails_on_untrained_rows_costs_only_their_metrics(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And not the run. It is told once."""
+    """The run continues, and the failure is logged once."""
     data = [replace(r, advantage=r.advantage if i < 4 else 0.0, staleness=1) for i, r in enumerate(rows(8))]
     expected = measured(tiny_model, data, measured_rows=0)
     one = trainer(tiny_model)

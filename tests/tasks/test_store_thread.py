@@ -1,4 +1,4 @@
-"""The store beside an event loop: operations are tried again while its bucket fails."""
+"""Store operations off the event loop are retried while the bucket fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUN = virtual_time.run
 
 
 class Bucket:
-    """A store whose bucket fails until `back_s` on the loop's clock."""
+    """A store whose bucket fails until `back_s` on the clock of the loop."""
 
     def __init__(self, back_s: float) -> None:
         self._back_s = back_s

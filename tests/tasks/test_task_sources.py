@@ -1,4 +1,4 @@
-"""Prompts, rewards and their process, published weights: the objects behind the actors."""
+"""Task sources, rewards and their scoring process, and published weights."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def scorer(
     rows: Path | None = None,
     parts: Mapping[str, RewardPart] = MappingProxyType({}),
 ) -> Scorer:
-    """rows: a file of prompts to be used in place of chain_sum, whose package takes seconds to load in each process."""
+    """Return a scorer. rows: a file of prompts used instead of chain_sum, whose package takes seconds to import."""
     return Scorer(
         ScoringSettings(
             source=SourceSettings(
@@ -120,7 +120,7 @@ def prompts_of(source: TaskSource, count: int) -> list[str]:
 
 
 def test_held_out_prompts_are_never_drawn_for_training() -> None:
-    """Of the sums of two digits many are held out here, which are drawn again and again."""
+    """Many two-digit sums are held out here, so random draws repeat them often."""
     source = ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 2, "max_digits": 1}, 4)
     held_out = {t.prompt for t in distinct_held_out(source, 110)}
     assert len(held_out) == 110
@@ -404,7 +404,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_folder_removed_during_its_creation_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, step: str
 ) -> None:
-    """Another run's sweep comes after the folder, once, or before its lock."""
+    """Another run removes orphan folders after the mkdir or before the lock."""
     path, real = tmp_path / "staleflow-new", getattr(owner, step)
     swept = []
 

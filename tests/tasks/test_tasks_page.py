@@ -1,4 +1,4 @@
-"""docs/environments.md: its environments and its job run as printed; docs/tasks.md: its answer pattern works."""
+"""The examples of docs/environments.md run as printed; the answer patterns of docs/tasks.md work."""
 
 from __future__ import annotations
 

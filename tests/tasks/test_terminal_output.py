@@ -1,4 +1,4 @@
-"""What user code prints or names, as terminals are shown it."""
+"""Output and names of user code are escaped for the terminal."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_long_lines_are_truncated_and_carriage_returns_keep_the_last_text(capfd:
 
 
 def test_output_is_relayed_again_after_standard_error_was_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread ended with the first line that could not be shown, and who wrote the next one got a broken pipe."""
+    """The relay thread ended at the first line that could not be written, and later writers got a broken pipe."""
     output = RelayedOutput()
     closed, shown = io.StringIO(), io.StringIO()
     closed.close()
@@ -132,7 +132,7 @@ def test_output_is_relayed_again_after_standard_error_was_closed(monkeypatch: py
 def test_episode_output_is_escaped_after_sys_stdout_was_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a library or a test may do: the streams were looked at once in a process."""
+    """The streams were looked up once per process."""
     for _ in range(2):
         stream = io.StringIO()
         monkeypatch.setattr(sys, "stdout", stream)

@@ -1,4 +1,4 @@
-"""The example of a job with a tool: its prompts show calls as the model's turns, answered as the calculator answers."""
+"""The example of a job with a tool: the calls in its prompts have the results of the calculator."""
 
 from __future__ import annotations
 

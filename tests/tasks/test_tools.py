@@ -1,4 +1,4 @@
-"""Tools: what a calculator computes, what a sandbox withstands, and tasks with a verifier that are played with them."""
+"""The calculator, the sandbox, and tasks with a verifier and tools."""
 
 from __future__ import annotations
 

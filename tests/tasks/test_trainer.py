@@ -1,4 +1,4 @@
-"""The trainer's actor: what it raises, and when."""
+"""The trainer actor: steps, resume points and errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Server:
 
 
 class Weights:
-    """One number. full: whether the disk is."""
+    """A policy with one number as its weights. full: whether the disk is full."""
 
     def __init__(self, full: bool = False, error: Exception | None = None) -> None:
         self.full, self.error = full, error
@@ -93,7 +93,7 @@ def trainer(folder: Path, weights: Weights) -> Trainer:
 
 @pytest.mark.parametrize("method", ["train", "save_checkpoint"])
 async def test_a_failed_resume_point_raises_in_the_next_call(tmp_path: Path, method: str) -> None:
-    """Not only if the next step happens to begin after the attempt has failed."""
+    """Even if the next step started before the write failed."""
     actor = trainer(tmp_path, Weights(full=True))
     try:
         await actor.train(Server(), 0, (), ())
@@ -104,7 +104,7 @@ async def test_a_failed_resume_point_raises_in_the_next_call(tmp_path: Path, met
 
 
 class Slow(Weights):
-    """Its points are written when `free` is set."""
+    """A policy whose resume points are written once `free` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ async def test_training_continues_while_a_resume_point_is_written(tmp_path: Path
 
 
 async def test_a_checkpoint_has_the_requested_version(tmp_path: Path) -> None:
-    """Though a step ends while the resume point is awaited. Of a version that is not here any more there is none."""
+    """Even if a step finishes while the resume point is awaited. A removed version gives no checkpoint."""
     saved: list[int] = []
 
     class Noting(Slow):
@@ -166,7 +166,7 @@ async def test_a_checkpoint_has_the_requested_version(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_failed_resume_point_raises_once_in_the_next_call_of_any_kind(tmp_path: Path, late: bool) -> None:
-    """Also one that comes long after, or has no point of its own. late: it fails while the next step is trained."""
+    """Also in a call much later or without a resume point. late: the write fails during the next step."""
     policy = Slow()
     policy.full = True
     actor = Trainer(policy, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 5)
@@ -217,8 +217,7 @@ async def test_close_stops_waiting_for_a_resume_point_after_a_timeout(
 
 @pytest.mark.parametrize("sharded", [False, True])
 async def test_a_replaced_trainer_writes_no_resume_point(tmp_path: Path, sharded: bool) -> None:
-    """Its driver was killed, and the run goes on from an older point. One version later that run would be taken to have
-    the weights of this one."""
+    """Its driver was killed and the run resumed from an older resume point, which a new one would contradict."""
     points = ResumePoints(tmp_path / "resume")
     policy = Slow()
     left = trainer(tmp_path, policy)
@@ -264,7 +263,7 @@ def test_a_stopped_writer_does_not_block_other_writers(tmp_path: Path, monkeypat
 
 
 def test_files_moved_aside_by_a_killed_writer_are_removed_with_their_version(tmp_path: Path) -> None:
-    """The next writer of that version would put it back."""
+    """Otherwise the next writer of that version would restore them."""
     points = ResumePoints(tmp_path / "resume")
 
     def shards(text: str) -> Callable[[Path], None]:
@@ -301,7 +300,7 @@ async def test_an_error_at_the_start_of_a_resume_point_raises_too(tmp_path: Path
     ],
 )
 def test_torch_errors_of_a_full_disk_are_translated(tmp_path: Path, said: str) -> None:
-    """Found on a disk of 26 MiB: one rank is told ENOSPC, another only that the file has another length."""
+    """On a full disk of 26 MiB one rank gets ENOSPC and another only a length mismatch."""
 
     def write(part: Path) -> None:
         raise RuntimeError(said)
@@ -324,7 +323,7 @@ async def test_resume_points_are_written_beside_what_follows(tmp_path: Path) -> 
 
 
 async def test_an_emulated_trainer_resumes_from_its_resume_points(tmp_path: Path) -> None:
-    """A dry run can try recovery: its points count as complete, and give the published weights again."""
+    """A dry run can test recovery: its resume points are complete and give the same weights."""
     settings = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0)
     points = ResumePoints(tmp_path / "resume")
 
@@ -377,7 +376,7 @@ sys.exit("torch was loaded" if "torch" in sys.modules and not before else "by th
 
 
 def test_an_emulated_run_imports_no_torch_and_its_fingerprints_are_stable(tmp_path: Path) -> None:
-    """Importing it takes each of a run's processes 1.5 CPU-seconds, at each start and each recovery."""
+    """Importing torch costs 1.5 CPU-seconds in each process of a run."""
     ran = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)], capture_output=True, text=True, check=False
     )
@@ -395,7 +394,7 @@ async def test_a_resumed_version_is_compared_with_the_recorded_fingerprint(tmp_p
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), OSError(5, "Input/output error")])
 async def test_an_error_of_the_trainer_raises_actor_failed(tmp_path: Path, error: Exception) -> None:
-    """A trainer without memory is not gone: starting it again elsewhere would only fail again."""
+    """Restarting a trainer that is out of memory would only fail again."""
     text = r"trainer failed: RuntimeError: CUDA out of memory|trainer failed: OSError: \[Errno 5\] Input/output error"
     actor = trainer(tmp_path, Weights(error=error))
     with pytest.raises(ActorFailed, match=text):

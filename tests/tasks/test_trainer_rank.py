@@ -1,4 +1,4 @@
-"""A trainer's ranks as actors: all do the same in the same order, and what fails on one is told."""
+"""The ranks of a trainer as actors: all do the same in the same order, and a failure of any rank is raised."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.tasks.test_trainer import Server
 
 
 class Together:
-    """A policy whose ranks wait for each other in every method, as they do in torch; and a record of what they did.
-    breaks: (rank, method, what it raises)."""
+    """A policy whose ranks wait for each other in every method, as in torch, and which records the calls. breaks:
+    (rank, method, exception)."""
 
     def __init__(self, ranks: int, breaks: tuple[int, str, Exception] | None = None) -> None:
         self.barrier = threading.Barrier(ranks)
@@ -43,7 +43,7 @@ class Together:
 
 
 class OneOf:
-    """One rank of a Together."""
+    """One rank of a Together policy."""
 
     def __init__(self, group: Together, rank: Rank) -> None:
         self.group, self.rank = group, rank
@@ -138,7 +138,7 @@ async def test_all_ranks_call_the_same_methods_in_the_same_order(tmp_path: Path)
 
 
 class Lost:
-    """A rank that is gone: the others notice first. after: how often it has followed before."""
+    """A lost rank whose loss the other ranks detect first. after: number of calls before the loss."""
 
     def __init__(self, actor: TrainerRank, follows: int) -> None:
         self.actor, self.left = actor, follows
@@ -160,7 +160,7 @@ CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by pee
 
 @pytest.mark.parametrize("first", [0, 1])
 async def test_a_lost_rank_raises_actor_lost_when_other_ranks_fail_first(tmp_path: Path, first: int) -> None:
-    """Their connections to it break before anybody has looked whether it is there."""
+    """Their connections break before the loss is detected."""
     group = Together(3, breaks=(first, "step", CLOSED))
     lead, others = actors(tmp_path, group, 3)
     await lead.form_group("localhost", others[0], Lost(others[1], 4))
@@ -200,7 +200,7 @@ OWN = (
 
 
 def test_permanent_errors_are_not_classified_as_a_lost_rank() -> None:
-    """What NCCL says of ranks that share a GPU, or have no memory, it says each time."""
+    """NCCL errors of ranks that share a GPU or are out of memory repeat on every attempt."""
     for message in LOST:
         assert isinstance(trainer_rank._cause(RuntimeError(message), []), ActorLost), message
     for message in OWN:
@@ -222,7 +222,7 @@ def test_permanent_errors_are_not_classified_as_a_lost_rank() -> None:
 async def test_an_error_of_one_rank_is_raised_while_other_ranks_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: Exception, told: str
 ) -> None:
-    """Ranks that have lost each other are replaced; an error of a rank's own would come again."""
+    """Ranks that lost each other are replaced; an error raised by a rank would repeat."""
     monkeypatch.setattr(trainer_rank, "SETTLE_S", 0.2)
     group = Together(2, breaks=(number, "step", error))
     lead, others = actors(tmp_path, group, 2)
@@ -239,7 +239,7 @@ async def test_an_error_of_one_rank_is_raised_while_other_ranks_wait(
 async def test_a_rank_lost_during_a_resume_point_raises_actor_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
 ) -> None:
-    """The disk is not to blame. gone: whether anybody has noticed which."""
+    """The error is not reported as a disk failure. gone: whether the loss is detected, and for which rank."""
     monkeypatch.setattr(trainer_rank, "SETTLE_S", 0.2)
     group = Together(2)
 

@@ -1,4 +1,4 @@
-"""Users' own tools: what becomes of a function, its calls, its failures, and what is refused before a run."""
+"""User tools: schemas, calls, failures, and errors found before a run."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def call(name: str, **arguments: object) -> str:
 
 
 def results(job: Path, *turns: str) -> list[list[str]]:
-    """What is given back for each turn, each of another episode."""
+    """Return the messages after each turn, each of a separate episode."""
     made = actor_settings.episode_settings(loading.load(job, ()))
 
     async def work() -> list[HostedStepResult]:

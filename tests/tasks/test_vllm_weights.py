@@ -1,4 +1,4 @@
-"""What vLLM's workers have after a load, by part: fused tensors, experts, shards. Runs where vllm is installed."""
+"""Weights of vLLM workers after a load, by part: fused tensors, experts, shards. Runs where vllm is installed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LOADS = 5
 
 
 def write_model(name: str, folder: Path, vocabulary: int = 97) -> Path:
-    """A tiny model of random weights, whose parameters all count."""
+    """Write a tiny model whose random weights all affect the logprobs."""
     torch.manual_seed(0)
     config = copy.deepcopy(MODELS[name])
     config.vocab_size = vocabulary
@@ -55,7 +55,7 @@ def write_model(name: str, folder: Path, vocabulary: int = 97) -> Path:
 
 
 class UpdatedEngine:
-    """An engine, the trainer's model, and the file of the version that both have."""
+    """An engine, the model of the trainer, and the weight file of their version."""
 
     def __init__(self, name: str, tensor_parallel: int, folder: Path) -> None:
         path = write_model(name, folder / "model")
@@ -92,7 +92,7 @@ def test_every_part_is_verified_after_each_load(loaded: UpdatedEngine) -> None:
 
 
 def flip(worker: Any, number: int, rank: int) -> str:
-    """Flip a bit in the middle of a worker's parameter; returns its name, empty if there is none of that number."""
+    """Flip a bit in the middle of a parameter of a worker; returns its name, or "" if there is no such parameter."""
     parameters = list(worker.model_runner.get_model().named_parameters())
     if number >= len(parameters):
         return ""
