@@ -1,4 +1,4 @@
-"""Text dumps of a coordinator's complete state: equal dumps mean that nothing has changed."""
+"""Text dumps of a coordinator's complete state, to check that a call changed nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PARTS = ("ledger", "_fleet", "_queue")
 
 
 def picture(state: CoordinatorState, *more: Any) -> str:
-    """more: what the state may have dropped already."""
+    """Return the state as text. more: trajectories that the state may have dropped already."""
     parts = {name: vars(getattr(state, name)) for name in PARTS}
     rest = {k: v for k, v in vars(state).items() if k not in {*PARTS, "fleet", "queue"}}
     return repr((parts, rest, more))

@@ -1,4 +1,4 @@
-"""What is kept in memory is limited: over 10,000 trajectories nothing grows but what its limit allows."""
+"""Bounded memory: over 10,000 trajectories no container grows beyond its limit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LEAVES = (str, bytes, int, float, type, types.FunctionType, types.MethodType, ty
 
 
 def held(root: object, keep_out: tuple[type[Any], ...] = ()) -> Iterator[tuple[str, int]]:
-    """(where, size) of every container that an object holds, and those in it hold, each once."""
+    """Return (path, size) of every container reachable from an object, each once."""
     seen: set[int] = set()
     result: deque[tuple[str, Any]] = deque([(type(root).__name__, root)])
     while result:
@@ -70,7 +70,7 @@ def held(root: object, keep_out: tuple[type[Any], ...] = ()) -> Iterator[tuple[s
 
 
 def largest(root: object, keep_out: tuple[type[Any], ...] = ()) -> dict[str, int]:
-    """The places whose containers have more than SOME items together: many small ones count as one large one."""
+    """Return the paths whose containers have more than SOME items in total."""
     sizes: Counter[str] = Counter()
     for where, size in held(root, keep_out):
         sizes[where] += size
@@ -87,7 +87,7 @@ def test_largest_reports_nested_containers() -> None:
 
 
 def test_a_coordinator_uses_bounded_memory_over_ten_thousand_trajectories() -> None:
-    """Groups are trained, filtered, and given up; instances pull, report, are lost while they pull."""
+    """Groups are trained, filtered and aborted; instances pull, report and are lost during pulls."""
     bench = Bench(eta=1, groups=2, size=2, filtering="no_signal", max_attempts=1)
     bench.coordinator._validate_every_event = False  # other tests do
     bench.join(A)

@@ -1,4 +1,4 @@
-"""Events in, commands out: the coordinator's decisions as tables, without sleeps or mocks."""
+"""Decisions of the coordinator as tables of events and commands."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ A, B, C = InstanceId("a"), InstanceId("b"), InstanceId("c")
 
 
 class Bench:
-    """A coordinator under test; validated after every event."""
+    """A coordinator under test that is validated after every event."""
 
     def __init__(
         self,
@@ -394,7 +394,7 @@ def test_a_group_without_signal_is_filtered_and_replaced() -> None:
 
 
 def test_a_failed_reward_is_not_a_zero_reward_for_a_filter() -> None:
-    """Next to a reward of one, a zero would be a signal."""
+    """Next to a reward of one, a reward of zero would be a signal."""
     bench = Bench(eta=0, size=2, filtering="no_signal")
     bench.join()
     bench.arrive(0)
@@ -446,8 +446,8 @@ def test_greedy_pulls_at_once_and_routes_under_the_new_version() -> None:
 
 
 def four_instances(synchronization: str, on_pull: str = "interrupt") -> tuple[Bench, dict[str, list[int]]]:
-    """Instances a to d, which run four, three, two and one trajectories under bound 3, and these trajectories. The next
-    version can be published."""
+    """Return instances a to d with four, three, two and one running trajectories at eta = 3, and these trajectories.
+    The next version is ready to be published."""
     bench = Bench(eta=3, groups=4, synchronization=synchronization, on_pull=on_pull)
     running: dict[str, list[int]] = {name: [] for name in "abcd"}
     for name in running:
@@ -549,7 +549,7 @@ def test_trajectories_move_from_a_crowded_to_an_empty_instance() -> None:
 
 @pytest.mark.parametrize(("kv", "num_moved"), [(19, 0), (20, 1), (79, 3)])
 def test_only_as_many_trajectories_move_as_fit_by_context(kv: int, num_moved: int) -> None:
-    """The others would be interrupted for nothing."""
+    """More would be interrupted without being able to continue."""
     bench = Bench(eta=0, groups=150, migration="largest_gain")
     bench.join(A, max_running=200)
     bench.arrive(*range(150), prompt=20)
@@ -669,7 +669,7 @@ def test_the_last_trajectory_of_a_stuck_step_is_truncated_once(tokens: int) -> N
 
 
 def test_the_last_trajectory_of_the_first_step_is_truncated() -> None:
-    """Of the groups that no step waits for yet, none is."""
+    """Groups that no step waits for are not truncated."""
     bench = Bench(eta=0, groups=2, stragglers="truncate")
     bench.join(A)
     bench.arrive(0, 1)
@@ -702,7 +702,7 @@ def test_the_story_of_a_followed_trajectory_is_complete(monkeypatch: pytest.Monk
 
 
 def acting(**changes: Any) -> Bench:
-    """One trajectory of one group, the first turn of which was sampled on a; b is there too."""
+    """Return a bench with one trajectory whose first turn was sampled on instance a; instance b is idle."""
     bench = Bench(environments=True, size=1, **changes)
     bench.join(A)
     bench.arrive(0)
@@ -746,7 +746,7 @@ def test_cache_of_older_weights_is_not_released_again() -> None:
 
 
 def test_cache_of_an_adapter_survives_a_pull() -> None:
-    """A later turn goes on at home, under the version it began with; what nothing goes on from is forgotten there."""
+    """A later turn returns to its instance and version; a cached context without a later turn is released."""
     bench = acting(adapters=True, eta=1)
     bench.arrive(1)
     assert only(bench.finish(1), Train)

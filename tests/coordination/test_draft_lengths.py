@@ -1,4 +1,4 @@
-"""What is learned of drafts, and how many tokens instances are told to draft."""
+"""Draft lengths: statistics learned from reports, and the lengths sent to instances."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fleet_of(**running: int) -> MutableFleet:
 def steps(
     running: int, *, length: int = 0, acceptance: float = 0.0, cost: CostModel = COST, count: int = 100
 ) -> DecodeStats:
-    """What an instance reports of `count` decode steps, each request's with a draft of just this length."""
+    """Return the report of `count` decode steps in which each request has a draft of exactly this length."""
     gained = tokens_per_step(length, acceptance)
     return DecodeStats(
         running=running,
@@ -59,13 +59,13 @@ def steps(
 
 
 def heard(drafts: DraftLengthPlanner, instance: InstanceId, length: int, taken: DecodeStats) -> None:
-    """Two reports of the same: of the first nobody knows what ran before."""
+    """Observe the same report twice; the first report of an instance is ignored."""
     for _ in range(2):
         drafts.observe(instance, length, taken)
 
 
 def test_draft_rates_are_estimated_from_counts() -> None:
-    """Of many steps; a mean draft of 1 + .5 + .25 + .125 tokens."""
+    """Over many steps the mean draft is 1 + 0.5 + 0.25 + 0.125 tokens."""
     made = DraftRates(draft=0.6, continuation=0.5, acceptance=0.7)
     count = 1e6
     mean, kept = 1.875, 0.7 + 0.5 * 0.7**2 + 0.25 * 0.7**3 + 0.125 * 0.7**4
@@ -91,7 +91,7 @@ def test_drafts_of_one_token_do_not_change_the_rates_of_longer_ones() -> None:
 
 
 def test_more_drafts_than_steps_count_as_one_per_step() -> None:
-    """A report may count a step's drafts before the step."""
+    """A report may count the drafts of a step before the step."""
     assert (
         estimate_rates(DecayingDraftStats(request_steps=10.0, num_drafts=90.0, max_drafted_tokens=180.0), 4).draft
         == 1.0
@@ -177,7 +177,7 @@ def test_expensive_verification_reduces_draft_lengths() -> None:
 
 
 def test_the_cost_of_longer_steps_is_learned_without_drafts() -> None:
-    """The cost model says that verifying is for nothing; full instances show that each token costs as much as all."""
+    """The cost model assumes free verification; reports of full instances show a cost per token."""
     wrong = CostModel(k1=0.0, k2=8.0, k3=0.0, k4=0.0, b=0.0, prefill=0.0)
     right = CostModel(k1=0.0, k2=0.0, k3=8.0, k4=0.0, b=0.0, prefill=0.0)
     drafts, fleet = DraftLengthPlanner(wrong, 4), fleet_of(a=2)
@@ -270,12 +270,12 @@ def test_without_drafts_the_costs_are_those_of_the_model() -> None:
 
 
 def mean_length(continuation: float, most: int) -> float:
-    """Mean tokens of a draft of at most so many."""
+    """Return the mean number of tokens of a draft of at most this length."""
     return float(sum(continuation**token for token in range(most)))
 
 
 def mean_accepted(continuation: float, accepted: float, most: int) -> float:
-    """Mean tokens of a draft that are sampled."""
+    """Return the mean number of accepted tokens of a draft."""
     return float(sum(continuation**token * accepted ** (token + 1) for token in range(most)))
 
 
@@ -332,7 +332,7 @@ def test_a_training_step_decays_the_draft_statistics() -> None:
 
 
 def test_step_times_are_corrected_by_medians_with_interpolation() -> None:
-    """Of steps with 1, 2 and 8 tokens; those of 2 are seen in every training step."""
+    """For steps with 1, 2 and 8 tokens; those with 2 occur in every training step."""
     correction = StepTimeCorrection()
     assert correction.factors(_floats((1, 100))).tolist() == [1.0, 1.0]
     for tokens, factors in ((1, (3.0, 9.0, 4.0)), (2, (6.0,)), (8, (2.0, 1.0))):
@@ -367,7 +367,7 @@ def test_steps_with_drafts_have_an_additional_correction() -> None:
 
 @pytest.mark.parametrize("verify_share", [0.5, 1.0])
 def test_a_report_gives_the_step_time_for_its_verified_tokens(verify_share: float) -> None:
-    """Steps with drafts count as such if there was one draft at least; drafts may be found in some steps only."""
+    """Steps count as steps with drafts if they had at least one; drafts may be found in some steps only."""
     cost = CostModel(k1=0.25, k2=1.0, k3=1.0, k4=0.0, b=0.0, prefill=0.0, verify_share=verify_share)
     drafts = DraftLengthPlanner(cost, 4)
     plain = DecodeStats(running=4, kv_tokens=20, seconds=50.0, tokens=20, drafts=0, drafted_tokens=0, accepted_tokens=0)
@@ -402,7 +402,7 @@ def test_the_first_report_of_a_returning_instance_is_ignored() -> None:
 
 
 def test_the_length_with_the_fewest_seconds_per_token_is_chosen() -> None:
-    """By plain loops over the requests that run and over lengths; each request has 5 tokens in the cache."""
+    """Compared with plain loops over running requests and lengths; each request has 5 cached tokens."""
     cost = CostModel(k1=0.25, k2=8.0, k3=1.0, k4=2.0, b=0.0, prefill=0.0)
     drafts, fleet = DraftLengthPlanner(cost, 4), fleet_of(a=2, b=4)
     for row in (0, 1):

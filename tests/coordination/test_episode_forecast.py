@@ -1,4 +1,4 @@
-"""What environments add to lengths is learned from finished episodes, and is nothing where there are none."""
+"""The episode forecast learns the share of env tokens from finished episodes; without environments it is zero."""
 
 from __future__ import annotations
 

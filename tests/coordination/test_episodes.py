@@ -1,4 +1,4 @@
-"""What the coordinator decides of episodes: turns that are cut off, resumed, or placed by rules of users."""
+"""Decisions about episodes: truncated and resumed turns, user rules and cached contexts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAST = TrajectoryId(3)
 
 
 def ended(bench: Bench, trajectory: int) -> None:
-    """An episode of one turn."""
+    """Return the event of an episode of one turn."""
     bench.sampled(trajectory, 5)
     bench.tell(TrajectoryScored(trajectory=TrajectoryId(trajectory), reward=1.0))
 
@@ -40,7 +40,7 @@ def answered(bench: Bench, trajectory: int, tokens: int) -> list[Any]:
 
 
 def waiting_for_the_last() -> Bench:
-    """Three episodes of 5 tokens have ended; the trainer has waited for the fourth, which runs, for long."""
+    """Return a bench in which three episodes of 5 tokens have ended and the trainer has long waited for the fourth."""
     bench = Bench(eta=0, groups=2, stragglers="truncate", straggler_share=0.5, environments=True)
     bench.join()
     bench.arrive(0, 1)
@@ -124,7 +124,7 @@ def test_a_rule_that_chooses_an_invalid_row_is_rejected_in_every_turn(turn: int)
 def test_a_next_turn_returns_to_its_cached_context_if_prefill_costs_more(
     prefill: float | None, instance: InstanceId
 ) -> None:
-    """One trajectory more runs on a, so that routing prefers b. None: cached contexts are of no account."""
+    """Instance a has one more running trajectory, so routing prefers b. None: without cache affinity."""
     bench = Bench(eta=0, groups=3, environments=True)
     cost = CostModel(k1=1e-6, k2=0.005, k3=0.0001, k4=0.001, b=0.002, prefill=prefill or 0.0)
     bench.coordinator._route_planner._affinity = None if prefill is None else CacheAffinity(cost)

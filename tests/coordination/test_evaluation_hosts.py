@@ -1,4 +1,4 @@
-"""Which instances sample for an evaluation when some restart, or leave. Events in, commands out."""
+"""Instances that host an evaluation, when some restart or leave."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from tests.coordination.test_coordinator import A, B, Bench, only
 
 
 def evaluating(bench: Bench, count: int = 6) -> list[Command]:
-    """Request an evaluation of so many responses: four places of a fleet of two are its own."""
+    """Request an evaluation of this many responses; four slots of a fleet of two are reserved for it."""
     groups = tuple(NewGroup(group=GroupId(-1 - i), prompt_tokens=10) for i in range(count))
     return bench.tell(EvaluationRequested(evaluation=0, groups=groups))
 
 
 def evaluated(commands: Sequence[Command]) -> list[tuple[InstanceId, int]]:
-    """Where an evaluation's trajectories are routed, and under which version."""
+    """Return the instance and the version of each route of an evaluation."""
     return [(route.instance, route.version) for route in only(commands, Route) if route.trajectory < 0]
 
 
 def two(max_running: int = 8) -> Bench:
-    """Two instances at version 0, the first of which hosts an evaluation."""
+    """Return two instances at version 0, the first of which hosts an evaluation."""
     bench = Bench(eta=2, max_attempts=3)
     bench.join(A, max_running=max_running)
     bench.join(B, max_running=max_running)
@@ -48,7 +48,7 @@ def two(max_running: int = 8) -> Bench:
 
 
 def test_a_host_that_restarts_at_a_newer_version_stops_hosting() -> None:
-    """Of eight instances two host, so that one is left which serves the version."""
+    """Two of eight instances host, so one remains that serves the version."""
     bench = Bench(eta=2, max_attempts=3)
     for name in "abcdefgh":
         bench.join(InstanceId(name), max_running=2)
@@ -64,7 +64,7 @@ def test_a_host_that_restarts_at_a_newer_version_stops_hosting() -> None:
 
 
 def test_a_host_without_reservable_groups_gives_all_slots_to_the_evaluation() -> None:
-    """Two of eight places are the evaluation's as long as groups may still be drawn under its version."""
+    """Two of eight slots belong to the evaluation while groups may still be drawn under its version."""
     bench = Bench(eta=1, max_attempts=3)
     bench.join(A, max_running=8)
     assert evaluated(evaluating(bench, 9)) == [(A, 0)] * 2
@@ -118,7 +118,7 @@ def test_a_leaving_host_is_replaced_before_it_is_gone() -> None:
 
 
 def random_fleet(rng: random.Random) -> Bench:
-    """A run at version 1 with an evaluation and up to five instances in any state, of which some are pinned."""
+    """Return a run at version 1 with an evaluation and up to five instances in any state, some of them pinned."""
     bench = Bench(eta=2, num_steps=rng.choice([1, 9]))
     state = bench.coordinator._state
     for name in "abcde"[: rng.randrange(6)]:
@@ -148,7 +148,7 @@ def test_pinned_instances_match_a_plain_implementation_of_the_rules(part: int) -
 
 
 def check_rules(bench: Bench) -> None:
-    """Compare what is proposed with the rules, written plainly."""
+    """Compare proposals with a plain implementation of the rules."""
     pinning, planner, state = bench.coordinator._pin_planner, bench.coordinator._route_planner, bench.coordinator._state
     evaluation, fleet, done = state.evaluation, list(state.fleet), state.ledger.num_steps == 1
     assert evaluation is not None

@@ -1,4 +1,4 @@
-"""Forecasts of lengths: compared with plain sums over what has finished."""
+"""Length forecasts compared with plain sums over finished responses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST = 400
 
 @dataclass
 class PlainForecast:
-    """All that has finished, in order; everything is computed anew from that."""
+    """All finished lengths in order; every value is recomputed from them."""
 
     window: int
     finished: list[tuple[int, int]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class PlainForecast:
 
 @pytest.mark.parametrize("alike", [0.0, 0.8, 1.0, -0.8])
 def test_forecasts_match_plain_sums_over_finished_lengths(alike: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """alike: what a group's lengths have in common; below 0, every second one is as short as the others are long."""
+    """alike: correlation within groups; below 0, every second response is as short as the others are long."""
     monkeypatch.setattr(forecast, "WINDOW_LENGTHS", 60)
     monkeypatch.setattr(forecast, "MIN_LENGTHS", 8)
     learned, plain, rng = LengthForecast(MOST), PlainForecast(60), random.Random(3)
@@ -109,7 +109,7 @@ def test_the_initial_forecast_is_half_of_the_maximum() -> None:
 
 @pytest.mark.parametrize("lengths", [(50, 51), (10, 300)])
 def test_lengths_of_two_kinds_give_the_sibling_correlation(lengths: tuple[int, int]) -> None:
-    """Alike within groups, or one of each kind in every group."""
+    """Equal lengths within groups, or one length of each kind in every group."""
     for siblings, correlation in (((0, 0, 1, 1), 1.0), ((0, 1, 1, 0), -1.0)):
         learned, plain = LengthForecast(MOST), PlainForecast(forecast.WINDOW_LENGTHS)
         for i in range(400):

@@ -1,4 +1,4 @@
-"""The journal: what is written is read back, and a replay detects any difference."""
+"""The journal: entries round-trip, and a replay detects any difference."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def coordinator(tmp_path: Path, shape: str = "redundant") -> Coordinator:
 
 
 class TinyBody:
-    """Carries commands out in random order, with failures: a body of a few lines, for recording eventful journals."""
+    """Executes commands in random order and with failures, to record eventful journals."""
 
     def __init__(self, brain: Coordinator, path: Path, seed: int) -> None:
         self.brain, self.rng, self.journal = brain, random.Random(seed), journal.Journal(path)
@@ -187,7 +187,8 @@ class TinyBody:
 def test_an_eventful_run_keeps_all_invariants_and_replays_to_the_same_commands(
     tmp_path_factory: pytest.TempPathFactory, shape: str, seed: int
 ) -> None:
-    """Random order, failures, lost instances, redundancy and filters at once: no deadlock, bound, conservation."""
+    """Random order, failures, lost instances, redundancy and filters together: no deadlock, and bound and conservation
+    hold."""
     tmp_path = tmp_path_factory.mktemp("life")
     body = TinyBody(coordinator(tmp_path, shape), tmp_path / "events.jsonl", seed)
     body.run()

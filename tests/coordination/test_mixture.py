@@ -1,4 +1,4 @@
-"""The ratio of several task sources is one of what is trained: it holds whatever is filtered, fails or starts again."""
+"""The ratio of task sources is a ratio of trained groups; it holds under filters, failures and resumes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ FAILED = (Fate.ABORTED, AbortReason.ENVIRONMENT_FAILED)
 
 
 class Run:
-    """A run without instances: `in_flight` groups at once, which end in random order."""
+    """A run without instances: `in_flight` groups at a time, which end in random order."""
 
     def __init__(self, ratios: list[float], usable: list[float], *, in_flight: int = 32, seed: int = 0) -> None:
-        """usable: share of each source's groups that can be trained on."""
+        """usable: share of the groups of each source that can be trained."""
         self.usable, self.room = usable, in_flight
         self.rng = np.random.default_rng(seed)
         self.sources = [MixtureSource(name=f"s{i}", ratio=r, sampler=InOrder()) for i, r in enumerate(ratios)]
@@ -46,7 +46,7 @@ class Run:
         self.tasks: list[tuple[int, int]] = []
 
     def step(self, *, surplus: float = 0.0) -> None:
-        """Draw what there is room for, and let one group end."""
+        """Draw as many groups as fit and let one group end."""
         for source, task in self.mixture.draw(self.room - len(self.live)):
             group = GroupId(self.num_groups)
             self.num_groups += 1
@@ -68,7 +68,7 @@ class Run:
         self.lines += self.mixture.take_notices()
 
     def train(self, num_groups: int, *, surplus: float = 0.0) -> None:
-        """Go on until so many groups are trained on."""
+        """Run until this many groups are trained."""
         for _ in range(num_groups * 40):
             if len(self.trained) >= num_groups:
                 return
@@ -80,7 +80,8 @@ class Run:
         return [counts[i] / len(self.trained) for i in range(len(self.usable))]
 
     def kill(self, stored: tuple[SourceState, ...], stored_groups: int) -> None:
-        """Go on in another process: from what a store has, and the groups in flight. stored_groups: drawn by then."""
+        """Resume in another process from a stored state and the groups in flight. stored_groups: groups drawn at the
+        time of the commit."""
         self.mixture = Mixture(self.sources, 0)
         states = [SourceState(**json.loads(json.dumps(asdict(s)))) for s in stored]
         drawn = [(group, *self.tasks[group]) for group in self.live]
@@ -98,7 +99,7 @@ class Run:
 def test_the_ratio_holds_within_one_percent_over_ten_thousand_groups(
     ratios: list[float], usable: list[float], in_flight: int, surplus: float
 ) -> None:
-    """With filters, redundant groups and a source that only fails, whose part the others share."""
+    """With filters, redundant groups and a source that always fails, whose share the others divide."""
     run = Run(ratios, usable, in_flight=in_flight)
     run.train(10_000, surplus=surplus)
     shares = run.shares()

@@ -1,5 +1,5 @@
-"""Who is told of what: each event with the collaborators that learn or forget something by it. They give no commands,
-so that nobody would notice in the next one that a call is missing."""
+"""Each event notifies the collaborators whose state depends on it. A missing notification would not show in the
+commands of the event."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ Call = tuple[object, str, tuple[Any, ...]]
 
 
 class NotedBench(Bench):
-    """Notes by whom, and with what, the latest event was heard."""
+    """A bench that records the collaborator calls of the latest event."""
 
     noted: ClassVar[list[Call]] = []
 
@@ -81,7 +81,7 @@ class NotedBench(Bench):
         return super().tell(event)
 
     def heard(self) -> list[str]:
-        """The calls that the latest event came to."""
+        """Return the calls of the latest event."""
         return [text for call in self.noted if (text := self._in_words(*call))]
 
     def _in_words(self, subject: object, name: str, args: tuple[Any, ...]) -> str:
@@ -96,7 +96,7 @@ class NotedBench(Bench):
 
 
 def acted(bench: NotedBench) -> NotedBench:
-    """Trajectory 0's first turn is with its environment."""
+    """The first turn of trajectory 0 is with its environment."""
     bench.join()
     bench.arrive(0)
     bench.sampled(0)
@@ -122,7 +122,7 @@ def arrived_twice(bench: NotedBench) -> NotedBench:
 
 
 def trained(bench: NotedBench) -> NotedBench:
-    """Step 0 trains group 0, while group 1 runs."""
+    """Step 0 trains group 0 while group 1 runs."""
     arrived_twice(bench)
     bench.finish(0)
     return bench
@@ -151,7 +151,7 @@ def then_sampled(bench: NotedBench, trajectory: int = 0) -> NotedBench:
 
 
 def straggling() -> NotedBench:
-    """Step 1 has waited for trajectory 3 for longer than it may."""
+    """Step 1 has waited too long for trajectory 3."""
     bench = NotedBench(eta=0, groups=2, stragglers="truncate")
     bench.join()
     bench.arrive(0, 1)
@@ -172,7 +172,7 @@ def cut() -> NotedBench:
 
 @dataclass(frozen=True)
 class Case:
-    """An event in a state, and the calls that it must come to. before: brings about the state."""
+    """An event in a state and the expected calls. before: creates the state."""
 
     name: str
     before: Callable[[], NotedBench]

@@ -1,4 +1,4 @@
-"""The phase table: its transitions move a trajectory on, all others are refused and change nothing."""
+"""The phase table: listed transitions change the phase of a trajectory; all others raise and change nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WAYS = {
 
 
 def state_with(phase: Phase) -> tuple[CoordinatorState, LiveTrajectory]:
-    """Two groups of two on two instances; the first trajectory is in `phase`."""
+    """Return a state of two groups of two on two instances; the first trajectory is in `phase`."""
     state = CoordinatorState(StalenessLedger(eta=1, groups_per_step=2, group_size=2))
     state.set_now(1.0)
     for name in (A, B):

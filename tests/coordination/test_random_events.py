@@ -1,5 +1,5 @@
-"""Random runs: any event in any order, also late, repeated or about something unknown. All invariants are re-checked
-after each, and every trajectory ends exactly once, within the staleness bound."""
+"""Random events in any order, also late, repeated or about unknown ids. All invariants hold after each event, and every
+trajectory ends exactly once within the staleness bound."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ NUM_EVENTS = 400
 
 
 class Life:
-    """A run whose instances answer late, twice, out of turn, or not at all."""
+    """A run whose instances reply late, twice, out of order, or not at all."""
 
     def __init__(self, tree: dict[str, Any], seed: int) -> None:
         self.coordinator = factories.make_coordinator(loading.from_tree(tree), validate_every_event=True)
@@ -147,7 +147,7 @@ class Life:
 
 @st.composite
 def jobs(draw: st.DrawFn) -> dict[str, Any]:
-    """Any combination of strategies and redundancy."""
+    """Return jobs with any combination of strategies and redundancy."""
     eta = draw(st.integers(0, 3))
     stragglers = draw(st.sampled_from(STRAGGLERS.names))
     return {

@@ -1,4 +1,4 @@
-"""What a resumed run takes up: without redundancy every promise fits again, and nothing legal is ever refused later."""
+"""Resume plans: without redundancy every recovered reservation fits, and no later legal call is rejected."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersio
 
 @dataclass
 class Life:
-    """A run of random operations on a ledger, with what its server and its store would know. alive: members that no
-    commit has stored, as of each version's commit."""
+    """A run of random ledger operations with the knowledge of its server and store. alive: for the commit of each
+    version, the members that are not stored."""
 
     rng: random.Random
     ledger: StalenessLedger
@@ -76,7 +76,7 @@ class Life:
         self.commits.append((self.ledger.num_started, num_ended, set(self.ended)))
 
     def found(self, version: int) -> tuple[LedgerState, list[GroupInFlight]]:
-        """What a run resumed from `version` finds after a kill now."""
+        """Return what a run resumed from `version` finds after a kill at this moment."""
         num_started, num_ended, stored = self.commits[version]
         members = self.ledger.members_started
         groups: dict[int, list[MemberInFlight]] = {}
@@ -194,7 +194,7 @@ SCORED, SURPLUS = "scored", "sampled"
 
 
 def members_of(group: int, *states: tuple[int, float | None] | int) -> GroupInFlight:
-    """A group of which each member has a version and, if it is scored, a reward."""
+    """Return a group in flight whose members have a version and, if scored, a reward."""
     members = []
     for i, state in enumerate(states):
         version, reward = state if isinstance(state, tuple) else (state, None)
@@ -210,8 +210,8 @@ def members_of(group: int, *states: tuple[int, float | None] | int) -> GroupInFl
 def taken_up(
     eta: int, *groups: GroupInFlight, extra_groups: int = 0
 ) -> tuple[Sequence[tuple[int, Sequence[tuple[int, str]]]], tuple[int, ...]]:
-    """What a run of two groups a step, two to three members each, takes up at version 2: groups in order, with the
-    version and the state of each member; and what starts again."""
+    """Return the recovered groups of a run at version 2 (two groups per step, two to three members each) in order, with
+    version and state of each member, and the members that restart."""
     consumed = {outcome_key(Fate.CONSUMED, AbortReason.NONE): 8}
     stored = LedgerState(num_started=8, num_ended=consumed, live=(), next_step=2, version=2)
     event, again = plan_resume(new_ledger(eta, 2, 2, extra_groups, 1), DropNoSignal(), stored, groups)
@@ -253,7 +253,7 @@ def test_members_too_old_for_an_entry_restart_and_the_others_are_kept() -> None:
 
 
 def test_a_group_without_an_entry_restarts() -> None:
-    """Two places in steps 2 and 3 each."""
+    """Steps 2 and 3 have two entries each."""
     states, again = taken_up(1, *(members_of(group, 2, -1, -1) for group in (7, 6, 5, 4, 3)))
     assert [(group, members[0][0]) for group, members in states] == [(3, 2), (4, 2), (5, 2), (6, 2), (7, -1)]
     assert again == (21,)

@@ -30,7 +30,7 @@ def joined(*, room: int = 200, at_random: bool = False) -> Bench:
 
 
 def arrivals(seed: int) -> GroupsArrived:
-    """Groups with prompts of random lengths, so that the choice of an instance depends on all choices before."""
+    """Return groups with prompts of random lengths, so that each routing choice depends on all earlier ones."""
     rng = random.Random(seed)
     return GroupsArrived(
         groups=tuple(NewGroup(group=GroupId(g), prompt_tokens=rng.randint(1, 90)) for g in range(GROUPS))

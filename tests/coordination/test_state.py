@@ -30,8 +30,8 @@ A, B = InstanceId("a"), InstanceId("b")
 
 
 def busy_state() -> CoordinatorState:
-    """A trajectory in every phase: 0 runs on a, 1 moves from a to b, 2 is scored, 3 is done, 4 and 5 are queued under a
-    promise, 6 to 8 without one."""
+    """Return a state with a trajectory in every phase: 0 runs on a, 1 moves from a to b, 2 is scored, 3 is done, 4 and
+    5 are queued with a reservation, 6 to 8 without."""
     state = CoordinatorState(StalenessLedger(eta=1, groups_per_step=2, group_size=3))
     state.set_now(1.0)
     for name in (A, B):
@@ -184,7 +184,7 @@ def test_invalid_fleet_operations_raise_and_change_nothing() -> None:
 
 
 def changes(state: CoordinatorState) -> tuple[bool, list[str], bool, bool]:
-    """What is to be decided anew: batch, pulls of these instances, room, routing."""
+    """Return the replan flags: batch, instances with pulls, capacity, routing."""
     loads = [one.id for one in state.pop_loads_changed()]
     return state.pop_batch_changed(), list(loads), state.pop_room_changed(), state.pop_routing_changed()
 
@@ -290,7 +290,8 @@ def test_a_new_state_has_zero_times() -> None:
 
 
 def test_a_snapshot_counts_the_trajectories_of_each_phase() -> None:
-    """0 to 2 are trained on next, 3 is done, 4 is scored, 6 runs; three versions were published since."""
+    """Trajectories 0 to 2 are next to be trained, 3 is done, 4 is scored, 6 runs; three versions were published
+    since."""
     state = busy_state()
     for member in (4, 6):
         send(state, member)
@@ -311,7 +312,7 @@ def test_a_snapshot_counts_the_trajectories_of_each_phase() -> None:
 
 
 def test_explain_waiting_starts_with_the_oldest_version() -> None:
-    """Then those without a promise; of equals, what is longest in its phase."""
+    """Then those without a reservation; among equals, the longest in their phase."""
     state = busy_state()
     state.set_now(9.0)
     state.requeue_interrupted(live(state, 1), 5)
@@ -359,7 +360,7 @@ def test_public_views_of_the_state_are_read_only() -> None:
 
 
 def methods(of: type, but: type = object) -> set[str]:
-    """Public methods of a class that another does not have. Properties are none."""
+    """Return the public methods of a class that another class does not have, without properties."""
     own = {name for name, _ in inspect.getmembers(of, inspect.isfunction) if not name.startswith("_")}
     return own - set(dir(but))
 
@@ -378,9 +379,11 @@ ROOMS = ("coordination", "strategies")
 
 
 def writes(source: str, module: str) -> Iterator[str]:
-    """What `module` writes that is not its own: fields of trajectories and instances, and verbs of what the state owns.
+    """Yield writes of `module` to fields of trajectories and instances that it does not own, and calls of methods that
+    write.
 
-    Attributes of `self` are the writer's own, whatever they are called."""
+    Attributes of `self` are the writer's own, whatever they are called.
+    """
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Attribute(attr=name, ctx=ast.Store() | ast.Del()) if not is_self(node.value):
@@ -412,7 +415,7 @@ def is_self(node: ast.expr) -> bool:
 
 
 def last_name(node: ast.expr) -> str:
-    """`fleet` of `fleet`, `state.fleet`, `self._state.fleet` and `self._fleet`."""
+    """Return `fleet` for `fleet`, `state.fleet`, `self._state.fleet` and `self._fleet`."""
     name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
     return name.lstrip("_")
 

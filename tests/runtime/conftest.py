@@ -1,4 +1,4 @@
-"""Runs over actors in the test's own process."""
+"""Fixtures for runs over in-process actors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def body(tmp_path: Path) -> Body:
 
 @pytest.fixture(scope="session")
 def player(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that knows the form of the game in examples/agent.toml, and little more."""
+    """A model that knows the format of the game in examples/agent.toml."""
     from examples.make_agent_model import SYMBOLS, games
     from staleflow.tasks.training.tiny_model import Recipe, pretrain
 

@@ -1,4 +1,4 @@
-"""The driver when actors are lost in the middle of each call, stand still, answer late, or all of it at once.
+"""The driver when actors die during any call, hang, reply late, or several of these.
 
 Whatever happens, `Run.check` or `Run.check_kept` checks a run's promises: conservation, the bound, every token in its
 place, the same commands when the journal is replayed.
@@ -46,7 +46,7 @@ def test_a_response_with_a_non_finite_logprob_is_retried_and_then_fails(body: Bo
 
 
 def busiest(body: Body, method: str) -> str:
-    """An instance of which `method` is called in a run of that shape."""
+    """Return an instance on which `method` is called in a run of that configuration."""
     run = body.run(*CALLS[method], world=long_ones())
     return next(c.actor for c in run.workers.calls if c.method == method)
 
@@ -65,7 +65,7 @@ def check_replaced(run: Run, instance: str, why: str) -> None:
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("method", CALLS)
 def test_an_instance_that_dies_during_a_call_is_replaced(body: Body, method: str, moment: Any) -> None:
-    """Before or after it did what it was asked to: its trajectories go on elsewhere and none is lost."""
+    """Before or after the call took effect, its trajectories continue elsewhere and none is lost."""
     victim = busiest(body, method)
     run = body.run(
         *CALLS[method], world=long_ones(), faults=[Fault(actor=victim, method=method, nth=IN_RUN[method], dies=moment)]
@@ -107,7 +107,7 @@ def test_a_late_reply_within_its_timeout_is_accepted(body: Body, method: str) ->
 
 
 def test_trajectories_of_a_lost_instance_continue_on_its_replacement(body: Body) -> None:
-    """The only instance: all that ran there runs on its replacement."""
+    """The run has one instance, so everything runs on its replacement."""
     run = body.run("rollout.instances=1", faults=[Fault(actor="rollout-0", method="report", nth=2, dies="before")])
     check_replaced(run, "rollout-0", "connection closed")
     instances = {s.instance for row in run.store.ended() for s in row.trajectory.segments}
@@ -127,7 +127,7 @@ def test_a_replacement_pulls_the_newest_version_before_it_joins(body: Body) -> N
 
 @pytest.mark.parametrize("how", ["weights", "logprobs"])
 def test_an_instance_with_wrong_weights_is_refused_before_its_next_token(body: Body, how: str) -> None:
-    """Whether it shows in the weights or, of weights that cannot be compared, in what they compute."""
+    """The weights differ, or they cannot be compared and their logprobs differ."""
 
     def wrong(instance: str, version: int) -> bool:
         return instance == "rollout-0" and version == 2
@@ -145,7 +145,7 @@ def test_an_instance_with_wrong_weights_is_refused_before_its_next_token(body: B
 
 
 def test_a_refusal_is_committed_at_once(body: Body) -> None:
-    """Each of them, though both are of one step."""
+    """Two refusals in one step give two commits."""
     world = World(loads_wrong=lambda instance, version: instance in ("rollout-0", "rollout-1") and version == 2)
     run = body.checked_run("steps=6", world=world)
     refusals = [record for record in run.records if record.kind == "refusal"]
@@ -181,7 +181,7 @@ def test_an_instance_lost_repeatedly_ends_the_run(body: Body) -> None:
 
 
 def test_a_lost_instance_that_keeps_running_gets_no_more_calls(body: Body) -> None:
-    """Its process lives; from the moment of its loss on only what was under way comes to an end there."""
+    """Its process lives, and only calls in progress at the time of its loss finish there."""
     faults = [Fault(actor="rollout-1", method="pull", nth=3, error=OSError("reset"))]
     run = body.checked_run("steps=6", world=long_ones(), faults=faults, meanwhile=no_nanny)
     failed_s = [c.at_s for c in run.workers.calls if (c.actor, c.method) == ("rollout-1", "pull")][2]
@@ -196,7 +196,7 @@ def test_the_loss_count_is_shown_during_the_run(body: Body) -> None:
 
 
 def test_tokens_delivered_late_by_a_lost_instance_are_not_stored_twice(body: Body) -> None:
-    """Its poll was under way, and so brings what is sampled elsewhere by then."""
+    """A poll in progress returns tokens that another instance samples by then."""
     faults = [Fault(actor="rollout-1", method="pull", nth=3, error=OSError("reset"))]
     run = body.checked_run("steps=4", world=long_ones(), faults=faults, meanwhile=no_nanny)
     assert len(run.outcomes.losses) == 1
@@ -207,7 +207,7 @@ def test_tokens_delivered_late_by_a_lost_instance_are_not_stored_twice(body: Bod
 def test_an_instance_that_keeps_running_after_its_loss_changes_nothing(
     body: Body, method: str, how: dict[str, Any]
 ) -> None:
-    """Without a nanny its process lives; it samples what is sampled elsewhere too, and answers late."""
+    """Without a nanny its process lives, samples the same trajectories and replies late."""
     victim = busiest(body, method)
     faults = [Fault(actor=victim, method=method, nth=IN_RUN[method], **how)]
     run = body.checked_run(*CALLS[method], world=long_ones(), faults=faults, meanwhile=no_nanny)
@@ -246,7 +246,7 @@ def test_a_dead_reward_worker_is_replaced_and_its_responses_are_scored_again(bod
 
 
 def test_a_reward_worker_that_does_not_reply_is_replaced(body: Body) -> None:
-    """call_s for itself and for the server that it asks, and reward.timeout_s for each response of the batch."""
+    """The timeout is call_s for itself and for the server, and reward.timeout_s for each response of the batch."""
     faults = [Fault(actor="reward-0", method="score", silent="before")]
     run = body.checked_run("reward.timeout_s=2", "deadlines.stuck_s=100", faults=faults)
     (held,) = [c.args[1] for c in run.workers.calls if c.method == "score"][:1]
@@ -254,7 +254,7 @@ def test_a_reward_worker_that_does_not_reply_is_replaced(body: Body) -> None:
 
 
 def test_a_stopped_reward_worker_is_detected_before_its_scoring_timeout(body: Body) -> None:
-    """A reward may take minutes; a process that is stopped does not answer a short call either."""
+    """A reward may take minutes, but a stopped process does not reply to a short call either."""
 
     async def stop(run: Run) -> None:
         await until(run, lambda: run.workers.methods("reward-0").count("score") == 2)
@@ -318,7 +318,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_message(body: Body) ->
 
 
 def test_occasional_reward_failures_are_recorded_per_row(body: Body, caplog: pytest.LogCaptureFixture) -> None:
-    """The first failure is told in full, the others are counted: they are many, and alike."""
+    """The first failure is logged in full and the others are counted."""
     world = World(reward_error=lambda text: "a third" if len(text) % 3 == 0 else "")
     run = body.checked_run("steps=4", "reward.max_error_share=1", world=world)
     received = [
@@ -350,7 +350,7 @@ def test_a_server_that_is_slow_once_does_not_count_as_lost(body: Body, method: s
 @pytest.mark.parametrize("method", ASKED_BY_OTHERS)
 def test_a_server_that_does_not_reply_is_lost_and_its_callers_are_not(body: Body, method: str) -> None:
     async def mute(run: Run) -> None:
-        """The first one, from its second call of the method on."""
+        """Stop the first server at the second call of the method."""
         while run.workers.methods("server").count(method) < 2:
             await asyncio.sleep(0.001)
         run.workers.stop("server")
@@ -362,7 +362,7 @@ def test_a_server_that_does_not_reply_is_lost_and_its_callers_are_not(body: Body
 
 
 def test_a_stopped_instance_beside_a_parameter_server_does_not_affect_others(body: Body) -> None:
-    """They pull from that parameter server, and it answers nobody."""
+    """The other instances of that host pull from that parameter server."""
     stopped = []
 
     async def stop(run: Run) -> None:
@@ -380,7 +380,7 @@ def test_a_stopped_instance_beside_a_parameter_server_does_not_affect_others(bod
 
 
 def test_an_instance_that_cannot_reach_the_server_is_replaced(body: Body) -> None:
-    """Calls of that instance never arrive: it is the one that is cut off."""
+    """Only calls of that instance are lost, so the instance is the cause."""
     slow = [Fault(actor="server", method="requests", nth=n, late_s=9.0) for n in (1, 2, 3, 4)]
     run = body.checked_run("rollout.instances=1", "deadlines.stuck_s=100", faults=slow)
     (loss,) = run.outcomes.losses

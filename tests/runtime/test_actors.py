@@ -1,4 +1,4 @@
-"""The actors of a run: placement, deadlines of calls, verification of weights, replacement."""
+"""The actors of a run: placement, timeouts, weight verification and replacement."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ V0, V1, V2 = PolicyVersion(0), PolicyVersion(1), PolicyVersion(2)
 
 
 def first(stage: Stage) -> Any:
-    """The first instance."""
+    """Return the first instance."""
     return stage.actors.instances[InstanceId("rollout-0")]
 
 
@@ -45,7 +45,7 @@ async def test_every_role_has_a_process_and_each_host_has_one_parameter_server(b
 
 
 async def test_a_parameter_server_in_a_lost_process_is_replaced(body: Body) -> None:
-    """Its place is beside an actor that is there."""
+    """The new one is placed beside a live actor."""
     async with body.placed(hosts=INSTANCES_APART) as stage:
         beside = stage.workers.placed["parameters-two"].address
         lost, other = sorted(stage.actors.instances.values(), key=lambda i: i.placed.address != beside)
@@ -71,7 +71,7 @@ async def test_a_parameter_server_that_times_out_is_placed_in_another_process(bo
 async def test_an_environment_host_placed_after_a_loss_is_a_replacement(
     body: Body, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its endpoint then answers the clients of the lost one that they try again."""
+    """Its endpoint then asks clients of the lost one to retry."""
     settings, replaces = actor_settings.environment_settings, list[bool]()
 
     def noted(config: RunConfig, *, is_replacement: bool) -> Any:
@@ -216,7 +216,7 @@ async def test_an_instance_with_wrong_logprobs_is_refused_and_named(body: Body) 
 
 
 async def test_the_drift_limit_follows_the_difference_at_the_start(body: Body) -> None:
-    """Of engine and trainer before the first step, which rounding explains: 0.5 nats at most."""
+    """The limit is the rounding difference between engine and trainer before the first step, 0.5 nats at most."""
     async with body.placed(world=World(drift=0.1)) as stage:
         assert stage.actors.verification.drift_limit == pytest.approx(DRIFT_FACTOR * 0.1)
     with pytest.raises(ConfigError, match=r"logprobs differ by 0\.6 nats on average, 0\.5 at most are allowed"):
@@ -226,7 +226,7 @@ async def test_the_drift_limit_follows_the_difference_at_the_start(body: Body) -
 
 @pytest.mark.parametrize(("stored", "limit"), [(0.3, 0.3), (0.0, 0.5)])
 async def test_a_resumed_run_uses_the_stored_drift_limit(body: Body, stored: float, limit: float) -> None:
-    """Its engines compute another version than the base model."""
+    """The engines of a resumed run serve another version than the base model."""
     resumption = Resumption(version=V0, fingerprint="weights-0", drift_limit=stored)
     async with body.placed(resumption=resumption) as stage:
         assert stage.actors.verification.drift_limit == limit
@@ -276,7 +276,7 @@ async def test_the_fourth_loss_of_an_instance_raises_and_other_instances_do_not_
 
 
 async def test_losses_older_than_an_hour_do_not_count(body: Body) -> None:
-    """Only the losses of the last hour are too many: a run of weeks meets four sooner or later."""
+    """A run of weeks has more than four losses in total."""
     async with body.placed() as stage:
         for hour in range(8):
             name = f"rollout-0.{hour}" if hour else "rollout-0"
@@ -287,7 +287,7 @@ async def test_losses_older_than_an_hour_do_not_count(body: Body) -> None:
 
 
 async def test_a_version_being_fetched_or_saved_is_kept(body: Body) -> None:
-    """Newer ones may be published while it is on its way to a slow host, or waits for the trainer."""
+    """Newer versions may be published while it is on its way to a slow host or waits for the trainer."""
     slow_host = [Fault(actor="parameters-two", method="ensure", nth=2, late_s=1.0)]
     async with body.placed(hosts=INSTANCES_APART, faults=slow_host, world=World(save_s=2.0)) as stage:
         stage.publish(V1)
@@ -307,7 +307,7 @@ async def test_a_version_being_fetched_or_saved_is_kept(body: Body) -> None:
 
 
 async def test_a_version_that_no_host_has_is_skipped_for_the_newest(body: Body) -> None:
-    """It went with the host of a trainer that was lost, and came back elsewhere from a later resume point."""
+    """The version was on the host of a lost trainer, which resumed elsewhere from a later resume point."""
     gone = TransferFailed("version 1 cannot be fetched: parameters-one does not hand it on")
     async with body.placed(
         hosts=INSTANCES_APART, faults=[Fault(actor="parameters-two", method="ensure", nth=3, error=gone)]

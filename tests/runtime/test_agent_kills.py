@@ -1,4 +1,4 @@
-"""Endpoint, instance and agent killed while agents wait for turns: what agents were told is what is stored."""
+"""Endpoint, instance and agent are killed while agents wait: the turns they received equal the stored ones."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ Notes = dict[int, list[dict[str, Any]]]
 
 
 def notes(folder: Path) -> Notes:
-    """What agents wrote down, by process. A line that is being written is left out."""
+    """Return the lines that agents wrote, by process, without incomplete lines."""
     return {
         int(file.stem): [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line[-1] == "\n"]
         for file in folder.iterdir()
@@ -91,7 +91,7 @@ def notes(folder: Path) -> Notes:
 
 
 def told(answers: list[dict[str, Any]]) -> tuple[AgentArgs, ...]:
-    """The turns that an agent was told."""
+    """Return the turns that an agent received."""
     results = []
     for answer in (note["told"] for note in answers if "told" in note):
         choice = answer["choices"][0]

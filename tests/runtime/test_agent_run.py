@@ -1,4 +1,4 @@
-"""The example of an environment of several turns, on a real cluster: what its run stores is what was played."""
+"""The multi-turn example on a real cluster: stored spans equal the played games."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 3
 
 
 def assert_played(t: Trajectory, seed: int, tokenizer: AutoTokenizer) -> None:
-    """The spans of a trajectory are the turns of its game, each followed by what the game says to it, to the token."""
+    """Check token by token that the spans of a trajectory are its turns and the observations of the game."""
     game = HigherOrLower()
     observation, _ = game.reset(seed)
     assert t.prompt_tokens.tolist() == tokenizer(observation)["input_ids"]
@@ -40,7 +40,7 @@ def assert_played(t: Trajectory, seed: int, tokenizer: AutoTokenizer) -> None:
 
 
 def check_example(player: Path, folder: Path, *overrides: str) -> list[dict[str, float]]:
-    """Run the example with a small batch, and check that its store holds what was played. Returns metrics by step."""
+    """Run the example with a small batch and check that its store has the played games. Returns metrics by step."""
     small = (
         f"model.path={player}",
         f"runs_dir={folder}",

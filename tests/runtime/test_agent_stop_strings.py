@@ -1,4 +1,4 @@
-"""A run whose agent asks for stop strings: where its turns end, what it is told of them, and what is stored."""
+"""A run whose agent uses stop strings: ends of turns, replies and stored tokens."""
 
 from __future__ import annotations
 

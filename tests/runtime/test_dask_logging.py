@@ -1,4 +1,4 @@
-"""What Dask's processes say does not reach the terminal, unless it is asked for."""
+"""Log output of Dask processes reaches the terminal only on request."""
 
 from __future__ import annotations
 

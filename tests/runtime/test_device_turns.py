@@ -1,5 +1,5 @@
-"""Trainer and instances on the same GPUs, in turns: whole runs in virtual time, in which an engine that is awake while
-the trainer computes is an error (tests/support/scripted.py)."""
+"""Trainer and instances on the same GPUs in turns: whole runs in virtual time. An engine that is awake while the
+trainer computes is an error (tests/support/scripted.py)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_trainer_and_instances_use_the_gpus_in_turns(body: Body, eta: int) -> No
 def test_a_process_that_dies_in_any_turn_is_replaced(
     body: Body, actor: str, method: str, nth: int, moment: Any, eta: int
 ) -> None:
-    """Nothing is lost from the ledger, and the replacement waits for its turn."""
+    """The ledger loses nothing and the replacement waits for its turn."""
     fault = Fault(actor=actor, method=method, nth=nth, dies=moment)
     run = body.checked_run(TURNS, f"staleness.eta={eta}", "steps=4", faults=[fault], world=long_ones())
     happened = len(run.outcomes.losses) > 0

@@ -1,4 +1,4 @@
-"""The driver over actors in the test's own process: runs without faults, order, deadlines, the end, going on.
+"""The driver over in-process actors: runs without faults, order of operations, timeouts, end and resume.
 
 Whatever happens, `Run.check` or `Run.check_kept` checks a run's promises: conservation, the bound, every token in its
 place, the same commands when the journal is replayed.
@@ -115,7 +115,7 @@ def test_an_actor_not_ready_within_start_s_ends_the_run(body: Body, actor: str, 
 
 
 def test_an_actor_that_cannot_start_ends_the_run_at_once(body: Body) -> None:
-    """The others are not waited for, and what they were about to do is cancelled."""
+    """The run does not wait for the other actors, and their calls are cancelled."""
     faults = [
         Fault(actor="reward-0", method="__init__", error=ConfigError("reward.function: no such file")),
         Fault(actor="rollout-1", method="__init__", late_s=40.0),
@@ -148,8 +148,7 @@ def test_a_failed_commit_after_the_last_step_ends_the_run(body: Body) -> None:
 
 
 def test_a_step_is_queued_for_commit_before_its_version_is_announced(body: Body) -> None:
-    """The ledger that is stored with a step is that of before its version, and what ended by it comes before what its
-    version ends."""
+    """The ledger stored with a step is the one before its version is published, and endings are ordered accordingly."""
     run = body.checked_run(*REDUNDANT, world=long_ones())
     stored = [c for c in run.workers.calls if c.actor == "server" and c.method in ("commit", "retire")]
     ordered: list[Any] = []
@@ -169,7 +168,7 @@ def test_steps_are_reported_in_order_after_their_commit(body: Body) -> None:
 
 
 def test_only_versions_that_no_instance_uses_are_removed(body: Body) -> None:
-    """A pull of a version that is not there would end the run; see PlayedParameterServer."""
+    """A pull of a removed version would end the run (see PlayedParameterServer)."""
     run = body.checked_run(*LONG, "steps=6", hosts=("one", "two"), world=long_ones())
     assert {name for name in run.workers.names if name.startswith("parameters")} == {"parameters-one", "parameters-two"}
     assert all(weight <= {5, 6} for weight in run.world.weights.values())
@@ -177,7 +176,7 @@ def test_only_versions_that_no_instance_uses_are_removed(body: Body) -> None:
 
 @pytest.mark.parametrize("how", [{"silent": "before"}, {"error": OSError("reset")}], ids=["silent", "reset"])
 def test_a_parameter_server_that_fails_to_prune_does_not_stop_the_run(body: Body, how: dict[str, Any]) -> None:
-    """Its host has more versions than it needs for a while."""
+    """The host keeps more versions than needed for a while."""
     faults = [Fault(actor="parameters-two", method="prune", **how)]
     run = body.checked_run(*LONG, "steps=6", hosts=("one", "two"), world=long_ones(), faults=faults)
     assert run.outcomes.losses == []
@@ -215,14 +214,14 @@ def test_a_stuck_run_names_what_it_waits_for_and_the_setting(body: Body) -> None
 
 
 def test_growing_responses_count_as_progress(body: Body) -> None:
-    """Each takes longer than stuck_s; only reports of its tokens come meanwhile."""
+    """Each response takes longer than stuck_s, and only progress reports arrive meanwhile."""
     run = body.checked_run(world=World(length=lambda trajectory: 95, tokens_per_s=2.0))
     assert all(len(t.response_tokens) / 2.0 > run.config.deadlines.stuck_s for t in consumed(run))
 
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_the_store_has_the_times_of_the_run_clock(body: Body, monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
-    """Which begins when all actors are ready, however long that took, and goes on if the server is replaced."""
+    """The clock starts when all actors are ready and continues if the server is replaced."""
     clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
     monkeypatch.setattr("staleflow.tasks.actors.trajectory_server.time", clock)
     faults = [Fault(actor="trainer", method="publish_initial", late_s=20.0)]
@@ -241,7 +240,7 @@ def test_the_store_has_the_times_of_the_run_clock(body: Body, monkeypatch: pytes
 
 @pytest.mark.parametrize("arrives", [True, False])
 def test_slowly_arriving_weights_count_as_progress(body: Body, arrives: bool) -> None:
-    """No instance has version 1 before it has arrived, which takes longer than stuck_s."""
+    """The transfer of version 1 takes longer than stuck_s."""
     slow = [
         Fault(actor="parameters-two", method="ensure", nth=n + 2, late_s=2.0,  # both instances have asked for version 0
               change=lambda _, n=n: FetchProgress(path="", num_bytes=n * 1000 if arrives else 1000))
@@ -258,14 +257,14 @@ def test_slowly_arriving_weights_count_as_progress(body: Body, arrives: bool) ->
 
 
 def test_weights_that_load_slowly_do_not_count_as_a_stuck_run(body: Body) -> None:
-    """The deadline of a load goes by its bytes."""
+    """The timeout of a load grows with its bytes."""
     slow = [Fault(actor=f"rollout-{i}", method="pull", nth=2, late_s=45.0) for i in range(2)]
     run = body.checked_run("staleness.eta=0", faults=slow, world=World(num_bytes=10**9 + 10**8))
     assert run.outcomes.losses == []
 
 
 def test_a_long_training_step_does_not_count_as_a_stuck_run(body: Body) -> None:
-    """Longer than stuck_s, shorter than train_s."""
+    """The step takes longer than stuck_s and less than train_s."""
     body.checked_run("staleness.eta=0", world=World(train_s=38.0))
 
 

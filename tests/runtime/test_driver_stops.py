@@ -1,4 +1,4 @@
-"""A run that is asked to stop, at whatever moment.
+"""A run that is stopped at any moment.
 
 Whatever happens, `Run.check` or `Run.check_kept` checks a run's promises: conservation, the bound, every token in its
 place, the same commands when the journal is replayed.
@@ -41,7 +41,7 @@ def test_a_stop_during_training_stores_the_finished_step(body: Body) -> None:
 
 
 def test_a_stop_takes_effect_when_the_next_batch_is_ready(body: Body) -> None:
-    """With training slower than sampling there is a batch ready whenever a step ends."""
+    """With training slower than sampling, a batch is ready whenever a step ends."""
 
     async def meanwhile(run: Run) -> None:
         await until(run, lambda: run.workers.methods("trainer").count("train") == 3)

@@ -1,4 +1,4 @@
-"""The whole system without a model, on a real cluster: situations that only an emulated engine produces on demand."""
+"""Runs without a model on a real cluster, in situations that only an emulated engine can produce."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
 
 
 def test_a_dry_run_consumes_the_trajectories_of_the_simulation(dry: Path) -> None:
-    """The same file, the same coordinator, the same responses: the same trajectories are routed, scored and trained."""
+    """Job, coordinator and responses are the same, so the same trajectories are routed, scored and trained."""
     end = run(dry, "rollout.routing=deadline")
     check(end.run_dir, 5)
     config = loading.load(dry, ("rollout.routing=deadline",))
@@ -78,7 +78,7 @@ def test_a_dry_run_consumes_the_trajectories_of_the_simulation(dry: Path) -> Non
 
 
 def test_a_trial_of_a_user_job_runs_on_random_responses_and_leaves_no_files(job: Path, tmp_path: Path) -> None:
-    """Its prompts and its reward, on any machine, and nothing is left."""
+    """The trial uses the prompts and the reward of the job on any machine."""
     (tmp_path / "mine.py").write_text(
         "def picky(answer, record):\n"
         "    assert isinstance(answer, str) and record['question']\n"

@@ -1,4 +1,4 @@
-"""Real environment hosts that are killed or stopped in the middle of their environments' steps."""
+"""Real environment hosts that are killed or stopped during steps."""
 
 from __future__ import annotations
 

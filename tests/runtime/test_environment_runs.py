@@ -1,4 +1,4 @@
-"""A run whose environments answer the turns of its trajectories, on in-process actors in virtual time."""
+"""Runs with environments over in-process actors in virtual time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_environment_overhead_excludes_step_duration_and_queueing(body: Body) ->
 
 
 def acts_of(run: Run) -> list[tuple[float, float, float]]:
-    """(when it was answered, when it was asked, seconds of the environment and until it had a place) of each answer."""
+    """Return (end time, start time, duration of the environment including the wait for a slot) of each step."""
     asked, found = {}, []
     for entry in run.entries:
         event = entry.event

@@ -1,4 +1,4 @@
-"""The basis of a held-out number: distinct prompts, responses that could not be scored, its standard error."""
+"""Evaluation results: distinct prompts, failed responses, standard errors and comparability."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.support.segments import delivery, sampled_segment
 
 
 class Here:
-    """The actors of a run as plain objects of this process, none of which is ever lost."""
+    """The actors of a run in this process; none of them is ever lost."""
 
     def __init__(self, actors: dict[str, Any]) -> None:
         self._actors = actors
@@ -96,7 +96,7 @@ def job_on(rows: list[dict[str, Any]], job: Path, tmp_path: Path, *overrides: st
 
 
 def test_failed_responses_are_excluded_and_repeated_prompts_count_once(job: Path, tmp_path: Path) -> None:
-    """Of 60 rows the last 6 are held out, two of them the same; 5 prompts, though 200 are asked for."""
+    """The last 6 of 60 rows are held out, two of them equal, so there are 5 prompts although 200 are requested."""
     prompts = [f"{i}+{i}=" for i in range(58)] + ["1-1=", "1-1="]
     (tmp_path / "mine.py").write_text(
         "def moody(answer, record):\n    if answer == '7':\n        raise ValueError('no\\nmore')\n"
@@ -178,8 +178,8 @@ def test_evaluations_round_trip(tmp_path: Path) -> None:
 
 
 def test_statistics_use_prompts_with_all_responses_scored(tmp_path: Path) -> None:
-    """Three answers to each of 12 prompts: one right, and two alike that are wrong. Of one prompt, one was not scored,
-    and of another the greedy one, which before training was wrong everywhere."""
+    """Twelve prompts with three answers each: one correct and two equal wrong ones. One prompt has an unscored
+    response, and another an unscored greedy response."""
     right_once = PromptRewards(sampled=(0.0, 1.0, 0.0), answers=("a", "b", "a"), greedy=(1.0,))
     rewards = {f"p{i}": right_once for i in range(10)}
     rewards["one is missing"] = PromptRewards(sampled=(1.0, 1.0), answers=("b", "b"), greedy=(1.0,))

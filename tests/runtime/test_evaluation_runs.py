@@ -1,5 +1,5 @@
-"""Evaluations beside training, over actors in the test's process: one version each, none of it in the store, and every
-result written down once, whatever is lost."""
+"""Evaluations during training over in-process actors: one version each, not in the store, and every result written once
+despite losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def versions(run: Run) -> list[int]:
 
 
 def check(run: Run) -> None:
-    """The run kept its promises, and nothing of an evaluation is in its store or in a batch."""
+    """Check the invariants of the run, and that nothing of an evaluation is in its store or in a batch."""
     run.check()
     assert not any(is_evaluation(row.trajectory.id) for row in run.store.ended())
     assert all(first >= 0 for record in run.records for first, _ in record.ledger.live)
@@ -60,7 +60,7 @@ def test_a_run_is_evaluated_before_and_after_by_default(body: Body) -> None:
 
 
 def test_an_instance_pulls_after_its_evaluation_is_done(body: Body) -> None:
-    """Responses of 60 tokens at 20 a second outlast two steps: the host lags, the other instance pulls."""
+    """Responses of 60 tokens at 20 tokens/s take longer than two steps: the host lags and the other instance pulls."""
     world = World(length=lambda trajectory: 60 if is_evaluation(trajectory) else 8)
     run = body.run(*EVALUATED, "evaluation.every=0", "steps=6", "staleness.eta=1", world=world)
     check(run)
@@ -106,8 +106,8 @@ def test_a_lost_reward_worker_scores_an_evaluation_again(body: Body) -> None:
 @pytest.mark.parametrize("undone", [0, 1, 3])
 @pytest.mark.parametrize("steps", [2, 3, 4, 6])
 def test_a_resumed_run_neither_repeats_nor_loses_an_evaluation(body: Body, steps: int, undone: int) -> None:
-    """Killed after some of its six steps, mostly in the middle of an evaluation. What the store has undone by then is
-    evaluated again: it is trained again, on other responses."""
+    """The run is killed after some of its six steps, mostly during an evaluation. Undone versions are evaluated again
+    after they are trained again."""
     world = World(length=lambda trajectory: 70 if is_evaluation(trajectory) else 8, train_s=2.0)
     job = (*EVALUATED, "evaluation.every=2", "steps=6")
     first = body.run(*job, world=world, meanwhile=killed(lambda run: len(run.outcomes.steps) >= steps))
@@ -139,7 +139,7 @@ def test_two_evaluation_sets_have_their_prompts_samples_and_limits(body: Body) -
 
 
 def test_evaluation_episodes_end_at_the_token_limit_of_their_set(body: Body) -> None:
-    """A turn of 8 tokens and further ones of 1, with answers of 3: within 13 tokens there are two turns."""
+    """Turns of 8 and then 1 tokens with observations of 3: two turns fit into 13 tokens."""
     job = (*SHAPES["agents"], "steps=3", "evaluation.every=1", "task.eval_prompts=4", "simulation.failed_step_share=0",
            "evaluation.sets.short.prompts=4", "evaluation.sets.short.max_new_tokens=13")  # fmt: skip
     run = body.run(*job, world=World(train_s=4.0, length=lambda _: 8))
@@ -157,14 +157,14 @@ BEST = (*EVALUATED, "evaluation.best_checkpoint_set=held-out", "steps=6")
 
 
 def judged(figure: Callable[[int], float], **changes: Any) -> World:
-    """A world in which what is scored after `n` steps is worth figure(n), and evaluations outlast steps."""
+    """Return a world in which the reward after `n` steps is figure(n), and evaluations take longer than steps."""
     world = World(length=lambda trajectory: 30 if is_evaluation(trajectory) else 8, train_s=2.0, **changes)
     world.reward = lambda text: figure(len(world.trained))
     return world
 
 
 def kept(run: Run) -> int:
-    """The version that checkpoints/best is of; nothing else of an evaluation is there."""
+    """Return the version of checkpoints/best, and check that no other file of an evaluation is there."""
     checkpoints = run.config.run_dir / "checkpoints"
     assert not list(checkpoints.glob("*evaluated-*"))
     parsed = json.loads((checkpoints / "best" / "evaluation.json").read_text())
@@ -175,7 +175,7 @@ def kept(run: Run) -> int:
 
 
 def best_of(run: Run) -> int:
-    """The version after the first that its evaluations say is the best."""
+    """Return the version after the first one with the best evaluation."""
     return max((e for e in run.outcomes.evaluations if e.version), key=lambda e: (e.mean_reward, -e.version)).version
 
 
@@ -185,8 +185,8 @@ FIGURES = {"rises": float, "falls": lambda n: float(-n), "peaks": lambda n: floa
 @pytest.mark.parametrize("shape", FIGURES)
 @pytest.mark.parametrize(("every", "save_s"), [(1, 7.0), (2, 0.0)])
 def test_the_best_evaluated_version_is_kept(body: Body, every: int, save_s: float, shape: str) -> None:
-    """Most fall due during another's evaluation, so that later ones are evaluated; and the trainer may save what has
-    been pruned everywhere else by then."""
+    """Most evaluations become due during another one, so later versions are evaluated, and the trainer may save a
+    version that is pruned everywhere else."""
     run = body.run(*BEST, f"evaluation.every={every}", world=judged(FIGURES[shape], save_s=save_s))
     check(run)
     assert len(run.outcomes.evaluations) > 2
@@ -196,7 +196,7 @@ def test_the_best_evaluated_version_is_kept(body: Body, every: int, save_s: floa
 @pytest.mark.parametrize("undone", [0, 3])
 @pytest.mark.parametrize("steps", [2, 4, 5])
 def test_a_resumed_run_keeps_the_best_of_its_remaining_evaluations(body: Body, steps: int, undone: int) -> None:
-    """What was better was of a version that is trained again. What the kill left is gone."""
+    """A better result of an undone version does not count, and leftovers of the kill are removed."""
     killed_then = killed(lambda run: len(run.outcomes.steps) >= steps)
     first = body.run(*BEST, world=judged(lambda n: 50.0 + n), meanwhile=killed_then)
     resumption = resumption_of(first, undone)

@@ -1,4 +1,4 @@
-"""Fingerprints of reward, data and template: the report when one of them changed between two starts of a run."""
+"""Fingerprints of reward, data and template: the report of changes between two starts of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sources(tmp_path: Path) -> Path:
 
 
 def told(job: Path, sources: Path, *after: str) -> list[str]:
-    """What changes by these overrides, and by what has happened to the files since they were written to the folder."""
+    """Return the changes caused by these overrides and by edits since the fingerprints were written."""
     config = loading.load(job, (*_sets(sources), *after))
     return source_fingerprints.changes(source_fingerprints.read(sources), source_fingerprints.compute(config))
 

@@ -1,5 +1,4 @@
-"""Actors of a run on a machine with GPUs see those that are theirs; NVIDIA's library is simulated, the processes are
-not."""
+"""Actors of a run see only their GPUs. NVIDIA's library is simulated, the processes are real."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ from tests.support.fake_nvml import pynvml
 
 
 class Environment:
-    """An actor that tells its process's environment."""
+    """An actor that returns the environment of its process."""
 
     async def visible(self) -> tuple[str | None, str | None]:
         return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER")
 
 
 async def seen_by(job: Path, *names: str) -> dict[str, str | None]:
-    """What each actor of a run sees, by name."""
+    """Return the visible GPUs of each actor of a run."""
     workers = await connect(loading.load(job, ("rollout.instances=2",)))
     try:
         results = {}

@@ -31,7 +31,7 @@ from tests.support.scripted import (
 
 
 def verbs(cls: type[Any]) -> dict[str, list[str]]:
-    """Parameters of the public methods of a class."""
+    """Return the parameters of the public methods of a class."""
     return {
         name: list(inspect.signature(method).parameters)
         for name, method in inspect.getmembers(cls, inspect.isfunction)

@@ -1,5 +1,4 @@
-"""The link to one rollout instance: order, results, deadlines; and how a stalled engine is distinguished from one that
-works or has nothing to do."""
+"""The link to one rollout instance: order of commands, results, timeouts and stalled engines."""
 
 from __future__ import annotations
 
@@ -82,7 +81,7 @@ def pull(version: PolicyVersion) -> Pull:
 
 @dataclass
 class Linked:
-    """An instance at work, and what its link told."""
+    """A running instance and the events of its link."""
 
     stage: Stage
     link: Any
@@ -97,12 +96,12 @@ class Linked:
         return [event for _, event in self.told if isinstance(event, types)]
 
     def sent(self, *but: str) -> list[str]:
-        """The methods called since the pull with which every instance begins."""
+        """Return the methods called after the initial pull."""
         begun = [m for m in self.stage.workers.methods(ONE) if m not in ("next_events", "report", "logprobs")]
         return [m for m in begun[1:] if m not in but]
 
     async def lost(self) -> ActorLost:
-        """How the link ends."""
+        """Return the error that ends the link."""
         done, _ = await asyncio.wait(self.tasks, return_when=asyncio.FIRST_COMPLETED)
         error = done.pop().exception()
         assert isinstance(error, ActorLost)
@@ -114,7 +113,7 @@ class Linked:
 
 @contextlib.asynccontextmanager
 async def linked(body: Body, **kwargs: Any) -> AsyncIterator[Linked]:
-    """Link the only instance of a run; two groups of two are drawn, and version 1 is published."""
+    """Link the only instance of a run. Two groups of two are drawn, and version 1 is published."""
     async with body.placed("rollout.instances=1", **kwargs) as stage:
         await stage.actors.ask("server", "draw", 0, 2)
         stage.publish(V1)
@@ -147,7 +146,7 @@ async def test_commands_are_sent_in_order_and_grouped_by_kind(body: Body) -> Non
 
 
 async def test_a_command_waits_for_the_reply_to_the_previous_one(body: Body) -> None:
-    """A Route after a Pull finds the new weights, however long they take: an instance refuses one that comes early."""
+    """A Route after a Pull needs the new weights: an instance rejects one that comes early."""
     async with linked(body, faults=[Fault(actor=ONE, method="pull", nth=2, late_s=2.5)]) as one:
         one.give(pull(V1), route(A, V1))
         await asyncio.sleep(2.0)
@@ -175,7 +174,7 @@ async def test_every_result_is_passed_on_once_with_its_route_number(body: Body) 
     "change", [lambda a: a[::-1], lambda a: [*a, *a], lambda a: a[:1]], ids=["turned", "twice", "cut"]
 )
 async def test_late_repeated_and_reordered_results_are_passed_on(body: Body, change: Any) -> None:
-    """That they are late, doubled or in another order is detected by the coordinator, by their route numbers."""
+    """The coordinator detects late, repeated and reordered results by their route numbers."""
     values: list[Any] = []
 
     def noted(answer: Any) -> Any:

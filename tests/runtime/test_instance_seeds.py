@@ -1,4 +1,4 @@
-"""Sampling seeds of a run's instances, however often they are replaced and the run is resumed."""
+"""Sampling seeds of instances across replacements and resumes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from staleflow.tasks.engines.transformers import TransformersSettings
 
 
 class FreshInstance:
-    """An instance that has built its engine itself."""
+    """An instance that has built a new engine."""
 
     async def took_over(self) -> bool:
         return False
 
 
 class NotedPlaces:
-    """Notes what it is to place, and places nothing. Refuses the server, so that `place_all` ends there."""
+    """Records placements without placing. Rejects the server, so that `place_all` ends there."""
 
     def __init__(self) -> None:
         self.engines: dict[str, TransformersSettings] = {}
@@ -50,7 +50,7 @@ class NotedPlaces:
 
 
 def seeds_of(resumption: Resumption | None, tmp_path: Path, instances: int) -> dict[str, int]:
-    """Seeds by the names of a run's instances, each replaced as often as it may be."""
+    """Return the seeds of all instances of a run by name, with the maximum number of replacements."""
 
     async def scenario() -> NotedPlaces:
         cluster = NotedPlaces()

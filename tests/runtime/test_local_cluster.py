@@ -1,4 +1,4 @@
-"""Worker processes on this machine: what is left of a start that was cancelled."""
+"""Local worker processes: cancelled starts and interrupts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_cancelled_start_leaves_no_process(reached: Callable[[], bool]) -> Non
 
 @pytest.mark.parametrize("others", [0, 1])
 def test_an_interrupt_during_the_fork_server_start_is_deferred(others: int) -> None:
-    """Other threads do not hold it back, and the system may give it to any of them."""
+    """Other threads do not block the signal, and the system may deliver it to any of them."""
     reached, ended = [], threading.Event()
     threads = [threading.Thread(target=ended.wait) for _ in range(others)]
 
@@ -82,7 +82,7 @@ def test_an_interrupt_during_the_fork_server_start_is_deferred(others: int) -> N
 
 
 def test_the_fork_server_and_workers_ignore_interrupts() -> None:
-    """They are in the terminal's group, and the caller ends them."""
+    """They are in the process group of the terminal, and the caller ends them."""
 
     async def ignored() -> list[str]:
         cluster = await local_cluster.start(1, 1, preload_modules=(), dashboard=False)

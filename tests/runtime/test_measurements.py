@@ -1,4 +1,4 @@
-"""What a driver measures of its run."""
+"""Measurements of the driver."""
 
 from __future__ import annotations
 

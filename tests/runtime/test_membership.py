@@ -1,4 +1,4 @@
-"""Instances that join a run later, are retired from it, or do not come up."""
+"""Instances that join later, are retired, or fail to start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def instances(run: Run) -> list[str]:
 
 
 def lines(run: Run) -> list[str]:
-    """What the run said of its instances, each once."""
+    """Return the distinct lines about instances that the run reported."""
     return list(dict.fromkeys(line for line in run.instance_lines if line))
 
 
@@ -111,7 +111,7 @@ def test_a_run_reports_its_missing_instances(body: Body) -> None:
 
 
 def retired(body: Body, *overrides: str, by: Callable[[Run], str] = lambda _: "rollout-1", **kwargs: Any) -> Run:
-    """A run whose second instance is retired while it samples."""
+    """Run a job whose second instance is retired while it samples."""
     answers = []
 
     async def retire(run: Run) -> None:

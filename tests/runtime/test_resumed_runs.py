@@ -1,4 +1,4 @@
-"""Runs killed at any moment and resumed: what was in flight goes on, and every prompt is asked exactly once."""
+"""Runs killed at any moment and resumed: work in flight continues, and every prompt is used exactly once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SHAPES = {
 
 
 def rewound(store: MemoryStore, num_steps: int) -> MemoryStore:
-    """A store as it was after so many steps, as `prepare` sets it back: as it is if it has no more and no end."""
+    """Return a store as `prepare` rewinds it to this number of steps; unchanged if it has no more steps and no end."""
     records = store.steps()
     if sum(r.kind == "step" for r in records) <= num_steps and not (records and records[-1].kind == "end"):
         return store
@@ -63,7 +63,7 @@ def rewound(store: MemoryStore, num_steps: int) -> MemoryStore:
 
 
 def resumption_of(run: Run, undone: int) -> Resumption:
-    """What `prepare` does to the folder of a killed run whose latest resume points are lost."""
+    """Return the resumption of a killed run whose latest resume points are lost, as `prepare` does."""
     key = str(run.config.run_dir / "store")
     trained = sum(r.kind == "step" for r in run.world.stores[key].steps())
     version = max(0, trained - undone)
@@ -83,7 +83,7 @@ def resumption_of(run: Run, undone: int) -> Resumption:
 
 
 def killed(when: Callable[[Run], bool]) -> Callable[[Run], object]:
-    """End everything at once as soon as `when` holds; nothing is told to anybody."""
+    """End everything at once when `when` holds, without notifying any actor."""
 
     async def kill(run: Run) -> None:
         while run.driver is None or not run.driver.training or not when(run):
@@ -102,7 +102,7 @@ def resumed_event(run: Run) -> RunResumed:
 
 
 def check_whole(run: Run) -> None:
-    """The run has come to its end, and every prompt up to the last was asked once: stored under its number."""
+    """Check that the run is complete and that every prompt up to the last was used once and stored under its number."""
     if run.error is not None:
         raise run.error
     run.check_kept()
@@ -116,8 +116,8 @@ def check_whole(run: Run) -> None:
 
 
 def check_sources(run: Run) -> None:
-    """The last commit counts of each source what is stored, and of those drawn in order no task was left out. Filtered
-    groups are replaced: no batch is smaller than another."""
+    """Check that the last commit counts the stored groups of each source, that no task of an ordered source was
+    skipped, and that all batches have equal sizes."""
     ledger = run.records[-1].ledger
     assert ledger.tasks_in_flight == ()
     batches = Counter(row.step for row in run.store.ended() if row.fate is Fate.CONSUMED)
@@ -164,7 +164,7 @@ def test_finished_and_partial_responses_of_a_killed_run_continue(body: Body) -> 
 
 @pytest.mark.parametrize("spool_s", [0.5, 0.0])
 def test_a_lost_instance_costs_only_tokens_since_its_last_delivery(body: Body, spool_s: float) -> None:
-    """Two instances, four responses each: of those on the lost one, tokens of little more than spool_s."""
+    """Two instances with four responses each; the lost one costs tokens of little more than delivery_interval_s."""
     world = World(length=lambda _: 160)
     fault = Fault(actor="rollout-0", method="report", nth=13, dies="after")
     run = body.checked_run(
@@ -224,7 +224,7 @@ def test_a_run_killed_repeatedly_uses_every_prompt_once(body: Body, seed: int, s
 
 
 def test_a_stopped_and_resumed_run_loses_no_token(body: Body) -> None:
-    """Instances deliver what they run when a run is stopped, also if they never do else."""
+    """Instances deliver running responses when a run is stopped, even without periodic delivery."""
     world = World(length=lambda trajectory: 120 if trajectory % 4 == 3 else 8)
 
     async def stop(run: Run) -> None:
@@ -265,7 +265,7 @@ def test_work_abandoned_by_a_stopped_run_continues_after_the_resume(body: Body) 
 @pytest.mark.parametrize("kept", [None, 0.0, 0.5])
 @pytest.mark.parametrize("shape", ["plain", "sources"])
 def test_responses_missing_from_the_spool_start_again(body: Body, shape: str, kept: float | None) -> None:
-    """kept: the share of each of its files that is left; None: its folder is gone, too."""
+    """kept: the share of each spool file that is left; None: the folder is gone."""
     first = body.run(*SHAPES[shape], meanwhile=killed(lambda run: len(run.records) == 2))
     spool: Path = first.config.run_dir / "spool"
     for part in spool.iterdir():

@@ -1,4 +1,4 @@
-"""A trainer that is lost goes on from its resume point, while the engines stay loaded and go on sampling."""
+"""Recovery of a lost trainer, rank or server while engines stay loaded and keep sampling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def dies(method: str = "train", nth: int = 3, moment: Any = "before") -> Fault:
 
 
 def check_restored(run: Run, losses: int = 1) -> None:
-    """It did all its steps with the engines it began with, and trained each step on the same rows each time."""
+    """Check that the run did all its steps with its first engines and trained each step on the same rows each time."""
     run.check()
     assert len(run.outcomes.losses) == losses
     assert all("trainer" in loss for loss in run.outcomes.losses)
@@ -41,7 +41,7 @@ def steps_trained(run: Run) -> list[int]:
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("nth", [1, 3])
 def test_a_dead_trainer_resumes_from_its_resume_point(body: Body, nth: int, moment: Any) -> None:
-    """The step that it was training is sent again."""
+    """The step in progress is sent again."""
     run = body.run("steps=5", faults=[dies(nth=nth, moment=moment)])
     check_restored(run)
     again = [nth - 1] if moment == "after" else []
@@ -60,7 +60,7 @@ def test_engines_sample_during_the_trainer_restore(body: Body) -> None:
 
 
 def test_a_trainer_gets_no_calls_before_its_state_is_restored(body: Body) -> None:
-    """It is lost between two steps, and the next step's batch is there before it is back."""
+    """The trainer is lost between two steps, and the next batch is ready before it is back."""
     lost = Fault(actor="trainer", method="version", dies="before")
     late = Fault(actor="trainer", method="publish_initial", nth=2, late_s=9.0)
     run = body.run("steps=3", faults=[lost, late], world=World(length=lambda _: 60))
@@ -71,7 +71,7 @@ def test_a_trainer_gets_no_calls_before_its_state_is_restored(body: Body) -> Non
 
 @pytest.mark.parametrize("commit_s", [0.0, 2.5])
 def test_steps_after_the_resume_point_are_trained_again_on_the_same_rows(body: Body, commit_s: float) -> None:
-    """Those rows are in the store by then, or on their way there."""
+    """Those rows are in the store or on their way to it."""
     run = body.run("steps=8", "training.resume_every=3", faults=[dies(nth=6)], world=World(commit_s=commit_s))
     check_restored(run)
     assert steps_trained(run) == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7]
@@ -99,7 +99,7 @@ PATIENT = ("deadlines.train_s=4000", "deadlines.stuck_s=4000", "deadlines.silent
 
 
 def stopping(name: str, seconds: float | None = None) -> Any:
-    """Stop a process in the middle of the third training step, for ever or for so many seconds. No nanny ends it."""
+    """Stop a process during the third training step, for a number of seconds or for ever; no nanny restarts it."""
 
     async def stop(run: Run) -> None:
         run.workers.nanny = False
@@ -122,7 +122,7 @@ def test_a_stopped_trainer_is_replaced_after_silent_s(body: Body) -> None:
 
 
 def test_a_slow_trainer_is_not_lost(body: Body) -> None:
-    """A step takes ten times as long as its process may be silent: that answers meanwhile."""
+    """A step takes ten times silent_s, but the process replies to other calls."""
     run = body.checked_run("steps=3", *PATIENT, world=World(train_s=90.0))
     assert run.outcomes.losses == []
 
@@ -145,7 +145,7 @@ def test_the_loss_of_an_idle_trainer_is_detected(body: Body) -> None:
 
 
 def test_a_trainer_restored_on_another_host_serves_its_weights_there(body: Body) -> None:
-    """Its first host had no other actor: the parameter server there went with it."""
+    """Its first host had no other actor, so its parameter server is gone."""
     run = body.run("steps=6", faults=[dies(nth=3)], hosts=("one", "two", "one", "one", "one"))
     check_restored(run)
     assert "parameters-two" in run.workers.names
@@ -185,7 +185,7 @@ def test_a_run_without_resume_points_ends_with_its_trainer(body: Body) -> None:
 
 
 def test_a_retrained_step_with_other_weights_ends_the_run(body: Body) -> None:
-    """Instances serve the weights of before: two different ones under one version would be no version."""
+    """Instances already serve the first weights, and a version must not have two sets of weights."""
     run = body.run("training.resume_every=3", faults=[dies(nth=3)], world=World(chance="-other"))
     error = run.raised()
     assert isinstance(error, ActorLost)
@@ -199,7 +199,7 @@ RANKS = ("steps=5", "training.ranks=3")
 
 
 def check_group_restored(run: Run, losses: int = 1) -> None:
-    """All ranks were placed anew for each loss, whichever it was, and trained on from their resume point."""
+    """Check that all ranks were placed again after each loss and resumed from their resume point."""
     check_restored(run, losses)
     for name in ("trainer-1", "trainer-2"):
         assert run.workers.names.count(name) == 1 + losses
@@ -266,7 +266,7 @@ def dies_rank(method: str, nth: int) -> Fault:
 
 
 def test_ranks_lost_repeatedly_end_the_run(body: Body) -> None:
-    """Whichever of them: they are one role."""
+    """All ranks count as one role."""
     faults = [
         Fault(actor=f"trainer-{1 + nth % 2}", method="call_policy", nth=3 + nth, dies="before") for nth in range(9)
     ]
@@ -276,7 +276,7 @@ def test_ranks_lost_repeatedly_end_the_run(body: Body) -> None:
 
 
 def test_an_error_raised_by_a_rank_ends_the_run(body: Body) -> None:
-    """A GPU without memory would be without it again."""
+    """A GPU out of memory would be out of memory again."""
     failed = ActorFailed("RuntimeError: CUDA out of memory")
     run = body.run(*RANKS, faults=[Fault(actor="trainer-1", method="call_policy", nth=3, error=failed)])
     assert str(run.raised()) == "trainer-1 failed: RuntimeError: CUDA out of memory"
@@ -301,7 +301,7 @@ SHAPES = {
 
 
 def check_server_restored(run: Run, losses: int = 1) -> None:
-    """No prompt is skipped or asked twice, and no engine loaded anew."""
+    """Check that no prompt is skipped or used twice and that no engine is loaded again."""
     run.check()
     assert len(run.outcomes.losses) == losses
     assert run.workers.names.count("server") == 1 + losses
@@ -319,7 +319,7 @@ def some_long() -> World:
 def test_a_server_that_dies_during_a_call_is_restored_from_store_and_spool(
     body: Body, method: str, moment: Any
 ) -> None:
-    """Before or after it did what it was asked to. The call is made once more, and nothing is sampled again."""
+    """Before or after the call took effect. The call is repeated, and nothing is sampled again."""
     fault = Fault(actor="server", method=method, nth=2, dies=moment)
     run = body.run(*SHAPES[method], world=some_long(), faults=[fault])
     check_server_restored(run)
@@ -339,7 +339,7 @@ def test_a_server_lost_during_sampling_gets_the_tokens_again(body: Body) -> None
 
 
 def test_callers_that_detect_a_loss_late_only_repeat_their_call(body: Body) -> None:
-    """A commit may take longer than other calls, so that its caller is the last to give up the old server."""
+    """A commit has a longer timeout than other calls, so its caller detects the loss last."""
 
     async def stop(run: Run) -> None:
         run.workers.nanny = False

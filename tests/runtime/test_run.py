@@ -1,4 +1,4 @@
-"""Whole runs on a real Dask cluster, with real actors, engine, store and faults; and the messages for wrong input."""
+"""Whole runs on a real Dask cluster with real actors, engine, store and faults, and errors for invalid input."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def interfered(
     interfere: Callable[[Driver, DaskWorkers], Awaitable[None]],
     once_placed: str = "",
 ) -> Driver:
-    """Run a job; once a step is done, or as soon as an actor has its process if one is named, `interfere`."""
+    """Run a job and call `interfere` once a step is done, or once the named actor has its process."""
     config = loading.load(job, overrides)
     facts = inspect_model(config)
     cluster = await connect(config)
@@ -128,7 +128,7 @@ async def interfered(
 
 
 async def process_of(cluster: DaskWorkers, actor: str) -> int:
-    """The process that holds an actor."""
+    """Return the process that holds an actor."""
     address = cluster.placed[actor].address
     result: int = (await cluster.client.run(os.getpid, workers=[address]))[address]
     return result
@@ -137,8 +137,7 @@ async def process_of(cluster: DaskWorkers, actor: str) -> int:
 async def sabotaged(
     job: Path, overrides: tuple[str, ...], victim: str, strike: Callable[[int], None], *, at_start: bool = False
 ) -> Driver:
-    """Run a job; once a step is done, or as soon as it is there, `strike` the worker process that holds the actor
-    `victim`."""
+    """Run a job and `strike` the worker process of the actor `victim` once a step is done, or at its start."""
 
     async def interfere(driver: Driver, cluster: DaskWorkers) -> None:
         strike(await process_of(cluster, victim))
@@ -150,7 +149,7 @@ async def sabotaged(
     "blow", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "hung"]
 )
 def test_a_lost_rollout_worker_is_replaced_and_no_trajectory_is_lost(job: Path, blow: signal.Signals) -> None:
-    """Its trajectories continue on the other instance, and on the one that replaces it."""
+    """Its trajectories continue on the other instance and on the replacement."""
     struck: list[int] = []
 
     def strike(pid: int) -> None:
@@ -183,7 +182,7 @@ def test_a_lost_role_is_restored_while_engines_stay_loaded(job: Path, victim: st
 
 
 def test_a_full_disk_stops_the_run_and_keeps_the_stored_steps(job: Path) -> None:
-    """Past a file size limit the server's writes fail as they do on a full disk."""
+    """Writes beyond a file size limit fail as on a full disk."""
 
     def strike(pid: int) -> None:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (4_000, resource.RLIM_INFINITY))
@@ -211,7 +210,8 @@ def test_ctrl_c_during_start_stops_at_once(job: Path) -> None:
 
 @pytest.fixture
 def foreign_cluster(tmp_path: Path) -> Iterator[Path]:
-    """A scheduler and four workers started by hand with the `dask` command, roles as resources; its scheduler file."""
+    """A scheduler and four workers started with the `dask` command, with roles as resources; yields the scheduler
+    file."""
     file = tmp_path / "scheduler.json"
     dask = [sys.executable, "-m", "dask"]
     common = ["--scheduler-file", str(file), "--no-dashboard"]
@@ -284,7 +284,7 @@ def test_invalid_input_gives_one_line_and_exit_code_2(job: Path, case: str) -> N
 def test_a_failed_run_gives_one_message_and_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What else can end a run is tested without a cluster, in test_driver.py."""
+    """Other errors are tested without a cluster in test_driver.py."""
 
     def run_that_is_stuck(**_: object) -> None:
         raise RunStuck("no progress for 4 s (deadlines.stuck_s): step 0 waits")

@@ -1,4 +1,4 @@
-"""Runs on processes whose trainer and instances take turns, with a model."""
+"""Runs with a model on processes whose trainer and instances take turns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fingerprints(job: Path, *overrides: str) -> list[str]:
 
 @pytest.mark.slow
 def test_weights_equal_those_of_separate_gpus(job: Path) -> None:
-    """At eta = 0 one instance that samples one response after the other does the same in both layouts."""
+    """At eta = 0 one instance with one request at a time gives the same result in both layouts."""
     apart = fingerprints(job, "name=apart")
     assert fingerprints(job, "name=turns", "cluster.layout=turns") == apart
     assert len(set(apart)) == 3
@@ -37,7 +37,7 @@ def test_weights_equal_those_of_separate_gpus(job: Path) -> None:
 @pytest.mark.parametrize("trainer_turn", [True, False])
 @pytest.mark.parametrize("victim", ["rollout-0", "trainer"])
 def test_a_process_killed_in_each_turn_is_replaced(job: Path, victim: str, trainer_turn: bool, eta: int) -> None:
-    """Awake or asleep, it is replaced, and nothing is lost."""
+    """Awake or asleep, it is replaced, and no trajectory is lost."""
 
     async def strike(driver: Driver, cluster: DaskWorkers) -> None:
         process, turns = await process_of(cluster, victim), driver._actors._turns

@@ -1,4 +1,4 @@
-"""Run folders: used by one process at a time, written only under the lock, and used where they are."""
+"""Run folders: one process at a time, writes only under the lock, and copies that use their own files."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def light(tmp_path: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, by its path in it."""
+    """Return every file below a folder by its relative path."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def begun(light: Path, *overrides: str) -> RunConfig:
-    """A run as it is after its store was made, before its first step."""
+    """Return a run with a store and without steps."""
     config = loading.load(light, overrides)
     prepare_run_dir(config)
     VersionedStore.create(config.run_dir / "store", actor_settings.run_header(config))
@@ -117,7 +117,7 @@ def test_a_second_run_of_a_name_is_rejected_before_it_writes(light: Path, stored
 
 
 def test_one_of_two_processes_runs_a_name_and_a_copy_resumes_without_the_original(job: Path, tmp_path: Path) -> None:
-    """The second asks for another bound; the first, killed and resumed, still keeps its own."""
+    """The second process asks for another bound; the first one is killed and resumed and keeps its bound."""
     folder = tmp_path / "runs" / "job"
     with start(job, "steps=400") as process:
         until_step(process, 2)
@@ -265,7 +265,7 @@ def test_a_resume_rejects_a_job_that_contradicts_its_store(
 
 @pytest.fixture
 def moved(light: Path, tmp_path: Path) -> Path:
-    """A copy of a submitted job's folder, which named its code where it was; there it says something else."""
+    """A copy of the folder of a submitted job whose config names the code in the original folder, which has changed."""
     folder = tmp_path / "runs" / "job"
     config = begun(
         light, f"reward.function={folder}/code/reward_mine.py:score", f"task.source={folder}/code/task_mine.py:Prompts",
@@ -427,7 +427,7 @@ def test_a_stored_job_may_have_a_removed_key_without_effect(light: Path) -> None
 def test_a_stored_run_with_a_removed_rule_is_readable_and_cannot_be_replayed(
     light: Path, stored: str, gone: str, name: str
 ) -> None:
-    """Steps, texts, rewards and training do not depend on the rule: only the coordinator's decisions do."""
+    """Only decisions of the coordinator depend on the rule."""
     config = begun(light)
     path = config.run_dir / "config.toml"
     assert stored in path.read_text()

@@ -1,4 +1,4 @@
-"""A journal in parts: read as if it were one file, whatever was closed, compressed, cut off or taken away."""
+"""A journal in parts reads as one file, with closed, compressed, truncated or missing parts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PART_BYTES = 20_000
 def in_parts(
     path: Path, whole: Path, part_bytes: int = PART_BYTES, kind: type[Journal] = RunJournal
 ) -> list[JournalEntry]:
-    """Write the entries of a journal of one file to another of several; returns them."""
+    """Split the journal of one file into parts; returns the entries."""
     entries = list(journal.read(whole))
     book = kind(path, part_bytes=part_bytes)
     for entry in entries:
@@ -41,7 +41,7 @@ def in_parts(
 
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
-    """An eventful journal of one file."""
+    """An eventful journal in one file."""
     (tmp_path / "whole").mkdir()
     path = tmp_path / "whole" / "events.jsonl"
     TinyBody(coordinator(tmp_path), path, 3).run()

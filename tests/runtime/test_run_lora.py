@@ -24,8 +24,8 @@ ADAPTER = (
 
 
 def check_attribution(job: Path, model: Path, *overrides: str) -> None:
-    """Run a job that trains an adapter: each response is of one version, and has the logprobs of that version's
-    checkpoint, also if its training step was two versions later; and no context was computed twice."""
+    """Run a job that trains an adapter: each response has one version and the logprobs of that version's checkpoint,
+    and no context is prefilled twice."""
     end = run(job, *ADAPTER, *overrides)
     store = check(end.run_dir, 5)
     assert not end.summary["alarms"]

@@ -20,7 +20,7 @@ RANKS = ("training.ranks=2", "task.eval_prompts=0", "steps=5", "rollout.instance
 
 
 def test_a_trainer_that_loses_a_rank_continues_and_resumes_with_one_rank(job: Path) -> None:
-    """From resume points in shards, which one process then goes on from."""
+    """Sharded resume points are loaded by one process."""
     driver = asyncio.run(sabotaged(job, RANKS, "trainer-1", lambda pid: os.kill(pid, signal.SIGKILL)))
     (loss,) = driver.outcomes.losses
     assert "trainer-1 is gone" in loss

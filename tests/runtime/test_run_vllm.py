@@ -60,7 +60,7 @@ def test_adapters_of_all_versions_within_the_bound_are_served(job: Path, tiny_mo
 
 
 def test_a_killed_vllm_instance_is_replaced_and_no_trajectory_is_lost(job: Path, memory_folder: Path) -> None:
-    """kill -9 under load: its trajectories go on elsewhere, and it leaves neither processes nor memory behind."""
+    """kill -9 under load: its trajectories continue elsewhere, and it leaves neither processes nor shared memory."""
     before = set(Path("/dev/shm").glob("[!s]*"))  # semaphores of Dask's own processes come and go
     struck: list[int] = []
 

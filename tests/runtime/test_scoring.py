@@ -1,4 +1,4 @@
-"""How responses reach the reward workers: a group's together, what is slow shared out."""
+"""Scoring: complete groups are sent in one call, and slow work is divided among reward workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.bodies import Body
 
 
 class Judges:
-    """Reward workers that take `seconds` for a response. calls: when each was made, of whom, and what was to score."""
+    """Reward workers that take `seconds` per response. calls: (time, worker, responses) of each call."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -29,7 +29,7 @@ class Judges:
 
 
 def scored(body: Body, puts: list[tuple[float, int]], *overrides: str, seconds: float = 0.001) -> Any:
-    """Put responses, each so many seconds after the one before; returns the reward workers and when each was told."""
+    """Submit responses at these intervals; returns the reward workers and the time of each score."""
     config, judges, told = body.config("batch.group_size=4", *overrides), Judges(seconds), {}
 
     async def work() -> None:

@@ -1,4 +1,4 @@
-"""Commits that are slow: training waits for them, nothing else does, and a run that is killed can be resumed."""
+"""Slow commits: training waits for them, nothing else does, and a killed run can be resumed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.scripted import World
 
 
 def quick(commit_s: float) -> World:
-    """Steps take a fifth of a second, commits longer."""
+    """Return a world with steps of 0.2 s and longer commits."""
     return World(commit_s=commit_s, train_s=0.1, publish_s=0.1, length=lambda _: 2)
 
 
@@ -22,7 +22,7 @@ def test_a_run_killed_during_slow_commits_has_a_usable_resume_point(body: Body) 
     seen: list[tuple[int, list[int]]] = []
 
     async def watch(run: Run) -> None:
-        """As if it were killed at any of these moments."""
+        """Record the resume points and stored steps, as if the run were killed at any of these moments."""
         points = ResumePoints(run.config.run_dir / "resume")
         while True:
             await asyncio.sleep(0.05)
@@ -65,7 +65,7 @@ def test_prompts_are_drawn_during_a_commit(body: Body) -> None:
 
 
 def test_a_commit_longer_than_commit_s_is_retried_and_then_ends_the_run(body: Body) -> None:
-    """Each time by a new server: the old one hangs."""
+    """Each attempt uses a new server, since the old one hangs."""
     run = body.run("deadlines.commit_s=9", world=quick(20.0))
     why = "server did not answer within 12 s (deadlines.commit_s)"
     assert str(run.raised()) == f"server was lost 4 times within an hour, last: {why}"
@@ -73,7 +73,7 @@ def test_a_commit_longer_than_commit_s_is_retried_and_then_ends_the_run(body: Bo
 
 
 def test_a_bucket_outage_of_minutes_does_not_end_the_run(body: Body) -> None:
-    """Training waits two steps ahead, sampling goes on, and what is said names the cause and how long it lasts."""
+    """Training waits after two steps, sampling continues, and the report has the cause and the duration."""
     world = quick(0.5)
     world.length, world.outage = (lambda _: 60), (3.0, 303.0)
     run = body.checked_run("steps=12", "deadlines.commit_s=400", world=world)

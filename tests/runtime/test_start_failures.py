@@ -1,4 +1,4 @@
-"""Actors whose processes die while the run starts: each is replaced like any other loss."""
+"""Actors whose processes die during the start are replaced like any other loss."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_an_actor_that_dies_during_start_is_replaced(body: Body, actor: str, met
     ("method", "nth"), [("logprobs", 1), ("fine_tune", 1), ("fine_tune", 3), ("publish_initial", 1), ("train", 1)]
 )
 def test_a_trainer_that_dies_after_fine_tuning_is_tuned_again(body: Body, method: str, nth: int, moment: Any) -> None:
-    """As long as there is no later version to go on from."""
+    """Until there is a later version to resume from."""
     run = body.checked_run(
         *RANKS, "training.sft.steps=3", faults=[Fault(actor="trainer", method=method, nth=nth, dies=moment)]
     )
@@ -46,7 +46,7 @@ def test_a_trainer_that_dies_after_fine_tuning_is_tuned_again(body: Body, method
 
 
 def test_repeated_fine_tuning_steps_are_not_logged_again(body: Body, caplog: pytest.LogCaptureFixture) -> None:
-    """Its answer about such a step is empty."""
+    """The reply to such a step is empty."""
     caplog.set_level("INFO", "staleflow")
     body.run(
         *RANKS, "training.sft.steps=2", faults=[Fault(actor="trainer", method="fine_tune", nth=2, twice=True)]
@@ -93,7 +93,7 @@ def test_an_actor_error_during_start_ends_the_run_at_once(body: Body, actor: str
 def test_weights_that_engines_cannot_load_end_the_run_before_the_first_step(
     body: Body, world: World, message: str
 ) -> None:
-    """Each instance of the run would refuse them, and its replacements, too."""
+    """Every instance and every replacement would reject them."""
     run = body.run(*RANKS, world=world)
     error = run.raised()
     assert isinstance(error, ConfigError)

@@ -1,4 +1,4 @@
-"""What a run with environments stores, in the store that runs have."""
+"""Runs with environments in the versioned store."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def test_a_run_with_environments_is_stored_and_passes_the_audit(tmp_path: Path) 
 
 
 def test_environments_with_empty_observations_finish_the_run(tmp_path: Path) -> None:
-    """Without a template an empty answer is no token: the turn was over for ever, and its environment asked again."""
+    """Without a template an empty observation has no tokens; the turn counted as unanswered and its environment was
+    called again for ever."""
     run = Body(tmp_path / "runs").run(*AGENTS, "workload.tool_tokens=0")
     run.check()
     rows = [row.trajectory for row in run.store.ended()]

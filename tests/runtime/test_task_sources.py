@@ -14,7 +14,7 @@ LENGTH, MOST = 24, 500
 
 
 def test_a_source_that_always_fails_is_named_and_does_not_stall_the_others(body: Body) -> None:
-    """All members of its groups have one reward, so they are filtered; batches are as large as ever."""
+    """All members of its groups have equal rewards, so the groups are filtered; batches keep their size."""
     runs: list[Run] = []
     trajectories = {" ".join(map(str, response(i, LENGTH))): i for i in range(MOST)}
 

@@ -1,4 +1,4 @@
-"""Alarms about what training steps report: once each, with their remedy, in the run's log and summary."""
+"""Alarms about training steps: once each, with a remedy, in the log and the summary of the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_low_ess_for_several_steps_raises_one_alarm() -> None:
 
 
 def test_a_low_ess_within_its_standard_error_is_no_alarm() -> None:
-    """Of few rows it may well be a large one's chance."""
+    """With few rows it may be caused by one large ratio."""
     near = {"ess": 0.2, "ess_stderr": 0.12}
     watch, sure = TrainingAlarms(), TrainingAlarms()
     assert not any(watch.observe(step, near) for step in range(2))

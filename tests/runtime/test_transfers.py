@@ -1,4 +1,4 @@
-"""Weights from host to host: who fetches from whom."""
+"""Weight transfers between hosts: the source of each fetch."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ V1 = PolicyVersion(1)
 
 
 def asked(stage: Stage) -> dict[str, str]:
-    """The source of each host's fetch."""
+    """Return the source of each host's fetch."""
     ensured = [c for c in stage.workers.calls if c.method == "ensure" and c.args[2]]
     return {c.actor.removeprefix("parameters-"): c.args[2][0].name.removeprefix("parameters-") for c in ensured}
 
@@ -102,7 +102,7 @@ async def test_hosts_fetch_from_each_other(body: Body) -> None:
 
 
 async def test_a_fetch_may_take_longer_than_a_call(body: Body) -> None:
-    """Its progress is asked for again and again; each answer comes in time."""
+    """Progress is polled, and each reply arrives in time."""
     on_its_way = FetchProgress(path="", num_bytes=3)
     slow = [
         Fault(actor="parameters-two", method="ensure", nth=n, late_s=2.0, change=lambda _: on_its_way)
@@ -118,7 +118,7 @@ async def test_a_fetch_may_take_longer_than_a_call(body: Body) -> None:
 
 
 async def test_a_failed_source_is_retried_without_a_loss(body: Body) -> None:
-    """The instance that asks waits for as long as it takes."""
+    """The instance waits as long as it takes."""
     gone = TransferFailed("version 1 cannot be fetched: parameters-one does not hand it on")
     fails = [Fault(actor="parameters-two", method="ensure", nth=n, error=gone) for n in range(2, 9)]
     async with body.placed(hosts=APART, faults=fails) as stage:
@@ -155,7 +155,7 @@ async def test_an_instance_whose_process_does_not_reply_is_lost(body: Body) -> N
 
 
 async def test_versions_published_during_a_prune_are_kept(body: Body) -> None:
-    """A host may be slow to begin: by then some of them are being loaded."""
+    """The prune may start late on a host, when some of them are being loaded."""
     async with body.placed(world=World(prune_s=1.0)) as stage:
         stage.publish(V1)
         removing = asyncio.ensure_future(stage.actors.prune(set()))
@@ -171,7 +171,7 @@ async def test_versions_published_during_a_prune_are_kept(body: Body) -> None:
 
 
 async def test_the_load_timeout_grows_with_the_number_of_bytes(body: Body, caplog: pytest.LogCaptureFixture) -> None:
-    """A call is answered in 3 s; a load of 100 MB may take four more at the least rate. Only slow pulls are logged."""
+    """The timeout is 3 s, and 4 s more for 100 MB at the minimum rate. Only slow pulls are logged."""
     caplog.set_level("INFO", "staleflow")
     slow = [Fault(actor="rollout-0", method="pull", nth=2, late_s=6.0)]
     async with body.placed(faults=slow, world=World(num_bytes=100_000_000)) as stage:

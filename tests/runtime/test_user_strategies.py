@@ -1,4 +1,4 @@
-"""A run with a user's routing rule, loss and advantage: it keeps their code, and is replayed with it."""
+"""A run with a user's routing rule, loss and advantage stores their code and replays with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placing actors on a Dask cluster: the slot table and its deadline, with a scripted client."""
+"""Placing actors on a Dask cluster: slots and timeouts, with a scripted client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUN = virtual_time.run
 
 
 class PlayedFuture:
-    """An actor that is made, a little later, never, or not."""
+    """An actor that is created after a delay, never, or with an error."""
 
     def __init__(self, seconds: float, error: Exception | None = None) -> None:
         self._seconds, self._error = seconds, error
@@ -38,7 +38,8 @@ class PlayedFuture:
 
 
 class PlayedClient:
-    """What DaskWorkers asks of Dask's client. workers: resources by name; an address is the name after tcp://."""
+    """The Dask client interface that DaskWorkers uses. workers: resources by name; an address is the name after
+    tcp://."""
 
     def __init__(self, workers: dict[str, dict[str, int]]) -> None:
         self.workers = workers
@@ -98,7 +99,7 @@ async def on(
 
 
 async def place(placing: DaskWorkers, *roles: str) -> list[str]:
-    """Where actors of these roles come to live, named by role and number."""
+    """Place actors of these roles; returns their workers."""
     return [(await placing.place(f"{role}-{i}", role, object)).worker for i, role in enumerate(roles)]
 
 
@@ -144,7 +145,7 @@ async def test_a_role_without_a_matching_worker_is_named_after_start_s() -> None
     ("id", "why"), [("Scheduler-2", "was started anew"), ("", r"does not answer any more \(Timed out.* 30 s\)")]
 )
 async def test_placement_fails_once_the_scheduler_is_lost(id: str, why: str) -> None:
-    """Another one knows neither the run nor its claims: it would never give it a worker."""
+    """A new scheduler does not know the run and would never give it a worker."""
     async with on(["a"], num_heavy=2) as (placing, client):
         await place(placing, "rollout")
         begin = asyncio.get_running_loop().time()
@@ -215,7 +216,7 @@ async def test_a_process_in_which_an_actor_did_not_start_is_not_chosen_again() -
 
 
 async def test_the_process_of_a_lost_actor_is_restarted_and_not_chosen_again() -> None:
-    """A hung one is still listed."""
+    """A hung worker is still listed."""
     async with on(["a", "b"], num_heavy=1) as (placing, client):
         lost = await placing.place("rollout-0", "rollout", object)
         beside = await placing.place_beside(lost, "parameters-host", "parameters", object)

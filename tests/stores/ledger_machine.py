@@ -1,4 +1,4 @@
-"""Random operations on a ledger and on its naive model: every method, legal and illegal, in any order."""
+"""Random operations on a ledger and its naive model: every method, legal and illegal, in any order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_GROUPS = 9
 
 
 def picture(ledger: Any) -> str:
-    """The complete state of a ledger as text, to check that a refused call changed nothing."""
+    """Return the complete state of a ledger as text, to check that a rejected call changed nothing."""
     entries = {
         g: (e.state.name, e.version, sorted(e.waiting), e.completed, sorted(e.routed))
         for g, e in ledger.entries.items()
@@ -62,7 +62,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ended: dict[int, str] = {}
 
     def record(self, endings: Any) -> set[int]:
-        """Note endings; each trajectory may end once."""
+        """Record endings; each trajectory may end once."""
         members = set()
         for ending in endings:
             assert ending.trajectory not in self.ended, f"{ending.trajectory} ended twice"
@@ -90,7 +90,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return group
 
     def route(self, group: int, member: int, version: int) -> bool:
-        """Route one member; legal or not, both must agree, and an illegal one must change nothing."""
+        """Route one member. Ledger and model must agree, and an illegal call must change nothing."""
         g = self.naive.groups[group]
         legal = self.naive.can_reserve(group, version)
         assert self.ledger.can_reserve(group, version) == legal
@@ -106,7 +106,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return True
 
     def finish(self, group: int) -> bool:
-        """Complete what is routed, and occupy if that makes the group complete."""
+        """Complete routed members, and occupy if that completes the group."""
         g = self.naive.groups[group]
         for member in [m for m in g.waiting if m in g.routed][: self.naive.group_size - len(g.done)]:
             g.done.append(member)
@@ -160,14 +160,14 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), lag=st.integers(0, 4))
     def reserve(self, data: Any, lag: int) -> None:
-        """Route one member at any version, too old ones included."""
+        """Reserve at any version, including versions that are too old."""
         group = self.pick(data, [i for i, g in self.naive.groups.items() if not g.occupied and g.waiting])
         member = data.draw(st.sampled_from(self.naive.groups[group].waiting))
         self.route(group, member, max(0, self.naive.version - lag))
 
     @rule(num_groups=st.integers(1, 3), finished=st.integers(0, 3), lag=st.integers(0, 2), train=st.booleans())
     def work(self, num_groups: int, finished: int, lag: int, train: bool) -> None:
-        """What a run does most: start some groups, finish some of them, train when a batch is ready."""
+        """Typical work: start some groups, finish some of them, train when a batch is ready."""
         for i in range(num_groups):
             if len(self.naive.groups) >= MAX_GROUPS:
                 break

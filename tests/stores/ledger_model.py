@@ -1,4 +1,4 @@
-"""A naive model of the staleness protocol: entries in a list, and a search for a place for each of them.
+"""A naive model of the staleness protocol: a list of groups and a search for an entry for each of them.
 
 Where the ledger counts by version and checks Hall's condition, this places every group by augmenting paths, and finds
 a batch by trying every subset. It shares no code with the ledger; it is slow, and meant to be obviously right.
@@ -26,7 +26,7 @@ class NaiveGroup:
 
 
 def can_be_placed(deadlines: Sequence[int], places: dict[int, int]) -> bool:
-    """Whether every job fits into a step no later than its deadline. Augmenting paths, one job at a time."""
+    """Return whether every job fits into a step no later than its deadline, by augmenting paths."""
     slots = [step for step, count in places.items() for _ in range(count)]
     holder: dict[int, int] = {}
 
@@ -97,7 +97,8 @@ class NaiveLedger:
         return True
 
     def ready(self) -> bool:
-        """Whether some batch of finished groups can be consumed now and all other groups still have a place."""
+        """Return whether some batch of finished groups can be consumed now so that all other groups still have an
+        entry."""
         if self.next_step >= self.num_steps or self.next_step > self.version:
             return False
         occupied = self.held(occupied=True)
@@ -110,7 +111,7 @@ class NaiveLedger:
         return False
 
     def cannot_finish(self) -> list[int]:
-        """With redundancy: groups in flight for which finished work has left no place."""
+        """With redundancy: groups in flight for which finished groups have left no entry."""
         if not self.redundant:
             return []
         places = dict.fromkeys(self.steps(self.next_step), self.batch)
@@ -124,7 +125,7 @@ class NaiveLedger:
         ]
 
     def shed(self) -> set[int]:
-        """Abort the hopeless groups; returns their members."""
+        """Abort groups without an entry; returns their members."""
         gone: set[int] = set()
         for i in self.cannot_finish():
             gone |= self.drop(i)

@@ -1,4 +1,4 @@
-"""The audit written plainly, as the model for stores/auditing/audit.py: all in memory, row by row, sets of ids."""
+"""A plain implementation of the audit, all in memory and row by row, as the model for stores/auditing/audit.py."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def plain_audit(store: StoreReader) -> AuditReport:
 
 
 def _damage(store: StoreReader) -> Iterable[Finding]:
-    """Every corrupt chunk, with the number of trajectories lost with it. All others can still be read."""
+    """Yield every corrupt chunk with the number of trajectories lost with it."""
     damage = list(store.damage())
     try:
         table = store.table(names=(*SPAN_COLUMNS, "text_offset", "text_bytes"))
@@ -121,8 +121,8 @@ def _rows(store: StoreReader, rows: list[EndedTrajectory], turns: list[tuple[flo
 
 
 def _token_faults(prompt: int, trained: bool, tokens: Iterable[tuple[int, float, int]]) -> Iterable[str]:
-    """Check token by token that those which were not sampled have no version, no logprob and no gradient, and
-    that the others have a finite logprob. tokens: version, logprob and mask of each."""
+    """Check token by token that unsampled tokens have no version, logprob or gradient and that sampled ones have a
+    finite logprob. tokens: (version, logprob, mask) of each."""
     counts: Counter[str] = Counter()
     for i, (version, logprob, mask) in enumerate(tokens):
         counts["tokens of the prompt have a version"] += i < prompt and version != -1
@@ -195,7 +195,7 @@ def _steps_by_group(rows: list[EndedTrajectory]) -> dict[int, set[int]]:
 
 
 def conservation_of(record: StepRecord, ended: set[int], counts: Counter[str]) -> Iterable[Finding]:
-    """What is wrong at one commit. ended, counts: of all rows so far."""
+    """Yield what is wrong at one commit. ended, counts: of all rows so far."""
     where = f"{record.kind} {record.step}"
     live = {i for a, b in record.ledger.live for i in range(a, b)}
     started = set(range(record.ledger.num_started))
@@ -233,7 +233,7 @@ def _conservation(records: list[StepRecord], rows: list[EndedTrajectory]) -> Ite
 
 
 def _sampled_by(trajectory: Trajectory) -> Counter[tuple[str, int]]:
-    """Numbers of tokens by instance and version."""
+    """Return numbers of tokens by instance and version."""
     counts: Counter[tuple[str, int]] = Counter()
     for segment in trajectory.segments:
         counts[segment.instance, segment.version] += len(segment.tokens)
@@ -241,7 +241,7 @@ def _sampled_by(trajectory: Trajectory) -> Counter[tuple[str, int]]:
 
 
 def _fingerprints(records: list[StepRecord], rows: list[EndedTrajectory]) -> Iterable[Finding]:
-    """Check that batches read back as the trainer received them, and that instances held the published weights."""
+    """Check that batches read back as the trainer received them, and that instances had the published weights."""
     by_step: dict[int, list[EndedTrajectory]] = {}
     for row in rows:
         if row.fate is Fate.CONSUMED:

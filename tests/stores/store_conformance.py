@@ -1,4 +1,4 @@
-"""The conformance suite of trajectory stores. Subclass, and provide `make`."""
+"""Conformance suite of trajectory stores. Subclass it and provide `make`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def given(rng: np.random.Generator, seconds: float, role: str = "tool") -> EnvSp
 
 
 def ended(rng: np.random.Generator, i: int, step: int, fate: Fate = Fate.CONSUMED, **changes: Any) -> EndedTrajectory:
-    """A row; every third one of three turns, the last of which continues under the version of the first."""
+    """Return a row. Every third one has three turns, the last of which continues the version of the first."""
     versions = sorted({max(0, step - 1), step})
     spans: list[Span] = [segment(rng, v, int(rng.integers(1, 30))) for v in versions]
     if i % 3 == 1:
@@ -69,7 +69,7 @@ def ended(rng: np.random.Generator, i: int, step: int, fate: Fate = Fate.CONSUME
 
 
 def verified(instance: str, version: int, fingerprint: str) -> WeightCheck:
-    """A pull of an instance whose weights are those published under a fingerprint."""
+    """Return the weight check of an instance with the published weights."""
     return WeightCheck(
         instance=InstanceId(instance), version=PolicyVersion(version), fingerprint=fingerprint,
         weights=WeightReport(verified=1), drift=0.0, limit=1.0,
@@ -107,14 +107,14 @@ def assert_same(a: EndedTrajectory, b: EndedTrajectory) -> None:
 
 
 def told(span: Span) -> tuple[object, ...]:
-    """A span besides its arrays."""
+    """Return the fields of a span except its arrays."""
     if isinstance(span, EnvSpan):
         return span.role, span.seconds, len(span.tokens)
     return span.version, span.instance, len(span.tokens)
 
 
 class TrajectoryStoreTests:
-    """The suite."""
+    """The conformance suite."""
 
     def make(self, folder: Path) -> TrajectoryStore:
         raise NotImplementedError

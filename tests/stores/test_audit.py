@@ -1,4 +1,4 @@
-"""The audit against its plain model: the same findings, in the same words and order, whatever is wrong with a store."""
+"""The audit against its plain implementation: the same findings in the same words and order for any fault."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ NUMBERS = (-(2**40), -2, -1, 0, 1, 2, 3, 5, 17, 40, 2**20, 2**40)
 
 
 def shuffled(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-    """A runner whose results come in another order."""
+    """A runner that returns results in another order."""
     results = [function(*call) for call in calls]
     random.Random(len(results)).shuffle(results)
     return iter(results)
 
 
 def random_store(folder: Path, rng: random.Random) -> VersionedStore:
-    """A store as a faultless run of a few steps writes it, with dropped trajectories and a remainder in flight."""
+    """Return a store of a run of a few steps without faults, with dropped trajectories and a remainder in flight."""
     numbers = np.random.default_rng(rng.getrandbits(32))
     size, groups, eta = rng.choice((1, 2, 3)), rng.choice((1, 2, 4)), rng.choice((0, 1, 2))
     header = RunHeader(run="r", eta=max(1, eta), groups_per_step=groups, group_size=size, members_started=2)
@@ -114,7 +114,7 @@ def stored_of(store: VersionedStore) -> set[int]:
 
 
 def fits(number: int, dtype: Any) -> bool:
-    """Whether a column of this type can hold a number."""
+    """Return whether a column of this type can hold a number."""
     return (dtype.kind != "b" and np.iinfo(dtype).min <= number <= np.iinfo(dtype).max) or number in (0, 1)
 
 
@@ -127,7 +127,7 @@ def change_number(root: Any, rng: random.Random) -> None:
 
 
 def copy_number(root: Any, rng: random.Random) -> None:
-    """Give a row a column of another: a step, a group, an id that exists."""
+    """Copy a column value from another row: a step, group or id that exists."""
     column = root[rng.choice(INTEGERS)]
     column[rng.randrange(column.shape[0])] = column[rng.randrange(column.shape[0])]
 
@@ -159,7 +159,7 @@ def change_text(root: Any, rng: random.Random) -> None:
 
 
 def move_rows(root: Any, rng: random.Random) -> None:
-    """Lose a row, repeat one, or exchange two."""
+    """Remove a row, repeat one, or exchange two."""
     count = root["rows/trajectory"].shape[0]
     order = list(range(count))
     i, j = rng.randrange(count), rng.randrange(count)
@@ -220,7 +220,7 @@ EDITS = (
 
 
 def damage(folder: Path, rng: random.Random) -> None:
-    """Overwrite the end of a chunk's file."""
+    """Overwrite the end of a chunk file."""
     chunks = sorted((folder / "chunks").glob("*"))
     if chunks:
         chunk = rng.choice(chunks)
@@ -229,7 +229,7 @@ def damage(folder: Path, rng: random.Random) -> None:
 
 
 def tamper(folder: Path, rng: random.Random, count: int) -> None:
-    """Plant faults, each as a commit of its own."""
+    """Plant faults, each as a separate commit."""
     repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(folder)))
     for _ in range(count):
         session = repository.writable_session("main")
@@ -244,8 +244,7 @@ def tamper(folder: Path, rng: random.Random, count: int) -> None:
 
 
 def plain(findings: Iterable[Any]) -> list[tuple[str, str, str]]:
-    """Findings as texts. Which of several unreadable rows is met first, and how far a block of rows reaches, is of the
-    reader and not of the store."""
+    """Return findings as text, without details that depend on the reading order of the implementation."""
     return [(f.check, f.where, "unreadable" if f.where == "store" else f.message) for f in findings]
 
 

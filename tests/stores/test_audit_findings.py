@@ -1,4 +1,4 @@
-"""Everything that an audit can find wrong, each with one planted fault. A finding without a row here fails a test."""
+"""Every finding of the audit, each with one planted fault. A finding without a planted fault fails a test."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def same_record(record: StepRecord) -> StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault in a sound run, and the finding that it must be. rows, record: what a commit stores instead of what it
-    should. edit: changes the arrays of the finished store. files: changes its folder. alone: whether nothing else is
-    found, as what is wrong contradicts nothing else. history: whether only the full audit finds it."""
+    """A fault in a valid run and its expected finding. rows, record: replace what a commit stores. edit: changes the
+    arrays of the finished store. files: changes its folder. alone: whether it gives no other finding. history: whether
+    only the full audit finds it."""
 
     name: str
     check: str
@@ -98,7 +98,7 @@ class Fault:
 
 
 def checked(fingerprint: str, refused: str = "") -> WeightCheck:
-    """What a pull of version 1 by instance a showed."""
+    """Return the weight check of a pull of version 1 by instance a."""
     return WeightCheck(
         instance=InstanceId("a"), version=PolicyVersion(1), fingerprint=fingerprint, weights=WeightReport(verified=1),
         drift=0.0, limit=1.0, refused=refused,
@@ -109,7 +109,7 @@ def checked(fingerprint: str, refused: str = "") -> WeightCheck:
 
 
 def written(folder: Path, fault: Fault | None = None) -> None:
-    """Store a run of three steps with a fault: each consumes a group of two and drops another, and none is left."""
+    """Store a run of three steps with a fault: each step consumes a group of two and drops another."""
     if fault is None or (fault.rows, fault.record) == (same_rows, same_record):
         shutil.copytree(sound_run(), folder)
     else:
@@ -125,7 +125,7 @@ def written(folder: Path, fault: Fault | None = None) -> None:
 
 @functools.cache
 def sound_run() -> Path:
-    """The run without a fault, in a folder that is removed when Python exits."""
+    """The run without a fault, in a folder that is removed at exit."""
     made = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, made)
     commit_all(Path(made) / "store", same_rows, same_record)
@@ -164,7 +164,7 @@ def found_in(folder: Path, *, history: bool = False) -> list[Finding]:
 
 @dataclass(frozen=True)
 class Audited:
-    """What an audit of a run with a fault has found. sites: (module, line) of what made the findings."""
+    """The audit of a run with a fault. sites: (module, line) of the findings' origins."""
 
     findings: list[Finding]
     sites: set[tuple[str, int]]
@@ -172,7 +172,7 @@ class Audited:
 
 @functools.cache
 def audited(fault: Fault) -> Audited:
-    """Plant a fault, and audit."""
+    """Plant a fault and run the audit."""
     made = Audited([], set())
 
     def finding(**values: str) -> Finding:
@@ -218,7 +218,7 @@ def of_ledger(step: int, kind: str = "step", **changes: Any) -> Record:
 
 
 def sampled_under(number: int, version: int, instance: str = "") -> Rows:
-    """Have a trajectory end with two tokens of a version, which its v_traj allows. instance: by default some."""
+    """Let a trajectory end with two tokens of a version allowed by its v_traj. instance: the default is any."""
     more = segment(np.random.default_rng(1), version, 2)
     if instance:
         more = replace(more, instance=InstanceId(instance))
@@ -239,7 +239,7 @@ def lost(number: int) -> Rows:
 
 
 def at_token(array: str, row: int, token: Callable[[int], int], value: float) -> Edit:
-    """Overwrite a token's value. token: which of the row's, given the length of its prompt."""
+    """Overwrite the value of a token. token: function of the prompt length."""
 
     def edit(root: Any) -> None:
         at = int(root["rows/offset"][row]) + token(int(root["rows/prompt_tokens"][row]))
@@ -262,7 +262,7 @@ def shortened_tokens(root: Any) -> None:
 
 
 def row_recorded_too_many(root: Any) -> None:
-    """The last record says that it stored one row more than it did."""
+    """The last record counts one row more than it stored."""
     table, text = np.asarray(root["commits"][:]), np.asarray(root["records"][:]).tobytes()
     at, size = table[-1, [COMMIT_AT["record_offset"], COMMIT_AT["record_bytes"]]].tolist()
     changed = re.sub(rb'"num_rows": ?0', b'"num_rows": 1', text[at : at + size])
@@ -279,7 +279,7 @@ def unreadable_record(root: Any) -> None:
 
 
 def branch_after_itself(step: int, rows: list[EndedTrajectory]) -> list[EndedTrajectory]:
-    """Have a context branch of trajectory 1 begin with a token that goes on after itself."""
+    """A context branch of trajectory 1 starts with a token whose parent is itself."""
 
     def change(t: Trajectory) -> Trajectory:
         at = next(i for i, span in enumerate(t.spans) if isinstance(span, EnvSpan))
@@ -294,7 +294,7 @@ def stored_again(root: Any) -> None:
 
 
 def given_logprob(root: Any) -> None:
-    """Of a token that an environment gave."""
+    """Set the logprob of an env token."""
     versions, mask = root["tokens/versions"][:], root["tokens/mask"][:]
     prompts = np.concatenate(
         [np.arange(a, a + n) for a, n in zip(root["rows/offset"][:], root["rows/prompt_tokens"][:], strict=True)]
@@ -304,7 +304,7 @@ def given_logprob(root: Any) -> None:
 
 
 def damaged(folder: Path) -> None:
-    """Overwrite the second half of the four largest chunks, which are all of logprobs and two of ids."""
+    """Overwrite the second half of the four largest chunks: logprobs and two of ids."""
     for chunk in sorted((folder / "chunks").iterdir(), key=lambda path: -path.stat().st_size)[:4]:
         data = chunk.read_bytes()
         chunk.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
@@ -475,7 +475,7 @@ FAULTS = (
 
 
 def added_branch(folder: Path, kind: str) -> set[Path]:
-    """Add a branch with other logprobs; returns the files of a kind that only it has."""
+    """Add a branch with other logprobs; returns the files that only it uses."""
     before = set((folder / kind).iterdir())
     store = VersionedStore.open(folder)
     count = store.array_lengths()["tokens/logprobs"]
@@ -485,7 +485,7 @@ def added_branch(folder: Path, kind: str) -> set[Path]:
 
 
 def branch_added(folder: Path) -> None:
-    """Its ancestors are those of the main branch, which are read once."""
+    """Its ancestors belong to the main branch, which is read once."""
     added_branch(folder, "chunks")
 
 
@@ -500,7 +500,7 @@ def branch_not_opened(folder: Path) -> None:
 
 
 def without_earlier(folder: Path) -> None:
-    """Cut off the oldest snapshot that is not the empty one."""
+    """Remove the oldest snapshot that is not empty."""
     repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(folder)))
     (_, _, earlier, *_) = repository.ancestry(branch="main")
     path = folder / "snapshots" / earlier.id
@@ -508,7 +508,7 @@ def without_earlier(folder: Path) -> None:
 
 
 def changed_later(root: Any) -> None:
-    """What step 0 had stored is another value now."""
+    """A value stored by step 0 is changed."""
     root["rows/reward"][0] = 77.0
 
 
@@ -616,7 +616,7 @@ def test_a_bucket_failure_at_any_request_of_an_audit_is_not_a_finding(
 
 
 def sites() -> Iterator[tuple[str, int, int]]:
-    """(module, first line, last line) of all places that make a finding."""
+    """Return (module, first line, last line) of all places that create a finding."""
     for module in MODULES:
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == Finding.__name__:
@@ -624,7 +624,7 @@ def sites() -> Iterator[tuple[str, int, int]]:
 
 
 def texts() -> Iterator[re.Pattern[str]]:
-    """What is said by functions that only yield texts, as expressions."""
+    """Return the messages of functions that yield texts, as expressions."""
     for module in MODULES:
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Yield) and isinstance(node.value, ast.JoinedStr):

@@ -1,4 +1,4 @@
-"""The chain of a store's commits: whatever is changed in it is found, with its place; runs without one are reported."""
+"""The hash chain of the commits: every change is found with its place, and runs without a chain are reported."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def change_bits(array: Any, at: int, rng: random.Random) -> None:
 
 
 def in_tokens(root: Any, rng: random.Random, name: str) -> str:
-    """Flip a bit of a token's number; returns the commit that it is in."""
+    """Flip a bit of a token value; returns the commit that contains it."""
     row = rng.randrange(int(root["rows/offset"].shape[0]))
     begin, prompt, response = (int(root[f"rows/{column}"][row]) for column in SPAN_COLUMNS)
     change_bits(root[f"tokens/{name}"], begin + rng.randrange(prompt + response), rng)
@@ -130,7 +130,7 @@ def in_text(root: Any, rng: random.Random) -> str:
 
 
 def in_records(root: Any, rng: random.Random) -> str:
-    """Change a digit of a record's JSON, so that it can still be read."""
+    """Change a digit in the JSON of a record."""
     text = root["records"][:].tobytes()
     at = rng.choice([i for i, byte in enumerate(text) if byte in b"1234567"])
     root["records"][at] = text[at] + 1
@@ -234,7 +234,7 @@ FORGERIES: dict[str, Callable[[Any, random.Random], str]] = {
 
 
 def forge(folder: Path, change: Callable[[Any], str]) -> str:
-    """Change a store in a commit that claims to be the run's last one; returns what `change` does."""
+    """Change a store in a forged last commit; returns the result of `change`."""
     repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(folder)))
     newest = next(iter(repository.ancestry(branch="main")))
     session = repository.writable_session("main")

@@ -1,4 +1,4 @@
-"""The table of columns: a new one needs a line in it, and stores that are older than it read its fill value."""
+"""The table of columns: a new column needs one entry, and older stores read its fill value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tokens of a conversation with branches were sampled after, against a model that keeps every context whole."""
+"""Contexts of tokens in conversations with branches, against a model that stores every context."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from staleflow.stores.context_branches import ContextBranch, longest_shared_pref
 
 @dataclass
 class Naive:
-    """A conversation. contexts: of each token, the places of all tokens before it."""
+    """A conversation. contexts: for each token, the positions of all tokens before it."""
 
     prompt: int
     branches: list[ContextBranch] = field(default_factory=list)

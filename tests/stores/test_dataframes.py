@@ -1,4 +1,4 @@
-"""A store as a dask.dataframe and an xarray.Dataset: the same values, read in blocks."""
+"""A store as a dask.dataframe and an xarray.Dataset, read in blocks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_dataset_locates_the_tokens_of_a_trajectory_by_offset(tmp_path: Path) 
 
 
 def test_the_token_axis_has_the_number_of_tokens(tmp_path: Path) -> None:
-    """A commit's tokens begin at the boundary of a file; the gaps before them are not tokens."""
+    """The tokens of a commit start at a chunk boundary; the gaps are not tokens."""
     store = sound_store(tmp_path / "s")
     data = store.to_xarray()
     rows = [row.trajectory for row in store.ended()]

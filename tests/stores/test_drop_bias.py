@@ -1,4 +1,4 @@
-"""The report of what was not trained on: right about planted differences, silent about chance and about few groups."""
+"""The drop bias report: planted differences are reported, chance and small samples are not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.support.simulated_store import stored_simulation
 
 
 class Table:
-    """A store of rows: (fate, reason, groups, mean log length, mean reward, finish) for each kind, eight to a group."""
+    """A store with rows of (fate, reason, groups, mean log length, mean reward, finish reason) for each kind, eight per
+    group."""
 
     def __init__(self, *kinds: tuple[Fate, AbortReason, int, float, float, FinishReason], seed: int = 0) -> None:
         rng, columns, first = np.random.default_rng(seed), [], 0
@@ -92,7 +93,7 @@ def test_chance_few_groups_and_small_differences_are_not_reported() -> None:
 
 
 def test_siblings_do_not_count_as_independent_samples() -> None:
-    """With the groups' own lengths the same difference would be certain if every trajectory counted for itself."""
+    """If every trajectory counted for itself, the same difference would be significant."""
     wrong = 0
     for seed in range(40):
         table = Table(CONSUMED, (Fate.ABORTED, AbortReason.TOO_STALE, 25, 5.0, 0.5, FinishReason.STOP), seed=seed)
@@ -136,7 +137,7 @@ def test_p_values_match_the_t_distribution(monkeypatch: pytest.MonkeyPatch, t: f
 
 
 def welch(ours: npt.NDArray[np.float64], theirs: npt.NDArray[np.float64]) -> float:
-    """Two-sided probability of Welch's t-test, by summing Student's density."""
+    """Return the two-sided p-value of Welch's t-test by numerical integration."""
     a, b = (float(np.sum((x - x.mean()) ** 2)) / (len(x) - 1) / len(x) for x in (ours, theirs))
     t = abs(float(ours.mean() - theirs.mean())) / math.sqrt(a + b)
     freedom = (a + b) ** 2 / (a**2 / (len(ours) - 1) + b**2 / (len(theirs) - 1))

@@ -1,4 +1,4 @@
-"""Files and folders appear complete or not at all: after failures, kills, and with two writers at once."""
+"""Files and folders are replaced atomically: after failures, kills, and with two concurrent writers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REMEDY = "free space"
 
 
 def fails(error: Exception) -> Callable[[Path], None]:
-    """A writer that gets halfway."""
+    """Return a writer that fails halfway."""
 
     def write(part: Path) -> None:
         (part / "half" if part.is_dir() else part).write_text("half")
@@ -101,7 +101,7 @@ def test_replace_folder_replaces_the_whole_folder(tmp_path: Path) -> None:
 
 
 def test_all_data_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fsync of every file and folder inside, then the rename, then fsync of the folder that holds the name."""
+    """Every file and folder inside is synced, then renamed, then the parent folder is synced."""
     messages: list[tuple[str, Path]] = []
     sync, replace = os.fsync, Path.replace
 
@@ -131,7 +131,7 @@ def test_all_data_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pytes
 
 
 def test_two_concurrent_writers_do_not_interfere(tmp_path: Path) -> None:
-    """Both are halfway at once; what is there at the end is whole."""
+    """Both are halfway at the same time; the result is complete."""
     both = threading.Barrier(2, timeout=120)
 
     def write(part: Path, text: str) -> None:
@@ -157,7 +157,7 @@ def test_two_concurrent_writers_do_not_interfere(tmp_path: Path) -> None:
 def test_a_temporary_file_about_to_be_removed_by_another_writer_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace: Callable[..., None]
 ) -> None:
-    """The other has locked it between its making and its own lock, and removes it while it is filled."""
+    """The other writer locks it between creation and lock, and removes it while it is written."""
     lock = fcntl.flock
     swept: list[tuple[Path, int]] = []
 
@@ -231,7 +231,7 @@ replace_folder(Path(sys.argv[2]), lambda part: (part / "new").touch(), "")
 
 @pytest.mark.parametrize(("at", "kept"), [(0, "before"), (1, "before"), (2, "new")])
 def test_a_folder_whose_writer_was_killed_between_two_renames_is_restored(tmp_path: Path, at: int, kept: str) -> None:
-    """The next writer fails, and shows what it found."""
+    """The next writer fails, which shows the restored content."""
     path = tmp_path / "a"
     path.mkdir()
     (path / "before").touch()

@@ -1,4 +1,4 @@
-"""What is in flight: deliveries in any order, repeated, late or missing, and what a resume keeps of them."""
+"""In-flight state: deliveries in any order, repeated, late or missing, and what a resume keeps."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def tokens(
     finish: FinishReason = FinishReason.UNFINISHED,
     at: str = "a",
 ) -> TokensDelivered:
-    """Tokens at positions first, first + 1, ...; those from `switch` on are of version 1, those before it of 0."""
+    """Return a delivery of tokens from position first on; those from `switch` on have version 1, earlier ones 0."""
     segments = []
     for version, begin, end in (
         (0, first, min(first + count, max(first, switch))),
@@ -104,7 +104,7 @@ def check_tokens(t: Trajectory, switch: int = 10**9) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_deliveries_in_any_order_leave_no_duplicate_token_and_no_gap(seed: int) -> None:
-    """Of one route number an instance sends overlapping parts; some are lost, some come twice or late."""
+    """Parts of one route overlap; some are lost, repeated or late."""
     rng = random.Random(seed)
     state, held, route_number, switch = flight(drawn(0)), 0, 1, rng.randint(1, 30)
     state.apply(routed(0, route_number))
@@ -126,7 +126,7 @@ def test_deliveries_in_any_order_leave_no_duplicate_token_and_no_gap(seed: int) 
 
 
 def test_a_new_route_starts_a_segment_on_the_same_instance_and_version() -> None:
-    """Its context was computed anew there: logprobs before and after may differ as those of two instances do."""
+    """The context was recomputed, so logprobs before and after may differ as between two instances."""
     state = flight(drawn(0), routed(0, 1), tokens(0, 1, 0, 3), tokens(0, 1, 3, 2), routed(0, 2), tokens(0, 2, 5, 4))
     state.apply(tokens(0, 2, 9, 1))
     t = state.live[TrajectoryId(0)]
@@ -136,7 +136,7 @@ def test_a_new_route_starts_a_segment_on_the_same_instance_and_version() -> None
 
 @pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan])
 def test_a_delivery_with_a_non_finite_logprob_is_rejected(value: float) -> None:
-    """What is there stays, and the same tokens with finite ones are taken."""
+    """The state is unchanged, and the same tokens with finite logprobs are accepted."""
     state = flight(drawn(0), routed(0, 1), tokens(0, 1, 0, 5))
     entry = tokens(0, 1, 3, 6, finish=FinishReason.STOP)
     (segment,) = entry.segments
@@ -165,7 +165,8 @@ def test_a_finished_response_stays_finished_and_a_reward_needs_its_token_count()
 
 
 def eventful() -> list[Entry]:
-    """Two groups consumed by step 0 and 1, one retired, one half sampled under versions 0 and 1."""
+    """Return entries of two groups consumed by steps 0 and 1, one retired, one partly sampled under versions 0 and
+    1."""
     entries: list[Entry] = [drawn(g) for g in range(4)]
     for i in range(12):
         entries.append(routed(i, 1))
@@ -206,7 +207,7 @@ def test_a_resume_keeps_tokens_up_to_its_version() -> None:
 
 
 def test_a_late_delivery_of_the_undone_run_is_rejected() -> None:
-    """Old entries come before the resume in the spool; what comes after it begins where the resume has cut."""
+    """Its entries precede the resume in the spool; later ones start where the resume truncated."""
     state = flight(*eventful(), resumed(0))
     assert state.apply(routed(9, 2))
     assert not state.apply(tokens(9, 2, 4, 2))
@@ -248,7 +249,7 @@ def test_trajectories_have_the_dataset_row_of_their_prompt() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_missing_spool_entries_leave_a_valid_state(seed: int) -> None:
-    """A spool that could not be written for a while has gaps: less is known, and nothing of it is wrong."""
+    """A spool that could not be written has gaps: the state has less and nothing wrong."""
     rng = random.Random(seed)
     entries = [decode(encode(e)) for e in eventful() if rng.random() < 0.7]
     state = flight(*entries)

@@ -1,4 +1,5 @@
-"""Episodes of many turns in flight: answers and restarts, repeated, late or missing, and what a resume keeps."""
+"""In-flight state of multi-turn episodes: observations and restarts, repeated, late or missing, and what a resume
+keeps."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def sampled(
     finish: FinishReason = FinishReason.STOP,
     episode: int = 0,
 ) -> TokensDelivered:
-    """Tokens at first, first + 1, ... under these versions; each tells its episode and place."""
+    """Return a delivery of tokens first, first + 1, ... under these versions; each value encodes attempt and
+    position."""
     segments, at = [], first
     for version, group in itertools.groupby(versions):
         ids = [1000 * episode + at + i for i, _ in enumerate(group)]
@@ -73,7 +75,7 @@ BEGIN = (drawn(0), routed(0, 1))
 
 
 def in_short(t: Trajectory) -> list[tuple[int, int]]:
-    """(version, tokens) of each span."""
+    """Return (version, number of tokens) of each span."""
     return [(-1 if isinstance(s, EnvSpan) else s.version, len(s.tokens)) for s in t.spans]
 
 
@@ -143,7 +145,7 @@ def test_a_restarted_episode_has_only_its_prompt_and_rejects_old_deliveries() ->
 
 
 def test_a_restart_removes_all_known_tokens() -> None:
-    """An entry is missing, so fewer tokens are known than were lost."""
+    """An entry is missing, so fewer tokens are known than were removed."""
     state = flight(*BEGIN, sampled(1, 0, [0, 0]), restarted(9, 1), routed(0, 2), sampled(2, 0, [0, 0, 0], episode=1))
     assert state.live[ID].response_tokens.tolist() == [1000, 1001, 1002]
 
@@ -193,7 +195,7 @@ def test_a_resume_drops_an_observation_with_its_turn() -> None:
 
 @dataclass
 class Episode:
-    """What truly happens to a trajectory: every entry in order, with the tokens there are after it."""
+    """The true history of a trajectory: every entry in order with the tokens after it."""
 
     entries: list[tuple[Entry, list[int]]] = field(default_factory=list)
 
@@ -227,8 +229,8 @@ class Episode:
 @given(st.integers(0, 2**32), st.sampled_from(["repeated", "missing"]))
 @settings(deadline=None)
 def test_repeated_or_missing_entries_never_mix_attempts(seed: int, kind: str) -> None:
-    """Of an episode always its beginning, never parts of two; the whole of it, if entries are only repeated. Restarts
-    may be missing too: then what is held may be the attempt before, until something of the new one comes."""
+    """The state is a prefix of one attempt, and the whole of it if entries are only repeated. If a restart is missing,
+    it may be the previous attempt until an entry of the new one comes."""
     rng = random.Random(seed)
     whole = Episode.random(rng).entries
     state = flight()

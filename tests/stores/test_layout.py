@@ -1,4 +1,4 @@
-"""Rows packed for a commit and unpacked again, whatever their spans."""
+"""Rows with any spans are packed for a commit and unpacked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics: each is declared once and shown as declared; tokens per second is the same number everywhere."""
+"""Metrics: each is declared once and displayed as declared; tokens per second is the same everywhere."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_duration_of_a_step_starts_at_the_end_of_the_previous_one() -> None:
 
 
 def simulated() -> Trace:
-    """The same steps in virtual time."""
+    """Return a trace with the same steps in virtual time."""
     return Trace(
         steps=[
             TrainedStep(
@@ -97,8 +97,8 @@ def test_metric_names_are_unique_and_charts_have_one_unit() -> None:
 
 
 def test_steps_record_exactly_the_declared_metrics(tmp_path: Path) -> None:
-    """What server, trainer and driver add in a run over in-process actors, whose trainer reports times only, and what
-    a trainer adds; a policy's trainer alone compares logprobs, of fresh rows and with a reference."""
+    """Metrics of server, trainer and driver in a run over in-process actors, and those of the policy trainer, which
+    also compares logprobs."""
     run = Body(tmp_path / "runs").run()
     recorded = {name for record in run.records for name in record.metrics}
     shown = {name for step in run.outcomes.steps for name in step}
@@ -139,7 +139,7 @@ def test_branches_are_counted_over_the_batch() -> None:
 
 
 def test_reward_parts_are_metrics_by_name() -> None:
-    """Their means over the responses that could be scored and have such a part."""
+    """Means over scored responses that have the part."""
     rows = [ended(np.random.default_rng(0), i, 1) for i in range(4)]  # 0 and 3 could not be scored
     parts = ({"a": 9.0}, {"a": 1.0, "b": 0.5}, {"a": 2.0}, {"c": 9.0})
     rows = [replace(r, trajectory=replace(r.trajectory, reward_parts=p)) for r, p in zip(rows, parts, strict=True)]

@@ -1,4 +1,4 @@
-"""What a store reads for what is asked."""
+"""Amounts of data that store operations read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.stores.store_conformance import HEADER, ended, record
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Elements read of each array."""
+    """Count the elements read of each array."""
     counts: Counter[str] = Counter()
     real = VersionedStore._slice
 

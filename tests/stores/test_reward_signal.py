@@ -1,4 +1,4 @@
-"""Groups that carry a signal: one answer for the filter, the metric and the comparison of branches."""
+"""Groups with a reward signal: filter, metric and branch comparison agree."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_filter_metric_and_advantages_agree(rewards: list[float], valid: list[bo
 
 
 def test_a_failed_reward_gives_no_signal(tmp_path: Path) -> None:
-    """Its row holds 0, which is no reward."""
+    """Its row has the value 0, which is not a reward."""
     header = RunHeader(run="r", eta=1, groups_per_step=1, group_size=3, members_started=3)
     store = VersionedStore.create(tmp_path / "store", header)
     rng = np.random.default_rng(0)

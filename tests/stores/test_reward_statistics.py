@@ -1,4 +1,4 @@
-"""Figures of an evaluation against written formulas and against enumeration of all cases."""
+"""Evaluation statistics against formulas and enumeration."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_wilson_intervals_solve_their_equation() -> None:
 
 
 def test_the_standard_error_is_clustered_by_prompt() -> None:
-    """Equation 4 of arXiv 2411.00640, with its factor for the mean that is estimated."""
+    """Equation 4 of arXiv 2411.00640 with the factor for an estimated mean."""
     rng = np.random.default_rng(1)
     ease = rng.random((50, 1))
     rewards = (rng.random((50, 8)) < ease).astype(float)
@@ -86,7 +86,7 @@ def test_the_standard_error_is_clustered_by_prompt() -> None:
 
 
 def test_confidence_intervals_have_their_nominal_coverage() -> None:
-    """30 prompts of beta-distributed ease with 4 responses each; 600 times."""
+    """600 samples of 30 prompts with beta-distributed success rates and 4 responses each."""
     rng = np.random.default_rng(2)
     inside = {"binary": 0, "other": 0}
     for _ in range(600):

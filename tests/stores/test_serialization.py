@@ -1,4 +1,4 @@
-"""The codec: output of older versions, byte for byte; round trips; one-line errors for each kind of garbage."""
+"""The codec: output of older versions byte for byte, round trips, and one-line errors for invalid data."""
 
 from __future__ import annotations
 

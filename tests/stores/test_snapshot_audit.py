@@ -1,4 +1,4 @@
-"""The full audit: what only earlier steps or other branches read is verified too."""
+"""The full audit also verifies data that only earlier snapshots or other branches use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.stores.store_conformance import HEADER, ended, record
 
 @pytest.fixture
 def store(tmp_path: Path) -> VersionedStore:
-    """A store of three steps: each commit replaces the last chunk of most arrays."""
+    """A store of three steps; each commit replaces the last chunk of most arrays."""
     rng = np.random.default_rng(0)
     made = VersionedStore.create(tmp_path / "store", HEADER)
     for step in range(3):
@@ -32,7 +32,7 @@ def store(tmp_path: Path) -> VersionedStore:
 
 
 def flip(path: Path) -> bytes:
-    """Flip a bit in the middle of a file; returns what it held before."""
+    """Flip a bit in the middle of a file; returns the previous content."""
     before = path.read_bytes()
     data = bytearray(before)
     data[len(data) // 2] ^= 4
@@ -70,8 +70,8 @@ def test_a_flipped_bit_in_an_earlier_snapshot_is_found(store: VersionedStore) ->
 
 
 def test_every_corrupt_chunk_is_found(tmp_path: Path) -> None:
-    """A bit is flipped in one file, the next is cut off. Also where nothing else would show: times, reward parts,
-    masks, tokens of dropped responses, earlier steps."""
+    """A bit is flipped in one file and the next one is truncated, including data that no other check reads: times,
+    reward parts, masks, dropped responses, earlier steps."""
     rng = np.random.default_rng(0)
     store = VersionedStore.create(tmp_path / "store", HEADER)
     for step in range(2):

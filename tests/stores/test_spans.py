@@ -1,4 +1,4 @@
-"""Trajectories of many turns in a store: what was given between two turns, and every way of getting that wrong."""
+"""Multi-turn trajectories in a store: env tokens between turns, and every inconsistency of spans."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MANY_TURNS = 7
 
 
 def tokens_of(root: Any, row: int, *, sampled: bool) -> Any:
-    """Where a row's tokens of one kind lie, after its prompt."""
+    """Return the positions of a row's tokens of one kind, after its prompt."""
     offset, prompt, response = (int(root[f"rows/{name}"][row]) for name in SPAN_COLUMNS)
     first = offset + prompt
     return first + np.flatnonzero((root["tokens/versions"][first : first + response] >= 0) == sampled)
@@ -40,7 +40,7 @@ def set_token(root: Any, name: str, *, sampled: bool, value: float) -> None:
 
 
 def set_spans(root: Any, change: Callable[[list[list[Any]]], None]) -> None:
-    """Change what the row's text says of its spans, and its versions with it."""
+    """Change the span text of a row and its versions accordingly."""
     begin, size = (int(root[f"rows/{n}"][MANY_TURNS]) for n in ("text_offset", "text_bytes"))
     extra = json.loads(np.asarray(root["text"][begin : begin + size]).tobytes())
     change(extra["segments"])
@@ -145,7 +145,7 @@ def test_a_derived_branch_masks_tokens_by_its_loss_mask(tmp_path: Path) -> None:
 
 
 def test_an_empty_observation_is_stored_as_a_turn(tmp_path: Path) -> None:
-    """An environment that says nothing, where no template bridges the turns."""
+    """An environment returns nothing, and no template bridges the turns."""
     row = ended(np.random.default_rng(0), 0, 0)
     nothing = EnvSpan(role="tool", tokens=np.zeros(0, np.int32), seconds=0.5)
     spans = (row.trajectory.spans[0], nothing, row.trajectory.spans[0], replace(nothing, seconds=0.0))
@@ -195,7 +195,7 @@ def test_columns_count_turns_and_env_tokens(tmp_path: Path) -> None:
 
 
 def test_env_step_seconds_add_up_exactly(tmp_path: Path) -> None:
-    """They are stored rounded; the sum of the unrounded ones would be another."""
+    """Seconds are stored rounded, and the sum is over the rounded values."""
     rows = ended(np.random.default_rng(0), 0, 0)
     values = tuple(EnvSpan(role="tool", tokens=np.ones(1, np.int32), seconds=0.1 + 4e-7) for _ in range(9))
     spans = tuple(span for pair in zip(values, rows.trajectory.segments * 9, strict=False) for span in pair[::-1])
@@ -244,7 +244,7 @@ def test_a_branch_with_a_wrong_parent_is_found(tmp_path: Path, after: int, what:
 
 
 def test_branch_positions_are_computed_from_the_spans() -> None:
-    """Spans: row, instance, version, tokens, seconds, and the place after which a context branch goes on."""
+    """Spans: row, instance, version, tokens, seconds, and the parent position of a context branch."""
     spans = [(0, "a", 0, 3, 0.0, -1), (0, "tool", -1, 2, 0.5, -1), (1, "a", 0, 4, 0.0, -1), (1, "a", 1, 5, 0.0, 6)]
     assert Spans.of(spans).branches(np.asarray([10, 7])) == {1: [ContextBranch(7 + 4, 6)]}
 
@@ -259,7 +259,7 @@ def test_batch_hashes_of_a_range_match_the_recorded_ones(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("max_tokens", [1, 1000])
 def test_tokens_of_a_refused_instance_are_found_up_to_the_accepted_row(tmp_path: Path, max_tokens: int) -> None:
-    """The number of a row counts from the beginning of the store, in whichever blocks rows are read."""
+    """Row numbers count from the beginning of the store for any block size."""
     store = sound_store(tmp_path / "store")
     instances = {segment.instance for row in store.ended() for segment in row.trajectory.segments}
     refused = tuple(Refusal(instance=instance, version=2, accepted_from=11) for instance in instances)

@@ -1,4 +1,4 @@
-"""The spool: what was appended is read back up to the first byte that is lost, and what nobody can need is removed."""
+"""The spool: entries are read back up to the first lost byte, and parts that are not needed are removed."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_a_reopened_spool_appends_to_a_new_part(tmp_path: Path) -> None:
 def test_a_full_disk_is_logged_once_and_the_next_part_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A limit on the size of files stands for the disk: it too cuts a write in the middle."""
+    """A file size limit stands in for a full disk; it also truncates a write."""
     spool = Spool(tmp_path / "spool", group_size=3)
     assert spool.append([drawn(0)])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,4 +1,4 @@
-"""The staleness protocol: table tests of single rules, and random operations beside a naive model."""
+"""The staleness protocol: table tests of single rules, and random operations against a naive model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def route(ledger: StalenessLedger, group: int, version: int) -> None:
 
 
 def finish(ledger: StalenessLedger, group: int) -> tuple[Ending, ...]:
-    """Complete the members a group needs, and occupy."""
+    """Complete as many members as the group needs, and occupy."""
     for member in sorted(ledger.entries[GroupId(group)].waiting)[: ledger.group_size]:
         ledger.complete(GroupId(group), member)
     return ledger.occupy(GroupId(group))
@@ -233,7 +233,7 @@ def test_reserving_at_an_unpublished_version_raises(version: int) -> None:
 
 
 def test_finished_groups_due_earlier_fill_entries_of_later_steps() -> None:
-    """With redundancy more may be promised than there are places, so that finished work is counted on its own."""
+    """With redundancy there may be more reservations than entries, so finished groups are counted separately."""
     ledger = make(1, groups_started=2)
     for group in (0, 1):
         route(ledger, group, 0)
@@ -287,7 +287,7 @@ def test_resumed_group_takes_enough_members_of_its_own_each_once(unfinished: lis
 
 
 def test_a_window_limits_how_far_a_step_passes_over_unfinished_groups() -> None:
-    """The window stays at the oldest group: what was taken from it counts as in it."""
+    """The window starts at the oldest group, and consumed groups within it still count."""
     ledger = StalenessLedger(eta=2, groups_per_step=3, group_size=1, window=3)
     for group in range(6):
         route(ledger, group, 0)
@@ -321,7 +321,7 @@ def test_a_window_limits_how_far_a_step_passes_over_unfinished_groups() -> None:
 
 
 def add(ledger: Any, state: EntryState, count: int) -> None:
-    """Have so many more groups of version 0 in a state than there are places for."""
+    """Put more groups of version 0 into a state than there are entries."""
     index = ledger._reserved if state is EntryState.RESERVED else ledger._occupied
     for group in range(10, 10 + count):
         done = [group] if state is EntryState.OCCUPIED else []
@@ -331,7 +331,7 @@ def add(ledger: Any, state: EntryState, count: int) -> None:
 
 
 def end_all(ledger: Any) -> None:
-    """Count as many trajectories consumed as two steps take."""
+    """Count the trajectories of two steps as consumed."""
     ledger.num_ended[Fate.CONSUMED, AbortReason.NONE] = 2
     ledger.num_started += 2
     ledger.next_step = ledger.version = 2
@@ -359,7 +359,7 @@ def end_all(ledger: Any) -> None:
     ],
 )  # fmt: skip
 def test_validate_describes_a_broken_invariant(message: str, spoil: Callable[[Any], object]) -> None:
-    """One place in each of steps 0 and 1; group 0 is reserved, 1 finished and 2 queued."""
+    """Steps 0 and 1 have one entry each; group 0 is reserved, 1 finished and 2 queued."""
     ledger = make(1)
     route(ledger, 0, 0)
     route(ledger, 1, 0)

@@ -1,4 +1,4 @@
-"""Both stores under the conformance suite; features of the versioned one; every planted fault is found."""
+"""Both stores under the conformance suite, features of the versioned store, and planted faults."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class TestVersionedStore(TrajectoryStoreTests):
         assert [e.trajectory.id for e in store.ended()] == [0, 1]
 
     def test_a_process_killed_during_commits_leaves_whole_steps(self, tmp_path: Path) -> None:
-        """kill -9 at random moments of a committing process: what is read is a prefix of whole steps."""
+        """kill -9 at random moments of a committing process: the readable content is a prefix of whole steps."""
         script = textwrap.dedent(
             """
             import sys
@@ -201,14 +201,14 @@ class TestVersionedStore(TrajectoryStoreTests):
 
 
 def sound_store(folder: Path, num_steps: int = 4) -> VersionedStore:
-    """A store as a faultless run writes it."""
+    """Return a store as a run without faults writes it."""
     shutil.copytree(_sound_store(num_steps), folder)
     return VersionedStore.open(folder)
 
 
 @functools.cache
 def _sound_store(num_steps: int) -> Path:
-    """The store that sound stores are copies of, in a folder that is removed when Python exits."""
+    """The store that others are copied from, in a folder that is removed at exit."""
     made = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, made)
     folder = Path(made) / "store"
@@ -247,7 +247,7 @@ def _sound_store(num_steps: int) -> Path:
 
 
 def edit(folder: Path, change: Callable[[Any], Any]) -> None:
-    """Tamper with a store, as a commit of its own."""
+    """Change a store in a separate commit."""
     repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(folder)))
     session = repository.writable_session("main")
     change(zarr.open_group(session.store, mode="r+"))
@@ -361,7 +361,7 @@ def test_a_corrupt_chunk_is_named(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_in_text_gives_a_one_line_error(tmp_path: Path) -> None:
-    """In the text of a row, and in that of a step's record."""
+    """In the text of a row and in the record of a step."""
     store = sound_store(tmp_path / "s")
     offset = int(store.table()["text_offset"][5])
 
@@ -390,7 +390,7 @@ def test_staleness_of_a_row_that_was_not_consumed_is_minus_one() -> None:
 
 @pytest.mark.parametrize("text", ['{"zarr_format" 3}', '{"zarr_format": 3, "node_type": "arry"}', "\ufffd"])
 def test_damaged_metadata_of_an_array_is_a_store_error(tmp_path: Path, text: str) -> None:
-    """A changed bit in them was a traceback of the JSON parser."""
+    """A changed bit in it gave a traceback of the JSON parser."""
     zarr.create_group(tmp_path).create_array("ids", shape=(3,), dtype="int32")
     (tmp_path / "ids" / "zarr.json").write_text(text)
     arrays = ArrayCache(SimpleNamespace(store=LocalStore(tmp_path)), "a store")

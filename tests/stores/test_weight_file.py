@@ -1,4 +1,4 @@
-"""Files of weights: what is written piece by piece is what safetensors reads, and has the fingerprint it says."""
+"""Weight files: written in pieces, readable by safetensors, with the reported fingerprint."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_written_tensors_are_read_back_with_their_fingerprint(
 def test_tensors_are_released_while_an_iterator_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    """Each is gone soon after it has come; file and fingerprint are those of all of them."""
+    """Each tensor is freed soon after it is written; file and fingerprint are those of all tensors."""
     tensors = {f"layer.{i:02}": torch.full((16,), float(i)) for i in range(60)}
     monkeypatch.setattr(weight_hash, "PIECE_BYTES", 64)
     monkeypatch.setattr(weight_hash, "MAX_THREADS", threads)
@@ -90,7 +90,7 @@ def test_an_unsupported_dtype_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_gives_a_one_line_error_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whichever thread it is noticed."""
+    """In any thread."""
     write = os.pwrite
 
     def full(held: int, data: bytes, offset: int) -> int:

@@ -1,4 +1,4 @@
-"""Fingerprints of weights: what they tell apart, however many threads compute them, and those of earlier versions."""
+"""Fingerprints of weights: what changes them, any number of threads, and compatibility with earlier versions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_fingerprint_is_equal_for_any_thread_count_and_covers_every_byte(
 
 
 def test_pieces_are_hashed_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first piece of a tensor is done only once the second has begun."""
+    """The first piece of a tensor finishes only after the second has started."""
     monkeypatch.setattr(weight_hash, "PIECE_BYTES", 4)
     together = threading.Barrier(2, timeout=30)
     held = fingerprint({"t": torch.zeros(8, dtype=torch.uint8)}, 2, lambda *_: together.wait())

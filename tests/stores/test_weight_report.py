@@ -1,4 +1,4 @@
-"""The comparison of an engine's weights with what was published: three outcomes, and nothing passes as verified."""
+"""Comparison of an engine's weights with the published ones: verified, contradicted or not verified."""
 
 from __future__ import annotations
 
