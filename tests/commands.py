@@ -1,4 +1,4 @@
-"""Runs commands as a user gives them, but in this process: without a second import of torch, twenty fit in a test."""
+"""Runs commands in this process: without a second import of torch, twenty fit in a test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from staleflow.cli.main import main
 
 
 def command(*args: str | int | Path) -> subprocess.CompletedProcess[str]:
-    """What `staleflow ARGS` answers. Not for commands that run a cluster."""
+    """Run `staleflow ARGS` in this process; not for commands that start a cluster."""
     out, err = io.StringIO(), io.StringIO()
     before, sys.argv = sys.argv, ["staleflow", *map(str, args)]
     try:

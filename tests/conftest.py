@@ -1,4 +1,4 @@
-"""Settings and small real fixtures that many tests share: a tiny model on disk, a job that uses it."""
+"""Settings and fixtures shared by many tests: a tiny model on disk and a job that uses it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine function: by its module's RUN, or by asyncio if it has none or in real time."""
+    """Run a coroutine test by the RUN function of its module, or by asyncio if it has none or runs in real time."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
@@ -96,9 +96,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Spare the garbage collector what all imports have made: with torch loaded a full collection takes a second, and
-    closing an engine of transformers asks for two. Where some test samples from a model, all tests' local workers are
-    forked from one process that has torch: which tests run first decides nothing."""
+    """Freeze the objects of imported modules: with torch a full collection takes a second, and closing a transformers
+    engine needs two. If a test samples from a model, local workers of all tests are forked from one process that has
+    imported torch, so that results do not depend on the order of tests."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -114,7 +114,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    """Say in the very last line which tests a machine without a browser has left out."""
+    """Name the tests that were skipped without a browser in the very last line."""
     yield
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None:
@@ -172,7 +172,7 @@ stuck_s = 60
 
 @pytest.fixture
 def job(tiny_model: Path, tmp_path: Path) -> Path:
-    """A job file of five small steps on the tiny model; its runs go to the test's own folder."""
+    """A job file of five small steps on the tiny model; its runs are in the folder of the test."""
     path = tmp_path / "job.toml"
     path.write_text(JOB.format(runs=tmp_path / "runs", steps=5, model=tiny_model))
     return path
@@ -187,7 +187,7 @@ def short_connect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def memory_folder() -> Iterator[Path]:
-    """An in-memory folder that no other test publishes weights in."""
+    """An in-memory folder used by this test only."""
     with tempfile.TemporaryDirectory(prefix="test-", dir="/dev/shm") as folder:
         yield Path(folder)
 
@@ -205,7 +205,7 @@ def picky(answer, record):
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """A small finished run's folder, in which nothing is changed; two folders above it a file of rewards."""
+    """The folder of a small finished run, which tests must not change; two folders above it is a file of rewards."""
     from tests.runtime.test_run import run
 
     folder = tmp_path_factory.mktemp("stored")
@@ -216,7 +216,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory, finished_run: Path) -> Path:
-    """The module's own copy of the finished run and of what lies beside it. Its tests may add branches."""
+    """A copy of the finished run and of the files beside it for this module. Its tests may add branches."""
     folder = tmp_path_factory.mktemp("stored")
     shutil.copytree(finished_run.parents[1], folder, dirs_exist_ok=True)
     return folder / finished_run.relative_to(finished_run.parents[1])

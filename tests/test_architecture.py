@@ -1,4 +1,4 @@
-"""The code keeps its structure: no import cycles, one name for one thing, a pure core, instant help."""
+"""The structure of the code: no import cycles, unique names, pure core modules, fast help."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODULES = read_modules()
 
 
 def find_circle(imports: dict[str, set[str]]) -> list[str]:
-    """A circle of modules, its first repeated at the end; empty if there is none."""
+    """Return a cycle of modules with its first repeated at the end; empty if there is none."""
     try:
         TopologicalSorter(imports).prepare()
     except CycleError as error:
@@ -34,7 +34,7 @@ def find_circle(imports: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_import_cycles_exist() -> None:
-    """Neither directly nor in a circle, lazily or under TYPE_CHECKING: what needs each other is one module."""
+    """Neither directly nor in a cycle, lazily or under TYPE_CHECKING: modules that need each other are one module."""
     assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
     assert find_circle({name: imported(tree, MODULES) - {name} for name, tree in MODULES.items()}) == []
 
@@ -78,8 +78,8 @@ def test_class_names_are_unique() -> None:
 
 
 def names_defined(tree: ast.Module) -> set[str]:
-    """Top-level names that a module defines, and the private methods of its classes; not what a decorator call hands on
-    to a registry or a command group."""
+    """Return top-level names of a module and private methods of its classes, without functions that a decorator call
+    registers."""
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -102,7 +102,7 @@ def handed_on(decorator: ast.expr) -> bool:
 
 
 def names_used(tree: ast.Module) -> set[str]:
-    """Names that are read, and words of short strings: the command line names its commands so."""
+    """Return names that are read, and words of short strings, since the command line names its commands so."""
     used: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
@@ -123,7 +123,8 @@ def test_every_name_is_used() -> None:
 
 
 def contract(name: str) -> tuple[list[str], set[str]]:
-    """The modules an import contract of pyproject.toml is about, those in packages too, and what they must not load."""
+    """Return the modules of an import contract of pyproject.toml, including those in packages, and the forbidden
+    imports."""
     contracts = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     entry = next(c for c in contracts if c["name"] == name)
     sources = tuple(entry["source_modules"])
@@ -132,7 +133,7 @@ def contract(name: str) -> tuple[list[str], set[str]]:
 
 
 def loaded_by(code: str) -> set[str]:
-    """Top-level modules a fresh interpreter has loaded after `code`."""
+    """Return the top-level modules that a fresh interpreter has loaded after `code`."""
     script = f"import sys\n{code}\nprint(' '.join(sorted(m.partition('.')[0] for m in sys.modules)))"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return set(run.stdout.splitlines()[-1].split())
@@ -150,7 +151,8 @@ for name in {modules}:
 
 @pytest.mark.parametrize("name", ["What decides is pure", "The store's contract and its model need no storage library"])
 def test_pure_modules_import_no_heavy_package(name: str) -> None:
-    """All in one fresh interpreter: the contracts do not see what a library loads, or a package's __init__."""
+    """Imported in one fresh interpreter, because the contracts do not see imports by libraries or package __init__
+    files."""
     modules, forbidden = contract(name)
     assert modules
     assert {"dask", "torch", "zarr"} <= forbidden
@@ -186,7 +188,7 @@ def test_package_names_clash_with_no_installed_package() -> None:
 
 
 def test_deadlines_are_asyncio_timeouts() -> None:
-    """asyncio.wait_for of Python 3.11 swallows a cancellation that comes in the same moment as the result."""
+    """asyncio.wait_for of Python 3.11 swallows a cancellation that arrives together with the result."""
     used = {
         name: node.lineno
         for name, tree in MODULES.items()

@@ -1,4 +1,4 @@
-"""`make bench` runs every benchmark, each in its quick form."""
+"""`make bench` runs every benchmark in its quick form."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_pages_of_stored_results_are_reproducible() -> None:
 def test_the_model_matrix_continues_with_missing_families(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Results are on the page after each family, also if a later one is interrupted; other versions begin anew."""
+    """Results are written after each family; other versions of the libraries start again."""
 
     def results(*families: str, until: str = "") -> list[str]:
         tried = list[str]()
@@ -93,7 +93,7 @@ def test_the_model_matrix_continues_with_missing_families(
 
 
 def test_settings_are_compared_over_common_seeds() -> None:
-    """A seed is kinder to all than the others: a setting that was run with this one alone does not win by it."""
+    """One seed gives higher rates for all settings; a setting run with this seed only must not win."""
     rates = {
         ("synchronous", "", 0): {1: 1200.0, 2: 1000.0, 3: 1000.0},
         ("synchronous", "redundancy", 0): {1: 1188.0},

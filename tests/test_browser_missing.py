@@ -1,4 +1,4 @@
-"""On a machine without Chromium the tests of pages are left out, and the last line says so."""
+"""Without Chromium the browser tests are skipped, and the last line says so."""
 
 from __future__ import annotations
 

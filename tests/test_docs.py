@@ -1,4 +1,4 @@
-"""Pages of documentation: links lead somewhere, the index lists every page, and the version is stated once."""
+"""Documentation pages: links have targets, the index lists every page, and the version is stated once."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PAGES = sorted([*Path().glob("*.md"), *Path("docs").glob("*.md")])
 
 
 def links(page: Path) -> list[str]:
-    """The files and anchors that a page links to, without those of other sites."""
+    """Return the files and anchors that a page links to, without other sites."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings as GitHub creates them."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -52,7 +52,7 @@ def test_modules_named_on_the_architecture_page_exist() -> None:
 
 
 def job_keys(schema: dict[str, Any], prefix: str = "") -> set[str]:
-    """The keys of a job file and of its tables, such as `rollout.engine`, by its JSON Schema."""
+    """Return the keys of a job file and of its tables, such as `rollout.engine`, from its JSON Schema."""
     keys: set[str] = set()
     forms = [schema, *schema.get("anyOf", []), *schema.get("oneOf", [])]
     for part in (*forms, *(form["items"] for form in forms if "items" in form)):
@@ -112,7 +112,7 @@ def test_the_version_is_stated_in_pyproject_and_heads_the_changelog_once_release
 
 
 def sources() -> dict[str, str]:
-    """Python code that users read, by where it is: examples, cells of notebooks and blocks of pages."""
+    """Return Python code for users by location: examples, notebook cells and code blocks of pages."""
     code = {str(path): path.read_text() for path in sorted(Path("examples").glob("*.py"))}
     for path in sorted(Path("examples").glob("*.ipynb")):
         cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]

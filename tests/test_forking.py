@@ -1,4 +1,4 @@
-"""Processes that tests fork are what subprocess starts."""
+"""Forked processes behave like those of subprocess."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(params=STARTS)
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """Starts a program: arguments, then those of Popen."""
+    """Fixture that starts a program with these arguments and those of Popen."""
     (tmp_path / "told.py").write_text(PROGRAM)
     (tmp_path / "workers.py").write_text(WORKERS)
 

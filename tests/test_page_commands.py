@@ -1,4 +1,5 @@
-"""Blocks and commands of pages: each command has a program, subcommand and options that exist; each table its keys.
+"""Code blocks and commands of pages: each command has an existing program, subcommand and options; each table has
+existing keys.
 
 Blocks of Python are parsed by tests/test_docs.py; those of docs/extending.md and docs/environments.md are run by
 tests/config/test_extending.py and tests/tasks/test_tasks_page.py.
@@ -39,7 +40,7 @@ FREE_TABLES = ("options", "eval_options", "parts", "sets", "sources")
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str]]:
-    """The fenced blocks of a page: language and text."""
+    """Return (language, text) of the fenced blocks of a page."""
     for match in re.finditer(r"^ *```(\S*)\n(.*?)^ *```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
         yield match[1], match[2]
 
@@ -49,7 +50,7 @@ def is_output(page: Path, text: str) -> bool:
 
 
 def commands(page: Path) -> Iterator[str]:
-    """The commands of a page, from its blocks and from code in its text, without their comments."""
+    """Return the commands of a page from its code blocks and inline code, without comments."""
     for language, text in blocks(page):
         if language in ("", "sh") and not is_output(page, text):
             # In docs/commands.md, what a command does stands right of it.
@@ -61,7 +62,7 @@ def commands(page: Path) -> Iterator[str]:
 
 
 def mistake(command: str) -> str:
-    """What is wrong with a command of a page; empty if nothing is.
+    """Return what is wrong with a command of a page; empty if nothing is.
 
     >>> mistake("make demoo")
     'no target demoo'
@@ -93,14 +94,14 @@ def mistake(command: str) -> str:
 
 
 def python_mistake(words: Sequence[str]) -> str:
-    """What is wrong with the module or file that Python runs."""
+    """Return what is wrong with the module or file that Python runs."""
     name = words[1] if words[0] == "-m" else words[0]
     there = importlib.util.find_spec(name) is not None if words[0] == "-m" else Path(name).exists()
     return "" if there else f"no such module or file: {name}"
 
 
 def extras_mistake(command: str) -> str:
-    """What is wrong with the extras of this package that a command installs."""
+    """Return what is wrong with the extras of this package in an install command."""
     extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = [name for group in re.findall(r"(?:\.|staleflow)\[([\w,-]+)\]", command) for name in group.split(",")]
     missing = [name for name in named if name not in extras]
@@ -108,7 +109,7 @@ def extras_mistake(command: str) -> str:
 
 
 def staleflow_mistake(words: Sequence[str]) -> str:
-    """What is wrong with a command of staleflow: subcommand, options or keys of the job.
+    """Return what is wrong with a staleflow command: subcommand, options or job keys.
 
     `A | B` in it are alternatives: of the last subcommand, or of its argument.
     """
@@ -132,7 +133,8 @@ def staleflow_mistake(words: Sequence[str]) -> str:
 
 
 def alternative_mistake(group: click.Group, words: Sequence[str]) -> str:
-    """What is wrong with the first alternative in `words` that is: `NAME ... | NAME ...`, subcommands of a group."""
+    """Return what is wrong with the first invalid alternative in `words`: `NAME ... | NAME ...`, subcommands of a
+    group."""
     for part in " ".join(words).split(" | "):
         name, *rest = part.split()
         command = group.get_command(click.Context(group), name)
@@ -142,7 +144,7 @@ def alternative_mistake(group: click.Group, words: Sequence[str]) -> str:
 
 
 def options_mistake(command: click.Command, words: Sequence[str]) -> str:
-    """The first option that a command of click does not have."""
+    """Return the first option that a click command does not have."""
     try:
         command.make_parser(click.Context(command, info_name=command.name, **cli.context_settings)).parse_args(
             list(words)
@@ -153,14 +155,14 @@ def options_mistake(command: click.Command, words: Sequence[str]) -> str:
 
 
 def keys_mistake(words: Sequence[str]) -> str:
-    """The first key that a `--set` or `--sweep` names, and a job file does not have."""
+    """Return the first key of a `--set` or `--sweep` that a job file does not have."""
     values = [value for option, value in itertools.pairwise(words) if option in ("--set", "--sweep")]
     missing = [value for value in values if value.partition("=")[0] not in KEYS]
     return f"no such key: {missing[0]}" if missing else ""
 
 
 def keys_of_tables(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """The keys of a part of a job file, dotted."""
+    """Return the dotted keys of a part of a job file."""
     for name, value in tree.items():
         yield prefix + name
         entries = value if isinstance(value, list) else [value]

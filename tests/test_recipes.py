@@ -1,4 +1,4 @@
-"""Recipes: their job files are valid, their bands decide, and what was not run here says so."""
+"""Recipes: valid job files, decisions by bands, and recipes that were not run here."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_stored_run_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_run_without_learning_misses_its_band(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At a learning rate so small that no weight changes; 0 is refused."""
+    """The learning rate is so small that no weight changes; 0 is rejected."""
     changes = (
         "training.learning_rate=1e-30", f"model.path={tiny_model}", f"runs_dir={tmp_path}", "steps=2",
         "batch.groups_per_step=4", "task.eval_prompts=20", "rollout.instances=1", "cluster.dashboard=false",

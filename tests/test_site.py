@@ -1,4 +1,4 @@
-"""The built site in a browser: no page is wider than a telephone, a tablet or a desktop, and its navigation works."""
+"""The built site in a browser: no page is wider than a phone, tablet or desktop, and the navigation works."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ GIVEN_UP = {"fate": Fate.ABORTED, "reason": AbortReason.RUN_ENDED}
 
 
 def row(trajectory: int, *, number: int | None = None, **changes: object) -> EndedTrajectory:
-    """A stored trajectory of group trajectory // 2 and its prompt, that of another number if one is given."""
+    """Return a stored trajectory of group trajectory // 2 with its prompt, or the prompt of another number."""
     group = trajectory // 2
     tokens = [int(digit) + 2 for digit in f"{group if number is None else number:0{DIGITS}d}"]
     rows = ended(np.random.default_rng(trajectory), trajectory, 0)
@@ -58,7 +58,7 @@ def row(trajectory: int, *, number: int | None = None, **changes: object) -> End
 
 
 def folder_with(tmp_path: Path, journals: Sequence[Sequence[object]] = ()) -> VersionedStore:
-    """A run's folder with a store, and the journals of its starts."""
+    """Create the folder of a run with a store and the journals of its starts."""
     for number, events in enumerate(journals, 1):
         name = "events.jsonl" if number == len(journals) else f"events.{number}.jsonl"
         entries = [JournalEntry(now=float(at), event=event, commands=()) for at, event in enumerate(events)]
@@ -96,7 +96,7 @@ def test_every_prompt_is_counted_against_the_source(tmp_path: Path) -> None:
 
 @dataclass
 class Recorded:
-    """A run of one start in a folder: what its engines recorded, what its journal has, and what is stored."""
+    """A run of one start in a folder: engine records, journal and stored trajectories."""
 
     folder: Path
     lines: list[dict[str, object]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Functions and classes as files, loaded in a process that has nothing else of theirs."""
+"""Functions and classes written as files and loaded in a process that has none of their modules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def bonus(text: str) -> float:
 
 
 def reward(text: str, row: Any) -> float:
-    """Half a point a character."""
+    """Return half a point per character."""
     return bonus(text) + float(row)
 
 
@@ -48,7 +48,7 @@ def uses_cached(text: str, row: Any) -> float:
 
 
 class Counting:
-    """Counts its calls."""
+    """A callable that counts its calls."""
 
     step = 2
 
@@ -61,7 +61,7 @@ class Counting:
 
 
 def elsewhere(folder: Path, *asked: tuple[str, str]) -> Any:
-    """The values of expressions of `f`, the object that a name names, in a process of their own."""
+    """Return the values of expressions of `f`, the named object, in a separate process."""
     script = (
         "import json, sys; from staleflow.tasks.settings import user_code\n"
         "print(json.dumps([eval(e, {'sys': sys, 'f': user_code.load(n, 'reward.function')})"
@@ -85,7 +85,7 @@ def test_the_file_has_the_source_of_the_function_and_its_helpers(tmp_path: Path)
 
 
 def test_classes_instances_partials_and_lambdas_are_restored(tmp_path: Path) -> None:
-    """And a function of an installed package is imported there; of one without source the file says so."""
+    """A function of an installed package is imported from there; the file says if an object has no source."""
     counting = Counting()
     counting()
     made: dict[str, Any] = {"__name__": "__main__"}

@@ -1,4 +1,4 @@
-"""New results from a stored run: rewards and logprobs on branches, exports, offline training."""
+"""New results of a stored run: rewards and logprobs on branches, exports, offline training."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from staleflow.pipeline.stored_runs.pool import local_pool
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    """A user's client, of a cluster of one worker process."""
+    """A Dask client of a cluster with one worker process."""
     with local_pool(1, model=True) as pool:
         yield pool.client
 
 
 @pytest.fixture
 def run(stored: Path, tmp_path: Path) -> staleflow.Run:
-    """A copy of a run of a small model, with branches of the test's own."""
+    """A copy of a run of a small model with branches for these tests."""
     shutil.copytree(stored, tmp_path / "run")
     return staleflow.open_run(tmp_path / "run")
 

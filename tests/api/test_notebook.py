@@ -1,4 +1,4 @@
-"""The notebooks of examples/, executed as a person does: cell by cell, in kernels of their own."""
+"""The notebooks of examples/, executed cell by cell in separate kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 
 
 def execute(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the cells of a notebook print and show, executed in a folder."""
+    """Execute a notebook in a folder; returns what its cells print and show."""
     notebook = nbformat.read(Path("examples") / name, as_version=4)
     monkeypatch.setenv("PYTHONPATH", os.getcwd(), prepend=os.pathsep)
     monkeypatch.setenv("MPLBACKEND", "agg")

@@ -15,7 +15,7 @@ HEAVY = contract("What decides is pure")[1] - {"asyncio"} | {"numpy", "pandas"}
 
 
 def imports_for_type_checkers() -> dict[str, str]:
-    """The names that `staleflow/__init__.py` imports under TYPE_CHECKING, with their modules."""
+    """Return the names that `staleflow/__init__.py` imports under TYPE_CHECKING, with their modules."""
     tree = ast.parse(Path(str(staleflow.__file__)).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]

@@ -1,4 +1,4 @@
-"""Jobs that are run from Python: in the background, until their end, in a coroutine, on a cluster that is passed in."""
+"""Jobs run from Python: in the background, until their end, in a coroutine, on a given cluster."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def reward(text: str, row: Mapping[str, Any]) -> float:
 
 
 def emulated(folder: Path, **changes: Any) -> dict[str, Any]:
-    """A job without a model, as a notebook describes it."""
+    """A job without a model, defined as in a notebook."""
     return {
         "name": "emulated",
         "runs_dir": folder / "runs",
@@ -51,7 +51,7 @@ def emulated(folder: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def forked_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have reward processes forked from one that has imported what they need."""
+    """Fork reward processes from one that has imported their modules."""
     monkeypatch.setenv(forking.ADDRESS, forking.served())
     monkeypatch.setattr(reward_process, "subprocess", forking.SUBPROCESS)
 
@@ -135,7 +135,7 @@ def test_an_interrupt_stops_the_run_in_order(tmp_path: Path) -> None:
 
 
 class LastInstance:
-    """A routing rule of a notebook."""
+    """A routing rule defined in a notebook."""
 
     def choose(self, work: Any, loads: Any, fitting: Any) -> int | None:
         rows = fitting.nonzero()[0]
@@ -146,7 +146,7 @@ class LastInstance:
 
 
 def test_dask_computes_in_this_process_after_a_run(tmp_path: Path) -> None:
-    """Placing several actors at once left Dask's global scheduler set, with no client that it could have used."""
+    """Placing several actors at once left Dask's global scheduler set without a client."""
     result = staleflow.run(emulated(tmp_path), progress=False)
     assert dask.config.get("scheduler", None) is None
     assert result.run.to_dask(texts=False).reward.count().compute() > 0
@@ -222,7 +222,7 @@ def test_run_async_returns_the_result(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    """A client of a local cluster as a notebook starts one."""
+    """A client of a local cluster as started in a notebook."""
     with (
         LocalCluster(n_workers=4, threads_per_worker=1, dashboard_address=":0") as cluster,
         Client(cluster) as client,

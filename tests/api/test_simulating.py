@@ -25,7 +25,7 @@ def test_a_sweep_with_baselines_returns_a_result_per_variant(tmp_path: Path) -> 
 
 
 class AnyInstance(LastInstance):
-    """Another rule of a notebook."""
+    """Another routing rule defined in a notebook."""
 
 
 def test_a_sweep_accepts_classes(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A stored run as one object: what it reads, live and finished."""
+"""A stored run as one object, live and finished."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 3
 
 
 def train_one(run: StoredRun) -> None:
-    """Store a step of one group: the sum, which is right, and a word, which is wrong; and what was dropped with it."""
+    """Store a step of one group with a correct and a wrong response, and a dropped group."""
     right = Response(f"{run.step + 1}", 1.0, versions=(max(0, run.step - 1), run.step), parts={"sum": 1.0})
     surplus = Response("late", fate=Fate.ABORTED, reason=AbortReason.SURPLUS_GROUP)
     run.train([(f"{run.step}+1=", [right, Response("no", 0.0)]), ("0+0=", [surplus, surplus])])
@@ -46,7 +46,7 @@ def run(written: StoredRun) -> staleflow.Run:
 
 @pytest.fixture
 def copy(written: StoredRun, tmp_path: Path) -> staleflow.Run:
-    """The run in a folder of its own, to be tampered with."""
+    """A copy of the run that tests may change."""
     shutil.copytree(written.run_dir, tmp_path / "page")
     return staleflow.open_run(tmp_path / "page")
 

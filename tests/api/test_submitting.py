@@ -1,4 +1,4 @@
-"""Jobs that Python submits to a cluster, with functions and rows in them."""
+"""Jobs submitted to a cluster from Python, with functions and rows."""
 
 from __future__ import annotations
 

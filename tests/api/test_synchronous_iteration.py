@@ -1,4 +1,4 @@
-"""Asynchronous iterators read by plain code."""
+"""Asynchronous iterators used by synchronous code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def numbers() -> AsyncIterator[int]:
 
 
 class LateLoop(asyncio.SelectorEventLoop):
-    """A loop that is asked for a call as late as possible: once it is closed, if it is closed meanwhile."""
+    """An event loop that receives calls as late as possible, after it is closed if it is closed meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The public API is typed: a user's script that calls all of it passes mypy --strict, one with mistakes does not."""
+"""The public API is typed: a script that uses all of it passes mypy --strict, and one with mistakes does not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ staleflow.open_run("runs/demo").sorted_ids("last", 3)
 
 
 def test_a_script_that_uses_the_whole_api_passes_mypy_and_mistakes_are_found(tmp_path: Path) -> None:
-    """The cells of the notebooks pass as such a script, but for annotations of their functions."""
+    """The cells of the notebooks also pass, without annotations of their functions."""
     (tmp_path / "mistakes.py").write_text(MISTAKES)
     for notebook in NOTEBOOKS:
         cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]

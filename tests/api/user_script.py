@@ -1,4 +1,4 @@
-"""A user's script: it calls everything a stored run offers, with types. mypy checks it; nothing runs it."""
+"""A user script that uses every method of a stored run with types. mypy checks it; it is never executed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import staleflow
 
 
 def length(response: str, record: Mapping[str, Any]) -> float:
-    """A reward."""
+    """A reward function."""
     return float(len(response))
 
 
 def identify(run: staleflow.Run) -> list[str]:
-    """What a run is."""
+    """Use what identifies a run."""
     described: tuple[bool, bool, int, str] = (run.live, run.finished, run.eta, run.bound)
     summary: staleflow.Summary | None = run.summary()
     count = 0 if summary is None else summary.num_steps
@@ -27,7 +27,7 @@ def identify(run: staleflow.Run) -> list[str]:
 
 
 def read(run: staleflow.Run) -> float:
-    """What it stored."""
+    """Use what a run stored."""
     commits: list[staleflow.StepRecord] = run.commits()
     last = run.steps()[-1]
     ledger: staleflow.LedgerState = last.ledger
@@ -43,7 +43,7 @@ def read(run: staleflow.Run) -> float:
 
 
 def tables(run: staleflow.Run) -> list[Any]:
-    """Other libraries' objects."""
+    """Use objects of other libraries."""
     return [
         run.metrics(),
         run.to_pandas("step > 3", texts=False),
@@ -54,7 +54,7 @@ def tables(run: staleflow.Run) -> list[Any]:
 
 
 def prove(run: staleflow.Run, client: Client) -> bool:
-    """What the stored data prove."""
+    """Use the proofs over stored data."""
     report: staleflow.AuditReport = run.audit(full=True, memory_mib=512, workers=4, client=client)
     bias: staleflow.DropBias = run.drop_bias()
     replay: staleflow.ReplayResult = run.replay(3)
@@ -63,7 +63,7 @@ def prove(run: staleflow.Run, client: Client) -> bool:
 
 
 def go_on(run: staleflow.Run, client: Client, progress: Callable[[int, int], None]) -> float:
-    """New results."""
+    """Use methods that create new results."""
     scored: staleflow.RescoreResult = run.rescore(
         branch="length", reward=length, changes={"reward.timeout_s": 3.0}, client=client, progress=progress
     )
@@ -81,7 +81,7 @@ def go_on(run: staleflow.Run, client: Client, progress: Callable[[int, int], Non
 
 
 def set_side_by_side(runs: list[staleflow.Run]) -> list[str]:
-    """Runs, folders and branches."""
+    """Use runs, folders and branches together."""
     comparison: staleflow.Comparison = staleflow.compare([*runs, "runs/demo", "runs/demo@better"])
     low = [row.difference.interval.low for row in comparison.differences if row.difference]
     return [*comparison.jobs, comparison.rewards[0].job, str(low)]
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def start(client: Client) -> staleflow.RunResult:
-    """Start runs, in all ways."""
+    """Start runs in all ways."""
     job: staleflow.Job = staleflow.load_job("job.toml", {"steps": 20})
     handle: staleflow.RunHandle = staleflow.start(job, rows=[{"prompt": "1+1=", "answer": "2"}], reward=length)
     status: staleflow.RunStatus = handle.status()
@@ -115,6 +115,6 @@ def start(client: Client) -> staleflow.RunResult:
 
 
 async def start_in_a_coroutine() -> staleflow.Run:
-    """Start a run where an event loop runs."""
+    """Start a run inside an event loop."""
     result = await staleflow.run_async("job.toml", progress=False)
     return result.run

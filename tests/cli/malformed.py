@@ -454,7 +454,7 @@ CASES = (
 
 
 def faults(case: Case, code: int, out: str, err: str, elapsed_s: float = 0.0) -> list[str]:
-    """What is wrong with an answer; empty if it is as it should be."""
+    """Return what is wrong with the output of a case; empty if nothing is."""
     answer = err if code == 2 else out + err
     lines = [line for line in answer.splitlines() if line.strip()]
     result = [] if code == case.code else [f"exit code {code}, not {case.code}"]
@@ -467,7 +467,7 @@ def faults(case: Case, code: int, out: str, err: str, elapsed_s: float = 0.0) ->
 
 
 def furnished(folder: Path) -> Path:
-    """Make the folder that each case begins with a copy of, in `folder`: this trains a tiny model for three steps."""
+    """Create the folder that each case starts with a copy of; this trains a tiny model for three steps."""
     make_tiny_model(folder / "model")
     (folder / "job.toml").write_text(RUN.format(runs=folder / "runs", steps=3, model=folder / "model"))
     words = [sys.executable, "-m", "staleflow.cli.main", "run", str(folder / "job.toml"), *RUN_SETTINGS]
@@ -477,7 +477,7 @@ def furnished(folder: Path) -> Path:
 
 
 def prepare(case: Case, folder: Path, start: Path) -> None:
-    """Copy the folder `start`, and prepare the copy for a case."""
+    """Copy the folder `start` and prepare the copy for a case."""
     shutil.copytree(start, folder)
     place(folder, start)
     for step in case.prepare:
@@ -485,7 +485,7 @@ def prepare(case: Case, folder: Path, start: Path) -> None:
 
 
 def run_alone(case: Case, folder: Path) -> tuple[int, str, str, float]:
-    """Run a case as a process of its own: exit code, standard output and error, seconds."""
+    """Run a case in a separate process; returns exit code, standard output, standard error and seconds."""
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, **case.environment}
     own = case.environment.get("PYTHONPATH")
@@ -509,7 +509,7 @@ def run_alone(case: Case, folder: Path) -> tuple[int, str, str, float]:
 
 
 def main(words: list[str]) -> int:
-    """Run the cases whose names contain one of the words, all without words. Returns the number of those that fail."""
+    """Run the cases whose names contain one of the words, or all. Returns the number of failures."""
     failed, longest = 0, 0.0
     chosen = [case for case in CASES if not words or any(word in case.name for word in words)]
     with tempfile.TemporaryDirectory(prefix="malformed-") as made:

@@ -1,4 +1,5 @@
-"""What the cases of malformed.py are made of: a folder with a good job, data, model and run, and ways to spoil it."""
+"""Inputs of the cases of malformed.py: a folder with a valid job, data, model and run, and functions that corrupt
+it."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ Prepare = Callable[[Path], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A malformed input. command: what is typed after `staleflow`, in a folder as `furnish` makes it. says: words of
-    the answer's line. code: exit code. alone: needs a process of its own. lines: most lines of the answer."""
+    """A malformed input. command: arguments of `staleflow` in a folder made by `furnish`. says: words of the error
+    line. code: exit code. alone: whether it needs a separate process. lines: maximum number of output lines."""
 
     name: str
     command: str
@@ -59,8 +60,8 @@ class Case:
 
 
 def furnish(folder: Path, model: Path, run: Path) -> None:
-    """Make a folder with a valid job.toml and its data.jsonl, model, and the stored runs runs/finished, which is `run`,
-    of this model, and runs/emulated, which has none."""
+    """Create a folder with a valid job.toml and its data.jsonl, a model, and the stored runs runs/finished (a copy of
+    `run`) and runs/emulated."""
     shutil.copytree(model, folder / "model")
     shutil.copytree(run, folder / "runs/finished")
     for job in (folder / "runs/finished").glob("config*.toml"):
@@ -71,7 +72,7 @@ def furnish(folder: Path, model: Path, run: Path) -> None:
 
 
 def place(folder: Path, before: Path) -> None:
-    """Let the stored runs' job files name a folder in place of the one they named before."""
+    """Replace a folder in the job files of the stored runs."""
     for job in folder.glob("runs/*/config*.toml"):
         job.write_text(job.read_text().replace(str(before), str(folder)))
 
@@ -101,7 +102,7 @@ def changed(name: str, change: Callable[[str], str]) -> Prepare:
 
 
 def replaced(name: str, old: str, new: str) -> Prepare:
-    """Replace a text in a file, which must contain it."""
+    """Replace a text in a file that contains it."""
 
     def change(before: str) -> str:
         assert old in before, (name, old)
@@ -136,7 +137,7 @@ def empty_folder(name: str) -> Prepare:
 
 
 def flipped(pattern: str) -> Prepare:
-    """Flip bits in the middle of the largest file that matches."""
+    """Flip bits in the middle of the largest matching file."""
 
     def prepare(folder: Path) -> None:
         path = max(folder.glob(pattern), key=lambda p: p.stat().st_size)
@@ -149,12 +150,12 @@ def flipped(pattern: str) -> Prepare:
 
 
 def reward(body: str) -> Prepare:
-    """Write mine.py with a reward f of this body."""
+    """Write mine.py with a reward function f of this body."""
     return text("mine.py", "import os, sys, time\n\ndef f(answer, record):\n    " + body + "\n")
 
 
 def without_steps(folder: Path) -> None:
-    """Make runs/early, a run killed before its first step was stored."""
+    """Create runs/early, a run killed before its first step was stored."""
     from staleflow.stores.trajectories.records import RunHeader
     from staleflow.stores.trajectories.versioned import VersionedStore
 
@@ -164,7 +165,7 @@ def without_steps(folder: Path) -> None:
 
 
 def small_vocabulary(folder: Path) -> None:
-    """Make small/, the model with its first three tokens only."""
+    """Create small/, the model with its first three tokens only."""
     from safetensors.numpy import load_file, save_file
 
     shutil.copytree(folder / "model", folder / "small")

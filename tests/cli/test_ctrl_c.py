@@ -1,4 +1,4 @@
-"""Ctrl-C in a real terminal, where it reaches the workers too."""
+"""Ctrl-C in a real terminal, which sends it to the workers too."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ if __name__ == "__main__":
 
 
 def ran(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a script with a function `callback` as the command."""
+    """Run a script whose function `callback` is the command."""
     (folder / "signalled.py").write_text(f"{script}\n{COMMAND}")
     environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}:{folder}"}
     command = [sys.executable, "-m", "signalled"]
@@ -139,7 +139,7 @@ def ran(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_exit_code_is_130_wherever_the_interrupt_occurs(tmp_path: Path) -> None:
-    """In code that is made at run time, too: an interrupt there is remembered until Python exits."""
+    """Also in code created at run time, where the interrupt is remembered until exit."""
     script = """
 CODE = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(30)"
 def callback():
@@ -169,7 +169,7 @@ with _sigint_deferred():
 @pytest.mark.parametrize("where", [WITHIN_AN_IMPORT, WITHIN_A_FINALIZER, WHILE_IT_IS_HELD_BACK])
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_signal_is_not_lost_in_code_that_ignores_all_errors(name: str, code: int, where: str, tmp_path: Path) -> None:
-    """It was, now and then: the run went on as if nobody had pressed Ctrl-C."""
+    """Occasionally the signal was lost and the run continued."""
     (tmp_path / "swallowing.py").write_text(
         "from signalled import kill\ntry:\n    kill()\nexcept BaseException:\n    pass"
     )
@@ -191,7 +191,8 @@ def callback():
 
 
 def test_a_signal_during_imports_reaches_the_run(tmp_path: Path) -> None:
-    """The event loop's pipe took one alarm every 20 ms of the import and, once full, lost the signal."""
+    """The wakeup pipe of the event loop received an alarm every 20 ms during the import and lost the signal when it was
+    full."""
     (tmp_path / "importing.py").write_text(
         "import time\nuntil = time.monotonic() + 1\nwhile time.monotonic() < until:\n    pass\n"
     )
@@ -228,7 +229,7 @@ def callback():
 
 
 def test_the_exit_code_is_kept_if_a_thread_aborts_at_exit(tmp_path: Path) -> None:
-    """Threads of libraries may abort the process then; what atexit calls still runs."""
+    """Library threads may abort the process at exit; atexit functions still run."""
     script = """
 import atexit, os
 class Aborts:

@@ -19,7 +19,7 @@ from tests.support.fake_nvml import pynvml
 
 @pytest.fixture
 def job_of_8b(job: Path, tmp_path: Path) -> Path:
-    """A job of a model of 8B parameters, of which there is no more than the config."""
+    """A job of an 8B model of which only the config exists."""
     folder = tmp_path / "8b"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **config_of("8B")}))

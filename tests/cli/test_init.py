@@ -1,4 +1,4 @@
-"""`staleflow init`: the job it writes is complete, checked and commented; nothing is overwritten or left half done."""
+"""`staleflow init` writes a complete, valid and commented job, overwrites nothing and leaves no partial files."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_message_lists_need_a_model_with_a_chat_template(
 
 @pytest.mark.slow
 def test_the_created_job_learns(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its reward at least doubles: from guesses to worked sums."""
+    """Its reward at least doubles, from random answers to correct sums."""
     assert staleflow("init", "mine").returncode == 0
     monkeypatch.chdir(here / "mine")
     assert staleflow("run", "job.toml").returncode == 0

@@ -1,4 +1,4 @@
-"""The command's own messages: wrong commands and options, what is in its way, and outputs that take no more."""
+"""General errors of the command line: unknown commands and options, conflicting modules, unwritable output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def alone(words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What `staleflow WORDS` answers as a process of its own, by a shell."""
+    """Run `staleflow WORDS` in a separate process by a shell."""
     shell = f"{sys.executable} -P -m staleflow.cli.main {words}"
     path = os.pathsep.join((*environment.pop("PYTHONPATH", "").split(), str(ROOT)))
     values = {**os.environ, **environment, "PYTHONPATH": path}
@@ -73,7 +73,7 @@ def test_user_modules_with_the_names_of_our_packages_change_nothing(tmp_path: Pa
 
 
 def test_a_rejected_run_leaves_no_process(tmp_path: Path) -> None:
-    """The one that workers are forked from has begun to import torch by then."""
+    """The fork server has started to import torch by then."""
     (tmp_path / "job.toml").write_text('[model]\npath = "runs/none"\n')
     words = [sys.executable, "-m", "staleflow.cli.main", "run", str(tmp_path / "job.toml")]
     with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True) as process:
@@ -85,7 +85,7 @@ def test_a_rejected_run_leaves_no_process(tmp_path: Path) -> None:
 
 
 def of_session(leader: int) -> list[str]:
-    """The processes of a session that have not ended, by their command lines."""
+    """Return the command lines of the running processes of a session."""
     results = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

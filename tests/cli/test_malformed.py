@@ -1,6 +1,7 @@
-"""Malformed input to the commands: one line that helps, the right exit code, no traceback.
+"""Malformed input to the commands: a helpful one-line error, the right exit code, no traceback.
 
-The table is in malformed.py; what needs a process of its own is run by `python -m tests.cli.malformed`."""
+The table is in malformed.py; what needs a process of its own is run by `python -m tests.cli.malformed`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ HERE = [case for case in malformed.CASES if not case.alone]
 
 @pytest.fixture(scope="session")
 def furnished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, finished_run: Path) -> Path:
-    """A folder as each case begins with; copied, never changed."""
+    """The folder that cases copy; it is never changed."""
     folder = tmp_path_factory.mktemp("malformed") / "furnished"
     furnish(folder, tiny_model, finished_run)
     return folder

@@ -43,7 +43,7 @@ SUMMARY: dict[str, Any] = {
 
 
 async def short_run(config: RunConfig, listener: RunListener, **_: Any) -> RunEnd:
-    """A run as the command sees it, reported and logged by the same means, without a cluster."""
+    """A run reported and logged as by the command, without a cluster."""
     reporter = Reporter("a-job", 2, Path("runs/none"))
     listeners = RunListeners(reporter, listener)
     with reporter.capturing_warnings():
@@ -105,7 +105,7 @@ def test_log_handlers_and_levels_are_restored_afterwards() -> None:
 
 
 class Screen:
-    """What a terminal shows of what is written to it: text, line feeds, and the moves that rich makes."""
+    """Emulates a terminal: text, line feeds, and the cursor moves of rich."""
 
     def __init__(self) -> None:
         self.lines, self.row, self.column = [""], 0, 0
@@ -154,7 +154,7 @@ def test_log_lines_are_complete_above_a_live_view() -> None:
 def printed(
     steps: list[dict[str, float]], limits: Mapping[int, str] = MappingProxyType({})
 ) -> tuple[list[str], list[str]]:
-    """(lines of the view in a pipe, lines of the job's log) of these steps. limits: by step."""
+    """Return (lines of the display in a pipe, lines of the job log) for these steps. limits: bottleneck by step."""
     config, written = loading.load(JOB), io.StringIO()
     display, reporter = Display(config, quiet=False), Reporter("a-job", 4, Path("runs/none"))
     display.console = Console(file=written, width=200)

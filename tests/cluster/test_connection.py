@@ -1,4 +1,4 @@
-"""Naming a cluster wrongly: one line within ten seconds, whatever listens there."""
+"""Wrong cluster addresses give a one-line error within ten seconds, whatever listens there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from staleflow.stores.errors import ConfigError
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_objects() -> None:
-    """All that imports have made is not collected again by each test: that takes a second."""
+    """Freeze the objects of imported modules, which take a second to collect."""
     gc.collect()
     gc.freeze()
 
@@ -38,7 +38,7 @@ def _probe_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(cluster: ClusterAddress, within_s: float = CONNECT_S, most_s: float = CONNECT_S + 1.5) -> str:
-    """The message for a cluster that is named wrongly; it has one line and comes within `most_s`."""
+    """Return the error of connecting to a wrong cluster; it has one line and comes within `most_s`."""
     begin = time.monotonic()
 
     async def connect() -> None:
@@ -60,7 +60,7 @@ def refused(cluster: ClusterAddress, within_s: float = CONNECT_S, most_s: float 
 
 @contextlib.contextmanager
 def listener(behave: Callable[[socket.socket], None]) -> Iterator[int]:
-    """The port of a server that does this with each connection."""
+    """Return the port of a server that calls a function with each connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.1)
         over = threading.Event()
@@ -194,7 +194,7 @@ def tls() -> Security:
 
 
 def on_a_scheduler(security: Any, look: Callable[[str], str]) -> str:
-    """What `look` says of the address of a scheduler, in a thread beside it."""
+    """Call `look` with the address of a running scheduler in a separate thread."""
 
     async def work() -> str:
         async with Scheduler(host="127.0.0.1", port=0, dashboard_address=":0", security=security) as scheduler:

@@ -1,4 +1,4 @@
-"""The staleflow page on a Dask dashboard: its routes, its metrics, and its display in a real browser."""
+"""The staleflow page of the Dask dashboard: routes, metrics, and display in a real browser."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ STEP = {
 
 
 def served_by(config: RunConfig) -> tuple[str, set[int]]:
-    """The dashboard's address on a job's embedded cluster, and the ports that its scheduler's process then listens on,
-    the scheduler's own left out."""
+    """Return the dashboard address of a job's local cluster, and the ports that its scheduler process opens, except the
+    scheduler port."""
 
     async def scenario() -> tuple[str, set[int]]:
         before = listening()
@@ -70,7 +70,7 @@ def served_by(config: RunConfig) -> tuple[str, set[int]]:
 
 
 def listening() -> set[int]:
-    """Ports that this process listens on."""
+    """Return the ports on which this process listens."""
     return {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 
@@ -84,7 +84,7 @@ def test_without_a_dashboard_no_port_is_opened() -> None:
 
 
 def with_two_jobs(look: Callable[[Any, str], Coroutine[Any, Any, None]]) -> None:
-    """Run `look` on a scheduler's address with two jobs told to its registry."""
+    """Run `look` with the address of a scheduler whose registry has two jobs."""
 
     async def scenario() -> None:
         async with (
@@ -168,7 +168,7 @@ def test_a_job_links_to_its_run_page(tmp_path: Path) -> None:
 
 
 async def landing(url: str) -> str:
-    """Where an address leads to."""
+    """Return the final address after redirects."""
 
     def follow() -> str:
         with urllib.request.urlopen(url, timeout=60) as answer:
@@ -211,7 +211,7 @@ def test_a_browser_shows_live_data() -> None:
 
 
 def registry_of(*states: str) -> JobRegistry:
-    """A registry with a job per state, oldest first."""
+    """Return a registry with one job per state, oldest first."""
     registry = JobRegistry()
     for i, state in enumerate(states):
         registry.submit(f"job-{i}", "job", f"/runs/job-{i}", 9)

@@ -1,5 +1,5 @@
-"""The files in deploy/: manifests against the structure that the operator publishes, the batch script with a stand-in
-for Slurm, the Dockerfile read instruction by instruction. Neither Kubernetes, Slurm nor Docker is run."""
+"""The files in deploy/: manifests against the schema of the operator, the batch script with a fake Slurm, and the
+instructions of the Dockerfile. Kubernetes, Slurm and Docker are not run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ UID = 10001
 
 
 def exactly(required: str = "", **properties: Any) -> dict[str, Any]:
-    """A schema of an object that has these properties and no others."""
+    """Return a schema of an object with exactly these properties."""
     return {
         "type": "object", "properties": properties, "required": required.split(), "additionalProperties": False,
     }  # fmt: skip
@@ -79,7 +79,7 @@ dask-kubernetes at 1daa175f (2025-07): dask_kubernetes/operator/deployment/helm/
 
 @pytest.fixture(scope="module")
 def manifests() -> dict[str, dict[str, Any]]:
-    """The manifests by their kind."""
+    """The manifests by kind."""
     documents = list(yaml.safe_load_all(MANIFESTS.read_text()))
     assert len({d["kind"] for d in documents}) == len(documents)
     return {document["kind"]: document for document in documents}
@@ -172,7 +172,7 @@ exec "$@"
 
 
 def stand_ins(folder: Path, commands: dict[str, str]) -> dict[str, str]:
-    """An environment in which these scripts come first, as on a node of two GPUs."""
+    """Return an environment in which these scripts come first on the path, as on a node with two GPUs."""
     programs = folder / "programs"
     programs.mkdir()
     for name, text in commands.items():
@@ -191,7 +191,7 @@ def test_the_batch_script_requests_whole_nodes() -> None:
 
 
 def test_the_commands_of_the_batch_script(tmp_path: Path) -> None:
-    """Recorded by scripts in place of the programs."""
+    """Recorded by scripts that replace the programs."""
     record = '#!/usr/bin/env bash\necho "$(basename "$0")" "${@//$\'\\n\'/ }" >> "$CALLS"\n'
     started = 'if [ "$1" = cluster ]; then mkdir "$2"; touch "$2/key.pem" "$2/dask.yaml"; exec sleep 60; fi\n'
     submitted = 'if [ "$1" = submit ]; then echo demo-1; fi\n'
@@ -229,7 +229,7 @@ def test_a_batch_script_without_gpus_ends_with_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_job_runs_by_the_batch_script_on_simulated_gpus(tmp_path: Path) -> None:
-    """Scheduler, nannies and workers are real; Slurm and NVIDIA's library are not, and the engine is emulated."""
+    """Scheduler, nannies and workers are real; Slurm and NVIDIA's library are fake, and the engine is emulated."""
     programs = {
         name: f'#!/usr/bin/env bash\nexec {shlex.quote(sys.executable)} -m {module} "$@"\n'
         for name, module in (("staleflow", "staleflow.cli.main"), ("dask", "dask"))
@@ -259,7 +259,7 @@ def test_a_job_runs_by_the_batch_script_on_simulated_gpus(tmp_path: Path) -> Non
 
 
 def instructions() -> list[tuple[str, str]]:
-    """The Dockerfile's instructions, in their order."""
+    """Return the instructions of the Dockerfile in order."""
     text = re.sub(r"^#.*\n", "", DOCKERFILE.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in text.splitlines() if line)]
 

@@ -1,4 +1,4 @@
-"""Choosing a job's worker processes out of those that are free: all of them or none."""
+"""Choosing the worker processes of a job among free ones: all or none."""
 
 from __future__ import annotations
 

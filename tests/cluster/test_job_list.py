@@ -68,7 +68,7 @@ def test_ended_jobs_are_listed_for_a_day() -> None:
 
 @pytest.fixture
 def registry() -> Iterator[tuple[JobRegistry, str]]:
-    """The registry of a scheduler in a thread, and the scheduler's address."""
+    """A scheduler's registry in a thread; yields the registry and the address."""
     plugin, address, over = BoardPlugin(), "", asyncio.Event()
     ready, loop = threading.Event(), asyncio.new_event_loop()
 

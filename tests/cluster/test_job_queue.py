@@ -1,4 +1,4 @@
-"""Gang admission: all workers or none, first come, first served."""
+"""Gang admission of jobs: all workers or none, first come, first served."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def needing(workers: int) -> Needs:
 
 
 def on(workers: str, *jobs: tuple[str, int]) -> JobQueue:
-    """Plain workers, and jobs that came in this order and need so many."""
+    """Return a queue with plain workers and with jobs that need this many, in order."""
     one = JobQueue()
     for address in workers:
         one.add_worker(address, {})
@@ -118,7 +118,7 @@ def test_workers_of_an_abandoned_run_are_not_assigned_before_their_restart() -> 
 
 
 def abandoned(one: JobQueue) -> str:
-    """Let the first job's driver be gone; returns the worker that has its engine, and only that."""
+    """Drop the driver of the first job; returns the worker that has only its engine."""
     (engine,) = [address for address, roles in one.workers_of("first").items() if roles == ("rollout",)]
     one.requeue_after_driver_loss("first", 1.0)
     return engine
@@ -236,7 +236,7 @@ def test_a_worker_that_rejoined_counts_once() -> None:
 
 
 def test_restarting_workers_count_as_present() -> None:
-    """Otherwise a small job would go past a big one whenever a worker restarts."""
+    """Otherwise a small job would overtake a big one whenever a worker restarts."""
     one = on("abcdef", ("big", 6), ("small", 3))
     one.remove_worker("f", 0.0)
     assert admitted(one, 1.0) == []
@@ -286,7 +286,7 @@ def test_a_role_that_shares_a_worker_after_a_loss_gets_no_other() -> None:
 
 
 def declared(**workers: str) -> JobQueue:
-    """Workers with the roles that they declare."""
+    """Return a queue of workers that declare roles."""
     one = JobQueue()
     for address, roles in workers.items():
         one.add_worker(address, dict.fromkeys(roles.split(), 1.0))
@@ -366,7 +366,7 @@ def test_a_driver_stays_on_its_worker_though_another_fits_better() -> None:
 
 
 class Cluster(RuleBasedStateMachine):
-    """Jobs and workers that come and go in any order."""
+    """Jobs and workers that arrive and leave in random order."""
 
     jobs = Bundle("jobs")
     workers = Bundle("workers")
@@ -460,7 +460,8 @@ TestCluster = Cluster.TestCase
 
 
 def gpu_queue(fleet: str, *, rotated: bool = False, plain: int = 1) -> JobQueue:
-    """A worker for each GPU of a fleet, which sees it alone, or all of its host's beginning with it; and others."""
+    """Return a queue with one worker per GPU, which sees that GPU only or all GPUs of its host starting with it, and
+    plain workers."""
     one = JobQueue()
     for host in parse_fleet(fleet):
         for number, device in enumerate(host.devices):
@@ -508,7 +509,7 @@ def test_an_instance_of_two_gpus_is_one_worker_that_sees_both() -> None:
 
 
 def test_the_queue_counts_gpus_and_not_processes() -> None:
-    """Sixteen worker processes for four GPUs: two jobs of three GPUs run one after the other."""
+    """With 16 worker processes for four GPUs, two jobs of three GPUs run in sequence."""
     one = gpu_queue("4xH100-80", rotated=True, plain=12)
     enter(one, "first", gpu_job(instances=2))
     enter(one, "second", gpu_job(instances=2))

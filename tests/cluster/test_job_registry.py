@@ -1,4 +1,4 @@
-"""The registry: its answers to drivers and commands, and the drivers it starts on a real scheduler."""
+"""The job registry: its replies to drivers and commands, and the drivers it starts on a real scheduler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from staleflow.pipeline.cluster.submitted_job import Job
 
 
 def asked() -> set[str]:
-    """The verbs that any module asks a registry for."""
+    """Return the names of all registry calls in the code."""
     texts = [path.read_text() for top in ("pipeline", "cli") for path in Path(top).rglob("*.py")]
     trees = [ast.parse(text) for text in texts if re.search(r"\bask\(", text)]
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -47,7 +47,8 @@ def test_an_unknown_call_asks_for_the_same_version() -> None:
 
 
 def test_an_end_message_for_an_unknown_job_is_ignored() -> None:
-    """It reconnects and says at its end that its workers are free; the new registry has never heard of it."""
+    """A driver that reconnects after a restart of the scheduler reports the end of a job that the new registry does not
+    know."""
     one = JobRegistry()
     one.dispatch("end", id="of-the-scheduler-before")
     assert one.dispatch("jobs") == []
@@ -57,7 +58,7 @@ NEEDS = {"instances": 1, "rewards": 1, "driver": True}
 
 
 async def drive(id: str, seconds: float) -> str:
-    """A job's driver that begins as the real one does, and works for a while."""
+    """A driver that starts like a real one and runs for a while."""
     worker = get_worker()
     async with ClusterAddress(address=worker.scheduler.address).connected() as client:
         if not await job_registry.ask(client, "begin", id=id, address=worker.address, driver=client.id):
@@ -73,7 +74,7 @@ async def drive(id: str, seconds: float) -> str:
 
 
 class Jobs:
-    """A scheduler with workers in this process, and jobs submitted to it."""
+    """A scheduler with workers in this process and submitted jobs."""
 
     def __init__(self, cluster: Any, client: Any) -> None:
         self.cluster, self.client = cluster, client
@@ -100,7 +101,7 @@ class Jobs:
         return job
 
     async def runs(self, id: str) -> str:
-        """State of a job's task in Dask."""
+        """Return the state of a job's Dask task."""
         task = self.cluster.scheduler.tasks.get(job_registry.TASK_KEY_PREFIX + id)
         return "" if task is None else str(task.state)
 
@@ -193,14 +194,14 @@ async def test_a_job_whose_driver_dies_restarts_before_waiting_jobs() -> None:
 
 
 class Closing:
-    """An actor that leaves a note when its process ends in order."""
+    """An actor that writes a file when its process ends in order."""
 
     def __init__(self, note: str) -> None:
         atexit.register(Path(note).touch)
 
 
 def test_workers_of_a_dead_driver_are_killed_and_restarted(tmp_path: Path) -> None:
-    """Nothing that is under way there is finished: a step, a commit."""
+    """Work in progress there, such as a step or a commit, is not finished."""
 
     async def script() -> None:
         async with (
@@ -224,7 +225,7 @@ def test_workers_of_a_dead_driver_are_killed_and_restarted(tmp_path: Path) -> No
 
 
 async def test_a_run_whose_process_is_gone_has_failed_and_frees_its_workers() -> None:
-    """Its own process drives it: no task."""
+    """Such a run is driven by its own process and has no task."""
     async with jobs_on(3) as jobs:
         async with Client(jobs.client.scheduler.address, asynchronous=True, set_as_default=False) as theirs:
             for id in ("run", "waits"):
@@ -242,7 +243,7 @@ async def test_a_run_whose_process_is_gone_has_failed_and_frees_its_workers() ->
 
 
 def silent(**changes: Any) -> list[str]:
-    """The jobs whose drivers are silent at second 1,000, of one that was last heard of at 900."""
+    """Return the jobs whose drivers are silent at second 1,000, for one that was last heard of at second 900."""
     one = JobRegistry()
     at: dict[str, Any] = {"heard": 900.0, "awake_since": 0.0, "nanny": "tcp://nanny", "state": "running", **changes}
     one.jobs["a"] = Job(

@@ -1,4 +1,4 @@
-"""A cluster that only holders of its certificates reach, started by one command; and ports that are open to anybody."""
+"""A cluster that requires TLS certificates, started by one command, and detection of open ports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def free_port() -> int:
 
 
 def staleflow(*words: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own: Dask reads its configuration when it is imported."""
+    """Run the command in a separate process, because Dask reads its configuration at import."""
     return subprocess.run(
         [sys.executable, "-m", "staleflow.cli.main", *words], env={**os.environ, **environment},
         capture_output=True, text=True, timeout=WAIT_S, check=False,
@@ -39,7 +39,7 @@ def staleflow(*words: str, environment: dict[str, str]) -> subprocess.CompletedP
 
 @contextlib.contextmanager
 def running_cluster(folder: Path, port: int, workers: int) -> Iterator[subprocess.Popen[str]]:
-    """`staleflow cluster`, once it has said that its workers are there."""
+    """`staleflow cluster`, once it has reported its workers."""
     process = subprocess.Popen(
         [sys.executable, "-m", "staleflow.cli.main", "cluster", str(folder), "--workers", str(workers), "--port",
          str(port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -93,7 +93,7 @@ def test_a_cluster_whose_scheduler_dies_reports_it_and_ends_its_workers(tmp_path
 
 
 def test_a_cluster_may_start_without_workers(tmp_path: Path) -> None:
-    """It ended at once with a line about workers that had not joined."""
+    """It ended at once with a message about missing workers."""
     with running_cluster(tmp_path / "certificates", free_port(), 0) as cluster:
         assert cluster.poll() is None
 

@@ -1,4 +1,4 @@
-"""The environment that worker processes are started with is taken back, whoever starts them at the same time."""
+"""The environment variables for starting worker processes are restored, also with concurrent starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from staleflow.pipeline.processes import local_cluster
 
 
 def test_concurrent_starts_restore_all_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PYTHONSAFEPATH stayed, and children of the process could not import what was beside them."""
+    """PYTHONSAFEPATH was left set, and child processes could not import modules of their folder."""
     before = dict(os.environ)
     first, second = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Settings that actors are started with: they follow the job and can be pickled."""
+"""Settings of actors follow the job and can be pickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Job files: what is read is what was written, and every mistake gives one line that helps."""
+"""Job files: values round-trip, and every mistake gives a helpful one-line error."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ EXAMPLES = sorted(Path("examples").glob("*.toml"))
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a tree by dotted key; a table that is free in form is one."""
+    """Return the values of a tree by dotted key; free-form tables are values."""
     results: dict[str, Any] = {}
     for name, value in tree.items():
         # Each of several task sources has the keys of [task].
@@ -334,6 +334,6 @@ def test_explain_as_json_has_every_row_and_empty_tables_are_defaults() -> None:
 
 
 def test_explain_prints_no_warning_for_an_emulated_job() -> None:
-    """An emulated job names no model, and no data or reward that is used."""
+    """An emulated job names no model and uses no data or reward."""
     result = CliRunner().invoke(config_command, ["explain", "examples/dryrun.toml"])
     assert (result.exit_code, result.stderr) == (0, "")

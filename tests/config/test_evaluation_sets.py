@@ -1,4 +1,4 @@
-"""Evaluation sets of a job: what is refused, in one line each, and what their sources may be."""
+"""Evaluation sets of a job: rejected settings and allowed sources."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_evaluation_set_may_have_a_smaller_token_limit() -> None:
 
 @pytest.mark.parametrize("source", ["agent:{here}/mine.py:play", "gymnasium:Taxi-v3", "{here}/mine.py:Game"])
 def test_an_environment_in_a_set_of_a_job_without_environment_is_rejected(tmp_path: Path, source: str) -> None:
-    """Its episodes would be taken for single turns, and each of their rewards fail."""
+    """Its episodes would count as single turns, and all their rewards would fail."""
     (tmp_path / "mine.py").write_text(
         "def play(task, client):\n    return 1.0\n\n\n"
         "class Game:\n    def reset(self, seed):\n        return 'hi', {}\n\n"

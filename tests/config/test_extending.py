@@ -1,4 +1,4 @@
-"""docs/extending.md: its examples work as printed, and are as long as it says."""
+"""The examples of docs/extending.md run as printed and have the stated lengths."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def merged(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of a section of the page: its file written, and its job read, in a folder of the test's own."""
+    """Write the file of a section of the page into a temporary folder and load its job."""
 
     def made(heading: str, **changes: Any) -> RunConfig:
         (tmp_path / "mine.py").write_text(blocks(heading, "python")[0])

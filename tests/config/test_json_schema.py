@@ -1,4 +1,4 @@
-"""The JSON Schema of job files: up to date, and in agreement with the parser about every key."""
+"""The JSON Schema of job files is current and agrees with the parser about every key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAYS_NOTHING = {"$schema", "title", "description", "default"}
 
 
 def accepts(schema: dict[str, Any], value: Any) -> bool:
-    """Whether a value is valid, by the keywords that the schema uses."""
+    """Return whether a value is valid, for the keywords that the schema uses."""
     assert schema.keys() <= KEYWORDS | SAYS_NOTHING, "teach this test the new keyword"
     kind = schema.get("type")
     if kind and (not isinstance(value, KINDS[kind]) or (isinstance(value, bool) and kind != "boolean")):
@@ -86,7 +86,7 @@ def test_the_examples_name_the_schema_and_are_valid(path: Path) -> None:
 
 
 def leaves(cls: Any, path: tuple[str, ...] = (), name: str = "") -> Iterator[tuple[tuple[str, ...], Any, str]]:
-    """(path, knob, name of the entry that has it, if it is one's) of every key."""
+    """Return (path, knob, name of its registry entry) of every key."""
     for key, (hint, spec) in keys_of(cls).items():
         here = (*path, key)
         if spec is None:
@@ -99,7 +99,7 @@ def leaves(cls: Any, path: tuple[str, ...] = (), name: str = "") -> Iterator[tup
 
 
 def job_with(path: tuple[str, ...], name: str, value: Any) -> Any:
-    """A job that sets one key. name: of the entry that has it, or the table above it."""
+    """Return a job that sets one key. name: its registry entry or the table above it."""
     tree: Any = value
     for depth, part in reversed(list(enumerate(path))):
         tree = {part: tree}
@@ -112,7 +112,7 @@ CHOSEN_AT = {path: len(path) for path, spec, _ in leaves(RunConfig) if isinstanc
 
 
 def tried(spec: Any) -> list[Any]:
-    """Values at and beyond the limits, and of every type."""
+    """Return values at and beyond the limits and of every type."""
     values: list[Any] = [True, -1, 0, 1, 2.5, 10**12, "", "nonsense", "mine.py:Name", "module:Name", ":x", {}, {"a": 1}]
     values += [[], [3], [[]], ["nonsense"], list(spec.choices), {"name": 3}, {"name": "nonsense"}]
     values += [{"name": "mine.py:Name"}, {"name": "mine.py:Name", "a": 1}, {"name": "x", "a": 1}]

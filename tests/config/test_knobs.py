@@ -1,4 +1,4 @@
-"""Knobs: checked where they are declared and where they are read."""
+"""Knobs are checked at their declaration and when they are read."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_only_knobs_are_read_and_tables_are_not_shared() -> None:
 
 
 class _Reads(ast.NodeVisitor):
-    """Which attributes are read in a module. own: of `self`, by class; any: of anything else, under any name."""
+    """Collects the attributes that a module reads. own: of `self`, by class; any: of other objects, by name."""
 
     def __init__(self) -> None:
         self.knobs: dict[str, set[str]] = {}
@@ -102,7 +102,7 @@ class _Reads(ast.NodeVisitor):
 
 
 def unread_knobs(sources: Iterable[str]) -> list[str]:
-    """Knobs that nothing reads: neither the methods of their class or of those below it, nor anybody else."""
+    """Return the knobs that no code reads."""
     reads = _Reads()
     for source in sources:
         reads.visit(ast.parse(source))

@@ -1,4 +1,4 @@
-"""Finding the GPUs of a machine, and giving each role of a local run its own; NVIDIA's library is simulated."""
+"""Finding local GPUs and assigning them to roles; NVIDIA's library is simulated."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_devices_have_memory_and_a_link_domain(eight: tuple[Device, ...]) -> Non
 def test_cuda_visible_devices_is_respected(
     eight: tuple[Device, ...], monkeypatch: pytest.MonkeyPatch, visible: str, numbers: str
 ) -> None:
-    """Rotated lists, as dask-cuda gives its workers; UUIDs; none; up to the first that is not there, as CUDA does."""
+    """Rotated lists as of dask-cuda, UUIDs, an empty list, and lists that end at the first invalid entry, as in
+    CUDA."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert "".join(device.visible for device in local_gpus.read_devices(pynvml)) == numbers
 

@@ -1,4 +1,4 @@
-"""Installed packages add kinds of environments and rewards: every command finds them, and names one that fails."""
+"""Environment and reward kinds of installed packages are found by every command, and a package that fails is named."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ treasure = dungeons:treasure
 
 @pytest.fixture
 def dungeons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that has the package `dungeons` installed, for this process and those that it starts."""
+    """A folder in which the package `dungeons` is installed for this process and its children."""
     folder = tmp_path / "installed"
     (metadata := folder / "dungeons-1.2.dist-info").mkdir(parents=True)
     (folder / "dungeons.py").write_text(MODULE)
@@ -71,7 +71,7 @@ def dungeons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def play(dungeons: Path, job: Path) -> Path:
-    """A job of a kind of environment that the package brings."""
+    """A job with an environment kind of the package."""
     text = job.read_text()
     source = next(line for line in text.splitlines() if line.startswith("source = "))
     job.write_text("\n".join(line for line in text.replace(source, 'source = "dungeon:2"').splitlines()
@@ -80,7 +80,7 @@ def play(dungeons: Path, job: Path) -> Path:
 
 
 def fresh(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    """What `staleflow ARGS` answers in a process of its own."""
+    """Run `staleflow ARGS` in a separate process."""
     words = [sys.executable, "-m", "staleflow.cli.main", *map(str, args)]
     return subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
 

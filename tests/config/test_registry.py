@@ -1,4 +1,4 @@
-"""Registries: a job holds what it selects by name, with the knobs of that class and no others."""
+"""Registries: a job has the named class of each kind with the knobs of that class only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job means the same to every command: which source of tasks it names, and whether an environment answers turns."""
+"""A job means the same to every command: the kind of its source and whether it has an environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AGENT = "examples/agent.toml"
 
 
 def test_has_environment_is_equal_for_every_command(tmp_path: Path) -> None:
-    """`run` and the dry run locate the job first, `simulate` and `profile` do not."""
+    """`run` and the dry run resolve paths of the job first, `simulate` and `profile` do not."""
     loaded = loading.load(AGENT)
     located = user_files.with_absolute_paths(loaded)
     tried = dry_run(loading.load(AGENT, (f"model.path={tmp_path}",)), tmp_path)

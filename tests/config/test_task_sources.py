@@ -1,4 +1,4 @@
-"""Several [[task]] tables of a job file: how they are read, and what is refused in one line."""
+"""Several [[task]] tables of a job file: how they are read, and their errors."""
 
 from __future__ import annotations
 

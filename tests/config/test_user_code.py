@@ -1,4 +1,4 @@
-"""Rules, losses and advantages from a user's file: loaded, checked, kept with the run, and used again on resuming."""
+"""Rules, losses and advantages of a user file: loaded, checked, stored with the run and used again by a resume."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_a_file_that_cannot_be_executed_gives_a_one_line_error(tmp_path: Path) -
 
 
 def told(config: RunConfig) -> tuple[Any, list[Any]]:
-    """A coordinator with one instance and a group that has arrived, and what it then commands."""
+    """Return a coordinator with one instance and one arrived group, and its commands."""
     coordinator = make_coordinator(config, validate_every_event=True)
     coordinator.handle(
         InstanceJoined(instance=InstanceId("a"), version=PolicyVersion(0), kv_capacity=9999, max_running=4), 0.0

@@ -1,4 +1,4 @@
-"""Data and code that a job names by file: found from anywhere, and code of one name from two folders kept apart."""
+"""Data and code that a job names by file: resolved from any folder, and files of one name kept apart."""
 
 from __future__ import annotations
 

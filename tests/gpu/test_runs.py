@@ -1,5 +1,5 @@
-"""Whole runs on one GPU, which trainer and instances share: side by side and in turns, with kill -9, repeated from the
-store. docs/gpu.md says which were run."""
+"""Whole runs on one GPU shared by trainer and instances, side by side and in turns, with kill -9 and verification from
+the store. docs/gpu.md lists the results."""
 
 from __future__ import annotations
 

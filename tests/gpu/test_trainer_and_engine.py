@@ -1,4 +1,4 @@
-"""Trainer and embedded engine on each device. The cases for CUDA are marked `gpu`; docs/gpu.md says which were run."""
+"""Trainer and embedded engine on each device. CUDA cases are marked `gpu`; docs/gpu.md lists the results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOKENS = [5, 9, 20, 33, 7, 11]
 
 @pytest.fixture(scope="session", params=list(FAMILIES))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of two layers of each family."""
+    """A random two-layer model of each family."""
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
@@ -93,7 +93,7 @@ def test_a_step_matches_float32_on_cpu(model: Path, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_are_packed_as_in_float32_on_cpu(model: Path, device: str, dtype: str) -> None:
-    """Products in TF32 differ more between packed rows and rows alone than those in float32."""
+    """TF32 products differ more between packed and single rows than float32 ones."""
     expected, measured = trainer(model, "cpu"), trainer(model, device, dtype)
     assert measured.logprob_model.padded_because == expected.logprob_model.padded_because
 
@@ -108,7 +108,7 @@ def test_bfloat16_trains(model: Path, device: str, knobs: dict[str, Any]) -> Non
 
 @pytest.mark.gpu
 def test_offloaded_weights_train_the_same(model: Path) -> None:
-    """FSDP2 with a group of one: NCCL, a device mesh, pinned memory."""
+    """FSDP2 with one rank: NCCL, a device mesh, pinned memory."""
     expected = trainer(model, "cuda", "bfloat16").step(0, rows())
     offloading = trainer(model, "cuda", "bfloat16", offload=True)
     try:
@@ -145,7 +145,7 @@ def test_an_engine_serves_the_published_weights(model: Path, tmp_path: Path, dev
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_resumed_trainer_repeats_the_next_step(model: Path, tmp_path: Path, device: str) -> None:
-    """The optimizer's state too, which the fused AdamW keeps on the device."""
+    """Including the optimizer state, which fused AdamW keeps on the device."""
     first = trainer(model, device)
     first.step(0, rows())
     first.save_state(tmp_path / "state.pt")
@@ -159,7 +159,7 @@ def test_a_resumed_trainer_repeats_the_next_step(model: Path, tmp_path: Path, de
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_has_the_logprobs_of_the_trained_policy(model: Path, tmp_path: Path, device: str, dtype: str) -> None:
-    """Three steps on the device, served there, against one plain forward pass in float32 on CPU: the drift."""
+    """Three steps are trained and served on the device and compared with one plain float32 forward pass on CPU."""
     training = trainer(model, device, dtype)
     for step in range(3):
         training.step(step, rows())

@@ -1,4 +1,4 @@
-"""A run whose store is in a bucket: run, killed, resumed, audited, shown, scored again and trained on again."""
+"""A run whose store is in a bucket: killed, resumed, audited, shown, rescored and trained offline."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def staleflow(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """A command whose workers have this test's environment, not that of the tests before it."""
+    """Run a command whose workers have the environment of this test."""
     return forking.run(
         [sys.executable, "-m", "staleflow.cli.main", *map(str, words)], capture_output=True, text=True, timeout=250
     )
@@ -84,7 +84,7 @@ def test_a_killed_run_resumes_and_commands_accept_its_url(tmp_path: Path) -> Non
 @pytest.mark.slow  # by default tests/stores/test_bucket.py and runtime/test_slow_commits.py have buckets that fail
 @pytest.mark.usefixtures("bucket")
 def test_a_run_survives_a_bucket_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It resets connections for longer than Icechunk itself tries, and then the credentials have expired."""
+    """The bucket resets connections for longer than Icechunk retries, and then the credentials expire."""
     profile = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(profile))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):

@@ -1,5 +1,5 @@
-"""Jobs on a cluster started by hand whose workers report GPUs: NVIDIA's library is simulated, the engine emulated;
-scheduler, nannies and workers are not."""
+"""Jobs on a manually started cluster whose workers report GPUs. NVIDIA's library is simulated and the engine emulated;
+scheduler, nannies and workers are real."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def add_gpu_worker(cluster: Cluster, host: str, gpus: str, visible: str) -> None
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """Three workers with rotated lists of three GPUs, as dask-cuda starts them, on one host; one with a single GPU on
-    another; one without."""
+    """A host with three workers that see three GPUs in rotated order, as with dask-cuda, a host with one GPU, and one
+    without."""
     (tmp_path / "dry.toml").write_text(DRY.format(runs=tmp_path / "runs"))
     with by_hand(tmp_path) as one:
         for visible in ("0,1,2", "1,2,0", "2,0,1"):
@@ -71,7 +71,7 @@ async def _places(cluster: Cluster, name: str) -> dict[str, dict[str, Any]]:
 
 
 def places(cluster: Cluster, name: str) -> dict[str, dict[str, Any]]:
-    """Worker, process and visible GPUs of each actor of a run."""
+    """Return worker, process and visible GPUs of each actor of a run."""
     return asyncio.run(_places(cluster, name))
 
 

@@ -1,4 +1,4 @@
-"""Jobs on a cluster started by hand: scheduler, workers and commands in processes of their own."""
+"""Jobs on a manually started cluster: scheduler, workers and commands in separate processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE_S = 150.0
 
 
 class Cluster:
-    """A scheduler and workers, as `dask scheduler` and `dask worker` start them."""
+    """A scheduler and workers as started by `dask scheduler` and `dask worker`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -42,7 +42,7 @@ class Cluster:
         self._started.append(start(command, env=ENVIRONMENT, cwd=self._folder, start_new_session=True))
 
     def add(self, count: int, *options: str, within: Sequence[str] = ()) -> None:
-        """Start workers. within: the command that starts them, if not directly."""
+        """Start workers. within: a command that starts them."""
         for _ in range(count):
             self._dask("worker", "--nthreads", "1", "--local-directory", str(self._folder), *options, within=within)
 
@@ -54,7 +54,7 @@ class Cluster:
         return parsed
 
     def until(self, id: str, *states: str, steps: int = 0, within_s: float = PATIENCE_S) -> dict[str, Any]:
-        """Wait until a job is in one of the states and has done so many steps."""
+        """Wait until a job is in one of the states and has done this many steps."""
         deadline = time.monotonic() + within_s
         while True:
             job = self.job(id)
@@ -89,7 +89,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def by_hand(folder: Path) -> Iterator[Cluster]:
-    """A cluster in a folder, without workers so far."""
+    """A cluster in a folder, without workers."""
     one = Cluster(folder)
     deadline = time.monotonic() + PATIENCE_S
     while not one.file.exists():
@@ -106,7 +106,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def where_is(cluster: Cluster) -> dict[str, int]:
-    """Process that each of staleflow's tasks and actors lives in, by key."""
+    """Return the process of each task and actor, by key."""
 
     def places(dask_scheduler: Any) -> dict[str, str]:  # in here, so that it travels by value
         results = {}
@@ -126,8 +126,8 @@ def where_is(cluster: Cluster) -> dict[str, int]:
 
 
 def test_a_job_survives_its_submitter_and_the_worker_of_its_driver(job: Path, cluster: Cluster, tmp_path: Path) -> None:
-    """Submitted by one process, watched by others; the driver's worker is killed in the middle, with the trajectory
-    server that shares it; the job goes on by itself and the audit is clean."""
+    """It is submitted by one process and watched by others. The worker of the driver, which also has the trajectory
+    server, is killed; the job continues and passes the audit."""
     cluster.add(3)
     (tmp_path / "mine.py").write_text(
         "def reward(answer, record):\n    return float(len(answer) % 2)\n\n"
@@ -292,8 +292,8 @@ def test_a_job_releases_extra_reward_workers_for_a_waiting_job(cluster: Cluster,
 
 
 def waits_while_another_runs(cluster: Cluster, folder: Path, alone: int, beside: int) -> tuple[float, float]:
-    """Run a job alone for some steps, and for more while another waits, which has to run afterwards. Returns the
-    tokens/s of the first one's steps alone, and of those beside the other."""
+    """Run a job alone for some steps, then more steps while another job waits, and let that run afterwards. Returns the
+    tokens/s of both phases."""
     (folder / "dry.toml").write_text(DRY.format(runs=folder / "runs"))
     cluster.add(3)
 
@@ -337,7 +337,7 @@ def test_a_job_waiting_for_ten_minutes_does_not_slow_the_running_one(cluster: Cl
 
 
 def test_submitting_imports_neither_torch_nor_the_store() -> None:
-    """They take seconds, and only the driver needs them."""
+    """These imports take seconds, and only the driver needs them."""
     script = (
         "import sys, staleflow.cli.cluster_jobs, staleflow.pipeline.jobs.submission; "
         "print(*{m.partition('.')[0] for m in sys.modules})"

@@ -1,4 +1,4 @@
-"""Replaying a run folder: missing parts of its journal, torn lines, and the history of each trajectory."""
+"""Replaying a run folder: missing journal parts, torn lines, and stories of trajectories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.coordination.test_journal import BASE, SHAPES, TinyBody
 
 
 def run_folder(folder: Path) -> TinyBody:
-    """A run of six steps as its folder holds it; the store has its steps without their rows."""
+    """Write the folder of a run of six steps; its store has the steps without rows."""
     folder.mkdir()
     (folder / "job.toml").write_text("")
     config = loading.load(folder / "job.toml", (*BASE, *SHAPES["redundant"]))
@@ -100,7 +100,7 @@ def test_every_trajectory_has_a_story_in_a_long_run(tmp_path: Path, monkeypatch:
 
 
 def test_the_story_of_a_resumed_run_has_both_parts(tmp_path: Path) -> None:
-    """The same part twice: the second begins anew, as after a run that had stored nothing."""
+    """The journal has the same part twice; the second one starts again, as after a run without stored steps."""
     folder = tmp_path / "run"
     run_folder(folder)
     (folder / "config.1.toml").write_bytes((folder / "config.toml").read_bytes())

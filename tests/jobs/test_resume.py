@@ -1,4 +1,4 @@
-"""Resuming stored runs: after a kill -9 of everything, after a clean stop, with more steps, and when it is refused."""
+"""Resuming stored runs: after a kill -9 of all processes, after a stop, with more steps, and rejected cases."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support import forking
 
 
 def start(job: Path, *overrides: str) -> subprocess.Popen[str]:
-    """A run in a process group of its own, its workers included."""
+    """Start a run with its workers in a new process group."""
     sets = [word for o in ("task.eval_prompts=0", *overrides) for word in ("--set", o)]
     command = [sys.executable, "-m", "staleflow.cli.main", "run", str(job), *sets]
     return forking.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True)
@@ -114,7 +114,7 @@ def test_a_stopped_run_loses_no_step_unless_its_resume_points_are_missing(job: P
 
 
 def test_a_run_killed_between_its_last_step_and_its_end_is_completed(job: Path) -> None:
-    """With another reward by then: its evaluations before and after are told apart."""
+    """The reward changes in between, so the evaluations before and after are not compared."""
     reward = job.parent / "mine.py"
     reward.write_text("def even(answer, record):\n    assert len(answer) % 3\n    return float(len(answer) % 2)\n")
     end = run(job, "steps=2", f"reward.function={reward}:even", "reward.max_error_share=1")
@@ -161,7 +161,7 @@ def test_an_incomplete_resume_point_is_skipped(stored: Path, tmp_path: Path) -> 
 
 
 def test_a_run_killed_before_its_first_resume_point_starts_again(stored: Path, tmp_path: Path) -> None:
-    """As long as a point may have been on its way; later there has to be one."""
+    """While a resume point may have been on its way; later one must exist."""
     folder = tmp_path / "copy"
     shutil.copytree(stored, folder)
     config = dataclasses.replace(loading.load(folder / "config.toml"), runs_dir=str(tmp_path), name="copy", steps=5)
@@ -176,7 +176,7 @@ def test_a_run_killed_before_its_first_resume_point_starts_again(stored: Path, t
 
 
 def test_a_run_whose_store_is_missing_does_not_start_again(stored: Path, tmp_path: Path) -> None:
-    """Its weights, evaluations and events are of a training that is not undone by resuming."""
+    """Its weights, evaluations and events cannot be undone by a resume."""
     folder = tmp_path / "copy"
     shutil.copytree(stored, folder)
     config = dataclasses.replace(loading.load(folder / "config.toml"), runs_dir=str(tmp_path), name="copy", steps=5)

@@ -1,4 +1,4 @@
-"""What a run's starts leave for its summary."""
+"""The records of a run's starts for its summary."""
 
 from __future__ import annotations
 

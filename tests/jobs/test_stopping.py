@@ -1,4 +1,4 @@
-"""Requests to stop a run from where it was started: signals, and calls from other threads."""
+"""Requests to stop a run: signals and calls from other threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from staleflow.pipeline.jobs.stopping import Interrupted, StopRequest, stopped_b
 
 
 async def swallowing() -> None:
-    """Await what ignores a cancellation, as connections that come up just then may."""
+    """Await code that ignores a cancellation, as new connections may."""
     signal.raise_signal(signal.SIGINT)
     try:
         await asyncio.sleep(60)

@@ -1,4 +1,4 @@
-"""Submitting a job: whoever submits may be killed at any moment."""
+"""Submitting a job: the submitter may be killed at any moment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.runtime.test_run_folder import JOB
 
 
 class KilledError(BaseException):
-    """The submitter is gone; its connection closes."""
+    """Raised where the submitter is killed; its connection closes."""
 
 
 async def submit(jobs: Jobs, job: Path, *, resume: bool = False) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def job(tmp_path: Path) -> Path:
 
 
 async def only(jobs: Jobs) -> list[dict[str, Any]]:
-    """The jobs of the registry, once none is on its way any more."""
+    """Return the jobs of the registry once none is incomplete."""
     async with asyncio.timeout(20.0):
         while True:
             result: list[dict[str, Any]] = await job_registry.ask(jobs.client, "jobs")

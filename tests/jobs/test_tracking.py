@@ -1,4 +1,4 @@
-"""Trackers: every step is tracked once, TensorBoard's files are readable, a user's tracker cannot harm a run."""
+"""Trackers: every step is tracked once, TensorBoard files are readable, and a user tracker cannot fail a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Mine:
 
 
 def values(folder: Path) -> list[tuple[int, Any]]:
-    """(step, what TensorBoard would show), read from its event files' records."""
+    """Return (step, value) of the records in TensorBoard event files."""
     from tensorboardX.proto.event_pb2 import Event
 
     results = []
@@ -107,7 +107,7 @@ def test_a_tracker_that_cannot_be_constructed_gives_a_one_line_error(job: Path, 
 
 
 def offline(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a package write below a folder, and know no account."""
+    """Let a package write below a folder without an account."""
     monkeypatch.setenv("TRACKIO_DIR", str(folder / "trackio"))
     pytest.importorskip(name)
     if name == "trackio":  # it has read the variable if it was imported before
@@ -120,7 +120,7 @@ def offline(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tracked(name: str, folder: Path) -> list[dict[int, float]]:
-    """The runs that a package has of a folder: reward by step."""
+    """Return the runs in a package's folder as rewards by step."""
     if name == "mlflow":
         from mlflow.tracking import MlflowClient
 
@@ -143,8 +143,8 @@ def tracked(name: str, folder: Path) -> list[dict[int, float]]:
 
 
 def wandb_rewards(file: Path) -> dict[int, float]:
-    """Rewards by step, from the records of an offline run. Waits for the last one: the package's own process may write
-    it after a run has been finished."""
+    """Return rewards by step from the records of an offline run. Waits for the last record, which the package may write
+    after the run has finished."""
     end = time.monotonic() + 60
     while True:
         found, whole = read_wandb(file.read_bytes())
@@ -154,7 +154,7 @@ def wandb_rewards(file: Path) -> dict[int, float]:
 
 
 def read_wandb(data: bytes) -> tuple[dict[int, float], bool]:
-    """Rewards by step, and whether the records' end is among them: LevelDB's log format, after a header of seven
+    """Return rewards by step, and whether the end record is present, from LevelDB's log format after a header of seven
     bytes."""
     from wandb.proto import wandb_internal_pb2
 

@@ -1,4 +1,4 @@
-"""A job on two hosts, by hand: worker processes on 127.0.0.1 and 127.0.0.2, each with shared memory of its own.
+"""A job on two hosts: worker processes on 127.0.0.1 and 127.0.0.2 with separate shared memory.
 
 That needs root; without, both use one folder. tests/runtime has the same in virtual time: test_actor_failures.py an
 instance that stands still with its host's parameter server, test_membership.py one that is retired.
@@ -39,7 +39,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def folder(cluster: Cluster, tmp_path: Path) -> Path:
-    """That of the job. Trainer, server and light roles are on one host, three workers for instances on the other."""
+    """The folder of the job. Trainer, server and light roles are on one host, three workers for instances on the
+    other."""
     memory, far = tmp_path / "memory", tmp_path / "far-memory"
     memory.mkdir()
     far.mkdir()
@@ -55,7 +56,7 @@ def folder(cluster: Cluster, tmp_path: Path) -> Path:
 
 
 def submitted(cluster: Cluster, folder: Path) -> str:
-    """A job's id, once it has trained a few steps with two instances, a third worker being spare."""
+    """Submit a job; returns its id once two instances have trained a few steps and a third worker is spare."""
     sent = cluster(
         "submit", folder / "job.toml", "--set", f"steps={STEPS}", "--set", f"cluster.shared_memory={folder}/memory",
         "--set", "deadlines.call_s=10",
@@ -67,13 +68,13 @@ def submitted(cluster: Cluster, folder: Path) -> str:
 
 
 def processes(cluster: Cluster, role: str) -> dict[str, int]:
-    """Process of each actor of a role, by the actor's name."""
+    """Return the process of each actor of a role by name."""
     places = {key.removeprefix(f"staleflow-{NAME}-").rpartition("-")[0]: pid for key, pid in where_is(cluster).items()}
     return {name: pid for name, pid in places.items() if name.startswith(role)}
 
 
 def check_whole(folder: Path) -> list[str]:
-    """Every step trained, every prompt once; returns the losses."""
+    """Check that every step is trained and every prompt used once; returns the losses."""
     store = check(folder / "runs" / NAME, STEPS)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == STEPS * 16
     assert prompts(folder / "runs" / NAME).findings() == []
@@ -82,7 +83,7 @@ def check_whole(folder: Path) -> list[str]:
 
 
 def sampled_again(run_dir: Path) -> dict[int, int]:
-    """By trajectory: tokens that were reported, and then neither reported again with more nor stored."""
+    """Return by trajectory the tokens that were reported and then neither continued nor stored."""
     reached: dict[int, int] = {}
     again: dict[int, int] = {}
     for _, path in recorded_starts(run_dir):

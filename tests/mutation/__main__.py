@@ -1,4 +1,4 @@
-"""`python -m tests.mutation`: plant mistakes one by one, run the tests of their modules, and say which survive.
+"""`python -m tests.mutation`: plant mistakes one by one, run the tests of their modules, and list survivors.
 
     python -m tests.mutation --sample 150 --seed 0 --processes 2
     python -m tests.mutation --package protocol
@@ -47,7 +47,7 @@ PATIENCE_CPU_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planted:
-    """A mistake, and the test that noticed it, if one did."""
+    """A mistake and the test that detected it, if one did."""
 
     package: str
     mutant: Mutant
@@ -56,14 +56,15 @@ class Planted:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A test without a mistake. lines: of modules that it executes, by path."""
+    """A test run without a mistake. lines: executed lines of modules, by path."""
 
     elapsed_s: float
     lines: frozenset[tuple[str, int]]
 
 
 class Worker:
-    """A process that has collected tests in a copy of the repository, and tries mistakes there (worker.py)."""
+    """A process that has collected tests in a copy of the repository and runs them with planted mistakes
+    (worker.py)."""
 
     def __init__(self, copy: Path, tests: Sequence[str]) -> None:
         self.copy = copy
@@ -105,9 +106,8 @@ class Worker:
         }
 
     def killer(self, mutant: Mutant, tests: Sequence[str], usual_s: float, fallback: Sequence[str]) -> str | None:
-        """The first of the tests that notices a mistake. One that none notices is tried again in a process that
-        imports it if its function runs during imports, or cannot be replaced. fallback: what runs if there are no
-        tests."""
+        """Return the first test that detects a mistake. An undetected one is tried again in a process that imports it
+        if its function runs during imports or cannot be replaced. fallback: tests to run if there are none."""
         path = self.copy / mutant.path
         source = path.read_bytes()
         try:
@@ -163,7 +163,7 @@ def _passes(copy: Path, tests: Sequence[str], limit_s: float) -> bool:
 
 
 def _copied(folder: Path) -> Path:
-    """A copy of the repository's files."""
+    """Copy the files of the repository."""
     listed = subprocess.run(["git", "ls-files", "-z"], check=True, capture_output=True, text=True)
     for name in filter(None, listed.stdout.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -172,8 +172,7 @@ def _copied(folder: Path) -> Path:
 
 
 def planted() -> int:
-    """Plant the mistakes of planted.toml, and say which the tests that are to notice them do not; returns the exit
-    code."""
+    """Plant the mistakes of planted.toml and print those that their tests do not detect; returns the exit code."""
     mistakes = tomllib.loads(PLANTED.read_text())["mistake"]
     missed = 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
@@ -191,7 +190,7 @@ def planted() -> int:
 
 
 def chosen(packages: Sequence[Package], sample: int | None, seed: int) -> list[tuple[Package, Mutant]]:
-    """The mistakes to plant: all, or of each package as many as its share is, but MIN_MISTAKES at least."""
+    """Return the mistakes to plant: all, or a sample with at least MIN_MISTAKES of each package."""
     rng = random.Random(seed)
     results = {
         package.name: [m for path in package.modules() for m in mutants(path, Path(path).read_bytes())]
@@ -208,14 +207,15 @@ def chosen(packages: Sequence[Package], sample: int | None, seed: int) -> list[t
 
 
 class Trial:
-    """The mistakes of one package, and what is known of its tests."""
+    """The mistakes of one package and what is known about its tests."""
 
     def __init__(self, package: Package, measured: dict[str, Measured]) -> None:
         self._package, self._measured = package, measured
         self._kills: Counter[tuple[str, str]] = Counter()
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """Tests that execute the line of a mistake: first the short ones, and those that noticed others nearby."""
+        """Return the tests that execute the line of a mistake: short ones first, and those that detected others
+        nearby."""
         spans = {(mutant.path, line) for line in range(mutant.first, mutant.last + 1)}
         names = [name for name, test in self._measured.items() if not spans.isdisjoint(test.lines)]
         return sorted(names, key=lambda name: self._measured[name].elapsed_s / (1 + self._kills[mutant.function, name]))
@@ -230,7 +230,7 @@ class Trial:
 
 
 def run(picked: Sequence[tuple[Package, Mutant]], processes: int) -> list[Planted]:
-    """Plant mistakes, package by package, one by one in each of so many processes."""
+    """Plant mistakes package by package, one at a time in each of the processes."""
     done: list[Planted] = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(processes) as pool:
         copies = [_copied(Path(folder) / str(number)) for number in range(processes)]
@@ -262,7 +262,7 @@ def run(picked: Sequence[tuple[Package, Mutant]], processes: int) -> list[Plante
 
 
 def report(done: Sequence[Planted], known: dict[str, dict[str, str]]) -> int:
-    """Print the score of each package and what survives; returns the exit code."""
+    """Print the score of each package and its survivors; returns the exit code."""
     failed = False
     print(f"{'package':14} planted  killed  equivalent  holes  score")
     for name in dict.fromkeys(item.package for item in done):

@@ -1,4 +1,4 @@
-"""The mistakes that are planted: one change of one node of a module's syntax tree each, inside its functions.
+"""Mutations: each changes one node of a module's syntax tree inside a function.
 
 Beside the usual ones (comparisons, booleans, arithmetic, constants, returns) there are those that this code base is
 about: a statement left out, and an answer that is not waited for. Texts for people (messages, logs), annotations,
@@ -25,9 +25,8 @@ CALCULATED: dict[type[ast.operator], type[ast.operator]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """One planted mistake. function: where it is, as a qualified name. first, last: lines of its statement, of which a
-    test that notices it executes one. begin, end: the bytes of the source that `new` replaces. number: of those that
-    are alike in this function."""
+    """One mutation. function: its qualified name. first, last: lines of its statement, one of which a detecting test
+    executes. begin, end: bytes of the source that `new` replaces. number: index among equal ones in this function."""
 
     path: str
     function: str
@@ -43,17 +42,17 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """Names it as long as its line reads the same, wherever that moves."""
+        """Identifies the mutation while its line reads the same, wherever it moves."""
         alike = f" #{self.number}" if self.number else ""
         return f"{self.path} {self.function}: {self.old} -> {self.new}{alike}"
 
     def planted(self, source: bytes) -> bytes:
-        """The source with the mistake."""
+        """Return the mutated source."""
         return source[: self.begin] + self.new.encode() + source[self.end :]
 
 
 def mutants(path: str, source: bytes) -> list[Mutant]:
-    """All mistakes that can be planted in a module, in the order of its text."""
+    """Return all mutations of a module in source order."""
     results = sorted(_Module(path, source).found(), key=lambda mutant: (mutant.begin, mutant.end, mutant.new))
     seen: dict[str, int] = {}
     numbered = []
@@ -64,7 +63,7 @@ def mutants(path: str, source: bytes) -> list[Mutant]:
 
 
 def replaced(path: str, source: bytes, old: str, new: str) -> Mutant:
-    """A mistake that is made by hand. Raises ValueError unless `old` is in the source once."""
+    """Return a manual mutation. Raises ValueError unless `old` is in the source exactly once."""
     if source.count(old.encode()) != 1:
         raise ValueError(f"{path} has {source.count(old.encode())} times what a mistake replaces: {old}")
     begin = source.index(old.encode())
@@ -74,7 +73,7 @@ def replaced(path: str, source: bytes, old: str, new: str) -> Mutant:
 
 
 class _Module:
-    """A module whose tree is walked."""
+    """Walks the tree of a module."""
 
     def __init__(self, path: str, source: bytes) -> None:
         self._path, self._source = path, source
@@ -139,7 +138,7 @@ class _Module:
                     yield from self._within(child, name)
 
     def _within(self, node: ast.AST, name: str) -> Iterator[Mutant]:
-        """Handlers, cases, `with` items, comprehensions: what expressions and statements hang on."""
+        """Yield handlers, cases, `with` items and comprehensions of a node."""
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.stmt):
                 yield from self._statement(child, name)
@@ -190,19 +189,19 @@ class _Module:
 
 
 def _lines(node: ast.stmt) -> tuple[int, int]:
-    """First and last line of a statement, without the statements in it."""
+    """Return the first and last line of a statement without its nested statements."""
     inner = [child.lineno for child in ast.walk(node) if isinstance(child, ast.stmt) and child is not node]
     assert node.end_lineno is not None
     return node.lineno, max(node.lineno, min([node.end_lineno, *(line - 1 for line in inner)]))
 
 
 def _is_log(value: ast.expr) -> bool:
-    """Whether an expression is a line of a log."""
+    """Return whether an expression is a logging call."""
     return isinstance(value, ast.Call) and ast.unparse(value.func).startswith("logger.")
 
 
 def _is_zip(node: ast.expr) -> bool:
-    """Whether an expression is a call of zip, whose keyword asserts that all are equally long."""
+    """Return whether an expression is a call of zip with its `strict` keyword."""
     return isinstance(node, ast.Call) and ast.unparse(node.func) == "zip"
 
 

@@ -1,4 +1,4 @@
-"""Which tests must notice a mistake in which module."""
+"""The tests that must detect mutations of each module."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ RUNTIME = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """Modules whose mistakes count together. paths: folders or modules. tests: that must notice them, quickest first;
-    own: those of a module, by its name, which run before them."""
+    """Modules that are scored together. paths: folders or modules. tests: tests that must detect mutations, fastest
+    first; own: tests by module name, which run before them."""
 
     name: str
     paths: tuple[str, ...]
@@ -40,12 +40,12 @@ class Package:
     own: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def modules(self) -> list[str]:
-        """Its modules, by path in the repository."""
+        """Return its modules by path in the repository."""
         listed = subprocess.run(["git", "ls-files", *self.paths], check=True, capture_output=True, text=True)
         return [path for path in listed.stdout.split() if path.endswith(".py") and not path.endswith("__init__.py")]
 
     def tests_of(self, path: str) -> tuple[str, ...]:
-        """The tests of a module, in the order in which they run."""
+        """Return the tests of a module in the order in which they run."""
         own = self.own.get(path.rpartition("/")[2].removesuffix(".py"), ())
         return (*own, *(test for test in self.tests if test not in own))
 

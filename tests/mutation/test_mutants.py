@@ -1,4 +1,4 @@
-"""The tool that plants mistakes: which it plants, where, and that its lists are of this code."""
+"""The mutation tool: which mutations it creates, where, and that its lists match the code."""
 
 from __future__ import annotations
 

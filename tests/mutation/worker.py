@@ -1,4 +1,4 @@
-"""A pytest plugin: a process that has imported everything and collected the tests, and tries mistakes in forks of it.
+"""A pytest plugin that collects the tests once and runs them with mutations in forked processes.
 
 Invariants:
 - The process itself executes no test: a fork starts from what imports left, without threads and without a mistake.
@@ -50,12 +50,12 @@ def _called_by_import(frame: FrameType, event: str, arg: object) -> None:
 
 
 def pytest_load_initial_conftests() -> None:
-    """Begin to note what imports call."""
+    """Start to record the functions called during imports."""
     sys.settrace(_called_by_import)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave worker processes to the forks: those of a server that is started here would have imported no mistake."""
+    """Start worker processes in forks only: those of a server started here would have imported the original code."""
     from staleflow.pipeline.processes import local_cluster
 
     local_cluster.prepare = lambda threads, preload_modules: None
@@ -81,7 +81,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
 
 
 def _forked(session: pytest.Session, functions: list[FunctionType], request: dict[str, Any]) -> dict[str, Any]:
-    """Answer a request in a fork. One that ends without an answer, or takes too long, has failed."""
+    """Answer a request in a fork. A fork that ends without an answer or takes too long has failed."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -109,7 +109,7 @@ def _forked(session: pytest.Session, functions: list[FunctionType], request: dic
 
 
 def _end_children() -> None:
-    """Kill the fork and, as they become children of this process, all that it has started."""
+    """Kill the fork and all processes that it started, which become children of this process."""
     while children := Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         for child in map(int, children):
             os.kill(child, signal.SIGKILL)
@@ -140,12 +140,12 @@ def _answer(session: pytest.Session, functions: list[FunctionType], request: dic
 
 
 def _named(session: pytest.Session, name: str) -> list[pytest.Item]:
-    """The tests of a name: one, or those of a module or of all parameters."""
+    """Return the tests of a name: one, those of a module, or all parameters."""
     return [item for item in session.items if item.nodeid == name or item.nodeid.startswith((f"{name}::", f"{name}["))]
 
 
 class Failures:
-    """The tests that fail."""
+    """Records the failing tests."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -156,7 +156,7 @@ class Failures:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The functions of a module or class body that are in no other function."""
+    """Return the functions of a module or class body that are not nested in another function."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             if constant.co_flags & FUNCTION:
@@ -166,8 +166,8 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _replace(functions: list[FunctionType], path: Path, original: str, mutated: str) -> tuple[bool, bool]:
-    """Plant a mistake in the functions of a module that is imported. Returns whether all functions can have it, and
-    whether one of them was called during imports, so that what it returned there is still without the mistake."""
+    """Plant a mutation in the functions of an imported module. Returns whether all functions could be replaced, and
+    whether one of them was called during imports."""
     before, after = (list(_codes(compile(text, str(path), "exec"))) for text in (original, mutated))
     assert len(before) == len(after)
     new = {(a.co_qualname, a.co_firstlineno): b for a, b in zip(before, after, strict=True) if a != b}
@@ -183,7 +183,7 @@ def _replace(functions: list[FunctionType], path: Path, original: str, mutated: 
 
 
 class Coverage:
-    """Which lines of modules each test executes, and how long it takes."""
+    """Records the lines that each test executes and its duration."""
 
     def __init__(self, targets: list[str]) -> None:
         self._targets = {target: target for target in targets}
@@ -217,7 +217,7 @@ class Coverage:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[Any]:
-        """What sets up a fixture that tests share counts for each of them."""
+        """Lines executed by a shared fixture count for each test that uses it."""
         if fixturedef.scope == "function":
             return (yield)
         before, self._lines = self._lines, set()

@@ -1,4 +1,4 @@
-"""Wheel and sdist of the checkout, built once and without a network: by the calls that pip and `build` make."""
+"""Wheel and sdist of the checkout, built once without a network through the hooks that pip and `build` call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOURCES = ("pyproject.toml", "README.md", "LICENSE", "staleflow", "cli", "pipeli
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distributions:
-    """Paths of what is built. rebuilt: the wheel that is built from the sdist."""
+    """Paths of the built distributions. rebuilt: the wheel built from the sdist."""
 
     sdist: Path
     wheel: Path
@@ -35,7 +35,7 @@ def build(kind: str, project: Path, out: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
-    """Built in a copy of the checkout, which stays as it is."""
+    """Built in a copy of the checkout."""
     folder = tmp_path_factory.mktemp("distributions")
     source = folder / "source"
     source.mkdir()

@@ -1,4 +1,4 @@
-"""Wheel and sdist contain one import name and real files, and share an environment with any other package."""
+"""Wheel and sdist contain one import name and regular files, and do not conflict with other packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("cli", "pipeline", "tasks", "stores")
 
 
 def contents(wheel: Path) -> dict[str, bytes]:
-    """Files of a wheel by their path in it, without the list of themselves."""
+    """Return the files of a wheel by path, without its RECORD."""
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
 
@@ -69,7 +69,7 @@ packages = ["cli", "tasks"]
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of another project, with packages `cli` and `tasks` of its own."""
+    """A wheel of another project with packages named `cli` and `tasks`."""
     folder = tmp_path_factory.mktemp("other")
     (folder / "pyproject.toml").write_text(OTHER)
     for name in ("cli", "tasks"):
@@ -85,7 +85,7 @@ def pip(environment: Path, *arguments: str | Path) -> None:
 
 
 def installed(environment: Path) -> dict[str, bytes]:
-    """Files of an environment's packages by their path, without what Python compiles of them."""
+    """Return the installed package files by path, without bytecode."""
     (packages,) = environment.glob("lib/python*/site-packages")
     files = (path for path in packages.rglob("*") if path.is_file() and path.suffix != ".pyc")
     return {str(path.relative_to(packages)): path.read_bytes() for path in files}

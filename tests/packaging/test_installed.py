@@ -1,4 +1,4 @@
-"""The installed command in a folder whose modules have the names of our folders and of libraries."""
+"""The installed command in a folder whose modules have the names of our packages and of libraries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_S = 240.0
 
 
 class Installed:
-    """The wheel in an environment of its own, which borrows the libraries of the one that runs the tests."""
+    """The wheel in a new environment that shares the libraries of the test environment."""
 
     def __init__(self, environment: Path, folder: Path) -> None:
         self.environment, self.folder = environment, folder
@@ -38,7 +38,7 @@ class Installed:
         )  # fmt: skip
 
     def run(self, program: str, *arguments: str | Path) -> str:
-        """What a program prints; it must succeed."""
+        """Run a program, which must succeed; returns its output."""
         with self.start(program, *arguments) as process:
             out, err = process.communicate(timeout=MAX_S)
         assert process.returncode == 0, out + err
@@ -64,7 +64,7 @@ def installed(distributions: Distributions, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def job(installed: Installed, tiny_model: Path) -> Path:
-    """A job that `staleflow init` has written into the folder, with its run of two steps."""
+    """A job written by `staleflow init`, with its run of two steps."""
     shutil.copytree(tiny_model, installed.folder / "tiny")
     rows = "".join(json.dumps({"prompt": f"{i % 10} + 1 =", "answer": str(i % 10 + 1)}) + "\n" for i in range(40))
     (installed.folder / "rows.jsonl").write_text(rows)

@@ -1,4 +1,4 @@
-"""Simulated fleets, with the roles that are placed on them; docs/placement.md shows the pictures."""
+"""Simulated fleets and the roles placed on them; docs/placement.md shows the diagrams."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def roles_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """Hosts, the roles that are to be placed, and their previous assignments."""
+    """Hosts, the roles to place, and their previous assignments."""
 
     hosts: Sequence[Host]
     roles: Sequence[Role]
@@ -55,7 +55,7 @@ class Fleet:
 
 
 def mig_host() -> Host:
-    """A card in seven slices, which do not reach each other's memory."""
+    """Return a GPU split into seven MIG slices, which cannot access each other's memory."""
     slices = tuple(
         Device(uuid=f"MIG-{n}", visible=f"MIG-{n}", model="A100-MIG", memory_bytes=10 * GB, link_domain=f"MIG-{n}")
         for n in range(7)
@@ -64,7 +64,7 @@ def mig_host() -> Host:
 
 
 def without(host: Host, number: int) -> Host:
-    """The host after a card has failed."""
+    """Return the host without a failed GPU."""
     return dataclasses.replace(host, devices=host.devices[:number] + host.devices[number + 1 :])
 
 
@@ -75,7 +75,7 @@ def placed(fleet: Fleet) -> Mapping[str, Assignment]:
 
 
 def fleets() -> dict[str, Fleet]:
-    """By the line above its picture."""
+    """Return the fleets by the caption of their diagram."""
     eight = parse_fleet("8xH100-80")
     pair = parse_fleet("2x8xH100-80")
     tensor_parallel = Fleet(hosts=pair, roles=roles_of(instances=6, tensor_parallel=2, ranks=4, environments=2))
@@ -123,7 +123,7 @@ SHOWN = (
 
 
 def pictures() -> str:
-    """Those that docs/placement.md shows."""
+    """Return the diagrams of docs/placement.md."""
     shown = {title: fleet for title, fleet in fleets().items() if title.split(":")[0] in SHOWN}
     return "\n\n".join(f"{title}:\n{fleet.picture()}" for title, fleet in shown.items())
 

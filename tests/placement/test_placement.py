@@ -41,8 +41,7 @@ def random_hosts(draw: st.DrawFn, most_hosts: int = 4, most_devices: int = 8) ->
 
 
 def with_processes(host: Host, count: int, sees: str) -> Host:
-    """A host with worker processes that see all GPUs in their order, all beginning with another (as dask-cuda has it),
-    or one each."""
+    """Return a host with worker processes that see one GPU each, or all GPUs in rotated order as with dask-cuda."""
     uuids = [device.uuid for device in host.devices]
     lists = {
         "all": [uuids] * count,
@@ -76,7 +75,7 @@ def random_fleets(draw: st.DrawFn) -> Fleet:
 
 
 def check(fleet: Fleet, assignments: Mapping[str, Assignment]) -> None:
-    """That all rules that always hold do."""
+    """Check the rules that hold for every placement."""
     devices = {device.uuid: (host.name, device) for host in fleet.hosts for device in host.devices}
     num_free = sum(uuid not in fleet.taken for uuid in devices)
     assert set(assignments) == {role.name for role in fleet.roles}
@@ -132,7 +131,8 @@ def test_with_turns_ranks_and_instances_share_gpus_where_possible() -> None:
 
 
 def exists(hosts: Sequence[Host], roles: Sequence[Role]) -> bool:
-    """Whether the roles fit at all, by trying: all numbers of instances in each domain, then counting for ranks."""
+    """Return whether a placement exists, by trying all numbers of instances in each domain and counting GPUs for
+    ranks."""
     instances = [role for role in roles if role.kind is RoleKind.INSTANCE]
     ranks = [role for role in roles if role.kind is RoleKind.RANK]
     domains: dict[tuple[str, str], list[int]] = {}
@@ -177,7 +177,7 @@ def test_each_role_has_a_separate_process_that_sees_its_gpus(fleet: Fleet, sees:
 
 @given(random_fleets(), st.sampled_from(["all", "rotated"]))
 def test_processes_that_see_all_gpus_do_not_limit_the_placement(fleet: Fleet, sees: str) -> None:
-    """As many processes as there may be roles: what fits without them fits with them."""
+    """With as many processes as there may be roles."""
     hosts = [with_processes(host, 20, sees) for host in fleet.hosts]
     placed, with_them = fleet.place(), dataclasses.replace(fleet, hosts=hosts).place()
     assert isinstance(placed, Placement) == isinstance(with_them, Placement)
@@ -185,7 +185,7 @@ def test_processes_that_see_all_gpus_do_not_limit_the_placement(fleet: Fleet, se
 
 @pytest.mark.parametrize("sees", ["rotated", "own"])
 def test_one_process_per_gpu_fills_all_gpus(sees: str) -> None:
-    """Eight workers, as dask-cuda or a shell loop starts them: each has the GPU that it sees first."""
+    """Eight workers started by dask-cuda or a shell loop each get the first GPU they see."""
     hosts = [with_processes(host, 8, sees) for host in parse_fleet("2x8xH100-80")]
     placed = place([*hosts, Host(name="cpu-0")], roles_of(instances=12, ranks=4))
     assert isinstance(placed, Placement)

@@ -1,4 +1,4 @@
-"""The diagnosis of a run is right on planted causes: in simulation, and in runs of the driver in virtual time."""
+"""The diagnosis of a run finds planted causes, in simulation and in driver runs in virtual time."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_an_advice_without_effect_is_reported_as_such(ratio: float | None, line:
 
 
 def test_many_instances_is_not_diagnosed_if_a_simulation_needs_them(tmp_path: Path) -> None:
-    """Five would sample as much on average, but the tails of eight are what keeps the trainer busy."""
+    """Five instances would sample as much on average, but the tails need eight to keep the trainer busy."""
     run = stored_simulation(tmp_path, "steps=14", "rollout.instances=8", "simulation.train_s=5.0")
     config = load_job(run)
     found = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis

@@ -1,4 +1,4 @@
-"""Fits from measurements: the cost model, the forecast of lengths and the pace of a run."""
+"""Fits from measurements: the cost model, the length forecast and the rate of a run."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_ratio_to_compares_the_step_times_of_two_models() -> None:
 
 
 def learned(lengths: list[list[int]], max_tokens: int = 16_000) -> LengthForecast:
-    """From groups of lengths, siblings left known."""
+    """Return a forecast that has observed groups of lengths."""
     forecast = LengthForecast(max_tokens)
     for group, members in enumerate(lengths):
         for length in members:
@@ -164,7 +164,7 @@ def test_an_invalid_profile_file_is_named(tmp_path: Path) -> None:
 
 
 def finished_run(folder: Path) -> Path:
-    """A run's folder, as far as profile reads it: one step of one trajectory, which took what the numbers below say."""
+    """Write the files of a run that profile reads: one step of one trajectory with the durations below."""
     folder.mkdir()
     (folder / "config.toml").write_text('name = "ran"\n')
     (folder / "summary.json").write_text("{}")
@@ -228,7 +228,7 @@ def test_an_unfinished_or_too_short_run_is_rejected_as_a_profile(tmp_path: Path)
 
 
 def plain_non_negative(design: fitting.Array, target: fitting.Array) -> fitting.Array:
-    """Least squares with coefficients >= 0: of every subset of nonzero ones, the best."""
+    """Return non-negative least squares by trying every subset of coefficients."""
     count = design.shape[1]
     best, best_loss = np.zeros(count), float(target @ target)
     for size in range(1, count + 1):
@@ -243,7 +243,7 @@ def plain_non_negative(design: fitting.Array, target: fitting.Array) -> fitting.
 
 @pytest.mark.parametrize("seed", range(60))
 def test_coefficients_are_the_best_non_negative_subset(seed: int) -> None:
-    """Columns of one sign, as measurements are, so that some promise what others explain; some are zero or equal."""
+    """Columns are non-negative as in measurements, some are correlated, zero or equal."""
     rng = np.random.default_rng(seed)
     rows, count = int(rng.integers(6, 60)), int(rng.integers(4, 7))
     design = rng.random((rows, count)) * 10 ** rng.uniform(-1, 1, count)

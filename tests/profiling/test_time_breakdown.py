@@ -1,4 +1,4 @@
-"""Where a run's time goes, from its events: sums agree, and a fit to its responses foretells the run itself."""
+"""The time breakdown of a run from its events: sums agree, and a fit to its responses predicts the run."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_requests_without_a_draft_lower_the_acceptance_and_the_draft_cost() -> N
 
 
 def test_the_fit_separates_prefill_from_decoding(tmp_path: Path) -> None:
-    """With equal loads and short prompts they cannot be told apart, and need not be."""
+    """With equal loads and short prompts they cannot be separated."""
     run = stored_simulation(tmp_path, "steps=10", "simulation.message_s=0.05", "rollout.on_pull=interrupt")
     true, found = load_job(run).rollout.cost, profile_run(run).fit.model
     assert found.prefill == pytest.approx(true.prefill, rel=0.4)

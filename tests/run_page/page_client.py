@@ -1,4 +1,4 @@
-"""Asks the run page's server as a browser does, without a socket."""
+"""Sends requests to the run page's server as a browser does, without a socket."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Answer:
 
 
 class Page:
-    """One run's page, or that of a run beside another. reader: the reader behind it."""
+    """The page of one run, or of two runs. reader: its run reader."""
 
     def __init__(self, run_dir: Path, other: Path | None = None) -> None:
         self.reader = RunReader(run_dir)
@@ -34,11 +34,11 @@ class Page:
         self._app = application(RunApi(self.reader, beside), frozenset({"box"}))
 
     def get(self, path: str, host: str = "127.0.0.1:8799", method: str = "GET", **query: object) -> Answer:
-        """What it answers."""
+        """Return the response to a request."""
         return asyncio.run(self._get(path, host, method, urllib.parse.urlencode(query)))
 
     def ask(self, what: str, **query: object) -> Any:
-        """The answer to a question, which must succeed."""
+        """Return the JSON response to a request that must succeed."""
         answer = self.get(f"/api/{what}", **query)
         assert answer.status == 200, answer.body
         return answer.json

@@ -1,4 +1,4 @@
-"""The run page in Chromium: what a reader sees, on a desktop and on a phone."""
+"""The run page in Chromium, on a desktop and on a phone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 
 @contextlib.asynccontextmanager
 async def serving(run_dir: Path, other: Path | None = None) -> AsyncIterator[str]:
-    """The address of a run's page, served from a thread. other: a run beside it."""
+    """Serve the page of a run from a thread; yields its address. other: a second run."""
     listening = listen("127.0.0.1", 0, exactly=True)
     server = make_server(RunApi(*map(RunReader, filter(None, (run_dir, other)))), "127.0.0.1", lambda: None)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
@@ -52,7 +52,7 @@ async def serving(run_dir: Path, other: Path | None = None) -> AsyncIterator[str
 
 @contextlib.asynccontextmanager
 async def looking(run: StoredRun, other: StoredRun | None = None, **context: Any) -> AsyncIterator[tuple[Any, str]]:
-    """A page of a browser and the address that serves the run, with another beside it."""
+    """Open a browser page for a run, and for a second one; yields the page and the address."""
     async with (
         serving(run.run_dir, other and other.run_dir) as address,
         opened(viewport=DESKTOP, **context) as page,
@@ -86,7 +86,7 @@ def run(tmp_path: Path) -> StoredRun:
 
 
 def journal() -> str:
-    """Both steps' events: each group arrives, is sampled on an instance of its own, scored, and trained on."""
+    """Write the events of both steps: each group arrives, is sampled on a separate instance, scored and trained."""
     lines = []
     for instance in (0, 1):
         lines.append(
@@ -302,7 +302,7 @@ async def test_two_runs_are_shown_together_and_their_settings_compared(run: Stor
 
 
 async def test_every_version_of_a_view_has_a_different_colour(tmp_path: Path) -> None:
-    """Of any number of versions: with a fixed set of colours the ninth had that of the first."""
+    """For any number of versions; with a fixed palette the ninth had the colour of the first."""
     run = StoredRun(tmp_path, group=2, eta=40)
     versions = (*range(30),)
     run.train([("p", [Response("x" * 60, 1.0, versions=versions), Response("y")])])

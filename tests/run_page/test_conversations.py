@@ -1,4 +1,4 @@
-"""Trajectories of many turns on the page."""
+"""Multi-turn trajectories on the page."""
 
 from __future__ import annotations
 

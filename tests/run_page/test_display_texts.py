@@ -1,4 +1,4 @@
-"""Texts for display: decoding by the tokenizer's file alone, and what is shown where that is not enough."""
+"""Texts for display: decoding by the tokenizer file alone, and fallbacks."""
 
 from __future__ import annotations
 

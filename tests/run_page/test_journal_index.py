@@ -1,4 +1,4 @@
-"""The index of a journal: instances, trainer and queues over time, and each trajectory's life."""
+"""The journal index: instances, trainer and queues over time, and the story of each trajectory."""
 
 from __future__ import annotations
 

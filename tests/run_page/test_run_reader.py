@@ -1,4 +1,4 @@
-"""What the page reads of a run: one snapshot at a time, little of a large store, and a live journal as it grows."""
+"""What the run page reads: one snapshot at a time, a small part of a large store, and a live journal incrementally."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.stored_runs import Response, StoredRun
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Elements read of each of the store's arrays."""
+    """Count the elements read of each array of the store."""
     counts: Counter[str] = Counter()
     real = VersionedStore._slice
 
@@ -47,7 +47,7 @@ def run_of(folder: Path, steps: int, groups: int = 8) -> StoredRun:
 
 
 def test_a_step_page_reads_only_its_tokens_in_a_store_of_any_size(tmp_path: Path, read: Counter[str]) -> None:
-    """A page shows 6 of the 40 groups; what one page reads must not grow with the steps."""
+    """A page shows 6 of 40 groups; what it reads must not grow with the steps."""
     elements = {}
     for steps in (2, 20):
         page = Page(run_of(tmp_path / str(steps), steps, groups=40).run_dir)

@@ -1,4 +1,4 @@
-"""The run page's server: what it answers, what it refuses, and that no answer is a traceback."""
+"""The run page's server: responses, rejected requests, and no tracebacks."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_two_branches_are_compared_and_a_group_is_shown_under_both(run: StoredRu
 
 
 def test_a_branch_of_undone_steps_is_compared_on_common_trajectories(run: StoredRun, page: Page) -> None:
-    """A resumed run has other trajectories from there on: their rewards must not be compared with each other."""
+    """A resumed run has other trajectories from there on, whose rewards are not comparable."""
     VersionedStore.rewind(run.run_dir / "store", 1)
     (undone,) = VersionedStore.open(run.run_dir / "store").branches()
     run.store = VersionedStore.open(run.run_dir / "store")

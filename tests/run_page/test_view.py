@@ -1,4 +1,4 @@
-"""The command `staleflow view`: what it loads, says and refuses, and how it ends."""
+"""The command `staleflow view`: imports, output, errors and exit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port of this machine that is taken."""
+    """A port of this machine that is in use."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         yield other.getsockname()[1]
 
@@ -78,7 +78,7 @@ def test_runs_that_cannot_be_served_give_a_one_line_error(run: Path, arguments: 
 
 
 def test_the_server_imports_neither_torch_nor_dask() -> None:
-    """Seconds of imports and 300 MiB, which nothing on the page needs."""
+    """They would cost seconds of imports and 300 MiB."""
     script = "import sys, staleflow.pipeline.run_page.page_server; print(*{m.partition('.')[0] for m in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers", "dask", "distributed", "bokeh", "matplotlib"} & {*loaded}

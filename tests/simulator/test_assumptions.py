@@ -1,4 +1,4 @@
-"""`staleflow simulate CONFIG` says which of its numbers are those of another model, and how to measure them."""
+"""`staleflow simulate CONFIG` lists the assumed numbers and the way to measure them."""
 
 from __future__ import annotations
 

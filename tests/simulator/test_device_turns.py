@@ -1,4 +1,4 @@
-"""Trainer and instances in turns, in the simulator."""
+"""Trainer and instances in turns on the same GPUs, in the simulator."""
 
 from __future__ import annotations
 

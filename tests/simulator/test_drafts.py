@@ -1,4 +1,4 @@
-"""Speculation in virtual time: what drafts cost and bring, and that the coordinator finds out."""
+"""Speculation in virtual time: costs and gains of drafts, and what the coordinator learns."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ DECIDED = {
 
 
 def told(config: RunConfig) -> tuple[SimulatedRun, list[tuple[int, int]]]:
-    """A whole run of a job, and of each Speculate: the requests that its instance ran, and the length."""
+    """Run a job; returns the run and, for each SetDraftLength, the running requests of its instance and the length."""
     results: list[tuple[int, int]] = []
 
     def observe(_: float, event: Event, commands: list[Command]) -> None:
@@ -148,7 +148,7 @@ def told(config: RunConfig) -> tuple[SimulatedRun, list[tuple[int, int]]]:
 
 @pytest.mark.parametrize("acceptance", [0.2, 0.9])
 def test_the_coordinator_estimates_the_acceptance_rate(acceptance: float) -> None:
-    """From reports alone; and drafts more where more is accepted, and where less runs."""
+    """From reports alone; it drafts more where more is accepted and at lower concurrency."""
     one, commands = told(job(workload__acceptance_rate=acceptance, **DECIDED))
     drafts = one.coordinator._draft_lengths
     assert drafts is not None
@@ -159,7 +159,7 @@ def test_the_coordinator_estimates_the_acceptance_rate(acceptance: float) -> Non
 
 
 def test_useless_drafts_cost_at_most_two_percent() -> None:
-    """None is ever accepted, and verifying costs as much as decoding: a few trials are all that is lost."""
+    """No draft is accepted, and verification costs as much as decoding."""
     costly = {"rollout__cost__k2": 0.0, "rollout__cost__k3": 0.005, "rollout__cost__k4": 0.0, "rollout__cost__b": 0.0}
     plain = run(job(**(DECIDED | costly | {"rollout__engine__speculation__num_speculative_tokens": 0})))
     drafting = run(job(workload__acceptance_rate=0.0, **DECIDED, **costly))

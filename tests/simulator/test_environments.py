@@ -1,4 +1,4 @@
-"""Environments in virtual time: each turn is sampled, then answered, and the next one is sampled where it fits."""
+"""Environments in virtual time: each turn is sampled, followed by an environment step, and continued where it fits."""
 
 from __future__ import annotations
 
@@ -245,6 +245,6 @@ def test_with_synchronous_turns_a_turn_takes_as_long_as_the_slowest_environment(
 
 
 def test_truncated_episodes_count_their_sampled_tokens() -> None:
-    """Two answers of 300 tokens each do not fit into 400: no step has trained on fewer tokens than none."""
+    """Two observations of 300 tokens do not fit into 400 tokens, so episodes end after a sampled turn."""
     trace = run(agents(rollout__max_new_tokens=400, workload__tool_tokens=300, workload__median=100.0))
     assert all(step.tokens >= step.longest_tokens > 0 and step.context_tokens >= 0 for step in trace.steps)

@@ -1,4 +1,4 @@
-"""Evaluations beside training, in virtual time: one version each, no promise of the ledger, whatever goes wrong."""
+"""Evaluations during training in virtual time: one version each and no ledger entry, with any faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVALUATED = {"evaluation__every": 2, "task__eval_prompts": 10}
 
 
 class Watch:
-    """Follows what each instance serves, and what is sampled for evaluations where."""
+    """Follows the version of each instance and the samples of evaluations."""
 
     def __init__(self) -> None:
         self.versions: dict[str, int] = {}
@@ -73,14 +73,15 @@ def test_a_job_without_evaluations_has_none() -> None:
 
 
 def test_training_continues_during_an_evaluation() -> None:
-    """Steps take no more than a little longer: it has a quarter of the places, and the others pull as ever."""
+    """Steps take at most a little longer: the evaluation has a quarter of the slots, and other instances pull as
+    usual."""
     plain = run(job(rollout__instances=4, steps=20))
     _, beside = evaluated(rollout__instances=4, steps=20, evaluation__every=5)
     assert beside.steps[-1].finished_s < 1.15 * plain.steps[-1].finished_s
 
 
 def test_a_single_instance_is_pinned_no_longer_than_its_tokens_take() -> None:
-    """While it cannot pull, nothing else needs its places."""
+    """While it cannot pull, no other work needs its slots."""
     setting = {"rollout__instances": 1, "steps": 24, "batch__groups_per_step": 12, "staleness__eta": 1}
     plain = run(job(**setting)).steps[-1].finished_s
 

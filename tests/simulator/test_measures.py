@@ -1,4 +1,4 @@
-"""What is measured of a simulated run: tokens and time are counted once, and rules by the versions they allow."""
+"""Measures of a simulated run: tokens and time count once, and rules are measured by the versions they allow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.simulator.test_simulator import job, run
 @pytest.mark.parametrize("command_s", [0.0, 0.05])
 @pytest.mark.parametrize("acts", [False, True])
 def test_sampled_tokens_are_either_trained_or_wasted(acts: bool, command_s: float) -> None:
-    """Counted by what the coordinator is told, which leaves out responses that are aborted while they run."""
+    """Counted by the events of the coordinator, which exclude responses aborted while they run."""
     had: dict[int, int] = {}
     told = 0
 
@@ -41,7 +41,7 @@ def test_sampled_tokens_are_either_trained_or_wasted(acts: bool, command_s: floa
 
 
 def test_tokens_of_lost_instances_are_counted() -> None:
-    """Long responses, whose tokens are delivered while they run: an instance's last event may be long ago."""
+    """Responses are long and their tokens are delivered while they run, so the last event of an instance may be old."""
     changes: dict[str, Any] = {"workload__median": 60.0, "workload__sigma": 0.1, "rollout__max_new_tokens": 100}
     config = job(
         **changes, steps=12, rollout__delivery_interval_s=0.1, simulation__report_s=0.1,

@@ -1,4 +1,4 @@
-"""The workload of a stored run, simulated again."""
+"""The recorded workload of a stored run is simulated again."""
 
 from __future__ import annotations
 

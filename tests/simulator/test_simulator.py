@@ -1,4 +1,4 @@
-"""The simulator: virtual time obeys the cost model, and every promise holds whatever goes wrong."""
+"""The simulator: virtual time follows the cost model, and all invariants hold under faults."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ BASE = {
 
 
 def job(**changes: Any) -> RunConfig:
-    """keys with dots written as double underscores."""
+    """Return a job; keyword names have double underscores in place of dots."""
     tree: dict[str, Any] = {}
     for key, value in (BASE | {k.replace("__", "."): v for k, v in changes.items()}).items():
         *tables, name = key.split(".")
@@ -79,7 +79,7 @@ COST = CostModel(k1=1e-5, k2=0.004, k3=0.0002, k4=0.001, b=0.002, prefill=0.0005
 
 
 def step_by_step(cost: CostModel, lengths: list[int], prompt: int, max_running: int) -> dict[int, float]:
-    """When each of these responses ends, all submitted at 0: one decode step after the other."""
+    """Return when each of these responses ends if all start at 0, by single decode steps."""
     running: dict[int, int] = {}
     ended: dict[int, float] = {}
     waiting, clock = list(range(len(lengths))), 0.0
@@ -226,7 +226,7 @@ def test_delivered_tokens_of_a_lost_instance_are_not_sampled_again() -> None:
 
 
 def test_synchronous_time_is_rollout_plus_training() -> None:
-    """One instance, one group of one length: every number can be worked out by hand."""
+    """One instance and one group of equal lengths, so every number can be computed by hand."""
     config = job(
         staleness__admission="synchronous", rollout__instances=1, workload__sigma=0.0, workload__median=100.0, steps=4,
         simulation__pull_s=0.0, rollout__cost__prefill=0.0,
@@ -240,7 +240,7 @@ def test_synchronous_time_is_rollout_plus_training() -> None:
 
 
 def test_a_larger_staleness_bound_is_never_slower() -> None:
-    """Noise that can be explained: a larger bound batches pulls differently; it may cost a pull's time, not more."""
+    """A larger bound batches pulls differently, which may cost up to the time of a pull."""
     for workload, on_pull in itertools.product(("lognormal", "bimodal"), ("interrupt", "keep")):
         seconds = []
         for eta in (0, 1, 2, 3):
@@ -257,7 +257,7 @@ def test_a_larger_staleness_bound_is_never_slower() -> None:
 
 
 def test_an_adapter_pull_interrupts_nothing_and_keeps_the_cache() -> None:
-    """Neither what runs nor the context of a turn to come."""
+    """Neither running requests nor the cached context of a later turn is affected."""
     results = {}
     for on_pull, rank in (("keep", 0), ("adapter", 8)):
         config = job(
@@ -331,7 +331,7 @@ def test_baselines_sample_as_far_ahead_as_documented() -> None:
 
 
 class Cuts:
-    """Counts responses that were ended and scored as they were, in all and in the fullest step."""
+    """Counts truncated responses in total and in the fullest step."""
 
     def __init__(self) -> None:
         self.count = self.in_step = self.most = 0
@@ -400,7 +400,7 @@ def test_a_larger_share_truncates_more() -> None:
 
 
 class Witness:
-    """Hears everything and keeps its own books: each trajectory ends once, and no older than it may."""
+    """Checks all events independently: each trajectory ends once and within the staleness bound."""
 
     def __init__(self, eta: int) -> None:
         self.eta = eta
@@ -430,7 +430,7 @@ class Witness:
 
 @st.composite
 def jobs(draw: st.DrawFn) -> RunConfig:
-    """Any combination of strategies, redundancy and faults."""
+    """Return jobs with any combination of strategies, redundancy and faults."""
     on_pull = draw(st.sampled_from(["interrupt", "keep", "adapter"]))
     eta = draw(st.integers(0, 3))
     alpha = float(eta) * draw(st.sampled_from([0.5, 1.0]))
@@ -482,8 +482,8 @@ def jobs(draw: st.DrawFn) -> RunConfig:
 @given(config=jobs())
 @settings(max_examples=max(40, num_examples() // 2))
 def test_bound_and_conservation_hold_without_deadlock(config: RunConfig) -> None:
-    """Under random strategies, redundancy and faults, re-checked by the coordinator after each event and by a witness
-    that keeps its own books. That the run ends is the absence of deadlock: it raises RunStuck otherwise."""
+    """With random strategies, redundancy and faults, checked by the coordinator after each event and by an independent
+    witness. A deadlock would raise RunStuck."""
     witness = Witness(config.staleness.eta)
     simulated = SimulatedRun(config, actor_settings.make_workload(config), validate_every_event=True, observe=witness)
     trace = simulated.run()
@@ -569,5 +569,5 @@ def test_a_killed_simulation_gives_a_one_line_error(tmp_path: Path, monkeypatch:
 
 
 def killed(variant: SimulatedVariant) -> None:
-    """What the system's memory killer does to a simulation."""
+    """Kill a simulation as the OOM killer does."""
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Sizes of models, and memory of trainer and engine: against published models, and against what autograd saves."""
+"""Model sizes, and memory of trainer and engine, against published models and against what autograd saves."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_parameter_counts_match_the_models(name: str) -> None:
     ],
 )
 def test_parameter_bytes_of_a_rank_match_the_table(name: str, gigabytes: dict[int, int]) -> None:
-    """The table has whole gigabytes."""
+    """The table is rounded to gigabytes."""
     for ranks, expected in gigabytes.items():
         training = TrainingShape(ranks=ranks, dtype="bfloat16", microbatch_tokens=8192, recompute=False, offload=False)
         assert abs(parameter_bytes(shape(name), training) / GB - expected) < max(0.51, 0.05 * expected)
@@ -100,7 +100,7 @@ def test_activation_bytes_per_token_match_the_table(name: str, megabytes: float)
 
 
 def saved_bytes(kind: str, dtype: str, layers: int, tokens: int, sizes: dict[str, Any]) -> int:
-    """Bytes of the tensors that autograd saves of a forward pass, without parameters."""
+    """Return the bytes of the tensors that autograd saves in a forward pass, without parameters."""
     torch.manual_seed(0)
     config: AutoConfig = CONFIG_MAPPING[kind](vocab_size=64, num_hidden_layers=layers, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").model
@@ -122,7 +122,7 @@ def saved_bytes(kind: str, dtype: str, layers: int, tokens: int, sizes: dict[str
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_activation_bytes_match_the_tensors_that_autograd_saves(kind: str, dtype: str) -> None:
-    """By differences: of two layers and one, of 64 more tokens."""
+    """By differences between two layers and one, and between sequences 64 tokens apart."""
     sizes: dict[str, Any] = {
         "hidden_size": 256,
         "intermediate_size": 768,

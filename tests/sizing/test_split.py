@@ -1,4 +1,4 @@
-"""The split of GPUs between sampling and training that is proposed."""
+"""The proposed split of GPUs between sampling and training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verification whose steps are repeated in the test's process."""
+"""Verification that repeats steps in the process of the test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from staleflow.pipeline.stored_runs.repeated_steps import Repetition, Repetition
 
 @pytest.fixture(autouse=True)
 def repeat_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of a module that imports this."""
+    """Fixture for tests of a module that imports it."""
 
     def run(plan: Repetition, client: Any, report: Any) -> RepetitionResult:
         return repeat(plan, report)

@@ -1,4 +1,4 @@
-"""An audit within a limit of memory, and by several processes."""
+"""An audit with a memory limit and with several processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def test_several_processes_find_the_findings_of_one(
 
 @pytest.mark.usefixtures("short_connect")
 def test_a_scheduler_in_the_dask_configuration_is_not_used(stored: Path) -> None:
-    """An audit waited for the workers of a busy cluster, or failed where none answers, only because one was named."""
+    """An audit waited for the workers of a busy cluster, or failed without one, only because a scheduler was
+    configured."""
     with dask.config.set({"scheduler-address": "tcp://127.0.0.1:9"}):
         assert command("store", "audit", stored).returncode == 0
         told = command("store", "audit", stored, "--scheduler", "tcp://127.0.0.1:9")

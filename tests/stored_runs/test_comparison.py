@@ -1,4 +1,4 @@
-"""Comparison of runs: seeds of a job as one line, curves, differences on the same prompts."""
+"""Comparison of runs: seeds of a job as one series, curves, and differences on the same prompts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_seeds_of_a_job_are_one_series_and_another_setting_is_another() -> None:
 
 
 def test_a_curve_has_the_mean_of_the_steps_in_each_interval() -> None:
-    """Steps of a end at 10, 30, 60 tokens; those of b, which is longer, go on to 100: stretches of 25 tokens."""
+    """Steps of run a end at 10, 30 and 60 tokens and those of b at up to 100: intervals of 25 tokens."""
     found = compare([run("a", [0, 1, 0.5]), run("b", [1, 0, 0, 1], rate="0.2")])
     points = {(p.job, p.axis, p.end): p.reward for p in found.rewards}
     assert {(job, end): value for (job, axis, end), value in points.items() if axis == "tokens"} == {

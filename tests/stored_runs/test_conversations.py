@@ -1,4 +1,4 @@
-"""Stored trajectories of many turns: shown, exported, scored again, and read under other weights."""
+"""Stored multi-turn trajectories: shown, exported, rescored, and evaluated under other weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def last(answer, record):
 
 @pytest.fixture
 def run(tmp_path: Path) -> StoredRun:
-    """Two steps of two responses: one of three turns, the others of one."""
+    """A run of two steps of two responses: one of three turns, the others of one."""
     (tmp_path / "mine.py").write_text(MINE)
     lines = [json.dumps({"prompt": f"which of {i}?", "answer": "8"}) for i in range(4)]
     (tmp_path / "tasks.jsonl").write_text("\n".join(lines))

@@ -1,4 +1,4 @@
-"""Pushing a checkpoint to a hub: a real server on this machine that answers as the Hugging Face hub does."""
+"""Pushing a checkpoint to a hub: a local server that replies as the Hugging Face hub does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from staleflow.stores.errors import ConfigError
 
 @dataclass
 class Hub:
-    """url: of the server. status: of its answers, if they are refusals. files: what was uploaded, by name."""
+    """A fake hub. url: its address. status: HTTP status of its replies if they are errors. files: uploads by name."""
 
     url: str = ""
     status: int = 200

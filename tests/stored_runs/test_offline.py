@@ -1,4 +1,4 @@
-"""Work on stored runs: showing, exporting, computing logprobs under other weights, training again."""
+"""Work on stored runs: showing, exporting, recomputing logprobs, offline training."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture
 def copy(stored: Path, tmp_path: Path) -> Path:
-    """A copy of the run, to be tampered with."""
+    """A copy of the run that tests may change."""
     shutil.copytree(stored, tmp_path / "copy")
     return tmp_path / "copy"
 
@@ -242,7 +242,7 @@ def test_recomputed_logprobs_agree_for_the_same_model_and_differ_for_another(
 
 
 def test_logprob_statistics_match_their_definitions(stored: Path, pool: Pool) -> None:
-    """Against the formulas, over logprobs that a branch keeps."""
+    """Against the formulas, with the logprobs stored on a branch."""
     last = str(stored / "checkpoints" / "step-000003")
     result = logprob_recompute.recompute(stored, last, pool, branch="under-last")
     store = VersionedStore.open(stored / "store", branch="under-last")
@@ -268,7 +268,7 @@ def test_logprob_statistics_match_their_definitions(stored: Path, pool: Pool) ->
 
 
 def test_responses_with_non_finite_logprobs_are_named_and_excluded(copy: Path, tiny_model: Path, pool: Pool) -> None:
-    """They made the figures of their staleness NaN."""
+    """They made the statistics of their staleness NaN."""
 
     def spoil(root: Any) -> None:
         change_a_logprob(root, np.nan)
@@ -367,7 +367,7 @@ def test_several_ranks_train_offline_as_one_rank(stored: Path, tmp_path: Path) -
 def test_a_lost_rank_ends_offline_training_and_the_same_command_resumes(
     stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a point after each step, here in the workers as well."""
+    """With a resume point after each step, also in the workers."""
     changes = ("task.eval_prompts=0", "training.ranks=2")
     done: list[int] = []
     first = threading.Event()
@@ -417,7 +417,7 @@ def test_selected_rows_and_other_rewards_give_another_policy(stored: Path, tmp_p
 def test_a_stored_run_is_trained_with_another_objective(
     loss: str, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a checkpoint of the run as reference, named relative to here."""
+    """With a checkpoint of the run as reference, named by a relative path."""
     monkeypatch.chdir(stored)
     (checkpoint,) = (stored / "checkpoints").iterdir()
     overrides = (
@@ -442,7 +442,7 @@ def test_a_stored_run_is_trained_with_another_objective(
 
 @pytest.mark.slow  # a run of its own
 def test_distillation_from_a_teacher_is_repeated_bit_for_bit(stored: Path, job: Path, tmp_path: Path) -> None:
-    """Groups of one, whose rewards are stored and train nothing."""
+    """Groups of one, whose stored rewards do not affect training."""
     from tests.runtime.test_run import run
 
     (teacher,) = (stored / "checkpoints").iterdir()
@@ -456,7 +456,7 @@ def test_distillation_from_a_teacher_is_repeated_bit_for_bit(stored: Path, job: 
 
 
 def test_rejection_sampling_is_the_cross_entropy_of_the_chosen_responses(stored: Path, tmp_path: Path) -> None:
-    """Of each stored step over its own chosen tokens, whatever their advantages."""
+    """Each stored step trains on its chosen tokens regardless of their advantages."""
     rows = [row for row in rows_of(stored, "reward == 0") if row.staleness >= 0]
     where, overrides = "reward == 0", ("training.loss=sft", "training.minibatches=1", "task.eval_prompts=0")
     assert training.train(training.make_plan(stored, tmp_path / "out", overrides, "main", where, 1), lambda event: None)
@@ -471,7 +471,7 @@ def test_rejection_sampling_is_the_cross_entropy_of_the_chosen_responses(stored:
 
 
 def test_stored_pairs_are_preferred(stored: Path, tmp_path: Path) -> None:
-    """The best and worst response of each stored group; the model that the run began with is the reference."""
+    """Pairs of the best and worst response of each stored group, with the base model as reference."""
     overrides = ("training.loss={name='dpo', beta=0.5}", "training.minibatches=1", "task.eval_prompts=0")
     training.train(training.make_plan(stored, tmp_path / "out", overrides, "main", "", 3), lambda event: None)
     history = json.loads((tmp_path / "out" / "offline.json").read_text())["metrics"]
@@ -483,7 +483,7 @@ def test_stored_pairs_are_preferred(stored: Path, tmp_path: Path) -> None:
 @pytest.mark.slow  # a run of its own
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_after_fine_tuning_is_repeated_bit_for_bit(ranks: int, job: Path, tmp_path: Path) -> None:
-    """On examples of a file, with another number of evaluation prompts; without fine-tuning it is another run."""
+    """Examples come from a file, and the number of evaluation prompts differs; without fine-tuning the run differs."""
     from tests.runtime.test_run import run
 
     examples = tmp_path / "examples.jsonl"
@@ -581,7 +581,7 @@ def test_a_concurrent_training_output_is_kept(copy: Path, tmp_path: Path) -> Non
 
 
 def test_a_copied_run_uses_the_code_in_its_folder(copy: Path, finished_run: Path, tmp_path: Path) -> None:
-    """The job of a submitted run names its code in the folder that it was made in."""
+    """The config of a submitted run names the code in its original folder."""
     job = (copy / "config.toml").read_text()
     named = job.replace('function = "task"', f'function = "{finished_run}/code/reward_mine.py:score"')
     assert named != job

@@ -1,4 +1,4 @@
-"""Scoring a stored run again: onto a branch, in parallel, with errors by row, and without traces of a failure."""
+"""Rescoring a stored run: onto a branch, in parallel, with errors per row, and without traces of a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signatures on a checkpoint's certificate, by ssh-keygen itself."""
+"""Signatures of a checkpoint's certificate by ssh-keygen."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def new_key(folder: Path, name: str) -> Path:
 
 
 def test_only_a_signature_by_a_listed_key_is_accepted(tmp_path: Path) -> None:
-    """A forger who makes the chain anew needs another entry in the certificate, and has not the key."""
+    """A forger who makes a new chain needs another entry in the certificate and does not have the key."""
     mine, other = new_key(tmp_path, "mine"), new_key(tmp_path, "other")
     checkpoint = tmp_path / "step-000003"
     checkpoint.mkdir()

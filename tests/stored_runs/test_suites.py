@@ -1,4 +1,4 @@
-"""Benchmark tasks of lm-eval: the command's own refusals, and its figures where lm-eval is installed."""
+"""Benchmark tasks of lm-eval: errors of the command, and results where lm-eval is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects shared by the threads of one process: each result reaches its caller, whatever other threads do."""
+"""Objects shared by threads of one process: each result reaches its caller."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def rewards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def scorers(rewards: Path) -> Iterator[Callable[[str], Scorer]]:
-    """Makes scorers by their function's name, and ends them."""
+    """Create scorers by function name, closed at the end."""
     made: list[Scorer] = []
 
     def make(name: str, timeout_s: float = 1.0) -> Scorer:
@@ -117,7 +117,7 @@ def scorers(rewards: Path) -> Iterator[Callable[[str], Scorer]]:
 
 
 def at_once(function: Callable[[int], Result], calls: int = THREADS) -> list[Result]:
-    """function(i) for each i, by THREADS threads that begin together."""
+    """Call function(i) for each i in THREADS threads that start together."""
     begin = threading.Barrier(min(THREADS, calls))
 
     def called(i: int) -> Result:
@@ -217,7 +217,7 @@ def test_a_scorer_closed_by_another_thread_stops_and_starts_no_process(scorers: 
 
 @pytest.mark.parametrize("dataset", ["pool_matrix", "knights_knaves", "chain_sum"])
 def test_prompts_drawn_by_several_threads_equal_those_of_one(dataset: str) -> None:
-    """Of these datasets one draws from numpy's global generator, and one keeps its generator in the dataset."""
+    """One of these datasets draws from numpy's global generator, and one stores a generator."""
     count = 40
     source = make_source(f"reasoning_gym:{dataset}", {}, 3)
     expected = [json.dumps(source.task(i).record, default=str) for i in range(count)]
@@ -226,7 +226,7 @@ def test_prompts_drawn_by_several_threads_equal_those_of_one(dataset: str) -> No
 
 
 class Slow:
-    """A tokenizer in Python, that keeps where it is while it decodes."""
+    """A Python tokenizer that stores its position while it decodes."""
 
     def decode(self, tokens: Any, skip_special_tokens: bool) -> str:
         self._pieces: list[str] = []
@@ -243,7 +243,7 @@ def test_a_tokenizer_decodes_for_one_thread_at_a_time() -> None:
 
 
 def test_models_loaded_concurrently_are_complete_and_global_settings_are_restored(tiny_model: Path) -> None:
-    """from_pretrained changes torch and transformers for the whole process while it works."""
+    """from_pretrained changes global settings of torch and transformers while it runs."""
     import torch
     from transformers import PreTrainedModel
 
@@ -284,7 +284,7 @@ ROWS = 192
 
 @pytest.fixture(scope="module")
 def many(stored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with ROWS trajectories, each with a response of its own."""
+    """The folder of a run with ROWS trajectories with different responses."""
     folder = tmp_path_factory.mktemp("many") / "run"
     folder.mkdir()
     shutil.copy(stored / "config.toml", folder)
@@ -373,7 +373,7 @@ def test_logprobs_of_several_threads_equal_those_of_one(
 
 
 def _num_logprob_models() -> int:
-    """The number of models this process holds to compute logprobs under."""
+    """Return the number of models loaded in this process for logprobs."""
     import gc
 
     from staleflow.tasks.training.logprobs import LogprobModel

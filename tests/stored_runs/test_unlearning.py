@@ -1,4 +1,4 @@
-"""Unlearning: the weights are those of offline training without the rows, from the first step on, bit for bit."""
+"""Unlearning: the weights equal those of offline training without the rows, bit for bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ALL = 99
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """A run of three steps whose groups nearly all have a signal: the reward is the response's length."""
+    """A run of three steps in which nearly all groups have a signal; the reward is the length of the response."""
     folder = tmp_path_factory.mktemp("unlearned")
     (folder / "job.toml").write_text(JOB.format(runs=folder / "runs", steps=3, model=tiny_model))
     (folder / "mine.py").write_text(REWARDS)
@@ -47,12 +47,12 @@ def stored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 @pytest.fixture
 def copy(stored: Path, tmp_path: Path) -> Path:
-    """A copy of the run: unlearning adds branches."""
+    """A copy of the run, since unlearning adds branches."""
     return Path(shutil.copytree(stored, tmp_path / "copy"))
 
 
 def trained(plan: OfflinePlan) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The weights and the history of a training in this process."""
+    """Train in this process; returns the weights and the history."""
     result = training.train(plan, lambda _: None)
     history = (Path(plan.out) / "history.jsonl").read_text().splitlines()
     return load_file(Path(result.checkpoint) / "model.safetensors"), [json.loads(line) for line in history]
@@ -67,7 +67,7 @@ def are_equal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
 
 
 def ids_by_step(run: Path) -> list[list[int]]:
-    """Trajectories that each step trained on."""
+    """Return the trajectories trained by each step."""
     columns = VersionedStore.open(run / "store").columns()
     consumed = columns["fate"] == "consumed"
     return [columns["trajectory"][consumed & (columns["step"] == step)].tolist() for step in range(3)]
@@ -110,7 +110,7 @@ def test_unlearned_weights_equal_training_without_the_rows(
 
 
 def test_values_of_an_unlearned_row_do_not_affect_the_weights(copy: Path, stored: Path, tmp_path: Path) -> None:
-    """With another reward, other tokens and other logprobs of it, the weights are the same."""
+    """The weights are the same if its reward, tokens and logprobs are different."""
     row = ids_by_step(copy)[0][3]
     plan, facts = unlearning.make_plan(copy, tmp_path / "out", f"trajectory == {row}", "without")
     assert facts.recomputed == 3  # the others of its group
@@ -154,7 +154,7 @@ def test_a_killed_unlearning_resumes_on_the_same_branch(
 
 
 def test_steps_before_the_resume_point_are_verified(copy: Path, stored: Path, tmp_path: Path) -> None:
-    """Where the point is gone they are repeated, and a batch of them that is not the run's is found."""
+    """If the resume point is gone they are repeated, and a wrong batch among them is found."""
     first, middle, _ = ids_by_step(copy)
     plan, _ = unlearning.make_plan(copy, tmp_path / "out", f"trajectory == {middle[0]}", "without")
     forged = dataclasses.replace(plan, where=f"trajectory != {first[0]}", out=str(tmp_path / "forged"))
@@ -185,7 +185,7 @@ def test_a_resume_point_of_other_weights_or_settings_is_not_used(copy: Path, tmp
 def test_a_resume_point_of_another_kind_of_machine_is_named(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights before it are not those that a training from the beginning has here."""
+    """A training from the beginning on this machine would give other weights before the resume point."""
     plan, _ = unlearning.make_plan(copy, tmp_path / "out", f"trajectory == {ids_by_step(copy)[1][0]}", "without")
     monkeypatch.setattr(numerics, "numerics", lambda: "another machine")
     lines: list[str] = []
@@ -196,7 +196,7 @@ def test_a_resume_point_of_another_kind_of_machine_is_named(
 
 @pytest.mark.parametrize("name", [name for name in ADVANTAGES.names if name != "none"])
 def test_advantages_are_recomputed_only_where_they_depend_on_removed_rows(name: str, job: Path) -> None:
-    """Three groups of four in two steps, whose stored advantages are odd; of the second group a row is left out."""
+    """Three groups of four in two steps with arbitrary stored advantages; one row of the second group is removed."""
     config = loading.load(job, (f"training.advantage={name}",))
     count, odd = 12, np.float32(0.123)
     table = {
@@ -247,7 +247,7 @@ def test_an_invalid_unlearning_is_rejected_and_stores_nothing(copy: Path, tmp_pa
 
 
 def test_the_unlearn_command_trains_and_lists_the_removed_rows(copy: Path) -> None:
-    """On a branch, with a row that matches and that was never trained on."""
+    """On a branch, with a matching row that was never trained."""
     _, middle, _ = ids_by_step(copy)
     done = staleflow_process("unlearn", copy, "--where", f"trajectory in {middle[:2]} or fate == 'aborted'", "--json")
     assert done.returncode == 0, done.stderr

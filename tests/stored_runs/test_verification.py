@@ -1,5 +1,5 @@
-"""Verification: honest runs are verified, resumed and on several ranks too; forgeries are found with their place, also
-where the forger has made a chain anew; and what cannot be checked does not pass."""
+"""Verification: unmodified runs are verified, also resumed ones and those of several ranks; forgeries are found with
+their place, also with a new chain; what cannot be checked does not pass."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ALL = 99
 
 @pytest.fixture
 def copy(stored: Path, tmp_path: Path) -> Path:
-    """A copy of the run, to be tampered with."""
+    """A copy of the run that tests may change."""
     shutil.copytree(stored, tmp_path / "copy")
     return tmp_path / "copy"
 
@@ -114,7 +114,7 @@ def test_a_run_resumed_with_other_settings_after_a_lost_resume_point_is_verified
 
 
 def test_offline_training_continues_the_chain_of_its_run(copy: Path, tmp_path: Path) -> None:
-    """On other rewards, chosen rows and two epochs: a step of its own is repeated, and a change is found."""
+    """With other rewards, selected rows and two epochs: one of its steps is repeated, and a change is found."""
     reward_rescoring_branch(copy)
     out = tmp_path / "out"
     changes = ("task.eval_prompts=0", "training.learning_rate=1e-2")
@@ -139,7 +139,7 @@ def test_offline_training_continues_the_chain_of_its_run(copy: Path, tmp_path: P
 
 
 def reward_rescoring_branch(run: Path) -> None:
-    """Make a branch whose rewards are the responses' lengths."""
+    """Create a branch whose rewards are the lengths of the responses."""
     store = VersionedStore.open(run / "store")
     columns = store.columns()
     lengths = columns["response_tokens"].astype(np.float32)
@@ -212,7 +212,7 @@ def test_a_changed_store_is_found_by_its_chain_without_repeating_steps(copy: Pat
 
 
 def reward(row: EndedTrajectory) -> EndedTrajectory:
-    """A reward, with the advantage that it gives."""
+    """Return a reward with the advantage it gives."""
     return replace(row, trajectory=replace(row.trajectory, reward=row.trajectory.reward + 1), advantage=0.5)
 
 
@@ -234,8 +234,8 @@ def with_first_segment(row: EndedTrajectory, change: Callable[[Segment], Segment
 def test_a_forged_batch_with_a_new_chain_gives_other_weights(
     copy: Path, change: Callable[[EndedTrajectory], EndedTrajectory]
 ) -> None:
-    """The forger changes what was trained on, and makes all hashes anew, but cannot train. Only what has an advantage
-    is of consequence: all rewards of a group may be equal."""
+    """The forger changes the trained data and recomputes all hashes but does not train. Only rows with an advantage
+    affect the weights."""
     rows = list(VersionedStore.open(copy / "store").ended())
     forged = [change(row) if row.fate is Fate.CONSUMED else row for row in rows]
     store = store_again(copy, VersionedStore.open(copy / "store").steps(), forged)
@@ -248,7 +248,7 @@ def test_a_forged_batch_with_a_new_chain_gives_other_weights(
 
 
 def test_records_without_fingerprints_inputs_or_steps_are_not_verified(copy: Path) -> None:
-    """With a chain of their own: weights that no step published, no inputs, and a step that is missing."""
+    """With a new chain: weights that no step published, no inputs, and a missing step."""
     records = VersionedStore.open(copy / "store").steps()
     store_again(copy, [replace(record, weight_fingerprint="") for record in records])
     result = verify_run(copy, steps=ALL)
@@ -263,7 +263,7 @@ def test_records_without_fingerprints_inputs_or_steps_are_not_verified(copy: Pat
 
 
 def store_again(run: Path, records: Sequence[StepRecord], rows: Sequence[EndedTrajectory] = ()) -> VersionedStore:
-    """Commit a run's records and rows, or others, to a new store with hashes of its own."""
+    """Commit the records and rows of a run, or others, to a new store with new hashes."""
     source = VersionedStore.open(run / "store")
     stored, header = list(rows or source.ended()), source.header
     shutil.rmtree(run / "store")
@@ -332,7 +332,7 @@ NOT_COVERED = (
 
 
 def flipped(data: bytes, rng: random.Random) -> bytes:
-    """The same bytes but for one bit."""
+    """Return the bytes with one bit flipped."""
     at = rng.randrange(len(data))
     return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
 
@@ -364,7 +364,7 @@ def test_every_file_of_a_run_is_verified_or_listed_as_not_covered(copy: Path) ->
 
 
 class Forger:
-    """Changes one random file of a run, all files equally likely, and puts it back."""
+    """Changes one random file of a run, all files equally likely, and restores it."""
 
     def __init__(self, run: Path, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -372,7 +372,7 @@ class Forger:
 
     @contextlib.contextmanager
     def forged(self) -> Iterator[tuple[list[Path], str]]:
-        """The files that are changed meanwhile, and how."""
+        """Change a file; yields the changed files and the kind of change."""
         file, other = self._rng.sample(self._files, 2)
         kind = self._rng.choice(("bit", "delete", "cut", "swap") if file.stat().st_size else ("delete", "swap"))
         data, other_data = file.read_bytes(), other.read_bytes()
@@ -391,7 +391,7 @@ class Forger:
 
 
 def test_random_changes_of_any_file_are_found_or_not_covered(copy: Path) -> None:
-    """Resume points that are not whole are none; of the store's files some have only what earlier snapshots read."""
+    """Incomplete resume points are ignored, and some files of the store are used by earlier snapshots only."""
     checkpoint, contents = copy / "checkpoints" / "step-000003", read_all(copy / "store")
     forger, num_found = Forger(copy, seed=10), 0
     for _ in range(10):
@@ -409,8 +409,8 @@ def test_random_changes_of_any_file_are_found_or_not_covered(copy: Path) -> None
 
 
 def test_random_changes_of_store_files_are_found_or_not_read(copy: Path) -> None:
-    """Wherever a bit is flipped in the files of the store: the chain breaks, the store cannot be read, or nothing that
-    its present snapshot reads has changed, as in the history behind it."""
+    """A flipped bit breaks the chain, makes the store unreadable, or affects only data that the current snapshot does
+    not use."""
     contents = read_all(copy / "store")
     files = sorted(path for path in (copy / "store").rglob("*") if path.is_file() and path.stat().st_size)
     rng = random.Random(0)
@@ -431,7 +431,7 @@ def test_random_changes_of_store_files_are_found_or_not_read(copy: Path) -> None
 
 
 def read_all(path: Path) -> dict[str, bytes]:
-    """Everything that the present snapshot of a store has."""
+    """Return everything in the current snapshot of a store."""
     root = VersionedStore.pinned(path)._read_root()
     names = [*(f"tokens/{name}" for name in TOKEN_ARRAYS), *(c.array for c in COLUMNS), "text", "commits", "records"]
     return {name: np.asarray(root[name][:]).tobytes() for name in names}

@@ -1,5 +1,5 @@
-"""What `staleflow verify` answers to damaged and malformed files: one line and exit code 2 for input that is none, a
-report and exit code 1 for a run that is contradicted, never a traceback, and never "verified" for what was not."""
+"""`staleflow verify` with damaged and malformed files: one line and exit code 2 for invalid input, a report and exit
+code 1 for a contradicted run, never a traceback, and never "verified" for what was not checked."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def without(name: str, key: str) -> Change:
 
 
 def last_line(**changes: Any) -> Change:
-    """Change values of the last line of a history, which no other follows."""
+    """Change values of the last line of a history."""
 
     def change(run: Path) -> None:
         *before, last = (run / "history.jsonl").read_text().splitlines()

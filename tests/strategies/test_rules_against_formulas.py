@@ -1,4 +1,4 @@
-"""Strategies against their formulas, written out once more: random loads, and the values at which a decision turns."""
+"""Strategies against their formulas: random loads, and the values at which a decision changes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ load = st.builds(InstanceLoad, running=st.integers(0, 20), kv_tokens=st.integers
 
 
 def step_s(running: int, kv_tokens: float) -> float:
-    """Seconds of a decode step, by the published formula."""
+    """Return the seconds of a decode step by the published formula."""
     return 0.25 * kv_tokens + max(4.0, 1.0 + running) + 0.5 if running else 0.0
 
 
@@ -48,7 +48,7 @@ def step_s(running: int, kv_tokens: float) -> float:
 def allowed(
     source: InstanceLoad, target: InstanceLoad, movable: list[MovableTrajectory], gain: float, limit: int
 ) -> list[int]:
-    """The moves of LargestGain, by its docstring."""
+    """Return the moves of LargestGain as its docstring defines them."""
     running, kv, to_running, to_kv = source.running, source.kv_tokens, target.running, target.kv_tokens
     moved: list[int] = []
     for i, work in sorted(enumerate(movable), key=lambda pair: (pair[1].deadline, pair[1].kv_tokens)):
@@ -85,7 +85,7 @@ def test_migration_moves_by_gain_in_order_of_urgency(
 
 
 def test_a_move_without_gain_is_not_made() -> None:
-    """At equality: of the step's share, and of the seconds saved and those of the prefill."""
+    """At equality of the step times, and of the seconds saved and those of the prefill."""
     assert not LargestGain(COST, 0.0).may_gain(
         InstanceLoad(running=7, kv_tokens=0), InstanceLoad(running=6, kv_tokens=0)
     )
@@ -111,7 +111,7 @@ def test_a_turn_returns_to_its_cache_unless_the_prefill_pays_off(
 
 
 def test_a_turn_returns_to_its_cache_when_both_instances_are_equally_fast() -> None:
-    """With one more request, two and three running ones still take the time that the weights take to be read."""
+    """With one more request, two and three running requests still take the time to read the weights."""
     affinity, idle = CacheAffinity(COST), InstanceLoad(running=1, kv_tokens=0)
     assert affinity.prefers_cached(InstanceLoad(running=2, kv_tokens=0), idle, 0, 40)
     assert not affinity.prefers_cached(InstanceLoad(running=4, kv_tokens=0), idle, 0, 40)
@@ -122,7 +122,7 @@ def test_a_turn_returns_to_its_cache_when_both_instances_are_equally_fast() -> N
 
 @st.composite
 def instances(draw: st.DrawFn) -> tuple[Loads, np.ndarray]:
-    """Loads of some instances, and on which of them work fits."""
+    """Return loads of some instances and on which of them the work fits."""
     rows = draw(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 60)), min_size=1, max_size=5))
     fitting = draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)).filter(any))
     return loads(*((n, kv if n else 0) for n, kv in rows)), np.array(fitting)
@@ -168,8 +168,8 @@ def test_a_gain_equal_to_mu_is_enough() -> None:
 
 
 def in_play(rule: Admission, groups: int, *, trained: int, published: bool) -> StalenessLedger:
-    """A ledger with groups in play, every other one finished, after so many steps were trained; the last published or
-    not. Batches of 4, bound 99: no place is short."""
+    """Return a ledger with groups in flight, every other one finished, after this many trained steps, the last one
+    published or not. Batches of 4 and a bound of 99 leave enough entries."""
     ledger = StalenessLedger(eta=99, groups_per_step=4, group_size=1)
     numbers = itertools.count()
 
@@ -247,7 +247,8 @@ def test_a_synchronous_group_starts_from_the_version_of_its_step_only() -> None:
 
 @pytest.mark.parametrize("eta", range(5))
 def test_settings_with_a_lag_beyond_the_bound_are_rejected(eta: int) -> None:
-    """A group lags by the batches ahead of it, rounded up; of windowed_fifo, see tinker-cookbook's proof."""
+    """The lag of a group is the number of batches ahead of it, rounded up; for windowed_fifo see the proof in
+    tinker-cookbook."""
 
     def accepted(rule: Baseline) -> bool:
         try:
@@ -276,7 +277,7 @@ def test_versions_behind_follows_the_formula(rule: Admission, behind: int) -> No
 
 
 def test_truncation_stays_within_its_share_of_the_run() -> None:
-    """Steps of 30 of which as many are cut as the rule allows: never more than a tenth of all."""
+    """Each step of 30 truncates as many as the rule allows: at most a tenth of all."""
     rule = TruncateStragglers(patience=2.0, share=0.1)
     trained = cut = 0
     for step in range(20):

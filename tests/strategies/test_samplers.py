@@ -1,4 +1,4 @@
-"""Samplers, and the faults that samplers of other systems had: pools that drain, and a failing task drawn for ever."""
+"""Samplers, and known faults of samplers in other systems: drained pools, and a failing task drawn for ever."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TASKS = 20
 def drawn(
     sampler: Sampler, count: int, reward: Callable[[int], float | None], state: State | None = None
 ) -> tuple[list[int], State]:
-    """Tasks drawn one after the other, each with a group that ends before the next draw; and the sampler's state."""
+    """Return tasks drawn one at a time, each with a group that ends before the next draw, and the sampler state."""
     state = {} if state is None else state
     tasks = []
     for number in range(count):
@@ -60,7 +60,7 @@ def test_a_choice_depends_on_seed_number_and_state_only(sampler: Sampler) -> Non
 @pytest.mark.parametrize("sampler", ALL[1:], ids=lambda s: s.name)
 @pytest.mark.parametrize("reward", [0.0, 0.5, 1.0, None])
 def test_no_set_of_tasks_is_drained(sampler: Sampler, reward: float | None) -> None:
-    """Whatever all tasks give, none is excluded: those of the stage, for a curriculum."""
+    """For any rewards no task is excluded; a curriculum draws all tasks of its stage."""
     tasks, _ = drawn(sampler, 1000, lambda task: reward)
     expected = range(TASKS // 4) if isinstance(sampler, Curriculum) and reward != 1.0 else range(TASKS)
     assert set(tasks) == set(expected)
@@ -68,7 +68,7 @@ def test_no_set_of_tasks_is_drained(sampler: Sampler, reward: float | None) -> N
 
 @pytest.mark.parametrize("sampler", ALL[1:], ids=lambda s: s.name)
 def test_a_task_that_always_fails_does_not_become_the_only_one(sampler: Sampler) -> None:
-    """It is not new any more after its first group, though no reward of it was ever computed."""
+    """It is no longer new after its first group, although no reward was ever computed."""
     tasks, _ = drawn(sampler, 1000, lambda task: None if task == 0 else 0.5)
     assert 0 < tasks.count(0) < 1000 * 0.3
 

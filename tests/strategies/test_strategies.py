@@ -1,4 +1,4 @@
-"""Every strategy, tested by tables."""
+"""Every strategy as a table of inputs and decisions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Loads:
 
 
 def loads(*rows: tuple[float, ...]) -> Loads:
-    """(running, KV tokens) each."""
+    """Return loads from (running, KV tokens) pairs."""
     return Loads(np.array([r[0] for r in rows], float), np.array([r[1] for r in rows], float))
 
 
@@ -176,7 +176,8 @@ def test_migration_moves_urgent_work_first_and_stops_without_gain() -> None:
 
 
 def play(rule: Admission, *, eta: int, num_steps: int = 99) -> tuple[StalenessLedger, list[int]]:
-    """Three rounds of: start what may start, finish half of it, train if a batch is there. Groups started each time."""
+    """Run three rounds: start groups, finish half of them, train if a batch is ready. Returns the groups started in
+    each."""
     bound = num_steps if rule.late_work is LateWork.TRAIN else eta
     ledger = StalenessLedger(
         eta=bound, groups_per_step=4, group_size=1, num_steps=num_steps, waits=rule.late_work is LateWork.WAIT
@@ -222,7 +223,8 @@ def test_admission_rules_start_work_as_far_ahead_as_documented(rule: Admission, 
 
 
 def test_every_rule_of_a_job_keeps_the_bound() -> None:
-    """By waiting for late work. Those that drop it or train it late are the simulator's alone, as other systems are."""
+    """They wait for late work. Rules that drop it or train it late exist in the simulator only, to imitate other
+    systems."""
     rules = [ADMISSION.find(name)() for name in ADMISSION.names]
     assert [(rule.late_work, rule.window) for rule in rules] == [(LateWork.WAIT, 0.0)] * len(rules)
     assert set(SIMULATED) == set(BASELINES.names)
@@ -237,7 +239,7 @@ def test_a_baseline_rule_in_a_job_is_rejected_with_the_remedy(name: str) -> None
 
 
 def finish_alone(ledger: StalenessLedger, group: int) -> tuple[Ending, ...]:
-    """Finish a group of one member; returns what ends with that."""
+    """Finish a group of one member; returns the endings."""
     ledger.complete(GroupId(group), TrajectoryId(group))
     return ledger.occupy(GroupId(group))
 
@@ -258,7 +260,7 @@ def test_steps_that_do_not_wait_drop_groups_without_an_entry() -> None:
 
 
 def test_steps_that_do_not_wait_drop_stale_groups_and_keep_the_bound() -> None:
-    """A step that takes newer work passes over an unfinished group, whose last step that was."""
+    """A step that takes newer groups passes over an unfinished group at its deadline."""
     ledger = StalenessLedger(eta=1, groups_per_step=1, group_size=1, waits=False)
     for group in (0, 1):
         reserve_alone(ledger, group, 0)

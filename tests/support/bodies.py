@@ -1,4 +1,4 @@
-"""Whole runs over actors in the test's own process: run to their end in virtual time, and checked for every promise."""
+"""Whole runs over in-process actors in virtual time, with checks of all invariants."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ step_timeout_s = 25
 
 @dataclass
 class Run(RunListener):
-    """A run that has ended, with its results, and what its driver told."""
+    """A finished run with its results and the reports of its driver."""
 
     config: RunConfig
     world: World
@@ -118,26 +118,26 @@ class Run(RunListener):
 
     @property
     def entries(self) -> list[journal.JournalEntry]:
-        """The journal, read from its file."""
+        """Return the entries of the journal file."""
         return list(journal.read(self.config.run_dir / "events.jsonl"))
 
     def events(self, name: str) -> list[tuple[float, Any]]:
-        """All (time, event) of one kind."""
+        """Return all (time, event) of one kind."""
         return [(e.now, e.event) for e in self.entries if type(e.event).__name__ == name]
 
     def commands(self, *names: str) -> list[Any]:
-        """Commands of these kinds, in the order given."""
+        """Return the commands of these kinds in order."""
         return [c for e in self.entries for c in e.commands if type(c).__name__ in names]
 
     def raised(self) -> Exception:
-        """The error that ended the run; fails if there is none."""
+        """Return the error that ended the run; fails if there is none."""
         assert self.error is not None, "the run ended well"
         return self.error
 
     # -- promises ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Check that it ended well, did all its steps and kept every promise."""
+        """Check that the run ended without error, did all its steps and that all invariants hold."""
         if self.error is not None:
             raise self.error
         assert not self.outcomes.stopped
@@ -149,8 +149,8 @@ class Run(RunListener):
         assert self.outcomes.snapshot is not None
 
     def check_kept(self) -> None:
-        """Check what was stored, however the run ended: conservation, the bound, every token in its place, and a
-        journal that gives the same commands again."""
+        """Check what was stored however the run ended: conservation, the bound, the order of tokens, and a journal that
+        replays to the same commands."""
         self._check_ledger()
         self._check_rows()
         self._check_journal()
@@ -197,7 +197,7 @@ class Run(RunListener):
                 assert all(t.v_traj <= v <= row.step for v in versions)
 
     def _check_whole(self, t: Trajectory) -> None:
-        """A response has all its tokens, or all its turns."""
+        """Check that each response has all its tokens or all its turns."""
         if not self.config.has_environment:
             whole = min(self.world.length(t.id), self.config.rollout.max_new_tokens)
             assert t.num_tokens == whole, f"trajectory {t.id} is cut off, or more than whole"
@@ -228,7 +228,7 @@ class Stage:
     actors: Any
 
     def publish(self, version: PolicyVersion) -> None:
-        """Publish a version, as if a training step had made it."""
+        """Publish a version as a training step does."""
         trainer = self.workers.actor("trainer")
         trainer._version = version
         self.actors.publish(trainer._publish({}))
@@ -238,14 +238,14 @@ FACTS = ModelFacts(context=1000, eos=(1,), nonce="0")
 
 
 class Body:
-    """Makes runs below a folder, each in its own."""
+    """Creates runs in separate folders below a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._numbers = itertools.count()
 
     def config(self, *overrides: str) -> RunConfig:
-        """A job in a new folder."""
+        """Return a job in a new folder."""
         folder = self._folder / str(next(self._numbers))
         folder.mkdir(parents=True)
         (folder / "job.toml").write_text(JOB.format(runs=folder))
@@ -263,7 +263,8 @@ class Body:
         resumption: Resumption | None = None,
         config: RunConfig | None = None,
     ) -> Run:
-        """Drive a run to its end. meanwhile: runs beside it. config: an earlier run's, to resume it."""
+        """Run a driver to its end. meanwhile: a coroutine that runs beside it. config: that of an earlier run to
+        resume."""
         config = config or self.config(*overrides)
         world = world or World()
         world.turns = config.turns
@@ -272,7 +273,7 @@ class Body:
         return run
 
     def checked_run(self, *overrides: str, **arguments: Any) -> Run:
-        """Like `run`; fails unless the run did all its steps and kept every promise."""
+        """Like `run`; fails unless the run did all its steps and all invariants hold."""
         run = self.run(*overrides, **arguments)
         run.check()
         return run
@@ -286,7 +287,7 @@ class Body:
         hosts: Sequence[str] = ("one",),
         resumption: Resumption | None = None,
     ) -> AsyncIterator[Stage]:
-        """Place the actors of a run, and close them at the end."""
+        """Place the actors of a run; they are closed at the end."""
         config, world = self.config(*overrides), world or World()
         workers = InProcessWorkers(world.actors, faults, hosts)
         stage = Stage(config, world, workers, Actors(config, workers, config.run_dir, FACTS))

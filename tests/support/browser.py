@@ -1,4 +1,4 @@
-"""Chromium for the tests that look at pages, wherever it is found."""
+"""Chromium for browser tests, wherever it is installed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ in_browser = pytest.mark.skipif(bool(MISSING), reason=REASON)
 
 @contextlib.asynccontextmanager
 async def opened(**context: Any) -> AsyncIterator[Any]:
-    """A page in a fresh browser. Raises AssertionError afterwards if the page logged an error, or asked another host
-    for anything. context: as Playwright's `new_context` takes it, such as viewport and color_scheme."""
+    """Open a page in a new browser. Raises AssertionError afterwards if the page logged an error or requested another
+    host. context: arguments of Playwright's `new_context`, such as viewport and color_scheme."""
     from playwright.async_api import async_playwright
 
     async with async_playwright() as playwright:

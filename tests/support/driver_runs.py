@@ -1,5 +1,4 @@
-"""Runs of the driver over actors in the test's own process: shapes of jobs in which each call occurs, and what to ask
-of a run."""
+"""Driver runs over in-process actors: job configurations in which each call occurs, and queries on runs."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def evaluations(run: Run) -> list[int]:
 
 
 def first_call(run: Run, actor: str, method: str) -> float:
-    """When it was first called in the run, on the loop's clock."""
+    """Return the time of the first call of a method in the run, on the clock of the loop."""
     return [c.at_s for c in run.workers.calls if (c.actor, c.method) == (actor, method)][IN_RUN[method] - 1]
 
 

@@ -1,4 +1,4 @@
-"""Entries of registries as tests need them, with knobs that not all have."""
+"""Registry entries for tests, with knobs that only some of them have."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ T = TypeVar("T", bound=RegistryEntry)
 
 
 def entry(registry: Registry[T], name: str, **knobs: Any) -> T:
-    """An entry with those of the knobs that it has."""
+    """Return an entry with those of the knobs that it has."""
     known = keys_of(registry.find(name))
     return registry.find(name)(**{knob: value for knob, value in knobs.items() if knob in known})
 
 
 def table(registry: Registry[Any], name: str, **knobs: Any) -> dict[str, Any]:
-    """The table of a job file that selects an entry, with those of the knobs that it has."""
+    """Return the job file table that selects an entry, with those of the knobs that it has."""
     known = keys_of(registry.find(name))
     return {"name": name, **{knob: value for knob, value in knobs.items() if knob in known}}

@@ -1,4 +1,4 @@
-"""How many random examples tests of this run try."""
+"""The number of random examples of each test."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from hypothesis import settings
 
 
 def num_examples() -> int:
-    """Of a test that does not say it: 50, or 2,000 in nightly runs; see tests/conftest.py."""
+    """Return the default number of examples: 50, or 2,000 in nightly runs; see tests/conftest.py."""
     assert settings.default is not None
     return settings.default.max_examples

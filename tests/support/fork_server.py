@@ -1,4 +1,4 @@
-"""A process that has imported what commands and workers need, and becomes any `python -m` program by forking.
+"""A process that has imported what commands and workers need, and runs any `python -m` program by forking.
 
 Importing torch, transformers and distributed takes a process seconds of CPU, and a test of whole runs starts a dozen
 processes. Forked from here they start in milliseconds, and are real ones: with a process id, session, files,
@@ -66,7 +66,7 @@ NAMESPACES = {"net": 0x4000_0000, "mnt": 0x0002_0000}
 
 @dataclass(slots=True)
 class Child:
-    """A forked process that is not forgotten. link: to whoever asked for it; None if nobody waits for it any more."""
+    """A forked process that is still tracked. link: connection to its requester; None if nobody waits for it."""
 
     pid: int
     link: socket.socket | None
@@ -74,8 +74,8 @@ class Child:
 
 
 def main(listener: int, alive: int) -> None:
-    """Serve until nobody holds the other end of the pipe `alive`; in a forked process, be the program asked for.
-    listener: the descriptor of a listening socket."""
+    """Serve until the other end of the pipe `alive` is closed; in a forked process, run the requested program.
+    listener: descriptor of a listening socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()
     for name in MODULES:
@@ -104,8 +104,8 @@ def main(listener: int, alive: int) -> None:
 
 
 def _serve(listener: socket.socket, alive: int) -> tuple[dict[str, Any], Sequence[int], socket.socket]:
-    """Fork a process for each request. Returns only in those: the request, its standard files, and the link to the
-    asker."""
+    """Fork a process for each request. Returns only in forked processes: the request, its standard files, and the link
+    to the requester."""
     woken, waker = socket.socketpair()
     waker.setblocking(False)
     signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
@@ -141,7 +141,7 @@ def _serve(listener: socket.socket, alive: int) -> tuple[dict[str, Any], Sequenc
 
 
 def _forget(child: Child, selector: selectors.BaseSelector) -> None:
-    """Wait for a child no more: the asker has read how it ended, or is gone."""
+    """Stop tracking a child whose requester has read its exit or is gone."""
     assert child.link is not None
     selector.unregister(child.link)
     link, child.link = child.link, None
@@ -150,8 +150,8 @@ def _forget(child: Child, selector: selectors.BaseSelector) -> None:
 
 
 def _ended(child: Child) -> bool:
-    """Report a child's end to its asker, once, and leave it a zombie until that has read it. Returns whether the child
-    is forgotten."""
+    """Report the exit of a child to its requester once, and keep it a zombie until that has been read. Returns whether
+    the child is no longer tracked."""
     if child.link is None:
         with contextlib.suppress(ChildProcessError):
             return os.waitpid(child.pid, os.WNOHANG)[0] == child.pid
@@ -165,7 +165,7 @@ def _ended(child: Child) -> bool:
 
 
 def _take_over(fds: Sequence[int], numbers: Sequence[int]) -> None:
-    """Give open files the numbers that the program knows them by."""
+    """Move open files to the descriptors that the program expects."""
     above = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 1000) for fd in fds]  # clear of all the numbers
     for fd in fds:
         os.close(fd)
@@ -175,7 +175,7 @@ def _take_over(fds: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 def _become(request: Mapping[str, Any]) -> None:
-    """Make of this process's state what a new interpreter's would be."""
+    """Reset the state of this process to that of a new interpreter."""
     environment = request["environment"]
     os.environ.clear()
     os.environ.update(environment)
@@ -192,7 +192,7 @@ def _become(request: Mapping[str, Any]) -> None:
 
 
 def _renew_streams() -> None:
-    """Open the standard streams anew, whose files are other ones now."""
+    """Reopen the standard streams after their files were replaced."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         old = getattr(sys, name)
         stream = open(  # noqa: SIM115  open for as long as the process is
@@ -211,7 +211,7 @@ def _renew_streams() -> None:
 
 
 def _enter_namespaces(beside: int) -> None:
-    """Be where another process is, whose network and mounts may be its own."""
+    """Enter the namespaces of another process, which may have a separate network and mounts."""
     for name, flag in NAMESPACES.items():
         theirs = Path(f"/proc/{beside}/ns/{name}")
         if theirs.readlink() != Path(f"/proc/self/ns/{name}").readlink():
@@ -222,8 +222,8 @@ def _enter_namespaces(beside: int) -> None:
 
 
 def _stand_by() -> str | None:
-    """Fork a process that becomes the server of multiprocessing's, once this one starts it, as it does to fork local
-    workers from; and a second one is started as ever. Returns in that process only: the code it is to run."""
+    """Fork a process that becomes the multiprocessing fork server when this one starts it for local workers; a second
+    one is started as usual. Returns in that process only: the code it runs."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if (pid := os.fork()) == 0:
         ours.close()

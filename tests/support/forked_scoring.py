@@ -1,5 +1,5 @@
-"""Has the scoring processes of the process that imports this be forked: each would import reasoning_gym otherwise, and
-a run has two. The tests of scoring itself start new interpreters."""
+"""Forks the scoring processes of the importing process; otherwise each would import reasoning_gym, and a run has two.
+Tests of scoring itself start new interpreters."""
 
 from __future__ import annotations
 

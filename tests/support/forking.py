@@ -1,4 +1,4 @@
-"""Starts `python -m` programs without their imports: forked from a process that has done them (fork_server.py).
+"""Starts `python -m` programs without import time: forked from a process that has done the imports (fork_server.py).
 
 `Popen` and `run` are subprocess's for every other command. A few tests start commands by subprocess itself, so that
 what a new interpreter does is tested too.
@@ -48,7 +48,7 @@ _execute = inspect.signature(_Process._execute_child)
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What `python [-P] -m MODULE ARGUMENTS` runs."""
+    """A `python [-P] -m MODULE ARGUMENTS` program."""
 
     module: str
     arguments: tuple[str, ...]
@@ -58,7 +58,7 @@ class Program:
 
 
 def program(command: Any) -> Program | None:
-    """The program that a command runs; None if it is not one of this Python's."""
+    """Return the program that a command runs; None if it is not one of this Python."""
     if isinstance(command, str | bytes | os.PathLike):
         return None
     words = [os.fspath(word) for word in command]
@@ -73,7 +73,7 @@ def program(command: Any) -> Program | None:
 
 
 class Popen(_Process):
-    """A process, forked if it is a Python program. Without arguments for what a child does before its program."""
+    """A process that is forked if it is a Python program. Without preexec arguments."""
 
     _link: socket.socket | None = None
     """To the server, which alone can wait for its child."""
@@ -141,7 +141,7 @@ SUBPROCESS = SimpleNamespace(**{**vars(subprocess), "Popen": _start_if_served})
 
 
 def run(command: Sequence[Any], *, timeout: float | None = None, **how: Any) -> subprocess.CompletedProcess[Any]:
-    """subprocess.run, of a process that is forked if it can be. how: as there, but for `input` and `check`."""
+    """subprocess.run with a process that is forked if possible. how: its arguments except `input` and `check`."""
     if how.pop("capture_output", False):
         how |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with Popen(command, **how) as process:
@@ -154,7 +154,7 @@ def run(command: Sequence[Any], *, timeout: float | None = None, **how: Any) -> 
 
 
 def served() -> str:
-    """The address of the server; it is started unless it runs."""
+    """Return the address of the server, which is started if it is not running."""
     return os.environ.get(ADDRESS) or _start()
 
 

@@ -1,4 +1,4 @@
-"""Games for tests of environments, and how they are played: as a user's file, on one host."""
+"""Games for tests of environments, as a user file, and functions that run their episodes."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def settings(named: str, options: dict[str, Any] | None = None, **limits: Any) -
 
 @contextlib.asynccontextmanager
 async def hosted(made: EpisodeSettings) -> AsyncIterator[tuple[EpisodeHost, Task]]:
-    """A host of episodes, and its first task."""
+    """An episode host and its first task."""
     episodes = EpisodeHost(made)
     try:
         yield episodes, made.source.build().task(0)
@@ -263,7 +263,7 @@ async def acted(episodes: EpisodeHost, of: Task, *turns: str, cut: bool = False,
 
 
 async def played(episodes: EpisodeHost, of: Task, turns: Sequence[str], **key: Any) -> list[HostedStepResult]:
-    """The answers to these turns, until the episode ends."""
+    """Return the step results of these turns until the episode ends."""
     answers: list[HostedStepResult] = []
     for number in range(1, len(turns) + 1):
         answers.append(await acted(episodes, of, *turns[:number], **key))
@@ -277,7 +277,7 @@ def said(answers: Sequence[HostedStepResult]) -> list[Any]:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended, or only waits to be reaped."""
+    """Return whether a process has ended or is a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

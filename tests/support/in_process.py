@@ -1,4 +1,4 @@
-"""Worker processes and actors inside the test's own process, with faults scripted call by call.
+"""Worker processes and actors inside the process of the test, with faults scripted per call.
 
 `InProcessWorkers` keeps the contract of pipeline/processes/worker_protocol.py as a Dask cluster does: an actor is
 called through a proxy; a call takes a moment to arrive and its result a moment to come back; a caller that stops
@@ -33,12 +33,12 @@ _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside an actor"
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """A fault at the n-th call of a method of an actor, counted from 1; at every call if `nth` is 0. Calls to
-    replacements are counted too, if the name is given without the suffix of replacements. "__init__" is the actor's
-    creation.
+    replacements count too if the name has no replacement suffix. "__init__" is the creation of the actor.
 
     dies, silent: the process dies, or never answers this call, before or after the method ran. late_s: delay of the
     result. error: raised instead of calling. change: applied to the result. twice: the method is called once more, and
-    that result comes back. act: called when the call arrives."""
+    that result comes back. act: called when the call arrives.
+    """
 
     actor: str
     method: str
@@ -58,7 +58,7 @@ NOTHING = Fault(actor="", method="")
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A call that was made."""
+    """A recorded call."""
 
     at_s: float
     actor: str
@@ -68,7 +68,7 @@ class Call:
 
 @dataclass(eq=False)
 class Process:
-    """A worker process; its actors end with it."""
+    """A simulated worker process; its actors end with it."""
 
     address: str
     host: str
@@ -83,12 +83,12 @@ class Process:
     actors: list[Any] = field(default_factory=list)
 
     def tasks(self) -> list[asyncio.Task[Any]]:
-        """What runs in it: methods, and what its actors have started by themselves."""
+        """Return the tasks in it: methods, and tasks that its actors started."""
         own = [task for task in asyncio.all_tasks() if _self(task) in self.actors]
         return [*self.running, *sorted(own, key=asyncio.Task.get_name)]
 
     async def running_again(self) -> None:
-        """Wait while it is stopped."""
+        """Wait while the process is stopped."""
         while self.stopped:
             await asyncio.sleep(0.1)
 
@@ -105,7 +105,7 @@ class Process:
 
 
 class Proxy:
-    """A proxy of an actor, as others call it."""
+    """An actor proxy as used by callers."""
 
     def __init__(self, workers: InProcessWorkers, name: str, process: Process, actor: Any) -> None:
         self._workers, self._name, self._process, self._actor = workers, name, process, actor
@@ -124,8 +124,8 @@ class Proxy:
 
 
 class InProcessWorkers:
-    """Workers with one process per actor, shared only where that is asked for. actors: factories by
-    class asked for. hosts: processes are spread over them in turn."""
+    """Workers with one process per actor, shared only on request. actors: factories by requested class. hosts:
+    processes are distributed over them in turn."""
 
     def __init__(
         self, actors: dict[type[Any], Callable[..., Any]], faults: Sequence[Fault] = (), hosts: Sequence[str] = ("one",)
@@ -188,11 +188,11 @@ class InProcessWorkers:
         self.placed[name].future.die()
 
     def stop(self, name: str) -> None:
-        """Stop the process of an actor as SIGSTOP does: no call to it is answered any more."""
+        """Stop the process of an actor as SIGSTOP does: it replies to no call."""
         self.placed[name].future.stopped = True
 
     def go_on(self, name: str) -> None:
-        """Let a stopped process go on, as SIGCONT does: it answers what it was asked meanwhile."""
+        """Continue a stopped process as SIGCONT does: it then replies to pending calls."""
         process = self.placed[name].future
         process.stopped = False
         unanswered, process.unanswered = process.unanswered, []
@@ -200,11 +200,11 @@ class InProcessWorkers:
             _put(answer, result, error)
 
     def actor(self, name: str) -> Any:
-        """The object of an actor, also of a lost one."""
+        """Return the object of an actor, also of a lost one."""
         return self._objects[name]
 
     def methods(self, actor: str) -> list[str]:
-        """The calls to an actor, in order."""
+        """Return the calls to an actor in order."""
         return [c.method for c in self.calls if c.actor == actor]
 
     async def end(self) -> None:
@@ -318,13 +318,13 @@ class InProcessWorkers:
 
 
 def _self(task: asyncio.Task[Any]) -> Any:
-    """The object whose method a task runs."""
+    """Return the object whose method a task runs."""
     frame = getattr(task.get_coro(), "cr_frame", None)
     return None if frame is None else frame.f_locals.get("self")
 
 
 def _put(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    """Deliver a result, if anybody still waits."""
+    """Set a result if the future is still pending."""
     if answer.done():
         return
     if error is not None:

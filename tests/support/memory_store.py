@@ -1,4 +1,4 @@
-"""What a trajectory store promises, and one of lists in memory: the reference that the Zarr store is tested against."""
+"""The protocol of trajectory stores, and an in-memory store, which is the reference for the Zarr store."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class TrajectoryStore(Protocol):
     def header(self) -> RunHeader: ...
 
     def commit(self, record: StepRecord, ended: Sequence[EndedTrajectory]) -> str:
-        """Store a step and the trajectories that ended since the last commit, all or nothing; returns the snapshot.
-        The record's num_rows and num_tokens are filled in here. Raises StoreError; then nothing was stored."""
+        """Store a step and the trajectories that ended since the last commit, all or nothing; returns the snapshot. The
+        num_rows and num_tokens of the record are set here. Raises StoreError, and then nothing was stored."""
         ...
 
     def steps(self, first: int = 0) -> list[StepRecord]:
-        """The commits from number `first` on, oldest first; as in slices, a negative one counts from the end."""
+        """Return the commits from number `first` on, oldest first; negative numbers count from the end."""
         ...
 
     def ended(self, step: int | None = None) -> Iterable[EndedTrajectory]:
-        """All stored trajectories in the order stored, or those that one training step consumed, in its order."""
+        """Yield all stored trajectories in order, or those that one training step consumed, in its order."""
         ...
 
     def get(self, trajectory: TrajectoryId) -> EndedTrajectory | None: ...
 
 
 class MemoryStore:
-    """A TrajectoryStore for one process; nothing is written."""
+    """An in-memory TrajectoryStore for one process."""
 
     def __init__(self, header: RunHeader) -> None:
         self.header = header
@@ -57,7 +57,7 @@ class MemoryStore:
         return self._steps[first:]
 
     def entry(self, step: int) -> str:
-        """A step's entry, which is the step's number: this store has no chain."""
+        """Return the chain entry of a step, here its number: this store has no chain."""
         return f"{step:064x}"
 
     def ended(self, step: int | None = None) -> Iterable[EndedTrajectory]:

@@ -1,4 +1,4 @@
-"""Defects that a soak has to find: workers that load this module as they start have the one that is named."""
+"""Planted defects that a soak must find: workers that load this module at startup have the named one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHILD_S = 90
 
 
 def dropped_member() -> None:
-    """The first row of step 1's batch is never stored."""
+    """The first row of the batch of step 1 is never stored."""
     commit = VersionedStore.commit
 
     def planted(self: VersionedStore, record: StepRecord, ended: Sequence[EndedTrajectory]) -> str:
@@ -37,7 +37,7 @@ def dropped_member() -> None:
 
 
 def unreported_tokens() -> None:
-    """The engine keeps the last two tokens of some responses to itself."""
+    """The engine does not report the last two tokens of some responses."""
     sampled = EmulatedEngine._sampled_tokens
 
     def planted(self: EmulatedEngine, *args: Any) -> SampledTokens:
@@ -66,7 +66,7 @@ def crash_at_start() -> None:
 
 
 def pull_without_load() -> None:
-    """An instance says that it serves every other version, and does not load it."""
+    """An instance reports every other version as loaded without loading it."""
     load = EmulatedEngine.load
 
     def planted(self: EmulatedEngine, version: Any, weights: Path) -> LoadResult:
@@ -82,7 +82,7 @@ def pull_without_load() -> None:
 
 
 def leaked_child() -> None:
-    """An instance that is closed leaves a process."""
+    """A closed instance leaves a child process."""
     close = EmulatedEngine.close
 
     def planted(self: EmulatedEngine) -> None:
@@ -103,7 +103,7 @@ DEFECTS: dict[str, tuple[Callable[[], None], str]] = {
 
 
 def dask_setup(worker: Any) -> None:
-    """Plant the defect in this process. Called by Dask as a worker starts."""
+    """Plant the defect in this process. Called by Dask when a worker starts."""
     DEFECTS[os.environ[NAME]][0]()
 
 

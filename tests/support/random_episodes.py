@@ -1,5 +1,5 @@
-"""Episodes of many turns as hypothesis draws them, played on the real trajectory server and two real rollout instances,
-without a cluster, on any engine.
+"""Random multi-turn episodes from hypothesis, run on the real trajectory server and two real rollout instances without
+a cluster, on any engine.
 
 `plans` draws what happens; `play` has it happen and checks after every turn, interrupt and answer that
 
@@ -66,11 +66,11 @@ NO_VERSION = -1
 
 
 class Step(NamedTuple):
-    """What happens next to an episode. GO: it is routed, sampled to the end of its turn, or answered with `number`
-    tokens, as its state is. STOP, MOVE: its turn is interrupted after `number` tokens; MOVE: and goes on elsewhere.
-    PULL: an instance loads newer weights, its own one after `number` tokens of its turn. SAVE: what runs is given to
-    the server, and goes on. FAIL: its environment fails. END: its episode ends with its turn. ABORT: it ends at once.
-    To an episode that is not that far yet, what comes before happens first; to one that is further, nothing."""
+    """The next operation on an episode. GO: route it, sample its turn to the end, or add an observation of `number`
+    tokens, depending on its state. STOP, MOVE: interrupt its turn after `number` tokens; MOVE: and continue elsewhere.
+    PULL: an instance loads newer weights, that of the episode after `number` tokens. SAVE: deliver running tokens and
+    continue. FAIL: its environment fails. END: its episode ends with its turn. ABORT: it ends at once. Preceding
+    operations happen first if the episode is not that far; nothing happens if it is further."""
 
     kind: str
     episode: int
@@ -82,7 +82,7 @@ KINDS = ("GO",) * 6 + ("STOP", "STOP", "MOVE", "MOVE", "PULL", "PULL", "SAVE", "
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """prompts: their lengths in tokens, one for each episode. turns: of an episode, after which it ends."""
+    """prompts: length of each episode's prompt in tokens. turns: number of turns after which an episode ends."""
 
     prompts: tuple[int, ...]
     turns: int
@@ -90,7 +90,8 @@ class Plan:
 
 
 def plans(most_episodes: int = 4) -> st.SearchStrategy[Plan]:
-    """Plans of up to so many episodes. What is left of them after the last step is played without further ado."""
+    """Return plans of up to this many episodes. Episodes that are unfinished after the last step are run to their
+    end."""
     step = st.builds(Step, st.sampled_from(KINDS), st.integers(0, most_episodes - 1), st.integers(0, 10))
     steps = st.lists(st.lists(step, max_size=12), max_size=12)  # of lists: hypothesis draws some five elements of each
     return st.builds(
@@ -106,10 +107,10 @@ def plans(most_episodes: int = 4) -> st.SearchStrategy[Plan]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """An engine to play episodes on. engine: that of instance number i, which runs nothing, keeps nothing and serves
-    version 0; it is not closed. weights: the file of a version. logprobs: of tokens[first:], each under its version's
-    weights, by a computation that shares nothing with the engine. check_idle: raises AssertionError unless an engine
-    on which all has ended holds nothing any more."""
+    """An engine under test. engine: that of instance i, idle, with an empty cache, at version 0; it is not closed.
+    weights: the file of a version. logprobs: of tokens[first:], each under the weights of its version, computed
+    independently of the engine. check_idle: raises AssertionError unless an engine without requests has freed
+    everything."""
 
     engine: Callable[[int], Engine]
     weights: Callable[[int], Path]
@@ -122,7 +123,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class PlayedPrompts:
-    """Prompts of given lengths, and a tokenizer of numbers: a message's content names its ids."""
+    """Prompts of given lengths, and a tokenizer of numbers: the content of a message lists its ids."""
 
     lengths: tuple[int, ...]
     max_new_tokens: int = MAX_TOKENS
@@ -155,7 +156,7 @@ class PlayedPrompts:
 
 
 class InMemoryServer(TrajectoryServer):
-    """The trajectory server, its store in memory."""
+    """The trajectory server with an in-memory store."""
 
     class Stores:
         @staticmethod
@@ -169,7 +170,7 @@ class InMemoryServer(TrajectoryServer):
 
 
 def words(key: int, count: int) -> tuple[int, ...]:
-    """So many token ids, which depend on the key."""
+    """Return this many token ids, which depend on the key."""
     return tuple(FIRST + (3 * key + 7 * i + i * i // 5) % COUNT for i in range(count))
 
 
@@ -189,7 +190,7 @@ def server(plan: Plan, folder: Path) -> InMemoryServer:
 
 
 class Token(NamedTuple):
-    """A token after the prompt, as it must be. A given one has NO_VERSION."""
+    """The expected value of a token after the prompt. Env tokens have NO_VERSION."""
 
     id: int
     version: int
@@ -199,7 +200,7 @@ class Token(NamedTuple):
 
 @dataclass(slots=True)
 class Episode:
-    """What an episode must consist of. on: the instance it runs on, or ran on last."""
+    """The expected content of an episode. on: the instance it runs on or ran on last."""
 
     id: TrajectoryId
     prompt: tuple[int, ...]
@@ -220,7 +221,7 @@ class Episode:
 
 
 def play(subject: Subject, plan: Plan) -> Counter[str]:
-    """Play a plan. Returns how often what happened. Raises AssertionError."""
+    """Run a plan. Returns counts of what happened. Raises AssertionError."""
     with tempfile.TemporaryDirectory() as folder:
         table = Table(subject, plan, Path(folder))
         asyncio.run(table.play())
@@ -228,7 +229,7 @@ def play(subject: Subject, plan: Plan) -> Counter[str]:
 
 
 class Table:
-    """Two instances, a server, and episodes under way."""
+    """Two instances, a server, and episodes in progress."""
 
     def __init__(self, subject: Subject, plan: Plan, folder: Path) -> None:
         self._subject, self._plan = subject, plan
@@ -404,13 +405,13 @@ class Table:
         self._check(episode)
 
     async def _run(self, episode: Episode, number: int) -> None:
-        """Have a turn that waits begin, and wait until it has so many tokens, or has ended."""
+        """Start a waiting turn, and wait until it has this many tokens or has ended."""
         if episode.state == "QUEUED":
             await self._route(episode, number)
         await self._sampled(episode, number)
 
     async def _act(self, episode: Episode) -> None:
-        """Have a turn end that waits or runs."""
+        """Let a waiting or running turn end."""
         while episode.state in {"QUEUED", "RUNNING"}:
             await self._go(episode, 0)
 
@@ -442,7 +443,7 @@ class Table:
             await self._told.wait_for(come)
 
     async def _sampled(self, episode: Episode, number: int) -> None:
-        """Wait until its turn has so many tokens, or has ended."""
+        """Wait until the turn has this many tokens or has ended."""
         deadline = time.monotonic() + PATIENCE_S
         begin = len(episode.response)
         while episode.state == "RUNNING":
@@ -455,7 +456,7 @@ class Table:
     # -- checks --------------------------------------------------------------------------------------------------
 
     def _check_request(self, request: Request) -> None:
-        """Called in an instance's thread while its route is awaited, so nothing of the episode changes meanwhile."""
+        """Called in a thread of an instance while its route is awaited, so the episode does not change."""
         episode = self._episodes[request.trajectory]
         assert (request.route_number, request.tokens) == (episode.route_number, (*episode.prompt, *episode.ids))
         assert request.num_prior == len(episode.response)
@@ -464,7 +465,7 @@ class Table:
         assert request.keep_kv and not request.greedy
 
     def _take(self, episode: Episode) -> None:
-        """Add what an engine gave out for the latest routing of an episode to what it must consist of."""
+        """Add the output of an engine for the latest route of an episode to its expected content."""
         engine = self._engines[episode.on]
         result = engine.results[episode.id, episode.route_number]
         sampling = engine.sampling[episode.id, episode.route_number]
@@ -491,7 +492,7 @@ class Table:
         np.testing.assert_allclose([token.logprob for token in new], expected, atol=3e-4)
 
     def _check(self, episode: Episode) -> None:
-        """Compare what the server has of an episode with what it must have."""
+        """Compare what the server has of an episode with the expected content."""
         held = self._server.held(episode.id)
         assert tuple(held.prompt_tokens.tolist()) == episode.prompt
         assert held.response_tokens.tolist() == episode.ids

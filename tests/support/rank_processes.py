@@ -1,4 +1,4 @@
-"""A trainer's group as plain processes, without a cluster."""
+"""The ranks of a trainer as plain processes without a cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WorkTotals = Callable[..., Any]
 
 
 def in_group(count: int, work: WorkTotals, *arguments: Any) -> list[Any]:
-    """Call `work` in so many processes, each with its place in a group; returns the results in their order."""
+    """Call `work` in this many processes, each with its rank; returns the results in order."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = Rank(count=count, host="127.0.0.1", port=store.port)
     context = multiprocessing.get_context("forkserver")
@@ -47,7 +47,7 @@ def in_group(count: int, work: WorkTotals, *arguments: Any) -> list[Any]:
 
 
 class Failure(Exception):
-    """That a process failed, and its traceback."""
+    """The traceback of a process that failed."""
 
 
 def _work(end: Connection, work: WorkTotals, rank: Rank, arguments: tuple[Any, ...]) -> None:

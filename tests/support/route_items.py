@@ -1,4 +1,4 @@
-"""Routings of trajectories, as a rollout instance and the trajectory server receive them."""
+"""Route items as received by rollout instances and the trajectory server."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from staleflow.tasks.actors.server_messages import RouteItem
 
 
 def route_item(trajectory: int, route_number: int = 1, version: int = 0) -> RouteItem:
-    """A routing of a trajectory to an instance that serves at least a version."""
+    """Return the route of a trajectory to an instance that serves at least a version."""
     return RouteItem(trajectory=TrajectoryId(trajectory), route_number=route_number, version=PolicyVersion(version))

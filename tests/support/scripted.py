@@ -1,4 +1,5 @@
-"""The actors of a run without model, processes or disk, in virtual time: what InProcessWorkers uses for each class.
+"""Actors of a run without model, processes or disk, in virtual time; InProcessWorkers uses them in place of the real
+classes.
 
 Trajectory server, rollout instance and reward worker are the real classes over a fake engine, reward and store; trainer
 and parameter server are fakes. tests/runtime/test_in_process.py compares their methods with the real ones, so that they
@@ -50,7 +51,7 @@ PROMPTS = RandomWorkload(WorkloadConfig(prompt_tokens=6), members=2, max_tokens=
 
 @dataclass(kw_only=True)
 class World:
-    """State that the actors of a run share: durations, the stored data, the weights on each host."""
+    """State shared by the actors of a run: durations, stored data, weights on each host."""
 
     tokens_per_s: float = 20.0
     """For one trajectory; an engine samples all at once."""
@@ -109,19 +110,19 @@ class World:
     """Metrics that training a step reports besides its times."""
 
     def check_bucket(self, request: str) -> None:
-        """Raise StoreUnavailable during the outage."""
+        """Raise StoreUnavailable during an outage."""
         begin_s, end_s = self.outage
         if begin_s <= asyncio.get_running_loop().time() < end_s:
             raise StoreUnavailable(f"{request}: the provided token has expired")
 
     def wake(self, instance: str) -> None:
-        """Have an engine on its device."""
+        """Mark an engine as awake on its device."""
         assert not (self.turns and self.computing), f"{instance} wakes while the trainer computes"
         self.awake.add(instance)
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Have the trainer on its device."""
+        """Mark the trainer as computing on its device."""
         assert not (self.turns and self.awake), f"the trainer computes while {self.awake} are awake"
         self.computing = True
         try:
@@ -137,7 +138,7 @@ class World:
 
     @property
     def actors(self) -> dict[type[Any], Callable[..., Any]]:
-        """What is made for each class, given the host and what the class is made of."""
+        """Return a factory for each class, given the host and the constructor arguments."""
         return {
             TrajectoryServer: lambda host, *args: server_class(self)(*args),
             RolloutInstance: lambda host, settings, *args: VirtualRolloutInstance(VirtualSettings(self), *args),
@@ -150,7 +151,7 @@ class World:
 
 
 def response(trajectory: int, count: int) -> list[int]:
-    """The first tokens of a trajectory's response."""
+    """Return the first tokens of a trajectory's response."""
     return [int(t) for t in emulated_ids(trajectory, 0, count)]
 
 
@@ -158,11 +159,11 @@ def response(trajectory: int, count: int) -> list[int]:
 
 
 def server_class(world: World) -> type[TrajectoryServer]:
-    """The trajectory server, with a store of the world's."""
+    """Return a trajectory server class with a store of the world."""
 
     class SlowStore(MemoryStore):
         async def commit(self, record: StepRecord, ended: Sequence[EndedTrajectory]) -> str:  # type: ignore[override]
-            """As in a thread: the commit is there at the end of its time."""
+            """The commit takes effect at the end of its duration, as in a thread."""
             await asyncio.sleep(world.commit_s)
             world.check_bucket("the commit")
             return super().commit(record, ended)
@@ -212,8 +213,8 @@ class _Request:
 
 
 class VirtualEngine:
-    """An engine that samples every request at one rate, whatever else runs. `events` is a coroutine: in virtual time an
-    executor waits for it as a thread would block."""
+    """An engine that samples every request at one rate. `events` is a coroutine: in virtual time an executor waits for
+    it as a thread would block."""
 
     def __init__(self, world: World, instance: InstanceId) -> None:
         self._world = world
@@ -234,11 +235,11 @@ class VirtualEngine:
         world.wake(instance)
 
     def stand_still(self) -> None:
-        """Sample nothing from now on, but still answer calls."""
+        """Sample nothing from now on but reply to calls."""
         self._stood_still_s = self._now()
 
     def _now(self) -> float:
-        """The engine's time: it stops when decoding stalls."""
+        """The time of the engine, which stops while decoding is stalled."""
         return asyncio.get_running_loop().time() if self._stood_still_s is None else self._stood_still_s
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -325,13 +326,13 @@ class VirtualEngine:
                 continue
 
     def set_draft_length(self, length: int) -> None:
-        """It drafts nothing."""
+        """Do nothing."""
 
     def drafting_trajectories(self) -> tuple[TrajectoryId, ...]:
         return ()
 
     def add_draft_responses(self, responses: Sequence[PromptResponses]) -> None:
-        """It drafts nothing."""
+        """Do nothing."""
 
     def load_statistics(self) -> EngineLoad:
         self._advance()
@@ -401,7 +402,7 @@ NUM_ARGUMENTS = len(inspect.signature(RolloutInstance.__init__).parameters) - 3
 
 
 class VirtualRolloutInstance(RolloutInstance):
-    """The real rollout instance except for what becomes of the engine after it: here all actors share a process."""
+    """The real rollout instance, except that its engine ends with it: here all actors share a process."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args[:NUM_ARGUMENTS])
@@ -427,7 +428,7 @@ class VirtualRewardWorker(RewardWorker):
         self._world = world
 
     async def check(self) -> None:
-        """There is nothing to load."""
+        """Do nothing, since there is nothing to load."""
 
     async def score_texts(self, items: list[tuple[str, Any]]) -> list[ScoredResponse]:
         await asyncio.sleep(self._world.reward_s * len(items))
@@ -439,7 +440,7 @@ class VirtualRewardWorker(RewardWorker):
 
 
 class PlayedTrainer:
-    """A trainer that fetches batches as the real one does, trains for as long as the world says, publishes a number."""
+    """A trainer that fetches batches as the real one does, trains for a scripted time and publishes a number."""
 
     def __init__(
         self, world: World, host: str, settings: Any, folder: str, threads: int, call_s: float, points: str,
@@ -465,7 +466,7 @@ class PlayedTrainer:
             await call_actor(other, "join", rank, timeout_s=CALL_TIMEOUT_S, actor_name=rank_name(number))
 
     async def _follow(self, method: str) -> None:
-        """What the other ranks do meanwhile; the group is lost with any of them."""
+        """Wait as the other ranks do; the group is lost with any of them."""
         assert len(self._others) == self._ranks - 1, "the group is not there yet"
         requests = [
             call_actor(other, "call_policy", method, timeout_s=CALL_TIMEOUT_S, actor_name=rank_name(number))
@@ -521,7 +522,7 @@ class PlayedTrainer:
         return self._publish({**times, **self._world.figures(step)})
 
     async def _write_point(self, version: PolicyVersion) -> None:
-        """Write a resume point that is complete, after its time."""
+        """Write a complete resume point after a scripted time."""
         await asyncio.sleep(self._world.point_s)
         self._points.write(version, lambda part: zipfile.ZipFile(part, "w").close())
 
@@ -542,7 +543,7 @@ class PlayedTrainer:
         return True
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
     def _publish(self, metrics: dict[str, float]) -> PublishedStep:
         self._world.weights.setdefault(self._host, set()).add(self._version)
@@ -557,7 +558,7 @@ class PlayedTrainer:
 
 
 class PlayedTrainerRank:
-    """A rank of the played trainer: does nothing, and can be lost."""
+    """A rank of the scripted trainer that does nothing and can be lost."""
 
     def __init__(self, world: World, host: str, settings: Any, threads: int) -> None:
         self._rank: Rank | None = None
@@ -569,14 +570,15 @@ class PlayedTrainerRank:
         assert self._rank is not None
 
     async def ping(self) -> None:
-        """Answer."""
+        """Reply."""
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
 
 class PlayedParameterServer:
-    """A parameter server that knows where weights are; asking for a removed or unpublished version is an error."""
+    """A parameter server that knows which hosts have weights; requesting a removed or unpublished version is an
+    error."""
 
     def __init__(self, world: World, host: str, folder: str, call_s: float, piece_bytes: int = 1) -> None:
         self._here = world.weights.setdefault(host, set())
@@ -611,4 +613,4 @@ class PlayedParameterServer:
         self._here.intersection_update({*used, *later, max(self._here, default=0)})
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""

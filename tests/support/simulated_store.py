@@ -1,4 +1,4 @@
-"""A run folder with config, journal, store and summary, made from a simulation: a finished run in a second."""
+"""A run folder with config, journal, store and summary, created from a simulation within a second."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ JOB = Path("examples/dryrun.toml")
 
 
 def stored_simulation(folder: Path, *overrides: str) -> Path:
-    """Simulate examples/dryrun.toml with overrides, and store it as a run of that name in `folder`."""
+    """Simulate examples/dryrun.toml with overrides and store it as a run of that name in `folder`."""
     config = loading.load(JOB, (f"runs_dir={folder}", *overrides))
     run_dir = config.run_dir
     run_dir.mkdir(parents=True)

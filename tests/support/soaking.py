@@ -1,4 +1,4 @@
-"""`python -m benchmarks.soak` whose processes are forked (forking.py): its cluster's, its runs and its audits."""
+"""`python -m benchmarks.soak` with forked processes (forking.py): its cluster, its runs and its audits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ on_second_host = machine.Machine.on_second_host
 
 
 class Answering:
-    """What asyncio calls a process, of one that is forked."""
+    """The asyncio process interface of a forked process."""
 
     def __init__(self, *command: str, **files: Any) -> None:
         self._process = forking.Popen(command, **files)
@@ -35,7 +35,7 @@ async def answering(*command: str, **files: Any) -> Answering:
 
 @functools.cache
 def there(one: machine.Machine) -> int:
-    """A process that lives on the second host and does nothing: where it is, others can go."""
+    """Start an idle process on the second host, whose namespaces others can enter."""
     process = subprocess.Popen(on_second_host(one, ["sleep", "infinity"]))
     atexit.register(process.kill)
     while Path(f"/proc/{process.pid}/comm").read_text() != "sleep\n":

@@ -1,4 +1,4 @@
-"""Run folders written directly, with texts, rewards and fates as a test wants them: no run, no cluster, no model."""
+"""Run folders with chosen texts, rewards and fates, written without a run, cluster or model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.segments import sampled_segment
 
 
 def byte_tokenizer(folder: Path) -> Any:
-    """A tokenizer with a token per byte, so that any text can be a response; saved as a model folder has it."""
+    """Return a tokenizer with one token per byte, saved as in a model folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -48,8 +48,8 @@ def byte_tokenizer(folder: Path) -> Any:
 
 @dataclass
 class Response:
-    """A response to store. versions: of its segments, the text divided evenly among them. turns: after the text, (role,
-    what was given, its seconds, what was sampled then under the last version)."""
+    """A response to store. versions: those of its segments, which divide the text evenly. turns: (role, observation,
+    seconds, sampled text under the last version) after the text."""
 
     text: str
     reward: float = 0.0
@@ -64,7 +64,7 @@ class Response:
 
 
 class StoredRun:
-    """A run whose steps a test stores one by one. group: members of each group, all of which are started."""
+    """A run whose steps a test stores one by one. group: number of members of each group."""
 
     def __init__(
         self, folder: Path, *, group: int = 2, groups: int = 1, steps: int = 3, eta: int = 1, **more: Any
@@ -87,7 +87,7 @@ class StoredRun:
         return np.asarray(self.tokenizer.encode(text).ids, np.int32)
 
     def train(self, groups: Sequence[tuple[str, Sequence[Response]]], **metrics: float) -> None:
-        """Store a step that trained on these (prompt, responses), and those that were dropped with it."""
+        """Store a step that trained these (prompt, responses), and trajectories dropped with it."""
         rows = []
         size = self.config.oversampled_group_size
         for prompt, responses in groups:
@@ -110,7 +110,7 @@ class StoredRun:
         self.step += 1
 
     def end(self) -> None:
-        """Store the run's end."""
+        """Store the end of the run."""
         self._commit("end", self.step, {}, [])
 
     def _commit(self, kind: str, step: int, metrics: dict[str, float], rows: list[EndedTrajectory]) -> None:

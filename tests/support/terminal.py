@@ -1,4 +1,4 @@
-"""A command in a real terminal: Ctrl-C goes to all of its processes, as it does for people."""
+"""A command in a real terminal: Ctrl-C goes to all of its processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Terminal:
-    """One command, started in a pseudo-terminal that is its controlling one: forked, or by a new interpreter."""
+    """One command in a new controlling pseudo-terminal: forked, or started by a new interpreter."""
 
     def __init__(self, *args: str | Path, cwd: Path, forked: bool) -> None:
         ours, theirs = pty.openpty()
@@ -46,7 +46,7 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """What it has shown, without colours and cursor moves."""
+        """The output so far, without colours and cursor moves."""
         return ESCAPES.sub("", self._raw.decode(errors="replace"))
 
     def until(self, pattern: str, within_s: float = 120.0) -> None:
@@ -57,7 +57,7 @@ class Terminal:
             assert self._read(), f"ended before {pattern!r}:\n{self.text[-3000:]}"
 
     def until_computed(self, cpu_s: float, within_s: float = 120.0) -> None:
-        """Read until the command itself has used this much CPU time, in seconds."""
+        """Read until the command process has used this much CPU time in seconds."""
         deadline = time.monotonic() + within_s
         while psutil.Process(self.process.pid).cpu_times().user < cpu_s:
             assert time.monotonic() < deadline
@@ -74,7 +74,7 @@ class Terminal:
         os.write(self._ours, b"\x03")
 
     def end(self, within_s: float = 120.0) -> int:
-        """Read to the end; returns the exit code once every process of the terminal is gone."""
+        """Read to the end; returns the exit code once every process of the terminal has ended."""
         deadline = time.monotonic() + within_s
         while self._read():
             assert time.monotonic() < deadline, f"did not end:\n{self.text[:3000]}\n...\n{self.text[-3000:]}"
@@ -93,7 +93,7 @@ class Terminal:
         return results
 
     def _read(self) -> bool:
-        """Take in what has come; False once nothing more can come."""
+        """Read pending output; returns False at the end."""
         if not select.select([self._ours], [], [], 0.2)[0]:
             return True
         try:
@@ -114,6 +114,6 @@ class Terminal:
 
 @contextlib.contextmanager
 def terminal(*args: str | Path, cwd: Path, forked: bool = True) -> Iterator[Terminal]:
-    """A command in a terminal; whatever is left of it at the end is killed."""
+    """A command in a terminal; remaining processes are killed at the end."""
     with closing(Terminal(*args, cwd=cwd, forked=forked)) as opened:
         yield opened

@@ -1,4 +1,4 @@
-"""A model of two layers with random weights, for tests that sample or train."""
+"""A random two-layer model for tests that sample or train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An asyncio event loop whose clock jumps to the next timer when there is nothing to do now.
+"""An asyncio event loop whose clock jumps to the next timer when no task is ready.
 
 A deadline of a minute takes microseconds, and the order of what happens depends on nothing but the program. Invariants:
 - Time passes only while every task waits, and then exactly up to the earliest timer.
@@ -28,7 +28,7 @@ LIMIT_S = 600.0
 
 
 class Deadlock(AssertionError):
-    """No task can proceed any more, or tasks run for ever while time stands still."""
+    """No task can proceed, or tasks run for ever without advancing time."""
 
 
 class LeftOver(AssertionError):
@@ -36,7 +36,7 @@ class LeftOver(AssertionError):
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """A selector that lets virtual time pass where the loop would sleep."""
+    """A selector that advances virtual time where the loop would sleep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """The event loop; see the module's docstring."""
+    """The event loop described in the module docstring."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
@@ -71,14 +71,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """The executors' running calls."""
 
     def begin_anew(self) -> None:
-        """Restart the count of iterations, after a deadlock."""
+        """Restart the count of iterations after a deadlock."""
         self._jumping.turns = 0
 
     def time(self) -> float:
         return self._jumping.now_s
 
     def run_in_executor(self, executor: Executor | None, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]  # may return an awaitable
-        """Run a call; cancelling the returned future cancels the waiting, not the call, as with threads."""
+        """Run a call; cancelling the returned future does not cancel the call, as with threads."""
 
         async def work() -> Any:
             async with self._queues.setdefault(id(executor), asyncio.Lock()):
@@ -96,7 +96,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in virtual time that begins at 0."""
+    """Run a coroutine to its end in virtual time starting at 0."""
     loop = VirtualTimeLoop()
     try:
         result = loop.run_until_complete(main)
@@ -112,7 +112,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def _waiting(loop: VirtualTimeLoop) -> str:
-    """The unfinished tasks, and the line each waits on."""
+    """Return the unfinished tasks and the line each waits on."""
     return "\n".join(f"  {task.get_name()}: {_where(task)}" for task in asyncio.all_tasks(loop))
 
 

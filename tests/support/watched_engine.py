@@ -1,4 +1,4 @@
-"""An engine of any kind that notes what it is asked for and what it gives out."""
+"""A wrapper of any engine that records requests and results."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ UNKNOWN = 2**31
 
 @dataclass(slots=True)
 class InstanceLoad:
-    """A load of weights under a running request: how many tokens its response had before and after; if it has ended
-    since, its last ones may be from before or from after."""
+    """A load of weights during a request: tokens of its response before and after the load. If the request has ended
+    since, its last tokens may be from either."""
 
     before: int
     after: int
@@ -30,7 +30,7 @@ class InstanceLoad:
 
 @dataclass(slots=True)
 class Sampling:
-    """A request as it was submitted. seen: the first of its tokens, as they were looked at while it ran."""
+    """A submitted request. seen: its first tokens as returned by peek while it ran."""
 
     request: Request
     version: int
@@ -39,7 +39,7 @@ class Sampling:
 
 
 class WatchedEngine:
-    """An engine that notes what it is asked for and what it gives out. check: called with every request."""
+    """An engine that records requests and results. check: called with every request."""
 
     def __init__(self, engine: Engine, check: Callable[[Request], None]) -> None:
         self.engine = engine
@@ -110,7 +110,7 @@ class WatchedEngine:
         self.engine.reset(instance)
 
     def close(self) -> None:
-        """Wait until nobody listens any more: the engine goes on to the next plan, whose events are not ours."""
+        """Wait until no events are expected: the engine is used by the next plan."""
         with self._listening:
             pass
 
@@ -124,7 +124,7 @@ class WatchedEngine:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedSettings(EngineSettings):
-    """Settings that build an engine that is there already."""
+    """Settings that return an existing engine."""
 
     engine: WatchedEngine = parameter()
 

@@ -1,5 +1,5 @@
-"""NVIDIA's management library on a machine without GPUs: those of the environment's FAKE_GPUS, such as 8xH100-80 or
-4xL4-24-pcie, or MIG-7xA100-10 for slices of one. In a folder of its own, which a test puts on PYTHONPATH."""
+"""A fake of NVIDIA's management library. The environment variable FAKE_GPUS describes the GPUs, such as 8xH100-80,
+4xL4-24-pcie, or MIG-7xA100-10 for slices. Tests add its folder to PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class NVMLError(Exception):
 
 @dataclass
 class Pci:
-    """Where a GPU is."""
+    """The PCI address of a GPU."""
 
     busId: bytes
 
 
 @dataclass
 class Memory:
-    """Bytes of a GPU."""
+    """The memory of a GPU in bytes."""
 
     total: int
 
