@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from staleflow.pipeline.cluster import connection
 from staleflow.pipeline.processes import local_cluster
-from tests.support import browser, forking
+from tests.support import browser, fork_server, forking
 from tests.support.tiny_models import make_tiny_model
 
 gc.disable()  # until all is imported: collections meanwhile take a quarter of the time
@@ -75,6 +75,13 @@ HEAVIEST = (
 process works alone for long at the end."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Start one fork server for all processes that share the whole test suite, before these start."""
+    is_controller = "PYTEST_XDIST_WORKER" not in os.environ and config.getoption("numprocesses", None)
+    if is_controller and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        os.environ[forking.SHARED_ADDRESS] = forking.served()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     folder = config.rootpath / "tests"
     ranks = {folder / name: rank for rank, name in enumerate(HEAVIEST)}
@@ -108,7 +115,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             modules = local_cluster.modules(emulated=False)
             if any("job" in getattr(item, "fixturenames", ()) for item in session.items):  # there will be runs
                 patch.setenv(forking.ADDRESS, forking.served())
-                modules += ("tests.support.forked_scoring",)
+                modules += fork_server.RUN_MODULES
             local_cluster.prepare(1, modules)
 
 

@@ -35,7 +35,16 @@ import numpy as np
 
 from staleflow.pipeline.processes.local_cluster import ACTOR_MODULES, MODEL_MODULES, WORKER_MODULES
 
+RUN_MODULES = (
+    "distributed.http.worker.prometheus.core",
+    "reasoning_gym",
+    "tests.support.forked_scoring",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+)
+"""What the workers of the tests' runs import when they need it."""
 MODULES = (
+    *RUN_MODULES,
     *WORKER_MODULES,
     *ACTOR_MODULES,
     *MODEL_MODULES,
@@ -52,9 +61,7 @@ MODULES = (
     "staleflow.pipeline.jobs.submission",
     "staleflow.pipeline.stored_runs.reward_rescoring",
     "staleflow.pipeline.cluster.dashboard",
-    "reasoning_gym",
     "tensorboardX",
-    "tests.support.forked_scoring",
 )
 """What the processes of tests import."""
 REQUEST_BYTES = 2**20

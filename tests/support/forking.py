@@ -27,6 +27,8 @@ from staleflow.pipeline.processes.local_cluster import worker_environment
 
 ADDRESS = "STALEFLOW_TESTS_FORK_SERVER"
 """The environment variable that has the server's address; processes that it forks share it, unless it is empty."""
+SHARED_ADDRESS = "STALEFLOW_TESTS_SHARED_FORK_SERVER"
+"""The environment variable that has the address of the server that all processes of a test run share."""
 ENTER = ("nsenter", "--mount", "--net", "--target")
 """How a command begins that is given the network and mounts of a process, whose number is next."""
 if TYPE_CHECKING:
@@ -155,7 +157,7 @@ def run(command: Sequence[Any], *, timeout: float | None = None, **how: Any) -> 
 
 def served() -> str:
     """Return the address of the server, which is started if it is not running."""
-    return os.environ.get(ADDRESS) or _start()
+    return os.environ.get(ADDRESS) or os.environ.get(SHARED_ADDRESS) or _start()
 
 
 @functools.cache
