@@ -19,6 +19,7 @@ from staleflow.pipeline.cluster.certificates import create_certificates, schedul
 from staleflow.pipeline.cluster.open_ports import open_dask_ports
 from staleflow.stores.errors import ConfigError
 from tests.commands import command
+from tests.support import forking
 
 WAIT_S = 120
 
@@ -30,10 +31,10 @@ def free_port() -> int:
 
 
 def staleflow(*words: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run the command in a separate process, because Dask reads its configuration at import."""
-    return subprocess.run(
+    """The command in a process of its own, which reads Dask's configuration as it starts."""
+    return forking.run(
         [sys.executable, "-m", "staleflow.cli.main", *words], env={**os.environ, **environment},
-        capture_output=True, text=True, timeout=WAIT_S, check=False,
+        capture_output=True, text=True, timeout=WAIT_S,
     )  # fmt: skip
 
 
@@ -64,7 +65,8 @@ def test_a_job_runs_on_a_cluster_that_requires_certificates(tmp_path: Path) -> N
         holder = {"DASK_CONFIG": str(folder)}
         submitted = staleflow(
             "submit", "examples/dryrun.toml", "--set", f"runs_dir={tmp_path}", "--set", "rollout.instances=1",
-            "--set", "steps=2", environment=holder,
+            "--set", "steps=2", "--set", "batch.groups_per_step=4", "--set", "rollout.max_new_tokens=100",
+            "--set", "simulation.train_s=0.1", "--set", "simulation.report_s=0.1", environment=holder,
         )  # fmt: skip
         assert submitted.returncode == 0, submitted.stderr
         followed = staleflow("logs", "dryrun", "-f", environment=holder)

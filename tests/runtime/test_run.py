@@ -156,7 +156,7 @@ def test_a_lost_rollout_worker_is_replaced_and_no_trajectory_is_lost(job: Path, 
         struck.append(pid)
         os.kill(pid, blow)
 
-    overrides = ("task.eval_prompts=0", "steps=8", "rollout.instances=2", "deadlines.call_s=6")
+    overrides = ("task.eval_prompts=0", "steps=5", "rollout.instances=2", "deadlines.call_s=6")
     try:
         driver = asyncio.run(sabotaged(job, overrides, "rollout-0", strike))
     finally:
@@ -164,19 +164,19 @@ def test_a_lost_rollout_worker_is_replaced_and_no_trajectory_is_lost(job: Path, 
             if Path(f"/proc/{pid}").exists():
                 os.kill(pid, signal.SIGKILL)
     assert driver.outcomes.losses
-    store = check(job.parent / "runs" / "job", 8)
-    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 8 * 16
+    store = check(job.parent / "runs" / "job", 5)
+    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
 
 
 # A trainer's rank is lost by default in test_run_ranks.py.
 @pytest.mark.parametrize("victim", [pytest.param("trainer", marks=pytest.mark.slow), "server"])
 def test_a_lost_role_is_restored_while_engines_stay_loaded(job: Path, victim: str) -> None:
-    overrides = ("task.eval_prompts=0", "steps=8", "rollout.instances=2")
+    overrides = ("task.eval_prompts=0", "steps=5", "rollout.instances=2")
     driver = asyncio.run(sabotaged(job, overrides, victim, lambda pid: os.kill(pid, signal.SIGKILL)))
     (loss,) = driver.outcomes.losses
     assert f"{victim} is gone" in loss
-    store = check(job.parent / "runs" / "job", 8)
-    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 8 * 16
+    store = check(job.parent / "runs" / "job", 5)
+    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
     instances = {s.instance for row in store.ended() for s in row.trajectory.segments}
     assert instances == {"rollout-0", "rollout-1"}
 

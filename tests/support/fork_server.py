@@ -194,6 +194,7 @@ def _become(request: Mapping[str, Any]) -> None:
     importlib.invalidate_caches()
     _renew_streams()
     np.random.seed()  # `random` does so by itself; torch's default seed is fixed
+    dask.config.paths[:] = getattr(dask.config, "_get_paths")()  # noqa: B009  mypy does not know it; DASK_CONFIG is one
     dask.config.refresh()
     importlib.import_module("distributed.config").initialize_logging(dask.config.config)
 
