@@ -27,6 +27,7 @@ COMMANDS = {
     "cancel": ("staleflow.cli.cluster_jobs:cancel", "stop a job at its next step"),
     "train-offline": ("staleflow.cli.train_offline", "train on stored trajectories, without rollout"),
     "unlearn": ("staleflow.cli.unlearn", "repeat a run's training without some trajectories"),
+    "bisect": ("staleflow.cli.bisect", "find which trajectories made a policy worse"),
     "simulate": ("staleflow.cli.simulate", "run a job in virtual time: how long it would take, and why"),
     "profile": ("staleflow.cli.profile", "fit the cost model of simulations to a run"),
     "config": ("staleflow.cli.config", "explain a job file, or print the schema"),

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from staleflow.pipeline.jobs.replaying import ReplayResult as ReplayResult
     from staleflow.pipeline.jobs.tracking import Tracker as Tracker
     from staleflow.pipeline.runtime.evaluation_results import Evaluation as Evaluation
+    from staleflow.pipeline.stored_runs.bisection import Bisection as Bisection
     from staleflow.pipeline.stored_runs.branch_diff import BranchDifference as BranchDifference
     from staleflow.pipeline.stored_runs.comparison import Comparison as Comparison
     from staleflow.pipeline.stored_runs.conversations import MessageSpan as MessageSpan
@@ -130,6 +131,7 @@ _MODULES = {
     "ConsumedBatch": "staleflow.pipeline.stored_runs.steps",
     "StoredTrajectory": "staleflow.pipeline.stored_runs.stored_trajectories",
     "OfflineTrainingResult": "staleflow.pipeline.stored_runs.training",
+    "Bisection": "staleflow.pipeline.stored_runs.bisection",
     "UnlearningResult": "staleflow.pipeline.stored_runs.unlearning",
     "Verification": "staleflow.pipeline.stored_runs.verification",
     "TokenView": "staleflow.pipeline.stored_runs.views",

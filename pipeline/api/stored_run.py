@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from distributed import Client
 
     from staleflow.pipeline.jobs.replaying import ReplayResult
+    from staleflow.pipeline.stored_runs.bisection import Bisection
     from staleflow.pipeline.stored_runs.branch_diff import BranchDifference
     from staleflow.pipeline.stored_runs.comparison import Comparison
     from staleflow.pipeline.stored_runs.exporting import ExportFormat, ExportResult
@@ -374,6 +375,43 @@ class Run(RunData):
             plan, facts = unlearning.make_plan(self._path, folder, where, branch)
             with pool_of(client, plan.config.training.ranks, model=True) as pool:
                 return unlearning.unlearn(plan, facts, pool, report or _ignore)
+
+    def bisect(
+        self,
+        at: int,
+        *,
+        since: int | None = None,
+        client: Client | None = None,
+        report: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> Bisection:
+        """Find the smallest part of the trained trajectories without which the policy does not become worse.
+
+        The steps between two versions are trained again without parts of their rows, and the held-out prompts are
+        answered by each result. `unlearn` then makes a policy without the part.
+
+        Args:
+            at: Version with a lower reward.
+            since: Version before it; by default the one with the highest evaluated reward, or ten steps before.
+            client: Workers to train on: as many as `training.ranks`. Without, that many processes of this machine.
+            report: Called with {"say": text} for each part.
+
+        Returns:
+            The parts that were left out with their rewards, and the smallest that prevents the loss if there is one.
+
+        Raises:
+            ConfigError: The versions are not those of the run, or there are no held-out prompts to measure on.
+        """
+        from staleflow.pipeline.stored_runs import bisection
+        from staleflow.pipeline.stored_runs.pool import pool_of
+
+        self._require_newest("bisect")
+        if self._branch != MAIN:
+            raise ConfigError(f"bisect: {self._branch} is a branch; open the run without it, as it was trained")
+        with self._lock_run():
+            first = bisection.best_version_before(self._path, at) if since is None else since
+            plan = bisection.make_plan(self._path, first, at)
+            with pool_of(client, plan.offline.config.training.ranks, model=True) as pool:
+                return bisection.run_bisection(plan, pool, report or _ignore)
 
     def _lock_run(self) -> contextlib.AbstractContextManager[None]:
         """The lock of the run's folder. Raises FolderInUse if a process works on the run."""

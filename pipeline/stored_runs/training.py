@@ -16,6 +16,7 @@ import json
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,6 +52,7 @@ from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.tasks.engines.engine_settings import TransformersSettings
 
 if TYPE_CHECKING:
+    from staleflow.tasks.sources.reward_process import ScoredResponse
     from staleflow.tasks.training.policy import Policy
 
 MAY_CHANGE = ("training.", "model.", "seed", "task.eval_prompts")
@@ -372,9 +374,41 @@ class _Training:
 
 def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report: Report) -> Evaluation | None:
     """Mean reward on the job's held-out prompts under a model, except those the plan trains on; None if none remain."""
+    scores = held_out_scores(plan, model, version, context, report)
+    if scores is None:
+        return None
+    evaluation = Evaluation.of(
+        version, scores[False], scores[True], source_fingerprints.compute(plan.run_job).digests()
+    )
+    report({"say": evaluation.line})
+    return evaluation
+
+
+def held_out_scores(
+    plan: OfflinePlan,
+    model: str,
+    version: int,
+    context: int,
+    report: Report,
+    *,
+    decoding: Sequence[bool] = (False, True),
+) -> dict[bool, list[ScoredResponse]] | None:
+    """Sample and score a response to each held-out prompt of a job, except to those that the plan trains on.
+
+    Args:
+        plan: Has the job, and the rows that it trains on.
+        model: Folder of the weights.
+        version: Version of the weights, for messages; 0 of the base model.
+        context: Maximum tokens of the model.
+        report: Called with messages.
+        decoding: Whether to decode greedily, for each pass over the prompts; else at the job's temperature.
+
+    Returns:
+        For each pass, the scores in the order of the prompts; None if no prompt remains.
+    """
     from staleflow.tasks.engines.engine_builder import build_engine
     from staleflow.tasks.engines.generate import generate_responses
-    from staleflow.tasks.sources.reward_process import ScoredResponse, Scorer
+    from staleflow.tasks.sources.reward_process import Scorer
 
     config = plan.config
     count = config.task.eval_prompts
@@ -421,7 +455,7 @@ def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report
     scores: dict[bool, list[ScoredResponse]] = {}
     try:
         encoded = [prompts.encode(t) for t in tasks]
-        for greedy in (False, True):
+        for greedy in decoding:
             tokens = generate_responses(
                 engine, encoded, max_new_tokens=config.rollout.max_new_tokens, greedy=greedy, deadline_s=LIMIT_S
             )
@@ -432,8 +466,4 @@ def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report
     finally:
         scorer.close()
         engine.close()
-    evaluation = Evaluation.of(
-        version, scores[False], scores[True], source_fingerprints.compute(plan.run_job).digests()
-    )
-    report({"say": evaluation.line})
-    return evaluation
+    return scores

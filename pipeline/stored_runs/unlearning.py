@@ -113,7 +113,7 @@ def make_plan(run_dir: Path, out: Path, where: str, branch: str) -> tuple[Offlin
         derived_branches.derive(store, path, branch, changed, lineage)
     steps = np.unique(table["step"][remaining])
     first_step = int(table["step"][removed].min())
-    start, point, reason = _begin(run_dir, store, min(first_step, len(steps) - 1))
+    start, point, reason = find_start(run_dir, store, min(first_step, len(steps) - 1))
     unlearning = Unlearning(
         branch=branch,
         rows=len(ids),
@@ -163,7 +163,7 @@ def _is_there(path: Path, branch: str, lineage: dict[str, str]) -> bool:
     return branch in names and VersionedStore.open(path, branch=branch).lineage == lineage
 
 
-def _begin(run_dir: Path, store: VersionedStore, latest: int) -> tuple[int, str, str]:
+def find_start(run_dir: Path, store: VersionedStore, latest: int) -> tuple[int, str, str]:
     """The version to begin with, at most `latest`; the path of its resume point; and why there is none.
 
     There is none if the run was started with other settings or code than there are now: the weights of its resume

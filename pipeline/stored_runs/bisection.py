@@ -1,0 +1,362 @@
+"""Bisection: which stored trajectories made a policy worse, found by repeating the training without some of them.
+
+Two versions are given, the later of which has a lower reward on held-out prompts. The steps between them are trained
+again from the earlier one, each time without one part of their rows, and the weights that result are evaluated on the
+same prompts with the same random numbers. A part *prevents* the loss if most of the reward comes back without it, and
+the difference from the unchanged training is significant. Parts are halved as long as a half prevents it: steps first,
+then groups, those with the largest gradients first.
+
+Invariant: only the rows that are named differ between two trainings. Advantages of other rows are estimated again where
+they depended on them (unlearning.py), and each step keeps its learning rate.
+
+What this cannot show: responses of later steps were sampled by policies that had trained on the rows that are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.pipeline.config import user_files
+from staleflow.pipeline.config.model_facts import inspect_model
+from staleflow.pipeline.recovery.run_folder import load_job
+from staleflow.pipeline.runtime.evaluation_results import read_evaluations
+from staleflow.pipeline.stored_runs import unlearning
+from staleflow.pipeline.stored_runs.pool import Pool, Report, run_reporting, store_at
+from staleflow.pipeline.stored_runs.repeated_steps import batch_at, open_policy, train_step
+from staleflow.pipeline.stored_runs.run_files import steps_in_words
+from staleflow.pipeline.stored_runs.training import OfflinePlan, held_out_scores
+from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.reward_statistics import PairedDifference, estimate, paired_difference
+from staleflow.stores.trajectories.repository import MAIN
+from staleflow.stores.trajectories.selection import Selection
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import EndedTrajectory
+from staleflow.stores.weights import weight_file
+from staleflow.stores.weights.weight_hash import fingerprint
+
+if TYPE_CHECKING:
+    from staleflow.tasks.training.policy import Policy
+
+P_LIMIT = 0.01
+"""p-value below which a difference from the unchanged training counts. Some twenty parts are tried."""
+MIN_SHARE = 0.5
+"""Share of the lost reward that has to come back without a part that prevents the loss."""
+Table = dict[str, npt.NDArray[Any]]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """The training between the two versions, repeated without some rows."""
+
+    left_out: str
+    """The rows in words."""
+    where: str
+    """The rows as a selection, for `unlearn` and `store show`."""
+    rows: int
+    """Number of rows."""
+    reward: float
+    """Mean reward on held-out prompts of the weights that result."""
+    difference: PairedDifference | None
+    """From the unchanged training, over the prompts; None for too few prompts."""
+    prevents: bool
+    """Whether the reward is not lost without these rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bisection:
+    """The result of a bisection."""
+
+    since: int
+    """The earlier version."""
+    at: int
+    """The later version."""
+    reward_since: float
+    """Mean reward on held-out prompts at the earlier version."""
+    reward_at: float
+    """The same of the unchanged training at the later version."""
+    loss: PairedDifference | None
+    """Difference of the two, over the prompts; None for too few prompts."""
+    same_weights: bool
+    """Whether the unchanged training gives the weights that the run published, bit for bit."""
+    trials: tuple[Trial, ...]
+    """All parts that were left out, in order."""
+    cause: Trial | None
+    """The preventing part with the fewest rows."""
+    reason: str
+    """Why there is no cause; empty if there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BisectionPlan:
+    """The steps to repeat. offline: the job and the point to begin from; its `start` is at most `since`."""
+
+    offline: OfflinePlan
+    since: int
+    at: int
+
+
+def make_plan(run_dir: Path, since: int, at: int) -> BisectionPlan:
+    """Plan a bisection. The run's folder must be locked by the caller. Raises ConfigError."""
+    config = load_job(run_dir)
+    if config.emulated:
+        raise ConfigError(f"{run_dir}: an emulated run has no weights")
+    if config.has_environment or config.task.sources:
+        raise ConfigError("bisect: environments and several task sources are evaluated by runs only")
+    if not config.task.eval_prompts:
+        raise ConfigError("bisect: task.eval_prompts = 0: there are no held-out prompts to measure on")
+    store = VersionedStore.pinned((run_dir / "store").resolve())
+    num_steps = store.summary().num_steps
+    if not 0 <= since < at <= num_steps:
+        raise ConfigError(f"bisect: versions {since} and {at}: need 0 <= since < at <= {num_steps}, the trained steps")
+    start, point, _ = unlearning.find_start(run_dir, store, since)
+    inspect_model(config)
+    offline = OfflinePlan(
+        config=user_files.with_absolute_models(config),
+        path=str(store.path),
+        snapshot=store.snapshot,
+        branch=MAIN,
+        where="",
+        epochs=1,
+        out="",
+        exact=True,
+        prompt_seed=config.seed,
+        start=start,
+        point=point,
+    )
+    return BisectionPlan(offline=offline, since=since, at=at)
+
+
+def best_version_before(run_dir: Path, at: int) -> int:
+    """The version before `at` whose evaluation has the highest reward; without one, that of ten steps before."""
+    evaluated = [e for e in read_evaluations(run_dir) if e.version < at and e.sampled is not None]
+    best = max(evaluated, key=lambda e: e.sampled or 0.0, default=None)
+    return max(0, at - 10) if best is None else best.version
+
+
+def run_bisection(plan: BisectionPlan, pool: Pool, report: Report) -> Bisection:
+    """Carry out a plan on a worker, and on one more for each further rank of the job."""
+    result: Bisection = run_reporting(pool, bisect, plan, report)
+    return result
+
+
+# -- search ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows to leave out, in words and as a selection."""
+
+    label: str
+    where: str
+
+
+def search(table: Mapping[str, npt.NDArray[Any]], since: int, at: int, leave_out: Callable[[Part], Trial]) -> None:
+    """Try parts of the rows, from large to small, until no smaller one prevents the loss.
+
+    Args:
+        table: Columns of the rows that steps since <= step < at trained on.
+        since: The first step.
+        at: The step after the last.
+        leave_out: Repeats the training without a part.
+    """
+    window = f"step >= {since} and step < {at}"
+    if np.unique(table["staleness"]).size > 1:
+        leave_out(Part("stale trajectories", f"staleness > 0 and {window}"))
+
+    def without_steps(steps: Sequence[int]) -> bool:
+        return leave_out(Part(steps_in_words(steps), f"step >= {steps[0]} and step <= {steps[-1]}")).prevents
+
+    def without_groups(groups: Sequence[int]) -> bool:
+        words = f"group {groups[0]}" if len(groups) == 1 else f"{len(groups)} groups"
+        where = f"group == {groups[0]}" if len(groups) == 1 else f"group in ({', '.join(map(str, groups))})"
+        return leave_out(Part(words, where)).prevents
+
+    steps = halve(list(range(since, at)), without_steps)
+    halve(_groups_by_influence(table, steps), without_groups)
+
+
+def halve(items: Sequence[int], prevents: Callable[[Sequence[int]], bool]) -> list[int]:
+    """Halve a sequence as long as one of its halves prevents something, which the whole sequence is known to do."""
+    items = list(items)
+    while len(items) > 1:
+        middle = (len(items) + 1) // 2
+        for half in (items[:middle], items[middle:]):
+            if prevents(half):
+                items = half
+                break
+        else:
+            return items
+    return items
+
+
+def _groups_by_influence(table: Mapping[str, npt.NDArray[Any]], steps: Sequence[int]) -> list[int]:
+    """The groups of some steps, those with the largest sum of |advantage| x tokens first."""
+    rows = np.isin(table["step"], steps)
+    groups, index = np.unique(table["group"][rows], return_inverse=True)
+    influence = np.bincount(index, np.abs(table["advantage"][rows]) * table["response_tokens"][rows])
+    return [int(group) for group in groups[np.argsort(-influence, kind="stable")]]
+
+
+# -- on the worker ---------------------------------------------------------------------------------------------------
+
+
+def bisect(plan: BisectionPlan, report: Report, *, shared: bool = False) -> Bisection:
+    """Carry out a plan in this process; with a rank group, this process must be a Dask task. shared: as in Pool."""
+    offline = plan.offline
+    store = store_at(offline.path, offline.snapshot)
+    held_out, config = store.header.held_out, offline.config
+    with (
+        tempfile.TemporaryDirectory(prefix="staleflow-") as folder,
+        open_policy(config, config, config.steps, held_out, shared=shared) as policy,
+    ):
+        repeater = _Repeater(plan, store, policy, Path(folder), report)
+        since = repeater.evaluate(plan.since)
+        unchanged = repeater.train(np.zeros(len(repeater.table["step"]), bool))
+        loss = paired_difference(since, unchanged)
+        result = Bisection(
+            since=plan.since,
+            at=plan.at,
+            reward_since=_mean(since),
+            reward_at=_mean(unchanged),
+            loss=loss,
+            same_weights=repeater.same_weights,
+            trials=(),
+            cause=None,
+            reason="",
+        )
+        if loss is None:
+            return dataclasses.replace(result, reason="there are too few held-out prompts")
+        if loss.mean >= 0 or loss.p >= P_LIMIT:
+            reason = f"the reward is not significantly lower at version {plan.at} than at {plan.since}"
+            return dataclasses.replace(result, reason=reason)
+        trials = _Trials(repeater, unchanged, loss, report)
+        search(repeater.window, plan.since, plan.at, trials.leave_out)
+        preventing = [trial for trial in trials.done if trial.prevents]
+        cause = min(preventing, key=lambda trial: trial.rows, default=None)
+        reason = "" if cause else "no part alone prevents the loss, only all steps together"
+        return dataclasses.replace(result, trials=tuple(trials.done), cause=cause, reason=reason)
+
+
+def _mean(rewards: Mapping[str, Sequence[float]]) -> float:
+    return estimate(list(rewards.values())).mean or 0.0
+
+
+@dataclass(slots=True)
+class _Trials:
+    """Leaves out parts, and compares each result with the unchanged training."""
+
+    repeater: _Repeater
+    unchanged: Mapping[str, Sequence[float]]
+    loss: PairedDifference
+    report: Report
+    done: list[Trial] = field(default_factory=list)
+
+    def leave_out(self, part: Part) -> Trial:
+        removed = self.repeater.rows_of(part.where)
+        rewards = self.repeater.train(removed)
+        difference = paired_difference(self.unchanged, rewards)
+        is_large = difference is not None and difference.mean >= -MIN_SHARE * self.loss.mean
+        trial = Trial(
+            left_out=part.label,
+            where=part.where,
+            rows=int(removed.sum()),
+            reward=_mean(rewards),
+            difference=difference,
+            prevents=is_large and difference is not None and difference.p < P_LIMIT,
+        )
+        self.done.append(trial)
+        self.report({"say": f"without {trial.left_out}: {trial.reward:.3f}" + (", prevents it" * trial.prevents)})
+        return trial
+
+
+class _Repeater:
+    """Repeats the steps of a plan without some rows, and evaluates the weights that result."""
+
+    def __init__(
+        self, plan: BisectionPlan, store: VersionedStore, policy: Policy, folder: Path, report: Report
+    ) -> None:
+        """folder: for the state at the earlier version and for weights to evaluate."""
+        self._plan, self._store, self._policy, self._folder, self._report = plan, store, policy, folder, report
+        self._context = inspect_model(plan.offline.config).context
+        self._published = {r.step + 1: r.weight_fingerprint for r in store.steps() if r.kind == "step"}
+        self.table: Table = store.table()
+        self._trained: Mask = self.table["fate"] == unlearning.CONSUMED
+        self.same_weights = False
+        self._is_sharded = plan.offline.config.training.ranks > 1
+        self._point = folder / ("point" if self._is_sharded else "point.pt")
+        self._begin()
+
+    @property
+    def window(self) -> Table:
+        """Columns of the rows that the repeated steps trained on."""
+        step = self.table["step"]
+        rows = self._trained & (step >= self._plan.since) & (step < self._plan.at)
+        return {name: self.table[name][rows] for name in ("step", "group", "staleness", "advantage", "response_tokens")}
+
+    def rows_of(self, where: str) -> Mask:
+        """Mask of the trained rows that a selection names."""
+        return self._trained & Selection(where).mask(self._store.columns())
+
+    def train(self, removed: Mask) -> dict[str, list[float]]:
+        """Train the steps without some rows; returns the rewards of the result by prompt."""
+        advantages = self.table["advantage"]
+        if removed.any():
+            advantages = unlearning.advantages_without(self._plan.offline.config, self.table, self._trained, removed)
+        self._policy.load_state(self._point)
+        for step in range(self._plan.since, self._plan.at):
+            self._step(step, removed, advantages)
+        if not removed.any():
+            weights = self._policy.apply_to_weights(fingerprint)
+            self.same_weights = weights == self._published[self._plan.at]
+        return self.evaluate(self._plan.at)
+
+    def evaluate(self, version: int) -> dict[str, list[float]]:
+        """Rewards of the present weights on held-out prompts, by prompt."""
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            weights, model = Path(folder) / "weights", Path(folder) / "model"
+            self._policy.apply_to_weights(lambda tensors: weight_file.write(weights, tensors))
+            self._policy.save(model, weights)
+            scores = held_out_scores(
+                self._plan.offline, str(model), version, self._context, self._report, decoding=(False,)
+            )
+        if scores is None:
+            raise ConfigError("bisect: every held-out prompt was trained on")
+        return {str(i): [s.reward] for i, s in enumerate(scores[False]) if not s.error}
+
+    def _begin(self) -> None:
+        """Load the state at the earlier version, and keep a copy. Raises StoreError if its weights are others."""
+        offline, since = self._plan.offline, self._plan.since
+        if offline.start:
+            self._policy.load_state(Path(offline.point))
+        else:
+            for step in range(offline.config.training.sft.steps):
+                self._policy.fine_tune(step)
+        nothing = np.zeros(len(self.table["step"]), bool)
+        for step in range(offline.start, since):
+            self._step(step, nothing, self.table["advantage"])
+        if since and self._policy.apply_to_weights(fingerprint) != self._published[since]:
+            raise StoreError(f"the weights of version {since} are not those that the run published; see `verify`")
+        if self._is_sharded:
+            self._point.mkdir()
+        self._policy.begin_save(self._point)
+        self._policy.end_save()
+
+    def _step(self, step: int, removed: Mask, advantages: npt.NDArray[np.float32]) -> None:
+        (positions,) = np.nonzero(self._trained & (self.table["step"] == step) & ~removed)
+        if not len(positions):
+            return
+        batch = [
+            dataclasses.replace(row, advantage=float(advantage))
+            for row, advantage in zip(batch_at(self._store, positions), advantages[positions], strict=True)
+            if isinstance(row, EndedTrajectory)
+        ]
+        train_step(self._policy, step, batch)

@@ -1,0 +1,160 @@
+"""Bisection: the search for a cause, and the repeated training that it measures."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from staleflow.pipeline.runtime.evaluation_results import read_evaluations
+from staleflow.pipeline.stored_runs import bisection, training, unlearning
+from staleflow.pipeline.stored_runs.bisection import Part, Trial, halve, search
+from staleflow.pipeline.stored_runs.repeated_steps import open_policy
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories.selection import Selection
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.weights.weight_hash import fingerprint
+from tests.commands import command
+from tests.conftest import JOB, REWARDS
+from tests.runtime.test_run import run
+
+GROUPS, SIZE = 6, 4
+"""Groups of a step, and members of a group."""
+
+
+def rows(steps: range) -> dict[str, np.ndarray]:
+    """Columns of the rows of some steps, with larger advantages in later groups of a step."""
+    count = len(steps) * GROUPS * SIZE
+    group = np.arange(count) // SIZE
+    return {
+        "step": steps.start + group // GROUPS,
+        "group": group,
+        "staleness": np.arange(count) % 2,
+        "advantage": 1.0 + group % GROUPS,
+        "response_tokens": np.full(count, 7),
+    }
+
+
+@pytest.fixture
+def trials() -> list[Trial]:
+    return []
+
+
+def leaving_out(
+    table: dict[str, np.ndarray], is_cause: Callable[[dict[str, np.ndarray]], np.ndarray], trials: list[Trial]
+) -> Callable[[Part], Trial]:
+    """Replace the training: a part prevents the loss if no row that causes it remains."""
+
+    def leave_out(part: Part) -> Trial:
+        removed = Selection(part.where).mask(table)
+        prevents = not (is_cause(table) & ~removed).any()
+        trials.append(
+            Trial(
+                left_out=part.label, where=part.where, rows=int(removed.sum()), reward=float(prevents),
+                difference=None, prevents=prevents,
+            )
+        )  # fmt: skip
+        return trials[-1]
+
+    return leave_out
+
+
+@pytest.mark.parametrize("step", range(20, 33))
+@pytest.mark.parametrize("member", [0, 3, 5])
+def test_search_finds_the_one_group_that_is_the_cause(step: int, member: int, trials: list[Trial]) -> None:
+    table, cause = rows(range(20, 33)), (step - 20) * GROUPS + member
+    search(table, 20, 33, leaving_out(table, lambda table: table["group"] == cause, trials))
+    smallest = min((trial for trial in trials if trial.prevents), key=lambda trial: trial.rows)
+    assert (smallest.where, smallest.rows, smallest.left_out) == (f"group == {cause}", SIZE, f"group {cause}")
+    assert len(trials) <= 1 + 2 * 4 + 2 * 3
+
+
+def test_search_finds_stale_rows_and_ends_at_steps_whose_halves_do_not_prevent_the_loss(trials: list[Trial]) -> None:
+    table = rows(range(8))
+    search(table, 0, 8, leaving_out(table, lambda table: table["staleness"] == 1, trials))
+    assert [trial.left_out for trial in trials if trial.prevents] == ["stale trajectories"]
+    trials.clear()
+    both = (table["step"] == 1) | (table["step"] == 2)
+    search(table, 0, 8, leaving_out(table, lambda _: both, trials))
+    preventing = [trial for trial in trials if trial.prevents]
+    assert [(trial.where, trial.rows) for trial in preventing] == [("step >= 0 and step <= 3", 4 * GROUPS * SIZE)]
+
+
+@given(st.integers(1, 40), st.data())
+def test_halving_returns_one_item_if_it_alone_is_the_cause(count: int, data: st.DataObject) -> None:
+    cause, calls = data.draw(st.integers(0, count - 1)), list[Sequence[int]]()
+
+    def prevents(part: Sequence[int]) -> bool:
+        calls.append(part)
+        return cause in part
+
+    assert halve(range(count), prevents) == [cause]
+    assert len(calls) <= 2 * int(np.ceil(np.log2(count))) if count > 1 else not calls
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A run of three steps whose reward is the length of the response."""
+    folder = tmp_path_factory.mktemp("bisected")
+    (folder / "job.toml").write_text(JOB.format(runs=folder / "runs", steps=3, model=tiny_model))
+    (folder / "mine.py").write_text(REWARDS)
+    reward = f"reward.function={folder / 'mine.py'}:length"
+    return run(folder / "job.toml", "task.eval_prompts=12", reward).run_dir
+
+
+def test_unchanged_training_gives_the_runs_weights_and_no_loss_is_explained(stored: Path) -> None:
+    for since in (0, 1, 2):
+        result = bisection.bisect(bisection.make_plan(stored, since, 3), lambda _: None)
+        assert result.same_weights, since
+        assert (result.trials, result.cause) == ((), None)
+        assert result.reason == f"the reward is not significantly lower at version 3 than at {since}"
+
+
+@pytest.mark.parametrize("since", [0, 1])
+def test_training_without_a_part_gives_the_weights_of_unlearning_it(stored: Path, tmp_path: Path, since: int) -> None:
+    copy, where = Path(shutil.copytree(stored, tmp_path / "copy")), "step == 1 and trajectory % 2 == 0"
+    plan = bisection.make_plan(copy, since, 3)
+    store, config = VersionedStore.open(copy / "store"), plan.offline.config
+    with open_policy(config, config, config.steps, store.header.held_out, shared=False) as policy:
+        repeater = bisection._Repeater(plan, store, policy, tmp_path, lambda _: None)
+        rewards = repeater.train(repeater.rows_of(where))
+        weights = policy.apply_to_weights(fingerprint)
+    assert len(rewards) == 12
+    offline, _ = unlearning.make_plan(copy, tmp_path / "unlearned", where, "without")
+    result = training.train(offline, lambda _: None)
+    assert fingerprint(load_file(Path(result.checkpoint) / "model.safetensors")) == weights
+    assert weights != next(record.weight_fingerprint for record in store.steps() if record.step == 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--at", "4", "--since", "0"), "versions 0 and 4: need 0 <= since < at <= 3, the trained steps"),
+        (("--at", "2", "--since", "2"), "versions 2 and 2: need 0 <= since < at <= 3, the trained steps"),
+    ],
+)
+def test_wrong_versions_are_one_line(stored: Path, arguments: tuple[str, ...], line: str) -> None:
+    end = command("bisect", stored, *arguments)
+    assert (end.returncode, end.stderr.count("\n")) == (2, 1)
+    assert line in end.stderr
+
+
+def test_runs_that_cannot_be_measured_are_refused(stored: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(stored, tmp_path / "copy"))
+    text = (copy / "config.toml").read_text()
+    (copy / "config.toml").write_text(text.replace("eval_prompts = 12", "eval_prompts = 0"))
+    with pytest.raises(ConfigError, match=r"task.eval_prompts = 0: there are no held-out prompts"):
+        bisection.make_plan(copy, 0, 3)
+
+
+def test_the_default_earlier_version_is_the_best_one_that_was_evaluated(stored: Path, tmp_path: Path) -> None:
+    (first,) = {evaluation.version for evaluation in read_evaluations(stored)} - {3}
+    assert first == bisection.best_version_before(stored, 3) == 0
+    assert bisection.best_version_before(tmp_path, 34) == 24
+    assert bisection.best_version_before(tmp_path, 4) == 0
