@@ -152,14 +152,14 @@ def run_bisection(plan: BisectionPlan, pool: Pool, report: Report) -> Bisection:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowSubset:
     """Rows to leave out, in words and as a selection."""
 
     label: str
     where: str
 
 
-def search(table: Mapping[str, npt.NDArray[Any]], since: int, at: int, leave_out: Callable[[Part], Trial]) -> None:
+def search(table: Mapping[str, npt.NDArray[Any]], since: int, at: int, leave_out: Callable[[RowSubset], Trial]) -> None:
     """Try parts of the rows, from large to small, until no smaller one prevents the loss.
 
     Args:
@@ -170,15 +170,15 @@ def search(table: Mapping[str, npt.NDArray[Any]], since: int, at: int, leave_out
     """
     window = f"step >= {since} and step < {at}"
     if np.unique(table["staleness"]).size > 1:
-        leave_out(Part("stale trajectories", f"staleness > 0 and {window}"))
+        leave_out(RowSubset("stale trajectories", f"staleness > 0 and {window}"))
 
     def without_steps(steps: Sequence[int]) -> bool:
-        return leave_out(Part(steps_in_words(steps), f"step >= {steps[0]} and step <= {steps[-1]}")).prevents
+        return leave_out(RowSubset(steps_in_words(steps), f"step >= {steps[0]} and step <= {steps[-1]}")).prevents
 
     def without_groups(groups: Sequence[int]) -> bool:
         words = f"group {groups[0]}" if len(groups) == 1 else f"{len(groups)} groups"
         where = f"group == {groups[0]}" if len(groups) == 1 else f"group in ({', '.join(map(str, groups))})"
-        return leave_out(Part(words, where)).prevents
+        return leave_out(RowSubset(words, where)).prevents
 
     steps = halve(list(range(since, at)), without_steps)
     halve(_groups_by_influence(table, steps), without_groups)
@@ -218,9 +218,9 @@ def bisect(plan: BisectionPlan, report: Report, *, shared: bool = False) -> Bise
         tempfile.TemporaryDirectory(prefix="staleflow-") as folder,
         open_policy(config, config, config.steps, held_out, shared=shared) as policy,
     ):
-        repeater = _Repeater(plan, store, policy, Path(folder), report)
-        since = repeater.evaluate(plan.since)
-        unchanged = repeater.train(np.zeros(len(repeater.table["step"]), bool))
+        trainer = _PartialTrainer(plan, store, policy, Path(folder), report)
+        since = trainer.evaluate(plan.since)
+        unchanged = trainer.train(np.zeros(len(trainer.table["step"]), bool))
         loss = paired_difference(since, unchanged)
         result = Bisection(
             since=plan.since,
@@ -228,7 +228,7 @@ def bisect(plan: BisectionPlan, report: Report, *, shared: bool = False) -> Bise
             reward_since=_mean(since),
             reward_at=_mean(unchanged),
             loss=loss,
-            same_weights=repeater.same_weights,
+            same_weights=trainer.same_weights,
             trials=(),
             cause=None,
             reason="",
@@ -238,8 +238,8 @@ def bisect(plan: BisectionPlan, report: Report, *, shared: bool = False) -> Bise
         if loss.mean >= 0 or loss.p >= P_LIMIT:
             reason = f"the reward is not significantly lower at version {plan.at} than at {plan.since}"
             return dataclasses.replace(result, reason=reason)
-        trials = _Trials(repeater, unchanged, loss, report)
-        search(repeater.window, plan.since, plan.at, trials.leave_out)
+        trials = _Trials(trainer, unchanged, loss, report)
+        search(trainer.window, plan.since, plan.at, trials.leave_out)
         preventing = [trial for trial in trials.done if trial.prevents]
         cause = min(preventing, key=lambda trial: trial.rows, default=None)
         reason = "" if cause else "no part alone prevents the loss, only all steps together"
@@ -254,15 +254,15 @@ def _mean(rewards: Mapping[str, Sequence[float]]) -> float:
 class _Trials:
     """Leaves out parts, and compares each result with the unchanged training."""
 
-    repeater: _Repeater
+    trainer: _PartialTrainer
     unchanged: Mapping[str, Sequence[float]]
     loss: PairedDifference
     report: Report
     done: list[Trial] = field(default_factory=list)
 
-    def leave_out(self, part: Part) -> Trial:
-        removed = self.repeater.rows_of(part.where)
-        rewards = self.repeater.train(removed)
+    def leave_out(self, part: RowSubset) -> Trial:
+        removed = self.trainer.rows_of(part.where)
+        rewards = self.trainer.train(removed)
         difference = paired_difference(self.unchanged, rewards)
         is_large = difference is not None and difference.mean >= -MIN_SHARE * self.loss.mean
         trial = Trial(
@@ -278,7 +278,7 @@ class _Trials:
         return trial
 
 
-class _Repeater:
+class _PartialTrainer:
     """Repeats the steps of a plan without some rows, and evaluates the weights that result."""
 
     def __init__(

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from staleflow.pipeline.runtime.evaluation_results import read_evaluations
 from staleflow.pipeline.stored_runs import bisection, training, unlearning
-from staleflow.pipeline.stored_runs.bisection import Part, Trial, halve, search
+from staleflow.pipeline.stored_runs.bisection import RowSubset, Trial, halve, search
 from staleflow.pipeline.stored_runs.repeated_steps import open_policy
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.selection import Selection
@@ -48,10 +48,10 @@ def trials() -> list[Trial]:
 
 def leaving_out(
     table: dict[str, np.ndarray], is_cause: Callable[[dict[str, np.ndarray]], np.ndarray], trials: list[Trial]
-) -> Callable[[Part], Trial]:
+) -> Callable[[RowSubset], Trial]:
     """Replace the training: a part prevents the loss if no row that causes it remains."""
 
-    def leave_out(part: Part) -> Trial:
+    def leave_out(part: RowSubset) -> Trial:
         removed = Selection(part.where).mask(table)
         prevents = not (is_cause(table) & ~removed).any()
         trials.append(
@@ -122,8 +122,8 @@ def test_training_without_a_part_gives_the_weights_of_unlearning_it(stored: Path
     plan = bisection.make_plan(copy, since, 3)
     store, config = VersionedStore.open(copy / "store"), plan.offline.config
     with open_policy(config, config, config.steps, store.header.held_out, shared=False) as policy:
-        repeater = bisection._Repeater(plan, store, policy, tmp_path, lambda _: None)
-        rewards = repeater.train(repeater.rows_of(where))
+        trainer = bisection._PartialTrainer(plan, store, policy, tmp_path, lambda _: None)
+        rewards = trainer.train(trainer.rows_of(where))
         weights = policy.apply_to_weights(fingerprint)
     assert len(rewards) == 12
     offline, _ = unlearning.make_plan(copy, tmp_path / "unlearned", where, "without")
