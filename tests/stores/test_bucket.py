@@ -1,4 +1,4 @@
-"""Stores whose data are in a bucket, on a server that speaks S3."""
+"""Stores in a bucket on a real S3 server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def server() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(autouse=True)
 def url(server: dict[str, str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """A place of the test's own in the bucket."""
+    """A prefix in the bucket for one test."""
     for name, value in server.items():
         monkeypatch.setenv(name, value)
     return f"s3://{BUCKET}/runs/{request.node.name}"
@@ -76,7 +76,7 @@ def test_a_local_file_has_the_url_of_the_store(tmp_path: Path, rng: Any, url: st
 
 
 def test_concurrent_commits_from_two_hosts_conflict(tmp_path: Path, rng: Any, url: str) -> None:
-    """No lock of a file system is between them: the bucket refuses the second."""
+    """No file lock exists between them: the bucket rejects the second commit."""
     VersionedStore.create(tmp_path / "store", replace(HEADER, url=url))
     repository = icechunk.Repository.open(bucket_storage(url))
     one, two = (repository.writable_session("main") for _ in range(2))
@@ -119,14 +119,14 @@ def test_an_unusable_bucket_gives_a_one_line_error(url: str, monkeypatch: pytest
 
 @pytest.fixture
 def proxy(server: dict[str, str], url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FailingProxy]:
-    """Between the test and the bucket."""
+    """A proxy between the test and the bucket."""
     with FailingProxy(server["AWS_ENDPOINT_URL"]) as between:
         monkeypatch.setenv("AWS_ENDPOINT_URL", between.endpoint)
         yield between
 
 
 def two_steps(path: Path, rng: Any) -> list[list[EndedTrajectory]]:
-    """The rows of two steps, the first of which is committed to a new store."""
+    """Return the rows of two steps, the first of which is committed to a new store."""
     rows = [[ended(rng, 4 * step + i, step) for i in range(4)] for step in range(2)]
     store = VersionedStore.create(path, replace(HEADER, url=f"s3://{BUCKET}/runs/{path.parent.name}"))
     store.commit(record(0), rows[0])
@@ -134,8 +134,7 @@ def two_steps(path: Path, rng: Any) -> list[list[EndedTrajectory]]:
 
 
 def check_causes(causes: list[str]) -> None:
-    """The errors of one request after another. Each is one line; that of the first, which is how every further attempt
-    begins while the bucket fails, names the cause, as Icechunk does not do for all later ones."""
+    """Check the errors of failed requests: each is one line, and that of the first request names the cause."""
     assert len(causes) > 5
     assert "The provided token has expired" in causes[0]
     assert all(f"s3://{BUCKET}/" in cause and "\n" not in cause for cause in causes)
@@ -223,7 +222,7 @@ def test_a_bucket_failure_is_not_reported_as_corruption(tmp_path: Path, rng: Any
 
 
 class BrieflyFailingProxy(FailingProxy):
-    """Refuses one request."""
+    """A proxy that rejects one request."""
 
     def count(self) -> None:
         self.expired = ""
@@ -233,8 +232,8 @@ class BrieflyFailingProxy(FailingProxy):
 def test_an_audit_during_a_brief_bucket_failure_has_no_findings(
     tmp_path: Path, rng: Any, server: dict[str, str], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At whichever request: by the time the audit looks for damage, all of the store can be read again. It raises;
-    of a request by which a repository is opened, Icechunk may name another cause."""
+    """For a failure of any request. When the audit looks for corruption, the store is readable again, so it raises. For
+    a request that opens a repository, Icechunk may name another cause."""
     header = replace(HEADER, url=f"s3://{BUCKET}/runs/{tmp_path.name}")
     many = [ended(rng, i, 0) for i in range(100)]  # chunks of few bytes would be in the snapshot itself
     VersionedStore.create(tmp_path / "store", header).commit(record(0), many)
