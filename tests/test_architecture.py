@@ -24,7 +24,7 @@ EVERYWHERE = {"threading", "time", "random"}
 MODULES = read_modules()
 
 
-def find_circle(imports: dict[str, set[str]]) -> list[str]:
+def find_cycle(imports: dict[str, set[str]]) -> list[str]:
     """Return a cycle of modules with its first repeated at the end; empty if there is none."""
     try:
         TopologicalSorter(imports).prepare()
@@ -35,8 +35,8 @@ def find_circle(imports: dict[str, set[str]]) -> list[str]:
 
 def test_no_import_cycles_exist() -> None:
     """Neither directly nor in a cycle, lazily or under TYPE_CHECKING: modules that need each other are one module."""
-    assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
-    assert find_circle({name: imported(tree, MODULES) - {name} for name, tree in MODULES.items()}) == []
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
+    assert find_cycle({name: imported(tree, MODULES) - {name} for name, tree in MODULES.items()}) == []
 
 
 def test_import_cycles_are_found_through_lazy_imports_and_type_checking() -> None:
@@ -83,7 +83,7 @@ def names_defined(tree: ast.Module) -> set[str]:
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            if not any(handed_on(item) for item in node.decorator_list):
+            if not any(is_registered(item) for item in node.decorator_list):
                 names.add(node.name)
             if isinstance(node, ast.ClassDef):
                 names |= {item.name for item in node.body if isinstance(item, ast.FunctionDef) and item.name[0] == "_"}
@@ -93,7 +93,7 @@ def names_defined(tree: ast.Module) -> set[str]:
     return {name for name in names if not name.startswith("__")}
 
 
-def handed_on(decorator: ast.expr) -> bool:
+def is_registered(decorator: ast.expr) -> bool:
     return (
         isinstance(decorator, ast.Call)
         and isinstance(decorator.func, ast.Attribute)

@@ -109,19 +109,19 @@ def test_settings_are_compared_over_common_seeds() -> None:
     assert best(rates, "backlog") == ({}, "")
 
 
-def made_run(bound: int, reward: list[float], step_s: float) -> dict[str, Any]:
+def make_run(bound: int, reward: list[float], step_s: float) -> dict[str, Any]:
     elapsed_s = [step_s * (i + 1) for i in range(len(reward))]
     lags = {"lag": float(bound), "inter": [1.0], "intra": [0.0] * bound + [1.0]}
     return {"bound": bound, "seed": 1, "elapsed_s": elapsed_s, "reward": reward, "tokens_per_s": 10.0, **lags}
 
 
 def test_time_to_quality_uses_the_smoothed_reward() -> None:
-    synchronous = made_run(0, [0.1 * min(i, 8) for i in range(40)], 10.0)
+    synchronous = make_run(0, [0.1 * min(i, 8) for i in range(40)], 10.0)
     assert time_to_quality.plateau([synchronous]) == pytest.approx(0.8)
     assert time_to_quality.first_within(synchronous, 0.785) == 170.0, "of ten batches one is below 0.8 then"
-    peak = made_run(2, [1.0, *[0.1] * 39], 5.0)
+    peak = make_run(2, [1.0, *[0.1] * 39], 5.0)
     assert time_to_quality.first_within(peak, 0.78) is None, "one batch is no quality"
-    quick = made_run(2, [0.1 * min(i, 8) for i in range(40)], 5.0)
+    quick = make_run(2, [0.1 * min(i, 8) for i in range(40)], 5.0)
     lines = time_to_quality.table([synchronous, quick, peak], 0.02)
     assert "| 0 | 1 | 10 | 0.00 | 0.00 | 0.00 | 170 s | 0.800 |" in lines
     assert "| 2 | 2 | 10 | 2.00 | 0.00 | 2.00 | 85 s (1 of 2) | 0.450 |" in lines
@@ -135,5 +135,5 @@ def test_the_lag_is_read_from_the_store(tmp_path: Path) -> None:
     assert result["lag"] == pytest.approx(sum(staleness) / len(staleness))
     assert result["lag"] > 0
     assert [sum(result["inter"]), sum(result["intra"])] == pytest.approx([1.0, 1.0], abs=1e-3)
-    time_to_quality.draw([made_run(0, [0.5], 1.0) | result, made_run(1, [0.5, 0.6], 1.0)], tmp_path / "a.png")
+    time_to_quality.draw([make_run(0, [0.5], 1.0) | result, make_run(1, [0.5, 0.6], 1.0)], tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000

@@ -26,7 +26,7 @@ SOURCE = {"published": ".85", "source": "https://example.org"}
 FOLDER = Path("examples/recipes")
 
 
-def made(**settings: Any) -> Recipe:
+def make_recipe(**settings: Any) -> Recipe:
     fixed = {"name": "a", "title": "", "job": "", "model": "", "hardware": "", "minutes": 1, "generated": "by us"}
     return Recipe(**{**fixed, **settings})
 
@@ -65,25 +65,25 @@ def test_the_page_has_the_table_of_all_recipes(capsys: pytest.CaptureFixture[str
 
 def test_a_recipe_that_was_not_run_needs_the_source_of_its_band() -> None:
     with pytest.raises(ValueError, match="need the source"):
-        made(bands=(LEVEL,))
-    assert made(bands=(LEVEL,), **SOURCE).verdict({"held-out sampled": [0.85]}) == (
+        make_recipe(bands=(LEVEL,))
+    assert make_recipe(bands=(LEVEL,), **SOURCE).verdict({"held-out sampled": [0.85]}) == (
         True,
         "a: met: held-out sampled at the end 0.850, band 0.800 to 0.900 (band of https://example.org; not run by us)",
     )
-    assert "| not run |" in recipes.table([made(bands=(LEVEL,), **SOURCE)])
+    assert "| not run |" in recipes.table([make_recipe(bands=(LEVEL,), **SOURCE)])
 
 
 def test_a_figure_outside_a_band_is_reported() -> None:
     start = Band(metric="held-out sampled", first=0, last=0, low=0.1, high=0.2, basis="")
     measured = Measurement(seed=1, before=0.1, after=0.85, stderr=0.01, seconds=1, load="1")
-    recipe = made(bands=(start, LEVEL), measured=(measured,))
+    recipe = make_recipe(bands=(start, LEVEL), measured=(measured,))
     assert recipe.verdict({"held-out sampled": [0.1, 0.95]}) == (
         False,
         "a: missed: held-out sampled at the end 0.950, band 0.800 to 0.900",
     )
     assert recipe.verdict({"held-out sampled": [0.2, 0.8]})[0]
     assert recipe.verdict({"reward": [0.85]})[1].startswith("a: missed: held-out sampled before training too few")
-    assert made().verdict({}) == (False, "a: not checked: the recipe has no band")
+    assert make_recipe().verdict({}) == (False, "a: not checked: the recipe has no band")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_band_selects_the_values_of_its_figure(settings: Any, figure: float | 
 def test_data_files_are_checked_by_hash(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     right = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    pinned = made(data=(Data(name=str(file), sha256=right, url="https://example.org/rows"),))
+    pinned = make_recipe(data=(Data(name=str(file), sha256=right, url="https://example.org/rows"),))
     with pytest.raises(staleflow.ConfigError, match="no such file; download https://"):
         list(recipes.check_data(pinned))
     file.write_text("")
@@ -113,7 +113,7 @@ def test_data_files_are_checked_by_hash(tmp_path: Path) -> None:
     file.write_text("other")
     with pytest.raises(staleflow.ConfigError, match=f"not {right}; download"):
         list(recipes.check_data(pinned))
-    (warning,) = recipes.check_data(made(data=(Data(name="owner/rows"),)))
+    (warning,) = recipes.check_data(make_recipe(data=(Data(name="owner/rows"),)))
     assert warning.startswith("owner/rows: hash not pinned: data was not available")
 
 

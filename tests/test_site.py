@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser import in_browser, opened
+from tests.support.browser import in_browser, open_page
 
 SITE = Path("build/site").resolve()
 WIDTHS = (360, 800, 1400)
@@ -28,7 +28,7 @@ async def test_no_page_is_wider_than_the_window() -> None:
     assert len(pages()) > 30
     wide = []
     for width in WIDTHS:
-        async with opened(viewport={"width": width, "height": 900}) as page:
+        async with open_page(viewport={"width": width, "height": 900}) as page:
             for name in pages():
                 await page.goto(f"file://{SITE}/{name}")
                 needed = await page.evaluate("document.scrollingElement.scrollWidth")
@@ -39,7 +39,7 @@ async def test_no_page_is_wider_than_the_window() -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_navigation_links_to_every_page(width: int) -> None:
     async def visit() -> tuple[list[str], str]:
-        async with opened(viewport={"width": width, "height": 900}) as page:
+        async with open_page(viewport={"width": width, "height": 900}) as page:
             await page.goto(f"file://{SITE}/index.html")
             await page.wait_for_url("**/docs/index.html")
             captions = await page.locator(".sidebar-tree .caption-text").all_inner_texts()

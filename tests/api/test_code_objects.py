@@ -60,7 +60,7 @@ class Counting:
         return self.count + bonus("ab")
 
 
-def elsewhere(folder: Path, *asked: tuple[str, str]) -> Any:
+def evaluate_in_subprocess(folder: Path, *asked: tuple[str, str]) -> Any:
     """Return the values of expressions of `f`, the named object, in a separate process."""
     script = (
         "import json, sys; from staleflow.tasks.settings import user_code\n"
@@ -74,7 +74,7 @@ def elsewhere(folder: Path, *asked: tuple[str, str]) -> Any:
 def test_a_function_is_written_with_the_names_it_uses(tmp_path: Path) -> None:
     named = write_code(reward, tmp_path / "code", "reward")
     assert named == f"{tmp_path}/code/reward.py:reward"
-    assert elsewhere(tmp_path, (named, "[f('abc', 1), 'tests' in sys.modules]")) == [[2.5, False]]
+    assert evaluate_in_subprocess(tmp_path, (named, "[f('abc', 1), 'tests' in sys.modules]")) == [[2.5, False]]
 
 
 def test_the_file_has_the_source_of_the_function_and_its_helpers(tmp_path: Path) -> None:
@@ -100,7 +100,9 @@ def test_classes_instances_partials_and_lambdas_are_restored(tmp_path: Path) -> 
     )
     named = [write_code(obj, tmp_path, f"mine_{number}") for number, (obj, *_) in enumerate(cases)]
     assert named == [f"{tmp_path}/mine_{number}.py:{name}" for number, (_, name, *_) in enumerate(cases)]
-    assert elsewhere(tmp_path, *zip(named, (case[2] for case in cases), strict=True)) == [case[3] for case in cases]
+    assert evaluate_in_subprocess(tmp_path, *zip(named, (case[2] for case in cases), strict=True)) == [
+        case[3] for case in cases
+    ]
     assert len((tmp_path / "mine_4.py").read_text()) < 1500
     assert "Its source text is not known." in (tmp_path / "mine_5.py").read_text()
 

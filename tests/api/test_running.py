@@ -29,12 +29,12 @@ ROWS = [{"prompt": f"{i}+{k}=", "answer": str(i + k)} for i in range(10) for k i
 LENGTH = 3
 
 
-def near(text: str) -> float:
+def answer_distance(text: str) -> float:
     return float(len(text) % LENGTH)
 
 
 def reward(text: str, row: Mapping[str, Any]) -> float:
-    return near(text) + 0.5 * ("answer" in row)
+    return answer_distance(text) + 0.5 * ("answer" in row)
 
 
 def emulated(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -289,12 +289,12 @@ def cached(text: str, row: Any) -> float:
     ("arguments", "message"),
     [
         ({"reward": cached}, "functools.cache"),
-        ({"rewards": near}, "rewards: no such argument; there are reward, loss"),
+        ({"rewards": answer_distance}, "rewards: no such argument; there are reward, loss"),
         ({"rows": []}, "rows: there are none"),
         ({"rows": ["1+1="]}, "row 0 is a str; each must be a mapping"),
         ({"rows": {"prompt": "1+1="}}, "rows: a dict; expected a list of mappings"),
         ({"rows": [{"prompt": object()}]}, "row 0 cannot be written as JSON"),
-        ({"rows": ROWS, "source": near}, "source and another argument both set task.source"),
+        ({"rows": ROWS, "source": answer_distance}, "source and another argument both set task.source"),
         ({"overrides": "steps=3"}, "pass a mapping or a list"),
         ({"overrides": {"step": 3}}, "did you mean steps"),
         ({"overrides": {"steps": None}}, "leave it out"),
@@ -403,7 +403,9 @@ def test_load_job_accepts_a_file_a_mapping_and_a_job(job: Path, tmp_path: Path) 
 
 def test_functions_are_accepted_wherever_a_mapping_names_code() -> None:
     parts = {"near": {"function": reward, "weight": 0.5}}
-    job = staleflow.load_job({"model": {"path": "tiny"}, "reward": {"parts": parts}, "training": {"advantage": near}})
+    job = staleflow.load_job(
+        {"model": {"path": "tiny"}, "reward": {"parts": parts}, "training": {"advantage": answer_distance}}
+    )
     assert job.reward.parts["near"].function.endswith("reward.py:reward")
     assert job.reward.parts["near"].weight == 0.5
     assert job.training.advantage.name.endswith("near.py:near")

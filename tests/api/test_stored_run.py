@@ -22,7 +22,7 @@ from tests.support.stored_runs import Response, StoredRun
 STEPS = 3
 
 
-def train_one(run: StoredRun) -> None:
+def store_step(run: StoredRun) -> None:
     """Store a step of one group with a correct and a wrong response, and a dropped group."""
     right = Response(f"{run.step + 1}", 1.0, versions=(max(0, run.step - 1), run.step), parts={"sum": 1.0})
     surplus = Response("late", fate=Fate.ABORTED, reason=AbortReason.SURPLUS_GROUP)
@@ -30,30 +30,30 @@ def train_one(run: StoredRun) -> None:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
+def stored_run(tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
     """A finished run of three steps; tests must not change it."""
     run = StoredRun(tmp_path_factory.mktemp("written"), steps=STEPS)
     for _ in range(STEPS):
-        train_one(run)
+        store_step(run)
     run.end()
     return run
 
 
 @pytest.fixture
-def run(written: StoredRun) -> staleflow.Run:
-    return staleflow.open_run(written.run_dir)
+def run(stored_run: StoredRun) -> staleflow.Run:
+    return staleflow.open_run(stored_run.run_dir)
 
 
 @pytest.fixture
-def copy(written: StoredRun, tmp_path: Path) -> staleflow.Run:
+def run_copy(stored_run: StoredRun, tmp_path: Path) -> staleflow.Run:
     """A copy of the run that tests may change."""
-    shutil.copytree(written.run_dir, tmp_path / "page")
+    shutil.copytree(stored_run.run_dir, tmp_path / "page")
     return staleflow.open_run(tmp_path / "page")
 
 
-def test_a_run_has_its_name_path_and_state(run: staleflow.Run, written: StoredRun) -> None:
-    assert (run.path, run.source, run.url) == (written.run_dir, str(written.run_dir), "")
-    assert (run.name, run.eta, run.bound, run.job) == ("page", 1, "staleness bound eta = 1", written.config)
+def test_a_run_has_its_name_path_and_state(run: staleflow.Run, stored_run: StoredRun) -> None:
+    assert (run.path, run.source, run.url) == (stored_run.run_dir, str(stored_run.run_dir), "")
+    assert (run.name, run.eta, run.bound, run.job) == ("page", 1, "staleness bound eta = 1", stored_run.config)
     assert (run.live, run.finished, run.branches) == (False, True, ("main",))
     assert (run.lineage, run.evaluations()) == ({}, [])
     summary = run.summary()
@@ -99,7 +99,7 @@ def test_step_zero_excludes_trajectories_dropped_in_it(run: staleflow.Run) -> No
     assert [t.id for t in run.trajectories("reward > 0 or reward < 0", step=0)] == [0]
 
 
-def test_the_batch_of_a_step_has_its_recorded_fingerprint(run: staleflow.Run, copy: staleflow.Run) -> None:
+def test_the_batch_of_a_step_has_its_recorded_fingerprint(run: staleflow.Run, run_copy: staleflow.Run) -> None:
     batch = run.batch(1)
     assert batch.intact
     assert [t.id for t in batch.trajectories] == [4, 5]
@@ -111,10 +111,10 @@ def test_the_batch_of_a_step_has_its_recorded_fingerprint(run: staleflow.Run, co
 
 def test_a_run_at_a_step_does_not_change(tmp_path: Path) -> None:
     written = StoredRun(tmp_path)
-    train_one(written)
+    store_step(written)
     run = staleflow.open_run(written.run_dir)
     then = run.at_step(0)
-    train_one(written)
+    store_step(written)
     assert [len(r.steps()) for r in (run, then)] == [2, 1]
     assert (then.finished, len(then.to_pandas())) == (False, 4)
     with pytest.raises(staleflow.ConfigError, match="no commit of step 5"):
@@ -132,7 +132,7 @@ def test_a_live_run_is_followed_without_refreshing(tmp_path: Path) -> None:
     with create_and_lock(run.path):
         assert run.live
         for step in range(2):
-            train_one(written)
+            store_step(written)
             assert len(run.steps()) == step + 1
             assert len(run.to_pandas()) == 4 * (step + 1)
         assert "state live, steps 2, trajectories 8" in repr(run)
@@ -142,8 +142,8 @@ def test_a_live_run_is_followed_without_refreshing(tmp_path: Path) -> None:
     assert run.finished
 
 
-def test_a_run_without_a_store_has_no_steps(written: StoredRun, tmp_path: Path) -> None:
-    shutil.copy(written.run_dir / "config.toml", tmp_path)
+def test_a_run_without_a_store_has_no_steps(stored_run: StoredRun, tmp_path: Path) -> None:
+    shutil.copy(stored_run.run_dir / "config.toml", tmp_path)
     run = staleflow.open_run(tmp_path)
     assert (run.steps(), run.summary(), run.finished, run.evaluations()) == ([], None, False, [])
     assert repr(run).endswith("state unfinished, steps 0, trajectories 0, tokens 0>")
@@ -201,12 +201,14 @@ def test_invalid_queries_give_a_one_line_error(run: staleflow.Run, tmp_path: Pat
         staleflow.list_runs(tmp_path / "none")
 
 
-def test_texts_need_the_tokenizer_and_numbers_do_not(copy: staleflow.Run, tmp_path: Path) -> None:
-    job = (copy.path / "config.toml").read_text()
-    (copy.path / "config.toml").write_text(job.replace(json.dumps(copy.job.model.path), json.dumps(f"{tmp_path}/gone")))
-    assert len(copy.to_pandas(texts=False)) == 12
+def test_texts_need_the_tokenizer_and_numbers_do_not(run_copy: staleflow.Run, tmp_path: Path) -> None:
+    job = (run_copy.path / "config.toml").read_text()
+    (run_copy.path / "config.toml").write_text(
+        job.replace(json.dumps(run_copy.job.model.path), json.dumps(f"{tmp_path}/gone"))
+    )
+    assert len(run_copy.to_pandas(texts=False)) == 12
     with pytest.raises(staleflow.ConfigError, match="gone"):
-        copy.to_pandas()
+        run_copy.to_pandas()
 
 
 def test_a_corrupt_trajectory_raises_an_error_with_a_remedy(tmp_path: Path) -> None:
@@ -222,7 +224,7 @@ def test_a_corrupt_trajectory_raises_an_error_with_a_remedy(tmp_path: Path) -> N
     assert (report.clean, report.readable, report.as_dict()["num_steps"]) == (False, False, None)
 
 
-def test_audit_covers_the_stored_steps(run: staleflow.Run, copy: staleflow.Run) -> None:
+def test_audit_covers_the_stored_steps(run: staleflow.Run, run_copy: staleflow.Run) -> None:
     report = run.audit(full=True)
     assert (report.clean, report.readable, report.num_steps, report.max_staleness) == (True, True, 3, 1)
     assert report.checks[-1] == "history"
@@ -232,22 +234,24 @@ def test_audit_covers_the_stored_steps(run: staleflow.Run, copy: staleflow.Run) 
         run.replay()
 
 
-def test_runs_lists_the_runs_of_a_folder(written: StoredRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (run,) = staleflow.list_runs(written.run_dir.parent)
+def test_runs_lists_the_runs_of_a_folder(
+    stored_run: StoredRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run,) = staleflow.list_runs(stored_run.run_dir.parent)
     assert (run.name, run.finished) == ("page", True)
     monkeypatch.chdir(tmp_path)
     assert staleflow.list_runs() == [], "the default folder is made by the first run"
 
 
 def test_a_run_in_a_bucket_is_opened_by_its_url(
-    written: StoredRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stored_run: StoredRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"s3://{bucket.BUCKET}/runs/page"
     with bucket.served() as environment:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         run = StoredRun(tmp_path, store=f"s3://{bucket.BUCKET}/runs")
-        train_one(run)
+        store_step(run)
         for source in (url, run.run_dir):
             opened = staleflow.open_run(source)
             assert (opened.url, opened.source, opened.name, opened.live) == (url, str(source), "page", False)

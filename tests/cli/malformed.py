@@ -25,18 +25,18 @@ from tests.cli.malformed_inputs import (
     ROW,
     ROWS,
     Case,
-    changed,
-    cut,
-    empty_folder,
-    flipped,
+    flip_bits,
     furnish,
-    gone,
-    place,
-    replaced,
-    reward,
-    small_vocabulary,
-    text,
-    without_steps,
+    make_empty_folder,
+    make_run_without_steps,
+    make_small_vocabulary,
+    remove,
+    replace_run_folder,
+    replace_text,
+    rewrite,
+    truncate,
+    write_reward,
+    write_text,
 )
 from tests.conftest import JOB as RUN
 from tests.support.tiny_models import make_tiny_model
@@ -54,7 +54,7 @@ EVENTS = "runs/finished/events.jsonl"
 
 
 def _job(name: str, content: str | bytes, *says: str, command: str = "config explain bad.toml") -> Case:
-    return Case(name=f"job file: {name}", command=command, prepare=(text("bad.toml", content),), says=says)
+    return Case(name=f"job file: {name}", command=command, prepare=(write_text("bad.toml", content),), says=says)
 
 
 def _set(name: str, override: str, *says: str, command: str = "run") -> Case:
@@ -105,29 +105,29 @@ DATA = (
     _set("data: none", "task.source=jsonl:none.jsonl", "none.jsonl", "no such file"),
     _set("data: a folder", "task.source=jsonl:model", "task.source = ", "folder"),
     Case(name="data: a bad row", command="run job.toml", says=("data.jsonl, line 21: not JSON",),
-         prepare=(changed("data.jsonl", lambda t: t + "{'prompt': 1}\n"),)),
+         prepare=(rewrite("data.jsonl", lambda t: t + "{'prompt': 1}\n"),)),
     Case(name="data: a row without prompt", command="run job.toml",
          says=("data.jsonl, line 21", "'prompt'"),
-         prepare=(changed("data.jsonl", lambda t: t + '{"question": "1", "answer": "2"}\n'),)),
+         prepare=(rewrite("data.jsonl", lambda t: t + '{"question": "1", "answer": "2"}\n'),)),
     Case(name="data: a row that is no object", command="run job.toml", says=("data.jsonl, line 21", "object"),
-         prepare=(changed("data.jsonl", lambda t: t + "[1]\n"),)),
+         prepare=(rewrite("data.jsonl", lambda t: t + "[1]\n"),)),
     Case(name="data: no rows", command="run job.toml", says=("data.jsonl", "0 rows; at least 2"),
-         prepare=(text("data.jsonl", "\n\n"),)),
+         prepare=(write_text("data.jsonl", "\n\n"),)),
     Case(name="data: held-out prompts only", command="run job.toml", says=("data.jsonl", "held-out"),
-         prepare=(text("data.jsonl", ROW * 2),)),
+         prepare=(write_text("data.jsonl", ROW * 2),)),
     Case(name="data: not text", command="run job.toml", says=("data.jsonl", "cannot be read"),
-         prepare=(text("data.jsonl", b"\xff\xfe{}\n"),)),
+         prepare=(write_text("data.jsonl", b"\xff\xfe{}\n"),)),
     Case(name="data: a prompt that is too long", command="run job.toml --set steps=50",
          says=("data.jsonl, line 7", "tokens", "rollout.max_new_tokens = 16", "task.skip_long"),
-         prepare=(changed("data.jsonl", lambda t: t.replace("6 + 2", "1 + " * 200 + "2")),)),
+         prepare=(rewrite("data.jsonl", lambda t: t.replace("6 + 2", "1 + " * 200 + "2")),)),
     Case(name="data: a first prompt without tokens", command="run job.toml", says=("line 1", "prompt is empty"),
-         prepare=(text("data.jsonl", ROW.replace("1 + 2 =", "") + ROWS),)),
+         prepare=(write_text("data.jsonl", ROW.replace("1 + 2 =", "") + ROWS),)),
     _set("data: no parquet file", "task.source=parquet:none.parquet", "task.source = ", "no such file"),
     _set("data: no evaluation set", "task.eval_source=jsonl:none.jsonl", "task.eval_source = ", "no such file"),
     _set("data: no examples", "training.sft={steps=1, source='jsonl:none.jsonl'}", "sft.source", "no such file"),
     Case(name="data: examples without answers", says=("training.sft.source", "no text as its answer"),
          command="run job.toml --set training.sft.steps=1 --set training.sft.source=jsonl:examples.jsonl",
-         prepare=(text("examples.jsonl", '{"prompt": "1", "answer": 2}\n'),)),
+         prepare=(write_text("examples.jsonl", '{"prompt": "1", "answer": 2}\n'),)),
     _set("data: an unknown column", "task.columns.prompt=question", "'question'", "task.columns.prompt", "answer"),
     _set("data: a system message without chat", "task.system=be brief", "task.system", "task.chat = true"),
     _set("data: an unknown source", "task.source=json:data.jsonl", "task.source"),
@@ -137,7 +137,7 @@ DATA = (
     _set("data: a class of no file", "task.source=none.py:Data", "none.py", "no such file"),
     Case(name="data: a class that fails", command="run job.toml --set task.source=mine.py:Data",
          says=("task.source", "KeyError"),
-         prepare=(text("mine.py", "class Data:\n    def __init__(self, options, seed): options['x']\n"),)),
+         prepare=(write_text("mine.py", "class Data:\n    def __init__(self, options, seed): options['x']\n"),)),
 )  # fmt: skip
 
 MODELS = (
@@ -153,27 +153,27 @@ MODELS = (
     Case(name="reference model: another tokenizer", says=("training.kl.reference", "the first is 17", "tokenizer"),
          command="run job.toml --set training.kl.coefficient=0.1 --set training.kl.reference=other",
          prepare=(lambda f: shutil.copytree(f / "model", f / "other"),
-                  replaced("other/tokenizer.json", '";": 17', '";": 99'))),
+                  replace_text("other/tokenizer.json", '";": 17', '";": 99'))),
     _set("model: the home folder's sign", "model.path=~/none", "no such folder"),
     _set("model: a file", "model.path=data.jsonl", "model.path = 'data.jsonl'", "folder"),
     _set("model: a folder of something else", "model.path=runs", "model.path", "config.json"),
     Case(name="model: no tokenizer", command="run job.toml", says=("model.path", "tokenizer"),
-         prepare=(gone("model/tokenizer.json"), gone("model/tokenizer_config.json"))),
+         prepare=(remove("model/tokenizer.json"), remove("model/tokenizer_config.json"))),
     Case(name="model: a broken tokenizer", command="run job.toml", says=("model.path", "tokenizer"),
-         prepare=(cut("model/tokenizer.json", 0.5),)),
+         prepare=(truncate("model/tokenizer.json", 0.5),)),
     Case(name="model: no weights", command="run job.toml", says=("model.path", "weights"),
-         prepare=(gone("model/model.safetensors"),)),
+         prepare=(remove("model/model.safetensors"),)),
     Case(name="model: truncated weights", command="run job.toml", says=("model.safetensors", "truncated"),
-         prepare=(cut("model/model.safetensors", 0.5),)),
+         prepare=(truncate("model/model.safetensors", 0.5),)),
     Case(name="model: empty weights", command="run job.toml", says=("model.safetensors",),
-         prepare=(cut("model/model.safetensors", 0),)),
+         prepare=(truncate("model/model.safetensors", 0),)),
     Case(name="model: broken configuration", command="run job.toml", says=("model.path", "config.json"),
-         prepare=(cut("model/config.json", 0.5),)),
+         prepare=(truncate("model/config.json", 0.5),)),
     Case(name="model: an unknown architecture", command="run job.toml", says=("model.path", "nonesuch"),
-         prepare=(replaced("model/config.json", '"llama"', '"nonesuch"'),)),
+         prepare=(replace_text("model/config.json", '"llama"', '"nonesuch"'),)),
     Case(name="model: no chat template", command=f"run job.toml {CHAT}", says=("task.chat", "no chat template")),
     Case(name="model: a chat template that fails", command=f"run job.toml {CHAT}", says=("task.chat", "no tools"),
-         prepare=(text("model/chat_template.jinja", "{{ raise_exception('no tools') }}"),)),
+         prepare=(write_text("model/chat_template.jinja", "{{ raise_exception('no tools') }}"),)),
 )  # fmt: skip
 
 REWARDS = (
@@ -183,26 +183,27 @@ REWARDS = (
     _set("reward: an unknown word", "reward.function=exact", "reward.function must be one of task,", "not 'exact'"),
     _set("reward: misspelt", "reward.function=mathh_verify", "did you mean 'math_verify'?"),
     Case(name="reward: no function", command="run job.toml --set reward.function=mine.py:ff",
-         says=("mine.py has no function ff", "did you mean f?"), prepare=(reward("return 1.0"),)),
+         says=("mine.py has no function ff", "did you mean f?"), prepare=(write_reward("return 1.0"),)),
     Case(name="reward: three arguments", command=f"run job.toml {MINE}", says=("requires 3 arguments",),
-         prepare=(text("mine.py", "def f(answer, record, more): return 1.0\n"),)),
+         prepare=(write_text("mine.py", "def f(answer, record, more): return 1.0\n"),)),
     Case(name="reward: bad syntax", command=f"run job.toml {MINE}", says=("reward.function", "line 1"),
-         prepare=(text("mine.py", "def f(answer, record) return 1.0\n"),)),
+         prepare=(write_text("mine.py", "def f(answer, record) return 1.0\n"),)),
     Case(name="reward: an import that fails", command=f"run job.toml {MINE}", says=("reward.function", "nonesuch"),
-         prepare=(text("mine.py", "import nonesuch\n"),)),
+         prepare=(write_text("mine.py", "import nonesuch\n"),)),
     Case(name="reward: a module that exits", command=f"run job.toml {MINE}", says=("reward.function", "SystemExit"),
-         prepare=(text("mine.py", "import sys\nsys.exit(3)\n"),)),
-    Case(name="reward: a bug", command=f"run job.toml {MINE}", prepare=(reward("return record['solution'] == answer"),),
+         prepare=(write_text("mine.py", "import sys\nsys.exit(3)\n"),)),
+    Case(name="reward: a bug", command=f"run job.toml {MINE}",
+         prepare=(write_reward("return record['solution'] == answer"),),
          says=("reward.function", "KeyError: 'solution'", "reward.max_error_share")),
-    Case(name="reward: a text", command=f"run job.toml {MINE}", prepare=(reward("return 'good'"),),
+    Case(name="reward: a text", command=f"run job.toml {MINE}", prepare=(write_reward("return 'good'"),),
          says=("reward.function", "good")),
-    Case(name="reward: not a number", command=f"run job.toml {MINE}", prepare=(reward("return float('nan')"),),
+    Case(name="reward: not a number", command=f"run job.toml {MINE}", prepare=(write_reward("return float('nan')"),),
          says=("reward.function", "nan")),
     Case(name="reward: it hangs", command=f"run job.toml {MINE} --set reward.timeout_s=1", alone=True,
-         prepare=(reward("time.sleep(1000)"),), says=("reward.function", "longer than 1 s", "reward.timeout_s")),
-    Case(name="reward: it kills its process", command=f"run job.toml {MINE}", prepare=(reward("os._exit(1)"),),
+         prepare=(write_reward("time.sleep(1000)"),), says=("reward.function", "longer than 1 s", "reward.timeout_s")),
+    Case(name="reward: it kills its process", command=f"run job.toml {MINE}", prepare=(write_reward("os._exit(1)"),),
          says=("reward.function", "died")),
-    Case(name="reward: it exits", command=f"run job.toml {MINE}", prepare=(reward("sys.exit('enough')"),),
+    Case(name="reward: it exits", command=f"run job.toml {MINE}", prepare=(write_reward("sys.exit('enough')"),),
          says=("reward.function", "enough")),
     Case(name="reward: no file, explained", command="config explain job.toml --set reward.function=none.py:f",
          says=("reward.function = ", "no such file")),
@@ -223,7 +224,7 @@ NO_RUN = (
     ),
     *(
         Case(name=f"an empty folder: {words}", command=words.format("runs/empty"), says=("runs/empty", "no such run"),
-             prepare=(empty_folder("runs/empty"),))
+             prepare=(make_empty_folder("runs/empty"),))
         for words in ("resume {}", "replay {}", "store audit {}", "store show {}", "profile {}", "simulate --from {}")
     ),
     Case(name="no run: a file", command="store audit data.jsonl", says=("data.jsonl", "no such run")),
@@ -233,30 +234,30 @@ NO_RUN = (
 
 STORES = (
     Case(name="store: none", command="store audit runs/finished", says=("runs/finished", "no store"),
-         prepare=(gone("runs/finished/store"),)),
+         prepare=(remove("runs/finished/store"),)),
     Case(name="store: no steps", command="store audit runs/early", says=("NOT VERIFIED", "no steps are stored"), code=1,
-         prepare=(without_steps,)),
+         prepare=(make_run_without_steps,)),
     Case(name="store: no steps, exported", command="store export runs/early --to jsonl", says=("stored yet",),
-         prepare=(without_steps,)),
+         prepare=(make_run_without_steps,)),
     Case(name="store: no steps, compared", command="store diff runs/early main other", says=("no branch 'other'",),
-         prepare=(without_steps,)),
+         prepare=(make_run_without_steps,)),
     Case(name="branch: compared with itself", command="store diff runs/finished main main", says=("with itself",)),
     Case(name="run: a summary cut off, profiled", command="profile runs/finished", says=("summary.json", "damaged"),
-         code=1, prepare=(text("runs/finished/summary.json", '{"cost_model": {'),)),
+         code=1, prepare=(write_text("runs/finished/summary.json", '{"cost_model": {'),)),
     Case(name="run: a summary cut off, simulated", command="simulate --from runs/finished", code=1,
-         says=("summary.json", "damaged"), prepare=(text("runs/finished/summary.json", '{"cost_model": {'),)),
+         says=("summary.json", "damaged"), prepare=(write_text("runs/finished/summary.json", '{"cost_model": {'),)),
     Case(name="store: no steps, trained on", command="train-offline runs/early", says=("no", "trained on"),
-         prepare=(without_steps,)),
+         prepare=(make_run_without_steps,)),
     Case(name="store: no steps, simulated", command="simulate --from runs/early", says=("runs/early",),
-         prepare=(without_steps,), lines=2),
+         prepare=(make_run_without_steps,), lines=2),
     Case(name="store: no repository", command="store audit runs/finished", says=("cannot be opened",), code=1,
-         prepare=(lambda f: shutil.rmtree(f / "runs/finished/store"), empty_folder("runs/finished/store"))),
+         prepare=(lambda f: shutil.rmtree(f / "runs/finished/store"), make_empty_folder("runs/finished/store"))),
     Case(name="store: a broken manifest", command="store audit runs/finished", says=("runs/finished/store",), code=1,
-         prepare=(flipped("runs/finished/store/manifests/*"),), lines=60),
+         prepare=(flip_bits("runs/finished/store/manifests/*"),), lines=60),
     Case(name="store: a broken snapshot", command="store audit runs/finished --full", says=("cannot be",),
-         code=1, prepare=(flipped("runs/finished/store/snapshots/*"),), lines=60),
+         code=1, prepare=(flip_bits("runs/finished/store/snapshots/*"),), lines=60),
     Case(name="store: a broken chunk", command="store audit runs/finished", says=("damaged", "BROKEN", "not checked"),
-         code=1, prepare=(flipped("runs/finished/store/chunks/*"),), lines=60),
+         code=1, prepare=(flip_bits("runs/finished/store/chunks/*"),), lines=60),
     Case(name="store: an unknown step", command="store show runs/finished --at-step 99",
          says=("no commit of step 99", "steps 0 to 2")),
     Case(name="store: an unknown trajectory", command="store show runs/finished --trajectory 99999",
@@ -289,14 +290,14 @@ STORES = (
     Case(name="logprobs: no model",
          command="store recompute-logprobs runs/finished --model runs/finished/checkpoints/x",
          says=("runs/finished/checkpoints/x", "step-000002"),
-         prepare=(empty_folder("runs/finished/checkpoints/step-000002"),)),
+         prepare=(make_empty_folder("runs/finished/checkpoints/step-000002"),)),
     Case(name="logprobs: another vocabulary", command="store recompute-logprobs runs/finished --model small",
          says=("small", "vocabulary"),
-         prepare=(small_vocabulary,)),
+         prepare=(make_small_vocabulary,)),
     Case(name="logprobs: weights of another configuration",
          command="store recompute-logprobs runs/finished --model small",
          says=("small", "model.safetensors", "vocab_size = 3"),
-         prepare=(small_vocabulary, lambda f: shutil.copy(f / "model/model.safetensors", f / "small"))),
+         prepare=(make_small_vocabulary, lambda f: shutil.copy(f / "model/model.safetensors", f / "small"))),
     Case(name="logprobs: of an emulated run", command="store recompute-logprobs runs/emulated --model model",
          says=("emulated",)),
     Case(name="offline: a key that is fixed", command="train-offline runs/finished --set steps=3",
@@ -308,16 +309,16 @@ STORES = (
 )  # fmt: skip
 
 JOURNALS = (
-    Case(name="journal: none", command="replay runs/finished", says=("no recorded events",), prepare=(gone(EVENTS),)),
+    Case(name="journal: none", command="replay runs/finished", says=("no recorded events",), prepare=(remove(EVENTS),)),
     Case(name="journal: truncated", command="replay runs/finished", says=("INCOMPLETE",), code=1, lines=2,
-         prepare=(cut(EVENTS, 0.5),)),
+         prepare=(truncate(EVENTS, 0.5),)),
     Case(name="journal: garbled", command="replay runs/finished", says=("events.jsonl, line 5",),
-         prepare=(changed(EVENTS, lambda t: "\n".join([*t.splitlines()[:4], "{]", *t.splitlines()[5:]])),)),
+         prepare=(rewrite(EVENTS, lambda t: "\n".join([*t.splitlines()[:4], "{]", *t.splitlines()[5:]])),)),
     Case(name="journal: of bytes", command="replay runs/finished", says=("events.jsonl, line 1, is cut off",), code=1,
          lines=2,
-         prepare=(text(EVENTS, b"\xff\xfe\x00\x01" * 100),)),
+         prepare=(write_text(EVENTS, b"\xff\xfe\x00\x01" * 100),)),
     Case(name="journal: another event", command="replay runs/finished", says=("events.jsonl, line 1",),
-         prepare=(changed(EVENTS, lambda t: t.replace('"type":', '"type_":').replace('"type" :', '"type_" :')),)),
+         prepare=(rewrite(EVENTS, lambda t: t.replace('"type":', '"type_":').replace('"type" :', '"type_" :')),)),
     Case(name="journal: an unknown trajectory", command="replay runs/finished --trajectory 99999",
          says=("no trajectory 99999",)),
     Case(name="journal: no number", command="replay runs/finished --trajectory x", says=("'x'", "--trajectory")),
@@ -326,17 +327,17 @@ JOURNALS = (
 RESUMES = (
     Case(name="resume: finished", command="resume runs/finished", says=("all 3 steps are trained", "set steps=N")),
     Case(name="resume: no job file", command="resume runs/finished", says=("runs/finished", "no such run"),
-         prepare=(gone(CONFIG),)),
+         prepare=(remove(CONFIG),)),
     Case(name="resume: a broken job file", command="resume runs/finished", says=("config.toml: not valid TOML",),
-         prepare=(replaced(CONFIG, "\neta = 1", "\neta = = 1"),)),
+         prepare=(replace_text(CONFIG, "\neta = 1", "\neta = = 1"),)),
     Case(name="resume: a key that is fixed", command="resume runs/finished --set staleness.eta=3",
          says=("staleness.eta=3: cannot be changed", "steps")),
     Case(name="resume: another bound", command="resume runs/finished --set steps=9", says=("staleness.eta = 3",),
-         prepare=(replaced(CONFIG, "\neta = 1", "\neta = 3"),)),
+         prepare=(replace_text(CONFIG, "\neta = 1", "\neta = 3"),)),
     Case(name="resume: the model is gone", command="resume runs/finished --set steps=9", says=("no such folder",),
-         prepare=(gone("model"),)),
+         prepare=(remove("model"),)),
     Case(name="resume: no resume point", command="resume runs/finished --set steps=9",
-         says=("no complete resume point",), prepare=(gone("runs/finished/resume"),)),
+         says=("no complete resume point",), prepare=(remove("runs/finished/resume"),)),
     Case(name="run: a name that is taken", command="run job.toml --set name=finished",
          says=("runs/finished already holds a run", "set another name=")),
     Case(name="submit: a name that is taken", says=("runs/finished already holds a run",),
@@ -380,12 +381,12 @@ VIRTUAL = (
 
 DRY = (
     Case(name="dry: a reward's bug", command=f"run --dry-run job.toml {MINE} --set reward.max_error_share=0.5",
-         says=("reward.function", "KeyError"), prepare=(reward("return record['solution'] == answer"),)),
+         says=("reward.function", "KeyError"), prepare=(write_reward("return record['solution'] == answer"),)),
     Case(name="dry: no data", command="run --dry-run job.toml --set task.source=jsonl:none.jsonl",
          says=("none.jsonl", "no such file")),
     Case(name="dry: no model", command="run --dry-run job.toml --set model.path=runs/none", says=("no such folder",)),
     Case(name="dry: a prompt that is too long", command="run --dry-run job.toml", says=("data.jsonl, line 1",),
-         prepare=(replaced("data.jsonl", "0 + 2", "1 + " * 200),)),
+         prepare=(replace_text("data.jsonl", "0 + 2", "1 + " * 200),)),
 )  # fmt: skip
 
 COMMANDS = (
@@ -453,7 +454,7 @@ CASES = (
 # -- judging an answer -----------------------------------------------------------------------------------------------
 
 
-def faults(case: Case, code: int, out: str, err: str, elapsed_s: float = 0.0) -> list[str]:
+def output_faults(case: Case, code: int, out: str, err: str, elapsed_s: float = 0.0) -> list[str]:
     """Return what is wrong with the output of a case; empty if nothing is."""
     answer = err if code == 2 else out + err
     lines = [line for line in answer.splitlines() if line.strip()]
@@ -466,7 +467,7 @@ def faults(case: Case, code: int, out: str, err: str, elapsed_s: float = 0.0) ->
     return result
 
 
-def furnished(folder: Path) -> Path:
+def furnish_folder(folder: Path) -> Path:
     """Create the folder that each case starts with a copy of; this trains a tiny model for three steps."""
     make_tiny_model(folder / "model")
     (folder / "job.toml").write_text(RUN.format(runs=folder / "runs", steps=3, model=folder / "model"))
@@ -479,7 +480,7 @@ def furnished(folder: Path) -> Path:
 def prepare(case: Case, folder: Path, start: Path) -> None:
     """Copy the folder `start` and prepare the copy for a case."""
     shutil.copytree(start, folder)
-    place(folder, start)
+    replace_run_folder(folder, start)
     for step in case.prepare:
         step(folder)
 
@@ -513,13 +514,13 @@ def main(words: list[str]) -> int:
     failed, longest = 0, 0.0
     chosen = [case for case in CASES if not words or any(word in case.name for word in words)]
     with tempfile.TemporaryDirectory(prefix="malformed-") as made:
-        start = furnished(Path(made))
+        start = furnish_folder(Path(made))
         for number, case in enumerate(chosen, 1):
             folder = Path(made) / str(number)
             prepare(case, folder, start)
             code, out, err, elapsed_s = run_alone(case, folder)
             shutil.rmtree(folder)
-            result = faults(case, code, out, err, elapsed_s)
+            result = output_faults(case, code, out, err, elapsed_s)
             failed, longest = failed + bool(result), max(longest, elapsed_s)
             received = [line for line in (err if code else out + err).splitlines() if line.strip()]
             outcome = "FAIL" if result else "ok"

@@ -71,7 +71,7 @@ def furnish(folder: Path, model: Path, run: Path) -> None:
     (folder / "data.jsonl").write_text(ROWS)
 
 
-def place(folder: Path, before: Path) -> None:
+def replace_run_folder(folder: Path, before: Path) -> None:
     """Replace a folder in the job files of the stored runs."""
     for job in folder.glob("runs/*/config*.toml"):
         job.write_text(job.read_text().replace(str(before), str(folder)))
@@ -80,7 +80,7 @@ def place(folder: Path, before: Path) -> None:
 # -- preparations ----------------------------------------------------------------------------------------------------
 
 
-def text(name: str, content: str | bytes) -> Prepare:
+def write_text(name: str, content: str | bytes) -> Prepare:
     """Write a file."""
 
     def prepare(folder: Path) -> None:
@@ -91,7 +91,7 @@ def text(name: str, content: str | bytes) -> Prepare:
     return prepare
 
 
-def changed(name: str, change: Callable[[str], str]) -> Prepare:
+def rewrite(name: str, change: Callable[[str], str]) -> Prepare:
     """Rewrite a text file."""
 
     def prepare(folder: Path) -> None:
@@ -101,17 +101,17 @@ def changed(name: str, change: Callable[[str], str]) -> Prepare:
     return prepare
 
 
-def replaced(name: str, old: str, new: str) -> Prepare:
+def replace_text(name: str, old: str, new: str) -> Prepare:
     """Replace a text in a file that contains it."""
 
     def change(before: str) -> str:
         assert old in before, (name, old)
         return before.replace(old, new)
 
-    return changed(name, change)
+    return rewrite(name, change)
 
 
-def cut(name: str, share: float) -> Prepare:
+def truncate(name: str, share: float) -> Prepare:
     """Truncate a file to a share of its size."""
 
     def prepare(folder: Path) -> None:
@@ -122,7 +122,7 @@ def cut(name: str, share: float) -> Prepare:
     return prepare
 
 
-def gone(name: str) -> Prepare:
+def remove(name: str) -> Prepare:
     """Remove a file or folder."""
 
     def prepare(folder: Path) -> None:
@@ -132,11 +132,11 @@ def gone(name: str) -> Prepare:
     return prepare
 
 
-def empty_folder(name: str) -> Prepare:
+def make_empty_folder(name: str) -> Prepare:
     return lambda folder: (folder / name).mkdir(parents=True)
 
 
-def flipped(pattern: str) -> Prepare:
+def flip_bits(pattern: str) -> Prepare:
     """Flip bits in the middle of the largest matching file."""
 
     def prepare(folder: Path) -> None:
@@ -149,12 +149,12 @@ def flipped(pattern: str) -> Prepare:
     return prepare
 
 
-def reward(body: str) -> Prepare:
+def write_reward(body: str) -> Prepare:
     """Write mine.py with a reward function f of this body."""
-    return text("mine.py", "import os, sys, time\n\ndef f(answer, record):\n    " + body + "\n")
+    return write_text("mine.py", "import os, sys, time\n\ndef f(answer, record):\n    " + body + "\n")
 
 
-def without_steps(folder: Path) -> None:
+def make_run_without_steps(folder: Path) -> None:
     """Create runs/early, a run killed before its first step was stored."""
     from staleflow.stores.trajectories.records import RunHeader
     from staleflow.stores.trajectories.versioned import VersionedStore
@@ -164,7 +164,7 @@ def without_steps(folder: Path) -> None:
     VersionedStore.create(folder / "runs/early/store", header)
 
 
-def small_vocabulary(folder: Path) -> None:
+def make_small_vocabulary(folder: Path) -> None:
     """Create small/, the model with its first three tokens only."""
     from safetensors.numpy import load_file, save_file
 

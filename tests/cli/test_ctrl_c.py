@@ -41,7 +41,7 @@ dashboard = false
 WRONG = ("Traceback", "Error", "CancelledError", "is gone")
 
 
-def ended_well(shown: Terminal) -> None:
+def assert_orderly_end(shown: Terminal) -> None:
     assert shown.end() == 130, shown.text
     assert not [word for word in WRONG if word in shown.text], shown.text
 
@@ -58,7 +58,7 @@ def test_the_first_interrupt_ends_a_run_in_order_and_it_can_be_resumed(tmp_path:
         with terminal(*args, cwd=folder) as shown:
             shown.until(r"step\s+([2-9]|[1-9]\d+)/4000")
             shown.ctrl_c()
-            ended_well(shown)
+            assert_orderly_end(shown)
             assert "interrupted: stopping; Ctrl-C again ends at once" in shown.text
             assert "staleflow resume runs/job" in shown.text
             assert "staleflow store show" in shown.text
@@ -72,7 +72,7 @@ def test_an_interrupt_before_the_first_step_ends_a_run(tmp_path: Path, cpu_s: fl
     with terminal("run", emulated(tmp_path, 1.0), cwd=tmp_path, forked=False) as shown:
         shown.until_computed(cpu_s)
         shown.ctrl_c()
-        ended_well(shown)
+        assert_orderly_end(shown)
         assert "interrupted" in shown.text
     if "before the first step" in shown.text:  # else before the run, or in it
         begun = (tmp_path / "runs" / "job" / "store").is_dir()
@@ -85,7 +85,7 @@ def test_the_second_interrupt_ends_a_run_at_once(tmp_path: Path) -> None:
         shown.ctrl_c()
         shown.until("stopping")
         shown.ctrl_c()
-        ended_well(shown)
+        assert_orderly_end(shown)
         assert "ended at once" in shown.text
 
 
@@ -93,7 +93,7 @@ def test_an_interrupt_ends_a_simulation(tmp_path: Path) -> None:
     with terminal("simulate", emulated(tmp_path, 1.0), "--set", "steps=10000000", cwd=tmp_path) as shown:
         shown.until_computed(2.0)
         shown.ctrl_c()
-        ended_well(shown)
+        assert_orderly_end(shown)
         assert "interrupted" in shown.text
 
 
@@ -115,7 +115,7 @@ def test_an_interrupt_ends_rescoring_and_leaves_no_branch(stored: Path, tmp_path
     with terminal(*words, cwd=tmp_path) as shown:
         shown.until_there(tmp_path / "begun")
         shown.ctrl_c()
-        ended_well(shown)
+        assert_orderly_end(shown)
         assert "interrupted" in shown.text
     assert "slow" not in repository_at(run / "store").list_branches()
 
@@ -130,7 +130,7 @@ if __name__ == "__main__":
 """
 
 
-def ran(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a script whose function `callback` is the command."""
     (folder / "signalled.py").write_text(f"{script}\n{COMMAND}")
     environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}:{folder}"}
@@ -145,7 +145,7 @@ CODE = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep
 def callback():
     exec(CODE)
 """
-    done = ran(script, tmp_path)
+    done = run_script(script, tmp_path)
     assert (done.returncode, done.stderr.strip()) == (130, "staleflow: interrupted")
 
 
@@ -185,7 +185,7 @@ CODE = {where!r} + "\\nimport time; time.sleep(60)"
 def callback():
     exec(CODE)
 """
-    done = ran(script, tmp_path)
+    done = run_script(script, tmp_path)
     shown = "staleflow: interrupted" if name == "SIGINT" else ""
     assert (done.returncode, done.stderr.strip()) == (code, shown)
 
@@ -223,7 +223,7 @@ def callback():
     except Interrupted as stopped:
         print(stopped)
 """
-    done = ran(script, tmp_path)
+    done = run_script(script, tmp_path)
     text = "interrupted: stopping; Ctrl-C again ends at once\ninterrupted\n"
     assert (done.returncode, done.stdout, done.stderr) == (0, text, "")
 
@@ -241,5 +241,5 @@ def callback():
     print("done")
     sys.exit(3)
 """
-    done = ran(script, tmp_path)
+    done = run_script(script, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (3, "done\ncleaned up\n", "")

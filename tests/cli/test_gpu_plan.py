@@ -28,7 +28,7 @@ def job_of_8b(job: Path, tmp_path: Path) -> Path:
     return job
 
 
-def has_gpus(monkeypatch: pytest.MonkeyPatch, gpus: str) -> None:
+def simulate_gpus(monkeypatch: pytest.MonkeyPatch, gpus: str) -> None:
     monkeypatch.setenv("FAKE_GPUS", gpus)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", pynvml)
@@ -37,7 +37,7 @@ def has_gpus(monkeypatch: pytest.MonkeyPatch, gpus: str) -> None:
 def test_a_job_that_does_not_fit_is_rejected_with_the_smallest_change(
     job_of_8b: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    has_gpus(monkeypatch, "8xH100-80")
+    simulate_gpus(monkeypatch, "8xH100-80")
     with pytest.raises(ConfigError, match=r"trainer needs 1 of 2.. GB, the most there are together is 0") as refused:
         place_locally(loading.load(job_of_8b), read_devices(pynvml))
     assert str(refused.value).endswith("; it fits with training.recompute_activations = true, training.ranks = 4")
@@ -51,12 +51,12 @@ def test_a_job_that_does_not_fit_is_rejected_with_the_smallest_change(
 
 
 def test_doctor_prints_the_plan_of_a_job_on_local_gpus(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    has_gpus(monkeypatch, "8xH100-80")
+    simulate_gpus(monkeypatch, "8xH100-80")
     end = command("doctor", job)
     assert end.returncode == 0
     assert "KV cache" in end.stdout and "| t0 r0 .. .. .. .. .. .. |" in end.stdout
     assert "proposed for 8 GPUs: rollout.instances = " in end.stdout
-    has_gpus(monkeypatch, "0xH100-80")
+    simulate_gpus(monkeypatch, "0xH100-80")
     end = command("doctor", job)
     assert end.returncode == 2
     assert "staleflow config explain JOB --gpus 8xH100-80" in end.stderr
@@ -96,7 +96,7 @@ def test_the_turns_layout_needs_one_gpu_where_separate_does_not_fit(
         "training.recompute_activations=true",
     )  # fmt: skip
     turns = (*knobs, "cluster.layout=turns")
-    has_gpus(monkeypatch, "1xL4-24")
+    simulate_gpus(monkeypatch, "1xL4-24")
     with pytest.raises(ConfigError, match=r"needs 2 GPUs .1 for training, 1 for rollout.; 1 of 1"):
         place_locally(loading.load(job, knobs), read_devices(pynvml))
     assert "t0+r0" in place_locally(loading.load(job, turns), read_devices(pynvml))[1]

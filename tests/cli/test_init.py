@@ -31,7 +31,7 @@ def init(*arguments: str) -> Result:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -41,35 +41,42 @@ def write(path: Path, rows: Any) -> Path:
     return path
 
 
-def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+def load_created_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     monkeypatch.chdir(folder)
     return loading.load("job.toml")
 
 
-def test_init_without_options_creates_all_files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_without_options_creates_all_files(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_job, "PRETRAINING_STEPS", 2)
     shown = init("mine")
     assert shown.exit_code == 0
-    assert sorted(p.name for p in (here / "mine").iterdir()) == ["job.toml", "model", "reward.py", "sums.jsonl"]
+    assert sorted(p.name for p in (working_folder / "mine").iterdir()) == [
+        "job.toml",
+        "model",
+        "reward.py",
+        "sums.jsonl",
+    ]
     for line in ("cd mine", "staleflow run job.toml", "first prompt, "):
         assert line in shown.output
-    rows = [json.loads(line) for line in (here / "mine" / "sums.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (working_folder / "mine" / "sums.jsonl").read_text().splitlines()]
     assert len({row["prompt"] for row in rows}) == len(rows) == first_job.NUM_SUMS
     for row in rows:
         assert eval(row["prompt"].removesuffix("=")) == int(row["answer"])
-    config = loaded(here / "mine", monkeypatch)
+    config = load_created_job(working_folder / "mine", monkeypatch)
     reward = make_reward(config.reward.function, make_source(config.task.source, {}, config.seed, config.task.columns))
     assert (reward("-3", {"answer": "-3"}), reward("", {"answer": "-3"})) == (1.0, 0.0)
-    comments = [line for line in (here / "mine" / "job.toml").read_text().splitlines() if "#" in line]
+    comments = [line for line in (working_folder / "mine" / "job.toml").read_text().splitlines() if "#" in line]
     assert len(comments) > 20
 
 
-def test_given_data_model_and_reward_are_checked(here: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(here / "rows.jsonl", ROWS)
+def test_given_data_model_and_reward_are_checked(
+    working_folder: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(working_folder / "rows.jsonl", ROWS)
     shown = init("mine", "--data", "rows.jsonl", "--model", str(tiny_model))
-    assert sorted(p.name for p in (here / "mine").iterdir()) == ["job.toml", "reward.py"]
+    assert sorted(p.name for p in (working_folder / "mine").iterdir()) == ["job.toml", "reward.py"]
     assert "first prompt, " in shown.output
-    config = loaded(here / "mine", monkeypatch)
+    config = load_created_job(working_folder / "mine", monkeypatch)
     assert config.task.source == "jsonl:../rows.jsonl", "as it was named: relative"
     assert (config.task.columns.prompt, config.task.columns.answer) == ("question", "solution")
     assert (config.model.path, config.rollout.max_new_tokens) == (str(tiny_model), 64)
@@ -92,29 +99,31 @@ class Count:
 """
 
 
-def test_an_environment_gives_a_job_with_turns(here: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (here / "count.py").write_text(GAME)
+def test_an_environment_gives_a_job_with_turns(
+    working_folder: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (working_folder / "count.py").write_text(GAME)
     init("mine", "--data", "count.py:Count", "--model", str(tiny_model))
-    config = loaded(here / "mine", monkeypatch)
-    text = (here / "mine" / "job.toml").read_text()
+    config = load_created_job(working_folder / "mine", monkeypatch)
+    text = (working_folder / "mine" / "job.toml").read_text()
     assert user_files.with_multi_turn(config).has_environment
     assert 'function = "task"  # the environment gives the reward' in text
     assert "max_turns = 16" in text
     assert 0 < config.rollout.turn_tokens < config.rollout.max_new_tokens
-    assert not (here / "mine" / "reward.py").exists()
+    assert not (working_folder / "mine" / "reward.py").exists()
 
 
 def test_data_in_the_folder_is_named_relative_to_it(
-    here: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    working_folder: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (here / "mine").mkdir()
-    write(here / "mine" / "rows.jsonl", [{"q": f"{i}", "a": "some words"} for i in range(4)])
+    (working_folder / "mine").mkdir()
+    write(working_folder / "mine" / "rows.jsonl", [{"q": f"{i}", "a": "some words"} for i in range(4)])
     init("mine", "--data", "mine/rows.jsonl", "--model", str(tiny_model), "--prompt-column", "q",
          "--answer-column", "a", "--reward", "exact")  # fmt: skip
-    config = loaded(here / "mine", monkeypatch)
+    config = load_created_job(working_folder / "mine", monkeypatch)
     assert (config.task.source, config.reward.function) == ("jsonl:rows.jsonl", "task")
     assert config.task.template.endswith("Answer: ...")
-    assert not (here / "mine" / "reward.py").exists()
+    assert not (working_folder / "mine" / "reward.py").exists()
 
 
 @pytest.mark.parametrize(
@@ -133,33 +142,33 @@ def test_data_in_the_folder_is_named_relative_to_it(
     ],
 )  # fmt: skip
 def test_each_mistake_gives_a_one_line_error_and_leaves_no_file(
-    here: Path, tiny_model: Path, arguments: tuple[str, ...], message: str
+    working_folder: Path, tiny_model: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    write(here / "rows.jsonl", ROWS)
-    write(here / "odd.jsonl", [{"a": "1", "b": "2"}] * 2)
-    write(here / "talk.jsonl", [{"messages": [{"role": "user", "content": "1"}], "answer": "1"}] * 2)
-    (here / "rows.csv").write_text("a,b\n")
+    write(working_folder / "rows.jsonl", ROWS)
+    write(working_folder / "odd.jsonl", [{"a": "1", "b": "2"}] * 2)
+    write(working_folder / "talk.jsonl", [{"messages": [{"role": "user", "content": "1"}], "answer": "1"}] * 2)
+    (working_folder / "rows.csv").write_text("a,b\n")
     with pytest.raises(ConfigError, match=message) as caught:
         init("mine", *(a.format(model=tiny_model) for a in arguments))
     assert "\n" not in str(caught.value)
-    assert not (here / "mine").exists()
+    assert not (working_folder / "mine").exists()
 
 
 @pytest.mark.parametrize("name", ["job.toml", "reward.py", "sums.jsonl", "model"])
-def test_existing_files_are_not_overwritten(here: Path, name: str) -> None:
-    (here / name).write_text("mine")
+def test_existing_files_are_not_overwritten(working_folder: Path, name: str) -> None:
+    (working_folder / name).write_text("mine")
     with pytest.raises(ConfigError, match=f"{name} exists and is not overwritten; name another folder"):
         init()
-    assert [(p.name, p.read_text()) for p in here.iterdir()] == [(name, "mine")]
+    assert [(p.name, p.read_text()) for p in working_folder.iterdir()] == [(name, "mine")]
 
 
-def test_an_interrupted_init_leaves_no_file(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_init_leaves_no_file(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(first_job, "_pretrain", interrupted)
     assert CliRunner().invoke(command, ["mine"]).exit_code == 1
-    assert list((here / "mine").iterdir()) == []
+    assert list((working_folder / "mine").iterdir()) == []
 
 
 def test_a_terminated_init_leaves_no_file(tmp_path: Path) -> None:
@@ -176,35 +185,35 @@ def test_a_terminated_init_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_message_lists_need_a_model_with_a_chat_template(
-    here: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    working_folder: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}="
-    model = here / "chat"
+    model = working_folder / "chat"
     model.mkdir()
     for file in tiny_model.iterdir():
         (model / file.name).symlink_to(file)
     (model / "tokenizer_config.json").unlink()
-    tokenizer.save_pretrained(here / "tokenizer")
-    for file in (here / "tokenizer").iterdir():
+    tokenizer.save_pretrained(working_folder / "tokenizer")
+    for file in (working_folder / "tokenizer").iterdir():
         (model / file.name).unlink(missing_ok=True)
         (model / file.name).write_bytes(file.read_bytes())
     talks = [{"messages": [{"role": "user", "content": f"{i}"}], "answer": f"{i}"} for i in range(3)]
-    write(here / "talk.jsonl", talks)
+    write(working_folder / "talk.jsonl", talks)
     shown = init("mine", "--data", "talk.jsonl", "--model", "chat")
     assert "first prompt, 2 tokens: '0='" in shown.output
-    job = tomllib.loads((here / "mine" / "job.toml").read_text())
+    job = tomllib.loads((working_folder / "mine" / "job.toml").read_text())
     assert (job["task"]["chat"], job["task"]["columns"]["prompt"]) == (True, "messages")
 
 
 @pytest.mark.slow
-def test_the_created_job_learns(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_created_job_learns(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reward at least doubles, from random answers to correct sums."""
     assert staleflow("init", "mine").returncode == 0
-    monkeypatch.chdir(here / "mine")
+    monkeypatch.chdir(working_folder / "mine")
     assert staleflow("run", "job.toml").returncode == 0
-    first, last = json.loads((here / "mine" / "runs" / "first" / "summary.json").read_text())["evaluations"]
+    first, last = json.loads((working_folder / "mine" / "runs" / "first" / "summary.json").read_text())["evaluations"]
     assert first["sampled"] < 0.4
     assert last["sampled"] > max(0.6, 2 * first["sampled"])

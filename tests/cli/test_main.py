@@ -16,7 +16,7 @@ from tests.commands import command
 ROOT = Path(__file__).parents[2]
 
 
-def alone(words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_by_shell(words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `staleflow WORDS` in a separate process by a shell."""
     shell = f"{sys.executable} -P -m staleflow.cli.main {words}"
     path = os.pathsep.join((*environment.pop("PYTHONPATH", "").split(), str(ROOT)))
@@ -58,7 +58,7 @@ def test_h_is_help_for_every_command(words: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("words", ["config explain examples/dryrun.toml --no-check", "--help"])
 def test_a_full_device_gives_a_one_line_error(words: str) -> None:
-    answer = alone(f"{words} >/dev/full")
+    answer = run_by_shell(f"{words} >/dev/full")
     assert answer.returncode == 1
     assert answer.stderr == "staleflow: the output cannot be written: No space left on device\n"
 
@@ -68,7 +68,7 @@ def test_user_modules_with_the_names_of_our_packages_change_nothing(tmp_path: Pa
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("raise ImportError('a module of the user')\n")
-    answer = alone("store ls", PYTHONPATH=str(tmp_path))
+    answer = run_by_shell("store ls", PYTHONPATH=str(tmp_path))
     assert (answer.returncode, answer.stderr) == (0, "")
 
 
@@ -79,12 +79,12 @@ def test_a_rejected_run_leaves_no_process(tmp_path: Path) -> None:
     with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True) as process:
         assert process.wait(timeout=60) == 2
     deadline = time.monotonic() + 60.0  # for a kill to be carried out
-    while (left := of_session(process.pid)) and time.monotonic() < deadline:
+    while (left := session_processes(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []
 
 
-def of_session(leader: int) -> list[str]:
+def session_processes(leader: int) -> list[str]:
     """Return the command lines of the running processes of a session."""
     results = []
     for path in Path("/proc").glob("[0-9]*"):

@@ -19,7 +19,7 @@ HERE = [case for case in malformed.CASES if not case.alone]
 
 
 @pytest.fixture(scope="session")
-def furnished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, finished_run: Path) -> Path:
+def start_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, finished_run: Path) -> Path:
     """The folder that cases copy; it is never changed."""
     folder = tmp_path_factory.mktemp("malformed") / "furnished"
     furnish(folder, tiny_model, finished_run)
@@ -27,12 +27,12 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, finish
 
 
 @pytest.mark.parametrize("case", HERE, ids=lambda case: case.name)
-def test_malformed_input_gives_a_one_line_error(case: Case, furnished: Path, tmp_path: Path) -> None:
+def test_malformed_input_gives_a_one_line_error(case: Case, start_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "here"
-    malformed.prepare(case, folder, furnished)
+    malformed.prepare(case, folder, start_folder)
     with contextlib.chdir(folder):
         answer = command(*shlex.split(case.command))
-    assert malformed.faults(case, answer.returncode, answer.stdout, answer.stderr) == []
+    assert malformed.output_faults(case, answer.returncode, answer.stdout, answer.stderr) == []
 
 
 def test_case_names_are_unique() -> None:

@@ -37,7 +37,7 @@ def _probe_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "PROBE_AFTER_S", 0.2)
 
 
-def refused(cluster: ClusterAddress, within_s: float = CONNECT_S, most_s: float = CONNECT_S + 1.5) -> str:
+def connection_error(cluster: ClusterAddress, within_s: float = CONNECT_S, most_s: float = CONNECT_S + 1.5) -> str:
     """Return the error of connecting to a wrong cluster; it has one line and comes within `most_s`."""
     begin = time.monotonic()
 
@@ -96,7 +96,7 @@ def test_the_port_of_the_dashboard_is_recognized() -> None:
     threading.Thread(target=server.serve_forever).start()
     port = server.server_address[1]
     try:
-        assert refused(ClusterAddress(address=f"tcp://127.0.0.1:{port}"), most_s=5) == (
+        assert connection_error(ClusterAddress(address=f"tcp://127.0.0.1:{port}"), most_s=5) == (
             f"no scheduler at tcp://127.0.0.1:{port}: an HTTP server answers there, such as Dask's dashboard; the "
             "scheduler's port is usually 8786"
         )
@@ -112,7 +112,7 @@ def test_the_port_of_the_dashboard_is_recognized() -> None:
 
 def test_server_that_accepts_but_never_replies_times_out() -> None:
     with listener(lambda connected: None) as port:
-        assert refused(ClusterAddress(address=f"tcp://127.0.0.1:{port}"), 1.0) == (
+        assert connection_error(ClusterAddress(address=f"tcp://127.0.0.1:{port}"), 1.0) == (
             f"no scheduler at tcp://127.0.0.1:{port}: what listens there does not answer; it may be busy, or no "
             "scheduler (waited 1 s)"
         )
@@ -120,25 +120,25 @@ def test_server_that_accepts_but_never_replies_times_out() -> None:
 
 def test_another_protocol_is_shown_in_the_error() -> None:
     with listener(lambda connected: connected.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")) as port:
-        message = refused(ClusterAddress(address=f"tcp://127.0.0.1:{port}"))
+        message = connection_error(ClusterAddress(address=f"tcp://127.0.0.1:{port}"))
     assert message.endswith(r"another server answers there: b'SSH-2.0-OpenSSH_9.2\r\n'")
 
 
 def test_server_that_closes_each_connection_is_no_scheduler() -> None:
     with listener(lambda connected: connected.close()) as port:
-        assert "no scheduler at" in refused(ClusterAddress(address=f"tcp://127.0.0.1:{port}"))
+        assert "no scheduler at" in connection_error(ClusterAddress(address=f"tcp://127.0.0.1:{port}"))
 
 
 def test_a_closed_port_gives_a_one_line_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    assert refused(ClusterAddress(address=f"127.0.0.1:{port}"), 1.0) == (
+    assert connection_error(ClusterAddress(address=f"127.0.0.1:{port}"), 1.0) == (
         f"no scheduler at tcp://127.0.0.1:{port}: it cannot be reached: Connection refused (waited 1 s)"
     )
 
 
 def test_a_host_that_cannot_be_resolved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    message = refused(ClusterAddress(address="tcp://no-such-host.invalid:8786"))
+    message = connection_error(ClusterAddress(address="tcp://no-such-host.invalid:8786"))
     assert "the host name no-such-host.invalid" in message
     over = threading.Event()
     monkeypatch.setattr(port_probe.socket, "getaddrinfo", lambda *_: over.wait(30))
@@ -161,7 +161,7 @@ def test_a_host_that_cannot_be_resolved_is_named(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_an_invalid_address_is_rejected_at_once(address: str, message: str) -> None:
-    assert re.search(message, refused(ClusterAddress(address=address), most_s=CONNECT_S / 2)), (
+    assert re.search(message, connection_error(ClusterAddress(address=address), most_s=CONNECT_S / 2)), (
         "waiting takes all of CONNECT_S"
     )
 
@@ -171,17 +171,20 @@ def test_an_invalid_scheduler_file_falls_back_to_no_other_cluster(content: str, 
     file = tmp_path / "scheduler.json"
     file.write_text(content, encoding="latin-1")
     with dask.config.set({"scheduler-address": "tcp://127.0.0.1:9"}):
-        assert refused(ClusterAddress(scheduler_file=str(file))) == f"scheduler file {file}: not written by a scheduler"
-        missing = refused(ClusterAddress(scheduler_file=str(tmp_path / "none.json")))
+        assert (
+            connection_error(ClusterAddress(scheduler_file=str(file)))
+            == f"scheduler file {file}: not written by a scheduler"
+        )
+        missing = connection_error(ClusterAddress(scheduler_file=str(tmp_path / "none.json")))
         assert missing.endswith("No such file or directory; `dask scheduler --scheduler-file` writes one")
-        assert "Is a directory" in refused(ClusterAddress(scheduler_file=str(tmp_path)))
+        assert "Is a directory" in connection_error(ClusterAddress(scheduler_file=str(tmp_path)))
         with (
             pytest.raises(ConfigError, match="not written by a scheduler"),
             ClusterAddress(scheduler_file=str(file)).blocking(),
         ):
             pytest.fail("it connected")
     file.write_text(json.dumps({"address": "tcp://127.0.0.1:9"}))
-    assert "both" in refused(ClusterAddress(address="tcp://127.0.0.1:8786", scheduler_file=str(file)))
+    assert "both" in connection_error(ClusterAddress(address="tcp://127.0.0.1:8786", scheduler_file=str(file)))
 
 
 TLS = str(Path(__file__).parent / "tls.pem")
@@ -193,7 +196,7 @@ def tls() -> Security:
     return Security(require_encryption=True, **dict.fromkeys(names, TLS))
 
 
-def on_a_scheduler(security: Any, look: Callable[[str], str]) -> str:
+def with_scheduler(security: Any, look: Callable[[str], str]) -> str:
     """Call `look` with the address of a running scheduler in a separate thread."""
 
     async def work() -> str:
@@ -209,17 +212,17 @@ def test_schedulers_with_and_without_tls_are_distinguished() -> None:
     def without(its: str) -> str:
         nonlocal address
         address = its
-        return refused(ClusterAddress(address=its.replace("tls://", "tcp://")))
+        return connection_error(ClusterAddress(address=its.replace("tls://", "tcp://")))
 
-    message = on_a_scheduler(tls(), without)
+    message = with_scheduler(tls(), without)
     assert message.endswith(f": it requires TLS; use {address} with --tls-ca-file, --tls-cert and --tls-key")
 
     def with_tls(its: str) -> str:
         nonlocal address
         address = its
-        return refused(ClusterAddress(address=its.replace("tcp://", "tls://"), security=tls()))
+        return connection_error(ClusterAddress(address=its.replace("tcp://", "tls://"), security=tls()))
 
-    assert on_a_scheduler(None, with_tls).endswith(f": it does not use TLS; use {address}")
+    assert with_scheduler(None, with_tls).endswith(f": it does not use TLS; use {address}")
 
 
 def answers(cluster: ClusterAddress, within_s: float = CONNECT_S) -> str:
@@ -231,9 +234,9 @@ def answers(cluster: ClusterAddress, within_s: float = CONNECT_S) -> str:
 
 
 def test_valid_addresses_connect() -> None:
-    assert on_a_scheduler(tls(), lambda its: answers(ClusterAddress(address=its, security=tls()))) == "running"
-    assert on_a_scheduler(None, lambda its: answers(ClusterAddress(address=its.removeprefix("tcp://")))) == "running"
-    name = on_a_scheduler(None, lambda its: answers(ClusterAddress(address=its.replace("127.0.0.1", "localhost"))))
+    assert with_scheduler(tls(), lambda its: answers(ClusterAddress(address=its, security=tls()))) == "running"
+    assert with_scheduler(None, lambda its: answers(ClusterAddress(address=its.removeprefix("tcp://")))) == "running"
+    name = with_scheduler(None, lambda its: answers(ClusterAddress(address=its.replace("127.0.0.1", "localhost"))))
     assert name == "running"
 
 
@@ -261,7 +264,7 @@ def test_the_address_of_a_worker_is_rejected() -> None:
             Scheduler(host="127.0.0.1", port=0, dashboard_address=":0") as scheduler,
             Worker(scheduler.address, dashboard_address=":0") as worker,
         ):
-            return await asyncio.to_thread(refused, ClusterAddress(address=worker.address))
+            return await asyncio.to_thread(connection_error, ClusterAddress(address=worker.address))
 
     assert "no scheduler at" in asyncio.run(work())
 

@@ -26,7 +26,7 @@ from staleflow.pipeline.coordination.mixture import count_by_source
 from staleflow.pipeline.processes.dask_workers import connect
 from staleflow.stores.metrics import STEP_METRICS
 from staleflow.stores.trajectories.records import SourceState
-from tests.support.browser import in_browser, opened
+from tests.support.browser import in_browser, open_page
 from tests.support.stored_runs import Response, StoredRun
 
 STATUS: dict[str, Any] = {
@@ -52,7 +52,7 @@ STEP = {
 }  # fmt: skip
 
 
-def served_by(config: RunConfig) -> tuple[str, set[int]]:
+def start_dashboard(config: RunConfig) -> tuple[str, set[int]]:
     """Return the dashboard address of a job's local cluster, and the ports that its scheduler process opens, except the
     scheduler port."""
 
@@ -76,9 +76,9 @@ def listening() -> set[int]:
 
 def test_without_a_dashboard_no_port_is_opened() -> None:
     tree = {"reward": {"workers": 1}, "rollout": {"engine": {"name": "emulated"}}}
-    link, ports = served_by(loading.from_tree({**tree, "cluster": {"dashboard": False}}))
+    link, ports = start_dashboard(loading.from_tree({**tree, "cluster": {"dashboard": False}}))
     assert (link, ports) == ("", set())
-    link, ports = served_by(loading.from_tree(tree))
+    link, ports = start_dashboard(loading.from_tree(tree))
     assert link.endswith("/staleflow")
     assert ports == {urllib.parse.urlsplit(link).port}
 
@@ -95,13 +95,13 @@ def with_two_jobs(look: Callable[[Any, str], Coroutine[Any, Any, None]]) -> None
             await ensure(client)  # whoever comes second finds it there
             for id in ("one", "two<b>"):
                 await job_registry.ask(client, "submit", id=id, name=id, run_dir=f"/runs/{id}", steps=9)
-            await tell(client, "one", STEP)
+            await report_jobs(client, "one", STEP)
             await look(client, str(client.dashboard_link).removesuffix("status"))
 
     asyncio.run(scenario())
 
 
-async def tell(client: Any, id: str, step: dict[str, float]) -> None:
+async def report_jobs(client: Any, id: str, step: dict[str, float]) -> None:
     await job_registry.ask(
         client, "report", id=id, state="running", why="", status=STATUS, steps=[step], lines=["a line"]
     )
@@ -194,12 +194,12 @@ def test_job_details_show_the_share_of_each_task() -> None:
 @in_browser
 def test_a_browser_shows_live_data() -> None:
     async def look(client: Any, address: str) -> None:
-        async with opened(viewport={"width": 1400, "height": 1000}) as page:
+        async with open_page(viewport={"width": 1400, "height": 1000}) as page:
             await page.goto(f"{address}staleflow?job=one")
             await page.get_by_text("reward 0.625").wait_for()
             await page.get_by_text("routed to rollout-0 at version 3").wait_for()
             await page.get_by_text("80 wait for their environment").wait_for()
-            await tell(client, "one", STEP | {"step": 3.0, "reward": 0.75})
+            await report_jobs(client, "one", STEP | {"step": 3.0, "reward": 0.75})
             await page.get_by_text("reward 0.750").wait_for()
             await page.get_by_text("two<b>").click()  # the other job's page
             await page.get_by_text("no worker has taken its driver yet").wait_for()

@@ -33,7 +33,7 @@ UID = 10001
 # -- Kubernetes --------------------------------------------------------------------------------------------------
 
 
-def exactly(required: str = "", **properties: Any) -> dict[str, Any]:
+def exact_schema(required: str = "", **properties: Any) -> dict[str, Any]:
     """Return a schema of an object with exactly these properties."""
     return {
         "type": "object", "properties": properties, "required": required.split(), "additionalProperties": False,
@@ -46,32 +46,35 @@ def list_of(items: dict[str, Any]) -> dict[str, Any]:
 
 TEXT, NUMBER, FLAG = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
 QUANTITIES = {"type": "object", "additionalProperties": TEXT}
-CONTAINER = exactly(
+CONTAINER = exact_schema(
     "name", name=TEXT, image=TEXT, command=list_of(TEXT), args=list_of(TEXT), workingDir=TEXT,
-    env=list_of(exactly("name", name=TEXT, value=TEXT)), envFrom=list_of(exactly(configMapRef=exactly(name=TEXT))),
-    ports=list_of(exactly("containerPort", name=TEXT, containerPort=NUMBER, protocol=TEXT)),
-    readinessProbe=exactly(exec=exactly(command=list_of(TEXT)), periodSeconds=NUMBER),
-    resources=exactly(limits=QUANTITIES, requests=QUANTITIES),
-    volumeMounts=list_of(exactly("name mountPath", name=TEXT, mountPath=TEXT, readOnly=FLAG)),
+    env=list_of(exact_schema("name", name=TEXT, value=TEXT)),
+    envFrom=list_of(exact_schema(configMapRef=exact_schema(name=TEXT))),
+    ports=list_of(exact_schema("containerPort", name=TEXT, containerPort=NUMBER, protocol=TEXT)),
+    readinessProbe=exact_schema(exec=exact_schema(command=list_of(TEXT)), periodSeconds=NUMBER),
+    resources=exact_schema(limits=QUANTITIES, requests=QUANTITIES),
+    volumeMounts=list_of(exact_schema("name mountPath", name=TEXT, mountPath=TEXT, readOnly=FLAG)),
 )  # fmt: skip
-VOLUME = exactly(
-    "name", name=TEXT, persistentVolumeClaim=exactly("claimName", claimName=TEXT),
-    secret=exactly(secretName=TEXT, defaultMode=NUMBER), emptyDir=exactly(medium=TEXT, sizeLimit=TEXT),
+VOLUME = exact_schema(
+    "name", name=TEXT, persistentVolumeClaim=exact_schema("claimName", claimName=TEXT),
+    secret=exact_schema(secretName=TEXT, defaultMode=NUMBER), emptyDir=exact_schema(medium=TEXT, sizeLimit=TEXT),
 )  # fmt: skip
-POD = exactly(
+POD = exact_schema(
     "containers", containers=list_of(CONTAINER), volumes=list_of(VOLUME),
-    securityContext=exactly(runAsNonRoot=FLAG, runAsUser=NUMBER, runAsGroup=NUMBER, fsGroup=NUMBER),
+    securityContext=exact_schema(runAsNonRoot=FLAG, runAsUser=NUMBER, runAsGroup=NUMBER, fsGroup=NUMBER),
 )  # fmt: skip
-SERVICE = exactly(
+SERVICE = exact_schema(
     type=TEXT, selector=QUANTITIES,
-    ports=list_of(exactly("port", name=TEXT, port=NUMBER, targetPort={"type": ["integer", "string"]}, protocol=TEXT)),
-)  # fmt: skip
-WORKER = exactly("spec", replicas=NUMBER, spec=POD)
-SCHEMAS = {
-    "DaskCluster": exactly(
-        "scheduler worker", scheduler=exactly("spec service", spec=POD, service=SERVICE), worker=WORKER
+    ports=list_of(
+        exact_schema("port", name=TEXT, port=NUMBER, targetPort={"type": ["integer", "string"]}, protocol=TEXT)
     ),
-    "DaskWorkerGroup": exactly("cluster worker", cluster=TEXT, worker=WORKER),
+)  # fmt: skip
+WORKER = exact_schema("spec", replicas=NUMBER, spec=POD)
+SCHEMAS = {
+    "DaskCluster": exact_schema(
+        "scheduler worker", scheduler=exact_schema("spec service", spec=POD, service=SERVICE), worker=WORKER
+    ),
+    "DaskWorkerGroup": exact_schema("cluster worker", cluster=TEXT, worker=WORKER),
 }
 """The fields that the manifests use, with the types and requirements that they have in the custom resources of
 dask-kubernetes at 1daa175f (2025-07): dask_kubernetes/operator/deployment/helm/dask-kubernetes-operator/crds/."""
@@ -171,7 +174,7 @@ exec "$@"
 """Runs a step's command once, here."""
 
 
-def stand_ins(folder: Path, commands: dict[str, str]) -> dict[str, str]:
+def fake_programs(folder: Path, commands: dict[str, str]) -> dict[str, str]:
     """Return an environment in which these scripts come first on the path, as on a node with two GPUs."""
     programs = folder / "programs"
     programs.mkdir()
@@ -195,7 +198,7 @@ def test_the_commands_of_the_batch_script(tmp_path: Path) -> None:
     record = '#!/usr/bin/env bash\necho "$(basename "$0")" "${@//$\'\\n\'/ }" >> "$CALLS"\n'
     started = 'if [ "$1" = cluster ]; then mkdir "$2"; touch "$2/key.pem" "$2/dask.yaml"; exec sleep 60; fi\n'
     submitted = 'if [ "$1" = submit ]; then echo demo-1; fi\n'
-    environment = stand_ins(
+    environment = fake_programs(
         tmp_path, {"srun": SRUN, "dask": record, "python": record, "staleflow": record + started + submitted}
     )
     run = subprocess.run(
@@ -221,7 +224,7 @@ def test_the_commands_of_the_batch_script(tmp_path: Path) -> None:
 
 
 def test_a_batch_script_without_gpus_ends_with_one_line(tmp_path: Path) -> None:
-    environment = stand_ins(tmp_path, {})
+    environment = fake_programs(tmp_path, {})
     del environment["SLURM_GPUS_ON_NODE"]
     run = subprocess.run(["bash", SCRIPT.resolve()], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (run.returncode, "the job has no GPUs: sbatch --gpus-per-node 8" in run.stderr) == (1, True)
@@ -234,7 +237,7 @@ def test_a_job_runs_by_the_batch_script_on_simulated_gpus(tmp_path: Path) -> Non
         name: f'#!/usr/bin/env bash\nexec {shlex.quote(sys.executable)} -m {module} "$@"\n'
         for name, module in (("staleflow", "staleflow.cli.main"), ("dask", "dask"))
     }
-    environment = stand_ins(
+    environment = fake_programs(
         tmp_path, {"srun": SRUN, "python": f'#!/usr/bin/env bash\nexec {shlex.quote(sys.executable)} "$@"\n'} | programs
     )
     with socket.socket() as probe:

@@ -27,7 +27,7 @@ def needs(instances: int = 1, rewards: int = 1, *, driver: bool = True, ranks: i
     return Needs(instances=instances, rewards=rewards, driver=driver, ranks=ranks)
 
 
-def chosen(
+def choose(
     needs: Needs, workers: dict[str, dict[str, float]], free: Iterable[str], driver_worker: str = ""
 ) -> Gang | None:
     return choose_workers(needs, kinds_of(workers), free, driver_worker)
@@ -39,35 +39,35 @@ def roles(gang: Gang | None) -> dict[str, str]:
 
 
 def test_light_roles_share_a_worker_and_heavy_roles_have_one_each() -> None:
-    assert roles(chosen(needs(2, 3), PLAIN, "bcdef")) == {
+    assert roles(choose(needs(2, 3), PLAIN, "bcdef")) == {
         "b": "server driver reward", "c": "trainer", "d": "rollout", "e": "rollout",
     }  # fmt: skip
-    assert chosen(needs(2), PLAIN, "bcd") is None
-    assert roles(chosen(needs(2, ranks=2), PLAIN, "abcde")) == {
+    assert choose(needs(2), PLAIN, "bcd") is None
+    assert roles(choose(needs(2, ranks=2), PLAIN, "abcde")) == {
         "a": "server driver reward", "b": "trainer", "c": "trainer", "d": "rollout", "e": "rollout",
     }  # fmt: skip
-    assert chosen(needs(2, ranks=2), PLAIN, "abcd") is None
-    assert roles(chosen(needs(driver=False), PLAIN, "abc"))["a"] == "server reward"
+    assert choose(needs(2, ranks=2), PLAIN, "abcd") is None
+    assert roles(choose(needs(driver=False), PLAIN, "abc"))["a"] == "server reward"
 
 
 def test_the_driver_stays_on_its_worker() -> None:
-    assert roles(chosen(needs(), PLAIN, "abcd", driver_worker="c")) == {
+    assert roles(choose(needs(), PLAIN, "abcd", driver_worker="c")) == {
         "c": "driver server reward", "a": "trainer", "b": "rollout",
     }  # fmt: skip
 
 
 def test_declared_roles_are_respected_and_reward_workers_spread() -> None:
     workers = {"t": {"trainer": 1.0}, "r": {"rollout": 1.0}, "s": {"server": 1.0, "reward": 1.0}, "x": {"reward": 1.0}}
-    assert roles(chosen(needs(1, 4), workers, "rstx")) == {
+    assert roles(choose(needs(1, 4), workers, "rstx")) == {
         "s": "server driver reward", "t": "trainer", "r": "rollout", "x": "reward",
     }  # fmt: skip
-    assert chosen(needs(), workers, "rsx") is None
-    assert roles(chosen(needs(), workers | {"d": {"driver": 1.0}}, "drst"))["d"] == "driver"
+    assert choose(needs(), workers, "rsx") is None
+    assert roles(choose(needs(), workers | {"d": {"driver": 1.0}}, "drst"))["d"] == "driver"
 
 
 def test_a_worker_with_two_roles_is_left_to_the_role_without_another() -> None:
     workers = {"a": {"rollout": 1.0, "trainer": 1.0}, "b": {"rollout": 1.0}, "s": {"server": 1.0, "reward": 1.0}}
-    result = roles(chosen(needs(driver=False), workers, "abs"))
+    result = roles(choose(needs(driver=False), workers, "abs"))
     assert (result["a"], result["b"]) == ("trainer", "rollout")
 
 
@@ -102,7 +102,7 @@ def test_workers_are_found_whenever_an_assignment_exists(
         return False
 
     wanted = needs(instances, driver=driver, ranks=ranks)
-    gang = chosen(wanted, workers, workers)
+    gang = choose(wanted, workers, workers)
     assert (gang is not None) == possible() == suffice(wanted, kinds)
     if gang is not None:
         values = [role for names in gang.values() for role in names]
@@ -117,6 +117,6 @@ def test_workers_are_found_whenever_an_assignment_exists(
 def test_choosing_workers_of_a_large_cluster_is_fast() -> None:
     both = {"rollout": 1.0, "trainer": 1.0}
     workers = {str(i): both if i % 2 else {"rollout": 1.0} for i in range(5000)} | {"s": {"server": 1.0, "reward": 1.0}}
-    assert len(chosen(needs(4096), workers, workers) or ()) == 4098
-    assert len(chosen(needs(4096, ranks=512), workers, workers) or ()) == 4096 + 512 + 1
-    assert chosen(needs(4096, ranks=2000), workers, workers) is None
+    assert len(choose(needs(4096), workers, workers) or ()) == 4098
+    assert len(choose(needs(4096, ranks=512), workers, workers) or ()) == 4096 + 512 + 1
+    assert choose(needs(4096, ranks=2000), workers, workers) is None

@@ -18,65 +18,65 @@ from staleflow.pipeline.cluster.job_queue import (
 from staleflow.pipeline.placement.devices import Device, parse_fleet
 
 
-def needing(workers: int) -> Needs:
+def needs_workers(workers: int) -> Needs:
     return Needs(instances=workers - 2, rewards=1, driver=True)
 
 
-def on(workers: str, *jobs: tuple[str, int]) -> JobQueue:
+def make_queue(workers: str, *jobs: tuple[str, int]) -> JobQueue:
     """Return a queue with plain workers and with jobs that need this many, in order."""
     one = JobQueue()
     for address in workers:
         one.add_worker(address, {})
     for id, count in jobs:
-        one.enter(id, f"/runs/{id}", needing(count), 0.0, 0.0)
+        one.enter(id, f"/runs/{id}", needs_workers(count), 0.0, 0.0)
     return one
 
 
-def admitted(one: JobQueue, now: float = 0.0) -> list[str]:
+def admit(one: JobQueue, now: float = 0.0) -> list[str]:
     return list(one.admit_ready(now)[0])
 
 
 def test_a_job_has_all_workers_it_needs_or_none() -> None:
-    one = on("abcd", ("first", 3), ("second", 3))
-    assert admitted(one) == ["first"]
+    one = make_queue("abcd", ("first", 3), ("second", 3))
+    assert admit(one) == ["first"]
     assert len(one.workers_of("first")) == 3
     assert one.workers_of("second") == {}
     assert one.entries["second"].why == (
         "needs 3 worker processes (1 rollout instance, the trainer, one for the light roles); free 1 of 4; next in line"
     )
     one.leave("first")
-    assert admitted(one) == ["second"]
+    assert admit(one) == ["second"]
 
 
 def test_no_job_overtakes_one_that_waits_for_workers_in_use() -> None:
-    one = on("abcdef", ("first", 3), ("big", 6), ("small", 3))
-    assert admitted(one) == ["first"]
+    one = make_queue("abcdef", ("first", 3), ("big", 6), ("small", 3))
+    assert admit(one) == ["first"]
     assert one.entries["small"].why.endswith("free 3 of 6; 1 job before it")
     one.leave("first")
-    assert admitted(one) == ["big"]
+    assert admit(one) == ["big"]
     one.leave("big")
-    assert admitted(one) == ["small"]
+    assert admit(one) == ["small"]
 
 
 def test_a_job_larger_than_the_cluster_does_not_block_others() -> None:
-    one = on("abc", ("huge", 9), ("small", 3))
-    assert admitted(one) == ["small"]
+    one = make_queue("abc", ("huge", 9), ("small", 3))
+    assert admit(one) == ["small"]
     assert one.entries["huge"].why == (
         "needs 9 worker processes (7 rollout instances, the trainer, one for the light roles); the cluster has 3; "
         "starts once there are enough"
     )
-    one.enter("later", "/runs/later", needing(3), 0.0, 1.0)
+    one.enter("later", "/runs/later", needs_workers(3), 0.0, 1.0)
     for address in "defghi":
         one.add_worker(address, {})
-    assert admitted(one) == [], "it has its place in the line, now that there are enough"
+    assert admit(one) == [], "it has its place in the line, now that there are enough"
     one.leave("small")
-    assert admitted(one) == ["huge"]
+    assert admit(one) == ["huge"]
 
 
 def test_the_wait_limit_is_for_waiting_jobs() -> None:
-    one = on("abc")
-    one.enter("runs", "/runs/runs", needing(3), 5.0, 0.0)
-    one.enter("waits", "/runs/waits", needing(3), 5.0, 0.0)
+    one = make_queue("abc")
+    one.enter("runs", "/runs/runs", needs_workers(3), 5.0, 0.0)
+    one.enter("waits", "/runs/waits", needs_workers(3), 5.0, 0.0)
     assert one.admit_ready(4.0)[1] == []
     assert one.admit_ready(6.0)[1] == ["waits"]
     one.leave("runs")
@@ -85,39 +85,39 @@ def test_the_wait_limit_is_for_waiting_jobs() -> None:
 
 
 def test_workers_of_a_lost_driver_are_not_assigned_before_their_restart() -> None:
-    one = on("abc", ("first", 3), ("second", 3))
-    assert admitted(one) == ["first"]
+    one = make_queue("abc", ("first", 3), ("second", 3))
+    assert admit(one) == ["first"]
     assert sorted(one.requeue_after_driver_loss("first", 1.0)) == ["a", "b", "c"]
-    assert admitted(one, 1.0) == []
+    assert admit(one, 1.0) == []
     assert one.entries["first"].why == "needs the workers of its earlier driver to restart"
     for old, new in zip("abc", "xyz", strict=True):
         one.remove_worker(old, 2.0)
-        assert admitted(one, 2.0) == []
+        assert admit(one, 2.0) == []
         one.add_worker(new, {})
-    assert admitted(one, 3.0) == ["first"], "at its old place, before the second"
+    assert admit(one, 3.0) == ["first"], "at its old place, before the second"
 
 
 def test_no_job_overtakes_one_whose_workers_restart() -> None:
-    one = on("abcdef", ("first", 3))
-    assert admitted(one) == ["first"]
+    one = make_queue("abcdef", ("first", 3))
+    assert admit(one) == ["first"]
     one.requeue_after_driver_loss("first", 1.0)
-    one.enter("second", "/runs/second", needing(3), 0.0, 1.0)
-    assert admitted(one, 1.0) == [], "d, e and f would do"
+    one.enter("second", "/runs/second", needs_workers(3), 0.0, 1.0)
+    assert admit(one, 1.0) == [], "d, e and f would do"
 
 
 def test_workers_of_an_abandoned_run_are_not_assigned_before_their_restart() -> None:
-    one = on("abc", ("first", 3), ("second", 3))
-    assert admitted(one) == ["first"]
+    one = make_queue("abc", ("first", 3), ("second", 3))
+    assert admit(one) == ["first"]
     one.requeue_after_driver_loss("first", 1.0)
     one.leave("first")
-    assert admitted(one, 1.0) == []
+    assert admit(one, 1.0) == []
     for old, new in zip("abc", "xyz", strict=True):
         one.remove_worker(old, 2.0)
         one.add_worker(new, {})
-    assert admitted(one, 2.0) == ["second"]
+    assert admit(one, 2.0) == ["second"]
 
 
-def abandoned(one: JobQueue) -> str:
+def drop_driver(one: JobQueue) -> str:
     """Drop the driver of the first job; returns the worker that has only its engine."""
     (engine,) = [address for address, roles in one.workers_of("first").items() if roles == ("rollout",)]
     one.requeue_after_driver_loss("first", 1.0)
@@ -131,10 +131,10 @@ def restart(one: JobQueue, workers: str) -> None:
 
 
 def test_a_worker_with_an_engine_is_reserved_for_the_next_driver_of_its_job() -> None:
-    one = on("abcd", ("first", 3))
-    assert admitted(one) == ["first"]
-    one.enter("second", "/runs/second", needing(3), 0.0, 0.5)
-    engine = abandoned(one)
+    one = make_queue("abcd", ("first", 3))
+    assert admit(one) == ["first"]
+    one.enter("second", "/runs/second", needs_workers(3), 0.0, 0.5)
+    engine = drop_driver(one)
     one.reserve_or_restart(engine, 1.0)
     assert one.take_pending_restarts() == []
     assert engine not in one.free
@@ -149,23 +149,23 @@ def test_a_worker_with_an_engine_is_reserved_for_the_next_driver_of_its_job() ->
 
 @pytest.mark.parametrize("end", ["waited too long", "cancelled"])
 def test_a_reserved_worker_whose_job_ends_is_restarted_first(end: str) -> None:
-    one = on("abc", ("first", 3), ("second", 3))
-    assert admitted(one) == ["first"]
-    engine = abandoned(one)
+    one = make_queue("abc", ("first", 3), ("second", 3))
+    assert admit(one) == ["first"]
+    engine = drop_driver(one)
     one.reserve_or_restart(engine, 1.0)
     if end == "cancelled":
         one.leave("first")
-    assert admitted(one, 1.0 + (RESTART_LIMIT_S + 1 if end == "waited too long" else 0)) == []
+    assert admit(one, 1.0 + (RESTART_LIMIT_S + 1 if end == "waited too long" else 0)) == []
     assert one.take_pending_restarts() == [engine]
     assert one.take_pending_restarts() == [], "it is told once"
     restart(one, "abc")
-    assert admitted(one, 40.0) == (["second"] if end == "cancelled" else ["first"])
+    assert admit(one, 40.0) == (["second"] if end == "cancelled" else ["first"])
 
 
 def test_only_an_engine_alone_is_reserved_and_only_for_a_waiting_job() -> None:
-    one = on("abc", ("first", 3))
-    assert admitted(one) == ["first"]
-    engine = abandoned(one)
+    one = make_queue("abc", ("first", 3))
+    assert admit(one) == ["first"]
+    engine = drop_driver(one)
     for address in "abc".replace(engine, ""):
         one.reserve_or_restart(address, 1.0)
     assert sorted(one.take_pending_restarts()) == sorted("abc".replace(engine, ""))
@@ -176,30 +176,30 @@ def test_only_an_engine_alone_is_reserved_and_only_for_a_waiting_job() -> None:
 
 
 def test_a_reserved_worker_whose_engine_was_not_reused_is_restarted_first() -> None:
-    one = on("abc", ("first", 3), ("second", 3))
-    assert admitted(one) == ["first"]
-    engine = abandoned(one)
+    one = make_queue("abc", ("first", 3), ("second", 3))
+    assert admit(one) == ["first"]
+    engine = drop_driver(one)
     one.reserve_or_restart(engine, 1.0)
     restart(one, "abc".replace(engine, ""))
-    assert admitted(one, 3.0) == ["first"]
+    assert admit(one, 3.0) == ["first"]
     one.requeue("first", 4.0)  # the driver's worker has left before it began
     assert one.take_pending_restarts() == [engine]
     assert engine not in one.free
     one.remove_worker(engine, 5.0)
     one.add_worker("z", {})
-    assert admitted(one, 5.0) == ["first"]
+    assert admit(one, 5.0) == ["first"]
     one.remove_worker(next(a for a, roles in one.workers_of("first").items() if "trainer" in roles), 6.0)
     one.add_worker("y", {})
     assert one.replace_lost_workers("first", 6.0), "one that was restarted is like any other"
 
 
 def test_a_replacement_of_the_trainer_is_not_placed_on_a_reserved_engine() -> None:
-    one = on("abc", ("first", 3))
-    assert admitted(one) == ["first"]
-    engine = abandoned(one)
+    one = make_queue("abc", ("first", 3))
+    assert admit(one) == ["first"]
+    engine = drop_driver(one)
     one.reserve_or_restart(engine, 1.0)
     restart(one, "abc".replace(engine, ""))
-    assert admitted(one, 3.0) == ["first"]
+    assert admit(one, 3.0) == ["first"]
     one.remove_worker(next(a for a, roles in one.workers_of("first").items() if "trainer" in roles), 4.0)
     one.add_worker("new", {})
     assert one.replace_lost_workers("first", 4.0, driver_address(one.workers_of("first")))
@@ -212,57 +212,57 @@ def test_a_reserved_worker_that_another_role_needs_is_restarted() -> None:
     both, only = {"rollout": 1.0, "trainer": 1.0}, {"rollout": 1.0}
     for address, resources in {"a": {"server": 1.0, "reward": 1.0}, "b": both, "c": both}.items():
         one.add_worker(address, resources)
-    one.enter("first", "/runs/first", needing(3), 0.0, 0.0)
-    assert admitted(one) == ["first"]
-    engine = abandoned(one)
+    one.enter("first", "/runs/first", needs_workers(3), 0.0, 0.0)
+    assert admit(one) == ["first"]
+    engine = drop_driver(one)
     one.reserve_or_restart(engine, 1.0)
     one.remove_worker("a", 2.0)
     one.add_worker("A", {"server": 1.0, "reward": 1.0})
     one.remove_worker("b" if engine == "c" else "c", 2.0)
     one.add_worker("B", only)
-    assert admitted(one, 2.0) == []
+    assert admit(one, 2.0) == []
     assert one.entries["first"].why == "needs the workers of its earlier driver to restart"
     assert one.take_pending_restarts() == [engine]
     one.remove_worker(engine, 3.0)
     one.add_worker("C", both)
-    assert admitted(one, 3.0) == ["first"]
+    assert admit(one, 3.0) == ["first"]
 
 
 def test_a_worker_that_rejoined_counts_once() -> None:
-    one = on("abc", ("huge", 4), ("small", 3))
+    one = make_queue("abc", ("huge", 4), ("small", 3))
     one.remove_worker("c", 0.0)
     one.add_worker("d", {})
-    assert admitted(one) == ["small"]
+    assert admit(one) == ["small"]
 
 
 def test_restarting_workers_count_as_present() -> None:
     """Otherwise a small job would overtake a big one whenever a worker restarts."""
-    one = on("abcdef", ("big", 6), ("small", 3))
+    one = make_queue("abcdef", ("big", 6), ("small", 3))
     one.remove_worker("f", 0.0)
-    assert admitted(one, 1.0) == []
+    assert admit(one, 1.0) == []
     one.add_worker("g", {})
-    assert admitted(one, 2.0) == ["big"]
+    assert admit(one, 2.0) == ["big"]
     one.leave("big")
-    one.enter("big again", "/runs/again", needing(6), 0.0, 3.0)
+    one.enter("big again", "/runs/again", needs_workers(6), 0.0, 3.0)
     one.leave("small")
-    one.enter("small", "/runs/small", needing(3), 0.0, 3.0)
+    one.enter("small", "/runs/small", needs_workers(3), 0.0, 3.0)
     one.remove_worker("g", 3.0)
-    assert admitted(one, 4.0) == []
-    assert admitted(one, 4.0 + RESTART_LIMIT_S) == ["small"], "it has not come back"
+    assert admit(one, 4.0) == []
+    assert admit(one, 4.0 + RESTART_LIMIT_S) == ["small"], "it has not come back"
 
 
 def test_a_running_job_gets_its_lost_worker_back_before_others_start() -> None:
-    one = on("abcde", ("first", 4), ("second", 3))
-    assert admitted(one) == ["first"]
+    one = make_queue("abcde", ("first", 4), ("second", 3))
+    assert admit(one) == ["first"]
     (rollout, *_) = [a for a, roles in one.workers_of("first").items() if roles == ("rollout",)]
     one.remove_worker(rollout, 1.0)
     one.add_worker("x", {})
     one.add_worker("y", {})  # with e, x and y the second one could run
-    assert admitted(one, 1.0) == []
+    assert admit(one, 1.0) == []
     assert one.claim("first", "x", "rollout")
     assert one.claim("first", "x", "rollout"), "twice is once"
     one.add_worker("z", {})
-    assert admitted(one, 1.0) == ["second"]
+    assert admit(one, 1.0) == ["second"]
     assert not one.claim("second", "x", "rollout")
     assert not one.claim("unknown", "e", "rollout")
 
@@ -273,19 +273,19 @@ def test_a_role_that_shares_a_worker_after_a_loss_gets_no_other() -> None:
     for address, roles in declared.items():
         one.add_worker(address, dict.fromkeys(roles, 1.0))
     one.enter("first", "/runs/first", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
-    assert admitted(one) == ["first"]
+    assert admit(one) == ["first"]
     assert one.workers_of("first")["x"] == ("reward",)
     one.remove_worker("x", 1.0)
     for address, roles in {"t2": ["trainer"], "r2": ["rollout"], "s2": ["server", "reward"]}.items():
         one.add_worker(address, dict.fromkeys(roles, 1.0))
     one.enter("second", "/runs/second", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
-    assert admitted(one, 1.0) == []
+    assert admit(one, 1.0) == []
     assert one.claim("first", "s", "reward")
     assert one.replace_lost_workers("first", 1.0)
-    assert admitted(one, 1.0) == ["second"]
+    assert admit(one, 1.0) == ["second"]
 
 
-def declared(**workers: str) -> JobQueue:
+def queue_of_roles(**workers: str) -> JobQueue:
     """Return a queue of workers that declare roles."""
     one = JobQueue()
     for address, roles in workers.items():
@@ -294,24 +294,24 @@ def declared(**workers: str) -> JobQueue:
 
 
 def test_extra_reward_workers_are_released_for_a_job_that_could_start() -> None:
-    one = declared(t="trainer", r="rollout", s="server", x="reward", y="reward", z="reward")
+    one = queue_of_roles(t="trainer", r="rollout", s="server", x="reward", y="reward", z="reward")
     needs = Needs(instances=1, rewards=3, driver=True)
     one.enter("first", "/runs/first", needs, 0.0, 0.0)
-    assert admitted(one) == ["first"]
+    assert admit(one) == ["first"]
     assert {a for a, roles in one.workers_of("first").items() if roles == ("reward",)} == {"x", "y", "z"}
     one.enter("second", "/runs/second", needs, 0.0, 1.0)
-    assert admitted(one, 1.0) == []
+    assert admit(one, 1.0) == []
     assert one.surplus_to_return == {}, "it would not be enough"
     for address, role in (("t2", "trainer"), ("r2", "rollout"), ("s2", "server")):
         one.add_worker(address, {role: 1.0})
-    assert admitted(one, 2.0) == []
+    assert admit(one, 2.0) == []
     assert one.entries["second"].why.endswith("; next in line; one more with resource reward=1 would do")
     ((surplus,),) = one.surplus_to_return.values()
     assert surplus in {"x", "y", "z"}
     assert not one.return_worker("first", "s")
     assert not one.return_worker("second", surplus)
     assert one.return_worker("first", surplus)
-    assert admitted(one, 3.0) == ["second"]
+    assert admit(one, 3.0) == ["second"]
     assert one.workers_of("second")[surplus] == ("reward",)
     assert one.surplus_to_return == {}
     assert one.replace_lost_workers("first", 3.0), "it lacks none"
@@ -321,11 +321,11 @@ def test_extra_reward_workers_are_released_for_a_job_that_could_start() -> None:
 
 
 def test_no_extra_worker_is_assigned_while_another_job_waits() -> None:
-    one = declared(t="trainer", r="rollout", s="server", x="reward", y="reward")
+    one = queue_of_roles(t="trainer", r="rollout", s="server", x="reward", y="reward")
     needs = Needs(instances=1, rewards=2, driver=True)
     for id in ("first", "second"):
         one.enter(id, f"/runs/{id}", needs, 0.0, 0.0)
-    assert admitted(one) == ["first"]
+    assert admit(one) == ["first"]
     assert len([a for a, roles in one.workers_of("first").items() if roles == ("reward",)]) == 1
     assert one.entries["second"].why.endswith(
         "free 1 of 5; next in line; of these server 0, reward 1, rollout 0, trainer 0"
@@ -333,7 +333,7 @@ def test_no_extra_worker_is_assigned_while_another_job_waits() -> None:
 
 
 def test_a_resuming_driver_gets_its_lost_workers_or_waits_again() -> None:
-    one = on("abcd", ("first", 3), ("second", 3))
+    one = make_queue("abcd", ("first", 3), ("second", 3))
     (gang,) = one.admit_ready(0.0)[0].values()
     place = driver_address(gang)
     lost = next(a for a, roles in gang.items() if roles == ("trainer",))
@@ -348,7 +348,7 @@ def test_a_resuming_driver_gets_its_lost_workers_or_waits_again() -> None:
     assert one.workers_of("first") == {}
     assert one.waits("first")
     one.add_worker("e", {})
-    assert admitted(one, 40.0) == ["first"]
+    assert admit(one, 40.0) == ["first"]
 
 
 def test_a_driver_stays_on_its_worker_though_another_fits_better() -> None:
@@ -489,7 +489,7 @@ def enter(one: JobQueue, id: str, needs: Needs) -> None:
 def test_no_two_roles_share_a_gpu_and_light_roles_have_none(rotated: bool) -> None:
     one = gpu_queue("8xH100-80", rotated=rotated)
     enter(one, "first", gpu_job(instances=6, ranks=2))
-    assert admitted(one) == ["first"]
+    assert admit(one) == ["first"]
     visible = one.visible_devices("first")
     assert sorted(text for text in visible.values() if text) == [str(n) for n in range(8)]
     assert visible["plain-0"] == "" and set(one.workers_of("first")["plain-0"]) == {"driver", "server", "reward"}
@@ -499,12 +499,12 @@ def test_no_two_roles_share_a_gpu_and_light_roles_have_none(rotated: bool) -> No
 def test_an_instance_of_two_gpus_is_one_worker_that_sees_both() -> None:
     one = gpu_queue("4xH100-80", rotated=True)
     enter(one, "first", gpu_job(instances=1, ranks=1, tensor_parallel=2))
-    assert admitted(one) == ["first"]
+    assert admit(one) == ["first"]
     (instance,) = [a for a, roles in one.workers_of("first").items() if roles == ("rollout",)]
     assert len(one.visible_devices("first")[instance].split(",")) == 2
     apart = gpu_queue("4xH100-80")
     enter(apart, "first", gpu_job(instances=1, ranks=1, tensor_parallel=2))
-    assert admitted(apart) == []
+    assert admit(apart) == []
     assert "rollout-0 needs 2 in one link domain" in apart.entries["first"].why
 
 
@@ -514,18 +514,18 @@ def test_the_queue_counts_gpus_and_not_processes() -> None:
     enter(one, "first", gpu_job(instances=2))
     enter(one, "second", gpu_job(instances=2))
     enter(one, "third", Needs(instances=2, rewards=1, driver=True))  # computes on no GPU, but does not go ahead
-    assert admitted(one) == ["first"]
+    assert admit(one) == ["first"]
     why = one.entries["second"].why
     assert why.endswith("needs 3 GPUs (1 for training, 2 for rollout); 1 of 4 are free, 3 belong to first")
     assert one.gpu_shortage(gpu_job(instances=2)) == "" != one.gpu_shortage(gpu_job(instances=4))
     one.leave("first")
-    assert admitted(one) == ["second", "third"]
+    assert admit(one) == ["second", "third"]
 
 
 def test_a_lost_gpu_is_replaced_on_its_host_or_near_the_weights() -> None:
     one = gpu_queue("3xH100-80+1xH100-80+2xH100-80")
     enter(one, "first", gpu_job(instances=1))
-    assert admitted(one) == ["first"]
+    assert admit(one) == ["first"]
     (address,) = [a for a, roles in one.workers_of("first").items() if roles == ("rollout",)]
     host = address.partition(":")[0]
     one.remove_worker(address, 1.0)
@@ -542,7 +542,7 @@ def test_a_lost_gpu_is_replaced_on_its_host_or_near_the_weights() -> None:
 def test_a_hung_worker_keeps_its_gpu_until_it_has_left() -> None:
     one = gpu_queue("2xH100-80", rotated=True)
     enter(one, "first", gpu_job(instances=1))
-    assert admitted(one) == ["first"]
+    assert admit(one) == ["first"]
     (address,) = [a for a, roles in one.workers_of("first").items() if roles == ("rollout",)]
     assert one.claim_gpus("first", "rollout", avoid=[address]) == ""
     one.remove_worker(address, 1.0)
@@ -554,16 +554,16 @@ def test_workers_that_used_gpus_are_restarted_before_another_job_gets_them() -> 
     one = gpu_queue("2xH100-80")
     enter(one, "first", gpu_job(instances=1))
     enter(one, "second", gpu_job(instances=1))
-    assert admitted(one) == ["first"]
+    assert admit(one) == ["first"]
     heavy = [a for a, text in one.visible_devices("first").items() if text]
     one.restart_gpus("first", [*heavy, "plain-0"])
     one.leave("first")
-    assert admitted(one) == [] and sorted(one.take_pending_restarts()) == sorted(heavy)
+    assert admit(one) == [] and sorted(one.take_pending_restarts()) == sorted(heavy)
     for number, address in enumerate(heavy):
         devices = one.gpus[address].devices
         one.remove_worker(address, 1.0)
         join(one, f"again-{number}", "node-0", devices)
-    assert admitted(one) == ["second"]
+    assert admit(one) == ["second"]
 
 
 def test_a_job_waits_until_new_workers_have_reported_their_gpus() -> None:
@@ -571,13 +571,13 @@ def test_a_job_waits_until_new_workers_have_reported_their_gpus() -> None:
     one.add_worker("silent", {}, 0.0)
     enter(one, "first", gpu_job(instances=1))
     enter(one, "plain", Needs(instances=1, rewards=1, driver=True))
-    assert admitted(one) == [] and one.entries["first"].why == WAITS_FOR_GPU_REPORT
-    assert admitted(one, REPORT_LIMIT_S + 1.0) == ["first"]
+    assert admit(one) == [] and one.entries["first"].why == WAITS_FOR_GPU_REPORT
+    assert admit(one, REPORT_LIMIT_S + 1.0) == ["first"]
 
 
 def test_without_gpus_a_job_with_optional_gpus_runs_and_one_with_required_gpus_waits() -> None:
-    one = on("abc")
+    one = make_queue("abc")
     enter(one, "auto", gpu_job(instances=1))
-    assert admitted(one) == ["auto"] and one.visible_devices("auto") == {} and one.placement_text("auto") == ""
+    assert admit(one) == ["auto"] and one.visible_devices("auto") == {} and one.placement_text("auto") == ""
     asks = Needs(instances=1, rewards=1, driver=True, instance_gpus=1, gpus=2)
     assert one.gpu_shortage(asks) == "may have cluster.gpus = 2; the cluster's workers have no GPU"

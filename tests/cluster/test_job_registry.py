@@ -25,7 +25,7 @@ from staleflow.pipeline.cluster.plugin import ensure
 from staleflow.pipeline.cluster.submitted_job import Job
 
 
-def asked() -> set[str]:
+def registry_calls() -> set[str]:
     """Return the names of all registry calls in the code."""
     texts = [path.read_text() for top in ("pipeline", "cli") for path in Path(top).rglob("*.py")]
     trees = [ast.parse(text) for text in texts if re.search(r"\bask\(", text)]
@@ -34,14 +34,14 @@ def asked() -> set[str]:
     return {verb.value for verb in verbs if isinstance(verb, ast.Constant)}
 
 
-@pytest.mark.parametrize("verb", sorted(asked()))
+@pytest.mark.parametrize("verb", sorted(registry_calls()))
 def test_the_registry_implements_every_call_of_its_clients(verb: str) -> None:
     with contextlib.suppress(TypeError):  # it knows the verb, and misses its arguments
         JobRegistry().dispatch(verb)
 
 
 def test_an_unknown_call_asks_for_the_same_version() -> None:
-    assert asked() >= {"queue", "submit", "claim"}
+    assert registry_calls() >= {"queue", "submit", "claim"}
     with pytest.raises(ValueError, match="has no call 'dance'; install the same version everywhere"):
         JobRegistry().dispatch("dance")
 
@@ -242,7 +242,7 @@ async def test_a_run_whose_process_is_gone_has_failed_and_frees_its_workers() ->
                 await asyncio.sleep(0.05)
 
 
-def silent(**changes: Any) -> list[str]:
+def silent_jobs(**changes: Any) -> list[str]:
     """Return the jobs whose drivers are silent at second 1,000, for one that was last heard of at second 900."""
     one = JobRegistry()
     at: dict[str, Any] = {"heard": 900.0, "awake_since": 0.0, "nanny": "tcp://nanny", "state": "running", **changes}
@@ -255,12 +255,12 @@ def silent(**changes: Any) -> list[str]:
 
 
 def test_a_driver_without_contact_for_the_lease_is_lost() -> None:
-    assert silent() == ["a"]
-    assert silent(heard=1000.0 - job_registry.LEASE_S) == []
-    assert silent(awake_since=950.0) == [], "the scheduler itself was stopped, and heard nobody"
-    assert silent(nanny=None) == [], "nobody could end it, and two might drive"
-    assert silent(state="done") == []
-    assert silent(driver_worker="") == [], "a command in the foreground, which a person may have stopped"
+    assert silent_jobs() == ["a"]
+    assert silent_jobs(heard=1000.0 - job_registry.LEASE_S) == []
+    assert silent_jobs(awake_since=950.0) == [], "the scheduler itself was stopped, and heard nobody"
+    assert silent_jobs(nanny=None) == [], "nobody could end it, and two might drive"
+    assert silent_jobs(state="done") == []
+    assert silent_jobs(driver_worker="") == [], "a command in the foreground, which a person may have stopped"
 
 
 @pytest.mark.slow

@@ -42,10 +42,10 @@ def blocks(heading: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
 
 
-def merged(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(tree)
     for key, value in over.items():
-        result[key] = merged(result.get(key, {}), value) if isinstance(value, dict) else value
+        result[key] = merge(result.get(key, {}), value) if isinstance(value, dict) else value
     return result
 
 
@@ -57,20 +57,20 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (tmp_path / "mine.py").write_text(blocks(heading, "python")[0])
         monkeypatch.chdir(tmp_path)
         (toml,) = blocks(heading, "toml")
-        config = loading.from_tree(merged(merged(JOB, tomllib.loads(toml)), changes), heading)
+        config = loading.from_tree(merge(merge(JOB, tomllib.loads(toml)), changes), heading)
         user_files.check(config)
         return user_files.with_absolute_paths(config)
 
     return made
 
 
-def simulated(config: RunConfig) -> Trace:
+def simulate(config: RunConfig) -> Trace:
     return SimulatedRun(config, actor_settings.make_workload(config)).run()
 
 
 def test_a_rule_from_a_file_routes_and_declines(example: Any) -> None:
-    often, seldom = (simulated(example("A routing rule", rollout={"routing": {"most": most}})) for most in (10**6, 100))
-    assert simulated(example("A routing rule")).steps[-1].step == 5
+    often, seldom = (simulate(example("A routing rule", rollout={"routing": {"most": most}})) for most in (10**6, 100))
+    assert simulate(example("A routing rule")).steps[-1].step == 5
     assert len(often.steps) == len(seldom.steps) == 6
     assert often.refusals.get("declined by the routing rule", 0) == 0 < seldom.refusals["declined by the routing rule"]
     assert often.finished_s < seldom.finished_s

@@ -111,7 +111,7 @@ def job_with(path: tuple[str, ...], name: str, value: Any) -> Any:
 CHOSEN_AT = {path: len(path) for path, spec, _ in leaves(RunConfig) if isinstance(spec, Choice)}
 
 
-def tried(spec: Any) -> list[Any]:
+def candidate_values(spec: Any) -> list[Any]:
     """Return values at and beyond the limits and of every type."""
     values: list[Any] = [True, -1, 0, 1, 2.5, 10**12, "", "nonsense", "mine.py:Name", "module:Name", ":x", {}, {"a": 1}]
     values += [[], [3], [[]], ["nonsense"], list(spec.choices), {"name": 3}, {"name": "nonsense"}]
@@ -130,7 +130,7 @@ def tried(spec: Any) -> list[Any]:
 )
 def test_schema_and_reader_agree_on_every_key(path: tuple[str, ...], spec: Any, name: str) -> None:
     agreed = set()
-    for value in tried(spec):
+    for value in candidate_values(spec):
         if isinstance(value, float) and value.is_integer():
             continue  # 2.0 is an integer to JSON, and not to TOML
         tree = job_with(path, name, value)

@@ -79,7 +79,7 @@ def play(dungeons: Path, job: Path) -> Path:
     return job
 
 
-def fresh(*args: str | Path) -> subprocess.CompletedProcess[str]:
+def staleflow_process(*args: str | Path) -> subprocess.CompletedProcess[str]:
     """Run `staleflow ARGS` in a separate process."""
     words = [sys.executable, "-m", "staleflow.cli.main", *map(str, args)]
     return subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
@@ -89,12 +89,12 @@ def test_an_environment_kind_of_a_package_is_found_by_each_command(play: Path, t
     config = loading.load(play)
     assert config.has_environment
     assert SimulatedRun(config, make_workload(config)).run().steps
-    explained = fresh("config", "explain", play, "--json")  # which also begins an episode
+    explained = staleflow_process("config", "explain", play, "--json")  # which also begins an episode
     assert explained.returncode == 0, explained.stderr
     rows = {row["key"]: row for row in json.loads(explained.stdout)}
     assert rows["has_environment"]["value"] is True
     assert "dungeon:NAME" in rows["task.source"]["doc"]
-    schema = json.loads(fresh("config", "schema").stdout)["properties"]
+    schema = json.loads(staleflow_process("config", "schema").stdout)["properties"]
     assert "dungeon:NAME" in schema["task"]["anyOf"][0]["properties"]["source"]["description"]
     assert "treasure" in schema["reward"]["properties"]["function"]["anyOf"][0]["enum"]
     simulated = command("simulate", play, "--json")
@@ -102,7 +102,7 @@ def test_an_environment_kind_of_a_package_is_found_by_each_command(play: Path, t
 
 
 def test_a_job_with_an_environment_kind_of_a_package_runs(play: Path) -> None:
-    tried = fresh("run", play, "--dry-run", "--json")
+    tried = staleflow_process("run", play, "--dry-run", "--json")
     assert tried.returncode == 0, tried.stderr
     parsed = json.loads(tried.stdout)
     assert (parsed["steps"], parsed["findings"], parsed["reward_errors"]) == (3, [], {})
@@ -112,7 +112,9 @@ def test_a_job_with_an_environment_kind_of_a_package_runs(play: Path) -> None:
 def test_a_reward_of_a_package_is_found_by_name(dungeons: Path, job: Path) -> None:
     source = make_source("reasoning_gym:chain_sum", {}, 0)
     assert make_reward("treasure", source)("2", {"answer": "2"}) == 8.0
-    explained = fresh("config", "explain", job, "--set", "reward.function=treasure")  # which also scores an answer
+    explained = staleflow_process(
+        "config", "explain", job, "--set", "reward.function=treasure"
+    )  # which also scores an answer
     assert explained.returncode == 0, explained.stderr
 
 

@@ -67,14 +67,14 @@ class Paint:
     brush: Brush = choice(BRUSHES, "plain", "with what")
 
 
-def painted(tree: Any) -> Paint:
+def build_paint(tree: Any) -> Paint:
     return build(Paint, tree, "x")
 
 
 def test_a_name_is_short_for_a_table_with_that_name() -> None:
-    assert painted({"brush": "wide"}) == painted({"brush": {"name": "wide"}}) == Paint(brush=Wide())
-    assert painted({}) == painted({"brush": {}}) == Paint(brush=Plain())
-    assert painted({"brush": {"name": "wide", "width": 5}}).brush == Wide(width=5)
+    assert build_paint({"brush": "wide"}) == build_paint({"brush": {"name": "wide"}}) == Paint(brush=Wide())
+    assert build_paint({}) == build_paint({"brush": {}}) == Paint(brush=Plain())
+    assert build_paint({"brush": {"name": "wide", "width": 5}}).brush == Wide(width=5)
     assert (Plain.name, Wide().name) == ("plain", "wide")
 
 
@@ -95,18 +95,18 @@ def test_a_name_is_short_for_a_table_with_that_name() -> None:
 )
 def test_each_mistake_gives_a_one_line_error(brush: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        painted({"brush": brush})
+        build_paint({"brush": brush})
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_key_suggests_the_table_that_has_it() -> None:
     with pytest.raises(ConfigError, match=r"unknown key width; did you mean brush.width\?"):
-        painted({"width": 2})
+        build_paint({"width": 2})
 
 
 def test_an_entry_is_made_with_its_knobs_and_parameters() -> None:
-    wide = painted({"brush": {"name": "wide", "width": 2}}).brush
+    wide = build_paint({"brush": {"name": "wide", "width": 2}}).brush
     assert wide.needs("ink") and not wide.needs("width") and not Plain().needs("ink")
     assert BRUSHES.make(wide, {"ink": "!", "other": 1}).paint() == "!!"
     assert BRUSHES.make(Plain(), {"ink": "!"}).paint() == "white"
@@ -117,7 +117,7 @@ def test_an_entry_is_made_with_its_knobs_and_parameters() -> None:
 def test_user_code_has_its_knobs_in_the_same_table_and_is_loaded_on_use(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     table = {"name": f"{file}:Mine", "times": 2}
-    brush = painted({"brush": table}).brush  # no file is there yet
+    brush = build_paint({"brush": table}).brush  # no file is there yet
     file.write_text(
         "from dataclasses import dataclass\nfrom staleflow.tasks.settings.knobs import knob\n"
         "@dataclass\nclass Mine:\n    ink: str\n    times: int = knob(1, 'how often', low=1)\n    colour = 'red'\n"
@@ -127,16 +127,16 @@ def test_user_code_has_its_knobs_in_the_same_table_and_is_loaded_on_use(tmp_path
     assert BRUSHES.make(brush, {"ink": "!"}).paint() == "[!!]"
     assert BRUSHES.make(brush, {"ink": "!"}) != brush
     with pytest.raises(ConfigError, match=r"unknown key brush.tmes; did you mean brush.times\?"):
-        BRUSHES.make(painted({"brush": {"name": f"{file}:Mine", "tmes": 2}}).brush, {"ink": "!"})
+        BRUSHES.make(build_paint({"brush": {"name": f"{file}:Mine", "tmes": 2}}).brush, {"ink": "!"})
     with pytest.raises(ConfigError, match="unknown parameter ink; available: nothing"):
         BRUSHES.make(brush)
     with pytest.raises(ConfigError, match=r"it lacks paint; docs/extending.md has an example"):
-        BRUSHES.make(painted({"brush": f"{file}:Half"}).brush)
+        BRUSHES.make(build_paint({"brush": f"{file}:Half"}).brush)
 
 
 @pytest.mark.parametrize("brush", ["plain", {"name": "wide", "width": 5}, {"name": "mine.py:X", "a b": 1, "c": [2]}])
 def test_a_choice_is_written_and_explained_with_its_knobs(brush: Any) -> None:
-    paint = painted({"brush": brush})
+    paint = build_paint({"brush": brush})
     table = {"name": brush} if isinstance(brush, str) else brush
     assert tomllib.loads(to_toml(paint)) == {"size": 1, "brush": table}
     assert {row.key: row.value for row in explain_values(paint)} == {

@@ -197,7 +197,7 @@ def test_a_file_that_cannot_be_executed_gives_a_one_line_error(tmp_path: Path) -
         assert "\n" not in str(caught.value)
 
 
-def told(config: RunConfig) -> tuple[Any, list[Any]]:
+def coordinator_commands(config: RunConfig) -> tuple[Any, list[Any]]:
     """Return a coordinator with one instance and one arrived group, and its commands."""
     coordinator = make_coordinator(config, validate_every_event=True)
     coordinator.handle(
@@ -209,7 +209,7 @@ def told(config: RunConfig) -> tuple[Any, list[Any]]:
 
 @pytest.mark.parametrize("name", ["Far", "Negative"])
 def test_an_unfitting_instance_is_refused_with_a_reason(mine: Path, name: str) -> None:
-    coordinator, commands = told(job(f"rollout.routing={mine}:{name}"))
+    coordinator, commands = coordinator_commands(job(f"rollout.routing={mine}:{name}"))
     assert not [c for c in commands if isinstance(c, Route)]
     assert coordinator.snapshot().refusals == {"the routing rule chose an instance that does not fit": 1}
 
@@ -225,17 +225,17 @@ def test_an_unfitting_instance_is_refused_with_a_reason(mine: Path, name: str) -
 )
 def test_an_error_of_a_rule_names_the_rule(mine: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        told(job(f"rollout.routing={mine}:{name}"))
+        coordinator_commands(job(f"rollout.routing={mine}:{name}"))
     assert str(caught.value) == f"rollout.routing = '{mine}:{name}': {message}"
 
 
 def test_an_invalid_return_value_of_a_rule_names_the_rule(mine: Path) -> None:
     with pytest.raises(ConfigError, match="it must return a row number or None"):
-        told(job(f"rollout.routing={mine}:Odd"))
+        coordinator_commands(job(f"rollout.routing={mine}:Odd"))
 
 
 def test_explain_waiting_names_a_rule_that_declines(mine: Path) -> None:
-    coordinator, commands = told(job(f"rollout.routing={mine}:Idle"))
+    coordinator, commands = coordinator_commands(job(f"rollout.routing={mine}:Idle"))
     assert not [c for c in commands if isinstance(c, Route)]
     assert "waits: declined by the routing rule" in coordinator.explain_waiting()
 
@@ -247,7 +247,7 @@ def test_a_file_that_ends_the_process_gives_a_one_line_error(tmp_path: Path) -> 
 
 
 def test_a_rule_that_returns_valid_rows_is_followed(mine: Path) -> None:
-    _, commands = told(job(f"rollout.routing={mine}:First"))
+    _, commands = coordinator_commands(job(f"rollout.routing={mine}:First"))
     assert len([c for c in commands if isinstance(c, Route)]) == 4
 
 

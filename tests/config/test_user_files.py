@@ -17,7 +17,7 @@ def job(*overrides: str) -> RunConfig:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("rows.jsonl", "a/mine.py", "b/mine.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"# {name}\n")
@@ -39,14 +39,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 @pytest.mark.parametrize("key", ["task.source", "task.eval_source", "evaluation.sets.a.source"])
-def test_a_dataset_is_found_from_any_folder(here: Path, key: str, source: str, found: str) -> None:
+def test_a_dataset_is_found_from_any_folder(folder: Path, key: str, source: str, found: str) -> None:
     located = user_files.with_absolute_paths(job(f"{key}={source}"))
     values = {"task.source": located.task.source, "task.eval_source": located.task.eval_source}
     values |= {f"evaluation.sets.{name}.source": one.source for name, one in located.evaluation.sets.items()}
-    assert values[key] == found.format(here=here)
+    assert values[key] == found.format(here=folder)
 
 
-def test_files_of_one_name_are_packed_separately(here: Path) -> None:
+def test_files_of_one_name_are_packed_separately(folder: Path) -> None:
     config, code = user_files.with_code(job("task.source=a/mine.py:One", "task.eval_source=b/mine.py:Two"))
     assert sorted(code.values()) == ["# a/mine.py\n", "# b/mine.py\n"]
     assert code[config.task.source.partition(":")[0]] == "# a/mine.py\n"
@@ -55,31 +55,31 @@ def test_files_of_one_name_are_packed_separately(here: Path) -> None:
     assert (list(same), again.task.eval_source) == (["task_mine.py"], "task_mine.py:Two")
 
 
-def test_the_code_of_each_reward_part_is_packed_and_restored(here: Path) -> None:
+def test_the_code_of_each_reward_part_is_packed_and_restored(folder: Path) -> None:
     names = ('reward.parts.one.function="a/mine.py:f"', "reward.parts.two.function=b/mine.py:g", "reward.parts.sum={}")
     config = user_files.with_absolute_paths(job(*names))
-    assert config.reward.parts["one"].function == f"{here}/a/mine.py:f"
+    assert config.reward.parts["one"].function == f"{folder}/a/mine.py:f"
     assert config.reward.parts["sum"].function == "task"
     sent, code = user_files.with_code(config)
     files = {name: part.function.partition(":")[0] for name, part in sent.reward.parts.items()}
     assert (code[files["one"]], code[files["two"]]) == ("# a/mine.py\n", "# b/mine.py\n")
     assert all(file.startswith("reward_") for file in code)
-    back = user_files.with_code_in(sent, here / "code", code).reward.parts
-    assert back["two"].function == f"{here}/code/{files['two']}:g"
+    back = user_files.with_code_in(sent, folder / "code", code).reward.parts
+    assert back["two"].function == f"{folder}/code/{files['two']}:g"
 
 
-def test_the_code_of_a_reward_part_moves_with_its_run(here: Path) -> None:
-    config = job(f"runs_dir={here}/runs", "name=one", f"reward.parts.a.function={here}/runs/one/code/mine.py:f")
-    (here / "runs" / "two").mkdir(parents=True)
-    (here / "runs" / "two" / "config.toml").write_text(knob_tree.to_toml(config))
-    moved = run_folder.load_job(here / "runs" / "two")
-    assert moved.reward.parts["a"].function == f"{here}/runs/two/code/mine.py:f"
+def test_the_code_of_a_reward_part_moves_with_its_run(folder: Path) -> None:
+    config = job(f"runs_dir={folder}/runs", "name=one", f"reward.parts.a.function={folder}/runs/one/code/mine.py:f")
+    (folder / "runs" / "two").mkdir(parents=True)
+    (folder / "runs" / "two" / "config.toml").write_text(knob_tree.to_toml(config))
+    moved = run_folder.load_job(folder / "runs" / "two")
+    assert moved.reward.parts["a"].function == f"{folder}/runs/two/code/mine.py:f"
 
 
-def test_reward_parts_are_written_explained_and_checked_by_name(here: Path) -> None:
+def test_reward_parts_are_written_explained_and_checked_by_name(folder: Path) -> None:
     config = job("reward.parts.a.weight=0.5", "reward.parts.b-2={}")
-    (here / "again.toml").write_text(knob_tree.to_toml(config))
-    assert loading.load(here / "again.toml") == config
+    (folder / "again.toml").write_text(knob_tree.to_toml(config))
+    assert loading.load(folder / "again.toml") == config
     rows = {row.key: row.value for row in schema.explain(config)}
     assert (rows["reward.parts.a.weight"], rows["reward.parts.b-2.function"]) == (0.5, "task")
     for override, message in (
@@ -93,17 +93,17 @@ def test_reward_parts_are_written_explained_and_checked_by_name(here: Path) -> N
             job(override)
 
 
-def test_the_code_of_an_evaluation_set_is_packed_and_restored(here: Path) -> None:
+def test_the_code_of_an_evaluation_set_is_packed_and_restored(folder: Path) -> None:
     own = ("evaluation.sets.one.source=a/mine.py:Sums", "evaluation.sets.two.reward=b/mine.py:f")
     config = user_files.with_absolute_paths(job(*own))
     sets = config.evaluation.sets
-    assert (sets["one"].source, sets["two"].reward) == (f"{here}/a/mine.py:Sums", f"{here}/b/mine.py:f")
+    assert (sets["one"].source, sets["two"].reward) == (f"{folder}/a/mine.py:Sums", f"{folder}/b/mine.py:f")
     assert (sets["one"].reward, sets["two"].source) == ("task", "")
     sent, code = user_files.with_code(config)
     assert sorted(code.values()) == ["# a/mine.py\n", "# b/mine.py\n"]
     assert {key for key in user_files.scoring_keys(config) if "sets" in key} == {
         f"evaluation.sets.{name}.{key}" for name in ("one", "two") for key in ("source", "reward")
     }
-    back = user_files.with_code_in(sent, here / "code", code).evaluation.sets
+    back = user_files.with_code_in(sent, folder / "code", code).evaluation.sets
     for named, text in ((back["one"].source, "# a/mine.py\n"), (back["two"].reward, "# b/mine.py\n")):
         assert code[Path(named.rpartition(":")[0]).name] == text

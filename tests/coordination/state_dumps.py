@@ -10,7 +10,7 @@ PARTS = ("ledger", "_fleet", "_queue")
 """Attributes that have no text of their own, but attributes."""
 
 
-def picture(state: CoordinatorState, *more: Any) -> str:
+def dump_state(state: CoordinatorState, *more: Any) -> str:
     """Return the state as text. more: trajectories that the state may have dropped already."""
     parts = {name: vars(getattr(state, name)) for name in PARTS}
     rest = {k: v for k, v in vars(state).items() if k not in {*PARTS, "fleet", "queue"}}

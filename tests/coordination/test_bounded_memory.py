@@ -44,7 +44,7 @@ SOME = 200
 LEAVES = (str, bytes, int, float, type, types.FunctionType, types.MethodType, types.ModuleType, np.ndarray)
 
 
-def held(root: object, keep_out: tuple[type[Any], ...] = ()) -> Iterator[tuple[str, int]]:
+def container_sizes(root: object, keep_out: tuple[type[Any], ...] = ()) -> Iterator[tuple[str, int]]:
     """Return (path, size) of every container reachable from an object, each once."""
     seen: set[int] = set()
     result: deque[tuple[str, Any]] = deque([(type(root).__name__, root)])
@@ -72,7 +72,7 @@ def held(root: object, keep_out: tuple[type[Any], ...] = ()) -> Iterator[tuple[s
 def largest(root: object, keep_out: tuple[type[Any], ...] = ()) -> dict[str, int]:
     """Return the paths whose containers have more than SOME items in total."""
     sizes: Counter[str] = Counter()
-    for where, size in held(root, keep_out):
+    for where, size in container_sizes(root, keep_out):
         sizes[where] += size
     return {where: size for where, size in sizes.items() if size > SOME}
 

@@ -148,13 +148,13 @@ class Bench:
         return self.tell(VersionPublished(version=PolicyVersion(version)))
 
 
-def only(commands: Iterable[Command], kind: type[Any]) -> list[Any]:
+def commands_of(commands: Iterable[Command], kind: type[Any]) -> list[Any]:
     return [c for c in commands if isinstance(c, kind)]
 
 
 def test_draws_as_many_groups_as_can_be_reserved() -> None:
     bench = Bench(eta=2, groups=4)
-    assert only(bench.join(), FetchPrompts)[0].num_groups == 12
+    assert commands_of(bench.join(), FetchPrompts)[0].num_groups == 12
 
 
 def test_no_group_is_drawn_without_an_instance() -> None:
@@ -164,11 +164,11 @@ def test_no_group_is_drawn_without_an_instance() -> None:
 def test_the_life_of_a_trajectory_from_draw_to_training() -> None:
     bench = Bench(eta=0)
     bench.join()
-    (route,) = only(bench.arrive(0), Route)
+    (route,) = commands_of(bench.arrive(0), Route)
     assert (route.trajectory, route.instance, route.version, route.route_number) == (0, A, 0, 1)
     assert route.cause.startswith("GroupsArrived#")
     assert [type(c) for c in bench.sampled(0)] == [Score]
-    (train,) = only(bench.scored(0), Train)
+    (train,) = commands_of(bench.scored(0), Train)
     assert (train.step, train.trajectories, train.versions) == (0, (0,), (0,))
     commands = bench.publish(1)
     assert [type(c) for c in commands] == [Pull, FetchPrompts]
@@ -178,7 +178,7 @@ def test_the_life_of_a_trajectory_from_draw_to_training() -> None:
 def test_all_members_of_a_group_are_routed_before_the_next_group() -> None:
     bench = Bench(eta=0, groups=2, size=3)
     bench.join(max_running=4)
-    routes = only(bench.arrive(0, 1), Route)
+    routes = commands_of(bench.arrive(0, 1), Route)
     assert [r.trajectory for r in routes] == [0, 1, 2, 3]
 
 
@@ -187,8 +187,8 @@ def test_interrupted_trajectories_are_routed_before_new_ones() -> None:
     bench.join(max_running=2)
     bench.arrive(0, 1, 2, 3)
     commands = bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(0), route_number=1, tokens=7))
-    assert [r.trajectory for r in only(commands, Route)] == [0]
-    assert only(commands, Route)[0].route_number == 2
+    assert [r.trajectory for r in commands_of(commands, Route)] == [0]
+    assert commands_of(commands, Route)[0].route_number == 2
 
 
 def test_groups_beyond_the_bound_wait_until_a_version_is_published() -> None:
@@ -198,7 +198,7 @@ def test_groups_beyond_the_bound_wait_until_a_version_is_published() -> None:
     bench.arrive(1)  # more than asked for: it has to wait
     assert bench.coordinator.snapshot().num_queued == 1
     bench.finish(0)
-    assert [r.trajectory for r in only(bench.publish(1), Route)] == [1]
+    assert [r.trajectory for r in commands_of(bench.publish(1), Route)] == [1]
 
 
 def test_a_late_result_of_an_older_route_is_ignored() -> None:
@@ -207,7 +207,7 @@ def test_a_late_result_of_an_older_route_is_ignored() -> None:
     bench.arrive(0)
     bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(0), route_number=1, tokens=3))
     assert bench.tell(TrajectorySampled(trajectory=TrajectoryId(0), route_number=1, tokens=9)) == []
-    assert only(bench.sampled(0), Score)
+    assert commands_of(bench.sampled(0), Score)
 
 
 def test_an_old_report_reverts_no_progress() -> None:
@@ -226,7 +226,7 @@ def test_trajectories_of_a_lost_instance_move_and_keep_their_version() -> None:
     bench.arrive(0, 1)
     bench.join(B)
     commands = bench.tell(InstanceLost(instance=A, why="killed"))
-    assert {(r.trajectory, r.instance, r.version) for r in only(commands, Route)} == {(0, B, 0), (1, B, 0)}
+    assert {(r.trajectory, r.instance, r.version) for r in commands_of(commands, Route)} == {(0, B, 0), (1, B, 0)}
 
 
 def test_an_instance_is_drained_after_it_leaves_and_runs_nothing() -> None:
@@ -234,7 +234,7 @@ def test_an_instance_is_drained_after_it_leaves_and_runs_nothing() -> None:
     bench.join()
     assert not bench.coordinator.is_drained(A), "it is in service"
     bench.arrive(0)
-    assert only(bench.tell(InstanceLeaving(instance=A)), Interrupt)
+    assert commands_of(bench.tell(InstanceLeaving(instance=A)), Interrupt)
     assert not bench.coordinator.is_drained(A), "what it runs is on its way"
     bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(0), route_number=1, tokens=3))
     assert bench.coordinator.is_drained(A)
@@ -247,9 +247,9 @@ def test_a_draft_length_is_sent_once() -> None:
         CostModel(k1=0.0, k2=8.0, k3=1.0, k4=4.0, b=0.0, prefill=0.0), 4
     )
     bench.join()
-    (change,) = only(bench.arrive(0), SetDraftLength)
+    (change,) = commands_of(bench.arrive(0), SetDraftLength)
     assert (change.instance, bench.coordinator._state.fleet[0].draft_length) == (A, change.length)
-    assert only(bench.tell(Tick()), SetDraftLength) == []
+    assert commands_of(bench.tell(Tick()), SetDraftLength) == []
 
 
 def test_the_story_has_drafted_and_accepted_tokens() -> None:
@@ -281,7 +281,7 @@ def test_delivered_tokens_of_a_lost_instance_are_not_sampled_again() -> None:
     (view,) = bench.coordinator.snapshot().instances
     assert view.kv_tokens == 10 + 50 + 10 + 31
     bench.join(B)
-    assert len(only(bench.tell(InstanceLost(instance=A, why="killed")), Route)) == 2
+    assert len(commands_of(bench.tell(InstanceLost(instance=A, why="killed")), Route)) == 2
     (view,) = bench.coordinator.snapshot().instances
     assert view.kv_tokens == 10 + 35 + 10 + 31
 
@@ -306,11 +306,11 @@ def test_a_resumed_run_continues_each_trajectory_in_its_phase() -> None:
         in_flight(6, member(12), member(13)),
     )
     commands = bench.tell(RunResumed(step=2, num_ended=(("consumed:none", 4), ("aborted:run_ended", 4)), groups=groups))
-    (train,) = only(commands, Train)
+    (train,) = commands_of(commands, Train)
     assert (train.step, train.trajectories, train.versions) == (2, (9, 8), (1, 2))
-    assert [c.trajectory for c in only(commands, Score)] == [11]
+    assert [c.trajectory for c in commands_of(commands, Score)] == [11]
     assert bench.coordinator.ledger.num_started == 14
-    routes = only(bench.join(version=2), Route)
+    routes = commands_of(bench.join(version=2), Route)
     assert [(r.trajectory, r.route_number, r.version) for r in routes] == [(10, 2, 2)]
     (view,) = bench.coordinator.snapshot().instances
     assert view.kv_tokens == 16
@@ -318,8 +318,8 @@ def test_a_resumed_run_continues_each_trajectory_in_its_phase() -> None:
     bench.sampled(10, 9)
     bench.scored(10)
     commands = bench.publish(3)
-    assert [t.trajectories for t in only(commands, Train)] == [(11, 10)]
-    assert [(r.trajectory, r.route_number, r.version) for r in only(commands, Route)] == [(12, 1, 3), (13, 1, 3)]
+    assert [t.trajectories for t in commands_of(commands, Train)] == [(11, 10)]
+    assert [(r.trajectory, r.route_number, r.version) for r in commands_of(commands, Route)] == [(12, 1, 3), (13, 1, 3)]
 
 
 def test_a_recovered_group_without_signal_is_filtered_at_once() -> None:
@@ -331,7 +331,7 @@ def test_a_recovered_group_without_signal_is_filtered_at_once() -> None:
         (0, AbortReason.NO_SIGNAL),
         (1, AbortReason.NO_SIGNAL),
     }
-    assert only(bench.join(), FetchPrompts)[0].num_groups == 2
+    assert commands_of(bench.join(), FetchPrompts)[0].num_groups == 2
 
 
 def test_a_resumed_run_repeats_environment_steps_of_sampled_turns() -> None:
@@ -339,7 +339,7 @@ def test_a_resumed_run_repeats_environment_steps_of_sampled_turns() -> None:
     commands = bench.tell(
         RunResumed(step=0, num_ended=(), groups=(in_flight(0, replace(member(0, 0, 5), sampled=True)),))
     )
-    assert [c.trajectory for c in only(commands, StepEnvironment)] == [0]
+    assert [c.trajectory for c in commands_of(commands, StepEnvironment)] == [0]
 
 
 def test_a_broken_invariant_is_reported_after_the_event() -> None:
@@ -366,12 +366,12 @@ def test_a_trajectory_that_fails_repeatedly_ends_its_group() -> None:
         commands = bench.tell(
             TrajectoryFailed(trajectory=TrajectoryId(1), route_number=bench.route_numbers[1], error="out of memory")
         )
-    (abort,) = only(commands, Abort)
+    (abort,) = commands_of(commands, Abort)
     assert abort.trajectory == 0
-    (retire,) = only(commands, Discard)
+    (retire,) = commands_of(commands, Discard)
     reasons = {e.trajectory: e.reason for e in retire.endings}
     assert reasons == {1: AbortReason.ENGINE_FAILED, 0: AbortReason.GROUP_FAILED}
-    assert only(commands, FetchPrompts)[0].num_groups == 1
+    assert commands_of(commands, FetchPrompts)[0].num_groups == 1
 
 
 def test_a_surplus_member_may_fail_alone() -> None:
@@ -379,8 +379,8 @@ def test_a_surplus_member_may_fail_alone() -> None:
     bench.join()
     bench.arrive(0)
     commands = bench.tell(TrajectoryFailed(trajectory=TrajectoryId(1), route_number=1, error="x"))
-    assert [e.trajectory for e in only(commands, Discard)[0].endings] == [1]
-    assert only(bench.finish(0), Train)
+    assert [e.trajectory for e in commands_of(commands, Discard)[0].endings] == [1]
+    assert commands_of(bench.finish(0), Train)
 
 
 def test_a_group_without_signal_is_filtered_and_replaced() -> None:
@@ -388,9 +388,9 @@ def test_a_group_without_signal_is_filtered_and_replaced() -> None:
     bench.join()
     bench.arrive(0)
     commands = bench.finish(0, 1)
-    assert {e.reason for e in only(commands, Discard)[0].endings} == {AbortReason.NO_SIGNAL}
-    assert only(commands, FetchPrompts)[0].num_groups == 1
-    assert not only(commands, Train)
+    assert {e.reason for e in commands_of(commands, Discard)[0].endings} == {AbortReason.NO_SIGNAL}
+    assert commands_of(commands, FetchPrompts)[0].num_groups == 1
+    assert not commands_of(commands, Train)
 
 
 def test_a_failed_reward_is_not_a_zero_reward_for_a_filter() -> None:
@@ -402,7 +402,7 @@ def test_a_failed_reward_is_not_a_zero_reward_for_a_filter() -> None:
     bench.scored(0, 1.0)
     bench.sampled(1)
     commands = bench.scored(1, 0.0, error="it raised")
-    assert {e.reason for e in only(commands, Discard)[0].endings} == {AbortReason.NO_SIGNAL}
+    assert {e.reason for e in commands_of(commands, Discard)[0].endings} == {AbortReason.NO_SIGNAL}
 
 
 def test_surplus_members_are_aborted_on_their_instance() -> None:
@@ -410,28 +410,28 @@ def test_surplus_members_are_aborted_on_their_instance() -> None:
     bench.join()
     bench.arrive(0)
     commands = bench.finish(1)
-    assert [a.trajectory for a in only(commands, Abort)] == [0]
-    assert only(commands, Train)[0].trajectories == (1,)
+    assert [a.trajectory for a in commands_of(commands, Abort)] == [0]
+    assert commands_of(commands, Train)[0].trajectories == (1,)
 
 
 def test_synchronous_admission_starts_nothing_during_training() -> None:
     bench = Bench(eta=3, admission="synchronous")
-    assert only(bench.join(), FetchPrompts)[0].num_groups == 1
+    assert commands_of(bench.join(), FetchPrompts)[0].num_groups == 1
     bench.arrive(0)
     commands = bench.finish(0)
-    assert only(commands, Train)
-    assert not only(commands, FetchPrompts)
-    assert only(bench.publish(1), FetchPrompts)[0].num_groups == 1
+    assert commands_of(commands, Train)
+    assert not commands_of(commands, FetchPrompts)
+    assert commands_of(bench.publish(1), FetchPrompts)[0].num_groups == 1
 
 
 def test_asynchronous_admission_starts_the_next_batch_during_training() -> None:
     bench = Bench(eta=1)
     bench.join()
     bench.arrive(0, 1)
-    assert only(bench.finish(0), Train)
-    assert only(bench.tell(Tick()), FetchPrompts) == []  # step 1 is promised to group 1
+    assert commands_of(bench.finish(0), Train)
+    assert commands_of(bench.tell(Tick()), FetchPrompts) == []  # step 1 is promised to group 1
     commands = bench.publish(1)
-    assert only(commands, FetchPrompts)[0].num_groups == 1
+    assert commands_of(commands, FetchPrompts)[0].num_groups == 1
 
 
 def test_greedy_pulls_at_once_and_routes_under_the_new_version() -> None:
@@ -440,8 +440,8 @@ def test_greedy_pulls_at_once_and_routes_under_the_new_version() -> None:
     bench.arrive(0, 1)
     bench.finish(0)
     commands = bench.publish(1)
-    assert [(p.instance, p.version) for p in only(commands, Pull)] == [(A, 1)]
-    assert only(bench.arrive(2), Route)[0].version == 1  # the pull is ordered, the route will find it done
+    assert [(p.instance, p.version) for p in commands_of(commands, Pull)] == [(A, 1)]
+    assert commands_of(bench.arrive(2), Route)[0].version == 1  # the pull is ordered, the route will find it done
     bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
 
 
@@ -452,7 +452,7 @@ def four_instances(synchronization: str, on_pull: str = "interrupt") -> tuple[Be
     running: dict[str, list[int]] = {name: [] for name in "abcd"}
     for name in running:
         bench.join(InstanceId(name))
-    for route in only(bench.arrive(*range(16)), Route):
+    for route in commands_of(bench.arrive(*range(16)), Route):
         running[route.instance].append(route.trajectory)
     for number, trajectories in enumerate(running.values()):
         bench.finish(*trajectories[4 - number :])
@@ -460,16 +460,16 @@ def four_instances(synchronization: str, on_pull: str = "interrupt") -> tuple[Be
     return bench, running
 
 
-def pulling(commands: Iterable[Command]) -> list[str]:
-    return [pull.instance for pull in only(commands, Pull)]
+def pulling_instances(commands: Iterable[Command]) -> list[str]:
+    return [pull.instance for pull in commands_of(commands, Pull)]
 
 
 def test_staggered_pulls_on_the_instances_with_the_least_running_work() -> None:
     bench, _ = four_instances("staggered")
-    assert pulling(bench.publish(1)) == ["c", "d"]
-    assert pulling(bench.tell(Tick())) == []
+    assert pulling_instances(bench.publish(1)) == ["c", "d"]
+    assert pulling_instances(bench.tell(Tick())) == []
     for rule, on_pull in (("staggered", "keep"), ("greedy", "interrupt")):
-        assert pulling(four_instances(rule, on_pull)[0].publish(1)) == ["a", "b", "c", "d"]
+        assert pulling_instances(four_instances(rule, on_pull)[0].publish(1)) == ["a", "b", "c", "d"]
 
 
 def test_an_instance_without_running_trajectories_pulls() -> None:
@@ -477,20 +477,20 @@ def test_an_instance_without_running_trajectories_pulls() -> None:
     bench.publish(1)
     *others, last = running["b"]
     bench.finish(*others)
-    assert pulling(bench.sampled(last)) == ["b"]
+    assert pulling_instances(bench.sampled(last)) == ["b"]
 
 
 def test_another_instance_pulls_in_place_of_a_lost_one() -> None:
     bench, _ = four_instances("staggered")
     bench.publish(1)
     bench.tell(InstanceLost(instance=InstanceId("d"), why="gone"))
-    assert pulling(bench.tell(Tick())) == ["b"]
+    assert pulling_instances(bench.tell(Tick())) == ["b"]
 
 
 def test_kv_memory_and_concurrency_limits_are_respected() -> None:
     bench = Bench(eta=1, groups=4)
     bench.join(max_running=8, kv=25)
-    assert len(only(bench.arrive(0, 1, 2, 3, prompt=10), Route)) == 2
+    assert len(commands_of(bench.arrive(0, 1, 2, 3, prompt=10), Route)) == 2
     assert bench.coordinator.snapshot().refusals == {"KV memory": 1}
 
 
@@ -499,8 +499,8 @@ def test_a_stop_ends_everything_in_flight_with_its_reason() -> None:
     bench.join()
     bench.arrive(0, 1)
     commands = bench.tell(StopRequested(why="test"))
-    assert {e.reason for e in only(commands, Discard)[0].endings} == {AbortReason.RUN_ENDED}
-    assert len(only(commands, Abort)) == 2
+    assert {e.reason for e in commands_of(commands, Discard)[0].endings} == {AbortReason.RUN_ENDED}
+    assert len(commands_of(commands, Abort)) == 2
     assert bench.coordinator.snapshot().num_live == 0
     assert bench.tell(Tick()) == []
 
@@ -529,7 +529,7 @@ def test_a_known_instance_that_joins_again_counts_as_lost() -> None:
     bench.join()
     bench.arrive(0)
     commands = bench.join()
-    assert [(r.trajectory, r.route_number) for r in only(commands, Route)] == [(0, 2)]
+    assert [(r.trajectory, r.route_number) for r in commands_of(commands, Route)] == [(0, 2)]
 
 
 def test_trajectories_move_from_a_crowded_to_an_empty_instance() -> None:
@@ -537,14 +537,16 @@ def test_trajectories_move_from_a_crowded_to_an_empty_instance() -> None:
     bench.join(A, max_running=200)
     bench.arrive(*range(150))
     bench.join(B, max_running=200)
-    interrupts = only(bench.tell(Tick()), Interrupt)
+    interrupts = commands_of(bench.tell(Tick()), Interrupt)
     assert 0 < len(interrupts) < 150
     assert {i.instance for i in interrupts} == {A}
     first = interrupts[0].trajectory
-    (route,) = only(bench.tell(TrajectoryInterrupted(trajectory=first, route_number=1, tokens=3)), Route)
+    (route,) = commands_of(bench.tell(TrajectoryInterrupted(trajectory=first, route_number=1, tokens=3)), Route)
     assert (route.trajectory, route.instance, route.route_number) == (first, B, 2)
     assert any("moves to b" in line for line in bench.coordinator.story(first))
-    assert only(bench.tell(Tick()), Interrupt) == []  # the others are on their way, and nothing moves twice a version
+    assert (
+        commands_of(bench.tell(Tick()), Interrupt) == []
+    )  # the others are on their way, and nothing moves twice a version
 
 
 @pytest.mark.parametrize(("kv", "num_moved"), [(19, 0), (20, 1), (79, 3)])
@@ -554,7 +556,7 @@ def test_only_as_many_trajectories_move_as_fit_by_context(kv: int, num_moved: in
     bench.join(A, max_running=200)
     bench.arrive(*range(150), prompt=20)
     bench.join(B, max_running=200, kv=kv)
-    assert len(only(bench.tell(Tick()), Interrupt)) == num_moved
+    assert len(commands_of(bench.tell(Tick()), Interrupt)) == num_moved
 
 
 def test_a_moved_trajectory_does_not_move_again_under_the_same_version() -> None:
@@ -562,12 +564,12 @@ def test_a_moved_trajectory_does_not_move_again_under_the_same_version() -> None
     bench.join(A, max_running=200)
     bench.arrive(*range(150))
     bench.join(B, max_running=200)
-    moved = sorted(i.trajectory for i in only(bench.tell(Tick()), Interrupt))
+    moved = sorted(i.trajectory for i in commands_of(bench.tell(Tick()), Interrupt))
     for t in moved:
         bench.tell(TrajectoryInterrupted(trajectory=t, route_number=1, tokens=3))
     bench.tell(InstanceReported(instance=B, progress=tuple((t, 40) for t in moved)))  # it is the slowest one then
     bench.join(C, max_running=200)
-    assert only(bench.tell(Tick()), Interrupt) == []
+    assert commands_of(bench.tell(Tick()), Interrupt) == []
 
 
 def test_an_eighth_of_the_instances_is_relieved_per_tick_slowest_first() -> None:
@@ -581,7 +583,7 @@ def test_an_eighth_of_the_instances_is_relieved_per_tick_slowest_first() -> None
     bench.coordinator._move_planner._migration = MIGRATION.make(
         entry(MIGRATION, "largest_gain"), {"cost": bench.coordinator._move_planner._step_costs}
     )
-    relieved = {i.instance for i in only(bench.tell(Tick()), Interrupt)}
+    relieved = {i.instance for i in commands_of(bench.tell(Tick()), Interrupt)}
     assert relieved == {names[1], names[2]}, "all three have as many"
 
 
@@ -590,9 +592,9 @@ def test_a_move_to_an_instance_that_filled_up_ends_elsewhere() -> None:
     bench.join(A, max_running=200)
     bench.arrive(*range(150))
     bench.join(B, max_running=200)
-    moved = only(bench.tell(Tick()), Interrupt)[0].trajectory
+    moved = commands_of(bench.tell(Tick()), Interrupt)[0].trajectory
     bench.tell(InstanceLost(instance=B, why="gone"))
-    (route,) = only(bench.tell(TrajectoryInterrupted(trajectory=moved, route_number=1, tokens=3)), Route)
+    (route,) = commands_of(bench.tell(TrajectoryInterrupted(trajectory=moved, route_number=1, tokens=3)), Route)
     assert route.instance == A
 
 
@@ -601,10 +603,10 @@ def test_a_move_to_a_restarted_instance_is_still_counted() -> None:
     bench.join(A, max_running=200)
     bench.arrive(*range(150))
     bench.join(B, max_running=200)
-    moved = {i.trajectory for i in only(bench.tell(Tick()), Interrupt)}
+    moved = {i.trajectory for i in commands_of(bench.tell(Tick()), Interrupt)}
     bench.join(B, max_running=200)  # validated: it expects what is on its way to it
     for t in sorted(moved):
-        (route,) = only(bench.tell(TrajectoryInterrupted(trajectory=t, route_number=1, tokens=3)), Route)
+        (route,) = commands_of(bench.tell(TrajectoryInterrupted(trajectory=t, route_number=1, tokens=3)), Route)
         assert route.instance == B
 
 
@@ -622,14 +624,14 @@ def test_a_failed_straggler_is_truncated_in_its_next_attempt(lost: bool) -> None
     for attempt in (1, 2):
         place = next(i.instance for i in bench.coordinator.snapshot().instances if i.num_running)
         bench.tell(InstanceReported(instance=place, progress=((TrajectoryId(3), 4),)))
-        orders = [o for _ in range(20) for o in only(bench.tell(Tick()), Interrupt)]
+        orders = [o for _ in range(20) for o in commands_of(bench.tell(Tick()), Interrupt)]
         assert [(o.trajectory, o.route_number) for o in orders] == [(3, attempt)]
         if attempt == 1 and lost:
             bench.tell(InstanceLost(instance=place, why="killed"))
         elif attempt == 1:
             bench.tell(TrajectoryFailed(trajectory=TrajectoryId(3), route_number=1, error="x"))
     commands = bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(3), route_number=2, tokens=4))
-    assert [c.trajectory for c in only(commands, Score)] == [3]
+    assert [c.trajectory for c in commands_of(commands, Score)] == [3]
 
 
 def test_a_step_does_not_wait_for_an_aborted_group_at_its_deadline() -> None:
@@ -640,9 +642,9 @@ def test_a_step_does_not_wait_for_an_aborted_group_at_its_deadline() -> None:
     bench.publish(1)
     bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
     bench.arrive(2)
-    assert only(bench.finish(2), Train) == []  # group 1 is due by step 1, group 2 only by step 2
+    assert commands_of(bench.finish(2), Train) == []  # group 1 is due by step 1, group 2 only by step 2
     commands = bench.tell(TrajectoryFailed(trajectory=TrajectoryId(1), route_number=1, error="out of memory"))
-    assert [t.trajectories for t in only(commands, Train)] == [(2,)]
+    assert [t.trajectories for t in commands_of(commands, Train)] == [(2,)]
 
 
 @pytest.mark.parametrize("tokens", [4, 0])
@@ -660,12 +662,12 @@ def test_the_last_trajectory_of_a_stuck_step_is_truncated_once(tokens: int) -> N
     bench.tell(InstanceReported(instance=place, progress=((TrajectoryId(3), 4),)))
     orders: list[Any] = []
     for _ in range(20):
-        orders += only(bench.tell(Tick()), Interrupt)
+        orders += commands_of(bench.tell(Tick()), Interrupt)
     assert [o.trajectory for o in orders] == [3]
     commands = bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(3), route_number=1, tokens=tokens))
-    assert [c.trajectory for c in only(commands, Score if tokens else Route)] == [3]
+    assert [c.trajectory for c in commands_of(commands, Score if tokens else Route)] == [3]
     if tokens:
-        assert only(bench.scored(3), Train)
+        assert commands_of(bench.scored(3), Train)
 
 
 def test_the_last_trajectory_of_the_first_step_is_truncated() -> None:
@@ -677,7 +679,7 @@ def test_the_last_trajectory_of_the_first_step_is_truncated() -> None:
     bench.tell(InstanceReported(instance=A, progress=((TrajectoryId(1), 4),)))
     bench.coordinator._state.running_means.publish_interval_s.add(1.0)
     bench.arrive(2, 3)
-    orders = [o for _ in range(20) for o in only(bench.tell(Tick()), Interrupt)]
+    orders = [o for _ in range(20) for o in commands_of(bench.tell(Tick()), Interrupt)]
     assert [o.trajectory for o in orders] == [1]
 
 
@@ -701,7 +703,7 @@ def test_the_story_of_a_followed_trajectory_is_complete(monkeypatch: pytest.Monk
     assert log.story(TrajectoryId(1)) == ["    0.000 s  waits  ()"] * 2
 
 
-def acting(**changes: Any) -> Bench:
+def bench_with_environment(**changes: Any) -> Bench:
     """Return a bench with one trajectory whose first turn was sampled on instance a; instance b is idle."""
     bench = Bench(environments=True, size=1, **changes)
     bench.join(A)
@@ -711,7 +713,7 @@ def acting(**changes: Any) -> Bench:
     return bench
 
 
-def answered(bench: Bench) -> list[Command]:
+def observation_event(bench: Bench) -> list[Command]:
     return bench.tell(EnvironmentStepped(trajectory=TrajectoryId(0), route_number=bench.route_numbers[0], tokens=9))
 
 
@@ -721,40 +723,40 @@ def test_release_cache_is_sent_once_when_no_turn_follows() -> None:
         StopRequested(why="enough"),
         EnvironmentFailed(trajectory=TrajectoryId(0), route_number=1, error="x"),
     ):
-        bench = acting()
+        bench = bench_with_environment()
         received = [*bench.tell(ending), *bench.tell(StopRequested(why="enough"))]
-        assert [(f.trajectory, f.instance) for f in only(received, ReleaseCache)] == [(0, A)]
+        assert [(f.trajectory, f.instance) for f in commands_of(received, ReleaseCache)] == [(0, A)]
 
 
 def test_release_cache_depends_on_where_the_next_turn_is_routed() -> None:
-    bench = acting()
-    received = [*bench.tell(InstanceLeaving(instance=A)), *answered(bench)]
-    assert [r.instance for r in only(received, Route)] == [B]
-    assert not only([*received, *bench.tell(StopRequested(why="enough"))], ReleaseCache)
-    bench = acting()
-    received = answered(bench)
-    assert [r.instance for r in only(received, Route)] == [A]
-    assert not only([*received, *bench.tell(StopRequested(why="enough"))], ReleaseCache)
+    bench = bench_with_environment()
+    received = [*bench.tell(InstanceLeaving(instance=A)), *observation_event(bench)]
+    assert [r.instance for r in commands_of(received, Route)] == [B]
+    assert not commands_of([*received, *bench.tell(StopRequested(why="enough"))], ReleaseCache)
+    bench = bench_with_environment()
+    received = observation_event(bench)
+    assert [r.instance for r in commands_of(received, Route)] == [A]
+    assert not commands_of([*received, *bench.tell(StopRequested(why="enough"))], ReleaseCache)
 
 
 def test_cache_of_older_weights_is_not_released_again() -> None:
-    bench = acting()
+    bench = bench_with_environment()
     bench.arrive(1)
-    assert only(bench.finish(1), Train)
-    assert [pull.instance for pull in only(bench.publish(1), Pull)] == [A, B]
-    assert not only(bench.scored(0), ReleaseCache)
+    assert commands_of(bench.finish(1), Train)
+    assert [pull.instance for pull in commands_of(bench.publish(1), Pull)] == [A, B]
+    assert not commands_of(bench.scored(0), ReleaseCache)
 
 
 def test_cache_of_an_adapter_survives_a_pull() -> None:
     """A later turn returns to its instance and version; a cached context without a later turn is released."""
-    bench = acting(adapters=True, eta=1)
+    bench = bench_with_environment(adapters=True, eta=1)
     bench.arrive(1)
-    assert only(bench.finish(1), Train)
-    assert [pull.instance for pull in only(bench.publish(1), Pull)] == [A, B]
-    told = answered(bench)
-    assert [(r.instance, r.version) for r in only(told, Route) if r.trajectory == 0] == [(A, 0)]
-    bench = acting(adapters=True, eta=1)
+    assert commands_of(bench.finish(1), Train)
+    assert [pull.instance for pull in commands_of(bench.publish(1), Pull)] == [A, B]
+    told = observation_event(bench)
+    assert [(r.instance, r.version) for r in commands_of(told, Route) if r.trajectory == 0] == [(A, 0)]
+    bench = bench_with_environment(adapters=True, eta=1)
     bench.arrive(1)
     bench.finish(1)
     bench.publish(1)
-    assert [(f.trajectory, f.instance) for f in only(bench.scored(0), ReleaseCache)] == [(0, A)]
+    assert [(f.trajectory, f.instance) for f in commands_of(bench.scored(0), ReleaseCache)] == [(0, A)]

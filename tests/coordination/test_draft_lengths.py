@@ -58,7 +58,7 @@ def steps(
     )
 
 
-def heard(drafts: DraftLengthPlanner, instance: InstanceId, length: int, taken: DecodeStats) -> None:
+def observe_report(drafts: DraftLengthPlanner, instance: InstanceId, length: int, taken: DecodeStats) -> None:
     """Observe the same report twice; the first report of an instance is ignored."""
     for _ in range(2):
         drafts.observe(instance, length, taken)
@@ -131,11 +131,11 @@ def test_rejected_drafts_stop_and_are_retried_later() -> None:
     drafts, fleet = DraftLengthPlanner(COST, 4), fleet_of(a=4)
     assert drafts.choose_changes(fleet) == [(0, 1)]
     fleet.set_draft_length(fleet[0], 1)
-    heard(drafts, A, 1, steps(4, length=1, acceptance=0.0))
+    observe_report(drafts, A, 1, steps(4, length=1, acceptance=0.0))
     drafts.compute_best_lengths(fleet)
     assert drafts.choose_changes(fleet) == []  # a draft of one token costs nothing here: a step of eight takes as long
     fleet.set_draft_length(fleet[0], 4)
-    heard(drafts, A, 4, steps(4, length=4, acceptance=0.0))
+    observe_report(drafts, A, 4, steps(4, length=4, acceptance=0.0))
     drafts.compute_best_lengths(fleet)
     (told,) = drafts.choose_changes(fleet)
     assert told[1] <= 1
@@ -152,7 +152,7 @@ def test_accepted_drafts_become_longer() -> None:
     ((_, first),) = drafts.choose_changes(fleet)
     assert first < 8
     fleet.set_draft_length(fleet[0], first)
-    heard(drafts, A, first, steps(4, length=first, acceptance=1.0, cost=cost, count=1000))
+    observe_report(drafts, A, first, steps(4, length=first, acceptance=1.0, cost=cost, count=1000))
     drafts.compute_best_lengths(fleet)
     assert drafts.choose_changes(fleet) == [(0, 8)]
 
@@ -183,7 +183,7 @@ def test_the_cost_of_longer_steps_is_learned_without_drafts() -> None:
     drafts, fleet = DraftLengthPlanner(wrong, 4), fleet_of(a=2)
     assert drafts.choose_changes(fleet) == [(0, 4)]
     for running in (1, 2, 4, 8, 16):
-        heard(drafts, A, 0, steps(running, cost=right))
+        observe_report(drafts, A, 0, steps(running, cost=right))
     drafts.compute_best_lengths(fleet)
     assert drafts.choose_changes(fleet) == []
 
@@ -193,12 +193,12 @@ def test_the_cost_of_drafting_is_part_of_the_decision() -> None:
     fleet.set_draft_length(fleet[0], 4)
     slow = COST.times(5.0)  # whoever drafts takes five times as long for a step
     for _ in range(9):
-        heard(drafts, A, 4, steps(1, length=4, acceptance=0.7, cost=slow))
+        observe_report(drafts, A, 4, steps(1, length=4, acceptance=0.7, cost=slow))
     drafts.compute_best_lengths(fleet)
     assert drafts.choose_changes(fleet) == [(0, 0)]
     # The machine may have been busy with something else: in time it is tried again.
     fleet.set_draft_length(fleet[0], 0)
-    heard(drafts, A, 0, steps(1))
+    observe_report(drafts, A, 0, steps(1))
     for _ in range(30):
         drafts.decay_statistics()
     drafts.compute_best_lengths(fleet)
@@ -324,7 +324,7 @@ def test_counts_are_halved_above_a_limit() -> None:
 
 def test_a_training_step_decays_the_draft_statistics() -> None:
     drafts = DraftLengthPlanner(COST, 4)
-    heard(drafts, A, 3, steps(2, length=3, acceptance=1.0, count=5))
+    observe_report(drafts, A, 3, steps(2, length=3, acceptance=1.0, count=5))
     assert drafts._stats == DecayingDraftStats(10.0, 10.0, 30.0, 30.0, 30.0)
     drafts.decay_statistics()
     left = [DECAY_PER_STEP * count for count in (10.0, 10.0, 30.0, 30.0, 30.0)]
@@ -371,7 +371,7 @@ def test_a_report_gives_the_step_time_for_its_verified_tokens(verify_share: floa
     cost = CostModel(k1=0.25, k2=1.0, k3=1.0, k4=0.0, b=0.0, prefill=0.0, verify_share=verify_share)
     drafts = DraftLengthPlanner(cost, 4)
     plain = DecodeStats(running=4, kv_tokens=20, seconds=50.0, tokens=20, drafts=0, drafted_tokens=0, accepted_tokens=0)
-    heard(drafts, A, 2, plain)  # it may draft, and found nothing to draft from
+    observe_report(drafts, A, 2, plain)  # it may draft, and found nothing to draft from
     assert drafts._step_time_model.seconds_without_drafts(_floats((4,)), _floats((20,))) == pytest.approx([10.0])
     assert drafts._step_time_model.seconds_with_drafts(_floats((4,)), _floats((20,))) == pytest.approx([10.0])
     once = dataclasses.replace(plain, seconds=75.0, tokens=22, drafts=1, drafted_tokens=5, accepted_tokens=2)
@@ -386,7 +386,7 @@ def test_a_report_gives_the_step_time_for_its_verified_tokens(verify_share: floa
 @pytest.mark.parametrize(("count", "learns"), [(MIN_STEPS, True), (MIN_STEPS - 1, False)])
 def test_a_report_of_too_few_steps_is_ignored(count: int, learns: bool) -> None:
     drafts = DraftLengthPlanner(COST, 4)
-    heard(drafts, A, 2, steps(4, length=2, acceptance=0.0, count=count))
+    observe_report(drafts, A, 2, steps(4, length=2, acceptance=0.0, count=count))
     assert (drafts._stats.request_steps > 0) == learns
 
 
@@ -437,7 +437,7 @@ def test_without_instances_or_drafts_no_length_is_sent() -> None:
     drafts.compute_best_lengths(MutableFleet())
     assert drafts.costs.step_s(1, 0) == COST.step_s(1, 0)
     assert nothing.choose_changes(fleet_of(a=1)) == []
-    heard(nothing, A, 2, steps(4, length=2))
+    observe_report(nothing, A, 2, steps(4, length=2))
     assert nothing._stats == DecayingDraftStats()
 
 

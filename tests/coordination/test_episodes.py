@@ -21,60 +21,60 @@ from staleflow.pipeline.strategies.affinity import CacheAffinity
 from staleflow.pipeline.strategies.routing import UserRouting
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel
-from tests.coordination.test_coordinator import A, B, Bench, in_flight, member, only
+from tests.coordination.test_coordinator import A, B, Bench, commands_of, in_flight, member
 
 LAST = TrajectoryId(3)
 
 
-def ended(bench: Bench, trajectory: int) -> None:
+def end_episode(bench: Bench, trajectory: int) -> None:
     """Return the event of an episode of one turn."""
     bench.sampled(trajectory, 5)
     bench.tell(TrajectoryScored(trajectory=TrajectoryId(trajectory), reward=1.0))
 
 
-def answered(bench: Bench, trajectory: int, tokens: int) -> list[Any]:
+def observation_event(bench: Bench, trajectory: int, tokens: int) -> list[Any]:
     event = EnvironmentStepped(
         trajectory=TrajectoryId(trajectory), route_number=bench.route_numbers[trajectory], tokens=tokens
     )
     return bench.tell(event)
 
 
-def waiting_for_the_last() -> Bench:
+def bench_waiting_for_last() -> Bench:
     """Return a bench in which three episodes of 5 tokens have ended and the trainer has long waited for the fourth."""
     bench = Bench(eta=0, groups=2, stragglers="truncate", straggler_share=0.5, environments=True)
     bench.join()
     bench.arrive(0, 1)
-    ended(bench, 0)
-    ended(bench, 1)
+    end_episode(bench, 0)
+    end_episode(bench, 1)
     bench.publish(1)
     bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
     bench.arrive(2, 3)
-    ended(bench, 2)
+    end_episode(bench, 2)
     bench.now += 100.0
     return bench
 
 
-def cut_off(bench: Bench, tokens: int) -> list[Any]:
+def truncation_orders(bench: Bench, tokens: int) -> list[Any]:
     bench.tell(InstanceReported(instance=A, progress=((LAST, tokens),)))
-    return only(bench.tell(Tick()), Interrupt)
+    return commands_of(bench.tell(Tick()), Interrupt)
 
 
 def test_a_turn_that_ends_before_its_truncation_lets_the_next_turn_be_truncated() -> None:
-    bench = waiting_for_the_last()
-    assert [o.route_number for o in cut_off(bench, 4)] == [1]
+    bench = bench_waiting_for_last()
+    assert [o.route_number for o in truncation_orders(bench, 4)] == [1]
     bench.sampled(LAST, 10)
     truncations = bench.coordinator._state.truncations
     assert (truncations.num_truncated, truncations.num_truncated_in_step) == (0, 0)
-    answered(bench, LAST, 20)
-    assert [o.route_number for o in cut_off(bench, 24)] == [2]
+    observation_event(bench, LAST, 20)
+    assert [o.route_number for o in truncation_orders(bench, 24)] == [2]
     assert (truncations.num_truncated, truncations.num_truncated_in_step) == (1, 1)
-    assert cut_off(bench, 25) == []
+    assert truncation_orders(bench, 25) == []
 
 
 @pytest.mark.parametrize("recurring", [False, True])
 def test_the_length_of_a_truncated_episode_is_not_learned(recurring: bool) -> None:
-    bench = waiting_for_the_last()
-    (order,) = cut_off(bench, 4)
+    bench = bench_waiting_for_last()
+    (order,) = truncation_orders(bench, 4)
     if recurring:
         bench.sampled(LAST, 6)
     else:
@@ -88,7 +88,7 @@ def test_a_resumed_episode_updates_the_forecast_like_a_whole_one() -> None:
     whole.join()
     whole.arrive(0)
     whole.sampled(0, 5)
-    answered(whole, 0, 905)
+    observation_event(whole, 0, 905)
     resumed.join()
     begun = replace(member(0, 0, 905), given_tokens=900)
     resumed.tell(RunResumed(step=0, num_ended=(), groups=(in_flight(0, begun),)))
@@ -112,11 +112,11 @@ def test_a_rule_that_chooses_an_invalid_row_is_rejected_in_every_turn(turn: int)
     bench = Bench(eta=0, environments=True, max_attempts=3)
     bench.coordinator._route_planner._routing = UserRouting(name="mine.py:Rule", code=Rule())
     bench.join()
-    routes = only(bench.arrive(0), Route)
+    routes = commands_of(bench.arrive(0), Route)
     assert len(routes) == turn - 1
     if routes:
         bench.sampled(0)
-        assert only(answered(bench, 0, 9), Route) == []
+        assert commands_of(observation_event(bench, 0, 9), Route) == []
     assert list(bench.coordinator.snapshot().refusals) == ["the routing rule chose an instance that does not fit"]
 
 
@@ -132,5 +132,5 @@ def test_a_next_turn_returns_to_its_cached_context_if_prefill_costs_more(
     bench.arrive(0, 1, 2)
     bench.join(B)
     bench.sampled(0, 5)
-    (route,) = only(answered(bench, 0, 9), Route)
+    (route,) = commands_of(observation_event(bench, 0, 9), Route)
     assert route.instance == instance

@@ -24,26 +24,26 @@ from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.invariants import validate
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
-from tests.coordination.test_coordinator import A, B, Bench, only
+from tests.coordination.test_coordinator import A, B, Bench, commands_of
 
 
-def evaluating(bench: Bench, count: int = 6) -> list[Command]:
+def request_evaluation(bench: Bench, count: int = 6) -> list[Command]:
     """Request an evaluation of this many responses; four slots of a fleet of two are reserved for it."""
     groups = tuple(NewGroup(group=GroupId(-1 - i), prompt_tokens=10) for i in range(count))
     return bench.tell(EvaluationRequested(evaluation=0, groups=groups))
 
 
-def evaluated(commands: Sequence[Command]) -> list[tuple[InstanceId, int]]:
+def evaluation_routes(commands: Sequence[Command]) -> list[tuple[InstanceId, int]]:
     """Return the instance and the version of each route of an evaluation."""
-    return [(route.instance, route.version) for route in only(commands, Route) if route.trajectory < 0]
+    return [(route.instance, route.version) for route in commands_of(commands, Route) if route.trajectory < 0]
 
 
-def two(max_running: int = 8) -> Bench:
+def two_instances(max_running: int = 8) -> Bench:
     """Return two instances at version 0, the first of which hosts an evaluation."""
     bench = Bench(eta=2, max_attempts=3)
     bench.join(A, max_running=max_running)
     bench.join(B, max_running=max_running)
-    assert evaluated(evaluating(bench)) == [(A, 0)] * 4
+    assert evaluation_routes(request_evaluation(bench)) == [(A, 0)] * 4
     return bench
 
 
@@ -52,69 +52,71 @@ def test_a_host_that_restarts_at_a_newer_version_stops_hosting() -> None:
     bench = Bench(eta=2, max_attempts=3)
     for name in "abcdefgh":
         bench.join(InstanceId(name), max_running=2)
-    assert {instance for instance, _ in evaluated(evaluating(bench))} == {A, B}
+    assert {instance for instance, _ in evaluation_routes(request_evaluation(bench))} == {A, B}
     bench.arrive(0)
     bench.finish(0)
     bench.publish(1)  # the others pull it
-    assert evaluated(bench.join(A, version=1)) == []
+    assert evaluation_routes(bench.join(A, version=1)) == []
     on_b = next(
         i for i, live in bench.coordinator._state.live_trajectories.items() if live.instance == B and live.is_evaluation
     )
-    assert evaluated(bench.sampled(on_b)) == [(B, 0)]
+    assert evaluation_routes(bench.sampled(on_b)) == [(B, 0)]
 
 
 def test_a_host_without_reservable_groups_gives_all_slots_to_the_evaluation() -> None:
     """Two of eight slots belong to the evaluation while groups may still be drawn under its version."""
     bench = Bench(eta=1, max_attempts=3)
     bench.join(A, max_running=8)
-    assert evaluated(evaluating(bench, 9)) == [(A, 0)] * 2
-    assert evaluated(bench.arrive(0)) == []
-    assert evaluated(bench.arrive(1)) == []
-    assert evaluated(bench.tell(Tick())) == [(A, 0)] * 4, "the bound allows no third group at version 0"
-    assert evaluated(bench.sampled(0)) == [(A, 0)]
+    assert evaluation_routes(request_evaluation(bench, 9)) == [(A, 0)] * 2
+    assert evaluation_routes(bench.arrive(0)) == []
+    assert evaluation_routes(bench.arrive(1)) == []
+    assert evaluation_routes(bench.tell(Tick())) == [(A, 0)] * 4, "the bound allows no third group at version 0"
+    assert evaluation_routes(bench.sampled(0)) == [(A, 0)]
     bench.scored(0)
-    assert evaluated(bench.publish(1)) == [], "a place is free under version 1 only, which the host does not serve"
+    assert evaluation_routes(bench.publish(1)) == [], (
+        "a place is free under version 1 only, which the host does not serve"
+    )
 
 
 def test_a_host_that_restarts_at_its_version_hosts_the_remaining_responses() -> None:
-    bench = two()
+    bench = two_instances()
     commands = bench.join(A)
-    assert len({instance for instance, _ in evaluated(commands)}) == 1
-    assert [version for _, version in evaluated(commands)] == [0] * 4
+    assert len({instance for instance, _ in evaluation_routes(commands)}) == 1
+    assert [version for _, version in evaluation_routes(commands)] == [0] * 4
 
 
 def test_an_evaluation_ends_after_its_last_response_even_if_all_failed() -> None:
     bench = Bench(max_attempts=0)
     bench.join(A)
-    evaluating(bench, 2)
+    request_evaluation(bench, 2)
     failed = [bench.tell(TrajectoryFailed(trajectory=TrajectoryId(t), route_number=1, error="x")) for t in (-1, -2)]
-    assert not only(failed[0], FinishEvaluation)
-    (finish,) = only(failed[1], FinishEvaluation)
+    assert not commands_of(failed[0], FinishEvaluation)
+    (finish,) = commands_of(failed[1], FinishEvaluation)
     assert set(finish.failed) == {-1, -2}
 
 
 def test_requesting_an_evaluation_while_one_runs_raises() -> None:
     with pytest.raises(ProtocolViolation, match="evaluation 0 is requested, but 0 is running"):
-        evaluating(two())
+        request_evaluation(two_instances())
 
 
 def test_a_lost_host_is_no_host_after_it_rejoins() -> None:
-    bench = two()
-    assert evaluated(bench.tell(InstanceLost(instance=A, why="killed"))) == [(B, 0)] * 2
-    assert evaluated(bench.join(A)) == [(B, 0)] * 2, "a fleet of two has four places, as before"
+    bench = two_instances()
+    assert evaluation_routes(bench.tell(InstanceLost(instance=A, why="killed"))) == [(B, 0)] * 2
+    assert evaluation_routes(bench.join(A)) == [(B, 0)] * 2, "a fleet of two has four places, as before"
 
 
 def test_a_leaving_host_is_replaced_before_it_is_gone() -> None:
-    bench = two()
+    bench = two_instances()
     commands = bench.tell(InstanceLeaving(instance=A))
-    on_the_way = only(commands, Interrupt)
+    on_the_way = commands_of(commands, Interrupt)
     assert len(on_the_way) == 4
     routed = [
         bench.tell(Interrupted(trajectory=item.trajectory, route_number=item.route_number, tokens=3))
         for item in on_the_way
     ]
-    assert evaluated([command for commands in routed for command in commands]) == [(B, 0)] * 4
-    assert not only(bench.tell(InstanceLost(instance=A, why="it has left")), FinishEvaluation)
+    assert evaluation_routes([command for commands in routed for command in commands]) == [(B, 0)] * 4
+    assert not commands_of(bench.tell(InstanceLost(instance=A, why="it has left")), FinishEvaluation)
 
 
 def random_fleet(rng: random.Random) -> Bench:
@@ -186,7 +188,7 @@ def check_rules(bench: Bench) -> None:
 
 
 def test_no_instance_is_pinned_without_queued_work() -> None:
-    bench = two()
+    bench = two_instances()
     pinning, state = bench.coordinator._pin_planner, bench.coordinator._state
     assert pinning.choose_instances_to_pin() == []
     state.close_evaluation()
@@ -212,7 +214,7 @@ def test_no_instance_is_pinned_without_queued_work() -> None:
     ],
 )  # fmt: skip
 def test_validate_describes_a_broken_evaluation_invariant(message: str, spoil: Callable[[Any], object]) -> None:
-    bench = two()
+    bench = two_instances()
     bench.arrive(0)
     state = bench.coordinator._state
     validate(state)

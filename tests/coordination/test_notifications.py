@@ -140,7 +140,7 @@ def evaluation(bench: NotedBench) -> NotedBench:
     return bench
 
 
-def with_two(bench: NotedBench) -> NotedBench:
+def bench_of_two_instances(bench: NotedBench) -> NotedBench:
     bench.join(B)
     return bench
 
@@ -226,7 +226,7 @@ CASES = (
     ),
     Case(
         "one of two instances is lost",
-        lambda: with_two(routed(eta=1, max_attempts=3)()),
+        lambda: bench_of_two_instances(routed(eta=1, max_attempts=3)()),
         lambda bench: InstanceLost(instance=B, why="killed"),
         ("MutableEvaluations.unpin_lost()", "DraftLengthPlanner.remove_instance(b)"),
     ),
@@ -358,7 +358,7 @@ CASES = (
 )  # fmt: skip
 
 
-def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
+def recording(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def record(self: object, *args: Any, **kwargs: Any) -> Any:
         NotedBench.noted.append((self, method.__name__, args))
@@ -371,7 +371,7 @@ def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
 def test_an_event_notifies_every_listed_collaborator(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     for cls, names in COLLABORATORS.items():
         for name in names:
-            monkeypatch.setattr(cls, name, recorded(getattr(cls, name)))
+            monkeypatch.setattr(cls, name, recording(getattr(cls, name)))
     bench = case.before()
     bench.tell(case.event(bench))
     assert sorted(bench.heard()) == sorted(case.heard)

@@ -15,7 +15,7 @@ from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
-from tests.coordination.state_dumps import picture
+from tests.coordination.state_dumps import dump_state
 
 A, B = InstanceId("a"), InstanceId("b")
 PAIRS = tuple(itertools.product(Phase, Transition))
@@ -84,15 +84,15 @@ def test_the_table_matches_the_docstring() -> None:
 @pytest.mark.parametrize(("phase", "transition"), [pair for pair in PAIRS if pair[1] in VERBS])
 def test_a_rejected_transition_changes_nothing(phase: Phase, transition: Transition) -> None:
     state, live = state_with(phase)
-    before = picture(state, live)
+    before = dump_state(state, live)
     if (phase, transition) in NEXT_PHASE:
         VERBS[transition](state, live)
         assert live.phase is NEXT_PHASE[phase, transition]
-        assert picture(state, live) != before
+        assert dump_state(state, live) != before
     else:
         with pytest.raises(ProtocolViolation):
             VERBS[transition](state, live)
-        assert picture(state, live) == before
+        assert dump_state(state, live) == before
     validate(state)
 
 
@@ -100,10 +100,10 @@ def test_a_rejected_transition_changes_nothing(phase: Phase, transition: Transit
 def test_only_running_trajectories_can_be_moved(phase: Phase) -> None:
     state, live = state_with(phase)
     for target in (state.fleet[1], None):
-        before = picture(state, live)
+        before = dump_state(state, live)
         with pytest.raises(ProtocolViolation, match="is moved while it is"):
             state.start_move(live, target)
-        assert picture(state, live) == before
+        assert dump_state(state, live) == before
 
 
 @pytest.mark.parametrize("phase", [p for p in Phase if p is not Phase.ENDED])

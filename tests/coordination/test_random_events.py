@@ -49,7 +49,7 @@ NAMES = tuple(InstanceId(name) for name in "abcd")
 NUM_EVENTS = 400
 
 
-class Life:
+class RandomRun:
     """A run whose instances reply late, twice, out of order, or not at all."""
 
     def __init__(self, tree: dict[str, Any], seed: int) -> None:
@@ -175,4 +175,4 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
 @given(tree=jobs(), seed=st.integers(0, 10**6))
 @settings(max_examples=max(60, num_examples() // 2), deadline=None)
 def test_random_events_in_any_order_keep_every_invariant(tree: dict[str, Any], seed: int) -> None:
-    Life(tree, seed).run()
+    RandomRun(tree, seed).run()

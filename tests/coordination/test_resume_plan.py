@@ -21,7 +21,7 @@ from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersio
 
 
 @dataclass
-class Life:
+class RandomLedgerRun:
     """A run of random ledger operations with the knowledge of its server and store. alive: for the commit of each
     version, the members that are not stored."""
 
@@ -128,7 +128,7 @@ def test_recovered_reservations_fit_and_the_run_can_end(
     seed: int, eta: int, groups: int, size: int, extra: tuple[int, int, bool], steps: int, undone: int, filters: bool
 ) -> None:
     shape = (eta, groups, size, *extra[:2])
-    life = Life(random.Random(seed), new_ledger(*shape, waits=extra[2]))
+    life = RandomLedgerRun(random.Random(seed), new_ledger(*shape, waits=extra[2]))
     life.live(steps)
     for _ in range(life.rng.randint(0, 9)):
         life.work()
@@ -165,7 +165,7 @@ def test_recovered_reservations_fit_and_the_run_can_end(
             shed |= {e.group for e in endings}
         ledger.validate()
     assert ledger.num_started == ledger.num_live + sum(ledger.num_ended.values())
-    rest = Life(random.Random(seed + 1), ledger)
+    rest = RandomLedgerRun(random.Random(seed + 1), ledger)
     rest.commits = [(0, {}, set())] * (version + 1)
     while ledger.version < version + 3:
         before = ledger.version
@@ -207,7 +207,7 @@ def members_of(group: int, *states: tuple[int, float | None] | int) -> GroupInFl
     return GroupInFlight(group=GroupId(group), prompt_tokens=4, members=tuple(members))
 
 
-def taken_up(
+def recovered(
     eta: int, *groups: GroupInFlight, extra_groups: int = 0
 ) -> tuple[Sequence[tuple[int, Sequence[tuple[int, str]]]], tuple[int, ...]]:
     """Return the recovered groups of a run at version 2 (two groups per step, two to three members each) in order, with
@@ -235,42 +235,42 @@ def test_filtered_then_complete_then_the_oldest_groups_are_recovered() -> None:
         members_of(10, (2, None), (2, 1.0), -1),
     )
     for order in (groups, groups[::-1]):
-        states, again = taken_up(9, *order)
+        states, again = recovered(9, *order)
         assert [group for group, _ in states] == [9, 10, 7, 8, 6, 5, 4, 3]
         assert again == ()
 
 
 def test_a_reward_after_enough_others_is_surplus() -> None:
-    states, again = taken_up(1, members_of(3, (2, 1.0), (2, 0.0), (2, 0.5)))
+    states, again = recovered(1, members_of(3, (2, 1.0), (2, 0.0), (2, 0.5)))
     assert states == [(3, [(2, SCORED), (2, SCORED), (2, SURPLUS)])]
     assert again == ()
 
 
 def test_members_too_old_for_an_entry_restart_and_the_others_are_kept() -> None:
-    states, again = taken_up(1, members_of(3, (0, 1.0), (1, 0.0), 2), members_of(4, 0, -1, 0))
+    states, again = recovered(1, members_of(3, (0, 1.0), (1, 0.0), 2), members_of(4, 0, -1, 0))
     assert states == [(3, [(-1, ""), (1, SCORED), (2, "")]), (4, [(-1, ""), (-1, ""), (-1, "")])]
     assert again == (9, 12, 14)
 
 
 def test_a_group_without_an_entry_restarts() -> None:
     """Steps 2 and 3 have two entries each."""
-    states, again = taken_up(1, *(members_of(group, 2, -1, -1) for group in (7, 6, 5, 4, 3)))
+    states, again = recovered(1, *(members_of(group, 2, -1, -1) for group in (7, 6, 5, 4, 3)))
     assert [(group, members[0][0]) for group, members in states] == [(3, 2), (4, 2), (5, 2), (6, 2), (7, -1)]
     assert again == (21,)
     complete = [members_of(group, (2, 1.0), (2, 0.0), -1) for group in (8, 9)]
-    states, again = taken_up(1, *(members_of(group, 2, -1, -1) for group in (5, 4, 3)), *complete)
+    states, again = recovered(1, *(members_of(group, 2, -1, -1) for group in (5, 4, 3)), *complete)
     assert [group for group, _ in states] == [8, 9, 3, 4, 5]
     assert again == (15,)
     # Those that are filtered give their places back, so that all the others have one.
     same = members_of(8, (2, 1.0), (2, 1.0), -1)
-    states, again = taken_up(1, *(members_of(group, 2, -1, -1) for group in (6, 5, 4, 3)), same)
+    states, again = recovered(1, *(members_of(group, 2, -1, -1) for group in (6, 5, 4, 3)), same)
     assert [group for group, _ in states] == [8, 3, 4, 5, 6]
     assert again == ()
 
 
 def test_partial_groups_are_not_recovered_when_complete_groups_fill_all_entries() -> None:
     complete = [members_of(group, (2, 1.0), (2, 0.0), -1) for group in (8, 9)]
-    states, again = taken_up(0, members_of(3, 2, -1, -1), *complete, extra_groups=1)
+    states, again = recovered(0, members_of(3, 2, -1, -1), *complete, extra_groups=1)
     assert [group for group, _ in states] == [8, 9, 3]
     assert again == (9,)
 

@@ -24,7 +24,7 @@ from staleflow.pipeline.strategies.samplers import InOrder
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
-from tests.coordination.state_dumps import picture
+from tests.coordination.state_dumps import dump_state
 
 A, B = InstanceId("a"), InstanceId("b")
 
@@ -162,7 +162,7 @@ def test_validate_detects_each_broken_invariant(name: str) -> None:
 
 def test_invalid_fleet_operations_raise_and_change_nothing() -> None:
     state = busy_state()
-    before = picture(state)
+    before = dump_state(state)
     with pytest.raises(ProtocolViolation, match="a joins twice"):
         state.add_instance(A, PolicyVersion(0), 1000, 8)
     with pytest.raises(ProtocolViolation, match="removed with 2 trajectories on it"):
@@ -177,7 +177,7 @@ def test_invalid_fleet_operations_raise_and_change_nothing() -> None:
         state.consume()
     with pytest.raises(ProtocolViolation, match="published after"):
         state.publish(PolicyVersion(1))
-    assert picture(state) == before
+    assert dump_state(state) == before
 
 
 # -- verbs -------------------------------------------------------------------------------------------------------

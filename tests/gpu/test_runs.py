@@ -16,7 +16,7 @@ from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.stores.trajectory import Fate
 from tests.commands import command
 from tests.conftest import JOB
-from tests.runtime.test_run import check, sabotaged
+from tests.runtime.test_run import check, run_and_strike
 from tests.support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +66,7 @@ def test_a_killed_role_is_replaced_on_the_gpu_and_no_trajectory_is_lost(
     gpu_job: Path, victim: str, layout: str
 ) -> None:
     overrides = (*CUDA, "steps=6", f"cluster.layout={layout}")
-    driver = asyncio.run(sabotaged(gpu_job, overrides, victim, lambda pid: os.kill(pid, signal.SIGKILL)))
+    driver = asyncio.run(run_and_strike(gpu_job, overrides, victim, lambda pid: os.kill(pid, signal.SIGKILL)))
     assert any(f"{victim} is gone" in loss for loss in driver.outcomes.losses)
     store = check(gpu_job.parent / "runs" / "job", 6)
     assert sum(entry.fate is Fate.CONSUMED for entry in store.ended()) == 6 * ROWS_PER_STEP

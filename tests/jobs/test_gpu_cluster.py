@@ -16,7 +16,7 @@ import pytest
 
 from staleflow.pipeline.cluster.connection import ClusterAddress
 from tests.commands import command
-from tests.jobs.test_jobs import DRY, PATIENCE_S, Cluster, by_hand
+from tests.jobs.test_jobs import DRY, PATIENCE_S, Cluster, manual_cluster
 from tests.support import fake_nvml
 
 HERE, THERE = "127.0.0.1", "127.0.0.2"
@@ -39,7 +39,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """A host with three workers that see three GPUs in rotated order, as with dask-cuda, a host with one GPU, and one
     without."""
     (tmp_path / "dry.toml").write_text(DRY.format(runs=tmp_path / "runs"))
-    with by_hand(tmp_path) as one:
+    with manual_cluster(tmp_path) as one:
         for visible in ("0,1,2", "1,2,0", "2,0,1"):
             add_gpu_worker(one, HERE, "3xH100-80", visible)
         add_gpu_worker(one, THERE, "1xH100-80", "0")

@@ -88,7 +88,7 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def by_hand(folder: Path) -> Iterator[Cluster]:
+def manual_cluster(folder: Path) -> Iterator[Cluster]:
     """A cluster in a folder, without workers."""
     one = Cluster(folder)
     deadline = time.monotonic() + PATIENCE_S
@@ -101,11 +101,11 @@ def by_hand(folder: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with by_hand(tmp_path) as one:
+    with manual_cluster(tmp_path) as one:
         yield one
 
 
-def where_is(cluster: Cluster) -> dict[str, int]:
+def actor_processes(cluster: Cluster) -> dict[str, int]:
     """Return the process of each task and actor, by key."""
 
     def places(dask_scheduler: Any) -> dict[str, str]:  # in here, so that it travels by value
@@ -165,8 +165,8 @@ def test_a_job_survives_its_submitter_and_the_worker_of_its_driver(job: Path, cl
     refused = command(*export)
     assert (refused.returncode, "none of its 3 workers is free, jobs have 3" in refused.stderr) == (2, True)
 
-    (engine,) = (pid for key, pid in where_is(cluster).items() if "-far-rollout-0-" in key)
-    os.kill(where_is(cluster)[f"staleflow-job-{id}"], signal.SIGKILL)
+    (engine,) = (pid for key, pid in actor_processes(cluster).items() if "-far-rollout-0-" in key)
+    os.kill(actor_processes(cluster)[f"staleflow-job-{id}"], signal.SIGKILL)
     job_end = cluster.until(id, "done")
     assert job_end["why"] == ""
     store = check(far, 20)
@@ -203,7 +203,7 @@ def test_a_cancelled_job_can_be_resumed_and_two_jobs_share_no_worker(
     assert (again.returncode, again.stdout) == (2, "")
     assert "in use by process" in again.stderr
 
-    tasks = where_is(cluster)
+    tasks = actor_processes(cluster)
     of = {name: {pid for key, pid in tasks.items() if f"-{name}-" in key} for name in ("one", "two")}
     assert len(of["one"]) == 3
     assert len(of["two"]) == 3
@@ -283,7 +283,7 @@ def test_a_job_releases_extra_reward_workers_for_a_waiting_job(cluster: Cluster,
     cluster.until(one, "running", steps=2)
     two = cluster("submit", path, *sets, "--name", "two").stdout.strip()
     cluster.until(two, "running", steps=2)
-    tasks = where_is(cluster)
+    tasks = actor_processes(cluster)
     of = {name: {pid for key, pid in tasks.items() if f"-{name}-reward-" in key} for name in ("one", "two")}
     assert len(of["one"]) == len(of["two"]) == 1, tasks
     assert not of["one"] & of["two"]
@@ -291,7 +291,7 @@ def test_a_job_releases_extra_reward_workers_for_a_waiting_job(cluster: Cluster,
     assert not cluster.until(one, "running", steps=before + 3)["status"]["losses"]
 
 
-def waits_while_another_runs(cluster: Cluster, folder: Path, alone: int, beside: int) -> tuple[float, float]:
+def run_with_waiting_job(cluster: Cluster, folder: Path, alone: int, beside: int) -> tuple[float, float]:
     """Run a job alone for some steps, then more steps while another job waits, and let that run afterwards. Returns the
     tokens/s of both phases."""
     (folder / "dry.toml").write_text(DRY.format(runs=folder / "runs"))
@@ -307,7 +307,7 @@ def waits_while_another_runs(cluster: Cluster, folder: Path, alone: int, beside:
     two = submit("two", 2)
     assert "free 0 of 3; next in line" in cluster.until_it_waits_for(two, "needs 3 worker processes")
     assert "next in line" in cluster("jobs").stdout
-    assert f"staleflow-job-{two}" not in where_is(cluster), "a job that waits runs nothing"
+    assert f"staleflow-job-{two}" not in actor_processes(cluster), "a job that waits runs nothing"
     cluster.until(one, "done", within_s=PATIENCE_S + 10 * beside)
     cluster.until(two, "done")
     assert "has its 3 workers" in cluster("logs", two).stdout
@@ -326,13 +326,13 @@ def waits_while_another_runs(cluster: Cluster, folder: Path, alone: int, beside:
 
 @pytest.mark.slow  # by default tests/cluster/test_job_registry.py has a job that waits and runs nothing
 def test_a_waiting_job_does_not_slow_the_running_one(cluster: Cluster, tmp_path: Path) -> None:
-    waits_while_another_runs(cluster, tmp_path, 3, 6)
+    run_with_waiting_job(cluster, tmp_path, 3, 6)
 
 
 @pytest.mark.slow  # a quarter of an hour
 @pytest.mark.timeout(3600)
 def test_a_job_waiting_for_ten_minutes_does_not_slow_the_running_one(cluster: Cluster, tmp_path: Path) -> None:
-    alone, beside = waits_while_another_runs(cluster, tmp_path, 80, 300)
+    alone, beside = run_with_waiting_job(cluster, tmp_path, 80, 300)
     print(f"{alone:.0f} tokens/s alone, {beside:.0f} beside a job that waits")
 
 

@@ -11,7 +11,7 @@ import pytest
 from staleflow.pipeline.jobs.stopping import Interrupted, StopRequest, stopped_by_signals
 
 
-async def swallowing() -> None:
+async def ignore_cancellation() -> None:
     """Await code that ignores a cancellation, as new connections may."""
     signal.raise_signal(signal.SIGINT)
     try:
@@ -22,7 +22,7 @@ async def swallowing() -> None:
         task.uncancel()
 
 
-def at_once() -> None:
+def stop_at_once() -> None:
     raise AssertionError("one signal does not end the process at once")
 
 
@@ -30,8 +30,8 @@ def test_a_signal_whose_cancellation_was_swallowed_stops_the_run_later() -> None
     async def run() -> tuple[list[str], list[str]]:
         received: list[str] = []
         stopped: list[str] = []
-        with StopRequest() as request, stopped_by_signals(request, received.append, at_once):
-            await swallowing()
+        with StopRequest() as request, stopped_by_signals(request, received.append, stop_at_once):
+            await ignore_cancellation()
             request.set_handler(stopped.append)
         return received, stopped
 
@@ -42,7 +42,7 @@ def test_a_signal_whose_cancellation_was_swallowed_stops_the_run_later() -> None
 
 def test_a_signal_before_the_run_ends_the_context() -> None:
     async def run() -> None:
-        with StopRequest() as request, stopped_by_signals(request, lambda _: None, at_once):
+        with StopRequest() as request, stopped_by_signals(request, lambda _: None, stop_at_once):
             signal.raise_signal(signal.SIGTERM)
             await asyncio.sleep(60)
 
@@ -52,7 +52,7 @@ def test_a_signal_before_the_run_ends_the_context() -> None:
 
 def test_a_signal_during_a_run_stops_it() -> None:
     async def run() -> str:
-        with StopRequest() as request, stopped_by_signals(request, lambda _: None, at_once):
+        with StopRequest() as request, stopped_by_signals(request, lambda _: None, stop_at_once):
             stopped = asyncio.get_running_loop().create_future()
             request.set_handler(stopped.set_result)
             signal.raise_signal(signal.SIGINT)

@@ -35,7 +35,7 @@ def job(tmp_path: Path) -> Path:
     return path
 
 
-async def only(jobs: Jobs) -> list[dict[str, Any]]:
+async def registered_jobs(jobs: Jobs) -> list[dict[str, Any]]:
     """Return the jobs of the registry once none is incomplete."""
     async with asyncio.timeout(20.0):
         while True:
@@ -49,7 +49,7 @@ async def test_a_submitted_job_is_in_the_queue(job: Path) -> None:
     async with jobs_on(0) as jobs:
         told = await submit(jobs, job)
         assert told["why"].startswith("needs 3 worker processes")
-        assert [item["id"] for item in await only(jobs)] == [told["id"]]
+        assert [item["id"] for item in await registered_jobs(jobs)] == [told["id"]]
         assert await jobs.runs(told["id"]) == "no-worker"
 
 
@@ -63,7 +63,7 @@ async def test_a_submitter_killed_before_it_sent_the_driver_leaves_no_waiting_jo
     async with jobs_on(0) as jobs:
         with pytest.raises(KilledError):
             await submit(jobs, job)
-        (left,) = await only(jobs)
+        (left,) = await registered_jobs(jobs)
         assert (left["state"], left["why"]) == (
             "failed",
             "the process that submitted it was gone before it had sent it",
@@ -83,7 +83,7 @@ async def test_a_job_whose_submitter_is_killed_after_it_sent_the_driver_waits(
     async with jobs_on(0) as jobs:
         with pytest.raises(KilledError):
             await submit(jobs, job)
-        for left in await only(jobs):
+        for left in await registered_jobs(jobs):
             assert left["state"] == "failed" or await jobs.runs(left["id"]) == "no-worker"
 
 
@@ -93,7 +93,7 @@ async def test_a_folder_has_at_most_one_unfinished_job(job: Path) -> None:
         for resume in (False, True):
             with pytest.raises(ConfigError, match=f"{first['id']} is waiting and has this folder"):
                 await submit(jobs, job, resume=resume)
-        assert [item["id"] for item in await only(jobs)] == [first["id"]]
+        assert [item["id"] for item in await registered_jobs(jobs)] == [first["id"]]
         assert await job_registry.ask(jobs.client, "stop", id=first["id"], why="cancelled") == "waiting"
         second = await submit(jobs, job)
         assert second["why"].startswith("needs 3 worker processes")

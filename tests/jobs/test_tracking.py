@@ -106,7 +106,7 @@ def test_a_tracker_that_cannot_be_constructed_gives_a_one_line_error(job: Path, 
 # -- trackers by the name of their package, as they work without network -----------------------------------------
 
 
-def offline(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def use_offline(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a package write below a folder without an account."""
     monkeypatch.setenv("TRACKIO_DIR", str(folder / "trackio"))
     pytest.importorskip(name)
@@ -119,7 +119,7 @@ def offline(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
 
 
-def tracked(name: str, folder: Path) -> list[dict[int, float]]:
+def tracked_rewards(name: str, folder: Path) -> list[dict[int, float]]:
     """Return the runs in a package's folder as rewards by step."""
     if name == "mlflow":
         from mlflow.tracking import MlflowClient
@@ -181,14 +181,14 @@ def read_wandb(data: bytes) -> tuple[dict[int, float], bool]:
 def test_a_package_tracks_each_step_once_and_a_resumed_run_continues_there(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    offline(name, tmp_path, monkeypatch)
+    use_offline(name, tmp_path, monkeypatch)
     config = loading.load(job, (f"tracking.tracker={name}", "tracking.tensorboard=false"))
     (run_dir := tmp_path / "runs" / "job").mkdir(parents=True)
     for steps in (STEPS, [{"step": 2.0, "reward": 1.0}]):
         tracking = Tracking(config, run_dir)
         track(tracking, steps)
         tracking.close()
-    assert tracked(name, run_dir) == [{0: 0.5, 1: 0.75, 2: 1.0}]
+    assert tracked_rewards(name, run_dir) == [{0: 0.5, 1: 0.75, 2: 1.0}]
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])

@@ -23,7 +23,7 @@ from staleflow.pipeline.coordination.events import InstanceReported, TrajectoryI
 from staleflow.pipeline.recovery.resumption import recorded_starts
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
-from tests.jobs.test_jobs import Cluster, by_hand, where_is
+from tests.jobs.test_jobs import Cluster, actor_processes, manual_cluster
 from tests.runtime.test_run import check
 
 HERE, THERE = "127.0.0.1", "127.0.0.2"
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with by_hand(tmp_path) as one:
+    with manual_cluster(tmp_path) as one:
         yield one
 
 
@@ -55,7 +55,7 @@ def folder(cluster: Cluster, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def submitted(cluster: Cluster, folder: Path) -> str:
+def submit_job(cluster: Cluster, folder: Path) -> str:
     """Submit a job; returns its id once two instances have trained a few steps and a third worker is spare."""
     sent = cluster(
         "submit", folder / "job.toml", "--set", f"steps={STEPS}", "--set", f"cluster.shared_memory={folder}/memory",
@@ -69,7 +69,9 @@ def submitted(cluster: Cluster, folder: Path) -> str:
 
 def processes(cluster: Cluster, role: str) -> dict[str, int]:
     """Return the process of each actor of a role by name."""
-    places = {key.removeprefix(f"staleflow-{NAME}-").rpartition("-")[0]: pid for key, pid in where_is(cluster).items()}
+    places = {
+        key.removeprefix(f"staleflow-{NAME}-").rpartition("-")[0]: pid for key, pid in actor_processes(cluster).items()
+    }
     return {name: pid for name, pid in places.items() if name.startswith(role)}
 
 
@@ -105,26 +107,26 @@ def sampled_again(run_dir: Path) -> dict[int, int]:
     return again
 
 
-def who_sampled(folder: Path) -> set[str]:
+def sampling_instances(folder: Path) -> set[str]:
     rows = VersionedStore.open(folder / "runs" / NAME / "store").ended()
     return {str(segment.instance) for row in rows for segment in row.trajectory.segments}
 
 
 @pytest.mark.slow  # eight processes and two dozen steps
 def test_a_stopped_instance_with_its_parameter_server_is_replaced(cluster: Cluster, folder: Path) -> None:
-    id = submitted(cluster, folder)
+    id = submit_job(cluster, folder)
     (beside,) = processes(cluster, f"parameters-{THERE}").values()
     (stopped,) = (name for name, pid in processes(cluster, "rollout").items() if pid == beside)
     os.kill(beside, signal.SIGSTOP)
     cluster.until(id, "done")
     assert any(stopped in loss for loss in check_whole(folder))
-    assert f"{stopped}.1" in who_sampled(folder)
+    assert f"{stopped}.1" in sampling_instances(folder)
     assert not Path(f"/proc/{beside}").exists(), "its nanny has restarted it"
 
 
 @pytest.mark.slow  # eight processes and two dozen steps
 def test_a_retired_instance_loses_no_trajectory(cluster: Cluster, folder: Path) -> None:
-    id = submitted(cluster, folder)
+    id = submit_job(cluster, folder)
     retired = processes(cluster, "rollout")["rollout-0"]
     asked = cluster("retire", id, "rollout-0")
     assert asked.returncode == 0, asked.stderr
@@ -133,7 +135,7 @@ def test_a_retired_instance_loses_no_trajectory(cluster: Cluster, folder: Path) 
     log = cluster("logs", id).stdout
     assert "rollout-0 on tcp://127.0.0.2" in log
     assert "was retired" in log
-    assert "rollout-0.1" in who_sampled(folder)
+    assert "rollout-0.1" in sampling_instances(folder)
     assert sampled_again(folder / "runs" / NAME) == {}
     deadline = time.monotonic() + 30.0
     while Path(f"/proc/{retired}").exists():

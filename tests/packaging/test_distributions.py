@@ -68,7 +68,7 @@ packages = ["cli", "tasks"]
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of another project with packages named `cli` and `tasks`."""
     folder = tmp_path_factory.mktemp("other")
     (folder / "pyproject.toml").write_text(OTHER)
@@ -84,7 +84,7 @@ def pip(environment: Path, *arguments: str | Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def installed(environment: Path) -> dict[str, bytes]:
+def installed_files(environment: Path) -> dict[str, bytes]:
     """Return the installed package files by path, without bytecode."""
     (packages,) = environment.glob("lib/python*/site-packages")
     files = (path for path in packages.rglob("*") if path.is_file() and path.suffix != ".pyc")
@@ -93,23 +93,23 @@ def installed(environment: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("first_removed", ["staleflow", "other"])
 def test_installing_and_removing_leaves_other_packages_unchanged(
-    distributions: Distributions, other: Path, tmp_path: Path, first_removed: str
+    distributions: Distributions, other_wheel: Path, tmp_path: Path, first_removed: str
 ) -> None:
     venv.create(tmp_path / "environment", with_pip=False)
     environment = tmp_path / "environment"
-    wheels = {"staleflow": distributions.wheel, "other": other}
+    wheels = {"staleflow": distributions.wheel, "other": other_wheel}
     alone = {}
     for name, wheel in wheels.items():
         pip(environment, "install", "--no-deps", "--no-index", "--no-compile", wheel)
-        alone[name] = installed(environment)
+        alone[name] = installed_files(environment)
         pip(environment, "uninstall", "--yes", name)
-        assert installed(environment) == {}
+        assert installed_files(environment) == {}
     assert not alone["staleflow"].keys() & alone["other"].keys()
     for wheel in wheels.values():
         pip(environment, "install", "--no-deps", "--no-index", "--no-compile", wheel)
-    assert installed(environment) == alone["staleflow"] | alone["other"]
+    assert installed_files(environment) == alone["staleflow"] | alone["other"]
     (left,) = wheels.keys() - {first_removed}
     pip(environment, "uninstall", "--yes", first_removed)
-    assert installed(environment) == alone[left]
+    assert installed_files(environment) == alone[left]
     pip(environment, "uninstall", "--yes", left)
-    assert installed(environment) == {}
+    assert installed_files(environment) == {}

@@ -63,12 +63,12 @@ def mig_host() -> Host:
     return Host(name="node-0", devices=slices)
 
 
-def without(host: Host, number: int) -> Host:
+def without_gpu(host: Host, number: int) -> Host:
     """Return the host without a failed GPU."""
     return dataclasses.replace(host, devices=host.devices[:number] + host.devices[number + 1 :])
 
 
-def placed(fleet: Fleet) -> Mapping[str, Assignment]:
+def placed_fleet(fleet: Fleet) -> Mapping[str, Assignment]:
     placement = fleet.place()
     assert isinstance(placement, Placement), placement
     return placement.assignments
@@ -80,7 +80,7 @@ def fleets() -> dict[str, Fleet]:
     pair = parse_fleet("2x8xH100-80")
     tensor_parallel = Fleet(hosts=pair, roles=roles_of(instances=6, tensor_parallel=2, ranks=4, environments=2))
     first = Fleet(hosts=pair, roles=roles_of(instances=3, tensor_parallel=2, ranks=2))
-    taken = {uuid: "job-a" for place in placed(first).values() for uuid in place.devices}
+    taken = {uuid: "job-a" for place in placed_fleet(first).values() for uuid in place.devices}
     lost = Fleet(hosts=eight, roles=roles_of(instances=5, ranks=2))
     return {
         "One GPU, which trainer and instance share": Fleet(
@@ -104,7 +104,7 @@ def fleets() -> dict[str, Fleet]:
         "MIG slices: no instance of two": Fleet(hosts=[mig_host()], roles=roles_of(instances=2, tensor_parallel=2)),
         "MIG slices: instances of one": Fleet(hosts=[mig_host()], roles=roles_of(instances=5)),
         "A GPU has failed (the third): its role moves to the idle one, the others stay": Fleet(
-            hosts=[without(eight[0], 2)], roles=lost.roles, previous=placed(lost)
+            hosts=[without_gpu(eight[0], 2)], roles=lost.roles, previous=placed_fleet(lost)
         ),
         "A second job beside the first": Fleet(hosts=pair, roles=roles_of(instances=4, ranks=4), taken=taken),
         "A third job, too large": Fleet(
@@ -122,11 +122,11 @@ SHOWN = (
 )
 
 
-def pictures() -> str:
+def diagrams() -> str:
     """Return the diagrams of docs/placement.md."""
     shown = {title: fleet for title, fleet in fleets().items() if title.split(":")[0] in SHOWN}
     return "\n\n".join(f"{title}:\n{fleet.picture()}" for title, fleet in shown.items())
 
 
 if __name__ == "__main__":
-    print(pictures())
+    print(diagrams())

@@ -295,7 +295,7 @@ def test_a_shortage_is_described_in_one_line(fleet: str, roles: list[Role], line
 
 
 def test_the_diagrams_in_the_docs_are_current() -> None:
-    assert fleets.pictures() in Path("docs/placement.md").read_text(), "print with python -m tests.placement.fleets"
+    assert fleets.diagrams() in Path("docs/placement.md").read_text(), "print with python -m tests.placement.fleets"
 
 
 def test_parse_fleet_reads_a_description() -> None:

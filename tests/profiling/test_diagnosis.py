@@ -54,13 +54,13 @@ PLANTED = {
 """Changes to the example, by the cause that each plants."""
 
 
-def simulated(*overrides: str) -> RunConfig:
+def simulated_config(*overrides: str) -> RunConfig:
     return loading.load(JOB, ("steps=14", *overrides))
 
 
 @pytest.mark.parametrize("cause", PLANTED, ids=lambda cause: cause.value)
 def test_a_planted_cause_is_found_in_a_simulation_and_its_advice_helps(cause: Cause) -> None:
-    config = simulated(*PLANTED[cause])
+    config = simulated_config(*PLANTED[cause])
     measures = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run())
     diagnosis = measures.diagnosis
     assert diagnosis is not None
@@ -68,7 +68,7 @@ def test_a_planted_cause_is_found_in_a_simulation_and_its_advice_helps(cause: Ca
     assert diagnosis.line.count("\n") == 0
     assert f"bottleneck: {cause.value} (trainer" in diagnosis.short
     halved = [f"{key}={_value(config, key) / 2}" for key in diagnosis.halved_keys]
-    cured = simulated(*PLANTED[cause], *(f"{key}={value}" for key, value in diagnosis.change), *halved)
+    cured = simulated_config(*PLANTED[cause], *(f"{key}={value}" for key, value in diagnosis.change), *halved)
     then = measure(cured, SimulatedRun(cured, actor_settings.make_workload(cured)).run())
     gain = then.steady_tokens_per_s / measures.steady_tokens_per_s
     if cause is Cause.MANY_INSTANCES:  # what is said not to be needed is not needed
@@ -84,11 +84,11 @@ def _value(config: RunConfig, key: str) -> float:
 
 
 def test_diagnose_returns_none_without_steps() -> None:
-    assert diagnose(StepTimes(), sizes_of(simulated())) is None
+    assert diagnose(StepTimes(), sizes_of(simulated_config())) is None
 
 
 def test_a_synchronous_run_is_advised_to_use_staleflow_admission() -> None:
-    config = simulated("staleness.admission=synchronous")
+    config = simulated_config("staleness.admission=synchronous")
     diagnosis = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
     assert diagnosis is not None
     assert (diagnosis.cause, diagnosis.advice) == (Cause.BOUND, 'staleness.admission = "staleflow"')

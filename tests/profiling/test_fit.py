@@ -89,7 +89,7 @@ def test_ratio_to_compares_the_step_times_of_two_models() -> None:
 # -- forecast -------------------------------------------------------------------------------------------
 
 
-def learned(lengths: list[list[int]], max_tokens: int = 16_000) -> LengthForecast:
+def learned_forecast(lengths: list[list[int]], max_tokens: int = 16_000) -> LengthForecast:
     """Return a forecast that has observed groups of lengths."""
     forecast = LengthForecast(max_tokens)
     for group, members in enumerate(lengths):
@@ -99,7 +99,7 @@ def learned(lengths: list[list[int]], max_tokens: int = 16_000) -> LengthForecas
 
 
 def test_the_forecast_is_the_mean_of_longer_responses() -> None:
-    forecast = learned([[n] for n in range(1, 1001)])
+    forecast = learned_forecast([[n] for n in range(1, 1001)])
     unknown = GroupId(-1)
     assert forecast.expected_remaining(unknown, 0) == pytest.approx(500, rel=0.05)
     assert forecast.expected_remaining(unknown, 500) == pytest.approx(250, rel=0.05)
@@ -107,13 +107,13 @@ def test_the_forecast_is_the_mean_of_longer_responses() -> None:
 
 def test_with_a_heavy_tail_the_forecast_grows_with_the_length() -> None:
     rng = np.random.default_rng(0)
-    forecast = learned([[int(n)] for n in np.minimum(16_000, 2000 * np.exp(rng.standard_normal(3000)))])
+    forecast = learned_forecast([[int(n)] for n in np.minimum(16_000, 2000 * np.exp(rng.standard_normal(3000)))])
     remaining = [forecast.expected_remaining(GroupId(-1), tokens) for tokens in (0, 2000, 4000)]
     assert remaining == sorted(remaining)
 
 
 def test_the_initial_forecast_is_half_of_the_maximum() -> None:
-    forecast = learned([[10]] * 5, max_tokens=1000)
+    forecast = learned_forecast([[10]] * 5, max_tokens=1000)
     assert not forecast.has_enough_lengths
     assert forecast.expected_remaining(GroupId(0), 200) == 400
 
@@ -124,7 +124,7 @@ def test_siblings_improve_the_forecast_by_their_correlation() -> None:
         alike = rng.standard_normal((800, 1))
         z = math.sqrt(correlation) * alike + math.sqrt(1 - correlation) * rng.standard_normal((800, 4))
         lengths = (500 * np.exp(0.7 * z)).astype(int).tolist()
-        forecast = learned([*lengths, [1500], [150]])
+        forecast = learned_forecast([*lengths, [1500], [150]])
         assert forecast._correlation == pytest.approx(correlation, abs=0.1)
         after_long = forecast.expected_remaining(GroupId(800), 0)
         after_short = forecast.expected_remaining(GroupId(801), 0)
@@ -134,7 +134,7 @@ def test_siblings_improve_the_forecast_by_their_correlation() -> None:
 
 
 def test_the_window_follows_a_drifting_policy() -> None:
-    forecast = learned([[100]] * 5000 + [[900]] * 5000)
+    forecast = learned_forecast([[100]] * 5000 + [[900]] * 5000)
     assert forecast.expected_remaining(GroupId(-1), 0) == pytest.approx(900)
 
 

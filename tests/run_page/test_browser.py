@@ -19,7 +19,7 @@ from staleflow.pipeline.runtime.evaluation_figures import PromptRewards, figures
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, write_evaluations
 from staleflow.stores.trajectory import AbortReason, Fate, FinishReason
 from staleflow.tasks.sources.reward_process import ScoredResponse
-from tests.support.browser import in_browser, opened
+from tests.support.browser import in_browser, open_page
 from tests.support.stored_runs import Response, StoredRun
 
 pytestmark = in_browser
@@ -51,11 +51,13 @@ async def serving(run_dir: Path, other: Path | None = None) -> AsyncIterator[str
 
 
 @contextlib.asynccontextmanager
-async def looking(run: StoredRun, other: StoredRun | None = None, **context: Any) -> AsyncIterator[tuple[Any, str]]:
+async def open_run_page(
+    run: StoredRun, other: StoredRun | None = None, **context: Any
+) -> AsyncIterator[tuple[Any, str]]:
     """Open a browser page for a run, and for a second one; yields the page and the address."""
     async with (
         serving(run.run_dir, other and other.run_dir) as address,
-        opened(viewport=DESKTOP, **context) as page,
+        open_page(viewport=DESKTOP, **context) as page,
     ):
         yield page, address
 
@@ -109,7 +111,7 @@ JOURNAL = journal()
 
 
 async def test_model_output_is_shown_escaped_and_never_executed(run: StoredRun) -> None:
-    async with looking(run) as (page, address):
+    async with open_run_page(run) as (page, address):
         for view in (
             "/",
             "/step/1",
@@ -129,7 +131,7 @@ async def test_model_output_is_shown_escaped_and_never_executed(run: StoredRun) 
 
 
 async def test_a_newly_stored_step_appears_without_reloading(run: StoredRun) -> None:
-    async with looking(run) as (page, address):
+    async with open_run_page(run) as (page, address):
         await page.goto(address)
         steps = page.locator(".tile", has_text="of 3").locator("b")
         await page.get_by_text("of 3").wait_for()
@@ -143,7 +145,7 @@ async def test_a_newly_stored_step_appears_without_reloading(run: StoredRun) -> 
 
 
 async def test_a_filter_is_part_of_the_address_and_an_invalid_one_gives_one_line(run: StoredRun) -> None:
-    async with looking(run) as (page, address):
+    async with open_run_page(run) as (page, address):
         await page.goto(f"{address}/trajectories")
         await page.get_by_label("Where").fill("fate == 'aborted'")
         await page.get_by_label("Where").press("Enter")
@@ -162,7 +164,7 @@ async def test_a_filter_is_part_of_the_address_and_an_invalid_one_gives_one_line
 
 
 async def test_a_token_is_described_on_hover_and_by_the_arrow_keys(run: StoredRun) -> None:
-    async with looking(run) as (page, address):
+    async with open_run_page(run) as (page, address):
         await page.goto(f"{address}/step/0")
         await page.get_by_role("link", name="1 ›", exact=True).first.click()  # a sibling, or the next step
         await page.goto(f"{address}/trajectory/1")
@@ -176,7 +178,7 @@ async def test_a_token_is_described_on_hover_and_by_the_arrow_keys(run: StoredRu
 
 
 async def test_time_is_zoomed_by_dragging_and_the_trainer_links_to_its_step(run: StoredRun) -> None:
-    async with looking(run) as (page, address):
+    async with open_run_page(run) as (page, address):
         await page.goto(f"{address}/lanes")
         plot = page.get_by_role("img", name="instances and trainer over time")
         await plot.wait_for()
@@ -199,7 +201,7 @@ async def test_time_is_zoomed_by_dragging_and_the_trainer_links_to_its_step(run:
 
 
 async def test_a_trajectory_shows_its_story_and_the_reasons_of_a_replay(run: StoredRun) -> None:
-    async with looking(run) as (page, address):
+    async with open_run_page(run) as (page, address):
         await page.goto(f"{address}/trajectory/3")
         await page.get_by_text("routed to rollout-1 at version 1").wait_for()
         await page.get_by_role("button", name="Why?").click()
@@ -209,7 +211,7 @@ async def test_a_trajectory_shows_its_story_and_the_reasons_of_a_replay(run: Sto
 
 @pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
 async def test_every_view_fits_the_width_and_has_content(run: StoredRun, viewport: dict[str, int]) -> None:
-    async with looking(run, color_scheme="dark", has_touch=True) as (page, address):
+    async with open_run_page(run, color_scheme="dark", has_touch=True) as (page, address):
         await page.set_viewport_size(viewport)
         for view in VIEWS:
             await page.goto(address + view)
@@ -227,7 +229,7 @@ async def test_a_chart_is_zoomed_by_dragging_and_a_click_opens_a_step(tmp_path: 
     for step in range(20):
         run.train([(f"prompt {step}", [Response("a", step / 20), Response("b", 0.0)])])
 
-    async with looking(run) as (page, address):
+    async with open_run_page(run) as (page, address):
         await page.goto(address)
         chart = page.get_by_role("img", name="reward", exact=True)
         await chart.wait_for()
@@ -252,7 +254,7 @@ async def test_a_conversation_is_navigated_token_by_token_with_roles(tmp_path: P
     turns = (("tool", f"4 {HOSTILE}", 2.5, "four"), ("user", "ok", 0.0, "bye"))
     stored.train([("2+2", [Response("ask", 1.0, versions=(0,), turns=turns), Response("5")])])
 
-    async with looking(stored) as (page, address):
+    async with open_run_page(stored) as (page, address):
         await page.goto(f"{address}/trajectory/0")
         block = page.locator(".tokens")
         await block.wait_for()
@@ -285,7 +287,7 @@ async def test_two_runs_are_shown_together_and_their_settings_compared(run: Stor
     for step in range(4):
         other.train([("p", [Response("a", float(step)), Response("b"), Response("c")])])
 
-    async with looking(run, other) as (page, address):
+    async with open_run_page(run, other) as (page, address):
         await page.goto(address)
         await page.locator("svg path.line.other").first.wait_for()
         reward = page.locator(".card", has=page.get_by_role("heading", name="reward", exact=False)).first
@@ -307,7 +309,7 @@ async def test_every_version_of_a_view_has_a_different_colour(tmp_path: Path) ->
     versions = (*range(30),)
     run.train([("p", [Response("x" * 60, 1.0, versions=versions), Response("y")])])
 
-    async with looking(run) as (page, address):
+    async with open_run_page(run) as (page, address):
         await page.goto(f"{address}/trajectory/0")
         await page.locator(".swatch").first.wait_for()
         colours = await page.evaluate(

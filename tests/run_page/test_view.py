@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def taken() -> Iterator[int]:
+def used_port() -> Iterator[int]:
     """A port of this machine that is in use."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         yield other.getsockname()[1]
@@ -49,17 +49,17 @@ def test_view_serves_until_it_is_interrupted(run: Path) -> None:
     assert (out, err) == (b"", b"")
 
 
-def test_a_port_in_use_gives_a_one_line_error(run: Path, taken: int) -> None:
-    answer = command("view", run, "--port", taken, "--no-browser")
+def test_a_port_in_use_gives_a_one_line_error(run: Path, used_port: int) -> None:
+    answer = command("view", run, "--port", used_port, "--no-browser")
     assert answer.returncode == 2
     assert answer.stderr == (
-        f"staleflow: port {taken} of 127.0.0.1 cannot be used: Address already in use; choose another with --port\n"
+        f"staleflow: port {used_port} of 127.0.0.1 cannot be used: Address already in use; choose another with --port\n"
     )
 
 
-def test_a_default_port_in_use_is_replaced_by_another(taken: int) -> None:
-    with listen("127.0.0.1", taken, exactly=False) as listening:
-        assert listening.getsockname()[1] not in (0, taken)
+def test_a_default_port_in_use_is_replaced_by_another(used_port: int) -> None:
+    with listen("127.0.0.1", used_port, exactly=False) as listening:
+        assert listening.getsockname()[1] not in (0, used_port)
 
 
 @pytest.mark.parametrize(

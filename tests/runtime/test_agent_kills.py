@@ -20,7 +20,7 @@ from staleflow.pipeline.coordination.events import EnvironmentFailed, InstanceLo
 from staleflow.pipeline.processes.dask_workers import DaskWorkers
 from staleflow.pipeline.runtime.driver import Driver
 from staleflow.stores.trajectory import Fate
-from tests.runtime.test_run import check, interfered, process_of
+from tests.runtime.test_run import check, process_of, run_and_interfere
 
 STEPS = 4
 PROGRAM = """
@@ -82,7 +82,7 @@ pull_s = 0.02
 Notes = dict[int, list[dict[str, Any]]]
 
 
-def notes(folder: Path) -> Notes:
+def agent_records(folder: Path) -> Notes:
     """Return the lines that agents wrote, by process, without incomplete lines."""
     return {
         int(file.stem): [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line[-1] == "\n"]
@@ -90,7 +90,7 @@ def notes(folder: Path) -> Notes:
     }
 
 
-def told(answers: list[dict[str, Any]]) -> tuple[AgentArgs, ...]:
+def received_turns(answers: list[dict[str, Any]]) -> tuple[AgentArgs, ...]:
     """Return the turns that an agent received."""
     results = []
     for answer in (note["told"] for note in answers if "told" in note):
@@ -122,7 +122,9 @@ def test_turns_received_by_agents_equal_stored_turns_after_a_kill(job: Path, vic
     async def interfere(driver: Driver, cluster: DaskWorkers) -> None:
         while not waited:
             await asyncio.sleep(0.02)
-            waited.extend(p for p, result in notes(heard).items() if result and result[-1].get("asks", 0) and alive(p))
+            waited.extend(
+                p for p, result in agent_records(heard).items() if result and result[-1].get("asks", 0) and alive(p)
+            )
         if victim == "agent":
             os.kill(waited[0], signal.SIGKILL)
             return
@@ -134,16 +136,16 @@ def test_turns_received_by_agents_equal_stored_turns_after_a_kill(job: Path, vic
         "task.source=agent:command", "task.eval_prompts=0", f"steps={STEPS}", "rollout.engine.name=emulated",
         "rollout.instances=2", "rollout.max_new_tokens=60", "deadlines.call_s=6",
     )  # fmt: skip
-    driver = asyncio.run(interfered(job, overrides, interfere))
+    driver = asyncio.run(run_and_interfere(job, overrides, interfere))
     run_dir = job.parent / "runs" / "job"
     rows = list(check(run_dir, STEPS).ended())
-    result = notes(heard)
-    by_agents = {told(written) for written in result.values()}
+    result = agent_records(heard)
+    by_agents = {received_turns(written) for written in result.values()}
     consumed = [tuple(stored_turns(row.trajectory)) for row in rows if row.fate is Fate.CONSUMED]
     assert len(consumed) == STEPS * 16
     assert set(consumed) <= by_agents  # each episode as one agent was told it, from its first turn to its last
     stored = {tuple(stored_turns(row.trajectory)) for row in rows}
-    ended = [told(written) for written in result.values() if "ended" in written[-1]]
+    ended = [received_turns(written) for written in result.values() if "ended" in written[-1]]
     assert ended
     if victim != "environment-0":  # what it had not passed on begins again
         assert set(ended) <= stored

@@ -344,7 +344,7 @@ def test_resuming_with_other_weights_than_the_stored_ones_raises(body: Body, ver
     assert message in str(error)
 
 
-def starting(run: Run) -> list[str]:
+def start_phases(run: Run) -> list[str]:
     begin = "starting actors"
     return [what.removeprefix(begin) for _, what in run.phases if what.startswith(begin)]
 
@@ -354,9 +354,9 @@ def test_the_phase_at_start_names_the_missing_actors(body: Body) -> None:
     run = body.checked_run("rollout.instances=2", faults=(late,))
     ready = ": all 5 ready"
     stages = ["", ": 4 of 5 ready, waiting for rollout-1", f"{ready}, publishing the first weights"]
-    assert starting(run) == stages
+    assert start_phases(run) == stages
     slow = [Fault(actor="trainer", method=method, nth=nth, late_s=9.0) for method, nth in
             (("logprobs", 1), ("fine_tune", 2), ("publish_initial", 1))]  # fmt: skip
     run = body.run("training.sft.steps=2", faults=slow)
-    assert starting(run)[-3:] == [f"{ready}, publishing the first weights", f"{ready}, fine-tuned 1 of 2 steps",
+    assert start_phases(run)[-3:] == [f"{ready}, publishing the first weights", f"{ready}, fine-tuned 1 of 2 steps",
                                   f"{ready}, publishing the first weights"]  # fmt: skip

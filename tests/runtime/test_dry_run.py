@@ -52,7 +52,7 @@ stuck_s = 60
 
 
 @pytest.fixture
-def dry(tmp_path: Path) -> Path:
+def dry_job(tmp_path: Path) -> Path:
     path = tmp_path / "dry.toml"
     path.write_text(JOB.format(runs=tmp_path / "runs"))
     return path
@@ -63,11 +63,11 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
     return summary
 
 
-def test_a_dry_run_consumes_the_trajectories_of_the_simulation(dry: Path) -> None:
+def test_a_dry_run_consumes_the_trajectories_of_the_simulation(dry_job: Path) -> None:
     """Job, coordinator and responses are the same, so the same trajectories are routed, scored and trained."""
-    end = run(dry, "rollout.routing=deadline")
+    end = run(dry_job, "rollout.routing=deadline")
     check(end.run_dir, 5)
-    config = loading.load(dry, ("rollout.routing=deadline",))
+    config = loading.load(dry_job, ("rollout.routing=deadline",))
     trace = SimulatedRun(config, actor_settings.make_workload(config)).run()
     summary = summary_of(end.run_dir)
     assert {k: summary["commands"][k] for k in ("Route", "Score", "Train")} == {

@@ -15,7 +15,7 @@ from staleflow.pipeline.coordination.events import EnvironmentFailed
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EnvSpan, Fate, FinishReason
-from tests.runtime.test_run import sabotaged
+from tests.runtime.test_run import run_and_strike
 
 GAME = """
 import random, time
@@ -66,7 +66,7 @@ def test_a_lost_environment_host_is_replaced_and_every_episode_is_whole(
         "rollout.turn_tokens=3", "deadlines.call_s=6",
     )  # fmt: skip
     try:
-        driver = asyncio.run(sabotaged(job, overrides, "environment-0", strike))
+        driver = asyncio.run(run_and_strike(job, overrides, "environment-0", strike))
     finally:
         for pid in struck:
             if Path(f"/proc/{pid}").exists():

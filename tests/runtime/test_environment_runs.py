@@ -53,15 +53,15 @@ def test_every_turn_has_an_environment_step_and_episodes_are_stored_whole(body: 
 
 def test_environment_overhead_excludes_step_duration_and_queueing(body: Body) -> None:
     run = body.checked_run(*AGENTS, "environment.concurrency=1")
-    took = [now - acted for now, acted, _ in acts_of(run)]
-    own = [seconds for _, _, seconds in acts_of(run)]
+    took = [now - acted for now, acted, _ in environment_steps(run)]
+    own = [seconds for _, _, seconds in environment_steps(run)]
     assert min(own) > 0 and max(took) > 3 * min(took)  # one at a time: most wait for their place
     result = latencies(run.entries)
     assert 0 < result["environment_overhead_s"] < 0.1 * sum(took) / len(took)
     assert 0 < result["reward_s"] < 0.1 * sum(took) / len(took)
 
 
-def acts_of(run: Run) -> list[tuple[float, float, float]]:
+def environment_steps(run: Run) -> list[tuple[float, float, float]]:
     """Return (end time, start time, duration of the environment including the wait for a slot) of each step."""
     asked, found = {}, []
     for entry in run.entries:

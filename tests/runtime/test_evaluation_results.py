@@ -40,7 +40,7 @@ from tests.support.route_items import route_item
 from tests.support.segments import delivery, sampled_segment
 
 
-class Here:
+class LocalActors:
     """The actors of a run in this process; none of them is ever lost."""
 
     def __init__(self, actors: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ class Here:
         return await getattr(self._actors[name], method)(*args)
 
 
-def evaluated(config: RunConfig, answer: dict[str, str | None], folder: Path) -> Evaluation:
+def evaluate(config: RunConfig, answer: dict[str, str | None], folder: Path) -> Evaluation:
     """Evaluate with a real server and a real scoring process. answer: by prompt; None where the engine fails."""
 
     async def scenario() -> Evaluation:
@@ -58,7 +58,7 @@ def evaluated(config: RunConfig, answer: dict[str, str | None], folder: Path) ->
         server, reward = TrajectoryServer(settings, 0.0), RewardWorker(actor_settings.scoring_settings(config), 30.0)
         ids = load_chat_tokenizer(config.model.path).ids
         answers = {ids(prompt): text for prompt, text in answer.items()}
-        actors: Any = Here({"server": server, "reward-0": reward})
+        actors: Any = LocalActors({"server": server, "reward-0": reward})
         requests: list[Any] = []
         results: list[Evaluation] = []
         evaluating = EvaluationDriver(
@@ -107,7 +107,7 @@ def test_failed_responses_are_excluded_and_repeated_prompts_count_once(job: Path
         f"reward.function={tmp_path}/mine.py:moody",
     )  # fmt: skip
     answer: dict[str, str | None] = {"54+54=": "1", "55+55=": "0", "56+56=": "7", "57+57=": None, "1-1=": "1"}
-    result = evaluated(config, answer, tmp_path)
+    result = evaluate(config, answer, tmp_path)
     assert (result.version, result.num_prompts) == (3, 5)
     assert result.sampled == result.greedy == pytest.approx(2 / 3)
     assert result.sampled_stderr == pytest.approx(math.sqrt(2 / 9 * 3 / 2 / 3))

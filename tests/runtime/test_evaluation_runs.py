@@ -14,7 +14,7 @@ from staleflow.pipeline.config.actor_settings import make_workload
 from staleflow.pipeline.runtime.evaluation_rewards import read_rewards
 from staleflow.stores.trajectory import is_evaluation
 from staleflow.tasks.sources.evaluation_items import group_of
-from tests.runtime.test_resumed_runs import SHAPES, killed, resumption_of
+from tests.runtime.test_resumed_runs import SHAPES, kill_when, resumption_of
 from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault
 from tests.support.scripted import World
@@ -110,7 +110,7 @@ def test_a_resumed_run_neither_repeats_nor_loses_an_evaluation(body: Body, steps
     after they are trained again."""
     world = World(length=lambda trajectory: 70 if is_evaluation(trajectory) else 8, train_s=2.0)
     job = (*EVALUATED, "evaluation.every=2", "steps=6")
-    first = body.run(*job, world=world, meanwhile=killed(lambda run: len(run.outcomes.steps) >= steps))
+    first = body.run(*job, world=world, meanwhile=kill_when(lambda run: len(run.outcomes.steps) >= steps))
     had = versions(first)
     resumption = resumption_of(first, undone)
     second = body.run(config=first.config, world=world, resumption=resumption)
@@ -156,14 +156,14 @@ def test_evaluation_episodes_end_at_the_token_limit_of_their_set(body: Body) -> 
 BEST = (*EVALUATED, "evaluation.best_checkpoint_set=held-out", "steps=6")
 
 
-def judged(figure: Callable[[int], float], **changes: Any) -> World:
+def world_with_rewards(figure: Callable[[int], float], **changes: Any) -> World:
     """Return a world in which the reward after `n` steps is figure(n), and evaluations take longer than steps."""
     world = World(length=lambda trajectory: 30 if is_evaluation(trajectory) else 8, train_s=2.0, **changes)
     world.reward = lambda text: figure(len(world.trained))
     return world
 
 
-def kept(run: Run) -> int:
+def best_checkpoint_version(run: Run) -> int:
     """Return the version of checkpoints/best, and check that no other file of an evaluation is there."""
     checkpoints = run.config.run_dir / "checkpoints"
     assert not list(checkpoints.glob("*evaluated-*"))
@@ -187,21 +187,21 @@ FIGURES = {"rises": float, "falls": lambda n: float(-n), "peaks": lambda n: floa
 def test_the_best_evaluated_version_is_kept(body: Body, every: int, save_s: float, shape: str) -> None:
     """Most evaluations become due during another one, so later versions are evaluated, and the trainer may save a
     version that is pruned everywhere else."""
-    run = body.run(*BEST, f"evaluation.every={every}", world=judged(FIGURES[shape], save_s=save_s))
+    run = body.run(*BEST, f"evaluation.every={every}", world=world_with_rewards(FIGURES[shape], save_s=save_s))
     check(run)
     assert len(run.outcomes.evaluations) > 2
-    assert kept(run) == best_of(run)
+    assert best_checkpoint_version(run) == best_of(run)
 
 
 @pytest.mark.parametrize("undone", [0, 3])
 @pytest.mark.parametrize("steps", [2, 4, 5])
 def test_a_resumed_run_keeps_the_best_of_its_remaining_evaluations(body: Body, steps: int, undone: int) -> None:
     """A better result of an undone version does not count, and leftovers of the kill are removed."""
-    killed_then = killed(lambda run: len(run.outcomes.steps) >= steps)
-    first = body.run(*BEST, world=judged(lambda n: 50.0 + n), meanwhile=killed_then)
+    killed_then = kill_when(lambda run: len(run.outcomes.steps) >= steps)
+    first = body.run(*BEST, world=world_with_rewards(lambda n: 50.0 + n), meanwhile=killed_then)
     resumption = resumption_of(first, undone)
     latest = max(versions(first), default=0)
-    world = judged(lambda n: 9.0 - n)
+    world = world_with_rewards(lambda n: 9.0 - n)
     world.stores = first.world.stores
     second = body.run(config=first.config, world=world, resumption=resumption)
     if second.error is not None:
@@ -210,7 +210,9 @@ def test_a_resumed_run_keeps_the_best_of_its_remaining_evaluations(body: Body, s
     new = [result.version for result in second.evaluations]
     assert versions(second)[-len(new) :] == new
     assert second.steps == list(range(int(resumption.version), second.config.steps)), "each step is reported once"
-    assert kept(second) == (latest if 0 < latest <= resumption.version else next(v for v in new if v))
+    assert best_checkpoint_version(second) == (
+        latest if 0 < latest <= resumption.version else next(v for v in new if v)
+    )
 
 
 def test_a_stopped_run_abandons_its_evaluation(body: Body) -> None:

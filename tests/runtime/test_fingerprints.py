@@ -19,7 +19,7 @@ def sources(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def told(job: Path, sources: Path, *after: str) -> list[str]:
+def changes_since(job: Path, sources: Path, *after: str) -> list[str]:
     """Return the changes caused by these overrides and by edits since the fingerprints were written."""
     config = loading.load(job, (*_sets(sources), *after))
     return source_fingerprints.changes(source_fingerprints.read(sources), source_fingerprints.compute(config))
@@ -29,35 +29,35 @@ def _sets(sources: Path) -> tuple[str, ...]:
     return f"reward.function={sources}/mine.py:score", f"task.source=jsonl:{sources}/rows.jsonl"
 
 
-def keep(job: Path, sources: Path) -> source_fingerprints.Fingerprints:
+def write_fingerprints(job: Path, sources: Path) -> source_fingerprints.Fingerprints:
     result = source_fingerprints.compute(loading.load(job, _sets(sources)))
     source_fingerprints.write(sources, result)
     return result
 
 
 def test_a_changed_source_is_named(job: Path, sources: Path) -> None:
-    before = keep(job, sources)
-    assert told(job, sources) == []
+    before = write_fingerprints(job, sources)
+    assert changes_since(job, sources) == []
     (sources / "mine.py").write_text("def score(answer, record):\n    return 1.0\n")
-    (line,) = told(job, sources)
+    (line,) = changes_since(job, sources)
     assert line.startswith(f"reward changed since the run began: code was {before.reward['code']!r}, is '")
     (sources / "rows.jsonl").write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": 3}\n')
-    assert [line.split(" was ")[0] for line in told(job, sources)] == [
+    assert [line.split(" was ")[0] for line in changes_since(job, sources)] == [
         "reward changed since the run began: code",
         "data changed since the run began: file",
     ]
     after = source_fingerprints.compute(loading.load(job, _sets(sources)))
     same = {k for k, v in before.digests().items() if after.digests()[k] == v}
     assert same == {"template"}
-    (line, *_) = told(job, sources, "task.template=Q: {prompt}")[2:]
+    (line, *_) = changes_since(job, sources, "task.template=Q: {prompt}")[2:]
     assert line == "template changed since the run began: task.template was '{prompt}', is 'Q: {prompt}'"
 
 
 def test_code_in_another_folder_has_the_same_fingerprint(job: Path, sources: Path) -> None:
-    keep(job, sources)
+    write_fingerprints(job, sources)
     (sources / "code").mkdir()
     (sources / "code" / "reward_mine.py").write_text((sources / "mine.py").read_text())
-    assert told(job, sources, f"reward.function={sources}/code/reward_mine.py:score") == []
+    assert changes_since(job, sources, f"reward.function={sources}/code/reward_mine.py:score") == []
 
 
 def test_an_evaluation_set_has_fingerprints_of_its_reward_and_data(job: Path, sources: Path) -> None:
@@ -134,10 +134,10 @@ def test_each_reward_part_and_its_weight_are_part_of_the_fingerprint(job: Path, 
 
 
 def test_missing_fingerprints_are_ignored_and_a_corrupt_file_gives_a_remedy(job: Path, sources: Path) -> None:
-    assert told(job, sources) == []
-    keep(job, sources)
+    assert changes_since(job, sources) == []
+    write_fingerprints(job, sources)
     assert [p.name for p in sources.iterdir() if "fingerprints" in p.name] == [source_fingerprints.FILE]
     assert set(json.loads((sources / source_fingerprints.FILE).read_text())) == {"reward", "data", "template", "sets"}
     (sources / source_fingerprints.FILE).write_text("{")
     with pytest.raises(StoreError, match=r"fingerprints\.json: cannot be read: .*; remove it to resume"):
-        told(job, sources)
+        changes_since(job, sources)

@@ -26,7 +26,7 @@ class FreshInstance:
         return False
 
 
-class NotedPlaces:
+class RecordingWorkers:
     """Records placements without placing. Rejects the server, so that `place_all` ends there."""
 
     def __init__(self) -> None:
@@ -52,8 +52,8 @@ class NotedPlaces:
 def seeds_of(resumption: Resumption | None, tmp_path: Path, instances: int) -> dict[str, int]:
     """Return the seeds of all instances of a run by name, with the maximum number of replacements."""
 
-    async def scenario() -> NotedPlaces:
-        cluster = NotedPlaces()
+    async def scenario() -> RecordingWorkers:
+        cluster = RecordingWorkers()
         config = loading.from_tree({"model": {"path": "x"}, "rollout": {"max_new_tokens": 8}})
         actors = Actors(config, cast(Workers, cluster), tmp_path, ModelFacts(context=64, eos=(1,), nonce="n"))
         try:

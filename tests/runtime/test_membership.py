@@ -110,7 +110,9 @@ def test_a_run_reports_its_missing_instances(body: Body) -> None:
 # -- retiring ------------------------------------------------------------------------------------------------------
 
 
-def retired(body: Body, *overrides: str, by: Callable[[Run], str] = lambda _: "rollout-1", **kwargs: Any) -> Run:
+def run_with_retirement(
+    body: Body, *overrides: str, by: Callable[[Run], str] = lambda _: "rollout-1", **kwargs: Any
+) -> Run:
     """Run a job whose second instance is retired while it samples."""
     answers = []
 
@@ -125,7 +127,7 @@ def retired(body: Body, *overrides: str, by: Callable[[Run], str] = lambda _: "r
 
 
 def test_trajectories_of_a_retired_instance_continue_elsewhere(body: Body) -> None:
-    run = retired(body)
+    run = run_with_retirement(body)
     assert run.outcomes.losses == []
     moved = [r for r in run.store.ended() if len({s.instance for s in r.trajectory.segments}) > 1]
     assert moved, "no trajectory has tokens of two instances"
@@ -138,19 +140,19 @@ def test_trajectories_of_a_retired_instance_continue_elsewhere(body: Body) -> No
 
 
 def test_a_worker_is_retired_by_its_address(body: Body) -> None:
-    run = retired(body, by=lambda run: "process-4")
+    run = run_with_retirement(body, by=lambda run: "process-4")
     assert "close" in [c.method for c in run.workers.calls if c.actor.startswith("rollout")]
     assert run.outcomes.losses == []
 
 
 def test_a_retired_instance_returns_when_a_worker_is_free(body: Body) -> None:
     none = [Fault(actor="rollout-1", method="__init__", nth=n, error=NoFreeWorker("none")) for n in (2, 3)]
-    run = retired(body, faults=none)
+    run = run_with_retirement(body, faults=none)
     assert "rollout-1.1" in instances(run)
 
 
 def test_an_instance_that_dies_during_retirement_is_a_loss(body: Body) -> None:
-    run = retired(body, faults=[Fault(actor="rollout-1", method="interrupt", dies="before")])
+    run = run_with_retirement(body, faults=[Fault(actor="rollout-1", method="interrupt", dies="before")])
     assert len(run.outcomes.losses) == 1
     assert "rollout-1.1" in instances(run)
 

@@ -48,7 +48,7 @@ SHAPES = {
 }
 
 
-def rewound(store: MemoryStore, num_steps: int) -> MemoryStore:
+def rewound_store(store: MemoryStore, num_steps: int) -> MemoryStore:
     """Return a store as `prepare` rewinds it to this number of steps; unchanged if it has no more steps and no end."""
     records = store.steps()
     if sum(r.kind == "step" for r in records) <= num_steps and not (records and records[-1].kind == "end"):
@@ -67,7 +67,7 @@ def resumption_of(run: Run, undone: int) -> Resumption:
     key = str(run.config.run_dir / "store")
     trained = sum(r.kind == "step" for r in run.world.stores[key].steps())
     version = max(0, trained - undone)
-    run.world.stores[key] = rewound(run.world.stores[key], version)
+    run.world.stores[key] = rewound_store(run.world.stores[key], version)
     steps = tuple(s for s in run.outcomes.steps if s["step"] < version)
     starts = len(list(run.config.run_dir.glob("events*.jsonl")))
     (run.config.run_dir / "events.jsonl").rename(run.config.run_dir / f"events.{starts}.jsonl")
@@ -82,7 +82,7 @@ def resumption_of(run: Run, undone: int) -> Resumption:
     )
 
 
-def killed(when: Callable[[Run], bool]) -> Callable[[Run], object]:
+def kill_when(when: Callable[[Run], bool]) -> Callable[[Run], object]:
     """End everything at once when `when` holds, without notifying any actor."""
 
     async def kill(run: Run) -> None:
@@ -139,7 +139,7 @@ def test_finished_and_partial_responses_of_a_killed_run_continue(body: Body) -> 
     def scored_some(run: Run) -> bool:
         return len(run.records) == 2 and run.outcomes.commands["Score"] > 12
 
-    first = body.run(*BASE, world=world, meanwhile=killed(scored_some))
+    first = body.run(*BASE, world=world, meanwhile=kill_when(scored_some))
     assert first.stopped_at_once
     second = body.run(config=first.config, world=world, resumption=resumption_of(first, 0))
     check_whole(second)
@@ -186,7 +186,7 @@ def test_a_lost_instance_costs_only_tokens_since_its_last_delivery(body: Body, s
 
 
 def test_groups_consumed_by_undone_steps_are_trained_again(body: Body) -> None:
-    first = body.run(*BASE, meanwhile=killed(lambda run: len(run.records) == 4))
+    first = body.run(*BASE, meanwhile=kill_when(lambda run: len(run.records) == 4))
     consumed = {row.trajectory.id for row in first.store.ended() if row.step in (2, 3)}
     second = body.run(config=first.config, world=first.world, resumption=resumption_of(first, 2))
     check_whole(second)
@@ -212,7 +212,7 @@ def test_a_run_killed_repeatedly_uses_every_prompt_once(body: Body, seed: int, s
             config=config,
             world=world,
             resumption=resumption,
-            meanwhile=killed(lambda run, at=at: sum(run.outcomes.commands.values()) > at),
+            meanwhile=kill_when(lambda run, at=at: sum(run.outcomes.commands.values()) > at),
         )
         if not run.stopped_at_once:
             break
@@ -266,7 +266,7 @@ def test_work_abandoned_by_a_stopped_run_continues_after_the_resume(body: Body) 
 @pytest.mark.parametrize("shape", ["plain", "sources"])
 def test_responses_missing_from_the_spool_start_again(body: Body, shape: str, kept: float | None) -> None:
     """kept: the share of each spool file that is left; None: the folder is gone."""
-    first = body.run(*SHAPES[shape], meanwhile=killed(lambda run: len(run.records) == 2))
+    first = body.run(*SHAPES[shape], meanwhile=kill_when(lambda run: len(run.records) == 2))
     spool: Path = first.config.run_dir / "spool"
     for part in spool.iterdir():
         data = part.read_bytes()

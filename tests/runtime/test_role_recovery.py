@@ -16,7 +16,7 @@ from tests.support.in_process import Fault
 from tests.support.scripted import World
 
 
-def dies(method: str = "train", nth: int = 3, moment: Any = "before") -> Fault:
+def dying_trainer(method: str = "train", nth: int = 3, moment: Any = "before") -> Fault:
     return Fault(actor="trainer", method=method, nth=nth, dies=moment)
 
 
@@ -42,7 +42,7 @@ def steps_trained(run: Run) -> list[int]:
 @pytest.mark.parametrize("nth", [1, 3])
 def test_a_dead_trainer_resumes_from_its_resume_point(body: Body, nth: int, moment: Any) -> None:
     """The step in progress is sent again."""
-    run = body.run("steps=5", faults=[dies(nth=nth, moment=moment)])
+    run = body.run("steps=5", faults=[dying_trainer(nth=nth, moment=moment)])
     check_restored(run)
     again = [nth - 1] if moment == "after" else []
     assert sorted(steps_trained(run)) == sorted([*range(5), *again])
@@ -50,7 +50,7 @@ def test_a_dead_trainer_resumes_from_its_resume_point(body: Body, nth: int, mome
 
 def test_engines_sample_during_the_trainer_restore(body: Body) -> None:
     late = Fault(actor="trainer", method="__init__", nth=2, late_s=9.0)
-    run = body.run("steps=6", "staleness.eta=3", "rollout.max_new_tokens=400", faults=[dies(nth=2), late],
+    run = body.run("steps=6", "staleness.eta=3", "rollout.max_new_tokens=400", faults=[dying_trainer(nth=2), late],
                    world=World(length=lambda _: 60))  # fmt: skip
     check_restored(run)
     lost_s = next(c.at_s for c in run.workers.calls if c.method == "train" and c.args[1] == 1)
@@ -72,7 +72,7 @@ def test_a_trainer_gets_no_calls_before_its_state_is_restored(body: Body) -> Non
 @pytest.mark.parametrize("commit_s", [0.0, 2.5])
 def test_steps_after_the_resume_point_are_trained_again_on_the_same_rows(body: Body, commit_s: float) -> None:
     """Those rows are in the store or on their way to it."""
-    run = body.run("steps=8", "training.resume_every=3", faults=[dies(nth=6)], world=World(commit_s=commit_s))
+    run = body.run("steps=8", "training.resume_every=3", faults=[dying_trainer(nth=6)], world=World(commit_s=commit_s))
     check_restored(run)
     assert steps_trained(run) == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7]
 
@@ -98,7 +98,7 @@ def test_a_trainer_that_does_not_reply_is_replaced_after_train_s(body: Body) -> 
 PATIENT = ("deadlines.train_s=4000", "deadlines.stuck_s=4000", "deadlines.silent_s=9")
 
 
-def stopping(name: str, seconds: float | None = None) -> Any:
+def stop_process(name: str, seconds: float | None = None) -> Any:
     """Stop a process during the third training step, for a number of seconds or for ever; no nanny restarts it."""
 
     async def stop(run: Run) -> None:
@@ -114,7 +114,7 @@ def stopping(name: str, seconds: float | None = None) -> Any:
 
 
 def test_a_stopped_trainer_is_replaced_after_silent_s(body: Body) -> None:
-    run = body.run("steps=5", *PATIENT, meanwhile=stopping("trainer"))
+    run = body.run("steps=5", *PATIENT, meanwhile=stop_process("trainer"))
     check_restored(run)
     assert "trainer did not answer within 9 s (deadlines.silent_s)" in run.outcomes.losses[0]
     stopped_s = run.events("VersionPublished")[1][0]
@@ -128,7 +128,7 @@ def test_a_slow_trainer_is_not_lost(body: Body) -> None:
 
 
 def test_a_trainer_stopped_for_less_than_silent_s_is_not_lost(body: Body) -> None:
-    run = body.checked_run("steps=5", *PATIENT, world=World(train_s=12.0), meanwhile=stopping("trainer", 6.0))
+    run = body.checked_run("steps=5", *PATIENT, world=World(train_s=12.0), meanwhile=stop_process("trainer", 6.0))
     assert run.outcomes.losses == []
 
 
@@ -146,32 +146,32 @@ def test_the_loss_of_an_idle_trainer_is_detected(body: Body) -> None:
 
 def test_a_trainer_restored_on_another_host_serves_its_weights_there(body: Body) -> None:
     """Its first host had no other actor, so its parameter server is gone."""
-    run = body.run("steps=6", faults=[dies(nth=3)], hosts=("one", "two", "one", "one", "one"))
+    run = body.run("steps=6", faults=[dying_trainer(nth=3)], hosts=("one", "two", "one", "one", "one"))
     check_restored(run)
     assert "parameters-two" in run.workers.names
     assert run.workers.placed == {} or run.workers.placed["trainer"].host == "one"
 
 
 def test_an_interrupted_checkpoint_is_saved_again(body: Body) -> None:
-    run = body.run("steps=4", "training.checkpoint_every=2", faults=[dies("save_checkpoint", 1, "before")])
+    run = body.run("steps=4", "training.checkpoint_every=2", faults=[dying_trainer("save_checkpoint", 1, "before")])
     check_restored(run)
     assert [f.rpartition("/")[2] for f in run.workers.actor("trainer").saved] == ["step-000002", "step-000004"]
 
 
 def test_a_trainer_lost_during_its_restore_is_placed_again(body: Body) -> None:
-    run = body.run("steps=4", faults=[dies(nth=2), dies("publish_initial", 2)])
+    run = body.run("steps=4", faults=[dying_trainer(nth=2), dying_trainer("publish_initial", 2)])
     check_restored(run, losses=2)
 
 
 def test_a_trainer_lost_repeatedly_ends_the_run(body: Body) -> None:
-    run = body.run(faults=[dies(nth=0)])
+    run = body.run(faults=[dying_trainer(nth=0)])
     assert str(run.raised()).startswith("trainer was lost 4 times within an hour, last: trainer is gone")
     run.check_kept()
 
 
 def test_a_run_without_a_free_worker_for_its_trainer_ends_with_one_line(body: Body) -> None:
     none = Fault(actor="trainer", method="__init__", nth=2, error=NoFreeWorker("cluster: no free worker for trainer"))
-    run = body.run(faults=[dies(nth=2), none])
+    run = body.run(faults=[dying_trainer(nth=2), none])
     error = run.raised()
     assert isinstance(error, ActorLost)
     assert str(error) == "trainer is gone: connection closed; cluster: no free worker for trainer"
@@ -179,14 +179,14 @@ def test_a_run_without_a_free_worker_for_its_trainer_ends_with_one_line(body: Bo
 
 
 def test_a_run_without_resume_points_ends_with_its_trainer(body: Body) -> None:
-    run = body.run("training.resume_every=0", faults=[dies(nth=2)])
+    run = body.run("training.resume_every=0", faults=[dying_trainer(nth=2)])
     assert str(run.raised()) == "trainer is gone: connection closed"
     run.check_kept()
 
 
 def test_a_retrained_step_with_other_weights_ends_the_run(body: Body) -> None:
     """Instances already serve the first weights, and a version must not have two sets of weights."""
-    run = body.run("training.resume_every=3", faults=[dies(nth=3)], world=World(chance="-other"))
+    run = body.run("training.resume_every=3", faults=[dying_trainer(nth=3)], world=World(chance="-other"))
     error = run.raised()
     assert isinstance(error, ActorLost)
     assert "trainer: step 0, trained again after a loss, gave other weights (weights-1-other) than" in str(error)
@@ -236,7 +236,7 @@ def test_a_hung_rank_is_replaced_with_its_group_after_train_s(body: Body, name: 
 
 @pytest.mark.parametrize("name", ["trainer", "trainer-2"])
 def test_a_stopped_rank_is_replaced_with_its_group_after_silent_s(body: Body, name: str) -> None:
-    run = body.run(*RANKS, *PATIENT, meanwhile=stopping(name))
+    run = body.run(*RANKS, *PATIENT, meanwhile=stop_process(name))
     check_group_restored(run)
     assert f"{name} did not answer within 9 s (deadlines.silent_s)" in run.outcomes.losses[0]
 
@@ -256,12 +256,12 @@ def test_the_loss_of_an_idle_rank_is_detected(body: Body) -> None:
 @pytest.mark.parametrize("method", ["__init__", "join", "call_policy"])
 def test_a_rank_lost_during_the_restore_is_placed_again(body: Body, method: str) -> None:
     nth = {"__init__": 2, "join": 2, "call_policy": 3}[method]
-    run = body.checked_run(*RANKS, faults=[dies(nth=2), dies_rank(method, nth)])
+    run = body.checked_run(*RANKS, faults=[dying_trainer(nth=2), dying_rank(method, nth)])
     assert len(run.outcomes.losses) == 2
     assert sorted(set(steps_trained(run))) == list(range(5))
 
 
-def dies_rank(method: str, nth: int) -> Fault:
+def dying_rank(method: str, nth: int) -> Fault:
     return Fault(actor="trainer-1", method=method, nth=nth, dies="before")
 
 
@@ -310,7 +310,7 @@ def check_server_restored(run: Run, losses: int = 1) -> None:
     assert groups == set(range(len(groups)))
 
 
-def some_long() -> World:
+def world_with_long_responses() -> World:
     return World(length=lambda trajectory: 150 if trajectory % 5 == 3 else 6 + trajectory % 5)
 
 
@@ -321,7 +321,7 @@ def test_a_server_that_dies_during_a_call_is_restored_from_store_and_spool(
 ) -> None:
     """Before or after the call took effect. The call is repeated, and nothing is sampled again."""
     fault = Fault(actor="server", method=method, nth=2, dies=moment)
-    run = body.run(*SHAPES[method], world=some_long(), faults=[fault])
+    run = body.run(*SHAPES[method], world=world_with_long_responses(), faults=[fault])
     check_server_restored(run)
     routed = Counter(c.trajectory for c in run.commands("Route"))
     interrupted = Counter(c.trajectory for c in run.commands("Interrupt"))
@@ -334,7 +334,7 @@ def test_a_server_lost_during_sampling_gets_the_tokens_again(body: Body) -> None
             await asyncio.sleep(0.01)
         run.workers.kill("server")
 
-    run = body.run(*LONG, world=some_long(), meanwhile=kill)
+    run = body.run(*LONG, world=world_with_long_responses(), meanwhile=kill)
     check_server_restored(run)
 
 
@@ -347,7 +347,7 @@ def test_callers_that_detect_a_loss_late_only_repeat_their_call(body: Body) -> N
             await asyncio.sleep(0.0005)
         run.workers.stop("server")
 
-    run = body.run(*LONG, "deadlines.stuck_s=200", world=some_long(), meanwhile=stop)
+    run = body.run(*LONG, "deadlines.stuck_s=200", world=world_with_long_responses(), meanwhile=stop)
     check_server_restored(run)
 
 
@@ -358,7 +358,7 @@ def test_server_and_trainer_may_be_lost_at_once(body: Body) -> None:
         for name in ("server", "trainer", "reward-0"):
             run.workers.kill(name)
 
-    run = body.checked_run("steps=6", "training.resume_every=2", world=some_long(), meanwhile=kill)
+    run = body.checked_run("steps=6", "training.resume_every=2", world=world_with_long_responses(), meanwhile=kill)
     assert len(run.outcomes.losses) == 3
     assert sorted(n for n in run.workers.names if n.startswith("rollout")) == ["rollout-0", "rollout-1"]
 

@@ -12,7 +12,7 @@ import pytest
 from staleflow.pipeline.processes.dask_workers import DaskWorkers
 from staleflow.pipeline.runtime.driver import Driver
 from staleflow.stores.trajectory import Fate
-from tests.runtime.test_run import check, interfered, process_of, run
+from tests.runtime.test_run import check, process_of, run, run_and_interfere
 
 ONE = (
     "rollout.instances=1", "rollout.engine.max_running=1", "staleness.eta=0", "steps=3", "task.eval_prompts=0",
@@ -52,7 +52,7 @@ def test_a_process_killed_in_each_turn_is_replaced(job: Path, victim: str, train
         "rollout.instances=2",
         f"staleness.eta={eta}",
     )
-    driver = asyncio.run(interfered(job, overrides, strike))
+    driver = asyncio.run(run_and_interfere(job, overrides, strike))
     (loss,) = driver.outcomes.losses
     assert f"{victim} is gone" in loss
     store = check(job.parent / "runs" / "job", 5)

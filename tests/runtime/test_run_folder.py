@@ -70,7 +70,7 @@ dashboard = false
 
 
 @pytest.fixture
-def light(tmp_path: Path) -> Path:
+def light_job(tmp_path: Path) -> Path:
     """A job file that needs no model."""
     path = tmp_path / "light.toml"
     path.write_text(JOB.format(runs=tmp_path / "runs"))
@@ -82,7 +82,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def begun(light: Path, *overrides: str) -> RunConfig:
+def started_run(light: Path, *overrides: str) -> RunConfig:
     """Return a run with a store and without steps."""
     config = loading.load(light, overrides)
     prepare_run_dir(config)
@@ -104,13 +104,13 @@ def test_a_job_value_of_a_wrong_type_gives_a_one_line_error(tmp_path: Path, line
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["while its actors start", "while it trains"])
-def test_a_second_run_of_a_name_is_rejected_before_it_writes(light: Path, stored: bool) -> None:
-    folder = begun(light).run_dir
+def test_a_second_run_of_a_name_is_rejected_before_it_writes(light_job: Path, stored: bool) -> None:
+    folder = started_run(light_job).run_dir
     if not stored:
         shutil.rmtree(folder / "store")
     with lock_folder(folder):
         before = contents(folder)
-        second = loading.load(light, ("staleness.eta=4",))
+        second = loading.load(light_job, ("staleness.eta=4",))
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
             asyncio.run(execute(second, RunListener()))
         assert contents(folder) == before
@@ -140,13 +140,13 @@ def test_one_of_two_processes_runs_a_name_and_a_copy_resumes_without_the_origina
     assert "the same commands" in command("replay", copy).stdout
 
 
-def test_one_of_many_concurrent_creators_gets_the_folder(light: Path) -> None:
+def test_one_of_many_concurrent_creators_gets_the_folder(light_job: Path) -> None:
     everyone, tried = threading.Barrier(8), threading.Barrier(8)
     won: list[int] = []
     refused: list[ConfigError] = []
 
     def run(seed: int) -> None:
-        config = loading.load(light, (f"seed={seed}",))
+        config = loading.load(light_job, (f"seed={seed}",))
         everyone.wait()
         with contextlib.ExitStack() as lock:
             try:
@@ -164,7 +164,7 @@ def test_one_of_many_concurrent_creators_gets_the_folder(light: Path) -> None:
         thread.join()
     (seed,) = won
     assert [type(error) for error in refused] == [FolderInUse] * 7
-    assert load_job(light.parent / "runs" / "job").seed == seed
+    assert load_job(light_job.parent / "runs" / "job").seed == seed
 
 
 def test_a_lock_file_removed_during_locking_still_excludes_others(
@@ -213,11 +213,11 @@ def test_a_folder_that_cannot_be_locked_gives_a_one_line_error(tmp_path: Path, m
 # -- what is left of a run that was killed early -----------------------------------------------------------------------
 
 
-def test_a_folder_without_results_is_reused_and_others_are_rejected(light: Path) -> None:
-    config = loading.load(light)
+def test_a_folder_without_results_is_reused_and_others_are_rejected(light_job: Path) -> None:
+    config = loading.load(light_job)
     folder = prepare_run_dir(config)
     (folder / "events.jsonl").touch()
-    prepare_run_dir(loading.load(light, ("seed=5",)))
+    prepare_run_dir(loading.load(light_job, ("seed=5",)))
     assert load_job(folder).seed == 5
     for name in ("store", "checkpoints", "resume"):
         (folder / name).mkdir()
@@ -229,8 +229,8 @@ def test_a_folder_without_results_is_reused_and_others_are_rejected(light: Path)
         require_no_run(folder)
 
 
-def test_changes_by_a_resume_are_written_even_without_stored_steps(light: Path) -> None:
-    folder = prepare_run_dir(loading.load(light))
+def test_changes_by_a_resume_are_written_even_without_stored_steps(light_job: Path) -> None:
+    folder = prepare_run_dir(loading.load(light_job))
     resumption.prepare(resumption.load(folder, ("steps=9",)))
     assert load_job(folder).steps == 9
 
@@ -248,11 +248,11 @@ def test_changes_by_a_resume_are_written_even_without_stored_steps(light: Path) 
     ],
 )
 def test_a_resume_rejects_a_job_that_contradicts_its_store(
-    light: Path, made: tuple[str, ...], asked: str, message: str
+    light_job: Path, made: tuple[str, ...], asked: str, message: str
 ) -> None:
-    config = begun(light, *made)
+    config = started_run(light_job, *made)
     assert resumption.resume_version(config) == 0
-    run_folder.write_job(loading.load(light, (*made, asked)))
+    run_folder.write_job(loading.load(light_job, (*made, asked)))
     before = contents(config.run_dir)
     for go_on in (resumption.resume_version, resumption.prepare):
         with pytest.raises(ConfigError, match=message):
@@ -264,11 +264,12 @@ def test_a_resume_rejects_a_job_that_contradicts_its_store(
 
 
 @pytest.fixture
-def moved(light: Path, tmp_path: Path) -> Path:
+def moved_run(light_job: Path, tmp_path: Path) -> Path:
     """A copy of the folder of a submitted job whose config names the code in the original folder, which has changed."""
     folder = tmp_path / "runs" / "job"
-    config = begun(
-        light, f"reward.function={folder}/code/reward_mine.py:score", f"task.source={folder}/code/task_mine.py:Prompts",
+    config = started_run(
+        light_job, f"reward.function={folder}/code/reward_mine.py:score",
+        f"task.source={folder}/code/task_mine.py:Prompts",
         f"tracking.tracker={tmp_path}/runs/job-2/mine.py:Tracker", f"model.path={folder}/checkpoints/step-000003",
         f"training.kl.reference={folder}/checkpoints/step-000001", "training.kl.coefficient=0.1",
     )  # fmt: skip
@@ -281,40 +282,41 @@ def moved(light: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("spelled", ["plain", "link", "from within"])
-def test_a_copied_run_uses_its_folder(moved: Path, spelled: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    named = moved
+def test_a_copied_run_uses_its_folder(moved_run: Path, spelled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = moved_run
     if spelled == "link":
-        named = moved.parent / "latest"
-        named.symlink_to(moved)
+        named = moved_run.parent / "latest"
+        named.symlink_to(moved_run)
     if spelled == "from within":
-        monkeypatch.chdir(moved)
+        monkeypatch.chdir(moved_run)
         named = Path()
     config = user_files.with_absolute_paths(resumption.load(named, ("steps=7",)))
-    assert config.run_dir == moved
+    assert config.run_dir == moved_run
     assert (config.steps, config.name) == (7, "copy")
-    assert config.reward.function == f"{moved}/code/reward_mine.py:score"
-    assert config.task.source == f"{moved}/code/task_mine.py:Prompts"
-    assert config.model.path == f"{moved}/checkpoints/step-000003"
-    assert config.training.kl.reference == f"{moved}/checkpoints/step-000001"
-    assert config.tracking.tracker == f"{moved.parent.parent}/runs/job-2/mine.py:Tracker"
+    assert config.reward.function == f"{moved_run}/code/reward_mine.py:score"
+    assert config.task.source == f"{moved_run}/code/task_mine.py:Prompts"
+    assert config.model.path == f"{moved_run}/checkpoints/step-000003"
+    assert config.training.kl.reference == f"{moved_run}/checkpoints/step-000001"
+    assert config.tracking.tracker == f"{moved_run.parent.parent}/runs/job-2/mine.py:Tracker"
     resumption.prepare(config)
-    assert (load_job(moved).run_dir, load_job(moved).steps) == (moved, 7)
-    assert load_job(moved.parent.parent / "runs" / "job").steps == 3
+    assert (load_job(moved_run).run_dir, load_job(moved_run).steps) == (moved_run, 7)
+    assert load_job(moved_run.parent.parent / "runs" / "job").steps == 3
 
 
-def test_paths_outside_the_run_folder_stay_unchanged(moved: Path) -> None:
-    original = moved.parent.parent / "runs" / "job"
-    config = load_job(moved, (f"model.path={original}/checkpoints/step-000002",))
+def test_paths_outside_the_run_folder_stay_unchanged(moved_run: Path) -> None:
+    original = moved_run.parent.parent / "runs" / "job"
+    config = load_job(moved_run, (f"model.path={original}/checkpoints/step-000002",))
     assert config.model.path == f"{original}/checkpoints/step-000002"
 
 
-def test_the_code_of_a_moved_run_is_read_from_its_folder(moved: Path) -> None:
-    tracked = load_job(moved, ('tracking.tracker=""',))
+def test_the_code_of_a_moved_run_is_read_from_its_folder(moved_run: Path) -> None:
+    tracked = load_job(moved_run, ('tracking.tracker=""',))
     config, code = with_code(tracked)
     assert code == {"reward_mine.py": "one = 1\n", "task_mine.py": "two = 2\n"}
     submission = Submission(id="copy-2", job=configuration_text(config), code=code, resume=True)
     assert (
-        job_driver.on_this_cluster(submission, "tcp://host:1").reward.function == f"{moved}/code/reward_mine.py:score"
+        job_driver.on_this_cluster(submission, "tcp://host:1").reward.function
+        == f"{moved_run}/code/reward_mine.py:score"
     )
 
 
@@ -323,8 +325,8 @@ def configuration_text(config: RunConfig) -> str:
     return knob_tree.to_toml(config)
 
 
-def test_a_folder_with_an_invalid_run_name_is_rejected(moved: Path) -> None:
-    hidden = moved.rename(moved.parent / ".copy")
+def test_a_folder_with_an_invalid_run_name_is_rejected(moved_run: Path) -> None:
+    hidden = moved_run.rename(moved_run.parent / ".copy")
     assert "no steps are stored" in command("store", "audit", hidden).stdout, "it can be read"
     with pytest.raises(ConfigError, match="must not begin with a dot; rename it"):
         resumption.load(hidden)
@@ -342,8 +344,8 @@ def submission(id: str, *, resume: bool = False) -> Submission:
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_second_job_of_a_name_is_rejected_before_it_writes(light: Path, resume: bool) -> None:
-    config = loading.load(light)
+def test_a_second_job_of_a_name_is_rejected_before_it_writes(light_job: Path, resume: bool) -> None:
+    config = loading.load(light_job)
 
     async def both() -> None:
         async with job_driver.claimed_for_job(config, submission("job-a")):
@@ -368,8 +370,8 @@ def test_a_second_job_of_a_name_is_rejected_before_it_writes(light: Path, resume
     assert {name: text for name, text in contents(config.run_dir).items() if name != run_folder.LOCK} == before
 
 
-def test_a_restarted_driver_waits_for_the_lock_of_the_previous_one(light: Path) -> None:
-    config = loading.load(light)
+def test_a_restarted_driver_waits_for_the_lock_of_the_previous_one(light_job: Path) -> None:
+    config = loading.load(light_job)
     order: list[str] = []
 
     async def driver(name: str, seconds: float) -> None:
@@ -383,7 +385,7 @@ def test_a_restarted_driver_waits_for_the_lock_of_the_previous_one(light: Path) 
 
     asyncio.run(both())
     assert order == ["first in", "first out", "second in", "second out"]
-    hurried = loading.load(light, ("deadlines.start_s=0.1",))
+    hurried = loading.load(light_job, ("deadlines.start_s=0.1",))
 
     async def too_long() -> None:
         async with job_driver.claimed_for_job(hurried, submission("job-a")):
@@ -393,14 +395,14 @@ def test_a_restarted_driver_waits_for_the_lock_of_the_previous_one(light: Path) 
         asyncio.run(too_long())
 
 
-def test_store_ls_names_a_run_without_a_store(light: Path) -> None:
-    folder = prepare_run_dir(loading.load(light))
+def test_store_ls_names_a_run_without_a_store(light_job: Path) -> None:
+    folder = prepare_run_dir(loading.load(light_job))
     (row,) = json.loads(command("store", "ls", folder.parent, "--json").stdout)
     assert (row["run"], row["state"]) == (str(folder), "no store")
 
 
-def test_a_stored_job_may_have_a_removed_key_without_effect(light: Path) -> None:
-    config = begun(light)
+def test_a_stored_job_may_have_a_removed_key_without_effect(light_job: Path) -> None:
+    config = started_run(light_job)
     path = config.run_dir / "config.toml"
     path.write_text(path.read_text().replace("[cluster]", "[cluster]\ndelta_versions = 4", 1))
     assert load_job(config.run_dir) == config
@@ -425,10 +427,10 @@ def test_a_stored_job_may_have_a_removed_key_without_effect(light: Path) -> None
     ],
 )
 def test_a_stored_run_with_a_removed_rule_is_readable_and_cannot_be_replayed(
-    light: Path, stored: str, gone: str, name: str
+    light_job: Path, stored: str, gone: str, name: str
 ) -> None:
     """Only decisions of the coordinator depend on the rule."""
-    config = begun(light)
+    config = started_run(light_job)
     path = config.run_dir / "config.toml"
     assert stored in path.read_text()
     path.write_text(path.read_text().replace(stored, gone, 1))

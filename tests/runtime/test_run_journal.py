@@ -27,7 +27,7 @@ from tests.jobs.test_replaying import run_folder
 PART_BYTES = 20_000
 
 
-def in_parts(
+def split_journal(
     path: Path, whole: Path, part_bytes: int = PART_BYTES, kind: type[Journal] = RunJournal
 ) -> list[JournalEntry]:
     """Split the journal of one file into parts; returns the entries."""
@@ -50,7 +50,7 @@ def whole(tmp_path: Path) -> Path:
 
 def test_a_journal_in_parts_reads_and_replays_as_one_file(tmp_path: Path, whole: Path) -> None:
     path = tmp_path / "events.jsonl"
-    entries = in_parts(path, whole)
+    entries = split_journal(path, whole)
     result = journal.files(path)
     assert [p.name for p in result] == [*(f"events.jsonl.{n:04}.gz" for n in range(1, len(result))), "events.jsonl"]
     assert len(result) > 5
@@ -64,14 +64,14 @@ def test_a_journal_in_parts_reads_and_replays_as_one_file(tmp_path: Path, whole:
 
 
 def test_a_journal_of_one_part_has_the_bytes_of_one_file(tmp_path: Path, whole: Path) -> None:
-    in_parts(tmp_path / "events.jsonl", whole, journal.PART_BYTES)
+    split_journal(tmp_path / "events.jsonl", whole, journal.PART_BYTES)
     assert (tmp_path / "events.jsonl").read_bytes() == whole.read_bytes()
     assert journal.files(tmp_path / "events.jsonl") == [tmp_path / "events.jsonl"]
 
 
 def test_a_missing_or_corrupt_part_gives_a_one_line_error(tmp_path: Path, whole: Path) -> None:
     path = tmp_path / "events.jsonl"
-    in_parts(path, whole)
+    split_journal(path, whole)
     second = tmp_path / "events.jsonl.0002.gz"
     *closed, last = journal.files(path)
 
@@ -102,7 +102,7 @@ def test_a_missing_or_corrupt_part_gives_a_one_line_error(tmp_path: Path, whole:
 
 def test_parts_of_a_killed_writer_are_read_and_compressed_by_the_next(tmp_path: Path, whole: Path) -> None:
     path = tmp_path / "events.jsonl"
-    entries = in_parts(path, whole)
+    entries = split_journal(path, whole)
     for part in list(journal.closed_parts(path).values())[1::2]:
         plain = part.with_suffix("")
         plain.write_bytes(gzip.decompress(part.read_bytes()))
@@ -177,13 +177,13 @@ def test_a_resumed_run_keeps_the_parts_of_each_start(tmp_path: Path) -> None:
     before = list(journal.read(events))
     (folder / "one").write_bytes(events.read_bytes())
     events.unlink()
-    in_parts(events, folder / "one")
+    split_journal(events, folder / "one")
     count = len(journal.files(events))
     resumption._archive_start(folder)
     assert journal.files(events) == []
     assert len(journal.files(folder / "events.1.jsonl")) == count
     assert [events.name for _, events in recorded_starts(folder)] == ["events.1.jsonl", "events.jsonl"]
-    in_parts(events, folder / "one")
+    split_journal(events, folder / "one")
     told = command("replay", folder)
     assert (told.returncode, told.stderr) == (0, "")
     assert f"{2 * len(before)} events" in told.stdout

@@ -14,14 +14,14 @@ from staleflow.pipeline.stored_runs.pool import local_pool
 from staleflow.pipeline.stored_runs.training import train_offline
 from staleflow.stores.trajectory import Fate
 from staleflow.stores.weights.resume_points import ResumePoints
-from tests.runtime.test_run import check, sabotaged, staleflow
+from tests.runtime.test_run import check, run_and_strike, staleflow
 
 RANKS = ("training.ranks=2", "task.eval_prompts=0", "steps=5", "rollout.instances=1")
 
 
 def test_a_trainer_that_loses_a_rank_continues_and_resumes_with_one_rank(job: Path) -> None:
     """Sharded resume points are loaded by one process."""
-    driver = asyncio.run(sabotaged(job, RANKS, "trainer-1", lambda pid: os.kill(pid, signal.SIGKILL)))
+    driver = asyncio.run(run_and_strike(job, RANKS, "trainer-1", lambda pid: os.kill(pid, signal.SIGKILL)))
     (loss,) = driver.outcomes.losses
     assert "trainer-1 is gone" in loss
     folder = job.parent / "runs" / "job"
@@ -41,7 +41,7 @@ def test_a_trainer_that_loses_a_rank_continues_and_resumes_with_one_rank(job: Pa
 @pytest.mark.slow  # by default test_start_failures.py and test_workers.py lose actors while they start
 @pytest.mark.parametrize("victim", ["trainer-1", "trainer"])
 def test_a_rank_killed_during_start_is_replaced(job: Path, victim: str) -> None:
-    driver = asyncio.run(sabotaged(job, RANKS, victim, lambda pid: os.kill(pid, signal.SIGKILL), at_start=True))
+    driver = asyncio.run(run_and_strike(job, RANKS, victim, lambda pid: os.kill(pid, signal.SIGKILL), at_start=True))
     assert len(driver.outcomes.losses) == 1
     store = check(job.parent / "runs" / "job", 5)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
@@ -58,7 +58,7 @@ def test_each_rank_may_be_killed_or_hang(job: Path, victim: str, blow: signal.Si
         os.kill(pid, blow)
 
     try:
-        driver = asyncio.run(sabotaged(job, (*RANKS, "deadlines.silent_s=20"), victim, strike))
+        driver = asyncio.run(run_and_strike(job, (*RANKS, "deadlines.silent_s=20"), victim, strike))
     finally:
         for pid in struck:
             if Path(f"/proc/{pid}").exists():

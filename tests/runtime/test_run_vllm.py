@@ -15,7 +15,7 @@ from staleflow.stores.metrics import STEP_METRICS
 from staleflow.stores.trajectory import Fate
 from staleflow.tasks.training.tiny_model import SYMBOLS
 from tests.runtime.test_agent_run import check_example
-from tests.runtime.test_run import check, run, sabotaged
+from tests.runtime.test_run import check, run, run_and_strike
 from tests.runtime.test_run_lora import check_attribution
 from tests.tasks.test_vllm_weights import write_model
 
@@ -75,7 +75,7 @@ def test_a_killed_vllm_instance_is_replaced_and_no_trajectory_is_lost(job: Path,
         "rollout.instances=2",
         f"cluster.shared_memory={memory_folder}",
     )
-    driver = asyncio.run(sabotaged(job, overrides, "rollout-0", strike))
+    driver = asyncio.run(run_and_strike(job, overrides, "rollout-0", strike))
     assert driver.outcomes.losses
     store = check(job.parent / "runs" / "job", 12)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 12 * 16

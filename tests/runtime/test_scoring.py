@@ -14,7 +14,7 @@ from tests.support import virtual_time
 from tests.support.bodies import Body
 
 
-class Judges:
+class RecordingRewardWorkers:
     """Reward workers that take `seconds` per response. calls: (time, worker, responses) of each call."""
 
     def __init__(self, seconds: float) -> None:
@@ -28,9 +28,9 @@ class Judges:
         return [(trajectory, 1.0, "") for trajectory in batch]
 
 
-def scored(body: Body, puts: list[tuple[float, int]], *overrides: str, seconds: float = 0.001) -> Any:
+def score_responses(body: Body, puts: list[tuple[float, int]], *overrides: str, seconds: float = 0.001) -> Any:
     """Submit responses at these intervals; returns the reward workers and the time of each score."""
-    config, judges, told = body.config("batch.group_size=4", *overrides), Judges(seconds), {}
+    config, judges, told = body.config("batch.group_size=4", *overrides), RecordingRewardWorkers(seconds), {}
 
     async def work() -> None:
         time = asyncio.get_running_loop().time
@@ -55,12 +55,12 @@ def scored(body: Body, puts: list[tuple[float, int]], *overrides: str, seconds: 
 
 
 def test_a_complete_group_is_scored_in_one_call_at_once(body: Body) -> None:
-    judges, _ = scored(body, [(1.0, 8), (0.005, 9), (0.005, 10), (0.005, 11)])
+    judges, _ = score_responses(body, [(1.0, 8), (0.005, 9), (0.005, 10), (0.005, 11)])
     assert judges.calls == [(1.015, "reward-0", (8, 9, 10, 11))]
 
 
 def test_a_response_waits_a_limited_time_for_its_group(body: Body) -> None:
-    judges, _ = scored(body, [(1.0, 8), (0.5, 9), (0.001, 10), (0.5, 11)])
+    judges, _ = score_responses(body, [(1.0, 8), (0.5, 9), (0.001, 10), (0.5, 11)])
     assert [(at, batch) for at, _, batch in judges.calls] == [
         (pytest.approx(1.0 + HELD_S), (8,)),
         (pytest.approx(1.5 + HELD_S), (9, 10)),
@@ -69,15 +69,15 @@ def test_a_response_waits_a_limited_time_for_its_group(body: Body) -> None:
 
 
 def test_waiting_responses_are_scored_with_a_complete_group(body: Body) -> None:
-    judges, _ = scored(body, [(1.0, 0), (0.0, 1), (0.0, 2), (1.0, 20), (0.0, 3)])
+    judges, _ = score_responses(body, [(1.0, 0), (0.0, 1), (0.0, 2), (1.0, 20), (0.0, 3)])
     assert [batch for _, _, batch in judges.calls] == [(0, 1, 2), (20, 3)]
 
 
 def test_responses_are_divided_among_idle_workers(body: Body) -> None:
-    judges, told = scored(body, [(1.0, 0), (0.0, 1), (0.0, 2), (0.0, 3)], "reward.workers=4", seconds=2.0)
+    judges, told = score_responses(body, [(1.0, 0), (0.0, 1), (0.0, 2), (0.0, 3)], "reward.workers=4", seconds=2.0)
     assert len({name for _, name, _ in judges.calls}) == 4
     assert max(told.values()) == pytest.approx(3.0)
 
 
 def test_incomplete_groups_are_forgotten(body: Body) -> None:
-    scored(body, [(0.0, 4 * group) for group in range(MAX_GROUPS_COUNTED + 10)], seconds=0.0)
+    score_responses(body, [(0.0, 4 * group) for group in range(MAX_GROUPS_COUNTED + 10)], seconds=0.0)

@@ -13,7 +13,7 @@ from tests.support.in_process import Fault
 from tests.support.scripted import World
 
 
-def quick(commit_s: float) -> World:
+def quick_world(commit_s: float) -> World:
     """Return a world with steps of 0.2 s and longer commits."""
     return World(commit_s=commit_s, train_s=0.1, publish_s=0.1, length=lambda _: 2)
 
@@ -29,14 +29,14 @@ def test_a_run_killed_during_slow_commits_has_a_usable_resume_point(body: Body) 
             stored = len([r for r in run.records if r.kind == "step"]) if run.world.stores else 0
             seen.append((stored, [int(v) for v in points.complete_versions()]))
 
-    body.checked_run("steps=12", world=quick(2.0), meanwhile=watch)
+    body.checked_run("steps=12", world=quick_world(2.0), meanwhile=watch)
     assert max(stored for stored, _ in seen) > 3
     for stored, points in seen:
         assert stored == 0 or any(point <= stored for point in points), f"{stored} steps stored, points of {points}"
 
 
 def test_at_most_two_trained_steps_wait_for_their_commit(body: Body) -> None:
-    run = body.checked_run("steps=8", world=quick(2.0))
+    run = body.checked_run("steps=8", world=quick_world(2.0))
     commits = [c.at_s for c in run.workers.calls if c.method == "commit"]
     trained = [c.at_s for c in run.workers.calls if c.method == "train"]
     for step, began_s in enumerate(trained):
@@ -46,7 +46,7 @@ def test_at_most_two_trained_steps_wait_for_their_commit(body: Body) -> None:
 
 def test_a_commit_longer_than_call_s_is_reported_and_not_a_loss(body: Body) -> None:
     """Prompts are drawn meanwhile, and nothing counts as lost or stuck."""
-    run = body.checked_run("steps=5", "deadlines.stuck_s=5", world=quick(7.0))
+    run = body.checked_run("steps=5", "deadlines.stuck_s=5", world=quick_world(7.0))
     assert run.outcomes.losses == []
     received = [what for _, what in run.phases if what.startswith("committing")]
     assert received[0] == (
@@ -57,7 +57,7 @@ def test_a_commit_longer_than_call_s_is_reported_and_not_a_loss(body: Body) -> N
 
 
 def test_prompts_are_drawn_during_a_commit(body: Body) -> None:
-    run = body.checked_run("steps=8", world=quick(2.5))
+    run = body.checked_run("steps=8", world=quick_world(2.5))
     arrived = [at_s for at_s, _ in run.events("GroupsArrived")]
     drawn = [entry.now for entry in run.entries for command in entry.commands if isinstance(command, FetchPrompts)]
     assert len(arrived) > 3
@@ -66,7 +66,7 @@ def test_prompts_are_drawn_during_a_commit(body: Body) -> None:
 
 def test_a_commit_longer_than_commit_s_is_retried_and_then_ends_the_run(body: Body) -> None:
     """Each attempt uses a new server, since the old one hangs."""
-    run = body.run("deadlines.commit_s=9", world=quick(20.0))
+    run = body.run("deadlines.commit_s=9", world=quick_world(20.0))
     why = "server did not answer within 12 s (deadlines.commit_s)"
     assert str(run.raised()) == f"server was lost 4 times within an hour, last: {why}"
     assert len(run.outcomes.losses) == 4
@@ -74,7 +74,7 @@ def test_a_commit_longer_than_commit_s_is_retried_and_then_ends_the_run(body: Bo
 
 def test_a_bucket_outage_of_minutes_does_not_end_the_run(body: Body) -> None:
     """Training waits after two steps, sampling continues, and the report has the cause and the duration."""
-    world = quick(0.5)
+    world = quick_world(0.5)
     world.length, world.outage = (lambda _: 60), (3.0, 303.0)
     run = body.checked_run("steps=12", "deadlines.commit_s=400", world=world)
     assert run.outcomes.losses == []
@@ -91,7 +91,7 @@ def test_a_bucket_outage_of_minutes_does_not_end_the_run(body: Body) -> None:
 
 
 def test_a_bucket_outage_longer_than_commit_s_ends_the_run_with_its_cause(body: Body) -> None:
-    world = quick(0.5)
+    world = quick_world(0.5)
     world.outage = (3.0, 500.0)
     run = body.run("steps=12", "deadlines.commit_s=60", world=world)
     assert "the provided token has expired; tried again for 60 s (deadlines.commit_s)" in str(run.raised())
@@ -99,7 +99,7 @@ def test_a_bucket_outage_longer_than_commit_s_ends_the_run_with_its_cause(body: 
 
 
 def test_a_server_lost_during_a_bucket_outage_is_restored_after_it(body: Body) -> None:
-    world = quick(0.5)
+    world = quick_world(0.5)
     world.outage = (3.0, 63.0)
     lost = Fault(actor="server", method="outage", nth=5, dies="before")
     run = body.checked_run("steps=12", "deadlines.commit_s=400", world=world, faults=[lost])

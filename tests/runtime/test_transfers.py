@@ -84,7 +84,7 @@ APART = ("one", "one", "one", "two", "three", "four", "five")
 V1 = PolicyVersion(1)
 
 
-def asked(stage: Stage) -> dict[str, str]:
+def fetch_sources(stage: Stage) -> dict[str, str]:
     """Return the source of each host's fetch."""
     ensured = [c for c in stage.workers.calls if c.method == "ensure" and c.args[2]]
     return {c.actor.removeprefix("parameters-"): c.args[2][0].name.removeprefix("parameters-") for c in ensured}
@@ -95,7 +95,7 @@ async def test_hosts_fetch_from_each_other(body: Body) -> None:
     async with body.placed("rollout.instances=4", hosts=APART, faults=late) as stage:
         stage.publish(V1)
         await asyncio.gather(*(stage.actors.pull(i, V1) for i in stage.actors.instances.values()))
-        sources = asked(stage)
+        sources = fetch_sources(stage)
         assert sorted(sources) == ["five", "four", "three", "two"]
         assert Counter(sources.values())["one"] == FAN_OUT
         assert len(set(sources.values())) > 1 and all(host != source for host, source in sources.items())

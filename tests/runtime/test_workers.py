@@ -88,7 +88,7 @@ class PlayedClient:
 
 
 @contextlib.asynccontextmanager
-async def on(
+async def workers_of(
     workers: list[str] | dict[str, dict[str, int]], num_heavy: int
 ) -> AsyncIterator[tuple[DaskWorkers, PlayedClient]]:
     """A run on these workers, alone on its cluster."""
@@ -104,7 +104,7 @@ async def place(placing: DaskWorkers, *roles: str) -> list[str]:
 
 
 async def test_heavy_actors_have_a_process_each_and_light_actors_share() -> None:
-    async with on(["a", "b", "c", "d"], num_heavy=3) as (placing, client):
+    async with workers_of(["a", "b", "c", "d"], num_heavy=3) as (placing, client):
         where = await place(placing, "server", "reward", "reward", "rollout", "rollout", "trainer")
         assert where[:3] == ["a", "a", "a"], "four workers, three of which heavy actors need"
         assert sorted(where[3:]) == ["b", "c", "d"]
@@ -113,19 +113,19 @@ async def test_heavy_actors_have_a_process_each_and_light_actors_share() -> None
 
 
 async def test_light_actors_have_a_process_each_if_there_are_enough() -> None:
-    async with on(["a", "b", "c", "d"], num_heavy=2) as (placing, _):
+    async with workers_of(["a", "b", "c", "d"], num_heavy=2) as (placing, _):
         where = await place(placing, "server", "reward", "rollout", "trainer")
         assert len(set(where)) == 4
 
 
 async def test_declared_resources_restrict_the_placement() -> None:
     resources = {"r": {"rollout": 1}, "s": {"server": 1, "reward": 1}, "t": {"trainer": 1}}
-    async with on(resources, num_heavy=2) as (placing, _):
+    async with workers_of(resources, num_heavy=2) as (placing, _):
         assert await place(placing, "trainer", "rollout", "server", "reward") == ["t", "r", "s", "s"]
 
 
 async def test_a_role_without_a_matching_worker_is_named_after_start_s() -> None:
-    async with on(["a"], num_heavy=2) as (placing, _):
+    async with workers_of(["a"], num_heavy=2) as (placing, _):
         await place(placing, "rollout")
         begin = asyncio.get_running_loop().time()
         waits = asyncio.ensure_future(placing.place("rollout-1", "rollout", object))
@@ -146,7 +146,7 @@ async def test_a_role_without_a_matching_worker_is_named_after_start_s() -> None
 )
 async def test_placement_fails_once_the_scheduler_is_lost(id: str, why: str) -> None:
     """A new scheduler does not know the run and would never give it a worker."""
-    async with on(["a"], num_heavy=2) as (placing, client):
+    async with workers_of(["a"], num_heavy=2) as (placing, client):
         await place(placing, "rollout")
         begin = asyncio.get_running_loop().time()
         waits = asyncio.ensure_future(placing.place("rollout-1", "rollout", object))
@@ -159,7 +159,7 @@ async def test_placement_fails_once_the_scheduler_is_lost(id: str, why: str) -> 
 
 
 async def test_an_actor_waits_for_a_worker_that_joins() -> None:
-    async with on(["a"], num_heavy=2) as (placing, client):
+    async with workers_of(["a"], num_heavy=2) as (placing, client):
         await place(placing, "rollout")
         waits = asyncio.ensure_future(placing.place("rollout-1", "rollout", object))
         await asyncio.sleep(30.0)
@@ -168,7 +168,7 @@ async def test_an_actor_waits_for_a_worker_that_joins() -> None:
 
 
 async def test_an_actor_that_does_not_start_is_lost_after_start_s() -> None:
-    async with on(["a"], num_heavy=1) as (placing, client):
+    async with workers_of(["a"], num_heavy=1) as (placing, client):
         client.create_s = 1e6
         with pytest.raises(ActorLost, match=r"rollout-0 was not ready within 50 s \(deadlines.start_s\)"):
             await place(placing, "rollout")
@@ -176,7 +176,7 @@ async def test_an_actor_that_does_not_start_is_lost_after_start_s() -> None:
 
 
 async def test_an_actor_whose_worker_leaves_during_creation_is_lost_at_once() -> None:
-    async with on(["a", "b"], num_heavy=2) as (placing, client):
+    async with workers_of(["a", "b"], num_heavy=2) as (placing, client):
         client.create_s = 1000.0
         begin = asyncio.get_running_loop().time()
         waits = asyncio.ensure_future(placing.place("rollout-0", "rollout", object))
@@ -190,7 +190,7 @@ async def test_an_actor_whose_worker_leaves_during_creation_is_lost_at_once() ->
 
 
 async def test_the_slot_of_an_actor_that_failed_to_start_is_free_again() -> None:
-    async with on(["a"], num_heavy=1) as (placing, client):
+    async with workers_of(["a"], num_heavy=1) as (placing, client):
         client.error = ConfigError("rollout: no such thing")
         with pytest.raises(ConfigError, match="no such thing"):
             await place(placing, "rollout")
@@ -207,7 +207,7 @@ async def test_the_slot_of_an_actor_that_failed_to_start_is_free_again() -> None
 
 
 async def test_a_process_in_which_an_actor_did_not_start_is_not_chosen_again() -> None:
-    async with on(["a", "b"], num_heavy=1) as (placing, client):
+    async with workers_of(["a", "b"], num_heavy=1) as (placing, client):
         client.create_s = 1e6
         with pytest.raises(ActorLost):
             await place(placing, "rollout")
@@ -217,7 +217,7 @@ async def test_a_process_in_which_an_actor_did_not_start_is_not_chosen_again() -
 
 async def test_the_process_of_a_lost_actor_is_restarted_and_not_chosen_again() -> None:
     """A hung worker is still listed."""
-    async with on(["a", "b"], num_heavy=1) as (placing, client):
+    async with workers_of(["a", "b"], num_heavy=1) as (placing, client):
         lost = await placing.place("rollout-0", "rollout", object)
         beside = await placing.place_beside(lost, "parameters-host", "parameters", object)
         assert beside.address == lost.address
@@ -230,7 +230,7 @@ async def test_the_process_of_a_lost_actor_is_restarted_and_not_chosen_again() -
 
 
 async def test_a_process_with_an_irreplaceable_actor_is_not_restarted() -> None:
-    async with on(["a", "b", "c"], num_heavy=2) as (placing, client):
+    async with workers_of(["a", "b", "c"], num_heavy=2) as (placing, client):
         assert await place(placing, "server", "reward", "rollout", "trainer") == ["a", "a", "b", "c"]
         placing.mark_lost("reward-1")
         assert "server-0" in placing.placed
@@ -239,7 +239,7 @@ async def test_a_process_with_an_irreplaceable_actor_is_not_restarted() -> None:
 
 
 async def test_a_retired_worker_leaves_the_cluster_when_it_has_no_actor() -> None:
-    async with on(["a", "b"], num_heavy=1) as (placing, client):
+    async with workers_of(["a", "b"], num_heavy=1) as (placing, client):
         leaving = await placing.place("rollout-0", "rollout", object)
         beside = await placing.place_beside(leaving, "parameters-host", "parameters", object)
         await placing.retire("rollout-0")
@@ -252,7 +252,7 @@ async def test_a_retired_worker_leaves_the_cluster_when_it_has_no_actor() -> Non
 
 
 async def test_a_worker_without_actors_is_spare() -> None:
-    async with on(["a", "b"], num_heavy=2) as (placing, client):
+    async with workers_of(["a", "b"], num_heavy=2) as (placing, client):
         assert await placing.has_spare_worker("rollout")
         await place(placing, "rollout", "trainer")
         assert not await placing.has_spare_worker("rollout")

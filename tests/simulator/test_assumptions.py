@@ -11,7 +11,7 @@ from tests.commands import command
 JOB = 'name = "mine"\nsteps = 3\n[rollout.engine]\nname = "emulated"\n[batch]\ngroups_per_step = 2\ngroup_size = 2\n'
 
 
-def said(*arguments: str) -> str:
+def simulate_output(*arguments: str) -> str:
     answered = command("simulate", *arguments)
     assert answered.returncode == 0, answered.stderr
     return "".join(line for line in answered.stderr.splitlines() if line.startswith("assumed"))
@@ -22,20 +22,22 @@ def test_assumed_numbers_are_listed_with_the_way_to_measure_them(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text(JOB)
-    assert said("job.toml") == (
+    assert simulate_output("job.toml") == (
         "assumed, not measured: decode steps of a 7B model (rollout.cost), simulation.train_s = 20, "
         "simulation.pull_s = 1, simulation.reward_s = 0.1, responses of 2000 tokens in the median (workload); "
         "a run of some ten steps measures all: then staleflow simulate --from RUN"
     )
     known = ("simulation.train_s=1.0", "simulation.pull_s=0.5", "simulation.reward_s=0.2", "workload.median=50.0")
     values = [part for item in known for part in ("--set", item)]
-    assert said("job.toml", *values).startswith("assumed, not measured: decode steps of a 7B model (rollout.cost); ")
-    assert said("job.toml", *values, "--set", "rollout.cost.k2=0.001") == ""
-    assert said("job.toml", "--json") == ""
+    assert simulate_output("job.toml", *values).startswith(
+        "assumed, not measured: decode steps of a 7B model (rollout.cost); "
+    )
+    assert simulate_output("job.toml", *values, "--set", "rollout.cost.k2=0.001") == ""
+    assert simulate_output("job.toml", "--json") == ""
     Path("profiles").mkdir()
     Path("profiles/mine-run.json").write_text("{}")
-    assert said("job.toml").endswith("; there is a profile of this job: set profile=profiles/mine-run.json")
+    assert simulate_output("job.toml").endswith("; there is a profile of this job: set profile=profiles/mine-run.json")
     Path("runs/mine").mkdir(parents=True)
     Path("runs/mine/summary.json").write_text("{}")
     expected = "this job has run, with all of them measured: staleflow simulate --from runs/mine"
-    assert said("job.toml").endswith(f"; {expected}")
+    assert simulate_output("job.toml").endswith(f"; {expected}")

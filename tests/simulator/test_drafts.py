@@ -132,7 +132,7 @@ DECIDED = {
 }
 
 
-def told(config: RunConfig) -> tuple[SimulatedRun, list[tuple[int, int]]]:
+def run_with_draft_lengths(config: RunConfig) -> tuple[SimulatedRun, list[tuple[int, int]]]:
     """Run a job; returns the run and, for each SetDraftLength, the running requests of its instance and the length."""
     results: list[tuple[int, int]] = []
 
@@ -149,7 +149,7 @@ def told(config: RunConfig) -> tuple[SimulatedRun, list[tuple[int, int]]]:
 @pytest.mark.parametrize("acceptance", [0.2, 0.9])
 def test_the_coordinator_estimates_the_acceptance_rate(acceptance: float) -> None:
     """From reports alone; it drafts more where more is accepted and at lower concurrency."""
-    one, commands = told(job(workload__acceptance_rate=acceptance, **DECIDED))
+    one, commands = run_with_draft_lengths(job(workload__acceptance_rate=acceptance, **DECIDED))
     drafts = one.coordinator._draft_lengths
     assert drafts is not None
     assert estimate_rates(drafts._stats, drafts._max_length).acceptance == pytest.approx(acceptance, abs=0.1)

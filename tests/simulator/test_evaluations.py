@@ -46,7 +46,7 @@ class Watch:
                     self.concluded.append(command)
 
 
-def evaluated(**changes: Any) -> tuple[Watch, Any]:
+def run_with_evaluations(**changes: Any) -> tuple[Watch, Any]:
     watch = Watch()
     config = job(**{**EVALUATED, **changes})
     trace = SimulatedRun(config, actor_settings.make_workload(config), validate_every_event=True, observe=watch).run()
@@ -62,7 +62,7 @@ def evaluated(**changes: Any) -> tuple[Watch, Any]:
 
 
 def test_evaluation_every_two_versions_includes_the_first_and_the_last() -> None:
-    watch, trace = evaluated()
+    watch, trace = run_with_evaluations()
     assert [done.version for done in watch.concluded] == [0, 2, 4, 6, 8]
     assert not any(done.abandoned or done.failed for done in watch.concluded)
     assert trace.evaluated_tokens > 0
@@ -76,7 +76,7 @@ def test_training_continues_during_an_evaluation() -> None:
     """Steps take at most a little longer: the evaluation has a quarter of the slots, and other instances pull as
     usual."""
     plain = run(job(rollout__instances=4, steps=20))
-    _, beside = evaluated(rollout__instances=4, steps=20, evaluation__every=5)
+    _, beside = run_with_evaluations(rollout__instances=4, steps=20, evaluation__every=5)
     assert beside.steps[-1].finished_s < 1.15 * plain.steps[-1].finished_s
 
 
@@ -85,7 +85,7 @@ def test_a_single_instance_is_pinned_no_longer_than_its_tokens_take() -> None:
     setting = {"rollout__instances": 1, "steps": 24, "batch__groups_per_step": 12, "staleness__eta": 1}
     plain = run(job(**setting)).steps[-1].finished_s
 
-    _, beside = evaluated(**setting, evaluation__every=8, task__eval_prompts=24)
+    _, beside = run_with_evaluations(**setting, evaluation__every=8, task__eval_prompts=24)
     share = beside.evaluated_tokens / sum(step.tokens for step in beside.steps)
     assert beside.steps[-1].finished_s / plain - 1 < 1.2 * share
 
@@ -93,14 +93,14 @@ def test_a_single_instance_is_pinned_no_longer_than_its_tokens_take() -> None:
 @pytest.mark.parametrize("eta", [0, 1, 3])
 @pytest.mark.parametrize("instances", [1, 3])
 def test_evaluations_finish_under_any_bound(eta: int, instances: int) -> None:
-    watch, _ = evaluated(staleness__eta=eta, rollout__instances=instances, evaluation__every=1)
+    watch, _ = run_with_evaluations(staleness__eta=eta, rollout__instances=instances, evaluation__every=1)
     assert watch.concluded[0].version == 0 and watch.concluded[-1].version == 8
 
 
 @given(seed=st.integers(0, 2**16), lost=st.sampled_from([0.5, 2.0, 8.0]), eta=st.integers(0, 2))
 @settings(max_examples=15, deadline=None)
 def test_evaluations_survive_lost_instances(seed: int, lost: float, eta: int) -> None:
-    watch, _ = evaluated(
+    watch, _ = run_with_evaluations(
         seed=seed, simulation__mean_loss_interval_s=lost, simulation__replace_s=0.5, staleness__eta=eta,
         rollout__max_attempts=100,
     )  # fmt: skip
@@ -108,7 +108,7 @@ def test_evaluations_survive_lost_instances(seed: int, lost: float, eta: int) ->
 
 
 def test_straggler_truncation_does_not_affect_evaluations() -> None:
-    watch, trace = evaluated(
+    watch, trace = run_with_evaluations(
         batch__stragglers="truncate", batch__stragglers__patience=0.01, batch__stragglers__share=1.0,
         simulation__report_s=0.05, rollout__instances=1, evaluation__every=1,
     )  # fmt: skip
@@ -117,7 +117,7 @@ def test_straggler_truncation_does_not_affect_evaluations() -> None:
 
 
 def test_evaluations_run_multi_turn_episodes() -> None:
-    watch, _ = evaluated(
+    watch, _ = run_with_evaluations(
         workload__kind="agentic", task__multi_turn="yes", workload__turns=3.0, workload__tool_tokens=5,
         workload__tool_s=0.2,
     )  # fmt: skip

@@ -330,7 +330,7 @@ def test_baselines_sample_as_far_ahead_as_documented() -> None:
     assert excess.ended["aborted:surplus_group"] <= 2 * 18, "what the last step leaves over"
 
 
-class Cuts:
+class TruncationCounter:
     """Counts truncated responses in total and in the fullest step."""
 
     def __init__(self) -> None:
@@ -345,8 +345,8 @@ class Cuts:
             self.in_step = 0
 
 
-def cut_in(config: RunConfig) -> Cuts:
-    cuts = Cuts()
+def cut_in(config: RunConfig) -> TruncationCounter:
+    cuts = TruncationCounter()
     SimulatedRun(config, actor_settings.make_workload(config), observe=cuts).run()
     return cuts
 

@@ -16,7 +16,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.commands import command
 from tests.stores.plain_audit import plain_audit
-from tests.stores.test_stores import edit, set_int, sound_store
+from tests.stores.test_stores import edit, set_int, valid_store
 
 
 def test_the_memory_limit_is_divided_among_processes_and_has_a_minimum() -> None:
@@ -63,7 +63,7 @@ def test_a_scheduler_in_the_dask_configuration_is_not_used(stored: Path) -> None
 def test_weights_not_proved_by_any_instance_are_not_verified(stored: Path, tmp_path: Path) -> None:
     assert audit_within(VersionedStore.open(stored / "store"), 1024, 2).weights.verified > 0
     assert re.search(r"weights of instances: \d+ pulls verified, 0 not", command("store", "audit", stored).stdout)
-    without_pulls = sound_store(tmp_path / "store", num_steps=1)
+    without_pulls = valid_store(tmp_path / "store", num_steps=1)
     assert audit_within(without_pulls, 1024, 2).weights.verified == 0
 
 

@@ -30,7 +30,7 @@ def run(name: str, rewards: list[float], *, rate: str = "0.1", **facts: Any) -> 
     return RunFacts(name=name, settings=settings, steps=steps, **facts)
 
 
-def evaluated(version: int, rewards: dict[str, float], function: str = "f") -> EvaluationFacts:
+def evaluation_of(version: int, rewards: dict[str, float], function: str = "f") -> EvaluationFacts:
     prompts = {prompt: PromptRewards(sampled=(reward, reward), greedy=()) for prompt, reward in rewards.items()}
     mean = sum(rewards.values()) / len(rewards)
     return EvaluationFacts(
@@ -67,8 +67,8 @@ def test_a_curve_has_the_mean_of_the_steps_in_each_interval() -> None:
 def test_held_out_prompts_are_compared_at_versions_that_both_runs_evaluated() -> None:
     base = {f"p{i}": i % 2 / 1.0 for i in range(20)}
     better = {f"p{i}": 1.0 for i in range(5, 25)}
-    first = run("a", [0] * 4, evaluations=[evaluated(0, base), evaluated(4, base)])
-    second = run("b", [0] * 4, rate="0.2", evaluations=[evaluated(2, better), evaluated(4, better)])
+    first = run("a", [0] * 4, evaluations=[evaluation_of(0, base), evaluation_of(4, base)])
+    second = run("b", [0] * 4, rate="0.2", evaluations=[evaluation_of(2, better), evaluation_of(4, better)])
     found = compare([first, second])
     (row,) = [d for d in found.differences if d.set == "held-out"]
     assert (row.base, row.job, row.responses, row.version) == ("a", "b", "sampled", 4)
@@ -78,8 +78,8 @@ def test_held_out_prompts_are_compared_at_versions_that_both_runs_evaluated() ->
         ("a", 0, 0, 0, 0.25), ("a", 4, 100, 8, 0.25), ("b", 2, 30, 4, 0.25), ("b", 4, 100, 8, 0.25),
     ]  # fmt: skip
 
-    other = dataclasses.replace(second, evaluations=[evaluated(4, better, "g")])
-    few = dataclasses.replace(second, evaluations=[evaluated(4, {"p1": 1.0, "x": 0.0})])
+    other = dataclasses.replace(second, evaluations=[evaluation_of(4, better, "g")])
+    few = dataclasses.replace(second, evaluations=[evaluation_of(4, {"p1": 1.0, "x": 0.0})])
     for changed, reason in ((other, "other reward functions"), (few, "1 prompts in common; an interval needs 10")):
         row = compare([first, changed]).differences[0]
         assert (row.difference, row.reason) == (None, reason)

@@ -36,7 +36,7 @@ from staleflow.tasks.rendering.task_source import distinct_held_out
 from staleflow.tasks.sources.reasoning_gym_tasks import ReasoningGym
 from tests.commands import command
 from tests.runtime.test_run import ENVIRONMENT, staleflow
-from tests.stores.test_stores import change_a_logprob, corrupt_tokens, edit
+from tests.stores.test_stores import change_logprob, corrupt_tokens, edit
 from tests.support import forking
 
 
@@ -47,7 +47,7 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture
-def copy(stored: Path, tmp_path: Path) -> Path:
+def run_copy(stored: Path, tmp_path: Path) -> Path:
     """A copy of the run that tests may change."""
     shutil.copytree(stored, tmp_path / "copy")
     return tmp_path / "copy"
@@ -91,7 +91,7 @@ def test_a_row_without_a_result_stores_nothing(
 # -- looking -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_batch_of_a_step_has_its_recorded_fingerprint(stored: Path, copy: Path) -> None:
+def test_the_batch_of_a_step_has_its_recorded_fingerprint(stored: Path, run_copy: Path) -> None:
     for record in VersionedStore.open(stored / "store").steps():
         if record.kind == "step":
             store = VersionedStore.open(stored / "store", at_step=record.step)
@@ -103,8 +103,8 @@ def test_the_batch_of_a_step_has_its_recorded_fingerprint(stored: Path, copy: Pa
     assert value["fingerprint"] == value["recorded_fingerprint"]
     assert len(value["trajectories"]) == 16
 
-    edit(copy / "store", change_a_logprob)
-    store = VersionedStore.open(copy / "store")
+    edit(run_copy / "store", change_logprob)
+    store = VersionedStore.open(run_copy / "store")
     batch = [(row.trajectory, row.advantage) for row in store.ended(step=0)]
     assert batch_fingerprint(batch) != store.steps()[0].batch_fingerprint
 
@@ -205,21 +205,23 @@ def test_exported_rows_equal_stored_rows(
         exporting.export(stored, to, out, pool)
 
 
-def test_rows_in_a_corrupt_chunk_are_named_and_the_others_are_exported(copy: Path, tmp_path: Path) -> None:
-    corrupt_tokens(VersionedStore.open(copy / "store"))
-    done = staleflow("store", "export", copy, "--to", "jsonl", "--out", tmp_path / "o.jsonl", "--workers", 1, "--json")
+def test_rows_in_a_corrupt_chunk_are_named_and_the_others_are_exported(run_copy: Path, tmp_path: Path) -> None:
+    corrupt_tokens(VersionedStore.open(run_copy / "store"))
+    done = staleflow(
+        "store", "export", run_copy, "--to", "jsonl", "--out", tmp_path / "o.jsonl", "--workers", 1, "--json"
+    )
     assert done.returncode == 1, done.stderr
     result = json.loads(done.stdout)
     written = [json.loads(line)["trajectory"] for line in (tmp_path / "o.jsonl").read_text().splitlines()]
-    ids = VersionedStore.open(copy / "store").table()["trajectory"].tolist()
+    ids = VersionedStore.open(run_copy / "store").table()["trajectory"].tolist()
     assert 0 < len(result["errors"]) < len(ids)
     assert sorted([*written, *map(int, result["errors"])]) == sorted(ids)
     assert all("is corrupt" in what for what in result["errors"].values())
-    shown = command("store", "show", copy, "--trajectory", next(iter(result["errors"])))
+    shown = command("store", "show", run_copy, "--trajectory", next(iter(result["errors"])))
     assert (shown.returncode, shown.stderr.count("\n")) == (1, 1)
     assert "is corrupt" in shown.stderr
-    assert command("store", "show", copy, "--trajectory", written[0]).returncode == 0
-    told = command("store", "audit", copy)
+    assert command("store", "show", run_copy, "--trajectory", written[0]).returncode == 0
+    told = command("store", "audit", run_copy)
     assert told.returncode == 1
     assert "is corrupt" in told.stdout and "the others can be read" in told.stdout
 
@@ -267,20 +269,22 @@ def test_logprob_statistics_match_their_definitions(stored: Path, pool: Pool) ->
     assert [t.ratio for t in seen.tokens] == pytest.approx(ratios[0].tolist())
 
 
-def test_responses_with_non_finite_logprobs_are_named_and_excluded(copy: Path, tiny_model: Path, pool: Pool) -> None:
+def test_responses_with_non_finite_logprobs_are_named_and_excluded(
+    run_copy: Path, tiny_model: Path, pool: Pool
+) -> None:
     """They made the statistics of their staleness NaN."""
 
     def spoil(root: Any) -> None:
-        change_a_logprob(root, np.nan)
+        change_logprob(root, np.nan)
 
-    edit(copy / "store", spoil)
-    result = logprob_recompute.recompute(copy, str(tiny_model), pool)
-    row = VersionedStore.open(copy / "store").table()["trajectory"].tolist()[5]
+    edit(run_copy / "store", spoil)
+    result = logprob_recompute.recompute(run_copy, str(tiny_model), pool)
+    row = VersionedStore.open(run_copy / "store").table()["trajectory"].tolist()[5]
     assert result.errors == {row: "1 of its tokens have a stored or computed logprob that is not finite"}
     assert all(np.isfinite(of.kl) for of in result.by_staleness)
     with pytest.raises(StoreError, match=rf"'one' is not made: 1 responses .* first is trajectory {row}: 1 of its tok"):
-        logprob_recompute.recompute(copy, str(tiny_model), pool, branch="one")
-    assert command("store", "audit", copy).returncode == 1
+        logprob_recompute.recompute(run_copy, str(tiny_model), pool, branch="one")
+    assert command("store", "audit", run_copy).returncode == 1
 
 
 # -- training again ----------------------------------------------------------------------------------------------------
@@ -555,7 +559,7 @@ def test_the_offline_example_runs(stored: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["jsonl", "parquet"])
 def test_a_concurrent_export_is_kept(
-    copy: Path, tmp_path: Path, pool: Pool, to: str, monkeypatch: pytest.MonkeyPatch
+    run_copy: Path, tmp_path: Path, pool: Pool, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / f"out.{to}"
 
@@ -566,26 +570,26 @@ def test_a_concurrent_export_is_kept(
     store_open = VersionedStore.open
     monkeypatch.setattr(VersionedStore, "open", opened)
     with pytest.raises(ConfigError, match=r"out\.\w+ already exists"):
-        exporting.export(copy, to, out, pool)
+        exporting.export(run_copy, to, out, pool)
     assert out.read_text() == "the other's"
     assert not list(tmp_path.glob(".out.*"))
 
 
-def test_a_concurrent_training_output_is_kept(copy: Path, tmp_path: Path) -> None:
+def test_a_concurrent_training_output_is_kept(run_copy: Path, tmp_path: Path) -> None:
     out = tmp_path / "trained"
-    plan = training.make_plan(copy, out, (), "main", "", 1)
+    plan = training.make_plan(run_copy, out, (), "main", "", 1)
     out.mkdir()
     with pytest.raises(ConfigError, match="trained already exists"):
         training.train(plan, lambda _: pytest.fail("it has begun"))
     assert not list(tmp_path.glob(".trained.*"))
 
 
-def test_a_copied_run_uses_the_code_in_its_folder(copy: Path, finished_run: Path, tmp_path: Path) -> None:
+def test_a_copied_run_uses_the_code_in_its_folder(run_copy: Path, finished_run: Path, tmp_path: Path) -> None:
     """The config of a submitted run names the code in its original folder."""
-    job = (copy / "config.toml").read_text()
+    job = (run_copy / "config.toml").read_text()
     named = job.replace('function = "task"', f'function = "{finished_run}/code/reward_mine.py:score"')
     assert named != job
-    (copy / "config.toml").write_text(named)
-    plan = training.make_plan(copy, tmp_path / "out", (), "main", "", 1)
-    assert plan.config.reward.function == f"{copy}/code/reward_mine.py:score"
-    assert plan.path == str(copy / "store")
+    (run_copy / "config.toml").write_text(named)
+    plan = training.make_plan(run_copy, tmp_path / "out", (), "main", "", 1)
+    assert plan.config.reward.function == f"{run_copy}/code/reward_mine.py:score"
+    assert plan.path == str(run_copy / "store")

@@ -116,7 +116,7 @@ def scorers(rewards: Path) -> Iterator[Callable[[str], Scorer]]:
         scorer.close()
 
 
-def at_once(function: Callable[[int], Result], calls: int = THREADS) -> list[Result]:
+def run_in_threads(function: Callable[[int], Result], calls: int = THREADS) -> list[Result]:
     """Call function(i) for each i in THREADS threads that start together."""
     begin = threading.Barrier(min(THREADS, calls))
 
@@ -139,7 +139,7 @@ def test_threads_that_share_a_scorer_get_their_rewards(scorers: Any) -> None:
     def score(block: int) -> list[Any]:
         return scorer.score([(str(n), {"n": n}) for n in range(block * size, (block + 1) * size)])
 
-    scores = [score for block in at_once(score, 3 * THREADS // 2) for score in block]
+    scores = [score for block in run_in_threads(score, 3 * THREADS // 2) for score in block]
     for n, score_ in enumerate(scores):
         if n % 10 == 3:
             assert score_.error == f"ValueError: not {n} (rewards.py, line 8)"
@@ -221,7 +221,7 @@ def test_prompts_drawn_by_several_threads_equal_those_of_one(dataset: str) -> No
     count = 40
     source = make_source(f"reasoning_gym:{dataset}", {}, 3)
     expected = [json.dumps(source.task(i).record, default=str) for i in range(count)]
-    for drawn in at_once(lambda _: [json.dumps(source.task(i).record, default=str) for i in range(count)]):
+    for drawn in run_in_threads(lambda _: [json.dumps(source.task(i).record, default=str) for i in range(count)]):
         assert drawn == expected
 
 
@@ -238,7 +238,7 @@ class Slow:
 
 def test_a_tokenizer_decodes_for_one_thread_at_a_time() -> None:
     texts = ChatTokenizer(Slow())
-    for i, text in enumerate(at_once(lambda i: texts.text([i] * 20))):
+    for i, text in enumerate(run_in_threads(lambda i: texts.text([i] * 20))):
         assert text.split() == [str(i)] * 20
 
 
@@ -252,7 +252,7 @@ def test_models_loaded_concurrently_are_complete_and_global_settings_are_restore
     before = (PreTrainedModel.tie_weights, PreTrainedModel.init_weights, torch.linspace, torch.get_default_dtype())
     one = load_model(str(tiny_model), "float32", "cpu", attention="sdpa")
     expected = forward_logprobs(one, range(2, 12))
-    models = at_once(
+    models = run_in_threads(
         lambda i: load_model(str(tiny_model), "float32" if i % 2 else "bfloat16", "cpu", attention="sdpa"), 4 * THREADS
     )
     after = (PreTrainedModel.tie_weights, PreTrainedModel.init_weights, torch.linspace, torch.get_default_dtype())
@@ -283,7 +283,7 @@ ROWS = 192
 
 
 @pytest.fixture(scope="module")
-def many(stored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large_run(stored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with ROWS trajectories with different responses."""
     folder = tmp_path_factory.mktemp("many") / "run"
     folder.mkdir()
@@ -313,7 +313,7 @@ def many(stored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def threads() -> Iterator[Pool]:
+def threaded_pool() -> Iterator[Pool]:
     """One worker process with four threads, as `dask worker --nthreads 4` starts it."""
     from distributed import Client, LocalCluster
 
@@ -325,15 +325,15 @@ def threads() -> Iterator[Pool]:
 
 
 def test_rewards_of_a_multithreaded_worker_equal_those_of_a_loop(
-    many: Path, rewards: Path, threads: Pool, monkeypatch: pytest.MonkeyPatch
+    large_run: Path, rewards: Path, threaded_pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoTokenizer
 
-    config = loading.load(many / "config.toml")
+    config = loading.load(large_run / "config.toml")
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     source = make_source(config.task.source, config.task.options, config.seed)
     expected: dict[int, tuple[float, str]] = {}
-    for row in VersionedStore.open(many / "store").ended():
+    for row in VersionedStore.open(large_run / "store").ended():
         answer = tokenizer.decode(row.trajectory.response_tokens.tolist(), skip_special_tokens=True).strip()
         prompt = source.task(int(row.trajectory.group)).prompt
         number = zlib.crc32(f"{answer}|{prompt}".encode())
@@ -345,31 +345,31 @@ def test_rewards_of_a_multithreaded_worker_equal_those_of_a_loop(
     monkeypatch.setattr(pools, "MIN_ROWS", 8)
     monkeypatch.setattr(pools, "CALLS_A_WORKER", 12)
     for branch in ("once", "twice"):
-        reward_rescoring.rescore(many, f"{rewards}:checksum", branch, threads)
-        rows = VersionedStore.open(many / "store", branch=branch).ended()
+        reward_rescoring.rescore(large_run, f"{rewards}:checksum", branch, threaded_pool)
+        rows = VersionedStore.open(large_run / "store", branch=branch).ended()
         assert {r.trajectory.id: (r.trajectory.reward, r.trajectory.error) for r in rows} == expected
     # Another reward, while the threads hold the scorers of the first.
-    reward_rescoring.rescore(many, f"{rewards}:one", "one", threads)
-    rows = VersionedStore.open(many / "store", branch="one").ended()
+    reward_rescoring.rescore(large_run, f"{rewards}:one", "one", threaded_pool)
+    rows = VersionedStore.open(large_run / "store", branch="one").ended()
     assert {(r.trajectory.reward, r.trajectory.error) for r in rows} == {(1.0, "")}
 
 
 def test_logprobs_of_several_threads_equal_those_of_one(
-    many: Path, tiny_model: Path, threads: Pool, monkeypatch: pytest.MonkeyPatch
+    large_run: Path, tiny_model: Path, threaded_pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprob_recompute, "MODEL_ROWS", 8)
     monkeypatch.setattr(pools, "MIN_ROWS", 8)
     monkeypatch.setattr(pools, "CALLS_A_WORKER", 12)
-    logprob_recompute.recompute(many, str(tiny_model), threads, branch="read")
-    config = loading.load(many / "config.toml")
-    store = VersionedStore.open(many / "store", branch="read")
+    logprob_recompute.recompute(large_run, str(tiny_model), threaded_pool, branch="read")
+    config = loading.load(large_run / "config.toml")
+    store = VersionedStore.open(large_run / "store", branch="read")
     rows = list(store.ended())
     expected = logprob_recompute.response_logprobs(logprob_recompute.logprob_settings(config, str(tiny_model)), rows)
     for row, logprobs in zip(rows, expected, strict=True):
         result = store.rescored(row.trajectory.id)
         assert result is not None
         np.testing.assert_allclose(result, logprobs, atol=1e-5)
-    assert list(threads.client.run(_num_logprob_models).values()) == [1]
+    assert list(threaded_pool.client.run(_num_logprob_models).values()) == [1]
 
 
 def _num_logprob_models() -> int:
@@ -382,12 +382,12 @@ def _num_logprob_models() -> int:
 
 
 def test_an_export_by_several_threads_equals_that_of_one(
-    many: Path, tmp_path: Path, threads: Pool, monkeypatch: pytest.MonkeyPatch
+    large_run: Path, tmp_path: Path, threaded_pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporting, "PART_ROWS", 16)
     monkeypatch.setattr(pools, "CALLS_A_WORKER", 12)
-    exporting.export(many, "jsonl", tmp_path / "threads.jsonl", threads)
-    store = VersionedStore.open(many / "store")
+    exporting.export(large_run, "jsonl", tmp_path / "threads.jsonl", threaded_pool)
+    store = VersionedStore.open(large_run / "store")
     part = tmp_path / "one.jsonl"
-    exporting.write_part("jsonl", str(many), str(store.path), store.snapshot, np.arange(ROWS), str(part))
+    exporting.write_part("jsonl", str(large_run), str(store.path), store.snapshot, np.arange(ROWS), str(part))
     assert (tmp_path / "threads.jsonl").read_text() == part.read_text()

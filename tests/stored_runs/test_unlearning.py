@@ -46,19 +46,19 @@ def stored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 
 @pytest.fixture
-def copy(stored: Path, tmp_path: Path) -> Path:
+def run_copy(stored: Path, tmp_path: Path) -> Path:
     """A copy of the run, since unlearning adds branches."""
     return Path(shutil.copytree(stored, tmp_path / "copy"))
 
 
-def trained(plan: OfflinePlan) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def train_plan(plan: OfflinePlan) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Train in this process; returns the weights and the history."""
     result = training.train(plan, lambda _: None)
     history = (Path(plan.out) / "history.jsonl").read_text().splitlines()
     return load_file(Path(result.checkpoint) / "model.safetensors"), [json.loads(line) for line in history]
 
 
-def from_the_beginning(plan: OfflinePlan) -> OfflinePlan:
+def train_from_beginning(plan: OfflinePlan) -> OfflinePlan:
     return dataclasses.replace(plan, start=0, point="", out=f"{plan.out}-from-the-beginning")
 
 
@@ -83,25 +83,25 @@ def ids_by_step(run: Path) -> list[list[int]]:
     ],
 )  # fmt: skip
 def test_unlearned_weights_equal_training_without_the_rows(
-    name: str, start: int, rows: int, steps: int, copy: Path, tmp_path: Path
+    name: str, start: int, rows: int, steps: int, run_copy: Path, tmp_path: Path
 ) -> None:
-    first, middle, last = ids_by_step(copy)
+    first, middle, last = ids_by_step(run_copy)
     left_out = {
         "a row of the first step": first[3:4], "a row of the middle step": middle[5:6],
         "a row of the last step": last[7:8],
         "a tenth of all rows": [*first, *middle, *last][::10], "a tenth of later rows": [*middle, *last][::10],
         "a group": last[4:8], "the first step": first, "the middle step": middle, "the last step": last,
     }[name]  # fmt: skip
-    plan, facts = unlearning.make_plan(copy, tmp_path / "out", f"trajectory in {left_out}", "without")
+    plan, facts = unlearning.make_plan(run_copy, tmp_path / "out", f"trajectory in {left_out}", "without")
     assert (facts.rows, facts.start, bool(plan.point), bool(facts.reason)) == (rows, start, start > 0, start == 0)
     assert len(facts.steps_left_out) == 3 - steps
-    weights, history = trained(plan)
-    expected, whole = trained(from_the_beginning(plan))
+    weights, history = train_plan(plan)
+    expected, whole = train_plan(train_from_beginning(plan))
     assert are_equal(weights, expected)
-    assert not are_equal(weights, load_file(copy / "checkpoints" / "step-000003" / "model.safetensors"))
+    assert not are_equal(weights, load_file(run_copy / "checkpoints" / "step-000003" / "model.safetensors"))
     assert [(h["weights"], h["batch"]) for h in history] == [(h["weights"], h["batch"]) for h in whole[start:]]
     assert len(whole) == steps
-    published = [record.weight_fingerprint for record in VersionedStore.open(copy / "store").steps()]
+    published = [record.weight_fingerprint for record in VersionedStore.open(run_copy / "store").steps()]
     assert [h["weights"] for h in whole[:start]] == published[:start]
 
     verified = verify_offline(tmp_path / "out", steps=ALL)
@@ -109,12 +109,12 @@ def test_unlearned_weights_equal_training_without_the_rows(
     assert verified.repeated_steps == tuple(range(start, steps))
 
 
-def test_values_of_an_unlearned_row_do_not_affect_the_weights(copy: Path, stored: Path, tmp_path: Path) -> None:
+def test_values_of_an_unlearned_row_do_not_affect_the_weights(run_copy: Path, stored: Path, tmp_path: Path) -> None:
     """The weights are the same if its reward, tokens and logprobs are different."""
-    row = ids_by_step(copy)[0][3]
-    plan, facts = unlearning.make_plan(copy, tmp_path / "out", f"trajectory == {row}", "without")
+    row = ids_by_step(run_copy)[0][3]
+    plan, facts = unlearning.make_plan(run_copy, tmp_path / "out", f"trajectory == {row}", "without")
     assert facts.recomputed == 3  # the others of its group
-    weights, _ = trained(plan)
+    weights, _ = train_plan(plan)
 
     def spoil(root: Any) -> None:
         (position,) = np.flatnonzero(root["rows/trajectory"][:] == row)
@@ -127,11 +127,11 @@ def test_values_of_an_unlearned_row_do_not_affect_the_weights(copy: Path, stored
     spoiled = Path(shutil.copytree(stored, tmp_path / "spoiled"))
     edit(spoiled / "store", spoil)
     again, _ = unlearning.make_plan(spoiled, tmp_path / "again", f"trajectory == {row}", "without")
-    assert are_equal(trained(again)[0], weights)
+    assert are_equal(train_plan(again)[0], weights)
 
 
 def test_a_killed_unlearning_resumes_on_the_same_branch(
-    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Killed(Exception):
         pass
@@ -141,11 +141,11 @@ def test_a_killed_unlearning_resumes_on_the_same_branch(
             raise Killed
 
     monkeypatch.setattr(training, "POINT_S", 0.0)
-    where = f"trajectory == {ids_by_step(copy)[1][0]}"
-    plan, _ = unlearning.make_plan(copy, tmp_path / "out", where, "without")
+    where = f"trajectory == {ids_by_step(run_copy)[1][0]}"
+    plan, _ = unlearning.make_plan(run_copy, tmp_path / "out", where, "without")
     with pytest.raises(Killed):
         training.train(plan, die)
-    again, _ = unlearning.make_plan(copy, tmp_path / "out", where, "without")
+    again, _ = unlearning.make_plan(run_copy, tmp_path / "out", where, "without")
     assert (again.digest, again.start) == (plan.digest, 1)
     steps: list[int] = []
     training.train(again, lambda event: steps.append(event.get("done", 0)))
@@ -153,40 +153,42 @@ def test_a_killed_unlearning_resumes_on_the_same_branch(
     assert verify_offline(tmp_path / "out", steps=ALL).repeated_steps == (1, 2)
 
 
-def test_steps_before_the_resume_point_are_verified(copy: Path, stored: Path, tmp_path: Path) -> None:
+def test_steps_before_the_resume_point_are_verified(run_copy: Path, stored: Path, tmp_path: Path) -> None:
     """If the resume point is gone they are repeated, and a wrong batch among them is found."""
-    first, middle, _ = ids_by_step(copy)
-    plan, _ = unlearning.make_plan(copy, tmp_path / "out", f"trajectory == {middle[0]}", "without")
+    first, middle, _ = ids_by_step(run_copy)
+    plan, _ = unlearning.make_plan(run_copy, tmp_path / "out", f"trajectory == {middle[0]}", "without")
     forged = dataclasses.replace(plan, where=f"trajectory != {first[0]}", out=str(tmp_path / "forged"))
-    trained(plan)
-    trained(forged)
+    train_plan(plan)
+    train_plan(forged)
     (finding,) = verify_offline(tmp_path / "forged", steps=ALL).findings
     assert finding.where == "step 0" and "not the run's" in finding.message
-    for point in (copy / "resume").iterdir():
+    for point in (run_copy / "resume").iterdir():
         point.unlink()
     assert verify_offline(tmp_path / "out", steps=ALL).repeated_steps == (0, 1, 2)
 
 
-def test_a_resume_point_of_other_weights_or_settings_is_not_used(copy: Path, tmp_path: Path) -> None:
-    where = f"trajectory == {ids_by_step(copy)[1][0]}"
-    shutil.copy(copy / "resume" / "v00000002.pt", copy / "resume" / "v00000001.pt")
-    plan, _ = unlearning.make_plan(copy, tmp_path / "out", where, "without")
+def test_a_resume_point_of_other_weights_or_settings_is_not_used(run_copy: Path, tmp_path: Path) -> None:
+    where = f"trajectory == {ids_by_step(run_copy)[1][0]}"
+    shutil.copy(run_copy / "resume" / "v00000002.pt", run_copy / "resume" / "v00000001.pt")
+    plan, _ = unlearning.make_plan(run_copy, tmp_path / "out", where, "without")
     with pytest.raises(StoreError, match=r"v00000001\.pt: not the weights that step 0 published; remove it"):
         training.train(plan, lambda _: None)
-    (copy / "resume" / "v00000001.pt").unlink()
-    _, facts = unlearning.make_plan(copy, tmp_path / "out", where, "without")
+    (run_copy / "resume" / "v00000001.pt").unlink()
+    _, facts = unlearning.make_plan(run_copy, tmp_path / "out", where, "without")
     assert (facts.start, facts.reason) == (0, "no resume point of version 1 or before is kept")
-    with (copy / "config.toml").open("a") as file:
+    with (run_copy / "config.toml").open("a") as file:
         file.write("# changed\n")
-    _, facts = unlearning.make_plan(copy, tmp_path / "out", where, "without")
+    _, facts = unlearning.make_plan(run_copy, tmp_path / "out", where, "without")
     assert facts.reason == "the run was not trained with the settings of now"
 
 
 def test_a_resume_point_of_another_kind_of_machine_is_named(
-    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A training from the beginning on this machine would give other weights before the resume point."""
-    plan, _ = unlearning.make_plan(copy, tmp_path / "out", f"trajectory == {ids_by_step(copy)[1][0]}", "without")
+    plan, _ = unlearning.make_plan(
+        run_copy, tmp_path / "out", f"trajectory == {ids_by_step(run_copy)[1][0]}", "without"
+    )
     monkeypatch.setattr(numerics, "numerics", lambda: "another machine")
     lines: list[str] = []
     training.train(plan, lambda event: lines.append(event.get("say", "")))
@@ -219,48 +221,50 @@ def test_advantages_are_recomputed_only_where_they_depend_on_removed_rows(name: 
     assert name not in ("grpo", "dapo", "dr_grpo", "rloo") or alone[4] == 0
 
 
-def test_an_invalid_unlearning_is_rejected_and_stores_nothing(copy: Path, tmp_path: Path) -> None:
-    before = VersionedStore.open(copy / "store").branches()
-    (first, *_), *_ = ids_by_step(copy)
+def test_an_invalid_unlearning_is_rejected_and_stores_nothing(run_copy: Path, tmp_path: Path) -> None:
+    before = VersionedStore.open(run_copy / "store").branches()
+    (first, *_), *_ = ids_by_step(run_copy)
     emulated = stored_simulation(tmp_path, "name=emulated")
     taken = f"trajectory == {first}"
-    (copy.parent / "copy-taken").mkdir()
+    (run_copy.parent / "copy-taken").mkdir()
     for arguments, message in (
-        ([copy, "--where", "trajectory == 999999"], "no trajectories that were trained on match"),
-        ([copy, "--where", "fate == 'aborted'"], "no trajectories that were trained on match"),
-        ([copy, "--where", "step >= 0"], "all trajectories that were trained on match"),
-        ([copy, "--where", " "], "where must say which"),
-        ([copy, "--where", "colour == 3"], "there is no column 'colour'"),
-        ([copy, "--where", taken, "--branch", "main"], "a branch cannot be called 'main'"),
-        ([copy, "--where", taken, "--branch", "taken"], "already exists"),
+        ([run_copy, "--where", "trajectory == 999999"], "no trajectories that were trained on match"),
+        ([run_copy, "--where", "fate == 'aborted'"], "no trajectories that were trained on match"),
+        ([run_copy, "--where", "step >= 0"], "all trajectories that were trained on match"),
+        ([run_copy, "--where", " "], "where must say which"),
+        ([run_copy, "--where", "colour == 3"], "there is no column 'colour'"),
+        ([run_copy, "--where", taken, "--branch", "main"], "a branch cannot be called 'main'"),
+        ([run_copy, "--where", taken, "--branch", "taken"], "already exists"),
         ([emulated, "--where", "step == 0"], "an emulated run has nothing to train a model on"),
         ([tmp_path / "none", "--where", taken], "no such run"),
     ):
         refused = command("unlearn", *arguments)
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), (arguments, refused.stderr)
         assert message in refused.stderr
-    with run_folder.lock_folder(copy):
-        assert command("unlearn", copy, "--where", taken).returncode == 2
+    with run_folder.lock_folder(run_copy):
+        assert command("unlearn", run_copy, "--where", taken).returncode == 2
     with pytest.raises(ConfigError, match="the run as of a step"):
-        staleflow.open_run(copy, at_step=1).unlearn(taken)
-    assert VersionedStore.open(copy / "store").branches() == before
+        staleflow.open_run(run_copy, at_step=1).unlearn(taken)
+    assert VersionedStore.open(run_copy / "store").branches() == before
 
 
-def test_the_unlearn_command_trains_and_lists_the_removed_rows(copy: Path) -> None:
+def test_the_unlearn_command_trains_and_lists_the_removed_rows(run_copy: Path) -> None:
     """On a branch, with a matching row that was never trained."""
-    _, middle, _ = ids_by_step(copy)
-    done = staleflow_process("unlearn", copy, "--where", f"trajectory in {middle[:2]} or fate == 'aborted'", "--json")
+    _, middle, _ = ids_by_step(run_copy)
+    done = staleflow_process(
+        "unlearn", run_copy, "--where", f"trajectory in {middle[:2]} or fate == 'aborted'", "--json"
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    columns = VersionedStore.open(copy / "store").columns()
+    columns = VersionedStore.open(run_copy / "store").columns()
     assert (result["rows"], result["start"], result["first_step"]) == (2, 1, 1)
     assert result["never_trained"] == int((columns["fate"] == "aborted").sum())
-    view = VersionedStore.open(copy / "store", branch="unlearned")
+    view = VersionedStore.open(run_copy / "store", branch="unlearned")
     assert view.lineage["without"].startswith("trajectory in")
     masks = dict(zip(columns["trajectory"].tolist(), view.columns()["loss_mask"].tolist(), strict=True))
     assert {trajectory for trajectory in middle if not masks[trajectory]} == {*middle[:2]}
     assert [row.trajectory.error for row in view.ended()] == [
-        row.trajectory.error for row in VersionedStore.open(copy / "store").ended()
+        row.trajectory.error for row in VersionedStore.open(run_copy / "store").ended()
     ]
-    assert Path(result["training"]["checkpoint"]).parents[1] == copy.with_name("copy-unlearned")
-    assert command("verify", copy.with_name("copy-unlearned"), "--steps", 1).returncode == 0
+    assert Path(result["training"]["checkpoint"]).parents[1] == run_copy.with_name("copy-unlearned")
+    assert command("verify", run_copy.with_name("copy-unlearned"), "--steps", 1).returncode == 0

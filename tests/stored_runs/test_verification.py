@@ -36,20 +36,20 @@ from staleflow.stores.trajectory import EndedTrajectory, Fate, Segment
 from staleflow.tasks.training import numerics
 from tests.commands import command
 from tests.stored_runs.in_process import repeat_in_this_process  # noqa: F401  used by name
-from tests.stores.test_stores import change_a_logprob, edit
+from tests.stores.test_stores import change_logprob, edit
 from tests.support.simulated_store import stored_simulation
 
 ALL = 99
 
 
 @pytest.fixture
-def copy(stored: Path, tmp_path: Path) -> Path:
+def run_copy(stored: Path, tmp_path: Path) -> Path:
     """A copy of the run that tests may change."""
     shutil.copytree(stored, tmp_path / "copy")
     return tmp_path / "copy"
 
 
-def wheres(result: Verification) -> list[tuple[str, str]]:
+def finding_places(result: Verification) -> list[tuple[str, str]]:
     return [(finding.check, finding.where) for finding in result.findings]
 
 
@@ -75,25 +75,25 @@ def test_a_step_is_repeated_from_the_nearest_resume_point(stored: Path) -> None:
     assert result.repeated_steps == (2,)
 
 
-def test_a_checkpoint_is_verified_with_its_steps(copy: Path, tmp_path: Path) -> None:
-    folder = copy / "checkpoints" / "step-000003"
+def test_a_checkpoint_is_verified_with_its_steps(run_copy: Path, tmp_path: Path) -> None:
+    folder = run_copy / "checkpoints" / "step-000003"
     done = command("verify", folder, "--steps", ALL, "--json")
     assert done.returncode == 0, done.stderr
     assert (values := json.loads(done.stdout))["checkpoint_is_equal"] and values["repeated_steps"] == [0, 1, 2]
     named = certificate.read(folder)
-    assert (named.version, named.entry) == (3, VersionedStore.open(copy / "store").entry(2))
+    assert (named.version, named.entry) == (3, VersionedStore.open(run_copy / "store").entry(2))
 
     certificate.write(folder, replace(named, entry="0" * 64))
-    assert wheres(verify_run(copy, folder, steps=1)) == [("chain", certificate.FILE)]
+    assert finding_places(verify_run(run_copy, folder, steps=1)) == [("chain", certificate.FILE)]
     certificate.write(folder, named)
     weights = load_file(folder / "model.safetensors")
     name = sorted(weights)[0]
     weights[name] = weights[name].copy()
     weights[name].flat[0] += np.float32(1e-4)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    result = verify_run(copy, folder, steps=1)
+    result = verify_run(run_copy, folder, steps=1)
     assert not result.verified and not result.checkpoint_is_equal
-    assert wheres(result) == [("weights", f"version 3 in {folder}")]
+    assert finding_places(result) == [("weights", f"version 3 in {folder}")]
     moved = shutil.move(folder, tmp_path / "moved")
     assert command("verify", moved).returncode == 2
 
@@ -113,12 +113,12 @@ def test_a_run_resumed_with_other_settings_after_a_lost_resume_point_is_verified
     assert not check_chain(VersionedStore.open(folder / "store", branch=undone)).findings
 
 
-def test_offline_training_continues_the_chain_of_its_run(copy: Path, tmp_path: Path) -> None:
+def test_offline_training_continues_the_chain_of_its_run(run_copy: Path, tmp_path: Path) -> None:
     """With other rewards, selected rows and two epochs: one of its steps is repeated, and a change is found."""
-    reward_rescoring_branch(copy)
+    reward_rescoring_branch(run_copy)
     out = tmp_path / "out"
     changes = ("task.eval_prompts=0", "training.learning_rate=1e-2")
-    plan = training.make_plan(copy, out, changes, "other", "staleness <= 1", 2)
+    plan = training.make_plan(run_copy, out, changes, "other", "staleness <= 1", 2)
     training.train(plan, lambda _: None)
     result = verify_offline(out, steps=ALL)
     assert result.verified and not result.unverified and result.checkpoint_is_equal
@@ -128,13 +128,13 @@ def test_offline_training_continues_the_chain_of_its_run(copy: Path, tmp_path: P
 
     history = (out / "history.jsonl").read_text()
     (out / "history.jsonl").write_text(history.replace('"rows": 16.0', '"rows": 15.0', 1))
-    assert wheres(verify_offline(out)) == [("chain", "step 1 of history.jsonl")]
+    assert finding_places(verify_offline(out)) == [("chain", "step 1 of history.jsonl")]
     (out / "history.jsonl").write_text(history)
     job = (out / "job.toml").read_text()
     (out / "job.toml").write_text(job.replace("learning_rate = 0.01", "learning_rate = 0.02"))
-    assert wheres(verify_offline(out)) == [("chain", "step 0 of history.jsonl")]
+    assert finding_places(verify_offline(out)) == [("chain", "step 0 of history.jsonl")]
     (out / "job.toml").write_text(job)
-    shutil.rmtree(copy / "store")
+    shutil.rmtree(run_copy / "store")
     assert command("verify", out).returncode == 2
 
 
@@ -173,7 +173,7 @@ def test_other_weights_on_another_kind_of_machine_are_not_a_contradiction(
         return metrics
 
     monkeypatch.setattr(PolicyTrainer, "step", inexact)
-    assert wheres(verify_run(stored, steps=ALL)) == [
+    assert finding_places(verify_run(stored, steps=ALL)) == [
         ("weights", "step 0"),
         ("weights", "step 1"),
         ("weights", "step 2"),
@@ -184,31 +184,33 @@ def test_other_weights_on_another_kind_of_machine_are_not_a_contradiction(
     assert any("another machine" in line for line in result.unverified)
 
 
-def test_a_run_of_an_earlier_version_is_readable_and_not_verified(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_an_earlier_version_is_readable_and_not_verified(
+    run_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(layout, "fingerprint_rows", lambda *_: "")
         patch.setattr(VersionedStore, "_last_entry", lambda *_: "")
         patch.setattr(versioned, "entry_of", lambda _: "")
-        store_again(copy, VersionedStore.open(copy / "store").steps())
-    result = verify_run(copy)
+        store_again(run_copy, VersionedStore.open(run_copy / "store").steps())
+    result = verify_run(run_copy)
     assert not result.verified and not result.findings and not result.repeated_steps
     assert result.unverified == (
         "4 of 4 commits: an earlier version stored them, without a chain", "weights: no step can be repeated",
     )  # fmt: skip
-    done = command("verify", copy)
-    assert (done.returncode, done.stdout.splitlines()[0]) == (1, f"{copy}: NOT VERIFIED")
-    assert command("store", "audit", copy).returncode == 0
+    done = command("verify", run_copy)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (1, f"{run_copy}: NOT VERIFIED")
+    assert command("store", "audit", run_copy).returncode == 0
 
 
 # -- forgeries -------------------------------------------------------------------------------------------------------
 
 
-def test_a_changed_store_is_found_by_its_chain_without_repeating_steps(copy: Path) -> None:
-    edit(copy / "store", change_a_logprob)
-    result = verify_run(copy)
-    assert ("chain", "step 0") in wheres(result)
+def test_a_changed_store_is_found_by_its_chain_without_repeating_steps(run_copy: Path) -> None:
+    edit(run_copy / "store", change_logprob)
+    result = verify_run(run_copy)
+    assert ("chain", "step 0") in finding_places(result)
     assert not result.verified and not result.repeated_steps
-    assert command("verify", copy).returncode == 1
+    assert command("verify", run_copy).returncode == 1
 
 
 def reward(row: EndedTrajectory) -> EndedTrajectory:
@@ -232,34 +234,34 @@ def with_first_segment(row: EndedTrajectory, change: Callable[[Segment], Segment
 
 @pytest.mark.parametrize("change", [reward, logprob, token])
 def test_a_forged_batch_with_a_new_chain_gives_other_weights(
-    copy: Path, change: Callable[[EndedTrajectory], EndedTrajectory]
+    run_copy: Path, change: Callable[[EndedTrajectory], EndedTrajectory]
 ) -> None:
     """The forger changes the trained data and recomputes all hashes but does not train. Only rows with an advantage
     affect the weights."""
-    rows = list(VersionedStore.open(copy / "store").ended())
+    rows = list(VersionedStore.open(run_copy / "store").ended())
     forged = [change(row) if row.fate is Fate.CONSUMED else row for row in rows]
-    store = store_again(copy, VersionedStore.open(copy / "store").steps(), forged)
+    store = store_again(run_copy, VersionedStore.open(run_copy / "store").steps(), forged)
     assert not check_chain(store).findings
     trained = {f"step {row.step}" for row in (*rows, *forged) if row.fate is Fate.CONSUMED and row.advantage}
-    result = verify_run(copy, steps=ALL)
-    found = {where for _, where in wheres(result)}
+    result = verify_run(run_copy, steps=ALL)
+    found = {where for _, where in finding_places(result)}
     assert found <= trained and bool(found) == bool(trained)
     assert result.verified == (not trained)
 
 
-def test_records_without_fingerprints_inputs_or_steps_are_not_verified(copy: Path) -> None:
+def test_records_without_fingerprints_inputs_or_steps_are_not_verified(run_copy: Path) -> None:
     """With a new chain: weights that no step published, no inputs, and a missing step."""
-    records = VersionedStore.open(copy / "store").steps()
-    store_again(copy, [replace(record, weight_fingerprint="") for record in records])
-    result = verify_run(copy, steps=ALL)
-    assert not result.repeated_steps and ("weights", "step 0") in wheres(result)
-    store_again(copy, [replace(record, inputs={"more": ""} if record.inputs else {}) for record in records])
-    result = verify_run(copy, steps=ALL)
+    records = VersionedStore.open(run_copy / "store").steps()
+    store_again(run_copy, [replace(record, weight_fingerprint="") for record in records])
+    result = verify_run(run_copy, steps=ALL)
+    assert not result.repeated_steps and ("weights", "step 0") in finding_places(result)
+    store_again(run_copy, [replace(record, inputs={"more": ""} if record.inputs else {}) for record in records])
+    result = verify_run(run_copy, steps=ALL)
     assert not result.verified and "steps 0-2: their job file is not in the run's folder" in result.unverified
-    rows = list(VersionedStore.open(copy / "store").ended())
+    rows = list(VersionedStore.open(run_copy / "store").ended())
     before, after = records[0].num_rows, records[0].num_rows + records[1].num_rows
-    store_again(copy, [records[0], *records[2:]], [*rows[:before], *rows[after:]])
-    assert wheres(verify_run(copy)) == [("chain", "step 1")]
+    store_again(run_copy, [records[0], *records[2:]], [*rows[:before], *rows[after:]])
+    assert finding_places(verify_run(run_copy)) == [("chain", "step 1")]
 
 
 def store_again(run: Path, records: Sequence[StepRecord], rows: Sequence[EndedTrajectory] = ()) -> VersionedStore:
@@ -276,38 +278,40 @@ def store_again(run: Path, records: Sequence[StepRecord], rows: Sequence[EndedTr
     return store
 
 
-def test_changed_files_of_the_run_are_found(copy: Path) -> None:
-    job = copy / "config.toml"
+def test_changed_files_of_the_run_are_found(run_copy: Path) -> None:
+    job = run_copy / "config.toml"
     text = job.read_text()
     job.write_text(text.replace("learning_rate = 0.001", "learning_rate = 0.002"))
     assert job.read_text() != text
-    result = verify_run(copy)
-    assert wheres(result) == [("settings", "config.toml")] and not result.repeated_steps
+    result = verify_run(run_copy)
+    assert finding_places(result) == [("settings", "config.toml")] and not result.repeated_steps
     job.unlink()
-    result = verify_run(copy)
+    result = verify_run(run_copy)
     assert not result.findings and not result.verified
     assert "steps 0-2: their job file is not in the run's folder" in result.unverified
     job.write_text(text)
-    (copy / "fingerprints.json").write_text((copy / "fingerprints.json").read_text().replace("chain_sum", "chain_sun"))
-    (copy / "code").mkdir()
-    (copy / "code" / "more.py").write_text("x = 1\n")
-    assert wheres(verify_run(copy, steps=1)) == [("settings", "code"), ("settings", "fingerprints.json")]
+    (run_copy / "fingerprints.json").write_text(
+        (run_copy / "fingerprints.json").read_text().replace("chain_sum", "chain_sun")
+    )
+    (run_copy / "code").mkdir()
+    (run_copy / "code" / "more.py").write_text("x = 1\n")
+    assert finding_places(verify_run(run_copy, steps=1)) == [("settings", "code"), ("settings", "fingerprints.json")]
 
 
 def test_a_changed_resume_point_and_a_changed_base_model_are_found(
-    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
-    point = copy / "resume" / "v00000001.pt"
+    point = run_copy / "resume" / "v00000001.pt"
     state = torch.load(point, weights_only=True)
     next(iter(state["model"].values())).view(-1)[0] += 1e-4
     torch.save(state, point)
-    result = verify_run(copy, steps=ALL)
-    assert wheres(result) == [("weights", "resume point of version 1")]
+    result = verify_run(run_copy, steps=ALL)
+    assert finding_places(result) == [("weights", "resume point of version 1")]
     assert result.repeated_steps == (0, 2) and "step 1: of the sample, and not repeated to the end" in result.unverified
     point.write_bytes(point.read_bytes()[:-1000])
-    assert verify_run(copy, steps=ALL).verified, "a point that is not whole is none"
+    assert verify_run(run_copy, steps=ALL).verified, "a point that is not whole is none"
 
     from staleflow.tasks.training.policy_trainer import PolicyTrainer
 
@@ -319,7 +323,7 @@ def test_a_changed_resume_point_and_a_changed_base_model_are_found(
         return model
 
     monkeypatch.setattr(PolicyTrainer, "_load_model", other)
-    assert next(where for _, where in wheres(verify_run(copy, steps=ALL))).startswith("version 0 in ")
+    assert next(where for _, where in finding_places(verify_run(run_copy, steps=ALL))).startswith("version 0 in ")
 
 
 COVERED = ("store/", "config.toml", "fingerprints.json", "resume/", "checkpoints/")
@@ -331,22 +335,22 @@ NOT_COVERED = (
 """What is not: docs/stored-runs.md says why."""
 
 
-def flipped(data: bytes, rng: random.Random) -> bytes:
+def flip_bit(data: bytes, rng: random.Random) -> bytes:
     """Return the bytes with one bit flipped."""
     at = rng.randrange(len(data))
     return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
 
 
-def test_every_file_of_a_run_is_verified_or_listed_as_not_covered(copy: Path) -> None:
-    files = {str(path.relative_to(copy)): path for path in copy.rglob("*") if path.is_file()}
+def test_every_file_of_a_run_is_verified_or_listed_as_not_covered(run_copy: Path) -> None:
+    files = {str(path.relative_to(run_copy)): path for path in run_copy.rglob("*") if path.is_file()}
     assert [name for name in files if not name.startswith((*COVERED, *NOT_COVERED))] == []
     rng = random.Random(1)
     for name in ("config.toml", "fingerprints.json"):
         data = files[name].read_bytes()
         for _ in range(5):
-            files[name].write_bytes(flipped(data, rng))
+            files[name].write_bytes(flip_bit(data, rng))
             try:
-                found = ("settings", name) in wheres(verify_run(copy, steps=1))
+                found = ("settings", name) in finding_places(verify_run(run_copy, steps=1))
             except StoreError:  # it cannot be read
                 found = True
             assert found, files[name].read_bytes()
@@ -354,13 +358,13 @@ def test_every_file_of_a_run_is_verified_or_listed_as_not_covered(copy: Path) ->
     point = next(path for name, path in files.items() if name.startswith("resume/"))
     data = point.read_bytes()
     for _ in range(3):
-        point.write_bytes(flipped(data, rng))
-        result = verify_run(copy, steps=ALL)
+        point.write_bytes(flip_bit(data, rng))
+        result = verify_run(run_copy, steps=ALL)
         assert result.findings or result.repeated_steps == (0, 1, 2), "a bit of the file's padding"
     for name in NOT_COVERED:
-        remove(copy / name)
+        remove(run_copy / name)
     point.write_bytes(data)
-    assert verify_run(copy, steps=ALL).verified, "nothing of it is needed"
+    assert verify_run(run_copy, steps=ALL).verified, "nothing of it is needed"
 
 
 class Forger:
@@ -382,7 +386,7 @@ class Forger:
         elif kind == "delete":
             file.unlink()
         else:
-            file.write_bytes(flipped(data, self._rng) if kind == "bit" else data[: self._rng.randrange(len(data))])
+            file.write_bytes(flip_bit(data, self._rng) if kind == "bit" else data[: self._rng.randrange(len(data))])
         try:
             yield [file, other] if kind == "swap" else [file], kind
         finally:
@@ -390,42 +394,42 @@ class Forger:
             other.write_bytes(other_data)
 
 
-def test_random_changes_of_any_file_are_found_or_not_covered(copy: Path) -> None:
+def test_random_changes_of_any_file_are_found_or_not_covered(run_copy: Path) -> None:
     """Incomplete resume points are ignored, and some files of the store are used by earlier snapshots only."""
-    checkpoint, contents = copy / "checkpoints" / "step-000003", read_all(copy / "store")
-    forger, num_found = Forger(copy, seed=10), 0
+    checkpoint, contents = run_copy / "checkpoints" / "step-000003", read_all(run_copy / "store")
+    forger, num_found = Forger(run_copy, seed=10), 0
     for _ in range(10):
         with forger.forged() as (files, kind):
             try:
-                result = verify_run(copy, checkpoint, steps=ALL)
+                result = verify_run(run_copy, checkpoint, steps=ALL)
                 found = not result.verified or bool(result.unverified)
             except (ConfigError, StoreError):  # it cannot be read
                 found = True
-            for name in () if found else [str(file.relative_to(copy)) for file in files]:
+            for name in () if found else [str(file.relative_to(run_copy)) for file in files]:
                 assert name.startswith(("store/", "resume/", *NOT_COVERED)), (name, kind)
-                assert not name.startswith("store/") or read_all(copy / "store") == contents, (name, kind)
+                assert not name.startswith("store/") or read_all(run_copy / "store") == contents, (name, kind)
             num_found += found
     assert num_found > 2
 
 
-def test_random_changes_of_store_files_are_found_or_not_read(copy: Path) -> None:
+def test_random_changes_of_store_files_are_found_or_not_read(run_copy: Path) -> None:
     """A flipped bit breaks the chain, makes the store unreadable, or affects only data that the current snapshot does
     not use."""
-    contents = read_all(copy / "store")
-    files = sorted(path for path in (copy / "store").rglob("*") if path.is_file() and path.stat().st_size)
+    contents = read_all(run_copy / "store")
+    files = sorted(path for path in (run_copy / "store").rglob("*") if path.is_file() and path.stat().st_size)
     rng = random.Random(0)
     found = 0
     for _ in range(60):
         file = rng.choice(files)
         data = file.read_bytes()
-        file.write_bytes(flipped(data, rng))
+        file.write_bytes(flip_bit(data, rng))
         try:
-            findings = check_chain(VersionedStore.pinned(copy / "store")).findings
+            findings = check_chain(VersionedStore.pinned(run_copy / "store")).findings
         except StoreError:
             findings = ["unreadable"]  # type: ignore[list-item]
         found += bool(findings)
         if not findings:
-            assert read_all(copy / "store") == contents, file
+            assert read_all(run_copy / "store") == contents, file
         file.write_bytes(data)
     assert found > 10
 

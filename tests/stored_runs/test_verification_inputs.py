@@ -36,11 +36,11 @@ def text(name: str, content: str | bytes) -> Change:
     return lambda run: (run / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def gone(name: str) -> Change:
+def remove(name: str) -> Change:
     return lambda run: (run / name).unlink()
 
 
-def cut(name: str, num_bytes: int) -> Change:
+def truncate(name: str, num_bytes: int) -> Change:
     return lambda run: os.truncate(run / name, num_bytes)
 
 
@@ -53,7 +53,7 @@ def values(name: str, **changes: Any) -> Change:
     return change
 
 
-def without(name: str, key: str) -> Change:
+def without_key(name: str, key: str) -> Change:
     def change(run: Path) -> None:
         kept = json.loads((run / name).read_text())
         del kept[key]
@@ -77,7 +77,7 @@ def point(state: Any) -> Change:
     return lambda run: torch.save(state, run / POINT)
 
 
-def linked(run: Path) -> None:
+def link_file(run: Path) -> None:
     (run / "code").mkdir()
     (run / "code" / os.fsdecode(b"\xff.py")).write_text("x = 1\n")
 
@@ -91,25 +91,25 @@ NO_CERTIFICATE: list[tuple[str, Change]] = [
     *((f"entry {value}", values(CERTIFICATE, entry=value)) for value in ("none", "", None, 3, "a\x1b[2J")),
     ("version 9, entry none", values(CERTIFICATE, version=9, entry="none")),
     ("store", values(CERTIFICATE, store=["s3://"])),
-    *((f"no {key}", without(CERTIFICATE, key)) for key in ("run", "store", "version", "entry")),
-    ("none", gone(CERTIFICATE)),
+    *((f"no {key}", without_key(CERTIFICATE, key)) for key in ("run", "store", "version", "entry")),
+    ("none", remove(CERTIFICATE)),
 ]
 CONTRADICTED: list[tuple[str, Change, str]] = [
     ("a later version", values(CERTIFICATE, version=9), "certificate.json: it names the entry"),
     ("another entry", values(CERTIFICATE, entry="0" * 64), "certificate.json: it names the entry"),
-    ("no weights", gone(f"{CHECKPOINT}/model.safetensors"), "cannot be loaded"),
-    ("cut weights", cut(f"{CHECKPOINT}/model.safetensors", 1000), "cannot be loaded"),
-    ("empty weights", cut(f"{CHECKPOINT}/model.safetensors", 0), "cannot be loaded"),
-    ("no architecture", gone(f"{CHECKPOINT}/config.json"), "cannot be loaded"),
+    ("no weights", remove(f"{CHECKPOINT}/model.safetensors"), "cannot be loaded"),
+    ("cut weights", truncate(f"{CHECKPOINT}/model.safetensors", 1000), "cannot be loaded"),
+    ("empty weights", truncate(f"{CHECKPOINT}/model.safetensors", 0), "cannot be loaded"),
+    ("no architecture", remove(f"{CHECKPOINT}/config.json"), "cannot be loaded"),
     ("another architecture", values(f"{CHECKPOINT}/config.json", rope_theta=9.0), "config.json is not the file"),
-    ("no tokenizer", gone(f"{CHECKPOINT}/tokenizer.json"), "tokenizer.json is not there"),
+    ("no tokenizer", remove(f"{CHECKPOINT}/tokenizer.json"), "tokenizer.json is not there"),
     ("another file", text(f"{CHECKPOINT}/more.bin", "{}"), "more.bin: the run saves no such"),
     ("another type", point([1, 2]), "resume point of version 1"),
     ("an empty state", point({}), "resume point of version 1"),
     ("another state", point({"model": 3}), "resume point of version 1"),
     ("fingerprints", text("fingerprints.json", DEEP), "fingerprints.json: "),
     ("fingerprints that are none", text("fingerprints.json", "[]"), "fingerprints.json: "),
-    ("code of a name that is no text", linked, "code: it is not the user code"),
+    ("code of a name that is no text", link_file, "code: it is not the user code"),
 ]
 NO_TRAINING: list[tuple[str, Change]] = [
     *(
@@ -122,13 +122,13 @@ NO_TRAINING: list[tuple[str, Change]] = [
         for key in ("store", "snapshot", "steps", "epochs", "start")
         for value in (None, -1, [1], "")
     ),
-    ("no where", without("offline.json", "where")),
+    ("no where", without_key("offline.json", "where")),
     *((f"{key} of the last line", last_line(**{key: None})) for key in ("batch", "weights", "numerics", "previous")),
-    ("no end", lambda run: cut("history.jsonl", (run / "history.jsonl").stat().st_size - 1)(run)),
+    ("no end", lambda run: truncate("history.jsonl", (run / "history.jsonl").stat().st_size - 1)(run)),
 ]
 
 
-def copied(run: Path, tmp_path: Path) -> Path:
+def copy_run(run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(run, tmp_path / "copy"))
 
 
@@ -139,7 +139,7 @@ def require_one_line(code: int, out: str, err: str) -> None:
 
 @pytest.mark.parametrize("change", [pytest.param(c, id=name) for name, c in NO_CERTIFICATE])
 def test_a_malformed_certificate_is_rejected(stored: Path, tmp_path: Path, change: Change) -> None:
-    run = copied(stored, tmp_path)
+    run = copy_run(stored, tmp_path)
     change(run)
     done = command("verify", run / CHECKPOINT)
     require_one_line(done.returncode, done.stdout, done.stderr)
@@ -148,7 +148,7 @@ def test_a_malformed_certificate_is_rejected(stored: Path, tmp_path: Path, chang
 
 @pytest.mark.parametrize(("change", "says"), [pytest.param(c, says, id=name) for name, c, says in CONTRADICTED])
 def test_damage_contradicts_the_run(stored: Path, tmp_path: Path, change: Change, says: str) -> None:
-    run = copied(stored, tmp_path)
+    run = copy_run(stored, tmp_path)
     change(run)
     done = command("verify", run / CHECKPOINT, "--steps", 3)
     assert done.returncode == 1 and "Traceback" not in done.stderr
@@ -159,14 +159,14 @@ def test_damage_contradicts_the_run(stored: Path, tmp_path: Path, change: Change
 
 @pytest.mark.parametrize("change", [pytest.param(c, id=name) for name, c in NO_TRAINING])
 def test_a_malformed_offline_training_is_rejected(offline: Path, tmp_path: Path, change: Change) -> None:
-    folder = copied(offline, tmp_path)
+    folder = copy_run(offline, tmp_path)
     change(folder)
     done = command("verify", folder)
     require_one_line(done.returncode, done.stdout, done.stderr)
 
 
 def test_a_history_whose_last_line_is_not_the_checkpoint_is_contradicted(offline: Path, tmp_path: Path) -> None:
-    folder = copied(offline, tmp_path)
+    folder = copy_run(offline, tmp_path)
     last_line(reward=2.0)(folder)
     done = command("verify", folder / CHECKPOINT)
     assert done.returncode == 1 and "contradicted: history.jsonl: its last line, 2, is not the one" in done.stdout
@@ -177,7 +177,7 @@ def test_a_history_whose_last_line_is_not_the_checkpoint_is_contradicted(offline
 
 
 def test_a_moved_checkpoint_names_its_run(stored: Path, tmp_path: Path) -> None:
-    run = copied(stored, tmp_path)
+    run = copy_run(stored, tmp_path)
     moved = Path(shutil.move(run / CHECKPOINT, tmp_path / "moved"))
     for store in ("", str(run / "store"), "s3:/x"):
         values("certificate.json", store=store)(moved)
@@ -198,7 +198,7 @@ def test_an_invalid_path_is_rejected() -> None:
 
 
 def test_files_without_a_resume_point_name_are_ignored(stored: Path, tmp_path: Path) -> None:
-    run = copied(stored, tmp_path)
+    run = copy_run(stored, tmp_path)
     shutil.copy(run / POINT, run / "resume" / "vabc.pt")
     (run / "resume" / "v00000002.shards").mkdir()
     done = command("verify", run, "--steps", 1_000_000)

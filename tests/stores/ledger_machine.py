@@ -18,7 +18,7 @@ MAX_GROUPS = 9
 """Live groups at once: the naive model tries every batch and every assignment."""
 
 
-def picture(ledger: Any) -> str:
+def dump_ledger(ledger: Any) -> str:
     """Return the complete state of a ledger as text, to check that a rejected call changed nothing."""
     entries = {
         g: (e.state.name, e.version, sorted(e.waiting), e.completed, sorted(e.routed))
@@ -71,10 +71,10 @@ class LedgerMachine(RuleBasedStateMachine):
         return members
 
     def refused(self, verb: Any, *args: Any) -> None:
-        before = picture(self.ledger)
+        before = dump_ledger(self.ledger)
         with pytest.raises(ProtocolViolation):
             verb(*args)
-        assert picture(self.ledger) == before
+        assert dump_ledger(self.ledger) == before
 
     def pick(self, data: Any, groups: list[int]) -> int:
         assume(groups)

@@ -39,7 +39,7 @@ def segment(rng: np.random.Generator, version: int, length: int, instance: str =
     )
 
 
-def given(rng: np.random.Generator, seconds: float, role: str = "tool") -> EnvSpan:
+def env_span(rng: np.random.Generator, seconds: float, role: str = "tool") -> EnvSpan:
     tokens = rng.integers(0, 50_000, int(rng.integers(1, 9))).astype(np.int32)
     return EnvSpan(role=role, tokens=tokens, seconds=seconds)
 
@@ -49,7 +49,7 @@ def ended(rng: np.random.Generator, i: int, step: int, fate: Fate = Fate.CONSUME
     versions = sorted({max(0, step - 1), step})
     spans: list[Span] = [segment(rng, v, int(rng.integers(1, 30))) for v in versions]
     if i % 3 == 1:
-        spans += [given(rng, 1.5), segment(rng, step, 3), given(rng, 0.25, "user"), segment(rng, versions[0], 4)]
+        spans += [env_span(rng, 1.5), segment(rng, step, 3), env_span(rng, 0.25, "user"), segment(rng, versions[0], 4)]
     trajectory = Trajectory(
         id=TrajectoryId(i),
         group=GroupId(i // 2),
@@ -102,11 +102,11 @@ def assert_same(a: EndedTrajectory, b: EndedTrajectory) -> None:
     for name in ("prompt_tokens", "response_tokens", "logprobs", "versions"):
         np.testing.assert_array_equal(getattr(s, name), getattr(t, name))
         assert getattr(s, name).dtype == getattr(t, name).dtype
-    assert list(map(told, s.spans)) == list(map(told, t.spans))
+    assert list(map(span_fields, s.spans)) == list(map(span_fields, t.spans))
     assert [x.tolist() for x in s.turns] == [x.tolist() for x in t.turns]
 
 
-def told(span: Span) -> tuple[object, ...]:
+def span_fields(span: Span) -> tuple[object, ...]:
     """Return the fields of a span except its arrays."""
     if isinstance(span, EnvSpan):
         return span.role, span.seconds, len(span.tokens)

@@ -48,7 +48,7 @@ INTEGERS = [column.array for column in COLUMNS if np.dtype(column.dtype).kind in
 NUMBERS = (-(2**40), -2, -1, 0, 1, 2, 3, 5, 17, 40, 2**20, 2**40)
 
 
-def shuffled(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+def shuffled_runner(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
     """A runner that returns results in another order."""
     results = [function(*call) for call in calls]
     random.Random(len(results)).shuffle(results)
@@ -176,7 +176,7 @@ def move_rows(root: Any, rng: random.Random) -> None:
         root[name][:] = values
 
 
-def cut(root: Any, rng: random.Random) -> None:
+def truncate_array(root: Any, rng: random.Random) -> None:
     names = ("tokens/ids", "tokens/logprobs", "tokens/versions", "rows/reward", "rows/turns", "text")
     array = root[rng.choice(names)]
     array.resize((max(0, array.shape[0] - rng.randint(1, 30)), *array.shape[1:]))
@@ -215,7 +215,7 @@ def change_record(root: Any, rng: random.Random) -> None:
 
 EDITS = (
     change_number, copy_number, copy_number, change_float, change_token, change_token, change_turns, change_text,
-    move_rows, cut, change_record, change_record,
+    move_rows, truncate_array, change_record, change_record,
 )  # fmt: skip
 
 
@@ -228,7 +228,7 @@ def damage(folder: Path, rng: random.Random) -> None:
         chunk.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
 
 
-def tamper(folder: Path, rng: random.Random, count: int) -> None:
+def plant_faults(folder: Path, rng: random.Random, count: int) -> None:
     """Plant faults, each as a separate commit."""
     repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(folder)))
     for _ in range(count):
@@ -243,7 +243,7 @@ def tamper(folder: Path, rng: random.Random, count: int) -> None:
         damage(folder, rng)
 
 
-def plain(findings: Iterable[Any]) -> list[tuple[str, str, str]]:
+def finding_texts(findings: Iterable[Any]) -> list[tuple[str, str, str]]:
     """Return findings as text, without details that depend on the reading order of the implementation."""
     return [(f.check, f.where, "unreadable" if f.where == "store" else f.message) for f in findings]
 
@@ -257,14 +257,14 @@ def test_the_audit_finds_random_faults_as_the_plain_audit_does(
     rng = random.Random(seed)
     folder = tmp_path_factory.mktemp("store") / "s"
     random_store(folder, rng)
-    tamper(folder, rng, faults)
+    plant_faults(folder, rng, faults)
     store = VersionedStore.open(folder)
     with pytest.MonkeyPatch.context() as patch:  # a store of a few rows is read in several blocks and tasks too
         for name in ("RECORDS_AT_ONCE", "ROWS_AT_ONCE", "TASK_TOKENS", "TASK_COMMITS"):
             patch.setattr(audit_module, name, rng.choice((1, 3, 2**20)))
         patch.setattr(row_checks, "BLOCK_ROWS", rng.choice((1, 3, 2**20)))
         patch.setattr(row_checks, "GAP", rng.choice((0, 2**20)))
-        report = audit(store, shuffled, max_tokens=rng.choice((1, 60, 2**21)))
+        report = audit(store, shuffled_runner, max_tokens=rng.choice((1, 60, 2**21)))
     try:
         expected = plain_audit(store)
     except IndexError:  # of the model, which joins columns of different lengths
@@ -273,7 +273,7 @@ def test_the_audit_finds_random_faults_as_the_plain_audit_does(
     except ValueError:  # of the model, which reads a damaged file of columns whose lengths differ
         assert "arrays" in {f.check for f in report.findings}
         return
-    assert plain(report.findings) == plain(expected.findings)
+    assert finding_texts(report.findings) == finding_texts(expected.findings)
     for name in ("num_steps", "num_trajectories", "num_tokens", "max_staleness", "checks", "unchecked"):
         assert getattr(report, name) == getattr(expected, name), name
     if not faults:

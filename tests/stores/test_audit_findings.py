@@ -97,7 +97,7 @@ class Fault:
         return self.name
 
 
-def checked(fingerprint: str, refused: str = "") -> WeightCheck:
+def weight_check(fingerprint: str, refused: str = "") -> WeightCheck:
     """Return the weight check of a pull of version 1 by instance a."""
     return WeightCheck(
         instance=InstanceId("a"), version=PolicyVersion(1), fingerprint=fingerprint, weights=WeightReport(verified=1),
@@ -108,10 +108,10 @@ def checked(fingerprint: str, refused: str = "") -> WeightCheck:
 # -- a sound run -----------------------------------------------------------------------------------------------------
 
 
-def written(folder: Path, fault: Fault | None = None) -> None:
+def write_run(folder: Path, fault: Fault | None = None) -> None:
     """Store a run of three steps with a fault: each step consumes a group of two and drops another."""
     if fault is None or (fault.rows, fault.record) == (same_rows, same_record):
-        shutil.copytree(sound_run(), folder)
+        shutil.copytree(valid_run(), folder)
     else:
         commit_all(folder, fault.rows, fault.record)
     if fault is not None and fault.edit is not None:
@@ -124,7 +124,7 @@ def written(folder: Path, fault: Fault | None = None) -> None:
 
 
 @functools.cache
-def sound_run() -> Path:
+def valid_run() -> Path:
     """The run without a fault, in a folder that is removed at exit."""
     made = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, made)
@@ -156,7 +156,7 @@ def commit_all(folder: Path, change_rows: Rows, change_record: Record) -> None:
         store.commit(change_record(record), rows)
 
 
-def found_in(folder: Path, *, history: bool = False) -> list[Finding]:
+def audit_findings(folder: Path, *, history: bool = False) -> list[Finding]:
     if history:
         return list(snapshot_audit.audit_history(folder))
     return list(audit.audit(VersionedStore.open(folder)).findings)
@@ -181,10 +181,10 @@ def audited(fault: Fault) -> Audited:
         return Finding(**values)
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        written(Path(folder) / "s", fault)
+        write_run(Path(folder) / "s", fault)
         for module in MODULES:
             patch.setattr(module, Finding.__name__, finding)
-        made.findings.extend(found_in(Path(folder) / "s", history=fault.history))
+        made.findings.extend(audit_findings(Path(folder) / "s", history=fault.history))
     return made
 
 
@@ -234,11 +234,11 @@ def sampled_under(number: int, version: int, instance: str = "") -> Rows:
     return change
 
 
-def lost(number: int) -> Rows:
+def lose_row(number: int) -> Rows:
     return lambda step, rows: [r for r in rows if r.trajectory.id != number]
 
 
-def at_token(array: str, row: int, token: Callable[[int], int], value: float) -> Edit:
+def set_token(array: str, row: int, token: Callable[[int], int], value: float) -> Edit:
     """Overwrite the value of a token. token: function of the prompt length."""
 
     def edit(root: Any) -> None:
@@ -248,7 +248,7 @@ def at_token(array: str, row: int, token: Callable[[int], int], value: float) ->
     return edit
 
 
-def shortened(array: str, count: int = 1) -> Edit:
+def shorten_array(array: str, count: int = 1) -> Edit:
     def edit(root: Any) -> None:
         held = root[array]
         held.resize((held.shape[0] - count, *held.shape[1:]))
@@ -256,12 +256,12 @@ def shortened(array: str, count: int = 1) -> Edit:
     return edit
 
 
-def shortened_tokens(root: Any) -> None:
+def shorten_tokens(root: Any) -> None:
     for name in ("ids", "logprobs", "versions", "mask"):
-        shortened(f"tokens/{name}", 2)(root)
+        shorten_array(f"tokens/{name}", 2)(root)
 
 
-def row_recorded_too_many(root: Any) -> None:
+def count_extra_row(root: Any) -> None:
     """The last record counts one row more than it stored."""
     table, text = np.asarray(root["commits"][:]), np.asarray(root["records"][:]).tobytes()
     at, size = table[-1, [COMMIT_AT["record_offset"], COMMIT_AT["record_bytes"]]].tolist()
@@ -273,12 +273,12 @@ def row_recorded_too_many(root: Any) -> None:
     root["records"][at:] = np.frombuffer(changed, np.uint8)
 
 
-def unreadable_record(root: Any) -> None:
+def corrupt_record(root: Any) -> None:
     at = int(root["commits"][-1, COMMIT_AT["record_offset"]])
     root["records"][at] = ord("x")
 
 
-def branch_after_itself(step: int, rows: list[EndedTrajectory]) -> list[EndedTrajectory]:
+def make_self_parent_branch(step: int, rows: list[EndedTrajectory]) -> list[EndedTrajectory]:
     """A context branch of trajectory 1 starts with a token whose parent is itself."""
 
     def change(t: Trajectory) -> Trajectory:
@@ -289,11 +289,11 @@ def branch_after_itself(step: int, rows: list[EndedTrajectory]) -> list[EndedTra
     return [replace(r, trajectory=change(r.trajectory)) if r.trajectory.id == 1 else r for r in rows]
 
 
-def stored_again(root: Any) -> None:
+def store_row_twice(root: Any) -> None:
     root["rows/trajectory"][0] = root["rows/trajectory"][4]
 
 
-def given_logprob(root: Any) -> None:
+def set_env_logprob(root: Any) -> None:
     """Set the logprob of an env token."""
     versions, mask = root["tokens/versions"][:], root["tokens/mask"][:]
     prompts = np.concatenate(
@@ -303,7 +303,7 @@ def given_logprob(root: Any) -> None:
     root["tokens/logprobs"][int(given[0])] = -0.5
 
 
-def damaged(folder: Path) -> None:
+def corrupt_largest_chunks(folder: Path) -> None:
     """Overwrite the second half of the four largest chunks: logprobs and two of ids."""
     for chunk in sorted((folder / "chunks").iterdir(), key=lambda path: -path.stat().st_size)[:4]:
         data = chunk.read_bytes()
@@ -340,54 +340,54 @@ FAULTS = (
     Fault(
         name="prompt_has_version", check="arrays", where="trajectory 0",
         message="1 tokens of the prompt have a version",
-        edit=at_token("versions", 0, lambda prompt: 0, 0),
+        edit=set_token("versions", 0, lambda prompt: 0, 0),
     ),
     Fault(
         name="given_has_logprob", check="arrays", where="trajectory 1",
-        message="1 tokens that were not sampled have a logprob", edit=given_logprob,
+        message="1 tokens that were not sampled have a logprob", edit=set_env_logprob,
     ),
     Fault(
         name="logprob_not_finite", check="arrays", where="trajectory 0",
         message="1 sampled tokens have a logprob that is not finite",
-        edit=at_token("logprobs", 0, lambda prompt: prompt, -np.inf), alone=False,
+        edit=set_token("logprobs", 0, lambda prompt: prompt, -np.inf), alone=False,
     ),
     Fault(
         name="masked_without_gradient", check="arrays", where="trajectory 1",
-        message="1 tokens have a loss mask, and carry no gradient", edit=at_token("mask", 1, lambda prompt: 0, 1),
+        message="1 tokens have a loss mask, and carry no gradient", edit=set_token("mask", 1, lambda prompt: 0, 1),
     ),
     Fault(
         name="gradient_without_mask", check="arrays", where="trajectory 1",
-        message="1 tokens that carry gradient have no loss mask", edit=at_token("mask", 1, lambda prompt: prompt, 0),
+        message="1 tokens that carry gradient have no loss mask", edit=set_token("mask", 1, lambda prompt: prompt, 0),
     ),
     Fault(
         name="segments_differ", check="arrays", where="store",
         message="trajectory 0: its segments do not match its token versions",
-        edit=at_token("versions", 0, lambda prompt: prompt, 1),
+        edit=set_token("versions", 0, lambda prompt: prompt, 1),
     ),
     Fault(
         name="damaged_chunk", check="arrays", where="tokens/(logprobs|ids)",
         message=r".*tokens/\w+, chunk \d, .*; it holds parts of 4 of 12 trajectories; the others can be read",
-        files=damaged,
+        files=corrupt_largest_chunks,
     ),
     Fault(
         name="branch_after_itself", check="arrays", where="store",
-        message=r"trajectory 1: its branch at token (\d+) goes on after token \1", rows=branch_after_itself,
+        message=r"trajectory 1: its branch at token (\d+) goes on after token \1", rows=make_self_parent_branch,
     ),
     Fault(
         name="unreadable_record", check="arrays", where="records", message="step records cannot be read: .*",
-        edit=unreadable_record, alone=False,
+        edit=corrupt_record, alone=False,
     ),
     Fault(
         name="column_too_short", check="arrays", where="rows/reward", message="11 rows, step records count 12",
-        edit=shortened("rows/reward"), alone=False,
+        edit=shorten_array("rows/reward"), alone=False,
     ),
     Fault(
         name="tokens_of_different_lengths", check="arrays", where="tokens",
-        message=r"arrays of different lengths \[\d+, \d+\]", edit=shortened("tokens/ids"), alone=False,
+        message=r"arrays of different lengths \[\d+, \d+\]", edit=shorten_array("tokens/ids"), alone=False,
     ),
     Fault(
         name="tokens_cut_off", check="arrays", where="tokens/ids", message=r"truncated: \d+ of \d+ tokens",
-        edit=shortened_tokens, alone=False,
+        edit=shorten_tokens, alone=False,
     ),
     # -- single consumption
     Fault(
@@ -409,12 +409,12 @@ FAULTS = (
     ),
     Fault(
         name="stored_twice", check="once", where="trajectory 4",
-        message="stored 2 times", edit=stored_again, alone=False,
+        message="stored 2 times", edit=store_row_twice, alone=False,
     ),
     # -- conservation
     Fault(
         name="lost", check="conservation", where="step 1",
-        message="1 trajectories are neither stored nor in flight, first 7", rows=lost(7), alone=False,
+        message="1 trajectories are neither stored nor in flight, first 7", rows=lose_row(7), alone=False,
     ),
     Fault(
         name="stored_and_in_flight", check="conservation", where="step 1",
@@ -438,7 +438,7 @@ FAULTS = (
     ),
     Fault(
         name="rows_not_accounted_for", check="conservation", where="rows",
-        message="12 rows, the step records account for 13", edit=row_recorded_too_many, alone=False,
+        message="12 rows, the step records account for 13", edit=count_extra_row, alone=False,
     ),
     Fault(
         name="work_in_flight_at_the_end", check="conservation", where="end",
@@ -454,19 +454,19 @@ FAULTS = (
     Fault(
         name="instance_refused", check="fingerprints", where="step 2",
         message="a was taken out of service at version 1: its logprobs differ",
-        record=of_record(2, lambda record: replace(record, weight_checks=(checked("w1", "its logprobs differ"),))),
+        record=of_record(2, lambda record: replace(record, weight_checks=(weight_check("w1", "its logprobs differ"),))),
     ),
     Fault(
         name="tokens_of_refused_instance", check="fingerprints", where="trajectory 4",
         message="2 tokens of a at version 1, at which it was taken out of service",
         rows=sampled_under(4, 1, instance="a"),
-        record=of_record(2, lambda record: replace(record, weight_checks=(checked("w1", "its logprobs differ"),))),
+        record=of_record(2, lambda record: replace(record, weight_checks=(weight_check("w1", "its logprobs differ"),))),
         alone=False,
     ),
     Fault(
         name="instance_with_other_weights", check="fingerprints", where="step 2",
         message="a was wrong and served on at version 1: it had w9, w1 was published; 1 parts verified.*",
-        record=of_record(2, lambda record: replace(record, weight_checks=(checked("w9"),))),
+        record=of_record(2, lambda record: replace(record, weight_checks=(weight_check("w9"),))),
     ),
 )  # fmt: skip
 
@@ -474,7 +474,7 @@ FAULTS = (
 # -- what only the full audit reads ----------------------------------------------------------------------------------
 
 
-def added_branch(folder: Path, kind: str) -> set[Path]:
+def add_branch(folder: Path, kind: str) -> set[Path]:
     """Add a branch with other logprobs; returns the files that only it uses."""
     before = set((folder / kind).iterdir())
     store = VersionedStore.open(folder)
@@ -484,22 +484,22 @@ def added_branch(folder: Path, kind: str) -> set[Path]:
     return set((folder / kind).iterdir()) - before
 
 
-def branch_added(folder: Path) -> None:
+def check_added_branch(folder: Path) -> None:
     """Its ancestors belong to the main branch, which is read once."""
-    added_branch(folder, "chunks")
+    add_branch(folder, "chunks")
 
 
-def branch_damaged(folder: Path) -> None:
-    for path in added_branch(folder, "chunks"):
+def corrupt_branch(folder: Path) -> None:
+    for path in add_branch(folder, "chunks"):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def branch_not_opened(folder: Path) -> None:
-    for path in added_branch(folder, "snapshots"):
+def make_branch_unreadable(folder: Path) -> None:
+    for path in add_branch(folder, "snapshots"):
         path.write_bytes(path.read_bytes()[:20])
 
 
-def without_earlier(folder: Path) -> None:
+def remove_oldest_snapshot(folder: Path) -> None:
     """Remove the oldest snapshot that is not empty."""
     repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(folder)))
     (_, _, earlier, *_) = repository.ancestry(branch="main")
@@ -507,28 +507,28 @@ def without_earlier(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:20])
 
 
-def changed_later(root: Any) -> None:
+def change_earlier_value(root: Any) -> None:
     """A value stored by step 0 is changed."""
     root["rows/reward"][0] = 77.0
 
 
 HISTORY = (
     Fault(
-        name="branch_damaged", check="history", where="branch other", message=".*", files=branch_damaged, history=True,
+        name="branch_damaged", check="history", where="branch other", message=".*", files=corrupt_branch, history=True,
         alone=False,
     ),
     Fault(
-        name="branch_not_opened", check="history", where="branch other", message=".*", files=branch_not_opened,
+        name="branch_not_opened", check="history", where="branch other", message=".*", files=make_branch_unreadable,
         history=True, alone=False,
     ),
     Fault(
         name="earlier_snapshot_unreadable", check="history", where="main, step .*|branch main",
-        message="cannot be read: .*", files=without_earlier, history=True, alone=False,
+        message="cannot be read: .*", files=remove_oldest_snapshot, history=True, alone=False,
     ),
     Fault(
         name="earlier_value_changed", check="history", where="main, .*",
-        message="rows/reward, chunk 0: it differs from what the newest snapshot has in its place", edit=changed_later,
-        files=branch_added, history=True,
+        message="rows/reward, chunk 0: it differs from what the newest snapshot has in its place",
+        edit=change_earlier_value, files=check_added_branch, history=True,
     ),
 )  # fmt: skip
 ALL = (*FAULTS, *HISTORY)
@@ -538,9 +538,9 @@ def test_a_valid_run_has_no_findings_and_reads_each_row_once(tmp_path: Path, mon
     monkeypatch.delattr(row_checks, "token_faults")
     monkeypatch.delattr(audit, "hash_batches")
     monkeypatch.delattr(StoreReader, "unpacked")
-    written(tmp_path / "s")
-    assert found_in(tmp_path / "s") == []
-    assert found_in(tmp_path / "s", history=True) == []
+    write_run(tmp_path / "s")
+    assert audit_findings(tmp_path / "s") == []
+    assert audit_findings(tmp_path / "s", history=True) == []
     consumed = VersionedStore.create(tmp_path / "consumed", HEADER)
     consumed.commit(sound_record(0), [ended(np.random.default_rng(0), i, 0) for i in range(2)])
     assert audit.audit(consumed).num_trajectories == 2, "its last row is of a batch"
@@ -554,8 +554,8 @@ def test_an_out_of_range_enum_number_is_a_finding(
     def edit(root: Any) -> None:
         root[f"rows/{name}"][2] = len(members) if number is None else number
 
-    written(tmp_path / "s", Fault(name="", check="", where="", message="", edit=edit))
-    assert found_in(tmp_path / "s")
+    write_run(tmp_path / "s", Fault(name="", check="", where="", message="", edit=edit))
+    assert audit_findings(tmp_path / "s")
 
 
 @pytest.mark.parametrize("fault", ALL, ids=str)
@@ -590,7 +590,7 @@ READS = (
 def test_a_bucket_failure_at_any_request_of_an_audit_is_not_a_finding(
     check: Callable[[StoreReader], Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written(tmp_path / "s", next((fault for fault in FAULTS if fault.name == name), None))
+    write_run(tmp_path / "s", next((fault for fault in FAULTS if fault.name == name), None))
     store, fails_at, request = VersionedStore.open(tmp_path / "s"), 0, 0
 
     def failing(read: Callable[..., Any]) -> Callable[..., Any]:

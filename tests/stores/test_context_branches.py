@@ -12,7 +12,7 @@ from staleflow.stores.context_branches import ContextBranch, longest_shared_pref
 
 
 @dataclass
-class Naive:
+class NaiveConversation:
     """A conversation. contexts: for each token, the positions of all tokens before it."""
 
     prompt: int
@@ -33,8 +33,8 @@ class Naive:
 
 
 @st.composite
-def conversations(draw: st.DrawFn) -> Naive:
-    result = Naive(prompt=draw(st.integers(1, 4)))
+def conversations(draw: st.DrawFn) -> NaiveConversation:
+    result = NaiveConversation(prompt=draw(st.integers(1, 4)))
     for _ in range(result.prompt):
         result.add(False)
     for turn in range(draw(st.integers(1, 6))):
@@ -49,7 +49,7 @@ def conversations(draw: st.DrawFn) -> Naive:
 
 
 @given(conversations())
-def test_the_context_of_a_branch_is_that_of_its_parent_token(found: Naive) -> None:
+def test_the_context_of_a_branch_is_that_of_its_parent_token(found: NaiveConversation) -> None:
     for place, context in enumerate(found.contexts):
         before = [branch for branch in found.branches if branch.at <= place]
         assert places(before, place).tolist() == context
@@ -57,7 +57,7 @@ def test_the_context_of_a_branch_is_that_of_its_parent_token(found: Naive) -> No
 
 
 @given(conversations())
-def test_each_sampled_token_is_trained_once_with_its_context(found: Naive) -> None:
+def test_each_sampled_token_is_trained_once_with_its_context(found: NaiveConversation) -> None:
     trained = np.asarray(found.sampled)
     seen: list[int] = []
     parts = training_sequences(found.branches, trained)
@@ -74,7 +74,7 @@ def test_each_sampled_token_is_trained_once_with_its_context(found: Naive) -> No
 
 
 @given(conversations(), st.data())
-def test_a_branch_starts_where_its_ids_differ_from_every_context(found: Naive, data: st.DataObject) -> None:
+def test_a_branch_starts_where_its_ids_differ_from_every_context(found: NaiveConversation, data: st.DataObject) -> None:
     ids = np.asarray(data.draw(st.lists(st.integers(0, 1), min_size=len(found.contexts), max_size=len(found.contexts))))
     wanted = np.asarray(data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=8)))
     count, after = longest_shared_prefix(found.branches, ids, wanted)

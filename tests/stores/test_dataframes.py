@@ -12,11 +12,11 @@ from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import dataframes
 from staleflow.stores.trajectories.columns import shown_columns
 from staleflow.stores.trajectories.versioned import VersionedStore
-from tests.stores.test_stores import sound_store
+from tests.stores.test_stores import valid_store
 
 
 def test_a_dataframe_has_every_trajectory_with_its_tokens(tmp_path: Path) -> None:
-    store = sound_store(tmp_path / "s")
+    store = valid_store(tmp_path / "s")
     frame = store.to_dask(block_rows=5)
     assert frame.npartitions == 4
     read = frame.compute(scheduler="sync")
@@ -37,7 +37,7 @@ def test_a_dataframe_has_every_trajectory_with_its_tokens(tmp_path: Path) -> Non
 
 
 def test_a_dataset_locates_the_tokens_of_a_trajectory_by_offset(tmp_path: Path) -> None:
-    store = sound_store(tmp_path / "s")
+    store = valid_store(tmp_path / "s")
     data = store.to_xarray()
     for row in store.ended():
         at = data.sel(trajectory=row.trajectory.id)
@@ -51,7 +51,7 @@ def test_a_dataset_locates_the_tokens_of_a_trajectory_by_offset(tmp_path: Path) 
 
 def test_the_token_axis_has_the_number_of_tokens(tmp_path: Path) -> None:
     """The tokens of a commit start at a chunk boundary; the gaps are not tokens."""
-    store = sound_store(tmp_path / "s")
+    store = valid_store(tmp_path / "s")
     data = store.to_xarray()
     rows = [row.trajectory for row in store.ended()]
     ids = np.concatenate([part for t in rows for part in (t.prompt_tokens, t.response_tokens)])
@@ -66,7 +66,7 @@ def test_the_token_axis_has_the_number_of_tokens(tmp_path: Path) -> None:
 
 
 def test_tables_have_every_column_in_its_type(tmp_path: Path) -> None:
-    store = sound_store(tmp_path / "s")
+    store = valid_store(tmp_path / "s")
     frame = dataframes.to_pandas(store.ended())
     columns = store.columns()
     assert list(columns) == [column.name for column in shown_columns()]
@@ -80,14 +80,14 @@ def test_tables_have_every_column_in_its_type(tmp_path: Path) -> None:
 
 
 def test_an_empty_store_is_an_empty_frame_and_at_step_limits_the_rows(tmp_path: Path) -> None:
-    store = sound_store(tmp_path / "s")
+    store = valid_store(tmp_path / "s")
     assert len(VersionedStore.open(store.path, at_step=1).to_dask().compute(scheduler="sync")) == 8
     empty = VersionedStore.create(tmp_path / "empty", store.header)
     assert len(empty.to_dask().compute(scheduler="sync")) == 0
 
 
 def test_without_xarray_the_error_names_the_extra_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = sound_store(tmp_path / "s")
+    store = valid_store(tmp_path / "s")
     monkeypatch.setitem(sys.modules, "xarray", None)
     with pytest.raises(ConfigError, match=r"pip install 'staleflow\[offline\]'"):
         store.to_xarray()

@@ -191,7 +191,7 @@ def test_audit_and_run_page_report_the_drop_bias(tmp_path: Path) -> None:
     assert page.ask("distribution", column="reward", where="reward > 0")["bias"] == told["lines"], "of the whole run"
 
 
-def kind(name: str, trajectories: int, **contrasts: Contrast) -> OutcomeStats:
+def drop_kind(name: str, trajectories: int, **contrasts: Contrast) -> OutcomeStats:
     return OutcomeStats(
         name=name, trajectories=trajectories, groups=9, response_tokens=5.0, prompt_tokens=5.0, reward=None, **contrasts
     )
@@ -200,14 +200,14 @@ def kind(name: str, trajectories: int, **contrasts: Contrast) -> OutcomeStats:
 def test_a_line_states_each_difference_and_its_direction() -> None:
     little, sure = Contrast(factor=0.25, p=0.0009), Contrast(factor=-1.5, p=0.001)
     lines = DropBias(
-        consumed=kind("consumed", 40),
+        consumed=drop_kind("consumed", 40),
         others=(
-            kind("higher", 10, reward_difference=little),
-            kind("lower", 10, reward_difference=sure, prompt_ratio=little),
-            kind("alike", 10),
-            kind(drop_bias.TRUNCATED, 3),
-            kind(drop_bias.TRUNCATED, 3, length_ratio=little, turns_ratio=sure),
-            kind(drop_bias.TRUNCATED, 4),
+            drop_kind("higher", 10, reward_difference=little),
+            drop_kind("lower", 10, reward_difference=sure, prompt_ratio=little),
+            drop_kind("alike", 10),
+            drop_kind(drop_bias.TRUNCATED, 3),
+            drop_kind(drop_bias.TRUNCATED, 3, length_ratio=little, turns_ratio=sure),
+            drop_kind(drop_bias.TRUNCATED, 4),
         ),
     ).lines
     cut = "trained on though cut off at rollout.max_new_tokens: "

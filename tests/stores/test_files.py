@@ -25,7 +25,7 @@ from staleflow.stores.weights.weight_folder import WeightFolder
 REMEDY = "free space"
 
 
-def fails(error: Exception) -> Callable[[Path], None]:
+def failing_writer(error: Exception) -> Callable[[Path], None]:
     """Return a writer that fails halfway."""
 
     def write(part: Path) -> None:
@@ -55,17 +55,17 @@ def test_a_failed_replacement_leaves_the_previous_content(tmp_path: Path, replac
         (path / "before").mkdir(parents=True)
     full = OSError(28, "No space left on device", "/somewhere/.a.part")
     with pytest.raises(StoreError) as said:
-        replace(path, fails(full), REMEDY)
+        replace(path, failing_writer(full), REMEDY)
     assert str(said.value) == f"{path}: cannot be written: No space left on device; free space"
     torch = RuntimeError("enforce fail at inline_container\nframe #0")
     with pytest.raises(StoreError, match="cannot be written: enforce fail at inline_container; free space"):
-        replace(path, fails(torch), REMEDY, failures=(RuntimeError,))
+        replace(path, failing_writer(torch), REMEDY, failures=(RuntimeError,))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
     with pytest.raises(KeyboardInterrupt):
         replace(path, lambda part: signal.raise_signal(signal.SIGINT), REMEDY)
     signal.signal(signal.SIGINT, before)
     with pytest.raises(RuntimeError, match="a fault of ours"):
-        replace(path, fails(RuntimeError("a fault of ours")), REMEDY)
+        replace(path, failing_writer(RuntimeError("a fault of ours")), REMEDY)
     assert os.listdir(tmp_path) == ["a"]
     assert path.read_text() == "before" if path.is_file() else os.listdir(path) == ["before"]
 
@@ -239,7 +239,7 @@ def test_a_folder_whose_writer_was_killed_between_two_renames_is_restored(tmp_pa
     assert done.returncode == -signal.SIGKILL
     assert path.exists() == (at != 1)
     with pytest.raises(StoreError):
-        replace_folder(path, fails(OSError(28, "No space left on device")), REMEDY)
+        replace_folder(path, failing_writer(OSError(28, "No space left on device")), REMEDY)
     assert os.listdir(tmp_path) == ["a"]
     assert os.listdir(path) == [kept]
 

@@ -164,7 +164,7 @@ def test_a_finished_response_stays_finished_and_a_reward_needs_its_token_count()
     ]
 
 
-def eventful() -> list[Entry]:
+def eventful_entries() -> list[Entry]:
     """Return entries of two groups consumed by steps 0 and 1, one retired, one partly sampled under versions 0 and
     1."""
     entries: list[Entry] = [drawn(g) for g in range(4)]
@@ -186,7 +186,7 @@ def eventful() -> list[Entry]:
 
 
 def test_a_resume_keeps_tokens_up_to_its_version() -> None:
-    state = flight(*eventful())
+    state = flight(*eventful_entries())
     assert state.live.keys() == {9, 10, 11}
     assert state.batches.keys() == {0, 1}
     assert [e.trajectory.id for e in state.discarded] == [6, 7, 8]
@@ -208,7 +208,7 @@ def test_a_resume_keeps_tokens_up_to_its_version() -> None:
 
 def test_a_late_delivery_of_the_undone_run_is_rejected() -> None:
     """Its entries precede the resume in the spool; later ones start where the resume truncated."""
-    state = flight(*eventful(), resumed(0))
+    state = flight(*eventful_entries(), resumed(0))
     assert state.apply(routed(9, 2))
     assert not state.apply(tokens(9, 2, 4, 2))
     assert state.apply(tokens(9, 2, 3, 2, at="b"))
@@ -217,13 +217,13 @@ def test_a_late_delivery_of_the_undone_run_is_rejected() -> None:
 
 def test_stored_groups_are_removed_and_unknown_groups_are_reported_lost() -> None:
     ledger = LedgerState(num_started=12, num_ended={}, live=((3, 6), (9, 12)), next_step=1, version=0)
-    state = flight(*eventful(), drawn(4))
+    state = flight(*eventful_entries(), drawn(4))
     state.remove_stored(ledger)
     assert state.live.keys() == {9, 10, 11, 12, 13, 14}
     assert state.batches.keys() == {1}
     assert state.discarded == []
     assert state.lost_trajectories(ledger) == {}
-    less = flight(*(e for e in eventful() if not isinstance(e, BatchTaken)), drawn(6))
+    less = flight(*(e for e in eventful_entries() if not isinstance(e, BatchTaken)), drawn(6))
     less.live.clear()
     less.remove_stored(ledger)
     assert less.lost_trajectories(ledger) == {
@@ -241,7 +241,9 @@ def test_stored_groups_are_removed_and_unknown_groups_are_reported_lost() -> Non
 
 def test_trajectories_have_the_dataset_row_of_their_prompt() -> None:
     prompt = np.arange(4, dtype=np.int32)
-    state = flight(GroupDrawn(group=GroupId(0), prompt_tokens=prompt, at_s=0.0, dataset_row=17), *eventful()[1:])
+    state = flight(
+        GroupDrawn(group=GroupId(0), prompt_tokens=prompt, at_s=0.0, dataset_row=17), *eventful_entries()[1:]
+    )
     state.apply(resumed(0, 1))
     assert {t.dataset_row for t in state.live.values() if t.group == 0} == {17}
     assert {t.dataset_row for t in state.live.values() if t.group != 0} <= {-1}
@@ -251,7 +253,7 @@ def test_trajectories_have_the_dataset_row_of_their_prompt() -> None:
 def test_missing_spool_entries_leave_a_valid_state(seed: int) -> None:
     """A spool that could not be written has gaps: the state has less and nothing wrong."""
     rng = random.Random(seed)
-    entries = [decode(encode(e)) for e in eventful() if rng.random() < 0.7]
+    entries = [decode(encode(e)) for e in eventful_entries() if rng.random() < 0.7]
     state = flight(*entries)
     ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
     for members in state.lost_trajectories(ledger).values():

@@ -60,7 +60,7 @@ def sampled(
     )
 
 
-def answer(first: int, count: int = 2, *, episode: int = 0) -> ObservationDelivered:
+def observation(first: int, count: int = 2, *, episode: int = 0) -> ObservationDelivered:
     tokens = np.asarray([1000 * episode + first + i for i in range(count)], np.int32)
     return ObservationDelivered(
         trajectory=ID, start=first, role="tool", tokens=tokens, seconds=0.5, at_s=4.0, attempt=episode
@@ -74,7 +74,7 @@ def restarted(tokens: int, route_number: int, attempt: int = 0) -> EpisodeRestar
 BEGIN = (drawn(0), routed(0, 1))
 
 
-def in_short(t: Trajectory) -> list[tuple[int, int]]:
+def span_summary(t: Trajectory) -> list[tuple[int, int]]:
     """Return (version, number of tokens) of each span."""
     return [(-1 if isinstance(s, EnvSpan) else s.version, len(s.tokens)) for s in t.spans]
 
@@ -82,14 +82,14 @@ def in_short(t: Trajectory) -> list[tuple[int, int]]:
 def test_an_observation_starts_the_next_turn() -> None:
     state = flight(*BEGIN, sampled(1, 0, [0, 0, 0]))
     assert state.group_summaries()[0].members[0].sampled
-    assert state.apply(answer(3))
-    assert not state.apply(answer(3))
+    assert state.apply(observation(3))
+    assert not state.apply(observation(3))
     (member, *_) = state.group_summaries()[0].members
     assert (member.tokens, member.sampled, member.version) == (5, False, 0)
     assert state.apply(sampled(1, 5, [1], FinishReason.UNFINISHED))
     assert state.apply(sampled(1, 6, [1, 0]))
     t = state.live[ID]
-    assert in_short(t) == [(0, 3), (-1, 2), (1, 2), (0, 1)]
+    assert span_summary(t) == [(0, 3), (-1, 2), (1, 2), (0, 1)]
     assert t.sampled.tolist() == [True] * 3 + [False] * 2 + [True] * 3
     assert t.versions.tolist() == [0, 0, 0, -1, -1, 1, 1, 0]
     assert [x.tolist() for x in t.turns] == [[0, 1, 2], [5, 6, 7]]
@@ -100,11 +100,11 @@ def test_an_observation_starts_the_next_turn() -> None:
 
 def test_an_empty_observation_starts_a_turn() -> None:
     state = flight(*BEGIN, sampled(1, 0, [0, 0]))
-    assert state.apply(answer(2, 0))
-    assert not state.apply(answer(2, 0))
+    assert state.apply(observation(2, 0))
+    assert not state.apply(observation(2, 0))
     assert state.apply(sampled(1, 2, [0]))
     t = state.live[ID]
-    assert in_short(t) == [(0, 2), (-1, 0), (0, 1)]
+    assert span_summary(t) == [(0, 2), (-1, 0), (0, 1)]
     assert [x.tolist() for x in t.turns] == [[0, 1], [2]]
     assert (t.num_given, t.has_env_steps, t.tool_s) == (0, True, 0.5)
 
@@ -112,11 +112,11 @@ def test_an_empty_observation_starts_a_turn() -> None:
 @pytest.mark.parametrize(
     "entries",
     [
-        (answer(0),),
-        (sampled(1, 0, [0, 0], FinishReason.UNFINISHED), answer(2)),
-        (sampled(1, 0, [0, 0]), answer(1)),
-        (sampled(1, 0, [0, 0]), answer(3)),
-        (sampled(1, 0, [0, 0]), reward(0, 2), answer(2)),
+        (observation(0),),
+        (sampled(1, 0, [0, 0], FinishReason.UNFINISHED), observation(2)),
+        (sampled(1, 0, [0, 0]), observation(1)),
+        (sampled(1, 0, [0, 0]), observation(3)),
+        (sampled(1, 0, [0, 0]), reward(0, 2), observation(2)),
         (sampled(1, 0, [0, 0]), sampled(1, 2, [0])),
         (sampled(1, 0, [0, 0]), sampled(1, 4, [0])),
         (sampled(1, 0, [0, 0]), reward(0, 2), restarted(2, 1)),
@@ -135,7 +135,7 @@ def test_out_of_order_entries_are_rejected(entries: tuple[Entry, ...]) -> None:
 
 
 def test_a_restarted_episode_has_only_its_prompt_and_rejects_old_deliveries() -> None:
-    state = flight(*BEGIN, sampled(1, 0, [0, 0]), answer(2))
+    state = flight(*BEGIN, sampled(1, 0, [0, 0]), observation(2))
     assert state.apply(restarted(4, 1))
     assert not state.apply(restarted(4, 1))
     assert not state.apply(sampled(1, 0, [0, 0, 0]))
@@ -154,7 +154,7 @@ def test_a_missing_restart_never_joins_two_attempts() -> None:
     first = (*BEGIN, sampled(1, 0, [0, 0, 0]))
     for later in (
         sampled(2, 3, [0], episode=1),
-        answer(3, episode=1),
+        observation(3, episode=1),
         replace(reward(0, 3), attempt=1),
         restarted(3, 2, attempt=1),
     ):
@@ -166,7 +166,7 @@ def test_a_missing_restart_never_joins_two_attempts() -> None:
     state = flight(*first, replace(reward(0, 3), attempt=0), sampled(2, 0, [1, 1], episode=1))
     t = state.live[ID]
     assert (t.response_tokens.tolist(), t.reward, ID in state.scored) == ([1000, 1001], 0.0, False)
-    assert not state.apply(answer(2)), "it is of the attempt before"
+    assert not state.apply(observation(2)), "it is of the attempt before"
 
 
 @pytest.mark.parametrize(
@@ -178,18 +178,18 @@ def test_a_missing_restart_never_joins_two_attempts() -> None:
     ],
 )
 def test_a_resume_truncates_a_later_turn(version: int, kept: list[tuple[int, int]], finish: FinishReason) -> None:
-    whole = (sampled(1, 0, [0, 0]), answer(2), sampled(1, 4, [1, 1, 2, 0]))
+    whole = (sampled(1, 0, [0, 0]), observation(2), sampled(1, 4, [1, 1, 2, 0]))
     state = flight(*BEGIN, *whole, reward(0, 8), resumed(version))
     t = state.live[ID]
-    assert in_short(t) == kept
+    assert span_summary(t) == kept
     assert t.finish is finish
     assert (ID in state.scored) == (version == 2)
     assert t.response_tokens.tolist() == list(range(sum(count for _, count in kept)))
 
 
 def test_a_resume_drops_an_observation_with_its_turn() -> None:
-    state = flight(*BEGIN, sampled(1, 0, [0, 2]), answer(2), sampled(1, 4, [0]), resumed(1))
-    assert in_short(state.live[ID]) == [(0, 1)]
+    state = flight(*BEGIN, sampled(1, 0, [0, 2]), observation(2), sampled(1, 4, [0]), resumed(1))
+    assert span_summary(state.live[ID]) == [(0, 1)]
     assert state.live[ID].finish is FinishReason.UNFINISHED
 
 
@@ -212,7 +212,7 @@ class Episode:
                 continue
             if ended:
                 count, ended = rng.randint(0, 3), False
-                entry = answer(len(truth), count, episode=episode)
+                entry = observation(len(truth), count, episode=episode)
             else:
                 count, ended = rng.randint(1, 4), rng.random() < 0.5
                 finish = FinishReason.STOP if ended else FinishReason.UNFINISHED

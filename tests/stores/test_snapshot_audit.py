@@ -40,7 +40,7 @@ def flip(path: Path) -> bytes:
     return before
 
 
-def found(store: VersionedStore) -> list[Finding]:
+def history_findings(store: VersionedStore) -> list[Finding]:
     return list(snapshot_audit.audit_history(store.path))
 
 
@@ -51,7 +51,7 @@ def test_a_valid_store_has_no_findings(store: VersionedStore) -> None:
     derived_branches.derive(store, store.path, "other", new, {})
     VersionedStore.rewind(store.path, 2)
     assert len(store.branches()) == 2
-    assert found(VersionedStore.open(store.path)) == []
+    assert history_findings(VersionedStore.open(store.path)) == []
 
 
 def test_a_flipped_bit_in_an_earlier_snapshot_is_found(store: VersionedStore) -> None:
@@ -60,7 +60,7 @@ def test_a_flipped_bit_in_an_earlier_snapshot_is_found(store: VersionedStore) ->
     sound = audit(store).findings
     for path in sorted((store.path / "chunks").iterdir(), key=lambda path: path.stat().st_size):
         before = flip(path)
-        if findings := found(store):
+        if findings := history_findings(store):
             assert {finding.check for finding in findings} == {snapshot_audit.CHECK}
             assert all(finding.where.startswith("main, step ") for finding in findings)
             if audit(VersionedStore.open(store.path)).findings == sound:
@@ -83,7 +83,7 @@ def test_every_corrupt_chunk_is_found(tmp_path: Path) -> None:
         store.commit(replace(record(step), batch_fingerprint=batch), rows)
 
     def findings() -> list[Finding]:
-        return [*audit(VersionedStore.open(store.path)).findings, *found(store)]
+        return [*audit(VersionedStore.open(store.path)).findings, *history_findings(store)]
 
     sound = findings()
     named = set()
@@ -107,7 +107,7 @@ def test_a_broken_file_of_an_earlier_snapshot_is_a_finding(store: VersionedStore
         before = path.read_bytes()
         path.write_bytes(before[: len(before) // 2])
         try:
-            broken += bool(found(VersionedStore.open(store.path)))
+            broken += bool(history_findings(VersionedStore.open(store.path)))
         except StoreError:
             broken += 1  # of the newest snapshot: the store cannot be opened
         path.write_bytes(before)

@@ -20,8 +20,8 @@ from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import ContextBranch, EnvSpan, TrajectoryId
 from tests.stores.plain_audit import plain_audit
-from tests.stores.store_conformance import HEADER, ended, record, told
-from tests.stores.test_stores import edit, set_int, sound_store
+from tests.stores.store_conformance import HEADER, ended, record, span_fields
+from tests.stores.test_stores import edit, set_int, valid_store
 from tests.tasks.branching import branching_row
 
 MANY_TURNS = 7
@@ -54,24 +54,24 @@ def set_spans(root: Any, change: Callable[[list[list[Any]]], None]) -> None:
         at += count
 
 
-def call_it_given(spans: list[list[Any]]) -> None:
+def mark_as_env(spans: list[list[Any]]) -> None:
     spans[0] = ["tool", -1, spans[0][2], 0.0]
 
 
-def call_it_sampled(spans: list[list[Any]]) -> None:
+def mark_as_sampled(spans: list[list[Any]]) -> None:
     entry = next(i for i, span in enumerate(spans) if span[1] < 0)
     spans[entry] = ["rollout-0", spans[0][1], spans[entry][2]]
 
 
-def longer(spans: list[list[Any]]) -> None:
+def make_longer(spans: list[list[Any]]) -> None:
     next(span for span in spans if span[1] < 0)[3] += 1.0
 
 
-def without_seconds(spans: list[list[Any]]) -> None:
+def remove_seconds(spans: list[list[Any]]) -> None:
     next(span for span in spans if span[1] < 0).pop()
 
 
-def call_it_another_role(spans: list[list[Any]]) -> None:
+def change_role(spans: list[list[Any]]) -> None:
     next(span for span in spans if span[1] < 0)[0] = "t\u0000l"
 
 
@@ -98,15 +98,15 @@ SPAN_FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
         "its segments do not match its token versions",
     ),
     "a sampled span marked as given": (
-        lambda root: set_spans(root, call_it_given),
+        lambda root: set_spans(root, mark_as_env),
         "tokens that were not sampled have a logprob",
     ),
     "a given span marked as sampled": (
-        lambda root: set_spans(root, call_it_sampled),
+        lambda root: set_spans(root, mark_as_sampled),
         "tokens that carry gradient have no loss mask",
     ),
-    "another time": (lambda root: set_spans(root, longer), "its spans have 3 turns"),
-    "a given span without its time": (lambda root: set_spans(root, without_seconds), "its record is corrupt"),
+    "another time": (lambda root: set_spans(root, make_longer), "its spans have 3 turns"),
+    "a given span without its time": (lambda root: set_spans(root, remove_seconds), "its record is corrupt"),
     "other numbers of turns": (
         lambda root: root["rows/turns"].__setitem__(MANY_TURNS, 2),
         "given tokens, 1.75 s; stored are 2 turns",
@@ -121,7 +121,7 @@ SPAN_FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("fault", SPAN_FAULTS)
 def test_spans_that_contradict_the_arrays_are_found(tmp_path: Path, fault: str) -> None:
-    sound_store(tmp_path / "s")
+    valid_store(tmp_path / "s")
     change, what = SPAN_FAULTS[fault]
     edit(tmp_path / "s", change)
     store = VersionedStore.open(tmp_path / "s")
@@ -131,7 +131,7 @@ def test_spans_that_contradict_the_arrays_are_found(tmp_path: Path, fault: str) 
 
 
 def test_a_derived_branch_masks_tokens_by_its_loss_mask(tmp_path: Path) -> None:
-    store = sound_store(tmp_path / "s")
+    store = valid_store(tmp_path / "s")
     trained = np.arange(18) % 2 == 1
     zeros = np.zeros(18, np.float32)
     new = derived_branches.Rewards(rewards=zeros, advantages=zeros, loss_mask=trained, errors={})
@@ -154,7 +154,7 @@ def test_an_empty_observation_is_stored_as_a_turn(tmp_path: Path) -> None:
     columns = VersionedStore.open(tmp_path / "s").columns()
     assert [columns[name].tolist() for name in ("turns", "given_tokens", "tool_s")] == [[2], [0], [0.5]]
     (read,) = store.ended()
-    assert list(map(told, read.trajectory.spans)) == list(map(told, spans))
+    assert list(map(span_fields, read.trajectory.spans)) == list(map(span_fields, spans))
     assert plain_audit(store).findings == audit(store).findings
     edit(tmp_path / "s", lambda root: root.__delitem__("rows/turns"))
     findings = audit(damaged := VersionedStore.open(tmp_path / "s")).findings
@@ -165,8 +165,8 @@ def test_an_empty_observation_is_stored_as_a_turn(tmp_path: Path) -> None:
 
 
 def test_an_unknown_role_is_accepted(tmp_path: Path) -> None:
-    sound_store(tmp_path / "s")
-    edit(tmp_path / "s", lambda root: set_spans(root, call_it_another_role))
+    valid_store(tmp_path / "s")
+    edit(tmp_path / "s", lambda root: set_spans(root, change_role))
     store = VersionedStore.open(tmp_path / "s")
     assert audit(store).clean
     row = store.get(TrajectoryId(MANY_TURNS))
@@ -235,7 +235,7 @@ def test_branches_are_stored_and_part_of_the_batch_fingerprint(tmp_path: Path) -
     (-2, "its record is corrupt"),
 ])  # fmt: skip
 def test_a_branch_with_a_wrong_parent_is_found(tmp_path: Path, after: int, what: str) -> None:
-    sound_store(tmp_path / "s")
+    valid_store(tmp_path / "s")
     edit(tmp_path / "s", lambda root: set_after(root, after))
     store = VersionedStore.open(tmp_path / "s")
     findings = audit(store).findings
@@ -250,7 +250,7 @@ def test_branch_positions_are_computed_from_the_spans() -> None:
 
 
 def test_batch_hashes_of_a_range_match_the_recorded_ones(tmp_path: Path) -> None:
-    store = sound_store(tmp_path / "store")
+    store = valid_store(tmp_path / "store")
     recorded = {r.step: r.batch_fingerprint for r in store.steps() if r.batch_fingerprint}
     everything = RowRange(start=0, stop=store.summary().num_rows, steps=frozenset(recorded), max_tokens=1000)
     assert recorded
@@ -260,7 +260,7 @@ def test_batch_hashes_of_a_range_match_the_recorded_ones(tmp_path: Path) -> None
 @pytest.mark.parametrize("max_tokens", [1, 1000])
 def test_tokens_of_a_refused_instance_are_found_up_to_the_accepted_row(tmp_path: Path, max_tokens: int) -> None:
     """Row numbers count from the beginning of the store for any block size."""
-    store = sound_store(tmp_path / "store")
+    store = valid_store(tmp_path / "store")
     instances = {segment.instance for row in store.ended() for segment in row.trajectory.segments}
     refused = tuple(Refusal(instance=instance, version=2, accepted_from=11) for instance in instances)
     rows = RowRange(start=2, stop=16, steps=frozenset(), max_tokens=max_tokens, refused=refused)

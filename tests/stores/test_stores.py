@@ -200,14 +200,14 @@ class TestVersionedStore(TrajectoryStoreTests):
             VersionedStore.create(folder, HEADER)
 
 
-def sound_store(folder: Path, num_steps: int = 4) -> VersionedStore:
+def valid_store(folder: Path, num_steps: int = 4) -> VersionedStore:
     """Return a store as a run without faults writes it."""
-    shutil.copytree(_sound_store(num_steps), folder)
+    shutil.copytree(_valid_store(num_steps), folder)
     return VersionedStore.open(folder)
 
 
 @functools.cache
-def _sound_store(num_steps: int) -> Path:
+def _valid_store(num_steps: int) -> Path:
     """The store that others are copied from, in a folder that is removed at exit."""
     made = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, made)
@@ -258,7 +258,7 @@ def set_int(root: Any, row: int, column: str, value: int) -> None:
     root[f"rows/{column}"][row] = value
 
 
-def lose_a_row(root: Any) -> None:
+def lose_row(root: Any) -> None:
     for column in COLUMNS:
         array = root[column.array]
         kept = np.delete(np.asarray(array[:]), 5, axis=0)
@@ -271,7 +271,7 @@ def truncate(root: Any) -> None:
     array.resize((array.shape[0] - 20,))
 
 
-def repeat_a_row(root: Any) -> None:
+def repeat_row(root: Any) -> None:
     for column in COLUMNS:
         if column.name not in ("reward", "advantage"):
             root[column.array][6] = root[column.array][2]
@@ -284,37 +284,37 @@ def forge(root: Any) -> None:
     root["records"][:] = np.frombuffer(forged, np.uint8)
 
 
-def change_a_logprob(root: Any, value: float = -9.0) -> None:
+def change_logprob(root: Any, value: float = -9.0) -> None:
     offset, prompt = int(root["rows/offset"][5]), int(root["rows/prompt_tokens"][5])
     root["tokens/logprobs"][offset + prompt] = value
 
 
 FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "version out of bound": (lambda root: set_int(root, 9, "v_traj", 0), "bound"),
-    "row consumed twice": (repeat_a_row, "once"),
-    "row lost": (lose_a_row, "conservation"),
+    "row consumed twice": (repeat_row, "once"),
+    "row lost": (lose_row, "conservation"),
     "truncated array": (truncate, "arrays"),
     "wrong weight fingerprint": (forge, "fingerprints"),
-    "changed logprob": (change_a_logprob, "fingerprints"),
+    "changed logprob": (change_logprob, "fingerprints"),
     "consumed by another step": (lambda root: set_int(root, 4, "step", 2), "once"),
 }
 
 
 def test_a_valid_store_passes_the_audit(tmp_path: Path) -> None:
-    result = audit(sound_store(tmp_path / "s"))
+    result = audit(valid_store(tmp_path / "s"))
     assert result.findings == ()
     assert (result.num_steps, result.num_trajectories, result.max_staleness) == (4, 18, 1)
 
 
 def test_the_audit_counts_tokens_without_chunk_padding(tmp_path: Path) -> None:
-    store = sound_store(tmp_path / "s")
+    store = valid_store(tmp_path / "s")
     rows = list(store.ended())
     assert audit(store).num_tokens == sum(len(r.trajectory.prompt_tokens) + r.trajectory.num_tokens for r in rows)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(tmp_path: Path, fault: str) -> None:
-    sound_store(tmp_path / "s")
+    valid_store(tmp_path / "s")
     shutil.copytree(tmp_path / "s", tmp_path / "copy")
     change, check = FAULTS[fault]
     edit(tmp_path / "copy", change)
@@ -335,7 +335,7 @@ def corrupt_tokens(store: VersionedStore) -> None:
 
 
 def test_a_corrupt_chunk_is_named(tmp_path: Path) -> None:
-    store = sound_store(tmp_path / "s")
+    store = valid_store(tmp_path / "s")
     damaged = VersionedStore.open(tmp_path / "s")
     corrupt_tokens(damaged)
     (chunk,) = damaged.damage()
@@ -362,7 +362,7 @@ def test_a_corrupt_chunk_is_named(tmp_path: Path) -> None:
 
 def test_a_flipped_bit_in_text_gives_a_one_line_error(tmp_path: Path) -> None:
     """In the text of a row and in the record of a step."""
-    store = sound_store(tmp_path / "s")
+    store = valid_store(tmp_path / "s")
     offset = int(store.table()["text_offset"][5])
 
     def flip(name: str, at: int) -> Callable[[Any], Any]:

@@ -25,7 +25,7 @@ KINDS = [getattr(torch, name) for name in weight_file.TYPES]
 SHAPES = st.lists(st.integers(0, 5), max_size=3)
 
 
-def filled(shape: list[int], kind: torch.dtype, seed: int) -> torch.Tensor:
+def filled_tensor(shape: list[int], kind: torch.dtype, seed: int) -> torch.Tensor:
     numbers = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed))
     return numbers.to(kind)
 
@@ -36,7 +36,7 @@ def test_written_tensors_are_read_back_with_their_fingerprint(
     tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[list[int], torch.dtype]], piece: int
 ) -> None:
     path = tmp_path_factory.mktemp("weights") / "file"
-    tensors = {f"layer.{i}": filled(shape, kind, i) for i, (shape, kind) in enumerate(kinds)}
+    tensors = {f"layer.{i}": filled_tensor(shape, kind, i) for i, (shape, kind) in enumerate(kinds)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_hash, "PIECE_BYTES", piece)
         held = weight_file.write(path, tensors)

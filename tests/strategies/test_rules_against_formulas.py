@@ -45,7 +45,7 @@ def step_s(running: int, kv_tokens: float) -> float:
 # -- migration and affinity ------------------------------------------------------------------------------------------
 
 
-def allowed(
+def allowed_moves(
     source: InstanceLoad, target: InstanceLoad, movable: list[MovableTrajectory], gain: float, limit: int
 ) -> list[int]:
     """Return the moves of LargestGain as its docstring defines them."""
@@ -78,7 +78,7 @@ def test_migration_moves_by_gain_in_order_of_urgency(
     movable = [MovableTrajectory(kv_tokens=kv, remaining_tokens=float(left), deadline=due) for kv, left, due in work]
     rule = LargestGain(COST, gain)
     moves = rule.choose_moves(running, target, movable, limit)
-    assert moves == allowed(running, target, movable, gain, limit)
+    assert moves == allowed_moves(running, target, movable, gain, limit)
     here_s, there_s = step_s(running.running, running.kv_tokens), step_s(target.running + 1, target.kv_tokens)
     assert rule.may_gain(running, target) is (there_s < (1 - gain) * here_s)
     assert rule.may_gain(running, target) or not moves, "what is not worthwhile moves nothing"
@@ -167,7 +167,7 @@ def test_a_gain_equal_to_mu_is_enough() -> None:
 # -- admission -------------------------------------------------------------------------------------------------------
 
 
-def in_play(rule: Admission, groups: int, *, trained: int, published: bool) -> StalenessLedger:
+def ledger_in_flight(rule: Admission, groups: int, *, trained: int, published: bool) -> StalenessLedger:
     """Return a ledger with groups in flight, every other one finished, after this many trained steps, the last one
     published or not. Batches of 4 and a bound of 99 leave enough entries."""
     ledger = StalenessLedger(eta=99, groups_per_step=4, group_size=1)
@@ -214,7 +214,7 @@ def test_an_admission_rule_starts_groups_up_to_its_limit(
 ) -> None:
     cap = between if published else during
     for groups in range(14):
-        ledger = in_play(rule, groups, trained=3, published=published)
+        ledger = ledger_in_flight(rule, groups, trained=3, published=published)
         assert rule.num_reservable(ledger) == max(0, cap - groups)
         assert (rule.refusal(ledger, ledger.version) is None) is (groups < cap)
 
@@ -239,7 +239,7 @@ def test_no_rule_starts_more_groups_than_can_be_reserved(rule: Admission) -> Non
 
 
 def test_a_synchronous_group_starts_from_the_version_of_its_step_only() -> None:
-    ledger = in_play(Synchronous(), 0, trained=2, published=True)
+    ledger = ledger_in_flight(Synchronous(), 0, trained=2, published=True)
     assert Synchronous().refusal(ledger, PolicyVersion(2)) is None
     reason = Synchronous().refusal(ledger, PolicyVersion(1))
     assert reason == "synchronous: version 1 is not the one that step 2 starts from"

@@ -25,7 +25,7 @@ from staleflow.stores.errors import ConfigError
 TASKS = 20
 
 
-def drawn(
+def draw_tasks(
     sampler: Sampler, count: int, reward: Callable[[int], float | None], state: State | None = None
 ) -> tuple[list[int], State]:
     """Return tasks drawn one at a time, each with a group that ends before the next draw, and the sampler state."""
@@ -49,19 +49,19 @@ ALL = [
 
 @pytest.mark.parametrize("sampler", ALL, ids=lambda s: s.name)
 def test_a_choice_depends_on_seed_number_and_state_only(sampler: Sampler) -> None:
-    tasks, state = drawn(sampler, 50, lambda task: task / TASKS)
+    tasks, state = draw_tasks(sampler, 50, lambda task: task / TASKS)
     before = {name: list(numbers) for name, numbers in state.items()}
     draw = Draw(number=50, seed=1, in_flight={3, 4})
     assert sampler.choose(draw, state) == sampler.choose(draw, state)
     assert state == before, "choosing changed the state"
-    assert drawn(sampler, 50, lambda task: task / TASKS) == (tasks, state)
+    assert draw_tasks(sampler, 50, lambda task: task / TASKS) == (tasks, state)
 
 
 @pytest.mark.parametrize("sampler", ALL[1:], ids=lambda s: s.name)
 @pytest.mark.parametrize("reward", [0.0, 0.5, 1.0, None])
 def test_no_set_of_tasks_is_drained(sampler: Sampler, reward: float | None) -> None:
     """For any rewards no task is excluded; a curriculum draws all tasks of its stage."""
-    tasks, _ = drawn(sampler, 1000, lambda task: reward)
+    tasks, _ = draw_tasks(sampler, 1000, lambda task: reward)
     expected = range(TASKS // 4) if isinstance(sampler, Curriculum) and reward != 1.0 else range(TASKS)
     assert set(tasks) == set(expected)
 
@@ -69,12 +69,12 @@ def test_no_set_of_tasks_is_drained(sampler: Sampler, reward: float | None) -> N
 @pytest.mark.parametrize("sampler", ALL[1:], ids=lambda s: s.name)
 def test_a_task_that_always_fails_does_not_become_the_only_one(sampler: Sampler) -> None:
     """It is no longer new after its first group, although no reward was ever computed."""
-    tasks, _ = drawn(sampler, 1000, lambda task: None if task == 0 else 0.5)
+    tasks, _ = draw_tasks(sampler, 1000, lambda task: None if task == 0 else 0.5)
     assert 0 < tasks.count(0) < 1000 * 0.3
 
 
 def test_uniform_draws_each_task_once_per_epoch() -> None:
-    tasks, _ = drawn(Uniform(tasks=TASKS), 3 * TASKS, lambda task: 0.0)
+    tasks, _ = draw_tasks(Uniform(tasks=TASKS), 3 * TASKS, lambda task: 0.0)
     epochs = [tasks[i * TASKS : (i + 1) * TASKS] for i in range(3)]
     assert all(sorted(epoch) == list(range(TASKS)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
@@ -82,12 +82,12 @@ def test_uniform_draws_each_task_once_per_epoch() -> None:
 
 def test_difficulty_window_prefers_tasks_within_it_and_readmits_tasks() -> None:
     sampler = DifficultyWindow(tasks=TASKS, outside=0.1)
-    tasks, state = drawn(sampler, 2000, lambda task: 0.5 if task < 5 else 1.0)
+    tasks, state = draw_tasks(sampler, 2000, lambda task: 0.5 if task < 5 else 1.0)
     late = Counter(tasks[500:])
     inside = sum(late[task] for task in range(5)) / 1500
     assert inside == pytest.approx(5 / (5 + 15 * 0.1), abs=0.05)
     # Mastered tasks are found again once they are difficult again.
-    tasks, _ = drawn(sampler, 2000, lambda task: 0.5, state)
+    tasks, _ = draw_tasks(sampler, 2000, lambda task: 0.5, state)
     assert Counter(tasks[1000:])[12] == pytest.approx(50, abs=25)
 
 
@@ -120,14 +120,14 @@ def test_difficulty_window_averages_the_rewards_of_each_task() -> None:
 
 def test_curriculum_advances_when_a_stage_is_learned_or_has_its_groups() -> None:
     sampler = Curriculum(tasks=TASKS, stages=4, reward=0.7, groups=10, review=0.2)
-    _, state = drawn(sampler, 9, lambda task: 1.0)
+    _, state = draw_tasks(sampler, 9, lambda task: 1.0)
     assert state["stage"] == [0]
-    tasks, state = drawn(sampler, 200, lambda task: 1.0 if task < 10 else 0.5)
+    tasks, state = draw_tasks(sampler, 200, lambda task: 1.0 if task < 10 else 0.5)
     assert state["stage"] == [2]
     assert tasks[:10] != tasks[10:20]
     assert max(tasks) == 14
     assert sum(task < 10 for task in tasks[100:]) == pytest.approx(20, abs=12)
-    _, state = drawn(Curriculum(tasks=TASKS, stages=4, most_groups=50), 120, lambda task: 0.0)
+    _, state = draw_tasks(Curriculum(tasks=TASKS, stages=4, most_groups=50), 120, lambda task: 0.0)
     assert state["stage"] == [2]
 
 
@@ -138,7 +138,7 @@ def test_a_task_at_an_edge_of_the_window_is_inside() -> None:
 
 
 def test_a_curriculum_stage_ends_at_just_the_mean_reward_that_is_set() -> None:
-    _, state = drawn(Curriculum(tasks=TASKS, stages=4, reward=0.75, groups=4), 4, lambda task: 0.75)
+    _, state = draw_tasks(Curriculum(tasks=TASKS, stages=4, reward=0.75, groups=4), 4, lambda task: 0.75)
     assert state["stage"] == [1]
 
 
@@ -163,7 +163,7 @@ def test_a_user_sampler_has_its_knobs_and_its_errors_name_it(tmp_path: Path) -> 
         "        state.setdefault('seen', []).append(task)\n"
     )
     name = f"{tmp_path}/mine.py:Every"
-    tasks, state = drawn(SAMPLERS.make(UserSampler(name=name, knobs={"stride": 3})), 3, lambda task: 1.0)
+    tasks, state = draw_tasks(SAMPLERS.make(UserSampler(name=name, knobs={"stride": 3})), 3, lambda task: 1.0)
     assert tasks == state["seen"] == [0, 3, 6]
     wrong = SAMPLERS.make(UserSampler(name=name, knobs={"stride": 9}))
     with pytest.raises(ConfigError, match=r"mine.py:Every': choose returned -1; it must return the number of a task"):

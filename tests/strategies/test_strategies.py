@@ -175,7 +175,7 @@ def test_migration_moves_urgent_work_first_and_stops_without_gain() -> None:
     )
 
 
-def play(rule: Admission, *, eta: int, num_steps: int = 99) -> tuple[StalenessLedger, list[int]]:
+def started_groups(rule: Admission, *, eta: int, num_steps: int = 99) -> tuple[StalenessLedger, list[int]]:
     """Run three rounds: start groups, finish half of them, train if a batch is ready. Returns the groups started in
     each."""
     bound = num_steps if rule.late_work is LateWork.TRAIN else eta
@@ -219,7 +219,7 @@ def play(rule: Admission, *, eta: int, num_steps: int = 99) -> tuple[StalenessLe
     ],
 )
 def test_admission_rules_start_work_as_far_ahead_as_documented(rule: Admission, eta: int, started: list[int]) -> None:
-    assert play(rule, eta=eta)[1] == started
+    assert started_groups(rule, eta=eta)[1] == started
 
 
 def test_every_rule_of_a_job_keeps_the_bound() -> None:

@@ -26,7 +26,7 @@ in_browser = pytest.mark.skipif(bool(MISSING), reason=REASON)
 
 
 @contextlib.asynccontextmanager
-async def opened(**context: Any) -> AsyncIterator[Any]:
+async def open_page(**context: Any) -> AsyncIterator[Any]:
     """Open a page in a new browser. Raises AssertionError afterwards if the page logged an error or requested another
     host. context: arguments of Playwright's `new_context`, such as viewport and color_scheme."""
     from playwright.async_api import async_playwright

@@ -249,7 +249,7 @@ def settings(named: str, options: dict[str, Any] | None = None, **limits: Any) -
 
 
 @contextlib.asynccontextmanager
-async def hosted(made: EpisodeSettings) -> AsyncIterator[tuple[EpisodeHost, Task]]:
+async def host_episode(made: EpisodeSettings) -> AsyncIterator[tuple[EpisodeHost, Task]]:
     """An episode host and its first task."""
     episodes = EpisodeHost(made)
     try:
@@ -258,21 +258,21 @@ async def hosted(made: EpisodeSettings) -> AsyncIterator[tuple[EpisodeHost, Task
         await episodes.close()
 
 
-async def acted(episodes: EpisodeHost, of: Task, *turns: str, cut: bool = False, **key: Any) -> HostedStepResult:
+async def act(episodes: EpisodeHost, of: Task, *turns: str, cut: bool = False, **key: Any) -> HostedStepResult:
     return await episodes.step(EpisodeKey(**{"task": 0, **key}), of.record, turns, truncated=cut)
 
 
-async def played(episodes: EpisodeHost, of: Task, turns: Sequence[str], **key: Any) -> list[HostedStepResult]:
+async def play_episode(episodes: EpisodeHost, of: Task, turns: Sequence[str], **key: Any) -> list[HostedStepResult]:
     """Return the step results of these turns until the episode ends."""
     answers: list[HostedStepResult] = []
     for number in range(1, len(turns) + 1):
-        answers.append(await acted(episodes, of, *turns[:number], **key))
+        answers.append(await act(episodes, of, *turns[:number], **key))
         if answers[-1].ended:
             break
     return answers
 
 
-def said(answers: Sequence[HostedStepResult]) -> list[Any]:
+def step_summaries(answers: Sequence[HostedStepResult]) -> list[Any]:
     return [(a.messages, a.ended, a.reward, dict(a.parts), a.error) for a in answers]
 
 

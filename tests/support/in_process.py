@@ -84,7 +84,7 @@ class Process:
 
     def tasks(self) -> list[asyncio.Task[Any]]:
         """Return the tasks in it: methods, and tasks that its actors started."""
-        own = [task for task in asyncio.all_tasks() if _self(task) in self.actors]
+        own = [task for task in asyncio.all_tasks() if _task_object(task) in self.actors]
         return [*self.running, *sorted(own, key=asyncio.Task.get_name)]
 
     async def running_again(self) -> None:
@@ -317,7 +317,7 @@ class InProcessWorkers:
         return NOTHING
 
 
-def _self(task: asyncio.Task[Any]) -> Any:
+def _task_object(task: asyncio.Task[Any]) -> Any:
     """Return the object whose method a task runs."""
     frame = getattr(task.get_coro(), "cr_frame", None)
     return None if frame is None else frame.f_locals.get("self")

@@ -19,7 +19,7 @@ WorkTotals = Callable[..., Any]
 """work(rank, *arguments), of a module; what it returns is sent back."""
 
 
-def in_group(count: int, work: WorkTotals, *arguments: Any) -> list[Any]:
+def run_ranks(count: int, work: WorkTotals, *arguments: Any) -> list[Any]:
     """Call `work` in this many processes, each with its rank; returns the results in order."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = Rank(count=count, host="127.0.0.1", port=store.port)

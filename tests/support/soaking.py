@@ -19,7 +19,7 @@ from tests.support import forking, planted
 on_second_host = machine.Machine.on_second_host
 
 
-class Answering:
+class ForkedProcess:
     """The asyncio process interface of a forked process."""
 
     def __init__(self, *command: str, **files: Any) -> None:
@@ -29,12 +29,12 @@ class Answering:
         return await asyncio.to_thread(self._process.communicate)
 
 
-async def answering(*command: str, **files: Any) -> Answering:
-    return Answering(*command, **files)
+async def answering(*command: str, **files: Any) -> ForkedProcess:
+    return ForkedProcess(*command, **files)
 
 
 @functools.cache
-def there(one: machine.Machine) -> int:
+def second_host(one: machine.Machine) -> int:
     """Start an idle process on the second host, whose namespaces others can enter."""
     process = subprocess.Popen(on_second_host(one, ["sleep", "infinity"]))
     atexit.register(process.kill)
@@ -44,8 +44,8 @@ def there(one: machine.Machine) -> int:
     return process.pid
 
 
-def go_there(one: machine.Machine, command: list[str]) -> list[str]:
-    return [*forking.ENTER, str(there(one)), *command]
+def enter_second_host(one: machine.Machine, command: list[str]) -> list[str]:
+    return [*forking.ENTER, str(second_host(one)), *command]
 
 
 if __name__ == "__main__":
@@ -54,5 +54,5 @@ if __name__ == "__main__":
     for module in (cluster, running):
         vars(module)["subprocess"] = forking.SUBPROCESS
     vars(counting)["asyncio"] = SimpleNamespace(**{**vars(asyncio), "create_subprocess_exec": answering})
-    setattr(machine.Machine, "on_second_host", go_there)  # noqa: B010  a method, which mypy lets nobody assign
+    setattr(machine.Machine, "on_second_host", enter_second_host)  # noqa: B010  a method, which mypy lets nobody assign
     soak.main()

@@ -31,7 +31,7 @@ def linear_layers(model: torch.nn.Module) -> list[AdapterLayer]:
     ]
 
 
-class Versions:
+class AdapterVersions:
     """Versions of a model that differ in randomly drawn adapters; version 0 is the base model."""
 
     def __init__(self, model: Path, folder: Path) -> None:
@@ -84,14 +84,16 @@ class AdapterEngineTests:
     """Suite for engines that serve SERVED versions of the adapters described by LORA. Token 1 ends a response."""
 
     @pytest.fixture
-    def versions(self, tiny_model: Path, tmp_path: Path) -> Versions:
-        return Versions(tiny_model, tmp_path / "published")
+    def versions(self, tiny_model: Path, tmp_path: Path) -> AdapterVersions:
+        return AdapterVersions(tiny_model, tmp_path / "published")
 
     @pytest.fixture
     def engine(self) -> Engine:
         raise NotImplementedError
 
-    def test_requests_finish_under_the_version_they_started_with(self, engine: Engine, versions: Versions) -> None:
+    def test_requests_finish_under_the_version_they_started_with(
+        self, engine: Engine, versions: AdapterVersions
+    ) -> None:
         """Load 20 new versions while requests of all served versions run; no context is prefilled again."""
         done: dict[int, SampledTokens] = {}
         requests: dict[int, tuple[Request, int]] = {}
@@ -116,7 +118,7 @@ class AdapterEngineTests:
         load = engine.load_statistics()
         assert load.prefilled_tokens + load.cached_tokens == sum(len(one.tokens) for one, _ in requests.values())
 
-    def test_versions_are_sampled_side_by_side(self, engine: Engine, versions: Versions) -> None:
+    def test_versions_are_sampled_side_by_side(self, engine: Engine, versions: AdapterVersions) -> None:
         """Requests of several versions share forward passes; the probe uses the newest version."""
         kinds = {}
         for version in range(SERVED):
@@ -134,7 +136,7 @@ class AdapterEngineTests:
         for number, (_, version) in kinds.items():
             versions.check(requests[number], done[number], version)
 
-    def test_a_later_turn_uses_the_version_of_the_first_turn(self, engine: Engine, versions: Versions) -> None:
+    def test_a_later_turn_uses_the_version_of_the_first_turn(self, engine: Engine, versions: AdapterVersions) -> None:
         """A version is loaded between the two turns; the second turn still uses the cached context."""
         versions.load(engine, 1)
         first = request(0, prompt=PROMPT, max_new_tokens=20, keep_kv=True)
@@ -158,7 +160,7 @@ class AdapterEngineTests:
         """Return a lower bound of the tokens cached from a turn."""
         return prompt + len(tokens_of(turn)) - 1
 
-    def test_an_unused_version_is_evicted(self, engine: Engine, versions: Versions) -> None:
+    def test_an_unused_version_is_evicted(self, engine: Engine, versions: AdapterVersions) -> None:
         """A version in use stays loaded. A request for an evicted version uses the oldest loaded one."""
         versions.load(engine, 1)
         long = request(0, prompt=PROMPT, max_new_tokens=90, greedy=True)
@@ -175,7 +177,7 @@ class AdapterEngineTests:
         engine.submit([late])
         versions.check(late, collect(engine, 1)[2], 3)
 
-    def test_reloading_a_served_version_changes_nothing(self, engine: Engine, versions: Versions) -> None:
+    def test_reloading_a_served_version_changes_nothing(self, engine: Engine, versions: AdapterVersions) -> None:
         """Also while a request runs under the version."""
         for version in range(1, SERVED + 1):
             versions.load(engine, version)
@@ -184,7 +186,9 @@ class AdapterEngineTests:
         versions.load(engine, SERVED)
         versions.check(one, collect(engine, 1)[0], SERVED)
 
-    def test_an_interrupted_request_continues_under_its_version(self, engine: Engine, versions: Versions) -> None:
+    def test_an_interrupted_request_continues_under_its_version(
+        self, engine: Engine, versions: AdapterVersions
+    ) -> None:
         versions.load(engine, 1)
         sample_until(engine, 3, [request(0, prompt=PROMPT, max_new_tokens=80, greedy=True)])
         versions.load(engine, 2)
@@ -201,7 +205,9 @@ class AdapterEngineTests:
         engine.submit([again])
         versions.check(again, collect(engine, 1)[0], 1)
 
-    def test_invalid_adapter_weights_are_rejected(self, engine: Engine, versions: Versions, tmp_path: Path) -> None:
+    def test_invalid_adapter_weights_are_rejected(
+        self, engine: Engine, versions: AdapterVersions, tmp_path: Path
+    ) -> None:
         versions.load(engine, 1)
         folder = WeightFolder(tmp_path / "others")
         right = versions.tensors(2)
@@ -220,7 +226,7 @@ class AdapterEngineTests:
         engine.submit([one])
         versions.check(one, collect(engine, 1)[0], 1)
 
-    def test_a_reset_engine_serves_the_base_model(self, engine: Engine, versions: Versions) -> None:
+    def test_a_reset_engine_serves_the_base_model(self, engine: Engine, versions: AdapterVersions) -> None:
         """Versions of another run may have the same numbers."""
         versions.load(engine, 1)
         engine.submit([request(0, prompt=PROMPT, keep_kv=True)])

@@ -84,7 +84,7 @@ def brake_of_transformers(brake: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TransformersEngine, "_run_calls", braked)
 
 
-def check_that_it_brakes(engine: Engine, requests: Sequence[Request], sampled: Callable[[], object]) -> None:
+def check_brake(engine: Engine, requests: Sequence[Request], sampled: Callable[[], object]) -> None:
     """Check that an engine under the brake makes no progress, however late the test looks. sampled: returns the
     progress."""
     before = sampled()

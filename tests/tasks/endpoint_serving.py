@@ -36,11 +36,11 @@ async def serving(**knobs: Any) -> AsyncIterator[tuple[EndpointServer, httpx.Asy
             await server.stop()
 
 
-def keyed(session: AgentSession) -> dict[str, str]:
+def auth_headers(session: AgentSession) -> dict[str, str]:
     return {"Authorization": f"Bearer {session.key}"}
 
 
-async def answered(session: AgentSession, *turns: SampledTurn) -> list[tuple[Message, ...]]:
+async def answer_turns(session: AgentSession, *turns: SampledTurn) -> list[tuple[Message, ...]]:
     """Answer the requests of a session with these turns in order; returns the messages of the requests."""
     messages = []
     for one in turns:
@@ -50,10 +50,10 @@ async def answered(session: AgentSession, *turns: SampledTurn) -> list[tuple[Mes
 
 
 async def chat(client: httpx.AsyncClient, session: AgentSession, messages: list[Any], **more: Any) -> httpx.Response:
-    return await client.post(CHAT, headers=keyed(session), json={"model": "m", "messages": messages, **more})
+    return await client.post(CHAT, headers=auth_headers(session), json={"model": "m", "messages": messages, **more})
 
 
-async def raw(server: EndpointServer, data: bytes, wait_s: float = 3.0) -> bytes:
+async def send_bytes(server: EndpointServer, data: bytes, wait_s: float = 3.0) -> bytes:
     """Send these bytes to the endpoint and return the reply."""
     host, port = server.base_url.removeprefix("http://").removesuffix("/v1").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))

@@ -23,7 +23,7 @@ MANY = 128
 """Requests that an engine is not done with before a test on a busy machine has looked at it."""
 
 
-def asked_beside(ask: Callable[[], None]) -> None:
+def call_in_thread(ask: Callable[[], None]) -> None:
     """Call `ask` in another thread and wait for it. Raises AssertionError if it does not return within 20 s."""
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
@@ -453,7 +453,7 @@ class SleepingEngineTests(EngineTests):
         engine.sleep()
 
 
-def check_that_lengths_are_obeyed(engine: Engine, more: int = 30) -> None:
+def check_draft_lengths(engine: Engine, more: int = 30) -> None:
     """Check that an engine controlled by the coordinator drafts nothing until a draft length is set, then at most 3
     tokens per draft, and nothing once the length is 0 or the engine is reset. more: the length set after 1."""
     sample_until(engine, 40, [request(0, max_new_tokens=3000)])
@@ -461,12 +461,12 @@ def check_that_lengths_are_obeyed(engine: Engine, more: int = 30) -> None:
     assert engine.drafting_trajectories() == ()
     BRAKE.off()
     engine.set_draft_length(1)
-    before = _drafted(engine, 40)
+    before = _load_after_drafts(engine, 40)
     assert engine.drafting_trajectories() in ((TrajectoryId(0),), ())  # of the emulated engine, none
     assert before.drafts > 0
     assert before.drafted_tokens == before.drafts
     engine.set_draft_length(more)
-    load = _drafted(engine, before.drafts + 40)
+    load = _load_after_drafts(engine, before.drafts + 40)
     longer = load.drafted_tokens - before.drafted_tokens
     assert load.drafts - before.drafts < longer <= 3 * (load.drafts - before.drafts) + 2
     engine.set_draft_length(0)
@@ -476,13 +476,13 @@ def check_that_lengths_are_obeyed(engine: Engine, more: int = 30) -> None:
     assert engine.load_statistics().drafts == off.drafts
     BRAKE.off()
     engine.set_draft_length(3)
-    _drafted(engine, off.drafts + 1)
+    _load_after_drafts(engine, off.drafts + 1)
     engine.reset(InstanceId("rollout-1"))
     sample_until(engine, 40, [request(2, max_new_tokens=3000)])
     assert engine.load_statistics().drafts == 0
 
 
-def _drafted(engine: Engine, least: int) -> EngineLoad:
+def _load_after_drafts(engine: Engine, least: int) -> EngineLoad:
     """Return the engine load once this many drafts have been verified."""
     deadline = time.monotonic() + PATIENCE_S
     while (load := engine.load_statistics()).drafts < least:

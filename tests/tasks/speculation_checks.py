@@ -26,7 +26,7 @@ FEW = 5.0
 """Expected counts below which tokens are counted together."""
 
 
-def sharpened(model: Path, to: Path, factor: float = 5.0) -> Path:
+def sharpen_model(model: Path, to: Path, factor: float = 5.0) -> Path:
     """Return a copy of a model whose distributions differ between contexts, so that some drafts are accepted and some
     are not."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -42,7 +42,7 @@ def sharpened(model: Path, to: Path, factor: float = 5.0) -> Path:
     return to
 
 
-class Exact:
+class ExactDistribution:
     """The exact distribution of the model after PROMPT and up to LENGTH - 1 tokens, by plain forward passes."""
 
     def __init__(self, model: Path, temperature: float) -> None:
@@ -84,7 +84,7 @@ def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float | None:
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-def least_p_value(exact: Exact, responses: list[tuple[int, ...]]) -> float:
+def least_p_value(exact: ExactDistribution, responses: list[tuple[int, ...]]) -> float:
     """Return the smallest p-value of all contexts times their number (Bonferroni)."""
     following: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     for response in responses:
@@ -100,7 +100,7 @@ def least_p_value(exact: Exact, responses: list[tuple[int, ...]]) -> float:
     return min(results) * len(results)
 
 
-def drafter_of(source: str, exact: Exact) -> type[Drafter]:
+def drafter_of(source: str, exact: ExactDistribution) -> type[Drafter]:
     """Return a drafter that always drafts. source: likely, absurd or random tokens, or tokens of other responses."""
 
     class Forced(Drafter):
@@ -122,7 +122,7 @@ def drafter_of(source: str, exact: Exact) -> type[Drafter]:
     return Forced
 
 
-def check_distribution(engine: Engine, exact: Exact, responses: int, at_once: int = 256) -> EngineLoad:
+def check_distribution(engine: Engine, exact: ExactDistribution, responses: int, at_once: int = 256) -> EngineLoad:
     """Sample responses and check that the tokens have the distribution and the logprobs of the model."""
     done: dict[int, SampledTokens] = {}
     for start in range(0, responses, at_once):
@@ -138,7 +138,7 @@ def check_distribution(engine: Engine, exact: Exact, responses: int, at_once: in
     return engine.load_statistics()
 
 
-def check_that_it_would_show(exact: Exact, responses: int = 1000) -> None:
+def check_wrong_acceptance_is_detected(exact: ExactDistribution, responses: int = 1000) -> None:
     """Check that these tests fail for a wrong acceptance rule: one that accepts every draft."""
     rng = np.random.default_rng(0)
 

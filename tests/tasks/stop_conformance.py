@@ -16,7 +16,7 @@ from tests.tasks.engine_conformance import collect, logprobs_of, request, sample
 PROMPT = (3, 10, 14, 7)
 
 
-def completed(texts: ChatTokenizer, tokens: Sequence[int], strings: Sequence[str]) -> int:
+def tokens_to_stop(texts: ChatTokenizer, tokens: Sequence[int], strings: Sequence[str]) -> int:
     """Return the number of tokens up to the one that completes a stop string; 0 if none does."""
     ends = (n for n in range(1, len(tokens) + 1) if find_stop(texts.text(tokens[:n]), strings))
     return next(ends, 0)
@@ -56,7 +56,7 @@ class StopTests:
         """For every position of the cut; tokens of the previous turn do not count."""
         texts, whole = load_chat_tokenizer(str(tiny_model)), greedy(engine)
         stop = StopCriteria((texts.text(whole[:5]),))
-        assert completed(texts, whole, stop.strings) == 5
+        assert tokens_to_stop(texts, whole, stop.strings) == 5
         for cut in (1, 3, 4):
             for in_turn in (cut, 0):
                 name = 10 * cut + in_turn
@@ -106,7 +106,7 @@ class StopTests:
 def check_end(texts: ChatTokenizer, ended: SampledTokens, strings: Sequence[str], most: int = 24) -> bool:
     """Check the finish reason of a turn; returns whether it ended by a stop string."""
     tokens = tokens_of(ended)
-    count = completed(texts, tokens, strings)
+    count = tokens_to_stop(texts, tokens, strings)
     assert count in (0, len(tokens))
     assert (ended.finish is FinishReason.STOP) == bool(count or tokens[-1] == 1)
     assert ended.finish is FinishReason.STOP or len(tokens) == most

@@ -61,7 +61,7 @@ def on_disk() -> type[TrajectoryServer]:
 
 
 @dataclass
-class Scene:
+class ServerScene:
     """A trajectory server with four trajectories in two groups."""
 
     made: type[TrajectoryServer]
@@ -69,7 +69,7 @@ class Scene:
     server: TrajectoryServer
 
     @classmethod
-    async def create(cls, made: type[TrajectoryServer], folder: Path) -> Scene:
+    async def create(cls, made: type[TrajectoryServer], folder: Path) -> ServerScene:
         config = Body(folder).config("rollout.max_new_tokens=100", *EVALUATED)
         settings = actor_settings.server_settings(config, folder / "store", 128)
         scene = cls(made, settings, made(settings, 0.0))
@@ -117,32 +117,32 @@ ENDING = Ending(trajectory=ZERO, group=GroupId(0), fate=Fate.ABORTED, reason=Abo
 SAID = ObservationItem(
     trajectory=ZERO, tokens=9, route_number=1, messages=(Message("tool", "3"),), seconds=0.5, replayed=()
 )  # fmt: skip
-Step = Callable[[Scene], Awaitable[Any]]
+Step = Callable[[ServerScene], Awaitable[Any]]
 
 
-async def nothing(scene: Scene) -> None:
+async def no_setup(scene: ServerScene) -> None:
     """Leave the server as created."""
 
 
-async def zero_sampled(scene: Scene) -> None:
+async def zero_sampled(scene: ServerScene) -> None:
     await scene.sample(ZERO)
 
 
-async def restarted(scene: Scene) -> None:
+async def restarted(scene: ServerScene) -> None:
     await scene.sample(ZERO)
     scene.restart()
 
 
-async def evaluated(scene: Scene) -> None:
+async def evaluated(scene: ServerScene) -> None:
     """Start sampling a response of an evaluation."""
     await scene.server.requests((route_item(group_of(0, 0, 1) * scene.settings.members_started),))
     assert len(scene.server._flight.live) == 5
 
 
 WRITES: dict[str, tuple[Step, Step]] = {
-    "draw": (nothing, lambda scene: scene.server.draw(2, 1)),
-    "requests": (nothing, lambda scene: scene.server.requests((route_item(ZERO),))),
-    "deliver": (nothing, lambda scene: scene.server.deliver([sampled(ZERO)])),
+    "draw": (no_setup, lambda scene: scene.server.draw(2, 1)),
+    "requests": (no_setup, lambda scene: scene.server.requests((route_item(ZERO),))),
+    "deliver": (no_setup, lambda scene: scene.server.deliver([sampled(ZERO)])),
     "add_observations": (zero_sampled, lambda scene: scene.server.add_observations([SAID])),
     "restart": (zero_sampled, lambda scene: scene.server.restart([(ZERO, 9, 1)])),
     "record_rewards": (
@@ -197,7 +197,7 @@ async def test_server_calls_return_only_after_their_changes_are_spooled(
     """The call does not return while the spool thread is blocked. A restarted server has the changes of every call that
     returned."""
     before, ask = WRITES[verb]
-    scene = await Scene.create(make(), tmp_path)
+    scene = await ServerScene.create(make(), tmp_path)
     await before(scene)
     server = scene.server
     opened, blocked = block_spool(server)
@@ -212,14 +212,14 @@ async def test_server_calls_return_only_after_their_changes_are_spooled(
 
 async def test_a_new_store_ignores_the_spool_of_another_store(tmp_path: Path) -> None:
     """The folder contains the spool of another store."""
-    scene = await Scene.create(in_memory(), tmp_path)
+    scene = await ServerScene.create(in_memory(), tmp_path)
     settings = replace(scene.settings, store=str(tmp_path / "another"))
     await scene.made(settings, 0.0).close()
     assert not scene.made(replace(settings, resumed=True), 0.0)._flight.live
 
 
 async def test_times_are_on_the_runs_clock(tmp_path: Path) -> None:
-    scene = await Scene.create(in_memory(), tmp_path)
+    scene = await ServerScene.create(in_memory(), tmp_path)
     created_s = time.monotonic()
     await scene.server.keep_time(5000.0)
     later = scene.made(replace(scene.settings, resumed=True), 7000.0)
@@ -232,7 +232,7 @@ async def test_times_are_on_the_runs_clock(tmp_path: Path) -> None:
 async def test_groups_missing_from_the_spool_are_drawn_again_from_a_single_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scene = await Scene.create(in_memory(), tmp_path)
+    scene = await ServerScene.create(in_memory(), tmp_path)
     await scene.take()
     await scene.server.commit(record_of_step())
     await scene.server._async_spool.clear()
@@ -249,7 +249,7 @@ async def test_groups_missing_from_the_spool_are_drawn_again_from_a_single_sourc
 
 
 async def test_an_observation_receipt_counts_all_tokens_of_the_trajectory(tmp_path: Path) -> None:
-    scene = await Scene.create(in_memory(), tmp_path)
+    scene = await ServerScene.create(in_memory(), tmp_path)
     await scene.sample(ZERO)
     repeated = replace(SAID, replayed=(SAID.messages,))
     assert await scene.server.add_observations([repeated]) == [ObservationReceipt(9, "differs")]
@@ -262,7 +262,7 @@ async def test_an_observation_receipt_counts_all_tokens_of_the_trajectory(tmp_pa
 async def test_reads_do_not_wait_for_the_spool_and_change_nothing(
     make: Callable[[], type[TrajectoryServer]], tmp_path: Path, verb: str
 ) -> None:
-    scene = await Scene.create(make(), tmp_path)
+    scene = await ServerScene.create(make(), tmp_path)
     await scene.sample(ZERO)
     in_flight = repr(scene.server._flight)
     opened, blocked = block_spool(scene.server)
@@ -278,7 +278,7 @@ async def test_a_commit_retried_after_a_failure_stores_the_step(
     make: Callable[[], type[TrajectoryServer]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A commit counts only once the store has it; until then all rows of the batch and of other endings are kept."""
-    scene = await Scene.create(make(), tmp_path)
+    scene = await ServerScene.create(make(), tmp_path)
     await scene.take()
     server = scene.server
     await scene.sample(TrajectoryId(2))
@@ -306,7 +306,7 @@ async def test_undone_spool_entries_do_not_return_when_the_reset_cannot_be_writt
     make: Callable[[], type[TrajectoryServer]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The earlier entries are removed instead; otherwise a resumed run would read them."""
-    scene = await Scene.create(make(), tmp_path)
+    scene = await ServerScene.create(make(), tmp_path)
     await scene.sample(ZERO, ONE)
     server = scene.restart()
     with monkeypatch.context() as patch:

@@ -18,7 +18,7 @@ from staleflow.tasks.actors.actor_calls import RemoteActor, call_actor, remote_m
 from tests.support.segments import delivery
 
 
-class Waiting:
+class WaitingActor:
     """An actor that replies once `may_answer` is set."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Waiting:
 async def test_call_actor_can_be_cancelled_when_the_reply_arrives(turns: int) -> None:
     """asyncio.wait_for of Python 3.11 returned a reply that arrived at the moment of the cancellation, so a task that
     calls in a loop never ended."""
-    actor = Waiting()
+    actor = WaitingActor()
 
     async def calling() -> None:
         while True:
@@ -59,12 +59,12 @@ async def test_call_actor_can_be_cancelled_when_the_reply_arrives(turns: int) ->
 
 async def test_call_actor_raises_actor_lost_after_the_timeout() -> None:
     with pytest.raises(ActorLost, match=r"^rollout-0 did not answer within 0.01 s \(deadlines.call_s\)$"):
-        await call_actor(Waiting(), "answer", timeout_s=0.01, actor_name="rollout-0", limit="deadlines.call_s")
+        await call_actor(WaitingActor(), "answer", timeout_s=0.01, actor_name="rollout-0", limit="deadlines.call_s")
 
 
 async def test_call_actor_passes_on_errors_of_the_method() -> None:
     with pytest.raises(StoreError, match="the disk is full"):
-        await call_actor(Waiting(), "refuse", timeout_s=60.0, actor_name="server")
+        await call_actor(WaitingActor(), "refuse", timeout_s=60.0, actor_name="server")
 
 
 @pytest.mark.parametrize(("who", "named"), [("", "rollout-0"), ("server", "server")])
@@ -82,7 +82,7 @@ def test_an_error_names_the_actor_that_raised_it(kind: type[ActorLost | ActorFai
 
 
 @remote_methods
-class Answering:
+class AnsweringActor:
     """An actor on a worker of a Dask cluster."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ async def test_arguments_and_results_survive_the_trip_to_a_cluster_actor() -> No
         LocalCluster(n_workers=1, processes=False, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster, asynchronous=True) as client,
     ):
-        actor = await client.submit(Answering, actor=True)
+        actor = await client.submit(AnsweringActor, actor=True)
         sent = (
             1,
             b"two",
@@ -120,7 +120,7 @@ async def test_arguments_and_results_survive_the_trip_to_a_cluster_actor() -> No
             await call_actor(actor, "fail", timeout_s=30.0, actor_name="it")
 
 
-class Ending:
+class CancellingRpc:
     """RPC of a worker that cancels each call, as Dask does when it closes connections."""
 
     async def actor_execute(self, **asked: Any) -> Any:
@@ -129,9 +129,9 @@ class Ending:
 
 @pytest.mark.parametrize("within_actor", [False, True])
 async def test_a_call_cancelled_in_transit_raises_actor_lost_in_the_caller(within_actor: bool) -> None:
-    other = RemoteActor("inproc://none", "key", Ending())
+    other = RemoteActor("inproc://none", "key", CancellingRpc())
     calls = (
-        Relaying().relay(other, "wait")
+        RelayingActor().relay(other, "wait")
         if within_actor
         else call_actor(other, "wait", timeout_s=60.0, actor_name="other")
     )
@@ -139,7 +139,7 @@ async def test_a_call_cancelled_in_transit_raises_actor_lost_in_the_caller(withi
         await calls
 
 
-class Late:
+class LateErrorRpc:
     """RPC of a worker that replies to each call with an error once `may_answer` is set."""
 
     def __init__(self, error: BaseException) -> None:
@@ -154,7 +154,7 @@ class Late:
 async def test_the_error_of_an_abandoned_call_is_not_logged(error: BaseException) -> None:
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
-    rpc = Late(error)
+    rpc = LateErrorRpc(error)
     with pytest.raises(ActorSilent):
         await call_actor(RemoteActor("inproc://none", "key", rpc), "wait", timeout_s=0.01, actor_name="other")
     rpc.may_answer.set()
@@ -170,17 +170,17 @@ async def test_actors_probe_the_address_of_a_silent_actor_and_drivers_do_not(
     monkeypatch.setattr(actor_calls, "PROBE_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        other = RemoteActor(address, "key", Late(OSError()))
+        other = RemoteActor(address, "key", LateErrorRpc(OSError()))
         with pytest.raises(ActorSilent):
-            await asyncio.create_task(Relaying().relay(other, "wait", timeout_s=0.1))
+            await asyncio.create_task(RelayingActor().relay(other, "wait", timeout_s=0.1))
     with pytest.raises(ActorSilent):
         await call_actor(other, "wait", timeout_s=0.1, actor_name="other")
     with pytest.raises(ActorLost, match=f"^other is gone: nothing listens at {address}$"):
-        await asyncio.create_task(Relaying().relay(other, "wait"))
+        await asyncio.create_task(RelayingActor().relay(other, "wait"))
 
 
 @remote_methods
-class Relaying:
+class RelayingActor:
     """An actor that calls another one or is called."""
 
     async def process(self) -> int:
@@ -203,8 +203,8 @@ async def test_a_call_between_actors_fails_at_once_when_the_target_dies() -> Non
         Client(cluster, asynchronous=True, direct_to_workers=True) as client,
     ):
         here, there = (w.worker_address for w in cluster.workers.values())
-        one = await client.submit(Relaying, actor=True, workers=[here], key="one")
-        held = client.submit(Relaying, actor=True, workers=[there], key="other")
+        one = await client.submit(RelayingActor, actor=True, workers=[here], key="one")
+        held = client.submit(RelayingActor, actor=True, workers=[there], key="other")
         other = await held
         process = await call_actor(one, "relay", other, "process", timeout_s=30.0, actor_name="one")
         calls = [asyncio.ensure_future(call_actor(one, "relay", other, "wait", timeout_s=30.0, actor_name="one"))]
@@ -229,8 +229,8 @@ async def test_an_actor_passed_to_another_is_called_without_the_scheduler() -> N
         Client(cluster, asynchronous=True, direct_to_workers=True) as client,
     ):
         here, there = (w.worker_address for w in cluster.workers.values())
-        one = await client.submit(Relaying, actor=True, workers=[here], key="one")
-        other = await client.submit(Relaying, actor=True, workers=[there], key="other")
+        one = await client.submit(RelayingActor, actor=True, workers=[here], key="one")
+        other = await client.submit(RelayingActor, actor=True, workers=[there], key="other")
         own = await call_actor(one, "process", timeout_s=30.0, actor_name="one")
         assert await call_actor(one, "relay", other, "process", timeout_s=30.0, actor_name="one") != own
         # Handed on twice, it calls back.
@@ -260,5 +260,5 @@ async def test_a_driver_in_a_worker_process_calls_on_the_worker_loop() -> None:
         Client(cluster, asynchronous=True, direct_to_workers=True) as client,
     ):
         here, there = (w.worker_address for w in cluster.workers.values())
-        other = await client.submit(Answering, actor=True, workers=[there], key="other")
+        other = await client.submit(AnsweringActor, actor=True, workers=[there], key="other")
         assert await client.submit(calling_from_a_thread, other, workers=[here]) == [100_000] * 400

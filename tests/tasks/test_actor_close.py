@@ -21,7 +21,7 @@ from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.actors.trainer_rank import TrainerRank
 from staleflow.tasks.training.rank import Rank
 from tests.support.scripted import World
-from tests.tasks.test_rollout_instance import Gate, made_server
+from tests.tasks.test_rollout_instance import Gate, make_server
 
 
 class BlockingResource:
@@ -87,7 +87,7 @@ def assert_ended(before: set[threading.Thread]) -> None:
 
 async def test_the_threads_of_a_closed_trajectory_server_end(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    server = made_server(World(), tmp_path)
+    server = make_server(World(), tmp_path)
     await server.draw(0, 1)
     await server.commit(StepRecord(kind="end", step=0, ledger=replace(EMPTY, num_started=2)))
     await server.close()

@@ -173,7 +173,9 @@ def free_port() -> int:
 
 
 @asynccontextmanager
-async def capturing(server: EndpointServer, session: AgentSession, **options: Any) -> AsyncIterator[tuple[Any, str]]:
+async def capture_server(
+    server: EndpointServer, session: AgentSession, **options: Any
+) -> AsyncIterator[tuple[Any, str]]:
     """The capture server of OpenEnv in front of a session; yields it and its base URL."""
     from openenv.core.harness.capture.runner import CaptureServer
 
@@ -200,7 +202,7 @@ async def test_openenv_captures_an_agent_without_a_fatal_finding() -> None:
     from openenv.core.harness.capture.export import export_session
 
     async with serving("first", "second", "third") as (server, session, told):
-        async with capturing(server, session, capture_level="tokens") as (capture, base_url):
+        async with capture_server(server, session, capture_level="tokens") as (capture, base_url):
             recorded = capture.registry.create("rollout", purpose="train")
             messages: list[Any] = [{"role": "user", "content": "go"}]
             async with openai.AsyncOpenAI(base_url=base_url, api_key=recorded.session_id, max_retries=0) as client:

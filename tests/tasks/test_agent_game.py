@@ -12,7 +12,7 @@ from examples.make_agent_model import SYMBOLS, careless_game, games
 from staleflow.tasks.training.tiny_model import make_tokenizer
 
 
-def found_by_halving(seed: int) -> tuple[float, int]:
+def play_halving(seed: int) -> tuple[float, int]:
     """Return the reward and the number of guesses of a player that halves the remaining range."""
     game = HigherOrLower()
     assert game.reset(seed) == (QUESTION, {})
@@ -28,7 +28,7 @@ def found_by_halving(seed: int) -> tuple[float, int]:
 
 
 def test_halving_the_remaining_range_always_wins() -> None:
-    results = [found_by_halving(seed) for seed in range(200)]
+    results = [play_halving(seed) for seed in range(200)]
     assert {reward for reward, _ in results} == {1.0}
     assert {count for _, count in results} == {1, 2, 3, 4}
 

@@ -24,9 +24,9 @@ from staleflow.tasks.rendering.turn_params import split_params
 from staleflow.tasks.settings.source_kinds import SourceType, open_source
 from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.sources.task_sources import SourceSettings
-from tests.support.games import hosted
+from tests.support.games import host_episode
 from tests.tasks.chat_models import chat_tokenizer
-from tests.tasks.test_agent_clients import capturing, free_port, serving
+from tests.tasks.test_agent_clients import capture_server, free_port, serving
 
 
 def settings(source: str, options: dict[str, Any], **limits: Any) -> EpisodeSettings:
@@ -93,7 +93,7 @@ def test_action_of_parses_model_text_into_an_action() -> None:
 async def test_an_openenv_environment_runs_through_its_server(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("openai")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(room), *sys.path]))
-    async with hosted(settings("openenv:echo_room", {"field": "echoed_message"})) as (episodes, task):
+    async with host_episode(settings("openenv:echo_room", {"field": "echoed_message"})) as (episodes, task):
         assert [m.content for m in split_params(task.prompt)[1]] == ["Echo Room environment ready!"]
         turns = [
             SampledTurn(prompt_tokens=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)
@@ -124,7 +124,7 @@ def room_url(room: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 async def test_a_running_openenv_server_is_reached_by_its_url(room_url: str) -> None:
     pytest.importorskip("openai")
     made = settings(f"openenv:{room_url}", {"field": "echoed_message", "system": "Say much."}, max_turns=2)
-    async with hosted(made) as (episodes, task):
+    async with host_episode(made) as (episodes, task):
         assert [m.content for m in split_params(task.prompt)[1]] == ["Say much.", "Echo Room environment ready!"]
         turns = [
             SampledTurn(prompt_tokens=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)
@@ -145,7 +145,7 @@ async def test_openenv_capture_reports_no_fatal_error_for_its_own_environment(ro
     agent = open_source(SourceType.AGENT, f"openenv:{room_url}", {"field": "echoed_message"}, "task.source")
     task = AgentTask(index=0, held_out=False, seed=4, options={}, rng=random.Random(4))
     async with serving("four", "sixsix", '{"this": "is no action"}') as (server, session, told):
-        async with capturing(server, session) as (capture, base_url):
+        async with capture_server(server, session) as (capture, base_url):
             recorded = capture.registry.create("rollout", purpose="train")
             reward = await agent.run((base_url, recorded.session_id, task))
         assert reward == pytest.approx(0.4 + 0.6)
@@ -182,7 +182,7 @@ async def test_a_verifiers_taskset_runs_under_its_own_harness(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     tokenizer = chat_tokenizer("qwen3")
     tokenizer.save_pretrained(tmp_path)
-    async with hosted(
+    async with host_episode(
         settings(
             "verifiers:textarena",
             {

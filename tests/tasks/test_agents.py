@@ -25,7 +25,7 @@ from staleflow.tasks.rendering.turn_params import params_of, split_params
 from staleflow.tasks.settings.endpoint_settings import EndpointConfig, EndpointSettings
 from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.sources.task_sources import SourceSettings
-from tests.support.games import hosted
+from tests.support.games import host_episode
 
 AGENTS = '''
 import asyncio, json, os, sys, time, urllib.error, urllib.request
@@ -204,7 +204,7 @@ async def test_an_episode_is_identical_under_every_isolation_setting(agents: Pat
     source = made.source.build()
     tasks = [source.task(i) for i in (0, 1)]
     assert len({task.prompt for task in tasks}) == 2
-    async with hosted(made) as (episodes, _):
+    async with host_episode(made) as (episodes, _):
         await episodes.check()
         first, second = await asyncio.gather(
             played(episodes, tasks[0], ["a", "b", "stop"]), played(episodes, tasks[1], ["stop"], member=1)
@@ -226,7 +226,7 @@ async def test_the_last_line_a_program_prints_is_its_reward(
     agents: Path, does: str, reward: float, parts: dict[str, float], error: str
 ) -> None:
     made = settings("agent:command", {"command": [sys.executable, str(agents.with_name("program.py"))]})
-    async with hosted(made) as (episodes, task):
+    async with host_episode(made) as (episodes, task):
         (answer,) = await played(episodes, task, [does])
         assert answer.ended
         assert answer.error.startswith(error) if error else not answer.error
@@ -241,7 +241,10 @@ async def test_the_last_line_a_program_prints_is_its_reward(
     ("rewrite", "the agent raised: RuntimeError: changed_past"),
 ])  # fmt: skip
 async def test_an_agent_failure_is_recorded_as_an_error_with_its_reason(agents: Path, does: str, error: str) -> None:
-    async with hosted(settings(f"agent:{agents}:moody", step_timeout_s=6.0, changed_past="refuse")) as (episodes, task):
+    async with host_episode(settings(f"agent:{agents}:moody", step_timeout_s=6.0, changed_past="refuse")) as (
+        episodes,
+        task,
+    ):
         good = asyncio.ensure_future(played(episodes, task, ["a", "b", "c"], member=1))
         (answer,) = await played(episodes, task, [does])
         assert answer.ended
@@ -251,7 +254,7 @@ async def test_an_agent_failure_is_recorded_as_an_error_with_its_reason(agents: 
 
 
 async def test_an_agent_that_rewrites_its_history_starts_a_branch(agents: Path) -> None:
-    async with hosted(settings(f"agent:{agents}:moody")) as (episodes, task):
+    async with host_episode(settings(f"agent:{agents}:moody")) as (episodes, task):
         first, then = await played(episodes, task, ["rewrite", "a"])
         directions, shown = split_params(first.messages)
         assert (directions.after_turn, shown) == (0, (Message("user", "something else"),))
@@ -270,13 +273,13 @@ async def test_an_agent_without_requests_or_with_an_invalid_signature_is_rejecte
         settings("agent:command", {"command": "python agent.py"}).source.build()
     with pytest.raises(ConfigError, match="'no-such-program' cannot be started: No such file"):
         settings("agent:command", {"command": ["no-such-program"]}).source.build()
-    async with hosted(settings(f"agent:{agents}:unlike")) as (episodes, _):
+    async with host_episode(settings(f"agent:{agents}:unlike")) as (episodes, _):
         with pytest.raises(ConfigError, match="reset with the same seed gives another first observation"):
             await episodes.check()
 
 
 async def test_token_limits_of_a_request_are_passed_with_its_messages(agents: Path) -> None:
-    async with hosted(settings(f"agent:{agents}:limited")) as (episodes, task):
+    async with host_episode(settings(f"agent:{agents}:limited")) as (episodes, task):
         assert params_of(task.record).max_tokens == 3
         answer = await acted(episodes, task, "a")
         directions, shown = split_params(answer.messages)
@@ -285,7 +288,7 @@ async def test_token_limits_of_a_request_are_passed_with_its_messages(agents: Pa
 
 
 async def test_an_episode_at_a_limit_gets_the_reward_that_the_agent_returns(agents: Path) -> None:
-    async with hosted(settings(f"agent:{agents}:insists", max_turns=3)) as (episodes, task):
+    async with host_episode(settings(f"agent:{agents}:insists", max_turns=3)) as (episodes, task):
         *_, last = await played(episodes, task, ["a", "b", "c"])
         assert (last.ended, last.reward, last.error) == (True, 3.0, "")
         cut = await acted(episodes, task, "a", member=1, cut=True)
@@ -296,7 +299,7 @@ async def test_an_episode_at_a_limit_gets_the_reward_that_the_agent_returns(agen
         assert (full.ended, full.reward, full.error) == (True, 1.0, "")
 
 
-def alive(pids: Path) -> list[int]:
+def running_processes(pids: Path) -> list[int]:
     """Return the processes listed in a file that are still running."""
 
     def runs(pid: int) -> bool:
@@ -313,13 +316,16 @@ def alive(pids: Path) -> list[int]:
 ])  # fmt: skip
 async def test_child_processes_of_an_agent_end_with_it(agents: Path, tmp_path: Path, does: str, error: str) -> None:
     pids = tmp_path / "pids"
-    async with hosted(settings(f"agent:{agents}:die", {"pids": str(pids)}, step_timeout_s=6.0)) as (episodes, task):
+    async with host_episode(settings(f"agent:{agents}:die", {"pids": str(pids)}, step_timeout_s=6.0)) as (
+        episodes,
+        task,
+    ):
         (answer,) = await played(episodes, task, [does])
         assert error in answer.error
         begin = time.monotonic()
-        while alive(pids) and time.monotonic() < begin + 10:
+        while running_processes(pids) and time.monotonic() < begin + 10:
             await asyncio.sleep(0.05)
-        assert alive(pids) == []
+        assert running_processes(pids) == []
 
 
 def descendants(marker: str) -> Iterator[int]:
@@ -338,7 +344,7 @@ async def test_a_timed_out_program_is_killed_with_all_its_descendants(
 ) -> None:
     monkeypatch.setenv("MARKED_BY", marker := f"test-{os.getpid()}-{time.monotonic_ns()}")
     command = ["/bin/sh", "-c", f"{sys.executable} {agents.with_name('program.py')}; echo 1"]
-    async with hosted(settings("agent:command", {"command": command}, step_timeout_s=6.0)) as (episodes, task):
+    async with host_episode(settings("agent:command", {"command": command}, step_timeout_s=6.0)) as (episodes, task):
         (answer,) = await played(episodes, task, ["tree"])
         assert "took longer than environment.step_timeout_s" in answer.error
     begin = time.monotonic()
@@ -370,7 +376,7 @@ async def test_background_processes_of_a_program_end_with_it(tmp_path: Path) -> 
 
 
 async def test_cancelling_an_episode_stops_its_agent_and_closes_its_session(agents: Path) -> None:
-    async with hosted(settings(f"agent:{agents}:moody")) as (episodes, task):
+    async with host_episode(settings(f"agent:{agents}:moody")) as (episodes, task):
         await acted(episodes, task, "a")
         acting = asyncio.ensure_future(acted(episodes, task, "a", "hang"))
         await asyncio.sleep(0.3)

@@ -19,7 +19,7 @@ TEXTS = {name: ChatTokenizer(chat_tokenizer(name)) for name in MODELS}
 WORDS = st.text("the in12\n<>/é", max_size=12)
 
 
-def whole(name: str, ids: list[int]) -> str:
+def bridge_text(name: str, ids: list[int]) -> str:
     return TEXTS[name].text(ids, special=True)
 
 
@@ -50,9 +50,9 @@ def test_prompt_turn_and_bridge_tokens_match_the_chat_template(name: str, data: 
         spans += [turn, given_ids]
         ids = [*ids, *turn, *given_ids]
         conversation += [Message("assistant", says), one]
-        assert whole(name, given_ids).count(MODELS[name][3]) == (0 if name == "mistral" else 1) + (not closed)
+        assert bridge_text(name, given_ids).count(MODELS[name][3]) == (0 if name == "mistral" else 1) + (not closed)
     assert ids == [token for span in spans for token in span]
-    assert whole(name, ids) == texts.chat_text(conversation)
+    assert bridge_text(name, ids) == texts.chat_text(conversation)
 
 
 def test_the_bridge_closes_an_unfinished_turn_and_leaves_a_finished_one() -> None:
@@ -60,11 +60,11 @@ def test_the_bridge_closes_an_unfinished_turn_and_leaves_a_finished_one() -> Non
     messages = list(texts.ids("in the"))
     hears = [Message("environment", "higher")]
     rest = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
-    assert whole("smollm2", bridge.ids([], messages, hears, 1)) == f"<|im_end|>{rest}"
+    assert bridge_text("smollm2", bridge.ids([], messages, hears, 1)) == f"<|im_end|>{rest}"
     (closes,), (other,) = texts.ids("<|im_end|>"), texts.ids("<|endoftext|>")
-    assert whole("smollm2", bridge.ids([], [*messages, closes], hears, 1)) == rest
-    assert whole("smollm2", bridge.ids([], [*messages, other], hears, 1)) == rest
-    assert whole("smollm2", bridge.ids([], [], hears, 1)) == f"<|im_end|>{rest}"
+    assert bridge_text("smollm2", bridge.ids([], [*messages, closes], hears, 1)) == rest
+    assert bridge_text("smollm2", bridge.ids([], [*messages, other], hears, 1)) == rest
+    assert bridge_text("smollm2", bridge.ids([], [], hears, 1)) == f"<|im_end|>{rest}"
 
 
 def test_a_newline_at_the_end_of_a_turn_is_not_an_end_token() -> None:
@@ -83,9 +83,9 @@ def test_unsupported_roles_and_sequences_of_messages_are_rejected() -> None:
     two = [Message("tool", "1"), Message("tool", "2")]
     qwen = TemplateBridge(TEXTS["qwen3"]).ids([], [end_of("qwen3")], two, 1)
     wrapped = "".join(f"\n<tool_response>\n{i}\n</tool_response>" for i in (1, 2))
-    assert whole("qwen3", qwen) == f"\n<|im_start|>user{wrapped}<|im_end|>\n<|im_start|>assistant\n"
+    assert bridge_text("qwen3", qwen) == f"\n<|im_start|>user{wrapped}<|im_end|>\n<|im_start|>assistant\n"
     mistral = TemplateBridge(TEXTS["mistral"]).ids([], [end_of("mistral")], [Message("tool", "1")], 1)
-    assert whole("mistral", mistral) == "[INST] 1 [/INST]"
+    assert bridge_text("mistral", mistral) == "[INST] 1 [/INST]"
     with pytest.raises(
         ConfigError, match=r"turn 3: task\.chat = true: the chat template fails on messages of user, ass"
     ):

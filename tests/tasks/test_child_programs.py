@@ -15,7 +15,7 @@ from staleflow.tasks.environments.child_programs import ChildPrograms
 from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Task
-from tests.support.games import hosted, is_gone
+from tests.support.games import host_episode, is_gone
 from tests.tasks.test_agents import acted, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -73,7 +73,7 @@ async def until_gone(pids: list[int]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def started(episodes: EpisodeHost, task: Task, member: int) -> list[int]:
+async def start_programs(episodes: EpisodeHost, task: Task, member: int) -> list[int]:
     """Let an episode start its programs; returns their processes."""
     answer = await acted(episodes, task, "start", member=member)
     assert not answer.error
@@ -84,10 +84,10 @@ async def started(episodes: EpisodeHost, task: Task, member: int) -> list[int]:
 
 
 async def test_programs_of_an_agent_end_with_its_episode(agent: Path) -> None:
-    async with hosted(settings(f"agent:{agent}:run", step_timeout_s=60.0)) as (episodes, task):
-        staying = await started(episodes, task, 9)
+    async with host_episode(settings(f"agent:{agent}:run", step_timeout_s=60.0)) as (episodes, task):
+        staying = await start_programs(episodes, task, 9)
         for member, last in enumerate(("end", "raise", "")):
-            pids = await started(episodes, task, member)
+            pids = await start_programs(episodes, task, member)
             if last:
                 assert (await acted(episodes, task, "start", last, member=member)).ended
             else:
@@ -98,8 +98,8 @@ async def test_programs_of_an_agent_end_with_its_episode(agent: Path) -> None:
 
 
 async def test_programs_of_a_coroutine_environment_end_with_its_episode(agent: Path) -> None:
-    async with hosted(settings(f"{agent}:play", step_timeout_s=60.0)) as (episodes, task):
-        pids = await started(episodes, task, 0)
+    async with host_episode(settings(f"{agent}:play", step_timeout_s=60.0)) as (episodes, task):
+        pids = await start_programs(episodes, task, 0)
         assert (await acted(episodes, task, "start", "end")).reward == 1.0
         await until_gone(pids)
 
@@ -108,7 +108,7 @@ def test_programs_of_agents_end_when_the_host_is_killed(agent: Path) -> None:
     script = f"""
 import asyncio
 from tests.tasks.test_agents import settings
-from tests.tasks.test_child_programs import started
+from tests.tasks.test_child_programs import start_programs
 from staleflow.tasks.episodes.episode_host import EpisodeHost
 
 async def work():
@@ -116,7 +116,7 @@ async def work():
     task = made.source.build().task(0)
     episodes = EpisodeHost(made)
     for member in range(2):
-        print(*await started(episodes, task, member), flush=True)
+        print(*await start_programs(episodes, task, member), flush=True)
     await asyncio.sleep(10000)
 
 asyncio.run(work())

@@ -80,7 +80,7 @@ def a_row() -> Row:
     )
 
 
-def built(model: Path, *, turns: bool) -> PolicyTrainer:
+def build_actors(model: Path, *, turns: bool) -> PolicyTrainer:
     return PolicyTrainer(
         PolicyTrainerSettings(
             model=str(model), dtype="float32", device="cpu", training=TrainingConfig(learning_rate=1e-3), num_steps=9,
@@ -103,7 +103,7 @@ def limit_of(model: Path) -> int:
 def take_turns(model: Path, folder: Path, device: SharedDevice, *, turns: bool) -> None:
     """Run two steps of both, and measure memory whenever either of them uses more than before."""
     weights = WeightFolder(folder)
-    trainer = device.trainer = built(model, turns=turns)
+    trainer = device.trainer = build_actors(model, turns=turns)
     trainer.optimizer.register_step_post_hook(lambda *_: device.measure("step"))
     device.measure("trainer built")
     settings = TransformersSettings(

@@ -59,7 +59,7 @@ def deliver(held: InFlightState, trajectory: int, tokens: Sequence[int], finish:
     assert held.apply(entry)
 
 
-def stored(trajectory: int, tokens: Sequence[int], prompt: tuple[int, ...] = PROMPT) -> EndedTrajectory:
+def stored_row(trajectory: int, tokens: Sequence[int], prompt: tuple[int, ...] = PROMPT) -> EndedTrajectory:
     t = Trajectory(
         id=TrajectoryId(trajectory), group=GroupId(trajectory // 4), prompt_tokens=np.asarray(prompt, np.int32),
         spans=(sampled_segment(tokens),) if len(tokens) else (), v_traj=PolicyVersion(0),
@@ -67,7 +67,9 @@ def stored(trajectory: int, tokens: Sequence[int], prompt: tuple[int, ...] = PRO
     return EndedTrajectory(trajectory=t, fate=Fate.CONSUMED, reason=None, step=0, loss_mask=True)  # type: ignore[arg-type]  # a plain number is one
 
 
-def told(known: DraftCorpus, *running: int, told: frozenset[TrajectoryId] = NOTHING) -> dict[int, tuple[int, ...]]:
+def other_responses(
+    known: DraftCorpus, *running: int, told: frozenset[TrajectoryId] = NOTHING
+) -> dict[int, tuple[int, ...]]:
     answer = known.others([TrajectoryId(i) for i in running], told)
     assert {i for found in answer.responses for i, _ in found.responses} | told >= answer.sent
     return {int(i): tokens for found in answer.responses for i, tokens in found.responses}
@@ -77,10 +79,10 @@ def test_draft_corpus_returns_finished_siblings_and_earlier_epochs() -> None:
     held = flight(t1=(5, 6, 7))
     deliver(held, 2, (5, 6), FinishReason.UNFINISHED)
     known = DraftCorpus(held, 1000)
-    known.add([stored(-80, (8, 9)), stored(-70, (8, 8), prompt=OTHER), stored(-60, ())])
-    assert told(known, 0) == {1: (5, 6, 7), -80: (8, 9)}
+    known.add([stored_row(-80, (8, 9)), stored_row(-70, (8, 8), prompt=OTHER), stored_row(-60, ())])
+    assert other_responses(known, 0) == {1: (5, 6, 7), -80: (8, 9)}
     assert [one.prompt for one in known.others([TrajectoryId(0), TrajectoryId(3)], NOTHING).responses] == [PROMPT]
-    assert told(known, 77) == {}
+    assert other_responses(known, 77) == {}
 
 
 def test_draft_corpus_returns_each_response_once() -> None:
@@ -91,7 +93,7 @@ def test_draft_corpus_returns_each_response_once() -> None:
     again = known.others([TrajectoryId(0)], first.sent | {TrajectoryId(500)})
     assert (again.responses, again.sent) == ([], {1})
     deliver(held, 2, (5, 9), FinishReason.STOP)
-    assert told(known, 0, told=again.sent) == {2: (5, 9)}
+    assert other_responses(known, 0, told=again.sent) == {2: (5, 9)}
 
 
 def test_draft_corpus_returns_siblings_of_every_group_with_the_prompt() -> None:
@@ -100,7 +102,7 @@ def test_draft_corpus_returns_siblings_of_every_group_with_the_prompt() -> None:
     held.apply(TrajectoriesRouted(routed=tuple((TrajectoryId(i), 1) for i in range(4, 8)), at_s=0.0))
     deliver(held, 5, (8, 9), FinishReason.STOP)
     known = DraftCorpus(held, 1000)
-    assert told(known, 0, 4) == told(known, 4, 0) == {1: (5, 6, 7), 5: (8, 9)}
+    assert other_responses(known, 0, 4) == other_responses(known, 4, 0) == {1: (5, 6, 7), 5: (8, 9)}
 
 
 def test_draft_corpus_limits_the_responses_of_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,41 +110,45 @@ def test_draft_corpus_limits_the_responses_of_a_reply(monkeypatch: pytest.Monkey
     known = DraftCorpus(flight(t1=(5,), t2=(6,), t3=(7,)), 1000)
     first = known.others([TrajectoryId(0)], NOTHING)
     assert len(first.sent) == 2
-    assert told(known, 0, told=first.sent).keys() == {1, 2, 3} - first.sent
+    assert other_responses(known, 0, told=first.sent).keys() == {1, 2, 3} - first.sent
 
 
 def test_draft_corpus_size_is_bounded() -> None:
     known = DraftCorpus(flight(), 100)
     for i in range(200):
-        known.add([stored(1000 + i, range(7), prompt=(3, 10, 14 + i % 5)), stored(1000 + i, range(8), prompt=PROMPT)])
+        known.add(
+            [stored_row(1000 + i, range(7), prompt=(3, 10, 14 + i % 5)), stored_row(1000 + i, range(8), prompt=PROMPT)]
+        )
         held = sum(len(tokens) for element in known._stored.values() for tokens in element.values())
         assert held == known._num_tokens <= 100
-    assert max(told(known, 0)) == 1199, "the latest are remembered"
+    assert max(other_responses(known, 0)) == 1199, "the latest are remembered"
     none = DraftCorpus(flight(t1=(5,)), 0)
-    none.add([stored(1000, range(7))])
-    assert told(none, 0) == {}
+    none.add([stored_row(1000, range(7))])
+    assert other_responses(none, 0) == {}
 
 
 def test_draft_corpus_evicts_the_least_recently_stored_prompt() -> None:
     corpus = DraftCorpus(flight(), 20)
     rows = ((1000, 7, PROMPT), (1001, 7, OTHER), (1002, 6, PROMPT), (1003, 3, (9,)))
-    corpus.add([stored(i, range(count), prompt) for i, count, prompt in rows])
-    assert told(corpus, 0).keys() == {1000, 1002}
+    corpus.add([stored_row(i, range(count), prompt) for i, count, prompt in rows])
+    assert other_responses(corpus, 0).keys() == {1000, 1002}
 
 
 def test_draft_corpus_keeps_the_latest_responses_of_a_prompt() -> None:
     corpus = DraftCorpus(flight(), 1000)
     for i in range(3 * draft_corpus.OF_PROMPT):
-        corpus.add([stored(1000 + i, range(2))])
+        corpus.add([stored_row(1000 + i, range(2))])
         count = sum(len(responses) for responses in corpus._stored.values())
         assert count == min(i + 1, draft_corpus.OF_PROMPT)
     assert corpus._num_tokens == 2 * draft_corpus.OF_PROMPT
-    assert set(told(corpus, 0)) == {1000 + i for i in range(2 * draft_corpus.OF_PROMPT, 3 * draft_corpus.OF_PROMPT)}
+    assert set(other_responses(corpus, 0)) == {
+        1000 + i for i in range(2 * draft_corpus.OF_PROMPT, 3 * draft_corpus.OF_PROMPT)
+    }
 
 
 def test_draft_corpus_of_a_resumed_run_loads_the_latest_stored_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_corpus, "READ_ROWS", 3)
-    rows = [stored(1000 + i, range(10)) for i in range(20)]
+    rows = [stored_row(1000 + i, range(10)) for i in range(20)]
 
     class Store:
         def summary(self) -> Any:
@@ -152,10 +158,10 @@ def test_draft_corpus_of_a_resumed_run_loads_the_latest_stored_rows(monkeypatch:
             return rows[first:last]
 
     assert len(draft_corpus._latest(Store(), 75)) == 9, "three reads"  # type: ignore[arg-type]  # not a whole store
-    assert set(told(DraftCorpus(flight(), 75, Store()), 0)) == set(range(1013, 1020))  # type: ignore[arg-type]  # not a whole store
+    assert set(other_responses(DraftCorpus(flight(), 75, Store()), 0)) == set(range(1013, 1020))  # type: ignore[arg-type]  # not a whole store
 
 
-class Learning(VirtualEngine):
+class DraftingEngine(VirtualEngine):
     """An engine that drafts for all running requests."""
 
     learned: list[PromptResponses]
@@ -167,13 +173,13 @@ class Learning(VirtualEngine):
         self.learned = [*getattr(self, "learned", []), *responses]
 
 
-class LearningSettings(VirtualSettings):
-    def build(self, instance: InstanceId, threads: int) -> Learning:
-        return Learning(self.world, instance)
+class DraftingSettings(VirtualSettings):
+    def build(self, instance: InstanceId, threads: int) -> DraftingEngine:
+        return DraftingEngine(self.world, instance)
 
 
-def engine(instance: VirtualRolloutInstance) -> Learning:
-    assert isinstance(instance._engine, Learning)
+def engine(instance: VirtualRolloutInstance) -> DraftingEngine:
+    assert isinstance(instance._engine, DraftingEngine)
     return instance._engine
 
 
@@ -186,7 +192,7 @@ async def test_a_server_lost_during_a_draft_request_fails_nothing(tmp_path: Path
 
     config = Body(tmp_path).config("batch.group_size=2")
     server = Lost(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-    one = VirtualRolloutInstance(LearningSettings(world), InstanceId("one"), 1, 30.0, 0.0, True)
+    one = VirtualRolloutInstance(DraftingSettings(world), InstanceId("one"), 1, 30.0, 0.0, True)
     await server.draw(0, 1)
     await one.route(server, (route_item(0, 1),))
     assert len(await one.next_events(server, 9.0)) == 1
@@ -204,7 +210,7 @@ async def test_draft_requests_are_rate_limited(tmp_path: Path) -> None:
 
     config = Body(tmp_path).config("batch.group_size=2")
     server = Counting(replace(actor_settings.server_settings(config, tmp_path / "store", 128), drafts=True), 0.0)
-    one = VirtualRolloutInstance(LearningSettings(world), InstanceId("one"), 1, 30.0, 0.0, True)
+    one = VirtualRolloutInstance(DraftingSettings(world), InstanceId("one"), 1, 30.0, 0.0, True)
     await server.draw(0, 1)
     await one.route(server, (route_item(0, 1),))
     while asyncio.get_running_loop().time() < 3.3:
@@ -223,7 +229,7 @@ async def test_an_instance_drafts_from_siblings_finished_on_another_instance(tmp
     server = server_class(world)(replace(settings, drafts=True), 0.0)
     one, two = (
         VirtualRolloutInstance(made(world), InstanceId(name), 1, 30.0, 0.0, drafts)
-        for made, name, drafts in ((LearningSettings, "one", True), (LearningSettings, "two", False))
+        for made, name, drafts in ((DraftingSettings, "one", True), (DraftingSettings, "two", False))
     )
     await server.draw(0, 1)
     await one.route(server, (route_item(1, 1),))
@@ -231,7 +237,7 @@ async def test_an_instance_drafts_from_siblings_finished_on_another_instance(tmp
     assert await one.next_events(server, 1.5) == []
     assert len(await two.next_events(server, 5.0)) == 1
     assert await one.next_events(server, 0.1) == []
-    three = VirtualRolloutInstance(LearningSettings(world), InstanceId("three"), 1, 30.0, 0.0, True)
+    three = VirtualRolloutInstance(DraftingSettings(world), InstanceId("three"), 1, 30.0, 0.0, True)
     await three.route(server, (route_item(1, 2),))
     for instance in (one, three):
         (learned,) = engine(instance).learned

@@ -13,14 +13,24 @@ import pytest
 from staleflow.tasks.endpoint.replies import parse_tool_calls
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.rendering.turn_params import split_params
-from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, LOGPROBS, answered, chat, keyed, serving, turn
+from tests.tasks.endpoint_serving import (
+    CHAT,
+    GENERATE,
+    HELLO,
+    LOGPROBS,
+    answer_turns,
+    auth_headers,
+    chat,
+    serving,
+    turn,
+)
 
 
 async def test_chat_replies_contain_exact_token_ids_and_logprobs() -> None:
     async with serving() as (server, client):
         session = server.sessions.open()
         telling = asyncio.ensure_future(
-            answered(session, turn("hi"), turn("so so", before=(1, 2, 3, 7, 8, 4), truncated=True))
+            answer_turns(session, turn("hi"), turn("so so", before=(1, 2, 3, 7, 8, 4), truncated=True))
         )
         first = await chat(client, session, HELLO, logprobs=True, return_token_ids=True, top_logprobs=0)
         assert first.status_code == 200
@@ -47,8 +57,8 @@ async def test_a_repeated_request_waits_for_the_same_turn() -> None:
         session = server.sessions.open()
         asking = [asyncio.ensure_future(chat(client, session, HELLO)) for _ in range(3)]
         with pytest.raises(httpx.ReadTimeout):
-            await client.post(CHAT, headers=keyed(session), json={"model": "m", "messages": HELLO}, timeout=0.2)
-        assert await answered(session, turn("hi")) == [(Message("user", "hello"),)]
+            await client.post(CHAT, headers=auth_headers(session), json={"model": "m", "messages": HELLO}, timeout=0.2)
+        assert await answer_turns(session, turn("hi")) == [(Message("user", "hello"),)]
         results = [(await item).json() for item in asking]
         assert results[0] == results[1] == results[2] == (await chat(client, session, HELLO)).json()
         assert not session.next_messages.done()
@@ -60,7 +70,7 @@ async def test_tool_calls_are_parsed_from_the_model_text(stream: bool) -> None:
     text = 'Now.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ä"}}\n</tool_call>'
     async with serving() as (server, client):
         session = server.sessions.open()
-        telling = asyncio.ensure_future(answered(session, turn(text), turn("3", before=(1, 2, 3, 7, 8, 4))))
+        telling = asyncio.ensure_future(answer_turns(session, turn(text), turn("3", before=(1, 2, 3, 7, 8, 4))))
         response = await chat(client, session, HELLO, tools=tools, stream=stream)
         if stream:
             events = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
@@ -102,9 +112,9 @@ async def test_generate_returns_token_ids_and_continues_exactly() -> None:
         async def generate(ids: list[int]) -> httpx.Response:
             params = {"logprobs": 1, "stop_token_ids": [9], "skip_special_tokens": False}
             body = {"model": "m", "token_ids": ids, "sampling_params": params, "cache_salt": "0"}
-            return await client.post(GENERATE, headers=keyed(session), json=body)
+            return await client.post(GENERATE, headers=auth_headers(session), json=body)
 
-        telling = asyncio.ensure_future(answered(session, turn(""), turn("", before=(1, 2, 3, 7, 8, 4))))
+        telling = asyncio.ensure_future(answer_turns(session, turn(""), turn("", before=(1, 2, 3, 7, 8, 4))))
         first = (await generate([1, 2, 3])).json()
         assert first["prompt_token_ids"] == [1, 2, 3]
         assert first["choices"][0]["token_ids"] == [7, 8]
@@ -139,7 +149,7 @@ async def test_a_changed_history_is_rejected_without_side_effects(name: str) -> 
     messages, why = CHANGED[name]
     async with serving(changed_past="refuse") as (server, client):
         session = server.sessions.open()
-        telling = asyncio.ensure_future(answered(session, turn("hi"), turn("well", before=(1, 2, 3, 7, 8, 4))))
+        telling = asyncio.ensure_future(answer_turns(session, turn("hi"), turn("well", before=(1, 2, 3, 7, 8, 4))))
         assert (await chat(client, session, HELLO)).status_code == 200
         refused = await chat(client, session, messages)
         assert refused.status_code == 400
@@ -150,12 +160,12 @@ async def test_a_changed_history_is_rejected_without_side_effects(name: str) -> 
         await telling
 
 
-def said_by(role: str, text: str) -> dict[str, str]:
+def chat_message(role: str, text: str) -> dict[str, str]:
     return {"role": role, "content": text}
 
 
-ONE, TWO = said_by("user", "one"), said_by("user", "two")
-HI, HO = said_by("assistant", "hi"), said_by("assistant", "ho")
+ONE, TWO = chat_message("user", "one"), chat_message("user", "two")
+HI, HO = chat_message("assistant", "hi"), chat_message("assistant", "ho")
 BRANCHES: dict[str, tuple[list[Any], int, tuple[Message, ...]]] = {
     "goes on": ([*HELLO, HI, ONE, HO, TWO], -1, (Message("user", "two"),)),
     "from the first turn": ([*HELLO, HI, TWO], 1, (Message("user", "two"),)),
@@ -165,7 +175,7 @@ BRANCHES: dict[str, tuple[list[Any], int, tuple[Message, ...]]] = {
         [ONE, HO, TWO], 0, (Message("user", "one"), Message("assistant", "ho!"), Message("user", "two")),
     ),
     "words put in": (
-        [*HELLO, HI, ONE, said_by("assistant", "well"), TWO], 0,
+        [*HELLO, HI, ONE, chat_message("assistant", "well"), TWO], 0,
         (
             Message("user", "hello"), Message("assistant", "hi"), Message("user", "one"),
             Message("assistant", "well"), Message("user", "two"),
@@ -182,7 +192,7 @@ async def test_a_changed_history_starts_a_branch_after_the_last_matching_turn(na
     async with serving() as (server, client):
         session = server.sessions.open()
         turns = turn("hi"), turn("ho! ", before=(1, 2, 3, 7, 8, 4)), turn("so", before=(9,))
-        telling = asyncio.ensure_future(answered(session, *turns))
+        telling = asyncio.ensure_future(answer_turns(session, *turns))
         assert (await chat(client, session, HELLO)).status_code == 200
         requests = [item | {"content": "ho!"} if item == HO else item for item in [*HELLO, HI, ONE]]
         assert (await chat(client, session, requests)).status_code == 200
@@ -197,17 +207,17 @@ async def test_changed_tools_or_token_ids_start_a_branch() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     async with serving() as (server, client):
         session = server.sessions.open()
-        telling = asyncio.ensure_future(answered(session, turn("hi"), turn("ho")))
+        telling = asyncio.ensure_future(answer_turns(session, turn("hi"), turn("ho")))
         await chat(client, session, HELLO)
         assert (await chat(client, session, [*HELLO, HI, ONE], tools=tools)).status_code == 200
         directions, shown = split_params((await telling)[-1])
         assert (directions.after_turn, json.loads(directions.tools)) == (0, tools)
         assert [m.content for m in shown if isinstance(m, Message)] == ["hello", "hi", "one"]
         session = server.sessions.open()
-        telling = asyncio.ensure_future(answered(session, turn(""), turn(""), turn("")))
+        telling = asyncio.ensure_future(answer_turns(session, turn(""), turn(""), turn("")))
         for ids in ([1, 2, 3], [1, 2, 9], [1, 2, 3, 7, 8, 5]):
             body = {"model": "m", "token_ids": ids, "sampling_params": {"logprobs": 1}}
-            assert (await client.post(GENERATE, headers=keyed(session), json=body)).status_code == 200
+            assert (await client.post(GENERATE, headers=auth_headers(session), json=body)).status_code == 200
         results = [split_params(element)[0] for element in await telling]
         assert [(item.after_turn, item.token_ids) for item in results] == [
             (None, (1, 2, 3)), (0, (1, 2, 9)), (None, (5,)),
@@ -217,7 +227,7 @@ async def test_changed_tools_or_token_ids_start_a_branch() -> None:
 async def test_concurrent_requests_of_a_session_are_served_in_sequence() -> None:
     async with serving() as (server, client):
         session = server.sessions.open()
-        telling = asyncio.ensure_future(answered(session, turn("hi"), turn("a"), turn("b")))
+        telling = asyncio.ensure_future(answer_turns(session, turn("hi"), turn("a"), turn("b")))
         await chat(client, session, HELLO)
         requests = [asyncio.ensure_future(chat(client, session, [*HELLO, HI, item])) for item in (ONE, TWO)]
         results = [(await item).json()["choices"][0]["message"]["content"] for item in requests]
@@ -242,12 +252,12 @@ async def test_a_turn_after_an_auxiliary_turn_continues_the_main_conversation(ch
         session = server.sessions.open()
         first = await chat(client, session, HELLO, auxiliary=True)
         assert (first.status_code, first.json()["error"]["code"]) == (400, "auxiliary_first")
-        telling = asyncio.ensure_future(answered(session, turn("hi"), turn("t"), turn("s"), turn("ho"), turn("so")))
+        telling = asyncio.ensure_future(answer_turns(session, turn("hi"), turn("t"), turn("s"), turn("ho"), turn("so")))
         await chat(client, session, HELLO)
-        title = await chat(client, session, [*HELLO, HI, said_by("user", "a title")], auxiliary=True)
+        title = await chat(client, session, [*HELLO, HI, chat_message("user", "a title")], auxiliary=True)
         assert title.json()["choices"][0]["message"]["content"] == "t"
-        headers = {**keyed(session), "X-Auxiliary": "1"}
-        beside = [said_by("system", "sum up"), TWO]
+        headers = {**auth_headers(session), "X-Auxiliary": "1"}
+        beside = [chat_message("system", "sum up"), TWO]
         await client.post(CHAT, headers=headers, json={"model": "m", "messages": beside})
         await chat(client, session, [*HELLO, HI, ONE])
         await chat(client, session, [*HELLO, HI, ONE, HO, TWO])
@@ -261,7 +271,7 @@ async def test_sampling_parameters_are_overridden_or_rejected_by_setting() -> No
     requests = {"temperature": 0.2, "top_p": 0.9, "top_k": 20, "seed": 3, "presence_penalty": 0}
     async with serving() as (server, client):
         session = server.sessions.open()
-        telling = asyncio.ensure_future(answered(session, turn("hi")))
+        telling = asyncio.ensure_future(answer_turns(session, turn("hi")))
         parsed = (await chat(client, session, HELLO, **requests)).json()
         assert parsed["overridden"] == {"temperature": 0.7, "top_p": 1, "top_k": -1, "seed": None}
         await telling
@@ -270,7 +280,7 @@ async def test_sampling_parameters_are_overridden_or_rejected_by_setting() -> No
         refused = await chat(client, session, HELLO, **requests)
         assert refused.status_code == 400
         assert refused.json()["error"]["message"].startswith("temperature, top_p, top_k, seed: the job samples with")
-        telling = asyncio.ensure_future(answered(session, turn("hi")))
+        telling = asyncio.ensure_future(answer_turns(session, turn("hi")))
         parsed = (await chat(client, session, HELLO, temperature=0.7, top_p=1.0, top_k=-1, n=1)).json()
         assert "overridden" not in parsed
         await telling
@@ -279,20 +289,20 @@ async def test_sampling_parameters_are_overridden_or_rejected_by_setting() -> No
 async def test_a_key_is_valid_for_its_session_until_it_ends() -> None:
     async with serving() as (server, client):
         mine, other = server.sessions.open(), server.sessions.open()
-        models = (await client.get("/v1/models", headers=keyed(mine))).json()
+        models = (await client.get("/v1/models", headers=auth_headers(mine))).json()
         assert [model["id"] for model in models["data"]] == ["mine"]
-        assert (await client.get("/v1/models/mine", headers=keyed(mine))).json()["id"] == "mine"
+        assert (await client.get("/v1/models/mine", headers=auth_headers(mine))).json()["id"] == "mine"
         body = {"model": "m", "messages": HELLO}
         for headers, status in (
             ({}, 401),
             ({"Authorization": f"Bearer {mine.id}.wrong"}, 401),
             ({"Authorization": f"Bearer {mine.id}.{other.key.partition('.')[2]}"}, 401),
             ({"Authorization": "Bearer ä".encode("latin-1").decode("latin-1")}, 401),
-            ({**keyed(mine), "X-Session-ID": other.id}, 403),
+            ({**auth_headers(mine), "X-Session-ID": other.id}, 403),
         ):
             raw = {name: value.encode("latin-1") for name, value in headers.items()}
             assert (await client.post(CHAT, json=body, headers=raw)).status_code == status
-        telling = asyncio.ensure_future(answered(mine, turn("hi")))
+        telling = asyncio.ensure_future(answer_turns(mine, turn("hi")))
         assert (await client.post(f"/session/{mine.key}{CHAT}", json=body)).status_code == 200
         assert (await client.post(CHAT, json=body, headers={"X-Session-ID": mine.key})).status_code == 200
         await telling

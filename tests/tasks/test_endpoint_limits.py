@@ -13,10 +13,10 @@ from staleflow.tasks.endpoint.replies import TurnReply
 from staleflow.tasks.endpoint.requests import ChatRequest
 from staleflow.tasks.endpoint.server import EndpointServer, listening_socket
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
-from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, chat, keyed, raw, serving, turn
+from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, auth_headers, chat, send_bytes, serving, turn
 
 
-class NeverAnswers:
+class SilentPolicy:
     """A served policy that never answers."""
 
     pending_bytes = 0
@@ -27,7 +27,7 @@ class NeverAnswers:
     def __len__(self) -> int:
         return 1
 
-    def find(self, key: str) -> NeverAnswers:
+    def find(self, key: str) -> SilentPolicy:
         return self
 
     def belongs_to_other(self, id: str, found: object) -> bool:
@@ -69,7 +69,7 @@ async def test_accepted_connections_set_tcp_nodelay() -> None:
 
 
 async def test_a_disconnected_client_cancels_its_request() -> None:
-    policy = NeverAnswers()
+    policy = SilentPolicy()
     server = EndpointServer(EndpointSettings(), policy)
     await server.start()
     _, writer = await asyncio.open_connection(*address(server))
@@ -87,7 +87,7 @@ async def test_a_session_gets_its_turn_by_retry_after_a_disconnect() -> None:
         writer.write(request(session.key))
         await session.next_messages
         writer.close()
-        while (await client.get("/v1/models", headers=keyed(session))).status_code == 429:
+        while (await client.get("/v1/models", headers=auth_headers(session))).status_code == 429:
             await asyncio.sleep(0.01)  # until the endpoint has noticed
         session.answer(turn("hi"))
         result = await chat(client, session, HELLO)
@@ -100,7 +100,7 @@ async def test_sessions_beyond_max_requests_wait_for_their_turns() -> None:
         sessions = [server.sessions.open() for _ in range(9)]
         waiting = [asyncio.ensure_future(chat(client, session, HELLO)) for session in sessions]
         await asyncio.gather(*(session.next_messages for session in sessions))
-        assert (await client.get("/v1/models", headers=keyed(sessions[0]))).status_code == 429
+        assert (await client.get("/v1/models", headers=auth_headers(sessions[0]))).status_code == 429
         assert (await client.get("/health")).status_code == 200
         assert "staleflow_endpoint_in_flight 9.0" in (await client.get("/metrics")).text
         for session in sessions:
@@ -132,7 +132,7 @@ async def test_queued_requests_of_a_session_use_bounded_memory() -> None:
         assert len(waiting) == 4
         chunk = b"%x\r\n%s\r\n" % (9000, b"x" * 9000)
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {greedy.key}\r\n"
-        assert b" 429 " in await raw(server, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk)
+        assert b" 429 " in await send_bytes(server, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk)
         other = asyncio.ensure_future(chat(client, modest, [{"role": "user", "content": "x" * 50_000}]))
         await modest.next_messages
         modest.answer(turn("hi"))
@@ -169,7 +169,7 @@ async def test_health_and_metrics_requests_are_not_counted() -> None:
 @pytest.mark.parametrize("data", [b"", b"GET /v1/mod", b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Slow: "])
 async def test_an_incomplete_request_head_times_out(data: bytes) -> None:
     async with serving(body_s=0.2) as (server, _):
-        result = await raw(server, data)
+        result = await send_bytes(server, data)
         assert b" 408 " in result
         assert b"took longer than endpoint.body_s = 0.2 s" in result
 
@@ -189,7 +189,7 @@ async def test_an_incomplete_second_head_times_out_and_an_idle_connection_does_n
 async def test_connections_beyond_the_limit_get_503_with_retry_after() -> None:
     async with serving(max_connections=2) as (server, client):
         values = [await asyncio.open_connection(*address(server)) for _ in range(2)]
-        result = await raw(server, b"")
+        result = await send_bytes(server, b"")
         assert result.startswith(b"HTTP/1.1 503 ")
         assert b"\r\nRetry-After: 1\r\n" in result
         for _, writer in values:
@@ -226,7 +226,7 @@ async def test_token_ids_beyond_the_vocabulary_are_rejected() -> None:
     session = server.sessions.open()
     async with httpx.AsyncClient(base_url=server.base_url.removesuffix("/v1")) as client:
         body = {"model": "m", "token_ids": [1, 300], "sampling_params": {"logprobs": 1}}
-        result = await client.post(GENERATE, headers=keyed(session), json=body)
+        result = await client.post(GENERATE, headers=auth_headers(session), json=body)
         assert result.status_code == 400
         why = "token_ids has 300, where the model's vocabulary has 300 tokens"
         assert result.json()["error"]["message"] == why

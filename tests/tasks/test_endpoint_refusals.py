@@ -19,7 +19,7 @@ from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.endpoint.sessions import AgentSession, Sessions
 from staleflow.tasks.episodes.episode_host import EpisodeSettings
 from staleflow.tasks.settings.endpoint_settings import EndpointConfig, EndpointSettings
-from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, chat, keyed, raw, serving, turn
+from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, auth_headers, chat, send_bytes, serving, turn
 
 LIMITED = {"model": "m", "messages": HELLO}
 PARAMS = {"logprobs": 1}
@@ -83,7 +83,7 @@ async def test_malformed_requests_get_one_line_errors() -> None:
         await other.next_messages
         for path, body in MALFORMED:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            result = await client.post(path, headers=keyed(session), content=content)
+            result = await client.post(path, headers=auth_headers(session), content=content)
             assert 400 <= result.status_code < 500, (body, result.text)
             message = result.json()["error"]["message"]
             assert message
@@ -107,12 +107,12 @@ async def test_oversized_slow_and_excess_requests_are_rejected() -> None:
         )  # fmt: skip
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
         chunk = b"%x\r\n%s\r\n" % (3000, b"x" * 3000)
-        assert b" 413 " in await raw(server, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 2)
-        assert b" 408 " in await raw(server, f"{head}Content-Length: 100\r\n\r\n{{".encode())
-        assert b" 400 " in await raw(server, b"nonsense\r\n\r\n")
+        assert b" 413 " in await send_bytes(server, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 2)
+        assert b" 408 " in await send_bytes(server, f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        assert b" 400 " in await send_bytes(server, b"nonsense\r\n\r\n")
         waiting = [asyncio.ensure_future(chat(client, item, HELLO)) for item in (session, other)]
         await asyncio.gather(session.next_messages, other.next_messages)
-        busy = await client.get("/v1/models", headers=keyed(session))
+        busy = await client.get("/v1/models", headers=auth_headers(session))
         assert (busy.status_code, busy.headers["Retry-After"]) == (429, "1")
         for item in (session, other):
             item.answer(turn("hi"))
@@ -138,7 +138,7 @@ async def test_oversized_slow_and_excess_requests_are_rejected() -> None:
 async def test_invalid_http_gets_a_json_error(data: bytes) -> None:
     async with serving() as (server, client):
         session = server.sessions.open()
-        result = await raw(server, data.replace(b"%KEY", session.key.encode()), wait_s=20.0)
+        result = await send_bytes(server, data.replace(b"%KEY", session.key.encode()), wait_s=20.0)
         *_, head, body = result.split(b"\r\n\r\n")
         assert b"HTTP/1.1 400 " in head
         assert b"Content-Type: application/json" in head
@@ -158,7 +158,7 @@ async def test_a_request_to_a_finished_episode_gets_410() -> None:
         server.sessions.close(session)
         late = [
             await chat(client, session, HELLO),
-            await client.get("/v1/models", headers=keyed(session)),
+            await client.get("/v1/models", headers=auth_headers(session)),
             await client.get(f"/session/{session.key}/v1/models"),
             await client.post(GENERATE, headers={"X-Session-ID": session.key}, content=b"nonsense"),
         ]
@@ -181,7 +181,7 @@ async def test_a_stopping_endpoint_replies_503_with_retry_after() -> None:
         stopping = asyncio.ensure_future(server.stop())
         await asyncio.sleep(0)
         try:
-            result = await client.get("/v1/models", headers=keyed(server.sessions.open()))
+            result = await client.get("/v1/models", headers=auth_headers(server.sessions.open()))
             assert (result.status_code, result.headers["Retry-After"]) == (503, "1")
         except httpx.ConnectError:  # it no longer listens, which clients take alike
             pass

@@ -21,13 +21,13 @@ from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.rendering.turn_params import TurnParams, split_params
 from tests.stores.test_in_flight_turns import ID, drawn, flight, resumed, routed, sampled
 from tests.tasks.chat_models import chat_tokenizer
-from tests.tasks.endpoint_serving import GENERATE, HELLO, answered, chat, keyed, serving, turn
+from tests.tasks.endpoint_serving import GENERATE, HELLO, answer_turns, auth_headers, chat, serving, turn
 
 TEXTS = ChatTokenizer(chat_tokenizer("smollm2"))
 USER = {"role": "user", "content": "more"}
 
 
-class Decoding:
+class CountingTokenizer:
     """A tokenizer that counts the tokens it decodes."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Decoding:
         return TEXTS.text(tokens, special=special)
 
 
-def ended(text: str, *strings: str, ids: tuple[int, ...] = ()) -> str | None:
+def stopped_text(text: str, *strings: str, ids: tuple[int, ...] = ()) -> str | None:
     """Return the text of a turn up to its end, or None if no stop string ends it."""
     tokens = ids or TEXTS.ids(text)
     check = StopCheck(TEXTS, strings)
@@ -48,23 +48,23 @@ def ended(text: str, *strings: str, ids: tuple[int, ...] = ()) -> str | None:
 
 
 def test_a_stop_string_is_found_under_any_tokenization() -> None:
-    assert ended("one, two; three", "; ") == "one, two; "
-    assert ended("one the other", "n") == "on"
-    assert ended("to the 12", "e") == "to the"
-    assert ended("to the 12", "h") == "to the"  # in the middle of a token, which is whole
-    assert ended("a 12b", "1") == "a 12"
-    assert ended("nothing of it", "none") is None
-    assert ended("ababac", "abac", "xyz") == "ababac"
-    assert ended("stop", "stop", "to") == "sto"
-    assert ended("aé日本b", "日本") == "aé日本"
-    assert ended("🙂🙃!", "🙃") == "🙂🙃"
-    assert ended("aé", "é", "x") == "aé"
+    assert stopped_text("one, two; three", "; ") == "one, two; "
+    assert stopped_text("one the other", "n") == "on"
+    assert stopped_text("to the 12", "e") == "to the"
+    assert stopped_text("to the 12", "h") == "to the"  # in the middle of a token, which is whole
+    assert stopped_text("a 12b", "1") == "a 12"
+    assert stopped_text("nothing of it", "none") is None
+    assert stopped_text("ababac", "abac", "xyz") == "ababac"
+    assert stopped_text("stop", "stop", "to") == "sto"
+    assert stopped_text("aé日本b", "日本") == "aé日本"
+    assert stopped_text("🙂🙃!", "🙃") == "🙂🙃"
+    assert stopped_text("aé", "é", "x") == "aé"
 
 
 def test_an_incomplete_character_does_not_match_a_stop_string() -> None:
     (first, second) = TEXTS.ids("é")
-    assert ended("", "é", ids=(first,)) is None
-    assert ended("", "é", ids=(first, first, second)) == "\ufffdé"
+    assert stopped_text("", "é", ids=(first,)) is None
+    assert stopped_text("", "é", ids=(first, first, second)) == "\ufffdé"
 
 
 @pytest.mark.parametrize("lead", range(6))
@@ -82,8 +82,8 @@ def test_a_stop_string_is_found_after_a_long_run_of_byte_tokens(lead: int) -> No
 
 def test_special_tokens_are_not_in_the_text() -> None:
     (end,) = TEXTS.ids("<|im_end|>")
-    assert ended("", "<|im_end|>", ids=(end,)) is None
-    assert ended("", "ab", ids=(*TEXTS.ids("a"), end, *TEXTS.ids("b"))) == "ab"
+    assert stopped_text("", "<|im_end|>", ids=(end,)) is None
+    assert stopped_text("", "ab", ids=(*TEXTS.ids("a"), end, *TEXTS.ids("b"))) == "ab"
 
 
 def test_tokens_before_an_interrupt_count_toward_the_stop_string() -> None:
@@ -116,7 +116,7 @@ def test_stop_check_matches_a_brute_force_search() -> None:
 
 
 def test_stop_check_cost_per_token_is_constant() -> None:
-    texts = Decoding()
+    texts = CountingTokenizer()
     check = StopCheck(texts, ["never said"])
     tokens = TEXTS.ids("word and another ")
     for _ in range(20):
@@ -134,15 +134,15 @@ def test_stop_check_cost_per_token_is_constant() -> None:
 # -- requests ----------------------------------------------------------------------------------------------------
 
 
-def read(**more: Any) -> ChatRequest:
+def read_request(**more: Any) -> ChatRequest:
     return read_chat({"model": "m", "messages": HELLO, **more}, temperature=1.0, sampling=SamplingRule.REFUSE)
 
 
 def test_stop_accepts_a_string_or_a_list() -> None:
-    assert read(stop=None, stop_token_ids=None).stop == read(stop=[]).stop == NO_STOP
-    assert read(stop="END").stop == StopCriteria(("END",))
-    assert read(stop=["a", "b"] * 8, stop_token_ids=[7]).stop == StopCriteria(("a", "b") * 8, (7,))
-    assert not read(stop="END", stop_token_ids=[3]).overridden
+    assert read_request(stop=None, stop_token_ids=None).stop == read_request(stop=[]).stop == NO_STOP
+    assert read_request(stop="END").stop == StopCriteria(("END",))
+    assert read_request(stop=["a", "b"] * 8, stop_token_ids=[7]).stop == StopCriteria(("a", "b") * 8, (7,))
+    assert not read_request(stop="END", stop_token_ids=[3]).overridden
     params = {"logprobs": 1, "stop_token_ids": [3, 5], "stop": ["END"], "include_stop_str_in_output": True}
     result = read_generate(
         {"model": "m", "token_ids": [1], "sampling_params": params}, temperature=1.0, sampling=SamplingRule.REFUSE
@@ -152,9 +152,13 @@ def test_stop_accepts_a_string_or_a_list() -> None:
 
 def test_stop_criteria_are_part_of_the_turn_parameters_and_the_spool() -> None:
     stop = StopCriteria(("\n\n", "é"), (5, 7))
-    text = read(stop=list(stop.strings), stop_token_ids=list(stop.token_ids)).turn_params(first=True).prepend_to([])
+    text = (
+        read_request(stop=list(stop.strings), stop_token_ids=list(stop.token_ids))
+        .turn_params(first=True)
+        .prepend_to([])
+    )
     assert split_params(text)[0].stop == stop
-    assert "stop" not in read(max_tokens=3).turn_params(first=True).prepend_to([])[0].content, (
+    assert "stop" not in read_request(max_tokens=3).turn_params(first=True).prepend_to([])[0].content, (
         "prompts stay what they were"
     )
 
@@ -198,7 +202,7 @@ async def test_a_reply_has_the_text_up_to_the_stop_string_and_all_token_ids(
     async with serving(changed_past="refuse") as (server, client):
         session = server.sessions.open()
         turns = turn("It is 3. END of"), turn("yes", before=(1, 2, 3, 7, 8, 4))
-        telling = asyncio.ensure_future(answered(session, *turns))
+        telling = asyncio.ensure_future(answer_turns(session, *turns))
         requests = {"stop": stop, "return_token_ids": True, "stream": stream, **more}
         result = await chat(client, session, HELLO, **requests)
         if stream:
@@ -225,7 +229,7 @@ async def test_a_stop_string_may_end_a_tool_call() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     async with serving() as (server, client):
         session = server.sessions.open()
-        telling = asyncio.ensure_future(answered(session, turn(text)))
+        telling = asyncio.ensure_future(answer_turns(session, turn(text)))
         result = (await chat(client, session, HELLO, tools=tools, stop="</tool_call>")).json()["choices"][0]
         assert (result["message"]["content"], result["finish_reason"]) == ("Now.", "tool_calls")
         assert result["message"]["tool_calls"][0]["function"]["name"] == "add"
@@ -235,7 +239,7 @@ async def test_a_stop_string_may_end_a_tool_call() -> None:
 async def test_a_repeated_request_needs_the_same_stop_strings() -> None:
     async with serving(changed_past="refuse") as (server, client):
         session = server.sessions.open()
-        telling = asyncio.ensure_future(answered(session, turn("hi; ho")))
+        telling = asyncio.ensure_future(answer_turns(session, turn("hi; ho")))
         results = [(await chat(client, session, HELLO, stop=[";"])).json() for _ in range(2)]
         assert results[0] == results[1]
         assert results[0]["choices"][0]["message"]["content"] == "hi"
@@ -250,10 +254,10 @@ async def test_a_repeated_request_needs_the_same_stop_strings() -> None:
 async def test_token_ids_replies_include_the_stop_tokens() -> None:
     async with serving() as (server, client):
         session = server.sessions.open()
-        telling = asyncio.ensure_future(answered(session, turn("hi; ho")))
+        telling = asyncio.ensure_future(answer_turns(session, turn("hi; ho")))
         params = {"logprobs": 1, "stop": ";", "stop_token_ids": [9, 8]}
         body = {"model": "m", "token_ids": [1, 2, 3], "sampling_params": params}
-        parsed = (await client.post(GENERATE, headers=keyed(session), json=body)).json()
+        parsed = (await client.post(GENERATE, headers=auth_headers(session), json=body)).json()
         assert (parsed["choices"][0]["token_ids"], parsed["choices"][0]["finish_reason"]) == ([7, 8], "stop")
         (said,) = await telling
         assert split_params(said)[0].stop == StopCriteria((";",), (9, 8))
@@ -262,7 +266,7 @@ async def test_token_ids_replies_include_the_stop_tokens() -> None:
 async def test_a_truncated_turn_has_finish_reason_length_despite_stop() -> None:
     async with serving() as (server, client):
         session = server.sessions.open()
-        telling = asyncio.ensure_future(answered(session, turn("hi", truncated=True)))
+        telling = asyncio.ensure_future(answer_turns(session, turn("hi", truncated=True)))
         result = (await chat(client, session, HELLO, stop=";")).json()["choices"][0]
         assert (result["message"]["content"], result["finish_reason"]) == ("hi", "length")
         await telling

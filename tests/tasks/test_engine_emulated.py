@@ -24,12 +24,12 @@ from staleflow.tasks.engines.base import Engine
 from staleflow.tasks.engines.emulated_engine import Clock, EmulatedEngine, weights, word_logprobs
 from staleflow.tasks.engines.engine_settings import EmulatedSettings
 from staleflow.tasks.settings.choice_names import REWARD_TOKEN
-from tests.tasks.brake import BRAKE, brake, check_that_it_brakes  # noqa: F401  used by name
+from tests.tasks.brake import BRAKE, brake, check_brake  # noqa: F401  used by name
 from tests.tasks.engine_conformance import (
     ReusingEngineTests,
     SleepingEngineTests,
-    asked_beside,
-    check_that_lengths_are_obeyed,
+    call_in_thread,
+    check_draft_lengths,
     collect,
     request,
     sample_until,
@@ -122,7 +122,7 @@ class TestEmulatedEngine(SleepingEngineTests, ReusingEngineTests):
     def test_the_brake_stops_the_engine_between_tokens(self, engine: Engine, clock: FaultyClock) -> None:
         requests = [request(i, max_new_tokens=40) for i in range(4)]
         sample_until(engine, 3, requests)
-        check_that_it_brakes(engine, requests, lambda: clock._passed_s)
+        check_brake(engine, requests, lambda: clock._passed_s)
 
     def kill(self, engine: Engine) -> None:
         self._clock.fail()
@@ -138,7 +138,7 @@ class TestEmulatedEngine(SleepingEngineTests, ReusingEngineTests):
     def during_load(self, engine: Engine, ask: Callable[[], None]) -> Iterator[None]:
         """Called in place of the sleep for the load duration."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("staleflow.tasks.engines.emulated_engine.time.sleep", lambda seconds: asked_beside(ask))
+            patch.setattr("staleflow.tasks.engines.emulated_engine.time.sleep", lambda seconds: call_in_thread(ask))
             yield
 
     @pytest.fixture
@@ -262,7 +262,7 @@ def test_the_engine_drafts_as_many_tokens_as_instructed() -> None:
     drafting = DraftSettings(length=0, max_running=1000, acceptance=0.5)
     long = workload(median=3000.0, sigma=0.0, max_tokens=3000)
     engine = EmulatedEngine(settings(drafting=drafting, workload=long, time_scale=1.0), InstanceId("rollout-0"))
-    check_that_lengths_are_obeyed(engine, more=3)
+    check_draft_lengths(engine, more=3)
     engine.close()
 
 

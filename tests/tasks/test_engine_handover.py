@@ -25,7 +25,7 @@ def settings(tmp_path: Path) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
+def close_engines() -> Iterator[None]:
     yield
     gc.collect()
     for item in list(engine_handover._registered):
@@ -33,7 +33,9 @@ def closed() -> Iterator[None]:
         engine_handover.unregister(item.engine)
 
 
-def placed(settings: Any, name: str = "rollout-0", run: str = "/runs/x", *, resumed: bool = False) -> RolloutInstance:
+def place_instance(
+    settings: Any, name: str = "rollout-0", run: str = "/runs/x", *, resumed: bool = False
+) -> RolloutInstance:
     return RolloutInstance(settings, InstanceId(name), 1, 5.0, 0.0, run=run, resumed=resumed)
 
 
@@ -43,7 +45,7 @@ def engine_of(instance: RolloutInstance) -> EmulatedEngine:
     return engine
 
 
-def dropped(instances: list[RolloutInstance]) -> list[EmulatedEngine]:
+def drop_actors(instances: list[RolloutInstance]) -> list[EmulatedEngine]:
     """Drop actors as Dask does when their driver is gone; returns their engines."""
     engines = [engine_of(instance) for instance in instances]
     instances.clear()
@@ -52,9 +54,9 @@ def dropped(instances: list[RolloutInstance]) -> list[EmulatedEngine]:
 
 
 def test_a_resumed_run_reuses_an_engine_under_a_new_seed_and_name(settings: Any) -> None:
-    (engine,) = dropped([placed(settings)])
+    (engine,) = drop_actors([place_instance(settings)])
     reseeded = dataclasses.replace(settings, seed=7) if hasattr(settings, "seed") else settings
-    then = placed(reseeded, "rollout-1", resumed=True)
+    then = place_instance(reseeded, "rollout-1", resumed=True)
     assert engine_of(then) is engine
     assert asyncio.run(then.took_over())
     assert engine._instance == "rollout-1"
@@ -63,26 +65,26 @@ def test_a_resumed_run_reuses_an_engine_under_a_new_seed_and_name(settings: Any)
 
 @pytest.mark.parametrize("other", ["run", "settings"])
 def test_an_orphan_engine_of_other_settings_or_another_run_is_closed(settings: Any, other: str) -> None:
-    (engine,) = dropped([placed(settings)])
+    (engine,) = drop_actors([place_instance(settings)])
     changed = dataclasses.replace(settings, max_running=settings.max_running + 1) if other == "settings" else settings
-    then = placed(changed, run="/runs/y" if other == "run" else "/runs/x", resumed=True)
+    then = place_instance(changed, run="/runs/y" if other == "run" else "/runs/x", resumed=True)
     assert engine_of(then) is not engine
     assert not asyncio.run(then.took_over())
     assert not engine._thread.is_alive()
 
 
 def test_a_dead_engine_is_not_reused(settings: Any) -> None:
-    (engine,) = dropped([placed(settings)])
+    (engine,) = drop_actors([place_instance(settings)])
     engine.close()
-    then = placed(settings, resumed=True)
+    then = place_instance(settings, resumed=True)
     assert engine_of(then) is not engine
     assert not asyncio.run(then.took_over())
 
 
 def test_an_engine_in_use_is_not_reused(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_handover, "ACTOR_EXIT_S", 0.3)
-    first = placed(settings)
-    second = placed(settings, "rollout-1", resumed=True)
+    first = place_instance(settings)
+    second = place_instance(settings, "rollout-1", resumed=True)
     assert engine_of(second) is not engine_of(first)
     assert engine_of(first)._thread.is_alive()
 
@@ -90,33 +92,33 @@ def test_an_engine_in_use_is_not_reused(settings: Any, monkeypatch: pytest.Monke
 def test_a_closed_engine_is_unregistered(settings: Any) -> None:
     with pytest.raises(LookupError):
         asyncio.run(engine_handover.require_orphan())
-    instance = placed(settings)
+    instance = place_instance(settings)
     asyncio.run(instance.close())
     assert engine_handover._registered == []
 
 
 def test_require_orphan_needs_an_engine_without_an_actor(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_handover, "SETTLE_S", 0.3)
-    instances = [placed(settings)]
+    instances = [place_instance(settings)]
     with pytest.raises(LookupError, match="that nobody uses"):
         asyncio.run(engine_handover.require_orphan())
-    dropped(instances)
+    drop_actors(instances)
     asyncio.run(engine_handover.require_orphan())
 
 
 @pytest.mark.parametrize("by", ["an instance of a run that begins", "a trainer"])
 def test_other_roles_close_orphan_engines(settings: Any, by: str) -> None:
-    (engine,) = dropped([placed(settings)])
+    (engine,) = drop_actors([place_instance(settings)])
     if by == "a trainer":
         engine_handover.close_orphans()
     else:
-        assert engine_of(placed(settings, resumed=False)) is not engine
+        assert engine_of(place_instance(settings, resumed=False)) is not engine
     assert not engine._thread.is_alive()
 
 
 def test_of_two_orphan_engines_the_second_is_closed(settings: Any) -> None:
     """On a cluster each engine has its own process; here the memory of the second one is freed."""
-    engines = dropped([placed(settings, f"rollout-{i}") for i in range(2)])
-    then = placed(settings, resumed=True)
+    engines = drop_actors([place_instance(settings, f"rollout-{i}") for i in range(2)])
+    then = place_instance(settings, resumed=True)
     assert engine_of(then) is engines[0]
     assert not engines[1]._thread.is_alive()

@@ -17,13 +17,13 @@ from staleflow.tasks.engines.base import Engine
 from staleflow.tasks.engines.engine_settings import TransformersSettings
 from staleflow.tasks.engines.transformers import TransformersEngine, load_model
 from tests.tasks.adapter_conformance import LORA, SERVED, AdapterEngineTests
-from tests.tasks.brake import brake, brake_of_transformers, check_that_it_brakes  # noqa: F401  used by name
+from tests.tasks.brake import brake, brake_of_transformers, check_brake  # noqa: F401  used by name
 from tests.tasks.engine_conformance import (
     GIVEN,
     PROMPT,
     ReusingEngineTests,
     SleepingEngineTests,
-    asked_beside,
+    call_in_thread,
     collect,
     logprobs_of,
     model_settings,
@@ -49,7 +49,7 @@ class TestTransformersEngine(SleepingEngineTests, StopTests, ReusingEngineTests)
     def test_the_brake_stops_the_engine_between_tokens(self, engine: Engine) -> None:
         requests = [request(0, max_new_tokens=40, greedy=True)]
         sample_until(engine, 3, requests)
-        check_that_it_brakes(engine, requests, lambda: engine.load_statistics().progress)
+        check_brake(engine, requests, lambda: engine.load_statistics().progress)
 
     def kill(self, engine: Engine) -> None:
         def fail() -> None:
@@ -80,7 +80,7 @@ class TestTransformersEngine(SleepingEngineTests, StopTests, ReusingEngineTests)
         replace = engine._replace_weights
 
         def asked(*args: Any) -> float:
-            asked_beside(ask)
+            call_in_thread(ask)
             return replace(*args)
 
         with pytest.MonkeyPatch.context() as patch:

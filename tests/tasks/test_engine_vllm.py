@@ -20,7 +20,7 @@ from tests.tasks.engine_conformance import (
     GIVEN,
     PROMPT,
     ReusingEngineTests,
-    asked_beside,
+    call_in_thread,
     collect,
     logprobs_of,
     model_settings,
@@ -43,7 +43,7 @@ def settings(model: Path, **changes: Any) -> VllmSettings:
 
 
 @contextmanager
-def slowed(engine: VllmEngine) -> Iterator[None]:
+def slow_steps(engine: VllmEngine) -> Iterator[None]:
     """Slow each step to at least 20 ms, so that running requests do not finish while weights load."""
     step = engine._engine.engine_core.get_output
 
@@ -78,7 +78,7 @@ class TestVllmEngine(StopTests, ReusingEngineTests):
         load = engine._load
 
         def asked(*args: Any) -> float:
-            asked_beside(ask)
+            call_in_thread(ask)
             return load(*args)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -130,7 +130,7 @@ class TestVllmEngine(StopTests, ReusingEngineTests):
         """Running requests are prefilled again under the new weights, so their cache pages are valid."""
         path, _ = other_weights
         sample_until(engine, 3, [request(0, prompt=PROMPT, max_new_tokens=40, greedy=True)])
-        with slowed(engine):
+        with slow_steps(engine):
             engine.load(PolicyVersion(5), path)
         first = collect(engine, 1)[0]
         assert [s.version for s in first.segments] == [0, 5]
@@ -191,7 +191,7 @@ def test_a_request_waiting_during_a_weight_update_uses_no_old_cache(
         # Two run at once, the place for a probe taken too; the third waits for one of them to end.
         sample_until(one, 5, [request(i, prompt=prompt, max_new_tokens=50) for i in range(3)])
         before = one.load_statistics().cached_tokens
-        with slowed(one):
+        with slow_steps(one):
             one.load(PolicyVersion(5), path)
         done = collect(one, 3)
         cached = one.load_statistics().cached_tokens - before

@@ -86,7 +86,7 @@ class Server:
         return [item.score for item in scored]
 
 
-def acts(
+def run_steps(
     server: Server, dismissed: tuple[int, ...] = (), environments: Any = None
 ) -> dict[TrajectoryId, EnvStepOutcome]:
     """Return the outcomes of 100 concurrent steps."""
@@ -109,7 +109,7 @@ def acts(
 
 def test_concurrent_steps_are_batched_into_one_call_per_method() -> None:
     server = Server()
-    result = acts(server)
+    result = run_steps(server)
     assert set(result) == set(range(90))
     assert all(one.tokens == 2 * i and not one.ended for i, one in result.items() if i % 2 == 0)
     assert server.rewards == {i: i for i in range(1, 90, 2)}
@@ -118,16 +118,16 @@ def test_concurrent_steps_are_batched_into_one_call_per_method() -> None:
 
 
 def test_a_closed_episode_does_not_affect_other_episodes() -> None:
-    assert set(acts(Server(), dismissed=(3, 4, 5))) == set(range(90)) - {3, 4, 5}
+    assert set(run_steps(Server(), dismissed=(3, 4, 5))) == set(range(90)) - {3, 4, 5}
 
 
 def test_a_lost_server_is_reported_for_every_step() -> None:
-    result = acts(Server(fails=True))
+    result = run_steps(Server(fails=True))
     assert set(result) == set(range(100))
     assert all(item.server_lost for item in result.values())
 
 
-class Lasting(Environments):
+class SlowStepEnvironments(Environments):
     """Environments whose steps and ends take time and wait for a slot."""
 
     async def step(self, key: EpisodeKey, *_: object, **options: object) -> HostedStepResult:
@@ -137,7 +137,7 @@ class Lasting(Environments):
         return HostedStepResult(ended=True, reward=0.5, seconds=4.0, waited_s=8.0)
 
 
-class Full(Server):
+class FullServer(Server):
     """A server on which observations of odd trajectories do not fit into the context."""
 
     async def add_observations(self, said: list[ObservationItem]) -> list[ObservationReceipt]:
@@ -149,13 +149,13 @@ class Full(Server):
 
 
 def test_an_outcome_has_the_duration_of_its_step_and_its_end() -> None:
-    server = Full()
-    result = acts(server, environments=Lasting())
+    server = FullServer()
+    result = run_steps(server, environments=SlowStepEnvironments())
     assert {(item.ended, item.seconds) for i, item in result.items() if i % 2 == 0} == {(False, 3.0)}
     assert {(item.ended, item.reward, item.seconds) for i, item in result.items() if i % 2} == {(True, 0.5, 15.0)}
 
 
-class Different(Server):
+class DifferentServer(Server):
     """A server whose stored observation differs from the delivered one."""
 
     async def add_observations(self, said: list[ObservationItem]) -> list[ObservationReceipt]:
@@ -172,7 +172,7 @@ def test_an_episode_with_a_different_observation_is_cancelled_and_restarted() ->
         def cancel(self, keys: Iterable[EpisodeKey]) -> None:
             cancelled.extend(keys)
 
-    result = acts(Different(), environments=Recorded())
+    result = run_steps(DifferentServer(), environments=Recorded())
     assert {i: bool(item.failed) for i, item in result.items()} == {i: i % 2 == 0 for i in range(90)}
     assert sorted(key.task for key in cancelled) == list(range(0, 90, 2))
 

@@ -21,7 +21,7 @@ from staleflow.tasks.environments.pickled_messages import encode_message
 from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Message, TaskSource, distinct_held_out, draw_tasks
-from tests.support.games import GAMES, acted, hosted, is_gone, played, settings, until_gone
+from tests.support.games import GAMES, act, host_episode, is_gone, play_episode, settings, until_gone
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +46,23 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", ["Moody", "AsyncMoody"])
 async def test_an_environment_fault_is_a_one_line_error_of_its_episode(games: Path, name: str) -> None:
-    async with hosted(settings(f"{games}:{name}")) as (episodes, task):
-        await acted(episodes, task, "other")
+    async with host_episode(settings(f"{games}:{name}")) as (episodes, task):
+        await act(episodes, task, "other")
         for member, (action, message) in enumerate(FAULTS.items(), 1):
-            await acted(episodes, task, "a", member=member)
-            answer = await acted(episodes, task, "a", action, member=member)
+            await act(episodes, task, "a", member=member)
+            answer = await act(episodes, task, "a", action, member=member)
             assert answer.ended and not answer.lost and message in answer.error and "\n" not in answer.error
             assert (" raised: " in answer.error) == bool(re.search(r" \(games\.py:\d+\)$", answer.error))
-            assert await acted(episodes, task, "a", action, member=member) == answer
-        assert (await acted(episodes, task, "other", "b")).messages == (Message("environment", "2"),)
+            assert await act(episodes, task, "a", action, member=member) == answer
+        assert (await act(episodes, task, "other", "b")).messages == (Message("environment", "2"),)
 
 
 @pytest.mark.parametrize(("name", "isolation"), [("Moody", "auto"), ("Quick", "auto")])
 async def test_synchronous_methods_may_use_asyncio_and_return_str_subclasses(
     games: Path, name: str, isolation: str
 ) -> None:
-    async with hosted(settings(f"{games}:{name}", isolation=isolation)) as (episodes, task):
-        answers = await played(episodes, task, ["run", "own", "a"])
+    async with host_episode(settings(f"{games}:{name}", isolation=isolation)) as (episodes, task):
+        answers = await play_episode(episodes, task, ["run", "own", "a"])
         assert [m.content for a in answers for m in a.messages] == ["later", "mine", "3"]
         assert type(answers[1].messages[0].content) is str
 
@@ -79,17 +79,17 @@ async def test_synchronous_methods_may_use_asyncio_and_return_str_subclasses(
 async def test_an_environment_that_hangs_dies_or_exhausts_memory_fails_alone(
     games: Path, action: str, message: str
 ) -> None:
-    async with hosted(settings(f"{games}:Moody", step_timeout_s=4.0, memory_mib=64)) as (episodes, task):
-        (other,) = (await acted(episodes, task, "pid")).messages
-        (mine,) = (await acted(episodes, task, "pid", member=1)).messages
+    async with host_episode(settings(f"{games}:Moody", step_timeout_s=4.0, memory_mib=64)) as (episodes, task):
+        (other,) = (await act(episodes, task, "pid")).messages
+        (mine,) = (await act(episodes, task, "pid", member=1)).messages
         assert int(mine.content) != int(other.content)
         bad, good = await asyncio.gather(
-            acted(episodes, task, "pid", action, member=1), acted(episodes, task, "pid", "pid")
+            act(episodes, task, "pid", action, member=1), act(episodes, task, "pid", "pid")
         )
         assert re.sub(r"games\.py:\d+", "LINE", " ".join(bad.error.split())) == message
         assert good.messages == (other,)
         await until_gone(int(mine.content))
-        assert (await acted(episodes, task, "pid", "pid", "pid")).messages == (other,)
+        assert (await act(episodes, task, "pid", "pid", "pid")).messages == (other,)
     await until_gone(int(other.content))
 
 
@@ -97,28 +97,28 @@ async def test_an_environment_that_hangs_dies_or_exhausts_memory_fails_alone(
     ("name", "isolation"), [("AsyncMoody", "auto"), ("Waiting", "auto"), ("AsyncMoody", "process")]
 )
 async def test_an_environment_that_never_returns_fails_alone(games: Path, name: str, isolation: str) -> None:
-    async with hosted(settings(f"{games}:{name}", step_timeout_s=4.0, isolation=isolation)) as (episodes, task):
+    async with host_episode(settings(f"{games}:{name}", step_timeout_s=4.0, isolation=isolation)) as (episodes, task):
         await episodes.check()
         bad, *good = await asyncio.gather(
-            acted(episodes, task, "hang"), *(acted(episodes, task, "a", member=m) for m in range(1, 4))
+            act(episodes, task, "hang"), *(act(episodes, task, "a", member=m) for m in range(1, 4))
         )
         assert bad.error == "step 1 took longer than environment.step_timeout_s = 4 s"
         assert [answer.messages for answer in good] == [(Message("environment", "1"),)] * 3
 
 
 async def test_a_killed_fork_server_ends_its_episodes_and_is_restarted(games: Path) -> None:
-    async with hosted(settings(f"{games}:Moody")) as (episodes, task):
-        (server,) = (await acted(episodes, task, "server")).messages
-        (mine,) = (await acted(episodes, task, "server", "pid")).messages
+    async with host_episode(settings(f"{games}:Moody")) as (episodes, task):
+        (server,) = (await act(episodes, task, "server")).messages
+        (mine,) = (await act(episodes, task, "server", "pid")).messages
         os.kill(int(server.content), signal.SIGKILL)
         await until_gone(int(mine.content))
-        assert (await acted(episodes, task, "server", "pid", "a")).error == "its process died"
-        assert (await acted(episodes, task, "a", member=1)).messages == (Message("environment", "1"),)
+        assert (await act(episodes, task, "server", "pid", "a")).error == "its process died"
+        assert (await act(episodes, task, "a", member=1)).messages == (Message("environment", "1"),)
 
 
 async def test_daemon_children_of_an_environment_end_with_it(games: Path) -> None:
-    async with hosted(settings(f"{games}:Moody")) as (episodes, task):
-        (child,) = (await acted(episodes, task, "child")).messages
+    async with host_episode(settings(f"{games}:Moody")) as (episodes, task):
+        (child,) = (await act(episodes, task, "child")).messages
         assert not is_gone(int(child.content))
         episodes.cancel([EpisodeKey(task=0)])
         await until_gone(int(child.content))
@@ -126,10 +126,10 @@ async def test_daemon_children_of_an_environment_end_with_it(games: Path) -> Non
 
 @pytest.mark.parametrize("name", ["Moody", "AsyncMoody"])
 async def test_a_surplus_episode_is_cancelled_at_once(games: Path, name: str) -> None:
-    async with hosted(settings(f"{games}:{name}")) as (episodes, task):
-        await acted(episodes, task, "a")
-        waiting = asyncio.ensure_future(acted(episodes, task, "a", "hang"))
-        other = asyncio.ensure_future(acted(episodes, task, "b", member=1))
+    async with host_episode(settings(f"{games}:{name}")) as (episodes, task):
+        await act(episodes, task, "a")
+        waiting = asyncio.ensure_future(act(episodes, task, "a", "hang"))
+        other = asyncio.ensure_future(act(episodes, task, "b", member=1))
         await asyncio.sleep(0.1)
         begin = time.monotonic()
         episodes.cancel([EpisodeKey(task=0), EpisodeKey(task=7)])
@@ -139,24 +139,27 @@ async def test_a_surplus_episode_is_cancelled_at_once(games: Path, name: str) ->
 
 
 async def test_a_coroutine_that_ignores_cancellation_is_abandoned(games: Path) -> None:
-    async with hosted(settings(f"{games}:AsyncMoody", step_timeout_s=3.0)) as (episodes, task):
-        assert "took longer than environment.step_timeout_s" in (await acted(episodes, task, "stubborn")).error
-        assert (await acted(episodes, task, "a", member=1)).messages == (Message("environment", "1"),)
+    async with host_episode(settings(f"{games}:AsyncMoody", step_timeout_s=3.0)) as (episodes, task):
+        assert "took longer than environment.step_timeout_s" in (await act(episodes, task, "stubborn")).error
+        assert (await act(episodes, task, "a", member=1)).messages == (Message("environment", "1"),)
 
 
 async def test_the_seconds_of_all_steps_are_limited_together(games: Path) -> None:
-    async with hosted(settings(f"{games}:AsyncMoody", step_timeout_s=60, episode_timeout_s=3)) as (episodes, task):
-        await acted(episodes, task, "a")
-        answer = await acted(episodes, task, "a", "hang")
+    async with host_episode(settings(f"{games}:AsyncMoody", step_timeout_s=60, episode_timeout_s=3)) as (
+        episodes,
+        task,
+    ):
+        await act(episodes, task, "a")
+        answer = await act(episodes, task, "a", "hang")
         assert answer.error == "step 2 took longer than environment.episode_timeout_s = 3 s"
         assert 0 < answer.seconds < 60
 
 
 async def test_concurrent_steps_are_limited_by_concurrency(games: Path) -> None:
     task = settings(f"{games}:AsyncMoody").source.build().task(0)
-    async with hosted(settings(f"{games}:AsyncMoody", step_timeout_s=0.2, concurrency=2)) as (episodes, _):
+    async with host_episode(settings(f"{games}:AsyncMoody", step_timeout_s=0.2, concurrency=2)) as (episodes, _):
         begin = time.monotonic()
-        answers = await asyncio.gather(*(acted(episodes, task, "hang", member=m) for m in range(6)))
+        answers = await asyncio.gather(*(act(episodes, task, "hang", member=m) for m in range(6)))
         assert all("took longer" in a.error for a in answers)
         assert time.monotonic() - begin >= 0.6
 
@@ -187,7 +190,7 @@ async def test_slow_resets_run_in_parallel(tmp_path: Path) -> None:
         assert tasks[7] == source.task(7, held_out=held_out)
     empty(folder)
     episodes = EpisodeHost(made)
-    answers = await asyncio.gather(*(acted(episodes, tasks[0], "go", member=m) for m in range(4)))
+    answers = await asyncio.gather(*(act(episodes, tasks[0], "go", member=m) for m in range(4)))
     assert [(a.error, a.reward) for a in answers] == [("", 1.0)] * 4
     await episodes.close()
 
@@ -230,22 +233,22 @@ def test_invalid_options_give_a_one_line_error(games: Path) -> None:
     ],
 )
 async def test_a_coroutine_fault_is_a_one_line_error(games: Path, name: str, message: str) -> None:
-    async with hosted(settings(f"{games}:{name}", max_turns=1 + (name == "hasty"))) as (episodes, task):
-        assert message in (await acted(episodes, task, "a")).error
+    async with host_episode(settings(f"{games}:{name}", max_turns=1 + (name == "hasty"))) as (episodes, task):
+        assert message in (await act(episodes, task, "a")).error
 
 
 async def test_a_coroutine_may_return_str_subclasses(games: Path) -> None:
-    async with hosted(settings(f"{games}:own")) as (episodes, task):
+    async with host_episode(settings(f"{games}:own")) as (episodes, task):
         assert type(task.prompt) is str
-        (message,) = (await acted(episodes, task, "a")).messages
+        (message,) = (await act(episodes, task, "a")).messages
         assert (message.content, type(message.content)) == ("mine", str)
 
 
 async def test_an_environment_that_ignores_its_seed_is_rejected_before_the_run(games: Path) -> None:
-    async with hosted(settings(f"{games}:Unseeded")) as (episodes, task):
+    async with host_episode(settings(f"{games}:Unseeded")) as (episodes, task):
         with pytest.raises(ConfigError, match="reset with the same seed gives another first observation"):
             await episodes.check()
-        assert "another first observation" in (await acted(episodes, task, "a")).error
+        assert "another first observation" in (await act(episodes, task, "a")).error
 
 
 def test_tasks_depend_on_their_index_and_held_out_tasks_use_other_seeds(games: Path) -> None:
@@ -260,14 +263,14 @@ def test_tasks_depend_on_their_index_and_held_out_tasks_use_other_seeds(games: P
 
 HOST = """
 import asyncio
-from tests.support.games import EpisodeHost, acted, hosted, settings
+from tests.support.games import EpisodeHost, act, settings
 
 async def work(named):
     made = settings(named)
     task = made.source.build().task(0)
     episodes = EpisodeHost(made)
     for member in range(3):
-        answer = await acted(episodes, task, "pid", member=member)
+        answer = await act(episodes, task, "pid", member=member)
         print(answer.messages[0].content, flush=True)
     await asyncio.sleep(1000)
 

@@ -21,7 +21,7 @@ from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.sources.task_sources import labelled
-from tests.support.games import GAMES, acted, hosted, played, said, settings
+from tests.support.games import GAMES, act, host_episode, play_episode, settings, step_summaries
 from tests.tasks.chat_models import MODELS
 
 
@@ -32,7 +32,7 @@ def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def higher(*words: str) -> list[Any]:
+def higher_summaries(*words: str) -> list[Any]:
     return [((Message("environment", word),), False, 0.0, {}, "") for word in words]
 
 
@@ -47,38 +47,38 @@ async def test_an_episode_is_identical_under_every_isolation_setting_and_host(
     made = settings(f"{games}:{name}", isolation=isolation)
     task = made.source.build().task(4)
     assert task.prompt == "Guess a number from 1 to 8."
-    async with hosted(made) as (episodes, _):
+    async with host_episode(made) as (episodes, _):
         await episodes.check()
-        right = await played(episodes, task, "12345678", task=4)
+        right = await play_episode(episodes, task, "12345678", task=4)
         number = len(right)
         assert 1 < number <= 5
-        assert said(right[:-1]) == higher(*["higher"] * (number - 1))
-        assert said(right[-1:]) == [((), True, 1.25 - 0.25 * number, {"left": 5 - number}, "")]
-        wrong = await played(episodes, task, "88888", task=4, member=1)
-        assert said(wrong[:-1]) == higher(*["lower"] * 4)
-        assert said(wrong[-1:]) == [((), True, -1.25, {}, "")]
+        assert step_summaries(right[:-1]) == higher_summaries(*["higher"] * (number - 1))
+        assert step_summaries(right[-1:]) == [((), True, 1.25 - 0.25 * number, {"left": 5 - number}, "")]
+        wrong = await play_episode(episodes, task, "88888", task=4, member=1)
+        assert step_summaries(wrong[:-1]) == higher_summaries(*["lower"] * 4)
+        assert step_summaries(wrong[-1:]) == [((), True, -1.25, {}, "")]
 
 
 @pytest.mark.parametrize("name", KINDS)
 async def test_repeated_steps_return_the_same_result_and_run_once(games: Path, name: str) -> None:
-    async with hosted(settings(f"{games}:{name}")) as (episodes, task):
-        first = await asyncio.gather(*(acted(episodes, task, "8") for _ in range(3)))
+    async with host_episode(settings(f"{games}:{name}")) as (episodes, task):
+        first = await asyncio.gather(*(act(episodes, task, "8") for _ in range(3)))
         assert first[0] == first[1] == first[2]
-        assert await acted(episodes, task, "8") == first[0]
-        second = [await acted(episodes, task, "8", "8") for _ in range(2)]
+        assert await act(episodes, task, "8") == first[0]
+        second = [await act(episodes, task, "8", "8") for _ in range(2)]
         assert second[0] == second[1]
-        last = [await acted(episodes, task, *"88888") for _ in range(2)]
+        last = [await act(episodes, task, *"88888") for _ in range(2)]
         assert last[0] == last[1]
         assert (last[0].ended, last[0].reward) == (True, -1.25)
         assert last[0].replayed == ((Message("environment", "lower"),),) * 2
-        after = await acted(episodes, task, *"888888")
+        after = await act(episodes, task, *"888888")
         assert after.error == "the episode ended with turn 5; it cannot take another one"
 
 
 @pytest.mark.parametrize("name", ["Counted", "Moody"])
 async def test_a_step_waits_for_the_step_before_it(games: Path, name: str) -> None:
-    async with hosted(settings(f"{games}:{name}")) as (episodes, task):
-        both = await asyncio.gather(acted(episodes, task, "a"), acted(episodes, task, "a", "b"))
+    async with host_episode(settings(f"{games}:{name}")) as (episodes, task):
+        both = await asyncio.gather(act(episodes, task, "a"), act(episodes, task, "a", "b"))
         seed = task.record["seed"]
         expected = [f"{seed}:a", f"{seed}:a,b"] if name == "Counted" else ["1", "2"]
         assert [(m.content, a.replayed) for a in both for m in a.messages] == [(text, ()) for text in expected]
@@ -89,31 +89,33 @@ async def test_a_repeatable_environment_is_replayed_on_another_host(games: Path,
     made = settings(f"{games}:{name}")
     task = made.source.build().task(0)
     here, there = EpisodeHost(made), EpisodeHost(made)
-    answers = [await acted(here, task, *"8888"[:n]) for n in range(1, 5)]
-    taken_up = await acted(there, task, *"8888")
+    answers = [await act(here, task, *"8888"[:n]) for n in range(1, 5)]
+    taken_up = await act(there, task, *"8888")
     assert taken_up.messages == answers[-1].messages
     assert taken_up.replayed == tuple(a.messages for a in answers[:-1])
-    assert said([await acted(there, task, *"88888")]) == said([await acted(here, task, *"88888")])
+    assert step_summaries([await act(there, task, *"88888")]) == step_summaries([await act(here, task, *"88888")])
     await here.close()
     await there.close()
 
 
 async def test_an_unrepeatable_environment_missing_on_a_host_is_restarted(games: Path) -> None:
-    async with hosted(settings(f"{games}:Moody")) as (episodes, task):
-        answer = await acted(episodes, task, "a", "b")
+    async with host_episode(settings(f"{games}:Moody")) as (episodes, task):
+        answer = await act(episodes, task, "a", "b")
         assert answer.lost and answer.ended and "cannot be set back; start it again" in answer.error
-        await acted(episodes, task, "a")
-        assert (await acted(episodes, task, "other", "b")).lost
-        assert (await acted(episodes, task, "a", attempt=1)).messages == (Message("environment", "1"),)
+        await act(episodes, task, "a")
+        assert (await act(episodes, task, "other", "b")).lost
+        assert (await act(episodes, task, "a", attempt=1)).messages == (Message("environment", "1"),)
 
 
 @pytest.mark.parametrize("name", KINDS)
 async def test_a_truncated_episode_has_the_reward_so_far(games: Path, name: str) -> None:
-    async with hosted(settings(f"{games}:{name}", max_turns=3)) as (episodes, task):
-        await acted(episodes, task, "8")
-        cut = await acted(episodes, task, "8", "7 or", cut=True)
-        assert said([cut]) == [((), True, -0.25, {}, "")]
-        assert said([(await played(episodes, task, "88888", member=1))[-1]]) == [((), True, -0.75, {}, "")]
+    async with host_episode(settings(f"{games}:{name}", max_turns=3)) as (episodes, task):
+        await act(episodes, task, "8")
+        cut = await act(episodes, task, "8", "7 or", cut=True)
+        assert step_summaries([cut]) == [((), True, -0.25, {}, "")]
+        assert step_summaries([(await play_episode(episodes, task, "88888", member=1))[-1]]) == [
+            ((), True, -0.75, {}, "")
+        ]
 
 
 REQUESTS = st.lists(
@@ -241,10 +243,12 @@ def test_a_job_with_an_unusable_environment_gives_a_one_line_error(
 
 
 async def test_a_coroutine_may_return_a_reward_when_its_episode_is_truncated(games: Path) -> None:
-    async with hosted(settings(f"{games}:graceful", max_turns=2)) as (episodes, task):
-        assert said(await played(episodes, task, ["a", "b"]))[-1] == ((), True, 0.5, {"cut": 1.0}, "")
-        assert said([await acted(episodes, task, "a", cut=True, member=1)]) == [((), True, 0.5, {"cut": 1.0}, "")]
-        await acted(episodes, task, "a", member=2)
+    async with host_episode(settings(f"{games}:graceful", max_turns=2)) as (episodes, task):
+        assert step_summaries(await play_episode(episodes, task, ["a", "b"]))[-1] == ((), True, 0.5, {"cut": 1.0}, "")
+        assert step_summaries([await act(episodes, task, "a", cut=True, member=1)]) == [
+            ((), True, 0.5, {"cut": 1.0}, "")
+        ]
+        await act(episodes, task, "a", member=2)
         key = EpisodeKey(task=0, member=2)
         assert [await episodes.end(key, task.record) for _ in range(2)][1].reward == 0.5
 
@@ -257,10 +261,10 @@ async def test_held_out_tasks_may_use_another_environment(games: Path) -> None:
     train, held_out = built.task(0), built.task(0, held_out=True)
     assert (train.prompt, held_out.prompt) == ("Guess a number from 1 to 8.", "what now?")
     assert held_out.identity == ("what now?", held_out.record["seed"])
-    async with hosted(made) as (episodes, _):
+    async with host_episode(made) as (episodes, _):
         await episodes.check()
-        assert said([await acted(episodes, train, "8")]) == higher("lower")
-        assert said([await acted(episodes, held_out, "8", held_out=True)]) == higher("1")
+        assert step_summaries([await act(episodes, train, "8")]) == higher_summaries("lower")
+        assert step_summaries([await act(episodes, held_out, "8", held_out=True)]) == higher_summaries("1")
 
 
 SOURCES = """
@@ -289,11 +293,11 @@ async def test_tasks_of_several_sources_use_the_environment_or_scorer_of_each(ga
     for name, source in config.task.sources.items():
         task = actor_settings.source_settings(config, source).build().task(0)
         tasks[name] = replace(task, record=labelled(name, task.record))
-    async with hosted(made) as (episodes, _):
+    async with host_episode(made) as (episodes, _):
         await episodes.check()
-        assert said([await acted(episodes, tasks["guess"], "8", task=0)]) == higher("lower")
-        assert said([await acted(episodes, tasks["moody"], "8", task=1)]) == higher("1")
-        right = await acted(episodes, tasks["sums"], f"it is {tasks['sums'].record['answer']}", task=2)
+        assert step_summaries([await act(episodes, tasks["guess"], "8", task=0)]) == higher_summaries("lower")
+        assert step_summaries([await act(episodes, tasks["moody"], "8", task=1)]) == higher_summaries("1")
+        right = await act(episodes, tasks["sums"], f"it is {tasks['sums'].record['answer']}", task=2)
         assert (right.ended, right.reward, right.error) == (True, 1.0, "")
 
 

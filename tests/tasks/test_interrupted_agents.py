@@ -14,7 +14,7 @@ import pytest
 
 from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
 from staleflow.tasks.episodes.step_results import EpisodeKey
-from tests.support.games import hosted
+from tests.support.games import host_episode
 from tests.tasks.test_agents import acted, settings
 
 PROGRAM = """
@@ -57,18 +57,18 @@ async def waits(base_url, key, task):
 
 
 @pytest.fixture
-def asking(tmp_path: Path) -> Path:
+def request_file(tmp_path: Path) -> Path:
     """File to which the program writes its pending request."""
     (tmp_path / "program.py").write_text(PROGRAM)
     return tmp_path / "asking.json"
 
 
-def made(asking: Path) -> EpisodeSettings:
+def episode_settings(asking: Path) -> EpisodeSettings:
     command = [sys.executable, "-S", str(asking.with_name("program.py")), str(asking)]
     return settings("agent:command", {"command": command}, step_timeout_s=60.0)
 
 
-async def waiting(asking: Path, turn: int) -> tuple[int, httpx.Request]:
+async def pending_request(asking: Path, turn: int) -> tuple[int, httpx.Request]:
     """Wait for the request of a turn; returns the process and the request."""
     while True:
         pid, found, base_url, key, messages = json.loads(asking.read_text())
@@ -78,11 +78,11 @@ async def waiting(asking: Path, turn: int) -> tuple[int, httpx.Request]:
         await asyncio.sleep(0.02)
 
 
-async def test_a_program_killed_while_waiting_ends_its_episode_with_the_reason(asking: Path) -> None:
-    config = made(asking)
-    async with hosted(config) as (episodes, task):
+async def test_a_program_killed_while_waiting_ends_its_episode_with_the_reason(request_file: Path) -> None:
+    config = episode_settings(request_file)
+    async with host_episode(config) as (episodes, task):
         assert not (await acted(episodes, task, "a")).ended
-        pid, request = await waiting(asking, 1)
+        pid, request = await pending_request(request_file, 1)
         os.kill(pid, signal.SIGKILL)
         answer = await acted(episodes, task, "a", "b")
         assert answer.ended
@@ -91,13 +91,13 @@ async def test_a_program_killed_while_waiting_ends_its_episode_with_the_reason(a
             assert (await client.send(request)).status_code == 410
         # The episode begins again, with an agent and a key of its own.
         assert not (await acted(episodes, task, "a", member=1)).ended
-        assert (await waiting(asking, 1))[1].headers["Authorization"] != request.headers["Authorization"]
+        assert (await pending_request(request_file, 1))[1].headers["Authorization"] != request.headers["Authorization"]
 
 
 async def test_clients_waiting_at_a_stopping_endpoint_get_503_with_retry_after(tmp_path: Path) -> None:
     (tmp_path / "agents.py").write_text(WAITS)
     made = settings(f"agent:{tmp_path}/agents.py:waits", {"answers": str(tmp_path / "answers")})
-    async with hosted(made) as (episodes, task):
+    async with host_episode(made) as (episodes, task):
         assert not (await acted(episodes, task, "a")).ended  # the agent has asked for its second turn
     written = tmp_path / f"answers-{os.getpid()}"
     while len(answers := written.read_text().splitlines()) < 2:
@@ -105,18 +105,18 @@ async def test_clients_waiting_at_a_stopping_endpoint_get_503_with_retry_after(t
     assert answers == ["200 None", "503 1"]
 
 
-async def test_an_episode_of_a_lost_host_restarts_at_another(asking: Path) -> None:
-    config = made(asking)
+async def test_an_episode_of_a_lost_host_restarts_at_another(request_file: Path) -> None:
+    config = episode_settings(request_file)
     task = config.source.build().task(0)
     lost, other = EpisodeHost(config), EpisodeHost(config)
     await acted(lost, task, "a")
-    _, request = await waiting(asking, 1)
+    _, request = await pending_request(request_file, 1)
     await lost.close()
     answer = await acted(other, task, "a", "b")
     assert answer.lost
     assert answer.error.endswith("its environment cannot be set back; start it again")
     assert not (await acted(other, task, "a")).ended
-    _, again = await waiting(asking, 1)
+    _, again = await pending_request(request_file, 1)
     async with httpx.AsyncClient() as client:
         key = {"Authorization": request.headers["Authorization"]}
         refused = await client.post(again.url, headers=key, content=again.content)

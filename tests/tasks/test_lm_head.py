@@ -15,13 +15,13 @@ from staleflow.tasks.training import lm_head
 from staleflow.tasks.training.blocks import enable_recomputation
 from staleflow.tasks.training.logprobs import LogprobModel
 from staleflow.tasks.training.microbatches import EMPTY_MICROBATCH, MicroBatch, microbatches
-from tests.tasks.test_ranks import ragged
+from tests.tasks.test_ranks import ragged_rows
 
 TEMPERATURE = 1.3
 
 
 def micro_batch() -> MicroBatch:
-    rows = ragged(9, np.random.default_rng(3))
+    rows = ragged_rows(9, np.random.default_rng(3))
     (batch,) = microbatches(rows, range(9), np.ones(9, np.float32), 10_000)
     return batch
 
@@ -34,7 +34,7 @@ def logprob_model(model: Any) -> LogprobModel:
     return LogprobModel(model=model, device="cpu", half=False, temperature=TEMPERATURE, token_budget=10_000)
 
 
-def plainly(model: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def plain_logprobs(model: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logprobs and entropies computed from all logits at once."""
     ids, attention = torch.from_numpy(batch.input_ids), torch.from_numpy(batch.attention_mask)
     logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, batch.start : -1]
@@ -69,7 +69,7 @@ def test_chunked_logprobs_have_equal_values_and_gradients(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
     model, batch = model_at(tiny_model), micro_batch()
-    expected = outcome(model, *plainly(model, batch))
+    expected = outcome(model, *plain_logprobs(model, batch))
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", tokens * 4 * model.config.vocab_size)
     under = logprob_model(model)
     assert under.layer.is_fused
@@ -120,7 +120,7 @@ def test_loss_in_chunks_has_the_gradients_of_the_full_loss(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, loss: Any, tokens: int, packed: bool
 ) -> None:
     model, batch = model_at(tiny_model), micro_batch()
-    expected = plainly(model, batch)
+    expected = plain_logprobs(model, batch)
     loss(batch, *expected).backward()
     gradients = [p.grad.clone() for p in model.parameters()]
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", tokens * 4 * model.config.vocab_size)
@@ -191,7 +191,7 @@ def test_a_model_that_transforms_its_logits_computes_them_itself(tiny_model: Pat
         return output
 
     model.forward = capped
-    expected = outcome(model, *plainly(model, batch))
+    expected = outcome(model, *plain_logprobs(model, batch))
     under = logprob_model(model)
     assert not under.layer.is_fused
     for found, wanted in zip(outcome(model, *under.batch_and_entropy(batch)), expected, strict=True):
@@ -204,7 +204,9 @@ def test_a_model_may_be_shared_by_several_logprob_models(tiny_model: Path) -> No
     first = logprob_model(model)
     second = replace(first, temperature=2.0)
     assert second.layer.is_fused
-    torch.testing.assert_close(first.batch(batch).double(), plainly(model, batch)[0].double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        first.batch(batch).double(), plain_logprobs(model, batch)[0].double(), rtol=1e-5, atol=1e-6
+    )
     assert not torch.equal(first.batch(batch), second.batch(batch))
     assert model(input_ids=torch.arange(3)[None]).logits.shape == (1, 3, model.config.vocab_size)
 

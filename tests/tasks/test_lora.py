@@ -24,15 +24,15 @@ from staleflow.tasks.engines.transformers import TransformersEngine, forward_log
 from staleflow.tasks.training.policy_trainer import PolicyTrainer
 from staleflow.tasks.training.rank import ALONE
 from staleflow.tasks.training.trainer_settings import KlConfig
-from tests.support.rank_processes import in_group
+from tests.support.rank_processes import run_ranks
 from tests.tasks.engine_conformance import model_settings
-from tests.tasks.test_ranks import Training, check_same, goes_on, train, training
+from tests.tasks.test_ranks import Training, check_same, split_job, train, training
 
 PROBE = [3, 4, 5, 6, 7, 8]
 LORA = LoraConfig(rank=4, alpha=8)
 
 
-def adapted(job: Training, lora: LoraConfig = LORA, **changes: Any) -> Training:
+def with_adapter(job: Training, lora: LoraConfig = LORA, **changes: Any) -> Training:
     """Return the same job with an adapter and a larger learning rate."""
     changed = replace(job.settings.training, lora=lora, learning_rate=1e-2, **changes)
     return replace(job, settings=replace(job.settings, training=changed))
@@ -46,7 +46,7 @@ def published(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
 
 
 def test_an_adapter_starts_as_the_base_model_and_is_trained_alone(tiny_model: Path) -> None:
-    job = adapted(training(tiny_model, (9, 7), "ppo_clip", "token_mean"))
+    job = with_adapter(training(tiny_model, (9, 7), "ppo_clip", "token_mean"))
     trainer = PolicyTrainer(job.settings)
     base = load_model(str(tiny_model), "float32", "cpu", attention="sdpa")
     assert trainer.probe(PROBE) == forward_logprobs(base, PROBE)
@@ -66,7 +66,7 @@ def test_an_adapter_starts_as_the_base_model_and_is_trained_alone(tiny_model: Pa
 
 
 def test_the_initial_adapter_depends_on_the_seed_only(tiny_model: Path) -> None:
-    job = adapted(training(tiny_model, (), "ppo_clip", "token_mean"))
+    job = with_adapter(training(tiny_model, (), "ppo_clip", "token_mean"))
     before = torch.random.get_rng_state()
     one, same = (published(PolicyTrainer(job.settings)) for _ in range(2))
     other = published(PolicyTrainer(replace(job.settings, seed=1)))
@@ -78,7 +78,7 @@ def test_the_initial_adapter_depends_on_the_seed_only(tiny_model: Path) -> None:
 def test_a_checkpoint_has_the_merged_model_and_the_adapter(tiny_model: Path, tmp_path: Path) -> None:
     """transformers loads the merged model and peft the adapter; both compute the logprobs of the trainer."""
     peft = pytest.importorskip("peft")
-    job = adapted(training(tiny_model, (9, 7), "ppo_clip", "token_mean"), LoraConfig(rank=3, alpha=5))
+    job = with_adapter(training(tiny_model, (9, 7), "ppo_clip", "token_mean"), LoraConfig(rank=3, alpha=5))
     trainer = PolicyTrainer(job.settings)
     for step, rows in enumerate(job.batches):
         trainer.step(step, rows)
@@ -97,8 +97,8 @@ def test_the_base_model_is_the_kl_reference_without_a_second_copy(tiny_model: Pa
     """Equal to a second copy of the model in loss and gradient."""
     kl = KlConfig(coefficient=0.5, estimator="k3", place="loss")
     job = training(tiny_model, (7, 5), "ppo_clip", "token_mean")
-    own = adapted(job, kl=kl)
-    copied = adapted(job, kl=replace(kl, reference=str(tiny_model)))
+    own = with_adapter(job, kl=kl)
+    copied = with_adapter(job, kl=replace(kl, reference=str(tiny_model)))
     trainer = PolicyTrainer(own.settings)
     assert trainer.reference is trainer.logprob_model
     trained = train(ALONE, own)
@@ -109,12 +109,12 @@ def test_the_base_model_is_the_kl_reference_without_a_second_copy(tiny_model: Pa
 def test_two_ranks_train_an_adapter_as_one_rank(tiny_model: Path, tmp_path: Path) -> None:
     """With a KL reference, and resumed from a resume point of either."""
     kl = KlConfig(coefficient=0.1, estimator="k3", place="loss")
-    whole, first, last = (adapted(item, kl=kl) for item in goes_on(tiny_model))
+    whole, first, last = (with_adapter(item, kl=kl) for item in split_job(tiny_model))
     expected = train(ALONE, whole)
     shards, file = tmp_path / "v00000002.shards", tmp_path / "v00000002.pt"
     shards.mkdir()
-    check_same(in_group(2, train, first, "", str(shards))[0], train(ALONE, first, "", str(file)))
-    for again in (train(ALONE, last, str(shards)), in_group(2, train, last, str(file))[0]):
+    check_same(run_ranks(2, train, first, "", str(shards))[0], train(ALONE, first, "", str(file)))
+    for again in (train(ALONE, last, str(shards)), run_ranks(2, train, last, str(file))[0]):
         check_same(again, replace(expected, metrics=expected.metrics[2:]))
     assert set(torch.load(file)["model"]) == {n for n in torch.load(file)["model"] if ".lora_" in n}
 
@@ -123,16 +123,16 @@ def test_resume_point_of_a_full_model_is_rejected_for_an_adapter(tiny_model: Pat
     job = training(tiny_model, (), "ppo_clip", "token_mean")
     PolicyTrainer(job.settings).save_state(tmp_path / "whole.pt")
     with pytest.raises(StoreError, match=r"whole.pt: no resume point of this job: .*tensors differ"):
-        PolicyTrainer(adapted(job).settings).load_state(tmp_path / "whole.pt")
+        PolicyTrainer(with_adapter(job).settings).load_state(tmp_path / "whole.pt")
 
 
 def test_lora_targets_choose_the_layers(tiny_model: Path) -> None:
     job = training(tiny_model, (), "ppo_clip", "token_mean")
-    chosen = adapted(job, LoraConfig(rank=2, targets=["q_proj", "v_proj"]))
+    chosen = with_adapter(job, LoraConfig(rank=2, targets=["q_proj", "v_proj"]))
     layers = adapters.layers(weight_folder.shapes(published(PolicyTrainer(chosen.settings))), "it")
     assert {layer.module.rpartition(".")[2] for layer in layers} == {"q_proj", "v_proj"}
     with pytest.raises(ConfigError, match=r"training.lora.targets = \['no_proj'\]: "):
-        PolicyTrainer(adapted(job, LoraConfig(rank=2, targets=["no_proj"])).settings)
+        PolicyTrainer(with_adapter(job, LoraConfig(rank=2, targets=["no_proj"])).settings)
 
 
 def test_layers_with_other_weight_layouts_are_rejected(tiny_model: Path, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_layers_with_other_weight_layouts_are_rejected(tiny_model: Path, tmp_pat
         (["c_proj"], "transformer.h.0.attn.c_proj is a Conv1D"),
         ([], "it has no torch.nn.Linear but its output layer"),
     ):
-        job = adapted(training(tmp_path, (), "ppo_clip", "token_mean"), LoraConfig(rank=2, targets=targets))
+        job = with_adapter(training(tmp_path, (), "ppo_clip", "token_mean"), LoraConfig(rank=2, targets=targets))
         with pytest.raises(
             ConfigError, match=rf"^training.lora.targets = .*: {reason}; .* torch.nn.Linear; train all weights$"
         ):
@@ -154,7 +154,7 @@ def test_layers_with_other_weight_layouts_are_rejected(tiny_model: Path, tmp_pat
 def test_a_layer_whose_weight_is_read_directly_is_rejected(tmp_path: Path) -> None:
     """Jamba computes with `dt_proj.weight` directly, so an adapter would have no effect."""
     make_family_model("jamba", tmp_path / "model")
-    job = adapted(training(tmp_path / "model", (9, 7), "ppo_clip", "token_mean"))
+    job = with_adapter(training(tmp_path / "model", (9, 7), "ppo_clip", "token_mean"))
     with pytest.raises(ConfigError, match=r"^training.lora.targets: .* reads model.layers.0.mamba.dt_proj.\w+ itself"):
         PolicyTrainer(job.settings)
     chosen = replace(job.settings.training, lora=LoraConfig(rank=2, targets=["in_proj", "q_proj"]))
@@ -164,7 +164,7 @@ def test_a_layer_whose_weight_is_read_directly_is_rejected(tmp_path: Path) -> No
 
 def test_embeddings_are_rejected_as_targets(tiny_model: Path) -> None:
     """Adapters of embeddings have other names, which no engine loads."""
-    job = adapted(training(tiny_model, (), "ppo_clip", "token_mean"), LoraConfig(rank=2, targets=["embed_tokens"]))
+    job = with_adapter(training(tiny_model, (), "ppo_clip", "token_mean"), LoraConfig(rank=2, targets=["embed_tokens"]))
     with pytest.raises(
         ConfigError, match=r"^training.lora.targets = .*: model.embed_tokens is a Embedding; .*Linear; name .*q_proj"
     ):
@@ -189,7 +189,7 @@ def test_default_targets_are_linear_layers_in_every_family(
     """Experts and routers get no adapters by default and are rejected by name; the projections of a Mamba layer get
     them."""
     make_family_model(family, tmp_path / "model")
-    job = adapted(training(tmp_path / "model", (9, 7), "ppo_clip", "token_mean"))
+    job = with_adapter(training(tmp_path / "model", (9, 7), "ppo_clip", "token_mean"))
     trainer = PolicyTrainer(job.settings)
     for step, rows in enumerate(job.batches):
         trainer.step(step, rows)

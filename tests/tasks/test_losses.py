@@ -154,7 +154,7 @@ SLOW: dict[str, Callable[[AgentArgs, Any], list[float]]] = {
 }  # fmt: skip
 
 
-def drawn(seed: int) -> Tokens:
+def draw_tokens(seed: int) -> Tokens:
     """Return random float64 values for the tokens of TURNS, zero where none was sampled."""
     rng = np.random.default_rng(seed)
     sampled = torch.tensor([[t == "s" for t in turns] for turns in TURNS])
@@ -186,7 +186,7 @@ def runs(turns: str, lags: Sequence[int]) -> list[int]:
     return results
 
 
-def told(tokens: Tokens, i: int, new: Sequence[float] | None = None) -> AgentArgs:
+def agent_args(tokens: Tokens, i: int, new: Sequence[float] | None = None) -> AgentArgs:
     picked = tokens.sampled[i]
     now = tokens.logprobs[i][picked].tolist()
     lags = tokens.lags[i].tolist()
@@ -213,11 +213,11 @@ def test_every_loss_has_a_formula() -> None:
 def test_token_losses_equal_the_formulas(name: str, ratio_of: str) -> None:
     loss, clipped = loss_of(name, ratio_of), 0
     for seed in range(20):
-        tokens = drawn(seed)
+        tokens = draw_tokens(seed)
         result = loss.token_loss(tokens)
         assert result.loss.shape == result.clipped.shape == tokens.logprobs.shape
         for i in range(len(TURNS)):
-            expected = SLOW[name](told(tokens, i), loss)
+            expected = SLOW[name](agent_args(tokens, i), loss)
             outcome = result.loss[i][tokens.sampled[i]].detach().numpy()
             np.testing.assert_allclose(outcome, expected, rtol=1e-9, atol=1e-12)
         clipped += int(result.clipped[tokens.sampled].sum())
@@ -229,7 +229,7 @@ def test_gradients_equal_finite_differences(name: str, ratio_of: str) -> None:
     """Of the slow implementation, with detached terms held constant and weights per token as in an aggregation."""
     loss, step = loss_of(name, ratio_of), 1e-6
     for seed in range(5):
-        tokens = drawn(seed)
+        tokens = draw_tokens(seed)
         weight = torch.tensor(np.random.default_rng(seed).uniform(0.5, 2, tokens.sampled.shape))
         result = loss.token_loss(tokens)
         (result.loss.masked_fill(~tokens.sampled, 0) * weight).sum().backward()
@@ -243,7 +243,7 @@ def test_gradients_equal_finite_differences(name: str, ratio_of: str) -> None:
                 sides = []
                 for sign in (1, -1):
                     moved = [x + sign * step * (j == t) for j, x in enumerate(base)]
-                    sides.append(float(np.dot(by_token, SLOW[name](told(tokens, i, moved), loss))))
+                    sides.append(float(np.dot(by_token, SLOW[name](agent_args(tokens, i, moved), loss))))
                 expected.append((sides[0] - sides[1]) / (2 * step))
             np.testing.assert_allclose(tokens.logprobs.grad[i][picked].numpy(), expected, rtol=1e-6, atol=1e-7)
         # Where clipping is said to have removed the gradient there is none; a weight that is cut keeps one.
@@ -256,7 +256,7 @@ def test_by_token_losses_are_equal_on_part_of_a_row(name: str, ratio_of: str) ->
     """Losses with by_token = False must depend on other tokens."""
     loss, there, same = loss_of(name, ratio_of), slice(2, 5), True
     for seed in range(5):
-        tokens = drawn(seed)
+        tokens = draw_tokens(seed)
         cut = replace(tokens, **{f: getattr(tokens, f)[:, there] for f in BY_TOKEN})
         whole, part = loss.token_loss(tokens).loss[:, there], loss.token_loss(cut).loss
         same &= torch.allclose(whole[cut.sampled], part[cut.sampled], rtol=1e-12)
@@ -303,18 +303,18 @@ def test_clipped_flags_match_the_formulas(name: str, ratio_of: str) -> None:
     """A token counts as clipped if its weight or surrogate is beyond the bound."""
     loss = loss_of(name, ratio_of)
     for seed in range(20):
-        tokens = drawn(seed)
+        tokens = draw_tokens(seed)
         result = loss.token_loss(tokens)
         for i in range(len(TURNS)):
             picked = tokens.sampled[i]
-            expected = cut(name, told(tokens, i), loss)
+            expected = clipped_tokens(name, agent_args(tokens, i), loss)
             assert result.clipped[i][picked].tolist() == [was_cut for was_cut, _ in expected]
             if result.ratio is not None:
                 compared = [ratio for _, ratio in expected]
                 np.testing.assert_allclose(result.ratio[i][picked].detach().numpy(), compared, rtol=1e-9)
 
 
-def cut(name: str, t: AgentArgs, s: Any) -> list[tuple[bool, float]]:
+def clipped_tokens(name: str, t: AgentArgs, s: Any) -> list[tuple[bool, float]]:
     """Return for each token whether it is clipped, and the ratio that is compared."""
     tokens = range(len(t.new))
 
@@ -357,7 +357,7 @@ def cut(name: str, t: AgentArgs, s: Any) -> list[tuple[bool, float]]:
     return [(masked[j] or beyond(step[j], s.clip_low, s.clip_high), rho[j] if masked[j] else step[j]) for j in tokens]
 
 
-def at(ratio: float, advantage: float) -> Tokens:
+def token_at_ratio(ratio: float, advantage: float) -> Tokens:
     """Return one token whose current and old probability are `ratio` times the probability under which it was
     sampled."""
     new = torch.full((1, 1), math.log(ratio), dtype=torch.float64)
@@ -383,19 +383,19 @@ def test_a_ratio_equal_to_the_bound_is_not_clipped() -> None:
         entry(LOSSES, "dual_clip", dual_clip=e),
         entry(LOSSES, "tis", weight_cap=e),
     ):
-        tokens = at(math.e, -1.0)
+        tokens = token_at_ratio(math.e, -1.0)
         result = loss.token_loss(tokens)
         assert not result.clipped.any(), type(loss).__name__
         (gradient,) = torch.autograd.grad(result.loss.sum(), tokens.logprobs)
         assert gradient.item() > 0
-    assert entry(LOSSES, "icepop", band_low=1.0).token_loss(at(1.0, 1.0)).loss.item() == -1.0
+    assert entry(LOSSES, "icepop", band_low=1.0).token_loss(token_at_ratio(1.0, 1.0)).loss.item() == -1.0
 
 
 @pytest.mark.parametrize(("name", "clipped"), [("dual_clip", False), ("topr", True)])
 def test_clipped_count_of_a_token_with_advantage_zero(name: str, clipped: bool) -> None:
     """dual_clip's second limit is for negative advantages only; topr limits the ratio unless the advantage is
     positive."""
-    assert entry(LOSSES, name).token_loss(at(5.0, 0.0)).clipped.tolist() == [[clipped]]
+    assert entry(LOSSES, name).token_loss(token_at_ratio(5.0, 0.0)).clipped.tolist() == [[clipped]]
 
 
 def test_a_ratio_beyond_max_ratio_counts_as_clipped() -> None:

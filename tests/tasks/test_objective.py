@@ -22,7 +22,7 @@ from staleflow.tasks.training.trainer_settings import KlConfig, TrainingConfig
 from tests.support.entries import entry
 from tests.tasks.test_env_tokens import flat_gradient
 from tests.tasks.test_env_tokens import rows as rows_of_many_turns
-from tests.tasks.test_losses import drawn
+from tests.tasks.test_losses import draw_tokens
 from tests.tasks.test_numerics import rows, trainer
 
 ESTIMATORS = ("k1", "k2", "k3")
@@ -45,7 +45,7 @@ def reference_of(tokens: Tokens, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_kl_penalty_in_the_loss_is_added_per_token(estimator: str) -> None:
-    tokens = drawn(1)
+    tokens = draw_tokens(1)
     reference = reference_of(tokens, 2)
     with_penalty = objective(coefficient=0.3, estimator=estimator)
     loss = with_penalty.token_loss(tokens, reference, None).loss
@@ -63,7 +63,7 @@ def test_kl_penalty_in_the_loss_is_added_per_token(estimator: str) -> None:
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_kl_penalty_in_the_reward_is_charged_to_the_token_and_those_before_it(estimator: str, name: str) -> None:
     """The penalty is computed under the old policy of the loss and has no gradient."""
-    tokens = drawn(3)
+    tokens = draw_tokens(3)
     reference = reference_of(tokens, 4)
     kl = KlConfig(coefficient=0.3, estimator=estimator, place="reward")
     paid = Objective.of(TrainingConfig(loss=entry(LOSSES, name), kl=kl))
@@ -121,7 +121,7 @@ def test_entropy_is_finite_for_logits_of_minus_infinity() -> None:
 
 
 def test_entropy_bonus_is_subtracted_with_its_gradient() -> None:
-    tokens = drawn(5)
+    tokens = draw_tokens(5)
     entropy = torch.rand(tokens.sampled.shape, dtype=torch.float64).requires_grad_()
     bonus = Objective.of(TrainingConfig(loss=PpoClip(), entropy_bonus=0.2))
     loss = bonus.token_loss(tokens, None, entropy).loss
@@ -158,7 +158,7 @@ def test_only_a_penalty_in_the_reward_makes_a_loss_depend_on_other_tokens(
 
 
 def test_tokens_with_a_non_finite_stored_logprob_become_unsampled() -> None:
-    tokens = drawn(6)
+    tokens = draw_tokens(6)
     place = tuple(map(int, np.argwhere(tokens.sampled.numpy())[1]))
     for stored in (math.inf, -math.inf, math.nan):
         behaviour = tokens.behaviour.clone()
@@ -172,7 +172,7 @@ def test_tokens_with_a_non_finite_stored_logprob_become_unsampled() -> None:
             assert not changed.any(), name
 
 
-class Nothing(Loss):
+class ZeroLoss(Loss):
     """A loss that is 0 everywhere."""
 
     needs_proximal = False
@@ -181,15 +181,15 @@ class Nothing(Loss):
         return TokenLoss(loss=0 * tokens.logprobs, clipped=~tokens.sampled)
 
 
-def additions(tiny_model: Path, data: Any, **changes: Any) -> Any:
+def trainer_of_additions(tiny_model: Path, data: Any, **changes: Any) -> Any:
     """Return a trainer after a step with a loss of 0, so that its gradient is that of the added terms."""
     one = trainer(tiny_model, microbatch_tokens=40, **changes)
-    one.objective = replace(one.objective, loss=Nothing())
+    one.objective = replace(one.objective, loss=ZeroLoss())
     one.step(0, data)
     return one
 
 
-def by_hand(model: Any, data: Any, value: Any) -> torch.Tensor:
+def gradient_by_hand(model: Any, data: Any, value: Any) -> torch.Tensor:
     """Return the gradient of the mean of `value` over all sampled tokens, with one forward pass per token. value:
     function of the log-probabilities over the vocabulary and the token id."""
     count = sum(row.num_sampled for row in data)
@@ -206,8 +206,8 @@ def by_hand(model: Any, data: Any, value: Any) -> torch.Tensor:
 
 def test_entropy_bonus_gradient_matches_per_token_passes(tiny_model: Path) -> None:
     data = rows_of_many_turns()
-    one = additions(tiny_model, data, entropy_bonus=0.5)
-    expected = by_hand(trainer(tiny_model).model, data, lambda every, *_: 0.5 * (every.exp() * every).sum())
+    one = trainer_of_additions(tiny_model, data, entropy_bonus=0.5)
+    expected = gradient_by_hand(trainer(tiny_model).model, data, lambda every, *_: 0.5 * (every.exp() * every).sum())
     assert expected.abs().max() > 1e-4
     torch.testing.assert_close(flat_gradient(one.model), expected, rtol=1e-3, atol=2e-6)
 
@@ -239,7 +239,7 @@ def test_kl_penalty_gradient_matches_per_token_passes(reference: str, tiny_model
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1.01)
-    one.objective = replace(one.objective, loss=Nothing())
+    one.objective = replace(one.objective, loss=ZeroLoss())
     metrics = one.step(0, data)
     base = other.model if reference == "other" else trainer(tiny_model).model
 
@@ -248,13 +248,13 @@ def test_kl_penalty_gradient_matches_per_token_passes(reference: str, tiny_model
             held = base(input_ids=before).logits[0, -1].log_softmax(-1)[token]
         return 0.7 * 0.5 * (every[token] - held) ** 2
 
-    expected = by_hand(copy, data, squared)
+    expected = gradient_by_hand(copy, data, squared)
     assert expected.abs().max() > 1e-5
     torch.testing.assert_close(flat_gradient(one.model), expected, rtol=2e-3, atol=2e-6)
     assert metrics["kl_reference"] > 0
 
 
-class Records(Nothing):
+class RecordingLoss(ZeroLoss):
     """A loss that records its arguments."""
 
     def __init__(self) -> None:
@@ -269,7 +269,7 @@ class Records(Nothing):
 def test_env_tokens_and_padding_pay_no_penalty(budget: int, tiny_model: Path) -> None:
     data = rows_of_many_turns()
     one = trainer(tiny_model, kl=KlConfig(coefficient=0.5, place="reward"), microbatch_tokens=budget)
-    loss = Records()
+    loss = RecordingLoss()
     one.objective = replace(one.objective, loss=loss)
     held = one.reference.rows(data, range(len(data)))
     one.step(0, data)
@@ -292,7 +292,7 @@ def test_the_distillation_advantage_is_the_teacher_logprob_minus_the_student_log
     which detects an offset by one token."""
     data = rows_of_many_turns()
     one = trainer(tiny_model, kl=teacher_of(tiny_model, tmp_path, 0.5), microbatch_tokens=60)
-    loss = Records()
+    loss = RecordingLoss()
     one.objective = replace(one.objective, loss=loss)
     one.step(0, data)
     results = [row[kept].tolist() for t in loss.seen for row, kept in zip(t.advantage, t.sampled, strict=True)]

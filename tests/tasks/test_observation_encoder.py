@@ -137,15 +137,15 @@ def test_the_token_limit_of_a_turn_is_spooled_with_its_observation() -> None:
     assert plain.turn_tokens == 0
 
 
-def answers(found: TokenizedPrompts) -> ObservationEncoder:
+def make_encoder(found: TokenizedPrompts) -> ObservationEncoder:
     return ObservationEncoder(found)
 
 
-def whole(t: Trajectory) -> list[int]:
+def whole_context(t: Trajectory) -> list[int]:
     return [*t.prompt_tokens.tolist(), *t.response_tokens.tolist()]
 
 
-def said(t: Trajectory, directions: TurnParams, *messages: Message) -> ObservationItem:
+def observation_item(t: Trajectory, directions: TurnParams, *messages: Message) -> ObservationItem:
     return ObservationItem(
         trajectory=t.id,
         tokens=t.num_tokens,
@@ -164,7 +164,7 @@ def after_two_turns(found: TokenizedPrompts) -> Trajectory:
     for ids in ([40, 41], [50, 51, 52]):
         t = replace(t, spans=(*t.spans, sampled_segment(ids)), finish=FinishReason.STOP)
         if len(t.spans) == 1:
-            given = answers(found).encode(t, said(t, TurnParams(), Message("user", "two")), 1000)
+            given = make_encoder(found).encode(t, observation_item(t, TurnParams(), Message("user", "two")), 1000)
             assert isinstance(given, ObservationTokens)
             assert given.after is None
             t = replace(t, spans=(*t.spans, EnvSpan(role="user", tokens=np.asarray(given.tokens, np.int32))))
@@ -174,12 +174,14 @@ def after_two_turns(found: TokenizedPrompts) -> Trajectory:
 def test_a_branch_after_a_turn_has_the_bridge_of_that_turn(tmp_path: Path) -> None:
     result = prompts(tmp_path)
     t = after_two_turns(result)
-    given = answers(result).encode(t, said(t, TurnParams(after_turn=1), Message("user", "two")), 1000)
+    given = make_encoder(result).encode(t, observation_item(t, TurnParams(after_turn=1), Message("user", "two")), 1000)
     assert isinstance(given, ObservationTokens)
     assert given.tokens == t.spans[1].tokens.tolist()
     assert given.after == len(t.prompt_tokens) + 2
-    went_on = answers(result).encode(t, said(t, TurnParams(after_turn=2), Message("user", "two")), 1000)
-    assert went_on == answers(result).encode(t, said(t, TurnParams(), Message("user", "two")), 1000)
+    went_on = make_encoder(result).encode(
+        t, observation_item(t, TurnParams(after_turn=2), Message("user", "two")), 1000
+    )
+    assert went_on == make_encoder(result).encode(t, observation_item(t, TurnParams(), Message("user", "two")), 1000)
 
 
 def test_a_rerendered_conversation_keeps_the_shared_prefix(tmp_path: Path) -> None:
@@ -187,19 +189,25 @@ def test_a_rerendered_conversation_keeps_the_shared_prefix(tmp_path: Path) -> No
     t = after_two_turns(result)
     anew = TurnParams(after_turn=0)
     other = [Message("user", "one"), Message("assistant", "never said"), Message("user", "two")]
-    given = answers(result).encode(t, said(t, anew, *other), 1000)
+    given = make_encoder(result).encode(t, observation_item(t, anew, *other), 1000)
     assert isinstance(given, ObservationTokens)
     assert given.after is not None
     ids = list(result.encode(task(*other)))
-    assert [*whole(t)[: given.after], *given.tokens] == ids
+    assert [*whole_context(t)[: given.after], *given.tokens] == ids
     assert given.after >= len(t.prompt_tokens)
     # The prompt once more, and the token ids of all so far and more.
-    assert answers(result).encode(t, said(t, anew, Message("user", "one")), 1000) == ([], len(t.prompt_tokens))
-    ids = [*whole(t)[:-1], 7, 8]
-    assert answers(result).encode(t, said(t, replace(anew, token_ids=tuple(ids))), 1000) == ([7, 8], len(ids) - 2)
-    ids = [*whole(t), 7]
-    assert answers(result).encode(t, said(t, replace(anew, token_ids=tuple(ids))), 1000) == ([7], None)
-    assert answers(result).encode(t, said(t, anew, *other), t.num_tokens + len(given.tokens)) == "full"
+    assert make_encoder(result).encode(t, observation_item(t, anew, Message("user", "one")), 1000) == (
+        [],
+        len(t.prompt_tokens),
+    )
+    ids = [*whole_context(t)[:-1], 7, 8]
+    assert make_encoder(result).encode(t, observation_item(t, replace(anew, token_ids=tuple(ids))), 1000) == (
+        [7, 8],
+        len(ids) - 2,
+    )
+    ids = [*whole_context(t), 7]
+    assert make_encoder(result).encode(t, observation_item(t, replace(anew, token_ids=tuple(ids))), 1000) == ([7], None)
+    assert make_encoder(result).encode(t, observation_item(t, anew, *other), t.num_tokens + len(given.tokens)) == "full"
 
 
 NO_SYSTEM_LATER = (
@@ -213,8 +221,8 @@ NO_SYSTEM_LATER = (
 def test_messages_rejected_by_the_template_are_an_error_of_their_episode(tmp_path: Path) -> None:
     result = prompts(tmp_path, template=NO_SYSTEM_LATER)
     t = after_two_turns(result)
-    anew = said(t, TurnParams(after_turn=0), Message("user", "x"), Message("system", "be brief"))
-    given = answers(result).encode(t, anew, 1000)
+    anew = observation_item(t, TurnParams(after_turn=0), Message("user", "x"), Message("system", "be brief"))
+    given = make_encoder(result).encode(t, anew, 1000)
     assert isinstance(given, RenderError)
     assert "the chat template fails on messages of user, system: " in given.why
     assert "system comes first" in given.why
@@ -224,7 +232,7 @@ def test_an_empty_conversation_is_an_error_of_its_episode(tmp_path: Path) -> Non
     """A model cannot continue an empty context."""
     result = prompts(tmp_path, chat=False)
     t = after_two_turns(result)
-    given = answers(result).encode(t, said(t, TurnParams(after_turn=0), Message("user", "")), 1000)
+    given = make_encoder(result).encode(t, observation_item(t, TurnParams(after_turn=0), Message("user", "")), 1000)
     assert given == RenderError("the request's conversation has no tokens; send a message with a text")
 
 

@@ -27,7 +27,7 @@ def settings(source: str, **options: Any) -> EpisodeSettings:
     )
 
 
-def played(
+def play_on_two_hosts(
     made: EpisodeSettings, turns: Sequence[str], *, repeatable: bool = True
 ) -> tuple[Task, list[HostedStepResult]]:
     """Return a task and the results of these turns; repeatable environments are also replayed on another host."""
@@ -80,12 +80,12 @@ def test_a_missing_package_gives_a_one_line_error(kind: str, monkeypatch: pytest
 
 def test_a_game_of_textarena() -> None:
     pytest.importorskip("textarena")
-    task, answers = played(settings("textarena:GuessTheNumber-v0"), ["[1]", "[2]", "[3]"])
+    task, answers = play_on_two_hosts(settings("textarena:GuessTheNumber-v0"), ["[1]", "[2]", "[3]"])
     assert isinstance(task.prompt, str) and "guess the number between 1 and 20" in task.prompt
     for answer in answers[:-1]:
         assert [m.content for m in answer.messages] == ["The target number is higher."]
     source = settings("textarena:GuessTheNumber-v0", max_number=2).source
-    won = [played(settings("textarena:GuessTheNumber-v0", max_number=2), ["[1]", "[2]"])[1]]
+    won = [play_on_two_hosts(settings("textarena:GuessTheNumber-v0", max_number=2), ["[1]", "[2]"])[1]]
     assert [w[-1].reward for w in won] == [1.0]
     assert source.build().task(0).prompt == source.build().task(1).prompt
 
@@ -96,7 +96,7 @@ def test_a_game_of_textarena() -> None:
 def test_textarena_observations_do_not_repeat_the_action(game: str, turns: list[str]) -> None:
     """The first two games have the fields of the repeated action in another order."""
     pytest.importorskip("textarena")
-    _, answers = played(settings(f"textarena:{game}-v0"), turns)
+    _, answers = play_on_two_hosts(settings(f"textarena:{game}-v0"), turns)
     messages = [message.content for answer in answers for message in answer.messages]
     assert messages and all(messages) and not any("[zq]" in text and len(text) < 10 for text in messages)
 
@@ -120,7 +120,9 @@ def test_unsuitable_textarena_games_give_a_one_line_error() -> None:
 
 def test_games_of_gymnasium() -> None:
     pytest.importorskip("gymnasium")
-    task, answers = played(settings("gymnasium:FrozenLake-v1", is_slippery=False), ["left: 0", "I go 1.", "fly", "9"])
+    task, answers = play_on_two_hosts(
+        settings("gymnasium:FrozenLake-v1", is_slippery=False), ["left: 0", "I go 1.", "fly", "9"]
+    )
     assert task.prompt == (
         "FrozenLake-v1. Answer with an action, a whole number from 0 to 3.\n[S]FFF\nFHFH\nFFFH\nHFFG\n0"
     )
@@ -128,14 +130,14 @@ def test_games_of_gymnasium() -> None:
     assert first == ["  (Left)\n[S]FFF\nFHFH\nFFFH\nHFFG\n0"]
     assert second == ["  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG\n4"]
     assert third == ["That is no action. Answer with an action, a whole number from 0 to 3."]
-    _, answers = played(settings("gymnasium:FrozenLake-v1", is_slippery=False), list("112212"))
+    _, answers = play_on_two_hosts(settings("gymnasium:FrozenLake-v1", is_slippery=False), list("112212"))
     assert (answers[-1].ended, answers[-1].reward) == (True, 1.0)
-    task, answers = played(settings("gymnasium:CartPole-v1", rules="Balance!"), ["0", "1", "0"])
+    task, answers = play_on_two_hosts(settings("gymnasium:CartPole-v1", rules="Balance!"), ["0", "1", "0"])
     assert isinstance(task.prompt, str) and task.prompt.startswith("Balance!\n")
     assert len(task.prompt.splitlines()[1].split()) == 4
-    task, answers = played(settings("gymnasium:Blackjack-v1"), ["0"])
+    task, answers = play_on_two_hosts(settings("gymnasium:Blackjack-v1"), ["0"])
     assert answers[-1].ended and answers[-1].reward in (-1.0, 0.0, 1.0, 1.5)
-    task, answers = played(settings("gymnasium:Pendulum-v1"), ["torque 1.5", "-2.0", "7"])
+    task, answers = play_on_two_hosts(settings("gymnasium:Pendulum-v1"), ["torque 1.5", "-2.0", "7"])
     assert "1 numbers from -2 to 2" in str(task.prompt)
     assert [answer.ended for answer in answers] == [False] * 3
     assert answers[2].messages[0].content.startswith("That is no action.")
@@ -183,7 +185,7 @@ def test_environments_of_skyrl_gym(tmp_path: Path) -> None:
     }
     rows.write_text("".join(json.dumps(one) + "\n" for _ in range(20)))
     made = settings("skyrl_gym:gsm8k_multi_turn", rows=f"jsonl:{rows}")
-    task, answers = played(made, ["I think", "#### 143", "#### 144"], repeatable=False)
+    task, answers = play_on_two_hosts(made, ["I think", "#### 143", "#### 144"], repeatable=False)
     assert task.prompt[0][1] == "What is 12 * 12?"
     assert answers[0].messages[0].role == "user" and "tentative numeric answer" in answers[0].messages[0].content
     assert [answer.ended for answer in answers] == [False, False, True]

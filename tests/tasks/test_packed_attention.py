@@ -24,7 +24,7 @@ from staleflow.tasks.training.packed_attention import NAME, NotPacked, PackedRow
 from staleflow.tasks.training.rotary_limit import longest_row
 from staleflow.tasks.training.shared_prompts import PromptBlock
 from tests.tasks.test_numerics import trainer
-from tests.tasks.test_ranks import ragged
+from tests.tasks.test_ranks import ragged_rows
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -38,12 +38,12 @@ def model(kind: str, config: str, **changes: Any) -> Any:
     return getattr(transformers, kind)._from_config(made, dtype=torch.float32).eval()
 
 
-def computed(found: Any, *, packed: bool) -> list[torch.Tensor]:
+def logprobs_and_gradients(found: Any, *, packed: bool) -> list[torch.Tensor]:
     """Return logprobs and gradients of a ragged batch."""
     under = LogprobModel(model=found, device="cpu", half=False, temperature=1.0, token_budget=10_000)
     if not packed:
         object.__setattr__(under, "padded_because", "of the test")
-    rows = ragged(9, np.random.default_rng(3))
+    rows = ragged_rows(9, np.random.default_rng(3))
     (batch,) = microbatches(rows, range(9), np.ones(9, np.float32), 10_000)
     found.zero_grad()
     logprobs = under.batch(batch)
@@ -64,8 +64,8 @@ def test_packed_rows_have_the_logprobs_of_padded_rows(kind: str, config: str, ch
     if kind.startswith("GPT2"):
         changes = {**changes, "attn_pdrop": 0.0}
     result = model(kind, config, **changes)
-    padded = computed(model(kind, config, **changes), packed=False)
-    for one, other in zip(computed(result, packed=True), padded, strict=True):
+    padded = logprobs_and_gradients(model(kind, config, **changes), packed=False)
+    for one, other in zip(logprobs_and_gradients(result, packed=True), padded, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 

@@ -148,37 +148,44 @@ async def test_replies_of_the_server_describe_files_on_disk(
 Fault = Callable[[int, Callable[[], Awaitable[bytes | None]]], Awaitable[bytes | None]]
 
 
-async def dies(number: int, well: Any) -> bytes | None:
+async def source_dies(number: int, well: Any) -> bytes | None:
     raise OSError("connection closed")
 
 
-async def is_silent(number: int, well: Any) -> bytes | None:
+async def source_is_silent(number: int, well: Any) -> bytes | None:
     await asyncio.Event().wait()
     return b""
 
 
-async def is_torn(number: int, well: Callable[[], Awaitable[bytes | None]]) -> bytes | None:
+async def source_is_torn(number: int, well: Callable[[], Awaitable[bytes | None]]) -> bytes | None:
     data = await well()
     return data[:-1] if data else data
 
 
-async def refuses(number: int, well: Any) -> bytes | None:
+async def source_refuses(number: int, well: Any) -> bytes | None:
     raise StoreError("no such version here")
 
 
-async def fails(number: int, well: Any) -> bytes | None:
+async def source_fails(number: int, well: Any) -> bytes | None:
     raise RuntimeError("the worker holding this actor was lost")
 
 
-async def never_has_it(number: int, well: Any) -> bytes | None:
+async def source_has_no_version(number: int, well: Any) -> bytes | None:
     await asyncio.sleep(2.0)
     return None
 
 
-FAULTS: tuple[Fault, ...] = (dies, is_silent, is_torn, refuses, fails, never_has_it)
+FAULTS: tuple[Fault, ...] = (
+    source_dies,
+    source_is_silent,
+    source_is_torn,
+    source_refuses,
+    source_fails,
+    source_has_no_version,
+)
 
 
-def after(count: int, fault: Fault) -> Fault:
+def fault_after(count: int, fault: Fault) -> Fault:
     """Return `fault`, applied from read number `count` on."""
 
     async def sometimes(number: int, well: Any) -> bytes | None:
@@ -212,10 +219,10 @@ def test_a_fetch_continues_from_another_source_after_a_failure(
     async def scenario() -> None:
         data = data_of(size)
         failing, good, target = Host(folder / "a", data), Host(folder / "b", data), Host(folder / "c")
-        failing.fault = after(count, fault)
+        failing.fault = fault_after(count, fault)
         assert await target.fetch(size, failing, good) == data
         read = await failing.server.bytes_read() + await good.server.bytes_read()
-        assert size <= read <= size + (PIECES_AT_ONCE + (fault is is_torn) * PIECES_AT_ONCE) * PIECE
+        assert size <= read <= size + (PIECES_AT_ONCE + (fault is source_is_torn) * PIECES_AT_ONCE) * PIECE
         if again:
             await target.server.prune((), V4)
             assert await target.fetch(size, failing, good) == data
@@ -240,7 +247,7 @@ async def test_a_source_that_recovers_before_the_timeout_is_read_again(tmp_path:
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_failed_fetch_names_its_sources_and_leaves_no_file(tmp_path: Path, fault: Fault) -> None:
     one, two, target = Host(tmp_path / "a", data_of(50)), Host(tmp_path / "b", data_of(50)), Host(tmp_path / "c")
-    one.fault = two.fault = after(2, fault)
+    one.fault = two.fault = fault_after(2, fault)
     with pytest.raises(TransferFailed, match=r"version 4 cannot be fetched: parameters-0 .*; parameters-1 "):
         await target.fetch(50, one, two)
     assert CALL_S < asyncio.get_running_loop().time() < 3 * CALL_S
@@ -269,8 +276,8 @@ async def test_a_host_serves_received_pieces_before_its_fetch_completes(tmp_path
 
 async def test_hosts_behind_a_dead_host_resume_from_their_received_pieces(tmp_path: Path) -> None:
     source, between, last = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b"), Host(tmp_path / "c")
-    source.fault = after(6, never_has_it)
-    between.fault = after(5, dies)
+    source.fault = fault_after(6, source_has_no_version)
+    between.fault = fault_after(5, source_dies)
     two = asyncio.ensure_future(between.fetch(70, source))
     three = asyncio.ensure_future(last.fetch(70, between, source))
     await asyncio.sleep(5.0)
@@ -290,7 +297,7 @@ async def test_the_error_of_an_abandoned_fetch_is_not_logged(tmp_path: Path) -> 
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
     source, target = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b")
-    source.fault = dies
+    source.fault = source_dies
     await target.server.ensure(V4, 70, (Source("one", source),))
     await asyncio.sleep(2 * CALL_S)
     assert not target.server._fetching
@@ -302,7 +309,7 @@ async def test_the_error_of_an_abandoned_fetch_is_not_logged(tmp_path: Path) -> 
 
 async def test_fetch_progress_is_returned_while_a_version_arrives(tmp_path: Path) -> None:
     source, target = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b")
-    source.fault = after(6, is_silent)
+    source.fault = fault_after(6, source_is_silent)
     answer = await target.server.ensure(V4, 70, (Source("one", source),))
     assert answer == FetchProgress(path="", num_bytes=42)
     assert asyncio.get_running_loop().time() == pytest.approx(2.0)

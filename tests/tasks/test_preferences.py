@@ -31,7 +31,7 @@ def sequence_logprob(model: Any, row: Row) -> torch.Tensor:
     return own[torch.from_numpy(row.sampled)].sum()
 
 
-def by_hand(policy: Any, reference: Any, pairs: list[tuple[Row, Row]]) -> torch.Tensor:
+def loss_by_hand(policy: Any, reference: Any, pairs: list[tuple[Row, Row]]) -> torch.Tensor:
     losses = []
     for best, worst in pairs:
         s_best, s_worst = (sequence_logprob(policy, row) for row in (best, worst))
@@ -70,7 +70,7 @@ def test_dpo_loss_and_gradient_match_a_naive_implementation(
     one = trainer(tiny_model, loss=Dpo(beta=BETA), kl=KlConfig(reference=reference), microbatch_tokens=budget)
     metrics = one.step(0, data)
     model, other = trainer(tiny_model).model, trainer(reference).model
-    loss = by_hand(model, other, list(zip(data[1::2], data[::2], strict=True)))
+    loss = loss_by_hand(model, other, list(zip(data[1::2], data[::2], strict=True)))
     loss.backward()
     assert abs(float(loss.detach()) - math.log(2)) > 0.05
     assert metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)

@@ -23,7 +23,7 @@ TEMPLATE = """{% for m in messages %}{% if m.role == "odd" %}{{ raise_exception(
 
 
 @pytest.fixture
-def templated(monkeypatch: pytest.MonkeyPatch) -> None:
+def chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every tokenizer a chat template."""
 
     def load(model: str) -> ChatTokenizer:
@@ -50,7 +50,7 @@ def test_texts_are_templated_and_tokenized(job: Path) -> None:
     assert rendered(prompts_of(job, ["1+2"], "task.template=so {prompt} =")) == "so1+2="
 
 
-@pytest.mark.usefixtures("templated")
+@pytest.mark.usefixtures("chat_template")
 def test_texts_and_messages_are_rendered_by_the_chat_template(job: Path) -> None:
     conversation = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"},
                     {"role": "user", "content": "3"}]  # fmt: skip
@@ -62,7 +62,7 @@ def test_texts_and_messages_are_rendered_by_the_chat_template(job: Path) -> None
     assert [rendered(system, i) for i in range(3)] == ["+9;-01+20;=", "+9;-1;=2;-030;=", "+4;-050;="]
 
 
-@pytest.mark.usefixtures("templated")
+@pytest.mark.usefixtures("chat_template")
 def test_each_source_is_rendered_with_its_settings(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": p, "answer": "0"}) + "\n" for p in "1234"))
@@ -80,7 +80,7 @@ def test_each_source_is_rendered_with_its_settings(tiny_model: Path, tmp_path: P
     assert [prompts.text(prompts.render(said, source)) for source in (0, 1)] == [between[0], "-3;="]
 
 
-@pytest.mark.usefixtures("templated")
+@pytest.mark.usefixtures("chat_template")
 def test_prompts_that_cannot_be_rendered_give_a_one_line_error(job: Path) -> None:
     prompts = prompts_of(job, [MESSAGES[0]])
     with pytest.raises(ConfigError, match=r"^a prompt is a list of messages; set task\.chat = true: '0 \+ 0'\.\.\.$"):

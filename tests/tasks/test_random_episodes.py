@@ -60,7 +60,7 @@ def wait_until(what: str, come: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def holds_nothing(engine: Engine) -> None:
+def check_idle(engine: Engine) -> None:
     wait_until("something is kept for turns to come", lambda: not engine.load_statistics().kept_tokens)
 
 
@@ -91,7 +91,7 @@ def emulated(tmp_path: Path) -> Iterator[Subject]:
         engine=engine,
         weights=file,
         logprobs=lambda tokens, first, versions: word_logprobs(np.asarray(tokens[first:], np.int32)).tolist(),
-        check_idle=holds_nothing,
+        check_idle=check_idle,
     )
     for number in list(values):
         close(number)
@@ -124,7 +124,7 @@ class TwoModels:
         return [float(tables[v % 2][first + i - 1, tokens[first + i]]) for i, v in enumerate(versions)]
 
 
-def reused(make: Callable[[int], Engine], models: TwoModels) -> Callable[[int], Engine]:
+def reused_engines(make: Callable[[int], Engine], models: TwoModels) -> Callable[[int], Engine]:
     """Return a factory that reuses slow-starting engines for successive plans; each plan starts at version 0 with an
     empty cache."""
     values: dict[int, Engine] = {}
@@ -153,11 +153,11 @@ def transformers(tiny_model: Path, tmp_path: Path) -> Iterator[Subject]:
         return made[-1]
 
     def idle(engine: Engine) -> None:
-        holds_nothing(engine)
+        check_idle(engine)
         assert isinstance(engine, TransformersEngine)
         wait_until("rows are lost", lambda: not any(engine._batch.cache._buckets._rows.values()))
 
-    yield Subject(engine=reused(make, models), weights=models.file, logprobs=models.logprobs, check_idle=idle)
+    yield Subject(engine=reused_engines(make, models), weights=models.file, logprobs=models.logprobs, check_idle=idle)
     for item in made:
         item.close()
 

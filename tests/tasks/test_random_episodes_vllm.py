@@ -13,7 +13,7 @@ import pytest
 
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from tests.support.random_episodes import Subject
-from tests.tasks.test_random_episodes import FEW, MANY, TwoModels, check_variety, random_episodes, reused
+from tests.tasks.test_random_episodes import FEW, MANY, TwoModels, check_variety, random_episodes, reused_engines
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
@@ -60,7 +60,7 @@ def vllm(tiny_model: Path, tmp_path: Path) -> Iterator[Subject]:
         made.append(VllmElsewhere(settings(tiny_model, kv_tokens=256, seed=number), InstanceId(f"i{number}")))
         return made[-1]
 
-    yield Subject(engine=reused(make, models), weights=models.file, logprobs=models.logprobs)
+    yield Subject(engine=reused_engines(make, models), weights=models.file, logprobs=models.logprobs)
     for item in made:
         item.close()
 

@@ -35,7 +35,7 @@ from staleflow.tasks.training.rank import ALONE, Rank
 from staleflow.tasks.training.rank_group import RankGroup
 from staleflow.tasks.training.trainer_settings import KlConfig, TrainingConfig
 from tests.support.entries import entry
-from tests.support.rank_processes import in_group
+from tests.support.rank_processes import run_ranks
 from tests.tasks.test_numerics import groups
 
 STEPS = 5
@@ -113,7 +113,7 @@ class Trained:
     probe: tuple[float, ...]
 
 
-def ragged(count: int, rng: np.random.Generator) -> tuple[Row, ...]:
+def ragged_rows(count: int, rng: np.random.Generator) -> tuple[Row, ...]:
     """Return rows of 1 to 30 tokens: some without advantage, some with env tokens, some stale."""
 
     def one(i: int) -> Row:
@@ -143,7 +143,7 @@ def training(model: Path, sizes: Sequence[int], loss: str, aggregation: str, **c
         model=str(model), dtype="float32", device="cpu", training=config, num_steps=STEPS, temperature=1.0,
         max_length=24, seed=0,
     )  # fmt: skip
-    return Training(settings, tuple(ragged(size, rng) for size in sizes))
+    return Training(settings, tuple(ragged_rows(size, rng) for size in sizes))
 
 
 def train(rank: Rank, job: Training, begin: str = "", point: str = "") -> Trained:
@@ -184,7 +184,7 @@ def check_same(one: Trained, other: Trained) -> None:
 def test_two_ranks_train_as_one_rank(tiny_model: Path) -> None:
     """The fourth step has one row, so one rank has none."""
     job = training(tiny_model, (11, 8, 2, 1, 9), "decoupled_ppo", "token_mean")
-    lead, other = in_group(2, train, job)
+    lead, other = run_ranks(2, train, job)
     check_same(lead, train(ALONE, job))
     assert other.weights == {}
     assert other.metrics == lead.metrics
@@ -194,7 +194,7 @@ def test_two_ranks_train_as_one_rank_with_kl_entropy_and_recomputation(tiny_mode
     kl = KlConfig(coefficient=0.1, estimator="k3", place="loss")
     job = training(tiny_model, (7, 3), "gspo", "sequence_mean", kl=kl, epochs=2, entropy_bonus=0.01)
     again = replace(job.settings, training=replace(job.settings.training, recompute_activations=True))
-    check_same(in_group(2, train, replace(job, settings=again))[0], train(ALONE, job))
+    check_same(run_ranks(2, train, replace(job, settings=again))[0], train(ALONE, job))
 
 
 @pytest.mark.slow
@@ -207,12 +207,12 @@ def test_any_number_of_ranks_trains_alike_for_every_loss_and_aggregation(
         job = training(tiny_model, (17, 5, 3, 1, 26), loss, aggregation)
         if loss == "dpo":
             job = replace(job, batches=tuple(tuple(groups([*batch], 3)) for batch in job.batches))
-        results = in_group(ranks, train, job)
+        results = run_ranks(ranks, train, job)
         check_same(results[0], train(ALONE, job))
         assert all(result.metrics == results[0].metrics for result in results)
 
 
-def goes_on(model: Path) -> tuple[Training, Training, Training]:
+def split_job(model: Path) -> tuple[Training, Training, Training]:
     """Return a job of four steps, its first two and its last two steps. The last part starts with other weights and
     another order."""
     whole = training(model, (9, 7, 8, 5), "ppo_clip", "sequence_mean")
@@ -222,32 +222,32 @@ def goes_on(model: Path) -> tuple[Training, Training, Training]:
 
 def test_any_number_of_ranks_may_load_a_resume_point(tiny_model: Path, tmp_path: Path) -> None:
     """Resume points of two ranks are loaded by one and vice versa."""
-    whole, first, last = goes_on(tiny_model)
+    whole, first, last = split_job(tiny_model)
     expected = train(ALONE, whole)
     shards, file = tmp_path / "v00000002.shards", tmp_path / "v00000002.pt"
     shards.mkdir()
-    in_group(2, train, first, "", str(shards))
+    run_ranks(2, train, first, "", str(shards))
     train(ALONE, first, "", str(file))
-    for again in (train(ALONE, last, str(shards)), in_group(2, train, last, str(file))[0]):
+    for again in (train(ALONE, last, str(shards)), run_ranks(2, train, last, str(file))[0]):
         check_same(again, replace(expected, metrics=expected.metrics[2:]))
 
 
 def test_offloaded_weights_train_and_resume_as_others(tiny_model: Path, tmp_path: Path) -> None:
     """With one process and with two."""
-    whole, first, last = goes_on(tiny_model)
+    whole, first, last = split_job(tiny_model)
     expected = train(ALONE, whole)
 
     def offloaded(job: Training) -> Training:
         return replace(job, settings=replace(job.settings, training=replace(job.settings.training, offload=True)))
 
-    check_same(in_group(2, train, offloaded(whole))[0], expected)
+    check_same(run_ranks(2, train, offloaded(whole))[0], expected)
     file = tmp_path / "v00000002.pt"
     check_same(train(ALONE, offloaded(first), "", str(file)), train(ALONE, first))
     for again in (last, offloaded(last)):
         check_same(train(ALONE, again, str(file)), replace(expected, metrics=expected.metrics[2:]))
 
 
-def seen_types(rank: Rank, job: Training) -> dict[str, Any]:
+def step_dtypes(rank: Rank, job: Training) -> dict[str, Any]:
     """Return the dtypes of a training step: of the weights and inputs of a block, and of stored values."""
     torch.set_num_threads(1)
     trainer, found = PolicyTrainer(job.settings, rank), dict[str, Any]()
@@ -266,7 +266,7 @@ def test_blocks_are_gathered_in_bfloat16_and_stored_in_float32(tiny_model: Path)
     """Residual values are in float32, as in one process."""
     job = training(tiny_model, (11,), "ppo_clip", "token_mean")
     job = replace(job, settings=replace(job.settings, dtype="bfloat16"))
-    one, (several, _) = seen_types(ALONE, job), in_group(2, seen_types, job)
+    one, (several, _) = step_dtypes(ALONE, job), run_ranks(2, step_dtypes, job)
     assert several == {
         "weight": torch.bfloat16, "hidden": torch.float32, "kept": torch.float32, "gradient": torch.float32,
         "loss": pytest.approx(one["loss"], rel=2e-2),
@@ -277,7 +277,7 @@ def test_blocks_are_gathered_in_bfloat16_and_stored_in_float32(tiny_model: Path)
 def test_ranks_train_in_bfloat16_as_one_process(tiny_model: Path) -> None:
     job = training(tiny_model, (11, 8, 9), "decoupled_ppo", "token_mean", learning_rate=1e-3)
     job = replace(job, settings=replace(job.settings, dtype="bfloat16"))
-    several, one = in_group(2, train, job)[0], train(ALONE, job)
+    several, one = run_ranks(2, train, job)[0], train(ALONE, job)
     for a, b in zip(several.metrics, one.metrics, strict=True):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2e-2)
         assert a["mismatch_mean"] == pytest.approx(b["mismatch_mean"], rel=1e-2)
@@ -311,7 +311,7 @@ def test_a_model_is_cast_to_float32_block_by_block(
         assert torch.equal(weights[name], wanted.float())
 
 
-def saved(rank: Rank, job: Training, folder: Path) -> None:
+def save_checkpoint(rank: Rank, job: Training, folder: Path) -> None:
     """Publish the weights of a group and save them on the leading rank."""
     torch.set_num_threads(1)
     trainer = PolicyTrainer(job.settings, rank)
@@ -325,7 +325,7 @@ def saved(rank: Rank, job: Training, folder: Path) -> None:
 def test_a_checkpoint_has_the_published_weights_in_the_engine_dtype(tiny_model: Path, tmp_path: Path) -> None:
     """No weights are gathered for the checkpoint."""
     job = training(tiny_model, (5,), "ppo_clip", "token_mean")
-    in_group(2, saved, replace(job, settings=replace(job.settings, dtype="bfloat16")), tmp_path)
+    run_ranks(2, save_checkpoint, replace(job, settings=replace(job.settings, dtype="bfloat16")), tmp_path)
     published = weight_folder.read(tmp_path / "weights")
     config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
@@ -336,7 +336,7 @@ def test_a_checkpoint_has_the_published_weights_in_the_engine_dtype(tiny_model: 
     assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint") is not None
 
 
-def apart(rank: Rank, job: Training, folder: Path) -> str:
+def save_apart(rank: Rank, job: Training, folder: Path) -> str:
     """Return the error of the leading rank for a resume point written to different folders."""
     torch.set_num_threads(1)
     trainer = PolicyTrainer(job.settings, rank)
@@ -352,7 +352,7 @@ def apart(rank: Rank, job: Training, folder: Path) -> str:
     return ""
 
 
-def waited(rank: Rank) -> str:
+def wait_for_late_rank(rank: Rank) -> str:
     """Return the outcome on each rank when the other rank is late for a collective."""
     told = RankGroup(rank, collective_s=15.0)  # they have as long to find each other
     if not rank.leads:
@@ -365,12 +365,12 @@ def waited(rank: Rank) -> str:
 
 @pytest.mark.slow
 def test_a_collective_with_a_hung_rank_times_out() -> None:
-    assert "Timed out waiting 15000ms" in in_group(2, waited)[0]
+    assert "Timed out waiting 15000ms" in run_ranks(2, wait_for_late_rank)[0]
 
 
 def test_saving_fails_when_the_ranks_do_not_share_a_folder(tiny_model: Path, tmp_path: Path) -> None:
     """The error comes when saving, and not only when resuming."""
-    said, _ = in_group(2, apart, training(tiny_model, (2,), "ppo_clip", "token_mean"), tmp_path)
+    said, _ = run_ranks(2, save_apart, training(tiny_model, (2,), "ppo_clip", "token_mean"), tmp_path)
     assert said == (
         "1 of 2 files that the trainer's ranks have written are not there, the first is __1_0.distcp: runs_dir has to "
         "be a folder that the hosts of all ranks share"
@@ -378,7 +378,7 @@ def test_saving_fails_when_the_ranks_do_not_share_a_folder(tiny_model: Path, tmp
 
 
 def test_a_resume_point_of_another_model_is_rejected(tiny_model: Path, tmp_path: Path) -> None:
-    _, first, _ = goes_on(tiny_model)
+    _, first, _ = split_job(tiny_model)
     empty = tmp_path / "v00000001.shards"
     empty.mkdir()
     trainer = PolicyTrainer(first.settings)

@@ -30,14 +30,14 @@ RUN = virtual_time.run
 ID = TrajectoryId(0)
 
 
-class Says:
+class ScriptedEnvironments:
     """Environments that return one step result after a delay."""
 
     def __init__(self, answer: HostedStepResult, after_s: float = 0.0, *, needs_token_ids: bool = False) -> None:
         self._answer, self._after_s, self.needs_token_ids = answer, after_s, needs_token_ids
         self.told: list[SampledTurn | None] = []
 
-    def build(self) -> Says:
+    def build(self) -> ScriptedEnvironments:
         return self
 
     async def check(self) -> None: ...
@@ -74,7 +74,7 @@ def reward(score: float) -> HostedStepResult:
 FAILED = HostedStepResult(ended=True, error="it broke")
 
 
-class Scene:
+class HostScene:
     """A server with one trajectory, and hosts that run its environment steps."""
 
     def __init__(self, server: TrajectoryServer) -> None:
@@ -97,7 +97,7 @@ class Scene:
         sampled = delivery(ID, sampled_segment(range(tokens)), route_number=self.route_number, start=first)
         assert await self.server.deliver([sampled]) == {ID: first + tokens}
 
-    async def step(self, says: Says, server: Any = None) -> list[EnvStepOutcome]:
+    async def step(self, says: ScriptedEnvironments, server: Any = None) -> list[EnvStepOutcome]:
         """Run the environment step of the current turn. server: replaces the server as seen by the host."""
         host = EnvironmentHost(says, call_s=5.0)
         await host.start_steps(
@@ -108,30 +108,30 @@ class Scene:
         return outcomes
 
 
-Meanwhile = Callable[[Scene], Awaitable[None]]
+Meanwhile = Callable[[HostScene], Awaitable[None]]
 
 
-async def next_turn_of_equal_length(scene: Scene) -> None:
-    await scene.step(Says(answer(2)))
+async def next_turn_of_equal_length(scene: HostScene) -> None:
+    await scene.step(ScriptedEnvironments(answer(2)))
     await scene.turn(3)
 
 
-async def answered_with_nothing(scene: Scene) -> None:
-    await scene.step(Says(answer(0)))
+async def answered_with_nothing(scene: HostScene) -> None:
+    await scene.step(ScriptedEnvironments(answer(0)))
 
 
-async def answered(scene: Scene) -> None:
-    await scene.step(Says(answer(2)))
+async def answered(scene: HostScene) -> None:
+    await scene.step(ScriptedEnvironments(answer(2)))
 
 
-async def restarted_to_equal_length(scene: Scene) -> None:
-    await scene.step(Says(FAILED))
+async def restarted_to_equal_length(scene: HostScene) -> None:
+    await scene.step(ScriptedEnvironments(FAILED))
     scene.route_number += 1  # a restart's own
     await scene.turn(3)
 
 
-async def rewarded(scene: Scene) -> None:
-    (told,) = await scene.step(Says(reward(0.25)))
+async def rewarded(scene: HostScene) -> None:
+    (told,) = await scene.step(ScriptedEnvironments(reward(0.25)))
     assert (told.ended, told.reward) == (True, 0.25)
 
 
@@ -144,10 +144,10 @@ async def test_a_late_reply_of_a_replaced_host_changes_nothing(
     tmp_path: Path, meanwhile: Meanwhile, late: HostedStepResult
 ) -> None:
     config = Body(tmp_path).config("rollout.max_new_tokens=100")
-    scene = Scene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
+    scene = HostScene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
     await scene.server.draw(0, 1)
     await scene.turn(3)
-    old = asyncio.create_task(scene.step(Says(late, after_s=5.0)))
+    old = asyncio.create_task(scene.step(ScriptedEnvironments(late, after_s=5.0)))
     await asyncio.sleep(1.0)
     await meanwhile(scene)
     held, route_number, score = scene.trajectory, scene.server._flight.route_number(ID), scene.reward
@@ -163,15 +163,15 @@ async def test_a_late_reply_of_a_replaced_host_changes_nothing(
         assert told.failed, "of an earlier route_number, which nobody asks about"
 
 
-class MeanwhileSomethingElse:
+class DelayedServer:
     """The server as seen by a host that sleeps between its calls."""
 
-    def __init__(self, scene: Scene, meanwhile: Meanwhile) -> None:
+    def __init__(self, scene: HostScene, meanwhile: Meanwhile) -> None:
         self._scene, self._meanwhile = scene, meanwhile
 
     async def episode_states(self, asked: list[tuple[TrajectoryId, int]]) -> list[EpisodeState | None]:
         result = await self._scene.server.episode_states(asked)
-        meanwhile, self._meanwhile = self._meanwhile, nothing
+        meanwhile, self._meanwhile = self._meanwhile, no_change
         await meanwhile(self._scene)
         return result
 
@@ -179,24 +179,24 @@ class MeanwhileSomethingElse:
         return getattr(self._scene.server, name)
 
 
-async def nothing(scene: Scene) -> None: ...
+async def no_change(scene: HostScene) -> None: ...
 
 
 @pytest.mark.parametrize(
     "meanwhile",
-    [nothing, next_turn_of_equal_length, answered, answered_with_nothing, restarted_to_equal_length, rewarded],
+    [no_change, next_turn_of_equal_length, answered, answered_with_nothing, restarted_to_equal_length, rewarded],
 )
 def test_a_late_host_gives_its_agent_no_turn_of_another_host(tmp_path: Path, meanwhile: Meanwhile) -> None:
     """The host is delayed between its call for the episode and that for the newest turn."""
 
     async def scenario() -> None:
         config = Body(tmp_path).config("rollout.max_new_tokens=100")
-        scene = Scene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
+        scene = HostScene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
         await scene.server.draw(0, 1)
         await scene.turn(3)
-        says = Says(answer(4), needs_token_ids=True)
-        (told,) = await scene.step(says, MeanwhileSomethingElse(scene, meanwhile))
-        if meanwhile is nothing:
+        says = ScriptedEnvironments(answer(4), needs_token_ids=True)
+        (told,) = await scene.step(says, DelayedServer(scene, meanwhile))
+        if meanwhile is no_change:
             (turn,) = says.told
             assert turn is not None and turn.tokens == (0, 1, 2)
             return
@@ -208,7 +208,7 @@ def test_a_late_host_gives_its_agent_no_turn_of_another_host(tmp_path: Path, mea
 
 async def test_scoring_a_response_again_returns_the_first_reward(tmp_path: Path) -> None:
     config = Body(tmp_path).config("rollout.max_new_tokens=100")
-    scene = Scene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
+    scene = HostScene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
     await scene.server.draw(0, 1)
     await scene.turn(3)
     (asked,) = await scene.server.scoring_items((ID,))

@@ -19,7 +19,7 @@ def drafter(**changes: int) -> Drafter:
     return Drafter(**({"max_length": 4, "max_running": 100} | changes))
 
 
-def begun(one: Drafter, key: str, response: tuple[int, ...] = (), trajectory: int | None = None) -> None:
+def begin_request(one: Drafter, key: str, response: tuple[int, ...] = (), trajectory: int | None = None) -> None:
     """Start a request for PROMPT that has sampled these tokens."""
     one.begin(key, TrajectoryId(int(key) if trajectory is None else trajectory), PROMPT, PROMPT)
     one.extend(key, response)
@@ -27,8 +27,8 @@ def begun(one: Drafter, key: str, response: tuple[int, ...] = (), trajectory: in
 
 def test_a_draft_follows_a_sibling_with_the_same_tokens() -> None:
     one = drafter()
-    begun(one, "0", RESPONSE)
-    begun(one, "1", (50, 22, 23))
+    begin_request(one, "0", RESPONSE)
+    begin_request(one, "1", (50, 22, 23))
     assert one.draft("1", 4) == [24]  # one place alone is not followed far before it has proved right
     one.extend("1", (24,))
     assert one.draft("1", 4)[:1] == [25]
@@ -38,57 +38,57 @@ def test_a_draft_follows_a_sibling_with_the_same_tokens() -> None:
 
 def test_drafts_follow_finished_responses_of_the_same_prompt_only() -> None:
     one = drafter()
-    begun(one, "0", RESPONSE)
+    begin_request(one, "0", RESPONSE)
     one.end("0")
     one.begin("1", TrajectoryId(1), (5, 6), (5, 6))
     one.extend("1", RESPONSE[:3])
-    begun(one, "2", RESPONSE[:3])
+    begin_request(one, "2", RESPONSE[:3])
     assert one.draft("1", 4) == []
     assert one.draft("2", 4)[:1] == [23]
 
 
 def test_a_draft_follows_earlier_tokens_of_its_own_context() -> None:
     one = drafter()
-    begun(one, "0", (3, 10))
+    begin_request(one, "0", (3, 10))
     assert one.draft("0", 4)[:1] == [14]
-    begun(one, "1", (80, 81, 82, 80, 81))
+    begin_request(one, "1", (80, 81, 82, 80, 81))
     assert one.draft("1", 4)[:1] == [82]
 
 
 def test_the_longest_match_decides_and_among_equals_the_majority() -> None:
     one = drafter()
-    begun(one, "0", (1, 2, 3, 30))
+    begin_request(one, "0", (1, 2, 3, 30))
     for key in ("1", "2", "3"):
-        begun(one, key, (9, 2, 3, 40))
-    begun(one, "4", (8, 2, 3))
+        begin_request(one, key, (9, 2, 3, 40))
+    begin_request(one, "4", (8, 2, 3))
     assert one.draft("4", 4)[:1] == [40]
-    begun(one, "5", (1, 2, 3))
+    begin_request(one, "5", (1, 2, 3))
     assert one.draft("5", 4)[:1] == [30]
 
 
 def test_a_draft_respects_the_length_limit_and_the_end_token() -> None:
     one = drafter(end_token_ids=(26,), max_length=16)  # type: ignore[arg-type]
     for key in "01234567":
-        begun(one, key, RESPONSE)
-    begun(one, "8", RESPONSE[:3])
+        begin_request(one, key, RESPONSE)
+    begin_request(one, "8", RESPONSE[:3])
     for _ in range(3):
         one.extend("8", (one.draft("8", 16)[0],))
     assert one.draft("8", 0) == []
     assert one.draft("8", -3) == []
-    begun(one, "9", RESPONSE[:2])
+    begin_request(one, "9", RESPONSE[:2])
     assert one.draft("9", 2) == [22, 23]
     assert one.draft("9", 16) == [22, 23, 24, 25, 26]
 
 
 def test_rejected_drafts_stop_and_resume_when_accepted_again() -> None:
     one, rng = drafter(), random.Random(0)
-    begun(one, "0", RESPONSE)
+    begin_request(one, "0", RESPONSE)
 
     def drafts(sampled_too: bool) -> list[list[int]]:
         results = []
         for _ in range(100):
             key = str(rng.randrange(1, 1 << 30))
-            begun(one, key, RESPONSE[:3])
+            begin_request(one, key, RESPONSE[:3])
             results.append(one.draft(key, 4))
             one.extend(key, (RESPONSE[3] if sampled_too else 1000 + rng.randrange(10**6),))
             one.end(key)
@@ -104,9 +104,9 @@ def test_rejected_drafts_stop_and_resume_when_accepted_again() -> None:
 
 def test_drafting_stops_above_max_running() -> None:
     one = drafter(max_running=2)
-    begun(one, "0", RESPONSE)
-    begun(one, "1", RESPONSE[:4])
-    begun(one, "2")
+    begin_request(one, "0", RESPONSE)
+    begin_request(one, "1", RESPONSE[:4])
+    begin_request(one, "2")
     assert one.draft("1", 4) == []
     one.end("2")
     assert one.draft("1", 4)[:1] == [24]
@@ -114,7 +114,7 @@ def test_drafting_stops_above_max_running() -> None:
 
 def test_a_request_resubmitted_under_a_new_key_extends_its_text() -> None:
     one = drafter()
-    begun(one, "0", RESPONSE)
+    begin_request(one, "0", RESPONSE)
     one.end("0")
     one.begin("7", TrajectoryId(0), PROMPT, (*PROMPT, *RESPONSE))
     assert one.num_known_tokens("7") == len(PROMPT) + len(RESPONSE)
@@ -129,7 +129,7 @@ def test_a_request_resubmitted_under_a_new_key_extends_its_text() -> None:
 @pytest.mark.parametrize("kept", [len(PROMPT), 2, 0])
 def test_a_branch_is_drafted_from_responses_to_its_prompt(kept: int) -> None:
     one = drafter()
-    begun(one, "0", RESPONSE)
+    begin_request(one, "0", RESPONSE)
     context = (*PROMPT[:kept], 90, 91, *RESPONSE[:3])  # its past is not what its trajectory sampled
     one.begin("1", TrajectoryId(1), PROMPT, context)
     assert one.draft("1", 4)[:1] == [RESPONSE[3]]
@@ -137,7 +137,7 @@ def test_a_branch_is_drafted_from_responses_to_its_prompt(kept: int) -> None:
     one.extend("1", RESPONSE[3:5])
     assert one.num_known_tokens("1") == len(context) + 2
     one.end("1")
-    begun(one, "2", (90, 91))
+    begin_request(one, "2", (90, 91))
     assert one.draft("2", 4)[:1] == [RESPONSE[0]]
 
 
@@ -145,10 +145,10 @@ def test_drafts_follow_responses_added_from_other_instances() -> None:
     one = drafter()
     one.add_response(PROMPT, TrajectoryId(90), RESPONSE)
     one.add_response((5, 6), TrajectoryId(91), (22, 30))
-    begun(one, "0", RESPONSE[:3])
+    begin_request(one, "0", RESPONSE[:3])
     assert one.draft("0", 4)[:1] == [23]
     one.add_response(PROMPT, TrajectoryId(90), RESPONSE)
-    begun(one, "1", RESPONSE[:4])
+    begin_request(one, "1", RESPONSE[:4])
     before = one.num_tokens
     assert one.draft("1", 4)[:1] == [24]
     assert one.num_tokens == before, "it is known"
@@ -159,7 +159,7 @@ def test_drafts_follow_responses_added_from_other_instances() -> None:
 
 def test_added_responses_of_running_trajectories_are_ignored() -> None:
     one = drafter()
-    begun(one, "0", RESPONSE[:3])
+    begin_request(one, "0", RESPONSE[:3])
     one.add_response(PROMPT, TrajectoryId(0), RESPONSE)
     assert one.draft("0", 4) == []
     assert one.num_known_tokens("0") == len(PROMPT) + 3
@@ -167,7 +167,7 @@ def test_added_responses_of_running_trajectories_are_ignored() -> None:
 
 def test_added_responses_are_bounded_and_cleared_by_reset() -> None:
     one = drafter(max_indexed_tokens=100)
-    begun(one, "0", RESPONSE[:3])
+    begin_request(one, "0", RESPONSE[:3])
     for i in range(1, 100):
         one.add_response(PROMPT, TrajectoryId(i), [i * 20 + at for at in range(15)])
         one.draft("0", 4)
@@ -175,17 +175,17 @@ def test_added_responses_are_bounded_and_cleared_by_reset() -> None:
     assert one.num_known_tokens("0") == len(PROMPT) + 3
     one.add_response(PROMPT, TrajectoryId(200), RESPONSE)
     one.reset()
-    begun(one, "1", RESPONSE[:3])
+    begin_request(one, "1", RESPONSE[:3])
     assert one.draft("1", 4) == []
 
 
 def test_drafted_trajectories_are_the_running_ones_up_to_max_running() -> None:
     one = drafter(max_running=2)
     assert one.drafted_trajectories == ()
-    begun(one, "0")
-    begun(one, "1")
+    begin_request(one, "0")
+    begin_request(one, "1")
     assert one.drafted_trajectories == (0, 1)
-    begun(one, "2")
+    begin_request(one, "2")
     assert one.drafted_trajectories == ()
 
 
@@ -200,7 +200,7 @@ def test_unknown_keys_have_no_drafts() -> None:
 @pytest.mark.parametrize("prompts", [1, 50])
 def test_indexed_tokens_are_bounded_and_running_requests_are_never_evicted(prompts: int) -> None:
     one, rng = drafter(max_indexed_tokens=2000), random.Random(1)
-    begun(one, "0", RESPONSE)
+    begin_request(one, "0", RESPONSE)
     for i in range(1, 500):
         prompt = (*PROMPT, i % prompts)
         one.begin(str(i), TrajectoryId(i), prompt, prompt)
@@ -208,7 +208,7 @@ def test_indexed_tokens_are_bounded_and_running_requests_are_never_evicted(promp
         if i > 10:
             one.end(str(i - 10))
         assert one.num_tokens <= 2000 + 25
-    begun(one, "1000", RESPONSE[:3])
+    begin_request(one, "1000", RESPONSE[:3])
     assert one.draft("1000", 4)[:1] == [23]
 
 
@@ -221,11 +221,11 @@ def test_a_request_may_begin_in_another_thread_during_eviction(monkeypatch: pyte
         return response(texts, trajectory, tokens)
 
     for key in ("0", "1", "2"):
-        begun(one, key, RESPONSE)
+        begin_request(one, key, RESPONSE)
     one.end("2")
     monkeypatch.setattr(PromptIndex, "response", begins_one_meanwhile)
-    begun(one, "3", tuple(range(100, 140)))
-    begun(one, "4", RESPONSE[:3])
+    begin_request(one, "3", tuple(range(100, 140)))
+    begin_request(one, "4", RESPONSE[:3])
     assert one.num_tokens <= 100
     assert one.draft("4", 4)[:1] == [23]
 
@@ -236,10 +236,10 @@ def test_drafts_match_a_brute_force_search() -> None:
     texts = [tuple(rng.randrange(6) for _ in range(12)) for _ in range(30)]
     one = drafter()
     for i, text in enumerate(texts):
-        begun(one, str(i), text)
+        begin_request(one, str(i), text)
     for i in range(30, 130):
         end = tuple(rng.randrange(6) for _ in range(5))
-        begun(one, str(i), end)
+        begin_request(one, str(i), end)
         match, places = one._requests[str(i)].index.matches(one._requests[str(i)].text)  # type: ignore[union-attr]
         own = [PROMPT, *texts, *(one._requests[str(j)].text.tokens.tolist() for j in range(30, i)), end]
         best = max((shared(end, text[:at]) for text in map(tuple, own) for at in range(2, len(text))), default=0)

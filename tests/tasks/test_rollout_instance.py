@@ -47,7 +47,7 @@ from tests.support.bodies import Body
 from tests.support.route_items import route_item
 from tests.support.scripted import VirtualRolloutInstance, VirtualSettings, World, response, server_class
 from tests.support.segments import delivery, sampled_segment
-from tests.tasks.adapter_conformance import Versions
+from tests.tasks.adapter_conformance import AdapterVersions
 from tests.tasks.branching import branching_row
 from tests.tasks.test_engine_transformers import changed_weights
 
@@ -55,7 +55,7 @@ RUN = virtual_time.run
 
 
 @dataclass(frozen=True)
-class Building:
+class ExistingEngineSettings:
     """Settings that return an existing engine."""
 
     engine: Any
@@ -64,18 +64,18 @@ class Building:
         return self.engine
 
 
-class Away:
+class UnreachableServer:
     """A server that cannot be reached."""
 
     async def deliver(self, *_: object) -> None:
         raise OSError("connection closed")
 
 
-def made_server(world: World, folder: Path) -> Any:
+def make_server(world: World, folder: Path) -> Any:
     return server_class(world)(actor_settings.server_settings(Body(folder).config(), folder / "store", 128), 0.0)
 
 
-def made_instance(world: World, name: str = "one", spool_s: float = 0.0) -> VirtualRolloutInstance:
+def make_instance(world: World, name: str = "one", spool_s: float = 0.0) -> VirtualRolloutInstance:
     return VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 30.0, spool_s)
 
 
@@ -189,7 +189,7 @@ async def test_a_trajectory_continues_under_its_version_while_that_is_served(
     one = RolloutInstance(settings, InstanceId("a"), 1, 30.0, 0.0)
     try:
         await server.draw(0, 1)
-        file = Versions(tiny_model, tmp_path / "published").file(1)
+        file = AdapterVersions(tiny_model, tmp_path / "published").file(1)
         assert (await one.pull(published_as(1, file), str(file))).outcome == "verified"
         await one.route(server, (route_item(0, 2, version=0), route_item(1, 1, version=1)))
         ended = []
@@ -205,8 +205,8 @@ async def test_a_trajectory_continues_under_its_version_while_that_is_served(
 async def test_a_delivered_response_of_a_lost_instance_is_not_continued(tmp_path: Path) -> None:
     """The server has the tokens but the driver was not notified: the next instance reports the end."""
     world = World(length=lambda _: 9)
-    server = made_server(world, tmp_path)
-    one, two = (made_instance(world, name) for name in ("one", "two"))
+    server = make_server(world, tmp_path)
+    one, two = (make_instance(world, name) for name in ("one", "two"))
     await server.draw(0, 1)
     await one.route(server, (route_item(0, 1), route_item(1, 1)))
     assert len(await one.next_events(server, 5.0)) == 2
@@ -222,8 +222,8 @@ async def test_a_delivered_response_of_a_lost_instance_is_not_continued(tmp_path
 async def test_tokens_of_a_superseded_route_are_dropped(tmp_path: Path) -> None:
     """Two instances sample the trajectory; the server accepts tokens of the newest route only."""
     world = World(length=lambda _: 9)
-    server = made_server(world, tmp_path)
-    old, new = (made_instance(world, name) for name in ("old", "new"))
+    server = make_server(world, tmp_path)
+    old, new = (make_instance(world, name) for name in ("old", "new"))
     await server.draw(0, 1)
     await old.route(server, (route_item(0, 1),))
     await asyncio.sleep(0.2)
@@ -236,8 +236,8 @@ async def test_tokens_of_a_superseded_route_are_dropped(tmp_path: Path) -> None:
 async def test_a_lost_instance_loses_only_tokens_since_its_last_delivery(tmp_path: Path) -> None:
     """Another instance continues from there, and delivered tokens are stored once with their version."""
     world = World(length=lambda _: 90)
-    server = made_server(world, tmp_path)
-    lost, other = (made_instance(world, name, spool_s) for name, spool_s in (("lost", 1.0), ("other", 0.0)))
+    server = make_server(world, tmp_path)
+    lost, other = (make_instance(world, name, spool_s) for name, spool_s in (("lost", 1.0), ("other", 0.0)))
     await server.draw(0, 1)
     await lost.route(server, (route_item(0, 1), route_item(1, 1)))
     delivered: dict[int, list[int]] = {0: [], 1: []}
@@ -264,8 +264,8 @@ async def test_a_lost_instance_loses_only_tokens_since_its_last_delivery(tmp_pat
 
 async def test_each_delivery_starts_at_the_end_of_the_previous_one(tmp_path: Path) -> None:
     world = World(length=lambda _: 90)
-    server = made_server(world, tmp_path)
-    one = made_instance(world, "one", 1.0)
+    server = make_server(world, tmp_path)
+    one = make_instance(world, "one", 1.0)
     spans: list[tuple[int, int]] = []
 
     class Recording:
@@ -285,9 +285,9 @@ async def test_each_delivery_starts_at_the_end_of_the_previous_one(tmp_path: Pat
 @pytest.mark.parametrize("verb", ["next_events", "next_events_at_the_end", "flush", "interrupt"])
 async def test_instance_calls_return_only_after_their_tokens_are_delivered(tmp_path: Path, verb: str) -> None:
     world = World(length=lambda _: 90)
-    server = made_server(world, tmp_path)
+    server = make_server(world, tmp_path)
     ended = verb == "next_events_at_the_end"
-    one = made_instance(world, "one", 0.0 if ended else 1.0)
+    one = make_instance(world, "one", 0.0 if ended else 1.0)
     may_answer = asyncio.Event()
 
     class Slow:
@@ -315,14 +315,14 @@ async def test_instance_calls_return_only_after_their_tokens_are_delivered(tmp_p
 
 async def test_interrupted_responses_are_delivered_after_the_server_was_unreachable(tmp_path: Path) -> None:
     world = World(length=lambda _: 90)
-    server = made_server(world, tmp_path)
-    one = made_instance(world)
+    server = make_server(world, tmp_path)
+    one = make_instance(world)
 
     await server.draw(0, 1)
     await one.route(server, (route_item(0, 1), route_item(1, 1)))
     await asyncio.sleep(1.0)
     with pytest.raises(ActorLost, match="server is gone"):
-        await one.interrupt(Away(), (TrajectoryId(0), TrajectoryId(1)))
+        await one.interrupt(UnreachableServer(), (TrajectoryId(0), TrajectoryId(1)))
     outcomes = await one.interrupt(server, (TrajectoryId(0), TrajectoryId(1)))
     assert outcomes == [RequestOutcome(trajectory=TrajectoryId(i), route_number=1, tokens=20) for i in (0, 1)]
     assert await one.interrupt(server, (TrajectoryId(0),)) == []
@@ -330,13 +330,13 @@ async def test_interrupted_responses_are_delivered_after_the_server_was_unreacha
 
 async def test_finished_responses_are_delivered_after_the_server_was_unreachable(tmp_path: Path) -> None:
     world = World(length=lambda _: 20)
-    server = made_server(world, tmp_path)
-    instance = made_instance(world)
+    server = make_server(world, tmp_path)
+    instance = make_instance(world)
 
     await server.draw(0, 1)
     await instance.route(server, (route_item(0, 1), route_item(1, 1)))
     with pytest.raises(ActorLost, match="server is gone"):
-        await instance.next_events(Away(), 5.0)
+        await instance.next_events(UnreachableServer(), 5.0)
     outcomes = []
     while len(outcomes) < 2 and asyncio.get_running_loop().time() < 60:
         outcomes += await instance.next_events(server, 5.0)
@@ -348,8 +348,8 @@ async def test_a_response_with_a_non_finite_logprob_fails(tmp_path: Path) -> Non
     """Such a token has no importance ratio. Earlier tokens are kept, and other requests are not affected."""
     poisoned = set[int]()
     world = World(length=lambda _: 20, not_finite=poisoned.__contains__)
-    server = made_server(world, tmp_path)
-    one = made_instance(world)
+    server = make_server(world, tmp_path)
+    one = make_instance(world)
     await server.draw(0, 1)
     await one.route(server, (route_item(0, 1), route_item(1, 1)))
     await asyncio.sleep(0.25)
@@ -374,7 +374,7 @@ async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path:
     config = Body(tmp_path).config()
     settings = actor_settings.server_settings(config, tmp_path / "store", 128)
     first = server_class(world)(settings, 0.0)
-    one = made_instance(world, "one", 1.0)
+    one = make_instance(world, "one", 1.0)
     await first.draw(0, 4)
     await one.route(first, tuple(route_item(i, 1) for i in range(6)))
     assert len(await one.next_events(first, 5.0)) == 5
@@ -446,7 +446,7 @@ def test_a_delivery_leaves_out_tokens_that_the_server_has(count: int | None) -> 
 async def test_a_failed_request_is_an_outcome_without_tokens() -> None:
     failed = Failed(trajectory=TrajectoryId(0), route_number=1, error="out of memory")
     engine = SimpleNamespace(version=PolicyVersion(0), events=lambda timeout_s: [failed], close=lambda: None)
-    one = RolloutInstance(Building(engine), InstanceId("one"), 1, 30.0, 0.0)
+    one = RolloutInstance(ExistingEngineSettings(engine), InstanceId("one"), 1, 30.0, 0.0)
     (outcome,) = await one.next_events(None, 1.0)
     assert outcome == RequestOutcome(trajectory=TrajectoryId(0), route_number=1, tokens=0, error="out of memory")
 
@@ -456,14 +456,14 @@ PUBLISHED = PublishedWeights(version=PolicyVersion(1), fingerprint="f", probe=()
 
 async def test_an_instance_with_rejected_weights_waits_without_events() -> None:
     world = World(loads_wrong=lambda instance, version: True)
-    one = made_instance(world)
+    one = make_instance(world)
     assert (await one.pull(PUBLISHED, world.path(1))).refused
     assert await one.next_events(None, 5.0) == []
     assert asyncio.get_running_loop().time() == pytest.approx(5.0), "or its driver would ask all the time"
 
 
 async def test_calls_of_a_closed_instance_raise_actor_lost() -> None:
-    one = made_instance(World())
+    one = make_instance(World())
     await one.close()
     for call in (one.pull(PUBLISHED, ""), one.abort(())):
         with pytest.raises(ActorLost, match=r"^one is closed$"):
@@ -487,7 +487,7 @@ async def test_commands_return_only_after_the_engine_has_finished_them(verb: str
         return (-0.5,)
 
     engine = SimpleNamespace(version=PolicyVersion(0), close=lambda: None, **{verb: carry_out})
-    one = RolloutInstance(Building(engine), InstanceId("one"), 1, 30.0, 0.0)
+    one = RolloutInstance(ExistingEngineSettings(engine), InstanceId("one"), 1, 30.0, 0.0)
     answer = asyncio.ensure_future(getattr(one, verb)(*VERBS[verb]))
     await asyncio.wait({answer}, timeout=0.02)
     assert not answer.done() and not calls
@@ -511,7 +511,7 @@ async def test_a_status_request_waiting_for_the_engine_blocks_no_other_call() ->
 
         def close(self) -> None: ...
 
-    one = RolloutInstance(Building(Busy()), InstanceId("one"), 1, 30.0, 0.0)
+    one = RolloutInstance(ExistingEngineSettings(Busy()), InstanceId("one"), 1, 30.0, 0.0)
     report, _ = await asyncio.gather(one.report(), gate.open())
     assert report == load
     await one.close()
@@ -560,7 +560,7 @@ async def test_tokens_wait_for_an_abandoned_pull_and_for_nothing_after_it() -> N
             delivered.extend(parts)
             return {part.trajectory: 9 for part in parts}
 
-    one = RolloutInstance(Building(Pulling()), InstanceId("one"), 1, 30.0, 0.0)
+    one = RolloutInstance(ExistingEngineSettings(Pulling()), InstanceId("one"), 1, 30.0, 0.0)
     events = asyncio.ensure_future(one.next_events(Server(), 0.01))
     await asyncio.sleep(0)
     pull = asyncio.ensure_future(one.pull(PUBLISHED, ""))
@@ -585,7 +585,7 @@ def whole_response(trajectory: TrajectoryId) -> SampledTokens:
 @pytest.mark.real_time
 async def test_decoding_and_packing_run_off_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(length=lambda _: 9)
-    server = made_server(world, tmp_path)
+    server = make_server(world, tmp_path)
     await server.draw(0, 1)
     ids = (TrajectoryId(0), TrajectoryId(1))
     await server.deliver([whole_response(i) for i in ids])

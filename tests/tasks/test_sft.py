@@ -90,28 +90,28 @@ def test_examples_without_answers_are_rejected(tiny_model: Path, tmp_path: Path)
         settings.build().rows(0)
 
 
-class Given:
+class GivenExamples:
     """Settings that return existing examples."""
 
-    def build(self) -> Given:
+    def build(self) -> GivenExamples:
         return self
 
     def rows(self, step: int) -> Any:
         return [replace(row, advantage=0.0) for row in rows(9 + step)]
 
 
-def tuned(tiny_model: Path, steps: int, **changes: Any) -> Any:
+def fine_tuned_trainer(tiny_model: Path, steps: int, **changes: Any) -> Any:
     sft = SftConfig(steps=steps, learning_rate=2e-3)
-    return trainer(tiny_model, examples=Given(), **{"sft": sft, "loss": DecoupledPpo()} | changes)
+    return trainer(tiny_model, examples=GivenExamples(), **{"sft": sft, "loss": DecoupledPpo()} | changes)
 
 
 def test_sft_loss_is_the_cross_entropy_over_all_tokens_of_a_step(tiny_model: Path) -> None:
     """For any RL loss and any division into micro-batches."""
-    one = tuned(tiny_model, 5, microbatch_tokens=30, minibatches=3, epochs=2, entropy_bonus=0.1)
+    one = fine_tuned_trainer(tiny_model, 5, microbatch_tokens=30, minibatches=3, epochs=2, entropy_bonus=0.1)
     model = trainer(tiny_model).model
     metrics = one.fine_tune(0)
     losses, count = [], 0
-    for row in Given().rows(0):
+    for row in GivenExamples().rows(0):
         ids = torch.from_numpy(np.concatenate([row.prompt, row.response]).astype(np.int64))
         logits = model(input_ids=ids[None]).logits[0, len(row.prompt) - 1 : -1]
         losses.append(torch.nn.functional.cross_entropy(logits, ids[len(row.prompt) :], reduction="sum"))
@@ -124,7 +124,7 @@ def test_sft_loss_is_the_cross_entropy_over_all_tokens_of_a_step(tiny_model: Pat
 
 
 def test_rl_after_sft_starts_with_its_settings_and_a_new_optimizer(tiny_model: Path) -> None:
-    one, again = tuned(tiny_model, 3), tuned(tiny_model, 3)
+    one, again = fine_tuned_trainer(tiny_model, 3), fine_tuned_trainer(tiny_model, 3)
     losses = [one.fine_tune(step)["loss"] for step in range(3)]
     assert losses[-1] < losses[0]
     assert not one.optimizer.state

@@ -25,9 +25,9 @@ from staleflow.tasks.training.rank import ALONE
 from staleflow.tasks.training.shared_prompts import PackedLayout, counted_tokens, equal_indices, should_share
 from staleflow.tasks.training.trainer_settings import TrainingConfig
 from tests.support.entries import entry
-from tests.support.rank_processes import in_group
+from tests.support.rank_processes import run_ranks
 from tests.tasks.test_packed_attention import model
-from tests.tasks.test_ranks import Training, check_same, ragged, train
+from tests.tasks.test_ranks import Training, check_same, ragged_rows, train
 
 SEPARATE = 2**40
 """Tokens that no sharing saves."""
@@ -60,7 +60,7 @@ BATCHES = {
         *(replace(r, prompt=r.prompt[:18]) for r in group(20, (7, 5))),
     ],
     "after the prompt, longer than a mask is used for": [*group(20, (300, 270)), *group(300, (290, 5))],
-    "nothing shared": list(ragged(6, np.random.default_rng(3))),
+    "nothing shared": list(ragged_rows(6, np.random.default_rng(3))),
 }
 
 
@@ -70,7 +70,7 @@ def loss_of(part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | No
     return (logprobs * torch.tensor([[1.0 + i % 3] for i in part.rows])).sum() + 0.1 * entropy.sum()
 
 
-def computed(found: Any, rows: Sequence[Row], budget: int) -> tuple[list[Any], list[int]]:
+def gradients_and_logprobs(found: Any, rows: Sequence[Row], budget: int) -> tuple[list[Any], list[int]]:
     """Return the gradients of a loss over all tokens, the logprobs of each row, and the tokens of each pass."""
     under = LogprobModel(model=found, device="cpu", half=False, temperature=0.7, token_budget=budget)
     assert under.packs_rows
@@ -103,9 +103,9 @@ def test_rows_with_a_shared_prompt_have_the_logprobs_of_separate_rows(
 ) -> None:
     """For rotary and absolute positions. A small budget splits groups over micro-batches."""
     rows = BATCHES[name]
-    found, fewer = computed(model(kind, config, **changes), rows, budget)
+    found, fewer = gradients_and_logprobs(model(kind, config, **changes), rows, budget)
     monkeypatch.setattr(shared_prompts, "MIN_SAVED_TOKENS", SEPARATE)
-    expected, passes = computed(model(kind, config, **changes), rows, budget)
+    expected, passes = gradients_and_logprobs(model(kind, config, **changes), rows, budget)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 * max(1.0, float(other.abs().max())))
     assert sum(passes) == sum(len(row.prompt) + len(row.response) for row in rows)
@@ -156,7 +156,7 @@ def test_a_training_step_with_shared_prompts_equals_one_with_separate_rows(
 
 def test_two_ranks_train_as_one_rank(tiny_model: Path) -> None:
     one = job(tiny_model, "token_mean", "gspo")
-    check_same(in_group(2, train, one)[0], train(ALONE, one))
+    check_same(run_ranks(2, train, one)[0], train(ALONE, one))
 
 
 # -- how rows are divided -----------------------------------------------------------------------------------------

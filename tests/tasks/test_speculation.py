@@ -21,7 +21,7 @@ from staleflow.tasks.engines.transformers import TransformersEngine
 from tests.tasks import test_engine_transformers
 from tests.tasks.brake import brake, brake_of_transformers  # noqa: F401  used by name
 from tests.tasks.engine_conformance import (
-    check_that_lengths_are_obeyed,
+    check_draft_lengths,
     collect,
     model_settings,
     request,
@@ -29,12 +29,12 @@ from tests.tasks.engine_conformance import (
     tokens_of,
 )
 from tests.tasks.speculation_checks import (
-    Exact,
+    ExactDistribution,
     check_distribution,
-    check_that_it_would_show,
+    check_wrong_acceptance_is_detected,
     drafter_of,
     greedy_responses,
-    sharpened,
+    sharpen_model,
 )
 
 SOURCES = ("likely", "absurd", "random", "responses")
@@ -42,7 +42,7 @@ SOURCES = ("likely", "absurd", "random", "responses")
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return sharpened(tiny_model, tmp_path_factory.mktemp("sharp"))
+    return sharpen_model(tiny_model, tmp_path_factory.mktemp("sharp"))
 
 
 @contextmanager
@@ -56,18 +56,18 @@ def speculating(model: Path, length: int = 3, max_running: int = 1000, **changes
 
 
 @pytest.fixture
-def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Exact], None]:
+def forced_source(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, ExactDistribution], None]:
     """Make engines draft always, from this source."""
 
-    def force(source: str, exact: Exact) -> None:
+    def force(source: str, exact: ExactDistribution) -> None:
         monkeypatch.setattr(response_drafter, "MIN_LIKELIHOOD", response_drafter.MIN_LIKELIHOOD)
         monkeypatch.setattr(transformers, "Drafter", drafter_of(source, exact))
 
     return force
 
 
-def check_source(model: Path, source: str, forced: Callable[[str, Exact], None], responses: int) -> None:
-    exact = Exact(model, 0.8)
+def check_source(model: Path, source: str, forced: Callable[[str, ExactDistribution], None], responses: int) -> None:
+    exact = ExactDistribution(model, 0.8)
     forced(source, exact)
     with speculating(model, temperature=0.8) as engine:
         load = check_distribution(engine, exact, responses)
@@ -78,35 +78,37 @@ def check_source(model: Path, source: str, forced: Callable[[str, Exact], None],
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_speculation_does_not_change_the_token_distribution(
-    model: Path, source: str, forced: Callable[[str, Exact], None]
+    model: Path, source: str, forced_source: Callable[[str, ExactDistribution], None]
 ) -> None:
-    check_source(model, source, forced, 500)
+    check_source(model, source, forced_source, 500)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
 def test_speculation_does_not_change_the_distribution_of_100000_tokens(
-    model: Path, source: str, forced: Callable[[str, Exact], None]
+    model: Path, source: str, forced_source: Callable[[str, ExactDistribution], None]
 ) -> None:
-    check_source(model, source, forced, 25_000)
+    check_source(model, source, forced_source, 25_000)
 
 
 @pytest.mark.slow
 def test_tokens_without_speculation_have_the_model_distribution(model: Path) -> None:
     with speculating(model, length=0) as engine:
-        assert check_distribution(engine, Exact(model, 1.0), 25_000).drafted_tokens == 0
+        assert check_distribution(engine, ExactDistribution(model, 1.0), 25_000).drafted_tokens == 0
 
 
 def test_the_distribution_test_detects_a_wrong_acceptance_rule(model: Path) -> None:
-    check_that_it_would_show(Exact(model, 1.0))
+    check_wrong_acceptance_is_detected(ExactDistribution(model, 1.0))
 
 
-def test_speculation_does_not_change_greedy_responses(model: Path, forced: Callable[[str, Exact], None]) -> None:
+def test_speculation_does_not_change_greedy_responses(
+    model: Path, forced_source: Callable[[str, ExactDistribution], None]
+) -> None:
     with speculating(model, length=0) as engine:
         expected = greedy_responses(engine)
     assert len({tuple(tokens) for tokens in expected}) > 1
     for source in ("responses", "random"):
-        forced(source, Exact(model, 1.0))
+        forced_source(source, ExactDistribution(model, 1.0))
         with speculating(model) as engine:
             assert greedy_responses(engine) == expected
             load = engine.load_statistics()
@@ -147,7 +149,7 @@ def test_an_interrupted_request_reports_its_drafted_tokens(model: Path) -> None:
 def test_the_engine_drafts_as_many_tokens_as_instructed(model: Path) -> None:
     """At a low temperature a response repeats itself, so there is something to draft."""
     with speculating(model, max_running=0, temperature=0.001) as engine:
-        check_that_lengths_are_obeyed(engine)
+        check_draft_lengths(engine)
 
 
 def test_accepted_drafts_stop_at_the_end_token_and_the_limit() -> None:

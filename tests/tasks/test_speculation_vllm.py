@@ -17,13 +17,13 @@ from staleflow.stores.trajectory import InstanceId
 from staleflow.tasks.engines import response_drafter
 from staleflow.tasks.engines.engine_settings import Speculation, VllmSettings
 from tests.tasks import test_engine_vllm
-from tests.tasks.engine_conformance import check_that_lengths_are_obeyed, model_settings
+from tests.tasks.engine_conformance import check_draft_lengths, model_settings
 from tests.tasks.speculation_checks import (
-    Exact,
+    ExactDistribution,
     check_distribution,
     drafter_of,
     greedy_responses,
-    sharpened,
+    sharpen_model,
 )
 
 if importlib.util.find_spec("vllm") is None:
@@ -37,7 +37,7 @@ SOURCES = ("likely", "absurd", "random", "responses")
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return sharpened(tiny_model, tmp_path_factory.mktemp("sharp"))
+    return sharpen_model(tiny_model, tmp_path_factory.mktemp("sharp"))
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def speculating(
 
 
 def check_source(model: Path, source: str, monkeypatch: pytest.MonkeyPatch, responses: int) -> None:
-    exact = Exact(model, 0.8)
+    exact = ExactDistribution(model, 0.8)
     monkeypatch.setattr(response_drafter, "MIN_LIKELIHOOD", response_drafter.MIN_LIKELIHOOD)
     monkeypatch.setattr(vllm_drafting, "Drafter", drafter_of(source, exact))
     with speculating(model, temperature=0.8) as engine:
@@ -98,7 +98,7 @@ def test_speculation_does_not_change_greedy_responses(model: Path, monkeypatch: 
 def test_the_engine_drafts_as_many_tokens_as_instructed(model: Path) -> None:
     """At a low temperature a response repeats itself, so there is something to draft."""
     with speculating(model, max_running=0, temperature=0.001) as engine:
-        check_that_lengths_are_obeyed(engine)
+        check_draft_lengths(engine)
 
 
 class TestSpeculatingVllmEngine(test_engine_vllm.TestVllmEngine):
@@ -120,7 +120,7 @@ def test_suffix_drafts_of_vllm_do_not_change_greedy_responses(model: Path) -> No
     with speculating(model, length=0) as engine:
         expected = greedy_responses(engine)
     with speculating(model, source="suffix", temperature=0.8) as engine:
-        check_distribution(engine, Exact(model, 0.8), 2000)
+        check_distribution(engine, ExactDistribution(model, 0.8), 2000)
         assert greedy_responses(engine) == expected
         load = engine.load_statistics()
     assert load.drafted_tokens > load.accepted_tokens > 0

@@ -41,7 +41,7 @@ LENGTHS = st.lists(
 """Tokens of each row's prompt, and of the segments of its response."""
 
 
-def consumed(lengths: list[tuple[int, list[int]]]) -> list[EndedTrajectory]:
+def consumed_rows_of(lengths: list[tuple[int, list[int]]]) -> list[EndedTrajectory]:
     """Return consumed trajectories with these lengths."""
     rng = np.random.default_rng(0)
 
@@ -65,7 +65,7 @@ def consumed(lengths: list[tuple[int, list[int]]]) -> list[EndedTrajectory]:
     return [one(i, *length) for i, length in enumerate(lengths)]
 
 
-def same(one: Row, other: Row) -> bool:
+def same_row(one: Row, other: Row) -> bool:
     arrays = all(
         getattr(one, n).tolist() == getattr(other, n).tolist()
         for n in ("prompt", "response", "behaviour", "sampled", "lags")
@@ -79,12 +79,12 @@ def num_bytes(packed: RowArrays) -> int:
 
 @given(LENGTHS)
 def test_rows_survive_packing(lengths: list[tuple[int, list[int]]]) -> None:
-    data = consumed(lengths)
-    assert all(same(a, Row.of(b)) for a, b in zip(RowArrays.of(data).rows(), data, strict=True))
+    data = consumed_rows_of(lengths)
+    assert all(same_row(a, Row.of(b)) for a, b in zip(RowArrays.of(data).rows(), data, strict=True))
 
 
 def test_lag_of_a_token_is_that_of_its_version() -> None:
-    (row,) = consumed([(3, [2])])
+    (row,) = consumed_rows_of([(3, [2])])
     spans = (
         row.trajectory.segments[0],
         EnvSpan(role="tool", tokens=np.asarray([5], np.int32)),
@@ -108,18 +108,18 @@ def test_lag_of_a_token_is_that_of_its_version() -> None:
 def test_a_batch_in_parts_keeps_all_rows_within_the_message_size(
     lengths: list[tuple[int, list[int]]], most_bytes: int
 ) -> None:
-    data = consumed(lengths)
+    data = consumed_rows_of(lengths)
     got: list[Row] = []
     while len(got) < len(data):
         first, last = len(got), message_end(data, len(got), most_bytes)
         assert num_bytes(RowArrays.of(data[first:last])) <= most_bytes or last == first + 1
         assert last == len(data) or num_bytes(RowArrays.of(data[first : last + 1])) > most_bytes, "one more would fit"
         got += RowArrays.of(data[first:last]).rows()
-    assert all(same(a, Row.of(b)) for a, b in zip(got, data, strict=True))
+    assert all(same_row(a, Row.of(b)) for a, b in zip(got, data, strict=True))
 
 
 async def test_fetch_requests_rows_until_the_batch_is_complete(tmp_path: Path) -> None:
-    data = consumed([(3, [5]), (4, [40]), (2, [1, 2]), (9, [9])])
+    data = consumed_rows_of([(3, [5]), (4, [40]), (2, [1, 2]), (9, [9])])
     requests: list[int] = []
 
     class Server:
@@ -141,12 +141,12 @@ async def test_fetch_requests_rows_until_the_batch_is_complete(tmp_path: Path) -
     await actor.train(Server(), 2, (), ())
     await actor.close()
     assert requests == [0, 1, 2]
-    assert all(same(a, Row.of(b)) for a, b in zip(weights.rows, data, strict=True))
+    assert all(same_row(a, Row.of(b)) for a, b in zip(weights.rows, data, strict=True))
 
 
 async def test_a_stored_step_is_read_once_and_sent_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_batches, "message_end", lambda rows, first: message_end(rows, first, 220))
-    rows = [replace(row, step=0) for row in consumed([(3, [5]), (4, [40]), (2, [1, 2]), (9, [9])])]
+    rows = [replace(row, step=0) for row in consumed_rows_of([(3, [5]), (4, [40]), (2, [1, 2]), (9, [9])])]
     store = VersionedStore.create(
         tmp_path / "s", RunHeader(run="r", eta=2, groups_per_step=4, group_size=1, members_started=1)
     )
@@ -172,7 +172,7 @@ async def test_a_stored_step_is_read_once_and_sent_in_parts(tmp_path: Path, monk
         assert readings == [0] * count
         assert batches._repeated_batch == [], "what is sent is not kept"
     thread.close()
-    assert all(same(a, Row.of(b)) for a, b in zip(parts, rows, strict=True))
+    assert all(same_row(a, Row.of(b)) for a, b in zip(parts, rows, strict=True))
 
 
 async def test_the_batch_of_a_step_is_cached_until_the_step_is_undone(tmp_path: Path, monkeypatch: Any) -> None:

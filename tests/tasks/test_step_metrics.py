@@ -84,7 +84,7 @@ def test_the_entropy_estimate_matches_the_true_entropy() -> None:
     assert sums.metrics()["kl_behaviour"] == pytest.approx((behind * np.log(behind / pi)).sum(), rel=0.05)
 
 
-def measured(model: Path, data: list[Any], **changes: Any) -> dict[str, float]:
+def step_metrics_of(model: Path, data: list[Any], **changes: Any) -> dict[str, float]:
     metrics: dict[str, float] = trainer(model, **changes).step(0, data)
     return metrics
 
@@ -99,15 +99,15 @@ def test_step_metrics_cover_rows_without_an_advantage(tiny_model: Path) -> None:
     whole, computed = np.concatenate(ratios), np.concatenate([*ratios[:4], *ratios[4::2]])
     loss = PpoClip()
     for count in (4, 100):
-        every = measured(tiny_model, data, loss=loss, measured_rows=count)
+        every = step_metrics_of(tiny_model, data, loss=loss, measured_rows=count)
         assert every["ratio_mean"] == pytest.approx(whole.mean(), rel=1e-4)
         assert every["ess"] == pytest.approx(whole.sum() ** 2 / (len(whole) * (whole**2).sum()), rel=1e-4)
         assert every["ess_stderr"] == every["kl_behaviour_stderr"] == every["entropy_stderr"] == 0
-    none = measured(tiny_model, data, loss=loss, measured_rows=0)
+    none = step_metrics_of(tiny_model, data, loss=loss, measured_rows=0)
     assert none["ratio_mean"] == pytest.approx(computed.mean(), rel=1e-4)
     assert none["ess"] == pytest.approx(computed.sum() ** 2 / (len(computed) * (computed**2).sum()), rel=1e-4)
     # Two of the four stale ones represent all four.
-    few = measured(tiny_model, data, loss=loss, measured_rows=2)
+    few = step_metrics_of(tiny_model, data, loss=loss, measured_rows=2)
     expected = [
         (computed.sum() + 2 * (ratios[a].sum() + ratios[b].sum()))
         / (len(computed) + 2 * (len(ratios[a]) + len(ratios[b])))
@@ -115,7 +115,7 @@ def test_step_metrics_cover_rows_without_an_advantage(tiny_model: Path) -> None:
     ]
     assert min(abs(few["ratio_mean"] - one) for one in expected) < 1e-4
     assert few["ess_stderr"] > 0 and few["kl_behaviour_stderr"] > 0 and few["entropy_stderr"] > 0
-    assert measured(tiny_model, data, loss=loss, measured_rows=1) == few, "one alone has no standard error"
+    assert step_metrics_of(tiny_model, data, loss=loss, measured_rows=1) == few, "one alone has no standard error"
     assert {m["tokens_trained"] for m in (none, few)} == {sum(len(r.response) for r in data[:4])}
 
 
@@ -140,7 +140,7 @@ def drawn_tokens(rng: np.random.Generator, count: int) -> Tokens:
     )  # fmt: skip
 
 
-def added(sums: TokenSums, tokens: Tokens, rows: np.ndarray[Any, Any], times: float = 1.0) -> list[list[float]]:
+def add_tokens(sums: TokenSums, tokens: Tokens, rows: np.ndarray[Any, Any], times: float = 1.0) -> list[list[float]]:
     part = Tokens(**{f.name: getattr(tokens, f.name)[rows] for f in fields(tokens)})
     result = TokenLoss(loss=part.logprobs, clipped=~part.sampled)
     return sums.add(part, result, part.proximal, times)
@@ -151,14 +151,14 @@ def test_sampled_step_metrics_are_unbiased_with_correct_standard_errors() -> Non
     rng = np.random.default_rng(7)
     tokens = drawn_tokens(rng, 200)
     whole = TokenSums()
-    added(whole, tokens, np.arange(200))
+    add_tokens(whole, tokens, np.arange(200))
     truth = whole.metrics()
     results = []
     for _ in range(400):
         sums = TokenSums()
-        added(sums, tokens, np.arange(40))
+        add_tokens(sums, tokens, np.arange(40))
         picked = 40 + rng.choice(160, 24, replace=False)
-        sample = RowSample(rows=added(sums, tokens, picked, 160 / 24), population=160)
+        sample = RowSample(rows=add_tokens(sums, tokens, picked, 160 / 24), population=160)
         results.append(sums.metrics(1, sample))
     for name in ("ess", "entropy", "kl_behaviour"):
         values, errors = (np.asarray([m[key] for m in results]) for key in (name, f"{name}_stderr"))
@@ -169,12 +169,12 @@ def test_sampled_step_metrics_are_unbiased_with_correct_standard_errors() -> Non
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_tokens_trained_counts_each_token_once_across_epochs(tiny_model: Path, epochs: int) -> None:
     data = [replace(r, advantage=r.advantage if i < 4 else 0.0) for i, r in enumerate(rows(6))]
-    result = measured(tiny_model, data, epochs=epochs, minibatches=2)
+    result = step_metrics_of(tiny_model, data, epochs=epochs, minibatches=2)
     assert result["tokens_trained"] == sum(len(r.response) for r in data[:4])
 
 
 @dataclass(frozen=True)
-class Particular:
+class AdvantageDivisionLoss:
     """A user loss that fails on untrained rows because it divides by the advantage."""
 
     whole: Any
@@ -193,16 +193,16 @@ def test_a_loss_that_fails_on_untrained_rows_costs_only_their_metrics(
 ) -> None:
     """The run continues, and the failure is logged once."""
     data = [replace(r, advantage=r.advantage if i < 4 else 0.0, staleness=1) for i, r in enumerate(rows(8))]
-    expected = measured(tiny_model, data, measured_rows=0)
+    expected = step_metrics_of(tiny_model, data, measured_rows=0)
     one = trainer(tiny_model)
-    one.objective = replace(one.objective, loss=Particular(one.objective.loss))
+    one.objective = replace(one.objective, loss=AdvantageDivisionLoss(one.objective.loss))
     assert one.step(0, data) == expected
     one.step(1, data)
     assert [r.message for r in caplog.records] == [
         "Particular fails on rows without a gradient, which are left out of the figures: ZeroDivisionError: no "
         "advantage; training.measured_rows = 0 asks it for none"
     ]
-    one.objective = replace(one.objective, loss=Particular(None))
+    one.objective = replace(one.objective, loss=AdvantageDivisionLoss(None))
     with pytest.raises(AttributeError):
         one.step(2, data)
 
@@ -223,32 +223,34 @@ def test_clip_share_is_split_by_side(tiny_model: Path) -> None:
     data = rows(12)
     near = trainer(tiny_model).logprob_model.rows(data, range(12))
     data = [replace(r, behaviour=near[i] + np.float32(0.2 if i % 3 else -0.2)) for i, r in enumerate(data)]
-    result = measured(tiny_model, data, loss=loss)
+    result = step_metrics_of(tiny_model, data, loss=loss)
     low = sum(len(r.response) for i, r in enumerate(data) if i % 3)
     assert result["clip_share_low"] == pytest.approx(low / sum(len(r.response) for r in data))
     assert result["clip_share_high"] > 0.01
     assert result["clip_share"] == pytest.approx(result["clip_share_low"] + result["clip_share_high"])
-    assert measured(tiny_model, rows(12), loss=PpoClip(clip_low=1.0))["clip_share_low"] == 0
+    assert step_metrics_of(tiny_model, rows(12), loss=PpoClip(clip_low=1.0))["clip_share_low"] == 0
 
 
 def test_dropped_updates_are_counted(tiny_model: Path) -> None:
     data = rows(6)
-    assert measured(tiny_model, data, minibatches=3)["updates_dropped"] == 0
+    assert step_metrics_of(tiny_model, data, minibatches=3)["updates_dropped"] == 0
     poison = replace(data[0], advantage=float("inf"))
-    result = measured(tiny_model, [poison, *data[1:]], minibatches=3, loss=Tis())
+    result = step_metrics_of(tiny_model, [poison, *data[1:]], minibatches=3, loss=Tis())
     assert result["updates_dropped"] == 1
     assert not np.isfinite(result["grad_norm"])
 
 
 def test_fewer_rows_than_minibatches_give_the_mean_loss(tiny_model: Path) -> None:
     (row,) = rows(1)
-    assert measured(tiny_model, [row], minibatches=4)["loss"] == pytest.approx(measured(tiny_model, [row])["loss"])
+    assert step_metrics_of(tiny_model, [row], minibatches=4)["loss"] == pytest.approx(
+        step_metrics_of(tiny_model, [row])["loss"]
+    )
 
 
 def test_kl_to_the_old_policy_is_measured_on_later_minibatches(tiny_model: Path) -> None:
     data = [replace(r, advantage=r.advantage + 0.1) for r in rows(12)]
-    assert measured(tiny_model, data)["kl_old"] == pytest.approx(0, abs=1e-9)
+    assert step_metrics_of(tiny_model, data)["kl_old"] == pytest.approx(0, abs=1e-9)
     without = [replace(r, advantage=0.0) if i % 2 else r for i, r in enumerate(data)]
-    assert measured(tiny_model, without)["kl_old"] == pytest.approx(0, abs=1e-9)
-    result = measured(tiny_model, data, minibatches=3)
+    assert step_metrics_of(tiny_model, without)["kl_old"] == pytest.approx(0, abs=1e-9)
+    result = step_metrics_of(tiny_model, data, minibatches=3)
     assert 1e-9 < result["kl_old"] < result["kl_behaviour"]

@@ -14,7 +14,7 @@ from tests.support import virtual_time
 RUN = virtual_time.run
 
 
-class Bucket:
+class FailingStore:
     """A store whose bucket fails until `back_s` on the clock of the loop."""
 
     def __init__(self, back_s: float) -> None:
@@ -29,7 +29,7 @@ class Bucket:
 
 
 async def test_a_failed_operation_is_retried_after_growing_pauses(caplog: pytest.LogCaptureFixture) -> None:
-    bucket: Any = Bucket(60.0)
+    bucket: Any = FailingStore(60.0)
     thread = StoreThread(bucket, commit_s=600.0)
     entry = asyncio.ensure_future(thread.entry(3))
     await asyncio.sleep(50.0)
@@ -44,7 +44,7 @@ async def test_a_failed_operation_is_retried_after_growing_pauses(caplog: pytest
 
 @pytest.mark.parametrize(("commit_s", "last_s"), [(7.5, 7.5), (7.4, 3.5)])
 async def test_an_operation_fails_after_commit_s_of_retries(commit_s: float, last_s: float) -> None:
-    bucket: Any = Bucket(60.0)
+    bucket: Any = FailingStore(60.0)
     thread = StoreThread(bucket, commit_s)
     with pytest.raises(StoreError, match=rf"503 Slow Down; tried again for {commit_s:g} s .*resume the run"):
         await thread.entry(0)

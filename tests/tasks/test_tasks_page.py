@@ -15,7 +15,7 @@ from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.episodes.tools import ToolEpisode, tools_of
 from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.sources.task_sources import SourceSettings, extract_answer
-from tests.support.games import hosted
+from tests.support.games import host_episode
 
 PAGE = Path("docs/environments.md").read_text()
 TASKS_PAGE = Path("docs/tasks.md").read_text()
@@ -32,7 +32,7 @@ async def test_the_environments_of_the_page_are_played(name: str, heading: str, 
     source = SourceSettings(task=TaskConfig(source=f"{tmp_path}/games.py:{name}"), seed=0)
     task = source.build().task(0)
     assert task.prompt == "Guess my number, from 1 to 20."
-    async with hosted(EpisodeSettings(source=source)) as (episodes, _):
+    async with host_episode(EpisodeSettings(source=source)) as (episodes, _):
         await episodes.check()
         low, high, turns, found = 1, 20, [], []
         while not found or not found[-1].ended:

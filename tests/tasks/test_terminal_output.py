@@ -17,7 +17,7 @@ from staleflow.tasks.rendering.reward_values import MAX_NAME_CHARS, MAX_PARTS, I
 from staleflow.tasks.settings.task_config import RewardConfig, TaskConfig
 from staleflow.tasks.sources.reward_process import Scorer, ScoringSettings
 from staleflow.tasks.sources.task_sources import SourceSettings
-from tests.support.games import hosted
+from tests.support.games import host_episode
 from tests.tasks.test_agents import acted, settings
 
 CLEAR = "\\x1b[2J\\x07"
@@ -60,7 +60,10 @@ def code(tmp_path: Path) -> Path:
 async def test_output_of_agents_and_programs_is_escaped_for_the_terminal(
     code: Path, isolation: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async with hosted(settings(f"agent:{code}:run", isolation=isolation, step_timeout_s=60.0)) as (episodes, task):
+    async with host_episode(settings(f"agent:{code}:run", isolation=isolation, step_timeout_s=60.0)) as (
+        episodes,
+        task,
+    ):
         capfd.readouterr()
         said = ""
         await acted(episodes, task, "a")

@@ -6,7 +6,7 @@ from examples.tool_sums import ToolSums
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Message, prompt_of
-from tests.support.games import hosted
+from tests.support.games import host_episode
 
 JOB = "examples/tools.toml"
 
@@ -19,7 +19,7 @@ async def test_tool_results_in_the_example_prompts_match_the_calculator() -> Non
     assert isinstance(asked, Message) and asked.role == "user"
     examples = [shown[i : i + 4] for i in range(0, len(shown), 4)]
     assert len(examples) == 2
-    async with hosted(settings) as (episodes, _):
+    async with host_episode(settings) as (episodes, _):
         await episodes.check()
         for number, (_, call, given, answer) in enumerate(examples):
             assert isinstance(call, Message) and isinstance(answer, Message)

@@ -25,7 +25,7 @@ from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.episodes.tools import MAX_CALLS_PER_TURN, TOOLS, tool_calls
 from staleflow.tasks.rendering.task_source import Message, Task
 from staleflow.tasks.sources.task_sources import EvaluationRecord
-from tests.support.games import hosted
+from tests.support.games import host_episode
 
 
 @pytest.mark.parametrize(
@@ -81,20 +81,20 @@ def test_the_calculator_is_exact_on_whole_numbers(a: int, b: int, sign: str) -> 
     assert calculate(f"({a}) {sign} ({b})") == str(exact)
 
 
-def ran(code: str, within_s: float = 20.0, memory_mib: int = 256) -> str:
+def run_code(code: str, within_s: float = 20.0, memory_mib: int = 256) -> str:
     return asyncio.run(run_python(code, within_s=within_s, memory_mib=memory_mib))
 
 
 def test_the_sandbox_returns_printed_output_and_the_last_value() -> None:
-    assert ran("import math\nprint('a')\nmath.comb(5, 2)") == "a\n10"
-    assert ran("x = 3") == "(no output)"
-    assert ran("print('é'); None") == "é"
-    assert ran("def f():\n    return 1 / 0\nf()") == (
+    assert run_code("import math\nprint('a')\nmath.comb(5, 2)") == "a\n10"
+    assert run_code("x = 3") == "(no output)"
+    assert run_code("print('é'); None") == "é"
+    assert run_code("def f():\n    return 1 / 0\nf()") == (
         'Traceback (most recent call last):\n  File "code", line 3, in <module>\n  File "code", line 2, in f\n'
         "ZeroDivisionError: division by zero"
     )
-    assert "SyntaxError" in ran("1 +")
-    assert ran("raise SystemExit(7)") == "(no output)"
+    assert "SyntaxError" in run_code("1 +")
+    assert run_code("raise SystemExit(7)") == "(no output)"
 
 
 @pytest.mark.parametrize(
@@ -113,16 +113,16 @@ def test_the_sandbox_returns_printed_output_and_the_last_value() -> None:
     ],
 )
 def test_the_sandbox_has_no_network_no_writable_files_and_no_other_processes(code: str) -> None:
-    result = ran(code)
+    result = run_code(code)
     assert "Error" in result, result
     assert not Path("/tmp/staleflow-sandbox").exists()
 
 
 def test_the_sandbox_hides_user_files_where_landlock_exists(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("hidden")
-    result = ran(f"print(open({str(tmp_path / 'secret')!r}).read())")
+    result = run_code(f"print(open({str(tmp_path / 'secret')!r}).read())")
     assert ("PermissionError" in result) == has_landlock()
-    assert ran("import json, random, decimal, datetime, collections; print(1)") == "1"
+    assert run_code("import json, random, decimal, datetime, collections; print(1)") == "1"
 
 
 def has_landlock() -> bool:
@@ -133,13 +133,13 @@ def has_landlock() -> bool:
 
 def test_the_sandbox_limits_time_memory_and_output() -> None:
     begin = time.monotonic()
-    assert ran("print('on', flush=True)\nwhile True: pass", 2.0).endswith("error: stopped after 2 s")
-    assert ran("import time; time.sleep(1000)", 2.0) == "error: stopped after 2 s"
+    assert run_code("print('on', flush=True)\nwhile True: pass", 2.0).endswith("error: stopped after 2 s")
+    assert run_code("import time; time.sleep(1000)", 2.0) == "error: stopped after 2 s"
     assert time.monotonic() - begin < 20
-    assert ran("x = bytearray(10**10)").endswith("MemoryError")
-    long = ran("while True: print('a' * 1000)")
+    assert run_code("x = bytearray(10**10)").endswith("MemoryError")
+    long = run_code("while True: print('a' * 1000)")
     assert long.endswith("error: stopped after 2000 bytes of output") and len(long) < MAX_OUTPUT_BYTES + 100
-    assert "error: the process was killed" in ran("import os, signal; os.abort()")
+    assert "error: the process was killed" in run_code("import os, signal; os.abort()")
 
 
 async def test_a_killed_process_with_unread_output_is_reaped() -> None:
@@ -205,7 +205,7 @@ def test_arbitrary_text_parses_to_valid_calls_or_problems(pieces: list[str]) -> 
 
 
 @pytest.fixture
-def tooled(tmp_path: Path) -> Path:
+def tool_job(tmp_path: Path) -> Path:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "12 * 12?", "answer": "144"}\n' * 3)
     job = tmp_path / "job.toml"
     job.write_text(
@@ -225,10 +225,10 @@ async def answers(episodes: EpisodeHost, turns: Sequence[str], task: Task, **key
     return [await episodes.step(of, task.record, turns[: i + 1], truncated=cut[i]) for i in range(len(turns))]
 
 
-async def test_a_task_with_a_verifier_is_played_with_tools(tooled: Path) -> None:
-    made = settings(tooled)
+async def test_a_task_with_a_verifier_is_played_with_tools(tool_job: Path) -> None:
+    made = settings(tool_job)
     assert made.roles == ("tool",)
-    async with hosted(made) as (episodes, task):
+    async with host_episode(made) as (episodes, task):
         await episodes.check()
         first, second, last = await answers(
             episodes, ["<calculator>12*12</calculator>", call("python", code="12 ** 2"), "so 144"], task
@@ -249,29 +249,31 @@ async def test_a_task_with_a_verifier_is_played_with_tools(tooled: Path) -> None
         )
 
 
-async def test_a_generated_task_is_played_with_tools(tooled: Path) -> None:
-    made = settings(tooled, "task.source=reasoning_gym:chain_sum", "task.answer_pattern=")
-    async with hosted(made) as (episodes, task):
+async def test_a_generated_task_is_played_with_tools(tool_job: Path) -> None:
+    made = settings(tool_job, "task.source=reasoning_gym:chain_sum", "task.answer_pattern=")
+    async with host_episode(made) as (episodes, task):
         first, last = await answers(episodes, ["<calculator>1 + 1</calculator>", task.record["answer"]], task)
         assert (first.error, first.messages) == ("", (Message("tool", "<result>2</result>"),))
         assert (last.error, last.reward) == ("", 1.0)
 
 
 async def test_an_evaluation_set_uses_its_source_and_reward_with_tools(
-    tooled: Path,
+    tool_job: Path,
 ) -> None:
-    (tooled.parent / "other.jsonl").write_text('{"prompt": "2 + 2?", "answer": "4"}\n')
-    (tooled.parent / "mine.py").write_text("def half(answer, record):\n    return 0.5 * (answer == record['answer'])\n")
+    (tool_job.parent / "other.jsonl").write_text('{"prompt": "2 + 2?", "answer": "4"}\n')
+    (tool_job.parent / "mine.py").write_text(
+        "def half(answer, record):\n    return 0.5 * (answer == record['answer'])\n"
+    )
     made = settings(
-        tooled,
-        f"evaluation.sets.other.source=jsonl:{tooled.parent}/other.jsonl",
-        f"evaluation.sets.other.reward={tooled.parent}/mine.py:half",
+        tool_job,
+        f"evaluation.sets.other.source=jsonl:{tool_job.parent}/other.jsonl",
+        f"evaluation.sets.other.reward={tool_job.parent}/mine.py:half",
     )
     assert made.scoring is not None
     (own,) = made.scoring.sets
     task = own.build().task(0, held_out=True)
     record = pickle.loads(pickle.dumps(EvaluationRecord.named("other", task.record)))
-    async with hosted(made) as (episodes, _):
+    async with host_episode(made) as (episodes, _):
         key = EpisodeKey(task=-1, held_out=True)
         first = await episodes.step(key, record, ["<calculator>2+2</calculator>"], truncated=False)
         assert first.messages == (Message("tool", "<result>4</result>"),)
@@ -279,8 +281,8 @@ async def test_an_evaluation_set_uses_its_source_and_reward_with_tools(
         assert (last.ended, last.reward, last.error) == (True, 0.5, "")
 
 
-async def test_a_tool_timeout_is_reported_to_the_model(tooled: Path) -> None:
-    async with hosted(settings(tooled, "environment.tool_timeout_s=1")) as (episodes, task):
+async def test_a_tool_timeout_is_reported_to_the_model(tool_job: Path) -> None:
+    async with host_episode(settings(tool_job, "environment.tool_timeout_s=1")) as (episodes, task):
         (late,) = await answers(episodes, ["<python>while True: pass</python><calculator>1</calculator>"], task)
         assert [m.content for m in late.messages] == [
             "<result>error: stopped after 1 s</result>",
@@ -289,15 +291,15 @@ async def test_a_tool_timeout_is_reported_to_the_model(tooled: Path) -> None:
         assert not late.ended and not late.error
 
 
-async def test_a_tool_that_fails_on_this_machine_is_rejected_before_the_run(tooled: Path) -> None:
-    async with hosted(settings(tooled, "environment.memory_mib=1")) as (episodes, _):
+async def test_a_tool_that_fails_on_this_machine_is_rejected_before_the_run(tool_job: Path) -> None:
+    async with host_episode(settings(tool_job, "environment.memory_mib=1")) as (episodes, _):
         with pytest.raises(ConfigError, match=r"environment\.tools: python does not work on this machine: import math"):
             await episodes.check()
 
 
-async def test_a_verifier_exception_is_an_error_and_not_a_zero_reward(tooled: Path) -> None:
-    (tooled.parent / "mine.py").write_text("def angry(answer, record):\n    raise ValueError('no')\n")
-    async with hosted(settings(tooled, f"reward.function={tooled.parent}/mine.py:angry")) as (episodes, task):
+async def test_a_verifier_exception_is_an_error_and_not_a_zero_reward(tool_job: Path) -> None:
+    (tool_job.parent / "mine.py").write_text("def angry(answer, record):\n    raise ValueError('no')\n")
+    async with host_episode(settings(tool_job, f"reward.function={tool_job.parent}/mine.py:angry")) as (episodes, task):
         (answer,) = await answers(episodes, ["so 144"], task)
         assert (answer.ended, answer.error) == (True, "ValueError: no (mine.py, line 2)")
 
@@ -319,7 +321,7 @@ async def test_a_verifier_exception_is_an_error_and_not_a_zero_reward(tooled: Pa
         ("task.eval_source=gymnasium:Taxi-v3", "either both it and task.source = .* are environments of many turns"),
     ],
 )
-def test_settings_incompatible_with_tools_give_a_one_line_error(tooled: Path, override: str, message: str) -> None:
+def test_settings_incompatible_with_tools_give_a_one_line_error(tool_job: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        settings(tooled, override)
+        settings(tool_job, override)
     assert "\n" not in str(caught.value)

@@ -103,7 +103,7 @@ async def test_a_failed_resume_point_raises_in_the_next_call(tmp_path: Path, met
         await actor.close()
 
 
-class Slow(Weights):
+class SlowPolicy(Weights):
     """A policy whose resume points are written once `free` is set."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Slow(Weights):
 
 
 async def test_training_continues_while_a_resume_point_is_written(tmp_path: Path) -> None:
-    begin_s, policy = time.monotonic(), Slow()
+    begin_s, policy = time.monotonic(), SlowPolicy()
     actor = Trainer(policy, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 2)
     for step in range(3):
         assert await actor.version() == step
@@ -146,7 +146,7 @@ async def test_a_checkpoint_has_the_requested_version(tmp_path: Path) -> None:
     """Even if a step finishes while the resume point is awaited. A removed version gives no checkpoint."""
     saved: list[int] = []
 
-    class Noting(Slow):
+    class Noting(SlowPolicy):
         def save(self, folder: Path, published: Path) -> None:
             saved.append(int(published.stem[1:]))
 
@@ -167,7 +167,7 @@ async def test_a_checkpoint_has_the_requested_version(tmp_path: Path) -> None:
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_failed_resume_point_raises_once_in_the_next_call_of_any_kind(tmp_path: Path, late: bool) -> None:
     """Also in a call much later or without a resume point. late: the write fails during the next step."""
-    policy = Slow()
+    policy = SlowPolicy()
     policy.full = True
     actor = Trainer(policy, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 5)
     for step in range(5 + late):
@@ -184,7 +184,7 @@ async def test_a_failed_resume_point_raises_once_in_the_next_call_of_any_kind(tm
 async def test_close_waits_for_the_resume_point_and_logs_its_failure(
     tmp_path: Path, full: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    policy = Slow()
+    policy = SlowPolicy()
     policy.full = full
     actor = trainer(tmp_path, policy)
     await actor.train(Server(), 0, (), ())
@@ -202,7 +202,7 @@ async def test_close_stops_waiting_for_a_resume_point_after_a_timeout(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer_module, "SAVED_S", 0.01)
-    policy = Slow()
+    policy = SlowPolicy()
     actor = trainer(tmp_path, policy)
     await actor.train(Server(), 0, (), ())
     await actor.close()
@@ -219,7 +219,7 @@ async def test_close_stops_waiting_for_a_resume_point_after_a_timeout(
 async def test_a_replaced_trainer_writes_no_resume_point(tmp_path: Path, sharded: bool) -> None:
     """Its driver was killed and the run resumed from an older resume point, which a new one would contradict."""
     points = ResumePoints(tmp_path / "resume")
-    policy = Slow()
+    policy = SlowPolicy()
     left = trainer(tmp_path, policy)
     left._ranks = 1 + sharded
     if sharded:

@@ -25,7 +25,7 @@ from staleflow.tasks.training.rank import ALONE, Rank
 from tests.tasks.test_trainer import Server
 
 
-class Together:
+class SynchronizedPolicy:
     """A policy whose ranks wait for each other in every method, as in torch, and which records the calls. breaks:
     (rank, method, exception)."""
 
@@ -35,17 +35,17 @@ class Together:
         self.places: list[Rank] = []
         self.breaks = breaks
 
-    def build(self, threads: int, rank: Rank = ALONE) -> OneOf:
+    def build(self, threads: int, rank: Rank = ALONE) -> PolicyRank:
         self.places.append(rank)
-        one = OneOf(self, rank)
+        one = PolicyRank(self, rank)
         one.meet("build")
         return one
 
 
-class OneOf:
+class PolicyRank:
     """One rank of a Together policy."""
 
-    def __init__(self, group: Together, rank: Rank) -> None:
+    def __init__(self, group: SynchronizedPolicy, rank: Rank) -> None:
         self.group, self.rank = group, rank
 
     def meet(self, method: str) -> None:
@@ -103,7 +103,7 @@ def actors(folder: Path, settings: Any, ranks: int) -> tuple[Trainer, list[Train
 
 
 async def test_all_ranks_call_the_same_methods_in_the_same_order(tmp_path: Path) -> None:
-    group = Together(3)
+    group = SynchronizedPolicy(3)
     closed: list[Any] = []
     before = set(threading.enumerate())
     lead, others = actors(tmp_path, group, 3)
@@ -137,7 +137,7 @@ async def test_all_ranks_call_the_same_methods_in_the_same_order(tmp_path: Path)
     assert (tmp_path / "checkpoint").is_dir()
 
 
-class Lost:
+class LostRank:
     """A lost rank whose loss the other ranks detect first. after: number of calls before the loss."""
 
     def __init__(self, actor: TrainerRank, follows: int) -> None:
@@ -161,9 +161,9 @@ CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by pee
 @pytest.mark.parametrize("first", [0, 1])
 async def test_a_lost_rank_raises_actor_lost_when_other_ranks_fail_first(tmp_path: Path, first: int) -> None:
     """Their connections break before the loss is detected."""
-    group = Together(3, breaks=(first, "step", CLOSED))
+    group = SynchronizedPolicy(3, breaks=(first, "step", CLOSED))
     lead, others = actors(tmp_path, group, 3)
-    await lead.form_group("localhost", others[0], Lost(others[1], 4))
+    await lead.form_group("localhost", others[0], LostRank(others[1], 4))
     await lead.publish_initial((), PolicyVersion(0), "")
     with pytest.raises(ActorLost, match="trainer-2 is gone: connection closed"):
         await call_actor(lead, "train", Server(), 0, (), (), timeout_s=60.0, actor_name="trainer")
@@ -224,7 +224,7 @@ async def test_an_error_of_one_rank_is_raised_while_other_ranks_wait(
 ) -> None:
     """Ranks that lost each other are replaced; an error raised by a rank would repeat."""
     monkeypatch.setattr(trainer_rank, "SETTLE_S", 0.2)
-    group = Together(2, breaks=(number, "step", error))
+    group = SynchronizedPolicy(2, breaks=(number, "step", error))
     lead, others = actors(tmp_path, group, 2)
     await lead.form_group("localhost", *others)
     await lead.publish_initial((), PolicyVersion(0), "")
@@ -241,13 +241,13 @@ async def test_a_rank_lost_during_a_resume_point_raises_actor_lost(
 ) -> None:
     """The error is not reported as a disk failure. gone: whether the loss is detected, and for which rank."""
     monkeypatch.setattr(trainer_rank, "SETTLE_S", 0.2)
-    group = Together(2)
+    group = SynchronizedPolicy(2)
 
-    class Broken(OneOf):
+    class Broken(PolicyRank):
         def end_save(self) -> None:
             raise CLOSED
 
-    def build(threads: int, rank: Rank = ALONE) -> OneOf:
+    def build(threads: int, rank: Rank = ALONE) -> PolicyRank:
         one = Broken(group, rank)
         one.meet("build")
         return one
@@ -277,7 +277,7 @@ async def test_a_rank_lost_during_a_resume_point_raises_actor_lost(
 
 
 async def test_training_before_the_ranks_form_a_group_raises(tmp_path: Path) -> None:
-    lead, _ = actors(tmp_path, Together(2), 2)
+    lead, _ = actors(tmp_path, SynchronizedPolicy(2), 2)
     with pytest.raises(ProtocolViolation, match="the 2 ranks of the trainer are not a group yet"):
         await lead.train(Server(), 0, (), ())
     await lead.close()

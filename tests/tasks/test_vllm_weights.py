@@ -77,18 +77,20 @@ RUNS = [("tied", 1), ("biases", 1), ("qwen3_moe", 1), ("mixtral", 1), ("biases",
 
 
 @pytest.fixture(scope="module", params=RUNS, ids=lambda param: f"{param[0]}-{param[1]}")
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpdatedEngine]:
+def updated_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpdatedEngine]:
     one = UpdatedEngine(*request.param, tmp_path_factory.mktemp("weights"))
     yield one
     one.engine.close()
 
 
-def test_every_part_is_verified_after_each_load(loaded: UpdatedEngine) -> None:
+def test_every_part_is_verified_after_each_load(updated_engine: UpdatedEngine) -> None:
     for version in range(LOADS + 1):
-        report = loaded.engine.load(PolicyVersion(version), loaded.publish(version)).weights
+        report = updated_engine.engine.load(PolicyVersion(version), updated_engine.publish(version)).weights
         assert report.outcome == "verified", report.line
-        assert report.verified >= len(dict(loaded.model.named_parameters()))
-        assert loaded.engine.logprobs(PROBE) == pytest.approx(forward_logprobs(loaded.model, PROBE), abs=1e-4)
+        assert report.verified >= len(dict(updated_engine.model.named_parameters()))
+        assert updated_engine.engine.logprobs(PROBE) == pytest.approx(
+            forward_logprobs(updated_engine.model, PROBE), abs=1e-4
+        )
 
 
 def flip(worker: Any, number: int, rank: int) -> str:
@@ -102,31 +104,33 @@ def flip(worker: Any, number: int, rank: int) -> str:
     return str(name)
 
 
-def test_one_flipped_bit_in_any_parameter_contradicts(loaded: UpdatedEngine) -> None:
-    path = loaded.publish(7)
-    assert loaded.engine.load(PolicyVersion(7), path).weights.outcome == "verified"
-    vllm, tensor_parallel = loaded.engine._engine, loaded.engine._settings.tensor_parallel
+def test_one_flipped_bit_in_any_parameter_contradicts(updated_engine: UpdatedEngine) -> None:
+    path = updated_engine.publish(7)
+    assert updated_engine.engine.load(PolicyVersion(7), path).weights.outcome == "verified"
+    vllm, tensor_parallel = updated_engine.engine._engine, updated_engine.engine._settings.tensor_parallel
     for rank in range(tensor_parallel):
         number = 0
-        while name := loaded.engine._call(lambda n=number, r=rank: vllm.collective_rpc(flip, args=(n, r))).result()[0]:
-            report = loaded.engine._compared(path)
+        while name := updated_engine.engine._call(
+            lambda n=number, r=rank: vllm.collective_rpc(flip, args=(n, r))
+        ).result()[0]:
+            report = updated_engine.engine._compared(path)
             assert (report.contradicted, len(report.names)) == (1, 1), (rank, name, report.line)
-            loaded.engine._call(lambda n=number, r=rank: vllm.collective_rpc(flip, args=(n, r))).result()
+            updated_engine.engine._call(lambda n=number, r=rank: vllm.collective_rpc(flip, args=(n, r))).result()
             number += 1
         assert number >= 10
-    assert loaded.engine._compared(path).outcome == "verified"
+    assert updated_engine.engine._compared(path).outcome == "verified"
 
 
-def test_a_tensor_with_an_unknown_name_is_not_verified(loaded: UpdatedEngine) -> None:
+def test_a_tensor_with_an_unknown_name_is_not_verified(updated_engine: UpdatedEngine) -> None:
     from staleflow.tasks.engines import vllm_weights
 
-    if loaded.engine._settings.tensor_parallel > 1:
+    if updated_engine.engine._settings.tensor_parallel > 1:
         pytest.skip("the model is in other processes")
-    path = loaded.publish(8)
-    loaded.engine.load(PolicyVersion(8), path)
-    tensors = vllm_weights.checkpoint_tensors(loaded.engine._settings.model, str(path))
+    path = updated_engine.publish(8)
+    updated_engine.engine.load(PolicyVersion(8), path)
+    tensors = vllm_weights.checkpoint_tensors(updated_engine.engine._settings.model, str(path))
     tensors["model.layers.0.unheard_of.weight"] = tensors.pop("model.layers.0.input_layernorm.weight")
-    model = loaded.engine._engine.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
+    model = updated_engine.engine._engine.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
     report = vllm_weights.compare_parts(vllm_weights.vllm_layouts.parts(model, tensors))
     assert report.outcome == "not verified"
     assert set(report.not_verified) == {"the engine has no layer of that name", "not all of a parameter is published"}
