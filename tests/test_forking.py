@@ -92,19 +92,19 @@ def test_a_forked_process_can_be_killed_and_waited_for(start: Any) -> None:
 
 
 def test_a_forked_process_has_its_terminal(start: Any) -> None:
-    ours, theirs = pty.openpty()
-    files = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    first, second = pty.openpty()
+    files = {"stdin": second, "stdout": second, "stderr": second}
     with start("told", "wait", start_new_session=True, preexec_fn=None, **files) as process:
-        os.close(theirs)
+        os.close(second)
         seen = b""
         while seen.count(b"\n") < 4:
-            seen += os.read(ours, 1000)
+            seen += os.read(first, 1000)
         if type(process) is forking.Popen:  # subprocess would need a shell between
-            os.write(ours, b"\x03")
+            os.write(first, b"\x03")
             assert process.wait(10) == -signal.SIGINT
         else:
             process.kill()
-    os.close(ours)
+    os.close(first)
 
 
 def test_workers_of_a_forked_process_are_its_children(start: Any) -> None:

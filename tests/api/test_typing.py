@@ -31,13 +31,13 @@ def test_a_script_that_uses_the_whole_api_passes_mypy_and_mistakes_are_found(tmp
         assert not any(cell["outputs"] for cell in cells), "outputs are not committed"
         source = "\n".join("".join(cell["source"]) for cell in cells)
         (tmp_path / f"{notebook.stem}.py").write_text(f"# mypy: allow-untyped-defs, allow-untyped-calls\n{source}")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "mypy", SCRIPT, *sorted(tmp_path.glob("*.py"))],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
-    errors = [line.rpartition("[")[2].rstrip("]") for line in done.stdout.splitlines() if ": error: " in line]
-    assert errors == ["attr-defined", "call-arg", "attr-defined", "arg-type"], done.stdout + done.stderr
-    assert "user_script" not in done.stdout
+    errors = [line.rpartition("[")[2].rstrip("]") for line in result.stdout.splitlines() if ": error: " in line]
+    assert errors == ["attr-defined", "call-arg", "attr-defined", "arg-type"], result.stdout + result.stderr
+    assert "user_script" not in result.stdout
 
 
 def test_the_script_uses_every_public_name_of_run() -> None:

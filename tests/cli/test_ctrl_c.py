@@ -145,8 +145,8 @@ CODE = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep
 def callback():
     exec(CODE)
 """
-    done = run_script(script, tmp_path)
-    assert (done.returncode, done.stderr.strip()) == (130, "staleflow: interrupted")
+    result = run_script(script, tmp_path)
+    assert (result.returncode, result.stderr.strip()) == (130, "staleflow: interrupted")
 
 
 WITHIN_AN_IMPORT = "import swallowing"
@@ -185,9 +185,9 @@ CODE = {where!r} + "\\nimport time; time.sleep(60)"
 def callback():
     exec(CODE)
 """
-    done = run_script(script, tmp_path)
+    result = run_script(script, tmp_path)
     shown = "staleflow: interrupted" if name == "SIGINT" else ""
-    assert (done.returncode, done.stderr.strip()) == (code, shown)
+    assert (result.returncode, result.stderr.strip()) == (code, shown)
 
 
 def test_a_signal_during_imports_reaches_the_run(tmp_path: Path) -> None:
@@ -223,9 +223,9 @@ def callback():
     except Interrupted as stopped:
         print(stopped)
 """
-    done = run_script(script, tmp_path)
+    result = run_script(script, tmp_path)
     text = "interrupted: stopping; Ctrl-C again ends at once\ninterrupted\n"
-    assert (done.returncode, done.stdout, done.stderr) == (0, text, "")
+    assert (result.returncode, result.stdout, result.stderr) == (0, text, "")
 
 
 def test_the_exit_code_is_kept_if_a_thread_aborts_at_exit(tmp_path: Path) -> None:
@@ -241,5 +241,5 @@ def callback():
     print("done")
     sys.exit(3)
 """
-    done = run_script(script, tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (3, "done\ncleaned up\n", "")
+    result = run_script(script, tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (3, "done\ncleaned up\n", "")

@@ -83,12 +83,12 @@ LINES = {
     ],
 )
 def test_each_event_is_one_log_line(options: tuple[str, ...], differs: dict[str, int]) -> None:
-    answered = command("run", JOB, "--set", "steps=2", *options)
-    assert answered.returncode == 0, answered.stderr
-    assert {line: answered.stderr.count(line) for line in LINES} == LINES | differs
+    result = command("run", JOB, "--set", "steps=2", *options)
+    assert result.returncode == 0, result.stderr
+    assert {line: result.stderr.count(line) for line in LINES} == LINES | differs
     if "--json" in options:
-        assert json.loads(answered.stdout) == SUMMARY
-    levels = Counter(re.findall(r"\d\d:\d\d:\d\d (\w+) \w+\.", answered.stderr))
+        assert json.loads(result.stdout) == SUMMARY
+    levels = Counter(re.findall(r"\d\d:\d\d:\d\d (\w+) \w+\.", result.stderr))
     logged = {"INFO": 4, "WARNING": 1, "DEBUG": 1}
     shown = {"-v": ("INFO", "WARNING"), "-vv": tuple(logged)}.get(options[-1] if options else "", ())
     assert levels == {level: logged[level] for level in shown}
@@ -97,7 +97,7 @@ def test_each_event_is_one_log_line(options: tuple[str, ...], differs: dict[str,
 def test_log_handlers_and_levels_are_restored_afterwards() -> None:
     def state() -> list[object]:
         loggers = [logging.getLogger(), logging.getLogger("staleflow")]
-        return [(one.level, tuple(one.handlers)) for one in loggers]
+        return [(item.level, tuple(item.handlers)) for item in loggers]
 
     before = state()
     command("run", JOB, "-vv")

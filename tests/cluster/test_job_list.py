@@ -100,9 +100,9 @@ def test_every_command_prints_json(registry: tuple[JobRegistry, str]) -> None:
     jobs.jobs["old-cc"].reported_at = time.time() - 25 * 3600
 
     def answer(*arguments: str) -> Any:
-        done = command(*arguments, "--scheduler", address)
-        assert done.returncode == 0, done.stderr
-        return done
+        result = command(*arguments, "--scheduler", address)
+        assert result.returncode == 0, result.stderr
+        return result
 
     shown = answer("jobs")
     assert [line.split()[0] for line in shown.stdout.splitlines()] == ["one-aa", "one-bb"]
@@ -123,9 +123,9 @@ def test_a_running_job_is_asked_once_to_release_a_worker(registry: tuple[JobRegi
         jobs.submit(id, id[:3], f"/runs/{id}", 3)
     jobs.report("one-aa", "running", "", lines=[], status={}, steps=[])
     jobs.report("old-cc", "done", "", lines=[], status={}, steps=[])
-    asked = command("retire", "one", "tcp://host:1234", "--scheduler", address)
-    assert asked.returncode == 0, asked.stderr
-    assert asked.stdout == "one-aa gives up tcp://host:1234; `staleflow logs one-aa -f` says when it has left\n"
+    result = command("retire", "one", "tcp://host:1234", "--scheduler", address)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "one-aa gives up tcp://host:1234; `staleflow logs one-aa -f` says when it has left\n"
     assert jobs.take_retirements("one-aa") == ["tcp://host:1234"]
     assert jobs.take_retirements("one-aa") == []
     for id, state in (("old-cc", "done"), ("two-bb", "waiting")):

@@ -24,12 +24,12 @@ def needs_workers(workers: int) -> Needs:
 
 def make_queue(workers: str, *jobs: tuple[str, int]) -> JobQueue:
     """Return a queue with plain workers and with jobs that need this many, in order."""
-    one = JobQueue()
+    queue = JobQueue()
     for address in workers:
-        one.add_worker(address, {})
+        queue.add_worker(address, {})
     for id, count in jobs:
-        one.enter(id, f"/runs/{id}", needs_workers(count), 0.0, 0.0)
-    return one
+        queue.enter(id, f"/runs/{id}", needs_workers(count), 0.0, 0.0)
+    return queue
 
 
 def admit(one: JobQueue, now: float = 0.0) -> list[str]:
@@ -37,84 +37,84 @@ def admit(one: JobQueue, now: float = 0.0) -> list[str]:
 
 
 def test_a_job_has_all_workers_it_needs_or_none() -> None:
-    one = make_queue("abcd", ("first", 3), ("second", 3))
-    assert admit(one) == ["first"]
-    assert len(one.workers_of("first")) == 3
-    assert one.workers_of("second") == {}
-    assert one.entries["second"].why == (
+    queue = make_queue("abcd", ("first", 3), ("second", 3))
+    assert admit(queue) == ["first"]
+    assert len(queue.workers_of("first")) == 3
+    assert queue.workers_of("second") == {}
+    assert queue.entries["second"].why == (
         "needs 3 worker processes (1 rollout instance, the trainer, one for the light roles); free 1 of 4; next in line"
     )
-    one.leave("first")
-    assert admit(one) == ["second"]
+    queue.leave("first")
+    assert admit(queue) == ["second"]
 
 
 def test_no_job_overtakes_one_that_waits_for_workers_in_use() -> None:
-    one = make_queue("abcdef", ("first", 3), ("big", 6), ("small", 3))
-    assert admit(one) == ["first"]
-    assert one.entries["small"].why.endswith("free 3 of 6; 1 job before it")
-    one.leave("first")
-    assert admit(one) == ["big"]
-    one.leave("big")
-    assert admit(one) == ["small"]
+    queue = make_queue("abcdef", ("first", 3), ("big", 6), ("small", 3))
+    assert admit(queue) == ["first"]
+    assert queue.entries["small"].why.endswith("free 3 of 6; 1 job before it")
+    queue.leave("first")
+    assert admit(queue) == ["big"]
+    queue.leave("big")
+    assert admit(queue) == ["small"]
 
 
 def test_a_job_larger_than_the_cluster_does_not_block_others() -> None:
-    one = make_queue("abc", ("huge", 9), ("small", 3))
-    assert admit(one) == ["small"]
-    assert one.entries["huge"].why == (
+    queue = make_queue("abc", ("huge", 9), ("small", 3))
+    assert admit(queue) == ["small"]
+    assert queue.entries["huge"].why == (
         "needs 9 worker processes (7 rollout instances, the trainer, one for the light roles); the cluster has 3; "
         "starts once there are enough"
     )
-    one.enter("later", "/runs/later", needs_workers(3), 0.0, 1.0)
+    queue.enter("later", "/runs/later", needs_workers(3), 0.0, 1.0)
     for address in "defghi":
-        one.add_worker(address, {})
-    assert admit(one) == [], "it has its place in the line, now that there are enough"
-    one.leave("small")
-    assert admit(one) == ["huge"]
+        queue.add_worker(address, {})
+    assert admit(queue) == [], "it has its place in the line, now that there are enough"
+    queue.leave("small")
+    assert admit(queue) == ["huge"]
 
 
 def test_the_wait_limit_is_for_waiting_jobs() -> None:
-    one = make_queue("abc")
-    one.enter("runs", "/runs/runs", needs_workers(3), 5.0, 0.0)
-    one.enter("waits", "/runs/waits", needs_workers(3), 5.0, 0.0)
-    assert one.admit_ready(4.0)[1] == []
-    assert one.admit_ready(6.0)[1] == ["waits"]
-    one.leave("runs")
-    gangs, expired = one.admit_ready(7.0)
+    queue = make_queue("abc")
+    queue.enter("runs", "/runs/runs", needs_workers(3), 5.0, 0.0)
+    queue.enter("waits", "/runs/waits", needs_workers(3), 5.0, 0.0)
+    assert queue.admit_ready(4.0)[1] == []
+    assert queue.admit_ready(6.0)[1] == ["waits"]
+    queue.leave("runs")
+    gangs, expired = queue.admit_ready(7.0)
     assert (list(gangs), expired) == (["waits"], []), "better late than never"
 
 
 def test_workers_of_a_lost_driver_are_not_assigned_before_their_restart() -> None:
-    one = make_queue("abc", ("first", 3), ("second", 3))
-    assert admit(one) == ["first"]
-    assert sorted(one.requeue_after_driver_loss("first", 1.0)) == ["a", "b", "c"]
-    assert admit(one, 1.0) == []
-    assert one.entries["first"].why == "needs the workers of its earlier driver to restart"
+    queue = make_queue("abc", ("first", 3), ("second", 3))
+    assert admit(queue) == ["first"]
+    assert sorted(queue.requeue_after_driver_loss("first", 1.0)) == ["a", "b", "c"]
+    assert admit(queue, 1.0) == []
+    assert queue.entries["first"].why == "needs the workers of its earlier driver to restart"
     for old, new in zip("abc", "xyz", strict=True):
-        one.remove_worker(old, 2.0)
-        assert admit(one, 2.0) == []
-        one.add_worker(new, {})
-    assert admit(one, 3.0) == ["first"], "at its old place, before the second"
+        queue.remove_worker(old, 2.0)
+        assert admit(queue, 2.0) == []
+        queue.add_worker(new, {})
+    assert admit(queue, 3.0) == ["first"], "at its old place, before the second"
 
 
 def test_no_job_overtakes_one_whose_workers_restart() -> None:
-    one = make_queue("abcdef", ("first", 3))
-    assert admit(one) == ["first"]
-    one.requeue_after_driver_loss("first", 1.0)
-    one.enter("second", "/runs/second", needs_workers(3), 0.0, 1.0)
-    assert admit(one, 1.0) == [], "d, e and f would do"
+    queue = make_queue("abcdef", ("first", 3))
+    assert admit(queue) == ["first"]
+    queue.requeue_after_driver_loss("first", 1.0)
+    queue.enter("second", "/runs/second", needs_workers(3), 0.0, 1.0)
+    assert admit(queue, 1.0) == [], "d, e and f would do"
 
 
 def test_workers_of_an_abandoned_run_are_not_assigned_before_their_restart() -> None:
-    one = make_queue("abc", ("first", 3), ("second", 3))
-    assert admit(one) == ["first"]
-    one.requeue_after_driver_loss("first", 1.0)
-    one.leave("first")
-    assert admit(one, 1.0) == []
+    queue = make_queue("abc", ("first", 3), ("second", 3))
+    assert admit(queue) == ["first"]
+    queue.requeue_after_driver_loss("first", 1.0)
+    queue.leave("first")
+    assert admit(queue, 1.0) == []
     for old, new in zip("abc", "xyz", strict=True):
-        one.remove_worker(old, 2.0)
-        one.add_worker(new, {})
-    assert admit(one, 2.0) == ["second"]
+        queue.remove_worker(old, 2.0)
+        queue.add_worker(new, {})
+    assert admit(queue, 2.0) == ["second"]
 
 
 def drop_driver(one: JobQueue) -> str:
@@ -131,238 +131,238 @@ def restart(one: JobQueue, workers: str) -> None:
 
 
 def test_a_worker_with_an_engine_is_reserved_for_the_next_driver_of_its_job() -> None:
-    one = make_queue("abcd", ("first", 3))
-    assert admit(one) == ["first"]
-    one.enter("second", "/runs/second", needs_workers(3), 0.0, 0.5)
-    engine = drop_driver(one)
-    one.reserve_or_restart(engine, 1.0)
-    assert one.take_pending_restarts() == []
-    assert engine not in one.free
-    assert engine in one.unavailable("second")
-    assert engine in one.unavailable("")
-    restart(one, "abcd".replace(engine, ""))
-    gangs, _ = one.admit_ready(3.0)
+    queue = make_queue("abcd", ("first", 3))
+    assert admit(queue) == ["first"]
+    queue.enter("second", "/runs/second", needs_workers(3), 0.0, 0.5)
+    engine = drop_driver(queue)
+    queue.reserve_or_restart(engine, 1.0)
+    assert queue.take_pending_restarts() == []
+    assert engine not in queue.free
+    assert engine in queue.unavailable("second")
+    assert engine in queue.unavailable("")
+    restart(queue, "abcd".replace(engine, ""))
+    gangs, _ = queue.admit_ready(3.0)
     assert list(gangs) == ["first"]
     assert gangs["first"][engine] == ("rollout",), "and no other role is placed there"
-    assert one.unavailable("first") == []
+    assert queue.unavailable("first") == []
 
 
 @pytest.mark.parametrize("end", ["waited too long", "cancelled"])
 def test_a_reserved_worker_whose_job_ends_is_restarted_first(end: str) -> None:
-    one = make_queue("abc", ("first", 3), ("second", 3))
-    assert admit(one) == ["first"]
-    engine = drop_driver(one)
-    one.reserve_or_restart(engine, 1.0)
+    queue = make_queue("abc", ("first", 3), ("second", 3))
+    assert admit(queue) == ["first"]
+    engine = drop_driver(queue)
+    queue.reserve_or_restart(engine, 1.0)
     if end == "cancelled":
-        one.leave("first")
-    assert admit(one, 1.0 + (RESTART_LIMIT_S + 1 if end == "waited too long" else 0)) == []
-    assert one.take_pending_restarts() == [engine]
-    assert one.take_pending_restarts() == [], "it is told once"
-    restart(one, "abc")
-    assert admit(one, 40.0) == (["second"] if end == "cancelled" else ["first"])
+        queue.leave("first")
+    assert admit(queue, 1.0 + (RESTART_LIMIT_S + 1 if end == "waited too long" else 0)) == []
+    assert queue.take_pending_restarts() == [engine]
+    assert queue.take_pending_restarts() == [], "it is told once"
+    restart(queue, "abc")
+    assert admit(queue, 40.0) == (["second"] if end == "cancelled" else ["first"])
 
 
 def test_only_an_engine_alone_is_reserved_and_only_for_a_waiting_job() -> None:
-    one = make_queue("abc", ("first", 3))
-    assert admit(one) == ["first"]
-    engine = drop_driver(one)
+    queue = make_queue("abc", ("first", 3))
+    assert admit(queue) == ["first"]
+    engine = drop_driver(queue)
     for address in "abc".replace(engine, ""):
-        one.reserve_or_restart(address, 1.0)
-    assert sorted(one.take_pending_restarts()) == sorted("abc".replace(engine, ""))
-    one.leave("first")
-    one.reserve_or_restart(engine, 1.0)
-    assert one.take_pending_restarts() == [engine]
-    assert one.free == []
+        queue.reserve_or_restart(address, 1.0)
+    assert sorted(queue.take_pending_restarts()) == sorted("abc".replace(engine, ""))
+    queue.leave("first")
+    queue.reserve_or_restart(engine, 1.0)
+    assert queue.take_pending_restarts() == [engine]
+    assert queue.free == []
 
 
 def test_a_reserved_worker_whose_engine_was_not_reused_is_restarted_first() -> None:
-    one = make_queue("abc", ("first", 3), ("second", 3))
-    assert admit(one) == ["first"]
-    engine = drop_driver(one)
-    one.reserve_or_restart(engine, 1.0)
-    restart(one, "abc".replace(engine, ""))
-    assert admit(one, 3.0) == ["first"]
-    one.requeue("first", 4.0)  # the driver's worker has left before it began
-    assert one.take_pending_restarts() == [engine]
-    assert engine not in one.free
-    one.remove_worker(engine, 5.0)
-    one.add_worker("z", {})
-    assert admit(one, 5.0) == ["first"]
-    one.remove_worker(next(a for a, roles in one.workers_of("first").items() if "trainer" in roles), 6.0)
-    one.add_worker("y", {})
-    assert one.replace_lost_workers("first", 6.0), "one that was restarted is like any other"
+    queue = make_queue("abc", ("first", 3), ("second", 3))
+    assert admit(queue) == ["first"]
+    engine = drop_driver(queue)
+    queue.reserve_or_restart(engine, 1.0)
+    restart(queue, "abc".replace(engine, ""))
+    assert admit(queue, 3.0) == ["first"]
+    queue.requeue("first", 4.0)  # the driver's worker has left before it began
+    assert queue.take_pending_restarts() == [engine]
+    assert engine not in queue.free
+    queue.remove_worker(engine, 5.0)
+    queue.add_worker("z", {})
+    assert admit(queue, 5.0) == ["first"]
+    queue.remove_worker(next(a for a, roles in queue.workers_of("first").items() if "trainer" in roles), 6.0)
+    queue.add_worker("y", {})
+    assert queue.replace_lost_workers("first", 6.0), "one that was restarted is like any other"
 
 
 def test_a_replacement_of_the_trainer_is_not_placed_on_a_reserved_engine() -> None:
-    one = make_queue("abc", ("first", 3))
-    assert admit(one) == ["first"]
-    engine = drop_driver(one)
-    one.reserve_or_restart(engine, 1.0)
-    restart(one, "abc".replace(engine, ""))
-    assert admit(one, 3.0) == ["first"]
-    one.remove_worker(next(a for a, roles in one.workers_of("first").items() if "trainer" in roles), 4.0)
-    one.add_worker("new", {})
-    assert one.replace_lost_workers("first", 4.0, driver_address(one.workers_of("first")))
-    assert one.workers_of("first")[engine] == ("rollout",)
-    assert "trainer" in one.workers_of("first")["new"]
+    queue = make_queue("abc", ("first", 3))
+    assert admit(queue) == ["first"]
+    engine = drop_driver(queue)
+    queue.reserve_or_restart(engine, 1.0)
+    restart(queue, "abc".replace(engine, ""))
+    assert admit(queue, 3.0) == ["first"]
+    queue.remove_worker(next(a for a, roles in queue.workers_of("first").items() if "trainer" in roles), 4.0)
+    queue.add_worker("new", {})
+    assert queue.replace_lost_workers("first", 4.0, driver_address(queue.workers_of("first")))
+    assert queue.workers_of("first")[engine] == ("rollout",)
+    assert "trainer" in queue.workers_of("first")["new"]
 
 
 def test_a_reserved_worker_that_another_role_needs_is_restarted() -> None:
-    one = JobQueue()
+    queue = JobQueue()
     both, only = {"rollout": 1.0, "trainer": 1.0}, {"rollout": 1.0}
     for address, resources in {"a": {"server": 1.0, "reward": 1.0}, "b": both, "c": both}.items():
-        one.add_worker(address, resources)
-    one.enter("first", "/runs/first", needs_workers(3), 0.0, 0.0)
-    assert admit(one) == ["first"]
-    engine = drop_driver(one)
-    one.reserve_or_restart(engine, 1.0)
-    one.remove_worker("a", 2.0)
-    one.add_worker("A", {"server": 1.0, "reward": 1.0})
-    one.remove_worker("b" if engine == "c" else "c", 2.0)
-    one.add_worker("B", only)
-    assert admit(one, 2.0) == []
-    assert one.entries["first"].why == "needs the workers of its earlier driver to restart"
-    assert one.take_pending_restarts() == [engine]
-    one.remove_worker(engine, 3.0)
-    one.add_worker("C", both)
-    assert admit(one, 3.0) == ["first"]
+        queue.add_worker(address, resources)
+    queue.enter("first", "/runs/first", needs_workers(3), 0.0, 0.0)
+    assert admit(queue) == ["first"]
+    engine = drop_driver(queue)
+    queue.reserve_or_restart(engine, 1.0)
+    queue.remove_worker("a", 2.0)
+    queue.add_worker("A", {"server": 1.0, "reward": 1.0})
+    queue.remove_worker("b" if engine == "c" else "c", 2.0)
+    queue.add_worker("B", only)
+    assert admit(queue, 2.0) == []
+    assert queue.entries["first"].why == "needs the workers of its earlier driver to restart"
+    assert queue.take_pending_restarts() == [engine]
+    queue.remove_worker(engine, 3.0)
+    queue.add_worker("C", both)
+    assert admit(queue, 3.0) == ["first"]
 
 
 def test_a_worker_that_rejoined_counts_once() -> None:
-    one = make_queue("abc", ("huge", 4), ("small", 3))
-    one.remove_worker("c", 0.0)
-    one.add_worker("d", {})
-    assert admit(one) == ["small"]
+    queue = make_queue("abc", ("huge", 4), ("small", 3))
+    queue.remove_worker("c", 0.0)
+    queue.add_worker("d", {})
+    assert admit(queue) == ["small"]
 
 
 def test_restarting_workers_count_as_present() -> None:
     """Otherwise a small job would overtake a big one whenever a worker restarts."""
-    one = make_queue("abcdef", ("big", 6), ("small", 3))
-    one.remove_worker("f", 0.0)
-    assert admit(one, 1.0) == []
-    one.add_worker("g", {})
-    assert admit(one, 2.0) == ["big"]
-    one.leave("big")
-    one.enter("big again", "/runs/again", needs_workers(6), 0.0, 3.0)
-    one.leave("small")
-    one.enter("small", "/runs/small", needs_workers(3), 0.0, 3.0)
-    one.remove_worker("g", 3.0)
-    assert admit(one, 4.0) == []
-    assert admit(one, 4.0 + RESTART_LIMIT_S) == ["small"], "it has not come back"
+    queue = make_queue("abcdef", ("big", 6), ("small", 3))
+    queue.remove_worker("f", 0.0)
+    assert admit(queue, 1.0) == []
+    queue.add_worker("g", {})
+    assert admit(queue, 2.0) == ["big"]
+    queue.leave("big")
+    queue.enter("big again", "/runs/again", needs_workers(6), 0.0, 3.0)
+    queue.leave("small")
+    queue.enter("small", "/runs/small", needs_workers(3), 0.0, 3.0)
+    queue.remove_worker("g", 3.0)
+    assert admit(queue, 4.0) == []
+    assert admit(queue, 4.0 + RESTART_LIMIT_S) == ["small"], "it has not come back"
 
 
 def test_a_running_job_gets_its_lost_worker_back_before_others_start() -> None:
-    one = make_queue("abcde", ("first", 4), ("second", 3))
-    assert admit(one) == ["first"]
-    (rollout, *_) = [a for a, roles in one.workers_of("first").items() if roles == ("rollout",)]
-    one.remove_worker(rollout, 1.0)
-    one.add_worker("x", {})
-    one.add_worker("y", {})  # with e, x and y the second one could run
-    assert admit(one, 1.0) == []
-    assert one.claim("first", "x", "rollout")
-    assert one.claim("first", "x", "rollout"), "twice is once"
-    one.add_worker("z", {})
-    assert admit(one, 1.0) == ["second"]
-    assert not one.claim("second", "x", "rollout")
-    assert not one.claim("unknown", "e", "rollout")
+    queue = make_queue("abcde", ("first", 4), ("second", 3))
+    assert admit(queue) == ["first"]
+    (rollout, *_) = [a for a, roles in queue.workers_of("first").items() if roles == ("rollout",)]
+    queue.remove_worker(rollout, 1.0)
+    queue.add_worker("x", {})
+    queue.add_worker("y", {})  # with e, x and y the second one could run
+    assert admit(queue, 1.0) == []
+    assert queue.claim("first", "x", "rollout")
+    assert queue.claim("first", "x", "rollout"), "twice is once"
+    queue.add_worker("z", {})
+    assert admit(queue, 1.0) == ["second"]
+    assert not queue.claim("second", "x", "rollout")
+    assert not queue.claim("unknown", "e", "rollout")
 
 
 def test_a_role_that_shares_a_worker_after_a_loss_gets_no_other() -> None:
-    one = JobQueue()
+    queue = JobQueue()
     declared = {"t": ["trainer"], "r": ["rollout"], "s": ["server", "reward"], "x": ["reward"]}
     for address, roles in declared.items():
-        one.add_worker(address, dict.fromkeys(roles, 1.0))
-    one.enter("first", "/runs/first", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
-    assert admit(one) == ["first"]
-    assert one.workers_of("first")["x"] == ("reward",)
-    one.remove_worker("x", 1.0)
+        queue.add_worker(address, dict.fromkeys(roles, 1.0))
+    queue.enter("first", "/runs/first", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
+    assert admit(queue) == ["first"]
+    assert queue.workers_of("first")["x"] == ("reward",)
+    queue.remove_worker("x", 1.0)
     for address, roles in {"t2": ["trainer"], "r2": ["rollout"], "s2": ["server", "reward"]}.items():
-        one.add_worker(address, dict.fromkeys(roles, 1.0))
-    one.enter("second", "/runs/second", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
-    assert admit(one, 1.0) == []
-    assert one.claim("first", "s", "reward")
-    assert one.replace_lost_workers("first", 1.0)
-    assert admit(one, 1.0) == ["second"]
+        queue.add_worker(address, dict.fromkeys(roles, 1.0))
+    queue.enter("second", "/runs/second", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
+    assert admit(queue, 1.0) == []
+    assert queue.claim("first", "s", "reward")
+    assert queue.replace_lost_workers("first", 1.0)
+    assert admit(queue, 1.0) == ["second"]
 
 
 def queue_of_roles(**workers: str) -> JobQueue:
     """Return a queue of workers that declare roles."""
-    one = JobQueue()
+    queue = JobQueue()
     for address, roles in workers.items():
-        one.add_worker(address, dict.fromkeys(roles.split(), 1.0))
-    return one
+        queue.add_worker(address, dict.fromkeys(roles.split(), 1.0))
+    return queue
 
 
 def test_extra_reward_workers_are_released_for_a_job_that_could_start() -> None:
-    one = queue_of_roles(t="trainer", r="rollout", s="server", x="reward", y="reward", z="reward")
+    queue = queue_of_roles(t="trainer", r="rollout", s="server", x="reward", y="reward", z="reward")
     needs = Needs(instances=1, rewards=3, driver=True)
-    one.enter("first", "/runs/first", needs, 0.0, 0.0)
-    assert admit(one) == ["first"]
-    assert {a for a, roles in one.workers_of("first").items() if roles == ("reward",)} == {"x", "y", "z"}
-    one.enter("second", "/runs/second", needs, 0.0, 1.0)
-    assert admit(one, 1.0) == []
-    assert one.surplus_to_return == {}, "it would not be enough"
+    queue.enter("first", "/runs/first", needs, 0.0, 0.0)
+    assert admit(queue) == ["first"]
+    assert {a for a, roles in queue.workers_of("first").items() if roles == ("reward",)} == {"x", "y", "z"}
+    queue.enter("second", "/runs/second", needs, 0.0, 1.0)
+    assert admit(queue, 1.0) == []
+    assert queue.surplus_to_return == {}, "it would not be enough"
     for address, role in (("t2", "trainer"), ("r2", "rollout"), ("s2", "server")):
-        one.add_worker(address, {role: 1.0})
-    assert admit(one, 2.0) == []
-    assert one.entries["second"].why.endswith("; next in line; one more with resource reward=1 would do")
-    ((surplus,),) = one.surplus_to_return.values()
+        queue.add_worker(address, {role: 1.0})
+    assert admit(queue, 2.0) == []
+    assert queue.entries["second"].why.endswith("; next in line; one more with resource reward=1 would do")
+    ((surplus,),) = queue.surplus_to_return.values()
     assert surplus in {"x", "y", "z"}
-    assert not one.return_worker("first", "s")
-    assert not one.return_worker("second", surplus)
-    assert one.return_worker("first", surplus)
-    assert admit(one, 3.0) == ["second"]
-    assert one.workers_of("second")[surplus] == ("reward",)
-    assert one.surplus_to_return == {}
-    assert one.replace_lost_workers("first", 3.0), "it lacks none"
-    kept, other = (a for a, roles in one.workers_of("first").items() if roles == ("reward",))
-    assert one.return_worker("first", other)
-    assert not one.return_worker("first", kept), "it needs one"
+    assert not queue.return_worker("first", "s")
+    assert not queue.return_worker("second", surplus)
+    assert queue.return_worker("first", surplus)
+    assert admit(queue, 3.0) == ["second"]
+    assert queue.workers_of("second")[surplus] == ("reward",)
+    assert queue.surplus_to_return == {}
+    assert queue.replace_lost_workers("first", 3.0), "it lacks none"
+    kept, other = (a for a, roles in queue.workers_of("first").items() if roles == ("reward",))
+    assert queue.return_worker("first", other)
+    assert not queue.return_worker("first", kept), "it needs one"
 
 
 def test_no_extra_worker_is_assigned_while_another_job_waits() -> None:
-    one = queue_of_roles(t="trainer", r="rollout", s="server", x="reward", y="reward")
+    queue = queue_of_roles(t="trainer", r="rollout", s="server", x="reward", y="reward")
     needs = Needs(instances=1, rewards=2, driver=True)
     for id in ("first", "second"):
-        one.enter(id, f"/runs/{id}", needs, 0.0, 0.0)
-    assert admit(one) == ["first"]
-    assert len([a for a, roles in one.workers_of("first").items() if roles == ("reward",)]) == 1
-    assert one.entries["second"].why.endswith(
+        queue.enter(id, f"/runs/{id}", needs, 0.0, 0.0)
+    assert admit(queue) == ["first"]
+    assert len([a for a, roles in queue.workers_of("first").items() if roles == ("reward",)]) == 1
+    assert queue.entries["second"].why.endswith(
         "free 1 of 5; next in line; of these server 0, reward 1, rollout 0, trainer 0"
     )
 
 
 def test_a_resuming_driver_gets_its_lost_workers_or_waits_again() -> None:
-    one = make_queue("abcd", ("first", 3), ("second", 3))
-    (gang,) = one.admit_ready(0.0)[0].values()
+    queue = make_queue("abcd", ("first", 3), ("second", 3))
+    (gang,) = queue.admit_ready(0.0)[0].values()
     place = driver_address(gang)
     lost = next(a for a, roles in gang.items() if roles == ("trainer",))
-    one.remove_worker(lost, 1.0)
-    assert one.replace_lost_workers("first", 1.0, place), "d was free"
-    assert driver_address(one.workers_of("first")) == place
-    one.remove_worker("d", 2.0)
-    assert not one.replace_lost_workers("first", 2.0, place)
-    assert not one.replace_lost_workers("first", 1.0 + RESTART_LIMIT_S, place)
-    assert len(one.workers_of("first")) == 2
-    assert not one.replace_lost_workers("first", 3.0 + RESTART_LIMIT_S, place)
-    assert one.workers_of("first") == {}
-    assert one.waits("first")
-    one.add_worker("e", {})
-    assert admit(one, 40.0) == ["first"]
+    queue.remove_worker(lost, 1.0)
+    assert queue.replace_lost_workers("first", 1.0, place), "d was free"
+    assert driver_address(queue.workers_of("first")) == place
+    queue.remove_worker("d", 2.0)
+    assert not queue.replace_lost_workers("first", 2.0, place)
+    assert not queue.replace_lost_workers("first", 1.0 + RESTART_LIMIT_S, place)
+    assert len(queue.workers_of("first")) == 2
+    assert not queue.replace_lost_workers("first", 3.0 + RESTART_LIMIT_S, place)
+    assert queue.workers_of("first") == {}
+    assert queue.waits("first")
+    queue.add_worker("e", {})
+    assert admit(queue, 40.0) == ["first"]
 
 
 def test_a_driver_stays_on_its_worker_though_another_fits_better() -> None:
-    one = JobQueue()
+    queue = JobQueue()
     for address, roles in {"t": ["trainer"], "r": ["rollout"], "s": ["server", "reward", "rollout"]}.items():
-        one.add_worker(address, dict.fromkeys(roles, 1.0))
-    one.enter("first", "/runs/first", Needs(instances=1, rewards=1, driver=True), 0.0, 0.0)
-    (gang,) = one.admit_ready(0.0)[0].values()
+        queue.add_worker(address, dict.fromkeys(roles, 1.0))
+    queue.enter("first", "/runs/first", Needs(instances=1, rewards=1, driver=True), 0.0, 0.0)
+    (gang,) = queue.admit_ready(0.0)[0].values()
     assert driver_address(gang) == "s"
-    one.remove_worker("t", 1.0)
-    one.add_worker("t2", {"trainer": 1.0})
-    one.add_worker("light", {"server": 1.0, "reward": 1.0})
-    assert one.replace_lost_workers("first", 1.0, "s")
-    assert driver_address(one.workers_of("first")) == "s"
+    queue.remove_worker("t", 1.0)
+    queue.add_worker("t2", {"trainer": 1.0})
+    queue.add_worker("light", {"server": 1.0, "reward": 1.0})
+    assert queue.replace_lost_workers("first", 1.0, "s")
+    assert driver_address(queue.workers_of("first")) == "s"
 
 
 class Cluster(RuleBasedStateMachine):
@@ -462,14 +462,14 @@ TestCluster = Cluster.TestCase
 def gpu_queue(fleet: str, *, rotated: bool = False, plain: int = 1) -> JobQueue:
     """Return a queue with one worker per GPU, which sees that GPU only or all GPUs of its host starting with it, and
     plain workers."""
-    one = JobQueue()
+    queue = JobQueue()
     for host in parse_fleet(fleet):
         for number, device in enumerate(host.devices):
             seen = host.devices[number:] + host.devices[:number] if rotated else (device,)
-            join(one, f"{host.name}:{number}", host.name, seen)
+            join(queue, f"{host.name}:{number}", host.name, seen)
     for number in range(plain):
-        join(one, f"plain-{number}", "cpu-0", ())
-    return one
+        join(queue, f"plain-{number}", "cpu-0", ())
+    return queue
 
 
 def join(one: JobQueue, address: str, host: str, devices: tuple[Device, ...]) -> None:
@@ -487,21 +487,21 @@ def enter(one: JobQueue, id: str, needs: Needs) -> None:
 
 @pytest.mark.parametrize("rotated", [False, True])
 def test_no_two_roles_share_a_gpu_and_light_roles_have_none(rotated: bool) -> None:
-    one = gpu_queue("8xH100-80", rotated=rotated)
-    enter(one, "first", gpu_job(instances=6, ranks=2))
-    assert admit(one) == ["first"]
-    visible = one.visible_devices("first")
+    queue = gpu_queue("8xH100-80", rotated=rotated)
+    enter(queue, "first", gpu_job(instances=6, ranks=2))
+    assert admit(queue) == ["first"]
+    visible = queue.visible_devices("first")
     assert sorted(text for text in visible.values() if text) == [str(n) for n in range(8)]
-    assert visible["plain-0"] == "" and set(one.workers_of("first")["plain-0"]) == {"driver", "server", "reward"}
-    assert "| t0 t1 r0 r1 r2 r3 r4 r5 |" in one.placement_text("first")
+    assert visible["plain-0"] == "" and set(queue.workers_of("first")["plain-0"]) == {"driver", "server", "reward"}
+    assert "| t0 t1 r0 r1 r2 r3 r4 r5 |" in queue.placement_text("first")
 
 
 def test_an_instance_of_two_gpus_is_one_worker_that_sees_both() -> None:
-    one = gpu_queue("4xH100-80", rotated=True)
-    enter(one, "first", gpu_job(instances=1, ranks=1, tensor_parallel=2))
-    assert admit(one) == ["first"]
-    (instance,) = [a for a, roles in one.workers_of("first").items() if roles == ("rollout",)]
-    assert len(one.visible_devices("first")[instance].split(",")) == 2
+    queue = gpu_queue("4xH100-80", rotated=True)
+    enter(queue, "first", gpu_job(instances=1, ranks=1, tensor_parallel=2))
+    assert admit(queue) == ["first"]
+    (instance,) = [a for a, roles in queue.workers_of("first").items() if roles == ("rollout",)]
+    assert len(queue.visible_devices("first")[instance].split(",")) == 2
     apart = gpu_queue("4xH100-80")
     enter(apart, "first", gpu_job(instances=1, ranks=1, tensor_parallel=2))
     assert admit(apart) == []
@@ -510,74 +510,74 @@ def test_an_instance_of_two_gpus_is_one_worker_that_sees_both() -> None:
 
 def test_the_queue_counts_gpus_and_not_processes() -> None:
     """With 16 worker processes for four GPUs, two jobs of three GPUs run in sequence."""
-    one = gpu_queue("4xH100-80", rotated=True, plain=12)
-    enter(one, "first", gpu_job(instances=2))
-    enter(one, "second", gpu_job(instances=2))
-    enter(one, "third", Needs(instances=2, rewards=1, driver=True))  # computes on no GPU, but does not go ahead
-    assert admit(one) == ["first"]
-    why = one.entries["second"].why
+    queue = gpu_queue("4xH100-80", rotated=True, plain=12)
+    enter(queue, "first", gpu_job(instances=2))
+    enter(queue, "second", gpu_job(instances=2))
+    enter(queue, "third", Needs(instances=2, rewards=1, driver=True))  # computes on no GPU, but does not go ahead
+    assert admit(queue) == ["first"]
+    why = queue.entries["second"].why
     assert why.endswith("needs 3 GPUs (1 for training, 2 for rollout); 1 of 4 are free, 3 belong to first")
-    assert one.gpu_shortage(gpu_job(instances=2)) == "" != one.gpu_shortage(gpu_job(instances=4))
-    one.leave("first")
-    assert admit(one) == ["second", "third"]
+    assert queue.gpu_shortage(gpu_job(instances=2)) == "" != queue.gpu_shortage(gpu_job(instances=4))
+    queue.leave("first")
+    assert admit(queue) == ["second", "third"]
 
 
 def test_a_lost_gpu_is_replaced_on_its_host_or_near_the_weights() -> None:
-    one = gpu_queue("3xH100-80+1xH100-80+2xH100-80")
-    enter(one, "first", gpu_job(instances=1))
-    assert admit(one) == ["first"]
-    (address,) = [a for a, roles in one.workers_of("first").items() if roles == ("rollout",)]
+    queue = gpu_queue("3xH100-80+1xH100-80+2xH100-80")
+    enter(queue, "first", gpu_job(instances=1))
+    assert admit(queue) == ["first"]
+    (address,) = [a for a, roles in queue.workers_of("first").items() if roles == ("rollout",)]
     host = address.partition(":")[0]
-    one.remove_worker(address, 1.0)
-    assert one.claim_gpus("first", "rollout", peek=True) == one.claim_gpus("first", "rollout", peek=True)
-    second = one.claim_gpus("first", "rollout")
+    queue.remove_worker(address, 1.0)
+    assert queue.claim_gpus("first", "rollout", peek=True) == queue.claim_gpus("first", "rollout", peek=True)
+    second = queue.claim_gpus("first", "rollout")
     assert second.startswith(host) and second != address
-    assert one.visible_devices("first")[second] == second.partition(":")[2]
-    one.remove_worker(second, 2.0)
-    spare = [a for a in one.free if a.startswith(host)]
+    assert queue.visible_devices("first")[second] == second.partition(":")[2]
+    queue.remove_worker(second, 2.0)
+    spare = [a for a in queue.free if a.startswith(host)]
     if not spare:
-        assert one.claim_gpus("first", "rollout") and not one.claim_gpus("first", "rollout", avoid=one.free)
+        assert queue.claim_gpus("first", "rollout") and not queue.claim_gpus("first", "rollout", avoid=queue.free)
 
 
 def test_a_hung_worker_keeps_its_gpu_until_it_has_left() -> None:
-    one = gpu_queue("2xH100-80", rotated=True)
-    enter(one, "first", gpu_job(instances=1))
-    assert admit(one) == ["first"]
-    (address,) = [a for a, roles in one.workers_of("first").items() if roles == ("rollout",)]
-    assert one.claim_gpus("first", "rollout", avoid=[address]) == ""
-    one.remove_worker(address, 1.0)
-    join(one, "again", "node-0", one.gpus[address].devices)
-    assert one.claim_gpus("first", "rollout", avoid=[address]) == "again"
+    queue = gpu_queue("2xH100-80", rotated=True)
+    enter(queue, "first", gpu_job(instances=1))
+    assert admit(queue) == ["first"]
+    (address,) = [a for a, roles in queue.workers_of("first").items() if roles == ("rollout",)]
+    assert queue.claim_gpus("first", "rollout", avoid=[address]) == ""
+    queue.remove_worker(address, 1.0)
+    join(queue, "again", "node-0", queue.gpus[address].devices)
+    assert queue.claim_gpus("first", "rollout", avoid=[address]) == "again"
 
 
 def test_workers_that_used_gpus_are_restarted_before_another_job_gets_them() -> None:
-    one = gpu_queue("2xH100-80")
-    enter(one, "first", gpu_job(instances=1))
-    enter(one, "second", gpu_job(instances=1))
-    assert admit(one) == ["first"]
-    heavy = [a for a, text in one.visible_devices("first").items() if text]
-    one.restart_gpus("first", [*heavy, "plain-0"])
-    one.leave("first")
-    assert admit(one) == [] and sorted(one.take_pending_restarts()) == sorted(heavy)
+    queue = gpu_queue("2xH100-80")
+    enter(queue, "first", gpu_job(instances=1))
+    enter(queue, "second", gpu_job(instances=1))
+    assert admit(queue) == ["first"]
+    heavy = [a for a, text in queue.visible_devices("first").items() if text]
+    queue.restart_gpus("first", [*heavy, "plain-0"])
+    queue.leave("first")
+    assert admit(queue) == [] and sorted(queue.take_pending_restarts()) == sorted(heavy)
     for number, address in enumerate(heavy):
-        devices = one.gpus[address].devices
-        one.remove_worker(address, 1.0)
-        join(one, f"again-{number}", "node-0", devices)
-    assert admit(one) == ["second"]
+        devices = queue.gpus[address].devices
+        queue.remove_worker(address, 1.0)
+        join(queue, f"again-{number}", "node-0", devices)
+    assert admit(queue) == ["second"]
 
 
 def test_a_job_waits_until_new_workers_have_reported_their_gpus() -> None:
-    one = gpu_queue("2xH100-80")
-    one.add_worker("silent", {}, 0.0)
-    enter(one, "first", gpu_job(instances=1))
-    enter(one, "plain", Needs(instances=1, rewards=1, driver=True))
-    assert admit(one) == [] and one.entries["first"].why == WAITS_FOR_GPU_REPORT
-    assert admit(one, REPORT_LIMIT_S + 1.0) == ["first"]
+    queue = gpu_queue("2xH100-80")
+    queue.add_worker("silent", {}, 0.0)
+    enter(queue, "first", gpu_job(instances=1))
+    enter(queue, "plain", Needs(instances=1, rewards=1, driver=True))
+    assert admit(queue) == [] and queue.entries["first"].why == WAITS_FOR_GPU_REPORT
+    assert admit(queue, REPORT_LIMIT_S + 1.0) == ["first"]
 
 
 def test_without_gpus_a_job_with_optional_gpus_runs_and_one_with_required_gpus_waits() -> None:
-    one = make_queue("abc")
-    enter(one, "auto", gpu_job(instances=1))
-    assert admit(one) == ["auto"] and one.visible_devices("auto") == {} and one.placement_text("auto") == ""
+    queue = make_queue("abc")
+    enter(queue, "auto", gpu_job(instances=1))
+    assert admit(queue) == ["auto"] and queue.visible_devices("auto") == {} and queue.placement_text("auto") == ""
     asks = Needs(instances=1, rewards=1, driver=True, instance_gpus=1, gpus=2)
-    assert one.gpu_shortage(asks) == "may have cluster.gpus = 2; the cluster's workers have no GPU"
+    assert queue.gpu_shortage(asks) == "may have cluster.gpus = 2; the cluster's workers have no GPU"

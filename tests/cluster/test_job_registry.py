@@ -49,9 +49,9 @@ def test_an_unknown_call_asks_for_the_same_version() -> None:
 def test_an_end_message_for_an_unknown_job_is_ignored() -> None:
     """A driver that reconnects after a restart of the scheduler reports the end of a job that the new registry does not
     know."""
-    one = JobRegistry()
-    one.dispatch("end", id="of-the-scheduler-before")
-    assert one.dispatch("jobs") == []
+    registry = JobRegistry()
+    registry.dispatch("end", id="of-the-scheduler-before")
+    assert registry.dispatch("jobs") == []
 
 
 NEEDS = {"instances": 1, "rewards": 1, "driver": True}
@@ -244,14 +244,14 @@ async def test_a_run_whose_process_is_gone_has_failed_and_frees_its_workers() ->
 
 def silent_jobs(**changes: Any) -> list[str]:
     """Return the jobs whose drivers are silent at second 1,000, for one that was last heard of at second 900."""
-    one = JobRegistry()
+    registry = JobRegistry()
     at: dict[str, Any] = {"heard": 900.0, "awake_since": 0.0, "nanny": "tcp://nanny", "state": "running", **changes}
-    one.jobs["a"] = Job(
+    registry.jobs["a"] = Job(
         "a", "a", "/runs/a", 1, 0.0, state=at["state"], client="c", driver_worker=at.get("driver_worker", "w")
     )
     clients, workers = {"c": SimpleNamespace(last_seen=at["heard"])}, {"w": SimpleNamespace(nanny=at["nanny"])}
-    one._scheduler = SimpleNamespace(clients=clients, workers=workers)
-    return [job.id for job in one.silent_drivers(1000.0, at["awake_since"])]
+    registry._scheduler = SimpleNamespace(clients=clients, workers=workers)
+    return [job.id for job in registry.silent_drivers(1000.0, at["awake_since"])]
 
 
 def test_a_driver_without_contact_for_the_lease_is_lost() -> None:

@@ -340,10 +340,10 @@ def test_a_torn_last_line_is_skipped_and_reported(tmp_path: Path) -> None:
 def test_a_corrupt_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b"\n".join([WRITTEN[0].encode(), line, WRITTEN[0].encode(), b""]))
-    with pytest.raises(ConfigError) as said:
+    with pytest.raises(ConfigError) as error:
         list(journal.read(path))
-    assert str(said.value).startswith(f"{path}, line 2: {message}")
-    assert "\n" not in str(said.value)
+    assert str(error.value).startswith(f"{path}, line 2: {message}")
+    assert "\n" not in str(error.value)
 
 
 def test_a_journal_with_missing_or_repeated_lines_gives_no_traceback(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_invalid_fleet_operations_raise_and_change_nothing() -> None:
 
 def changes(state: CoordinatorState) -> tuple[bool, list[str], bool, bool]:
     """Return the replan flags: batch, instances with pulls, capacity, routing."""
-    loads = [one.id for one in state.pop_loads_changed()]
+    loads = [item.id for item in state.pop_loads_changed()]
     return state.pop_batch_changed(), list(loads), state.pop_room_changed(), state.pop_routing_changed()
 
 

@@ -153,7 +153,7 @@ def test_a_resumed_trainer_repeats_the_next_step(model: Path, tmp_path: Path, de
     resumed.load_state(tmp_path / "state.pt")
     assert resumed.step(1, rows())["grad_norm"] == pytest.approx(first.step(1, rows())["grad_norm"], rel=1e-4)
     pairs = zip(first.model.parameters(), resumed.model.parameters(), strict=True)
-    assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in pairs)
+    assert all(torch.allclose(first, second, rtol=1e-4, atol=1e-6) for first, second in pairs)
 
 
 @pytest.mark.parametrize("device", DEVICES)

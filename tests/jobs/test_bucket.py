@@ -43,16 +43,16 @@ def staleflow(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.usefixtures("bucket")
 def test_a_killed_run_resumes_and_commands_accept_its_url(tmp_path: Path) -> None:
-    one = Job(folder=tmp_path, seed=1)
-    one.write()
-    folder, url = one.run_dir, f"{URL}/{one.run_dir.name}"
-    wrong = command("run", one.file, *LOCAL, "--store", "s3://nobodys-bucket/runs")
+    bucket_job = Job(folder=tmp_path, seed=1)
+    bucket_job.write()
+    folder, url = bucket_job.run_dir, f"{URL}/{bucket_job.run_dir.name}"
+    wrong = command("run", bucket_job.file, *LOCAL, "--store", "s3://nobodys-bucket/runs")
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
     assert "the bucket cannot be used: The specified bucket does not exist" in wrong.stderr
     assert not folder.exists()
 
     sets = ("--set", "steps=400", *LOCAL)
-    start = [sys.executable, "-m", "staleflow.cli.main", "run", str(one.file), "--store", URL, *sets]
+    start = [sys.executable, "-m", "staleflow.cli.main", "run", str(bucket_job.file), "--store", URL, *sets]
     with forking.Popen(start, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         until_step(process, 3)
         os.killpg(process.pid, signal.SIGKILL)
@@ -70,9 +70,9 @@ def test_a_killed_run_resumes_and_commands_accept_its_url(tmp_path: Path) -> Non
         assert (row["run"], row["steps"], row["state"]) == (name, trained + 2, "ended")
     shown = command("store", "show", url, "--trajectory", 3, "--json")
     assert json.loads(shown.stdout)[0]["trajectory"] == 3, shown.stderr
-    again = command("run", one.file, "--store", URL, *LOCAL, "--set", f"runs_dir={tmp_path}/others")
-    assert (again.returncode, again.stderr.count("\n")) == (2, 1)
-    assert "there is a run's store already" in again.stderr
+    repeated = command("run", bucket_job.file, "--store", URL, *LOCAL, "--set", f"runs_dir={tmp_path}/others")
+    assert (repeated.returncode, repeated.stderr.count("\n")) == (2, 1)
+    assert "there is a run's store already" in repeated.stderr
     for verb in ("resume", "replay"):
         refused = command(verb, url)
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
@@ -90,11 +90,11 @@ def test_a_run_survives_a_bucket_outage(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     profile.write_text("[default]\naws_access_key_id = old\naws_secret_access_key = tests\n")
-    one = Job(folder=tmp_path, seed=1)
-    one.write()
+    bucket_job = Job(folder=tmp_path, seed=1)
+    bucket_job.write()
     with FailingProxy(os.environ["AWS_ENDPOINT_URL"]) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        run = [sys.executable, "-m", "staleflow.cli.main", "run", str(one.file), "--store", URL, *LOCAL]
+        run = [sys.executable, "-m", "staleflow.cli.main", "run", str(bucket_job.file), "--store", URL, *LOCAL]
         with forking.Popen([*run, "--set", "steps=9"], stderr=subprocess.PIPE, text=True) as process:
             until_step(process, 3)
             proxy.fault = "reset"
@@ -108,10 +108,10 @@ def test_a_run_survives_a_bucket_outage(tmp_path: Path, monkeypatch: pytest.Monk
             profile.write_text("[default]\naws_access_key_id = new\naws_secret_access_key = tests\n")
             said = "".join(lines) + process.stderr.read()
         assert process.returncode == 0, said
-        check(one.run_dir, 9)
+        check(bucket_job.run_dir, 9)
         assert "The provided token has expired; it is tried again (deadlines.commit_s allows " in said
         assert "does not take it: Connection reset by peer" in said
-        assert json.loads(command("store", "audit", one.run_dir, "--json").stdout)["clean"]
+        assert json.loads(command("store", "audit", bucket_job.run_dir, "--json").stdout)["clean"]
 
 
 @pytest.mark.slow  # by default tests/stores/test_bucket.py has a branch with other rewards

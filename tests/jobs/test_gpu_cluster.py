@@ -39,12 +39,12 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """A host with three workers that see three GPUs in rotated order, as with dask-cuda, a host with one GPU, and one
     without."""
     (tmp_path / "dry.toml").write_text(DRY.format(runs=tmp_path / "runs"))
-    with manual_cluster(tmp_path) as one:
+    with manual_cluster(tmp_path) as cluster:
         for visible in ("0,1,2", "1,2,0", "2,0,1"):
-            add_gpu_worker(one, HERE, "3xH100-80", visible)
-        add_gpu_worker(one, THERE, "1xH100-80", "0")
-        one.add(1, "--host", HERE, "--name", "plain")
-        yield one
+            add_gpu_worker(cluster, HERE, "3xH100-80", visible)
+        add_gpu_worker(cluster, THERE, "1xH100-80", "0")
+        cluster.add(1, "--host", HERE, "--name", "plain")
+        yield cluster
 
 
 async def _places(cluster: Cluster, name: str) -> dict[str, dict[str, Any]]:

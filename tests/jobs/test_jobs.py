@@ -101,8 +101,8 @@ def manual_cluster(folder: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with manual_cluster(tmp_path) as one:
-        yield one
+    with manual_cluster(tmp_path) as cluster:
+        yield cluster
 
 
 def actor_processes(cluster: Cluster) -> dict[str, int]:
@@ -298,9 +298,9 @@ def run_with_waiting_job(cluster: Cluster, folder: Path, alone: int, beside: int
     cluster.add(3)
 
     def submit(name: str, steps: int) -> str:
-        done = cluster("submit", folder / "dry.toml", "--name", name, "--set", f"steps={steps}")
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+        result = cluster("submit", folder / "dry.toml", "--name", name, "--set", f"steps={steps}")
+        assert result.returncode == 0, result.stderr
+        return result.stdout.strip()
 
     one = submit("one", alone + beside)
     begun = int(cluster.until(one, "running", steps=alone, within_s=PATIENCE_S + 10 * alone)["last"]["step"]) + 1

@@ -35,10 +35,10 @@ def run_folder(folder: Path) -> TinyBody:
 
 def test_a_complete_journal_gives_the_same_commands(tmp_path: Path) -> None:
     run_folder(tmp_path / "run")
-    told = command("replay", tmp_path / "run")
-    assert (told.returncode, told.stderr) == (0, "")
-    assert told.stdout.endswith(": the same commands\n")
-    assert len(told.stdout.splitlines()) == 1
+    result = command("replay", tmp_path / "run")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.endswith(": the same commands\n")
+    assert len(result.stdout.splitlines()) == 1
 
 
 def last_of(kind: str) -> Callable[[list[str]], int]:
@@ -61,10 +61,10 @@ def test_a_journal_that_ends_before_the_run_is_incomplete(
     path = tmp_path / "run" / "events.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[: cut(lines)]))
-    told = command("replay", tmp_path / "run")
-    assert told.returncode == 1
-    assert "the same commands, but INCOMPLETE: the journal ends at version " in told.stdout
-    assert message in told.stdout
+    result = command("replay", tmp_path / "run")
+    assert result.returncode == 1
+    assert "the same commands, but INCOMPLETE: the journal ends at version " in result.stdout
+    assert message in result.stdout
     assert message in json.loads(command("replay", tmp_path / "run", "--json").stdout)["missing"]
 
 
@@ -73,30 +73,30 @@ def test_a_torn_line_is_reported_and_a_corrupt_one_gives_a_one_line_error(tmp_pa
     path = tmp_path / "run" / "events.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines) + lines[0][:30])  # killed while it wrote what nobody waited for
-    told = command("replay", tmp_path / "run")
-    assert told.returncode == 0
-    assert f"events.jsonl, line {len(lines) + 1}, is cut off and was left out\n" in told.stdout
+    result = command("replay", tmp_path / "run")
+    assert result.returncode == 0
+    assert f"events.jsonl, line {len(lines) + 1}, is cut off and was left out\n" in result.stdout
     path.write_text("".join(lines[:-1]) + lines[-1][:30])
     assert command("replay", tmp_path / "run").returncode == 1
     path.write_text("".join([*lines[:5], lines[5][:-9] + "\n", *lines[6:]]))
-    told = command("replay", tmp_path / "run")
-    assert told.returncode == 2
-    assert told.stderr == f"staleflow: {path}, line 6: not JSON\n"
+    result = command("replay", tmp_path / "run")
+    assert result.returncode == 2
+    assert result.stderr == f"staleflow: {path}, line 6: not JSON\n"
 
 
 def test_every_trajectory_has_a_story_in_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decision_log, "STORY_LINES", 20)
     body = run_folder(tmp_path / "run")
     for trajectory in {0, body.brain.ledger.num_started - 1, *{fate: t for t, fate in body.ended.items()}.values()}:
-        told = command("replay", tmp_path / "run", "--trajectory", trajectory, "--json")
-        assert told.returncode == 0
-        story = json.loads(told.stdout)["story"]
+        result = command("replay", tmp_path / "run", "--trajectory", trajectory, "--json")
+        assert result.returncode == 0
+        story = json.loads(result.stdout)["story"]
         assert "arrived" in story[0]
         assert body.ended[trajectory].value in story[-1]
     for unknown in (body.brain.ledger.num_started, 10**9, -1):
-        told = command("replay", tmp_path / "run", "--trajectory", unknown)
-        assert told.returncode == 2
-        assert told.stderr == f"staleflow: {tmp_path / 'run'}: its journal has no trajectory {unknown}\n"
+        result = command("replay", tmp_path / "run", "--trajectory", unknown)
+        assert result.returncode == 2
+        assert result.stderr == f"staleflow: {tmp_path / 'run'}: its journal has no trajectory {unknown}\n"
 
 
 def test_the_story_of_a_resumed_run_has_both_parts(tmp_path: Path) -> None:
@@ -105,12 +105,12 @@ def test_the_story_of_a_resumed_run_has_both_parts(tmp_path: Path) -> None:
     run_folder(folder)
     (folder / "config.1.toml").write_bytes((folder / "config.toml").read_bytes())
     (folder / "events.1.jsonl").write_bytes((folder / "events.jsonl").read_bytes())
-    told = command("replay", folder, "--trajectory", 0)
-    assert told.returncode == 0
-    assert [line.split()[2] for line in told.stdout.splitlines()[:-1]].count("arrived") == 2
+    result = command("replay", folder, "--trajectory", 0)
+    assert result.returncode == 0
+    assert [line.split()[2] for line in result.stdout.splitlines()[:-1]].count("arrived") == 2
     resumed = '{"now":1,"event":{"type":"RunResumed","step":2,"num_ended":[["consumed:none",12]]},"commands":[]}\n'
     (folder / "events.1.jsonl").write_text("")
     (folder / "events.jsonl").write_text(resumed)
-    told = command("replay", folder)
-    assert told.returncode == 1
-    assert "before events.jsonl the journal ends at version 0, not 2" in told.stdout
+    result = command("replay", folder)
+    assert result.returncode == 1
+    assert "before events.jsonl the journal ends at version 0, not 2" in result.stdout

@@ -33,8 +33,8 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with manual_cluster(tmp_path) as one:
-        yield one
+    with manual_cluster(tmp_path) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -128,8 +128,8 @@ def test_a_stopped_instance_with_its_parameter_server_is_replaced(cluster: Clust
 def test_a_retired_instance_loses_no_trajectory(cluster: Cluster, folder: Path) -> None:
     id = submit_job(cluster, folder)
     retired = processes(cluster, "rollout")["rollout-0"]
-    asked = cluster("retire", id, "rollout-0")
-    assert asked.returncode == 0, asked.stderr
+    result = cluster("retire", id, "rollout-0")
+    assert result.returncode == 0, result.stderr
     cluster.until(id, "done")
     assert check_whole(folder) == []
     log = cluster("logs", id).stdout

@@ -176,13 +176,15 @@ def planted() -> int:
     mistakes = tomllib.loads(PLANTED.read_text())["mistake"]
     missed = 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        worker = Worker(_copied(Path(folder) / "0"), sorted({one["noticed_by"].partition("::")[0] for one in mistakes}))
+        worker = Worker(
+            _copied(Path(folder) / "0"), sorted({item["noticed_by"].partition("::")[0] for item in mistakes})
+        )
         try:
-            for one in mistakes:
-                mutant = replaced(one["path"], Path(one["path"]).read_bytes(), one["old"], one["new"])
-                killer = worker.killer(mutant, [one["noticed_by"]], 60.0, ())
+            for item in mistakes:
+                mutant = replaced(item["path"], Path(item["path"]).read_bytes(), item["old"], item["new"])
+                killer = worker.killer(mutant, [item["noticed_by"]], 60.0, ())
                 missed += killer is None
-                print(f"{killer or 'NOT NOTICED'}: {one['breaks']}", flush=True)
+                print(f"{killer or 'NOT NOTICED'}: {item['breaks']}", flush=True)
         finally:
             worker.close()
     print(f"{len(mistakes) - missed} of {len(mistakes)} planted mistakes are noticed")

@@ -114,8 +114,8 @@ def test_a_mutant_is_planted_into_imported_functions(tmp_path: Path, monkeypatch
     module = types.ModuleType("doubled")
     exec(compile(source, str(path), "exec"), module.__dict__)
     functions = [module.twice, module.Doubled.of]
-    (mutant,) = [one for one in mutants("doubled.py", source.encode())
-                 if one.function == "Doubled.of" and one.kind == "arithmetic"]  # fmt: skip
+    (mutant,) = [item for item in mutants("doubled.py", source.encode())
+                 if item.function == "Doubled.of" and item.kind == "arithmetic"]  # fmt: skip
     mutated = mutant.planted(source.encode()).decode()
     assert _replace(functions, path, source, mutated) == (True, False)
     assert (module.twice(3), module.Doubled().of(3)) == (6, 1.5)

@@ -68,7 +68,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     requests_at, replies = map(int, os.environ.pop(PIPES).split(","))
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     gc.unfreeze()
-    functions = [one for one in gc.get_objects() if type(one) is FunctionType]  # some proxies answer no isinstance
+    functions = [item for item in gc.get_objects() if type(item) is FunctionType]  # some proxies answer no isinstance
     gc.freeze()
     answer: dict[str, Any] = {"collected": len(session.items) if not session.testsfailed else 0}
     with os.fdopen(requests_at) as requests:

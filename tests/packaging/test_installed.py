@@ -68,8 +68,8 @@ def job(installed: Installed, tiny_model: Path) -> Path:
     shutil.copytree(tiny_model, installed.folder / "tiny")
     rows = "".join(json.dumps({"prompt": f"{i % 10} + 1 =", "answer": str(i % 10 + 1)}) + "\n" for i in range(40))
     (installed.folder / "rows.jsonl").write_text(rows)
-    told = installed.staleflow("init", ".", "--data", "rows.jsonl", "--model", "tiny")
-    assert "staleflow run job.toml" in told
+    result = installed.staleflow("init", ".", "--data", "rows.jsonl", "--model", "tiny")
+    assert "staleflow run job.toml" in result
     small = (
         "steps=2",
         "task.eval_prompts=4",

@@ -178,9 +178,9 @@ def test_requests_in_flight_before_a_resume_are_forgotten(tmp_path: Path) -> Non
     for entry in entries:
         alone.observe(entry.now, entry.event, entry.commands)
         twice.observe(begin_s + entry.now, entry.event, entry.commands)
-    for one, other in zip(alone.finished_steps, twice.finished_steps[before:], strict=True):
-        assert other.total_s == pytest.approx(one.total_s)
-        assert other.waiting.running == pytest.approx(one.waiting.running)
+    for first, second in zip(alone.finished_steps, twice.finished_steps[before:], strict=True):
+        assert second.total_s == pytest.approx(first.total_s)
+        assert second.waiting.running == pytest.approx(first.waiting.running)
 
 
 def test_delivered_tokens_of_a_lost_instance_are_not_sampled_again() -> None:

@@ -53,7 +53,7 @@ def act(trajectory: int) -> dict[str, Any]:
 
 
 def test_the_story_of_an_episode_has_its_turns_and_environment_steps() -> None:
-    made = index(
+    journal_index = index(
         (0.0, joined("a"), []),
         (1.0, ARRIVED, [route(6, "a"), route(7, "a")]),
         (2.0, ended("TrajectorySampled", 6, 9), [act(6)]),
@@ -64,7 +64,7 @@ def test_the_story_of_an_episode_has_its_turns_and_environment_steps() -> None:
         (7.0, ended("TrajectorySampled", 6, 4), [act(6)]),
         (9.0, {"type": "TrajectoryScored", "trajectory": 6, "reward": 1.0}, []),
     )
-    received = [(mark["at_s"], mark["what"], mark["phase"]) for mark in made.story(6)]
+    received = [(mark["at_s"], mark["what"], mark["phase"]) for mark in journal_index.story(6)]
     assert received[2:] == [
         (2.0, "sampled a turn, 9 tokens so far", "acting"),
         (4.0, "its environment answered, 12 tokens so far", "waiting"),
@@ -75,7 +75,7 @@ def test_the_story_of_an_episode_has_its_turns_and_environment_steps() -> None:
         (7.0, "sampled a turn, 4 tokens so far", "acting"),
         (9.0, "reward 1", "ready"),
     ]
-    places = {place["name"]: place["count"] for place in made.window(2.0, 4.0, 2)["phases"]}
+    places = {place["name"]: place["count"] for place in journal_index.window(2.0, 4.0, 2)["phases"]}
     assert places["answered by their environment"] == [1.0, 1.0]
     assert places["being scored"] == [0.0, 0.0]
 
@@ -139,8 +139,8 @@ def test_a_window_shows_the_load_of_each_instance_over_time() -> None:
 
 
 def test_a_part_of_a_window_has_the_same_numbers() -> None:
-    made = index(*LIFE)
-    whole, part = made.window(0.0, 10.0, 10), made.window(3.0, 6.0, 3)
+    journal_index = index(*LIFE)
+    whole, part = journal_index.window(0.0, 10.0, 10), journal_index.window(3.0, 6.0, 3)
     assert part["instances"][0]["running"] == whole["instances"][0]["running"][3:6]
     assert (part["begin_s"], part["end_s"], part["last_s"]) == (3.0, 6.0, 10.0)
 
@@ -177,23 +177,23 @@ def test_a_dropped_trajectory_has_its_reason_and_late_results_are_ignored() -> N
 
 
 def test_the_next_start_of_a_run_has_nothing_in_flight() -> None:
-    made = index(*LIFE[:3])
-    made.begin_start()
+    journal_index = index(*LIFE[:3])
+    journal_index.begin_start()
     add(
-        made,
+        journal_index,
         (70.0, {"type": "RunResumed", "step": 0, "num_ended": []}, []),
         (0.5, joined("a", 2), []),
         (2.0, {"type": "Tick"}, []),
     )
-    window = made.window(0.0, 3.0, 3)
+    window = journal_index.window(0.0, 3.0, 3)
     assert (window["last_s"], window["starts"]) == (3.0, [1.0])
     assert window["instances"][0]["running"] == [0, 0, 0]
     assert window["phases"][1]["count"] == [0, 0, 0]
 
 
 def test_the_next_start_shows_its_recovered_trajectories() -> None:
-    made = index(*LIFE[:3])
-    made.begin_start()
+    journal_index = index(*LIFE[:3])
+    journal_index.begin_start()
     members = [
         {"type": "MemberInFlight", "trajectory": 6, "version": 0, "tokens": 9, "sampled": True, "scored": True},
         {"type": "MemberInFlight", "trajectory": 7, "version": 0, "tokens": 4, "sampled": True},
@@ -203,13 +203,13 @@ def test_the_next_start_shows_its_recovered_trajectories() -> None:
              "members": [{"type": "MemberInFlight", "trajectory": id} for id in (8, 9)]}  # fmt: skip
     score = {"type": "Score", "trajectory": 7, "cause": "c"}
     add(
-        made,
+        journal_index,
         (70.0, {"type": "RunResumed", "step": 0, "num_ended": [], "groups": [group, fresh]}, [score]),
         (0.5, joined("a", 2), [route(8, "a")]),
         (1.0, {"type": "TrajectoryScored", "trajectory": 7, "reward": 1.0}, []),
         (2.0, {"type": "Tick"}, []),
     )
-    counts = {place["name"]: place["count"] for place in made.window(1.0, 3.0, 4)["phases"]}
+    counts = {place["name"]: place["count"] for place in journal_index.window(1.0, 3.0, 4)["phases"]}
     assert counts == {
         "waiting for an instance": [2, 1, 1, 1],
         "being sampled": [0, 1, 1, 1],

@@ -121,13 +121,13 @@ def test_a_batch_has_one_value_per_trajectory(page: Page) -> None:
 
 
 def test_a_trajectory_has_its_tokens_and_its_siblings(page: Page) -> None:
-    one = page.ask("trajectory", id=2)
-    assert one["tokens"]["text"] == ["f", "o", "u", "r"]
-    assert one["tokens"]["version"] == [0, 0, 1, 1]
-    assert one["tokens"]["ratio"] is None
-    assert [s["trajectory"] for s in one["siblings"]] == [2, 3]
-    assert one["story"] == []
-    assert one["timings"]["sampled_s"] == 3.0
+    response = page.ask("trajectory", id=2)
+    assert response["tokens"]["text"] == ["f", "o", "u", "r"]
+    assert response["tokens"]["version"] == [0, 0, 1, 1]
+    assert response["tokens"]["ratio"] is None
+    assert [s["trajectory"] for s in response["siblings"]] == [2, 3]
+    assert response["story"] == []
+    assert response["timings"]["sampled_s"] == 3.0
     assert page.ask("trajectory", id=3)["reward_parts"] == {"form": 0.5}
 
 

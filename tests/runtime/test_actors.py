@@ -235,15 +235,15 @@ async def test_a_resumed_run_uses_the_stored_drift_limit(body: Body, stored: flo
 
 async def test_versions_in_use_are_kept_on_every_host(body: Body) -> None:
     async with body.placed(hosts=INSTANCES_APART) as stage:
-        one, two = stage.actors.instances.values()
+        first, second = stage.actors.instances.values()
         for version in range(1, 5):
             stage.publish(PolicyVersion(version))
-        await stage.actors.pull(one, V1)
-        await stage.actors.pull(two, V1)
-        await stage.actors.pull(two, V2)
+        await stage.actors.pull(first, V1)
+        await stage.actors.pull(second, V1)
+        await stage.actors.pull(second, V2)
         await stage.actors.prune({PolicyVersion(3)})
         assert stage.world.weights == {"one": {1, 2, 3, 4}, "two": {1, 2}}
-        await stage.actors.pull(one, V2)
+        await stage.actors.pull(first, V2)
         await stage.actors.prune(set())
         assert stage.world.weights == {"one": {2, 4}, "two": {2}}
 
@@ -292,16 +292,16 @@ async def test_a_version_being_fetched_or_saved_is_kept(body: Body) -> None:
     async with body.placed(hosts=INSTANCES_APART, faults=slow_host, world=World(save_s=2.0)) as stage:
         stage.publish(V1)
         stage.publish(V2)
-        one, two = stage.actors.instances.values()
-        fetching = asyncio.ensure_future(stage.actors.pull(two, V1))
+        first, second = stage.actors.instances.values()
+        fetching = asyncio.ensure_future(stage.actors.pull(second, V1))
         saving = asyncio.ensure_future(stage.actors.checkpoint("base", V0))
         await asyncio.sleep(0.0)
-        await stage.actors.pull(one, V2)
+        await stage.actors.pull(first, V2)
         await stage.actors.prune(set())
         assert stage.world.weights["one"] == {0, 1, 2}
         assert await saving
         await fetching
-        assert two.version == V1
+        assert second.version == V1
         await stage.actors.prune(set())
         assert stage.world.weights["one"] == {1, 2}
 

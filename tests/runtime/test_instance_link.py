@@ -134,40 +134,40 @@ async def linked(body: Body, **kwargs: Any) -> AsyncIterator[Linked]:
 
 
 async def test_commands_are_sent_in_order_and_grouped_by_kind(body: Body) -> None:
-    async with linked(body) as one:
-        one.give(route(A), route(B), route(C), abort(A), interrupt(B), interrupt(C), pull(V1), pull(V1), route(D, V1))
+    async with linked(body) as link:
+        link.give(route(A), route(B), route(C), abort(A), interrupt(B), interrupt(C), pull(V1), pull(V1), route(D, V1))
         await asyncio.sleep(1.0)
-        assert one.sent() == ["route", "abort", "interrupt", "pull", "pull", "route"]
-        calls = [c for c in one.stage.workers.calls if c.actor == ONE and c.method in ("route", "interrupt", "abort")]
+        assert link.sent() == ["route", "abort", "interrupt", "pull", "pull", "route"]
+        calls = [c for c in link.stage.workers.calls if c.actor == ONE and c.method in ("route", "interrupt", "abort")]
         routed = [[i.trajectory for i in c.args[1]] for c in calls if c.method == "route"]
         assert routed == [[A, B, C], [D]]
         assert [c.args[-1] for c in calls if c.method != "route"] == [(A,), (B, C)]
-        assert [e.trajectory for e in one.events(TrajectoryInterrupted)] == [B, C]
+        assert [e.trajectory for e in link.events(TrajectoryInterrupted)] == [B, C]
 
 
 async def test_a_command_waits_for_the_reply_to_the_previous_one(body: Body) -> None:
     """A Route after a Pull needs the new weights: an instance rejects one that comes early."""
-    async with linked(body, faults=[Fault(actor=ONE, method="pull", nth=2, late_s=2.5)]) as one:
-        one.give(pull(V1), route(A, V1))
+    async with linked(body, faults=[Fault(actor=ONE, method="pull", nth=2, late_s=2.5)]) as link:
+        link.give(pull(V1), route(A, V1))
         await asyncio.sleep(2.0)
-        assert one.sent() == ["pull"]
+        assert link.sent() == ["pull"]
         await asyncio.sleep(1.0)
-        assert one.sent() == ["pull", "route"]
-        ((at, finished),) = [(at, e) for at, e in one.told if isinstance(e, PullFinished)]
+        assert link.sent() == ["pull", "route"]
+        ((at, finished),) = [(at, e) for at, e in link.told if isinstance(e, PullFinished)]
         assert finished == PullFinished(instance=ONE, version=V1)
-        routed = next(c.at_s for c in one.stage.workers.calls if c.method == "route")
+        routed = next(c.at_s for c in link.stage.workers.calls if c.method == "route")
         assert at <= routed
         await asyncio.sleep(2.0)
-        assert [e.trajectory for e in one.events(TrajectorySampled)] == [A]
+        assert [e.trajectory for e in link.events(TrajectorySampled)] == [A]
 
 
 async def test_every_result_is_passed_on_once_with_its_route_number(body: Body) -> None:
-    async with linked(body) as one:
-        one.give(route(A, route_number=3), route(B, route_number=1), route(C, route_number=2))
+    async with linked(body) as link:
+        link.give(route(A, route_number=3), route(B, route_number=1), route(C, route_number=2))
         await asyncio.sleep(5.0)
-        sampled = {(e.trajectory, e.route_number, e.tokens) for e in one.events(TrajectorySampled)}
+        sampled = {(e.trajectory, e.route_number, e.tokens) for e in link.events(TrajectorySampled)}
         assert sampled == {(A, 3, 8), (B, 1, 13), (C, 2, 18)}
-        assert len(one.events(TrajectorySampled)) == 3
+        assert len(link.events(TrajectorySampled)) == 3
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,10 @@ async def test_late_repeated_and_reordered_results_are_passed_on(body: Body, cha
 
     async with linked(
         body, world=World(length=lambda _: 9), faults=[Fault(actor=ONE, method="next_events", nth=0, change=noted)]
-    ) as one:
-        one.give(route(A), route(B), route(C))
+    ) as link:
+        link.give(route(A), route(B), route(C))
         await asyncio.sleep(3.0)
-        assert [e.trajectory for e in one.events(TrajectorySampled)] == [o.trajectory for o in values]
+        assert [e.trajectory for e in link.events(TrajectorySampled)] == [o.trajectory for o in values]
         assert values
 
 
@@ -195,12 +195,12 @@ async def test_drafted_token_counts_are_passed_on(body: Body) -> None:
         return [dataclasses.replace(o, drafted_tokens=7, accepted_tokens=4) for o in answer]
 
     faults = [Fault(actor=ONE, method=method, nth=0, change=drafted) for method in ("next_events", "interrupt")]
-    async with linked(body, faults=faults) as one:
-        one.give(route(A), route(D))
+    async with linked(body, faults=faults) as link:
+        link.give(route(A), route(D))
         await asyncio.sleep(0.5)
-        one.give(interrupt(D))
+        link.give(interrupt(D))
         await asyncio.sleep(1.5)
-        ended = [*one.events(TrajectorySampled), *one.events(TrajectoryInterrupted)]
+        ended = [*link.events(TrajectorySampled), *link.events(TrajectoryInterrupted)]
         assert [(e.trajectory, e.drafted_tokens, e.accepted_tokens) for e in ended] == [(A, 7, 4), (D, 7, 4)]
 
 
@@ -208,36 +208,36 @@ async def test_a_failed_request_is_passed_on_with_its_error(body: Body) -> None:
     def failing(answer: Any) -> Any:
         return [dataclasses.replace(o, error="out of memory") for o in answer]
 
-    async with linked(body, faults=[Fault(actor=ONE, method="next_events", nth=0, change=failing)]) as one:
-        one.give(route(A, route_number=4))
+    async with linked(body, faults=[Fault(actor=ONE, method="next_events", nth=0, change=failing)]) as link:
+        link.give(route(A, route_number=4))
         await asyncio.sleep(2.0)
-        assert one.events(TrajectoryFailed) == [TrajectoryFailed(trajectory=A, route_number=4, error="out of memory")]
-        assert one.events(TrajectorySampled) == []
+        assert link.events(TrajectoryFailed) == [TrajectoryFailed(trajectory=A, route_number=4, error="out of memory")]
+        assert link.events(TrajectorySampled) == []
 
 
 async def test_an_interrupted_response_is_passed_on_with_its_tokens(body: Body) -> None:
-    async with linked(body) as one:
-        one.give(route(D))
+    async with linked(body) as link:
+        link.give(route(D))
         await asyncio.sleep(0.5)
-        one.give(interrupt(D))
+        link.give(interrupt(D))
         await asyncio.sleep(0.5)
-        (event,) = one.events(TrajectoryInterrupted)
+        (event,) = link.events(TrajectoryInterrupted)
         assert (event.trajectory, event.route_number) == (D, 1)
         assert 5 <= event.tokens < 23
-        assert one.events(TrajectorySampled) == []
+        assert link.events(TrajectorySampled) == []
 
 
 async def test_progress_and_engine_busy_time_are_reported(body: Body) -> None:
-    async with linked(body) as one:
+    async with linked(body) as link:
         await asyncio.sleep(1.6)
-        one.give(route(D))
+        link.give(route(D))
         await asyncio.sleep(1.0)
-        reports = one.events(InstanceReported)
+        reports = link.events(InstanceReported)
         assert len(reports) == 5
         assert reports[0].progress == ()
         ((trajectory, tokens),) = reports[-1].progress
         assert (trajectory, 0 < tokens < 23) == (D, True)
-        instance = one.stage.actors.instances[ONE]
+        instance = link.stage.actors.instances[ONE]
         assert instance.tokens_sampled == tokens
         assert 2.0 < instance.busy_s < 2.6
 
@@ -256,26 +256,26 @@ SILENT = {
 @pytest.mark.parametrize("method", SILENT)
 async def test_a_call_without_reply_is_a_loss_after_its_timeout(body: Body, method: str) -> None:
     seconds, message = SILENT[method]
-    async with linked(body, faults=[Fault(actor=ONE, method=method, nth=IN_RUN[method], silent="before")]) as one:
-        one.give(route(A), abort(A), interrupt(B), pull(V1))
-        assert str(await one.lost()) == message
-        asked = [c.at_s for c in one.stage.workers.calls if (c.actor, c.method) == (ONE, method)][-1]
+    async with linked(body, faults=[Fault(actor=ONE, method=method, nth=IN_RUN[method], silent="before")]) as link:
+        link.give(route(A), abort(A), interrupt(B), pull(V1))
+        assert str(await link.lost()) == message
+        asked = [c.at_s for c in link.stage.workers.calls if (c.actor, c.method) == (ONE, method)][-1]
         assert asyncio.get_running_loop().time() == pytest.approx(asked + seconds, abs=0.01)
 
 
 async def test_a_stalled_engine_is_lost_after_sample_s_despite_replies(body: Body) -> None:
-    async with linked(body) as one:
-        one.give(route(A), route(B))
+    async with linked(body) as link:
+        link.give(route(A), route(B))
         await asyncio.sleep(0.1)
-        one.engine().stand_still()
+        link.engine().stand_still()
         begin = asyncio.get_running_loop().time()
-        message = str(await one.lost())
+        message = str(await link.lost())
         assert "rollout-0 has 2 trajectories to sample and has sampled nothing for 20 s" in message
         assert "deadlines.sample_s allows 20" in message
         assert 20 <= asyncio.get_running_loop().time() - begin <= 21.1
 
 
 async def test_an_idle_engine_does_not_count_as_stalled(body: Body) -> None:
-    async with linked(body) as one:
+    async with linked(body) as link:
         await asyncio.sleep(300.0)
-        assert not any(task.done() for task in one.tasks)
+        assert not any(task.done() for task in link.tasks)

@@ -93,9 +93,9 @@ def test_a_run_trains_and_stores_its_steps(job: Path, memory_folder: Path) -> No
     assert "the same commands" in command("replay", end.run_dir, "--trajectory", 3).stdout
     listed = json.loads(command("store", "ls", end.run_dir.parent, "--json").stdout)
     assert [(r["steps"], r["state"]) for r in listed] == [(5, "ended")]
-    again = command("run", job)
-    assert again.returncode == 2
-    assert "already holds a run" in again.stderr
+    repeated = command("run", job)
+    assert repeated.returncode == 2
+    assert "already holds a run" in repeated.stderr
 
 
 async def interfered(

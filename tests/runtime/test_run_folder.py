@@ -94,10 +94,10 @@ def started_run(light: Path, *overrides: str) -> RunConfig:
 def test_a_job_value_of_a_wrong_type_gives_a_one_line_error(tmp_path: Path, line: str) -> None:
     (tmp_path / "config.toml").write_text(f"{line}\n")
     (tmp_path / "events.jsonl").touch()
-    told = command("replay", tmp_path)
-    assert told.returncode == 2
-    assert told.stderr.startswith(f"staleflow: {tmp_path / 'config.toml'}: {line.split(maxsplit=1)[0]} must be ")
-    assert len(told.stderr.splitlines()) == 1
+    result = command("replay", tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"staleflow: {tmp_path / 'config.toml'}: {line.split(maxsplit=1)[0]} must be ")
+    assert len(result.stderr.splitlines()) == 1
 
 
 # -- one process at a time ---------------------------------------------------------------------------------------------

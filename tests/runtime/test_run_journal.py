@@ -76,10 +76,10 @@ def test_a_missing_or_corrupt_part_gives_a_one_line_error(tmp_path: Path, whole:
     *closed, last = journal.files(path)
 
     def refusal() -> str:
-        with pytest.raises(ConfigError) as said:
+        with pytest.raises(ConfigError) as error:
             list(journal.read(path))
-        assert "\n" not in str(said.value)
-        return str(said.value)
+        assert "\n" not in str(error.value)
+        return str(error.value)
 
     data = second.read_bytes()
     second.unlink()
@@ -184,9 +184,9 @@ def test_a_resumed_run_keeps_the_parts_of_each_start(tmp_path: Path) -> None:
     assert len(journal.files(folder / "events.1.jsonl")) == count
     assert [events.name for _, events in recorded_starts(folder)] == ["events.1.jsonl", "events.jsonl"]
     split_journal(events, folder / "one")
-    told = command("replay", folder)
-    assert (told.returncode, told.stderr) == (0, "")
-    assert f"{2 * len(before)} events" in told.stdout
+    result = command("replay", folder)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert f"{2 * len(before)} events" in result.stdout
 
     # Interrupted while it renames, and killed while the current part was being closed: it goes on from there.
     for part in list(journal.closed_parts(events).values())[:2]:

@@ -25,13 +25,13 @@ def test_a_run_with_environments_is_stored_and_passes_the_audit(tmp_path: Path) 
         store.commit(record, list(itertools.islice(left, record.num_rows)))
     store = VersionedStore.open(tmp_path / "s")
     for stored, row in zip(store.ended(), rows, strict=True):
-        ours, theirs = stored.trajectory, row.trajectory
+        first, second = stored.trajectory, row.trajectory
         for name in ("prompt_tokens", "response_tokens", "logprobs", "versions", "sampled"):
-            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
-        assert [(s.role, len(s.tokens)) for s in ours.spans if isinstance(s, EnvSpan)] == [
-            (s.role, len(s.tokens)) for s in theirs.spans if isinstance(s, EnvSpan)
+            np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
+        assert [(s.role, len(s.tokens)) for s in first.spans if isinstance(s, EnvSpan)] == [
+            (s.role, len(s.tokens)) for s in second.spans if isinstance(s, EnvSpan)
         ]
-        assert ours.tool_s == pytest.approx(theirs.tool_s, abs=1e-5)
+        assert first.tool_s == pytest.approx(second.tool_s, abs=1e-5)
     assert audit(store).findings == plain_audit(store).findings == ()
     columns = store.columns()
     consumed = columns["fate"] == "consumed"

@@ -12,9 +12,9 @@ JOB = 'name = "mine"\nsteps = 3\n[rollout.engine]\nname = "emulated"\n[batch]\ng
 
 
 def simulate_output(*arguments: str) -> str:
-    answered = command("simulate", *arguments)
-    assert answered.returncode == 0, answered.stderr
-    return "".join(line for line in answered.stderr.splitlines() if line.startswith("assumed"))
+    result = command("simulate", *arguments)
+    assert result.returncode == 0, result.stderr
+    return "".join(line for line in result.stderr.splitlines() if line.startswith("assumed"))
 
 
 def test_assumed_numbers_are_listed_with_the_way_to_measure_them(

@@ -31,8 +31,8 @@ def test_accepted_drafts_reduce_the_number_of_steps() -> None:
     # ten tokens of two requests.
     assert first.at_s == pytest.approx(50 * cost.step_s(3, 0))
     assert first.drafts == DraftedTokens()
-    assert [one.at_s for one in others] == pytest.approx([first.at_s + 50 / 5 * cost.step_s(10, 0)] * 2)
-    assert [one.drafts.counts() for one in others] == [{"drafted_tokens": 40, "accepted_tokens": 40}] * 2
+    assert [item.at_s for item in others] == pytest.approx([first.at_s + 50 / 5 * cost.step_s(10, 0)] * 2)
+    assert [item.drafts.counts() for item in others] == [{"drafted_tokens": 40, "accepted_tokens": 40}] * 2
     assert (instance.work.drafted, instance.work.accepted) == pytest.approx((80, 80))
     assert instance.work.tokens == 250
 
@@ -139,11 +139,13 @@ def run_with_draft_lengths(config: RunConfig) -> tuple[SimulatedRun, list[tuple[
     def observe(_: float, event: Event, commands: list[Command]) -> None:
         for command in commands:
             if isinstance(command, SetDraftLength):
-                results.append((one.coordinator.num_running_by_instance()[command.instance], command.length))
+                results.append((simulated_run.coordinator.num_running_by_instance()[command.instance], command.length))
 
-    one = SimulatedRun(config, actor_settings.make_workload(config), validate_every_event=True, observe=observe)
-    one.run()
-    return one, results
+    simulated_run = SimulatedRun(
+        config, actor_settings.make_workload(config), validate_every_event=True, observe=observe
+    )
+    simulated_run.run()
+    return simulated_run, results
 
 
 @pytest.mark.parametrize("acceptance", [0.2, 0.9])
@@ -179,9 +181,9 @@ def test_decided_lengths_are_as_good_as_any_fixed_limit() -> None:
 def test_a_run_with_decided_draft_lengths_replays_to_the_same_commands(tmp_path: Path) -> None:
     config, path = job(workload__acceptance_rate=0.6, **DECIDED), tmp_path / "events.jsonl"
     written = journal.Journal(path)
-    one = SimulatedRun(config, actor_settings.make_workload(config), observe=written.append)
-    one.run()
+    simulated_run = SimulatedRun(config, actor_settings.make_workload(config), observe=written.append)
+    simulated_run.run()
     written.close()
-    assert one.trace.commands["SetDraftLength"] > 0
+    assert simulated_run.trace.commands["SetDraftLength"] > 0
     replayed = journal.replay(factories.make_coordinator(config), journal.read(path))
     assert replayed.difference == ""

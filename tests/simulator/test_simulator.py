@@ -169,10 +169,10 @@ def test_a_workload_is_a_function_of_ids_with_the_configured_shape(kind: str) ->
     config = job(
         workload__kind=kind, workload__median=100.0, rollout__max_new_tokens=2000, rollout__engine__kv_tokens=9000
     )
-    one, other = actor_settings.make_workload(config), actor_settings.make_workload(config)
+    first, second = actor_settings.make_workload(config), actor_settings.make_workload(config)
     groups = [3000, 5, 1024, 0]
-    assert [one.turns(g, 1) for g in groups] == [other.turns(g, 1) for g in reversed(groups)][::-1]
-    lengths = np.array([sum(t.tokens for t in one.turns(g, m)) for g in range(700) for m in range(3)])
+    assert [first.turns(g, 1) for g in groups] == [second.turns(g, 1) for g in reversed(groups)][::-1]
+    lengths = np.array([sum(t.tokens for t in first.turns(g, m)) for g in range(700) for m in range(3)])
     assert lengths.min() >= 1
     assert lengths.max() <= 2000
     match kind:
@@ -183,7 +183,7 @@ def test_a_workload_is_a_function_of_ids_with_the_configured_shape(kind: str) ->
             assert np.mean(lengths > 200) == pytest.approx(0.5**1.5, abs=0.03)
         case _:
             assert np.median(lengths) == pytest.approx(100, rel=0.1)
-    turns = [len(one.turns(g, 0)) for g in range(300)]
+    turns = [len(first.turns(g, 0)) for g in range(300)]
     assert (max(turns) > 1) is (kind == "agentic")
 
 
@@ -409,18 +409,18 @@ class Witness:
         self.steps: list[int] = []
 
     def __call__(self, now: float, event: Event, commands: list[Command]) -> None:
-        for one in commands:
-            match one:
+        for item in commands:
+            match item:
                 case Route():
-                    self.routed.setdefault(one.trajectory, one.version)
+                    self.routed.setdefault(item.trajectory, item.version)
                 case Train():
-                    self.steps.append(one.step)
-                    for trajectory, version in zip(one.trajectories, one.versions, strict=True):
+                    self.steps.append(item.step)
+                    for trajectory, version in zip(item.trajectories, item.versions, strict=True):
                         assert version == self.routed[trajectory]
-                        assert version <= one.step <= version + self.eta
+                        assert version <= item.step <= version + self.eta
                         self._end(trajectory, Fate.CONSUMED)
                 case Discard():
-                    for ending in one.endings:
+                    for ending in item.endings:
                         self._end(ending.trajectory, ending.fate)
 
     def _end(self, trajectory: int, fate: Fate) -> None:

@@ -138,11 +138,11 @@ def test_activation_bytes_match_the_tensors_that_autograd_saves(kind: str, dtype
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
-    one, two = (
+    first, second = (
         saved_bytes(kind, dtype, layers, 128, sizes) - saved_bytes(kind, dtype, layers, 64, sizes) for layers in (1, 2)
     )
     model = ModelShape.of(sizes | {"num_hidden_layers": 2, "vocab_size": 64}, kind)
-    assert layer_bytes(model, dtype) == pytest.approx((two - one) / 64, rel=0.05)
+    assert layer_bytes(model, dtype) == pytest.approx((second - first) / 64, rel=0.05)
 
 
 @pytest.mark.parametrize("key", ["num_attention_heads", "hidden_size", "vocab_size"])

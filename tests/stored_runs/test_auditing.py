@@ -55,9 +55,9 @@ def test_a_scheduler_in_the_dask_configuration_is_not_used(stored: Path) -> None
     configured."""
     with dask.config.set({"scheduler-address": "tcp://127.0.0.1:9"}):
         assert command("store", "audit", stored).returncode == 0
-        told = command("store", "audit", stored, "--scheduler", "tcp://127.0.0.1:9")
-        assert told.returncode == 2
-        assert "no scheduler at tcp://127.0.0.1:9" in told.stderr
+        result = command("store", "audit", stored, "--scheduler", "tcp://127.0.0.1:9")
+        assert result.returncode == 2
+        assert "no scheduler at tcp://127.0.0.1:9" in result.stderr
 
 
 def test_weights_not_proved_by_any_instance_are_not_verified(stored: Path, tmp_path: Path) -> None:
@@ -68,8 +68,8 @@ def test_weights_not_proved_by_any_instance_are_not_verified(stored: Path, tmp_p
 
 
 def test_a_memory_limit_below_the_minimum_gives_a_one_line_error(stored: Path) -> None:
-    told = command("store", "audit", stored, "--memory", 64)
-    assert (told.returncode, told.stderr) == (2, "staleflow: --memory 64: an audit takes at least 216 MiB\n")
-    told = command("store", "audit", stored, "--memory", 300, "--json")
-    assert told.returncode == 0
-    assert json.loads(told.stdout)["clean"]
+    result = command("store", "audit", stored, "--memory", 64)
+    assert (result.returncode, result.stderr) == (2, "staleflow: --memory 64: an audit takes at least 216 MiB\n")
+    result = command("store", "audit", stored, "--memory", 300, "--json")
+    assert result.returncode == 0
+    assert json.loads(result.stdout)["clean"]

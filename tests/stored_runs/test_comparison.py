@@ -39,12 +39,12 @@ def evaluation_of(version: int, rewards: dict[str, float], function: str = "f") 
 
 
 def test_seeds_of_a_job_are_one_series_and_another_setting_is_another() -> None:
-    found = compare([run("a1", [0, 1, 0, 1]), run("a2", [1, 1, 0, 0]), run("b1", [1, 1, 1, 1], rate="0.2")])
-    assert found.jobs == {"a1 (2 runs)": ("a1", "a2"), "b1": ("b1",)}
-    assert [(s.key, s.values) for s in found.settings] == [
+    comparison = compare([run("a1", [0, 1, 0, 1]), run("a2", [1, 1, 0, 0]), run("b1", [1, 1, 1, 1], rate="0.2")])
+    assert comparison.jobs == {"a1 (2 runs)": ("a1", "a2"), "b1": ("b1",)}
+    assert [(s.key, s.values) for s in comparison.settings] == [
         ("training.learning_rate", {"a1 (2 runs)": "0.1", "b1": "0.2"})
     ]
-    steps = [p for p in found.rewards if p.axis == "steps"]
+    steps = [p for p in comparison.rewards if p.axis == "steps"]
     assert [(p.end, p.reward, p.stderr, p.num_runs) for p in steps if p.job != "b1"] == [
         (1, 0.5, 0.5, 2), (2, 1.0, 0.0, 2), (3, 0.0, 0.0, 2), (4, 0.5, 0.5, 2),
     ]  # fmt: skip
@@ -53,8 +53,8 @@ def test_seeds_of_a_job_are_one_series_and_another_setting_is_another() -> None:
 
 def test_a_curve_has_the_mean_of_the_steps_in_each_interval() -> None:
     """Steps of run a end at 10, 30 and 60 tokens and those of b at up to 100: intervals of 25 tokens."""
-    found = compare([run("a", [0, 1, 0.5]), run("b", [1, 0, 0, 1], rate="0.2")])
-    points = {(p.job, p.axis, p.end): p.reward for p in found.rewards}
+    comparison = compare([run("a", [0, 1, 0.5]), run("b", [1, 0, 0, 1], rate="0.2")])
+    points = {(p.job, p.axis, p.end): p.reward for p in comparison.rewards}
     assert {(job, end): value for (job, axis, end), value in points.items() if axis == "tokens"} == {
         ("a", 25.0): 0.0, ("a", 50.0): 1.0, ("a", 75.0): 0.5,
         ("b", 25.0): 1.0, ("b", 50.0): 0.0, ("b", 75.0): 0.0, ("b", 100.0): 1.0,
@@ -69,12 +69,12 @@ def test_held_out_prompts_are_compared_at_versions_that_both_runs_evaluated() ->
     better = {f"p{i}": 1.0 for i in range(5, 25)}
     first = run("a", [0] * 4, evaluations=[evaluation_of(0, base), evaluation_of(4, base)])
     second = run("b", [0] * 4, rate="0.2", evaluations=[evaluation_of(2, better), evaluation_of(4, better)])
-    found = compare([first, second])
-    (row,) = [d for d in found.differences if d.set == "held-out"]
+    comparison = compare([first, second])
+    (row,) = [d for d in comparison.differences if d.set == "held-out"]
     assert (row.base, row.job, row.responses, row.version) == ("a", "b", "sampled", 4)
     expected = paired_difference({p: [r] for p, r in base.items()}, {p: [r] for p, r in better.items()})
     assert row.difference == expected and expected is not None and expected.num_prompts == 15
-    assert [(e.job, e.version, e.tokens, e.seconds, e.stderr) for e in found.evaluations] == [
+    assert [(e.job, e.version, e.tokens, e.seconds, e.stderr) for e in comparison.evaluations] == [
         ("a", 0, 0, 0, 0.25), ("a", 4, 100, 8, 0.25), ("b", 2, 30, 4, 0.25), ("b", 4, 100, 8, 0.25),
     ]  # fmt: skip
 
@@ -106,8 +106,8 @@ def test_training_prompts_are_compared_by_row_if_the_data_are_the_same() -> None
 
 
 def test_trainer_times_add_up() -> None:
-    found = compare([run("a", [0, 1]), run("b", [], rate="0.2")])
-    use, none = found.times
+    comparison = compare([run("a", [0, 1]), run("b", [], rate="0.2")])
+    use, none = comparison.times
     assert use.seconds.keys() - {"rest_s"} <= STEP_METRICS.keys()
     assert sum(use.seconds.values()) == pytest.approx(use.elapsed_s) == 4.0
     assert (use.tokens, use.tokens_per_s) == (30.0, 10.0)
@@ -123,16 +123,16 @@ def test_fewer_than_two_runs_are_rejected() -> None:
 def test_a_run_and_its_branch_are_compared(stored: Path) -> None:
     with local_pool(1) as pool:
         reward_rescoring.rescore(stored, f"{stored.parent.parent}/mine.py:length", "compared", pool)
-    found = staleflow.compare([staleflow.open_run(stored), f"{stored}@compared"])
-    assert repr(found) == "<Comparison of 2 runs: job, job@compared>"
-    assert [s.key for s in found.settings] == ["branch"]
-    assert [d.reason for d in found.differences] == ["other reward functions"]
+    comparison = staleflow.compare([staleflow.open_run(stored), f"{stored}@compared"])
+    assert repr(comparison) == "<Comparison of 2 runs: job, job@compared>"
+    assert [s.key for s in comparison.settings] == ["branch"]
+    assert [d.reason for d in comparison.differences] == ["other reward functions"]
     printed = command("compare", stored, f"{stored}@compared")
     assert printed.returncode == 0, printed.stderr
     for title in ("Settings that differ", "Reward of batches over tokens", "Where the trainer's time went"):
         assert title in printed.stdout
     as_json = command("compare", stored, f"{stored}@compared", "--json")
-    assert json.loads(as_json.stdout) == json.loads(json.dumps(dataclasses.asdict(found)))
+    assert json.loads(as_json.stdout) == json.loads(json.dumps(dataclasses.asdict(comparison)))
     early = staleflow.compare([staleflow.open_run(stored), staleflow.open_run(stored, at_step=1)])
     assert list(early.jobs) == ["job", "job@1"]
     for arguments, message in (

@@ -207,11 +207,11 @@ def test_exported_rows_equal_stored_rows(
 
 def test_rows_in_a_corrupt_chunk_are_named_and_the_others_are_exported(run_copy: Path, tmp_path: Path) -> None:
     corrupt_tokens(VersionedStore.open(run_copy / "store"))
-    done = staleflow(
+    completed = staleflow(
         "store", "export", run_copy, "--to", "jsonl", "--out", tmp_path / "o.jsonl", "--workers", 1, "--json"
     )
-    assert done.returncode == 1, done.stderr
-    result = json.loads(done.stdout)
+    assert completed.returncode == 1, completed.stderr
+    result = json.loads(completed.stdout)
     written = [json.loads(line)["trajectory"] for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     ids = VersionedStore.open(run_copy / "store").table()["trajectory"].tolist()
     assert 0 < len(result["errors"]) < len(ids)
@@ -221,9 +221,9 @@ def test_rows_in_a_corrupt_chunk_are_named_and_the_others_are_exported(run_copy:
     assert (shown.returncode, shown.stderr.count("\n")) == (1, 1)
     assert "is corrupt" in shown.stderr
     assert command("store", "show", run_copy, "--trajectory", written[0]).returncode == 0
-    told = command("store", "audit", run_copy)
-    assert told.returncode == 1
-    assert "is corrupt" in told.stdout and "the others can be read" in told.stdout
+    output = command("store", "audit", run_copy)
+    assert output.returncode == 1
+    assert "is corrupt" in output.stdout and "the others can be read" in output.stdout
 
 
 # -- reading under other weights ---------------------------------------------------------------------------------------
@@ -526,16 +526,16 @@ def test_invalid_input_gives_a_one_line_error(stored: Path, tmp_path: Path) -> N
         (["store", "recompute-logprobs", stored, "--model", "runs/none"], "no such folder"),
         (["train-offline", stored, "--out", tmp_path], "already exists"),
     ):
-        answered = command(*arguments)
-        assert (answered.returncode, answered.stdout) == (2, ""), (arguments, answered.stderr)
-        assert message in answered.stderr
-        assert answered.stderr.count("\n") == 1, answered.stderr
+        result = command(*arguments)
+        assert (result.returncode, result.stdout) == (2, ""), (arguments, result.stderr)
+        assert message in result.stderr
+        assert result.stderr.count("\n") == 1, result.stderr
 
 
 def test_simulate_from_a_stored_run_varies_its_settings(stored: Path) -> None:
-    told = command("simulate", "--from", stored, "--set", "steps=3", "--sweep", "staleness.eta=0,2", "--json")
-    assert told.returncode == 0, told.stderr
-    rows = json.loads(told.stdout)
+    result = command("simulate", "--from", stored, "--set", "steps=3", "--sweep", "staleness.eta=0,2", "--json")
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)
     assert [row["row"] for row in rows] == ["eta=0", "eta=2"]
     assert set(rows[0]["staleness"]) == {"0"}
     assert rows[1]["tokens_per_s"] > rows[0]["tokens_per_s"]
@@ -545,12 +545,12 @@ def test_the_offline_example_runs(stored: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(stored, run)
     root = Path(__file__).parents[2]
-    done = forking.run(
+    result = forking.run(
         [sys.executable, "-m", "examples.offline"], cwd=root, env={**ENVIRONMENT, "RUN": str(run)}, capture_output=True,
         text=True, timeout=200,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "audit clean: True" in done.stdout
+    assert result.returncode == 0, result.stderr
+    assert "audit clean: True" in result.stdout
     assert (tmp_path / "run-offline-example" / "policy" / "checkpoints").is_dir()
 
 

@@ -30,12 +30,12 @@ from tests.support import forking
 
 def test_rescoring_writes_a_branch_and_leaves_the_original_unchanged(stored: Path) -> None:
     before = VersionedStore.open(stored / "store").table()
-    answered = staleflow(
+    output = staleflow(
         "store", "rescore", stored, "--reward", f"{stored.parent.parent}/mine.py:length", "--branch", "by-length",
         "--json",
     )  # fmt: skip
-    assert answered.returncode == 0, answered.stderr
-    result = json.loads(answered.stdout)
+    assert output.returncode == 0, output.stderr
+    result = json.loads(output.stdout)
     assert re.search("other branches: .*by-length", command("store", "show", stored).stdout)
     check(stored, 3)
     for name, column in VersionedStore.open(stored / "store").table().items():
@@ -68,9 +68,9 @@ def test_rescoring_writes_a_branch_and_leaves_the_original_unchanged(stored: Pat
     shown = command("store", "diff", stored, "main", "by-length")
     assert shown.returncode == 0, shown.stderr
     assert "trajectories trained on" in shown.stdout
-    again = command("store", "rescore", stored, "--reward", "task", "--branch", "by-length")
-    assert again.returncode == 2
-    assert "nothing stored is overwritten" in again.stderr
+    repeated = command("store", "rescore", stored, "--reward", "task", "--branch", "by-length")
+    assert repeated.returncode == 2
+    assert "nothing stored is overwritten" in repeated.stderr
     with pytest.raises(StoreError, match="read-only"):
         branch.commit(VersionedStore.open(stored / "store").steps()[0], [])
 
@@ -92,8 +92,8 @@ def test_rows_that_cannot_be_scored_are_recorded_and_the_others_are_scored(store
 def test_reward_parts_may_be_given_as_in_a_job_file(stored: Path) -> None:
     mine = f"{stored.parent.parent}/mine.py"
     parts = f'{{right={{function="task", weight=2.0}}, long={{function="{mine}:length", weight=0.5}}}}'
-    done = command("store", "rescore", stored, "--set", f"reward.parts={parts}", "--branch", "sum")
-    assert done.returncode == 0, done.stderr
+    result = command("store", "rescore", stored, "--set", f"reward.parts={parts}", "--branch", "sum")
+    assert result.returncode == 0, result.stderr
     table = {name: VersionedStore.open(stored / "store", branch=name) for name in ("main", "sum")}
     scored = [r.trajectory for r in table["sum"].ended() if r.trajectory.num_tokens]
     right = {r.trajectory.id: r.trajectory.reward for r in table["main"].ended() if r.fate is Fate.CONSUMED}
@@ -104,7 +104,7 @@ def test_reward_parts_may_be_given_as_in_a_job_file(stored: Path) -> None:
     }
     results = [(t.reward, 2 * right[t.id] + 0.5 * lengths[t.id]) for t in scored if t.id in right]
     assert results
-    assert all(one == pytest.approx(two) for one, two in results)
+    assert all(first == pytest.approx(second) for first, second in results)
     assert table["sum"].lineage["reward"].startswith("reward.parts={right=")
 
 
@@ -120,18 +120,18 @@ def test_reward_parts_may_be_given_as_in_a_job_file(stored: Path) -> None:
     ],
 )
 def test_an_unusable_reward_gives_a_one_line_error(stored: Path, words: tuple[str, ...], says: str) -> None:
-    done = command("store", "rescore", stored, *words, "--branch", "none")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert says in done.stderr
+    result = command("store", "rescore", stored, *words, "--branch", "none")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert says in result.stderr
 
 
 def test_the_same_reward_gives_the_same_rewards_and_advantages(stored: Path) -> None:
     with local_pool(1) as pool:
         reward_rescoring.rescore(stored, "task", "again", pool)
-    one, two = (VersionedStore.open(stored / "store", branch=name).table() for name in ("main", "again"))
-    consumed = one["staleness"] >= 0
-    np.testing.assert_array_equal(one["reward"][consumed], two["reward"][consumed])
-    np.testing.assert_allclose(one["advantage"], two["advantage"], atol=1e-6)
+    first, second = (VersionedStore.open(stored / "store", branch=name).table() for name in ("main", "again"))
+    consumed = first["staleness"] >= 0
+    np.testing.assert_array_equal(first["reward"][consumed], second["reward"][consumed])
+    np.testing.assert_allclose(first["advantage"], second["advantage"], atol=1e-6)
     result = difference(stored, "main", "again")
     assert (result.changed, result.order_changed) == (0, ())
     assert (result.signal_second_only, result.signal_first_only) == ((), ())

@@ -27,7 +27,7 @@ def new_key(folder: Path, name: str) -> Path:
 
 def test_only_a_signature_by_a_listed_key_is_accepted(tmp_path: Path) -> None:
     """A forger who makes a new chain needs another entry in the certificate and does not have the key."""
-    mine, other = new_key(tmp_path, "mine"), new_key(tmp_path, "other")
+    first, second = new_key(tmp_path, "mine"), new_key(tmp_path, "other")
     checkpoint = tmp_path / "step-000003"
     checkpoint.mkdir()
     named = Certificate(run="job", store="", version=PolicyVersion(3), entry="0" * 64)
@@ -41,20 +41,20 @@ def test_only_a_signature_by_a_listed_key_is_accepted(tmp_path: Path) -> None:
         words = ["ssh-keygen", "-q", "-Y", "sign", "-n", "file", "-f", str(key), str(checkpoint / certificate.FILE)]
         subprocess.run(words, check=True, capture_output=True)
 
-    sign(mine)
+    sign(first)
     assert certificate.signer_of(checkpoint, allowed) == "mine@here"
     with pytest.raises(ConfigError, match="none: no such file"):
         certificate.signer_of(checkpoint, tmp_path / "none")
     certificate.write(checkpoint, replace(named, entry="1" * 64))
     with pytest.raises(StoreError, match=r"no key of .* signed this certificate.json"):
         certificate.signer_of(checkpoint, allowed)
-    done = command("verify", checkpoint, "--signed-by", allowed)
-    assert (done.returncode, done.stdout) == (1, "") and "signed this certificate.json" in done.stderr
-    sign(other)
+    result = command("verify", checkpoint, "--signed-by", allowed)
+    assert (result.returncode, result.stdout) == (1, "") and "signed this certificate.json" in result.stderr
+    sign(second)
     with pytest.raises(StoreError, match="no key of"):
         certificate.signer_of(checkpoint, allowed)
     (checkpoint / certificate.SIGNATURE).write_text("no signature")
     with pytest.raises(StoreError, match="no key of"):
         certificate.signer_of(checkpoint, allowed)
-    done = command("verify", tmp_path, "--signed-by", allowed)
-    assert done.returncode == 2 and "no checkpoint with certificate.json" in done.stderr
+    result = command("verify", tmp_path, "--signed-by", allowed)
+    assert result.returncode == 2 and "no checkpoint with certificate.json" in result.stderr

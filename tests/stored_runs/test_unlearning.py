@@ -251,11 +251,11 @@ def test_an_invalid_unlearning_is_rejected_and_stores_nothing(run_copy: Path, tm
 def test_the_unlearn_command_trains_and_lists_the_removed_rows(run_copy: Path) -> None:
     """On a branch, with a matching row that was never trained."""
     _, middle, _ = ids_by_step(run_copy)
-    done = staleflow_process(
+    completed = staleflow_process(
         "unlearn", run_copy, "--where", f"trajectory in {middle[:2]} or fate == 'aborted'", "--json"
     )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    assert completed.returncode == 0, completed.stderr
+    result = json.loads(completed.stdout)
     columns = VersionedStore.open(run_copy / "store").columns()
     assert (result["rows"], result["start"], result["first_step"]) == (2, 1, 1)
     assert result["never_trained"] == int((columns["fate"] == "aborted").sum())

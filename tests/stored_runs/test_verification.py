@@ -77,9 +77,9 @@ def test_a_step_is_repeated_from_the_nearest_resume_point(stored: Path) -> None:
 
 def test_a_checkpoint_is_verified_with_its_steps(run_copy: Path, tmp_path: Path) -> None:
     folder = run_copy / "checkpoints" / "step-000003"
-    done = command("verify", folder, "--steps", ALL, "--json")
-    assert done.returncode == 0, done.stderr
-    assert (values := json.loads(done.stdout))["checkpoint_is_equal"] and values["repeated_steps"] == [0, 1, 2]
+    completed = command("verify", folder, "--steps", ALL, "--json")
+    assert completed.returncode == 0, completed.stderr
+    assert (values := json.loads(completed.stdout))["checkpoint_is_equal"] and values["repeated_steps"] == [0, 1, 2]
     named = certificate.read(folder)
     assert (named.version, named.entry) == (3, VersionedStore.open(run_copy / "store").entry(2))
 
@@ -123,8 +123,8 @@ def test_offline_training_continues_the_chain_of_its_run(run_copy: Path, tmp_pat
     result = verify_offline(out, steps=ALL)
     assert result.verified and not result.unverified and result.checkpoint_is_equal
     assert result.repeated_steps == (0, 1, 2, 3, 4, 5)
-    done = command("verify", out, "--steps", 1)
-    assert done.returncode == 0 and done.stdout.startswith(f"{out / 'checkpoints' / 'step-000006'}: verified")
+    completed = command("verify", out, "--steps", 1)
+    assert completed.returncode == 0 and completed.stdout.startswith(f"{out / 'checkpoints' / 'step-000006'}: verified")
 
     history = (out / "history.jsonl").read_text()
     (out / "history.jsonl").write_text(history.replace('"rows": 16.0', '"rows": 15.0', 1))
@@ -155,9 +155,9 @@ def test_a_run_without_weights_or_without_steps_is_not_verified(tmp_path: Path) 
     result = verify_run(run)
     assert not result.verified and not result.findings and not result.repeated_steps
     assert "weights: no step can be repeated" in result.unverified
-    done = command("verify", run)
-    assert done.returncode == 1
-    assert done.stdout.startswith(f"{run}: NOT VERIFIED")
+    completed = command("verify", run)
+    assert completed.returncode == 1
+    assert completed.stdout.startswith(f"{run}: NOT VERIFIED")
 
 
 def test_other_weights_on_another_kind_of_machine_are_not_a_contradiction(
@@ -197,8 +197,8 @@ def test_a_run_of_an_earlier_version_is_readable_and_not_verified(
     assert result.unverified == (
         "4 of 4 commits: an earlier version stored them, without a chain", "weights: no step can be repeated",
     )  # fmt: skip
-    done = command("verify", run_copy)
-    assert (done.returncode, done.stdout.splitlines()[0]) == (1, f"{run_copy}: NOT VERIFIED")
+    completed = command("verify", run_copy)
+    assert (completed.returncode, completed.stdout.splitlines()[0]) == (1, f"{run_copy}: NOT VERIFIED")
     assert command("store", "audit", run_copy).returncode == 0
 
 

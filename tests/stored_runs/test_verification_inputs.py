@@ -141,19 +141,19 @@ def require_one_line(code: int, out: str, err: str) -> None:
 def test_a_malformed_certificate_is_rejected(stored: Path, tmp_path: Path, change: Change) -> None:
     run = copy_run(stored, tmp_path)
     change(run)
-    done = command("verify", run / CHECKPOINT)
-    require_one_line(done.returncode, done.stdout, done.stderr)
-    assert "certificate.json" in done.stderr
+    result = command("verify", run / CHECKPOINT)
+    require_one_line(result.returncode, result.stdout, result.stderr)
+    assert "certificate.json" in result.stderr
 
 
 @pytest.mark.parametrize(("change", "says"), [pytest.param(c, says, id=name) for name, c, says in CONTRADICTED])
 def test_damage_contradicts_the_run(stored: Path, tmp_path: Path, change: Change, says: str) -> None:
     run = copy_run(stored, tmp_path)
     change(run)
-    done = command("verify", run / CHECKPOINT, "--steps", 3)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stdout.startswith(f"{run / CHECKPOINT}: CONTRADICTED")
-    (found,) = (line for line in done.stdout.splitlines() if line.startswith("  contradicted: "))
+    result = command("verify", run / CHECKPOINT, "--steps", 3)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert result.stdout.startswith(f"{run / CHECKPOINT}: CONTRADICTED")
+    (found,) = (line for line in result.stdout.splitlines() if line.startswith("  contradicted: "))
     assert says in found
 
 
@@ -161,19 +161,19 @@ def test_damage_contradicts_the_run(stored: Path, tmp_path: Path, change: Change
 def test_a_malformed_offline_training_is_rejected(offline: Path, tmp_path: Path, change: Change) -> None:
     folder = copy_run(offline, tmp_path)
     change(folder)
-    done = command("verify", folder)
-    require_one_line(done.returncode, done.stdout, done.stderr)
+    result = command("verify", folder)
+    require_one_line(result.returncode, result.stdout, result.stderr)
 
 
 def test_a_history_whose_last_line_is_not_the_checkpoint_is_contradicted(offline: Path, tmp_path: Path) -> None:
     folder = copy_run(offline, tmp_path)
     last_line(reward=2.0)(folder)
-    done = command("verify", folder / CHECKPOINT)
-    assert done.returncode == 1 and "contradicted: history.jsonl: its last line, 2, is not the one" in done.stdout
+    result = command("verify", folder / CHECKPOINT)
+    assert result.returncode == 1 and "contradicted: history.jsonl: its last line, 2, is not the one" in result.stdout
     shutil.rmtree(folder / "checkpoints")
-    done = command("verify", folder)
-    assert "not verified: the last line of history.jsonl" in done.stdout
-    assert "not verified: the weights of step-000003" in done.stdout
+    result = command("verify", folder)
+    assert "not verified: the last line of history.jsonl" in result.stdout
+    assert "not verified: the weights of step-000003" in result.stdout
 
 
 def test_a_moved_checkpoint_names_its_run(stored: Path, tmp_path: Path) -> None:
@@ -181,26 +181,26 @@ def test_a_moved_checkpoint_names_its_run(stored: Path, tmp_path: Path) -> None:
     moved = Path(shutil.move(run / CHECKPOINT, tmp_path / "moved"))
     for store in ("", str(run / "store"), "s3:/x"):
         values("certificate.json", store=store)(moved)
-        done = command("verify", moved)
-        require_one_line(done.returncode, done.stdout, done.stderr)
-        assert "put it into checkpoints/ of job" in done.stderr
+        result = command("verify", moved)
+        require_one_line(result.returncode, result.stdout, result.stderr)
+        assert "put it into checkpoints/ of job" in result.stderr
 
 
 @pytest.mark.parametrize("steps", ["0", "-1", "x"])
 def test_a_number_of_steps_out_of_range_is_rejected(stored: Path, steps: str) -> None:
-    done = command("verify", stored, "--steps", steps)
-    assert done.returncode == 2 and "--steps" in done.stderr and not done.stdout
+    result = command("verify", stored, "--steps", steps)
+    assert result.returncode == 2 and "--steps" in result.stderr and not result.stdout
 
 
 def test_an_invalid_path_is_rejected() -> None:
-    done = command("verify", "x" * 5000)
-    require_one_line(done.returncode, done.stdout, done.stderr)
+    result = command("verify", "x" * 5000)
+    require_one_line(result.returncode, result.stdout, result.stderr)
 
 
 def test_files_without_a_resume_point_name_are_ignored(stored: Path, tmp_path: Path) -> None:
     run = copy_run(stored, tmp_path)
     shutil.copy(run / POINT, run / "resume" / "vabc.pt")
     (run / "resume" / "v00000002.shards").mkdir()
-    done = command("verify", run, "--steps", 1_000_000)
-    assert done.returncode == 0, done.stdout
-    assert "3 of 3 steps repeated bit for bit" in done.stdout
+    result = command("verify", run, "--steps", 1_000_000)
+    assert result.returncode == 0, result.stdout
+    assert "3 of 3 steps repeated bit for bit" in result.stdout

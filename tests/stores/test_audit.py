@@ -336,9 +336,9 @@ def test_conservation_findings_match_an_implementation_with_sets(
 
 
 def test_a_ledger_with_huge_numbers_is_a_finding_and_uses_no_memory() -> None:
-    kept = Conservation()
+    conservation = Conservation()
     ledger = LedgerState(num_started=2**60, num_ended={}, live=((5, 2**70),), next_step=0, version=0)
-    (lost, wrong) = kept.ends(StepRecord(kind="step", step=0, ledger=ledger))
+    (lost, wrong) = conservation.ends(StepRecord(kind="step", step=0, ledger=ledger))
     assert lost.message == "5 trajectories are neither stored nor in flight, first 0"
     assert f"first {2**60}" in wrong.message
 
@@ -466,10 +466,10 @@ def test_token_faults_match_a_token_by_token_check(
     tokens: list[tuple[int, float, int]], prompt: int, trained: int
 ) -> None:
     versions, logprobs, mask = zip(*tokens, strict=True) if tokens else ((), (), ())
-    found = row_checks.token_faults(
+    faults = row_checks.token_faults(
         np.asarray(versions, np.int32), np.asarray(logprobs, np.float32), np.asarray(mask, np.uint8), prompt, trained
     )
-    assert list(found) == list(_token_faults(prompt, trained != 0, tokens))
+    assert list(faults) == list(_token_faults(prompt, trained != 0, tokens))
 
 
 def test_a_run_without_a_verified_pull_is_reported_as_not_verified() -> None:

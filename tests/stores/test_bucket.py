@@ -60,8 +60,8 @@ def test_a_local_file_has_the_url_of_the_store(tmp_path: Path, rng: Any, url: st
     store = VersionedStore.create(path, replace(HEADER, url=url))
     store.commit(record(0), [ended(rng, i, 0) for i in range(4)])
     assert path.read_text() == f"{url}\n"
-    again = VersionedStore.open(path)
-    again.commit(record(1), [ended(rng, 4 + i, 1) for i in range(4)])
+    reopened = VersionedStore.open(path)
+    reopened.commit(record(1), [ended(rng, 4 + i, 1) for i in range(4)])
     assert [e.trajectory.id for e in VersionedStore.pinned(path).ended()] == list(range(8))
     assert audit(VersionedStore.open(path)).num_steps == 2
     doubled = derived_branches.Rewards(
@@ -79,12 +79,12 @@ def test_concurrent_commits_from_two_hosts_conflict(tmp_path: Path, rng: Any, ur
     """No file lock exists between them: the bucket rejects the second commit."""
     VersionedStore.create(tmp_path / "store", replace(HEADER, url=url))
     repository = icechunk.Repository.open(bucket_storage(url))
-    one, two = (repository.writable_session("main") for _ in range(2))
-    for session in (one, two):
+    first, second = (repository.writable_session("main") for _ in range(2))
+    for session in (first, second):
         zarr.open_group(session.store, mode="r+").attrs["by"] = str(id(session))
-    one.commit("one")
+    first.commit("one")
     with pytest.raises(icechunk.ConflictError):
-        two.commit("two")
+        second.commit("two")
 
 
 def test_an_unfinished_store_is_created_again_and_an_existing_one_is_rejected(

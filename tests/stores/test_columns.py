@@ -60,15 +60,15 @@ def test_a_new_column_needs_one_table_entry_and_old_stores_read_its_fill_value(t
     rng = np.random.default_rng(0)
     store = VersionedStore.create(tmp_path / "s", HEADER)
     store.commit(record(0), [ended(rng, i, 0) for i in range(3)])
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", WITH_A_COLUMN, str(tmp_path / "s")], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     # A version that does not know the column reads the store as before.
-    again = VersionedStore.open(tmp_path / "s")
-    assert [row.trajectory.id for row in again.ended()] == [0, 1, 2, 3, 4]
-    assert "first_token" not in again.columns()
-    assert not [finding for finding in audit(again).findings if finding.check == "arrays"]
+    reopened = VersionedStore.open(tmp_path / "s")
+    assert [row.trajectory.id for row in reopened.ended()] == [0, 1, 2, 3, 4]
+    assert "first_token" not in reopened.columns()
+    assert not [finding for finding in audit(reopened).findings if finding.check == "arrays"]
 
 
 def test_columns_are_separate_arrays_of_the_declared_type(tmp_path: Path) -> None:

@@ -150,8 +150,8 @@ def welch(ours: npt.NDArray[np.float64], theirs: npt.NDArray[np.float64]) -> flo
 def test_groups_of_unequal_variance_are_compared_by_welchs_test(monkeypatch: pytest.MonkeyPatch, gap: float) -> None:
     monkeypatch.setattr(drop_bias, "P_LIMIT", 1.0)
     rng = np.random.default_rng(1)
-    ours, theirs = rng.normal(gap, 1.0, 20), rng.normal(0.0, 3.0, 23)
-    for pair in ((ours, theirs), (theirs, ours)):
+    first, second = rng.normal(gap, 1.0, 20), rng.normal(0.0, 3.0, 23)
+    for pair in ((first, second), (second, first)):
         result = difference(*pair)
         assert result is not None
         assert result.factor == pytest.approx(float(pair[0].mean() - pair[1].mean()))
@@ -181,7 +181,7 @@ def test_reward_difference_of_just_the_limit_is_reported(monkeypatch: pytest.Mon
 def test_audit_and_run_page_report_the_drop_bias(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=16", "batch.extra_groups=3", "workload.group_correlation=0.9")
     told = json.loads(command("store", "audit", run, "--json").stdout)["bias"]
-    (line,) = [one for one in command("store", "audit", run).stdout.splitlines() if "dropped responses" in one]
+    (line,) = [item for item in command("store", "audit", run).stdout.splitlines() if "dropped responses" in item]
     assert line.startswith("  not trained on: dropped responses (")
     assert "times as long (p < .001)" in line
     assert told["lines"][0] == line.strip()

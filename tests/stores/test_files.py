@@ -54,9 +54,9 @@ def test_a_failed_replacement_leaves_the_previous_content(tmp_path: Path, replac
     else:
         (path / "before").mkdir(parents=True)
     full = OSError(28, "No space left on device", "/somewhere/.a.part")
-    with pytest.raises(StoreError) as said:
+    with pytest.raises(StoreError) as error:
         replace(path, failing_writer(full), REMEDY)
-    assert str(said.value) == f"{path}: cannot be written: No space left on device; free space"
+    assert str(error.value) == f"{path}: cannot be written: No space left on device; free space"
     torch = RuntimeError("enforce fail at inline_container\nframe #0")
     with pytest.raises(StoreError, match="cannot be written: enforce fail at inline_container; free space"):
         replace(path, failing_writer(torch), REMEDY, failures=(RuntimeError,))
@@ -73,9 +73,9 @@ def test_a_failed_replacement_leaves_the_previous_content(tmp_path: Path, replac
 def test_unwritable_paths_give_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "a", Path("/proc/none/a"), tmp_path, tmp_path / ("long" * 100)):
-        with pytest.raises(StoreError, match=r"cannot be written: .*; free space") as said:
+        with pytest.raises(StoreError, match=r"cannot be written: .*; free space") as error:
             replace_text(path, "text", REMEDY)
-        assert "\n" not in str(said.value)
+        assert "\n" not in str(error.value)
     replace_text(tmp_path / ("é" * 120), "text", REMEDY)  # 240 bytes: its part's name is shorter
 
 
@@ -197,8 +197,8 @@ def write(part):
 def test_temporary_files_of_a_killed_writer_are_removed_by_the_next(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a"
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", KILLED, kind, str(path)], check=False, timeout=60)
-        assert done.returncode == -signal.SIGKILL
+        result = subprocess.run([sys.executable, "-c", KILLED, kind, str(path)], check=False, timeout=60)
+        assert result.returncode == -signal.SIGKILL
         (left,) = os.listdir(tmp_path)  # not two of them
         assert left.startswith(".a.")
     (tmp_path / ".a.part").mkdir()  # of somebody who names his own
@@ -235,8 +235,8 @@ def test_a_folder_whose_writer_was_killed_between_two_renames_is_restored(tmp_pa
     path = tmp_path / "a"
     path.mkdir()
     (path / "before").touch()
-    done = subprocess.run([sys.executable, "-c", KILLED_AT, str(at), str(path)], check=False, timeout=60)
-    assert done.returncode == -signal.SIGKILL
+    result = subprocess.run([sys.executable, "-c", KILLED_AT, str(at), str(path)], check=False, timeout=60)
+    assert result.returncode == -signal.SIGKILL
     assert path.exists() == (at != 1)
     with pytest.raises(StoreError):
         replace_folder(path, failing_writer(OSError(28, "No space left on device")), REMEDY)

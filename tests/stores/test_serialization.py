@@ -127,15 +127,15 @@ def test_enums_tuples_and_integer_keys_round_trip() -> None:
 )
 def test_invalid_values_are_rejected_with_their_path(change: dict[str, Any], message: str) -> None:
     plain = CODEC.encode(Outer(inner=(), flag=True)) | change
-    with pytest.raises(ValueError) as said:  # noqa: PT011  its text is compared below
+    with pytest.raises(ValueError) as error:  # noqa: PT011  its text is compared below
         CODEC.decode(plain, Outer)
-    assert str(said.value).startswith(message)
-    assert "\n" not in str(said.value)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("garbage", [None, 3, "text", [], ["flag"], {}])
 def test_invalid_top_level_values_give_a_one_line_error(garbage: Any) -> None:
     for kind in (Outer, StepRecord, RunHeader):
-        with pytest.raises(ValueError) as said:  # noqa: PT011  whatever it says, it is one line
+        with pytest.raises(ValueError) as error:  # noqa: PT011  whatever it says, it is one line
             CODEC.decode(garbage, kind)
-        assert "\n" not in str(said.value)
+        assert "\n" not in str(error.value)

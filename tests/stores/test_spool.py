@@ -127,17 +127,17 @@ ENTRIES: st.SearchStrategy[Entry] = st.one_of(
 @given(entry=ENTRIES)
 def test_entries_round_trip(entry: Entry) -> None:
     data = encode(entry)
-    again = decode(data)
-    assert type(again) is type(entry)
-    assert encode(again) == data
-    if isinstance(again, TokensDelivered) and isinstance(entry, TokensDelivered):
-        for ours, theirs in zip(again.segments, entry.segments, strict=True):
-            assert (ours.version, ours.instance) == (theirs.version, theirs.instance)
-            np.testing.assert_array_equal(ours.tokens, theirs.tokens)
-            np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
-    if isinstance(again, ObservationDelivered) and isinstance(entry, ObservationDelivered):
-        assert (again.role, again.start, again.seconds) == (entry.role, entry.start, entry.seconds)
-        np.testing.assert_array_equal(again.tokens, entry.tokens)
+    decoded = decode(data)
+    assert type(decoded) is type(entry)
+    assert encode(decoded) == data
+    if isinstance(decoded, TokensDelivered) and isinstance(entry, TokensDelivered):
+        for first, second in zip(decoded.segments, entry.segments, strict=True):
+            assert (first.version, first.instance) == (second.version, second.instance)
+            np.testing.assert_array_equal(first.tokens, second.tokens)
+            np.testing.assert_array_equal(first.logprobs, second.logprobs)
+    if isinstance(decoded, ObservationDelivered) and isinstance(entry, ObservationDelivered):
+        assert (decoded.role, decoded.start, decoded.seconds) == (entry.role, entry.start, entry.seconds)
+        np.testing.assert_array_equal(decoded.tokens, entry.tokens)
 
 
 @given(data=st.binary(max_size=60))
@@ -288,9 +288,9 @@ def test_trailing_fields_are_left_out_only_if_they_have_their_own_default() -> N
     prompt = np.zeros(1, np.int32)
     for source, task, row in ((0, 0, -1), (0, -1, 0), (-1, 0, 0)):
         entry = GroupDrawn(group=GroupId(0), prompt_tokens=prompt, at_s=0.0, dataset_row=row, source=source, task=task)
-        again = decode(encode(entry))
-        assert isinstance(again, GroupDrawn)
-        assert (again.source, again.task, again.dataset_row) == (source, task, row)
+        decoded = decode(encode(entry))
+        assert isinstance(decoded, GroupDrawn)
+        assert (decoded.source, decoded.task, decoded.dataset_row) == (source, task, row)
 
 
 def test_a_part_of_another_spool_version_is_ignored_and_kept(tmp_path: Path) -> None:

@@ -53,8 +53,8 @@ class TestVersionedStore(TrajectoryStoreTests):
 
     def test_rows_are_there_after_reopening(self, tmp_path: Path, rng: Any) -> None:
         VersionedStore.create(tmp_path / "s", HEADER).commit(record(0), [ended(rng, 0, 0)])
-        again = VersionedStore.open(tmp_path / "s")
-        again.commit(record(1), [ended(rng, 4, 1)])
+        reopened = VersionedStore.open(tmp_path / "s")
+        reopened.commit(record(1), [ended(rng, 4, 1)])
         assert [e.trajectory.id for e in VersionedStore.open(tmp_path / "s").ended()] == [0, 4]
 
     def test_time_travel(self, tmp_path: Path, rng: Any) -> None:
@@ -81,8 +81,8 @@ class TestVersionedStore(TrajectoryStoreTests):
         opened = icechunk.Repository.open(icechunk.local_filesystem_storage(str(path)))
         (ended_once,) = opened.list_branches() - {"main"}
         assert VersionedStore.rewind(path, 2) == 2
-        again = VersionedStore.open(path)
-        again.commit(record(2), [ended(rng, 7, 2)])
+        reopened = VersionedStore.open(path)
+        reopened.commit(record(2), [ended(rng, 7, 2)])
         assert [e.trajectory.id for e in VersionedStore.open(path).ended()] == [0, 1, 7]
         repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(path)))
         (undone,) = repository.list_branches() - {"main", ended_once}
@@ -102,7 +102,7 @@ class TestVersionedStore(TrajectoryStoreTests):
         first, last = VersionedStore.open(tmp_path / "s").steps()
         assert (last.kind, last.num_rows) == ("refusal", 0)
         assert first.ledger.num_ended == last.ledger.num_ended == {"consumed:none": 4}
-        assert [one.refused for one in last.weight_checks] == ["its logprobs differ"]
+        assert [item.refused for item in last.weight_checks] == ["its logprobs differ"]
 
     def test_a_commit_after_another_process_committed_raises(self, tmp_path: Path, rng: Any) -> None:
         old = VersionedStore.create(tmp_path / "s", HEADER)

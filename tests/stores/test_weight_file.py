@@ -39,8 +39,8 @@ def test_written_tensors_are_read_back_with_their_fingerprint(
     tensors = {f"layer.{i}": filled_tensor(shape, kind, i) for i, (shape, kind) in enumerate(kinds)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_hash, "PIECE_BYTES", piece)
-        held = weight_file.write(path, tensors)
-        assert held == fingerprint(tensors) == fingerprint(load_file(path))
+        fingerprint_of_file = weight_file.write(path, tensors)
+        assert fingerprint_of_file == fingerprint(tensors) == fingerprint(load_file(path))
     read = load_file(path)
     assert {n: (t.dtype, t.shape) for n, t in read.items()} == {n: (t.dtype, t.shape) for n, t in tensors.items()}
     for name, tensor in tensors.items():
@@ -70,8 +70,8 @@ def test_tensors_are_released_while_an_iterator_is_written(
             del tensor
 
     described = {name: torch.empty(16, device="meta") for name in tensors}
-    held = weight_file.write(tmp_path / "file", TensorStream(described, come()))
-    assert held == fingerprint(tensors) == fingerprint(load_file(tmp_path / "file"))
+    fingerprint_of_file = weight_file.write(tmp_path / "file", TensorStream(described, come()))
+    assert fingerprint_of_file == fingerprint(tensors) == fingerprint(load_file(tmp_path / "file"))
     assert most <= weight_hash.MAX_QUEUED_PIECES * threads + 3
 
 

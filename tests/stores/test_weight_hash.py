@@ -50,8 +50,8 @@ def test_pieces_are_hashed_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first piece of a tensor finishes only after the second has started."""
     monkeypatch.setattr(weight_hash, "PIECE_BYTES", 4)
     together = threading.Barrier(2, timeout=30)
-    held = fingerprint({"t": torch.zeros(8, dtype=torch.uint8)}, 2, lambda *_: together.wait())
-    assert held.startswith("sha256-tree:")
+    fingerprint_of_file = fingerprint({"t": torch.zeros(8, dtype=torch.uint8)}, 2, lambda *_: together.wait())
+    assert fingerprint_of_file.startswith("sha256-tree:")
 
 
 def test_empty_and_zero_dimensional_tensors_have_a_fingerprint() -> None:

@@ -47,10 +47,10 @@ def test_a_tensor_missing_on_either_side_is_not_verified() -> None:
 
 
 def test_a_contradiction_of_one_worker_contradicts_the_engine() -> None:
-    one, two = (
+    first, second = (
         WeightReport(verified=3),
         WeightReport(verified=2, not_verified={"packed": 2}, contradicted=1, names=("q",)),
     )
-    assert total([one, two]) == WeightReport(verified=5, not_verified={"packed": 2}, contradicted=1, names=("q",))
-    assert total([one, two]).outcome == "contradicted"
+    assert total([first, second]) == WeightReport(verified=5, not_verified={"packed": 2}, contradicted=1, names=("q",))
+    assert total([first, second]).outcome == "contradicted"
     assert total([]).outcome == "not verified"

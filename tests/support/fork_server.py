@@ -232,14 +232,14 @@ def _enter_namespaces(beside: int) -> None:
 def _stand_by() -> str | None:
     """Fork a process that becomes the multiprocessing fork server when this one starts it for local workers; a second
     one is started as usual. Returns in that process only: the code it runs."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if (pid := os.fork()) == 0:
-        ours.close()
+        first.close()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        data, fds, *_ = socket.recv_fds(theirs, REQUEST_BYTES, 16)
+        data, fds, *_ = socket.recv_fds(second, REQUEST_BYTES, 16)
         if not data:  # whoever could have asked has ended
             os._exit(0)
-        theirs.close()
+        second.close()
         request = json.loads(data)
         _take_over(fds, request["numbers"])
         if not request["deaf"]:
@@ -247,7 +247,7 @@ def _stand_by() -> str | None:
         _become(request)
         sys.argv = ["-c"]
         return str(request["code"])
-    theirs.close()
+    second.close()
     spawn = util.spawnv_passfds
     waiting = [pid]
 
@@ -263,8 +263,8 @@ def _stand_by() -> str | None:
             "folder": os.getcwd(),
             "safe_path": bool(os.environ.get("PYTHONSAFEPATH")),
         }
-        socket.send_fds(ours, [json.dumps(request).encode()], list(passfds))
-        ours.close()
+        socket.send_fds(first, [json.dumps(request).encode()], list(passfds))
+        first.close()
         return waiting.pop()
 
     util.spawnv_passfds = start

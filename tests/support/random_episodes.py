@@ -249,12 +249,12 @@ class Table:
         playing = asyncio.create_task(self._play())
         try:
             await asyncio.wait([playing, *listening], return_when=asyncio.FIRST_COMPLETED)
-            for one in (*listening, playing):
-                if one.done():
-                    one.result()
+            for item in (*listening, playing):
+                if item.done():
+                    item.result()
         finally:
-            for one in (playing, *listening):
-                one.cancel()
+            for item in (playing, *listening):
+                item.cancel()
             await asyncio.gather(playing, *listening, return_exceptions=True)
             for instance in self._instances:
                 await instance.abort(tuple(e.id for e in self._episodes))

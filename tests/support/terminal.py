@@ -27,9 +27,9 @@ class Terminal:
     """One command in a new controlling pseudo-terminal: forked, or started by a new interpreter."""
 
     def __init__(self, *args: str | Path, cwd: Path, forked: bool) -> None:
-        ours, theirs = pty.openpty()
-        self._ours = ours
-        name = os.ttyname(theirs)
+        first, second = pty.openpty()
+        self._ours = first
+        name = os.ttyname(second)
         # The first terminal that the leader of a session opens becomes the one whose Ctrl-C it hears.
         opening = ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', name]
         command = [sys.executable, "-m", "staleflow.cli.main", *map(str, args)]
@@ -38,10 +38,10 @@ class Terminal:
         self.process: subprocess.Popen[Any]
         if forked:
             environment[forking.ADDRESS] = ""  # what the command starts is to hear the terminal's Ctrl-C, too
-            self.process = forking.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, **process)
+            self.process = forking.Popen(command, stdin=second, stdout=second, stderr=second, **process)
         else:
             self.process = subprocess.Popen([*opening, *command], **process)
-        os.close(theirs)
+        os.close(second)
         self._raw = b""
 
     @property

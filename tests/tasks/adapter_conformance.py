@@ -64,9 +64,9 @@ class AdapterVersions:
         weights = dict(self._begin)
         if version:
             adapter = self.tensors(version)
-            for one in self._layers:
-                added = LORA.scaling * adapter[one.up] @ adapter[one.down]
-                weights[f"{one.module}.weight"] = weights[f"{one.module}.weight"] + added
+            for item in self._layers:
+                added = LORA.scaling * adapter[item.up] @ adapter[item.down]
+                weights[f"{item.module}.weight"] = weights[f"{item.module}.weight"] + added
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
                 parameter.copy_(weights[name])
@@ -125,16 +125,16 @@ class AdapterEngineTests:
             if version:
                 versions.load(engine, version)
             for greedy in (False, True):
-                one = request(2 * version + greedy, prompt=PROMPT, max_new_tokens=80, greedy=greedy)
-                kinds[int(one.trajectory)] = one, version
+                first_request = request(2 * version + greedy, prompt=PROMPT, max_new_tokens=80, greedy=greedy)
+                kinds[int(first_request.trajectory)] = first_request, version
         # All at once, by the versions that they ask for.
         requests = {i: replace(one, version=PolicyVersion(v)) for i, (one, v) in kinds.items()}
         engine.submit(list(requests.values()))
         tokens = [3, 4, 5, 6, 7]
         np.testing.assert_allclose(engine.logprobs(tokens), versions.logprobs(SERVED - 1, tokens), atol=2e-4)
-        done = collect(engine, len(requests))
+        finished = collect(engine, len(requests))
         for number, (_, version) in kinds.items():
-            versions.check(requests[number], done[number], version)
+            versions.check(requests[number], finished[number], version)
 
     def test_a_later_turn_uses_the_version_of_the_first_turn(self, engine: Engine, versions: AdapterVersions) -> None:
         """A version is loaded between the two turns; the second turn still uses the cached context."""
@@ -151,9 +151,9 @@ class AdapterEngineTests:
         )
         fresh = request(1, prompt=context, max_new_tokens=10)
         engine.submit([second, fresh])
-        done = collect(engine, 2)
-        versions.check(second, done[0], 1)
-        versions.check(fresh, done[1], 2)
+        finished = collect(engine, 2)
+        versions.check(second, finished[0], 1)
+        versions.check(fresh, finished[1], 2)
         assert engine.load_statistics().cached_tokens - before.cached_tokens >= self.kept(len(PROMPT), turn)
 
     def kept(self, prompt: int, turn: SampledTokens) -> int:
@@ -169,9 +169,9 @@ class AdapterEngineTests:
             versions.load(engine, version)
         first = request(1, prompt=PROMPT, version=PolicyVersion(2))
         engine.submit([first])
-        done = collect(engine, 2)
-        versions.check(long, done[0], 1)
-        versions.check(first, done[1], 2)
+        finished = collect(engine, 2)
+        versions.check(long, finished[0], 1)
+        versions.check(first, finished[1], 2)
         versions.load(engine, 5)
         late = request(2, prompt=PROMPT, version=PolicyVersion(1))
         engine.submit([late])
@@ -181,10 +181,10 @@ class AdapterEngineTests:
         """Also while a request runs under the version."""
         for version in range(1, SERVED + 1):
             versions.load(engine, version)
-        one = request(0, prompt=PROMPT, max_new_tokens=80, greedy=True)
-        sample_until(engine, 2, [one])
+        first_request = request(0, prompt=PROMPT, max_new_tokens=80, greedy=True)
+        sample_until(engine, 2, [first_request])
         versions.load(engine, SERVED)
-        versions.check(one, collect(engine, 1)[0], SERVED)
+        versions.check(first_request, collect(engine, 1)[0], SERVED)
 
     def test_an_interrupted_request_continues_under_its_version(
         self, engine: Engine, versions: AdapterVersions
@@ -222,9 +222,9 @@ class AdapterEngineTests:
             with pytest.raises(StoreError, match=r"v00000002\.safetensors: "):
                 engine.load(PolicyVersion(2), folder.path(PolicyVersion(2)))
         assert engine.version == 1
-        one = request(0, prompt=PROMPT)
-        engine.submit([one])
-        versions.check(one, collect(engine, 1)[0], 1)
+        first_request = request(0, prompt=PROMPT)
+        engine.submit([first_request])
+        versions.check(first_request, collect(engine, 1)[0], 1)
 
     def test_a_reset_engine_serves_the_base_model(self, engine: Engine, versions: AdapterVersions) -> None:
         """Versions of another run may have the same numbers."""
@@ -237,6 +237,6 @@ class AdapterEngineTests:
         engine.submit([base])
         versions.check(base, collect(engine, 1)[0], 0)
         versions.load(engine, 1)
-        one = request(1, prompt=PROMPT)
-        engine.submit([one])
-        versions.check(one, collect(engine, 1)[1], 1)
+        first_request = request(1, prompt=PROMPT)
+        engine.submit([first_request])
+        versions.check(first_request, collect(engine, 1)[1], 1)

@@ -43,9 +43,9 @@ def auth_headers(session: AgentSession) -> dict[str, str]:
 async def answer_turns(session: AgentSession, *turns: SampledTurn) -> list[tuple[Message, ...]]:
     """Answer the requests of a session with these turns in order; returns the messages of the requests."""
     messages = []
-    for one in turns:
+    for item in turns:
         messages.append(await session.next_messages)
-        session.answer(one)
+        session.answer(item)
     return messages
 
 

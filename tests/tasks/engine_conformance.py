@@ -69,7 +69,7 @@ def model_settings(model: Path) -> dict[str, Any]:
 def sample_until(engine: Engine, least: int, requests: Sequence[Request] = ()) -> dict[int, SampledTokens]:
     """Submit requests and run them until one has at least this many tokens; returns the finished ones. The engine is
     then paused until `collect` or this function is called. Fails at once if all requests have finished."""
-    BRAKE.on(least, max((one.num_prior for one in requests), default=None))
+    BRAKE.on(least, max((item.num_prior for item in requests), default=None))
     engine.submit(requests)
     deadline = time.monotonic() + PATIENCE_S
     done: dict[int, SampledTokens] = {}
@@ -163,12 +163,12 @@ class EngineTests:
         self, engine: Engine, reference: Callable[..., list[float]], other_weights: tuple[Path, str]
     ) -> None:
         path, fingerprint = other_weights
-        done = sample_until(engine, 3, [request(i, max_new_tokens=100) for i in range(20)])
+        finished = sample_until(engine, 3, [request(i, max_new_tokens=100) for i in range(20)])
         loaded = engine.load(PolicyVersion(5), path)
         assert (loaded.version, loaded.fingerprint, engine.version) == (5, fingerprint, 5)
         assert loaded.weights.outcome == "verified", loaded.weights.line
         mixed = 0
-        for sampled in collect(engine, 20, done).values():
+        for sampled in collect(engine, 20, finished).values():
             versions = [s.version for s in sampled.segments]
             assert versions in ([0], [0, 5], [5])
             mixed += versions == [0, 5]
@@ -182,20 +182,20 @@ class EngineTests:
         assert mixed
 
     def test_aborted_requests_produce_no_events(self, engine: Engine) -> None:
-        done = sample_until(engine, 1, [request(i, max_new_tokens=100) for i in range(12)])
-        aborted = [TrajectoryId(i) for i in (0, 2, 4) if i not in done]
+        finished = sample_until(engine, 1, [request(i, max_new_tokens=100) for i in range(12)])
+        aborted = [TrajectoryId(i) for i in (0, 2, 4) if i not in finished]
         engine.abort([*aborted, TrajectoryId(77)])
-        collect(engine, 12 - len(aborted), done)
+        collect(engine, 12 - len(aborted), finished)
         # One of the three may have ended by itself in the instant before.
-        assert set(done) >= set(range(12)) - set(aborted)
+        assert set(finished) >= set(range(12)) - set(aborted)
         assert engine.events(0.1) == []
 
     def test_resubmitting_a_request_samples_it_once(self, engine: Engine) -> None:
         engine.submit([request(i, max_new_tokens=60) for i in range(4)])
         engine.submit([request(i, max_new_tokens=60) for i in range(4)])
         engine.submit([request(0, max_new_tokens=60, route_number=2)])
-        done = collect(engine, 4)
-        assert set(done) == {0, 1, 2, 3}
+        finished = collect(engine, 4)
+        assert set(finished) == {0, 1, 2, 3}
         assert engine.events(0.2) == []
 
     def test_a_probe_uses_the_loaded_weights_while_requests_run(
@@ -203,19 +203,19 @@ class EngineTests:
     ) -> None:
         path, _ = other_weights
         probe = [3, 10, 14, 7, 5, 9, 11, 4]
-        done = sample_until(engine, 3, [request(i, max_new_tokens=100) for i in range(20)])
+        finished = sample_until(engine, 3, [request(i, max_new_tokens=100) for i in range(20)])
         assert engine.logprobs(probe) == pytest.approx(reference(probe, 1), abs=2e-4)
         engine.load(PolicyVersion(5), path)
         assert engine.logprobs(probe) == pytest.approx(reference(probe, 1, path), abs=2e-4)
-        assert set(collect(engine, 20, done)) == set(range(20))
+        assert set(collect(engine, 20, finished)) == set(range(20))
 
     def test_load_statistics(self, engine: Engine) -> None:
-        done = sample_until(engine, 2, [request(i, max_new_tokens=100) for i in range(12)])
+        finished = sample_until(engine, 2, [request(i, max_new_tokens=100) for i in range(12)])
         load = engine.load_statistics()
-        assert 0 < load.running <= 12 - len(done)
+        assert 0 < load.running <= 12 - len(finished)
         assert load.kv_tokens >= load.running * 4
         assert len(load.progress) == load.running
-        sampled = sum(len(tokens_of(s)) for s in collect(engine, 12, done).values())
+        sampled = sum(len(tokens_of(s)) for s in collect(engine, 12, finished).values())
         after = engine.load_statistics()
         assert (after.running, after.kv_tokens) == (0, 0)
         assert after.tokens_sampled == sampled
@@ -229,13 +229,13 @@ class EngineTests:
 
     def test_peek_returns_the_tokens_sampled_so_far(self, engine: Engine, other_weights: tuple[Path, str]) -> None:
         path, _ = other_weights
-        done = sample_until(engine, 5, [request(i, max_new_tokens=100, num_prior=2) for i in range(20)])
+        finished = sample_until(engine, 5, [request(i, max_new_tokens=100, num_prior=2) for i in range(20)])
         engine.load(PolicyVersion(5), path)
-        done |= sample_until(engine, 8)
+        finished |= sample_until(engine, 8)
         seen = {s.trajectory: s for s in engine.peek()}
         again = {s.trajectory: s for s in engine.peek()}
         assert seen
-        whole = collect(engine, 20, done)
+        whole = collect(engine, 20, finished)
         for trajectory, part in seen.items():
             count = len(tokens_of(part))
             assert (part.route_number, part.start, part.finish) == (1, 2, FinishReason.UNFINISHED)
@@ -282,11 +282,11 @@ class EngineTests:
     def test_every_method_of_a_crashed_engine_raises_actor_lost(
         self, engine: Engine, other_weights: tuple[Path, str]
     ) -> None:
-        done = sample_until(engine, 1, [request(i, max_new_tokens=100) for i in range(4)])
+        finished = sample_until(engine, 1, [request(i, max_new_tokens=100) for i in range(4)])
         BRAKE.off()
         self.kill(engine)
         with pytest.raises(ActorLost, match="rollout-0"):
-            collect(engine, 4, done)
+            collect(engine, 4, finished)
         for verb in (
             lambda: engine.submit([request(9)]),
             lambda: engine.interrupt([TrajectoryId(0)]),
@@ -301,31 +301,31 @@ class EngineTests:
                 verb()
 
     def test_a_hung_engine_still_reports_its_load(self, engine: Engine) -> None:
-        done = sample_until(engine, 1, [request(i, max_new_tokens=100) for i in range(MANY)])
+        finished = sample_until(engine, 1, [request(i, max_new_tokens=100) for i in range(MANY)])
         BRAKE.off()  # the hang is one of a pass
         with self.hang(engine):
-            done |= {e.trajectory: e for e in engine.events(0.1) if isinstance(e, SampledTokens)}
+            finished |= {e.trajectory: e for e in engine.events(0.1) if isinstance(e, SampledTokens)}
             before = engine.load_statistics()
             assert engine.events(0.2) == []
             after = engine.load_statistics()
-        assert after.running == before.running == MANY - len(done) > 0
+        assert after.running == before.running == MANY - len(finished) > 0
         assert (after.tokens_sampled, after.progress) == (before.tokens_sampled, before.progress)
-        collect(engine, MANY, done)
+        collect(engine, MANY, finished)
 
     def test_an_engine_responds_while_it_loads_weights(self, engine: Engine, other_weights: tuple[Path, str]) -> None:
         """Replacing the weights of a large model takes seconds."""
-        done = sample_until(engine, 1, [request(i, max_new_tokens=100) for i in range(MANY)])
+        finished = sample_until(engine, 1, [request(i, max_new_tokens=100) for i in range(MANY)])
         answered: list[tuple[int, int]] = []
 
         def ask() -> None:
-            done.update({e.trajectory: e for e in engine.events(0.05) if isinstance(e, SampledTokens)})
+            finished.update({e.trajectory: e for e in engine.events(0.05) if isinstance(e, SampledTokens)})
             load = engine.load_statistics()
             answered.append((load.running, load.tokens_sampled))
 
         with self.during_load(engine, ask):
             engine.load(PolicyVersion(5), other_weights[0])
         assert len(answered) == 1 and answered[0][0] <= MANY
-        collect(engine, MANY, done)
+        collect(engine, MANY, finished)
         assert engine.load_statistics().version == 5
 
     def test_random_interrupts_aborts_and_updates_lose_no_request(

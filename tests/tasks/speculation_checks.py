@@ -161,5 +161,5 @@ def check_wrong_acceptance_is_detected(exact: ExactDistribution, responses: int 
 def greedy_responses(engine: Engine) -> list[list[int]]:
     prompts = [(3, 10, 14, 7), (4, 9, 8, 15, 6), (3, 3, 11), (5, 16, 10, 12)]
     engine.submit([request(10**6 + i, prompt=prompts[i % 4], max_new_tokens=60, greedy=True) for i in range(8)])
-    done = collect(engine, 8)
-    return [tokens_of(done[10**6 + i]) for i in range(8)]
+    finished = collect(engine, 8)
+    return [tokens_of(finished[10**6 + i]) for i in range(8)]

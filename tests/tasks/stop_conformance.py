@@ -46,9 +46,11 @@ class StopTests:
         self, engine: Engine, other_weights: tuple[Path, str], tiny_model: Path
     ) -> None:
         texts, strings = load_chat_tokenizer(str(tiny_model)), ("123", "9+", "=7=")
-        done = sample_until(engine, 3, [request(i, max_new_tokens=100, stop=StopCriteria(strings)) for i in range(20)])
+        finished = sample_until(
+            engine, 3, [request(i, max_new_tokens=100, stop=StopCriteria(strings)) for i in range(20)]
+        )
         engine.load(PolicyVersion(5), other_weights[0])
-        ended = collect(engine, 20, done)
+        ended = collect(engine, 20, finished)
         for item in ended.values():
             check_end(texts, item, strings, most=100)
 

@@ -129,11 +129,11 @@ class CancellingRpc:
 
 @pytest.mark.parametrize("within_actor", [False, True])
 async def test_a_call_cancelled_in_transit_raises_actor_lost_in_the_caller(within_actor: bool) -> None:
-    other = RemoteActor("inproc://none", "key", CancellingRpc())
+    remote_actor = RemoteActor("inproc://none", "key", CancellingRpc())
     calls = (
-        RelayingActor().relay(other, "wait")
+        RelayingActor().relay(remote_actor, "wait")
         if within_actor
-        else call_actor(other, "wait", timeout_s=60.0, actor_name="other")
+        else call_actor(remote_actor, "wait", timeout_s=60.0, actor_name="other")
     )
     with pytest.raises(ActorLost, match=r"^other is gone: the call was cancelled$"):
         await calls
@@ -170,13 +170,13 @@ async def test_actors_probe_the_address_of_a_silent_actor_and_drivers_do_not(
     monkeypatch.setattr(actor_calls, "PROBE_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        other = RemoteActor(address, "key", LateErrorRpc(OSError()))
+        remote_actor = RemoteActor(address, "key", LateErrorRpc(OSError()))
         with pytest.raises(ActorSilent):
-            await asyncio.create_task(RelayingActor().relay(other, "wait", timeout_s=0.1))
+            await asyncio.create_task(RelayingActor().relay(remote_actor, "wait", timeout_s=0.1))
     with pytest.raises(ActorSilent):
-        await call_actor(other, "wait", timeout_s=0.1, actor_name="other")
+        await call_actor(remote_actor, "wait", timeout_s=0.1, actor_name="other")
     with pytest.raises(ActorLost, match=f"^other is gone: nothing listens at {address}$"):
-        await asyncio.create_task(RelayingActor().relay(other, "wait"))
+        await asyncio.create_task(RelayingActor().relay(remote_actor, "wait"))
 
 
 @remote_methods

@@ -123,8 +123,8 @@ def room_url(room: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.mark.slow
 async def test_a_running_openenv_server_is_reached_by_its_url(room_url: str) -> None:
     pytest.importorskip("openai")
-    made = settings(f"openenv:{room_url}", {"field": "echoed_message", "system": "Say much."}, max_turns=2)
-    async with host_episode(made) as (episodes, task):
+    episode_settings = settings(f"openenv:{room_url}", {"field": "echoed_message", "system": "Say much."}, max_turns=2)
+    async with host_episode(episode_settings) as (episodes, task):
         assert [m.content for m in split_params(task.prompt)[1]] == ["Say much.", "Echo Room environment ready!"]
         turns = [
             SampledTurn(prompt_tokens=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)

@@ -200,11 +200,11 @@ async def played(episodes: EpisodeHost, task: Task, turns: Sequence[str], **more
 
 @pytest.mark.parametrize(("name", "isolation"), [("count", "auto"), ("count", "process"), ("count_slowly", "auto")])
 async def test_an_episode_is_identical_under_every_isolation_setting(agents: Path, name: str, isolation: str) -> None:
-    made = settings(f"agent:{agents}:{name}", isolation=isolation)
-    source = made.source.build()
+    episode_settings = settings(f"agent:{agents}:{name}", isolation=isolation)
+    source = episode_settings.source.build()
     tasks = [source.task(i) for i in (0, 1)]
     assert len({task.prompt for task in tasks}) == 2
-    async with host_episode(made) as (episodes, _):
+    async with host_episode(episode_settings) as (episodes, _):
         await episodes.check()
         first, second = await asyncio.gather(
             played(episodes, tasks[0], ["a", "b", "stop"]), played(episodes, tasks[1], ["stop"], member=1)
@@ -225,8 +225,8 @@ async def test_an_episode_is_identical_under_every_isolation_setting(agents: Pat
 async def test_the_last_line_a_program_prints_is_its_reward(
     agents: Path, does: str, reward: float, parts: dict[str, float], error: str
 ) -> None:
-    made = settings("agent:command", {"command": [sys.executable, str(agents.with_name("program.py"))]})
-    async with host_episode(made) as (episodes, task):
+    episode_settings = settings("agent:command", {"command": [sys.executable, str(agents.with_name("program.py"))]})
+    async with host_episode(episode_settings) as (episodes, task):
         (answer,) = await played(episodes, task, [does])
         assert answer.ended
         assert answer.error.startswith(error) if error else not answer.error

@@ -22,17 +22,19 @@ def test_a_row_with_branches_becomes_one_sequence_per_branch() -> None:
     assert packed.branches == row.branches == (ContextBranch(9, 0), ContextBranch(12, 5), ContextBranch(15, 7))
     sequences = BranchSequences.of([row])
     assert sequences.of_row == ((0, 1, 2, 3),)
-    results = [(one.prompt.tolist(), one.response.tolist(), one.sampled.astype(int).tolist()) for one in sequences.rows]
+    results = [
+        (item.prompt.tolist(), item.response.tolist(), item.sampled.astype(int).tolist()) for item in sequences.rows
+    ]
     assert results == [
         ([0, 1, 2], [3, 4, 5, 6, 7, 8], [0, 0, 0, 0, 1, 1]),
         ([9], [10, 11], [1, 1]),
         ([0, 1, 2], [3, 4, 12, 13, 14], [0, 0, 0, 1, 1]),
         ([0, 1, 2], [3, 4, 5, 6, 15, 16, 17], [1, 1, 0, 0, 0, 1, 1]),
     ]
-    assert sum(one.num_sampled for one in sequences.rows) == row.num_sampled == 10
-    for one in sequences.rows:
-        assert one.advantage == row.advantage
-        np.testing.assert_allclose(one.behaviour[one.sampled], -one.response[one.sampled] / 100, rtol=1e-6)
+    assert sum(item.num_sampled for item in sequences.rows) == row.num_sampled == 10
+    for item in sequences.rows:
+        assert item.advantage == row.advantage
+        np.testing.assert_allclose(item.behaviour[item.sampled], -item.response[item.sampled] / 100, rtol=1e-6)
     values = {i: one.response.astype(np.float32) for i, one in enumerate(sequences.rows)}
     expected = np.where(row.sampled, row.response, 0)
     assert sequences.by_row([row], values)[0].tolist() == expected.tolist()
@@ -57,7 +59,7 @@ def test_a_row_without_sampled_tokens_is_unchanged() -> None:
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_branch_gradients_match_one_pass_per_token(tiny_model: Path, aggregation: str) -> None:
     """Compared with one forward pass per token. The weight of a row does not depend on its branches."""
-    one = trainer(tiny_model, aggregation=aggregation)
+    policy_trainer = trainer(tiny_model, aggregation=aggregation)
     row = replace(Row.of(branching_row()), advantage=1.0)
     rows = [row, replace(row, branches=(), advantage=-0.5)]
     ids = np.concatenate([row.prompt, row.response]).astype(np.int64)
@@ -68,14 +70,14 @@ def test_branch_gradients_match_one_pass_per_token(tiny_model: Path, aggregation
         for at in np.flatnonzero(now.sampled).tolist():
             place = at + len(now.prompt)
             context = ids[places([branch for branch in now.branches if branch.at <= place], place)]
-            logits = one.model(input_ids=torch.from_numpy(context[None])).logits[0, -1].float()
+            logits = policy_trainer.model(input_ids=torch.from_numpy(context[None])).logits[0, -1].float()
             logprob = logits.log_softmax(-1)[int(ids[place])]
             behaviour[at] = logprob.item()  # so that ratios are 1
             total = total - share * now.advantage * logprob
         data.append(replace(now, behaviour=behaviour))
     total.backward()
-    expected = {name: p.grad.clone() for name, p in one.model.named_parameters() if p.grad is not None}
-    metrics = one.step(0, data)
+    expected = {name: p.grad.clone() for name, p in policy_trainer.model.named_parameters() if p.grad is not None}
+    metrics = policy_trainer.step(0, data)
     assert metrics["mismatch_max"] < 1e-4
-    for name, parameter in one.model.named_parameters():
+    for name, parameter in policy_trainer.model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-3)

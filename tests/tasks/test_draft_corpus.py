@@ -43,12 +43,12 @@ NOTHING: frozenset[TrajectoryId] = frozenset()
 
 def flight(**finished: Sequence[int]) -> InFlightState:
     """A group of four members with PROMPT. `t1=tokens` means that member 1 has finished with these tokens."""
-    held = InFlightState(group_size=4)
-    held.apply(GroupDrawn(group=GroupId(0), prompt_tokens=np.asarray(PROMPT, np.int32), at_s=0.0))
-    held.apply(TrajectoriesRouted(routed=tuple((TrajectoryId(i), 1) for i in range(4)), at_s=0.0))
+    state = InFlightState(group_size=4)
+    state.apply(GroupDrawn(group=GroupId(0), prompt_tokens=np.asarray(PROMPT, np.int32), at_s=0.0))
+    state.apply(TrajectoriesRouted(routed=tuple((TrajectoryId(i), 1) for i in range(4)), at_s=0.0))
     for name, tokens in finished.items():
-        deliver(held, int(name[1:]), tokens, FinishReason.STOP)
-    return held
+        deliver(state, int(name[1:]), tokens, FinishReason.STOP)
+    return state
 
 
 def deliver(held: InFlightState, trajectory: int, tokens: Sequence[int], finish: FinishReason) -> None:
@@ -76,52 +76,52 @@ def other_responses(
 
 
 def test_draft_corpus_returns_finished_siblings_and_earlier_epochs() -> None:
-    held = flight(t1=(5, 6, 7))
-    deliver(held, 2, (5, 6), FinishReason.UNFINISHED)
-    known = DraftCorpus(held, 1000)
-    known.add([stored_row(-80, (8, 9)), stored_row(-70, (8, 8), prompt=OTHER), stored_row(-60, ())])
-    assert other_responses(known, 0) == {1: (5, 6, 7), -80: (8, 9)}
-    assert [one.prompt for one in known.others([TrajectoryId(0), TrajectoryId(3)], NOTHING).responses] == [PROMPT]
-    assert other_responses(known, 77) == {}
+    state = flight(t1=(5, 6, 7))
+    deliver(state, 2, (5, 6), FinishReason.UNFINISHED)
+    corpus = DraftCorpus(state, 1000)
+    corpus.add([stored_row(-80, (8, 9)), stored_row(-70, (8, 8), prompt=OTHER), stored_row(-60, ())])
+    assert other_responses(corpus, 0) == {1: (5, 6, 7), -80: (8, 9)}
+    assert [item.prompt for item in corpus.others([TrajectoryId(0), TrajectoryId(3)], NOTHING).responses] == [PROMPT]
+    assert other_responses(corpus, 77) == {}
 
 
 def test_draft_corpus_returns_each_response_once() -> None:
-    held = flight(t1=(5, 6, 7))
-    known = DraftCorpus(held, 1000)
-    first = known.others([TrajectoryId(0)], NOTHING)
+    state = flight(t1=(5, 6, 7))
+    corpus = DraftCorpus(state, 1000)
+    first = corpus.others([TrajectoryId(0)], NOTHING)
     assert first.sent == {1}
-    again = known.others([TrajectoryId(0)], first.sent | {TrajectoryId(500)})
+    again = corpus.others([TrajectoryId(0)], first.sent | {TrajectoryId(500)})
     assert (again.responses, again.sent) == ([], {1})
-    deliver(held, 2, (5, 9), FinishReason.STOP)
-    assert other_responses(known, 0, told=again.sent) == {2: (5, 9)}
+    deliver(state, 2, (5, 9), FinishReason.STOP)
+    assert other_responses(corpus, 0, told=again.sent) == {2: (5, 9)}
 
 
 def test_draft_corpus_returns_siblings_of_every_group_with_the_prompt() -> None:
-    held = flight(t1=(5, 6, 7))
-    held.apply(GroupDrawn(group=GroupId(1), prompt_tokens=np.asarray(PROMPT, np.int32), at_s=0.0))
-    held.apply(TrajectoriesRouted(routed=tuple((TrajectoryId(i), 1) for i in range(4, 8)), at_s=0.0))
-    deliver(held, 5, (8, 9), FinishReason.STOP)
-    known = DraftCorpus(held, 1000)
-    assert other_responses(known, 0, 4) == other_responses(known, 4, 0) == {1: (5, 6, 7), 5: (8, 9)}
+    state = flight(t1=(5, 6, 7))
+    state.apply(GroupDrawn(group=GroupId(1), prompt_tokens=np.asarray(PROMPT, np.int32), at_s=0.0))
+    state.apply(TrajectoriesRouted(routed=tuple((TrajectoryId(i), 1) for i in range(4, 8)), at_s=0.0))
+    deliver(state, 5, (8, 9), FinishReason.STOP)
+    corpus = DraftCorpus(state, 1000)
+    assert other_responses(corpus, 0, 4) == other_responses(corpus, 4, 0) == {1: (5, 6, 7), 5: (8, 9)}
 
 
 def test_draft_corpus_limits_the_responses_of_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_corpus, "AT_ONCE", 2)
-    known = DraftCorpus(flight(t1=(5,), t2=(6,), t3=(7,)), 1000)
-    first = known.others([TrajectoryId(0)], NOTHING)
+    corpus = DraftCorpus(flight(t1=(5,), t2=(6,), t3=(7,)), 1000)
+    first = corpus.others([TrajectoryId(0)], NOTHING)
     assert len(first.sent) == 2
-    assert other_responses(known, 0, told=first.sent).keys() == {1, 2, 3} - first.sent
+    assert other_responses(corpus, 0, told=first.sent).keys() == {1, 2, 3} - first.sent
 
 
 def test_draft_corpus_size_is_bounded() -> None:
-    known = DraftCorpus(flight(), 100)
+    corpus = DraftCorpus(flight(), 100)
     for i in range(200):
-        known.add(
+        corpus.add(
             [stored_row(1000 + i, range(7), prompt=(3, 10, 14 + i % 5)), stored_row(1000 + i, range(8), prompt=PROMPT)]
         )
-        held = sum(len(tokens) for element in known._stored.values() for tokens in element.values())
-        assert held == known._num_tokens <= 100
-    assert max(other_responses(known, 0)) == 1199, "the latest are remembered"
+        held = sum(len(tokens) for element in corpus._stored.values() for tokens in element.values())
+        assert held == corpus._num_tokens <= 100
+    assert max(other_responses(corpus, 0)) == 1199, "the latest are remembered"
     none = DraftCorpus(flight(t1=(5,)), 0)
     none.add([stored_row(1000, range(7))])
     assert other_responses(none, 0) == {}
@@ -192,10 +192,10 @@ async def test_a_server_lost_during_a_draft_request_fails_nothing(tmp_path: Path
 
     config = Body(tmp_path).config("batch.group_size=2")
     server = Lost(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-    one = VirtualRolloutInstance(DraftingSettings(world), InstanceId("one"), 1, 30.0, 0.0, True)
+    instance = VirtualRolloutInstance(DraftingSettings(world), InstanceId("one"), 1, 30.0, 0.0, True)
     await server.draw(0, 1)
-    await one.route(server, (route_item(0, 1),))
-    assert len(await one.next_events(server, 9.0)) == 1
+    await instance.route(server, (route_item(0, 1),))
+    assert len(await instance.next_events(server, 9.0)) == 1
 
 
 async def test_draft_requests_are_rate_limited(tmp_path: Path) -> None:
@@ -210,15 +210,15 @@ async def test_draft_requests_are_rate_limited(tmp_path: Path) -> None:
 
     config = Body(tmp_path).config("batch.group_size=2")
     server = Counting(replace(actor_settings.server_settings(config, tmp_path / "store", 128), drafts=True), 0.0)
-    one = VirtualRolloutInstance(DraftingSettings(world), InstanceId("one"), 1, 30.0, 0.0, True)
+    instance = VirtualRolloutInstance(DraftingSettings(world), InstanceId("one"), 1, 30.0, 0.0, True)
     await server.draw(0, 1)
-    await one.route(server, (route_item(0, 1),))
+    await instance.route(server, (route_item(0, 1),))
     while asyncio.get_running_loop().time() < 3.3:
-        await one.next_events(server, 0.1)
+        await instance.next_events(server, 0.1)
     gaps = np.diff(requests)
     assert len(gaps) == 3 and gaps.min() >= LEARN_S
-    await one.set_draft_length(2)
-    await one.next_events(server, 0.1)
+    await instance.set_draft_length(2)
+    await instance.next_events(server, 0.1)
     assert len(requests) == 5, "it may have begun to draft"
 
 
@@ -227,21 +227,21 @@ async def test_an_instance_drafts_from_siblings_finished_on_another_instance(tmp
     config = Body(tmp_path).config("batch.group_size=2")
     settings = actor_settings.server_settings(config, tmp_path / "store", 128)
     server = server_class(world)(replace(settings, drafts=True), 0.0)
-    one, two = (
+    first, second = (
         VirtualRolloutInstance(made(world), InstanceId(name), 1, 30.0, 0.0, drafts)
         for made, name, drafts in ((DraftingSettings, "one", True), (DraftingSettings, "two", False))
     )
     await server.draw(0, 1)
-    await one.route(server, (route_item(1, 1),))
-    await two.route(server, (route_item(0, 1),))
-    assert await one.next_events(server, 1.5) == []
-    assert len(await two.next_events(server, 5.0)) == 1
-    assert await one.next_events(server, 0.1) == []
+    await first.route(server, (route_item(1, 1),))
+    await second.route(server, (route_item(0, 1),))
+    assert await first.next_events(server, 1.5) == []
+    assert len(await second.next_events(server, 5.0)) == 1
+    assert await first.next_events(server, 0.1) == []
     three = VirtualRolloutInstance(DraftingSettings(world), InstanceId("three"), 1, 30.0, 0.0, True)
     await three.route(server, (route_item(1, 2),))
-    for instance in (one, three):
+    for instance in (first, three):
         (learned,) = engine(instance).learned
         assert learned.responses == ((0, tuple(response(0, 9))),)
-    assert len(await one.next_events(server, 9.0)) == 1
-    assert len(engine(one).learned) == 1, "it is told once"
-    assert not hasattr(two._engine, "learned")
+    assert len(await first.next_events(server, 9.0)) == 1
+    assert len(engine(first).learned) == 1, "it is told once"
+    assert not hasattr(second._engine, "learned")

@@ -288,30 +288,30 @@ async def test_sampling_parameters_are_overridden_or_rejected_by_setting() -> No
 
 async def test_a_key_is_valid_for_its_session_until_it_ends() -> None:
     async with serving() as (server, client):
-        mine, other = server.sessions.open(), server.sessions.open()
-        models = (await client.get("/v1/models", headers=auth_headers(mine))).json()
+        first, second = server.sessions.open(), server.sessions.open()
+        models = (await client.get("/v1/models", headers=auth_headers(first))).json()
         assert [model["id"] for model in models["data"]] == ["mine"]
-        assert (await client.get("/v1/models/mine", headers=auth_headers(mine))).json()["id"] == "mine"
+        assert (await client.get("/v1/models/mine", headers=auth_headers(first))).json()["id"] == "mine"
         body = {"model": "m", "messages": HELLO}
         for headers, status in (
             ({}, 401),
-            ({"Authorization": f"Bearer {mine.id}.wrong"}, 401),
-            ({"Authorization": f"Bearer {mine.id}.{other.key.partition('.')[2]}"}, 401),
+            ({"Authorization": f"Bearer {first.id}.wrong"}, 401),
+            ({"Authorization": f"Bearer {first.id}.{second.key.partition('.')[2]}"}, 401),
             ({"Authorization": "Bearer ä".encode("latin-1").decode("latin-1")}, 401),
-            ({**auth_headers(mine), "X-Session-ID": other.id}, 403),
+            ({**auth_headers(first), "X-Session-ID": second.id}, 403),
         ):
             raw = {name: value.encode("latin-1") for name, value in headers.items()}
             assert (await client.post(CHAT, json=body, headers=raw)).status_code == status
-        telling = asyncio.ensure_future(answer_turns(mine, turn("hi")))
-        assert (await client.post(f"/session/{mine.key}{CHAT}", json=body)).status_code == 200
-        assert (await client.post(CHAT, json=body, headers={"X-Session-ID": mine.key})).status_code == 200
+        telling = asyncio.ensure_future(answer_turns(first, turn("hi")))
+        assert (await client.post(f"/session/{first.key}{CHAT}", json=body)).status_code == 200
+        assert (await client.post(CHAT, json=body, headers={"X-Session-ID": first.key})).status_code == 200
         await telling
-        waiting = asyncio.ensure_future(chat(client, other, HELLO))
-        await other.next_messages
-        server.sessions.close(other)
+        waiting = asyncio.ensure_future(chat(client, second, HELLO))
+        await second.next_messages
+        server.sessions.close(second)
         assert (await waiting).status_code == 410
-        void = await chat(client, other, HELLO)
+        void = await chat(client, second, HELLO)
         assert (void.status_code, void.json()["error"]["message"]) == (
             410, "the episode has ended; its key is void",
         )  # fmt: skip
-        assert (await chat(client, mine, HELLO)).status_code == 200
+        assert (await chat(client, first, HELLO)).status_code == 200

@@ -221,10 +221,10 @@ async def test_unknown_keys_get_503_while_a_replacement_restarts_its_episodes() 
     seconds = 100.0
 
     def status(sessions: Sessions, key: str) -> int:
-        with pytest.raises(RequestError) as found:
+        with pytest.raises(RequestError) as error:
             sessions.find(key)
-        assert (found.value.retry_s is not None) == (found.value.status == 503)
-        return found.value.status
+        assert (error.value.retry_s is not None) == (error.value.status == 503)
+        return error.value.status
 
     lost, sessions = Sessions().open(), Sessions(now=lambda: seconds)
     assert status(sessions, lost.key) == 401, "it is in no other's place"

@@ -162,23 +162,23 @@ def test_stop_criteria_are_part_of_the_turn_parameters_and_the_spool() -> None:
         "prompts stay what they were"
     )
 
-    held = flight()
-    held.apply(drawn(0))
-    held.apply(routed(0, 1))
-    assert held.apply(sampled(1, 0, [0, 0]))
+    state = flight()
+    state.apply(drawn(0))
+    state.apply(routed(0, 1))
+    assert state.apply(sampled(1, 0, [0, 0]))
     entry = ObservationDelivered(
         trajectory=ID, start=2, role="user", tokens=np.asarray([7], np.int32), seconds=0.1, at_s=4.0, stop=stop
     )
-    again = decode(encode(entry))
-    assert isinstance(again, ObservationDelivered)
-    assert again.stop == stop
-    assert held.apply(again)
-    assert held.turn_stops == {ID: stop}
-    assert held.copy_with(resumed(0)).turn_stops == {}
-    held.apply(routed(0, 2))
-    assert held.apply(sampled(2, 3, [0]))
-    assert held.apply(replace(entry, start=4, stop=NO_STOP))
-    assert held.turn_stops == {}
+    decoded = decode(encode(entry))
+    assert isinstance(decoded, ObservationDelivered)
+    assert decoded.stop == stop
+    assert state.apply(decoded)
+    assert state.turn_stops == {ID: stop}
+    assert state.copy_with(resumed(0)).turn_stops == {}
+    state.apply(routed(0, 2))
+    assert state.apply(sampled(2, 3, [0]))
+    assert state.apply(replace(entry, start=4, stop=NO_STOP))
+    assert state.turn_stops == {}
 
 
 # -- sessions ----------------------------------------------------------------------------------------------------

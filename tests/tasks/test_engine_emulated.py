@@ -111,9 +111,9 @@ class TestEmulatedEngine(SleepingEngineTests, ReusingEngineTests):
 
     @pytest.fixture
     def engine(self, clock: FaultyClock) -> Iterator[EmulatedEngine]:
-        one = EmulatedEngine(settings(), InstanceId("rollout-0"), clock)
-        yield one
-        one.close()
+        engine = EmulatedEngine(settings(), InstanceId("rollout-0"), clock)
+        yield engine
+        engine.close()
 
     @pytest.fixture(autouse=True)
     def faults(self, clock: FaultyClock) -> None:
@@ -227,10 +227,10 @@ def test_versions_are_served_side_by_side(tmp_path: Path) -> None:
         engine.submit([request(0, max_new_tokens=20), request(1, max_new_tokens=8, keep_kv=True)])
         load(1)
         engine.submit([request(2, max_new_tokens=20)])
-        done = collect(engine, 3)
-        assert {i: {s.version for s in one.segments} for i, one in done.items()} == {0: {0}, 1: {0}, 2: {1}}
+        finished = collect(engine, 3)
+        assert {i: {s.version for s in one.segments} for i, one in finished.items()} == {0: {0}, 1: {0}, 2: {1}}
         cached = engine.load_statistics().cached_tokens
-        before = tokens_of(done[1])
+        before = tokens_of(finished[1])
         context = (3, 10, 14, 7, *before, 50, 51)
         turn = request(
             1, prompt=context, route_number=2, max_new_tokens=9, num_prior=len(before) + 2, version=PolicyVersion(0)
@@ -251,8 +251,8 @@ def test_cached_tokens_are_released_after_the_last_turn_or_an_abort() -> None:
     """Nothing is cached for a trajectory without further turns."""
     with closing(EmulatedEngine(settings(time_scale=50.0), InstanceId("i"))) as engine:
         engine.submit([request(i, max_new_tokens=20, keep_kv=i > 0) for i in range(3)])
-        done = collect(engine, 3)
-        values = {i: 4 + len(tokens_of(sampled)) for i, sampled in done.items()}
+        finished = collect(engine, 3)
+        values = {i: 4 + len(tokens_of(sampled)) for i, sampled in finished.items()}
         assert engine.load_statistics().kept_tokens == values[1] + values[2]
         engine.abort([TrajectoryId(1)])
         assert engine.load_statistics().kept_tokens == values[2]
@@ -272,6 +272,6 @@ class TestDraftingEmulatedEngine(TestEmulatedEngine):
     @pytest.fixture
     def engine(self, clock: FaultyClock) -> Iterator[EmulatedEngine]:
         drafting = DraftSettings(length=4, max_running=1000, acceptance=0.6)
-        one = EmulatedEngine(settings(drafting=drafting), InstanceId("rollout-0"), clock)
-        yield one
-        one.close()
+        engine = EmulatedEngine(settings(drafting=drafting), InstanceId("rollout-0"), clock)
+        yield engine
+        engine.close()

@@ -43,7 +43,7 @@ def test_check_attention_rejects_unsupported_model_families(family: str, tmp_pat
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in FAMILIES if one not in REFUSED],
+    [pytest.param(item, marks=() if item in QUICK else pytest.mark.slow) for item in FAMILIES if item not in REFUSED],
 )
 def test_logprobs_match_a_full_forward_pass(family: str, tmp_path: Path) -> None:
     """Requests of different lengths join and leave; a group shares a prompt; one request has a second turn."""
@@ -73,7 +73,7 @@ def test_logprobs_match_a_full_forward_pass(family: str, tmp_path: Path) -> None
         second = collect(engine, 3)
         for i, context in contexts.items():
             check(context, second[TrajectoryId(i)])
-        assert engine.load_statistics().cached_tokens - cached == sum(len(one) - 6 for one in contexts.values())
+        assert engine.load_statistics().cached_tokens - cached == sum(len(item) - 6 for item in contexts.values())
         assert engine.logprobs(prompts[20]) == pytest.approx(forward_logprobs(plain, prompts[20]), abs=1e-5)
     finally:
         engine.close()

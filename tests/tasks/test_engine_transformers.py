@@ -42,9 +42,9 @@ class TestTransformersEngine(SleepingEngineTests, StopTests, ReusingEngineTests)
     @pytest.fixture
     def engine(self, tiny_model: Path) -> Iterator[TransformersEngine]:
         torch.set_num_threads(1)
-        one = TransformersEngine(settings(tiny_model), InstanceId("rollout-0"))
-        yield one
-        one.close()
+        engine = TransformersEngine(settings(tiny_model), InstanceId("rollout-0"))
+        yield engine
+        engine.close()
 
     def test_the_brake_stops_the_engine_between_tokens(self, engine: Engine) -> None:
         requests = [request(0, max_new_tokens=40, greedy=True)]
@@ -104,9 +104,9 @@ class TestTransformersEngine(SleepingEngineTests, StopTests, ReusingEngineTests)
             assert logprobs_of(by_id[number]) == pytest.approx(expected, abs=2e-4)
 
     def test_temperature_is_in_the_logprobs(self, tiny_model: Path) -> None:
-        with closing(TransformersEngine(settings(tiny_model, temperature=2.0), InstanceId("i"))) as one:
-            one.submit([request(0)])
-            (segment,) = collect(one, 1)[0].segments
+        with closing(TransformersEngine(settings(tiny_model, temperature=2.0), InstanceId("i"))) as engine:
+            engine.submit([request(0)])
+            (segment,) = collect(engine, 1)[0].segments
         tokens = [3, 10, 14, 7, *segment.tokens.tolist()]
         expected = plain_logprobs(tiny_model, tokens, 4, None, temperature=2.0)
         assert segment.logprobs.tolist() == pytest.approx(expected, abs=2e-4)
@@ -118,9 +118,9 @@ class TestKeptContexts:
     @pytest.fixture
     def engine(self, tiny_model: Path) -> Iterator[TransformersEngine]:
         torch.set_num_threads(1)
-        one = TransformersEngine(settings(tiny_model, eos=(), kv_tokens=256), InstanceId("rollout-0"))
-        yield one
-        one.close()
+        engine = TransformersEngine(settings(tiny_model, eos=(), kv_tokens=256), InstanceId("rollout-0"))
+        yield engine
+        engine.close()
 
     def turn(self, engine: Engine, trajectory: int, context: tuple[int, ...], **changes: Any) -> list[int]:
         more: dict[str, Any] = {"keep_kv": True, "greedy": True, "max_new_tokens": 16}
@@ -241,44 +241,48 @@ def test_kept_cache_of_old_weights_is_private_to_its_running_request(tiny_model:
     """Neither other requests nor the next turn of the trajectory use it: a cached context must be of one version."""
     torch.set_num_threads(1)
     path, _ = changed_weights(tiny_model, tmp_path)
-    with closing(TransformersEngine(settings(tiny_model, keep=True, eos=()), InstanceId("i"))) as one:
-        sample_until(one, 5, [request(0, PROMPT, max_new_tokens=50, keep_kv=True)])
-        one.load(PolicyVersion(5), path)
-        one.submit([request(1, PROMPT, max_new_tokens=8)])
-        done = collect(one, 2)
-        load = one.load_statistics()
+    with closing(TransformersEngine(settings(tiny_model, keep=True, eos=()), InstanceId("i"))) as engine:
+        sample_until(engine, 5, [request(0, PROMPT, max_new_tokens=50, keep_kv=True)])
+        engine.load(PolicyVersion(5), path)
+        engine.submit([request(1, PROMPT, max_new_tokens=8)])
+        finished = collect(engine, 2)
+        load = engine.load_statistics()
         assert (load.prefilled_tokens, load.kept_tokens) == (2 * len(PROMPT), 0)
-        context = (*PROMPT, *tokens_of(done[0]), *GIVEN)
-        one.submit([request(0, context, route_number=2, max_new_tokens=8)])
-        later = collect(one, 1)[TrajectoryId(0)]
-    assert [s.version for s in done[0].segments] == [0, 5]
-    for before, sampled in ((PROMPT, done[1]), (context, later)):
+        context = (*PROMPT, *tokens_of(finished[0]), *GIVEN)
+        engine.submit([request(0, context, route_number=2, max_new_tokens=8)])
+        later = collect(engine, 1)[TrajectoryId(0)]
+    assert [s.version for s in finished[0].segments] == [0, 5]
+    for before, sampled in ((PROMPT, finished[1]), (context, later)):
         exact = plain_logprobs(tiny_model, [*before, *tokens_of(sampled)], len(before), path)
         assert logprobs_of(sampled) == pytest.approx(exact, abs=1e-5)
     # The old cache shows in the one that kept it: its logprobs are of neither version alone.
-    first = len(PROMPT) + len(done[0].segments[0].tokens)
-    of_new = plain_logprobs(tiny_model, [*PROMPT, *tokens_of(done[0])], first, path)
-    assert max(abs(a - b) for a, b in zip(done[0].segments[1].logprobs, of_new, strict=True)) > 1e-3
+    first = len(PROMPT) + len(finished[0].segments[0].tokens)
+    of_new = plain_logprobs(tiny_model, [*PROMPT, *tokens_of(finished[0])], first, path)
+    assert max(abs(a - b) for a, b in zip(finished[0].segments[1].logprobs, of_new, strict=True)) > 1e-3
 
 
 def test_a_shared_prompt_is_prefilled_once_for_running_and_waiting_requests(tiny_model: Path) -> None:
     torch.set_num_threads(1)
-    with closing(TransformersEngine(settings(tiny_model, max_running=3, max_batch_tokens=16), InstanceId("i"))) as one:
-        one.submit([request(i, PROMPT) for i in range(8)])
-        for sampled in collect(one, 8).values():
+    with closing(
+        TransformersEngine(settings(tiny_model, max_running=3, max_batch_tokens=16), InstanceId("i"))
+    ) as engine:
+        engine.submit([request(i, PROMPT) for i in range(8)])
+        for sampled in collect(engine, 8).values():
             exact = plain_logprobs(tiny_model, [*PROMPT, *tokens_of(sampled)], len(PROMPT), None)
             assert logprobs_of(sampled) == pytest.approx(exact, abs=1e-5)
-        load = one.load_statistics()
+        load = engine.load_statistics()
         assert (load.prefilled_tokens, load.cached_tokens) == (len(PROMPT) + 7, 7 * (len(PROMPT) - 1))
 
 
 def test_a_context_larger_than_the_cache_fails_alone(tiny_model: Path) -> None:
     torch.set_num_threads(1)
-    with closing(TransformersEngine(settings(tiny_model, eos=(), kv_tokens=64), InstanceId("i"))) as one:
-        one.submit([request(0, PROMPT + PROMPT), request(1, PROMPT, max_new_tokens=60), request(2, max_new_tokens=9)])
+    with closing(TransformersEngine(settings(tiny_model, eos=(), kv_tokens=64), InstanceId("i"))) as engine:
+        engine.submit(
+            [request(0, PROMPT + PROMPT), request(1, PROMPT, max_new_tokens=60), request(2, max_new_tokens=9)]
+        )
         ended: dict[int, Any] = {}
         while len(ended) < 3:
-            ended |= {event.trajectory: event for event in one.events(0.5)}
+            ended |= {event.trajectory: event for event in engine.events(0.5)}
     assert ended[0].error == "rollout.engine.kv_tokens = 64 is too small for 80 tokens"
     assert "is too small for 65 tokens" in ended[1].error
     assert len(tokens_of(ended[2])) == 9
@@ -288,6 +292,6 @@ class TestServedAdapters(AdapterEngineTests):
     @pytest.fixture
     def engine(self, tiny_model: Path) -> Iterator[TransformersEngine]:
         torch.set_num_threads(1)
-        one = TransformersEngine(settings(tiny_model, lora=LORA, adapters=SERVED), InstanceId("rollout-0"))
-        yield one
-        one.close()
+        engine = TransformersEngine(settings(tiny_model, lora=LORA, adapters=SERVED), InstanceId("rollout-0"))
+        yield engine
+        engine.close()

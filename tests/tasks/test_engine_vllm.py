@@ -61,9 +61,9 @@ class TestVllmEngine(StopTests, ReusingEngineTests):
 
     @pytest.fixture
     def engine(self, tiny_model: Path) -> Iterator[VllmEngine]:
-        one = VllmEngine(settings(tiny_model), InstanceId("rollout-0"))
-        yield one
-        one.close()
+        engine = VllmEngine(settings(tiny_model), InstanceId("rollout-0"))
+        yield engine
+        engine.close()
 
     def kill(self, engine: Engine) -> None:
         def fail() -> None:
@@ -155,9 +155,9 @@ class TestVllmEngine(StopTests, ReusingEngineTests):
 
 
 def test_temperature_is_in_the_logprobs(tiny_model: Path) -> None:
-    with closing(VllmEngine(settings(tiny_model, temperature=2.0), InstanceId("i"))) as one:
-        one.submit([request(0)])
-        (segment,) = collect(one, 1)[0].segments
+    with closing(VllmEngine(settings(tiny_model, temperature=2.0), InstanceId("i"))) as engine:
+        engine.submit([request(0)])
+        (segment,) = collect(engine, 1)[0].segments
     expected = plain_logprobs(tiny_model, [3, 10, 14, 7, *segment.tokens.tolist()], 4, None, temperature=2.0)
     assert segment.logprobs.tolist() == pytest.approx(expected, abs=2e-4)
 
@@ -165,19 +165,19 @@ def test_temperature_is_in_the_logprobs(tiny_model: Path) -> None:
 def test_kept_cache_of_old_weights_is_not_used_by_new_requests(tiny_model: Path, tmp_path: Path) -> None:
     path, _ = changed_weights(tiny_model, tmp_path)
     prompt = tuple(3 + i % 10 for i in range(70))  # fills pages, so that a cache of the old weights could be hit
-    with closing(VllmEngine(settings(tiny_model, keep=True, eos=()), InstanceId("i"))) as one:
-        sample_until(one, 5, [request(0, prompt=prompt, max_new_tokens=50)])
-        one.load(PolicyVersion(5), path)
-        one.submit([request(1, prompt=prompt, max_new_tokens=8)])
-        done = collect(one, 2)
-    assert [s.version for s in done[0].segments] == [0, 5]
-    assert sum(len(s.tokens) for s in done[0].segments) == 50
-    exact = plain_logprobs(tiny_model, [*prompt, *tokens_of(done[1])], len(prompt), path)
-    assert logprobs_of(done[1]) == pytest.approx(exact, abs=2e-4)
+    with closing(VllmEngine(settings(tiny_model, keep=True, eos=()), InstanceId("i"))) as engine:
+        sample_until(engine, 5, [request(0, prompt=prompt, max_new_tokens=50)])
+        engine.load(PolicyVersion(5), path)
+        engine.submit([request(1, prompt=prompt, max_new_tokens=8)])
+        finished = collect(engine, 2)
+    assert [s.version for s in finished[0].segments] == [0, 5]
+    assert sum(len(s.tokens) for s in finished[0].segments) == 50
+    exact = plain_logprobs(tiny_model, [*prompt, *tokens_of(finished[1])], len(prompt), path)
+    assert logprobs_of(finished[1]) == pytest.approx(exact, abs=2e-4)
     # The old cache shows in the one that kept it: its logprobs are of neither version alone.
-    later = len(prompt) + len(done[0].segments[0].tokens)
-    of_new = plain_logprobs(tiny_model, [*prompt, *tokens_of(done[0])], later, path)
-    assert max(abs(a - b) for a, b in zip(done[0].segments[1].logprobs, of_new, strict=True)) > 1e-3
+    later = len(prompt) + len(finished[0].segments[0].tokens)
+    of_new = plain_logprobs(tiny_model, [*prompt, *tokens_of(finished[0])], later, path)
+    assert max(abs(a - b) for a, b in zip(finished[0].segments[1].logprobs, of_new, strict=True)) > 1e-3
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -187,17 +187,17 @@ def test_a_request_waiting_during_a_weight_update_uses_no_old_cache(
     """Only requests with their own pages at the time of the update may continue with old ones."""
     path, _ = changed_weights(tiny_model, tmp_path)
     prompt = tuple(3 + i % 10 for i in range(70))
-    with closing(VllmEngine(settings(tiny_model, keep=keep, eos=(), max_running=1), InstanceId("i"))) as one:
+    with closing(VllmEngine(settings(tiny_model, keep=keep, eos=(), max_running=1), InstanceId("i"))) as engine:
         # Two run at once, the place for a probe taken too; the third waits for one of them to end.
-        sample_until(one, 5, [request(i, prompt=prompt, max_new_tokens=50) for i in range(3)])
-        before = one.load_statistics().cached_tokens
-        with slow_steps(one):
-            one.load(PolicyVersion(5), path)
-        done = collect(one, 3)
-        cached = one.load_statistics().cached_tokens - before
-    assert [[s.version for s in done[i].segments] for i in range(3)] == [[0, 5], [0, 5], [5]]
-    exact = plain_logprobs(tiny_model, [*prompt, *tokens_of(done[2])], len(prompt), path)
-    assert logprobs_of(done[2]) == pytest.approx(exact, abs=2e-4)
+        sample_until(engine, 5, [request(i, prompt=prompt, max_new_tokens=50) for i in range(3)])
+        before = engine.load_statistics().cached_tokens
+        with slow_steps(engine):
+            engine.load(PolicyVersion(5), path)
+        finished = collect(engine, 3)
+        cached = engine.load_statistics().cached_tokens - before
+    assert [[s.version for s in finished[i].segments] for i in range(3)] == [[0, 5], [0, 5], [5]]
+    exact = plain_logprobs(tiny_model, [*prompt, *tokens_of(finished[2])], len(prompt), path)
+    assert logprobs_of(finished[2]) == pytest.approx(exact, abs=2e-4)
     # The first prefills its prompt again under the new weights, and the others find that; kept pages nobody finds.
     assert cached == (0 if keep else 64 + 64)
 
@@ -208,39 +208,39 @@ def test_greedy_turns_are_equal_with_and_without_prefix_caching(tiny_model: Path
     for reuse in (True, False):
         with closing(
             VllmEngine(settings(tiny_model, eos=(), options={"enable_prefix_caching": reuse}), InstanceId("i"))
-        ) as one:
+        ) as engine:
             context, played[reuse] = PROMPT, []
             for route_number in (1, 2, 3):
-                one.submit([request(0, prompt=context, route_number=route_number, max_new_tokens=16, greedy=True)])
-                played[reuse].append(tokens_of(collect(one, 1)[0]))
+                engine.submit([request(0, prompt=context, route_number=route_number, max_new_tokens=16, greedy=True)])
+                played[reuse].append(tokens_of(collect(engine, 1)[0]))
                 context = (*context, *played[reuse][-1], *GIVEN)
-            results[reuse] = one.load_statistics().cached_tokens
+            results[reuse] = engine.load_statistics().cached_tokens
     assert played[True] == played[False]
     assert results == {True: 32 + 64, False: 0}
 
 
 def test_cached_tokens_are_reported_and_evicted_under_pressure(tiny_model: Path) -> None:
-    with closing(VllmEngine(settings(tiny_model, kv_tokens=320, eos=()), InstanceId("i"))) as one:
-        one.submit([request(0, prompt=PROMPT, max_new_tokens=30)])
-        collect(one, 1)
-        kept = one.load_statistics().kept_tokens
-        sample_until(one, 75, [request(i, prompt=(3 + i, *PROMPT[1:]), max_new_tokens=80) for i in (1, 2)])
-        squeezed = one.load_statistics().kept_tokens
-        one.interrupt([TrajectoryId(1), TrajectoryId(2)])
-        left = one.load_statistics().kept_tokens
+    with closing(VllmEngine(settings(tiny_model, kv_tokens=320, eos=()), InstanceId("i"))) as engine:
+        engine.submit([request(0, prompt=PROMPT, max_new_tokens=30)])
+        collect(engine, 1)
+        kept = engine.load_statistics().kept_tokens
+        sample_until(engine, 75, [request(i, prompt=(3 + i, *PROMPT[1:]), max_new_tokens=80) for i in (1, 2)])
+        squeezed = engine.load_statistics().kept_tokens
+        engine.interrupt([TrajectoryId(1), TrajectoryId(2)])
+        left = engine.load_statistics().kept_tokens
     assert kept == 64
     assert squeezed <= 320 - 2 * 115
     assert left >= 2 * 96
 
 
 def test_memory_pressure_is_reported_and_loses_no_request(tiny_model: Path) -> None:
-    with closing(VllmEngine(settings(tiny_model, kv_tokens=320, eos=()), InstanceId("i"))) as one:
-        one.submit([request(i, max_new_tokens=100) for i in range(8)])
+    with closing(VllmEngine(settings(tiny_model, kv_tokens=320, eos=()), InstanceId("i"))) as engine:
+        engine.submit([request(i, max_new_tokens=100) for i in range(8)])
         waiting, done = 0, {}
         while len(done) < 8:
-            waiting = max(waiting, one.load_statistics().waiting)
-            done |= {e.trajectory: e for e in one.events(0.01) if isinstance(e, SampledTokens)}
-        load = one.load_statistics()
+            waiting = max(waiting, engine.load_statistics().waiting)
+            done |= {e.trajectory: e for e in engine.events(0.01) if isinstance(e, SampledTokens)}
+        load = engine.load_statistics()
     assert waiting > 0
     assert load.preemptions > 0
     for sampled in done.values():
@@ -262,27 +262,27 @@ def test_an_unavailable_device_is_rejected(tiny_model: Path) -> None:
 
 
 def test_a_closed_engine_raises_actor_lost(tiny_model: Path) -> None:
-    one = VllmEngine(settings(tiny_model), InstanceId("i"))
-    one.submit([request(0, max_new_tokens=100)])
-    one.close()
+    engine = VllmEngine(settings(tiny_model), InstanceId("i"))
+    engine.submit([request(0, max_new_tokens=100)])
+    engine.close()
     with pytest.raises(ActorLost, match="closed"):
-        one.events(1.0)
+        engine.events(1.0)
     with pytest.raises(ActorLost, match="closed"):
-        one.interrupt([TrajectoryId(0)])
+        engine.interrupt([TrajectoryId(0)])
 
 
 def test_a_cache_smaller_than_the_context_length_is_enough_for_short_requests(tiny_model: Path) -> None:
-    with closing(VllmEngine(settings(tiny_model, kv_tokens=64, eos=()), InstanceId("i"))) as one:
-        one.submit([request(i, max_new_tokens=40) for i in range(3)])
-        assert all(len(tokens_of(sampled)) == 40 for sampled in collect(one, 3).values())
+    with closing(VllmEngine(settings(tiny_model, kv_tokens=64, eos=()), InstanceId("i"))) as engine:
+        engine.submit([request(i, max_new_tokens=40) for i in range(3)])
+        assert all(len(tokens_of(sampled)) == 40 for sampled in collect(engine, 3).values())
 
 
 class TestServedAdapters(AdapterEngineTests):
     @pytest.fixture
     def engine(self, tiny_model: Path) -> Iterator[VllmEngine]:
-        one = VllmEngine(settings(tiny_model, lora=LORA, adapters=SERVED), InstanceId("rollout-0"))
-        yield one
-        one.close()
+        engine = VllmEngine(settings(tiny_model, lora=LORA, adapters=SERVED), InstanceId("rollout-0"))
+        yield engine
+        engine.close()
 
     def kept(self, prompt: int, turn: SampledTokens) -> int:
         """vLLM caches whole pages."""

@@ -79,20 +79,22 @@ def flat_gradient(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", [name for name in LOSSES.names if name != "dpo"])  # which is of pairs
 def test_gradient_matches_one_pass_per_sampled_token(name: str, aggregation: str, tiny_model: Path) -> None:
     loss = entry(LOSSES, name)
-    one = trainer(tiny_model, loss=loss, aggregation=aggregation, max_length=MAX_LENGTH, microbatch_tokens=40)
+    policy_trainer = trainer(
+        tiny_model, loss=loss, aggregation=aggregation, max_length=MAX_LENGTH, microbatch_tokens=40
+    )
     expected = slow_gradient(trainer(tiny_model).model, rows(), loss, aggregation)
-    metrics = one.step(0, rows())
+    metrics = policy_trainer.step(0, rows())
     assert metrics["tokens_trained"] == sum(turns.count("s") for turns in TURNS)
     assert expected.abs().max() > 1e-3
-    torch.testing.assert_close(flat_gradient(one.model), expected, rtol=1e-3, atol=2e-6)
+    torch.testing.assert_close(flat_gradient(policy_trainer.model), expected, rtol=1e-3, atol=2e-6)
 
 
 def test_stored_values_at_env_tokens_change_nothing(tiny_model: Path) -> None:
     results = []
     for value in (0.0, -1e4, 1e4, np.inf, np.nan):
-        one = trainer(tiny_model, loss=entry(LOSSES, "ppo_clip"))
+        policy_trainer = trainer(tiny_model, loss=entry(LOSSES, "ppo_clip"))
         data = [replace(r, behaviour=np.where(r.sampled, r.behaviour, np.float32(value))) for r in rows()]
-        results.append((one.step(0, data), flat_gradient(one.model)))
+        results.append((policy_trainer.step(0, data), flat_gradient(policy_trainer.model)))
     for metrics, gradient in results[1:]:
         assert metrics == results[0][0]
         assert torch.equal(gradient, results[0][1])
@@ -114,13 +116,13 @@ class Ratio(Loss):
 
 
 def test_a_loss_gets_zeros_at_env_tokens_and_its_values_there_are_ignored(tiny_model: Path) -> None:
-    one = trainer(tiny_model)
+    policy_trainer = trainer(tiny_model)
     loss = Ratio()
-    one.objective = replace(one.objective, loss=loss)
+    policy_trainer.objective = replace(policy_trainer.objective, loss=loss)
     data = [r for r in rows() if len(r.response) == 6]
-    metrics = one.step(0, data)
+    metrics = policy_trainer.step(0, data)
     assert np.isfinite(metrics["loss"])
-    assert bool(flat_gradient(one.model).isfinite().all())
+    assert bool(flat_gradient(policy_trainer.model).isfinite().all())
     for seen in loss.seen:
         assert int((seen == 0).sum()) == seen.numel() - sum(r.num_sampled for r in data)
 

@@ -180,16 +180,16 @@ async def test_slow_resets_run_in_parallel(tmp_path: Path) -> None:
     folder.mkdir()
     for number in range(4):
         (folder / str(number)).touch()  # for the first task of a source, which is reset when that is made
-    made = settings(f"{tmp_path}/slow.py:Slow", {"folder": str(folder)}, step_timeout_s=20, concurrency=4)
-    assert made.source.concurrency == 4
-    source = made.source.build()
+    episode_settings = settings(f"{tmp_path}/slow.py:Slow", {"folder": str(folder)}, step_timeout_s=20, concurrency=4)
+    assert episode_settings.source.concurrency == 4
+    source = episode_settings.source.build()
     for held_out in (False, True):
         empty(folder)
         tasks = draw_tasks(source, range(8), held_out=held_out, concurrency=4)
         assert len({task.prompt for task in tasks}) == 8
         assert tasks[7] == source.task(7, held_out=held_out)
     empty(folder)
-    episodes = EpisodeHost(made)
+    episodes = EpisodeHost(episode_settings)
     answers = await asyncio.gather(*(act(episodes, tasks[0], "go", member=m) for m in range(4)))
     assert [(a.error, a.reward) for a in answers] == [("", 1.0)] * 4
     await episodes.close()

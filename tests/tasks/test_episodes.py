@@ -44,10 +44,10 @@ KINDS = ("Guess", "AsyncGuess", "guess")
 async def test_an_episode_is_identical_under_every_isolation_setting_and_host(
     games: Path, name: str, isolation: str
 ) -> None:
-    made = settings(f"{games}:{name}", isolation=isolation)
-    task = made.source.build().task(4)
+    episode_settings = settings(f"{games}:{name}", isolation=isolation)
+    task = episode_settings.source.build().task(4)
     assert task.prompt == "Guess a number from 1 to 8."
-    async with host_episode(made) as (episodes, _):
+    async with host_episode(episode_settings) as (episodes, _):
         await episodes.check()
         right = await play_episode(episodes, task, "12345678", task=4)
         number = len(right)
@@ -86,9 +86,9 @@ async def test_a_step_waits_for_the_step_before_it(games: Path, name: str) -> No
 
 @pytest.mark.parametrize("name", KINDS)
 async def test_a_repeatable_environment_is_replayed_on_another_host(games: Path, name: str) -> None:
-    made = settings(f"{games}:{name}")
-    task = made.source.build().task(0)
-    here, there = EpisodeHost(made), EpisodeHost(made)
+    episode_settings = settings(f"{games}:{name}")
+    task = episode_settings.source.build().task(0)
+    here, there = EpisodeHost(episode_settings), EpisodeHost(episode_settings)
     answers = [await act(here, task, *"8888"[:n]) for n in range(1, 5)]
     taken_up = await act(there, task, *"8888")
     assert taken_up.messages == answers[-1].messages
@@ -127,7 +127,7 @@ REQUESTS = st.lists(
 @given(requests=REQUESTS)
 def test_random_step_sequences_match_a_simple_model(games: Path, requests: list[tuple[int, str]]) -> None:
     """The environment returns its seed and all turns so far."""
-    made = settings(f"{games}:Counted", max_turns=50)
+    episode_settings = settings(f"{games}:Counted", max_turns=50)
     record = record_of(EpisodeStart(index=0, held_out=False, seed=6), "6")
 
     def expected(turns: Sequence[str], *, cut: bool) -> tuple[str, float]:
@@ -136,7 +136,7 @@ def test_random_step_sequences_match_a_simple_model(games: Path, requests: list[
         return f"6:{','.join(turns)}", 0.0
 
     async def work() -> None:
-        hosts = [EpisodeHost(made), EpisodeHost(made)]
+        hosts = [EpisodeHost(episode_settings), EpisodeHost(episode_settings)]
         turns: dict[int, list[str]] = {0: [], 1: [], 2: []}
         where, attempt, ended, was_cut = [0, 0, 0], [0, 0, 0], [False] * 3, [False] * 3
         for member, what in requests:
@@ -184,9 +184,9 @@ def test_a_job_with_an_environment_has_episode_settings(games: Path, tmp_path: P
     job = tmp_path / "job.toml"
     job.write_text(f'[model]\npath = "x"\n[task]\nsource = "{games}:Guess"\n[environment]\nmax_turns = 5\n')
     config = loading.load(job)
-    made = actor_settings.episode_settings(config)
-    assert made.source.limits.max_turns == 5
-    assert made.source.build().task(0).prompt == "Guess a number from 1 to 8."
+    episode_settings = actor_settings.episode_settings(config)
+    assert episode_settings.source.limits.max_turns == 5
+    assert episode_settings.source.build().task(0).prompt == "Guess a number from 1 to 8."
     assert user_files.with_absolute_paths(config).has_environment
     assert not user_files.with_absolute_paths(
         loading.load(job, ["task.source=reasoning_gym:chain_sum"])
@@ -287,13 +287,13 @@ async def test_tasks_of_several_sources_use_the_environment_or_scorer_of_each(ga
     (tmp_path / "job.toml").write_text(SOURCES.format(games=games))
     config = loading.load(tmp_path / "job.toml")
     assert config.has_environment
-    made = actor_settings.episode_settings(config)
-    assert list(made.environments) == ["guess", "moody"]
+    episode_settings = actor_settings.episode_settings(config)
+    assert list(episode_settings.environments) == ["guess", "moody"]
     tasks = {}
     for name, source in config.task.sources.items():
         task = actor_settings.source_settings(config, source).build().task(0)
         tasks[name] = replace(task, record=labelled(name, task.record))
-    async with host_episode(made) as (episodes, _):
+    async with host_episode(episode_settings) as (episodes, _):
         await episodes.check()
         assert step_summaries([await act(episodes, tasks["guess"], "8", task=0)]) == higher_summaries("lower")
         assert step_summaries([await act(episodes, tasks["moody"], "8", task=1)]) == higher_summaries("1")

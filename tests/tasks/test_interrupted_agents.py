@@ -96,8 +96,8 @@ async def test_a_program_killed_while_waiting_ends_its_episode_with_the_reason(r
 
 async def test_clients_waiting_at_a_stopping_endpoint_get_503_with_retry_after(tmp_path: Path) -> None:
     (tmp_path / "agents.py").write_text(WAITS)
-    made = settings(f"agent:{tmp_path}/agents.py:waits", {"answers": str(tmp_path / "answers")})
-    async with host_episode(made) as (episodes, task):
+    episode_settings = settings(f"agent:{tmp_path}/agents.py:waits", {"answers": str(tmp_path / "answers")})
+    async with host_episode(episode_settings) as (episodes, task):
         assert not (await acted(episodes, task, "a")).ended  # the agent has asked for its second turn
     written = tmp_path / f"answers-{os.getpid()}"
     while len(answers := written.read_text().splitlines()) < 2:

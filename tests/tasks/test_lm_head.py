@@ -228,6 +228,6 @@ def test_recomputed_blocks_have_equal_gradients_and_use_less_memory(tiny_model: 
             under = logprob_model(model).batch_and_entropy(batch)
         kept[again] = sum(sizes)
         results[again] = outcome(model, *under)
-    for one, other in zip(results[False], results[True], strict=True):
-        assert torch.equal(one, other)
+    for first, second in zip(results[False], results[True], strict=True):
+        assert torch.equal(first, second)
     assert kept[True] < 0.5 * kept[False]

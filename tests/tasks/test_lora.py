@@ -68,10 +68,10 @@ def test_an_adapter_starts_as_the_base_model_and_is_trained_alone(tiny_model: Pa
 def test_the_initial_adapter_depends_on_the_seed_only(tiny_model: Path) -> None:
     job = with_adapter(training(tiny_model, (), "ppo_clip", "token_mean"))
     before = torch.random.get_rng_state()
-    one, same = (published(PolicyTrainer(job.settings)) for _ in range(2))
+    first, same = (published(PolicyTrainer(job.settings)) for _ in range(2))
     other = published(PolicyTrainer(replace(job.settings, seed=1)))
-    assert all(torch.equal(one[name], same[name]) for name in one)
-    assert not any(torch.equal(one[name], other[name]) for name in one if "lora_A" in name)
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first if "lora_A" in name)
     assert torch.equal(before, torch.random.get_rng_state())
 
 

@@ -413,8 +413,8 @@ def test_a_ratio_beyond_max_ratio_counts_as_clipped() -> None:
 def test_an_extreme_stored_logprob_drops_no_update(name: str, tiny_model: Path) -> None:
     data = [replace(r, advantage=1.0) for r in rows(3)]
     data[0].behaviour[0] = -95.0
-    one = trainer(tiny_model, loss=entry(LOSSES, name))
-    before = [p.detach().clone() for p in one.model.parameters()]
-    metrics = one.step(0, data)
+    policy_trainer = trainer(tiny_model, loss=entry(LOSSES, name))
+    before = [p.detach().clone() for p in policy_trainer.model.parameters()]
+    metrics = policy_trainer.step(0, data)
     assert math.isfinite(metrics["grad_norm"])
-    assert any(not torch.equal(a, b) for a, b in zip(before, one.model.parameters(), strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(before, policy_trainer.model.parameters(), strict=True))

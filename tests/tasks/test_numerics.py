@@ -182,17 +182,17 @@ def test_tokens_with_a_non_finite_stored_logprob_are_dropped_and_counted(tiny_mo
     knobs = {"loss": entry(LOSSES, name), "aggregation": "constant_length"}
     sampled, behaviour = data[1].sampled.copy(), data[1].behaviour.copy()
     sampled[1], behaviour[1] = False, 0.0
-    other = trainer(tiny_model, **knobs)
-    expected = other.step(0, [data[0], replace(data[1], sampled=sampled, behaviour=behaviour), *data[2:]])
+    other_trainer = trainer(tiny_model, **knobs)
+    expected = other_trainer.step(0, [data[0], replace(data[1], sampled=sampled, behaviour=behaviour), *data[2:]])
     assert expected.pop("tokens_dropped") == 0
     for value in (-math.inf, math.inf, math.nan):
         behaviour = data[1].behaviour.copy()
         behaviour[1] = value
-        one = trainer(tiny_model, **knobs)
-        result = one.step(0, [data[0], replace(data[1], behaviour=behaviour), *data[2:]])
+        policy_trainer = trainer(tiny_model, **knobs)
+        result = policy_trainer.step(0, [data[0], replace(data[1], behaviour=behaviour), *data[2:]])
         assert result.pop("tokens_dropped") == 1
         assert result == pytest.approx(expected, rel=1e-5, abs=1e-7)
-        for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        for a, b in zip(policy_trainer.model.parameters(), other_trainer.model.parameters(), strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
@@ -232,9 +232,9 @@ def test_padding_and_packing_do_not_change_the_gradient(tiny_model: Any) -> None
     data = rows(9)
     results = []
     for budget in (1, 60, 10_000):
-        one = trainer(tiny_model, microbatch_tokens=budget)
-        metrics = one.step(0, data)
-        flat = torch.cat([p.detach().flatten() for p in one.model.parameters()])
+        policy_trainer = trainer(tiny_model, microbatch_tokens=budget)
+        metrics = policy_trainer.step(0, data)
+        flat = torch.cat([p.detach().flatten() for p in policy_trainer.model.parameters()])
         results.append((metrics["loss"], metrics["grad_norm"], flat))
     for loss, norm, flat in results[1:]:
         assert loss == pytest.approx(results[0][0], rel=1e-4)
@@ -246,18 +246,18 @@ def test_a_trainer_resumed_from_a_resume_point_repeats_the_next_step(tiny_model:
     from staleflow.stores.errors import StoreError
 
     data = rows(8)
-    one = trainer(tiny_model, minibatches=3)
-    one.step(0, data)
-    one.save_state(tmp_path / "state")
-    expected = one.step(1, data)
-    other = trainer(tiny_model, minibatches=3, seed=5)
-    other.load_state(tmp_path / "state")
-    assert other.step(1, data) == expected
-    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+    policy_trainer = trainer(tiny_model, minibatches=3)
+    policy_trainer.step(0, data)
+    policy_trainer.save_state(tmp_path / "state")
+    expected = policy_trainer.step(1, data)
+    other_trainer = trainer(tiny_model, minibatches=3, seed=5)
+    other_trainer.load_state(tmp_path / "state")
+    assert other_trainer.step(1, data) == expected
+    for a, b in zip(policy_trainer.model.parameters(), other_trainer.model.parameters(), strict=True):
         assert torch.equal(a, b)
     (tmp_path / "state").write_bytes((tmp_path / "state").read_bytes()[:1000])
     with pytest.raises(StoreError, match="no resume point of this job"):
-        other.load_state(tmp_path / "state")
+        other_trainer.load_state(tmp_path / "state")
 
 
 def test_a_resume_point_written_late_has_the_state_of_its_step(
@@ -272,16 +272,16 @@ def test_a_resume_point_written_late_has_the_state_of_its_step(
 
     monkeypatch.setattr(policy_trainer, "run_in_background", queued)
     data = rows(8)
-    one = trainer(tiny_model, minibatches=3)
-    one.step(0, data)
-    one.begin_save(tmp_path / "state")
-    expected = one.step(1, data)
+    model_trainer = trainer(tiny_model, minibatches=3)
+    model_trainer.step(0, data)
+    model_trainer.begin_save(tmp_path / "state")
+    expected = model_trainer.step(1, data)
     (write,) = late
     write()
-    other = trainer(tiny_model, minibatches=3, seed=5)
-    other.load_state(tmp_path / "state")
-    assert other.step(1, data) == expected
-    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+    other_trainer = trainer(tiny_model, minibatches=3, seed=5)
+    other_trainer.load_state(tmp_path / "state")
+    assert other_trainer.step(1, data) == expected
+    for a, b in zip(model_trainer.model.parameters(), other_trainer.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
@@ -306,29 +306,31 @@ def test_a_step_without_fresh_rows_has_no_mismatch_metrics(tiny_model: Any) -> N
 
 def test_recomputed_logprobs_use_the_sampling_temperature(tiny_model: Any) -> None:
     (row,) = rows(1)
-    one = trainer(tiny_model, temperature=2.0)
+    policy_trainer = trainer(tiny_model, temperature=2.0)
     (batch,) = microbatches([row], [0], np.ones(1, np.float32), 1000)
     ids = torch.tensor([[*row.prompt.tolist(), *row.response.tolist()]])
-    logits = one.model(input_ids=ids).logits[0].detach().double() / 2.0
+    logits = policy_trainer.model(input_ids=ids).logits[0].detach().double() / 2.0
     expected = [
         float(logits[len(row.prompt) - 1 + t].log_softmax(-1)[int(row.response[t])]) for t in range(len(row.response))
     ]
-    got = one.logprob_model.batch(batch)[0][torch.from_numpy(batch.mask[0] > 0)]
+    got = policy_trainer.logprob_model.batch(batch)[0][torch.from_numpy(batch.mask[0] > 0)]
     np.testing.assert_allclose(got.detach().numpy(), expected, atol=1e-5)
 
 
 def test_bfloat16_is_published_but_trained_in_float32(tiny_model: Any) -> None:
-    one = trainer(tiny_model, dtype="bfloat16", learning_rate=1e-6)
-    before = {n: p.detach().clone() for n, p in one.model.named_parameters()}
-    assert np.isfinite(one.step(0, rows(4))["loss"])
-    assert all(p.dtype == torch.float32 for p in one.model.parameters())
-    assert any(not torch.equal(p, before[n]) for n, p in one.model.named_parameters())
-    assert one.apply_to_weights(lambda weights: {t.dtype for _, t in sorted_tensors(weights)}) == {torch.bfloat16}
+    policy_trainer = trainer(tiny_model, dtype="bfloat16", learning_rate=1e-6)
+    before = {n: p.detach().clone() for n, p in policy_trainer.model.named_parameters()}
+    assert np.isfinite(policy_trainer.step(0, rows(4))["loss"])
+    assert all(p.dtype == torch.float32 for p in policy_trainer.model.parameters())
+    assert any(not torch.equal(p, before[n]) for n, p in policy_trainer.model.named_parameters())
+    assert policy_trainer.apply_to_weights(lambda weights: {t.dtype for _, t in sorted_tensors(weights)}) == {
+        torch.bfloat16
+    }
 
 
 def test_learning_rate_schedule(tiny_model: Any) -> None:
-    one = trainer(tiny_model, schedule="cosine", warmup_steps=2, num_steps=12)
-    rates = [one.learning_rate(s) for s in range(13)]
+    policy_trainer = trainer(tiny_model, schedule="cosine", warmup_steps=2, num_steps=12)
+    rates = [policy_trainer.learning_rate(s) for s in range(13)]
     assert rates[0] == pytest.approx(1e-3 / 3)
     assert max(rates) == rates[2] == pytest.approx(1e-3)
     assert rates[12] == pytest.approx(1e-4)
@@ -337,8 +339,8 @@ def test_learning_rate_schedule(tiny_model: Any) -> None:
 
 
 def test_linear_and_cosine_schedules_end_at_the_floor(tiny_model: Any) -> None:
-    one = trainer(tiny_model, schedule="linear", warmup_steps=2, num_steps=12, schedule_floor=0.25)
-    rates = [one.learning_rate(s) for s in range(15)]
+    policy_trainer = trainer(tiny_model, schedule="linear", warmup_steps=2, num_steps=12, schedule_floor=0.25)
+    rates = [policy_trainer.learning_rate(s) for s in range(15)]
     assert rates[:3] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3])
     assert rates[2:13] == pytest.approx(np.linspace(1e-3, 2.5e-4, 11).tolist())
     assert rates[12:] == pytest.approx([2.5e-4] * 3)
@@ -350,12 +352,12 @@ def test_later_epochs_use_the_proximal_policy_of_the_first(tiny_model: Any) -> N
     data = rows(8)
 
     def weights(name: str, epochs: int, steps: int, proximal: Any = None) -> torch.Tensor:
-        one = trainer(tiny_model, epochs=epochs, loss=entry(LOSSES, name))
+        policy_trainer = trainer(tiny_model, epochs=epochs, loss=entry(LOSSES, name))
         for _ in range(steps):
             if proximal is not None:
-                one._before = lambda *_, **__: proximal
-            one.step(0, data)
-        return torch.cat([p.detach().flatten() for p in one.model.parameters()])
+                policy_trainer._before = lambda *_, **__: proximal
+            policy_trainer.step(0, data)
+        return torch.cat([p.detach().flatten() for p in policy_trainer.model.parameters()])
 
     torch.testing.assert_close(weights("ppo_clip", 2, 1), weights("ppo_clip", 1, 2))
     first = trainer(tiny_model, loss=DecoupledPpo())._before(data, once=False)
@@ -369,33 +371,33 @@ def test_a_step_of_one_update_reuses_its_forward_pass(tiny_model: Any, name: str
     """The forward pass of the update also gives the proximal policy and the logprobs compared with the stored ones. The
     result equals that of separate passes."""
     data = [replace(row, advantage=0.0) if i in (2, 5) else row for i, row in enumerate(rows(8))]
-    one, other = (trainer(tiny_model, loss=entry(LOSSES, name), measured_rows=0) for _ in range(2))
+    first, second = (trainer(tiny_model, loss=entry(LOSSES, name), measured_rows=0) for _ in range(2))
     computed: list[int] = []
-    batch = one.logprob_model.layer._computed
+    batch = first.logprob_model.layer._computed
 
     def counted(hidden: Any) -> Any:
         computed.append(hidden.shape[1])
         return batch(hidden)
 
-    one.logprob_model.layer._layer.forward = counted
-    apart = other._before
-    other._before = lambda data, once: apart(data, once=False)
-    metrics, expected = one.step(0, data), other.step(0, data)
+    first.logprob_model.layer._layer.forward = counted
+    apart = second._before
+    second._before = lambda data, once: apart(data, once=False)
+    metrics, expected = first.step(0, data), second.step(0, data)
     tokens = [row.num_sampled for row in data if row.advantage or row.staleness == 0]
     assert len(tokens) == 6 + 1, "those with a gradient, and of the two others the fresh one"
     assert sum(computed) == sum(tokens)
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+    for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
 
 
 def test_a_non_finite_gradient_changes_no_weights(tiny_model: Any) -> None:
     data = rows(2)
     poison = replace(data[0], advantage=math.inf, staleness=0)
-    one = trainer(tiny_model)
-    before = torch.cat([p.detach().flatten().clone() for p in one.model.parameters()])
-    one.step(0, [poison, data[1]])
-    assert torch.equal(before, torch.cat([p.detach().flatten() for p in one.model.parameters()]))
+    policy_trainer = trainer(tiny_model)
+    before = torch.cat([p.detach().flatten().clone() for p in policy_trainer.model.parameters()])
+    policy_trainer.step(0, [poison, data[1]])
+    assert torch.equal(before, torch.cat([p.detach().flatten() for p in policy_trainer.model.parameters()]))
 
 
 def test_fewer_rows_than_minibatches_give_one_row_per_minibatch() -> None:

@@ -183,10 +183,10 @@ class ZeroLoss(Loss):
 
 def trainer_of_additions(tiny_model: Path, data: Any, **changes: Any) -> Any:
     """Return a trainer after a step with a loss of 0, so that its gradient is that of the added terms."""
-    one = trainer(tiny_model, microbatch_tokens=40, **changes)
-    one.objective = replace(one.objective, loss=ZeroLoss())
-    one.step(0, data)
-    return one
+    policy_trainer = trainer(tiny_model, microbatch_tokens=40, **changes)
+    policy_trainer.objective = replace(policy_trainer.objective, loss=ZeroLoss())
+    policy_trainer.step(0, data)
+    return policy_trainer
 
 
 def gradient_by_hand(model: Any, data: Any, value: Any) -> torch.Tensor:
@@ -214,11 +214,11 @@ def test_entropy_bonus_gradient_matches_per_token_passes(tiny_model: Path) -> No
 
 def test_batch_entropy_matches_the_distributions_at_the_temperature(tiny_model: Path) -> None:
     (row,) = rows(1)
-    one = trainer(tiny_model, temperature=2.0)
+    policy_trainer = trainer(tiny_model, temperature=2.0)
     (batch,) = microbatches([row], [0], np.ones(1, np.float32), 1000)
-    logprobs, entropy = one.logprob_model.batch_and_entropy(batch)
-    torch.testing.assert_close(logprobs, one.logprob_model.batch(batch))
-    every = one.model(input_ids=torch.from_numpy(batch.input_ids)).logits[0, batch.start : -1].double() / 2.0
+    logprobs, entropy = policy_trainer.logprob_model.batch_and_entropy(batch)
+    torch.testing.assert_close(logprobs, policy_trainer.logprob_model.batch(batch))
+    every = policy_trainer.model(input_ids=torch.from_numpy(batch.input_ids)).logits[0, batch.start : -1].double() / 2.0
     expected = torch.distributions.Categorical(logits=every).entropy()
     torch.testing.assert_close(entropy[0].double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -227,21 +227,21 @@ def test_batch_entropy_matches_the_distributions_at_the_temperature(tiny_model: 
 def test_kl_penalty_gradient_matches_per_token_passes(reference: str, tiny_model: Path, tmp_path: Path) -> None:
     """The policy differs from its reference: the base weights or a checkpoint."""
     data = rows_of_many_turns()
-    other = trainer(tiny_model, seed=3)
-    other.step(0, data)
+    other_trainer = trainer(tiny_model, seed=3)
+    other_trainer.step(0, data)
     if reference == "other":
-        other.apply_to_weights(lambda weights: weight_file.write(tmp_path / "weights", weights))
-        other.save(tmp_path / "reference", tmp_path / "weights")
+        other_trainer.apply_to_weights(lambda weights: weight_file.write(tmp_path / "weights", weights))
+        other_trainer.save(tmp_path / "reference", tmp_path / "weights")
     path = str(tmp_path / "reference") if reference == "other" else ""
     kl = KlConfig(coefficient=0.7, estimator="k2", reference=path)
-    one = trainer(tiny_model, kl=kl, microbatch_tokens=40)
-    for model in (one.model, copy := trainer(tiny_model).model):
+    policy_trainer = trainer(tiny_model, kl=kl, microbatch_tokens=40)
+    for model in (policy_trainer.model, copy := trainer(tiny_model).model):
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1.01)
-    one.objective = replace(one.objective, loss=ZeroLoss())
-    metrics = one.step(0, data)
-    base = other.model if reference == "other" else trainer(tiny_model).model
+    policy_trainer.objective = replace(policy_trainer.objective, loss=ZeroLoss())
+    metrics = policy_trainer.step(0, data)
+    base = other_trainer.model if reference == "other" else trainer(tiny_model).model
 
     def squared(every: torch.Tensor, before: torch.Tensor, token: int) -> torch.Tensor:
         with torch.no_grad():
@@ -250,7 +250,7 @@ def test_kl_penalty_gradient_matches_per_token_passes(reference: str, tiny_model
 
     expected = gradient_by_hand(copy, data, squared)
     assert expected.abs().max() > 1e-5
-    torch.testing.assert_close(flat_gradient(one.model), expected, rtol=2e-3, atol=2e-6)
+    torch.testing.assert_close(flat_gradient(policy_trainer.model), expected, rtol=2e-3, atol=2e-6)
     assert metrics["kl_reference"] > 0
 
 
@@ -268,11 +268,11 @@ class RecordingLoss(ZeroLoss):
 @pytest.mark.parametrize("budget", [1, 10_000])
 def test_env_tokens_and_padding_pay_no_penalty(budget: int, tiny_model: Path) -> None:
     data = rows_of_many_turns()
-    one = trainer(tiny_model, kl=KlConfig(coefficient=0.5, place="reward"), microbatch_tokens=budget)
+    policy_trainer = trainer(tiny_model, kl=KlConfig(coefficient=0.5, place="reward"), microbatch_tokens=budget)
     loss = RecordingLoss()
-    one.objective = replace(one.objective, loss=loss)
-    held = one.reference.rows(data, range(len(data)))
-    one.step(0, data)
+    policy_trainer.objective = replace(policy_trainer.objective, loss=loss)
+    held = policy_trainer.reference.rows(data, range(len(data)))
+    policy_trainer.step(0, data)
     results = [row[kept].tolist() for t in loss.seen for row, kept in zip(t.advantage, t.sampled, strict=True)]
     expected = []
     for i, row in enumerate(data):
@@ -291,16 +291,16 @@ def test_the_distillation_advantage_is_the_teacher_logprob_minus_the_student_log
     """The difference is added to the advantage of the reward. Teacher logprobs come from plain passes over each row,
     which detects an offset by one token."""
     data = rows_of_many_turns()
-    one = trainer(tiny_model, kl=teacher_of(tiny_model, tmp_path, 0.5), microbatch_tokens=60)
+    policy_trainer = trainer(tiny_model, kl=teacher_of(tiny_model, tmp_path, 0.5), microbatch_tokens=60)
     loss = RecordingLoss()
-    one.objective = replace(one.objective, loss=loss)
-    one.step(0, data)
+    policy_trainer.objective = replace(policy_trainer.objective, loss=loss)
+    policy_trainer.step(0, data)
     results = [row[kept].tolist() for t in loss.seen for row, kept in zip(t.advantage, t.sampled, strict=True)]
     expected = []
     for row in data:
         ids = torch.from_numpy(np.concatenate([row.prompt, row.response]).astype(np.int64))
         with torch.no_grad():
-            logits = one.reference.model(input_ids=ids[None]).logits[0]
+            logits = policy_trainer.reference.model(input_ids=ids[None]).logits[0]
         teacher = [
             float(logits[len(row.prompt) + t - 1].log_softmax(-1)[int(token)]) for t, token in enumerate(row.response)
         ]
@@ -315,21 +315,21 @@ def test_distillation_from_the_policy_itself_changes_nothing(tiny_model: Path) -
     """Not even by rounding: both logprobs come from the same pass."""
     data = [replace(r, advantage=0.0) for r in rows(6)]
     kl = KlConfig(coefficient=1.0, estimator="k1", place="advantage", reference=str(tiny_model))
-    one = trainer(tiny_model, kl=kl, loss=DecoupledPpo())
-    before = [p.clone() for p in one.model.parameters()]
-    metrics = one.step(0, data)
+    policy_trainer = trainer(tiny_model, kl=kl, loss=DecoupledPpo())
+    before = [p.clone() for p in policy_trainer.model.parameters()]
+    metrics = policy_trainer.step(0, data)
     assert (metrics["loss"], metrics["grad_norm"], metrics["kl_reference"]) == (0, 0, 0)
-    assert all(torch.equal(a, b) for a, b in zip(before, one.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, policy_trainer.model.parameters(), strict=True))
 
 
 def test_distillation_lowers_the_distance_to_a_teacher(tiny_model: Path, tmp_path: Path) -> None:
     """The student samples new responses before each step; there is no reward."""
     kl = teacher_of(tiny_model, tmp_path, 1.0)
-    one = trainer(tiny_model, kl=kl, loss=DecoupledPpo(), learning_rate=3e-3)
+    policy_trainer = trainer(tiny_model, kl=kl, loss=DecoupledPpo(), learning_rate=3e-3)
     distances = []
     for step in range(12):
-        data = sampled_rows(one.model, 32, 12, seed=step)
-        distances.append(one.step(step, data)["kl_reference"])
+        data = sampled_rows(policy_trainer.model, 32, 12, seed=step)
+        distances.append(policy_trainer.step(step, data)["kl_reference"])
     assert np.mean(distances[-3:]) < 0.5 * np.mean(distances[:3])
 
 
@@ -341,11 +341,11 @@ def teacher_of(tiny_model: Path, folder: Path, coefficient: float) -> KlConfig:
 
 def moved_model(tiny_model: Path, folder: Path) -> str:
     """Return the folder of a model that differs much from the tiny one."""
-    other = trainer(tiny_model, seed=3, learning_rate=1e-2)
+    other_trainer = trainer(tiny_model, seed=3, learning_rate=1e-2)
     for step in range(4):
-        other.step(step, rows_of_many_turns())
-    other.apply_to_weights(lambda weights: weight_file.write(folder / "weights", weights))
-    other.save(folder / "moved", folder / "weights")
+        other_trainer.step(step, rows_of_many_turns())
+    other_trainer.apply_to_weights(lambda weights: weight_file.write(folder / "weights", weights))
+    other_trainer.save(folder / "moved", folder / "weights")
     return str(folder / "moved")
 
 
@@ -371,14 +371,14 @@ def sampled_rows(model: Any, count: int, length: int, seed: int) -> list[Row]:
 
 def test_a_policy_equal_to_its_reference_pays_no_penalty(tiny_model: Path) -> None:
     data = [replace(r, advantage=0.0) for r in rows(4)]
-    one = trainer(tiny_model, kl=KlConfig(coefficient=1.0), loss=PpoClip())
-    before = [p.clone() for p in one.reference.model.parameters()]
-    metrics = one.step(0, data)
+    policy_trainer = trainer(tiny_model, kl=KlConfig(coefficient=1.0), loss=PpoClip())
+    before = [p.clone() for p in policy_trainer.reference.model.parameters()]
+    metrics = policy_trainer.step(0, data)
     assert metrics["kl_reference"] == pytest.approx(0, abs=1e-9)
     assert metrics["grad_norm"] == pytest.approx(0, abs=1e-5)
-    one.step(1, [replace(r, advantage=1.0) for r in data])  # negative ones may all be clipped
-    assert one.step(2, data)["kl_reference"] > 1e-6
-    assert all(torch.equal(a, b) for a, b in zip(before, one.reference.model.parameters(), strict=True))
+    policy_trainer.step(1, [replace(r, advantage=1.0) for r in data])  # negative ones may all be clipped
+    assert policy_trainer.step(2, data)["kl_reference"] > 1e-6
+    assert all(torch.equal(a, b) for a, b in zip(before, policy_trainer.reference.model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("difference", ["swapped tokens", "fewer rows"])

@@ -61,12 +61,12 @@ def test_an_agent_receives_the_stored_ids_and_logprobs_bit_for_bit(kinds: list[s
         id=TrajectoryId(0), group=GroupId(0), prompt_tokens=np.asarray([5, 6], np.int32), spans=tuple(spans),
         finish=FinishReason.LENGTH,
     )  # fmt: skip
-    told = newest_turn(t, "text")
-    assert [*told.prompt_tokens, *told.tokens] == [5, 6, *t.response_tokens.tolist()]
-    assert told.tokens == tuple(t.turns[-1].tolist())
-    wire = json.loads(json.dumps(told.logprobs))
-    assert np.asarray(wire, np.float32).tobytes() == t.logprobs[-len(told.tokens) :].tobytes()
-    assert told.truncated
+    turn = newest_turn(t, "text")
+    assert [*turn.prompt_tokens, *turn.tokens] == [5, 6, *t.response_tokens.tolist()]
+    assert turn.tokens == tuple(t.turns[-1].tolist())
+    wire = json.loads(json.dumps(turn.logprobs))
+    assert np.asarray(wire, np.float32).tobytes() == t.logprobs[-len(turn.tokens) :].tobytes()
+    assert turn.truncated
     assert not newest_turn(replace(t, finish=FinishReason.STOP), "").truncated
 
 
@@ -115,23 +115,23 @@ def test_a_single_user_message_needs_no_chat_template(tmp_path: Path) -> None:
 
 
 def test_the_token_limit_of_a_turn_is_spooled_with_its_observation() -> None:
-    held = flight()
-    held.apply(drawn(0))
-    held.apply(routed(0, 1))
-    assert held.apply(sampled(1, 0, [0, 0]))
+    state = flight()
+    state.apply(drawn(0))
+    state.apply(routed(0, 1))
+    assert state.apply(sampled(1, 0, [0, 0]))
     entry = ObservationDelivered(
         trajectory=ID, start=2, role="user", tokens=np.asarray([7], np.int32), seconds=0.1, at_s=4.0, turn_tokens=5
     )
     read = decode(encode(entry))
     assert isinstance(read, ObservationDelivered)
-    assert held.apply(read)
-    assert held.turn_limits == {ID: 5}
-    assert held.copy_with(resumed(0)).turn_limits == {}
+    assert state.apply(read)
+    assert state.turn_limits == {ID: 5}
+    assert state.copy_with(resumed(0)).turn_limits == {}
     # The next turn's answer says none.
-    held.apply(routed(0, 2))
-    assert held.apply(sampled(2, 3, [0]))
-    assert held.apply(replace(entry, start=4, turn_tokens=0))
-    assert held.turn_limits == {}
+    state.apply(routed(0, 2))
+    assert state.apply(sampled(2, 3, [0]))
+    assert state.apply(replace(entry, start=4, turn_tokens=0))
+    assert state.turn_limits == {}
     plain = decode(encode(replace(entry, turn_tokens=0)))
     assert isinstance(plain, ObservationDelivered)
     assert plain.turn_tokens == 0
@@ -164,20 +164,22 @@ def after_two_turns(found: TokenizedPrompts) -> Trajectory:
     for ids in ([40, 41], [50, 51, 52]):
         t = replace(t, spans=(*t.spans, sampled_segment(ids)), finish=FinishReason.STOP)
         if len(t.spans) == 1:
-            given = make_encoder(found).encode(t, observation_item(t, TurnParams(), Message("user", "two")), 1000)
-            assert isinstance(given, ObservationTokens)
-            assert given.after is None
-            t = replace(t, spans=(*t.spans, EnvSpan(role="user", tokens=np.asarray(given.tokens, np.int32))))
+            observation = make_encoder(found).encode(t, observation_item(t, TurnParams(), Message("user", "two")), 1000)
+            assert isinstance(observation, ObservationTokens)
+            assert observation.after is None
+            t = replace(t, spans=(*t.spans, EnvSpan(role="user", tokens=np.asarray(observation.tokens, np.int32))))
     return t
 
 
 def test_a_branch_after_a_turn_has_the_bridge_of_that_turn(tmp_path: Path) -> None:
     result = prompts(tmp_path)
     t = after_two_turns(result)
-    given = make_encoder(result).encode(t, observation_item(t, TurnParams(after_turn=1), Message("user", "two")), 1000)
-    assert isinstance(given, ObservationTokens)
-    assert given.tokens == t.spans[1].tokens.tolist()
-    assert given.after == len(t.prompt_tokens) + 2
+    observation = make_encoder(result).encode(
+        t, observation_item(t, TurnParams(after_turn=1), Message("user", "two")), 1000
+    )
+    assert isinstance(observation, ObservationTokens)
+    assert observation.tokens == t.spans[1].tokens.tolist()
+    assert observation.after == len(t.prompt_tokens) + 2
     went_on = make_encoder(result).encode(
         t, observation_item(t, TurnParams(after_turn=2), Message("user", "two")), 1000
     )
@@ -189,12 +191,12 @@ def test_a_rerendered_conversation_keeps_the_shared_prefix(tmp_path: Path) -> No
     t = after_two_turns(result)
     anew = TurnParams(after_turn=0)
     other = [Message("user", "one"), Message("assistant", "never said"), Message("user", "two")]
-    given = make_encoder(result).encode(t, observation_item(t, anew, *other), 1000)
-    assert isinstance(given, ObservationTokens)
-    assert given.after is not None
+    observation = make_encoder(result).encode(t, observation_item(t, anew, *other), 1000)
+    assert isinstance(observation, ObservationTokens)
+    assert observation.after is not None
     ids = list(result.encode(task(*other)))
-    assert [*whole_context(t)[: given.after], *given.tokens] == ids
-    assert given.after >= len(t.prompt_tokens)
+    assert [*whole_context(t)[: observation.after], *observation.tokens] == ids
+    assert observation.after >= len(t.prompt_tokens)
     # The prompt once more, and the token ids of all so far and more.
     assert make_encoder(result).encode(t, observation_item(t, anew, Message("user", "one")), 1000) == (
         [],
@@ -207,7 +209,10 @@ def test_a_rerendered_conversation_keeps_the_shared_prefix(tmp_path: Path) -> No
     )
     ids = [*whole_context(t), 7]
     assert make_encoder(result).encode(t, observation_item(t, replace(anew, token_ids=tuple(ids))), 1000) == ([7], None)
-    assert make_encoder(result).encode(t, observation_item(t, anew, *other), t.num_tokens + len(given.tokens)) == "full"
+    assert (
+        make_encoder(result).encode(t, observation_item(t, anew, *other), t.num_tokens + len(observation.tokens))
+        == "full"
+    )
 
 
 NO_SYSTEM_LATER = (
@@ -222,18 +227,20 @@ def test_messages_rejected_by_the_template_are_an_error_of_their_episode(tmp_pat
     result = prompts(tmp_path, template=NO_SYSTEM_LATER)
     t = after_two_turns(result)
     anew = observation_item(t, TurnParams(after_turn=0), Message("user", "x"), Message("system", "be brief"))
-    given = make_encoder(result).encode(t, anew, 1000)
-    assert isinstance(given, RenderError)
-    assert "the chat template fails on messages of user, system: " in given.why
-    assert "system comes first" in given.why
+    observation = make_encoder(result).encode(t, anew, 1000)
+    assert isinstance(observation, RenderError)
+    assert "the chat template fails on messages of user, system: " in observation.why
+    assert "system comes first" in observation.why
 
 
 def test_an_empty_conversation_is_an_error_of_its_episode(tmp_path: Path) -> None:
     """A model cannot continue an empty context."""
     result = prompts(tmp_path, chat=False)
     t = after_two_turns(result)
-    given = make_encoder(result).encode(t, observation_item(t, TurnParams(after_turn=0), Message("user", "")), 1000)
-    assert given == RenderError("the request's conversation has no tokens; send a message with a text")
+    observation = make_encoder(result).encode(
+        t, observation_item(t, TurnParams(after_turn=0), Message("user", "")), 1000
+    )
+    assert observation == RenderError("the request's conversation has no tokens; send a message with a text")
 
 
 def test_without_a_template_a_conversation_is_its_concatenated_texts(tmp_path: Path) -> None:
@@ -244,15 +251,15 @@ def test_without_a_template_a_conversation_is_its_concatenated_texts(tmp_path: P
 
 def test_newest_turn_of_a_branch_has_the_context_of_the_branch(tmp_path: Path) -> None:
     t = branching_row().trajectory
-    told = newest_turn(t, "")
-    assert (told.prompt_tokens, told.tokens) == ((0, 1, 2, 3, 4, 5, 6, 15), (16, 17))
+    turn = newest_turn(t, "")
+    assert (turn.prompt_tokens, turn.tokens) == ((0, 1, 2, 3, 4, 5, 6, 15), (16, 17))
 
 
 def test_branches_and_auxiliary_turns_survive_the_spool() -> None:
-    held = flight()
-    held.apply(drawn(0))
-    held.apply(routed(0, 1))
-    assert held.apply(sampled(1, 0, [0, 0]))
+    state = flight()
+    state.apply(drawn(0))
+    state.apply(routed(0, 1))
+    assert state.apply(sampled(1, 0, [0, 0]))
     entry = ObservationDelivered(
         trajectory=ID, start=2, role="user", tokens=np.asarray([7], np.int32), seconds=0.1, at_s=4.0, after=1,
         auxiliary=True,
@@ -260,15 +267,15 @@ def test_branches_and_auxiliary_turns_survive_the_spool() -> None:
     read = decode(encode(entry))
     assert isinstance(read, ObservationDelivered)
     assert (read.after, read.auxiliary, read.turn_tokens) == (1, True, 0)
-    assert held.apply(read)
-    held.apply(routed(0, 2))
-    assert held.apply(sampled(2, 3, [0, 0]))
-    assert held.live[ID].num_sampled == 4
-    assert held.live[ID].branches == ((len(held.live[ID].prompt_tokens) + 2, 1),)
-    first, second = held.live[ID].segments
+    assert state.apply(read)
+    state.apply(routed(0, 2))
+    assert state.apply(sampled(2, 3, [0, 0]))
+    assert state.live[ID].num_sampled == 4
+    assert state.live[ID].branches == ((len(state.live[ID].prompt_tokens) + 2, 1),)
+    first, second = state.live[ID].segments
     scored = RewardDelivered(trajectory=ID, tokens=5, reward=1.0, parts={}, error="", at_s=5.0)
-    assert held.apply(scored)
-    t = held.live[ID]
+    assert state.apply(scored)
+    t = state.live[ID]
     assert [s.tokens.tolist() for s in t.segments] == [first.tokens.tolist()]
     assert [(s.role, s.tokens.tolist()) for s in t.spans if isinstance(s, EnvSpan)] == [
         ("user", [7]), ("auxiliary", second.tokens.tolist()),

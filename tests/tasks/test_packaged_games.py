@@ -71,11 +71,11 @@ def refusal(source: str, **options: Any) -> str:
 @pytest.mark.parametrize("kind", ["textarena", "gymnasium", "skyrl_gym"])
 def test_a_missing_package_gives_a_one_line_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    made = settings(f"{kind}:Anything")
+    episode_settings = settings(f"{kind}:Anything")
     with pytest.raises(
         ConfigError, match=f"needs the package {kind}; pip install 'staleflow.{kind.replace('_', '-')}.'"
     ):
-        asyncio.run(EpisodeHost(made).check())
+        asyncio.run(EpisodeHost(episode_settings).check())
 
 
 def test_a_game_of_textarena() -> None:
@@ -184,8 +184,8 @@ def test_environments_of_skyrl_gym(tmp_path: Path) -> None:
         "extra_info": {"max_turns": 3},
     }
     rows.write_text("".join(json.dumps(one) + "\n" for _ in range(20)))
-    made = settings("skyrl_gym:gsm8k_multi_turn", rows=f"jsonl:{rows}")
-    task, answers = play_on_two_hosts(made, ["I think", "#### 143", "#### 144"], repeatable=False)
+    episode_settings = settings("skyrl_gym:gsm8k_multi_turn", rows=f"jsonl:{rows}")
+    task, answers = play_on_two_hosts(episode_settings, ["I think", "#### 143", "#### 144"], repeatable=False)
     assert task.prompt[0][1] == "What is 12 * 12?"
     assert answers[0].messages[0].role == "user" and "tentative numeric answer" in answers[0].messages[0].content
     assert [answer.ended for answer in answers] == [False, False, True]

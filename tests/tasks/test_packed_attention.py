@@ -65,8 +65,8 @@ def test_packed_rows_have_the_logprobs_of_padded_rows(kind: str, config: str, ch
         changes = {**changes, "attn_pdrop": 0.0}
     result = model(kind, config, **changes)
     padded = logprobs_and_gradients(model(kind, config, **changes), packed=False)
-    for one, other in zip(logprobs_and_gradients(result, packed=True), padded, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    for first, second in zip(logprobs_and_gradients(result, packed=True), padded, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])

@@ -47,7 +47,7 @@ def test_a_pair_is_the_best_and_the_worst_response_to_a_prompt() -> None:
     advantages = (0.1, -0.5, 2.0, 9.0, 0.0, 0.0, 0.0, 0.0, -1.0, -2.0, -1.0, -2.0)
     data = [replace(row, advantage=a, trained=a != 9.0) for row, a in zip(group, advantages, strict=True)]
     pairs = select_pairs(data)
-    assert [next(i for i, row in enumerate(data) if row is one) for one in pairs] == [2, 1, 8, 9]
+    assert [next(i for i, row in enumerate(data) if row is item) for item in pairs] == [2, 1, 8, 9]
 
 
 def test_a_minibatch_has_whole_pairs() -> None:
@@ -67,14 +67,16 @@ def test_dpo_loss_and_gradient_match_a_naive_implementation(
     data = groups(rows(8), 2) if turns == "one" else groups(rows_of_many_turns()[:4], 2)
     data = [replace(row, advantage=float(i % 2)) for i, row in enumerate(data)]
     reference = moved_model(tiny_model, tmp_path)
-    one = trainer(tiny_model, loss=Dpo(beta=BETA), kl=KlConfig(reference=reference), microbatch_tokens=budget)
-    metrics = one.step(0, data)
+    policy_trainer = trainer(
+        tiny_model, loss=Dpo(beta=BETA), kl=KlConfig(reference=reference), microbatch_tokens=budget
+    )
+    metrics = policy_trainer.step(0, data)
     model, other = trainer(tiny_model).model, trainer(reference).model
     loss = loss_by_hand(model, other, list(zip(data[1::2], data[::2], strict=True)))
     loss.backward()
     assert abs(float(loss.detach()) - math.log(2)) > 0.05
     assert metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
-    torch.testing.assert_close(flat_gradient(one.model), flat_gradient(model), rtol=2e-3, atol=2e-6)
+    torch.testing.assert_close(flat_gradient(policy_trainer.model), flat_gradient(model), rtol=2e-3, atol=2e-6)
 
 
 def test_each_update_weighs_its_pairs_by_the_current_weights(tiny_model: Path) -> None:
@@ -91,8 +93,8 @@ def test_each_update_weighs_its_pairs_by_the_current_weights(tiny_model: Path) -
 
 
 def test_a_step_without_pairs_changes_nothing(tiny_model: Path) -> None:
-    one = trainer(tiny_model, loss=Dpo())
-    before = [p.clone() for p in one.model.parameters()]
-    metrics = one.step(0, rows(5))
+    policy_trainer = trainer(tiny_model, loss=Dpo())
+    before = [p.clone() for p in policy_trainer.model.parameters()]
+    metrics = policy_trainer.step(0, rows(5))
     assert (metrics["loss"], metrics["grad_norm"], metrics["tokens_trained"]) == (0, 0, 0)
-    assert all(torch.equal(a, b) for a, b in zip(before, one.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, policy_trainer.model.parameters(), strict=True))

@@ -65,9 +65,9 @@ def test_parts_of_the_ranks_take_about_equal_time(lengths: list[int], ranks: int
         rows = [[lengths[i] for i in part] for part in batch]
         everything = sorted(n for part in rows for n in part)
         spread = everything[-1] - everything[0]
-        for one, other in itertools.combinations(rows, 2):
-            more = everything[-1] * abs(len(one) - len(other))
-            assert abs(sum(one) - sum(other)) <= spread + more
+        for first, second in itertools.combinations(rows, 2):
+            more = everything[-1] * abs(len(first) - len(second))
+            assert abs(sum(first) - sum(second)) <= spread + more
 
 
 @given(lengths=st.lists(st.integers(1, 20), max_size=7), ranks=st.integers(1, 3), budget=st.integers(1, 60))

@@ -26,58 +26,58 @@ def begin_request(one: Drafter, key: str, response: tuple[int, ...] = (), trajec
 
 
 def test_a_draft_follows_a_sibling_with_the_same_tokens() -> None:
-    one = drafter()
-    begin_request(one, "0", RESPONSE)
-    begin_request(one, "1", (50, 22, 23))
-    assert one.draft("1", 4) == [24]  # one place alone is not followed far before it has proved right
-    one.extend("1", (24,))
-    assert one.draft("1", 4)[:1] == [25]
-    one.extend("1", (60,))
-    assert one.draft("1", 4) == []
+    text_drafter = drafter()
+    begin_request(text_drafter, "0", RESPONSE)
+    begin_request(text_drafter, "1", (50, 22, 23))
+    assert text_drafter.draft("1", 4) == [24]  # one place alone is not followed far before it has proved right
+    text_drafter.extend("1", (24,))
+    assert text_drafter.draft("1", 4)[:1] == [25]
+    text_drafter.extend("1", (60,))
+    assert text_drafter.draft("1", 4) == []
 
 
 def test_drafts_follow_finished_responses_of_the_same_prompt_only() -> None:
-    one = drafter()
-    begin_request(one, "0", RESPONSE)
-    one.end("0")
-    one.begin("1", TrajectoryId(1), (5, 6), (5, 6))
-    one.extend("1", RESPONSE[:3])
-    begin_request(one, "2", RESPONSE[:3])
-    assert one.draft("1", 4) == []
-    assert one.draft("2", 4)[:1] == [23]
+    text_drafter = drafter()
+    begin_request(text_drafter, "0", RESPONSE)
+    text_drafter.end("0")
+    text_drafter.begin("1", TrajectoryId(1), (5, 6), (5, 6))
+    text_drafter.extend("1", RESPONSE[:3])
+    begin_request(text_drafter, "2", RESPONSE[:3])
+    assert text_drafter.draft("1", 4) == []
+    assert text_drafter.draft("2", 4)[:1] == [23]
 
 
 def test_a_draft_follows_earlier_tokens_of_its_own_context() -> None:
-    one = drafter()
-    begin_request(one, "0", (3, 10))
-    assert one.draft("0", 4)[:1] == [14]
-    begin_request(one, "1", (80, 81, 82, 80, 81))
-    assert one.draft("1", 4)[:1] == [82]
+    text_drafter = drafter()
+    begin_request(text_drafter, "0", (3, 10))
+    assert text_drafter.draft("0", 4)[:1] == [14]
+    begin_request(text_drafter, "1", (80, 81, 82, 80, 81))
+    assert text_drafter.draft("1", 4)[:1] == [82]
 
 
 def test_the_longest_match_decides_and_among_equals_the_majority() -> None:
-    one = drafter()
-    begin_request(one, "0", (1, 2, 3, 30))
+    text_drafter = drafter()
+    begin_request(text_drafter, "0", (1, 2, 3, 30))
     for key in ("1", "2", "3"):
-        begin_request(one, key, (9, 2, 3, 40))
-    begin_request(one, "4", (8, 2, 3))
-    assert one.draft("4", 4)[:1] == [40]
-    begin_request(one, "5", (1, 2, 3))
-    assert one.draft("5", 4)[:1] == [30]
+        begin_request(text_drafter, key, (9, 2, 3, 40))
+    begin_request(text_drafter, "4", (8, 2, 3))
+    assert text_drafter.draft("4", 4)[:1] == [40]
+    begin_request(text_drafter, "5", (1, 2, 3))
+    assert text_drafter.draft("5", 4)[:1] == [30]
 
 
 def test_a_draft_respects_the_length_limit_and_the_end_token() -> None:
-    one = drafter(end_token_ids=(26,), max_length=16)  # type: ignore[arg-type]
+    text_drafter = drafter(end_token_ids=(26,), max_length=16)  # type: ignore[arg-type]
     for key in "01234567":
-        begin_request(one, key, RESPONSE)
-    begin_request(one, "8", RESPONSE[:3])
+        begin_request(text_drafter, key, RESPONSE)
+    begin_request(text_drafter, "8", RESPONSE[:3])
     for _ in range(3):
-        one.extend("8", (one.draft("8", 16)[0],))
-    assert one.draft("8", 0) == []
-    assert one.draft("8", -3) == []
-    begin_request(one, "9", RESPONSE[:2])
-    assert one.draft("9", 2) == [22, 23]
-    assert one.draft("9", 16) == [22, 23, 24, 25, 26]
+        text_drafter.extend("8", (text_drafter.draft("8", 16)[0],))
+    assert text_drafter.draft("8", 0) == []
+    assert text_drafter.draft("8", -3) == []
+    begin_request(text_drafter, "9", RESPONSE[:2])
+    assert text_drafter.draft("9", 2) == [22, 23]
+    assert text_drafter.draft("9", 16) == [22, 23, 24, 25, 26]
 
 
 def test_rejected_drafts_stop_and_resume_when_accepted_again() -> None:
@@ -103,98 +103,98 @@ def test_rejected_drafts_stop_and_resume_when_accepted_again() -> None:
 
 
 def test_drafting_stops_above_max_running() -> None:
-    one = drafter(max_running=2)
-    begin_request(one, "0", RESPONSE)
-    begin_request(one, "1", RESPONSE[:4])
-    begin_request(one, "2")
-    assert one.draft("1", 4) == []
-    one.end("2")
-    assert one.draft("1", 4)[:1] == [24]
+    text_drafter = drafter(max_running=2)
+    begin_request(text_drafter, "0", RESPONSE)
+    begin_request(text_drafter, "1", RESPONSE[:4])
+    begin_request(text_drafter, "2")
+    assert text_drafter.draft("1", 4) == []
+    text_drafter.end("2")
+    assert text_drafter.draft("1", 4)[:1] == [24]
 
 
 def test_a_request_resubmitted_under_a_new_key_extends_its_text() -> None:
-    one = drafter()
-    begin_request(one, "0", RESPONSE)
-    one.end("0")
-    one.begin("7", TrajectoryId(0), PROMPT, (*PROMPT, *RESPONSE))
-    assert one.num_known_tokens("7") == len(PROMPT) + len(RESPONSE)
-    one.extend("7", (1, 2))
-    assert one.num_known_tokens("7") == len(PROMPT) + len(RESPONSE) + 2
-    assert one.num_tokens == len(PROMPT) + len(RESPONSE) + 2
-    one.begin("8", TrajectoryId(0), PROMPT, (*PROMPT, 77))  # its episode began again
-    assert one.draft("8", 4) == []
-    assert one.num_tokens == len(PROMPT) + len(RESPONSE) + 3
+    text_drafter = drafter()
+    begin_request(text_drafter, "0", RESPONSE)
+    text_drafter.end("0")
+    text_drafter.begin("7", TrajectoryId(0), PROMPT, (*PROMPT, *RESPONSE))
+    assert text_drafter.num_known_tokens("7") == len(PROMPT) + len(RESPONSE)
+    text_drafter.extend("7", (1, 2))
+    assert text_drafter.num_known_tokens("7") == len(PROMPT) + len(RESPONSE) + 2
+    assert text_drafter.num_tokens == len(PROMPT) + len(RESPONSE) + 2
+    text_drafter.begin("8", TrajectoryId(0), PROMPT, (*PROMPT, 77))  # its episode began again
+    assert text_drafter.draft("8", 4) == []
+    assert text_drafter.num_tokens == len(PROMPT) + len(RESPONSE) + 3
 
 
 @pytest.mark.parametrize("kept", [len(PROMPT), 2, 0])
 def test_a_branch_is_drafted_from_responses_to_its_prompt(kept: int) -> None:
-    one = drafter()
-    begin_request(one, "0", RESPONSE)
+    text_drafter = drafter()
+    begin_request(text_drafter, "0", RESPONSE)
     context = (*PROMPT[:kept], 90, 91, *RESPONSE[:3])  # its past is not what its trajectory sampled
-    one.begin("1", TrajectoryId(1), PROMPT, context)
-    assert one.draft("1", 4)[:1] == [RESPONSE[3]]
-    assert one.num_known_tokens("1") == len(context)
-    one.extend("1", RESPONSE[3:5])
-    assert one.num_known_tokens("1") == len(context) + 2
-    one.end("1")
-    begin_request(one, "2", (90, 91))
-    assert one.draft("2", 4)[:1] == [RESPONSE[0]]
+    text_drafter.begin("1", TrajectoryId(1), PROMPT, context)
+    assert text_drafter.draft("1", 4)[:1] == [RESPONSE[3]]
+    assert text_drafter.num_known_tokens("1") == len(context)
+    text_drafter.extend("1", RESPONSE[3:5])
+    assert text_drafter.num_known_tokens("1") == len(context) + 2
+    text_drafter.end("1")
+    begin_request(text_drafter, "2", (90, 91))
+    assert text_drafter.draft("2", 4)[:1] == [RESPONSE[0]]
 
 
 def test_drafts_follow_responses_added_from_other_instances() -> None:
-    one = drafter()
-    one.add_response(PROMPT, TrajectoryId(90), RESPONSE)
-    one.add_response((5, 6), TrajectoryId(91), (22, 30))
-    begin_request(one, "0", RESPONSE[:3])
-    assert one.draft("0", 4)[:1] == [23]
-    one.add_response(PROMPT, TrajectoryId(90), RESPONSE)
-    begin_request(one, "1", RESPONSE[:4])
-    before = one.num_tokens
-    assert one.draft("1", 4)[:1] == [24]
-    assert one.num_tokens == before, "it is known"
-    one.add_response(PROMPT, TrajectoryId(90), (*RESPONSE, 28))
-    assert one.draft("1", 4)[:1] == [24]
-    assert one.num_tokens == before + 1, "it went on elsewhere"
+    text_drafter = drafter()
+    text_drafter.add_response(PROMPT, TrajectoryId(90), RESPONSE)
+    text_drafter.add_response((5, 6), TrajectoryId(91), (22, 30))
+    begin_request(text_drafter, "0", RESPONSE[:3])
+    assert text_drafter.draft("0", 4)[:1] == [23]
+    text_drafter.add_response(PROMPT, TrajectoryId(90), RESPONSE)
+    begin_request(text_drafter, "1", RESPONSE[:4])
+    before = text_drafter.num_tokens
+    assert text_drafter.draft("1", 4)[:1] == [24]
+    assert text_drafter.num_tokens == before, "it is known"
+    text_drafter.add_response(PROMPT, TrajectoryId(90), (*RESPONSE, 28))
+    assert text_drafter.draft("1", 4)[:1] == [24]
+    assert text_drafter.num_tokens == before + 1, "it went on elsewhere"
 
 
 def test_added_responses_of_running_trajectories_are_ignored() -> None:
-    one = drafter()
-    begin_request(one, "0", RESPONSE[:3])
-    one.add_response(PROMPT, TrajectoryId(0), RESPONSE)
-    assert one.draft("0", 4) == []
-    assert one.num_known_tokens("0") == len(PROMPT) + 3
+    text_drafter = drafter()
+    begin_request(text_drafter, "0", RESPONSE[:3])
+    text_drafter.add_response(PROMPT, TrajectoryId(0), RESPONSE)
+    assert text_drafter.draft("0", 4) == []
+    assert text_drafter.num_known_tokens("0") == len(PROMPT) + 3
 
 
 def test_added_responses_are_bounded_and_cleared_by_reset() -> None:
-    one = drafter(max_indexed_tokens=100)
-    begin_request(one, "0", RESPONSE[:3])
+    text_drafter = drafter(max_indexed_tokens=100)
+    begin_request(text_drafter, "0", RESPONSE[:3])
     for i in range(1, 100):
-        one.add_response(PROMPT, TrajectoryId(i), [i * 20 + at for at in range(15)])
-        one.draft("0", 4)
-        assert one.num_tokens <= 100
-    assert one.num_known_tokens("0") == len(PROMPT) + 3
-    one.add_response(PROMPT, TrajectoryId(200), RESPONSE)
-    one.reset()
-    begin_request(one, "1", RESPONSE[:3])
-    assert one.draft("1", 4) == []
+        text_drafter.add_response(PROMPT, TrajectoryId(i), [i * 20 + at for at in range(15)])
+        text_drafter.draft("0", 4)
+        assert text_drafter.num_tokens <= 100
+    assert text_drafter.num_known_tokens("0") == len(PROMPT) + 3
+    text_drafter.add_response(PROMPT, TrajectoryId(200), RESPONSE)
+    text_drafter.reset()
+    begin_request(text_drafter, "1", RESPONSE[:3])
+    assert text_drafter.draft("1", 4) == []
 
 
 def test_drafted_trajectories_are_the_running_ones_up_to_max_running() -> None:
-    one = drafter(max_running=2)
-    assert one.drafted_trajectories == ()
-    begin_request(one, "0")
-    begin_request(one, "1")
-    assert one.drafted_trajectories == (0, 1)
-    begin_request(one, "2")
-    assert one.drafted_trajectories == ()
+    text_drafter = drafter(max_running=2)
+    assert text_drafter.drafted_trajectories == ()
+    begin_request(text_drafter, "0")
+    begin_request(text_drafter, "1")
+    assert text_drafter.drafted_trajectories == (0, 1)
+    begin_request(text_drafter, "2")
+    assert text_drafter.drafted_trajectories == ()
 
 
 def test_unknown_keys_have_no_drafts() -> None:
-    one = drafter()
-    one.extend("0", (1,))
-    one.end("0")
-    assert one.draft("0", 4) == []
-    assert one.num_known_tokens("0") is None
+    text_drafter = drafter()
+    text_drafter.extend("0", (1,))
+    text_drafter.end("0")
+    assert text_drafter.draft("0", 4) == []
+    assert text_drafter.num_known_tokens("0") is None
 
 
 @pytest.mark.parametrize("prompts", [1, 50])
@@ -234,14 +234,14 @@ def test_drafts_match_a_brute_force_search() -> None:
     """The search looks for the longest match and the majority of its continuations."""
     rng = random.Random(2)
     texts = [tuple(rng.randrange(6) for _ in range(12)) for _ in range(30)]
-    one = drafter()
+    text_drafter = drafter()
     for i, text in enumerate(texts):
-        begin_request(one, str(i), text)
+        begin_request(text_drafter, str(i), text)
     for i in range(30, 130):
         end = tuple(rng.randrange(6) for _ in range(5))
-        begin_request(one, str(i), end)
-        match, places = one._requests[str(i)].index.matches(one._requests[str(i)].text)  # type: ignore[union-attr]
-        own = [PROMPT, *texts, *(one._requests[str(j)].text.tokens.tolist() for j in range(30, i)), end]
+        begin_request(text_drafter, str(i), end)
+        match, places = text_drafter._requests[str(i)].index.matches(text_drafter._requests[str(i)].text)  # type: ignore[union-attr]
+        own = [PROMPT, *texts, *(text_drafter._requests[str(j)].text.tokens.tolist() for j in range(30, i)), end]
         best = max((shared(end, text[:at]) for text in map(tuple, own) for at in range(2, len(text))), default=0)
         assert match == best if places else match == 0
         assert all(shared(end, tuple(text.tokens[:at])) == match for text, at in places)

@@ -147,8 +147,8 @@ async def test_no_token_sampled_with_scrambled_weights_is_delivered(
     """Requests finish under the wrong weights before the fingerprint comparison is done, while events are polled."""
     config = loading.load(job, ("rollout.max_new_tokens=100",))
     server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-    one = RolloutInstance(actor_settings.engine_settings(config, 0, ()), InstanceId("a"), 1, 30.0, spool_s=0.01)
-    engine: Any = one._engine
+    instance = RolloutInstance(actor_settings.engine_settings(config, 0, ()), InstanceId("a"), 1, 30.0, spool_s=0.01)
+    engine: Any = instance._engine
     load, named = engine.load, dict(engine._model.named_parameters())
 
     def scramble(version: PolicyVersion, file: Path) -> LoadResult:
@@ -162,18 +162,18 @@ async def test_no_token_sampled_with_scrambled_weights_is_delivered(
     path, _ = changed_weights(tiny_model, tmp_path)
     try:
         await server.draw(0, 1)
-        await one.route(server, (route_item(0, 1), route_item(1, 1)))
-        pull = asyncio.ensure_future(one.pull(published_as(1, path), str(path)))
+        await instance.route(server, (route_item(0, 1), route_item(1, 1)))
+        pull = asyncio.ensure_future(instance.pull(published_as(1, path), str(path)))
         while not pull.done():
-            await one.next_events(server, 0.05)
+            await instance.next_events(server, 0.05)
         check = await pull
         assert (check.outcome, check.weights.contradicted) == ("contradicted", 1)
         assert "1 contradicted (model.embed_tokens.weight)" in check.refused
-        assert await one.next_events(server, 0.05) == []
+        assert await instance.next_events(server, 0.05) == []
         live = server._flight.live
         assert {s.version for i in (0, 1) for s in live[TrajectoryId(i)].segments} <= {0}
     finally:
-        await one.close()
+        await instance.close()
         await server.close()
 
 
@@ -186,19 +186,19 @@ async def test_a_trajectory_continues_under_its_version_while_that_is_served(
     config = loading.load(job, overrides)
     server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
     settings = actor_settings.engine_settings(config, 0, ())
-    one = RolloutInstance(settings, InstanceId("a"), 1, 30.0, 0.0)
+    instance = RolloutInstance(settings, InstanceId("a"), 1, 30.0, 0.0)
     try:
         await server.draw(0, 1)
         file = AdapterVersions(tiny_model, tmp_path / "published").file(1)
-        assert (await one.pull(published_as(1, file), str(file))).outcome == "verified"
-        await one.route(server, (route_item(0, 2, version=0), route_item(1, 1, version=1)))
+        assert (await instance.pull(published_as(1, file), str(file))).outcome == "verified"
+        await instance.route(server, (route_item(0, 2, version=0), route_item(1, 1, version=1)))
         ended = []
         while len(ended) < 2:
-            ended += await one.next_events(server, 5.0)
+            ended += await instance.next_events(server, 5.0)
         versions = [{s.version for s in server._flight.live[TrajectoryId(i)].segments} for i in (0, 1)]
         assert versions == [{0}, {1}]
     finally:
-        await one.close()
+        await instance.close()
         await server.close()
 
 
@@ -206,17 +206,17 @@ async def test_a_delivered_response_of_a_lost_instance_is_not_continued(tmp_path
     """The server has the tokens but the driver was not notified: the next instance reports the end."""
     world = World(length=lambda _: 9)
     server = make_server(world, tmp_path)
-    one, two = (make_instance(world, name) for name in ("one", "two"))
+    first, second = (make_instance(world, name) for name in ("one", "two"))
     await server.draw(0, 1)
-    await one.route(server, (route_item(0, 1), route_item(1, 1)))
-    assert len(await one.next_events(server, 5.0)) == 2
-    await two.route(server, (route_item(0, 2),))
-    answered = await two.next_events(server, 5.0)
+    await first.route(server, (route_item(0, 1), route_item(1, 1)))
+    assert len(await first.next_events(server, 5.0)) == 2
+    await second.route(server, (route_item(0, 2),))
+    answered = await second.next_events(server, 5.0)
     assert answered == [RequestOutcome(trajectory=TrajectoryId(0), route_number=2, tokens=9)]
-    assert await two.next_events(server, 1.0) == []
+    assert await second.next_events(server, 1.0) == []
     (held,) = await server.requests((route_item(0, 2),))
     assert held == delivery(0, route_number=2, start=9)
-    assert (await two.report()).running == 0
+    assert (await second.report()).running == 0
 
 
 async def test_tokens_of_a_superseded_route_are_dropped(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ async def test_a_lost_instance_loses_only_tokens_since_its_last_delivery(tmp_pat
 async def test_each_delivery_starts_at_the_end_of_the_previous_one(tmp_path: Path) -> None:
     world = World(length=lambda _: 90)
     server = make_server(world, tmp_path)
-    one = make_instance(world, "one", 1.0)
+    instance = make_instance(world, "one", 1.0)
     spans: list[tuple[int, int]] = []
 
     class Recording:
@@ -274,10 +274,10 @@ async def test_each_delivery_starts_at_the_end_of_the_previous_one(tmp_path: Pat
             return await server.deliver(parts)
 
     await server.draw(0, 1)
-    await one.route(server, (route_item(0, 1),))
+    await instance.route(server, (route_item(0, 1),))
     for _ in range(3):
         await asyncio.sleep(1.0)
-        await one.flush(Recording())
+        await instance.flush(Recording())
     assert len(spans) == 3
     assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]
 
@@ -287,7 +287,7 @@ async def test_instance_calls_return_only_after_their_tokens_are_delivered(tmp_p
     world = World(length=lambda _: 90)
     server = make_server(world, tmp_path)
     ended = verb == "next_events_at_the_end"
-    one = make_instance(world, "one", 0.0 if ended else 1.0)
+    instance = make_instance(world, "one", 0.0 if ended else 1.0)
     may_answer = asyncio.Event()
 
     class Slow:
@@ -296,16 +296,16 @@ async def test_instance_calls_return_only_after_their_tokens_are_delivered(tmp_p
             return await server.deliver(sampled)
 
     await server.draw(0, 1)
-    await one.route(server, (route_item(0, 1),))
-    assert await one.next_events(server, 0.25) == []  # the spool is due a second after this
+    await instance.route(server, (route_item(0, 1),))
+    assert await instance.next_events(server, 0.25) == []  # the spool is due a second after this
     await asyncio.sleep(20.0 if ended else 1.5)
     match verb:
         case "flush":
-            call = asyncio.ensure_future(one.flush(Slow()))
+            call = asyncio.ensure_future(instance.flush(Slow()))
         case "interrupt":
-            call = asyncio.ensure_future(one.interrupt(Slow(), (TrajectoryId(0),)))
+            call = asyncio.ensure_future(instance.interrupt(Slow(), (TrajectoryId(0),)))
         case _:
-            call = asyncio.ensure_future(one.next_events(Slow(), 0.25))
+            call = asyncio.ensure_future(instance.next_events(Slow(), 0.25))
     await asyncio.sleep(5.0)
     assert not call.done()
     may_answer.set()
@@ -316,16 +316,16 @@ async def test_instance_calls_return_only_after_their_tokens_are_delivered(tmp_p
 async def test_interrupted_responses_are_delivered_after_the_server_was_unreachable(tmp_path: Path) -> None:
     world = World(length=lambda _: 90)
     server = make_server(world, tmp_path)
-    one = make_instance(world)
+    instance = make_instance(world)
 
     await server.draw(0, 1)
-    await one.route(server, (route_item(0, 1), route_item(1, 1)))
+    await instance.route(server, (route_item(0, 1), route_item(1, 1)))
     await asyncio.sleep(1.0)
     with pytest.raises(ActorLost, match="server is gone"):
-        await one.interrupt(UnreachableServer(), (TrajectoryId(0), TrajectoryId(1)))
-    outcomes = await one.interrupt(server, (TrajectoryId(0), TrajectoryId(1)))
+        await instance.interrupt(UnreachableServer(), (TrajectoryId(0), TrajectoryId(1)))
+    outcomes = await instance.interrupt(server, (TrajectoryId(0), TrajectoryId(1)))
     assert outcomes == [RequestOutcome(trajectory=TrajectoryId(i), route_number=1, tokens=20) for i in (0, 1)]
-    assert await one.interrupt(server, (TrajectoryId(0),)) == []
+    assert await instance.interrupt(server, (TrajectoryId(0),)) == []
 
 
 async def test_finished_responses_are_delivered_after_the_server_was_unreachable(tmp_path: Path) -> None:
@@ -349,15 +349,15 @@ async def test_a_response_with_a_non_finite_logprob_fails(tmp_path: Path) -> Non
     poisoned = set[int]()
     world = World(length=lambda _: 20, not_finite=poisoned.__contains__)
     server = make_server(world, tmp_path)
-    one = make_instance(world)
+    instance = make_instance(world)
     await server.draw(0, 1)
-    await one.route(server, (route_item(0, 1), route_item(1, 1)))
+    await instance.route(server, (route_item(0, 1), route_item(1, 1)))
     await asyncio.sleep(0.25)
-    await one.flush(server)
+    await instance.flush(server)
     poisoned.add(0)
     await asyncio.sleep(0.25)
-    await one.flush(server)
-    outcomes = {o.trajectory: o for o in await one.next_events(server, 5.0)}
+    await instance.flush(server)
+    outcomes = {o.trajectory: o for o in await instance.next_events(server, 5.0)}
     assert (outcomes[TrajectoryId(1)].tokens, outcomes[TrajectoryId(1)].error) == (20, "")
     assert (outcomes[TrajectoryId(0)].tokens, outcomes[TrajectoryId(0)].error) == (
         5,
@@ -374,14 +374,14 @@ async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path:
     config = Body(tmp_path).config()
     settings = actor_settings.server_settings(config, tmp_path / "store", 128)
     first = server_class(world)(settings, 0.0)
-    one = make_instance(world, "one", 1.0)
+    instance = make_instance(world, "one", 1.0)
     await first.draw(0, 4)
-    await one.route(first, tuple(route_item(i, 1) for i in range(6)))
-    assert len(await one.next_events(first, 5.0)) == 5
+    await instance.route(first, tuple(route_item(i, 1) for i in range(6)))
+    assert len(await instance.next_events(first, 5.0)) == 5
     scored = await first.scoring_items(tuple(TrajectoryId(i) for i in range(5)))
     await first.record_rewards([RewardItem(*i[:3], ScoredResponse(reward=float(i.trajectory))) for i in scored])
     await asyncio.sleep(1.0)
-    await one.next_events(first, 0.1)
+    await instance.next_events(first, 0.1)
     versions = (PolicyVersion(0), PolicyVersion(0))
     packed = (await first.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions, 0)).packed
     ending = Ending(
@@ -397,8 +397,8 @@ async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path:
     np.testing.assert_array_equal(again.advantages, packed.advantages)
     drawn = await second.draw(0, 5)
     assert [(g.group, g.source, g.task) for g in drawn] == [(group, 0, -1) for group in range(5)]
-    assert await second.deliver(one._undelivered) == {}
-    (rest,) = await one.interrupt(second, (TrajectoryId(5),))
+    assert await second.deliver(instance._undelivered) == {}
+    (rest,) = await instance.interrupt(second, (TrajectoryId(5),))
     assert rest.tokens == second._flight.live[TrajectoryId(5)].num_tokens > 20
     assert [len(s.tokens) for s in second._flight.live[TrajectoryId(5)].segments] == [rest.tokens]
     (unscored,) = await second.scoring_items((TrajectoryId(3),))
@@ -446,8 +446,8 @@ def test_a_delivery_leaves_out_tokens_that_the_server_has(count: int | None) -> 
 async def test_a_failed_request_is_an_outcome_without_tokens() -> None:
     failed = Failed(trajectory=TrajectoryId(0), route_number=1, error="out of memory")
     engine = SimpleNamespace(version=PolicyVersion(0), events=lambda timeout_s: [failed], close=lambda: None)
-    one = RolloutInstance(ExistingEngineSettings(engine), InstanceId("one"), 1, 30.0, 0.0)
-    (outcome,) = await one.next_events(None, 1.0)
+    instance = RolloutInstance(ExistingEngineSettings(engine), InstanceId("one"), 1, 30.0, 0.0)
+    (outcome,) = await instance.next_events(None, 1.0)
     assert outcome == RequestOutcome(trajectory=TrajectoryId(0), route_number=1, tokens=0, error="out of memory")
 
 
@@ -463,9 +463,9 @@ async def test_an_instance_with_rejected_weights_waits_without_events() -> None:
 
 
 async def test_calls_of_a_closed_instance_raise_actor_lost() -> None:
-    one = make_instance(World())
-    await one.close()
-    for call in (one.pull(PUBLISHED, ""), one.abort(())):
+    instance = make_instance(World())
+    await instance.close()
+    for call in (instance.pull(PUBLISHED, ""), instance.abort(())):
         with pytest.raises(ActorLost, match=r"^one is closed$"):
             await call
 
@@ -487,14 +487,14 @@ async def test_commands_return_only_after_the_engine_has_finished_them(verb: str
         return (-0.5,)
 
     engine = SimpleNamespace(version=PolicyVersion(0), close=lambda: None, **{verb: carry_out})
-    one = RolloutInstance(ExistingEngineSettings(engine), InstanceId("one"), 1, 30.0, 0.0)
-    answer = asyncio.ensure_future(getattr(one, verb)(*VERBS[verb]))
+    instance = RolloutInstance(ExistingEngineSettings(engine), InstanceId("one"), 1, 30.0, 0.0)
+    answer = asyncio.ensure_future(getattr(instance, verb)(*VERBS[verb]))
     await asyncio.wait({answer}, timeout=0.02)
     assert not answer.done() and not calls
     await gate.open()
     assert await answer == ((-0.5,) if verb == "logprobs" else None)
     assert calls == [VERBS[verb]]
-    await one.close()
+    await instance.close()
 
 
 @pytest.mark.real_time
@@ -511,10 +511,10 @@ async def test_a_status_request_waiting_for_the_engine_blocks_no_other_call() ->
 
         def close(self) -> None: ...
 
-    one = RolloutInstance(ExistingEngineSettings(Busy()), InstanceId("one"), 1, 30.0, 0.0)
-    report, _ = await asyncio.gather(one.report(), gate.open())
+    instance = RolloutInstance(ExistingEngineSettings(Busy()), InstanceId("one"), 1, 30.0, 0.0)
+    report, _ = await asyncio.gather(instance.report(), gate.open())
     assert report == load
-    await one.close()
+    await instance.close()
 
 
 async def test_a_restarted_server_keeps_the_spool_of_finished_groups_that_are_not_stored(tmp_path: Path) -> None:
@@ -560,22 +560,22 @@ async def test_tokens_wait_for_an_abandoned_pull_and_for_nothing_after_it() -> N
             delivered.extend(parts)
             return {part.trajectory: 9 for part in parts}
 
-    one = RolloutInstance(ExistingEngineSettings(Pulling()), InstanceId("one"), 1, 30.0, 0.0)
-    events = asyncio.ensure_future(one.next_events(Server(), 0.01))
+    instance = RolloutInstance(ExistingEngineSettings(Pulling()), InstanceId("one"), 1, 30.0, 0.0)
+    events = asyncio.ensure_future(instance.next_events(Server(), 0.01))
     await asyncio.sleep(0)
-    pull = asyncio.ensure_future(one.pull(PUBLISHED, ""))
+    pull = asyncio.ensure_future(instance.pull(PUBLISHED, ""))
     await asyncio.sleep(0)
     pull.cancel()
     await sampling.open()
     assert await events == []
     assert delivered == []
     await loading.open()
-    while one._pulling is not None and not one._pulling.done():
+    while instance._pulling is not None and not instance._pulling.done():
         await asyncio.sleep(0.001)
-    (outcome,) = await one.next_events(Server(), 20.0)
+    (outcome,) = await instance.next_events(Server(), 20.0)
     assert (outcome.trajectory, outcome.tokens) == (0, 9)
     assert len(delivered) == 1
-    await one.close()
+    await instance.close()
 
 
 def whole_response(trajectory: TrajectoryId) -> SampledTokens:

@@ -107,9 +107,9 @@ def fine_tuned_trainer(tiny_model: Path, steps: int, **changes: Any) -> Any:
 
 def test_sft_loss_is_the_cross_entropy_over_all_tokens_of_a_step(tiny_model: Path) -> None:
     """For any RL loss and any division into micro-batches."""
-    one = fine_tuned_trainer(tiny_model, 5, microbatch_tokens=30, minibatches=3, epochs=2, entropy_bonus=0.1)
+    policy_trainer = fine_tuned_trainer(tiny_model, 5, microbatch_tokens=30, minibatches=3, epochs=2, entropy_bonus=0.1)
     model = trainer(tiny_model).model
-    metrics = one.fine_tune(0)
+    metrics = policy_trainer.fine_tune(0)
     losses, count = [], 0
     for row in GivenExamples().rows(0):
         ids = torch.from_numpy(np.concatenate([row.prompt, row.response]).astype(np.int64))
@@ -120,7 +120,7 @@ def test_sft_loss_is_the_cross_entropy_over_all_tokens_of_a_step(tiny_model: Pat
     loss.backward()
     assert metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
     assert metrics["learning_rate"] == 2e-3
-    torch.testing.assert_close(flat_gradient(one.model), flat_gradient(model), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(flat_gradient(policy_trainer.model), flat_gradient(model), rtol=1e-4, atol=1e-7)
 
 
 def test_rl_after_sft_starts_with_its_settings_and_a_new_optimizer(tiny_model: Path) -> None:

@@ -106,8 +106,8 @@ def test_rows_with_a_shared_prompt_have_the_logprobs_of_separate_rows(
     found, fewer = gradients_and_logprobs(model(kind, config, **changes), rows, budget)
     monkeypatch.setattr(shared_prompts, "MIN_SAVED_TOKENS", SEPARATE)
     expected, passes = gradients_and_logprobs(model(kind, config, **changes), rows, budget)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 * max(1.0, float(other.abs().max())))
+    for first, second in zip(found, expected, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6 * max(1.0, float(second.abs().max())))
     assert sum(passes) == sum(len(row.prompt) + len(row.response) for row in rows)
     if budget > 60 and name not in ("one response", "nothing shared"):
         assert sum(fewer) < sum(passes)
@@ -228,8 +228,8 @@ def test_groups_stay_together_when_that_takes_no_extra_part() -> None:
 
 def test_two_ranks_get_equal_work() -> None:
     same, prompts, rests = flat([(50, (10, 30, 20, 5))] * 8)
-    ((one, other),) = split_by_prompt(same, prompts, rests, ranks=2, token_budget=900)
-    assert count(one, same, prompts, rests) == count(other, same, prompts, rests)
+    ((first, second),) = split_by_prompt(same, prompts, rests, ranks=2, token_budget=900)
+    assert count(first, same, prompts, rests) == count(second, same, prompts, rests)
 
 
 @given(groups=GROUPS)

@@ -50,9 +50,9 @@ def speculating(model: Path, length: int = 3, max_running: int = 1000, **changes
     torch.set_num_threads(1)
     speculation = Speculation(num_speculative_tokens=length, disable_above=max_running)
     given = model_settings(model) | {"eos": (), "max_running": 256, "kv_tokens": 16384, "speculation": speculation}
-    one = TransformersEngine(TransformersSettings(**(given | changes)), InstanceId("rollout-0"))
-    yield one
-    one.close()
+    engine = TransformersEngine(TransformersSettings(**(given | changes)), InstanceId("rollout-0"))
+    yield engine
+    engine.close()
 
 
 @pytest.fixture
@@ -174,5 +174,5 @@ class TestSpeculatingTransformersEngine(test_engine_transformers.TestTransformer
     @pytest.fixture
     def engine(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TransformersEngine]:
         monkeypatch.setattr(response_drafter, "MIN_LIKELIHOOD", 0.0)
-        with speculating(tiny_model, eos=(1,), max_running=32, kv_tokens=4096) as one:
-            yield one
+        with speculating(tiny_model, eos=(1,), max_running=32, kv_tokens=4096) as engine:
+            yield engine

@@ -46,9 +46,9 @@ def speculating(
 ) -> Iterator[VllmEngine]:
     speculation = Speculation(num_speculative_tokens=length, source=source, disable_above=max_running)
     given = model_settings(model) | {"eos": (), "max_running": 128, "kv_tokens": 16384, "speculation": speculation}
-    one = VllmEngine(VllmSettings(**(given | changes)), InstanceId("rollout-0"))
-    yield one
-    one.close()
+    engine = VllmEngine(VllmSettings(**(given | changes)), InstanceId("rollout-0"))
+    yield engine
+    engine.close()
 
 
 def check_source(model: Path, source: str, monkeypatch: pytest.MonkeyPatch, responses: int) -> None:
@@ -107,8 +107,8 @@ class TestSpeculatingVllmEngine(test_engine_vllm.TestVllmEngine):
     @pytest.fixture
     def engine(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmEngine]:
         monkeypatch.setattr(response_drafter, "MIN_LIKELIHOOD", 0.0)
-        with speculating(tiny_model, eos=(1,), max_running=32, kv_tokens=4096) as one:
-            yield one
+        with speculating(tiny_model, eos=(1,), max_running=32, kv_tokens=4096) as engine:
+            yield engine
 
 
 def test_suffix_drafts_of_vllm_do_not_change_greedy_responses(model: Path) -> None:

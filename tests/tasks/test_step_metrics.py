@@ -92,9 +92,9 @@ def step_metrics_of(model: Path, data: list[Any], **changes: Any) -> dict[str, f
 def test_step_metrics_cover_rows_without_an_advantage(tiny_model: Path) -> None:
     """Fresh rows are computed anyway; of the others, `measured_rows` are sampled."""
     data = [replace(r, advantage=r.advantage if i < 4 else 0.0) for i, r in enumerate(rows(12))]
-    one = trainer(tiny_model)
+    policy_trainer = trainer(tiny_model)
     with torch.no_grad():
-        result = one.logprob_model.rows(data, range(12))
+        result = policy_trainer.logprob_model.rows(data, range(12))
     ratios = [np.exp((result[i] - data[i].behaviour).astype(np.float64)) for i in range(12)]
     whole, computed = np.concatenate(ratios), np.concatenate([*ratios[:4], *ratios[4::2]])
     loss = PpoClip()
@@ -113,7 +113,7 @@ def test_step_metrics_cover_rows_without_an_advantage(tiny_model: Path) -> None:
         / (len(computed) + 2 * (len(ratios[a]) + len(ratios[b])))
         for a, b in itertools.combinations((5, 7, 9, 11), 2)
     ]
-    assert min(abs(few["ratio_mean"] - one) for one in expected) < 1e-4
+    assert min(abs(few["ratio_mean"] - item) for item in expected) < 1e-4
     assert few["ess_stderr"] > 0 and few["kl_behaviour_stderr"] > 0 and few["entropy_stderr"] > 0
     assert step_metrics_of(tiny_model, data, loss=loss, measured_rows=1) == few, "one alone has no standard error"
     assert {m["tokens_trained"] for m in (none, few)} == {sum(len(r.response) for r in data[:4])}
@@ -122,8 +122,8 @@ def test_step_metrics_cover_rows_without_an_advantage(tiny_model: Path) -> None:
 def test_each_step_measures_a_different_sample_of_rows(tiny_model: Path) -> None:
     """An evenly spaced sample was always the same member of each group."""
     data = [replace(r, advantage=0.0, staleness=1) for r in rows(12)]
-    one = trainer(tiny_model, measured_rows=3)
-    results = [one.step(step, data) for step in (0, 1, 2, 0)]
+    policy_trainer = trainer(tiny_model, measured_rows=3)
+    results = [policy_trainer.step(step, data) for step in (0, 1, 2, 0)]
     assert len({m["kl_behaviour"] for m in results}) == 3
     assert results[0] == results[3]
 
@@ -194,26 +194,28 @@ def test_a_loss_that_fails_on_untrained_rows_costs_only_their_metrics(
     """The run continues, and the failure is logged once."""
     data = [replace(r, advantage=r.advantage if i < 4 else 0.0, staleness=1) for i, r in enumerate(rows(8))]
     expected = step_metrics_of(tiny_model, data, measured_rows=0)
-    one = trainer(tiny_model)
-    one.objective = replace(one.objective, loss=AdvantageDivisionLoss(one.objective.loss))
-    assert one.step(0, data) == expected
-    one.step(1, data)
+    policy_trainer = trainer(tiny_model)
+    policy_trainer.objective = replace(
+        policy_trainer.objective, loss=AdvantageDivisionLoss(policy_trainer.objective.loss)
+    )
+    assert policy_trainer.step(0, data) == expected
+    policy_trainer.step(1, data)
     assert [r.message for r in caplog.records] == [
         "Particular fails on rows without a gradient, which are left out of the figures: ZeroDivisionError: no "
         "advantage; training.measured_rows = 0 asks it for none"
     ]
-    one.objective = replace(one.objective, loss=AdvantageDivisionLoss(None))
+    policy_trainer.objective = replace(policy_trainer.objective, loss=AdvantageDivisionLoss(None))
     with pytest.raises(AttributeError):
-        one.step(2, data)
+        policy_trainer.step(2, data)
 
 
 def test_measured_rows_do_not_change_the_weights(tiny_model: Path) -> None:
     data = [replace(r, advantage=0.0 if i % 2 else r.advantage) for i, r in enumerate(rows(10))]
     trained = []
     for count in (0, 3, 100):
-        one = trainer(tiny_model, measured_rows=count, minibatches=2)
-        one.step(0, data)
-        trained.append(torch.cat([p.detach().flatten() for p in one.model.parameters()]))
+        policy_trainer = trainer(tiny_model, measured_rows=count, minibatches=2)
+        policy_trainer.step(0, data)
+        trained.append(torch.cat([p.detach().flatten() for p in policy_trainer.model.parameters()]))
     assert torch.equal(trained[0], trained[1])
     assert torch.equal(trained[0], trained[2])
 

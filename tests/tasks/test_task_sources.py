@@ -104,9 +104,9 @@ def scorer(
 
 
 def test_a_source_is_a_function_of_the_index() -> None:
-    one, two = ReasoningGym("chain_sum", OPTIONS, 4), ReasoningGym("chain_sum", OPTIONS, 4)
-    assert [one.task(i).prompt for i in range(5)] == [two.task(i).prompt for i in range(5)]
-    assert one.task(0).prompt != ReasoningGym("chain_sum", OPTIONS, 5).task(0).prompt
+    first, second = ReasoningGym("chain_sum", OPTIONS, 4), ReasoningGym("chain_sum", OPTIONS, 4)
+    assert [first.task(i).prompt for i in range(5)] == [second.task(i).prompt for i in range(5)]
+    assert first.task(0).prompt != ReasoningGym("chain_sum", OPTIONS, 5).task(0).prompt
 
 
 def test_held_out_prompts_differ_from_training_prompts() -> None:
@@ -269,30 +269,30 @@ def test_extract_answer_returns_the_last_match() -> None:
 
 
 def test_math_verify_accepts_equal_expressions() -> None:
-    with closing(scorer("math_verify", timeout_s=20)) as one:
-        scores = one.score([("$\\frac{1}{2}$", {"answer": "0.5"}), ("$\\frac{1}{3}$", {"answer": "0.5"})])
+    with closing(scorer("math_verify", timeout_s=20)) as reward_scorer:
+        scores = reward_scorer.score([("$\\frac{1}{2}$", {"answer": "0.5"}), ("$\\frac{1}{3}$", {"answer": "0.5"})])
     assert [s.reward for s in scores] == [1.0, 0.0]
 
 
 def test_a_users_reward_with_parts(rewards: Path, rows: Path) -> None:
-    with closing(scorer(f"{rewards}:length", pattern="<(.*)>", rows=rows)) as one:
-        (score,) = one.score([("x <abc>", {})])
+    with closing(scorer(f"{rewards}:length", pattern="<(.*)>", rows=rows)) as reward_scorer:
+        (score,) = reward_scorer.score([("x <abc>", {})])
     assert (score.reward, score.parts, score.error) == (pytest.approx(0.3), {"length": 3}, "")
 
 
 def test_the_error_names_a_scoring_process_that_starts_too_slowly(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward_process, "START_S", 0.0)
-    one = scorer("task", rows=rows)
+    reward_scorer = scorer("task", rows=rows)
     slow = "the scoring process took longer than 0 s to load the reward"
     with pytest.raises(TimeoutError, match=slow):
-        one.check()
-    assert [score.error for score in one.score([("2", {})])] == [slow]
-    one.close()
+        reward_scorer.check()
+    assert [score.error for score in reward_scorer.score([("2", {})])] == [slow]
+    reward_scorer.close()
 
 
 def test_reward_faults_are_recorded_and_other_responses_are_scored(rewards: Path, rows: Path) -> None:
-    with closing(scorer(f"{rewards}:moody", rows=rows)) as one:
-        scores = one.score([(a, {}) for a in ("ok", "raise", "hang", "nan", "text", "die", "ok")])
+    with closing(scorer(f"{rewards}:moody", rows=rows)) as reward_scorer:
+        scores = reward_scorer.score([(a, {}) for a in ("ok", "raise", "hang", "nan", "text", "die", "ok")])
     assert [s.reward for s in scores] == [1.0, 0, 0, 0, 0, 0, 1.0]
     ok, raised, hung, nan, text, died, again = (s.error for s in scores)
     assert ok == again == ""
@@ -304,7 +304,7 @@ def test_reward_faults_are_recorded_and_other_responses_are_scored(rewards: Path
 
 
 def test_rewards_and_parts_are_stored_as_floats_and_other_types_are_rejected(rewards: Path, rows: Path) -> None:
-    one = scorer(f"{rewards}:typed", rows=rows, timeout_s=20)
+    reward_scorer = scorer(f"{rewards}:typed", rows=rows, timeout_s=20)
     answers = ("numpy", "array", "fraction", "bool")
     refused = {
         "none": "the reward is None; it must be a number",
@@ -318,9 +318,9 @@ def test_rewards_and_parts_are_stored_as_floats_and_other_types_are_rejected(rew
         "part none": "part a of the reward is None; it must be a number",
     }
     try:
-        scores = one.score([(a, {}) for a in (*answers, *refused)])
+        scores = reward_scorer.score([(a, {}) for a in (*answers, *refused)])
     finally:
-        one.close()
+        reward_scorer.close()
     assert [s.reward for s in scores[:4]] == [0.5, 0.25, 0.25, 1.0]
     assert scores[0].parts == {"n": 3.0, "f": 2.0, "b": 1.0, "7": 1.0}
     assert {type(value) for value in (scores[0].reward, *scores[0].parts.values())} == {float}
@@ -334,8 +334,8 @@ def test_a_weighted_sum_of_rewards_fails_if_any_part_fails(rewards: Path, rows: 
         "long": RewardPart(function=f"{rewards}:length", weight=-0.5),
         "moody": RewardPart(function=f"{rewards}:sometimes", weight=2),
     }
-    with closing(scorer("task", rows=rows, parts=parts, timeout_s=20)) as one:
-        right, wrong, raised, nan = one.score([(a, {"answer": "2"}) for a in ("2", "444", "raise", "nan")])
+    with closing(scorer("task", rows=rows, parts=parts, timeout_s=20)) as reward_scorer:
+        right, wrong, raised, nan = reward_scorer.score([(a, {"answer": "2"}) for a in ("2", "444", "raise", "nan")])
     assert right.reward == pytest.approx(1.0 - 0.5 * 0.1 + 2)
     assert right.parts == {"right": 1.0, "long": 0.1, "long.length": 1.0, "moody": 1.0}
     assert wrong.reward == pytest.approx(-0.5 * 0.3 + 2)

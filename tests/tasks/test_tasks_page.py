@@ -47,8 +47,8 @@ async def test_the_environments_of_the_page_are_played(name: str, heading: str, 
 def test_the_job_with_tools_is_valid() -> None:
     (job,) = blocks("Tools", "toml")
     config = loading.from_tree({"model": {"path": "x"}, **tomllib.loads(job)}, "docs/environments.md")
-    made = actor_settings.episode_settings(config)
-    assert made is not None and made.roles == ("tool",)
+    episode_settings = actor_settings.episode_settings(config)
+    assert episode_settings is not None and episode_settings.roles == ("tool",)
     assert '"arguments": {"expression": "12 * 7"}' in config.task.system
 
 

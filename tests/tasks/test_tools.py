@@ -226,9 +226,9 @@ async def answers(episodes: EpisodeHost, turns: Sequence[str], task: Task, **key
 
 
 async def test_a_task_with_a_verifier_is_played_with_tools(tool_job: Path) -> None:
-    made = settings(tool_job)
-    assert made.roles == ("tool",)
-    async with host_episode(made) as (episodes, task):
+    episode_settings = settings(tool_job)
+    assert episode_settings.roles == ("tool",)
+    async with host_episode(episode_settings) as (episodes, task):
         await episodes.check()
         first, second, last = await answers(
             episodes, ["<calculator>12*12</calculator>", call("python", code="12 ** 2"), "so 144"], task
@@ -250,8 +250,8 @@ async def test_a_task_with_a_verifier_is_played_with_tools(tool_job: Path) -> No
 
 
 async def test_a_generated_task_is_played_with_tools(tool_job: Path) -> None:
-    made = settings(tool_job, "task.source=reasoning_gym:chain_sum", "task.answer_pattern=")
-    async with host_episode(made) as (episodes, task):
+    episode_settings = settings(tool_job, "task.source=reasoning_gym:chain_sum", "task.answer_pattern=")
+    async with host_episode(episode_settings) as (episodes, task):
         first, last = await answers(episodes, ["<calculator>1 + 1</calculator>", task.record["answer"]], task)
         assert (first.error, first.messages) == ("", (Message("tool", "<result>2</result>"),))
         assert (last.error, last.reward) == ("", 1.0)
@@ -264,16 +264,16 @@ async def test_an_evaluation_set_uses_its_source_and_reward_with_tools(
     (tool_job.parent / "mine.py").write_text(
         "def half(answer, record):\n    return 0.5 * (answer == record['answer'])\n"
     )
-    made = settings(
+    episode_settings = settings(
         tool_job,
         f"evaluation.sets.other.source=jsonl:{tool_job.parent}/other.jsonl",
         f"evaluation.sets.other.reward={tool_job.parent}/mine.py:half",
     )
-    assert made.scoring is not None
-    (own,) = made.scoring.sets
+    assert episode_settings.scoring is not None
+    (own,) = episode_settings.scoring.sets
     task = own.build().task(0, held_out=True)
     record = pickle.loads(pickle.dumps(EvaluationRecord.named("other", task.record)))
-    async with host_episode(made) as (episodes, _):
+    async with host_episode(episode_settings) as (episodes, _):
         key = EpisodeKey(task=-1, held_out=True)
         first = await episodes.step(key, record, ["<calculator>2+2</calculator>"], truncated=False)
         assert first.messages == (Message("tool", "<result>4</result>"),)

@@ -97,13 +97,13 @@ def call(name: str, **arguments: object) -> str:
 
 def results(job: Path, *turns: str) -> list[list[str]]:
     """Return the messages after each turn, each of a separate episode."""
-    made = actor_settings.episode_settings(loading.load(job, ()))
+    episode_settings = actor_settings.episode_settings(loading.load(job, ()))
 
     async def work() -> list[HostedStepResult]:
-        episodes = EpisodeHost(made)
+        episodes = EpisodeHost(episode_settings)
         try:
             await episodes.check()
-            record = made.source.build().task(0).record
+            record = episode_settings.source.build().task(0).record
             keys = [EpisodeKey(task=0, member=member) for member in range(len(turns))]
             requests = [
                 episodes.step(key, record, [turn], truncated=False) for key, turn in zip(keys, turns, strict=True)
@@ -194,12 +194,12 @@ def test_tool_failures_and_timeouts_are_reported_to_the_model(job: Path) -> None
     ],
 )
 def test_an_invalid_tool_is_rejected_before_the_run(job: Path, tool: str, message: str) -> None:
-    made = actor_settings.episode_settings(
+    episode_settings = actor_settings.episode_settings(
         loading.load(job, (f'environment.tools=["calculator", "{job.parent}/{tool}"]',))
     )
 
     async def work() -> None:
-        episodes = EpisodeHost(made)
+        episodes = EpisodeHost(episode_settings)
         try:
             await episodes.check()
         finally:
