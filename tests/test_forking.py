@@ -60,15 +60,15 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
-@pytest.mark.parametrize(("what", "code"), [("fail", 1), ("exit", 7), ("end", 0)])
-def test_a_forked_process_has_its_arguments_environment_and_exit_code(start: Any, what: str, code: int) -> None:
+@pytest.mark.parametrize(("argument", "code"), [("fail", 1), ("exit", 7), ("end", 0)])
+def test_a_forked_process_has_its_arguments_environment_and_exit_code(start: Any, argument: str, code: int) -> None:
     for new_session in (False, True):
-        with start("told", what, start_new_session=new_session, **PIPES) as process:
+        with start("told", argument, start_new_session=new_session, **PIPES) as process:
             out, err = process.communicate(timeout=60)
-        assert out == f"__main__ ['{what}'] True so False\n"
+        assert out == f"__main__ ['{argument}'] True so False\n"
         assert err.splitlines()[0] == f"{new_session} {new_session}"
         assert err.splitlines()[1:3] == ["True MainThread", "True ['0', '1', '2']"]
-        assert ("ValueError: as asked" in err) == (what == "fail")
+        assert ("ValueError: as asked" in err) == (argument == "fail")
         assert process.returncode == code
 
 

@@ -60,14 +60,14 @@ class Counting:
         return self.count + bonus("ab")
 
 
-def evaluate_in_subprocess(folder: Path, *asked: tuple[str, str]) -> Any:
+def evaluate_in_subprocess(folder: Path, *code_and_expression: tuple[str, str]) -> Any:
     """Return the values of expressions of `f`, the named object, in a separate process."""
     script = (
         "import json, sys; from staleflow.tasks.settings import user_code\n"
         "print(json.dumps([eval(e, {'sys': sys, 'f': user_code.load(n, 'reward.function')})"
         " for n, e in json.loads(sys.argv[1])]))"
     )
-    command = [sys.executable, "-c", script, json.dumps(asked)]
+    command = [sys.executable, "-c", script, json.dumps(code_and_expression)]
     return json.loads(subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout)
 
 

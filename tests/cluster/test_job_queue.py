@@ -32,8 +32,8 @@ def make_queue(workers: str, *jobs: tuple[str, int]) -> JobQueue:
     return queue
 
 
-def admit(one: JobQueue, now: float = 0.0) -> list[str]:
-    return list(one.admit_ready(now)[0])
+def admit(queue: JobQueue, now: float = 0.0) -> list[str]:
+    return list(queue.admit_ready(now)[0])
 
 
 def test_a_job_has_all_workers_it_needs_or_none() -> None:
@@ -117,17 +117,17 @@ def test_workers_of_an_abandoned_run_are_not_assigned_before_their_restart() -> 
     assert admit(queue, 2.0) == ["second"]
 
 
-def drop_driver(one: JobQueue) -> str:
+def drop_driver(queue: JobQueue) -> str:
     """Drop the driver of the first job; returns the worker that has only its engine."""
-    (engine,) = [address for address, roles in one.workers_of("first").items() if roles == ("rollout",)]
-    one.requeue_after_driver_loss("first", 1.0)
+    (engine,) = [address for address, roles in queue.workers_of("first").items() if roles == ("rollout",)]
+    queue.requeue_after_driver_loss("first", 1.0)
     return engine
 
 
-def restart(one: JobQueue, workers: str) -> None:
+def restart(queue: JobQueue, workers: str) -> None:
     for address in workers:
-        one.remove_worker(address, 2.0)
-        one.add_worker(address.upper(), {})
+        queue.remove_worker(address, 2.0)
+        queue.add_worker(address.upper(), {})
 
 
 def test_a_worker_with_an_engine_is_reserved_for_the_next_driver_of_its_job() -> None:
@@ -472,17 +472,17 @@ def gpu_queue(fleet: str, *, rotated: bool = False, plain: int = 1) -> JobQueue:
     return queue
 
 
-def join(one: JobQueue, address: str, host: str, devices: tuple[Device, ...]) -> None:
-    one.add_worker(address, {}, 0.0)
-    one.set_gpus(address, WorkerGpus(host=host, devices=devices))
+def join(queue: JobQueue, address: str, host: str, devices: tuple[Device, ...]) -> None:
+    queue.add_worker(address, {}, 0.0)
+    queue.set_gpus(address, WorkerGpus(host=host, devices=devices))
 
 
 def gpu_job(instances: int, ranks: int = 1, tensor_parallel: int = 1) -> Needs:
     return Needs(instances=instances, rewards=1, driver=True, ranks=ranks, instance_gpus=tensor_parallel)
 
 
-def enter(one: JobQueue, id: str, needs: Needs) -> None:
-    one.enter(id, f"/runs/{id}", needs, 0.0, 0.0)
+def enter(queue: JobQueue, id: str, needs: Needs) -> None:
+    queue.enter(id, f"/runs/{id}", needs, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("rotated", [False, True])

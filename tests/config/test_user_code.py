@@ -123,7 +123,7 @@ def endless(rewards, valid):
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
+def user_file(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
     path.write_text(MINE)
     return path
@@ -133,8 +133,8 @@ def job(*overrides: str) -> RunConfig:
     return loading.load("examples/dryrun.toml", overrides)
 
 
-def test_a_rule_from_a_file_gets_its_knobs_and_parameters(mine: Path) -> None:
-    config = job(f"rollout.routing={mine}:Fullest", "rollout.routing.share=0.25")
+def test_a_rule_from_a_file_gets_its_knobs_and_parameters(user_file: Path) -> None:
+    config = job(f"rollout.routing={user_file}:Fullest", "rollout.routing.share=0.25")
     rule = make_strategies(config).routing
     assert isinstance(rule, UserRouting)
     assert rule.code.share == 0.25  # the user's class
@@ -181,11 +181,11 @@ def test_a_rule_from_a_file_gets_its_knobs_and_parameters(mine: Path) -> None:
         ("rollout.synchronization={mine}:First", "must be one of greedy, staggered"),
     ],
 )
-def test_each_mistake_gives_a_one_line_error(mine: Path, override: str, message: str) -> None:
-    written = override.replace("{mine}", str(mine)).replace("{dir}", str(mine.parent))
+def test_each_mistake_gives_a_one_line_error(user_file: Path, override: str, message: str) -> None:
+    written = override.replace("{mine}", str(user_file)).replace("{dir}", str(user_file.parent))
     with pytest.raises(ConfigError) as caught:
         user_files.check(job(*written.split()))
-    assert message.replace(r".*none.py", f"{mine.parent}/none.py") in str(caught.value)
+    assert message.replace(r".*none.py", f"{user_file.parent}/none.py") in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -208,8 +208,8 @@ def coordinator_commands(config: RunConfig) -> tuple[Any, list[Any]]:
 
 
 @pytest.mark.parametrize("name", ["Far", "Negative"])
-def test_an_unfitting_instance_is_refused_with_a_reason(mine: Path, name: str) -> None:
-    coordinator, commands = coordinator_commands(job(f"rollout.routing={mine}:{name}"))
+def test_an_unfitting_instance_is_refused_with_a_reason(user_file: Path, name: str) -> None:
+    coordinator, commands = coordinator_commands(job(f"rollout.routing={user_file}:{name}"))
     assert not [c for c in commands if isinstance(c, Route)]
     assert coordinator.snapshot().refusals == {"the routing rule chose an instance that does not fit": 1}
 
@@ -223,19 +223,19 @@ def test_an_unfitting_instance_is_refused_with_a_reason(mine: Path, name: str) -
         ("Leaves", "choose raised SystemExit: 0"),
     ],
 )
-def test_an_error_of_a_rule_names_the_rule(mine: Path, name: str, message: str) -> None:
+def test_an_error_of_a_rule_names_the_rule(user_file: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        coordinator_commands(job(f"rollout.routing={mine}:{name}"))
-    assert str(caught.value) == f"rollout.routing = '{mine}:{name}': {message}"
+        coordinator_commands(job(f"rollout.routing={user_file}:{name}"))
+    assert str(caught.value) == f"rollout.routing = '{user_file}:{name}': {message}"
 
 
-def test_an_invalid_return_value_of_a_rule_names_the_rule(mine: Path) -> None:
+def test_an_invalid_return_value_of_a_rule_names_the_rule(user_file: Path) -> None:
     with pytest.raises(ConfigError, match="it must return a row number or None"):
-        coordinator_commands(job(f"rollout.routing={mine}:Odd"))
+        coordinator_commands(job(f"rollout.routing={user_file}:Odd"))
 
 
-def test_explain_waiting_names_a_rule_that_declines(mine: Path) -> None:
-    coordinator, commands = coordinator_commands(job(f"rollout.routing={mine}:Idle"))
+def test_explain_waiting_names_a_rule_that_declines(user_file: Path) -> None:
+    coordinator, commands = coordinator_commands(job(f"rollout.routing={user_file}:Idle"))
     assert not [c for c in commands if isinstance(c, Route)]
     assert "waits: declined by the routing rule" in coordinator.explain_waiting()
 
@@ -246,41 +246,41 @@ def test_a_file_that_ends_the_process_gives_a_one_line_error(tmp_path: Path) -> 
         user_files.check(job(f"rollout.routing={tmp_path}/ends.py:Router"))
 
 
-def test_a_rule_that_returns_valid_rows_is_followed(mine: Path) -> None:
-    _, commands = coordinator_commands(job(f"rollout.routing={mine}:First"))
+def test_a_rule_that_returns_valid_rows_is_followed(user_file: Path) -> None:
+    _, commands = coordinator_commands(job(f"rollout.routing={user_file}:First"))
     assert len([c for c in commands if isinstance(c, Route)]) == 4
 
 
-def test_a_loss_from_a_file_has_its_knobs_and_must_return_a_number_per_token(mine: Path) -> None:
+def test_a_loss_from_a_file_has_its_knobs_and_must_return_a_number_per_token(user_file: Path) -> None:
     logprobs, whole = torch.full((2, 3), -1.0), torch.ones((2, 3), dtype=torch.bool)
     tokens = Tokens(
         logprobs=logprobs, proximal=logprobs, behaviour=logprobs, advantage=torch.tensor([[2.0], [0.5]]), sampled=whole,
         lags=whole.long(),
     )  # fmt: skip
-    config = job(f"training.loss.name={mine}:Linear", "training.loss.slope=3").training.loss
+    config = job(f"training.loss.name={user_file}:Linear", "training.loss.slope=3").training.loss
     result = LOSSES.make(config).token_loss(tokens)
     assert result.loss.tolist() == [[6.0] * 3, [1.5] * 3]
-    sees = LOSSES.make(job(f"training.loss.name={mine}:Sees").training.loss)
+    sees = LOSSES.make(job(f"training.loss.name={user_file}:Sees").training.loss)
     assert sees.token_loss(tokens).loss.tolist() == [[1.0] * 3] * 2
     assert [loss.trains_zero_advantage for loss in (sees, LOSSES.make(config))] == [True, False]
     assert [loss.by_token for loss in (sees, LOSSES.make(config))] == [True, False]
     assert [loss.needs_proximal for loss in (sees, LOSSES.make(config))] == [False, False]
-    summed = LOSSES.make(job(f"training.loss.name={mine}:Summed").training.loss)
+    summed = LOSSES.make(job(f"training.loss.name={user_file}:Summed").training.loss)
     with pytest.raises(ConfigError, match=r"gave loss of shape \(\); it must be \(2, 3\), one number per token"):
         summed.token_loss(tokens)
-    torn = LOSSES.make(job(f"training.loss.name={mine}:Torn").training.loss)
+    torn = LOSSES.make(job(f"training.loss.name={user_file}:Torn").training.loss)
     with pytest.raises(ConfigError, match=r":Torn': token_loss raised: RuntimeError: The size of tensor") as caught:
         torn.token_loss(tokens)
     assert "\n" not in str(caught.value)
 
 
-def test_an_advantage_from_a_file_must_return_a_number_per_trajectory(mine: Path) -> None:
+def test_an_advantage_from_a_file_must_return_a_number_per_trajectory(user_file: Path) -> None:
     rewards, valid = np.array([[1.0, 0.0], [3.0, 3.0]]), np.array([[True, True], [True, False]])
-    assert UserAdvantage(name=f"{mine}:best").advantages(rewards, valid).tolist() == [[1.0, 0.0], [1.0, 0.0]]
+    assert UserAdvantage(name=f"{user_file}:best").advantages(rewards, valid).tolist() == [[1.0, 0.0], [1.0, 0.0]]
     with pytest.raises(ConfigError, match=r"gave shape \(2,\); it must give \(2, 2\) finite numbers"):
-        UserAdvantage(name=f"{mine}:short").advantages(rewards, valid)
+        UserAdvantage(name=f"{user_file}:short").advantages(rewards, valid)
     with pytest.raises(ConfigError, match="gave a number that is not finite"):
-        UserAdvantage(name=f"{mine}:endless").advantages(rewards, valid)
+        UserAdvantage(name=f"{user_file}:endless").advantages(rewards, valid)
 
 
 OWN = (
@@ -291,13 +291,15 @@ OWN = (
 )
 
 
-def test_files_named_by_a_job_are_packed_with_it(mine: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_files_named_by_a_job_are_packed_with_it(
+    user_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     examples = Path("examples").resolve()
-    monkeypatch.chdir(mine.parent)
+    monkeypatch.chdir(user_file.parent)
     here = loading.load(examples / "dryrun.toml", (*OWN, f"runs_dir={tmp_path}/there"))
     config, code = user_files.with_code(user_files.with_absolute_paths(here))
     assert code == dict.fromkeys(("routing_mine.py", "advantage_mine.py", "loss_mine.py"), MINE)
-    mine.unlink()
+    user_file.unlink()
     there = on_this_cluster(Submission(id="x", job=to_toml(config), code=code), "tcp://far:8786")
     write_code(there.run_dir, code)
     assert there.rollout.routing.name == f"{there.run_dir}/code/routing_mine.py:Fullest"
@@ -306,12 +308,12 @@ def test_files_named_by_a_job_are_packed_with_it(mine: Path, monkeypatch: pytest
     assert (again.rollout.routing, same) == (config.rollout.routing, code)
 
 
-def test_a_run_keeps_its_rules_when_its_folder_moves(mine: Path, tmp_path: Path) -> None:
-    config = user_files.with_absolute_paths(job(f"rollout.routing={mine}:First", f"runs_dir={tmp_path}/runs"))
+def test_a_run_keeps_its_rules_when_its_folder_moves(user_file: Path, tmp_path: Path) -> None:
+    config = user_files.with_absolute_paths(job(f"rollout.routing={user_file}:First", f"runs_dir={tmp_path}/runs"))
     kept, code = user_files.with_code(config, user_files.RULES)
     kept = user_files.with_code_in(kept, config.run_dir / "code", code)
     run_dir = prepare_run_dir(kept, code)
-    mine.write_text("")
+    user_file.write_text("")
     stored = loading.load(run_dir / "config.toml")
     user_files.check(stored)
     elsewhere = run_dir.rename(tmp_path / "elsewhere")

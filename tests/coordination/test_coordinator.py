@@ -610,8 +610,8 @@ def test_a_move_to_a_restarted_instance_is_still_counted() -> None:
         assert route.instance == B
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_failed_straggler_is_truncated_in_its_next_attempt(lost: bool) -> None:
+@pytest.mark.parametrize("instance_lost", [False, True])
+def test_a_failed_straggler_is_truncated_in_its_next_attempt(instance_lost: bool) -> None:
     bench = Bench(eta=0, groups=2, stragglers="truncate", max_attempts=3)
     bench.join(A)
     bench.arrive(0, 1)
@@ -626,7 +626,7 @@ def test_a_failed_straggler_is_truncated_in_its_next_attempt(lost: bool) -> None
         bench.tell(InstanceReported(instance=place, progress=((TrajectoryId(3), 4),)))
         orders = [o for _ in range(20) for o in commands_of(bench.tell(Tick()), Interrupt)]
         assert [(o.trajectory, o.route_number) for o in orders] == [(3, attempt)]
-        if attempt == 1 and lost:
+        if attempt == 1 and instance_lost:
             bench.tell(InstanceLost(instance=place, why="killed"))
         elif attempt == 1:
             bench.tell(TrajectoryFailed(trajectory=TrajectoryId(3), route_number=1, error="x"))

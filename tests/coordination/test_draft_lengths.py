@@ -58,10 +58,10 @@ def steps(
     )
 
 
-def observe_report(drafts: DraftLengthPlanner, instance: InstanceId, length: int, taken: DecodeStats) -> None:
+def observe_report(drafts: DraftLengthPlanner, instance: InstanceId, length: int, stats: DecodeStats) -> None:
     """Observe the same report twice; the first report of an instance is ignored."""
     for _ in range(2):
-        drafts.observe(instance, length, taken)
+        drafts.observe(instance, length, stats)
 
 
 def test_draft_rates_are_estimated_from_counts() -> None:
@@ -280,7 +280,7 @@ def mean_accepted(continuation: float, accepted: float, most: int) -> float:
 
 
 @pytest.mark.parametrize(
-    "seen",
+    "stats",
     [
         DecayingDraftStats(
             request_steps=100.0, num_drafts=60.0, max_drafted_tokens=180.0, drafted_tokens=110.0, accepted_tokens=50.0
@@ -297,19 +297,19 @@ def mean_accepted(continuation: float, accepted: float, most: int) -> float:
         ),
     ],
 )
-def test_few_counts_are_combined_with_the_prior(seen: DecayingDraftStats) -> None:
-    most, assumed, result = 4, PRIOR_STEPS * PRIOR_DRAFT, estimate_rates(seen, 4)
-    length = round(seen.max_drafted_tokens / seen.num_drafts)
-    assert result.draft == pytest.approx((seen.num_drafts + assumed) / (seen.request_steps + PRIOR_STEPS))
-    drafted = seen.num_drafts * mean_length(result.continuation, length) + assumed * mean_length(
+def test_few_counts_are_combined_with_the_prior(stats: DecayingDraftStats) -> None:
+    most, assumed, result = 4, PRIOR_STEPS * PRIOR_DRAFT, estimate_rates(stats, 4)
+    length = round(stats.max_drafted_tokens / stats.num_drafts)
+    assert result.draft == pytest.approx((stats.num_drafts + assumed) / (stats.request_steps + PRIOR_STEPS))
+    drafted = stats.num_drafts * mean_length(result.continuation, length) + assumed * mean_length(
         result.continuation, most
     )
     assert 0 < result.continuation < 1
-    assert drafted == pytest.approx(seen.drafted_tokens + assumed * most)
+    assert drafted == pytest.approx(stats.drafted_tokens + assumed * most)
     assert 0 < result.acceptance < 1
-    accepted = seen.accepted_tokens + assumed * mean_accepted(result.continuation, draft_lengths.PRIOR_ACCEPT, length)
+    accepted = stats.accepted_tokens + assumed * mean_accepted(result.continuation, draft_lengths.PRIOR_ACCEPT, length)
     assert mean_accepted(result.continuation, result.acceptance, length) == pytest.approx(
-        accepted / (seen.num_drafts + assumed)
+        accepted / (stats.num_drafts + assumed)
     )
 
 

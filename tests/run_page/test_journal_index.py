@@ -20,10 +20,10 @@ def index(*entries: tuple[float, dict[str, Any], list[dict[str, Any]]], members:
     return made
 
 
-def add(made: JournalIndex, *entries: tuple[float, dict[str, Any], list[dict[str, Any]]]) -> None:
+def add(journal_index: JournalIndex, *entries: tuple[float, dict[str, Any], list[dict[str, Any]]]) -> None:
     for now, event, commands in entries:
-        made.add(json.dumps({"now": now, "event": event, "commands": commands}), "a line")
-    assert made.read_error == ""
+        journal_index.add(json.dumps({"now": now, "event": event, "commands": commands}), "a line")
+    assert journal_index.read_error == ""
 
 
 def joined(name: str, version: int = 0) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def test_excerpts_are_returned_for_the_requested_trajectories(page: Page) -> Non
 
 
 @pytest.mark.parametrize(
-    ("what", "query", "line"),
+    ("endpoint", "query", "line"),
     [
         (
             "groups",
@@ -166,8 +166,10 @@ def test_excerpts_are_returned_for_the_requested_trajectories(page: Page) -> Non
         ("story", {"id": 0}, "no recorded events"),
     ],
 )
-def test_an_invalid_request_gets_a_one_line_error(page: Page, what: str, query: dict[str, object], line: str) -> None:
-    answer = page.get(f"/api/{what}", **query)
+def test_an_invalid_request_gets_a_one_line_error(
+    page: Page, endpoint: str, query: dict[str, object], line: str
+) -> None:
+    answer = page.get(f"/api/{endpoint}", **query)
     assert answer.status == 400
     assert line in answer.json["error"]
     assert len(answer.json["error"].splitlines()) == 1

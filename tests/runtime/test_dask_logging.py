@@ -36,12 +36,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("level", "heard"), [("critical", False), ("info", True)])
-def test_dask_warnings_reach_the_terminal_only_on_request(level: str, heard: bool) -> None:
+@pytest.mark.parametrize(("level", "is_shown"), [("critical", False), ("info", True)])
+def test_dask_warnings_reach_the_terminal_only_on_request(level: str, is_shown: bool) -> None:
     environment = {**os.environ, "DASK_LOGGING__DISTRIBUTED": level, "PYTHONPATH": os.getcwd()}
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120
     )
     assert result.stdout == "spoken\n", result.stderr
     messages = [line for line in result.stderr.splitlines() if " in " in line and "distributed." in line]
-    assert bool(messages) == heard, messages
+    assert bool(messages) == is_shown, messages

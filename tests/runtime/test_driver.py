@@ -219,19 +219,21 @@ def test_growing_responses_count_as_progress(body: Body) -> None:
     assert all(len(t.response_tokens) / 2.0 > run.config.deadlines.stuck_s for t in consumed(run))
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_the_store_has_the_times_of_the_run_clock(body: Body, monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+@pytest.mark.parametrize("server_lost", [False, True])
+def test_the_store_has_the_times_of_the_run_clock(
+    body: Body, monkeypatch: pytest.MonkeyPatch, server_lost: bool
+) -> None:
     """The clock starts when all actors are ready and continues if the server is replaced."""
     clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
     monkeypatch.setattr("staleflow.tasks.actors.trajectory_server.time", clock)
     faults = [Fault(actor="trainer", method="publish_initial", late_s=20.0)]
-    if lost:
+    if server_lost:
         faults += [
             Fault(actor="server", method="record_rewards", nth=4, dies="before"),
             Fault(actor="server", method="__init__", nth=2, late_s=5.0),
         ]
     run = body.run(faults=faults)
-    assert bool(run.outcomes.losses) == lost
+    assert bool(run.outcomes.losses) == server_lost
     scored = {e.event.trajectory: e.now for e in run.entries if isinstance(e.event, TrajectoryScored)}
     stored = {t.id: t.timings.rewarded_s for t in consumed(run)}
     assert stored

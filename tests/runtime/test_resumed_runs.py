@@ -262,16 +262,16 @@ def test_work_abandoned_by_a_stopped_run_continues_after_the_resume(body: Body) 
     assert min(set(range(max(consumed))) - consumed, default=max(consumed)) >= max(given_up)
 
 
-@pytest.mark.parametrize("kept", [None, 0.0, 0.5])
+@pytest.mark.parametrize("kept_share", [None, 0.0, 0.5])
 @pytest.mark.parametrize("shape", ["plain", "sources"])
-def test_responses_missing_from_the_spool_start_again(body: Body, shape: str, kept: float | None) -> None:
+def test_responses_missing_from_the_spool_start_again(body: Body, shape: str, kept_share: float | None) -> None:
     """kept: the share of each spool file that is left; None: the folder is gone."""
     first = body.run(*SHAPES[shape], meanwhile=kill_when(lambda run: len(run.records) == 2))
     spool: Path = first.config.run_dir / "spool"
     for part in spool.iterdir():
         data = part.read_bytes()
-        part.write_bytes(data[: int((kept or 0.0) * len(data))])
-    if kept is None:
+        part.write_bytes(data[: int((kept_share or 0.0) * len(data))])
+    if kept_share is None:
         shutil.rmtree(spool)
     second = body.run(config=first.config, world=first.world, resumption=resumption_of(first, 0))
     check_whole(second)

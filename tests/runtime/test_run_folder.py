@@ -239,7 +239,7 @@ def test_changes_by_a_resume_are_written_even_without_stored_steps(light_job: Pa
 
 
 @pytest.mark.parametrize(
-    ("made", "asked", "message"),
+    ("job_overrides", "new_override", "message"),
     [
         ((), "staleness.eta=4", "staleness.eta = 4 in config.toml, 1 in the store"),
         ((), "batch.groups_per_step=5", "batch.groups_per_step = 5 in config.toml, 6 in the store"),
@@ -248,11 +248,11 @@ def test_changes_by_a_resume_are_written_even_without_stored_steps(light_job: Pa
     ],
 )
 def test_a_resume_rejects_a_job_that_contradicts_its_store(
-    light_job: Path, made: tuple[str, ...], asked: str, message: str
+    light_job: Path, job_overrides: tuple[str, ...], new_override: str, message: str
 ) -> None:
-    config = started_run(light_job, *made)
+    config = started_run(light_job, *job_overrides)
     assert resumption.resume_version(config) == 0
-    run_folder.write_job(loading.load(light_job, (*made, asked)))
+    run_folder.write_job(loading.load(light_job, (*job_overrides, new_override)))
     before = contents(config.run_dir)
     for go_on in (resumption.resume_version, resumption.prepare):
         with pytest.raises(ConfigError, match=message):
@@ -411,7 +411,7 @@ def test_a_stored_job_may_have_a_removed_key_without_effect(light_job: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("stored", "gone", "name"),
+    ("stored", "removed_value", "name"),
     [
         (
             '[rollout.synchronization]\nname = "staggered"',
@@ -427,13 +427,13 @@ def test_a_stored_job_may_have_a_removed_key_without_effect(light_job: Path) -> 
     ],
 )
 def test_a_stored_run_with_a_removed_rule_is_readable_and_cannot_be_replayed(
-    light_job: Path, stored: str, gone: str, name: str
+    light_job: Path, stored: str, removed_value: str, name: str
 ) -> None:
     """Only decisions of the coordinator depend on the rule."""
     config = started_run(light_job)
     path = config.run_dir / "config.toml"
     assert stored in path.read_text()
-    path.write_text(path.read_text().replace(stored, gone, 1))
+    path.write_text(path.read_text().replace(stored, removed_value, 1))
     assert load_job(config.run_dir) == config
     with pytest.raises(ConfigError, match=f"{name}.* is not in this version"):
         load_job(config.run_dir, exact_rules=True)

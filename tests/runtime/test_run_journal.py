@@ -28,10 +28,10 @@ PART_BYTES = 20_000
 
 
 def split_journal(
-    path: Path, whole: Path, part_bytes: int = PART_BYTES, kind: type[Journal] = RunJournal
+    path: Path, full_journal: Path, part_bytes: int = PART_BYTES, kind: type[Journal] = RunJournal
 ) -> list[JournalEntry]:
     """Split the journal of one file into parts; returns the entries."""
-    entries = list(journal.read(whole))
+    entries = list(journal.read(full_journal))
     book = kind(path, part_bytes=part_bytes)
     for entry in entries:
         book.append(entry.now, entry.event, entry.commands)
@@ -40,7 +40,7 @@ def split_journal(
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> Path:
+def full_journal(tmp_path: Path) -> Path:
     """An eventful journal in one file."""
     (tmp_path / "whole").mkdir()
     path = tmp_path / "whole" / "events.jsonl"
@@ -48,9 +48,9 @@ def whole(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_journal_in_parts_reads_and_replays_as_one_file(tmp_path: Path, whole: Path) -> None:
+def test_a_journal_in_parts_reads_and_replays_as_one_file(tmp_path: Path, full_journal: Path) -> None:
     path = tmp_path / "events.jsonl"
-    entries = split_journal(path, whole)
+    entries = split_journal(path, full_journal)
     result = journal.files(path)
     assert [p.name for p in result] == [*(f"events.jsonl.{n:04}.gz" for n in range(1, len(result))), "events.jsonl"]
     assert len(result) > 5
@@ -59,19 +59,19 @@ def test_a_journal_in_parts_reads_and_replays_as_one_file(tmp_path: Path, whole:
     assert read.torn_line == 0
     assert journal.replay(coordinator(tmp_path), journal.read(path)).difference == ""
     headings = b"".join(b'{"part":%d}\n' % n for n in range(2, len(result) + 1))
-    assert sum(map(journal.num_bytes, result)) == whole.stat().st_size + len(headings)
-    assert sum(p.stat().st_size for p in result[:-1]) < whole.stat().st_size / 5
+    assert sum(map(journal.num_bytes, result)) == full_journal.stat().st_size + len(headings)
+    assert sum(p.stat().st_size for p in result[:-1]) < full_journal.stat().st_size / 5
 
 
-def test_a_journal_of_one_part_has_the_bytes_of_one_file(tmp_path: Path, whole: Path) -> None:
-    split_journal(tmp_path / "events.jsonl", whole, journal.PART_BYTES)
-    assert (tmp_path / "events.jsonl").read_bytes() == whole.read_bytes()
+def test_a_journal_of_one_part_has_the_bytes_of_one_file(tmp_path: Path, full_journal: Path) -> None:
+    split_journal(tmp_path / "events.jsonl", full_journal, journal.PART_BYTES)
+    assert (tmp_path / "events.jsonl").read_bytes() == full_journal.read_bytes()
     assert journal.files(tmp_path / "events.jsonl") == [tmp_path / "events.jsonl"]
 
 
-def test_a_missing_or_corrupt_part_gives_a_one_line_error(tmp_path: Path, whole: Path) -> None:
+def test_a_missing_or_corrupt_part_gives_a_one_line_error(tmp_path: Path, full_journal: Path) -> None:
     path = tmp_path / "events.jsonl"
-    split_journal(path, whole)
+    split_journal(path, full_journal)
     second = tmp_path / "events.jsonl.0002.gz"
     *closed, last = journal.files(path)
 
@@ -100,9 +100,9 @@ def test_a_missing_or_corrupt_part_gives_a_one_line_error(tmp_path: Path, whole:
     assert f"{last}: cannot be read" in refusal()
 
 
-def test_parts_of_a_killed_writer_are_read_and_compressed_by_the_next(tmp_path: Path, whole: Path) -> None:
+def test_parts_of_a_killed_writer_are_read_and_compressed_by_the_next(tmp_path: Path, full_journal: Path) -> None:
     path = tmp_path / "events.jsonl"
-    entries = split_journal(path, whole)
+    entries = split_journal(path, full_journal)
     for part in list(journal.closed_parts(path).values())[1::2]:
         plain = part.with_suffix("")
         plain.write_bytes(gzip.decompress(part.read_bytes()))
@@ -119,13 +119,13 @@ def test_parts_of_a_killed_writer_are_read_and_compressed_by_the_next(tmp_path: 
 
 
 def test_a_part_that_cannot_be_compressed_is_kept_and_logged(
-    tmp_path: Path, whole: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, full_journal: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "events.jsonl"
     (tmp_path / "events.jsonl.0002.gz").mkdir()
     (tmp_path / "events.jsonl.0002.gz" / "full").write_text("")
     book = Journal(path, compress, 5_000)
-    book.append(1.0, next(iter(journal.read(whole))).event, ())
+    book.append(1.0, next(iter(journal.read(full_journal))).event, ())
     book.close()
     (tmp_path / "events.jsonl.0007").write_text("x\n")
     (tmp_path / "events.jsonl.0007.gz").mkdir()
@@ -207,11 +207,11 @@ def test_a_resumed_run_keeps_the_parts_of_each_start(tmp_path: Path) -> None:
     ]
 
 
-def test_the_run_page_follows_parts_during_rotation_and_compression(tmp_path: Path, whole: Path) -> None:
+def test_the_run_page_follows_parts_during_rotation_and_compression(tmp_path: Path, full_journal: Path) -> None:
     path = tmp_path / "events.jsonl"
-    entries = list(journal.read(whole))
+    entries = list(journal.read(full_journal))
     alone, follower = JournalFollower(3), JournalFollower(3)
-    alone.follow([whole], max_bytes=10**9)
+    alone.follow([full_journal], max_bytes=10**9)
     lines: list[str] = []
     add = follower.index.add
     follower.index.add = lambda line, name: (lines.append(name), add(line, name))[1]

@@ -97,11 +97,11 @@ def test_evaluations_finish_under_any_bound(eta: int, instances: int) -> None:
     assert watch.concluded[0].version == 0 and watch.concluded[-1].version == 8
 
 
-@given(seed=st.integers(0, 2**16), lost=st.sampled_from([0.5, 2.0, 8.0]), eta=st.integers(0, 2))
+@given(seed=st.integers(0, 2**16), mean_loss_interval_s=st.sampled_from([0.5, 2.0, 8.0]), eta=st.integers(0, 2))
 @settings(max_examples=15, deadline=None)
-def test_evaluations_survive_lost_instances(seed: int, lost: float, eta: int) -> None:
+def test_evaluations_survive_lost_instances(seed: int, mean_loss_interval_s: float, eta: int) -> None:
     watch, _ = run_with_evaluations(
-        seed=seed, simulation__mean_loss_interval_s=lost, simulation__replace_s=0.5, staleness__eta=eta,
+        seed=seed, simulation__mean_loss_interval_s=mean_loss_interval_s, simulation__replace_s=0.5, staleness__eta=eta,
         rollout__max_attempts=100,
     )  # fmt: skip
     assert watch.concluded[-1].version == 8 and not watch.concluded[-1].abandoned

@@ -109,7 +109,7 @@ def test_reward_parts_may_be_given_as_in_a_job_file(stored: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         ((), "name the reward: --reward FUNCTION, or change it with --set reward.KEY=VALUE"),
         (
@@ -119,10 +119,10 @@ def test_reward_parts_may_be_given_as_in_a_job_file(stored: Path) -> None:
         (("--set", "reward.functoin=task"), "did you mean reward.function?"),
     ],
 )
-def test_an_unusable_reward_gives_a_one_line_error(stored: Path, words: tuple[str, ...], says: str) -> None:
+def test_an_unusable_reward_gives_a_one_line_error(stored: Path, words: tuple[str, ...], message: str) -> None:
     result = command("store", "rescore", stored, *words, "--branch", "none")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-    assert says in result.stderr
+    assert message in result.stderr
 
 
 def test_the_same_reward_gives_the_same_rewards_and_advantages(stored: Path) -> None:

@@ -146,15 +146,15 @@ def test_a_malformed_certificate_is_rejected(stored: Path, tmp_path: Path, chang
     assert "certificate.json" in result.stderr
 
 
-@pytest.mark.parametrize(("change", "says"), [pytest.param(c, says, id=name) for name, c, says in CONTRADICTED])
-def test_damage_contradicts_the_run(stored: Path, tmp_path: Path, change: Change, says: str) -> None:
+@pytest.mark.parametrize(("change", "message"), [pytest.param(c, says, id=name) for name, c, says in CONTRADICTED])
+def test_damage_contradicts_the_run(stored: Path, tmp_path: Path, change: Change, message: str) -> None:
     run = copy_run(stored, tmp_path)
     change(run)
     result = command("verify", run / CHECKPOINT, "--steps", 3)
     assert result.returncode == 1 and "Traceback" not in result.stderr
     assert result.stdout.startswith(f"{run / CHECKPOINT}: CONTRADICTED")
     (found,) = (line for line in result.stdout.splitlines() if line.startswith("  contradicted: "))
-    assert says in found
+    assert message in found
 
 
 @pytest.mark.parametrize("change", [pytest.param(c, id=name) for name, c in NO_TRAINING])

@@ -49,36 +49,40 @@ def conversations(draw: st.DrawFn) -> NaiveConversation:
 
 
 @given(conversations())
-def test_the_context_of_a_branch_is_that_of_its_parent_token(found: NaiveConversation) -> None:
-    for place, context in enumerate(found.contexts):
-        before = [branch for branch in found.branches if branch.at <= place]
+def test_the_context_of_a_branch_is_that_of_its_parent_token(conversation: NaiveConversation) -> None:
+    for place, context in enumerate(conversation.contexts):
+        before = [branch for branch in conversation.branches if branch.at <= place]
         assert places(before, place).tolist() == context
-    assert places(found.branches, len(found.contexts)).tolist() == found.now
+    assert places(conversation.branches, len(conversation.contexts)).tolist() == conversation.now
 
 
 @given(conversations())
-def test_each_sampled_token_is_trained_once_with_its_context(found: NaiveConversation) -> None:
-    trained = np.asarray(found.sampled)
+def test_each_sampled_token_is_trained_once_with_its_context(conversation: NaiveConversation) -> None:
+    trained = np.asarray(conversation.sampled)
     seen: list[int] = []
-    parts = training_sequences(found.branches, trained)
+    parts = training_sequences(conversation.branches, trained)
     for path, own in parts:
         for n, (place, here) in enumerate(zip(path.tolist(), own.tolist(), strict=True)):
-            assert found.contexts[place] == path[:n].tolist()
+            assert conversation.contexts[place] == path[:n].tolist()
             seen += [place] if here else []
     assert sorted(seen) == np.flatnonzero(trained).tolist()
     # No two could be one: none is the beginning of another.
     paths = [path.tolist() for path, _ in parts]
     assert not any(a == b[: len(a)] for i, a in enumerate(paths) for j, b in enumerate(paths) if i != j)
-    if not found.branches:
+    if not conversation.branches:
         assert len(parts) == 1
 
 
 @given(conversations(), st.data())
-def test_a_branch_starts_where_its_ids_differ_from_every_context(found: NaiveConversation, data: st.DataObject) -> None:
-    ids = np.asarray(data.draw(st.lists(st.integers(0, 1), min_size=len(found.contexts), max_size=len(found.contexts))))
+def test_a_branch_starts_where_its_ids_differ_from_every_context(
+    conversation: NaiveConversation, data: st.DataObject
+) -> None:
+    ids = np.asarray(
+        data.draw(st.lists(st.integers(0, 1), min_size=len(conversation.contexts), max_size=len(conversation.contexts)))
+    )
     wanted = np.asarray(data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=8)))
-    count, after = longest_shared_prefix(found.branches, ids, wanted)
-    whole = [[*context, place] for place, context in enumerate(found.contexts)]
+    count, after = longest_shared_prefix(conversation.branches, ids, wanted)
+    whole = [[*context, place] for place, context in enumerate(conversation.contexts)]
     agreeing = [path for path in whole if ids[path].tolist() == wanted[: len(path)].tolist()]
     assert count == max(map(len, agreeing), default=0)
     assert after in ([path[-1] + 1 for path in agreeing if len(path) == count] or [0])

@@ -229,8 +229,10 @@ replace_folder(Path(sys.argv[2]), lambda part: (part / "new").touch(), "")
 """
 
 
-@pytest.mark.parametrize(("at", "kept"), [(0, "before"), (1, "before"), (2, "new")])
-def test_a_folder_whose_writer_was_killed_between_two_renames_is_restored(tmp_path: Path, at: int, kept: str) -> None:
+@pytest.mark.parametrize(("at", "content"), [(0, "before"), (1, "before"), (2, "new")])
+def test_a_folder_whose_writer_was_killed_between_two_renames_is_restored(
+    tmp_path: Path, at: int, content: str
+) -> None:
     """The next writer fails, which shows the restored content."""
     path = tmp_path / "a"
     path.mkdir()
@@ -241,7 +243,7 @@ def test_a_folder_whose_writer_was_killed_between_two_renames_is_restored(tmp_pa
     with pytest.raises(StoreError):
         replace_folder(path, failing_writer(OSError(28, "No space left on device")), REMEDY)
     assert os.listdir(tmp_path) == ["a"]
-    assert os.listdir(path) == [kept]
+    assert os.listdir(path) == [content]
 
 
 def test_old_folders_of_active_writers_and_longer_names_are_kept(tmp_path: Path) -> None:

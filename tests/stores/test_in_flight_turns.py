@@ -170,21 +170,21 @@ def test_a_missing_restart_never_joins_two_attempts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "kept", "finish"),
+    ("version", "expected", "finish"),
     [
         (0, [(0, 2), (-1, 2)], FinishReason.UNFINISHED),
         (1, [(0, 2), (-1, 2), (1, 2)], FinishReason.UNFINISHED),
         (2, [(0, 2), (-1, 2), (1, 2), (2, 1), (0, 1)], FinishReason.STOP),
     ],
 )
-def test_a_resume_truncates_a_later_turn(version: int, kept: list[tuple[int, int]], finish: FinishReason) -> None:
+def test_a_resume_truncates_a_later_turn(version: int, expected: list[tuple[int, int]], finish: FinishReason) -> None:
     whole = (sampled(1, 0, [0, 0]), observation(2), sampled(1, 4, [1, 1, 2, 0]))
     state = flight(*BEGIN, *whole, reward(0, 8), resumed(version))
     t = state.live[ID]
-    assert span_summary(t) == kept
+    assert span_summary(t) == expected
     assert t.finish is finish
     assert (ID in state.scored) == (version == 2)
-    assert t.response_tokens.tolist() == list(range(sum(count for _, count in kept)))
+    assert t.response_tokens.tolist() == list(range(sum(count for _, count in expected)))
 
 
 def test_a_resume_drops_an_observation_with_its_turn() -> None:

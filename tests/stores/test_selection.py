@@ -73,8 +73,8 @@ def test_invalid_expressions_give_a_one_line_error(text: str, message: str) -> N
 
 
 @given(st.integers(-2, 3), st.floats(-1, 2), st.sampled_from(["<", "<=", ">", ">=", "==", "!="]), st.booleans())
-def test_expressions_have_the_meaning_of_python(lag: int, reward: float, sign: str, both: bool) -> None:
-    text = f"staleness {sign} {lag} {'and' if both else 'or'} reward {sign} {reward!r}"
+def test_expressions_have_the_meaning_of_python(lag: int, reward: float, sign: str, is_and: bool) -> None:
+    text = f"staleness {sign} {lag} {'and' if is_and else 'or'} reward {sign} {reward!r}"
     rows = zip(COLUMNS["staleness"].tolist(), COLUMNS["reward"].tolist(), strict=True)
     expected = [bool(eval(text, {}, {"staleness": s, "reward": r})) for s, r in rows]
     assert Selection(text).mask(COLUMNS).tolist() == expected

@@ -98,11 +98,11 @@ def test_every_corrupt_chunk_is_found(tmp_path: Path) -> None:
     assert {"tokens/ids", "tokens/logprobs", "tokens/mask", "rows/reward", "rows/offset", "text"} <= named
 
 
-@pytest.mark.parametrize("what", ["snapshots", "manifests"])
-def test_a_broken_file_of_an_earlier_snapshot_is_a_finding(store: VersionedStore, what: str) -> None:
+@pytest.mark.parametrize("message", ["snapshots", "manifests"])
+def test_a_broken_file_of_an_earlier_snapshot_is_a_finding(store: VersionedStore, message: str) -> None:
     broken = 0
-    for path in sorted((store.path / what).iterdir())[
-        :: 12 if what == "manifests" else 1
+    for path in sorted((store.path / message).iterdir())[
+        :: 12 if message == "manifests" else 1
     ]:  # of each column one a commit
         before = path.read_bytes()
         path.write_bytes(before[: len(before) // 2])

@@ -229,17 +229,17 @@ def test_branches_are_stored_and_part_of_the_batch_fingerprint(tmp_path: Path) -
     assert batch_fingerprint([(replace(row.trajectory, spans=plain), 1.0)]) != made.batch_fingerprint
 
 
-@pytest.mark.parametrize(("after", "what"), [
+@pytest.mark.parametrize(("after", "message"), [
     (3, "the stored batch is not the one the trainer received"),
     (10_000, "goes on after token 10000"),
     (-2, "its record is corrupt"),
 ])  # fmt: skip
-def test_a_branch_with_a_wrong_parent_is_found(tmp_path: Path, after: int, what: str) -> None:
+def test_a_branch_with_a_wrong_parent_is_found(tmp_path: Path, after: int, message: str) -> None:
     valid_store(tmp_path / "s")
     edit(tmp_path / "s", lambda root: set_after(root, after))
     store = VersionedStore.open(tmp_path / "s")
     findings = audit(store).findings
-    assert [f for f in findings if what in f.message], findings
+    assert [f for f in findings if message in f.message], findings
     assert plain_audit(store).findings == findings
 
 

@@ -102,12 +102,12 @@ def test_a_move_without_gain_is_not_made() -> None:
 
 @given(load, load, st.integers(0, 50), st.integers(0, 40))
 def test_a_turn_returns_to_its_cache_unless_the_prefill_pays_off(
-    cached_instance: InstanceLoad, other: InstanceLoad, kv_tokens: int, remaining: int
+    cached_instance: InstanceLoad, other_load: InstanceLoad, kv_tokens: int, remaining: int
 ) -> None:
     slower_s = step_s(cached_instance.running + 1, cached_instance.kv_tokens + kv_tokens)
-    slower_s -= step_s(other.running + 1, other.kv_tokens + kv_tokens)
-    stays = remaining * slower_s <= 0.125 * kv_tokens * (other.running + 1)
-    assert CacheAffinity(COST).prefers_cached(cached_instance, other, kv_tokens, remaining) is stays
+    slower_s -= step_s(other_load.running + 1, other_load.kv_tokens + kv_tokens)
+    stays = remaining * slower_s <= 0.125 * kv_tokens * (other_load.running + 1)
+    assert CacheAffinity(COST).prefers_cached(cached_instance, other_load, kv_tokens, remaining) is stays
 
 
 def test_a_turn_returns_to_its_cache_when_both_instances_are_equally_fast() -> None:

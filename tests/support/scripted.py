@@ -356,16 +356,18 @@ class VirtualEngine:
         self.closed = True
         self._world.awake.discard(self._instance)
 
-    def _length(self, held: _Request) -> int:
-        prior = held.request.num_prior
-        return max(prior + 1, min(self._world.length(held.request.trajectory), prior + held.request.max_new_tokens))
+    def _length(self, request: _Request) -> int:
+        prior = request.request.num_prior
+        return max(
+            prior + 1, min(self._world.length(request.request.trajectory), prior + request.request.max_new_tokens)
+        )
 
-    def _end_s(self, held: _Request) -> float:
-        return held.since + (self._length(held) - held.request.num_prior) / self._tokens_per_s
+    def _end_s(self, request: _Request) -> float:
+        return request.since + (self._length(request) - request.request.num_prior) / self._tokens_per_s
 
-    def _tokens(self, held: _Request) -> int:
-        sampled = int((self._now() - held.since) * self._tokens_per_s + 1e-9)
-        return min(self._length(held), held.request.num_prior + sampled)
+    def _tokens(self, request: _Request) -> int:
+        sampled = int((self._now() - request.since) * self._tokens_per_s + 1e-9)
+        return min(self._length(request), request.request.num_prior + sampled)
 
     def _advance(self) -> None:
         for trajectory, held in list(self._requests.items()):
@@ -378,10 +380,10 @@ class VirtualEngine:
                     sampled = (int(token) for segment in ended.segments for token in segment.tokens)
                     self._kept[trajectory] = (*held.request.tokens, *sampled)
 
-    def _result(self, held: _Request, tokens: int, finish: FinishReason) -> SampledTokens:
-        key, segments = held.request.trajectory, []
-        ends = [*(begin for _, begin in held.marks[1:]), tokens]
-        for (version, begin), end in zip(held.marks, ends, strict=True):
+    def _result(self, request: _Request, tokens: int, finish: FinishReason) -> SampledTokens:
+        key, segments = request.request.trajectory, []
+        ends = [*(begin for _, begin in request.marks[1:]), tokens]
+        for (version, begin), end in zip(request.marks, ends, strict=True):
             if end > begin:
                 ids = emulated_ids(key, begin, end - begin)
                 logprobs = word_logprobs(ids)
@@ -390,8 +392,8 @@ class VirtualEngine:
                 segments.append(Segment(version=version, instance=self._instance, tokens=ids, logprobs=logprobs))
         return SampledTokens(
             trajectory=key,
-            route_number=held.request.route_number,
-            start=held.request.num_prior,
+            route_number=request.request.route_number,
+            start=request.request.num_prior,
             segments=tuple(segments),
             finish=finish,
         )

@@ -81,7 +81,7 @@ class ParameterServerTests:
             await here.server.read_piece(PolicyVersion(3), 0, 1)
 
     @pytest.mark.parametrize(
-        ("used", "newest", "kept"),
+        ("used", "newest", "expected"),
         [
             ((), 6, [6]),
             ((3,), 6, [3, 6]),
@@ -92,14 +92,14 @@ class ParameterServerTests:
         ],
     )
     async def test_prune_removes_only_old_versions_that_are_not_in_use(
-        self, tmp_path: Path, used: tuple[int, ...], newest: int, kept: list[int]
+        self, tmp_path: Path, used: tuple[int, ...], newest: int, expected: list[int]
     ) -> None:
         here = self.host(tmp_path, "a")
         for version in (3, 4, 5, 6):
             here.publish(version)
         for _ in range(2):  # safe to ask twice
             await here.server.prune(tuple(map(PolicyVersion, used)), PolicyVersion(newest))
-            assert here.versions() == kept
+            assert here.versions() == expected
 
     async def test_ensure_fetches_a_pruned_version_again(self, tmp_path: Path) -> None:
         source, target = self.host(tmp_path, "a"), self.host(tmp_path, "b")

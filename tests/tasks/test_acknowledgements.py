@@ -69,10 +69,10 @@ class ServerScene:
     server: TrajectoryServer
 
     @classmethod
-    async def create(cls, made: type[TrajectoryServer], folder: Path) -> ServerScene:
+    async def create(cls, server_class: type[TrajectoryServer], folder: Path) -> ServerScene:
         config = Body(folder).config("rollout.max_new_tokens=100", *EVALUATED)
         settings = actor_settings.server_settings(config, folder / "store", 128)
-        scene = cls(made, settings, made(settings, 0.0))
+        scene = cls(server_class, settings, server_class(settings, 0.0))
         await scene.server.draw(0, 2)
         return scene
 

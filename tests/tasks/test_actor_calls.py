@@ -67,14 +67,14 @@ async def test_call_actor_passes_on_errors_of_the_method() -> None:
         await call_actor(WaitingActor(), "refuse", timeout_s=60.0, actor_name="server")
 
 
-@pytest.mark.parametrize(("who", "named"), [("", "rollout-0"), ("server", "server")])
+@pytest.mark.parametrize(("actor", "named"), [("", "rollout-0"), ("server", "server")])
 @pytest.mark.parametrize("kind", [ActorLost, ActorFailed])
-def test_an_error_names_the_actor_that_raised_it(kind: type[ActorLost | ActorFailed], who: str, named: str) -> None:
+def test_an_error_names_the_actor_that_raised_it(kind: type[ActorLost | ActorFailed], actor: str, named: str) -> None:
     """It is the called actor, unless the error already names another one."""
 
     class Raising:
         async def answer(self) -> None:
-            raise kind("connection closed", who)
+            raise kind("connection closed", actor)
 
     with pytest.raises(kind) as error:
         asyncio.run(call_actor(Raising(), "answer", timeout_s=60.0, actor_name="rollout-0"))

@@ -64,7 +64,7 @@ def test_an_uninstalled_package_is_named_in_the_error(
         open_source(SourceType.AGENT, source, {}, f"task.source = {source!r}")
 
 
-@pytest.mark.parametrize(("source", "options", "said"), [
+@pytest.mark.parametrize(("source", "options", "message"), [
     ("openenv:http://127.0.0.1:1", {"resets": {}}, r"task.options.resets: unknown; there are reset, system, field"),
     ("openenv:http://127.0.0.1:1", {"reset": "x"}, r"task.options.reset = 'x' must be a table"),
     ("verifiers:wordle", {"held_out_tasks": "3"}, r"task.options.held_out_tasks = '3' must be a whole number"),
@@ -72,10 +72,10 @@ def test_an_uninstalled_package_is_named_in_the_error(
     ("verifiers:wordle", {"renderer": 1}, r"task.options.renderer = 1 must be a text or a table"),
 ])  # fmt: skip
 def test_an_option_of_a_wrong_type_is_rejected_before_the_package_is_imported(
-    source: str, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+    source: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         open_source(SourceType.AGENT, source, options, f"task.source = {source!r}")
 
 

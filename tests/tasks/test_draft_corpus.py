@@ -51,12 +51,12 @@ def flight(**finished: Sequence[int]) -> InFlightState:
     return state
 
 
-def deliver(held: InFlightState, trajectory: int, tokens: Sequence[int], finish: FinishReason) -> None:
+def deliver(state: InFlightState, trajectory: int, tokens: Sequence[int], finish: FinishReason) -> None:
     entry = TokensDelivered(
         trajectory=TrajectoryId(trajectory), route_number=1, start=0, segments=(sampled_segment(tokens),),
         finish=finish, at_s=1.0, attempt=0,
     )  # fmt: skip
-    assert held.apply(entry)
+    assert state.apply(entry)
 
 
 def stored_row(trajectory: int, tokens: Sequence[int], prompt: tuple[int, ...] = PROMPT) -> EndedTrajectory:
@@ -68,10 +68,10 @@ def stored_row(trajectory: int, tokens: Sequence[int], prompt: tuple[int, ...] =
 
 
 def other_responses(
-    known: DraftCorpus, *running: int, told: frozenset[TrajectoryId] = NOTHING
+    corpus: DraftCorpus, *running: int, sent: frozenset[TrajectoryId] = NOTHING
 ) -> dict[int, tuple[int, ...]]:
-    answer = known.others([TrajectoryId(i) for i in running], told)
-    assert {i for found in answer.responses for i, _ in found.responses} | told >= answer.sent
+    answer = corpus.others([TrajectoryId(i) for i in running], sent)
+    assert {i for found in answer.responses for i, _ in found.responses} | sent >= answer.sent
     return {int(i): tokens for found in answer.responses for i, tokens in found.responses}
 
 
@@ -93,7 +93,7 @@ def test_draft_corpus_returns_each_response_once() -> None:
     again = corpus.others([TrajectoryId(0)], first.sent | {TrajectoryId(500)})
     assert (again.responses, again.sent) == ([], {1})
     deliver(state, 2, (5, 9), FinishReason.STOP)
-    assert other_responses(corpus, 0, told=again.sent) == {2: (5, 9)}
+    assert other_responses(corpus, 0, sent=again.sent) == {2: (5, 9)}
 
 
 def test_draft_corpus_returns_siblings_of_every_group_with_the_prompt() -> None:
@@ -110,7 +110,7 @@ def test_draft_corpus_limits_the_responses_of_a_reply(monkeypatch: pytest.Monkey
     corpus = DraftCorpus(flight(t1=(5,), t2=(6,), t3=(7,)), 1000)
     first = corpus.others([TrajectoryId(0)], NOTHING)
     assert len(first.sent) == 2
-    assert other_responses(corpus, 0, told=first.sent).keys() == {1, 2, 3} - first.sent
+    assert other_responses(corpus, 0, sent=first.sent).keys() == {1, 2, 3} - first.sent
 
 
 def test_draft_corpus_size_is_bounded() -> None:

@@ -186,7 +186,7 @@ def test_stop_criteria_are_part_of_the_turn_parameters_and_the_spool() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("stop", "more", "told"),
+    ("stop", "more", "content_expected"),
     [
         ("END", {}, "It is 3. "),
         (["\n\n", "END"], {}, "It is 3. "),
@@ -197,7 +197,7 @@ def test_stop_criteria_are_part_of_the_turn_parameters_and_the_spool() -> None:
     ],
 )
 async def test_a_reply_has_the_text_up_to_the_stop_string_and_all_token_ids(
-    stop: Any, more: dict[str, Any], told: str, stream: bool
+    stop: Any, more: dict[str, Any], content_expected: str, stream: bool
 ) -> None:
     async with serving(changed_past="refuse") as (server, client):
         session = server.sessions.open()
@@ -212,7 +212,7 @@ async def test_a_reply_has_the_text_up_to_the_stop_string_and_all_token_ids(
         else:
             choices = result.json()["choices"]
             content = choices[0]["message"]["content"]
-        assert content == told
+        assert content == content_expected
         assert (choices[-1]["finish_reason"], choices[-1]["token_ids"]) == ("stop", [7, 8])
         assert len(choices[-1]["logprobs"]["content"]) == 2
         # What is said next comes after all that was sampled, and after the very text that was told.

@@ -63,11 +63,13 @@ def test_a_resumed_run_reuses_an_engine_under_a_new_seed_and_name(settings: Any)
     assert len(engine_handover._registered) == 1
 
 
-@pytest.mark.parametrize("other", ["run", "settings"])
-def test_an_orphan_engine_of_other_settings_or_another_run_is_closed(settings: Any, other: str) -> None:
+@pytest.mark.parametrize("difference", ["run", "settings"])
+def test_an_orphan_engine_of_other_settings_or_another_run_is_closed(settings: Any, difference: str) -> None:
     (engine,) = drop_actors([place_instance(settings)])
-    changed = dataclasses.replace(settings, max_running=settings.max_running + 1) if other == "settings" else settings
-    then = place_instance(changed, run="/runs/y" if other == "run" else "/runs/x", resumed=True)
+    changed = (
+        dataclasses.replace(settings, max_running=settings.max_running + 1) if difference == "settings" else settings
+    )
+    then = place_instance(changed, run="/runs/y" if difference == "run" else "/runs/x", resumed=True)
     assert engine_of(then) is not engine
     assert not asyncio.run(then.took_over())
     assert not engine._thread.is_alive()

@@ -64,8 +64,8 @@ class Server:
     rewards: dict[TrajectoryId, float] = field(default_factory=dict)
     fails: bool = False
 
-    async def episode_states(self, asked: list[tuple[TrajectoryId, int]]) -> list[EpisodeState | None]:
-        self.calls.append(("episode_states", len(asked)))
+    async def episode_states(self, keys: list[tuple[TrajectoryId, int]]) -> list[EpisodeState | None]:
+        self.calls.append(("episode_states", len(keys)))
         if self.fails:
             raise OSError("it is gone")
         none: dict[str, Any] = {"full": False, "answered": False, "restarted": False, "score": None}
@@ -73,12 +73,12 @@ class Server:
             EpisodeState(task=GroupId(i), member=0, attempt=0, record={}, turns=(f"{i}",), tokens=i, **none)
             if i < 90
             else None
-            for i, _ in asked
+            for i, _ in keys
         ]
 
-    async def add_observations(self, said: list[ObservationItem]) -> list[ObservationReceipt]:
-        self.calls.append(("add_observations", len(said)))
-        return [ObservationReceipt(item.tokens + int(item.messages[0].content)) for item in said]
+    async def add_observations(self, items: list[ObservationItem]) -> list[ObservationReceipt]:
+        self.calls.append(("add_observations", len(items)))
+        return [ObservationReceipt(item.tokens + int(item.messages[0].content)) for item in items]
 
     async def record_rewards(self, scored: list[RewardItem]) -> list[ScoredResponse | None]:
         self.calls.append(("record_rewards", len(scored)))
@@ -140,11 +140,11 @@ class SlowStepEnvironments(Environments):
 class FullServer(Server):
     """A server on which observations of odd trajectories do not fit into the context."""
 
-    async def add_observations(self, said: list[ObservationItem]) -> list[ObservationReceipt]:
-        receipts = await super().add_observations(said)
+    async def add_observations(self, items: list[ObservationItem]) -> list[ObservationReceipt]:
+        receipts = await super().add_observations(items)
         return [
             ObservationReceipt(r.tokens, "full" if item.trajectory % 2 else "")
-            for r, item in zip(receipts, said, strict=True)
+            for r, item in zip(receipts, items, strict=True)
         ]
 
 
@@ -158,11 +158,11 @@ def test_an_outcome_has_the_duration_of_its_step_and_its_end() -> None:
 class DifferentServer(Server):
     """A server whose stored observation differs from the delivered one."""
 
-    async def add_observations(self, said: list[ObservationItem]) -> list[ObservationReceipt]:
-        return [ObservationReceipt(item.tokens, "differs") for item in said]
+    async def add_observations(self, items: list[ObservationItem]) -> list[ObservationReceipt]:
+        return [ObservationReceipt(item.tokens, "differs") for item in items]
 
-    async def restart(self, asked: list[tuple[TrajectoryId, int, int]]) -> list[bool]:
-        return [True] * len(asked)
+    async def restart(self, keys: list[tuple[TrajectoryId, int, int]]) -> list[bool]:
+        return [True] * len(keys)
 
 
 def test_an_episode_with_a_different_observation_is_cancelled_and_restarted() -> None:

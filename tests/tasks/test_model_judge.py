@@ -93,7 +93,7 @@ def test_a_conversation_is_shown_to_the_judge_as_text(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "says"),
+    ("reply", "message"),
     [
         ("no idea", "no score from 0 to 1 in the judge's reply 'no idea'"),
         ("11", "no score from 0 to 1 in the judge's reply '11'"),
@@ -101,9 +101,9 @@ def test_a_conversation_is_shown_to_the_judge_as_text(server: Server) -> None:
         (503, "no reply of a-model: HTTP 503 Service Unavailable"),
     ],
 )
-def test_a_reply_without_a_score_is_an_error(server: Server, reply: str | int, says: str) -> None:
+def test_a_reply_without_a_score_is_an_error(server: Server, reply: str | int, message: str) -> None:
     server.replies = [reply]
-    with pytest.raises(JudgeError, match=re.escape(says)):
+    with pytest.raises(JudgeError, match=re.escape(message)):
         judge(server)("2", {"prompt": "1 + 1"})
     assert len(server.bodies) == (3 if reply == 503 else 1), "only what may pass is tried again"
 
@@ -163,11 +163,11 @@ def test_the_key_is_read_from_the_environment(server: Server, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [({"low": 1}, "high = 1 is not above low = 1"), ({"pattern": r"\d"}, "has no group; put the score in parentheses")],
 )
-def test_settings_that_cannot_give_a_score_are_rejected(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(says)):
+def test_settings_that_cannot_give_a_score_are_rejected(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         Judge("http://127.0.0.1:1/v1", "a-model", QUESTION, **settings)
 
 

@@ -137,8 +137,8 @@ def test_the_token_limit_of_a_turn_is_spooled_with_its_observation() -> None:
     assert plain.turn_tokens == 0
 
 
-def make_encoder(found: TokenizedPrompts) -> ObservationEncoder:
-    return ObservationEncoder(found)
+def make_encoder(tokenized_prompts: TokenizedPrompts) -> ObservationEncoder:
+    return ObservationEncoder(tokenized_prompts)
 
 
 def whole_context(t: Trajectory) -> list[int]:
@@ -156,15 +156,17 @@ def observation_item(t: Trajectory, directions: TurnParams, *messages: Message) 
     )
 
 
-def after_two_turns(found: TokenizedPrompts) -> Trajectory:
+def after_two_turns(tokenized_prompts: TokenizedPrompts) -> Trajectory:
     """Return a trajectory with the prompt "one", a turn of two tokens, the bridge of "two", and a turn of three
     tokens."""
-    prompt = found.encode(task(Message("user", "one")))
+    prompt = tokenized_prompts.encode(task(Message("user", "one")))
     t = Trajectory(id=TrajectoryId(0), group=GroupId(0), prompt_tokens=np.asarray(prompt, np.int32))
     for ids in ([40, 41], [50, 51, 52]):
         t = replace(t, spans=(*t.spans, sampled_segment(ids)), finish=FinishReason.STOP)
         if len(t.spans) == 1:
-            observation = make_encoder(found).encode(t, observation_item(t, TurnParams(), Message("user", "two")), 1000)
+            observation = make_encoder(tokenized_prompts).encode(
+                t, observation_item(t, TurnParams(), Message("user", "two")), 1000
+            )
             assert isinstance(observation, ObservationTokens)
             assert observation.after is None
             t = replace(t, spans=(*t.spans, EnvSpan(role="user", tokens=np.asarray(observation.tokens, np.int32))))

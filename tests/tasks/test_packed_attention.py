@@ -38,17 +38,17 @@ def model(kind: str, config: str, **changes: Any) -> Any:
     return getattr(transformers, kind)._from_config(made, dtype=torch.float32).eval()
 
 
-def logprobs_and_gradients(found: Any, *, packed: bool) -> list[torch.Tensor]:
+def logprobs_and_gradients(policy_model: Any, *, packed: bool) -> list[torch.Tensor]:
     """Return logprobs and gradients of a ragged batch."""
-    under = LogprobModel(model=found, device="cpu", half=False, temperature=1.0, token_budget=10_000)
+    under = LogprobModel(model=policy_model, device="cpu", half=False, temperature=1.0, token_budget=10_000)
     if not packed:
         object.__setattr__(under, "padded_because", "of the test")
     rows = ragged_rows(9, np.random.default_rng(3))
     (batch,) = microbatches(rows, range(9), np.ones(9, np.float32), 10_000)
-    found.zero_grad()
+    policy_model.zero_grad()
     logprobs = under.batch(batch)
     (logprobs * torch.linspace(-1, 1, logprobs.numel()).view(logprobs.shape)).sum().backward()
-    return [logprobs.detach(), *(p.grad.clone() for p in found.parameters())]
+    return [logprobs.detach(), *(p.grad.clone() for p in policy_model.parameters())]
 
 
 @pytest.mark.parametrize(

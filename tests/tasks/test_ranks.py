@@ -168,17 +168,17 @@ def train(rank: Rank, job: Training, begin: str = "", point: str = "") -> Traine
     return Trained(metrics, weights, probe)
 
 
-def check_same(one: Trained, other: Trained) -> None:
-    assert len(one.metrics) == len(other.metrics)
-    for a, b in zip(one.metrics, other.metrics, strict=True):
+def check_same(actual: Trained, expected: Trained) -> None:
+    assert len(actual.metrics) == len(expected.metrics)
+    for a, b in zip(actual.metrics, expected.metrics, strict=True):
         assert a.keys() == b.keys()
         for name in a:
             assert a[name] == pytest.approx(b[name], rel=1e-6, abs=1e-6), name
-    assert one.weights.keys() == other.weights.keys()
-    for name, weights in one.weights.items():
+    assert actual.weights.keys() == expected.weights.keys()
+    for name, weights in actual.weights.items():
         # Processors round differently; a step changes weights by some 1e-3.
-        np.testing.assert_allclose(weights, other.weights[name], rtol=0, atol=5e-6, err_msg=name)
-    np.testing.assert_allclose(one.probe, other.probe, atol=1e-5)
+        np.testing.assert_allclose(weights, expected.weights[name], rtol=0, atol=5e-6, err_msg=name)
+    np.testing.assert_allclose(actual.probe, expected.probe, atol=1e-5)
 
 
 def test_two_ranks_train_as_one_rank(tiny_model: Path) -> None:

@@ -97,9 +97,9 @@ class HostScene:
         sampled = delivery(ID, sampled_segment(range(tokens)), route_number=self.route_number, start=first)
         assert await self.server.deliver([sampled]) == {ID: first + tokens}
 
-    async def step(self, says: ScriptedEnvironments, server: Any = None) -> list[EnvStepOutcome]:
+    async def step(self, environments: ScriptedEnvironments, server: Any = None) -> list[EnvStepOutcome]:
         """Run the environment step of the current turn. server: replaces the server as seen by the host."""
-        host = EnvironmentHost(says, call_s=5.0)
+        host = EnvironmentHost(environments, call_s=5.0)
         await host.start_steps(
             server or self.server, (EnvStepItem(trajectory=ID, route_number=self.route_number, truncated=False),)
         )

@@ -19,10 +19,12 @@ def drafter(**changes: int) -> Drafter:
     return Drafter(**({"max_length": 4, "max_running": 100} | changes))
 
 
-def begin_request(one: Drafter, key: str, response: tuple[int, ...] = (), trajectory: int | None = None) -> None:
+def begin_request(
+    text_drafter: Drafter, key: str, response: tuple[int, ...] = (), trajectory: int | None = None
+) -> None:
     """Start a request for PROMPT that has sampled these tokens."""
-    one.begin(key, TrajectoryId(int(key) if trajectory is None else trajectory), PROMPT, PROMPT)
-    one.extend(key, response)
+    text_drafter.begin(key, TrajectoryId(int(key) if trajectory is None else trajectory), PROMPT, PROMPT)
+    text_drafter.extend(key, response)
 
 
 def test_a_draft_follows_a_sibling_with_the_same_tokens() -> None:
@@ -126,11 +128,11 @@ def test_a_request_resubmitted_under_a_new_key_extends_its_text() -> None:
     assert text_drafter.num_tokens == len(PROMPT) + len(RESPONSE) + 3
 
 
-@pytest.mark.parametrize("kept", [len(PROMPT), 2, 0])
-def test_a_branch_is_drafted_from_responses_to_its_prompt(kept: int) -> None:
+@pytest.mark.parametrize("num_kept", [len(PROMPT), 2, 0])
+def test_a_branch_is_drafted_from_responses_to_its_prompt(num_kept: int) -> None:
     text_drafter = drafter()
     begin_request(text_drafter, "0", RESPONSE)
-    context = (*PROMPT[:kept], 90, 91, *RESPONSE[:3])  # its past is not what its trajectory sampled
+    context = (*PROMPT[:num_kept], 90, 91, *RESPONSE[:3])  # its past is not what its trajectory sampled
     text_drafter.begin("1", TrajectoryId(1), PROMPT, context)
     assert text_drafter.draft("1", 4)[:1] == [RESPONSE[3]]
     assert text_drafter.num_known_tokens("1") == len(context)

@@ -21,8 +21,8 @@ parts = st.tuples(st.integers(0, 2**31), st.integers(0, 4095), st.integers(0, 3)
 
 
 @given(parts, parts)
-def test_an_engine_seed_depends_on_each_argument(one: tuple[int, ...], other: tuple[int, ...]) -> None:
-    assert (engine_seed(*one) == engine_seed(*other)) == (one == other)
+def test_an_engine_seed_depends_on_each_argument(first: tuple[int, ...], second: tuple[int, ...]) -> None:
+    assert (engine_seed(*first) == engine_seed(*second)) == (first == second)
 
 
 def test_random_streams_differ_and_are_stable_across_releases() -> None:

@@ -70,22 +70,22 @@ def loss_of(part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | No
     return (logprobs * torch.tensor([[1.0 + i % 3] for i in part.rows])).sum() + 0.1 * entropy.sum()
 
 
-def gradients_and_logprobs(found: Any, rows: Sequence[Row], budget: int) -> tuple[list[Any], list[int]]:
+def gradients_and_logprobs(policy_model: Any, rows: Sequence[Row], budget: int) -> tuple[list[Any], list[int]]:
     """Return the gradients of a loss over all tokens, the logprobs of each row, and the tokens of each pass."""
-    under = LogprobModel(model=found, device="cpu", half=False, temperature=0.7, token_budget=budget)
+    under = LogprobModel(model=policy_model, device="cpu", half=False, temperature=0.7, token_budget=budget)
     assert under.packs_rows
     passes = list[int]()
-    handle = found.register_forward_pre_hook(
+    handle = policy_model.register_forward_pre_hook(
         lambda _, __, inputs: passes.append(inputs["input_ids"].shape[1]), with_kwargs=True
     )
     weights = np.ones(len(rows), np.float32)
-    found.zero_grad()
+    policy_model.zero_grad()
     logprobs = dict[int, Any]()
     for batch in under.microbatches(rows, range(len(rows)), weights):
         given = under.backward(batch, loss_of, entropy=True, by_token=True)
         logprobs |= {i: given[k][torch.from_numpy(batch.mask[k] > 0)] for k, i in enumerate(batch.rows)}
     handle.remove()
-    return [*(logprobs[i] for i in range(len(rows))), *(p.grad.clone() for p in found.parameters())], passes
+    return [*(logprobs[i] for i in range(len(rows))), *(p.grad.clone() for p in policy_model.parameters())], passes
 
 
 @pytest.mark.parametrize("name", BATCHES)

@@ -65,12 +65,12 @@ def consumed_rows_of(lengths: list[tuple[int, list[int]]]) -> list[EndedTrajecto
     return [one(i, *length) for i, length in enumerate(lengths)]
 
 
-def same_row(one: Row, other: Row) -> bool:
+def same_row(first: Row, second: Row) -> bool:
     arrays = all(
-        getattr(one, n).tolist() == getattr(other, n).tolist()
+        getattr(first, n).tolist() == getattr(second, n).tolist()
         for n in ("prompt", "response", "behaviour", "sampled", "lags")
     )
-    return arrays and all(getattr(one, n) == getattr(other, n) for n in ("advantage", "staleness", "trained"))
+    return arrays and all(getattr(first, n) == getattr(second, n) for n in ("advantage", "staleness", "trained"))
 
 
 def num_bytes(packed: RowArrays) -> int:

@@ -241,14 +241,14 @@ async def test_a_replaced_trainer_writes_no_resume_point(tmp_path: Path, sharded
     await following.close()
 
 
-@pytest.mark.parametrize(("keep_every", "kept"), [(0, [5, 6, 7]), (2, [2, 4, 5, 6, 7]), (5, [5, 6, 7])])
+@pytest.mark.parametrize(("keep_every", "expected"), [(0, [5, 6, 7]), (2, [2, 4, 5, 6, 7]), (5, [5, 6, 7])])
 def test_points_of_every_nth_version_are_kept_beside_the_latest(
-    tmp_path: Path, keep_every: int, kept: list[int]
+    tmp_path: Path, keep_every: int, expected: list[int]
 ) -> None:
     points = ResumePoints(tmp_path / "resume", keep_every)
     for version in range(1, 8):
         points.write(PolicyVersion(version), Path.touch)
-    assert points.versions() == kept
+    assert points.versions() == expected
     assert points.latest() == [5, 6, 7]
 
 
@@ -293,17 +293,17 @@ async def test_an_error_at_the_start_of_a_resume_point_raises_too(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598 (rank 1)",
         "PytorchStreamWriter failed writing file data/3: file write failed",
     ],
 )
-def test_torch_errors_of_a_full_disk_are_translated(tmp_path: Path, said: str) -> None:
+def test_torch_errors_of_a_full_disk_are_translated(tmp_path: Path, message: str) -> None:
     """On a full disk of 26 MiB one rank gets ENOSPC and another only a length mismatch."""
 
     def write(part: Path) -> None:
-        raise RuntimeError(said)
+        raise RuntimeError(message)
 
     text = (
         r"resume/v00000001.shards: cannot be written: a write was cut short, as on a full disk \([\d.]+ MiB are free\)"

@@ -211,7 +211,7 @@ def test_permanent_errors_are_not_classified_as_a_lost_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "error", "told"),
+    ("number", "error", "message"),
     [
         (0, RuntimeError("CUDA out of memory"), "trainer failed: RuntimeError: CUDA out of memory"),
         (1, RuntimeError("CUDA out of memory"), "trainer-1 failed: RuntimeError: CUDA out of memory"),
@@ -220,7 +220,7 @@ def test_permanent_errors_are_not_classified_as_a_lost_rank() -> None:
     ],
 )
 async def test_an_error_of_one_rank_is_raised_while_other_ranks_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: Exception, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: Exception, message: str
 ) -> None:
     """Ranks that lost each other are replaced; an error raised by a rank would repeat."""
     monkeypatch.setattr(trainer_rank, "SETTLE_S", 0.2)
@@ -228,16 +228,16 @@ async def test_an_error_of_one_rank_is_raised_while_other_ranks_wait(
     lead, others = actors(tmp_path, group, 2)
     await lead.form_group("localhost", *others)
     await lead.publish_initial((), PolicyVersion(0), "")
-    with pytest.raises(ActorLost if error is CLOSED else ActorFailed, match=told):
+    with pytest.raises(ActorLost if error is CLOSED else ActorFailed, match=message):
         await call_actor(lead, "train", Server(), 0, (), (), timeout_s=60.0, actor_name="trainer")
     group.barrier.abort()
     for actor in (lead, *others):
         await actor.close()
 
 
-@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("is_gone", [False, True])
 async def test_a_rank_lost_during_a_resume_point_raises_actor_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_gone: bool
 ) -> None:
     """The error is not reported as a disk failure. gone: whether the loss is detected, and for which rank."""
     monkeypatch.setattr(trainer_rank, "SETTLE_S", 0.2)
@@ -260,7 +260,7 @@ async def test_a_rank_lost_during_a_resume_point_raises_actor_lost(
 
         def __getattr__(self, method: str) -> Callable[..., Any]:
             async def asked(*args: Any) -> Any:
-                if gone and method == "ping":
+                if is_gone and method == "ping":
                     raise OSError("connection closed")
                 return await getattr(self.actor, method)(*args)
 
@@ -269,7 +269,7 @@ async def test_a_rank_lost_during_a_resume_point_raises_actor_lost(
     lead, others = actors(tmp_path, group, 2)
     await lead.form_group("localhost", Gone(others[0]))
     await lead.train(Server(), 0, (), ())
-    said = "trainer-1 is gone: connection closed" if gone else "the trainer's ranks have lost each other"
+    said = "trainer-1 is gone: connection closed" if is_gone else "the trainer's ranks have lost each other"
     with pytest.raises(ActorLost, match=said):
         await call_actor(lead, "train", Server(), 1, (), (), timeout_s=60.0, actor_name="trainer")
     for actor in (lead, *others):
