@@ -20,7 +20,7 @@ from staleflow.pipeline.processes import local_cluster
 from tests.support import browser, fork_server, forking
 from tests.support.tiny_models import make_tiny_model
 
-gc.disable()  # until all is imported: collections meanwhile take a quarter of the time
+gc.disable()  # until all modules are imported: garbage collections take a quarter of that time
 os.environ["OMP_NUM_THREADS"] = "1"  # processes that fork may have no other thread, and numpy starts some
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -37,7 +37,7 @@ if (
     and min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) >= MEMORY_BYTES
 ):
     os.environ["TMPDIR"] = str(MEMORY)
-    tempfile.tempdir = None  # pytest has asked for it already
+    tempfile.tempdir = None  # imported by pytest already
 
 slow_ok = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile("ci", max_examples=50, deadline=None, suppress_health_check=slow_ok)

@@ -53,7 +53,7 @@ def commands(page: Path) -> Iterator[str]:
     """Return the commands of a page from its code blocks and inline code, without comments."""
     for language, text in blocks(page):
         if language in ("", "sh") and not is_output(page, text):
-            # In docs/commands.md, what a command does stands right of it.
+            # In docs/commands.md, the description of a command is to the right of it.
             end = r"\s{3,}|\s#\s" if page.name == "commands.md" else r"\s#\s"
             for line in filter(None, text.splitlines()):
                 yield from re.split(r"\s&&\s", re.split(end, line)[0].strip())
@@ -111,7 +111,7 @@ def extras_mistake(command: str) -> str:
 def staleflow_mistake(words: Sequence[str]) -> str:
     """Return what is wrong with a staleflow command: subcommand, options or job keys.
 
-    `A | B` in it are alternatives: of the last subcommand, or of its argument.
+    `A | B` are alternatives for the last subcommand or its argument.
     """
     group: Any = cli
     words = list(words)

@@ -1,9 +1,9 @@
 """Malformed input to every command: job files, data, models, rewards, stores, journals, addresses, disks, names,
 terminals.
 
-`CASES` is a table: what is prepared, what is typed, the exit code, and words of the answer. Each answer is one line,
-without a traceback, within 10 s. tests/cli/test_malformed.py runs those that need no process of their own. All of them,
-each as a process and timed:
+`CASES` is a table of setup, command line, exit code and words of the output. Each output is one line without a
+traceback within 10 s. tests/cli/test_malformed.py runs the cases that need no separate process. To run all of them,
+each in a process and timed:
 
     python -m tests.cli.malformed [WORD ...]        only the cases whose names contain one of the words
 """

@@ -1,6 +1,6 @@
 """Malformed input to the commands: a helpful one-line error, the right exit code, no traceback.
 
-The table is in malformed.py; what needs a process of its own is run by `python -m tests.cli.malformed`.
+The table is in malformed.py; cases that need a separate process are run by `python -m tests.cli.malformed`.
 """
 
 from __future__ import annotations

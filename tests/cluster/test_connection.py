@@ -48,7 +48,7 @@ def connection_error(cluster: ClusterAddress, within_s: float = CONNECT_S, most_
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", ResourceWarning
-        )  # Dask leaves the socket of a handshake given up to the collector
+        )  # Dask leaves the socket of an abandoned handshake to the garbage collector
         with pytest.raises(ConfigError) as caught:
             asyncio.run(connect())
         took_s = time.monotonic() - begin

@@ -92,7 +92,7 @@ def with_two_jobs(look: Callable[[Any, str], Coroutine[Any, Any, None]]) -> None
             Client(cluster, asynchronous=True) as client,
         ):
             await ensure(client)
-            await ensure(client)  # whoever comes second finds it there
+            await ensure(client)  # the second one finds it there
             for id in ("one", "two<b>"):
                 await job_registry.ask(client, "submit", id=id, name=id, run_dir=f"/runs/{id}", steps=9)
             await report_jobs(client, "one", STEP)

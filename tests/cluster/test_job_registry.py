@@ -86,7 +86,7 @@ class Jobs:
             drive, id, seconds, key=job_registry.TASK_KEY_PREFIX + id, pure=False, workers=[job_registry.NO_WORKER]
         )
         while not (job := await job_registry.ask(self.client, "check_arrival", id=id))["arrived"]:
-            assert sent.status in ("pending", "finished")  # and keep it: Dask drops what nobody holds
+            assert sent.status in ("pending", "finished")  # keep a reference, or Dask drops it
             await asyncio.sleep(0.02)
         return dict(job)
 

@@ -195,7 +195,7 @@ def test_groups_beyond_the_bound_wait_until_a_version_is_published() -> None:
     bench = Bench(eta=0)
     bench.join()
     bench.arrive(0)
-    bench.arrive(1)  # more than asked for: it has to wait
+    bench.arrive(1)  # more than requested, so it has to wait
     assert bench.coordinator.snapshot().num_queued == 1
     bench.finish(0)
     assert [r.trajectory for r in commands_of(bench.publish(1), Route)] == [1]
@@ -604,7 +604,7 @@ def test_a_move_to_a_restarted_instance_is_still_counted() -> None:
     bench.arrive(*range(150))
     bench.join(B, max_running=200)
     moved = {i.trajectory for i in commands_of(bench.tell(Tick()), Interrupt)}
-    bench.join(B, max_running=200)  # validated: it expects what is on its way to it
+    bench.join(B, max_running=200)  # validate() checks the trajectories in transit to it
     for t in sorted(moved):
         (route,) = commands_of(bench.tell(TrajectoryInterrupted(trajectory=t, route_number=1, tokens=3)), Route)
         assert route.instance == B

@@ -191,7 +191,7 @@ def test_the_cost_of_longer_steps_is_learned_without_drafts() -> None:
 def test_the_cost_of_drafting_is_part_of_the_decision() -> None:
     drafts, fleet = DraftLengthPlanner(COST, 4), fleet_of(a=1)
     fleet.set_draft_length(fleet[0], 4)
-    slow = COST.times(5.0)  # whoever drafts takes five times as long for a step
+    slow = COST.times(5.0)  # steps with drafts take five times as long
     for _ in range(9):
         observe_report(drafts, A, 4, steps(1, length=4, acceptance=0.7, cost=slow))
     drafts.compute_best_lengths(fleet)
@@ -212,7 +212,7 @@ def test_reports_with_changing_concurrency_are_ignored() -> None:
     for running, length in ((8, 0), (4, 0), (4, 1), (3, 1), (4, 0)):
         drafts.observe(A, length, steps(running, length=length, cost=absurd))
     drafts.observe(B, 0, steps(8, cost=absurd, count=1))
-    drafts.observe(B, 0, steps(8, cost=absurd, count=1))  # too few steps to tell what one takes
+    drafts.observe(B, 0, steps(8, cost=absurd, count=1))  # too few steps to estimate the step time
     drafts.compute_best_lengths(fleet)
     same.compute_best_lengths(fleet)
     assert drafts.choose_changes(fleet) == same.choose_changes(fleet)
@@ -360,7 +360,7 @@ def test_steps_with_drafts_have_an_additional_correction() -> None:
     at = _floats((4, 9)), _floats((20, 0))
     for factor, of in ((2.0, seconds.seconds_without_drafts), (6.0, seconds.seconds_with_drafts)):
         assert of(*at) == pytest.approx([factor * cost.step_s(4, 20), factor * cost.step_s(9, 0)])
-    for _ in range(2):  # what was seen since the last call stays
+    for _ in range(2):  # statistics since the last call are kept
         seconds.decay()
     assert seconds.seconds_without_drafts(*at) == pytest.approx(seconds.seconds_with_drafts(*at))
 

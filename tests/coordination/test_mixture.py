@@ -213,12 +213,12 @@ def test_the_ratio_holds_over_a_hundred_kills() -> None:
         before, trained = set(run.live), len(run.trained)
         for _ in range(7):
             run.step()
-        # Killed: what has ended since is undone, and what was drawn since goes on.
+        # Killed: groups that ended since the commit are undone, and groups drawn since continue.
         del run.trained[trained:]
         run.live = {GroupId(g): run.drawn[g] for g in sorted({*before, *range(groups, run.num_groups)})}
         run.kill(stored, groups)
     assert run.shares() == pytest.approx([2 / 3, 1 / 3], abs=0.01)
-    # In order, and no task twice, whatever was started again.
+    # In order and without repeated tasks, despite restarts.
     for number in (0, 1):
         tasks = [task for source, task in run.tasks if source == number]
         assert tasks == sorted(set(tasks))

@@ -43,7 +43,7 @@ class RandomLedgerRun:
         if rng.random() < 0.3 and ledger.num_reservable(ledger.version) > 0:
             ledger.start(GroupId(number))
         for group, entry in list(ledger.entries.items()):
-            if group not in ledger.entries:  # shed meanwhile
+            if group not in ledger.entries:  # dropped in the meantime
                 continue
             for member in sorted(entry.waiting):
                 version = PolicyVersion(max(0, ledger.version - rng.randint(0, 2)))

@@ -382,7 +382,7 @@ def writes(source: str, module: str) -> Iterator[str]:
     """Yield writes of `module` to fields of trajectories and instances that it does not own, and calls of methods that
     write.
 
-    Attributes of `self` are the writer's own, whatever they are called.
+    Attributes of `self` belong to the writer under any name.
     """
     for node in ast.walk(ast.parse(source)):
         match node:

@@ -186,7 +186,7 @@ def test_a_job_survives_its_submitter_and_the_worker_of_its_driver(job: Path, cl
     assert followed.stdout == log.stdout
 
 
-@pytest.mark.slow  # six workers and two jobs on whatever cores there are
+@pytest.mark.slow  # six workers and two jobs on a machine with few cores
 def test_a_cancelled_job_can_be_resumed_and_two_jobs_share_no_worker(
     job: Path, cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -72,7 +72,7 @@ def test_a_torn_line_is_reported_and_a_corrupt_one_gives_a_one_line_error(tmp_pa
     run_folder(tmp_path / "run")
     path = tmp_path / "run" / "events.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines) + lines[0][:30])  # killed while it wrote what nobody waited for
+    path.write_text("".join(lines) + lines[0][:30])  # killed during an unacknowledged write
     result = command("replay", tmp_path / "run")
     assert result.returncode == 0
     assert f"events.jsonl, line {len(lines) + 1}, is cut off and was left out\n" in result.stdout

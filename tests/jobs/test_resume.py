@@ -155,7 +155,7 @@ def test_an_incomplete_resume_point_is_skipped(stored: Path, tmp_path: Path) -> 
     assert resumption.resume_version(config) == 2
     undone = resumption.prepare(config)
     assert (undone.version, undone.earlier_starts) == (2, 1)
-    (folder / "events.jsonl").write_text("")  # as of a run that went on from there
+    (folder / "events.jsonl").write_text("")  # as of a run that continued from there
     assert resumption.prepare(config).earlier_starts == 2
     assert sum(r.kind == "step" for r in VersionedStore.open(folder / "store").steps()) == 2
 

@@ -1,7 +1,7 @@
 """A job on two hosts: worker processes on 127.0.0.1 and 127.0.0.2 with separate shared memory.
 
-That needs root; without, both use one folder. tests/runtime has the same in virtual time: test_actor_failures.py an
-instance that stands still with its host's parameter server, test_membership.py one that is retired.
+Separate shared memory needs root; otherwise both use one folder. tests/runtime has both cases in virtual time:
+test_actor_failures.py a stopped instance with its parameter server, test_membership.py a retired instance.
 """
 
 from __future__ import annotations

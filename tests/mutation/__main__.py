@@ -3,10 +3,10 @@
     python -m tests.mutation --sample 150 --seed 0 --processes 2
     python -m tests.mutation --package protocol
 
-Each mistake is planted in a copy of the repository, and the tests run that execute its line. Every survivor belongs
-into tests/mutation/survivors.toml, with what it is: "hole", to be closed by a test, or "equivalent", with the reason
-why nothing can tell it from what was written. The exit code is 1 if there is one that is not there, or if less than
-MIN_SCORE of those that are not equivalent are killed in some package.
+Each mistake is planted in a copy of the repository, and the tests that execute its line run. Every survivor is listed
+in tests/mutation/survivors.toml with a verdict: "hole", to be closed by a test, or "equivalent", with the reason why
+no test can detect it. The exit code is 1 if a survivor is not listed, or if less than MIN_SCORE of the mistakes that
+are not equivalent are detected in some package.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Mutations: each changes one node of a module's syntax tree inside a function.
 
-Beside the usual ones (comparisons, booleans, arithmetic, constants, returns) there are those that this code base is
-about: a statement left out, and an answer that is not waited for. Texts for people (messages, logs), annotations,
-docstrings, assertions and zip's `strict` are left as they are.
+Besides the usual ones (comparisons, booleans, arithmetic, constants, returns) there are removed statements and removed
+awaits. Messages, logs, annotations, docstrings, assertions and zip's `strict` are not mutated.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ class _Module:
                 yield from self._outside(ast.Module([node], []), name)
                 return
             case ast.Assert() | ast.Expr(value=ast.Constant()) | ast.Import() | ast.ImportFrom():
-                return  # of what cannot happen; docstrings
+                return  # impossible cases; docstrings
             case ast.Expr() if _is_log(node.value):
                 return
             case ast.Raise():

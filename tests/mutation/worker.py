@@ -1,7 +1,7 @@
 """A pytest plugin that collects the tests once and runs them with mutations in forked processes.
 
 Invariants:
-- The process itself executes no test: a fork starts from what imports left, without threads and without a mistake.
+- The process itself runs no test: a fork starts from the state after imports, without threads and without a mistake.
 - A mistake is in the file, for processes that a test starts, and in the functions that the fork has already imported.
 - A fork's child processes end with it.
 

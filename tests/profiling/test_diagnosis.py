@@ -71,7 +71,7 @@ def test_a_planted_cause_is_found_in_a_simulation_and_its_advice_helps(cause: Ca
     cured = simulated_config(*PLANTED[cause], *(f"{key}={value}" for key, value in diagnosis.change), *halved)
     then = measure(cured, SimulatedRun(cured, actor_settings.make_workload(cured)).run())
     gain = then.steady_tokens_per_s / measures.steady_tokens_per_s
-    if cause is Cause.MANY_INSTANCES:  # what is said not to be needed is not needed
+    if cause is Cause.MANY_INSTANCES:  # instances reported as unnecessary are unnecessary
         assert gain > 0.97
         assert cured.rollout.instances < config.rollout.instances / 2
     else:
@@ -122,7 +122,7 @@ DRIVEN: dict[Cause, tuple[tuple[str, ...], Callable[[], World]]] = {
 @pytest.mark.parametrize("cause", DRIVEN, ids=lambda cause: cause.value)
 def test_a_planted_cause_is_found_by_the_driver(tmp_path: Path, cause: Cause) -> None:
     overrides, make_world = DRIVEN[cause]
-    # The engine of these runs takes as long for a token whatever else runs.
+    # The engine of these runs has a constant time per token.
     cost = tuple(f"rollout.cost.{name}=0.0" for name in ("k1", "k3", "k4", "b", "prefill"))
     run = Body(tmp_path).run(*SMALL, *cost, "rollout.cost.k2=0.05", *overrides, world=make_world())
     run.check()

@@ -182,7 +182,7 @@ def finished_run(folder: Path) -> Path:
     pull = Pull(instance=InstanceId("a"), version=PolicyVersion(1), cause="")
     book.append(9.5, VersionPublished(version=PolicyVersion(1)), [pull])
     book.append(9.7, PullFinished(instance=InstanceId("a"), version=PolicyVersion(1)), [])
-    book.append(9.8, TrajectoryScored(trajectory=first, reward=1.0), [])  # nobody asked: left out
+    book.append(9.8, TrajectoryScored(trajectory=first, reward=1.0), [])  # without a request: left out
     book.close()
     return folder
 

@@ -67,7 +67,7 @@ def rate(config: RunConfig) -> float:
 def test_a_profile_predicts_the_rate_of_its_run(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = stored_simulation(tmp_path, *overrides)
     job = load_job(run)
-    # Neither the cost model nor the latencies of the job file are used: what counts is what the journal tells.
+    # The cost model and the latencies of the job file are not used; those of the journal are.
     wrong: tuple[str, ...] = (
         "rollout.cost.k2=0.5",
         "rollout.cost.prefill=0.01",
@@ -102,7 +102,7 @@ def test_draft_costs_are_separated_from_verification_steps(tmp_path: Path, most_
         assert found.step_s(computed, kv_tokens) == pytest.approx(true.step_s(computed, kv_tokens), rel=0.1)
     assert found.verify_share == 0.6
     assert profile.drafts.acceptance == pytest.approx(0.75, abs=0.03)
-    # A job that reads the profile, and the diagnosis of the run, count with what was found.
+    # A job with the profile and the diagnosis of the run use the measured values.
     out = tmp_path / "profile.json"
     write_profile(out, profile)
     job = loading.load("examples/dryrun.toml", (f"profile={out}", drafting))
@@ -131,8 +131,8 @@ def test_requests_without_a_draft_lower_the_acceptance_and_the_draft_cost() -> N
         running=4, kv_tokens=100, seconds=1.0, tokens=130, drafts=50, drafted_tokens=100, accepted_tokens=30
     )
     drafts.add(taken, 2)
-    drafts.add(replace(taken, drafts=0, drafted_tokens=0, accepted_tokens=0), 2)  # nothing drafted: nothing said
-    drafts.add(taken, 0)  # told meanwhile to draft none
+    drafts.add(replace(taken, drafts=0, drafted_tokens=0, accepted_tokens=0), 2)  # no drafts: no report
+    drafts.add(taken, 0)  # its draft length was set to 0 in the meantime
     assert drafts.acceptance is not None
     assert tokens_per_step(2, drafts.acceptance) == pytest.approx(1.3)
     model = CostModel(k1=0.0, k2=0.0, k3=1.0, k4=0.0, b=0.0, verify_share=0.8, prefill=0.0)

@@ -205,7 +205,7 @@ async def test_a_trajectory_shows_its_story_and_the_reasons_of_a_replay(run: Sto
         await page.goto(f"{address}/trajectory/3")
         await page.get_by_text("routed to rollout-1 at version 1").wait_for()
         await page.get_by_role("button", name="Why?").click()
-        # This journal was not made by a coordinator, so its replay differs: that is said, in the page.
+        # This journal was not written by a coordinator, so its replay differs, which the page reports.
         await page.locator(".error").wait_for()
 
 

@@ -1,7 +1,7 @@
 """The driver when actors die during any call, hang, reply late, or several of these.
 
-Whatever happens, `Run.check` or `Run.check_kept` checks a run's promises: conservation, the bound, every token in its
-place, the same commands when the journal is replayed.
+Each run is checked with `Run.check` or `Run.check_kept`: conservation, the staleness bound, the order of tokens, and a
+journal that replays to the same commands.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_an_instance_that_does_not_reply_is_replaced_after_call_s(body: Body, me
         world=long_ones(),
         faults=[Fault(actor=victim, method=method, nth=IN_RUN[method], silent=moment)],
     )
-    # A poll waits half a second by itself, and three of these call the trajectory server, which may take call_s, too.
+    # A poll waits half a second, and three of these methods call the trajectory server, which may also take call_s.
     allowed_s = {"next_events": 6.5, "route": 6, "interrupt": 6}.get(method, 3)
     check_replaced(run, victim, f"{victim} did not answer within {allowed_s:g} s (deadlines.call_s)")
     begun_s, asked_s = (first_call(run, victim, name) for name in ("next_events", method))

@@ -155,7 +155,7 @@ async def test_an_error_raised_by_a_method_passes_through(body: Body) -> None:
 
 async def test_a_long_call_ends_when_its_actor_is_recorded_as_lost(body: Body) -> None:
     async with body.placed(faults=[Fault(actor="trainer", method="version", nth=0, silent="before")]) as stage:
-        stage.workers.nanny = False  # nobody ends the process, which hangs
+        stage.workers.nanny = False  # the hung process is not restarted
         begin = asyncio.get_running_loop().time()
         training = asyncio.ensure_future(stage.actors.ask("trainer", "version", deadline="train_s"))
         await asyncio.sleep(1.0)

@@ -143,11 +143,11 @@ def test_turns_received_by_agents_equal_stored_turns_after_a_kill(job: Path, vic
     by_agents = {received_turns(written) for written in result.values()}
     consumed = [tuple(stored_turns(row.trajectory)) for row in rows if row.fate is Fate.CONSUMED]
     assert len(consumed) == STEPS * 16
-    assert set(consumed) <= by_agents  # each episode as one agent was told it, from its first turn to its last
+    assert set(consumed) <= by_agents  # each episode as one agent received it, from the first turn to the last
     stored = {tuple(stored_turns(row.trajectory)) for row in rows}
     ended = [received_turns(written) for written in result.values() if "ended" in written[-1]]
     assert ended
-    if victim != "environment-0":  # what it had not passed on begins again
+    if victim != "environment-0":  # turns that were not passed on restart
         assert set(ended) <= stored
     refused = [note for written in result.values() for note in written if "status" in note]
     assert {note["status"] for note in refused} <= {400, 410, 503}  # at its limit, episode over, or to be tried again

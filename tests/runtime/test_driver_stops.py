@@ -1,7 +1,7 @@
 """A run that is stopped at any moment.
 
-Whatever happens, `Run.check` or `Run.check_kept` checks a run's promises: conservation, the bound, every token in its
-place, the same commands when the journal is replayed.
+Each run is checked with `Run.check` or `Run.check_kept`: conservation, the staleness bound, the order of tokens, and a
+journal that replays to the same commands.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def resumption_of(run: Run, undone: int) -> Resumption:
     starts = len(list(run.config.run_dir.glob("events*.jsonl")))
     (run.config.run_dir / "events.jsonl").rename(run.config.run_dir / f"events.{starts}.jsonl")
     (run.config.run_dir / "store").mkdir(exist_ok=True)
-    run.world.weights.clear()  # a new start has a folder of its own for them
+    run.world.weights.clear()  # a new start has another folder for them
     return Resumption(
         version=PolicyVersion(version),
         fingerprint=f"weights-{version}" if version else "",

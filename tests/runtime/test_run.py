@@ -75,7 +75,7 @@ def test_a_run_trains_and_stores_its_steps(job: Path, memory_folder: Path) -> No
     assert [e["version"] for e in summary["evaluations"]] == [0, 5]
     assert sum(summary["staleness_histogram"].values()) == 80
     assert set(map(int, summary["staleness_histogram"])) <= {0, 1, 2}
-    # What the rollout engine stored and what the trainer recomputes at equal weights is the same to float32.
+    # Stored logprobs and those that the trainer recomputes under equal weights agree in float32.
     assert 0 < summary["logprob_mismatch"]["max"] < 1e-3
     assert (end.run_dir / "summary.png").stat().st_size > 10_000
     assert sorted(p.name for p in (end.run_dir / "checkpoints").iterdir()) == [

@@ -188,7 +188,7 @@ def test_a_resumed_run_keeps_the_parts_of_each_start(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (0, "")
     assert f"{2 * len(before)} events" in result.stdout
 
-    # Interrupted while it renames, and killed while the current part was being closed: it goes on from there.
+    # Interrupted during a rename, and killed while the current part was closed: the journal continues from there.
     for part in list(journal.closed_parts(events).values())[:2]:
         part.rename(folder / part.name.replace("events", "events.2", 1))
     events.rename(folder / f"events.jsonl.{count:04}")

@@ -276,7 +276,7 @@ def test_a_run_is_not_faster_than_its_physical_bound() -> None:
         config = job(staleness__admission=admission, staleness__eta=eta, steps=16)
         trace = run(config)
         measures = measure(config, trace)
-        # Averages over the same steps; a window of steps can borrow at most what was prepared before it began.
+        # Averages over the same steps; a window of steps can use at most what was prepared before it.
         whole = bound_of(config, trace.steps)
         assert trace.finished_s >= whole.step_s * len(trace.steps) * 0.999
         assert 0 < measures.of_bound <= 1.15

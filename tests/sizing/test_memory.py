@@ -109,7 +109,7 @@ def saved_bytes(kind: str, dtype: str, layers: int, tokens: int, sizes: dict[str
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
         if (place := tensor.untyped_storage().data_ptr()) not in own:
-            results[place] = tensor  # kept, so that no other tensor comes to its place
+            results[place] = tensor  # referenced, so that no other tensor gets its address
         return tensor
 
     half = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16")

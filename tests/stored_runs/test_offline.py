@@ -336,9 +336,9 @@ def test_a_killed_training_resumes_and_ends_with_the_same_weights(
     assert not (tmp_path / "out").exists()
     steps: list[int] = []
     result = training.train(plan, lambda event: steps.append(event.get("done", 0)))
-    assert [s for s in steps if s] == [3]  # only what was left
+    assert [s for s in steps if s] == [3]  # only the remaining steps
     assert (result.steps, result.same_steps) == (3, 3)
-    # Another plan does not go on from it.
+    # Another plan does not resume from it.
     with pytest.raises(Killed):
         training.train(training.make_plan(stored, tmp_path / "b", (), "main", "reward > 0", 2), die_after_two)
     other = training.make_plan(stored, tmp_path / "b", ("task.eval_prompts=0",), "main", "", 1)
@@ -444,7 +444,7 @@ def test_a_stored_run_is_trained_with_another_objective(
         )
 
 
-@pytest.mark.slow  # a run of its own
+@pytest.mark.slow  # a separate run
 def test_distillation_from_a_teacher_is_repeated_bit_for_bit(stored: Path, job: Path, tmp_path: Path) -> None:
     """Groups of one, whose stored rewards do not affect training."""
     from tests.runtime.test_run import run
@@ -484,7 +484,7 @@ def test_stored_pairs_are_preferred(stored: Path, tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.01
 
 
-@pytest.mark.slow  # a run of its own
+@pytest.mark.slow  # a separate run
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_after_fine_tuning_is_repeated_bit_for_bit(ranks: int, job: Path, tmp_path: Path) -> None:
     """Examples come from a file, and the number of evaluation prompts differs; without fine-tuning the run differs."""

@@ -159,7 +159,7 @@ def test_a_killed_rescoring_leaves_no_branch(stored: Path, tmp_path: Path) -> No
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
     assert repository_at(run / "store").list_branches() == before
-    # Killed in the milliseconds between making the branch and giving it its name: nobody sees it, the next removes it.
+    # Killed between creating the branch and naming it: it is not visible, and the next rescoring removes it.
     repository_at(run / "store").create_branch("part-0123", VersionedStore.open(run / "store").snapshot)
     with pytest.raises(ConfigError, match="no branch 'part-0123'"):
         VersionedStore.open(run / "store", branch="part-0123")

@@ -98,7 +98,7 @@ def test_a_checkpoint_is_verified_with_its_steps(run_copy: Path, tmp_path: Path)
     assert command("verify", moved).returncode == 2
 
 
-@pytest.mark.slow  # a run of its own
+@pytest.mark.slow  # a separate run
 def test_a_run_resumed_with_other_settings_after_a_lost_resume_point_is_verified(job: Path) -> None:
     from tests.runtime.test_run import run
 

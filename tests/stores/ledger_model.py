@@ -1,7 +1,7 @@
 """A naive model of the staleness protocol: a list of groups and a search for an entry for each of them.
 
 Where the ledger counts by version and checks Hall's condition, this places every group by augmenting paths, and finds
-a batch by trying every subset. It shares no code with the ledger; it is slow, and meant to be obviously right.
+a batch by trying every subset. It shares no code with the ledger and is slow and simple.
 """
 
 from __future__ import annotations

@@ -636,7 +636,7 @@ def texts() -> Iterator[re.Pattern[str]]:
 
 def test_every_module_that_creates_findings_is_listed() -> None:
     names = {path.stem for path in Path(findings.__file__).parent.glob("*.py") if "Finding(" in path.read_text()}
-    # The chain is no part of the audit: tests/stores/test_chain.py makes its findings.
+    # The chain is not part of the audit; tests/stores/test_chain.py tests its findings.
     assert names - {"findings", "chain"} == {module.__name__.rpartition(".")[2] for module in MODULES}
     assert all(importlib.import_module(module.__name__) is module for module in MODULES)
 

@@ -201,7 +201,7 @@ def test_temporary_files_of_a_killed_writer_are_removed_by_the_next(tmp_path: Pa
         assert result.returncode == -signal.SIGKILL
         (left,) = os.listdir(tmp_path)  # not two of them
         assert left.startswith(".a.")
-    (tmp_path / ".a.part").mkdir()  # of somebody who names his own
+    (tmp_path / ".a.part").mkdir()  # with the name of another program
     if kind == "file":
         replace_text(path, "whole", REMEDY)
     else:

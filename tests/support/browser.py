@@ -43,7 +43,7 @@ async def open_page(**context: Any) -> AsyncIterator[Any]:
         page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
         try:
             yield page
-            # A refused question is an answer that the page shows; Bokeh takes up a lost connection again.
+            # The page shows rejected requests; Bokeh reconnects after a lost connection.
             passing = ("400 (Bad Request)", "websocket", "WebSocket")
             assert [fault for fault in faults if not any(words in fault for words in passing)] == []
             assert len(hosts) <= 1

@@ -10,7 +10,7 @@ from staleflow.stores.trajectory import Fate, Trajectory
 from tests.support.bodies import Run
 from tests.support.scripted import World
 
-# Some responses are long. With MOVING they are interrupted and go on elsewhere, with REDUNDANT they are aborted.
+# Some responses are long. With MOVING they are interrupted and continue elsewhere, with REDUNDANT they are aborted.
 LONG = ("steps=4", "staleness.eta=2", "rollout.max_new_tokens=400")
 MOVES = (
     "rollout.migration=largest_gain", "rollout.migration.gain=0", "rollout.cost.k2=0", "rollout.cost.prefill=0",

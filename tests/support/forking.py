@@ -1,7 +1,7 @@
 """Starts `python -m` programs without import time: forked from a process that has done the imports (fork_server.py).
 
-`Popen` and `run` are subprocess's for every other command. A few tests start commands by subprocess itself, so that
-what a new interpreter does is tested too.
+`Popen` and `run` use subprocess for every other command. A few tests start commands with subprocess itself, to test
+new interpreters too.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Popen(_Process):
         except BlockingIOError:
             return 0, 0
         self._link.shutdown(socket.SHUT_WR)
-        self._link.recv(1)  # it is no zombie any more
+        self._link.recv(1)  # it has been reaped
         self._link.close()
         return self.pid, status
 

@@ -35,9 +35,9 @@ class Fault:
     """A fault at the n-th call of a method of an actor, counted from 1; at every call if `nth` is 0. Calls to
     replacements count too if the name has no replacement suffix. "__init__" is the creation of the actor.
 
-    dies, silent: the process dies, or never answers this call, before or after the method ran. late_s: delay of the
-    result. error: raised instead of calling. change: applied to the result. twice: the method is called once more, and
-    that result comes back. act: called when the call arrives.
+    dies, silent: the process dies, or never replies to this call, before or after the method ran. late_s: delay of the
+    result. error: raised instead of calling. change: applied to the result. twice: the method is called again, and the
+    second result is returned. act: called when the call arrives.
     """
 
     actor: str

@@ -1,12 +1,12 @@
 """Random multi-turn episodes from hypothesis, run on the real trajectory server and two real rollout instances without
 a cluster, on any engine.
 
-`plans` draws what happens; `play` has it happen and checks after every turn, interrupt and answer that
+`plans` draws a plan; `play` runs it and checks after every turn, interrupt and observation that
 
-- each request has exactly the prompt and all that was sampled and given so far;
-- the server has, bit for bit, the tokens and logprobs that the engines gave out, each in its place, and those given;
-- a token counts as sampled if an engine sampled it, and its version is the one that its engine held when it did: by
-  what was running when weights were loaded, and by its logprob under that version's weights.
+- each request has exactly the prompt, the sampled tokens and the env tokens so far;
+- the server has, bit for bit and in order, the tokens and logprobs that the engines returned, and the env tokens;
+- a token counts as sampled if an engine sampled it, and its version is the one its engine had at that time, checked by
+  the requests running when weights were loaded and by its logprob under the weights of that version.
 
 A new engine needs a `Subject`; tests/tasks/test_random_episodes.py has two.
 """
@@ -270,7 +270,7 @@ class Table:
             while episode.state != "DONE":
                 ends = episode.state == "ACTING" and episode.turns >= self._plan.turns
                 await (self._end if ends else self._go)(episode, 3)
-        for instance in self._instances:  # what was kept where an episode took an earlier turn
+        for instance in self._instances:  # tokens cached on the instance of an earlier turn
             await instance.abort(tuple(episode.id for episode in self._episodes))
         for engine in self._engines:
             load = engine.load_statistics()
@@ -305,7 +305,7 @@ class Table:
             episode.state = "QUEUED"
             self.counts["interrupts"] += 1
             self._check(episode)
-        await self._until(lambda: episode.state != "RUNNING")  # if it has ended by itself, that is told
+        await self._until(lambda: episode.state != "RUNNING")  # if it has finished, its end is reported
 
     async def _move(self, episode: Episode, number: int) -> None:
         await self._stop(episode, number)

@@ -3,8 +3,8 @@ classes.
 
 Trajectory server, rollout instance and reward worker are the real classes over a fake engine, reward and store; trainer
 and parameter server are fakes. tests/runtime/test_in_process.py compares their methods with the real ones, so that they
-cannot drift apart. Everything sampled is a function of trajectory and position: a token that was lost, doubled or
-swapped on its way to the store is detected there.
+cannot drift apart. Sampled tokens are a function of trajectory and position, so tokens lost, repeated or
+swapped on the way to the store are detected.
 """
 
 from __future__ import annotations

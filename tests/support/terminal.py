@@ -30,14 +30,14 @@ class Terminal:
         first, second = pty.openpty()
         self._ours = first
         name = os.ttyname(second)
-        # The first terminal that the leader of a session opens becomes the one whose Ctrl-C it hears.
+        # The first terminal that a session leader opens becomes its controlling terminal.
         opening = ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', name]
         command = [sys.executable, "-m", "staleflow.cli.main", *map(str, args)]
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200", "PYTHONPATH": str(Path.cwd())}
         process: dict[str, Any] = {"cwd": cwd, "env": environment, "start_new_session": True}
         self.process: subprocess.Popen[Any]
         if forked:
-            environment[forking.ADDRESS] = ""  # what the command starts is to hear the terminal's Ctrl-C, too
+            environment[forking.ADDRESS] = ""  # child processes must receive Ctrl-C too
             self.process = forking.Popen(command, stdin=second, stdout=second, stderr=second, **process)
         else:
             self.process = subprocess.Popen([*opening, *command], **process)
@@ -98,7 +98,7 @@ class Terminal:
             return True
         try:
             more = os.read(self._ours, 65536)
-        except OSError:  # how Linux says that no process has it open: not yet, or no longer
+        except OSError:  # Linux reports so that no process has it open, not yet or no longer
             time.sleep(0.05)
             return self.process.poll() is None
         self._raw += more

@@ -1,10 +1,10 @@
 """An asyncio event loop whose clock jumps to the next timer when no task is ready.
 
-A deadline of a minute takes microseconds, and the order of what happens depends on nothing but the program. Invariants:
+A timeout of a minute takes microseconds, and the order of events depends on the program only. Invariants:
 - Time passes only while every task waits, and then exactly up to the earliest timer.
 - A loop in which every task waits and no timer runs would wait for ever: `run` raises Deadlock, naming the tasks and
-  the lines they wait on. So it does when the tasks keep each other busy and time stands still, or goes on past LIMIT_S.
-- `run` leaves no task behind: tasks that outlive its coroutine raise LeftOver.
+  the lines they wait on. It also does if tasks run without advancing time, or time exceeds LIMIT_S.
+- Tasks that outlive the coroutine of `run` raise LeftOver.
 - Calls given to an executor run in the loop's own thread, one at a time per executor, in order. They take no time,
   unless they return a coroutine: then they take as long as it does. Like a thread, a call may outlive its caller.
 """
@@ -52,7 +52,7 @@ class _JumpingSelector(selectors.SelectSelector):
             self.now_s += timeout
             self.turns = 0
         if self.now_s > LIMIT_S:
-            self.now_s = 0.0  # for what ends the tasks
+            self.now_s = 0.0  # for the code that ends the tasks
             raise Deadlock(f"no end after {LIMIT_S:g} s")
         self.turns += 1
         if self.turns > TURNS:

@@ -109,7 +109,7 @@ class AdapterEngineTests:
                 done |= {e.trajectory: e for e in engine.events(0.01) if isinstance(e, SampledTokens)}
                 if len(done) == len(requests):
                     break
-            # As a trainer would have it: what is too old has ended before the next version.
+            # As in training: requests of old versions have finished before the next version.
             while any(requests[t][1] <= version - SERVED + 1 for t, _ in engine.load_statistics().progress):
                 done |= {e.trajectory: e for e in engine.events(0.01) if isinstance(e, SampledTokens)}
         collect(engine, len(requests), done)

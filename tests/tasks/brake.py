@@ -1,8 +1,8 @@
 """Pauses engines under test once a request has a given number of tokens, until the test has checked or changed the
 request. Without it, requests often finished before the test looked at them.
 
-An engine's own thread brakes: that of transformers before each pass, that of the emulated engine at each look at its
-clock. Other engines have no brake; there a test that comes too late fails at once.
+The thread of the engine waits: that of the transformers engine before each pass, that of the emulated engine when it
+reads its clock. Other engines have no brake; a test that looks too late fails at once.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class EngineTests:
         aborted = [TrajectoryId(i) for i in (0, 2, 4) if i not in finished]
         engine.abort([*aborted, TrajectoryId(77)])
         collect(engine, 12 - len(aborted), finished)
-        # One of the three may have ended by itself in the instant before.
+        # One of the three may have finished just before.
         assert set(finished) >= set(range(12)) - set(aborted)
         assert engine.events(0.1) == []
 

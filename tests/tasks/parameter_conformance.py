@@ -85,7 +85,7 @@ class ParameterServerTests:
         [
             ((), 6, [6]),
             ((3,), 6, [3, 6]),
-            ((), 4, [4, 5, 6]),  # 5 and 6 came after that was decided: somebody may be reading them
+            ((), 4, [4, 5, 6]),  # 5 and 6 arrived after that decision and may be in use
             ((3,), 5, [3, 5, 6]),
             ((), 9, [6]),  # 9 is not here yet; the newest of those that are stays
             ((9,), 9, [6]),

@@ -118,7 +118,7 @@ def drafter_of(source: str, exact: ExactDistribution) -> type[Drafter]:
             return drafted
 
     if source == "responses":
-        response_drafter.MIN_LIKELIHOOD = 0.0  # undone by the test that asked for it
+        response_drafter.MIN_LIKELIHOOD = 0.0  # undone by the calling test
     return Forced
 
 

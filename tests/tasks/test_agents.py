@@ -258,7 +258,7 @@ async def test_an_agent_that_rewrites_its_history_starts_a_branch(agents: Path) 
         first, then = await played(episodes, task, ["rewrite", "a"])
         directions, shown = split_params(first.messages)
         assert (directions.after_turn, shown) == (0, (Message("user", "something else"),))
-        # The agent goes on from the turn before its branch.
+        # The agent continues from the turn before its branch.
         assert (split_params(then.messages)[0].after_turn, then.ended) == (1, False)
 
 
@@ -293,7 +293,7 @@ async def test_an_episode_at_a_limit_gets_the_reward_that_the_agent_returns(agen
         assert (last.ended, last.reward, last.error) == (True, 3.0, "")
         cut = await acted(episodes, task, "a", member=1, cut=True)
         assert (cut.ended, cut.reward, cut.error) == (True, 1.0, "")
-        # For its next turn there is no room: what it asks is refused.
+        # Its next turn does not fit, so the request is rejected.
         await acted(episodes, task, "a", member=2)
         full = await episodes.end(EpisodeKey(task=0, member=2), task.record)
         assert (full.ended, full.reward, full.error) == (True, 1.0, "")

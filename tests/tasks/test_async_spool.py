@@ -60,7 +60,7 @@ async def test_operations_run_in_the_order_of_the_calls(tmp_path: Path) -> None:
         asyncio.ensure_future(spool.mark_stored(0, [GroupId(0)])),
         asyncio.ensure_future(spool.clear()),
     ]
-    # A second thread would do the others now. There is none to wait for, so give it every chance.
+    # A second thread would run the others now. It cannot be awaited, so give it time.
     for _ in range(100):
         await asyncio.sleep(0)
     await asyncio.wait(pending[1:], timeout=0.2)

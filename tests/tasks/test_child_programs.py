@@ -135,7 +135,7 @@ def test_a_program_started_after_the_episode_end_is_rejected() -> None:
     with programs.owning():
         first = subprocess.Popen(SLEEP)
         assert os.getpgid(first.pid) != os.getpgid(0)
-        # It may end its own group, and go on.
+        # It may kill its process group and continue.
         os.killpg(os.getpgid(first.pid), 9)
         first.wait()
         second = subprocess.Popen(SLEEP)

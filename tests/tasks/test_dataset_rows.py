@@ -204,6 +204,6 @@ def test_a_missing_dataset_gives_a_one_line_error(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("kind", ["parquet", "datasets"])
 def test_a_missing_package_is_named_with_the_extra(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("pyarrow", "datasets"):
-        monkeypatch.setitem(sys.modules, package, None)  # what an import finds of a package that is not installed
+        monkeypatch.setitem(sys.modules, package, None)  # the result of an import of a missing package
     with pytest.raises(ConfigError, match=r"needs the package \w+; pip install 'staleflow\[datasets\]'$"):
         source_of(f"{kind}:anything")

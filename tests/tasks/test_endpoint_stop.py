@@ -215,7 +215,7 @@ async def test_a_reply_has_the_text_up_to_the_stop_string_and_all_token_ids(
         assert content == content_expected
         assert (choices[-1]["finish_reason"], choices[-1]["token_ids"]) == ("stop", [7, 8])
         assert len(choices[-1]["logprobs"]["content"]) == 2
-        # What is said next comes after all that was sampled, and after the very text that was told.
+        # The next messages follow all sampled tokens, and the text of the reply.
         past = [*HELLO, {"role": "assistant", "content": content}, USER]
         assert (await chat(client, session, past, stop=stop)).status_code == 200
         first, then = await telling

@@ -198,7 +198,7 @@ def test_a_request_waiting_during_a_weight_update_uses_no_old_cache(
     assert [[s.version for s in finished[i].segments] for i in range(3)] == [[0, 5], [0, 5], [5]]
     exact = plain_logprobs(tiny_model, [*prompt, *tokens_of(finished[2])], len(prompt), path)
     assert logprobs_of(finished[2]) == pytest.approx(exact, abs=2e-4)
-    # The first prefills its prompt again under the new weights, and the others find that; kept pages nobody finds.
+    # The first one prefills its prompt under the new weights for the others; old pages are not used.
     assert cached == (0 if keep else 64 + 64)
 
 

@@ -89,7 +89,7 @@ async def test_a_program_killed_while_waiting_ends_its_episode_with_the_reason(r
         assert answer.error == "the agent's command ended with exit code -9"
         async with httpx.AsyncClient() as client:  # its key is void
             assert (await client.send(request)).status_code == 410
-        # The episode begins again, with an agent and a key of its own.
+        # The episode restarts with a new agent and a new key.
         assert not (await acted(episodes, task, "a", member=1)).ended
         assert (await pending_request(request_file, 1))[1].headers["Authorization"] != request.headers["Authorization"]
 
@@ -98,7 +98,7 @@ async def test_clients_waiting_at_a_stopping_endpoint_get_503_with_retry_after(t
     (tmp_path / "agents.py").write_text(WAITS)
     episode_settings = settings(f"agent:{tmp_path}/agents.py:waits", {"answers": str(tmp_path / "answers")})
     async with host_episode(episode_settings) as (episodes, task):
-        assert not (await acted(episodes, task, "a")).ended  # the agent has asked for its second turn
+        assert not (await acted(episodes, task, "a")).ended  # the agent has requested its second turn
     written = tmp_path / f"answers-{os.getpid()}"
     while len(answers := written.read_text().splitlines()) < 2:
         await asyncio.sleep(0.02)

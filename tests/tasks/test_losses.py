@@ -246,7 +246,7 @@ def test_gradients_equal_finite_differences(name: str, ratio_of: str) -> None:
                     sides.append(float(np.dot(by_token, SLOW[name](agent_args(tokens, i, moved), loss))))
                 expected.append((sides[0] - sides[1]) / (2 * step))
             np.testing.assert_allclose(tokens.logprobs.grad[i][picked].numpy(), expected, rtol=1e-6, atol=1e-7)
-        # Where clipping is said to have removed the gradient there is none; a weight that is cut keeps one.
+        # Tokens reported as clipped by PPO have no gradient; those with a limited weight have one.
         if name not in ("cispo", "tis", "topr"):
             assert not tokens.logprobs.grad[tokens.sampled & result.clipped].any()
 

@@ -127,7 +127,7 @@ def test_the_token_limit_of_a_turn_is_spooled_with_its_observation() -> None:
     assert state.apply(read)
     assert state.turn_limits == {ID: 5}
     assert state.copy_with(resumed(0)).turn_limits == {}
-    # The next turn's answer says none.
+    # The observation of the next turn has none.
     state.apply(routed(0, 2))
     assert state.apply(sampled(2, 3, [0]))
     assert state.apply(replace(entry, start=4, turn_tokens=0))

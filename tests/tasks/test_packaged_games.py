@@ -107,7 +107,7 @@ def test_unsuitable_textarena_games_give_a_one_line_error() -> None:
         "textarena:GuesTheNumber-v0"
     )
     assert "cannot be played by one player: " in refusal("textarena:TicTacToe-v0")
-    # These begin with one player too, who would play both sides, or alone for a public good.
+    # These also accept one player, who would play both sides or alone.
     for game in ("QuantumTicTacToe-v0", "SpiteAndMalice-v0", "PublicGoodsGame-v0"):
         assert refusal(f"textarena:{game}") == (
             f"task.source = 'textarena:{game}': is a game of several players; choose a game of one player, or write an "

@@ -135,7 +135,7 @@ async def rewarded(scene: HostScene) -> None:
     assert (told.ended, told.reward) == (True, 0.25)
 
 
-# Either host may be the one that is listened to, so each tells what the server holds.
+# Either reply may be used, so each one has what the server stored.
 @pytest.mark.parametrize("late", [answer(4), reward(1.0), FAILED], ids=["an answer", "a reward", "a failure"])
 @pytest.mark.parametrize(
     "meanwhile", [next_turn_of_equal_length, answered, answered_with_nothing, restarted_to_equal_length, rewarded]

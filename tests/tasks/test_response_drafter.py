@@ -96,7 +96,7 @@ def test_rejected_drafts_stop_and_resume_when_accepted_again() -> None:
             one.end(key)
         return results
 
-    # Of what was sampled instead each is another text: the place that was drafted from is the only one that recurs.
+    # Each sampled text differs, so only the place that was drafted from recurs.
     assert drafts(sampled_too=True)[-1]
     given_up = drafts(sampled_too=False)
     assert given_up[0]
@@ -132,7 +132,7 @@ def test_a_request_resubmitted_under_a_new_key_extends_its_text() -> None:
 def test_a_branch_is_drafted_from_responses_to_its_prompt(num_kept: int) -> None:
     text_drafter = drafter()
     begin_request(text_drafter, "0", RESPONSE)
-    context = (*PROMPT[:num_kept], 90, 91, *RESPONSE[:3])  # its past is not what its trajectory sampled
+    context = (*PROMPT[:num_kept], 90, 91, *RESPONSE[:3])  # its context was not sampled by its trajectory
     text_drafter.begin("1", TrajectoryId(1), PROMPT, context)
     assert text_drafter.draft("1", 4)[:1] == [RESPONSE[3]]
     assert text_drafter.num_known_tokens("1") == len(context)

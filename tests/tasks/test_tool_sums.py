@@ -27,7 +27,7 @@ async def test_tool_results_in_the_example_prompts_match_the_calculator() -> Non
             first = await episodes.step(key, task.record, [call.content], truncated=False)
             assert (first.ended, first.messages) == (False, (given,))
             last = await episodes.step(key, task.record, [call.content, answer.content], truncated=False)
-            assert (last.ended, last.reward) == (True, 0.0)  # right there, and not what is asked here
+            assert (last.ended, last.reward) == (True, 0.0)  # correct there, but not the task here
         right = task.record["answer"]
         told = await episodes.step(EpisodeKey(task=3, member=2), task.record, [f"It is {right}"], truncated=False)
         assert (told.ended, told.reward) == (True, 1.0)

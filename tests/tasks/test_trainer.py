@@ -193,7 +193,7 @@ async def test_close_waits_for_the_resume_point_and_logs_its_failure(
     assert not closing.done()
     policy.free.set()
     await closing
-    assert ResumePoints(tmp_path / "resume").complete_versions() == []  # an empty file is none
+    assert ResumePoints(tmp_path / "resume").complete_versions() == []  # an empty file is not a resume point
     assert len(list((tmp_path / "resume").iterdir())) == (not full)
     assert ("the latest resume point is missing" in caplog.text) == full
 
