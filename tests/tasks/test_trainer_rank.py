@@ -43,7 +43,7 @@ class SynchronizedPolicy:
 
 
 class PolicyRank:
-    """One rank of a Together policy."""
+    """One rank of a SynchronizedPolicy."""
 
     def __init__(self, group: SynchronizedPolicy, rank: Rank) -> None:
         self.group, self.rank = group, rank
@@ -98,7 +98,7 @@ class PolicyRank:
 
 
 def actors(folder: Path, settings: Any, ranks: int) -> tuple[Trainer, list[TrainerRank]]:
-    lead = Trainer(settings, str(folder / "memory"), 1, 60.0, str(folder / "resume"), 1, ranks)
+    lead = Trainer(settings, str(folder / "memory"), 1, 60.0, str(folder / "resume"), 1, ranks=ranks)
     return lead, [TrainerRank(settings, 1) for _ in range(ranks - 1)]
 
 
