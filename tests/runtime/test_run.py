@@ -98,7 +98,7 @@ def test_a_run_trains_and_stores_its_steps(job: Path, memory_folder: Path) -> No
     assert "already holds a run" in repeated.stderr
 
 
-async def interfered(
+async def run_and_interfere(
     job: Path,
     overrides: tuple[str, ...],
     interfere: Callable[[Driver, DaskWorkers], Awaitable[None]],
@@ -134,7 +134,7 @@ async def process_of(cluster: DaskWorkers, actor: str) -> int:
     return result
 
 
-async def sabotaged(
+async def run_and_strike(
     job: Path, overrides: tuple[str, ...], victim: str, strike: Callable[[int], None], *, at_start: bool = False
 ) -> Driver:
     """Run a job and `strike` the worker process of the actor `victim` once a step is done, or at its start."""
@@ -142,7 +142,7 @@ async def sabotaged(
     async def interfere(driver: Driver, cluster: DaskWorkers) -> None:
         strike(await process_of(cluster, victim))
 
-    return await interfered(job, overrides, interfere, victim if at_start else "")
+    return await run_and_interfere(job, overrides, interfere, victim if at_start else "")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_lost_rollout_worker_is_replaced_and_no_trajectory_is_lost(job: Path, 
 
     overrides = ("task.eval_prompts=0", "steps=5", "rollout.instances=2", "deadlines.call_s=6")
     try:
-        driver = asyncio.run(sabotaged(job, overrides, "rollout-0", strike))
+        driver = asyncio.run(run_and_strike(job, overrides, "rollout-0", strike))
     finally:
         for pid in struck:
             if Path(f"/proc/{pid}").exists():
@@ -172,7 +172,7 @@ def test_a_lost_rollout_worker_is_replaced_and_no_trajectory_is_lost(job: Path, 
 @pytest.mark.parametrize("victim", [pytest.param("trainer", marks=pytest.mark.slow), "server"])
 def test_a_lost_role_is_restored_while_engines_stay_loaded(job: Path, victim: str) -> None:
     overrides = ("task.eval_prompts=0", "steps=5", "rollout.instances=2")
-    driver = asyncio.run(sabotaged(job, overrides, victim, lambda pid: os.kill(pid, signal.SIGKILL)))
+    driver = asyncio.run(run_and_strike(job, overrides, victim, lambda pid: os.kill(pid, signal.SIGKILL)))
     (loss,) = driver.outcomes.losses
     assert f"{victim} is gone" in loss
     store = check(job.parent / "runs" / "job", 5)
@@ -188,7 +188,7 @@ def test_a_full_disk_stops_the_run_and_keeps_the_stored_steps(job: Path) -> None
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (4_000, resource.RLIM_INFINITY))
 
     with pytest.raises(StoreError, match=r"could not be stored.*free space or move runs_dir"):
-        asyncio.run(sabotaged(job, ("task.eval_prompts=0", "steps=500"), "server", strike))
+        asyncio.run(run_and_strike(job, ("task.eval_prompts=0", "steps=500"), "server", strike))
     store = VersionedStore.open(job.parent / "runs" / "job" / "store")
     assert store.steps()
     assert audit(store).findings == ()
