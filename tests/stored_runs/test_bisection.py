@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+import staleflow
 from staleflow.pipeline.runtime.evaluation_results import read_evaluations
 from staleflow.pipeline.stored_runs import bisection, training, unlearning
-from staleflow.pipeline.stored_runs.bisection import RowSubset, Trial, halve, search
+from staleflow.pipeline.stored_runs.bisection import Bisection, RowSubset, Trial, halve, search
 from staleflow.pipeline.stored_runs.repeated_steps import open_policy
 from staleflow.stores.errors import ConfigError
+from staleflow.stores.reward_statistics import paired_difference
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.weights.weight_hash import fingerprint
@@ -158,3 +161,31 @@ def test_the_default_earlier_version_is_the_best_one_that_was_evaluated(stored: 
     assert first == bisection.best_version_before(stored, 3) == 0
     assert bisection.best_version_before(tmp_path, 34) == 24
     assert bisection.best_version_before(tmp_path, 4) == 0
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_the_command_prints_each_part_and_how_to_unlearn_the_smallest(
+    stored: Path, monkeypatch: pytest.MonkeyPatch, found: bool
+) -> None:
+    difference = paired_difference({str(i): [0.0] for i in range(12)}, {str(i): [float(i > 2)] for i in range(12)})
+    step = Trial(
+        left_out="step 1", where="step >= 1 and step <= 1", rows=32, reward=0.75, difference=difference, prevents=True
+    )
+    group = Trial(left_out="group 9", where="group == 9", rows=4, reward=0.75, difference=difference, prevents=found)
+    result = Bisection(
+        since=1, at=3, reward_since=0.8, reward_at=0.25, loss=difference, same_weights=found, trials=(step, group),
+        cause=group if found else None, reason="" if found else "no part alone prevents it",
+    )  # fmt: skip
+    monkeypatch.setattr(staleflow.Run, "bisect", lambda self, at, **_: result)
+    end = command("bisect", stored, "--at", 3)
+    assert end.returncode == 0, end.stderr
+    first, *lines = end.stdout.splitlines()
+    assert first == "held-out reward: version 1 0.800, version 3 0.250"
+    assert ("not verified: the training repeated here gives other weights" in end.stdout) is not found
+    assert "  without step 1      32 rows  0.750  +0.750 (p 0.004)  prevents it" in lines
+    if found:
+        assert lines[-3] == "smallest part that prevents it: group 9, 4 rows"
+        assert lines[-1] == f"  staleflow unlearn {stored} --where 'group == 9'"
+    else:
+        assert lines[-1] == "no cause found: no part alone prevents it"
+    assert json.loads(command("bisect", stored, "--at", 3, "--json").stdout)["since"] == 1
