@@ -368,7 +368,7 @@ def test_consumption_findings_match_an_implementation_with_dicts(
     consumed, tables = ConsumedRows(), []
     for block in blocks:
         rows = empty_rows(len(block), select_columns(single_consumption.READ))
-        rows["v_traj"] = 0
+        rows["v_traj"] = np.arange(len(block)) % 2
         for i, (id, group, fate, step) in enumerate(block):
             for name, value in (("trajectory", id), ("group", group), ("fate", FATES.index(fate)), ("step", step)):
                 rows[name][i] = value
@@ -384,7 +384,8 @@ def test_consumption_findings_match_an_implementation_with_dicts(
             steps.setdefault(step, Counter())[group] += 1
             groups.setdefault(group, set()).add(step)
     assert consumed.steps() == {step: (min(numbers), max(numbers) + 1) for step, numbers in places.items()}
-    assert (consumed.num_rows, consumed.max_staleness) == (len(rows_of_all), max(places, default=-1))
+    lags = [step - i % 2 for block in blocks for i, (_, _, fate, step) in enumerate(block) if fate is Fate.CONSUMED]
+    assert (consumed.num_rows, consumed.max_staleness) == (len(rows_of_all), max([-1, *lags]))
     expected = [
         (f"trajectory {id}", f"stored {count} times")
         for id, count in Counter(id for id, *_ in rows_of_all).items()
@@ -479,17 +480,17 @@ def test_a_run_without_a_verified_pull_is_reported_as_not_verified() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "verified", "check", "results"),
+    ("steps", "verified", "check", "results", "verdict"),
     [
-        (1, 1, "", (True, True, True)),
-        (0, 1, "", (True, False, True)),
-        (1, 0, "", (True, False, True)),
-        (1, 1, "once", (False, False, True)),
-        (1, 1, "arrays", (False, False, False)),
+        (1, 1, "", (True, True, True), "holds"),
+        (0, 1, "", (True, False, True), "NOT VERIFIED: no steps are stored yet, so there is nothing to verify"),
+        (1, 0, "", (True, False, True), "NOT VERIFIED: the weights of no instance were verified"),
+        (1, 1, "once", (False, False, True), "BROKEN"),
+        (1, 1, "arrays", (False, False, False), "BROKEN"),
     ],
 )
 def test_a_report_proves_something_only_if_something_was_checked(
-    steps: int, verified: int, check: str, results: tuple[bool, bool, bool]
+    steps: int, verified: int, check: str, results: tuple[bool, bool, bool], verdict: str
 ) -> None:
     report = AuditReport(
         num_steps=steps, num_trajectories=7, num_tokens=8, max_staleness=2, checks=(),
@@ -497,6 +498,7 @@ def test_a_report_proves_something_only_if_something_was_checked(
         findings=(Finding(check=check, where="w", message="m"),) if check else (),
     )  # fmt: skip
     assert (report.clean, report.proves, report.readable) == results
+    assert report.verdict == verdict
     assert report.as_dict()["num_tokens"] == 8
     assert replace(report, unchecked=("once",)).as_dict() | {"num_steps": None, "max_staleness": None} == {
         **report.as_dict(), "unchecked": ("once",), **dict.fromkeys(audit_module.COUNTS),
