@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from tests.support import forking
 
-STARTS = {"a new interpreter": subprocess.Popen, "forked": forking.Popen}
+STARTS: dict[str, Callable[..., Any]] = {"a new interpreter": subprocess.Popen, "forked": forking.Popen}
 PROGRAM = """
 import asyncio, os, signal, sys, threading
 print(__name__, sys.argv[1:], os.getcwd() == sys.path[0], os.environ["TOLD"], "HOME" in os.environ, flush=True)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,9 @@ from benchmarks.soaking.job import DIGITS, KINDS, Job, Kind, number_of
 from benchmarks.soaking.killing import kept
 from benchmarks.soaking.machine import Machine
 from benchmarks.soaking.running import by_own_error
-from staleflow.pipeline.coordination.commands import Route
+from staleflow.pipeline.coordination.commands import Command, Route
 from staleflow.pipeline.coordination.events import (
+    Event,
     InstanceLost,
     InstanceReported,
     PullFinished,
@@ -45,10 +47,10 @@ from tests.support import forking, planted
 from tests.support.planted import DEFECTS
 
 HEADER = RunHeader(run="soak", eta=1, groups_per_step=1, group_size=2, members_started=2)
-GIVEN_UP = {"fate": Fate.ABORTED, "reason": AbortReason.RUN_ENDED}
+GIVEN_UP: dict[str, Any] = {"fate": Fate.ABORTED, "reason": AbortReason.RUN_ENDED}
 
 
-def row(trajectory: int, *, number: int | None = None, **changes: object) -> EndedTrajectory:
+def row(trajectory: int, *, number: int | None = None, **changes: Any) -> EndedTrajectory:
     """Return a stored trajectory of group trajectory // 2 with its prompt, or the prompt of another number."""
     group = trajectory // 2
     tokens = [int(digit) + 2 for digit in f"{group if number is None else number:0{DIGITS}d}"]
@@ -57,7 +59,7 @@ def row(trajectory: int, *, number: int | None = None, **changes: object) -> End
     return replace(rows, trajectory=whole, **changes)
 
 
-def folder_with(tmp_path: Path, journals: Sequence[Sequence[object]] = ()) -> VersionedStore:
+def folder_with(tmp_path: Path, journals: Sequence[Sequence[Event]] = ()) -> VersionedStore:
     """Create the folder of a run with a store and the journals of its starts."""
     for number, events in enumerate(journals, 1):
         name = "events.jsonl" if number == len(journals) else f"events.{number}.jsonl"
@@ -100,7 +102,7 @@ class Recorded:
 
     folder: Path
     lines: list[dict[str, object]] = field(default_factory=list)
-    entries: list[tuple[object, tuple[object, ...]]] = field(default_factory=list)
+    entries: list[tuple[Event, tuple[Command, ...]]] = field(default_factory=list)
     rows: list[EndedTrajectory] = field(default_factory=list)
 
     def sampled(
@@ -117,7 +119,7 @@ class Recorded:
         self.rows.append(replace(one, trajectory=whole))
         return whole.num_tokens
 
-    def heard(self, event: object, *commands: object) -> None:
+    def heard(self, event: Event, *commands: Command) -> None:
         self.entries.append((event, commands))
 
     def balance(self) -> Balance:
@@ -201,9 +203,10 @@ def test_stored_tokens_without_a_sampling_engine_are_found(recorded: Recorded) -
 
 def test_a_finished_response_is_kept_unless_it_is_resampled_or_abandoned(tmp_path: Path) -> None:
     pulled = PullFinished(instance=InstanceId("rollout-0"), version=PolicyVersion(4))
-    first = [end(0, 5), end(1, 5), end(2, 5), end(4, 5), pulled, end(7, 5)]
+    first: list[Event] = [end(0, 5), end(1, 5), end(2, 5), end(4, 5), pulled, end(7, 5)]
     resumed = RunResumed(step=3, num_ended=())  # version 4 is undone
-    store = folder_with(tmp_path, [first, [resumed, report((1, 3), (7, 1)), end(6, 5)]])
+    second: list[Event] = [resumed, report((1, 3), (7, 1)), end(6, 5)]
+    store = folder_with(tmp_path, [first, second])
     store.commit(record(0, "resume"), [row(2, **GIVEN_UP)])
     store.commit(record(0), [row(0), row(1), row(7)])
     result = kept(tmp_path)
@@ -262,9 +265,10 @@ def test_each_kind_of_job_has_the_faults_of_its_roles() -> None:
     assert by_kind["ranks"] - by_kind["plain"] == {"kill -9 rank", "SIGSTOP rank"}
     together = set(FAULTS) - left_out(Machine("second", Path()), ("agents", "ranks"))
     assert together == (by_kind["agents"] | by_kind["ranks"]) - {"kill -9 reward", "SIGSTOP reward", "reward hangs"}
-    with_bucket = set(FAULTS) - left_out(Machine("second", Path()), ("plain",), bucket=True)
+    plain: tuple[Kind] = ("plain",)
+    with_bucket = set(FAULTS) - left_out(Machine("second", Path()), plain, bucket=True)
     assert len(with_bucket - by_kind["plain"]) == 4
-    assert set(FAULTS) - left_out(Machine(), ("plain",)) == by_kind["plain"] - set(NEEDS_ROOT)
+    assert set(FAULTS) - left_out(Machine(), plain) == by_kind["plain"] - set(NEEDS_ROOT)
 
 
 def run_soak(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -130,7 +130,7 @@ def test_a_live_run_is_followed_without_refreshing(tmp_path: Path) -> None:
     run = staleflow.open_run(written.run_dir)
     assert (run.steps(), run.finished, len(run.metrics())) == ([], False, 0)
     with create_and_lock(run.path):
-        assert run.live
+        assert (run.live, run.finished) == (True, False)
         for step in range(2):
             store_step(written)
             assert len(run.steps()) == step + 1

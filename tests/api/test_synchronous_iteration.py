@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from contextvars import Context
+from typing import TypeVarTuple
 
 import pytest
 
 from staleflow.pipeline.api.own_loop import iterate
+
+Arguments = TypeVarTuple("Arguments")
 
 
 async def numbers() -> AsyncIterator[int]:
@@ -24,9 +27,11 @@ class LateLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self.closed = threading.Event()
 
-    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, **kwargs: Any) -> asyncio.Handle:
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
+    ) -> asyncio.Handle:
         self.closed.wait(0.5)
-        return super().call_soon_threadsafe(callback, *args, **kwargs)
+        return super().call_soon_threadsafe(callback, *args, context=context)
 
     def close(self) -> None:
         super().close()

@@ -141,7 +141,7 @@ def test_a_host_that_cannot_be_resolved_is_named(monkeypatch: pytest.MonkeyPatch
     message = connection_error(ClusterAddress(address="tcp://no-such-host.invalid:8786"))
     assert "the host name no-such-host.invalid" in message
     over = threading.Event()
-    monkeypatch.setattr(port_probe.socket, "getaddrinfo", lambda *_: over.wait(30))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: over.wait(30))
     message = asyncio.run(port_probe.resolve("slow.invalid", 0.2))
     assert message == "the host name slow.invalid is not resolved within 0.2 s"
     over.set()

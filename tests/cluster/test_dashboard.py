@@ -59,6 +59,7 @@ def start_dashboard(config: RunConfig) -> tuple[str, set[int]]:
     async def scenario() -> tuple[str, set[int]]:
         before = listening()
         cluster = await connect(config)
+        assert cluster.local is not None
         try:
             own = int(cluster.client.scheduler.address.rpartition(":")[2])
             nannies = {int(n.address.rpartition(":")[2]) for n in cluster.local.workers.values()}

@@ -31,7 +31,7 @@ def registry_calls() -> set[str]:
     trees = [ast.parse(text) for text in texts if re.search(r"\bask\(", text)]
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     verbs = [item for call in calls if ast.unparse(call.func) in ("ask", "job_registry.ask") for item in call.args[1:2]]
-    return {verb.value for verb in verbs if isinstance(verb, ast.Constant)}
+    return {str(verb.value) for verb in verbs if isinstance(verb, ast.Constant)}
 
 
 @pytest.mark.parametrize("verb", sorted(registry_calls()))
@@ -63,7 +63,7 @@ async def drive(id: str, seconds: float) -> str:
     async with ClusterAddress(address=worker.scheduler.address).connected() as client:
         if not await job_registry.ask(client, "begin", id=id, address=worker.address, driver=client.id):
             raise Reschedule
-        report = {"status": {}, "steps": [], "lines": []}
+        report: dict[str, Any] = {"status": {}, "steps": [], "lines": []}
         await job_registry.ask(client, "report", id=id, state="running", why="", **report)
         until = asyncio.get_running_loop().time() + seconds
         while asyncio.get_running_loop().time() < until:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from multiprocessing import forkserver
 
 import pytest
 
@@ -19,7 +20,7 @@ def test_concurrent_starts_restore_all_environment_variables(monkeypatch: pytest
         first.set()
         second.wait(0.2)  # for another one to come in, which it must not
 
-    monkeypatch.setattr(local_cluster.forkserver, "ensure_running", overlapping)
+    monkeypatch.setattr(forkserver, "ensure_running", overlapping)
     threads = [threading.Thread(target=local_cluster.prepare, args=(1, ())) for _ in range(4)]
     for thread in threads:
         thread.start()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from staleflow.pipeline.config.actor_settings import engine_settings, trainer_se
 from staleflow.tasks.engines.engine_settings import (
     ENGINES,
     EmulatedSettings,
+    EngineSettings,
     Speculation,
     TransformersSettings,
     VllmSettings,
@@ -18,7 +21,7 @@ from staleflow.tasks.engines.engine_settings import (
 from staleflow.tasks.settings.seeds import engine_seed
 
 JOB = ("model.path=somewhere", "seed=3", "rollout.engine.max_running=7", "rollout.engine.page_tokens=8")
-MODEL = {
+MODEL: dict[str, Any] = {
     "model": "somewhere", "dtype": "float32", "device": "auto", "temperature": 1.0, "max_running": 7,
     "kv_tokens": 16384, "page_tokens": 8, "max_batch_tokens": 1024, "eos": (1, 2), "seed": engine_seed(3, 2, 0, 0),
 }  # fmt: skip
@@ -45,13 +48,13 @@ def test_engine_settings_follow_the_job(name: str) -> None:
     else:
         known = MODEL | {"kv_tokens": config.rollout.engine.kv_tokens}
         known["max_batch_tokens"] = config.rollout.engine.max_batch_tokens
-        expected = {
+        make_expected: dict[str, Callable[[], EngineSettings]] = {
             "transformers": lambda: TransformersSettings(
                 **known, keep=True, speculation=Speculation(num_speculative_tokens=5, disable_above=2)
             ),
             "vllm": lambda: VllmSettings(**known, keep=True, tensor_parallel=2, options={"a": 1}),
-        }[name]()
-        assert pickle.loads(pickle.dumps(settings)) == settings == expected
+        }
+        assert pickle.loads(pickle.dumps(settings)) == settings == make_expected[name]()
 
 
 def test_trainer_settings_have_the_training_table() -> None:

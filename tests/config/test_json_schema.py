@@ -23,7 +23,9 @@ from staleflow.tasks.settings.registry import Choice
 SCHEMA = json_schema(RunConfig)
 STORED = Path("docs/job.schema.json")
 EXAMPLES = sorted(Path("examples").glob("*.toml"))
-KINDS = {"boolean": bool, "integer": int, "number": (int, float), "string": str, "object": dict, "array": list}
+KINDS: dict[str, type | tuple[type, ...]] = {
+    "boolean": bool, "integer": int, "number": (int, float), "string": str, "object": dict, "array": list,
+}  # fmt: skip
 KEYWORDS = {
     "type", "items", "properties", "additionalProperties", "propertyNames",
     "enum", "const", "anyOf", "oneOf", "required", "pattern", "minimum", "maximum", "exclusiveMinimum",

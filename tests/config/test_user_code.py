@@ -138,8 +138,9 @@ def test_a_rule_from_a_file_gets_its_knobs_and_parameters(user_file: Path) -> No
     rule = make_strategies(config).routing
     assert isinstance(rule, UserRouting)
     assert rule.code.share == 0.25  # the user's class
-    other = make_strategies(config).routing.code  # the same
-    assert other.rng.integers(2**60) == rule.code.rng.integers(2**60)  # by the job's seed
+    other = make_strategies(config).routing  # the same
+    assert isinstance(other, UserRouting)
+    assert other.code.rng.integers(2**60) == rule.code.rng.integers(2**60)  # by the job's seed
     assert config.uses_cost_model
 
 

@@ -97,6 +97,7 @@ def test_a_run_survives_a_bucket_outage(tmp_path: Path, monkeypatch: pytest.Monk
         run = [sys.executable, "-m", "staleflow.cli.main", "run", str(bucket_job.file), "--store", URL, *LOCAL]
         with forking.Popen([*run, "--set", "steps=9"], stderr=subprocess.PIPE, text=True) as process:
             until_step(process, 3)
+            assert process.stderr is not None
             proxy.fault = "reset"
             proxy.wait_refused(ICECHUNK_TRIES + 1)
             proxy.fault, proxy.expired = "", "old"

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,10 +72,11 @@ def test_a_run_with_all_processes_killed_resumes_and_passes_the_audit(job: Path)
     store = check(folder, trained + 3)
     (record,) = [r for r in store.steps() if r.kind == "resume"]
     assert record.num_rows == 0, "nothing was given up"
-    took, kept_tokens, again = (int(record.metrics[name]) for name in ("taken_up", "taken_up_tokens", "started_again"))
-    assert f"resumed {took:,} in-flight responses ({kept_tokens:,} tokens); {again:,} restart from their prompts" in (
-        resumed.stderr
+    took, kept_tokens, restarted = (
+        int(record.metrics[name]) for name in ("taken_up", "taken_up_tokens", "started_again")
     )
+    counts = f"{took:,} in-flight responses ({kept_tokens:,} tokens); {restarted:,} restart from their prompts"
+    assert f"resumed {counts}" in resumed.stderr
     assert took > 0
     lost = [e for e in store.ended() if e.reason is AbortReason.RUN_ENDED]
     assert all(e.fate is Fate.ABORTED and len(e.trajectory.prompt_tokens) for e in lost)
@@ -124,7 +126,8 @@ def test_a_run_killed_between_its_last_step_and_its_end_is_completed(job: Path) 
     )
     repository.reset_branch("main", last_step)
     (end.run_dir / "summary.json").unlink()
-    (end.run_dir / "evaluations.json").write_text(json.dumps(end.summary["evaluations"][:1]))
+    evaluations: Any = end.summary["evaluations"]
+    (end.run_dir / "evaluations.json").write_text(json.dumps(evaluations[:1]))
     reward.write_text("def even(answer, record):\n    return float(len(answer) % 2)\n")
     resumed = staleflow("resume", end.run_dir)
     assert resumed.returncode == 0, resumed.stderr

@@ -75,7 +75,12 @@ def test_a_request_from_another_thread_stops_the_run_and_a_second_one_at_once() 
                     twice.set()
 
             request.set_handler(stop)
-            thread = threading.Thread(target=lambda: (request.ask("enough"), request.ask("now")))
+
+            def ask_twice() -> None:
+                request.ask("enough")
+                request.ask("now")
+
+            thread = threading.Thread(target=ask_twice)
             thread.start()
             await twice.wait()
             thread.join()

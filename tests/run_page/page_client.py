@@ -37,7 +37,7 @@ class Page:
         """Return the response to a request."""
         return asyncio.run(self._get(path, host, method, urllib.parse.urlencode(query)))
 
-    def ask(self, what: str, **query: object) -> Any:
+    def ask(self, what: str, **query: Any) -> Any:
         """Return the JSON response to a request that must succeed."""
         answer = self.get(f"/api/{what}", **query)
         assert answer.status == 200, answer.body

@@ -56,7 +56,7 @@ async def open_run_page(
 ) -> AsyncIterator[tuple[Any, str]]:
     """Open a browser page for a run, and for a second one; yields the page and the address."""
     async with (
-        serving(run.run_dir, other and other.run_dir) as address,
+        serving(run.run_dir, other.run_dir if other else None) as address,
         open_page(viewport=DESKTOP, **context) as page,
     ):
         yield page, address
@@ -89,7 +89,7 @@ def run(tmp_path: Path) -> StoredRun:
 
 def journal() -> str:
     """Write the events of both steps: each group arrives, is sampled on a separate instance, scored and trained."""
-    lines = []
+    lines: list[tuple[float, dict[str, Any], list[dict[str, Any]]]] = []
     for instance in (0, 1):
         lines.append(
             (0.0, {"type": "InstanceJoined", "instance": f"rollout-{instance}", "version": 0, "max_running": 4}, [])

@@ -12,15 +12,18 @@ from hypothesis import strategies as st
 
 from staleflow.pipeline.run_page.journal_index import JournalIndex, StepFunction
 
+Entry = tuple[float, dict[str, Any], list[dict[str, Any]]]
+"""Time, event and commands."""
 
-def index(*entries: tuple[float, dict[str, Any], list[dict[str, Any]]], members: int = 2) -> JournalIndex:
+
+def index(*entries: Entry, members: int = 2) -> JournalIndex:
     made = JournalIndex(members)
     made.begin_start()
     add(made, *entries)
     return made
 
 
-def add(journal_index: JournalIndex, *entries: tuple[float, dict[str, Any], list[dict[str, Any]]]) -> None:
+def add(journal_index: JournalIndex, *entries: Entry) -> None:
     for now, event, commands in entries:
         journal_index.add(json.dumps({"now": now, "event": event, "commands": commands}), "a line")
     assert journal_index.read_error == ""
@@ -80,7 +83,7 @@ def test_the_story_of_an_episode_has_its_turns_and_environment_steps() -> None:
     assert places["being scored"] == [0.0, 0.0]
 
 
-LIFE = (
+LIFE: tuple[Entry, ...] = (
     (0.0, joined("a"), []),
     (0.0, joined("b"), []),
     (1.0, ARRIVED, [route(6, "a"), route(7, "a")]),

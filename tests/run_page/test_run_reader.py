@@ -222,7 +222,7 @@ def test_a_long_journal_is_read_in_parts(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(JOINED + "".join(tick(i / 10) for i in range(100)))
     follower = JournalFollower(1)
-    shares = []
+    shares: list[float] = []
     while follower.index.read_share < 1 or not shares:
         follower.follow([path], max_bytes=1000)
         shares.append(follower.index.read_share)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,9 +167,7 @@ def test_excerpts_are_returned_for_the_requested_trajectories(page: Page) -> Non
         ("story", {"id": 0}, "no recorded events"),
     ],
 )
-def test_an_invalid_request_gets_a_one_line_error(
-    page: Page, endpoint: str, query: dict[str, object], line: str
-) -> None:
+def test_an_invalid_request_gets_a_one_line_error(page: Page, endpoint: str, query: dict[str, Any], line: str) -> None:
     answer = page.get(f"/api/{endpoint}", **query)
     assert answer.status == 400
     assert line in answer.json["error"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 
 from staleflow.pipeline.recovery.run_folder import find_checkpoint, load_job
 from staleflow.pipeline.stored_runs.hub import model_card, push_checkpoint
@@ -83,6 +83,7 @@ def test_a_checkpoint_is_pushed_with_its_model_card(finished_run: Path, hub: Hub
     uploaded = dict(hub.files)
     card = ModelCard(uploaded.pop("README.md").decode())
     assert uploaded == {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    assert isinstance(card.data, ModelCardData)
     assert card.data.library_name == "transformers"
     assert "audit of the run | holds" in card.text
     assert hub.num_commits == 1, "weights and card come together or not at all"

@@ -34,6 +34,7 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory, TrajectoryId
 from staleflow.tasks.rendering.task_source import distinct_held_out
 from staleflow.tasks.sources.reasoning_gym_tasks import ReasoningGym
+from staleflow.tasks.training.loss import Clip
 from tests.commands import command
 from tests.runtime.test_run import ENVIRONMENT, staleflow
 from tests.stores.test_stores import change_logprob, corrupt_tokens, edit
@@ -208,7 +209,7 @@ def test_exported_rows_equal_stored_rows(
 def test_rows_in_a_corrupt_chunk_are_named_and_the_others_are_exported(run_copy: Path, tmp_path: Path) -> None:
     corrupt_tokens(VersionedStore.open(run_copy / "store"))
     completed = staleflow(
-        "store", "export", run_copy, "--to", "jsonl", "--out", tmp_path / "o.jsonl", "--workers", 1, "--json"
+        "store", "export", run_copy, "--to", "jsonl", "--out", tmp_path / "o.jsonl", "--workers", "1", "--json"
     )
     assert completed.returncode == 1, completed.stderr
     result = json.loads(completed.stdout)
@@ -264,6 +265,7 @@ def test_logprob_statistics_match_their_definitions(stored: Path, pool: Pool) ->
     assert found.ess_tokens == pytest.approx(tokens.sum() ** 2 / (len(tokens) * (tokens**2).sum()))
     assert found.ess_sequences == pytest.approx(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
     loss = loading.load(stored / "config.toml").training.loss
+    assert isinstance(loss, Clip)
     assert found.clipped == pytest.approx(((tokens < 1 - loss.clip_low) | (tokens > 1 + loss.clip_high)).mean())
     (seen,) = views.view(stored, store, [rows[0].trajectory.id])
     assert [t.ratio for t in seen.tokens] == pytest.approx(ratios[0].tolist())
@@ -514,7 +516,7 @@ def test_invalid_input_gives_a_one_line_error(stored: Path, tmp_path: Path) -> N
     shutil.copytree(stored, other)
     edit(other / "store", lambda root: root.attrs.update({"format": 99}))
     scheduler = ("--scheduler", "tcp://127.0.0.1:9")
-    for arguments, message in (
+    refused: list[tuple[list[str | int | Path], str]] = [
         (["store", "show", other], "store format 99, this version reads 'columns'"),
         (["store", "audit", other], "store format 99"),
         (["store", "export", other, "--to", "jsonl"], "store format 99"),
@@ -525,7 +527,8 @@ def test_invalid_input_gives_a_one_line_error(stored: Path, tmp_path: Path) -> N
         (["store", "export", stored, "--to", "jsonl", "--out", tmp_path / "o", *scheduler], "no scheduler at"),
         (["store", "recompute-logprobs", stored, "--model", "runs/none"], "no such folder"),
         (["train-offline", stored, "--out", tmp_path], "already exists"),
-    ):
+    ]
+    for arguments, message in refused:
         result = command(*arguments)
         assert (result.returncode, result.stdout) == (2, ""), (arguments, result.stderr)
         assert message in result.stderr

@@ -137,7 +137,8 @@ def test_threads_that_share_a_scorer_get_their_rewards(scorers: Any) -> None:
     size = 50
 
     def score(block: int) -> list[Any]:
-        return scorer.score([(str(n), {"n": n}) for n in range(block * size, (block + 1) * size)])
+        scores: list[Any] = scorer.score([(str(n), {"n": n}) for n in range(block * size, (block + 1) * size)])
+        return scores
 
     scores = [score for block in run_in_threads(score, 3 * THREADS // 2) for score in block]
     for n, score_ in enumerate(scores):

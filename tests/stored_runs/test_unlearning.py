@@ -201,7 +201,7 @@ def test_advantages_are_recomputed_only_where_they_depend_on_removed_rows(name: 
     """Three groups of four in two steps with arbitrary stored advantages; one row of the second group is removed."""
     config = loading.load(job, (f"training.advantage={name}",))
     count, odd = 12, np.float32(0.123)
-    table = {
+    table: dict[str, npt.NDArray[Any]] = {
         "trajectory": np.arange(count), "group": np.arange(count) // 4, "step": np.arange(count) // 8,
         "reward": np.asarray([0, 1, 2, 5, 0, 0, 1, 3, 1, 0, 1, 0], np.float32), "loss_mask": np.ones(count, bool),
         "response_tokens": np.full(count, 5), "advantage": np.full(count, odd),
@@ -227,7 +227,7 @@ def test_an_invalid_unlearning_is_rejected_and_stores_nothing(run_copy: Path, tm
     emulated = stored_simulation(tmp_path, "name=emulated")
     taken = f"trajectory == {first}"
     (run_copy.parent / "copy-taken").mkdir()
-    for arguments, message in (
+    invalid: list[tuple[list[str | Path], str]] = [
         ([run_copy, "--where", "trajectory == 999999"], "no trajectories that were trained on match"),
         ([run_copy, "--where", "fate == 'aborted'"], "no trajectories that were trained on match"),
         ([run_copy, "--where", "step >= 0"], "all trajectories that were trained on match"),
@@ -237,7 +237,8 @@ def test_an_invalid_unlearning_is_rejected_and_stores_nothing(run_copy: Path, tm
         ([run_copy, "--where", taken, "--branch", "taken"], "already exists"),
         ([emulated, "--where", "step == 0"], "an emulated run has nothing to train a model on"),
         ([tmp_path / "none", "--where", taken], "no such run"),
-    ):
+    ]
+    for arguments, message in invalid:
         refused = command("unlearn", *arguments)
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), (arguments, refused.stderr)
         assert message in refused.stderr

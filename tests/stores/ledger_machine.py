@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.staleness.ledger import StalenessLedger
-from staleflow.stores.trajectory import AbortReason, Fate
+from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 from tests.stores.ledger_model import NaiveGroup, NaiveLedger
 
 MAX_GROUPS = 9
@@ -76,21 +76,23 @@ class LedgerMachine(RuleBasedStateMachine):
             verb(*args)
         assert dump_ledger(self.ledger) == before
 
-    def pick(self, data: Any, groups: list[int]) -> int:
+    def pick(self, data: Any, groups: list[GroupId]) -> GroupId:
         assume(groups)
-        chosen: int = data.draw(st.sampled_from(groups))
+        chosen: GroupId = data.draw(st.sampled_from(groups))
         return chosen
 
-    def begin_group(self) -> int:
-        group = self.next_group
+    def begin_group(self) -> GroupId:
+        group = GroupId(self.next_group)
         self.next_group += 1
         members = self.ledger.start(group)
         self.naive.groups[group] = NaiveGroup(members=list(members))
         self.naive.started += len(members)
         return group
 
-    def route(self, group: int, member: int, version: int) -> bool:
-        """Route one member. Ledger and model must agree, and an illegal call must change nothing."""
+    def route(self, group: GroupId, member: TrajectoryId, lag: int) -> bool:
+        """Route one member at the version `lag` before the newest. Ledger and model must agree, and an illegal call
+        must change nothing."""
+        version = PolicyVersion(max(0, self.naive.version - lag))
         g = self.naive.groups[group]
         legal = self.naive.can_reserve(group, version)
         assert self.ledger.can_reserve(group, version) == legal
@@ -105,7 +107,7 @@ class LedgerMachine(RuleBasedStateMachine):
         g.routed.add(member)
         return True
 
-    def finish(self, group: int) -> bool:
+    def finish(self, group: GroupId) -> bool:
         """Complete routed members, and occupy if that completes the group."""
         g = self.naive.groups[group]
         for member in [m for m in g.waiting if m in g.routed][: self.naive.group_size - len(g.done)]:
@@ -150,7 +152,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def publish_version(self) -> None:
         self.refused(self.ledger.publish, self.naive.version)
-        self.naive.version += 1
+        self.naive.version = PolicyVersion(self.naive.version + 1)
         self.ledger.publish(self.naive.version)
 
     @rule()
@@ -163,7 +165,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """Reserve at any version, including versions that are too old."""
         group = self.pick(data, [i for i, g in self.naive.groups.items() if not g.occupied and g.waiting])
         member = data.draw(st.sampled_from(self.naive.groups[group].waiting))
-        self.route(group, member, max(0, self.naive.version - lag))
+        self.route(group, member, lag)
 
     @rule(num_groups=st.integers(1, 3), finished=st.integers(0, 3), lag=st.integers(0, 2), train=st.booleans())
     def work(self, num_groups: int, finished: int, lag: int, train: bool) -> None:
@@ -172,10 +174,7 @@ class LedgerMachine(RuleBasedStateMachine):
             if len(self.naive.groups) >= MAX_GROUPS:
                 break
             group = self.begin_group()
-            routed = [
-                self.route(group, member, max(0, self.naive.version - lag))
-                for member in self.naive.groups[group].members
-            ]
+            routed = [self.route(group, member, lag) for member in self.naive.groups[group].members]
             if i < finished and all(routed):
                 self.finish(group)
         if train and self.take_batch():

@@ -10,18 +10,20 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from staleflow.stores.trajectory import GroupId, PolicyVersion, TrajectoryId
+
 
 @dataclass
 class NaiveGroup:
-    members: list[int]
-    version: int | None = None
-    routed: set[int] = field(default_factory=set)
-    done: list[int] = field(default_factory=list)
-    gone: set[int] = field(default_factory=set)
+    members: list[TrajectoryId]
+    version: PolicyVersion | None = None
+    routed: set[TrajectoryId] = field(default_factory=set)
+    done: list[TrajectoryId] = field(default_factory=list)
+    gone: set[TrajectoryId] = field(default_factory=set)
     occupied: bool = False
 
     @property
-    def waiting(self) -> list[int]:
+    def waiting(self) -> list[TrajectoryId]:
         return [m for m in self.members if m not in self.done and m not in self.gone]
 
 
@@ -50,9 +52,9 @@ class NaiveLedger:
     batch_started: int
     members_started: int
     num_steps: int
-    version: int = 0
+    version: PolicyVersion = PolicyVersion(0)
     next_step: int = 0
-    groups: dict[int, NaiveGroup] = field(default_factory=dict)
+    groups: dict[GroupId, NaiveGroup] = field(default_factory=dict)
     started: int = 0
     consumed: int = 0
     filtered: int = 0
@@ -73,7 +75,7 @@ class NaiveLedger:
             g for g in self.groups.values() if g.version is not None and (occupied is None or g.occupied == occupied)
         ]
 
-    def can_reserve(self, group: int, version: int) -> bool:
+    def can_reserve(self, group: GroupId, version: PolicyVersion) -> bool:
         g = self.groups[group]
         if g.occupied or self.deadline(version) < self.next_step:
             return False
@@ -110,7 +112,7 @@ class NaiveLedger:
                 return True
         return False
 
-    def cannot_finish(self) -> list[int]:
+    def cannot_finish(self) -> list[GroupId]:
         """With redundancy: groups in flight for which finished groups have left no entry."""
         if not self.redundant:
             return []
@@ -124,17 +126,17 @@ class NaiveLedger:
             and not can_be_placed([*finished, self.deadline(g.version)], places)
         ]
 
-    def shed(self) -> set[int]:
+    def shed(self) -> set[TrajectoryId]:
         """Abort groups without an entry; returns their members."""
-        gone: set[int] = set()
+        gone: set[TrajectoryId] = set()
         for i in self.cannot_finish():
             gone |= self.drop(i)
         self.aborted += len(gone)
         return gone
 
-    def drop(self, group: int) -> set[int]:
+    def drop(self, group: GroupId) -> set[TrajectoryId]:
         g = self.groups.pop(group)
         return {m for m in g.members if m not in g.gone}
 
-    def live(self) -> Iterable[int]:
+    def live(self) -> Iterable[TrajectoryId]:
         return (m for g in self.groups.values() for m in g.members if m not in g.gone)

@@ -38,7 +38,15 @@ from staleflow.stores.trajectories.records import (
     id_ranges,
 )
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import AbortReason, EndedTrajectory, Fate, InstanceId, PolicyVersion, outcome_key
+from staleflow.stores.trajectory import (
+    AbortReason,
+    EndedTrajectory,
+    Fate,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    outcome_key,
+)
 from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
 from tests.stores.plain_audit import _token_faults, conservation_of, plain_audit
 from tests.stores.store_conformance import ended, verified
@@ -106,7 +114,7 @@ def random_store(folder: Path, rng: random.Random) -> VersionedStore:
 
 
 def with_group(row: EndedTrajectory, group: int) -> EndedTrajectory:
-    return replace(row, trajectory=replace(row.trajectory, group=group))
+    return replace(row, trajectory=replace(row.trajectory, group=GroupId(group)))
 
 
 def stored_of(store: VersionedStore) -> set[int]:
@@ -317,7 +325,9 @@ IDS = st.integers(0, 14)
 def test_conservation_findings_match_an_implementation_with_sets(
     commits: list[tuple[list[int], int, list[tuple[int, int]]]],
 ) -> None:
-    kept, found, expected = Conservation(), [], []
+    kept = Conservation()
+    found: list[Finding] = []
+    expected: list[Finding] = []
     stored: set[int] = set()
     counts: Counter[str] = Counter()
     for step, (ids, started, live) in enumerate(commits):

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Container
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,8 +219,8 @@ def without_entries(root: Any, steps: Container[int]) -> str:
 
 
 FORGERIES: dict[str, Callable[[Any, random.Random], str]] = {
-    **{f"tokens/{name}": lambda root, rng, name=name: in_tokens(root, rng, name) for name in layout.TOKEN_ARRAYS},
-    **{c.array: lambda root, rng, name=c.array: in_column(root, rng, name) for c in COLUMNS},
+    **{f"tokens/{name}": partial(in_tokens, name=name) for name in layout.TOKEN_ARRAYS},
+    **{c.array: partial(in_column, name=c.array) for c in COLUMNS},
     "text": in_text,
     "records": in_records,
     "commits": in_commits,

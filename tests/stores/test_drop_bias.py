@@ -191,7 +191,7 @@ def test_audit_and_run_page_report_the_drop_bias(tmp_path: Path) -> None:
     assert page.ask("distribution", column="reward", where="reward > 0")["bias"] == told["lines"], "of the whole run"
 
 
-def drop_kind(name: str, trajectories: int, **contrasts: Contrast) -> OutcomeStats:
+def drop_kind(name: str, trajectories: int, **contrasts: Any) -> OutcomeStats:
     return OutcomeStats(
         name=name, trajectories=trajectories, groups=9, response_tokens=5.0, prompt_tokens=5.0, reward=None, **contrasts
     )

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -89,9 +90,14 @@ def test_symlinks_and_devices_are_preserved(tmp_path: Path) -> None:
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
 
 
+def write_named(text: str, folder: Path) -> None:
+    """Write a file whose name is its text."""
+    (folder / text).write_text(text)
+
+
 def test_replace_folder_replaces_the_whole_folder(tmp_path: Path) -> None:
     for text in ("one", "two"):
-        replace_folder(tmp_path / "a", lambda part, text=text: (part / text).write_text(text), REMEDY)
+        replace_folder(tmp_path / "a", partial(write_named, text), REMEDY)
         assert os.listdir(tmp_path / "a") == [text]
     assert os.listdir(tmp_path) == ["a"]
     (tmp_path / "b").mkdir()

@@ -56,9 +56,11 @@ def test_rows_with_any_spans_survive_packing(rows: list[tuple[list[Span], bool]]
     packed = pack(ended, begin, text_begin)
     assert packed.num_tokens == len(packed.tokens["ids"])
     at = begin
+    names = packed.rows.dtype.names
+    assert names is not None
     for i, row in enumerate(ended):
         t = row.trajectory
-        turns = dict(zip(packed.rows.dtype.names, packed.rows[i].item(), strict=True))
+        turns = dict(zip(names, packed.rows[i].item(), strict=True))
         assert_same(unpack(turns, packed.tokens, begin, packed.text, text_begin), row)
         assert (turns["turns"], turns["given_tokens"]) == (len(t.turns), len(t.response_tokens) - t.sampled.sum())
         assert abs(turns["tool_s"] - t.tool_s) < 1e-9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -25,7 +26,7 @@ def test_pieces_cover_each_byte_once(num_bytes: int, piece_bytes: int) -> None:
 @settings(max_examples=50)
 @given(data=st.binary(max_size=200), piece_bytes=st.integers(1, 70), order=st.randoms(use_true_random=False))
 def test_pieces_written_in_any_order_make_the_file(
-    tmp_path_factory: pytest.TempPathFactory, data: bytes, piece_bytes: int, order: object
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, piece_bytes: int, order: Random
 ) -> None:
     path = tmp_path_factory.mktemp("incoming") / "part"
     path.touch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from staleflow.stores.errors import StoreError
-from staleflow.stores.trajectories.stored_ids import StoredIds
+from staleflow.stores.trajectories.stored_ids import Ints, StoredIds
 from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.stores.store_conformance import HEADER, ended, record
 
@@ -42,6 +43,10 @@ def make(path: Path, num_steps: int, rows: int = 8) -> VersionedStore:
     for step in range(num_steps):
         store.commit(record(step), [ended(rng, rows * step + i, step) for i in range(rows)])
     return store
+
+
+def rows_of(values: Ints, start: int, stop: int) -> Ints:
+    return values[start:stop]
 
 
 def test_summary_and_steps_read_no_row(tmp_path: Path, read: Counter[str]) -> None:
@@ -86,7 +91,7 @@ def test_stored_ids_detects_duplicates_in_any_commit_order() -> None:
         cuts = np.sort(rng.integers(0, len(ids), 4))
         spans = np.stack([np.r_[0, cuts], np.r_[cuts, len(ids)]], axis=1)
         table = [(ids[a:b].min(initial=99), ids[a:b].max(initial=-1), a, b) for a, b in spans]
-        stored = StoredIds(np.asarray(table), lambda a, b, ids=ids: ids[a:b])
+        stored = StoredIds(np.asarray(table), partial(rows_of, ids))
         known = set(ids.tolist())
         for _ in range(5):
             new = rng.integers(0, 80, rng.integers(0, 6)).tolist()

@@ -14,11 +14,12 @@ import pytest
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.auditing.row_checks import RowRange, Spans, check_rows, hash_batches
 from staleflow.stores.auditing.weight_counts import Refusal
+from staleflow.stores.context_branches import ContextBranch
 from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.reader import SPAN_COLUMNS, StoreReader
 from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import ContextBranch, EnvSpan, TrajectoryId
+from staleflow.stores.trajectory import EnvSpan, TrajectoryId
 from tests.stores.plain_audit import plain_audit
 from tests.stores.store_conformance import HEADER, ended, record, span_fields
 from tests.stores.test_stores import edit, set_int, valid_store

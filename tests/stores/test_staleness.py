@@ -11,7 +11,7 @@ import pytest
 
 import staleflow.stores.staleness.ledger
 from staleflow.stores.errors import ProtocolViolation
-from staleflow.stores.staleness.ledger import StalenessLedger
+from staleflow.stores.staleness.ledger import UNBOUNDED_STEPS, StalenessLedger
 from staleflow.stores.staleness.ledger_entries import Ending, Entry, EntryState
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 from tests.stores.ledger_machine import LedgerMachine
@@ -23,8 +23,23 @@ def test_the_docstring_example_is_correct() -> None:
     assert doctest.testmod(staleflow.stores.staleness.ledger).failed == 0
 
 
-def make(eta: int, batch: int = 1, size: int = 1, **redundancy: int) -> StalenessLedger:
-    return StalenessLedger(eta=eta, groups_per_step=batch, group_size=size, **redundancy)
+def make(
+    eta: int,
+    batch: int = 1,
+    size: int = 1,
+    *,
+    groups_started: int | None = None,
+    members_started: int | None = None,
+    num_steps: int = UNBOUNDED_STEPS,
+) -> StalenessLedger:
+    return StalenessLedger(
+        eta=eta,
+        groups_per_step=batch,
+        group_size=size,
+        groups_started=groups_started,
+        members_started=members_started,
+        num_steps=num_steps,
+    )
 
 
 def route(ledger: StalenessLedger, group: int, version: int) -> None:
@@ -257,8 +272,9 @@ def test_a_filtered_group_frees_its_entry() -> None:
 
 @pytest.mark.parametrize("bad", [{"eta": -1}, {"groups_per_step": 0}, {"groups_started": 0}, {"members_started": 0}])
 def test_invalid_calls_raise_and_change_nothing(bad: dict[str, int]) -> None:
+    numbers: dict[str, Any] = {"eta": 1, "groups_per_step": 1, "group_size": 1, **bad}
     with pytest.raises(ValueError, match=r"must be"):
-        StalenessLedger(**({"eta": 1, "groups_per_step": 1, "group_size": 1} | bad))
+        StalenessLedger(**numbers)
 
 
 def test_a_resumed_ledger_continues_from_the_restored_counts() -> None:
@@ -330,11 +346,11 @@ def add(ledger: Any, state: EntryState, count: int) -> None:
         ledger.num_started += 1
 
 
-def end_all(ledger: Any) -> None:
+def end_all(ledger: Any, *, next_step: int = 2, version: int = 2) -> None:
     """Count the trajectories of two steps as consumed."""
     ledger.num_ended[Fate.CONSUMED, AbortReason.NONE] = 2
     ledger.num_started += 2
-    ledger.next_step = ledger.version = 2
+    ledger.next_step, ledger.version = next_step, version
 
 
 @pytest.mark.parametrize(
@@ -348,13 +364,13 @@ def end_all(ledger: Any) -> None:
         ("group 2 is QUEUED with version -1", lambda ledger: ledger.entries[2].routed.add(2)),
         ("group 2 is QUEUED with version 0", lambda ledger: setattr(ledger.entries[2], "version", 0)),
         ("started 4 - ended 0 = 4, but 3 live", lambda ledger: setattr(ledger, "num_started", 4)),
-        ("2 trajectories consumed by 0 steps", lambda ledger: (end_all(ledger), setattr(ledger, "next_step", 0))),
+        ("2 trajectories consumed by 0 steps", lambda ledger: end_all(ledger, next_step=0)),
         ("4 groups (3 finished) are due by step 1, which has 2 entries",
          lambda ledger: add(ledger, EntryState.OCCUPIED, 2)),
         ("3 groups (1 finished) are due by step 1, which has 2 entries",
          lambda ledger: add(ledger, EntryState.RESERVED, 1)),
         ("2 groups (1 finished) are due by step 1, which has 0 entries",
-         lambda ledger: (end_all(ledger), setattr(ledger, "version", 1))),
+         lambda ledger: end_all(ledger, version=1)),
         ("live work of version 0 at step 2, bound 1", end_all),
     ],
 )  # fmt: skip

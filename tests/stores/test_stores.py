@@ -86,7 +86,7 @@ class TestVersionedStore(TrajectoryStoreTests):
         assert [e.trajectory.id for e in VersionedStore.open(path).ended()] == [0, 1, 7]
         repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(path)))
         (undone,) = repository.list_branches() - {"main", ended_once}
-        root = zarr.open_group(repository.readonly_session(undone).store, mode="r")
+        root: Any = zarr.open_group(repository.readonly_session(undone).store, mode="r")
         assert root["rows/trajectory"][:].tolist() == [0, 1, 2, 3]
 
     def test_a_rewound_store_keeps_refused_instances(self, tmp_path: Path, rng: Any) -> None:
