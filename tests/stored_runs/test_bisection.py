@@ -111,7 +111,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     return run(folder / "job.toml", "task.eval_prompts=12", reward).run_dir
 
 
-def test_unchanged_training_gives_the_runs_weights_and_no_loss_is_explained(stored: Path) -> None:
+def test_unchanged_training_gives_the_weights_of_the_run_and_no_cause(stored: Path) -> None:
     for since in (0, 1, 2):
         result = bisection.bisect(bisection.make_plan(stored, since, 3), lambda _: None)
         assert result.same_weights, since
@@ -142,13 +142,13 @@ def test_training_without_a_part_gives_the_weights_of_unlearning_it(stored: Path
         (("--at", "2", "--since", "2"), "versions 2 and 2: need 0 <= since < at <= 3, the trained steps"),
     ],
 )
-def test_wrong_versions_are_one_line(stored: Path, arguments: tuple[str, ...], line: str) -> None:
+def test_invalid_versions_give_a_one_line_error(stored: Path, arguments: tuple[str, ...], line: str) -> None:
     end = command("bisect", stored, *arguments)
     assert (end.returncode, end.stderr.count("\n")) == (2, 1)
     assert line in end.stderr
 
 
-def test_runs_that_cannot_be_measured_are_refused(stored: Path, tmp_path: Path) -> None:
+def test_runs_that_cannot_be_measured_are_rejected(stored: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(stored, tmp_path / "copy"))
     text = (copy / "config.toml").read_text()
     (copy / "config.toml").write_text(text.replace("eval_prompts = 12", "eval_prompts = 0"))
@@ -156,7 +156,7 @@ def test_runs_that_cannot_be_measured_are_refused(stored: Path, tmp_path: Path) 
         bisection.make_plan(copy, 0, 3)
 
 
-def test_the_default_earlier_version_is_the_best_one_that_was_evaluated(stored: Path, tmp_path: Path) -> None:
+def test_the_default_earlier_version_is_the_best_evaluated_version(stored: Path, tmp_path: Path) -> None:
     (first,) = {evaluation.version for evaluation in read_evaluations(stored)} - {3}
     assert first == bisection.best_version_before(stored, 3) == 0
     assert bisection.best_version_before(tmp_path, 34) == 24

@@ -313,7 +313,7 @@ def test_torch_errors_of_a_full_disk_are_translated(tmp_path: Path, message: str
     assert list((tmp_path / "resume").iterdir()) == []
 
 
-async def test_resume_points_are_written_beside_what_follows(tmp_path: Path) -> None:
+async def test_resume_points_are_written_in_the_background(tmp_path: Path) -> None:
     actor = trainer(tmp_path, Weights())
     for step in range(3):
         assert (await actor.train(Server(), step, (), ())).version == PolicyVersion(step + 1)
