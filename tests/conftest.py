@@ -29,8 +29,8 @@ os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
 
 MEMORY = Path("/dev/shm")
 MEMORY_BYTES = 6 * 2**30
-"""Free bytes of memory with which tests' folders are kept there. Stores have hundreds of small files, and every commit
-waits for the disk: copying one costs four times the processor time on ext4."""
+"""Free memory in bytes above which test folders are kept in memory. Stores have hundreds of small files and every
+commit waits for the disk: on ext4 copying a store costs four times the CPU time."""
 if (
     "TMPDIR" not in os.environ
     and MEMORY.is_dir()
@@ -71,8 +71,8 @@ HEAVIEST = (
     "api/test_new_results.py",
     "stored_runs/test_reward_rescoring.py",
 )
-"""The files that take longest. Processes that share the tests by file begin with them: the last ones are short, and no
-process works alone for long at the end."""
+"""The slowest files. Processes that divide the tests by file start with them, so that no process works alone for long
+at the end."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

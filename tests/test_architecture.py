@@ -18,7 +18,7 @@ from docs import architecture
 from docs.architecture import FOLDERS, imported, read_modules
 
 EVERYWHERE = {"threading", "time", "random"}
-"""What numpy and the standard library load themselves: only the import contracts can forbid them."""
+"""Modules that numpy and the standard library load; only the import contracts can forbid them."""
 
 
 MODULES = read_modules()

@@ -29,14 +29,14 @@ OUTPUTS = {
     "docs/recipes.md": ("sums: met: ",),
     "docs/store.md": ("runs/NAME/",),
 }
-"""How blocks begin that show what is printed or stored, by page."""
+"""First lines of blocks that show output or stored data, by page."""
 OTHER_PROGRAMS = {"cd", "docker", "for", "helm", "kubectl", "sbatch", "source", "ssh-keygen", "tail"}
 """Programs whose options are not checked."""
 OWN_KEYS = {"rollout.routing.most", "training.loss.most"}
-"""Keys of what docs/extending.md adds."""
+"""Keys that docs/extending.md adds."""
 KEYS = job_keys(json.loads(Path("docs/job.schema.json").read_text()))
 FREE_TABLES = ("options", "eval_options", "parts", "sets", "sources")
-"""Tables of a job whose keys are names or arguments of the user's choice."""
+"""Tables of a job whose keys are names or arguments chosen by the user."""
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str]]:

@@ -42,9 +42,9 @@ from tests.conftest import JOB as RUN
 from tests.support.tiny_models import make_tiny_model
 
 RUN_SETTINGS = ("--set", "task.eval_prompts=0", "--set", "batch.extra_members=1")
-"""Of the stored run, besides those of its job; as the fixture `stored` has them."""
+"""Settings of the stored run besides those of its job, as in the fixture `stored`."""
 WITHIN_S = 10.0
-"""Seconds an answer may take."""
+"""Time limit of a case in seconds."""
 MINE = "--set reward.function=mine.py:f"
 """Option that selects the reward of mine.py."""
 LONG = "x" * 300

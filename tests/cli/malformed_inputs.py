@@ -40,7 +40,7 @@ ROW = '{"prompt": "1 + 2 =", "answer": "3"}\n'
 ROWS = "".join(ROW.replace("1 + 2", f"{i} + 2").replace('"3"', f'"{i + 2}"') for i in range(20))
 
 Prepare = Callable[[Path], object]
-"""Changes the folder that a command is then typed in."""
+"""Changes the folder in which the command then runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

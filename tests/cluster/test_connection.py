@@ -188,7 +188,7 @@ def test_an_invalid_scheduler_file_falls_back_to_no_other_cluster(content: str, 
 
 
 TLS = str(Path(__file__).parent / "tls.pem")
-"""A certificate for 127.0.0.1 and its key, made for these tests only."""
+"""A certificate for 127.0.0.1 and its key, generated for these tests."""
 
 
 def tls() -> Security:

@@ -76,8 +76,8 @@ SCHEMAS = {
     ),
     "DaskWorkerGroup": exact_schema("cluster worker", cluster=TEXT, worker=WORKER),
 }
-"""The fields that the manifests use, with the types and requirements that they have in the custom resources of
-dask-kubernetes at 1daa175f (2025-07): dask_kubernetes/operator/deployment/helm/dask-kubernetes-operator/crds/."""
+"""Schemas of the manifest fields, as in the custom resources of dask-kubernetes at 1daa175f (2025-07):
+dask_kubernetes/operator/deployment/helm/dask-kubernetes-operator/crds/."""
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ echo srun "$@" >> "$CALLS"
 while [[ $1 == --* ]]; do shift; done
 exec "$@"
 """
-"""Runs a step's command once, here."""
+"""Runs the command of a step once on this machine."""
 
 
 def fake_programs(folder: Path, commands: dict[str, str]) -> dict[str, str]:

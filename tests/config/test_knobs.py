@@ -76,7 +76,7 @@ class _Reads(ast.NodeVisitor):
 
     def __init__(self) -> None:
         self.knobs: dict[str, set[str]] = {}
-        """By class: the fields that it declares as knobs."""
+        """The fields declared as knobs, by class."""
         self.bases: dict[str, set[str]] = {}
         self.own: dict[str, set[str]] = {}
         self.any: set[str] = set()

@@ -7,7 +7,7 @@ from typing import Any
 from staleflow.pipeline.coordination.state import CoordinatorState
 
 PARTS = ("ledger", "_fleet", "_queue")
-"""Attributes that have no text of their own, but attributes."""
+"""Attributes that are dumped by their attributes."""
 
 
 def dump_state(state: CoordinatorState, *more: Any) -> str:

@@ -40,7 +40,8 @@ from tests.support.segments import delivery, sampled_segment
 
 TRAJECTORIES = 10_000
 SOME = 200
-"""What one place may hold of a run that has eight trajectories in flight: twelve times as much, and constant tables."""
+"""Maximum size of one container in a run with eight trajectories in flight: twelve times as many, and constant
+tables."""
 LEAVES = (str, bytes, int, float, type, types.FunctionType, types.MethodType, types.ModuleType, np.ndarray)
 
 

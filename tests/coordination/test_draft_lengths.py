@@ -30,7 +30,7 @@ from staleflow.tasks.emulation.cost_model import CostModel, DraftingCosts, Numbe
 
 A, B = InstanceId("a"), InstanceId("b")
 COST = CostModel(k1=0.0, k2=8.0, k3=1.0, k4=0.0, b=0.0, prefill=0.0)
-"""Steps of up to eight tokens take 8 s, of more 1 s each."""
+"""Steps of up to eight tokens take 8 s; each further token adds 1 s."""
 
 
 def fleet_of(**running: int) -> MutableFleet:

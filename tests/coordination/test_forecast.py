@@ -15,7 +15,7 @@ from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.stores.trajectory import GroupId
 
 MOST = 400
-"""A response's limit."""
+"""Maximum tokens of a response."""
 
 
 @dataclass
@@ -26,10 +26,10 @@ class PlainForecast:
     finished: list[tuple[int, int]] = field(default_factory=list)
     """(group, length)."""
     known: list[int] = field(default_factory=list)
-    """The lengths that forecasts are made from, since the last refresh."""
+    """The lengths used for forecasts since the last refresh."""
     since_refresh: int = 0
     pairs: list[float] = field(default_factory=list)
-    """Products of the deviations of a log length and of the mean of its siblings before it."""
+    """Products of the deviations of a log length and of the mean of its earlier siblings."""
     siblings: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, group: int, length: int) -> None:

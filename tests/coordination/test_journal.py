@@ -91,9 +91,9 @@ class TinyBody:
         self.ended: dict[int, Fate] = {}
         self.losses = 0
         self.tokens: dict[int, int] = {}
-        """Of the trajectories that environments play with."""
+        """Trajectories with an environment."""
         self.playing: set[int] = set()
-        """Those whose environment is open."""
+        """Trajectories whose environment is open."""
 
     def tell(self, event: Event) -> None:
         self.now += self.rng.random()
@@ -238,7 +238,7 @@ WRITTEN = (
     '{"now":1.5,"event":{"type":"Tick"},"commands":[]}',
     '{"now":1.5,"event":{"type":"StopRequested","why":"all steps are trained"},"commands":[]}',
 )
-"""One line of each kind, as the versions before the codec wrote them."""
+"""One line of each kind as written before the codec was introduced."""
 
 
 ADDED = (
@@ -263,7 +263,7 @@ ADDED = (
     '"commands":[{"type":"Sleep","instance":"a","step":3,"cause":"TrajectoryScored#9"}]}',
     '{"now":1.5,"event":{"type":"RoutingContinued"},"commands":[]}',
 )
-"""Lines with what later versions have added."""
+"""Lines with fields added by later versions."""
 
 
 def test_the_journal_encodes_to_the_same_bytes_as_before(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ COLLABORATORS: dict[type[Any], tuple[str, ...]] = {
     TruncationCounts: ("count_consumed", "add"),
     RunningMean: ("add",),
 }
-"""The methods of a coordinator's collaborators that change what they know."""
+"""Methods of the coordinator's collaborators that change their state."""
 QUESTIONS = {
     LengthForecast: {"expected_remaining"},
     EpisodeForecast: {"expected_sampled_tokens"},
@@ -60,7 +60,7 @@ QUESTIONS = {
     TruncationCounts: set(),
     RunningMean: set(),
 }
-"""Their other methods: what they say is seen in commands. Hosts that are released pull, or are given other work."""
+"""Their other methods, whose results show in commands. Released hosts pull or get other work."""
 
 V1 = PolicyVersion(1)
 ZERO = TrajectoryId(0)

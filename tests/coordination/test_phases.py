@@ -20,7 +20,7 @@ from tests.coordination.state_dumps import dump_state
 A, B = InstanceId("a"), InstanceId("b")
 PAIRS = tuple(itertools.product(Phase, Transition))
 LAWFUL = 17
-"""Pairs of the table; a new one is added here too, on purpose."""
+"""Pairs of the table. A new transition must be added here too."""
 
 VERBS: dict[Transition, Callable[[CoordinatorState, LiveTrajectory], object]] = {
     Transition.ROUTED: lambda state, live: state.route(live, state.fleet[0]),
@@ -34,7 +34,7 @@ VERBS: dict[Transition, Callable[[CoordinatorState, LiveTrajectory], object]] = 
     Transition.RESTARTED: lambda state, live: state.restart_episode(live),
     Transition.SCORED: lambda state, live: state.record_reward(live, 1.0),
 }
-"""The verbs that move one trajectory. CONSUMED and GIVEN_UP follow from what the ledger says of its group."""
+"""Methods that move one trajectory. CONSUMED and GIVEN_UP follow from the ledger's answer for its group."""
 
 
 WAYS = {
@@ -43,7 +43,7 @@ WAYS = {
     Phase.SCORING: (Transition.ROUTED, Transition.SAMPLED),
     Phase.DONE: (Transition.ROUTED, Transition.SAMPLED, Transition.SCORED),
 }
-"""How a trajectory comes into each phase that it does not begin in, but for ENDED."""
+"""How a trajectory gets into each phase except the first one and ENDED."""
 
 
 def state_with(phase: Phase) -> tuple[CoordinatorState, LiveTrajectory]:

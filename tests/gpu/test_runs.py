@@ -37,7 +37,7 @@ def run(job: Path, *overrides: str) -> RunEnd:
 
 CUDA = ("model.device=cuda", "task.eval_prompts=0", "deadlines.call_s=60")
 ROWS_PER_STEP = 16
-"""Of the fixture `gpu_job`."""
+"""Number of rows per step of the fixture `gpu_job`."""
 
 
 @pytest.mark.parametrize("layout", ["separate", "turns"])

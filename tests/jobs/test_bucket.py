@@ -22,7 +22,7 @@ from tests.support import forking
 
 LOCAL = ("--set", "cluster.kind=local", "--set", "cluster.scheduler_file=")
 ICECHUNK_TRIES = 10
-"""Requests that Icechunk makes before it reports that a bucket fails."""
+"""Number of requests that Icechunk makes before it reports a failed bucket."""
 URL = f"s3://{BUCKET}/runs"
 
 

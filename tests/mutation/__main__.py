@@ -34,15 +34,15 @@ from tests.mutation.targets import PACKAGES, Package
 from tests.mutation.worker import PIPES
 
 MIN_SCORE = 0.9
-"""Share of the mistakes, without those that are equivalent, that the tests of a package must kill."""
+"""Minimum share of the mistakes, without equivalent ones, that the tests of a package must detect."""
 MIN_MISTAKES = 12
-"""Mistakes of a sample in each package, at least."""
+"""Minimum number of sampled mistakes in each package."""
 PLANTED = Path(__file__).with_name("planted.toml")
 SURVIVORS = Path(__file__).with_name("survivors.toml")
 PATIENCE_S = 120.0
-"""Seconds beyond ten times those of the tests without a mistake, after which a mistake counts as noticed: it hangs."""
+"""Seconds beyond ten times the duration of the tests after which a mistake counts as detected, because it hangs."""
 PATIENCE_CPU_S = 20.0
-"""Seconds of the processor beyond five times those of the tests, after which a mistake counts as noticed: it loops."""
+"""CPU-seconds beyond five times those of the tests after which a mistake counts as detected, because it loops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,16 +32,16 @@ import pytest
 PIPES = "MUTATION_PIPES"
 """Environment variable: the file descriptors of requests and answers."""
 MEMORY_BYTES = 6 * 2**30
-"""That a mistake may have a fork take beyond what it starts with: some loops never end."""
+"""Additional memory in bytes for a fork with a mistake, since some loops never end."""
 FUNCTION = 0x1
-"""Flag of code that is a function's, not a class body's."""
+"""Flag of code objects of functions, which class bodies do not have."""
 REPEATED = 1000
-"""Calls of a function in one test that execute no further line of it, after which the test is not traced there."""
+"""Number of calls of a function in one test without a new executed line after which it is no longer traced."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
 _during_imports: set[tuple[str, str, int]] = set()
-"""Functions that imports and the collection of tests have called: file, qualified name, first line."""
+"""Functions called during imports and collection: file, qualified name, first line."""
 
 
 def _called_by_import(frame: FrameType, event: str, arg: object) -> None:

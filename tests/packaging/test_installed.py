@@ -19,7 +19,7 @@ from tests.packaging.conftest import Distributions
 from tests.packaging.test_distributions import pip
 
 IN_THE_WAY = ("tasks.py", "stores.py", "cli/__init__.py", "pipeline/__init__.py", "random.py", "click.py", "dask.py")
-"""What a user's folder may contain; importing any of them raises."""
+"""Modules in the folder of a user; importing any of them raises."""
 MAX_S = 240.0
 
 

@@ -51,7 +51,7 @@ PLANTED = {
     Cause.BOUND: ("rollout.instances=8", "staleness.eta=0"),
     Cause.WEIGHTS: ("rollout.instances=2", "simulation.pull_s=15.0"),
 }
-"""Changes to the example, by the cause that each plants."""
+"""Changes to the example that plant each cause."""
 
 
 def simulated_config(*overrides: str) -> RunConfig:

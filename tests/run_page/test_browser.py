@@ -29,8 +29,8 @@ HOSTILE = (
     "\x1b[31mred\x1b[0m \u202eevil\u202c \u200bzero\ufeff &lt;b&gt; \u05e9\u05dc\u05d5\u05dd "
     "\U0001f468\u200d\U0001f469\u200d\U0001f467"
 )
-"""Markup, an escape sequence of terminals, marks that turn the direction of text, characters without width, letters
-read from right to left, and an emoji that needs its joiners."""
+"""Markup, a terminal escape sequence, direction marks, zero-width characters, right-to-left letters, and an emoji with
+joiners."""
 VIEWS = ("/", "/step/1", "/group/1", "/trajectories", "/trajectory/2", "/lanes", "/compare", "/job")
 PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 

@@ -21,7 +21,7 @@ from tests.support.scripted import World
 RUN = virtual_time.run
 
 INSTANCES_APART = ("one", "one", "one", "two", "two")
-"""Hosts of server, trainer, reward worker and two instances, which are placed in this order."""
+"""Hosts of server, trainer, reward worker and two instances in order of placement."""
 V0, V1, V2 = PolicyVersion(0), PolicyVersion(1), PolicyVersion(2)
 
 

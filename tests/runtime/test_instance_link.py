@@ -250,7 +250,7 @@ SILENT = {
     "report": (3.0, "rollout-0 did not answer within 3 s (deadlines.call_s)"),
     "next_events": (6.5, "rollout-0 did not answer within 6.5 s (deadlines.call_s)"),
 }
-"""Seconds and message. Three of these call the trajectory server in turn, which may take call_s, too."""
+"""Seconds and message. Three of these methods also call the trajectory server, which may take call_s."""
 
 
 @pytest.mark.parametrize("method", SILENT)

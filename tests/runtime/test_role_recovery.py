@@ -297,7 +297,7 @@ SHAPES = {
     "commit": LONG,
     "held_out_notice": LONG,
 }
-"""Methods of the server that are called while a run trains, and a job in which they are."""
+"""Server methods called during training, and a job in which each is called."""
 
 
 def check_server_restored(run: Run, losses: int = 1) -> None:

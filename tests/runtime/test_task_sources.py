@@ -10,7 +10,7 @@ from tests.support.bodies import Body, Run
 from tests.support.scripted import World, response
 
 LENGTH, MOST = 24, 500
-"""Tokens of each response, by which it is known among the run's first trajectories."""
+"""Tokens of each response, which identify it among the first trajectories of the run."""
 
 
 def test_a_source_that_always_fails_is_named_and_does_not_stall_the_others(body: Body) -> None:

@@ -48,9 +48,9 @@ class PlayedClient:
         self.submitted: list[dict[str, Any]] = []
         self.restarted: list[str] = []
         self.cancelled: list[Any] = []
-        """Actors that nobody may want any more, whoever still has a handle of one."""
+        """Actors that were released, although another handle may exist."""
         self.retiring: list[str] = []
-        """Each time a worker was asked to leave; the scheduler lets it go at the second time, if its actors were
+        """Requests to workers to leave; the scheduler removes a worker at the second one if its actors were
         cancelled."""
         self.scheduler = self
         self.id = "Scheduler-1"

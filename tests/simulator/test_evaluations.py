@@ -24,7 +24,7 @@ class Watch:
     def __init__(self) -> None:
         self.versions: dict[str, int] = {}
         self.sampled: dict[int, set[int]] = {}
-        """Versions that each trajectory was routed under, by what its instance served."""
+        """Versions under which each trajectory was routed, by the version of its instance."""
         self.requested: list[EvaluationRequested] = []
         self.concluded: list[FinishEvaluation] = []
         self.trained: set[int] = set()

@@ -498,7 +498,7 @@ BIMODAL: dict[str, Any] = {
     "workload__kind": "bimodal", "workload__long_share": 0.05, "workload__long_ratio": 30.0, "workload__median": 12.0,
     "steps": 30, "simulation__train_s": 0.05,
 }  # fmt: skip
-"""Lengths with which work would be trained too late, if a step did not wait for it."""
+"""Lengths that would be trained too late if a step did not wait."""
 
 
 @pytest.mark.parametrize("eta", [0, 1, 2])

@@ -60,7 +60,7 @@ QWEN3: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
     },
 }
-"""Qwen3's published sizes."""
+"""The published sizes of Qwen3."""
 
 
 def config_of(name: str) -> dict[str, Any]:

@@ -327,12 +327,12 @@ def test_a_changed_resume_point_and_a_changed_base_model_are_found(
 
 
 COVERED = ("store/", "config.toml", "fingerprints.json", "resume/", "checkpoints/")
-"""What of a run's folder is verified, checkpoints by their names."""
+"""Verified parts of a run folder, with checkpoints by name."""
 NOT_COVERED = (
     "events.jsonl", "job.log", "job.json", "starts.json", "summary.json", "summary.png", "tensorboard/", "spool/",
     ".running", ".store.lock", ".resume.writer",
 )  # fmt: skip
-"""What is not: docs/stored-runs.md says why."""
+"""Parts that are not verified; docs/stored-runs.md explains why."""
 
 
 def flip_bit(data: bytes, rng: random.Random) -> bytes:

@@ -15,7 +15,7 @@ from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersio
 from tests.stores.ledger_model import NaiveGroup, NaiveLedger
 
 MAX_GROUPS = 9
-"""Live groups at once: the naive model tries every batch and every assignment."""
+"""Maximum number of live groups: the naive model tries every batch and every assignment."""
 
 
 def dump_ledger(ledger: Any) -> str:

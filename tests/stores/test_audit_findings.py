@@ -59,7 +59,7 @@ from tests.stores.store_conformance import record as sound_record
 MODULES: tuple[ModuleType, ...] = (
     audit, conservation, row_checks, single_consumption, snapshot_audit, weight_counts,
 )  # fmt: skip
-"""All modules that report findings."""
+"""All modules that create findings."""
 STEPS, ETA = 3, 2
 HEADER = RunHeader(run="r", eta=ETA, groups_per_step=1, group_size=2, members_started=2)
 Rows = Callable[[int, list[EndedTrajectory]], list[EndedTrajectory]]
@@ -85,7 +85,7 @@ class Fault:
     check: str
     where: str
     message: str
-    """A regular expression for all of the text."""
+    """A regular expression that matches the whole text."""
     rows: Rows = same_rows
     record: Record = same_record
     edit: Edit | None = None
@@ -582,7 +582,7 @@ READS = (
     "table",
     "unpacked",
 )
-"""Requests of an audit to a store, or to its bucket."""
+"""Functions that send requests of an audit to a store or its bucket."""
 
 
 @pytest.mark.parametrize("check", [audit.audit, check_chain])

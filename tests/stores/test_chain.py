@@ -27,7 +27,7 @@ from tests.stores.store_conformance import HEADER, ended, record
 from tests.support.examples import num_examples
 
 ROWS = 5
-"""Rows of a commit: four that were trained on, and one that was aborted."""
+"""Rows of a commit: four trained ones and one aborted."""
 
 
 def make(path: Path, num_steps: int = 3) -> VersionedStore:

@@ -20,7 +20,7 @@ class NaiveConversation:
     contexts: list[list[int]] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     now: list[int] = field(default_factory=list)
-    """The places of the context that goes on."""
+    """Positions of the current context."""
 
     def add(self, sampled: bool) -> None:
         self.contexts.append(list(self.now))

@@ -297,7 +297,7 @@ OWN_WAYS = {
     "tasks/training/emulated_trainer.py": "fills a part it is given",
     "tasks/training/lora.py": "fills a folder that its caller publishes",
 }
-"""Modules that write or rename files themselves, and why they may."""
+"""Modules that write or rename files themselves, with the reason."""
 
 
 def test_only_listed_modules_write_files_directly() -> None:

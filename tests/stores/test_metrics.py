@@ -31,7 +31,7 @@ STEPS = [
     {"step": 1.0, "response_tokens": 100.0, "elapsed_s": 12.0, "wait_s": 0.0, "train_s": 1.0, "publish_s": 0.5},
     {"step": 2.0, "response_tokens": 600.0, "elapsed_s": 20.0, "wait_s": 5.0, "train_s": 1.0, "publish_s": 1.0},
 ]
-"""Steps that took longer than waiting, training and publishing: batches are fetched, too."""
+"""Steps that took longer than waiting, training and publishing, because batches are also fetched."""
 
 
 def test_the_duration_of_a_step_starts_at_the_end_of_the_previous_one() -> None:

@@ -30,7 +30,7 @@ GROUPS = [
     ([0.0, 0.0, 0.0], [False, False, False], False),
     ([0.1 + 0.2, 0.3, 0.3], [True, True, True], False),
 ]
-"""(rewards, whether each could be computed, whether there is a signal)."""
+"""(rewards, whether each was computed, whether there is a signal)."""
 
 
 def test_the_docstring_example_is_correct() -> None:

@@ -39,7 +39,7 @@ WRITTEN = {
     '{"kind":"end","step":8,"ledger":{"num_started":0,"num_ended":{},"live":[],"next_step":8,"version":8},"metrics":{},'
     '"weight_fingerprint":"","batch_fingerprint":"","num_rows":0,"num_tokens":0}': END,
 }
-"""Step records as the store keeps them, but for their weight checks."""
+"""Stored step records without their weight checks."""
 
 
 def test_the_docstring_example_is_correct() -> None:

@@ -26,7 +26,7 @@ from tests.stores.test_stores import edit, set_int, valid_store
 from tests.tasks.branching import branching_row
 
 MANY_TURNS = 7
-"""A row of the sound store with given tokens."""
+"""A row of the valid store with env tokens."""
 
 
 def tokens_of(root: Any, row: int, *, sampled: bool) -> Any:

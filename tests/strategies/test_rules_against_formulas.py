@@ -30,9 +30,9 @@ from staleflow.tasks.emulation.cost_model import CostModel
 from tests.strategies.test_strategies import Loads, loads
 
 COST = CostModel(k1=0.25, k2=4.0, k3=1.0, k4=0.5, b=1.0, prefill=0.125)
-"""A model in which sums of small whole numbers are exact."""
+"""A cost model in which sums of small integers are exact."""
 FLAT = CostModel(k1=0.0, k2=0.5, k3=0.0, k4=0.5, b=0.0, prefill=0.0)
-"""Each step takes a second, whatever runs: each trajectory that is added gains one token per second."""
+"""Each step takes a second at any load, so each added trajectory gains one token per second."""
 
 load = st.builds(InstanceLoad, running=st.integers(0, 20), kv_tokens=st.integers(0, 200))
 

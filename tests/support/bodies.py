@@ -63,7 +63,7 @@ stuck_s = 30
 [environment]
 step_timeout_s = 25
 """
-"""A job of three steps of four trajectories on two instances. All deadlines differ."""
+"""A job of three steps of four trajectories on two instances. All timeouts differ."""
 
 
 @dataclass
@@ -78,15 +78,15 @@ class Run(RunListener):
     error: Exception | None = None
     stopped_at_once: bool = False
     phases: list[tuple[float, str]] = field(default_factory=list)
-    """What it did outside of training, and when it began, on the loop's clock."""
+    """Activities outside of training with their start on the clock of the loop."""
     steps: list[int] = field(default_factory=list)
     """Steps that were reported as stored."""
     evaluations: list[Evaluation] = field(default_factory=list)
     """Evaluations that were reported."""
     ended_s: float = 0.0
-    """On the loop's clock, before anything was closed."""
+    """On the clock of the loop, before anything was closed."""
     instance_lines: list[str] = field(default_factory=list)
-    """The line about the run's instances, at each status."""
+    """The line about instances at each status."""
     loss_counts: list[int] = field(default_factory=list)
     """Number of losses known at each status."""
 

@@ -18,11 +18,11 @@ MISSING = " and ".join(
     for name, there in (("playwright", importlib.util.find_spec("playwright")), ("Chromium", CHROMIUM))
     if not there
 )
-"""What a test in a browser lacks on this machine; empty if nothing."""
+"""Why browser tests cannot run on this machine; empty if they can."""
 REASON = f"needs a browser: {MISSING} not found"
 
 in_browser = pytest.mark.skipif(bool(MISSING), reason=REASON)
-"""Mark of tests that look at a page in Chromium."""
+"""Mark of tests that use Chromium."""
 
 
 @contextlib.asynccontextmanager

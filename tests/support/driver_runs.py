@@ -16,16 +16,16 @@ MOVES = (
     "rollout.migration=largest_gain", "rollout.migration.gain=0", "rollout.cost.k2=0", "rollout.cost.prefill=0",
     "rollout.routing=benchmarks.routing_rules:Random",
 )  # fmt: skip
-"""Settings with which an instance that runs more than another gives it some."""
+"""Settings that migrate trajectories from a loaded instance to another."""
 MOVING = (*LONG, *MOVES)
 REDUNDANT = (*LONG, "batch.extra_groups=1", "batch.extra_members=1")
 EVALUATED = ("rollout.engine.name=transformers", "model.path=none", "task.eval_prompts=4")
 CALLS = {
     "route": MOVING, "interrupt": MOVING, "abort": REDUNDANT, "pull": MOVING, "next_events": MOVING, "report": MOVING,
 }  # fmt: skip
-"""By method of an instance, a shape of job in which it is called."""
+"""A job configuration in which each method of an instance is called."""
 IN_RUN: defaultdict[str, int] = defaultdict(lambda: 1, pull=2)
-"""By method, the number of its first call of an instance in the run: every instance pulls once before."""
+"""For each method, the number of its first call during the run: every instance pulls once before."""
 
 
 def long_ones() -> World:

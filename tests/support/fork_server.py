@@ -42,7 +42,7 @@ RUN_MODULES = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
 )
-"""What the workers of the tests' runs import when they need it."""
+"""Modules that workers of test runs import on demand."""
 MODULES = (
     *RUN_MODULES,
     *WORKER_MODULES,
@@ -63,12 +63,12 @@ MODULES = (
     "staleflow.pipeline.cluster.dashboard",
     "tensorboardX",
 )
-"""What the processes of tests import."""
+"""Modules that test processes import."""
 REQUEST_BYTES = 2**20
 FORKSERVER = "from multiprocessing.forkserver import main;"
-"""How the code begins with which multiprocessing starts a server of its own, that local workers are forked from."""
+"""Prefix of the code with which multiprocessing starts its fork server."""
 NAMESPACES = {"net": 0x4000_0000, "mnt": 0x0002_0000}
-"""Those that a process may have apart from this server, and their flags for setns(2)."""
+"""Namespaces that a process may have separately, with their flags for setns(2)."""
 
 
 @dataclass(slots=True)

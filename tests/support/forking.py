@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 from staleflow.pipeline.processes.local_cluster import worker_environment
 
 ADDRESS = "STALEFLOW_TESTS_FORK_SERVER"
-"""The environment variable that has the server's address; processes that it forks share it, unless it is empty."""
+"""Environment variable with the address of the server, which processes forked by it share unless it is empty."""
 SHARED_ADDRESS = "STALEFLOW_TESTS_SHARED_FORK_SERVER"
-"""The environment variable that has the address of the server that all processes of a test run share."""
+"""Environment variable with the address of the server shared by all processes of a test run."""
 ENTER = ("nsenter", "--mount", "--net", "--target")
-"""How a command begins that is given the network and mounts of a process, whose number is next."""
+"""Prefix of a command that runs in the network and mounts of the process whose id follows."""
 if TYPE_CHECKING:
 
     class _Process(subprocess.Popen[Any]):
@@ -56,7 +56,7 @@ class Program:
     arguments: tuple[str, ...]
     safe_path: bool
     beside: int
-    """A process whose network and mounts it has."""
+    """The process whose network and mounts it uses."""
 
 
 def program(command: Any) -> Program | None:
@@ -78,7 +78,7 @@ class Popen(_Process):
     """A process that is forked if it is a Python program. Without preexec arguments."""
 
     _link: socket.socket | None = None
-    """To the server, which alone can wait for its child."""
+    """Connection to the server, which is the parent of its child."""
 
     def _execute_child(self, *given: Any, **named: Any) -> None:
         call = _execute.bind(self, *given, **named).arguments
@@ -139,7 +139,7 @@ def _start_if_served(*given: Any, **named: Any) -> subprocess.Popen[bytes]:
 
 
 SUBPROCESS = SimpleNamespace(**{**vars(subprocess), "Popen": _start_if_served})
-"""What modules have as `subprocess` whose processes are to be forked, where there is a server."""
+"""Replaces `subprocess` in modules whose processes are forked where there is a server."""
 
 
 def run(command: Sequence[Any], *, timeout: float | None = None, **how: Any) -> subprocess.CompletedProcess[Any]:

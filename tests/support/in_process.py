@@ -53,7 +53,7 @@ class Fault:
 
 
 NOTHING = Fault(actor="", method="")
-"""The fault of a call that goes well."""
+"""The default: a call without a fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +75,11 @@ class Process:
     dead: bool = False
     stopped: bool = False
     unanswered: list[tuple[asyncio.Future[Any], Any, Exception | None]] = field(default_factory=list)
-    """Results that are there, while it is stopped."""
+    """Results held back while the process is stopped."""
     running: dict[asyncio.Task[None], None] = field(default_factory=dict)
-    """Running methods, in the order in which they were called, so that a run is reproducible."""
+    """Running methods in call order, so that a run is reproducible."""
     waiting: dict[asyncio.Future[Any], None] = field(default_factory=dict)
-    """Results that somebody waits for."""
+    """Results with a waiting caller."""
     actors: list[Any] = field(default_factory=list)
 
     def tasks(self) -> list[asyncio.Task[Any]]:
@@ -138,12 +138,12 @@ class InProcessWorkers:
         self._objects: dict[str, Any] = {}
         self.placed: dict[str, PlacedActor] = {}
         self.names: list[str] = []
-        """All actors that were ever placed."""
+        """All actors ever placed."""
         self.calls: list[Call] = []
         self.num_spare = 0
-        """Workers that nobody has placed anything on; each actor that is placed takes one."""
+        """Number of workers without actors; each placed actor takes one."""
         self.nanny = True
-        """Whether the process of a lost actor is ended; if not, it may continue and answer late."""
+        """Whether the process of a lost actor is killed; if not, it may continue and reply late."""
 
     # -- the contract --------------------------------------------------------------------------------------------
 

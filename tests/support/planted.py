@@ -99,7 +99,7 @@ DEFECTS: dict[str, tuple[Callable[[], None], str]] = {
     "pull_without_load": (pull_without_load, "pulls without the weights being loaded"),
     "leaked_child": (leaked_child, f"a process outlives the run: sleep {CHILD_S}"),
 }
-"""Defects by name, and what a soak says that finds one."""
+"""Defects by name, with the message of a soak that finds one."""
 
 
 def dask_setup(worker: Any) -> None:

@@ -55,9 +55,9 @@ from tests.support.memory_store import MemoryStore
 from tests.support.watched_engine import WatchedEngine, WatchedSettings
 
 MAX_TOKENS, TURN_TOKENS, MAX_PROMPT = 60, 14, 40
-"""Most tokens of a response, of one of its turns, and of a prompt: a model for 100 tokens will do."""
+"""Maximum tokens of a response, of one turn, and of a prompt: a model for 100 tokens is enough."""
 FIRST, COUNT = 4, 10
-"""First id, and number of ids, of the tokens of prompts and answers: a model must know them."""
+"""First id and number of ids of the tokens of prompts and observations; a model must know them."""
 PATIENCE_S = 60.0
 NO_VERSION = -1
 
@@ -209,11 +209,11 @@ class Episode:
     on: int = 0
     next_on: int | None = None
     version: int = 0
-    """Of its first routing: no later one may be to an instance with an older one."""
+    """Version of its first route: no later route may be to an instance with an older version."""
     turns: int = 0
     response: list[Token] = field(default_factory=list)
     answered: int = 0
-    """Tokens of the response up to the last answer."""
+    """Number of response tokens up to the last observation."""
 
     @property
     def ids(self) -> list[int]:

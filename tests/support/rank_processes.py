@@ -13,10 +13,10 @@ import torch.distributed as dist
 from staleflow.tasks.training.rank import Rank
 
 LIMIT_S = 120.0
-"""Seconds that a group may take for its work."""
+"""Time limit in seconds for the work of a group."""
 
 WorkTotals = Callable[..., Any]
-"""work(rank, *arguments), of a module; what it returns is sent back."""
+"""work(rank, *arguments), a function of a module; its result is sent back."""
 
 
 def run_ranks(count: int, work: WorkTotals, *arguments: Any) -> list[Any]:

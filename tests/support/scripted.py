@@ -46,7 +46,7 @@ from staleflow.tasks.training.rank import Rank, rank_name
 from tests.support.memory_store import MemoryStore
 
 PROMPTS = RandomWorkload(WorkloadConfig(prompt_tokens=6), members=2, max_tokens=100, seed=0)
-"""Prompts of six tokens; nothing else of it is used."""
+"""Prompts of six tokens; no other part of it is used."""
 
 
 @dataclass(kw_only=True)
@@ -54,60 +54,60 @@ class World:
     """State shared by the actors of a run: durations, stored data, weights on each host."""
 
     tokens_per_s: float = 20.0
-    """For one trajectory; an engine samples all at once."""
+    """For one trajectory; an engine samples all at the same time."""
     slower: Callable[[str], float] = lambda instance: 1.0
-    """How many times as long an instance takes for a token."""
+    """Slowdown factor of each instance."""
     length: Callable[[int], int] = lambda trajectory: 8 + 5 * (trajectory % 4)
-    """Tokens of a trajectory's response."""
+    """Number of tokens of a trajectory's response."""
     reward: Callable[[str], float] = lambda text: float(len(text) % 2)
     reward_error: Callable[[str], str] = lambda text: ""
-    """The error that scoring a response fails with; empty if it succeeds."""
+    """The error with which scoring a response fails; empty if it succeeds."""
     train_s: float = 1.0
     publish_s: float = 0.1
     switch_s: float = 0.0
-    """Seconds in which an engine leaves a device that it shares, and so does the trainer."""
+    """Seconds that engine and trainer each need to leave a shared device."""
     point_s: float = 0.0
-    """Seconds a resume point takes, in the trainer's thread."""
+    """Seconds to write a resume point in the trainer's thread."""
     save_s: float = 0.0
-    """Seconds until the trainer comes to saving a checkpoint."""
+    """Seconds until the trainer starts to save a checkpoint."""
     commit_s: float = 0.0
-    """Seconds a commit takes, in the server's thread."""
+    """Seconds of a commit in the server's thread."""
     outage: tuple[float, float] = (0.0, 0.0)
-    """When the store's bucket begins to fail and when it takes requests again, on the loop's clock."""
+    """Start and end of the outage of the store's bucket, on the clock of the loop."""
     reward_s: float = 0.02
     prune_s: float = 0.0
-    """Seconds until a host begins to remove old versions."""
+    """Seconds until a host starts to remove old versions."""
     stores: dict[str, MemoryStore] = field(default_factory=dict)
     weights: dict[str, set[int]] = field(default_factory=dict)
-    """Published versions present, by host."""
+    """Published versions on each host."""
     num_bytes: int = 0
     """Size of a version."""
     loads_wrong: Callable[[str, int], bool] = lambda instance, version: False
-    """Whether an instance ends up with weights other than those it reads as a version."""
+    """Whether an instance gets other weights than those of the version it reads."""
     computes_wrong: Callable[[str, int], bool] = lambda instance, version: False
-    """Whether an instance's logprobs are off by a nat under a version."""
+    """Whether the logprobs of an instance are off by a nat under a version."""
     not_compared: str = ""
     """Why engines cannot compare their weights; empty if they can."""
     refuses: str = ""
-    """What engines say of weights that they cannot load; empty if they can."""
+    """The error of engines that cannot load the weights; empty if they can."""
     trained: list[tuple[int, str]] = field(default_factory=list)
-    """(step, digest of its rows) of each step that a trainer trained, in that order."""
+    """(step, digest of its rows) of each trained step, in order."""
     tuned: list[list[int]] = field(default_factory=list)
-    """Of each trainer, in their order, the steps of fine-tuning that it did before it first published."""
+    """For each trainer in order, the fine-tuning steps before its first publication."""
     chance: str = ""
-    """What a step that is trained again ends in other weights by; empty: its kernels are deterministic."""
+    """Suffix of the weights of a step that is trained again; empty: kernels are deterministic."""
     drift: float = 0.0
-    """Error of the engines' logprobs of the probe, nats."""
+    """Error of the engines' probe logprobs in nats."""
     not_finite: Callable[[int], bool] = lambda trajectory: False
     """Whether engines report NaN as the logprob of the newest token of a trajectory."""
     turns: bool = False
     """Whether trainer and engines share a device."""
     awake: set[str] = field(default_factory=set)
-    """Engines that are on it."""
+    """Engines awake on the device."""
     computing: bool = False
-    """Whether the trainer is."""
+    """Whether the trainer is computing."""
     figures: Callable[[int], dict[str, float]] = lambda step: {}
-    """Metrics that training a step reports besides its times."""
+    """Metrics that a training step reports besides its times."""
 
     def check_bucket(self, request: str) -> None:
         """Raise StoreUnavailable during an outage."""
@@ -207,9 +207,9 @@ class VirtualSettings:
 class _Request:
     request: Request
     since: float
-    """When it was submitted."""
+    """Time of submission."""
     marks: list[tuple[PolicyVersion, int]]
-    """(version, response tokens when sampling under it began), oldest first."""
+    """(version, number of response tokens when sampling under it started), oldest first."""
 
 
 class VirtualEngine:
@@ -227,9 +227,9 @@ class VirtualEngine:
         self._changed = asyncio.Event()
         self._begin = self._now()
         self._sampled = 0
-        """Tokens of the requests that have ended or were stopped."""
+        """Tokens of requests that have finished or were stopped."""
         self._kept: dict[TrajectoryId, tuple[int, ...]] = {}
-        """Contexts of trajectories that may return."""
+        """Contexts cached for trajectories that may return."""
         self._prefilled = self._cached = 0
         self.closed = False
         world.wake(instance)
@@ -400,7 +400,7 @@ class VirtualEngine:
 
 
 NUM_ARGUMENTS = len(inspect.signature(RolloutInstance.__init__).parameters) - 3
-"""Of a rollout instance, without `self`, and `run` and `resumed`, which come last."""
+"""Parameters of a rollout instance without `self`; `run` and `resumed` come last."""
 
 
 class VirtualRolloutInstance(RolloutInstance):

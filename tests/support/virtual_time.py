@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 TURNS = 20_000
-"""Iterations of the loop without time passing that count as endless: a run of thousands of events takes far fewer."""
+"""Number of loop iterations without time passing that count as endless: a run of thousands of events needs far
+fewer."""
 
 LIMIT_S = 600.0
 """Virtual seconds after which a run counts as endless."""
@@ -42,7 +43,7 @@ class _JumpingSelector(selectors.SelectSelector):
         super().__init__()
         self.now_s = 0.0
         self.turns = 0
-        """Iterations of the loop since time last passed."""
+        """Number of loop iterations since time last passed."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
@@ -68,7 +69,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(self._jumping)
         self._queues: dict[int, asyncio.Lock] = {}
         self.threads: set[asyncio.Task[Any]] = set()
-        """The executors' running calls."""
+        """Running calls of the executors."""
 
     def begin_anew(self) -> None:
         """Restart the count of iterations after a deadlock."""

@@ -23,7 +23,7 @@ class Brake:
         self._least: int | None = None
         self._prior = 0
         self._looker = 0
-        """The thread of the test."""
+        """Id of the thread of the test."""
 
     def on(self, least: int, prior: int | None = None) -> None:
         """Pause at the first request that has this many tokens. prior: tokens sampled before it was submitted; None: as

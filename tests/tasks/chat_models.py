@@ -85,7 +85,7 @@ MODELS: dict[str, tuple[str, list[str], list[str], str]] = {
     "llama3": (LLAMA3, LLAMA, [], "<|eot_id|>"),
     "mistral": (MISTRAL, ["<s>", "</s>", "[INST]", "[/INST]"], [], "</s>"),
 }
-"""Template, special tokens, other added tokens, and the one that ends a turn, by model."""
+"""Template, special tokens, other added tokens, and the end-of-turn token of each model."""
 
 
 def chat_tokenizer(name: str) -> Any:

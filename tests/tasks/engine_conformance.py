@@ -20,7 +20,7 @@ from tests.tasks.brake import BRAKE
 
 PATIENCE_S = 60.0
 MANY = 128
-"""Requests that an engine is not done with before a test on a busy machine has looked at it."""
+"""Number of requests that an engine cannot finish before a test on a busy machine looks at it."""
 
 
 def call_in_thread(ask: Callable[[], None]) -> None:
@@ -365,16 +365,16 @@ class EngineTests:
 
 
 PROMPT = tuple(4 + i % 10 for i in range(40))
-"""More than a page, so that engines which share whole pages share one."""
+"""More than a page, so that engines that share whole pages share one."""
 GIVEN = (7, 5, 9, 11, 4)
-"""What environments say between turns."""
+"""Env tokens between turns."""
 
 
 class ReusingEngineTests(EngineTests):
     """Suite for engines that cache the context of the previous turn."""
 
     page_tokens = 1
-    """At most so many tokens at the end of a context, its last one included, are not found cached."""
+    """Maximum number of tokens at the end of a context, including the last one, that are not cached."""
 
     def turn(self, engine: Engine, tokens: tuple[int, ...], route_number: int) -> list[int]:
         """Run a turn of trajectory 0 with these tokens after its prompt."""

@@ -19,11 +19,11 @@ from tests.tasks.engine_conformance import collect, logprobs_of, request, tokens
 
 PROMPT = (3, 10, 14, 7)
 LENGTH = 4
-"""Tokens of a response: the first one is never drafted, of the others up to two are, before one that is not."""
+"""Tokens of a response: the first one is never drafted; of the others up to two are drafted before one that is not."""
 ALPHA = 1e-6
-"""Probability with which a right engine fails the test of a distribution."""
+"""Probability with which a correct engine fails the test of a distribution."""
 FEW = 5.0
-"""Expected counts below which tokens are counted together."""
+"""Expected count below which tokens are pooled."""
 
 
 def sharpen_model(model: Path, to: Path, factor: float = 5.0) -> Path:

@@ -46,7 +46,7 @@ ZERO, ONE = TrajectoryId(0), TrajectoryId(1)
 V0 = PolicyVersion(0)
 EVALUATED = ("rollout.engine.name=transformers", "model.path=none", "task.eval_prompts=1")
 LONG_S = 500.0
-"""Virtual seconds after which all that can happen without a thread has happened."""
+"""Virtual seconds after which no more event can happen without a thread."""
 
 
 def in_memory() -> type[TrajectoryServer]:
@@ -158,7 +158,7 @@ WRITES: dict[str, tuple[Step, Step]] = {
     "resume": (restarted, lambda scene: scene.server.resume((ZERO,))),
     "end_evaluation": (evaluated, lambda scene: scene.server.end_evaluation()),
 }
-"""By verb that changes what is in flight: what comes before, so that it changes something, and its call."""
+"""For each method that changes in-flight state: the setup that lets it change something, and the call."""
 
 READS: dict[str, tuple[Step, Callable[[Any], bool]]] = {
     "outage": (lambda scene: scene.server.outage(), lambda why: why == ""),
@@ -175,7 +175,7 @@ READS: dict[str, tuple[Step, Callable[[Any], bool]]] = {
     ),
     "scoring_items": (lambda scene: scene.server.scoring_items((ZERO,)), lambda items: items[0].tokens == 9),
 }  # fmt: skip
-"""Verbs that change nothing in flight, and whether a result is the right one while ZERO is sampled."""
+"""Methods that change nothing in flight, and a check of their result while ZERO is sampled."""
 
 NEITHER = {"close", "entry"}
 """One waits until all is written, the other until a step is stored."""

@@ -19,7 +19,7 @@ from tests.support.games import host_episode, is_gone
 from tests.tasks.test_agents import acted, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-"""An agent that leaves programs behind has not waited for them."""
+"""An agent that does not wait for its child programs."""
 SLEEP = [sys.executable, "-c", "import time; time.sleep(10000)"]
 AGENT = f'''
 import asyncio, contextvars, subprocess, threading

@@ -28,7 +28,7 @@ from tests.tasks.engine_conformance import request, sample_until
 
 KV_TOKENS = 512
 ALLOWANCE_BYTES = 40_000
-"""Rotary tables, generators, the rows of one pass: of a model as small as this they count."""
+"""Rotary tables, generators and the rows of one pass, which matter for such a small model."""
 
 
 @pytest.fixture

@@ -183,7 +183,7 @@ BRANCHES: dict[str, tuple[list[Any], int, tuple[Message, ...]]] = {
     ),
     "shorter": (HELLO, 0, (Message("user", "hello"),)),
 }  # fmt: skip
-"""After hello, hi, one, ho!: what is asked, the turn that a branch goes on after, what the model's side is told."""
+"""After hello, hi, one, ho!: the request, the parent turn of its branch, and the messages passed to the model."""
 
 
 @pytest.mark.parametrize("name", BRANCHES)

@@ -56,8 +56,8 @@ def settings(**changes: Any) -> EmulatedSettings:
 
 
 MAX_PASSED_S = 0.002
-"""Most time that passes for an engine between two looks at its clock: on a machine that is busy with other things a
-response must not begin and end between two looks at it."""
+"""Maximum time that passes for an engine between two looks at its clock, so that on a busy machine a response does not
+start and finish in between."""
 
 
 class FaultyClock(Clock):

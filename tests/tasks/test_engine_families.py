@@ -20,7 +20,7 @@ from tests.tasks.engine_conformance import collect, logprobs_of, model_settings,
 
 QUICK = ("qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "llama4_text", "qwen3_5_text", "nemotron_h", "falcon_h1",
          "mamba2")  # fmt: skip
-"""One of each kind of layer: windows, sinks, latent attention, chunks, states, both in one layer."""
+"""One family for each kind of layer: windows, sinks, latent attention, chunks, states, and hybrid layers."""
 REFUSED = {
     "deepseek_v32": "attends to what an index of its own selects",
     "reformer": "does not compute attention by transformers' interface",

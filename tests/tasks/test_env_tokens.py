@@ -20,7 +20,7 @@ from tests.support.entries import entry
 from tests.tasks.test_numerics import trainer
 
 TURNS = ("sssggs", "sgggss", "s", "sgsgsgs", "ssss")
-"""Responses: s a sampled token, g a given one."""
+"""Responses: s is a sampled token, g an env token."""
 MAX_LENGTH = 20
 
 

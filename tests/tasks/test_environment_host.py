@@ -193,7 +193,7 @@ class SlowEnvironments(Environments):
 
     error: Exception | None = None
     begun: list[bool] = field(default_factory=list)
-    """Whether the turn was cut, of each step that has begun."""
+    """Whether the turn was truncated, for each started step."""
     num_cancelled: int = 0
     closed: bool = False
 

@@ -18,7 +18,7 @@ from staleflow.tasks.sources.prompts import PromptSettings, TokenizedPrompts
 from staleflow.tasks.sources.task_sources import SourceSettings, make_source
 
 LONG = (3, 7, 8, 28)
-"""Rows whose prompts are too long; the last is held out."""
+"""Rows with prompts that are too long; the last one is held out."""
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from tests.support.entries import entry
 from tests.tasks.test_numerics import rows, trainer
 
 TURNS = ("sssggs.", "sgggss.", "s......", "sgsgsgs", "ssss...")
-"""Trajectories: s a sampled token, g a given one, . padding."""
+"""Trajectories: s is a sampled token, g an env token, . padding."""
 LAGS = ((2, 1, 1, 0, 0, 0, 0), (0, 0, 0, 0, 0, 3, 0), (4,), (1, 0, 0, 0, 0, 0, 2), (3, 3, 2, 2))
-"""How many versions ago each token was sampled, as far as that is not 0."""
+"""Number of versions since each token was sampled, where it is not 0."""
 KNOBS: dict[str, Any] = {
     "clip_low": 0.2, "clip_high": 0.28, "weight_cap": 1.5, "dual_clip": 1.6, "sequence_clip_low": 0.1,
     "sequence_clip_high": 0.15, "positive_weight": 0.7, "negative_weight": 1.3, "tau": 0.4, "sequence_cap": 1.2,

@@ -23,7 +23,7 @@ from tests.support.random_episodes import MAX_TOKENS, Plan, Subject, plans, play
 from tests.tasks import test_engine_emulated, test_engine_transformers
 
 MANY, FEW = 1000, 20
-"""Episodes that are played at least, of the slow test of an engine and of the one that always runs."""
+"""Minimum numbers of episodes of the slow test and of the default test of an engine."""
 
 
 def random_episodes(subject: Subject, least: int) -> Counter[str]:

@@ -473,7 +473,7 @@ async def test_calls_of_a_closed_instance_raise_actor_lost() -> None:
 VERBS: dict[str, tuple[Any, ...]] = {
     "abort": ((TrajectoryId(0),),), "set_draft_length": (2,), "logprobs": ((1, 2),), "sleep": ()
 }  # fmt: skip
-"""Commands of an instance that its engine carries out, and their arguments."""
+"""Commands of an instance that its engine executes, and their arguments."""
 
 
 @pytest.mark.real_time

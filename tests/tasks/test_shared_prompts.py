@@ -30,7 +30,7 @@ from tests.tasks.test_packed_attention import model
 from tests.tasks.test_ranks import Training, check_same, ragged_rows, train
 
 SEPARATE = 2**40
-"""Tokens that no sharing saves."""
+"""A minimum of saved tokens that is never reached."""
 
 
 def group(prompt: int, rests: Sequence[int], seed: int = 0) -> list[Row]:

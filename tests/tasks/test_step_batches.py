@@ -38,7 +38,7 @@ from tests.tasks.test_trainer import Weights
 LENGTHS = st.lists(
     st.tuples(st.integers(1, 40), st.lists(st.integers(1, 40), min_size=1, max_size=3)), min_size=1, max_size=12
 )
-"""Tokens of each row's prompt, and of the segments of its response."""
+"""Number of prompt tokens of each row, and of tokens of the segments of its response."""
 
 
 def consumed_rows_of(lengths: list[tuple[int, list[int]]]) -> list[EndedTrajectory]:

@@ -28,7 +28,7 @@ SIZES = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 32, "max_position_embeddings": 512,
 }  # fmt: skip
-"""The vocabulary is filled up, and the experts of Qwen3-MoE are, by vLLM's kernels."""
+"""The vocabulary is padded, and the experts of Qwen3-MoE too, by vLLM's kernels."""
 MODELS: dict[str, Any] = {
     "tied": Qwen3Config(**SIZES, intermediate_size=96, tie_word_embeddings=True),
     "biases": LlamaConfig(**SIZES | {"num_key_value_heads": 1}, intermediate_size=96, attention_bias=True),
@@ -73,7 +73,7 @@ class UpdatedEngine:
 
 
 RUNS = [("tied", 1), ("biases", 1), ("qwen3_moe", 1), ("mixtral", 1), ("biases", 2), ("qwen3_moe", 2)]
-"""Model, and workers that share it."""
+"""Model and number of workers that share it."""
 
 
 @pytest.fixture(scope="module", params=RUNS, ids=lambda param: f"{param[0]}-{param[1]}")
