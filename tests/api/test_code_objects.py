@@ -91,7 +91,7 @@ def test_classes_instances_partials_and_lambdas_are_restored(tmp_path: Path) -> 
     made: dict[str, Any] = {"__name__": "__main__"}
     exec("def plain(text, row):\n    return 1.0", made)
     cases: tuple[tuple[Any, str, str, Any], ...] = (
-        (Counting, "Counting", "[isinstance(f, type), f()(), f.__doc__]", [True, 3.0, "Counts its calls."]),
+        (Counting, "Counting", "[isinstance(f, type), f()(), f.__doc__]", [True, 3.0, Counting.__doc__]),
         (counting, "mine_1", "f()", 5.0),
         (functools.partial(reward, row=2), "mine_2", "f('ab')", 3.0),
         (lambda text, row: row * BONUS, "mine_3", "f('', 4)", 2.0),

@@ -145,18 +145,12 @@ class LastInstance:
         return True
 
 
-def test_dask_computes_in_this_process_after_a_run(tmp_path: Path) -> None:
+def test_run_async_returns_the_result_and_dask_computes_afterwards(tmp_path: Path) -> None:
     """Placing several actors at once left Dask's global scheduler set without a client."""
-    result = staleflow.run(emulated(tmp_path), progress=False)
+    result = asyncio.run(staleflow.run_async(emulated(tmp_path), progress=False))
+    assert result.summary["steps"] == 4
     assert dask.config.get("scheduler", None) is None
     assert result.run.to_dask(texts=False).reward.count().compute() > 0
-
-
-def test_a_local_routing_rule_routes_and_replays(tmp_path: Path) -> None:
-    result = staleflow.run(emulated(tmp_path), routing=LastInstance, progress=False)
-    named = result.run.job.rollout.routing
-    assert named.name == f"{result.run_dir}/code/routing_LastInstance.py:LastInstance"
-    assert result.run.replay().difference == ""
 
 
 class NoNetwork:
@@ -172,10 +166,13 @@ class NoNetwork:
         pass
 
 
-def test_a_failing_tracker_is_reported_and_the_run_continues(
+def test_a_local_routing_rule_is_replayed_and_a_failing_tracker_does_not_stop_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = staleflow.run(emulated(tmp_path), tracker=NoNetwork)
+    result = staleflow.run(emulated(tmp_path), routing=LastInstance, tracker=NoNetwork)
+    named = result.run.job.rollout.routing
+    assert named.name == f"{result.run_dir}/code/routing_LastInstance.py:LastInstance"
+    assert result.run.replay().difference == ""
     assert result.summary["steps"] == 4
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: tracker")]
     assert warnings == ["warning: tracker NoNetwork failed and is not called again: OSError('no network')"]
@@ -213,11 +210,6 @@ async def test_a_cancelled_coroutine_stops_its_run_in_order(tmp_path: Path) -> N
     assert 1 <= len(run.steps()) < 200
     summary = json.loads((run.path / "summary.json").read_text())
     assert summary["stopped"] == "cancelled"
-
-
-def test_run_async_returns_the_result(tmp_path: Path) -> None:
-    result = asyncio.run(staleflow.run_async(emulated(tmp_path), progress=False))
-    assert result.summary["steps"] == 4
 
 
 @pytest.fixture(scope="module")

@@ -91,25 +91,24 @@ def installed_files(environment: Path) -> dict[str, bytes]:
     return {str(path.relative_to(packages)): path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("first_removed", ["staleflow", "other"])
 def test_installing_and_removing_leaves_other_packages_unchanged(
-    distributions: Distributions, other_wheel: Path, tmp_path: Path, first_removed: str
+    distributions: Distributions, other_wheel: Path, tmp_path: Path
 ) -> None:
-    venv.create(tmp_path / "environment", with_pip=False)
     environment = tmp_path / "environment"
+    venv.create(environment, with_pip=False)
     wheels = {"staleflow": distributions.wheel, "other": other_wheel}
+    install = ("install", "--no-deps", "--no-index", "--no-compile")
     alone = {}
     for name, wheel in wheels.items():
-        pip(environment, "install", "--no-deps", "--no-index", "--no-compile", wheel)
+        pip(environment, *install, wheel)
         alone[name] = installed_files(environment)
         pip(environment, "uninstall", "--yes", name)
         assert installed_files(environment) == {}
     assert not alone["staleflow"].keys() & alone["other"].keys()
-    for wheel in wheels.values():
-        pip(environment, "install", "--no-deps", "--no-index", "--no-compile", wheel)
-    assert installed_files(environment) == alone["staleflow"] | alone["other"]
-    (left,) = wheels.keys() - {first_removed}
-    pip(environment, "uninstall", "--yes", first_removed)
-    assert installed_files(environment) == alone[left]
-    pip(environment, "uninstall", "--yes", left)
-    assert installed_files(environment) == {}
+    for first_removed, left in (("staleflow", "other"), ("other", "staleflow")):
+        pip(environment, *install, *wheels.values())
+        assert installed_files(environment) == alone["staleflow"] | alone["other"]
+        pip(environment, "uninstall", "--yes", first_removed)
+        assert installed_files(environment) == alone[left]
+        pip(environment, "uninstall", "--yes", left)
+        assert installed_files(environment) == {}

@@ -236,12 +236,12 @@ async def test_the_last_line_a_program_prints_is_its_reward(
 @pytest.mark.parametrize(("does", "error"), [
     ("raise", "the agent raised: ValueError: I do not like it"),
     ("exit", "the agent raised: SystemExit: 3"),
-    ("hang", "step 1 took longer than environment.step_timeout_s = 6 s"),
+    ("hang", "step 1 took longer than environment.step_timeout_s = 3 s"),
     ("text", "what the agent returned is 'good'; it must be a number"),
     ("rewrite", "the agent raised: RuntimeError: changed_past"),
 ])  # fmt: skip
 async def test_an_agent_failure_is_recorded_as_an_error_with_its_reason(agents: Path, does: str, error: str) -> None:
-    async with host_episode(settings(f"agent:{agents}:moody", step_timeout_s=6.0, changed_past="refuse")) as (
+    async with host_episode(settings(f"agent:{agents}:moody", step_timeout_s=3.0, changed_past="refuse")) as (
         episodes,
         task,
     ):
@@ -312,11 +312,11 @@ def running_processes(pids: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("does", "error"), [
-    ("die", "its process ended with exit code 7"), ("hang", "step 1 took longer than environment.step_timeout_s = 6 s"),
+    ("die", "its process ended with exit code 7"), ("hang", "step 1 took longer than environment.step_timeout_s = 3 s"),
 ])  # fmt: skip
 async def test_child_processes_of_an_agent_end_with_it(agents: Path, tmp_path: Path, does: str, error: str) -> None:
     pids = tmp_path / "pids"
-    async with host_episode(settings(f"agent:{agents}:die", {"pids": str(pids)}, step_timeout_s=6.0)) as (
+    async with host_episode(settings(f"agent:{agents}:die", {"pids": str(pids)}, step_timeout_s=3.0)) as (
         episodes,
         task,
     ):
@@ -344,7 +344,7 @@ async def test_a_timed_out_program_is_killed_with_all_its_descendants(
 ) -> None:
     monkeypatch.setenv("MARKED_BY", marker := f"test-{os.getpid()}-{time.monotonic_ns()}")
     command = ["/bin/sh", "-c", f"{sys.executable} {agents.with_name('program.py')}; echo 1"]
-    async with host_episode(settings("agent:command", {"command": command}, step_timeout_s=6.0)) as (episodes, task):
+    async with host_episode(settings("agent:command", {"command": command}, step_timeout_s=3.0)) as (episodes, task):
         (answer,) = await played(episodes, task, ["tree"])
         assert "took longer than environment.step_timeout_s" in answer.error
     begin = time.monotonic()
