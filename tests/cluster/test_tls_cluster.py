@@ -31,7 +31,7 @@ def free_port() -> int:
 
 
 def staleflow(*words: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, which reads Dask's configuration as it starts."""
+    """Run the command in a separate process, which reads Dask's configuration when it starts."""
     return forking.run(
         [sys.executable, "-m", "staleflow.cli.main", *words], env={**os.environ, **environment},
         capture_output=True, text=True, timeout=WAIT_S,
