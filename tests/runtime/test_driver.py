@@ -7,6 +7,7 @@ journal that replays to the same commands.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from staleflow.pipeline.coordination.events import GroupsArrived, RoutingContinued, TrajectoryScored
+from staleflow.pipeline.coordination.commands import Discard
+from staleflow.pipeline.coordination.events import GroupsArrived, RoutingContinued, TrajectoryScored, VersionPublished
 from staleflow.pipeline.recovery import certificate
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.stores.errors import ConfigError, RunStuck, StoreError
@@ -72,8 +74,8 @@ def test_many_groups_arrive_in_several_events(body: Body) -> None:
         "steps=2", "staleness.eta=1", "rollout.instances=2", "rollout.engine.max_running=500",
         "batch.groups_per_step=20", "batch.group_size=8",
     )  # fmt: skip
-    arrivals = [entry for entry in run.entries if isinstance(entry.event, GroupsArrived)]
-    assert [len(entry.event.groups) for entry in arrivals[:2]] == [32, 8]
+    arrivals = [entry.event for entry in run.entries if isinstance(entry.event, GroupsArrived)]
+    assert [len(event.groups) for event in arrivals[:2]] == [32, 8]
     assert any(isinstance(entry.event, RoutingContinued) for entry in run.entries)
 
 
@@ -153,9 +155,9 @@ def test_a_step_is_queued_for_commit_before_its_version_is_announced(body: Body)
     stored = [c for c in run.workers.calls if c.actor == "server" and c.method in ("commit", "retire")]
     ordered: list[Any] = []
     for entry in run.entries:
-        if type(entry.event).__name__ == "VersionPublished":
+        if isinstance(entry.event, VersionPublished):
             ordered.append(("commit", entry.event.version - 1))
-        ordered += [("retire", c.endings) for c in entry.commands if type(c).__name__ == "Discard"]
+        ordered += [("retire", c.endings) for c in entry.commands if isinstance(c, Discard)]
     ordered.append(("commit", run.config.steps))
     assert ordered == [(c.method, c.args[0].step if c.method == "commit" else c.args[0]) for c in stored]
 
@@ -240,12 +242,16 @@ def test_the_store_has_the_times_of_the_run_clock(
     assert [scored[i] for i in stored] == pytest.approx(list(stored.values()), abs=0.5)
 
 
+def with_progress(num_bytes: int, _: object) -> FetchProgress:
+    return FetchProgress(path="", num_bytes=num_bytes)
+
+
 @pytest.mark.parametrize("arrives", [True, False])
 def test_slowly_arriving_weights_count_as_progress(body: Body, arrives: bool) -> None:
     """The transfer of version 1 takes longer than stuck_s."""
     slow = [
         Fault(actor="parameters-two", method="ensure", nth=n + 2, late_s=2.0,  # both instances have asked for version 0
-              change=lambda _, n=n: FetchProgress(path="", num_bytes=n * 1000 if arrives else 1000))
+              change=partial(with_progress, n * 1000 if arrives else 1000))
         for n in range(1, 61)
     ]  # fmt: skip
     hosts = ("one", "one", "one", "two", "two")

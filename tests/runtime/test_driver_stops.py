@@ -19,6 +19,8 @@ from tests.support.scripted import World
 
 
 def test_a_stop_during_training_stores_the_finished_step(body: Body) -> None:
+    stopping: Any = None
+
     def stop() -> None:
         stopping.driver.stop("interrupted")
 
@@ -26,7 +28,6 @@ def test_a_stop_during_training_stores_the_finished_step(body: Body) -> None:
         nonlocal stopping
         stopping = run
 
-    stopping: Any = None
     faults = [Fault(actor="trainer", method="train", nth=2, act=stop)]
     run = body.run("steps=9", faults=faults, meanwhile=meanwhile)
     assert run.error is None

@@ -63,7 +63,8 @@ def test_environment_overhead_excludes_step_duration_and_queueing(body: Body) ->
 
 def environment_steps(run: Run) -> list[tuple[float, float, float]]:
     """Return (end time, start time, duration of the environment including the wait for a slot) of each step."""
-    asked, found = {}, []
+    asked: dict[tuple[int, int], float] = {}
+    found: list[tuple[float, float, float]] = []
     for entry in run.entries:
         event = entry.event
         if isinstance(event, EnvironmentStepped):

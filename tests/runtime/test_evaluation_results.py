@@ -68,7 +68,7 @@ def evaluate(config: RunConfig, answer: dict[str, str | None], folder: Path) -> 
         try:
             await evaluating.begin(PolicyVersion(0))
             members = [TrajectoryId(g.group * config.oversampled_group_size) for g in requests[0].groups]
-            requests_of = await server.requests(tuple(map(route_item, members)))
+            requests_of: list[Any] = await server.requests(tuple(map(route_item, members)))
             messages = {request.trajectory: answers[request.tokens] for request in requests_of}
             await server.deliver([_sampled(member, ids(text)) for member, text in messages.items() if text is not None])
             await reward.score(server, tuple(members))

@@ -75,7 +75,8 @@ def test_an_instance_pulls_after_its_evaluation_is_done(body: Body) -> None:
 @pytest.mark.parametrize("nth", range(1, 12, 3))
 @pytest.mark.parametrize("actor", ["rollout-0", "rollout-1"])
 def test_an_instance_lost_during_an_evaluation_changes_no_result(body: Body, actor: str, nth: int, how: str) -> None:
-    run = body.run(*EVALUATED, faults=[Fault(actor=actor, method="next_events", nth=nth, **{how: "after"})])
+    loss: dict[str, Any] = {how: "after"}
+    run = body.run(*EVALUATED, faults=[Fault(actor=actor, method="next_events", nth=nth, **loss)])
     check(run)
     assert versions(run)[-1] == 3
     assert versions(run) == sorted(set(versions(run)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,7 @@ def test_packages_and_the_chat_template_are_part_of_the_fingerprint(
 ) -> None:
     config = loading.load(job)
     source_fingerprints.write(sources, source_fingerprints.compute(config))
-    monkeypatch.setattr(source_fingerprints.metadata, "version", lambda package: "99")
+    monkeypatch.setattr(metadata, "version", lambda package: "99")
     lines = source_fingerprints.changes(source_fingerprints.read(sources), source_fingerprints.compute(config))
     assert [line.split(" was ")[0] for line in lines] == [
         "reward changed since the run began: package reasoning-gym",

@@ -113,7 +113,8 @@ def test_an_executor_keeps_its_order_and_survives_a_cancelled_caller() -> None:
         done.append((name, asyncio.get_running_loop().time()))
 
     async def ask() -> None:
-        loop, executor = asyncio.get_running_loop(), object()
+        loop: Any = asyncio.get_running_loop()  # whose executors run coroutines
+        executor = object()
         first = asyncio.ensure_future(loop.run_in_executor(executor, work, "first"))
         second = loop.run_in_executor(executor, work, "second")
         await asyncio.sleep(0.5)

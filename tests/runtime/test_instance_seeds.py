@@ -16,7 +16,7 @@ from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.runtime.actors import MAX_REPLACEMENTS, Actors
 from staleflow.stores.errors import ActorLost
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.tasks.engines.transformers import TransformersSettings
+from staleflow.tasks.engines.engine_settings import TransformersSettings
 
 
 class FreshInstance:

@@ -16,7 +16,7 @@ from staleflow.pipeline.coordination.events import InstanceReported, RunResumed
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.runtime.instance_link import POLL_S
 from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion
-from tests.support.bodies import Body, Run
+from tests.support.bodies import Body, Run, Script
 from tests.support.driver_runs import MOVES
 from tests.support.in_process import Fault
 from tests.support.memory_store import MemoryStore
@@ -82,7 +82,7 @@ def resumption_of(run: Run, undone: int) -> Resumption:
     )
 
 
-def kill_when(when: Callable[[Run], bool]) -> Callable[[Run], object]:
+def kill_when(when: Callable[[Run], bool]) -> Script:
     """End everything at once when `when` holds, without notifying any actor."""
 
     async def kill(run: Run) -> None:
@@ -94,6 +94,11 @@ def kill_when(when: Callable[[Run], bool]) -> Callable[[Run], object]:
         run.driver._task.cancel()
 
     return kill
+
+
+def kill_after_commands(count: int) -> Script:
+    """End everything at once when more than `count` commands were carried out."""
+    return kill_when(lambda run: sum(run.outcomes.commands.values()) > count)
 
 
 def resumed_event(run: Run) -> RunResumed:
@@ -212,7 +217,7 @@ def test_a_run_killed_repeatedly_uses_every_prompt_once(body: Body, seed: int, s
             config=config,
             world=world,
             resumption=resumption,
-            meanwhile=kill_when(lambda run, at=at: sum(run.outcomes.commands.values()) > at),
+            meanwhile=kill_after_commands(at),
         )
         if not run.stopped_at_once:
             break

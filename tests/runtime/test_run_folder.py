@@ -22,8 +22,8 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.user_files import with_code
 from staleflow.pipeline.jobs import job_driver
 from staleflow.pipeline.jobs.execution import execute
+from staleflow.pipeline.jobs.job_driver import Submission
 from staleflow.pipeline.jobs.replaying import replay_run
-from staleflow.pipeline.jobs.submission import Submission
 from staleflow.pipeline.recovery import resumption, run_folder
 from staleflow.pipeline.recovery.run_folder import (
     FolderInUse,
@@ -170,7 +170,8 @@ def test_one_of_many_concurrent_creators_gets_the_folder(light_job: Path) -> Non
 def test_a_lock_file_removed_during_locking_still_excludes_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flock, removed = fcntl.flock, []
+    flock = fcntl.flock
+    removed: list[Any] = []
 
     def late(file: Any, how: int) -> None:
         if not removed:
@@ -178,7 +179,7 @@ def test_a_lock_file_removed_during_locking_still_excludes_others(
             (tmp_path / run_folder.LOCK).unlink()
         flock(file, how)
 
-    monkeypatch.setattr(run_folder.fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     with (
         lock_folder(tmp_path),
         pytest.raises(FolderInUse, match=f"in use by process {os.getpid()}"),
@@ -202,7 +203,7 @@ def test_a_folder_that_cannot_be_locked_gives_a_one_line_error(tmp_path: Path, m
         lock_folder(tmp_path / "taken"),
     ):
         pytest.fail("there is no file to lock")
-    monkeypatch.setattr(run_folder.fcntl, "flock", lockless)
+    monkeypatch.setattr(fcntl, "flock", lockless)
     with (
         pytest.raises(StoreError, match="No locks available; use a file system that supports locks"),
         lock_folder(tmp_path),

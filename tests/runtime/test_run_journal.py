@@ -27,12 +27,10 @@ from tests.jobs.test_replaying import run_folder
 PART_BYTES = 20_000
 
 
-def split_journal(
-    path: Path, full_journal: Path, part_bytes: int = PART_BYTES, kind: type[Journal] = RunJournal
-) -> list[JournalEntry]:
+def split_journal(path: Path, full_journal: Path, part_bytes: int = PART_BYTES) -> list[JournalEntry]:
     """Split the journal of one file into parts; returns the entries."""
     entries = list(journal.read(full_journal))
-    book = kind(path, part_bytes=part_bytes)
+    book = RunJournal(path, part_bytes=part_bytes)
     for entry in entries:
         book.append(entry.now, entry.event, entry.commands)
     book.close(wait=True)
@@ -207,14 +205,21 @@ def test_a_resumed_run_keeps_the_parts_of_each_start(tmp_path: Path) -> None:
     ]
 
 
-def test_the_run_page_follows_parts_during_rotation_and_compression(tmp_path: Path, full_journal: Path) -> None:
+def test_the_run_page_follows_parts_during_rotation_and_compression(
+    tmp_path: Path, full_journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "events.jsonl"
     entries = list(journal.read(full_journal))
     alone, follower = JournalFollower(3), JournalFollower(3)
     alone.follow([full_journal], max_bytes=10**9)
     lines: list[str] = []
     add = follower.index.add
-    follower.index.add = lambda line, name: (lines.append(name), add(line, name))[1]
+
+    def add_and_record(line: bytes | str, name: str) -> None:
+        lines.append(name)
+        add(line, name)
+
+    monkeypatch.setattr(follower.index, "add", add_and_record)
     book = Journal(path, None, 15_000)
     for i, entry in enumerate(entries):
         book.append(entry.now, entry.event, entry.commands)

@@ -78,6 +78,7 @@ def test_an_error_names_the_actor_that_raised_it(kind: type[ActorLost | ActorFai
 
     with pytest.raises(kind) as error:
         asyncio.run(call_actor(Raising(), "answer", timeout_s=60.0, actor_name="rollout-0"))
+    assert isinstance(error.value, ActorLost | ActorFailed)
     assert error.value.actor == named
 
 

@@ -94,7 +94,8 @@ async def test_an_openenv_environment_runs_through_its_server(room: Path, monkey
     pytest.importorskip("openai")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(room), *sys.path]))
     async with host_episode(settings("openenv:echo_room", {"field": "echoed_message"})) as (episodes, task):
-        assert [m.content for m in split_params(task.prompt)[1]] == ["Echo Room environment ready!"]
+        messages: Any = split_params(task.prompt)[1]
+        assert [m.content for m in messages] == ["Echo Room environment ready!"]
         turns = [
             SampledTurn(prompt_tokens=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)
             for n, text in enumerate(["four", '{"message": "123456"}', "x" * 50])
@@ -125,7 +126,8 @@ async def test_a_running_openenv_server_is_reached_by_its_url(room_url: str) -> 
     pytest.importorskip("openai")
     episode_settings = settings(f"openenv:{room_url}", {"field": "echoed_message", "system": "Say much."}, max_turns=2)
     async with host_episode(episode_settings) as (episodes, task):
-        assert [m.content for m in split_params(task.prompt)[1]] == ["Say much.", "Echo Room environment ready!"]
+        messages: Any = split_params(task.prompt)[1]
+        assert [m.content for m in messages] == ["Say much.", "Echo Room environment ready!"]
         turns = [
             SampledTurn(prompt_tokens=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)
             for n, text in enumerate(["four", "sixsix"])

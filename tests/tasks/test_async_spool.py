@@ -55,7 +55,7 @@ async def test_operations_run_in_the_order_of_the_calls(tmp_path: Path) -> None:
 
     spool = AsyncSpool(SlowSpool(tmp_path, group_size=4))
     entry: Any = object()
-    pending = [
+    pending: list[asyncio.Future[Any]] = [
         asyncio.ensure_future(spool.append([entry])),
         asyncio.ensure_future(spool.mark_stored(0, [GroupId(0)])),
         asyncio.ensure_future(spool.clear()),

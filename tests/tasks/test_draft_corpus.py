@@ -91,7 +91,8 @@ def test_draft_corpus_returns_each_response_once() -> None:
     first = corpus.others([TrajectoryId(0)], NOTHING)
     assert first.sent == {1}
     again = corpus.others([TrajectoryId(0)], first.sent | {TrajectoryId(500)})
-    assert (again.responses, again.sent) == ([], {1})
+    assert again.responses == []
+    assert again.sent == {1}
     deliver(state, 2, (5, 9), FinishReason.STOP)
     assert other_responses(corpus, 0, sent=again.sent) == {2: (5, 9)}
 
@@ -179,8 +180,9 @@ class DraftingSettings(VirtualSettings):
 
 
 def engine(instance: VirtualRolloutInstance) -> DraftingEngine:
-    assert isinstance(instance._engine, DraftingEngine)
-    return instance._engine
+    drafting: object = instance._engine
+    assert isinstance(drafting, DraftingEngine)
+    return drafting
 
 
 async def test_a_server_lost_during_a_draft_request_fails_nothing(tmp_path: Path) -> None:

@@ -300,7 +300,7 @@ async def test_a_key_is_valid_for_its_session_until_it_ends() -> None:
             ({"Authorization": "Bearer ä".encode("latin-1").decode("latin-1")}, 401),
             ({**auth_headers(first), "X-Session-ID": second.id}, 403),
         ):
-            raw = {name: value.encode("latin-1") for name, value in headers.items()}
+            raw = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
             assert (await client.post(CHAT, json=body, headers=raw)).status_code == status
         telling = asyncio.ensure_future(answer_turns(first, turn("hi")))
         assert (await client.post(f"/session/{first.key}{CHAT}", json=body)).status_code == 200

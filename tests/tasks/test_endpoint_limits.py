@@ -36,7 +36,8 @@ class SilentPolicy:
     async def request_turn(self, request: ChatRequest) -> TurnReply:
         self.next_messages.set()
         try:
-            return await asyncio.get_running_loop().create_future()
+            reply: TurnReply = await asyncio.get_running_loop().create_future()
+            return reply
         finally:
             self.cancelled.set()
 
@@ -147,7 +148,7 @@ async def test_queued_requests_of_a_session_use_bounded_memory() -> None:
         for number in range(4):
             await greedy.next_messages
             greedy.answer(turn(str(number)))
-        while greedy.pending_bytes:
+        while greedy.pending_bytes > 0:
             await asyncio.sleep(0)
         assert greedy.num_queued == 0
         assert len(await fill()) == 4

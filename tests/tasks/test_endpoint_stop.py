@@ -19,7 +19,8 @@ from staleflow.tasks.engines.stop_strings import StopCheck
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, FileDetokenizer
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.rendering.turn_params import TurnParams, split_params
-from tests.stores.test_in_flight_turns import ID, drawn, flight, resumed, routed, sampled
+from tests.stores.test_in_flight import drawn, flight, resumed, routed
+from tests.stores.test_in_flight_turns import ID, sampled
 from tests.tasks.chat_models import chat_tokenizer
 from tests.tasks.endpoint_serving import GENERATE, HELLO, answer_turns, auth_headers, chat, serving, turn
 

@@ -216,9 +216,9 @@ def changed_weights(folder: Path, tmp_path: Path) -> tuple[Path, str]:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
     named = dict(model.named_parameters())
-    folder = WeightFolder(tmp_path / "weights")
-    held = folder.publish(PolicyVersion(5), named)
-    return folder.path(PolicyVersion(5)), held
+    weight_folder = WeightFolder(tmp_path / "weights")
+    held = weight_folder.publish(PolicyVersion(5), named)
+    return weight_folder.path(PolicyVersion(5)), held
 
 
 def plain_logprobs(

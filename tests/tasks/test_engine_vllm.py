@@ -236,7 +236,8 @@ def test_cached_tokens_are_reported_and_evicted_under_pressure(tiny_model: Path)
 def test_memory_pressure_is_reported_and_loses_no_request(tiny_model: Path) -> None:
     with closing(VllmEngine(settings(tiny_model, kv_tokens=320, eos=()), InstanceId("i"))) as engine:
         engine.submit([request(i, max_new_tokens=100) for i in range(8)])
-        waiting, done = 0, {}
+        waiting = 0
+        done: dict[TrajectoryId, SampledTokens] = {}
         while len(done) < 8:
             waiting = max(waiting, engine.load_statistics().waiting)
             done |= {e.trajectory: e for e in engine.events(0.01) if isinstance(e, SampledTokens)}

@@ -336,11 +336,12 @@ def clipped_tokens(name: str, t: AgentArgs, s: Any) -> list[tuple[bool, float]]:
         mean = math.prod(now) ** (1 / len(now))
         return [(beyond(mean, s.sequence_clip_low, s.sequence_clip_high), mean)] * len(now)
     if name == "topr":
-        of = {
+        ratios_of: dict[str, Callable[[int], list[int]]] = {
             "token": lambda j: [j],
             "segment": lambda j: [k for k in tokens if t.runs[k] == t.runs[j]],
             "trajectory": lambda j: list(tokens),
-        }[s.ratio_of]
+        }
+        of = ratios_of[s.ratio_of]
         ratios = [math.prod(now[k] for k in of(j)) for j in tokens]
         return [(t.a <= 0 and r > 1, r) for r in ratios]
     if name in ("kimi", "sft", "dpo"):

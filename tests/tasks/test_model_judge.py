@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -141,12 +142,12 @@ def test_a_failed_call_is_not_cached(server: Server, tmp_path: Path) -> None:
 
 def test_calls_respect_the_rate_limit(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     now, starts = [100.0], []
-    monkeypatch.setattr(model_judge.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr(model_judge.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     scores = judge(server, calls_per_minute=30)
     for answer in "abcd":
         scores(answer, {"prompt": "p"})

@@ -143,7 +143,7 @@ def test_a_model_with_chunked_layers_gets_padded_rows_of_any_length(no_rope_laye
     assert torch.equal(whole, changed) == (0 not in no_rope_layers), "the first token is seen by layers without chunks"
 
 
-class GrowingScale(torch.nn.Module):
+class GrowingScale(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
     """Scales its input by position from token 100 on, as some models scale queries."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,11 @@ def training(model: Path, sizes: Sequence[int], loss: str, aggregation: str, **c
     return Training(settings, tuple(ragged_rows(size, rng) for size in sizes))
 
 
+def torch_tensors(weights: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of a trainer's weights, which are tensors of torch, in the order of their names."""
+    return sorted_tensors(weights)
+
+
 def train(rank: Rank, job: Training, begin: str = "", point: str = "") -> Trained:
     """Train the steps of a job. begin, point: resume points to load before and to write after; empty for none."""
     torch.set_num_threads(1)
@@ -158,7 +163,7 @@ def train(rank: Rank, job: Training, begin: str = "", point: str = "") -> Traine
         metrics.append(trainer.step(step, rows if rank.leads else ()))
     probe = trainer.probe([3, 4, 5, 6])
     weights = trainer.apply_to_weights(
-        lambda item: {name: t.float().numpy().copy() for name, t in sorted_tensors(item) if rank.leads}
+        lambda item: {name: t.float().numpy().copy() for name, t in torch_tensors(item) if rank.leads}
     )
     if point:
         trainer.begin_save(Path(point))
@@ -298,11 +303,16 @@ def test_a_model_is_cast_to_float32_block_by_block(
         return fully_shard(module, **options)
 
     loaded: list[Any] = []
-    monkeypatch.setattr(rank_group, "blocks", lambda model: loaded.append(model) or blocks(model))
+
+    def recorded_blocks(model: Any) -> Any:
+        loaded.append(model)
+        return blocks(model)
+
+    monkeypatch.setattr(rank_group, "blocks", recorded_blocks)
     monkeypatch.setattr(rank_group, "fully_shard", counted)
     job = training(tmp_path, (), "ppo_clip", "token_mean", offload=True)  # so that one process is a group
     trainer = PolicyTrainer(job.settings)
-    weights = trainer.apply_to_weights(lambda item: {name: t.clone() for name, t in sorted_tensors(item)})
+    weights = trainer.apply_to_weights(lambda item: {name: t.clone() for name, t in torch_tensors(item)})
     trainer.close()
     first, second = (sum(p.numel() for p in block.parameters()) for block in blocks(model))
     rest = sum(p.numel() for p in model.parameters()) - first - second

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,8 @@ RESPONSE = (20, 21, 22, 23, 24, 25, 26, 27)
 
 
 def drafter(**changes: int) -> Drafter:
-    return Drafter(**({"max_length": 4, "max_running": 100} | changes))
+    arguments: dict[str, Any] = {"max_length": 4, "max_running": 100, **changes}
+    return Drafter(**arguments)
 
 
 def begin_request(
@@ -183,12 +185,12 @@ def test_added_responses_are_bounded_and_cleared_by_reset() -> None:
 
 def test_drafted_trajectories_are_the_running_ones_up_to_max_running() -> None:
     text_drafter = drafter(max_running=2)
-    assert text_drafter.drafted_trajectories == ()
+    assert list(text_drafter.drafted_trajectories) == []
     begin_request(text_drafter, "0")
     begin_request(text_drafter, "1")
-    assert text_drafter.drafted_trajectories == (0, 1)
+    assert list(text_drafter.drafted_trajectories) == [0, 1]
     begin_request(text_drafter, "2")
-    assert text_drafter.drafted_trajectories == ()
+    assert list(text_drafter.drafted_trajectories) == []
 
 
 def test_unknown_keys_have_no_drafts() -> None:

@@ -64,6 +64,11 @@ class ExistingEngineSettings:
         return self.engine
 
 
+def settings_of(engine: Any) -> Any:
+    """Return settings of an instance whose engine is this one."""
+    return ExistingEngineSettings(engine)
+
+
 class UnreachableServer:
     """A server that cannot be reached."""
 
@@ -119,7 +124,7 @@ async def test_interrupted_tokens_are_delivered_and_continued(job: Path, tmp_pat
         assert (outcome.trajectory, outcome.route_number, outcome.tokens) == (0, 1, len(first))
         assert 3 <= len(first) < 100
         await two.route(server, (route_item(0, 2),))
-        ended = []
+        ended: list[RequestOutcome] = []
         while not ended:
             ended = await two.next_events(server, 5.0)
         assert [(o.trajectory, o.route_number, o.tokens, o.error) for o in ended] == [(0, 2, 100, "")]
@@ -192,7 +197,7 @@ async def test_a_trajectory_continues_under_its_version_while_that_is_served(
         file = AdapterVersions(tiny_model, tmp_path / "published").file(1)
         assert (await instance.pull(published_as(1, file), str(file))).outcome == "verified"
         await instance.route(server, (route_item(0, 2, version=0), route_item(1, 1, version=1)))
-        ended = []
+        ended: list[RequestOutcome] = []
         while len(ended) < 2:
             ended += await instance.next_events(server, 5.0)
         versions = [{s.version for s in server._flight.live[TrajectoryId(i)].segments} for i in (0, 1)]
@@ -289,6 +294,7 @@ async def test_instance_calls_return_only_after_their_tokens_are_delivered(tmp_p
     ended = verb == "next_events_at_the_end"
     instance = make_instance(world, "one", 0.0 if ended else 1.0)
     may_answer = asyncio.Event()
+    call: asyncio.Future[Any]
 
     class Slow:
         async def deliver(self, sampled: list[SampledTokens]) -> Any:
@@ -337,7 +343,7 @@ async def test_finished_responses_are_delivered_after_the_server_was_unreachable
     await instance.route(server, (route_item(0, 1), route_item(1, 1)))
     with pytest.raises(ActorLost, match="server is gone"):
         await instance.next_events(UnreachableServer(), 5.0)
-    outcomes = []
+    outcomes: list[RequestOutcome] = []
     while len(outcomes) < 2 and asyncio.get_running_loop().time() < 60:
         outcomes += await instance.next_events(server, 5.0)
     assert [(o.trajectory, o.tokens, o.error) for o in outcomes] == [(0, 20, ""), (1, 20, "")]
@@ -397,7 +403,8 @@ async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path:
     np.testing.assert_array_equal(again.advantages, packed.advantages)
     drawn = await second.draw(0, 5)
     assert [(g.group, g.source, g.task) for g in drawn] == [(group, 0, -1) for group in range(5)]
-    assert await second.deliver(instance._undelivered) == {}
+    undelivered: list[Any] = instance._undelivered
+    assert await second.deliver(undelivered) == {}
     (rest,) = await instance.interrupt(second, (TrajectoryId(5),))
     assert rest.tokens == second._flight.live[TrajectoryId(5)].num_tokens > 20
     assert [len(s.tokens) for s in second._flight.live[TrajectoryId(5)].segments] == [rest.tokens]
@@ -446,7 +453,7 @@ def test_a_delivery_leaves_out_tokens_that_the_server_has(count: int | None) -> 
 async def test_a_failed_request_is_an_outcome_without_tokens() -> None:
     failed = Failed(trajectory=TrajectoryId(0), route_number=1, error="out of memory")
     engine = SimpleNamespace(version=PolicyVersion(0), events=lambda timeout_s: [failed], close=lambda: None)
-    instance = RolloutInstance(ExistingEngineSettings(engine), InstanceId("one"), 1, 30.0, 0.0)
+    instance = RolloutInstance(settings_of(engine), InstanceId("one"), 1, 30.0, 0.0)
     (outcome,) = await instance.next_events(None, 1.0)
     assert outcome == RequestOutcome(trajectory=TrajectoryId(0), route_number=1, tokens=0, error="out of memory")
 
@@ -487,7 +494,7 @@ async def test_commands_return_only_after_the_engine_has_finished_them(verb: str
         return (-0.5,)
 
     engine = SimpleNamespace(version=PolicyVersion(0), close=lambda: None, **{verb: carry_out})
-    instance = RolloutInstance(ExistingEngineSettings(engine), InstanceId("one"), 1, 30.0, 0.0)
+    instance = RolloutInstance(settings_of(engine), InstanceId("one"), 1, 30.0, 0.0)
     answer = asyncio.ensure_future(getattr(instance, verb)(*VERBS[verb]))
     await asyncio.wait({answer}, timeout=0.02)
     assert not answer.done() and not calls
@@ -511,7 +518,7 @@ async def test_a_status_request_waiting_for_the_engine_blocks_no_other_call() ->
 
         def close(self) -> None: ...
 
-    instance = RolloutInstance(ExistingEngineSettings(Busy()), InstanceId("one"), 1, 30.0, 0.0)
+    instance = RolloutInstance(settings_of(Busy()), InstanceId("one"), 1, 30.0, 0.0)
     report, _ = await asyncio.gather(instance.report(), gate.open())
     assert report == load
     await instance.close()
@@ -560,7 +567,7 @@ async def test_tokens_wait_for_an_abandoned_pull_and_for_nothing_after_it() -> N
             delivered.extend(parts)
             return {part.trajectory: 9 for part in parts}
 
-    instance = RolloutInstance(ExistingEngineSettings(Pulling()), InstanceId("one"), 1, 30.0, 0.0)
+    instance = RolloutInstance(settings_of(Pulling()), InstanceId("one"), 1, 30.0, 0.0)
     events = asyncio.ensure_future(instance.next_events(Server(), 0.01))
     await asyncio.sleep(0)
     pull = asyncio.ensure_future(instance.pull(PUBLISHED, ""))
@@ -594,7 +601,8 @@ async def test_decoding_and_packing_run_off_the_event_loop(tmp_path: Path, monke
 
     def decode(tokens: list[int]) -> str:
         decoding.wait()
-        return text(tokens)
+        decoded: str = text(tokens)
+        return decoded
 
     def packed(rows: list[EndedTrajectory]) -> RowArrays:
         packing.wait()
@@ -605,7 +613,8 @@ async def test_decoding_and_packing_run_off_the_event_loop(tmp_path: Path, monke
     scoring, _ = await asyncio.gather(server.scoring_items(ids), decoding.open())
     assert [(item.trajectory, item.text) for item in scoring] == [(i, text(response(i, 9))) for i in ids]
     monkeypatch.setattr(server._prompts, "text", text)
-    await server.record_rewards([RewardItem(*item[:3], ScoredResponse(reward=1.0)) for item in scoring])
+    score = ScoredResponse(reward=1.0)
+    await server.record_rewards([RewardItem(i.trajectory, i.tokens, i.route_number, score) for i in scoring])
     part, _ = await asyncio.gather(server.batch(0, ids, (PolicyVersion(0),) * 2, 0), packing.open())
     assert (len(part.packed.rows()), part.rest) == (2, 0)
     await server.close()

@@ -18,6 +18,7 @@ from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
 from staleflow.tasks.training import microbatch_split_by_prompt, shared_prompts
 from staleflow.tasks.training.logprobs import LogprobModel
 from staleflow.tasks.training.loss import LOSSES
+from staleflow.tasks.training.microbatch_split import PASS_TOKENS
 from staleflow.tasks.training.microbatch_split_by_prompt import split_by_prompt
 from staleflow.tasks.training.microbatches import MicroBatch, Row
 from staleflow.tasks.training.policy import TrainerSettings
@@ -208,15 +209,15 @@ def test_the_split_of_the_line_is_optimal(groups: list[tuple[int, list[int]]], b
         tokens = count(part, same, prompts, rests)
         padded = len(part) * max(prompts[i] + rests[i] for i in part)
         fits = tokens <= budget and padded <= microbatch_split_by_prompt.PADDED * budget
-        return tokens + microbatch_split_by_prompt.PASS_TOKENS if fits or len(part) == 1 else None
+        return tokens + PASS_TOKENS if fits or len(part) == 1 else None
 
-    prices = []
+    prices: list[int] = []
     for cuts in itertools.product([False, True], repeat=len(line.order) - 1):
         ends = [i for i, cut in enumerate(cuts, start=1) if cut] + [len(line.order)]
         paid = [price(line.order[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
         if None not in paid:
             prices.append(sum(p for p in paid if p is not None))
-    assert sum(line.count(part) + microbatch_split_by_prompt.PASS_TOKENS for part in line.cut(budget)) == min(prices)
+    assert sum(line.count(part) + PASS_TOKENS for part in line.cut(budget)) == min(prices)
 
 
 def test_groups_stay_together_when_that_takes_no_extra_part() -> None:

@@ -177,7 +177,12 @@ async def test_a_stored_step_is_read_once_and_sent_in_parts(tmp_path: Path, monk
 
 async def test_the_batch_of_a_step_is_cached_until_the_step_is_undone(tmp_path: Path, monkeypatch: Any) -> None:
     made: list[int] = []
-    monkeypatch.setattr(step_batches, "consumed_rows", lambda step, *_: made.append(step) or [])
+
+    def record_step(step: int, *_: Any) -> list[Any]:
+        made.append(step)
+        return []
+
+    monkeypatch.setattr(step_batches, "consumed_rows", record_step)
     monkeypatch.setattr(step_batches, "batch_metrics", lambda *_: {})
     thread = StoreThread(VersionedStore.create(tmp_path / "s", HEADER), 60.0)
     settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "s", 128)

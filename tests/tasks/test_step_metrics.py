@@ -182,7 +182,8 @@ class AdvantageDivisionLoss:
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         if not tokens.advantage.any():
             raise ZeroDivisionError("no advantage")
-        return self.whole.token_loss(tokens)
+        loss: TokenLoss = self.whole.token_loss(tokens)
+        return loss
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.whole, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,9 @@ async def test_the_environments_of_the_page_are_played(name: str, heading: str, 
     assert task.prompt == "Guess my number, from 1 to 20."
     async with host_episode(EpisodeSettings(source=source)) as (episodes, _):
         await episodes.check()
-        low, high, turns, found = 1, 20, [], []
+        low, high = 1, 20
+        turns: list[str] = []
+        found: list[Any] = []
         while not found or not found[-1].ended:
             turns.append(str((low + high) // 2))
             found.append(await episodes.step(EpisodeKey(task=0), task.record, turns, truncated=False))

@@ -15,7 +15,9 @@ async def test_tool_results_in_the_example_prompts_match_the_calculator() -> Non
     settings = actor_settings.episode_settings(loading.load(JOB, ()))
     assert settings is not None
     task = settings.source.build().task(3)
-    *shown, asked = prompt_of(task.record["prompt"])
+    prompt = prompt_of(task.record["prompt"])
+    assert not isinstance(prompt, str)
+    *shown, asked = prompt
     assert isinstance(asked, Message) and asked.role == "user"
     examples = [shown[i : i + 4] for i in range(0, len(shown), 4)]
     assert len(examples) == 2

@@ -60,6 +60,9 @@ class Weights:
 
     def sleep(self) -> None: ...
 
+    def fine_tune(self, step: int) -> dict[str, float]:
+        raise NotImplementedError
+
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
         if self.error is not None:
             raise self.error
@@ -155,7 +158,9 @@ async def test_a_checkpoint_has_the_requested_version(tmp_path: Path) -> None:
     for step in range(2):
         await actor.train(Server(), step, (), ())
     requests = [asyncio.ensure_future(actor.save_checkpoint(str(tmp_path / "newest")))]
-    requests += [asyncio.ensure_future(actor.save_checkpoint(str(tmp_path / str(v)), v)) for v in (1, 2, 7)]
+    requests += [
+        asyncio.ensure_future(actor.save_checkpoint(str(tmp_path / str(v)), PolicyVersion(v))) for v in (1, 2, 7)
+    ]
     await asyncio.sleep(0)
     await actor.train(Server(), 2, (), ())
     policy.free.set()
@@ -258,7 +263,7 @@ def test_a_stopped_writer_does_not_block_other_writers(tmp_path: Path, monkeypat
     stopped.claim()
     with stopped._locked():
         following.claim()
-        following.write(PolicyVersion(1), lambda part: part.write_bytes(b"state") and None)
+        following.write(PolicyVersion(1), Path.touch)
     assert following.versions() == [1]
 
 
@@ -267,7 +272,10 @@ def test_files_moved_aside_by_a_killed_writer_are_removed_with_their_version(tmp
     points = ResumePoints(tmp_path / "resume")
 
     def shards(text: str) -> Callable[[Path], None]:
-        return lambda part: (part / resume_points.SHARD_METADATA).write_text(text) and None
+        def write(part: Path) -> None:
+            (part / resume_points.SHARD_METADATA).write_text(text)
+
+        return write
 
     for version in (1, 2):
         points.write(PolicyVersion(version), shards("old"), sharded=True)

@@ -102,6 +102,10 @@ def actors(folder: Path, settings: Any, ranks: int) -> tuple[Trainer, list[Train
     return lead, [TrainerRank(settings, 1) for _ in range(ranks - 1)]
 
 
+def all_ranks(lead: Trainer, others: Sequence[TrainerRank]) -> list[Trainer | TrainerRank]:
+    return [lead, *others]
+
+
 async def test_all_ranks_call_the_same_methods_in_the_same_order(tmp_path: Path) -> None:
     group = SynchronizedPolicy(3)
     closed: list[Any] = []
@@ -116,7 +120,7 @@ async def test_all_ranks_call_the_same_methods_in_the_same_order(tmp_path: Path)
     await lead.save_checkpoint(str(tmp_path / "checkpoint"))
     again = await lead.publish_initial((1, 2), PolicyVersion(1), trained.fingerprint)
     assert again.as_recorded
-    for actor in (lead, *others):
+    for actor in all_ranks(lead, others):
         await actor.close()
         closed.append(actor)  # or its threads would end because it is forgotten
     await asyncio.get_running_loop().shutdown_default_executor()
@@ -168,7 +172,7 @@ async def test_a_lost_rank_raises_actor_lost_when_other_ranks_fail_first(tmp_pat
     with pytest.raises(ActorLost, match="trainer-2 is gone: connection closed"):
         await call_actor(lead, "train", Server(), 0, (), (), timeout_s=60.0, actor_name="trainer")
     group.barrier.abort()
-    for actor in (lead, *others):
+    for actor in all_ranks(lead, others):
         await actor.close()
 
 
@@ -231,7 +235,7 @@ async def test_an_error_of_one_rank_is_raised_while_other_ranks_wait(
     with pytest.raises(ActorLost if error is CLOSED else ActorFailed, match=message):
         await call_actor(lead, "train", Server(), 0, (), (), timeout_s=60.0, actor_name="trainer")
     group.barrier.abort()
-    for actor in (lead, *others):
+    for actor in all_ranks(lead, others):
         await actor.close()
 
 
@@ -272,7 +276,7 @@ async def test_a_rank_lost_during_a_resume_point_raises_actor_lost(
     said = "trainer-1 is gone: connection closed" if is_gone else "the trainer's ranks have lost each other"
     with pytest.raises(ActorLost, match=said):
         await call_actor(lead, "train", Server(), 1, (), (), timeout_s=60.0, actor_name="trainer")
-    for actor in (lead, *others):
+    for actor in all_ranks(lead, others):
         await actor.close()
 
 
@@ -289,7 +293,7 @@ async def test_emulated_ranks_resume_from_their_resume_points(tmp_path: Path) ->
     await lead.form_group("localhost", *others)
     trained = await lead.train(Server(), 4, (), ())
     await lead.save_checkpoint(str(tmp_path / "checkpoint"))
-    for actor in (lead, *others):
+    for actor in all_ranks(lead, others):
         await actor.close()
     assert ResumePoints(tmp_path / "resume").complete_versions() == [5]
     for ranks in (1, 2):
@@ -298,5 +302,5 @@ async def test_emulated_ranks_resume_from_their_resume_points(tmp_path: Path) ->
             await lead.form_group("localhost", *others)
         again = await lead.publish_initial((), PolicyVersion(5), trained.fingerprint)
         assert again.as_recorded
-        for actor in (lead, *others):
+        for actor in all_ranks(lead, others):
             await actor.close()

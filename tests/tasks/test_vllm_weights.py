@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
+from staleflow.stores.weights.weight_comparison import compare_parts
 from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.tasks.engines.transformers import forward_logprobs, load_model
 from tests.tasks.engine_conformance import model_settings
@@ -78,7 +80,8 @@ RUNS = [("tied", 1), ("biases", 1), ("qwen3_moe", 1), ("mixtral", 1), ("biases",
 
 @pytest.fixture(scope="module", params=RUNS, ids=lambda param: f"{param[0]}-{param[1]}")
 def updated_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpdatedEngine]:
-    one = UpdatedEngine(*request.param, tmp_path_factory.mktemp("weights"))
+    name, tensor_parallel = request.param
+    one = UpdatedEngine(name, tensor_parallel, tmp_path_factory.mktemp("weights"))
     yield one
     one.engine.close()
 
@@ -108,21 +111,24 @@ def test_one_flipped_bit_in_any_parameter_contradicts(updated_engine: UpdatedEng
     path = updated_engine.publish(7)
     assert updated_engine.engine.load(PolicyVersion(7), path).weights.outcome == "verified"
     vllm, tensor_parallel = updated_engine.engine._engine, updated_engine.engine._settings.tensor_parallel
+
+    def flip_parameter(number: int, rank: int) -> str:
+        names: list[str] = updated_engine.engine._call(partial(vllm.collective_rpc, flip, args=(number, rank))).result()
+        return names[0]
+
     for rank in range(tensor_parallel):
         number = 0
-        while name := updated_engine.engine._call(
-            lambda n=number, r=rank: vllm.collective_rpc(flip, args=(n, r))
-        ).result()[0]:
+        while name := flip_parameter(number, rank):
             report = updated_engine.engine._compared(path)
             assert (report.contradicted, len(report.names)) == (1, 1), (rank, name, report.line)
-            updated_engine.engine._call(lambda n=number, r=rank: vllm.collective_rpc(flip, args=(n, r))).result()
+            flip_parameter(number, rank)
             number += 1
         assert number >= 10
     assert updated_engine.engine._compared(path).outcome == "verified"
 
 
 def test_a_tensor_with_an_unknown_name_is_not_verified(updated_engine: UpdatedEngine) -> None:
-    from staleflow.tasks.engines import vllm_weights
+    from staleflow.tasks.engines import vllm_layouts, vllm_weights
 
     if updated_engine.engine._settings.tensor_parallel > 1:
         pytest.skip("the model is in other processes")
@@ -131,6 +137,6 @@ def test_a_tensor_with_an_unknown_name_is_not_verified(updated_engine: UpdatedEn
     tensors = vllm_weights.checkpoint_tensors(updated_engine.engine._settings.model, str(path))
     tensors["model.layers.0.unheard_of.weight"] = tensors.pop("model.layers.0.input_layernorm.weight")
     model = updated_engine.engine._engine.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
-    report = vllm_weights.compare_parts(vllm_weights.vllm_layouts.parts(model, tensors))
+    report = compare_parts(vllm_layouts.parts(model, tensors))
     assert report.outcome == "not verified"
     assert set(report.not_verified) == {"the engine has no layer of that name", "not all of a parameter is published"}
