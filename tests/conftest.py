@@ -85,7 +85,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     folder = config.rootpath / "tests"
     ranks = {folder / name: rank for rank, name in enumerate(HEAVIEST)}
-    assert all(path.is_file() for path in ranks), "HEAVIEST names what is not there"
+    assert all(path.is_file() for path in ranks), "HEAVIEST lists missing files"
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 

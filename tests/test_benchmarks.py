@@ -120,7 +120,7 @@ def test_time_to_quality_uses_the_smoothed_reward() -> None:
     assert time_to_quality.plateau([synchronous]) == pytest.approx(0.8)
     assert time_to_quality.first_within(synchronous, 0.785) == 170.0, "of ten batches one is below 0.8 then"
     peak = make_run(2, [1.0, *[0.1] * 39], 5.0)
-    assert time_to_quality.first_within(peak, 0.78) is None, "one batch is no quality"
+    assert time_to_quality.first_within(peak, 0.78) is None, "one batch is not enough"
     quick = make_run(2, [0.1 * min(i, 8) for i in range(40)], 5.0)
     lines = time_to_quality.table([synchronous, quick, peak], 0.02)
     assert "| 0 | 1 | 10 | 0.00 | 0.00 | 0.00 | 170 s | 0.800 |" in lines

@@ -56,7 +56,7 @@ def test_rescore_with_a_function_writes_a_branch(run: staleflow.Run, client: Cli
     assert run.diff("main", "by length").mean[1] == pytest.approx(result.mean_after)
     with pytest.raises(staleflow.ConfigError, match="nothing stored is overwritten"):
         run.rescore(branch="by length", reward=lambda response, record: 0.0, client=client)
-    assert "def length(response: str" in Path(file).read_text(), "kept, as the branch is"
+    assert "def length(response: str" in Path(file).read_text(), "kept like the branch"
 
 
 def test_a_reward_that_fails_on_every_response_leaves_no_branch(run: staleflow.Run, client: Client) -> None:

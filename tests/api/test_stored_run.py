@@ -95,7 +95,7 @@ def test_trajectories_match_the_store(run: staleflow.Run) -> None:
 
 
 def test_step_zero_excludes_trajectories_dropped_in_it(run: staleflow.Run) -> None:
-    assert [t.id for t in run.trajectories(step=0)] == [0, 1], "what was dropped with it is left out"
+    assert [t.id for t in run.trajectories(step=0)] == [0, 1], "dropped trajectories are excluded"
     assert [t.id for t in run.trajectories("reward > 0 or reward < 0", step=0)] == [0]
 
 

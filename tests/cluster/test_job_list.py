@@ -132,4 +132,4 @@ def test_a_running_job_is_asked_once_to_release_a_worker(registry: tuple[JobRegi
         refused = command("retire", id, "tcp://host:1234", "--scheduler", address)
         assert (refused.returncode, refused.stdout) == (2, "")
         assert f"{id} is {state}: only a running job can give up a worker" in refused.stderr
-        assert jobs.take_retirements(id) == [], "else it would give one up as soon as it runs"
+        assert jobs.take_retirements(id) == [], "else it would release a worker as soon as it runs"

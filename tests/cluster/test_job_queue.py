@@ -68,7 +68,7 @@ def test_a_job_larger_than_the_cluster_does_not_block_others() -> None:
     queue.enter("later", "/runs/later", needs_workers(3), 0.0, 1.0)
     for address in "defghi":
         queue.add_worker(address, {})
-    assert admit(queue) == [], "it has its place in the line, now that there are enough"
+    assert admit(queue) == [], "it is in the queue once there are enough workers"
     queue.leave("small")
     assert admit(queue) == ["huge"]
 
@@ -81,7 +81,7 @@ def test_the_wait_limit_is_for_waiting_jobs() -> None:
     assert queue.admit_ready(6.0)[1] == ["waits"]
     queue.leave("runs")
     gangs, expired = queue.admit_ready(7.0)
-    assert (list(gangs), expired) == (["waits"], []), "better late than never"
+    assert (list(gangs), expired) == (["waits"], []), "it is admitted late"
 
 
 def test_workers_of_a_lost_driver_are_not_assigned_before_their_restart() -> None:
@@ -157,7 +157,7 @@ def test_a_reserved_worker_whose_job_ends_is_restarted_first(end: str) -> None:
         queue.leave("first")
     assert admit(queue, 1.0 + (RESTART_LIMIT_S + 1 if end == "waited too long" else 0)) == []
     assert queue.take_pending_restarts() == [engine]
-    assert queue.take_pending_restarts() == [], "it is told once"
+    assert queue.take_pending_restarts() == [], "the restart is requested once"
     restart(queue, "abc")
     assert admit(queue, 40.0) == (["second"] if end == "cancelled" else ["first"])
 
@@ -190,7 +190,7 @@ def test_a_reserved_worker_whose_engine_was_not_reused_is_restarted_first() -> N
     assert admit(queue, 5.0) == ["first"]
     queue.remove_worker(next(a for a, roles in queue.workers_of("first").items() if "trainer" in roles), 6.0)
     queue.add_worker("y", {})
-    assert queue.replace_lost_workers("first", 6.0), "one that was restarted is like any other"
+    assert queue.replace_lost_workers("first", 6.0), "a restarted worker is free"
 
 
 def test_a_replacement_of_the_trainer_is_not_placed_on_a_reserved_engine() -> None:
@@ -260,7 +260,7 @@ def test_a_running_job_gets_its_lost_worker_back_before_others_start() -> None:
     queue.add_worker("y", {})  # with e, x and y the second one could run
     assert admit(queue, 1.0) == []
     assert queue.claim("first", "x", "rollout")
-    assert queue.claim("first", "x", "rollout"), "twice is once"
+    assert queue.claim("first", "x", "rollout"), "a repeated release counts once"
     queue.add_worker("z", {})
     assert admit(queue, 1.0) == ["second"]
     assert not queue.claim("second", "x", "rollout")
@@ -432,7 +432,7 @@ class Cluster(RuleBasedStateMachine):
         waiting = False
         for id, entry in self.one.entries.items():
             if id in gangs:
-                assert not waiting, "it went past an earlier one that the cluster could hold"
+                assert not waiting, "it overtook an earlier job that fits the cluster"
                 assert self.one.workers_of(id) == gangs[id]
                 assert suffice(entry.needs, {a: kinds[a] & set(roles) for a, roles in gangs[id].items()})
             elif id in before:

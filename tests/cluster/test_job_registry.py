@@ -257,8 +257,8 @@ def silent_jobs(**changes: Any) -> list[str]:
 def test_a_driver_without_contact_for_the_lease_is_lost() -> None:
     assert silent_jobs() == ["a"]
     assert silent_jobs(heard=1000.0 - job_registry.LEASE_S) == []
-    assert silent_jobs(awake_since=950.0) == [], "the scheduler itself was stopped, and heard nobody"
-    assert silent_jobs(nanny=None) == [], "nobody could end it, and two might drive"
+    assert silent_jobs(awake_since=950.0) == [], "the scheduler itself was stopped"
+    assert silent_jobs(nanny=None) == [], "without a nanny there might be two drivers"
     assert silent_jobs(state="done") == []
     assert silent_jobs(driver_worker="") == [], "a command in the foreground, which a person may have stopped"
 

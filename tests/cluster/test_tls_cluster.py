@@ -77,7 +77,7 @@ def test_a_job_runs_on_a_cluster_that_requires_certificates(tmp_path: Path) -> N
         assert (stranger.returncode, "requires TLS" in stranger.stderr) == (2, True)
         create_certificates(tmp_path / "other", [], f"tls://127.0.0.1:{port}")
         forged = staleflow("jobs", environment={"DASK_CONFIG": str(tmp_path / "other")})
-        assert forged.returncode == 2, "certificates of another authority are no use"
+        assert forged.returncode == 2, "certificates of another authority are rejected"
         cluster.send_signal(signal.SIGINT)
         assert cluster.wait(WAIT_S) == 130
     assert not [process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]

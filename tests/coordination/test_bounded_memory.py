@@ -169,7 +169,7 @@ def test_a_trajectory_server_uses_bounded_memory_over_ten_thousand_trajectories(
         assert server._known._num_tokens <= remembered, "of stored responses, for drafts"
         assert not server._flight.live and not server._spool._stored_by
         parts = list((tmp_path / "spool").iterdir())
-        assert len(parts) == 1, "what is stored is in no part of the spool"
+        assert len(parts) == 1, "stored groups are in no part of the spool"
         await server.close()
 
     virtual_time.run(scenario())

@@ -235,10 +235,10 @@ def test_an_instance_is_drained_after_it_leaves_and_runs_nothing() -> None:
     assert not bench.coordinator.is_drained(A), "it is in service"
     bench.arrive(0)
     assert commands_of(bench.tell(InstanceLeaving(instance=A)), Interrupt)
-    assert not bench.coordinator.is_drained(A), "what it runs is on its way"
+    assert not bench.coordinator.is_drained(A), "its trajectories are in transit"
     bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(0), route_number=1, tokens=3))
     assert bench.coordinator.is_drained(A)
-    assert bench.coordinator.is_drained(B), "nobody knows it"
+    assert bench.coordinator.is_drained(B), "the instance is unknown"
 
 
 def test_a_draft_length_is_sent_once() -> None:

@@ -92,7 +92,7 @@ def test_the_score_excludes_equivalent_mutants_and_has_a_minimum(capsys: pytest.
     assert report(done, known) == 0
     assert capsys.readouterr().out.splitlines()[1].split() == ["p", "11", "9", "1", "1", "0.90"]
     assert report(done[:10], known) == 1, "8 of 9"
-    assert report(done, {planted[0].key: {"verdict": "equivalent"}}) == 1, "one that nobody has looked at"
+    assert report(done, {planted[0].key: {"verdict": "equivalent"}}) == 1, "a survivor without a verdict"
     assert planted[1].key in capsys.readouterr().out
 
 
@@ -122,4 +122,4 @@ def test_a_mutant_is_planted_into_imported_functions(tmp_path: Path, monkeypatch
     code = module.Doubled.of.__code__
     called = {(str(path), code.co_qualname, code.co_firstlineno)}
     monkeypatch.setattr(worker, "_during_imports", called)
-    assert _replace([], path, source, mutated) == (True, True), "what imports got from it is without the mistake"
+    assert _replace([], path, source, mutated) == (True, True), "values returned during imports are not mutated"

@@ -174,7 +174,7 @@ def test_many_instances_is_not_diagnosed_if_a_simulation_needs_them(tmp_path: Pa
     profile = profile_run(run)
     at_first = expect(run, profile, found, budget_s=60.0)
     assert at_first.ratio is not None
-    assert at_first.ratio < WORSE, "the simulation contradicts what the averages say"
+    assert at_first.ratio < WORSE, "the simulation contradicts the averages"
     diagnosis, expected = check_by_simulation(run, profile, found, 8, budget_s=60.0)
     assert expected.ratio is not None
     assert expected.ratio >= WORSE

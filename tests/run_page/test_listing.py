@@ -121,7 +121,7 @@ def test_statistics_are_grouped_by_fate() -> None:
     assert rows[0]["response_tokens"] == pytest.approx(table["response_tokens"][at].mean())
     assert rows[0]["reward"] == pytest.approx(np.nanmean(table["reward"][at]))
     assert rows[0]["truncated"] == pytest.approx((table["finish"][at] == "length").mean())
-    assert rows[1]["reward"] is None, "what was never scored has no reward of 0"
+    assert rows[1]["reward"] is None, "unscored trajectories have no reward of 0"
     assert listing.by_fate(table, "reward > 9") == []
 
 

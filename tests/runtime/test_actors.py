@@ -208,7 +208,7 @@ async def test_an_instance_with_wrong_logprobs_is_refused_and_named(body: Body) 
         stage.actors.verification.on_refused = lambda: refused.append(len(stage.actors.verification.alarms))
         with pytest.raises(WeightsRefused):
             await stage.actors.pull(first(stage), V1)
-        assert refused == [1], "whoever stores alarms hears of it once it is among them"
+        assert refused == [1], "the callback runs once the alarm is recorded"
         assert first(stage).version == V0
         (alarm,) = stage.actors.verification.alarms
         assert "rollout-0 is out of service at version 1: logprobs of the probe are 0.25 nats off" in alarm

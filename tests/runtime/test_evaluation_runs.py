@@ -169,7 +169,7 @@ def best_checkpoint_version(run: Run) -> int:
     checkpoints = run.config.run_dir / "checkpoints"
     assert not list(checkpoints.glob("*evaluated-*"))
     parsed = json.loads((checkpoints / "best" / "evaluation.json").read_text())
-    assert (checkpoints / "best" / "version").read_text() == str(parsed["version"]), "its weights are its own"
+    assert (checkpoints / "best" / "version").read_text() == str(parsed["version"]), "it has the weights of its version"
     (found,) = [e for e in run.outcomes.evaluations if e.version == parsed["version"]]
     assert parsed["reward"] == found.mean_reward
     return int(parsed["version"])

@@ -50,7 +50,7 @@ def test_only_a_busy_engine_without_progress_counts_as_stalled() -> None:
     assert watch.observe(load(6, version=PolicyVersion(1), progress=()), 39.0) == 0
     assert watch.observe(load(6, version=PolicyVersion(1), progress=()), 39.5) == 10.5
     assert watch.observe(load(6, running=0, progress=()), 99.0) == 0, "it has nothing to do"
-    assert watch.observe(load(6), 108.0) == 0, "what it has is new"
+    assert watch.observe(load(6), 108.0) == 0, "its requests are new"
     assert watch.observe(load(6), 150.0, loading=True) == 0, "it loads weights"
     assert watch.observe(load(6), 159.0) == 0
     assert watch.observe(load(6), 161.0) == 11.0

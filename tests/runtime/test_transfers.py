@@ -28,7 +28,7 @@ def ancestors(tree: BroadcastTree, host: str) -> list[str]:
     results = []
     while host in tree._parents:
         host = tree._parents[host]
-        assert host not in results, "a circle"
+        assert host not in results, "a cycle"
         results.append(host)
     return results
 

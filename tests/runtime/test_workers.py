@@ -222,7 +222,7 @@ async def test_the_process_of_a_lost_actor_is_restarted_and_not_chosen_again() -
         beside = await placing.place_beside(lost, "parameters-host", "parameters", object)
         assert beside.address == lost.address
         placing.mark_lost("rollout-0")
-        assert placing.placed == {}, "what stood beside it is gone too"
+        assert placing.placed == {}, "actors beside it are gone too"
         assert lost.future.released
         assert beside.future.released
         assert (await placing.place("rollout-0.1", "rollout", object)).worker == "b"
@@ -248,7 +248,9 @@ async def test_a_retired_worker_leaves_the_cluster_when_it_has_no_actor() -> Non
         assert beside.future.released
         assert client.cancelled == [leaving.future, beside.future]
         assert client.retiring == ["tcp://a", "tcp://a"]
-        assert (await placing.place("rollout-0.1", "rollout", object)).worker == "b", "not there again, should it stay"
+        assert (await placing.place("rollout-0.1", "rollout", object)).worker == "b", (
+            "not placed there again if it stays"
+        )
 
 
 async def test_a_worker_without_actors_is_spare() -> None:

@@ -327,7 +327,7 @@ def test_baselines_sample_as_far_ahead_as_documented() -> None:
     for trace in (one_step, deep, window, excess):
         assert trace.finished_s < in_turns.finished_s
     assert excess.ended.keys() <= {"consumed", "aborted:surplus_group"}, "nothing is dropped"
-    assert excess.ended["aborted:surplus_group"] <= 2 * 18, "what the last step leaves over"
+    assert excess.ended["aborted:surplus_group"] <= 2 * 18, "trajectories left by the last step"
 
 
 class TruncationCounter:

@@ -311,7 +311,7 @@ def test_a_changed_resume_point_and_a_changed_base_model_are_found(
     assert finding_places(result) == [("weights", "resume point of version 1")]
     assert result.repeated_steps == (0, 2) and "step 1: of the sample, and not repeated to the end" in result.unverified
     point.write_bytes(point.read_bytes()[:-1000])
-    assert verify_run(run_copy, steps=ALL).verified, "a point that is not whole is none"
+    assert verify_run(run_copy, steps=ALL).verified, "an incomplete resume point is ignored"
 
     from staleflow.tasks.training.policy_trainer import PolicyTrainer
 
@@ -364,7 +364,7 @@ def test_every_file_of_a_run_is_verified_or_listed_as_not_covered(run_copy: Path
     for name in NOT_COVERED:
         remove(run_copy / name)
     point.write_bytes(data)
-    assert verify_run(run_copy, steps=ALL).verified, "nothing of it is needed"
+    assert verify_run(run_copy, steps=ALL).verified, "no part of it is needed"
 
 
 class Forger:

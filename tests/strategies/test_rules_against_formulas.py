@@ -81,7 +81,7 @@ def test_migration_moves_by_gain_in_order_of_urgency(
     assert moves == allowed_moves(running, target, movable, gain, limit)
     here_s, there_s = step_s(running.running, running.kv_tokens), step_s(target.running + 1, target.kv_tokens)
     assert rule.may_gain(running, target) is (there_s < (1 - gain) * here_s)
-    assert rule.may_gain(running, target) or not moves, "what is not worthwhile moves nothing"
+    assert rule.may_gain(running, target) or not moves, "moves that are not worthwhile are not made"
 
 
 def test_a_move_without_gain_is_not_made() -> None:

@@ -185,9 +185,7 @@ class Run(RunListener):
                 if isinstance(span, Segment):
                     assert span.tokens.tolist() == response(t.id, end)[at:]
                 else:
-                    assert span.tokens.tolist() == emulated_ids(0, begin, end - at).tolist(), (
-                        "what the environment gave"
-                    )
+                    assert span.tokens.tolist() == emulated_ids(0, begin, end - at).tolist(), "env tokens"
                 at = end
             versions = t.versions[t.sampled]
             assert self.config.has_environment or list(versions) == sorted(versions)

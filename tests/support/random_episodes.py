@@ -429,7 +429,7 @@ class Table:
         episode = self._episodes[outcome.trajectory]
         assert not outcome.error
         if episode.state != "RUNNING" or outcome.route_number != episode.route_number:
-            assert episode.state == "DONE", "told of a turn that does not run"
+            assert episode.state == "DONE", "event of a turn that does not run"
             return
         self._take(episode)
         assert outcome.tokens == len(episode.response)

@@ -469,7 +469,7 @@ class PlayedTrainer:
 
     async def _follow(self, method: str) -> None:
         """Wait as the other ranks do; the group is lost with any of them."""
-        assert len(self._others) == self._ranks - 1, "the group is not there yet"
+        assert len(self._others) == self._ranks - 1, "the rank group is not formed yet"
         requests = [
             call_actor(other, "call_policy", method, timeout_s=CALL_TIMEOUT_S, actor_name=rank_name(number))
             for number, other in enumerate(self._others, start=1)

@@ -245,5 +245,5 @@ async def test_an_instance_drafts_from_siblings_finished_on_another_instance(tmp
         (learned,) = engine(instance).learned
         assert learned.responses == ((0, tuple(response(0, 9))),)
     assert len(await first.next_events(server, 9.0)) == 1
-    assert len(engine(first).learned) == 1, "it is told once"
+    assert len(engine(first).learned) == 1, "it is sent once"
     assert not hasattr(second._engine, "learned")

@@ -227,17 +227,17 @@ async def test_unknown_keys_get_503_while_a_replacement_restarts_its_episodes() 
         return error.value.status
 
     lost, sessions = Sessions().open(), Sessions(now=lambda: seconds)
-    assert status(sessions, lost.key) == 401, "it is in no other's place"
+    assert status(sessions, lost.key) == 401, "it replaces no other endpoint"
     sessions.expect_predecessor_keys(30.0)
     mine, ended = sessions.open(), sessions.open()
     assert status(sessions, lost.key) == 503
     assert sessions.find(mine.key) is mine
     for wrong in ("", "none", "a.b", f"{lost.key}x", lost.id):
-        assert status(sessions, wrong) == 401, "it is no key of any endpoint"
+        assert status(sessions, wrong) == 401, "it is not a key of any endpoint"
     sessions.close(ended)
     assert status(sessions, ended.key) == 410, "it is known"
     for wrong in (ended.id, f"{ended.id}.", f"{ended.id}.{mine.key.partition('.')[2]}"):
-        assert status(sessions, wrong) in (401, 503), "only its secret shows that it was there"
+        assert status(sessions, wrong) in (401, 503), "only its secret is checked"
     seconds = 130.0
     assert status(sessions, lost.key) == 401
     assert sessions.find(mine.key) is mine

@@ -286,7 +286,7 @@ async def test_environments_end_when_the_host_is_killed(games: Path) -> None:
         pids = [int(host.stdout.readline()) for _ in range(3)]
         assert not any(map(is_gone, pids))
         host.kill()
-        assert not host.stderr.read(), "they end without a word"
+        assert not host.stderr.read(), "they end without output"
     await asyncio.gather(*map(until_gone, pids))
 
 

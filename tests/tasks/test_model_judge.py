@@ -106,7 +106,7 @@ def test_a_reply_without_a_score_is_an_error(server: Server, reply: str | int, m
     server.replies = [reply]
     with pytest.raises(JudgeError, match=re.escape(message)):
         judge(server)("2", {"prompt": "1 + 1"})
-    assert len(server.bodies) == (3 if reply == 503 else 1), "only what may pass is tried again"
+    assert len(server.bodies) == (3 if reply == 503 else 1), "only temporary errors are retried"
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])

@@ -158,9 +158,9 @@ async def test_a_late_reply_of_a_replaced_host_changes_nothing(
     (told,) = outcomes
     assert (told.ended, told.reward) == ((True, 0.25) if meanwhile is rewarded else (False, 0.0))
     if meanwhile in (answered, answered_with_nothing):
-        assert told.tokens == scene.trajectory.num_tokens, "of the answer that was heard"
+        assert told.tokens == scene.trajectory.num_tokens, "of the accepted answer"
     elif meanwhile is not rewarded:
-        assert told.failed, "of an earlier route_number, which nobody asks about"
+        assert told.failed, "of an earlier route number"
 
 
 class DelayedServer:
@@ -200,7 +200,7 @@ def test_a_late_host_gives_its_agent_no_turn_of_another_host(tmp_path: Path, mea
             (turn,) = says.told
             assert turn is not None and turn.tokens == (0, 1, 2)
             return
-        assert says.told == [], "its agent has been told of the next attempt, or what another has heard already"
+        assert says.told == [], "its agent received the next attempt or an accepted reply"
         assert (told.ended, told.reward) == ((True, 0.25) if meanwhile is rewarded else (False, 0.0))
 
     virtual_time.run(scenario())

@@ -158,7 +158,7 @@ def test_drafts_follow_responses_added_from_other_instances() -> None:
     assert text_drafter.num_tokens == before, "it is known"
     text_drafter.add_response(PROMPT, TrajectoryId(90), (*RESPONSE, 28))
     assert text_drafter.draft("1", 4)[:1] == [24]
-    assert text_drafter.num_tokens == before + 1, "it went on elsewhere"
+    assert text_drafter.num_tokens == before + 1, "it continued elsewhere"
 
 
 def test_added_responses_of_running_trajectories_are_ignored() -> None:

@@ -466,7 +466,7 @@ async def test_an_instance_with_rejected_weights_waits_without_events() -> None:
     one = make_instance(world)
     assert (await one.pull(PUBLISHED, world.path(1))).refused
     assert await one.next_events(None, 5.0) == []
-    assert asyncio.get_running_loop().time() == pytest.approx(5.0), "or its driver would ask all the time"
+    assert asyncio.get_running_loop().time() == pytest.approx(5.0), "or its driver would poll without a pause"
 
 
 async def test_calls_of_a_closed_instance_raise_actor_lost() -> None:

@@ -170,7 +170,7 @@ async def test_a_stored_step_is_read_once_and_sent_in_parts(tmp_path: Path, monk
             parts += message.packed.rows()
             assert message.rest == len(rows) - len(parts)
         assert readings == [0] * count
-        assert batches._repeated_batch == [], "what is sent is not kept"
+        assert batches._repeated_batch == [], "sent rows are not kept"
     thread.close()
     assert all(same_row(a, Row.of(b)) for a, b in zip(parts, rows, strict=True))
 
