@@ -78,7 +78,7 @@ def test_search_finds_the_one_group_that_is_the_cause(step: int, member: int, tr
     assert len(trials) <= 1 + 2 * 4 + 2 * 3
 
 
-def test_search_finds_stale_rows_and_ends_at_steps_whose_halves_do_not_prevent_the_loss(trials: list[Trial]) -> None:
+def test_search_finds_stale_rows_and_ends_where_no_half_prevents_the_loss(trials: list[Trial]) -> None:
     table = rows(range(8))
     search(table, 0, 8, leaving_out(table, lambda table: table["staleness"] == 1, trials))
     assert [trial.left_out for trial in trials if trial.prevents] == ["stale trajectories"]

@@ -317,7 +317,7 @@ def test_a_group_of_which_one_member_is_left_is_summarized() -> None:
     assert (group.source, group.task, [member.trajectory for member in group.members]) == (1, 7, [2])
 
 
-def test_the_ledger_state_has_the_tasks_of_groups_in_flight_and_counts_those_drawn_since() -> None:
+def test_the_ledger_state_lists_tasks_in_flight_and_counts_later_draws() -> None:
     prompt = np.arange(4, dtype=np.int32)
     state = flight(
         evaluation_group(1),
