@@ -218,7 +218,7 @@ def bisect(plan: BisectionPlan, report: Report, *, shared: bool = False) -> Bise
         tempfile.TemporaryDirectory(prefix="staleflow-") as folder,
         open_policy(config, config, config.steps, held_out, shared=shared) as policy,
     ):
-        trainer = _PartialTrainer(plan, store, policy, Path(folder), report)
+        trainer = _PartialTrainer(plan, store, policy, Path(folder))
         since = trainer.evaluate(plan.since)
         unchanged = trainer.train(np.zeros(len(trainer.table["step"]), bool))
         loss = paired_difference(since, unchanged)
@@ -281,11 +281,9 @@ class _Trials:
 class _PartialTrainer:
     """Repeats the steps of a plan without some rows, and evaluates the weights that result."""
 
-    def __init__(
-        self, plan: BisectionPlan, store: VersionedStore, policy: Policy, folder: Path, report: Report
-    ) -> None:
+    def __init__(self, plan: BisectionPlan, store: VersionedStore, policy: Policy, folder: Path) -> None:
         """folder: for the state at the earlier version and for weights to evaluate."""
-        self._plan, self._store, self._policy, self._folder, self._report = plan, store, policy, folder, report
+        self._plan, self._store, self._policy, self._folder = plan, store, policy, folder
         self._context = inspect_model(plan.offline.config).context
         self._published = {r.step + 1: r.weight_fingerprint for r in store.steps() if r.kind == "step"}
         self.table: Table = store.table()
@@ -326,7 +324,7 @@ class _PartialTrainer:
             self._policy.apply_to_weights(lambda tensors: weight_file.write(weights, tensors))
             self._policy.save(model, weights)
             scores = held_out_scores(
-                self._plan.offline, str(model), version, self._context, self._report, decoding=(False,)
+                self._plan.offline, str(model), version, self._context, lambda _: None, decoding=(False,)
             )
         if scores is None:
             raise ConfigError("bisect: every held-out prompt was trained on")

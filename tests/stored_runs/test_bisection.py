@@ -125,7 +125,7 @@ def test_training_without_a_part_gives_the_weights_of_unlearning_it(stored: Path
     plan = bisection.make_plan(copy, since, 3)
     store, config = VersionedStore.open(copy / "store"), plan.offline.config
     with open_policy(config, config, config.steps, store.header.held_out, shared=False) as policy:
-        trainer = bisection._PartialTrainer(plan, store, policy, tmp_path, lambda _: None)
+        trainer = bisection._PartialTrainer(plan, store, policy, tmp_path)
         rewards = trainer.train(trainer.rows_of(where))
         weights = policy.apply_to_weights(fingerprint)
     assert len(rewards) == 12
