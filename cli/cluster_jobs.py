@@ -168,14 +168,14 @@ def logs(id: str, follow: bool, as_json: bool, cluster: ClusterAddress) -> None:
 def cancel(id: str, as_json: bool, cluster: ClusterAddress) -> None:
     """Stop a running job at its next step, a waiting one at once. Its results so far are stored; `staleflow resume`
     continues from them."""
-    from staleflow.pipeline.cluster import job_lookup, job_registry
+    from staleflow.pipeline.cluster import job_lookup, submitted_job
 
     job, state = asyncio.run(job_lookup.cancel(cluster, id))
     if as_json:
         click.echo(json.dumps(job | {"state_before": state}, indent=2))
-    elif state in job_registry.ENDED:
+    elif state in submitted_job.ENDED:
         click.echo(f"{job['id']} has ended already: {state}")
-    elif job["state"] in job_registry.ENDED:
+    elif job["state"] in submitted_job.ENDED:
         click.echo(f"{job['id']} waited and is cancelled; it held no workers")
     else:
         click.echo(f"{job['id']} stops at its next step; `staleflow resume {job['run_dir']}` continues it")

@@ -27,7 +27,7 @@ def command(runs: tuple[str, ...], as_json: bool) -> None:
     from rich.text import Text
 
     from staleflow.pipeline.api.stored_run import compare
-    from staleflow.pipeline.stored_runs.comparison_tables import curve_tables, result_tables
+    from staleflow.pipeline.stored_runs.comparison_tables import make_curve_tables, make_result_tables
     from staleflow.stores.printable import printable
 
     comparison = compare(runs)
@@ -38,7 +38,7 @@ def command(runs: tuple[str, ...], as_json: bool) -> None:
         if len(names) > 1:
             click.echo(printable(f"{job}: {', '.join(names)}"))
     console = Console() if Console().is_terminal else Console(width=180)
-    for table in itertools.chain(curve_tables(comparison), result_tables(comparison)):
+    for table in itertools.chain(make_curve_tables(comparison), make_result_tables(comparison)):
         if table.rows:
             printed = RichTable(box=None, pad_edge=False)
             for number, column in enumerate(table.columns):

@@ -20,8 +20,8 @@ from rich.text import Text
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.jobs.execution import RunEnd
-from staleflow.pipeline.jobs.summary import step_line
-from staleflow.pipeline.runtime.evaluation_results import Evaluation, evaluation_progress, not_comparable
+from staleflow.pipeline.jobs.summary import format_step
+from staleflow.pipeline.runtime.evaluation_results import Evaluation, describe_progress, explain_not_comparable
 from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.metrics import tokens_per_s
@@ -72,7 +72,7 @@ class Display(RunListener):
     def step_stored(self, step: Mapping[str, float], limit: str) -> None:
         self._doing = "training"
         if self._live is None and not self._verbosity:
-            self.line(step_line(step, self._config.steps, limit))
+            self.line(format_step(step, self._config.steps, limit))
 
     def evaluated(self, evaluation: Evaluation) -> None:
         if not self._verbosity:
@@ -105,7 +105,7 @@ class Display(RunListener):
             ", ".join(f"{n} {k}" for k, n in snapshot.ended.items()),
         )
         if snapshot.num_eval_in_flight:
-            head.add_row(evaluation_progress(snapshot.evaluated_version, snapshot.num_eval_in_flight))
+            head.add_row(describe_progress(snapshot.evaluated_version, snapshot.num_eval_in_flight))
         if outcomes.instances:
             head.add_row(outcomes.instances)
         buffers = Table.grid(padding=(0, 1))
@@ -195,5 +195,5 @@ class Display(RunListener):
         for e in evaluations:
             for line in e.figures.lines(e.samples):
                 self._print(f"{e.name}, version {e.version}: {line}")
-        for line in not_comparable(evaluations):
+        for line in explain_not_comparable(evaluations):
             self._print(f"[yellow]{escape(line)}[/]", markup=True)

@@ -35,7 +35,7 @@ def evaluate(
     """Run benchmark tasks of lm-eval on a checkpoint of a run, or on a model's folder. lm-eval loads the model by
     transformers."""
     quiet_libraries()
-    from staleflow.pipeline.stored_runs.serving import serving_plan
+    from staleflow.pipeline.stored_runs.serving import make_serving_plan
     from staleflow.pipeline.stored_runs.suites import SuiteSettings, check_lm_eval, run_suite
     from staleflow.stores.errors import ConfigError
 
@@ -43,7 +43,7 @@ def evaluate(
     if not names:
         raise ConfigError(f"--tasks = {tasks!r}: name a task, such as gsm8k")
     check_lm_eval(python)
-    plan = serving_plan(target, step=step)
+    plan = make_serving_plan(target, step=step)
     settings = SuiteSettings(
         model=plan.config.model.path, tasks=names, include=include, shots=shots, limit=limit, chat=chat
     )

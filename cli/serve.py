@@ -24,11 +24,11 @@ def serve(target: str, port: int, host: str, key: str, overrides: tuple[str, ...
     """Serve a run's newest checkpoint, or a model, as an OpenAI-compatible endpoint. Ctrl-C ends it."""
     quiet_libraries()
     from staleflow.pipeline.config.model_files import vocabulary_of
-    from staleflow.pipeline.stored_runs.serving import serving_plan
+    from staleflow.pipeline.stored_runs.serving import make_serving_plan
     from staleflow.tasks.endpoint.server import EndpointServer
     from staleflow.tasks.settings.endpoint_settings import EndpointConfig, EndpointSettings
 
-    plan = serving_plan(target, overrides)
+    plan = make_serving_plan(target, overrides)
     api_key = key or secrets.token_urlsafe(24)
 
     async def work() -> None:
@@ -59,10 +59,10 @@ def serve(target: str, port: int, host: str, key: str, overrides: tuple[str, ...
 def chat(target: str, overrides: tuple[str, ...]) -> None:
     """Chat with a run's newest checkpoint, or a model. An empty line starts a new conversation; Ctrl-D ends it."""
     quiet_libraries()
-    from staleflow.pipeline.stored_runs.serving import serving_plan
+    from staleflow.pipeline.stored_runs.serving import make_serving_plan
     from staleflow.tasks.endpoint.requests import ChatMessage, ChatRequest, RequestError
 
-    plan = serving_plan(target, overrides)
+    plan = make_serving_plan(target, overrides)
 
     async def work() -> None:
         announce(f"loading {plan.label}: the engine takes up to a minute to start")

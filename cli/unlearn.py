@@ -34,7 +34,7 @@ def command(run: str, selection: str, branch: str, out: str, as_json: bool, clus
     """
     quiet_libraries()
     from staleflow.pipeline.api.stored_run import open_run
-    from staleflow.pipeline.stored_runs.run_files import steps_in_words
+    from staleflow.pipeline.stored_runs.run_files import format_steps
 
     stored = open_run(run)
     with named_cluster(cluster) as client, progress(quiet=as_json) as report:
@@ -47,7 +47,7 @@ def command(run: str, selection: str, branch: str, out: str, as_json: bool, clus
         click.echo(f"  first used in step {result.first_step}; {result.never_trained} more match, never trained on")
         click.echo(f"  branch {result.branch}: {result.recomputed} advantages of others depended on them")
         if result.steps_left_out:
-            click.echo(f"  not trained, as nothing of them remains: {steps_in_words(result.steps_left_out)}")
+            click.echo(f"  not trained, as nothing of them remains: {format_steps(result.steps_left_out)}")
         begin = f"the resume point of version {result.start}" if result.start else f"the base model: {result.reason}"
         click.echo(f"  {training.steps - result.start} of {training.steps} steps trained again, from {begin}")
         print_errors(training.errors, "could not be read and were left out")

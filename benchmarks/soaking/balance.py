@@ -126,7 +126,7 @@ def balance(run_dir: Path, records: Path) -> Balance:
     """Compare a run's store and journals with the records of its engines."""
     reasons = Reasons()
     for _, path in recorded_starts(run_dir):
-        for entry in journal.read(path):
+        for entry in journal.JournalReader(path):
             reasons.hear(entry)
     streams: dict[int, dict[tuple[str, int, int], int]] = defaultdict(dict)
     loaded: set[tuple[str, int]] = set()

@@ -80,7 +80,7 @@ def kept(run_dir: Path) -> Kept:
     starts = []
     for _, path in recorded_starts(run_dir):
         starts.append(_Start())
-        for entry in journal.read(path):
+        for entry in journal.JournalReader(path):
             starts[-1].hear(entry.now, entry.event)
     resampled, undone = set(), set()
     for k, start in enumerate(starts[:-1]):

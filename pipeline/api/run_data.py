@@ -274,9 +274,9 @@ class RunData:
         return VersionedStore.pinned(self._path / "store", branch or self._branch)
 
     def _texts(self) -> Any:
-        from staleflow.pipeline.stored_runs.response_texts import decoded_texts
+        from staleflow.pipeline.stored_runs.response_texts import make_fast_detokenizer
 
-        return decoded_texts(self.job)
+        return make_fast_detokenizer(self.job)
 
 
 def _of_step(where: str, step: int | None) -> str:

@@ -23,7 +23,7 @@ from staleflow.pipeline.config import preflight
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.jobs.execution import execute
 from staleflow.pipeline.jobs.stopping import Interrupted, StopRequest
-from staleflow.pipeline.jobs.summary import step_line
+from staleflow.pipeline.jobs.summary import format_step
 from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.errors import ConfigError
@@ -66,7 +66,7 @@ class RunProgress(RunListener):
 
     def step_stored(self, step: Mapping[str, float], limit: str) -> None:
         self.doing = "training"
-        self.print(step_line(step, self._steps, limit))
+        self.print(format_step(step, self._steps, limit))
         self._after_step()
 
     def print(self, line: str) -> None:

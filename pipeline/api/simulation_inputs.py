@@ -9,7 +9,7 @@ from pathlib import Path
 from staleflow.pipeline.api.stored_run import open_run
 from staleflow.pipeline.config.emulation import SimulationConfig
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.jobs.what_if import as_recorded
+from staleflow.pipeline.jobs.simulated_effect import make_recorded_overrides
 from staleflow.pipeline.profiling.diagnosis import max_versions_behind
 from staleflow.pipeline.profiling.run_profile import profile_run
 from staleflow.pipeline.recovery.run_folder import load_job
@@ -50,7 +50,7 @@ def recorded_run(run_dir: Path) -> RecordedRun:
         f"{tokens_per_s(steps) / scale:,.0f} with warm-up and end, {wall_s:.1f} s for "
         f"{summary['steps']} steps, staleness {', '.join(histogram)}: {shares}"
     )
-    return RecordedRun(overrides=as_recorded(run_dir, profile), note=note)
+    return RecordedRun(overrides=make_recorded_overrides(run_dir, profile), note=note)
 
 
 def assumptions(config: RunConfig) -> str:

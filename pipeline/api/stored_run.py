@@ -86,11 +86,11 @@ class Run(RunData):
         Raises:
             ConfigError: The limit of memory is too low.
         """
-        from staleflow.pipeline.stored_runs.auditing import audit_within, with_history
+        from staleflow.pipeline.stored_runs.auditing import add_history_findings, audit_within
 
         store = self._store(MAIN)
         report = audit_within(store, memory_mib, workers, client)
-        return with_history(report, store.path) if full else report
+        return add_history_findings(report, store.path) if full else report
 
     def drop_bias(self) -> DropBias:
         """Compare dropped trajectories with trained ones, by reason: lengths, turns, rewards and prompts."""
@@ -177,7 +177,7 @@ class Run(RunData):
         """
         from staleflow.pipeline.api.branch_code import reward_file
         from staleflow.pipeline.stored_runs import reward_rescoring
-        from staleflow.pipeline.stored_runs.pool import pool_of
+        from staleflow.pipeline.stored_runs.pool import open_pool
 
         self._require_newest("score the responses of")
         lines, notify = override_lines(changes), progress or _ignore
@@ -186,7 +186,7 @@ class Run(RunData):
         with self._lock_run(), reward_file(self._path, branch, reward) as named:
             reward_rescoring.check_request(self._path, named, branch, lines)
             notify(0, 0)
-            with pool_of(client, workers) as pool:
+            with open_pool(client, workers) as pool:
                 return reward_rescoring.rescore(self._path, named, branch, pool, notify, lines)
 
     def recompute_logprobs(
@@ -216,23 +216,23 @@ class Run(RunData):
             ConfigError: Something of it is wrong; nothing was computed.
         """
         from staleflow.pipeline.stored_runs import logprob_recompute
-        from staleflow.pipeline.stored_runs.pool import pool_of
+        from staleflow.pipeline.stored_runs.pool import open_pool
 
         self._require_newest("compute logprobs of")
         logprob_recompute.check_request(self._path, str(model), branch, where)
         notify = progress or _ignore
         notify(0, 0)
         # Storing a branch commits to the store, as a run in progress does; reading disturbs nothing.
-        with self._lock_run() if branch else contextlib.nullcontext(), pool_of(client, workers, model=True) as pool:
+        with self._lock_run() if branch else contextlib.nullcontext(), open_pool(client, workers, model=True) as pool:
             return logprob_recompute.recompute(
                 self._path, str(model), pool, branch=branch, where=where, progress=notify
             )
 
     def diff(self, first: str, second: str) -> BranchDifference:
         """Compare the rewards of the same trajectories on two branches. Raises ConfigError."""
-        from staleflow.pipeline.stored_runs.branch_diff import difference
+        from staleflow.pipeline.stored_runs.branch_diff import compare_branches
 
-        return difference(self._path, first, second)
+        return compare_branches(self._path, first, second)
 
     def push(self, repo: str, *, step: int | None = None, private: bool = False) -> str:
         """Upload a checkpoint to the Hugging Face hub, with a model card: base model, data, settings, audit and
@@ -279,14 +279,14 @@ class Run(RunData):
             ConfigError: Something of it is wrong; nothing was written.
         """
         from staleflow.pipeline.stored_runs import exporting
-        from staleflow.pipeline.stored_runs.pool import pool_of
+        from staleflow.pipeline.stored_runs.pool import open_pool
 
         self._require_newest("export")
         path = Path(f"{self._path.resolve().name}.{to}" if out is None else out)
         exporting.check_request(self._path, to, path, self._branch, where)
         notify = progress or _ignore
         notify(0, 0)
-        with pool_of(client, workers) as pool:
+        with open_pool(client, workers) as pool:
             return exporting.export(self._path, to, path, pool, branch=self._branch, where=where, progress=notify)
 
     def train_offline(
@@ -320,7 +320,7 @@ class Run(RunData):
         Raises:
             ConfigError: Something of it is wrong; nothing was trained.
         """
-        from staleflow.pipeline.stored_runs.pool import pool_of
+        from staleflow.pipeline.stored_runs.pool import open_pool
         from staleflow.pipeline.stored_runs.training import make_plan, train_offline
 
         self._require_newest("train on")
@@ -328,7 +328,7 @@ class Run(RunData):
         beside = self._path.name if is_url(self._source) else self._path.resolve()
         folder = Path(f"{beside}-offline" if out is None else out)
         ranks = make_plan(self._path, folder, lines, self._branch, where, epochs).config.training.ranks
-        with pool_of(client, ranks, model=True) as pool:
+        with open_pool(client, ranks, model=True) as pool:
             return train_offline(
                 self._path, folder, pool, overrides=lines, branch=self._branch, where=where, epochs=epochs,
                 report=report or _ignore,
@@ -364,7 +364,7 @@ class Run(RunData):
             ConfigError: Nothing that was trained on matches, or all of it; nothing was trained.
         """
         from staleflow.pipeline.stored_runs import unlearning
-        from staleflow.pipeline.stored_runs.pool import pool_of
+        from staleflow.pipeline.stored_runs.pool import open_pool
 
         self._require_newest("unlearn something of")
         if self._branch != MAIN:
@@ -373,7 +373,7 @@ class Run(RunData):
         folder = Path(f"{beside}-{branch}" if out is None else out)
         with self._lock_run():
             plan, facts = unlearning.make_plan(self._path, folder, where, branch)
-            with pool_of(client, plan.config.training.ranks, model=True) as pool:
+            with open_pool(client, plan.config.training.ranks, model=True) as pool:
                 return unlearning.unlearn(plan, facts, pool, report or _ignore)
 
     def bisect(
@@ -402,7 +402,7 @@ class Run(RunData):
             ConfigError: The versions are not those of the run, or there are no held-out prompts to measure on.
         """
         from staleflow.pipeline.stored_runs import bisection
-        from staleflow.pipeline.stored_runs.pool import pool_of
+        from staleflow.pipeline.stored_runs.pool import open_pool
 
         self._require_newest("bisect")
         if self._branch != MAIN:
@@ -410,7 +410,7 @@ class Run(RunData):
         with self._lock_run():
             first = bisection.best_version_before(self._path, at) if since is None else since
             plan = bisection.make_plan(self._path, first, at)
-            with pool_of(client, plan.offline.config.training.ranks, model=True) as pool:
+            with open_pool(client, plan.offline.config.training.ranks, model=True) as pool:
                 return bisection.run_bisection(plan, pool, report or _ignore)
 
     def _lock_run(self) -> contextlib.AbstractContextManager[None]:

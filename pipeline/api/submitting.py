@@ -17,7 +17,7 @@ from staleflow.pipeline.api.run_status import RunResult, RunState, RunStatus
 from staleflow.pipeline.api.stored_run import Run, open_run
 from staleflow.pipeline.cluster import job_lookup
 from staleflow.pipeline.cluster.connection import ClusterAddress
-from staleflow.pipeline.cluster.job_registry import ENDED
+from staleflow.pipeline.cluster.submitted_job import ENDED
 from staleflow.pipeline.config import preflight
 from staleflow.pipeline.jobs import submission
 from staleflow.stores.errors import ConfigError, JobFailed

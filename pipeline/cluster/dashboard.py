@@ -104,7 +104,7 @@ class JobHandler(JobsHandler):
         if job is None:
             raise web.HTTPError(404, f"no job {id}")
         self.set_header("Content-Type", "application/json")
-        self.write(json.dumps(job.plain() | {"steps": list(job.history.values())}))
+        self.write(json.dumps(job.to_plain() | {"steps": list(job.history.values())}))
 
 
 class JobsCollector(Collector):

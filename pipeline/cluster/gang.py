@@ -5,7 +5,7 @@ job, the trajectory server, the reward workers) can share one worker. A role tha
 a Dask resource is restricted to workers that declare it, so the light roles may need several workers. A reward worker
 gets a worker of its own if one is free that can take neither rollout nor trainer and that no other job waits for.
 
-These are pure functions: the job queue keeps which workers are free.
+These are pure functions; the worker pool knows which workers are free.
 """
 
 from __future__ import annotations
@@ -76,14 +76,15 @@ class Needs:
 
     @classmethod
     def from_config(cls, config: RunConfig, *, driver: bool) -> Needs:
-        on_gpus = uses_gpus(config)
-        rank_bytes, instance_bytes = gpu_bytes(config) if on_gpus else (0, 0)
+        """The needs of a job."""
+        is_on_gpus = uses_gpus(config)
+        rank_bytes, instance_bytes = gpu_bytes(config) if is_on_gpus else (0, 0)
         return cls(
             instances=config.rollout.instances,
             rewards=len(config.reward_actors),
             driver=driver,
             ranks=config.training.ranks,
-            instance_gpus=tensor_parallel(config) if on_gpus else 0,
+            instance_gpus=tensor_parallel(config) if is_on_gpus else 0,
             gpus=config.cluster.gpus,
             rank_bytes=rank_bytes,
             instance_bytes=instance_bytes,
@@ -91,6 +92,7 @@ class Needs:
 
     @property
     def num_gpus(self) -> int:
+        """GPUs of all instances and ranks; 0 if the job uses no GPUs."""
         return self.instances * self.instance_gpus + self.ranks if self.instance_gpus else 0
 
     @property
@@ -125,42 +127,42 @@ def choose_workers(
     driver_worker: str = "",
     engine_workers: Sequence[str] = (),
     *,
-    surplus: bool = True,
+    with_surplus: bool = True,
 ) -> Gang | None:
     """Choose the workers for a job; None if the free workers do not suffice.
 
     kinds: the roles that each worker may take, for all workers. free: addresses of free workers; earlier ones are
     preferred. driver_worker: the free worker on which the job's driver runs already. engine_workers: addresses of more
     workers, on which engines of this job are loaded. They are preferred for rollout instances and get another role only
-    if the free workers do not suffice. surplus: whether reward workers also get workers of their own.
+    if the free workers do not suffice. with_surplus: whether reward workers also get workers of their own.
     """
-    of_kind: dict[Kind, list[str]] = defaultdict(list)
+    workers_of_kind: dict[Kind, list[str]] = defaultdict(list)
     for address in (*free, *engine_workers):
         if address != driver_worker:
-            of_kind[kinds[address]].append(address)
-    counts = Counter({kind: len(addresses) for kind, addresses in of_kind.items()})
+            workers_of_kind[kinds[address]].append(address)
+    counts = Counter({kind: len(addresses) for kind, addresses in workers_of_kind.items()})
     assignment = _assign_roles(needs, counts, kinds[driver_worker] if driver_worker else None)
     if assignment is None:
         return None
-    unassigned = {kind: iter(addresses) for kind, addresses in of_kind.items()}
+    unassigned = {kind: iter(addresses) for kind, addresses in workers_of_kind.items()}
     gang = {driver_worker: assignment.pop(0)[1]} if driver_worker else {}
     gang |= {next(unassigned[kind]): roles for kind, roles in assignment}
-    unassigned_kinds = _by_flexibility(unassigned)
+    unassigned_kinds = _sort_by_flexibility(unassigned)
     unused = [address for kind in unassigned_kinds if "rollout" in kind for address in unassigned[kind]]
     unused.sort(key=lambda address: address not in engine_workers)
     gang |= dict.fromkeys(unused[: needs.instances], (ROLLOUT,))
-    if not surplus:
+    if not with_surplus:
         return gang
-    spare = [
+    spare_workers = [
         address
         for kind in unassigned_kinds
         if "reward" in kind and not kind & set(EXCLUSIVE_ROLES)
         for address in unassigned[kind]
     ]
-    return gang | dict.fromkeys(spare[: needs.rewards], ("reward",))
+    return gang | dict.fromkeys(spare_workers[: needs.rewards], ("reward",))
 
 
-def suffice(needs: Needs, kinds: Kinds) -> bool:
+def is_large_enough(needs: Needs, kinds: Kinds) -> bool:
     """Whether a job could run if all of these workers were free."""
     return _assign_roles(needs, Counter(kinds.values())) is not None
 
@@ -175,14 +177,14 @@ def describe_shortage(needs: Needs, kinds: Kinds, free: Sequence[str]) -> str:
     sufficient_roles = [
         role
         for role in ROLES
-        if choose_workers(needs, kinds | {role: frozenset((role,))}, [*free, role], surplus=False) is not None
+        if choose_workers(needs, kinds | {role: frozenset((role,))}, [*free, role], with_surplus=False) is not None
     ]
     if sufficient_roles:
-        return f"one more with resource {' or '.join(f'{role}=1' for role in sufficient_roles)} would do"
+        return f"one more with resource {' or '.join(f'{role}=1' for role in sufficient_roles)} would be enough"
     return "of these " + ", ".join(f"{role} {sum(role in kinds[address] for address in free)}" for role in ROLES)
 
 
-def kinds_of(workers: Resources) -> Kinds:
+def roles_by_worker(workers: Resources) -> Kinds:
     """The roles that each worker may have, by address."""
     declared = {role for resources in workers.values() for role in resources}
     limited = (set(ROLES) if declared & set(ROLES) else set()) | (declared & {DRIVER})
@@ -192,7 +194,7 @@ def kinds_of(workers: Resources) -> Kinds:
     }
 
 
-def hosts_of(gpus: Mapping[str, WorkerGpus], kinds: Kinds, free: Iterable[str]) -> list[Host]:
+def make_hosts(gpus: Mapping[str, WorkerGpus], kinds: Kinds, free: Iterable[str]) -> list[Host]:
     """The hosts of a cluster with all GPUs that their workers report, and with the free workers as processes."""
     devices: dict[str, dict[str, Device]] = defaultdict(dict)
     processes: dict[str, list[Process]] = defaultdict(list)
@@ -220,7 +222,7 @@ def describe_workers(workers: Resources) -> str:
     >>> describe_workers({"a": {"trainer": 1}, "b": {"rollout": 1}, "c": {"rollout": 1}})
     'the cluster has 3; declared: server 0, reward 0, rollout 2, trainer 1'
     """
-    kinds = kinds_of(workers).values()
+    kinds = roles_by_worker(workers).values()
     counts = {role: sum(role in kind for kind in kinds) for role in (DRIVER, *ROLES)}
     declared = ", ".join(f"{role} {count}" for role, count in counts.items() if count < len(workers))
     return f"the cluster has {len(workers)}" + (f"; declared: {declared}" if declared else "")
@@ -257,7 +259,7 @@ def _assign(
             )
             if assignment is not None:
                 return assignment
-    for kind in _by_flexibility(available):
+    for kind in _sort_by_flexibility(available):
         if role in kind and available[kind]:
             assignment = _assign(other_roles, [*assigned_workers, (kind, (role,))], available - Counter([kind]), needs)
             if assignment is not None:
@@ -265,7 +267,7 @@ def _assign(
     return None
 
 
-def _by_flexibility(kinds: Iterable[Kind]) -> list[Kind]:
+def _sort_by_flexibility(kinds: Iterable[Kind]) -> list[Kind]:
     """Kinds in the order in which workers are used: those that may take the fewest roles first."""
     return sorted(kinds, key=lambda kind: (len(kind), sorted(kind)))
 
@@ -276,7 +278,7 @@ def _ranks(available: Counter[Kind], needs: Needs) -> list[tuple[Kind, tuple[str
     if spare < 0:
         return None
     rank_kinds: list[Kind] = []
-    for kind in _by_flexibility(available):
+    for kind in _sort_by_flexibility(available):
         if "trainer" in kind:
             count = min(available[kind], needs.ranks - len(rank_kinds))
             if "rollout" in kind:

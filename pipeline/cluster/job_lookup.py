@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from staleflow.pipeline.cluster import job_registry
+from staleflow.pipeline.cluster import job_registry, submitted_job
 from staleflow.pipeline.cluster.connection import ClusterAddress
 from staleflow.pipeline.cluster.gang import Needs
 from staleflow.pipeline.config.schema import RunConfig
@@ -36,7 +36,7 @@ def find_matching(jobs: Sequence[dict[str, Any]], word: str) -> Match:
     '2 jobs match far; far-1 is the one that has not ended'
     """
     matches = _all_matching(jobs, word)
-    live = [j for j in matches if j["state"] not in job_registry.ENDED]
+    live = [j for j in matches if j["state"] not in submitted_job.ENDED]
     chosen = (live or matches)[-1]  # the registry lists them in the order of their submission
     if len(matches) == 1:
         return Match(chosen)
@@ -47,7 +47,7 @@ def find_matching(jobs: Sequence[dict[str, Any]], word: str) -> Match:
 def find_unambiguous(jobs: Sequence[dict[str, Any]], word: str) -> dict[str, Any]:
     """As `matching`, but raises ConfigError if several matching jobs have not ended. For operations that cannot be
     undone."""
-    live = [j["id"] for j in _all_matching(jobs, word) if j["state"] not in job_registry.ENDED]
+    live = [j["id"] for j in _all_matching(jobs, word) if j["state"] not in submitted_job.ENDED]
     if len(live) > 1:
         raise ConfigError(f"{word!r} is {len(live)} jobs that have not ended: {', '.join(live)}; name one by its id")
     return find_matching(jobs, word).job
@@ -94,7 +94,7 @@ async def refuse_too_few_gpus(client: Any, config: RunConfig) -> None:
 
 def recent_jobs(jobs: Sequence[dict[str, Any]], now_s: float) -> list[dict[str, Any]]:
     """The jobs that have not ended, or ended within the last day. now_s: Unix time."""
-    return [j for j in jobs if j["state"] not in job_registry.ENDED or now_s - j["reported_at"] < DAY_S]
+    return [j for j in jobs if j["state"] not in submitted_job.ENDED or now_s - j["reported_at"] < DAY_S]
 
 
 async def find(client: Any, word: str) -> dict[str, Any]:
@@ -118,7 +118,7 @@ async def log_lines(cluster: ClusterAddress, id: str, *, follow: bool = False) -
             after, lines = await job_registry.ask(client, "lines", id=id, after=after)
             for line in lines:
                 yield line
-            if not follow or state in job_registry.ENDED:
+            if not follow or state in submitted_job.ENDED:
                 return
             await asyncio.sleep(POLL_S)
 
@@ -126,7 +126,7 @@ async def log_lines(cluster: ClusterAddress, id: str, *, follow: bool = False) -
 async def wait_until_ended(cluster: ClusterAddress, id: str) -> dict[str, Any]:
     """Wait until a job has ended, and return the registry's entry of it. Raises ConfigError."""
     async with cluster.connected() as client:
-        while (job := await find(client, id))["state"] not in job_registry.ENDED:
+        while (job := await find(client, id))["state"] not in submitted_job.ENDED:
             await asyncio.sleep(POLL_S)
         return job
 

@@ -1,13 +1,13 @@
 """The job registry on a Dask scheduler: its jobs, and which worker belongs to which job.
 
-pipeline/cluster/job_queue.py says who gets workers; this module tells it what happens on the cluster and acts on what
-it says. The driver of a submitted job is a Dask task that is restricted to a worker that does not exist until the job
-is admitted, so a waiting job runs nothing anywhere. It starts on one of the job's workers. If its client is gone, the
-job's workers are restarted, and the job waits again; those that hold nothing but an engine stay, so that it is not
-loaded anew.
+pipeline/cluster/job_queue.py decides which job gets workers; this module passes it the events of the cluster and
+carries out its decisions. The driver of a submitted job is a Dask task that is restricted to a worker that does not
+exist until the job is admitted, so a waiting job runs nothing. It starts on one of the job's workers. If its client
+disconnects, the job's workers are restarted, and the job waits again. Workers that run only an engine are kept, so that
+the engine need not be loaded again.
 
-All calls run one after another on the scheduler's event loop, so nothing needs a lock. The registry lives in the
-scheduler's memory; what must outlive the scheduler is in the run folder.
+All calls run one after another on the scheduler's event loop, so nothing needs a lock. The registry is in the
+scheduler's memory; data that must survive the scheduler is in the run folder.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from typing import Any
 
 from distributed import SchedulerPlugin
 
-from staleflow.pipeline.cluster import worker_restarts
+from staleflow.pipeline.cluster import driver_watch, worker_restarts
+from staleflow.pipeline.cluster.driver_watch import DriverWatch
 from staleflow.pipeline.cluster.gang import ROLLOUT, Gang, Needs, WorkerGpus
-from staleflow.pipeline.cluster.job_queue import REPORT_LIMIT_S, JobQueue, driver_address
-from staleflow.pipeline.cluster.submitted_job import Job, Plain
+from staleflow.pipeline.cluster.job_queue import JobQueue, find_driver_worker
+from staleflow.pipeline.cluster.submitted_job import ENDED, Job, Plain
+from staleflow.pipeline.cluster.worker_pool import REPORT_LIMIT_S
 from staleflow.pipeline.config.local_gpus import read_devices
 from staleflow.pipeline.placement.devices import Device
 
@@ -35,22 +37,16 @@ TASK_KEY_PREFIX = "staleflow-job-"
 """Prefix of the keys of the tasks that drive jobs."""
 OPERATION = "staleflow"
 """Name of the scheduler's remote procedure that calls the registry."""
-JOBS_KEPT = 200
+MAX_JOBS = 200
 """Number of jobs above which the oldest ended ones are dropped."""
-ENDED = ("done", "stopped", "failed")
 NO_WORKER = "tcp://0.0.0.0:1"
 """The address that the driver of a waiting job is restricted to: no worker has it."""
 FIRE_AND_FORGET = "fire-and-forget"
 """The client in whose name Dask keeps tasks that no client waits for."""
-GONE = "the process that ran it is gone"
-UNSENT = "the process that submitted it was gone before it had sent it"
-LEASE_S = 60.0
-"""Seconds without a sign of life of a job's driver after which it counts as lost. Its client sends one every five from
-the event loop that all of a driver's work is on; Dask itself waits five minutes."""
-LEASE_LOOK_S = 5.0
-"""Seconds between two looks at that."""
+DRIVER_GONE = "the process that ran it is gone"
+SUBMITTER_GONE = "the process that submitted it was gone before it had sent it"
 SERVE_S = 1.0
-"""Seconds between two looks whether a waiting job can start, beside those at whatever may allow it."""
+"""Seconds between two checks whether a waiting job can start. It is also checked after each event."""
 
 
 class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
@@ -62,23 +58,24 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
     def __init__(self) -> None:
         self.jobs: dict[str, Job] = {}
         self.job_queue = JobQueue()
-        self._work: set[asyncio.Future[None]] = set()
-        """Restarts of workers under way, and looks at them."""
+        self._tasks: set[asyncio.Future[None]] = set()
+        """Background tasks: restarts and GPU reports of workers."""
         self._timer: asyncio.TimerHandle | None = None
-        self._watching: asyncio.Task[None] | None = None
-        self._announced: set[str] = set()
-        """Waiting jobs whose log says what they wait for."""
+        self._driver_watch: asyncio.Task[None] | None = None
+        self._announced_waits: set[str] = set()
+        """Waiting jobs whose log has the reason of their wait."""
 
     async def start(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         scheduler.handlers[OPERATION] = self.dispatch
         for address in scheduler.workers:
             self.add_worker(scheduler, address)
-        self._watching = asyncio.ensure_future(self._watch_drivers())
+        watch = DriverWatch(scheduler, self.jobs, self._restart_silent_driver)
+        self._driver_watch = asyncio.ensure_future(watch.run())
 
     async def close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
+        if self._driver_watch is not None:
+            self._driver_watch.cancel()
 
     def dispatch(self, verb: str, **arguments: Any) -> Any:
         """Dispatch a client's call to a method. Raises ValueError for an unknown verb, which only a newer client
@@ -87,10 +84,10 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             "submit": self.submit, "check_arrival": self.check_arrival, "queue": self.queue, "begin": self.begin,
             "check_admission": self.check_admission, "end": self.end,
             "claim": self.claim, "workers_of": self.workers_of, "unavailable": self.unavailable,
-            "report": self.report, "stop": self.ask_to_stop, "jobs": self.all_jobs, "lines": self.lines,
+            "report": self.report, "stop": self.request_stop, "jobs": self.all_jobs, "lines": self.lines,
             "report_gpus": self.report_gpus, "gpu_shortage": self.gpu_shortage, "placement_text": self.placement_text,
             "visible_devices": self.visible_devices, "claim_gpus": self.claim_gpus,
-            "retire": self.ask_to_retire, "take_retirements": self.take_retirements,
+            "retire": self.request_retirement, "take_retirements": self.take_retirements,
             "surplus_to_return": self.surplus_to_return, "return_worker": self.return_worker,
         }  # fmt: skip
         if verb not in verbs:
@@ -102,7 +99,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
     def claim(self, id: str, address: str, role: str) -> bool:
         """Give a running job a worker that replaces a lost one. Returns False if the worker belongs to another job or
         has left. Idempotent."""
-        return self.job_queue.claim(id, address, role)
+        return self.job_queue.claim_worker(id, address, role)
 
     def workers_of(self, id: str) -> Gang:
         """The workers of a job and their roles."""
@@ -110,24 +107,24 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     def unavailable(self, owner: str) -> list[str]:
         """Workers that a job cannot use. owner: id of the job; empty for a process that belongs to no job."""
-        return self.job_queue.unavailable(owner)
+        return self.job_queue.unavailable_workers(owner)
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         self.job_queue.add_worker(worker, scheduler.workers[worker].resources, time.monotonic())
-        self._begin(self._ask_for_gpus(worker))
+        self._spawn(self._request_gpu_report(worker))
         self._serve()
 
-    async def _ask_for_gpus(self, address: str) -> None:
-        """Have a worker report its GPUs. A plugin of Dask's workers would do the same, but end those that cannot load
+    async def _request_gpu_report(self, address: str) -> None:
+        """Have a worker report its GPUs. A Dask worker plugin could do the same, but it ends workers that cannot import
         this package."""
         until = time.monotonic() + REPORT_LIMIT_S
         while address in self._scheduler.workers and time.monotonic() < until:
             try:
                 async with asyncio.timeout(REPORT_LIMIT_S):
-                    answer = await self._scheduler.rpc(address).run(function=pickle.dumps(report_gpus))
-                if answer["status"] == "OK":
+                    reply = await self._scheduler.rpc(address).run(function=pickle.dumps(report_gpus))
+                if reply["status"] == "OK":
                     return
-            except (ImportError, AttributeError) as error:  # it has no staleflow, or another one
+            except (ImportError, AttributeError) as error:  # it has no staleflow, or another version
                 logger.info("%s did not report its GPUs: %s", address, error)
                 break
             except Exception as error:  # noqa: BLE001  it has just started, and may answer in a moment
@@ -145,7 +142,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
     def gpu_shortage(self, needs: Mapping[str, Any]) -> tuple[str, list[int]] | None:
         """Return (why all workers together have too few GPUs for a job, empty if they have enough; memory of each GPU
         in bytes), or None if some workers have not reported yet. needs: arguments of `Needs`."""
-        if self.job_queue.awaits_reports(time.monotonic()):
+        if self.job_queue.awaits_gpu_reports(time.monotonic()):
             return None
         sizes = [device.memory_bytes for device in self.job_queue.devices()]
         return self.job_queue.gpu_shortage(Needs(**needs)), sizes
@@ -160,14 +157,14 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     def claim_gpus(self, id: str, role: str, avoid: Sequence[str], peek: bool = False) -> str:
         """Give a running job a worker with its GPUs. Returns the worker's address; empty if there is none."""
-        return self.job_queue.claim_gpus(id, role, avoid, peek=peek)
+        return self.job_queue.claim_gpus(id, role, avoid, dry_run=peek)
 
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
         self.job_queue.remove_worker(worker, time.monotonic())
         for job in self.jobs.values():
             if (
                 job.driver_worker == worker and not job.client and job.state not in ENDED
-            ):  # its driver had not begun: nothing is left on its workers
+            ):  # its driver had not begun, so its workers run nothing
                 self._requeue(job)
         self._serve()
 
@@ -177,76 +174,54 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         for job in [job for job in self.jobs.values() if job.client == client and client]:
             job.client = ""
             if job.id not in self.job_queue.entries:
-                self._enter(job)
+                self._queue_if_arrived(job)
                 if job.state not in ENDED and job.id not in self.job_queue.entries:
-                    self._end(job, "failed", GONE if job.needs is None else UNSENT)
+                    self._end(job, "failed", DRIVER_GONE if job.needs is None else SUBMITTER_GONE)
                 continue
             gang = self.job_queue.workers_of(job.id)
             workers_left = self.job_queue.requeue_after_driver_loss(job.id, time.monotonic())
             engine_workers: list[str] = []
             if job.state in ENDED:
-                self.job_queue.leave(job.id)
+                self.job_queue.remove_job(job.id)
             elif self._task(job) is None:
-                self._end(job, "failed", GONE)
+                self._end(job, "failed", DRIVER_GONE)
             else:
                 self._requeue(job)
                 engine_workers = [address for address in workers_left if gang[address] == (ROLLOUT,)]
-            self._begin(
-                worker_restarts.restart(
+            self._spawn(
+                worker_restarts.restart_workers(
                     self._scheduler, [address for address in workers_left if address not in engine_workers]
                 )
             )
-            self._begin(self._reserve(engine_workers))
+            self._spawn(self._reserve_engine_workers(engine_workers))
         self._serve()
 
-    async def _watch_drivers(self) -> None:
-        """Have the nannies of drivers that were stopped end their processes, for ever; they start again elsewhere."""
-        awake_since = checked = time.time()
-        ended: set[str] = set()
-        while True:
-            await asyncio.sleep(LEASE_LOOK_S)
-            now = time.time()
-            if now - checked > 2 * LEASE_LOOK_S:  # this process itself stood still, and heard nobody
-                awake_since = now
-            checked = now
-            for job in self.silent_drivers(now, awake_since):
-                if job.client not in ended:
-                    ended.add(job.client)
-                    job.say(
-                        f"its driver on {job.driver_worker} has not reported for {LEASE_S:g} s; it is started again"
-                    )
-                    self._begin(worker_restarts.restart(self._scheduler, [job.driver_worker]))
+    def _restart_silent_driver(self, job: Job) -> None:
+        """Restart the worker of a driver that counts as lost; Dask restarts the driver elsewhere."""
+        job.log(
+            f"its driver on {job.driver_worker} has not reported for {driver_watch.LEASE_S:g} s; it is started again"
+        )
+        self._spawn(worker_restarts.restart_workers(self._scheduler, [job.driver_worker]))
 
-    def silent_drivers(self, now: float, awake_since: float) -> list[Job]:
-        """Submitted jobs whose driver counts as lost and can be ended by a nanny, because it might otherwise run beside
-        its successor. awake_since: time since which reports of drivers could be received."""
-        clients, workers = self._scheduler.clients, self._scheduler.workers
-        return [
-            job
-            for job in self.jobs.values()
-            if job.state not in ENDED
-            and (client := clients.get(job.client)) is not None
-            and (worker := workers.get(job.driver_worker)) is not None
-            and worker.nanny
-            and now - max(client.last_seen, awake_since) > LEASE_S
-        ]
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine in the background."""
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
-
-    async def _reserve(self, addresses: Sequence[str]) -> None:
-        """Keep workers on which an engine is and which answer; restart the others."""
+    async def _reserve_engine_workers(self, addresses: Sequence[str]) -> None:
+        """Reserve the workers that answer and have an engine; restart the others."""
         engine_flags = await asyncio.gather(
             *(worker_restarts.has_engine(self._scheduler, address) for address in addresses)
         )
         for address, has_engine in zip(addresses, engine_flags, strict=True):
             if has_engine:
                 self.job_queue.reserve_or_restart(address, time.monotonic())
-        dead = [address for address, has_engine in zip(addresses, engine_flags, strict=True) if not has_engine]
+        without_engine = [
+            address for address, has_engine in zip(addresses, engine_flags, strict=True) if not has_engine
+        ]
         self._serve()
-        await worker_restarts.restart(self._scheduler, dead)
+        await worker_restarts.restart_workers(self._scheduler, without_engine)
 
     # -- waiting and starting ------------------------------------------------------------------------------------
 
@@ -274,32 +249,32 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         """
         for other in self.jobs.values():
             if other.id != id and other.run_dir == run_dir and other.state not in ENDED:
-                return other.plain()
+                return other.to_plain()
         if id not in self.jobs or self.jobs[id].state in ENDED:
             self.jobs.pop(id, None)
             self.jobs[id] = Job(
                 id, name, run_dir, steps, time.time(), why="no worker has taken its driver yet", client=by,
                 needs=Needs(**needs) if needs is not None else None, wait_s=wait_s,
             )  # fmt: skip
-            ended = [job_entry.id for job_entry in self.jobs.values() if job_entry.state in ENDED]
-            for old in ended[: max(0, len(self.jobs) - JOBS_KEPT)]:
-                del self.jobs[old]
+            ended_ids = [other.id for other in self.jobs.values() if other.state in ENDED]
+            for old_id in ended_ids[: max(0, len(self.jobs) - MAX_JOBS)]:
+                del self.jobs[old_id]
         return {}
 
     def check_arrival(self, id: str) -> Plain:
         """Return a submitted job, and whether its task has arrived, with which it enters the queue."""
         job = self.jobs[id]
-        self._enter(job)
-        return job.plain() | {"arrived": job.state in ENDED or id in self.job_queue.entries}
+        self._queue_if_arrived(job)
+        return job.to_plain() | {"arrived": job.state in ENDED or id in self.job_queue.entries}
 
-    def _enter(self, job: Job) -> None:
-        """Let a submitted job wait for workers, behind those that wait already, if its task is there. Idempotent. From
-        now on it needs nobody: the task is kept although its submitter may end."""
+    def _queue_if_arrived(self, job: Job) -> None:
+        """Add a submitted job to the queue if its task has arrived. Idempotent. From then on the submitting process may
+        end: Dask keeps the task."""
         if job.needs is None or job.state in ENDED or job.id in self.job_queue.entries or self._task(job) is None:
             return
         self._scheduler.client_desires_keys(keys=[TASK_KEY_PREFIX + job.id], client=FIRE_AND_FORGET)
         job.client = ""
-        self.job_queue.enter(job.id, job.run_dir, job.needs, job.wait_s, time.monotonic())
+        self.job_queue.add_job(job.id, job.run_dir, job.needs, job.wait_s, time.monotonic())
         self._serve()
 
     def queue(self, id: str, needs: Mapping[str, Any], wait_s: float, driver: str) -> None:
@@ -312,7 +287,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         """
         job = self.jobs[id]
         job.client = driver
-        self.job_queue.enter(id, job.run_dir, Needs(**needs), wait_s, time.monotonic())
+        self.job_queue.add_job(id, job.run_dir, Needs(**needs), wait_s, time.monotonic())
         self._serve()
 
     def begin(self, id: str, address: str, driver: str) -> bool:
@@ -322,64 +297,64 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         if job.driver_worker == address:
             job.client = driver
             return True
-        self._restrict(job)
+        self._restrict_driver(job)
         return False
 
     def check_admission(self, id: str) -> Plain:
-        """Return the state of a job, and whether it has all its workers. place: address of the worker that runs the
-        driver; if the job has lost that one, the driver must be rescheduled."""
+        """Return the state of a job, and whether it has all its workers. driver_worker: address of the worker that
+        runs the driver; if the job has lost it, the driver must be rescheduled."""
         job = self.jobs[id]
         self._serve()
         is_complete = id in self.job_queue.entries and self.job_queue.replace_lost_workers(
             id, time.monotonic(), job.driver_worker
         )
-        if job.driver_worker and self.job_queue.waits(id):  # it has waited too long for what it lost
+        if job.driver_worker and self.job_queue.is_waiting(id):  # it has waited too long for a replacement
             self._requeue(job)
         if not is_complete and id in self.job_queue.entries:
-            job.state, job.why, job.reported_at = "waiting", self.job_queue.entries[id].why, time.time()
-        return job.plain() | {"admitted": is_complete, "driver_worker": job.driver_worker}
+            job.state, job.why, job.reported_at = "waiting", self.job_queue.entries[id].reason, time.time()
+        return job.to_plain() | {"admitted": is_complete, "driver_worker": job.driver_worker}
 
     def end(self, id: str) -> None:
         """Release the workers of an ended job, which must have no actors left on them. Ignores unknown jobs: the
         scheduler may have been restarted since."""
         if id in self.job_queue.entries:
             nannies = [address for address, worker in self._scheduler.workers.items() if worker.nanny]
-            self.job_queue.restart_gpus(id, nannies)
-        self.job_queue.leave(id)
+            self.job_queue.restart_gpu_workers(id, nannies)
+        self.job_queue.remove_job(id)
         if id in self.jobs:
             self.jobs[id].driver_worker = ""
         self._serve()
 
     def _serve(self) -> None:
-        """Start the jobs whose turn it is, and tell of the others what they wait for."""
+        """Start the jobs that can start, and log why the others wait."""
         admitted, expired = self.job_queue.admit_ready(time.monotonic())
         for id, gang in admitted.items():
             job = self.jobs[id]
-            job.driver_worker, job.why = driver_address(gang), "its driver starts"
-            self._announced.discard(id)
-            job.say(f"has its {len(gang)} workers")
-            self._restrict(job)
-        for entry in [e for e in self.job_queue.entries.values() if not e.num_workers]:
+            job.driver_worker, job.why = find_driver_worker(gang), "its driver starts"
+            self._announced_waits.discard(id)
+            job.log(f"has its {len(gang)} workers")
+            self._restrict_driver(job)
+        for entry in [entry for entry in self.job_queue.entries.values() if not entry.num_workers]:
             job = self.jobs[entry.id]
-            if entry.id not in self._announced:
-                self._announced.add(entry.id)
-                job.say(f"waits: {entry.why}")
-            job.state, job.why, job.reported_at = "waiting", entry.why, time.time()
+            if entry.id not in self._announced_waits:
+                self._announced_waits.add(entry.id)
+                job.log(f"waits: {entry.reason}")
+            job.state, job.why, job.reported_at = "waiting", entry.reason, time.time()
             if entry.id in expired:
-                self._end(job, "failed", f"waited {entry.wait_s:g} s for workers (deadlines.wait_s): {entry.why}")
+                self._end(job, "failed", f"waited {entry.wait_s:g} s for workers (deadlines.wait_s): {entry.reason}")
         if addresses := self.job_queue.take_pending_restarts():
-            self._begin(worker_restarts.restart(self._scheduler, addresses))
-        waiting = [e.id for e in self.job_queue.entries.values() if not e.num_workers]
-        self._keep_waiting(waiting)
-        if self._timer is None and waiting:
+            self._spawn(worker_restarts.restart_workers(self._scheduler, addresses))
+        waiting_ids = [entry.id for entry in self.job_queue.entries.values() if not entry.num_workers]
+        self._reset_no_worker_timeout(waiting_ids)
+        if self._timer is None and waiting_ids:
             self._timer = asyncio.get_running_loop().call_later(SERVE_S, self._on_timer)
 
-    def _keep_waiting(self, ids: Iterable[str]) -> None:
-        """Have Dask count the wait of these jobs' tasks from now on: where distributed.scheduler.no-workers-timeout is
-        set, it fails tasks that have waited longer for a worker that may run them."""
+    def _reset_no_worker_timeout(self, ids: Iterable[str]) -> None:
+        """Restart Dask's timeout of these jobs' tasks: if distributed.scheduler.no-workers-timeout is set, Dask fails
+        tasks that have waited longer for a worker."""
         for id in ids:
             unrunnable, task = self._scheduler.unrunnable, self._scheduler.tasks.get(TASK_KEY_PREFIX + id)
-            if task in unrunnable:  # in the order of their times
+            if task in unrunnable:  # must stay ordered by time
                 del unrunnable[task]
                 unrunnable[task] = time.monotonic()
 
@@ -388,18 +363,18 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         self._serve()
 
     def _requeue(self, job: Job) -> None:
-        """Let a job wait with nothing held; its driver, if it is a task, starts when the job is admitted."""
+        """Have a job wait again without workers. If its driver is a task, it starts when the job is admitted."""
         job.driver_worker, job.state, job.client = "", "waiting", ""
         if self.job_queue.entries[job.id].num_workers:
             self.job_queue.requeue(job.id, time.monotonic())
-        self._restrict(job)
+        self._restrict_driver(job)
 
     def _end(self, job: Job, state: str, why: str) -> None:
         """End a job whose driver does not run."""
         job.state, job.why, job.driver_worker, job.reported_at = state, why, "", time.time()
-        self._announced.discard(job.id)
-        job.say(f"{state}: {why}")
-        self.job_queue.leave(job.id)
+        self._announced_waits.discard(job.id)
+        job.log(f"{state}: {why}")
+        self.job_queue.remove_job(job.id)
         if self._task(job) is not None:
             self._scheduler.client_releases_keys(
                 keys=[TASK_KEY_PREFIX + job.id], client=FIRE_AND_FORGET, stimulus_id="staleflow-ended"
@@ -407,14 +382,14 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     def _on_task_arrived(self, id: str) -> None:
         if id in self.jobs:
-            self._enter(self.jobs[id])
+            self._queue_if_arrived(self.jobs[id])
 
     def _task(self, job: Job) -> Any:
         """The Dask task that drives a job; None if there is none."""
         return self._scheduler.tasks.get(TASK_KEY_PREFIX + job.id)
 
-    def _restrict(self, job: Job) -> None:
-        """Restrict a job's driver to its worker, or to none, and let it start there if it waits in Dask."""
+    def _restrict_driver(self, job: Job) -> None:
+        """Restrict a job's driver to its worker, or to none, and have Dask start it there if it waits."""
         task = self._task(job)
         if task is not None:
             task.worker_restrictions = {job.driver_worker or NO_WORKER}
@@ -427,14 +402,14 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         if finish == "no-worker" and isinstance(key, str) and key.startswith(TASK_KEY_PREFIX):
             asyncio.get_running_loop().call_soon(
                 self._on_task_arrived, key.removeprefix(TASK_KEY_PREFIX)
-            )  # none within another
+            )  # not within this transition
         if finish == "erred" and isinstance(key, str) and key.startswith(TASK_KEY_PREFIX):
             job, task = self.jobs.get(key.removeprefix(TASK_KEY_PREFIX)), self._scheduler.tasks.get(key)
             if job is not None and job.state not in ENDED:
                 job.state, job.why = "failed", str(getattr(task, "exception_text", "")) or "its task failed"
                 job.reported_at = time.time()
                 if not job.client:
-                    self.job_queue.leave(job.id)
+                    self.job_queue.remove_job(job.id)
                     asyncio.get_running_loop().call_soon(self._serve)
 
     # -- jobs ----------------------------------------------------------------------------------------------------
@@ -450,12 +425,12 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
     ) -> str:
         """Store a driver's new steps and log lines. Returns why the job must stop; empty if it need not."""
         job = self.jobs.get(id)
-        if job is None:  # dropped, or the scheduler was restarted: nobody asks for it here
+        if job is None:  # the job was dropped, or the scheduler was restarted
             return ""
         for step in steps:
             job.history[int(step["step"])] = dict(step)
         if steps and (task := self._scheduler.tasks.get(TASK_KEY_PREFIX + id)) is not None:
-            task.suspicious = 0  # Dask's count of worker deaths starts again after progress
+            task.suspicious = 0  # resets Dask's count of worker deaths after progress
         job.state, job.why, job.reported_at = state, why, time.time()
         if status:
             job.status = dict(status)
@@ -463,19 +438,19 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         job.num_lines += len(lines)
         return job.stop
 
-    def ask_to_stop(self, id: str, why: str) -> str:
+    def request_stop(self, id: str, why: str) -> str:
         """Request that a job stops after its current step. A waiting job ends at once. Returns the job's state."""
         job = self.jobs[id]
         state, job.stop = job.state, job.stop or why
-        # Else it is a run on its own local cluster.
-        queued = self.job_queue.waits(id) or self._task(job) is not None or job.needs is not None
-        driven = job.client and (job.needs is None or id in self.job_queue.entries)
-        if queued and not driven and not job.driver_worker and state not in ENDED:
+        # Otherwise it is a run on its own local cluster.
+        is_queued = self.job_queue.is_waiting(id) or self._task(job) is not None or job.needs is not None
+        has_driver = job.client and (job.needs is None or id in self.job_queue.entries)
+        if is_queued and not has_driver and not job.driver_worker and state not in ENDED:
             self._end(job, "stopped", why)
             self._serve()
         return state
 
-    def ask_to_retire(self, id: str, worker: str) -> str:
+    def request_retirement(self, id: str, worker: str) -> str:
         """Request that a running job retires one of its workers. Returns the job's state; in other states nothing is
         requested."""
         job = self.jobs[id]
@@ -502,13 +477,14 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         return is_returned
 
     def all_jobs(self) -> list[Plain]:
-        return [job.plain() for job in self.jobs.values()]
+        """All jobs as plain values, in order of submission."""
+        return [job.to_plain() for job in self.jobs.values()]
 
     def lines(self, id: str, after: int) -> tuple[int, list[str]]:
         """Return the number of the next log line, and the kept lines from number `after` on."""
         job = self.jobs[id]
-        missing = max(0, min(job.num_lines - after, len(job.lines)))
-        return job.num_lines, list(job.lines)[len(job.lines) - missing :]
+        num_new = max(0, min(job.num_lines - after, len(job.lines)))
+        return job.num_lines, list(job.lines)[len(job.lines) - num_new :]
 
 
 async def report_gpus(dask_worker: Any) -> None:

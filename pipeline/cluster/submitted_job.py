@@ -9,10 +9,12 @@ from typing import Any
 
 from staleflow.pipeline.cluster.gang import Needs
 
-LINES_KEPT = 10_000
-"""Latest log lines kept per job."""
+ENDED = ("done", "stopped", "failed")
+"""States of jobs that have ended."""
+MAX_LINES = 10_000
+"""Maximum number of log lines kept per job, the latest ones."""
 Plain = dict[str, Any]
-"""Values that msgpack carries: numbers, strings, and lists and dicts of them."""
+"""Values that msgpack can encode: numbers, strings, and lists and dicts of them."""
 
 
 @dataclass(slots=True)
@@ -36,22 +38,21 @@ class Job:
     """Metrics of each training step."""
     reported_at: float = 0.0
     client: str = ""
-    """Dask's id of the client whose end is the end of the job's driver, or of whoever submits the job; empty while
-    there is none."""
+    """Dask's id of the client of the job's driver, or of the submitting process before that; empty if there is none."""
     needs: Needs | None = None
-    """What a submitted job needs. It waits in the queue from the moment its task is there."""
+    """The workers that a submitted job needs. It enters the queue once its task has arrived."""
     wait_s: float = 0.0
     driver_worker: str = ""
     """Address of the worker that the driver of a submitted job is to run on; empty while it waits."""
     num_lines: int = 0
-    lines: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_LINES))
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Append a line to the log."""
         self.lines.append(f"{time.strftime('%H:%M:%S')}  {line}")
         self.num_lines += 1
 
-    def plain(self) -> Plain:
+    def to_plain(self) -> Plain:
         """The job as plain values, with the metrics of its last step instead of its history."""
         names = ("id", "name", "run_dir", "steps", "submitted_at", "state", "why", "stop", "status", "reported_at")
         return {name: getattr(self, name) for name in names} | {"last": next(reversed(self.history.values()), {})}

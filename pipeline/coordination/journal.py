@@ -1,9 +1,9 @@
 """The journal of a coordinator's events and commands, one JSON line per event. Replaying the events gives the same
 commands.
 
-A long journal is a row of files: `events.jsonl` is written to; when it has PART_BYTES, it is closed and renamed
-`events.jsonl.0001`, then `.0002` and so on, and a new one begins with a line that gives its number. Closed parts may be
-compressed (`events.jsonl.0001.gz`) at any time. Readers read all of them one after the other.
+A long journal has several files. Entries are appended to `events.jsonl`. When that has PART_BYTES, it is closed and
+renamed to `events.jsonl.0001`, then `.0002` and so on, and a new file begins with a line that has its number. Closed
+parts may be compressed (`events.jsonl.0001.gz`) at any time. Readers read all parts in order.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ CODEC = Codec(
         SourceState,
     )
 )
-ENDED = re.compile(f"({'|'.join(f.value for f in Fate)}):({'|'.join(r.value for r in AbortReason)})")
-"""A fate and its reason, as `RunResumed` has them."""
+OUTCOME_KEY = re.compile(f"({'|'.join(f.value for f in Fate)}):({'|'.join(r.value for r in AbortReason)})")
+"""Pattern of a fate and its reason in `RunResumed`."""
 PART_BYTES = 64 * 2**20
-"""Size at which a journal goes on in a new file: some 140,000 trajectories."""
+"""Size at which a journal continues in a new file: about 140,000 trajectories."""
 BUFFER_BYTES = 2**20
-"""Read of a compressed part at once."""
+"""Size of a read from a compressed part."""
 PART = "part"
 """Key of a continuing file's first line: {"part": its number}."""
-HEADING = b'{"part":'
-"""How that line begins, and no entry."""
+PART_HEADING = b'{"part":'
+"""Beginning of that line; no entry begins so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class JournalEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
+class ReplayComparison:
     """Result of comparing a replayed journal with the recorded one."""
 
     num_events: int
@@ -72,27 +72,30 @@ class Replay:
     difference: str
     """The first difference, empty if there is none."""
 
-    def __add__(self, later: Replay) -> Replay:
+    def __add__(self, other: ReplayComparison) -> ReplayComparison:
         """Add up the replays of two parts of one run."""
-        return Replay(
-            num_events=self.num_events + later.num_events,
-            num_commands=self.num_commands + later.num_commands,
-            difference=self.difference or later.difference,
+        return ReplayComparison(
+            num_events=self.num_events + other.num_events,
+            num_commands=self.num_commands + other.num_commands,
+            difference=self.difference or other.difference,
         )
 
 
 class Journal:
     """Appends entries to a file. Each is flushed, so that only the last line of a killed run's journal may be
-    incomplete. Writing raises StoreError; closing does not. closed: called with each part that is closed."""
+    incomplete. Writing raises StoreError; closing does not. on_part_closed: called with the path of each closed
+    part."""
 
-    def __init__(self, path: Path, closed: Callable[[Path], None] | None = None, part_bytes: int = PART_BYTES) -> None:
-        self._path, self._closed, self._part_bytes = path, closed, part_bytes
-        self._part = max(closed_parts(path), default=0) + 1
+    def __init__(
+        self, path: Path, on_part_closed: Callable[[Path], None] | None = None, part_bytes: int = PART_BYTES
+    ) -> None:
+        self._path, self._on_part_closed, self._part_bytes = path, on_part_closed, part_bytes
+        self._part = max(list_closed_parts(path), default=0) + 1
         with self._one_line_errors():
             self._file: BinaryIO = path.open("ab")
-        self._begin()
+        self._begin_part()
 
-    def _begin(self) -> None:
+    def _begin_part(self) -> None:
         self._bytes = self._file.tell()
         if self._part > 1 and not self._bytes:
             self._write({PART: self._part})
@@ -104,8 +107,8 @@ class Journal:
             self._file.flush()
         self._bytes += len(line)
 
-    def append(self, now: float, event: Event, answered: Sequence[Command]) -> None:
-        self._write(CODEC.encode(JournalEntry(now=now, event=event, commands=tuple(answered))))
+    def append(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        self._write(CODEC.encode(JournalEntry(now=now, event=event, commands=tuple(commands))))
         if self._bytes >= self._part_bytes:
             self._close_part()
 
@@ -116,9 +119,9 @@ class Journal:
             self._path.rename(part)
             self._part += 1
             self._file = self._path.open("ab")
-        self._begin()
-        if self._closed is not None:
-            self._closed(part)
+        self._begin_part()
+        if self._on_part_closed is not None:
+            self._on_part_closed(part)
 
     def _one_line_errors(self) -> contextlib.AbstractContextManager[None]:
         """Raise a failure to write as a StoreError of one line."""
@@ -126,66 +129,68 @@ class Journal:
         return raised_as(StoreError, f"{self._path}: cannot be written", OSError, remedy=remedy, describe=strerror)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what could not be written has been said
+        with contextlib.suppress(OSError):  # failed writes have raised already
             self._file.close()
 
 
-def closed_parts(path: Path) -> dict[int, Path]:
+def list_closed_parts(path: Path) -> dict[int, Path]:
     """The closed parts of the journal at `path`, by number. If a part exists compressed and uncompressed, the
     compressed one is complete."""
-    called = re.compile(rf"{re.escape(path.name)}\.(\d{{4,}})(\.gz)?")
-    closed = sorted((p for p in path.parent.glob(f"{path.name}.*") if called.fullmatch(p.name)), key=lambda p: p.name)
+    name_pattern = re.compile(rf"{re.escape(path.name)}\.(\d{{4,}})(\.gz)?")
+    closed = sorted(
+        (p for p in path.parent.glob(f"{path.name}.*") if name_pattern.fullmatch(p.name)), key=lambda p: p.name
+    )
     return dict(sorted((int(p.name.removeprefix(f"{path.name}.").partition(".")[0]), p) for p in closed))
 
 
-def files(path: Path) -> list[Path]:
+def list_files(path: Path) -> list[Path]:
     """The files of the journal at `path`, in order; empty if there is none."""
-    return [*closed_parts(path).values(), *([path] if path.is_file() else [])]
+    return [*list_closed_parts(path).values(), *([path] if path.is_file() else [])]
 
 
 def open_part(file: Path) -> BinaryIO:
     """Open a file of a journal for reading lines, compressed or not."""
-    packed = file if file.suffix == ".gz" else file.with_name(f"{file.name}.gz")
-    if packed is not file:
+    compressed = file if file.suffix == ".gz" else file.with_name(f"{file.name}.gz")
+    if compressed is not file:
         try:
             return file.open("rb")
         except FileNotFoundError:
-            if not packed.is_file():  # else it has been compressed since it was listed
+            if not compressed.is_file():  # else it was compressed after it was listed
                 raise
-    return io.BufferedReader(cast(io.RawIOBase, gzip.open(packed)), BUFFER_BYTES)
+    return io.BufferedReader(cast(io.RawIOBase, gzip.open(compressed)), BUFFER_BYTES)
 
 
-def num_bytes(file: Path) -> int:
+def uncompressed_bytes(file: Path) -> int:
     """Uncompressed size of a journal file in bytes. Raises OSError."""
     with file.open("rb") as opened:
         size = opened.seek(0, 2)
-        if file.suffix == ".gz":  # the last four bytes say it: parts are far below 4 GiB
+        if file.suffix == ".gz":  # gzip stores the size in the last four bytes
             opened.seek(max(0, size - 4))
             return int.from_bytes(opened.read(4), "little")
         return size
 
 
-class Entries:
-    """Iterates over the entries of a journal. An incomplete last line, which a killed writer leaves, is skipped.
-    torn_line: number of that line once it has been reached; 0 if there is none."""
+class JournalReader:
+    """Iterates over the entries of a journal. An incomplete last line, which a killed process may leave, is skipped.
+    incomplete_line: number of that line once it has been reached; 0 if there is none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.torn_line = 0
+        self.incomplete_line = 0
 
     def __iter__(self) -> Iterator[JournalEntry]:
         """Iterate over the entries. Raises ConfigError, naming the line, for an invalid one, and naming the file for a
         part that is missing or damaged."""
-        parts = closed_parts(self.path)
+        parts = list_closed_parts(self.path)
         missing = [n for n in range(1, max(parts, default=0) + 1) if n not in parts]
         if missing:
             name = f"{self.path.name}.{missing[0]:04}"
             raise ConfigError(f"{self.path.with_name(name)}: this part of the journal is missing; restore it")
         for number, file in parts.items():
-            yield from self._of_file(file, number, last=False)
-        yield from self._of_file(self.path, len(parts) + 1, last=True)
+            yield from self._read_file(file, number, last=False)
+        yield from self._read_file(self.path, len(parts) + 1, last=True)
 
-    def _of_file(self, file: Path, part: int, *, last: bool) -> Iterator[JournalEntry]:
+    def _read_file(self, file: Path, part: int, *, last: bool) -> Iterator[JournalEntry]:
         number = 0
         try:
             with open_part(file) as lines:
@@ -194,7 +199,7 @@ class Entries:
                         value = json.loads(line)
                     except (ValueError, RecursionError):
                         if last and not lines.read(1):
-                            self.torn_line = number
+                            self.incomplete_line = number
                             return
                         raise ConfigError(f"{file}, line {number}: not JSON") from None
                     if number == 1 and part > 1:
@@ -202,7 +207,7 @@ class Entries:
                         continue
                     try:
                         entry = CODEC.decode(value, JournalEntry)
-                        _check(entry)
+                        _check_entry(entry)
                     except ValueError as error:
                         raise ConfigError(f"{file}, line {number}: {error}") from error
                     yield entry
@@ -214,7 +219,7 @@ class Entries:
             raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
 
     def _require_heading(self, file: Path, value: object, part: int) -> None:
-        """Raise ConfigError unless a file's first line says that it is this part."""
+        """Raise ConfigError unless a file's first line has the number of this part."""
         number = value.get(PART) if isinstance(value, dict) else None
         if not isinstance(number, int):
             raise ConfigError(f"{file}, line 1: not the heading of part {part} of a journal; restore the file")
@@ -223,35 +228,30 @@ class Entries:
             raise ConfigError(f"{missing}: this part of the journal is missing; {file.name} is {number}")
 
 
-def _check(entry: JournalEntry) -> None:
-    """Raise ValueError for what has the right type and still cannot be replayed."""
+def _check_entry(entry: JournalEntry) -> None:
+    """Raise ValueError for values of the right type that cannot be replayed."""
     if not math.isfinite(entry.now):
-        raise ValueError(f"now: {entry.now} is no time")
+        raise ValueError(f"now: {entry.now} is not a time")
     if isinstance(entry.event, RunResumed):
         for key, count in entry.event.num_ended:
-            if not ENDED.fullmatch(key) or count < 0:
-                raise ValueError(f"event.num_ended: {key!r}: {count} is no count of a fate and its reason")
+            if not OUTCOME_KEY.fullmatch(key) or count < 0:
+                raise ValueError(f"event.num_ended: {key!r}: {count} is not a count of a fate and its reason")
 
 
-def read(path: Path) -> Entries:
-    """The entries of a journal."""
-    return Entries(path)
-
-
-def replay(coordinator: Coordinator, entries: Iterable[JournalEntry]) -> Replay:
+def replay(coordinator: Coordinator, entries: Iterable[JournalEntry]) -> ReplayComparison:
     """Feed recorded events to a new coordinator, and compare its commands with the recorded ones."""
     num_events = num_commands = 0
     for entry in entries:
         num_events += 1
         try:
             num_routes = sum(isinstance(command, Route) for command in entry.commands)
-            limit = MAX_ROUTES if num_routes <= MAX_ROUTES else num_routes + 1  # recorded when there was no limit
-            answered = coordinator.handle(entry.event, entry.now, max_routes=limit)
+            max_routes = MAX_ROUTES if num_routes <= MAX_ROUTES else num_routes + 1  # recorded when there was no limit
+            commands = coordinator.handle(entry.event, entry.now, max_routes=max_routes)
         except ProtocolViolation as violation:
             difference = f"event {num_events}: {str(violation).splitlines()[0]}"
-            return Replay(num_events=num_events, num_commands=num_commands, difference=difference)
-        num_commands += len(answered)
-        if tuple(answered) != entry.commands:
-            difference = f"event {num_events}, {entry.event}: answered {answered}, recorded {list(entry.commands)}"
-            return Replay(num_events=num_events, num_commands=num_commands, difference=difference)
-    return Replay(num_events=num_events, num_commands=num_commands, difference="")
+            return ReplayComparison(num_events=num_events, num_commands=num_commands, difference=difference)
+        num_commands += len(commands)
+        if tuple(commands) != entry.commands:
+            difference = f"event {num_events}, {entry.event}: commands {commands}, recorded {list(entry.commands)}"
+            return ReplayComparison(num_events=num_events, num_commands=num_commands, difference=difference)
+    return ReplayComparison(num_events=num_events, num_commands=num_commands, difference="")

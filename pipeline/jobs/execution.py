@@ -15,7 +15,7 @@ from staleflow.pipeline.cluster.job_lookup import refuse_second_job
 from staleflow.pipeline.config import user_files
 from staleflow.pipeline.config.model_facts import ModelFacts, inspect_model
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.jobs.starts import Starts
+from staleflow.pipeline.jobs.starts import StartRecords
 from staleflow.pipeline.jobs.stopping import StopRequest
 from staleflow.pipeline.recovery import source_fingerprints
 from staleflow.pipeline.recovery.run_folder import create_and_lock, prepare_run_dir
@@ -55,17 +55,17 @@ async def execute(
     resume: bool = False,
     locked: bool = False,
     driver_worker: DriverWorker | None = None,
-    job: str = "",
+    job_id: str = "",
     stop: StopRequest | None = None,
     security: Any = None,
 ) -> RunEnd:
     """Run a job on the cluster it names, or resume it from its folder.
 
     Args:
-        listener: Called with what happens in the run.
+        listener: Receives the progress of the run.
         locked: Whether the caller has locked the run folder.
-        job: Id of a submitted job, whose task reports how it ended.
-        stop: Requests to stop the run.
+        job_id: Id of a submitted job, whose task reports how it ended.
+        stop: Request to stop the run.
         security: Dask's security object for the cluster that the job names.
     """
     facts = inspect_model(config)
@@ -77,7 +77,14 @@ async def execute(
         await check_gpus(config, security)
     with contextlib.nullcontext() if locked else create_and_lock(config.run_dir):
         return await _execute(
-            config, facts, listener, resume=resume, driver_worker=driver_worker, job=job, stop=stop, security=security
+            config,
+            facts,
+            listener,
+            resume=resume,
+            driver_worker=driver_worker,
+            job_id=job_id,
+            stop=stop,
+            security=security,
         )
 
 
@@ -88,7 +95,7 @@ async def _execute(
     *,
     resume: bool,
     driver_worker: DriverWorker | None,
-    job: str,
+    job_id: str,
     stop: StopRequest | None,
     security: Any,
 ) -> RunEnd:
@@ -98,82 +105,82 @@ async def _execute(
     from staleflow.pipeline.processes.dask_workers import connect
 
     run_dir = config.run_dir
-    config, fingerprints, changed_sources = _prepare_folder(config, resume=resume)
-    cluster = await (
+    config, fingerprints, source_changes = _prepare_folder(config, resume=resume)
+    workers = await (
         connect(config, security)
         if driver_worker is None
         else connect(config, driver_worker.security, within_s=BUSY_SCHEDULER_S)
     )
-    reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps, run_dir)
-    cluster.job = reporter.id
-    ended = "failed", ""
+    reporter = Reporter(job_id or f"{config.name}-{facts.nonce[:6]}", config.steps, run_dir)
+    workers.job = reporter.id
+    end_state = "failed", ""
     try:
-        if cluster.dashboard:
-            listener.line(f"Dask dashboard: {cluster.dashboard}")
-        client_id = str(cluster.client.id)
+        if workers.dashboard:
+            listener.line(f"Dask dashboard: {workers.dashboard}")
+        client_id = str(workers.client.id)
         job_facts = {"id": reporter.id, "name": config.name, "run_dir": str(run_dir), "steps": config.steps}
-        refuse_second_job(await job_registry.ask(cluster.client, "submit", **job_facts, by=client_id))
-        stopped = await cluster.wait_for_workers(
+        refuse_second_job(await job_registry.ask(workers.client, "submit", **job_facts, by=client_id))
+        stopped = await workers.wait_for_workers(
             config, listener.line, "" if driver_worker is None else driver_worker.address
         )
         if stopped:
-            ended = "stopped", stopped
+            end_state = "stopped", stopped
             summary = summarize(config, RunReport(stopped=stopped), run_dir)  # not written: nothing has changed
             return RunEnd(run_dir=run_dir, summary=summary, stopped=stopped)
-        if cluster.placement_text:
-            listener.line(f"GPUs: {cluster.placement_text}")
-        actors = Actors(config, cluster, run_dir, facts)
+        if workers.placement_text:
+            listener.line(f"GPUs: {workers.placement_text}")
+        actors = Actors(config, workers, run_dir, facts)
         with reporter.capturing_warnings():
-            outcomes = await _train(
-                config, actors, cluster, reporter, listener, (fingerprints, changed_sources), stop, resume=resume
+            report = await _train(
+                config, actors, workers, reporter, listener, (fingerprints, source_changes), stop, resume=resume
             )
-        ended = ("stopped" if outcomes.stopped else "done"), outcomes.stopped
+        end_state = ("stopped" if report.stopped else "done"), report.stopped
     except BaseException as error:
-        ended = ("failed", str(error)) if isinstance(error, Exception) else ("stopped", "interrupted")
+        end_state = ("failed", str(error)) if isinstance(error, Exception) else ("stopped", "interrupted")
         raise
     finally:
         with contextlib.suppress(Exception):
-            await reporter.report(cluster.client, *(("running", "") if job else ended))
-        await cluster.close()
-    return RunEnd(run_dir=run_dir, summary=write_report(config, outcomes, run_dir), stopped=outcomes.stopped)
+            await reporter.report(workers.client, *(("running", "") if job_id else end_state))
+        await workers.close()
+    return RunEnd(run_dir=run_dir, summary=write_report(config, report, run_dir), stopped=report.stopped)
 
 
 async def _train(
     config: RunConfig,
     actors: Actors,
-    cluster: DaskWorkers,
+    workers: DaskWorkers,
     reporter: Reporter,
     listener: RunListener,
-    sources: tuple[Fingerprints, list[str]],
+    source_state: tuple[Fingerprints, list[str]],
     stop: StopRequest | None,
     *,
     resume: bool,
 ) -> RunReport:
-    """Run the driver from the run's start or its resume point to its end. sources: fingerprints of data and code, and
-    their changes since the run began."""
+    """Run the driver from the run's start or its resume point to its end. source_state: fingerprints of data and code,
+    and their changes since the run began."""
     from staleflow.pipeline.jobs.tracking import Tracking
     from staleflow.pipeline.recovery import resumption as resumptions
 
-    run_dir, (fingerprints, changed_sources) = config.run_dir, sources
+    run_dir, (fingerprints, source_changes) = config.run_dir, source_state
     resumption = resumptions.prepare(config) if resume else None
     version, elapsed_s = (0, 0.0) if resumption is None else (resumption.version, resumption.elapsed_s)
-    starts = Starts(run_dir, version, elapsed_s)
+    start_records = StartRecords(run_dir, version, elapsed_s)
     with contextlib.closing(Tracking(config, run_dir)) as tracking:
-        listeners = RunListeners(tracking, starts, reporter, listener)
+        listeners = RunListeners(tracking, start_records, reporter, listener)
         if resumption is not None:
             listeners.line(f"resuming from version {resumption.version}")
-            reporter.earlier_steps(resumption.steps)
+            reporter.add_earlier_steps(resumption.steps)
         driver = Driver(
-            config, actors, run_dir, listeners, resumption, fingerprints=fingerprints, changed=changed_sources
+            config, actors, run_dir, listeners, resumption, fingerprints=fingerprints, input_changes=source_changes
         )
-        with starts.recording_end(driver.outcomes):
-            outcomes = await _run_driver(driver, reporter.report_until_done(driver, cluster), stop)
-    if resumption is not None and not outcomes.steps:  # stopped before the run was taken up again
-        outcomes.steps += resumption.steps
-        outcomes.evaluations += read_evaluations(run_dir)
-    if outcomes.diagnosis is not None:
-        reporter.line(outcomes.diagnosis.line)
-    return outcomes
+        with start_records.recording_end(driver.report):
+            report = await _run_driver(driver, reporter.report_until_done(driver, workers), stop)
+    if resumption is not None and not report.steps:  # stopped before the run was resumed
+        report.steps += resumption.steps
+        report.evaluations += read_evaluations(run_dir)
+    if report.diagnosis is not None:
+        reporter.line(report.diagnosis.line)
+    return report
 
 
 def _prepare_folder(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Fingerprints, list[str]]:
@@ -192,26 +199,28 @@ def _prepare_folder(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Fing
     return config, fingerprints, []
 
 
-async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None], stop: StopRequest | None) -> RunReport:
-    """Run the driver until it ends or is stopped, then close it. reporting: coroutine that runs meanwhile."""
-    reports = asyncio.ensure_future(reporting)
+async def _run_driver(
+    driver: Driver, report_coroutine: Coroutine[Any, Any, None], stop: StopRequest | None
+) -> RunReport:
+    """Run the driver until it ends or is stopped, then close it. report_coroutine: runs meanwhile."""
+    report_task = asyncio.ensure_future(report_coroutine)
     if stop is not None:
         stop.set_handler(driver.stop)
     try:
         return await driver.run()
     except asyncio.CancelledError:
         task = asyncio.current_task()
-        if not driver.outcomes.stopped or task is None:
+        if not driver.report.stopped or task is None:
             raise
         task.uncancel()
-        return driver.outcomes  # stopped at once: only committed steps count
+        return driver.report  # stopped at once, so only committed steps count
     finally:
         if stop is not None:
             stop.set_handler(_ignore_stop)
-        reports.cancel()
-        await asyncio.gather(reports, return_exceptions=True)
+        report_task.cancel()
+        await asyncio.gather(report_task, return_exceptions=True)
         await driver.close()
 
 
 def _ignore_stop(_: str) -> None:
-    """Stop a run that is ending anyway."""
+    """Ignore a request to stop, because the run is ending."""

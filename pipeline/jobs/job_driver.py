@@ -1,10 +1,10 @@
 """The driver of a submitted job, as a Dask task, which restarts on another worker if its worker dies.
 
-It runs in a thread of one of the workers that its job was given. After a restart, and after a loss that the run could
-not make good by itself, it resumes from the run's newest resume point. A job ends as done, stopped on request, or
+It runs in a thread of one of the workers that are assigned to its job. After a restart, and after a loss that ends the
+run, it resumes from the run's newest resume point. A job ends as done, stopped on request, or
 failed with a reason.
 
-Whoever submits a job imports this module too, so torch and the store are loaded only where a driver runs.
+The process that submits a job imports this module too, so torch and the store are imported only when a driver runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from distributed import Reschedule, get_worker, secede
 from distributed.core import Status
 
-from staleflow.pipeline.cluster import job_registry
+from staleflow.pipeline.cluster import job_registry, submitted_job
 from staleflow.pipeline.cluster.connection import BUSY_SCHEDULER_S, ClusterAddress, client_security
 from staleflow.pipeline.cluster.job_lookup import find
 from staleflow.pipeline.config import loading
@@ -37,100 +37,110 @@ if TYPE_CHECKING:
     from staleflow.pipeline.jobs.execution import DriverWorker
 
 MAX_RESUMES = 3
-"""Losses in a row, without a new step in between, after which a driver resumes by itself."""
+"""Number of consecutive losses without a new step after which a driver still resumes."""
 
 LOCK_RETRY_S = 0.5
-"""Seconds between attempts to lock a folder that an earlier driver of the same job still holds."""
+"""Seconds between attempts to lock a folder that an earlier driver of the same job has locked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A job as it is sent to the cluster: resolved, as TOML, with its user code by file name. resume: whether to
-    continue an existing run."""
+    """A job as it is sent to the cluster. job_toml: the resolved job. code: its user code by file name. resume: whether
+    to continue an existing run."""
 
     id: str
-    job: str
+    job_toml: str
     code: dict[str, str] = field(default_factory=dict)
     resume: bool = False
 
 
-def drive(submission: Submission) -> str:
+def run_driver(submission: Submission) -> str:
     """The driver's Dask task. Returns how the job ended. Dask runs it again if its worker dies, or the worker that has
     its result."""
     from staleflow.pipeline.jobs.execution import DriverWorker
 
     worker = get_worker()
-    slot = DriverWorker(address=worker.address, security=client_security(worker.security))
-    secede()  # it is long-running and computes little: free the worker's thread
+    driver_worker = DriverWorker(address=worker.address, security=client_security(worker.security))
+    secede()  # the task is long and computes little, so free the worker's thread
     return asyncio.run(
-        _drive(submission, slot, worker.scheduler.address, alive=lambda: worker.status is Status.running)
+        _run_driver(
+            submission, driver_worker, worker.scheduler.address, is_alive=lambda: worker.status is Status.running
+        )
     )
 
 
-async def _drive(submission: Submission, slot: DriverWorker, scheduler: str, alive: Callable[[], bool]) -> str:
+async def _run_driver(
+    submission: Submission, driver_worker: DriverWorker, scheduler: str, is_alive: Callable[[], bool]
+) -> str:
     from staleflow.pipeline.jobs import reporter
 
-    cluster = ClusterAddress(address=scheduler, security=slot.security)
+    cluster = ClusterAddress(address=scheduler, security=driver_worker.security)
     async with cluster.connected(BUSY_SCHEDULER_S) as client:
         job = await find(client, submission.id)
-        if job["state"] in job_registry.ENDED:
+        if job["state"] in submitted_job.ENDED:
             return str(job["state"])
-        # It waits, or has other workers: Dask restarts a task wherever it may.
-        if not await job_registry.ask(client, "begin", id=submission.id, address=slot.address, driver=client.id):
+        # False if the job is queued or has other workers: Dask restarts a task on any worker.
+        if not await job_registry.ask(
+            client, "begin", id=submission.id, address=driver_worker.address, driver=client.id
+        ):
             raise Reschedule
         try:
-            state, why = await _run_to_end(submission, slot, client, scheduler)
+            state, reason = await _run_to_end(submission, driver_worker, client, scheduler)
         except DriverSlotTaken:
             raise Reschedule from None
         except Exception as error:
-            if not alive():
-                raise  # this process is ending, not the job: Dask restarts the task elsewhere
+            if not is_alive():
+                raise  # the worker ends, not the job: Dask restarts the task elsewhere
             if not isinstance(error, StaleflowError):
                 logging.getLogger(__name__).exception("job %s failed", submission.id)
             is_expected = isinstance(error, StaleflowError)
-            state, why = "failed", str(error) if is_expected else f"{type(error).__name__}: {error}"
-        await reporter.report_state(client, job, state, why)
+            state, reason = "failed", str(error) if is_expected else f"{type(error).__name__}: {error}"
+        await reporter.report_state(client, job, state, reason)
         await job_registry.ask(client, "end", id=submission.id)
         return state
 
 
-async def _run_to_end(submission: Submission, slot: DriverWorker, client: Any, scheduler: str) -> tuple[str, str]:
+async def _run_to_end(
+    submission: Submission, driver_worker: DriverWorker, client: Any, scheduler: str
+) -> tuple[str, str]:
     """Run the job, resuming after recoverable losses. Returns the final state and the reason, if any."""
-    config = on_this_cluster(submission, scheduler)
-    async with claimed_for_job(config, submission):
-        if not (config.run_dir / "store").exists():  # where it was submitted, not all of this could be checked
+    config = configure_for_cluster(submission, scheduler)
+    async with lock_for_job(config, submission):
+        if not (config.run_dir / "store").exists():  # the submitting machine could not check everything
             await asyncio.to_thread(check_job, config)
-        return await _resume_to_end(config, submission, slot, client)
+        return await _resume_to_end(config, submission, driver_worker, client)
 
 
-async def _resume_to_end(config: RunConfig, submission: Submission, slot: DriverWorker, client: Any) -> tuple[str, str]:
+async def _resume_to_end(
+    config: RunConfig, submission: Submission, driver_worker: DriverWorker, client: Any
+) -> tuple[str, str]:
     """`_run_to_end` with the run folder locked."""
     from staleflow.pipeline.jobs import reporter
     from staleflow.pipeline.jobs.execution import execute
     from staleflow.pipeline.runtime.run_listener import RunListener
 
-    trained, resumes = -1, 0
+    num_trained, num_resumes = -1, 0
     while True:
         exists = (config.run_dir / "store").exists()
-        steps, ended = committed_steps(config.run_dir) if exists else (0, False)
+        steps, ended = count_committed_steps(config.run_dir) if exists else (0, False)
         if ended and steps >= config.steps:
             return "done", ""
         if stop := (job := await find(client, submission.id))["stop"]:
             return "stopped", stop
-        if steps > trained:
-            trained, resumes = steps, 0
+        if steps > num_trained:
+            num_trained, num_resumes = steps, 0
         try:
             end = await execute(
                 config,
                 RunListener(),
                 resume=exists or submission.resume,
                 locked=True,
-                driver_worker=slot,
-                job=submission.id,
+                driver_worker=driver_worker,
+                job_id=submission.id,
             )
         except ActorLost as lost:
-            resumes += 1
-            if resumes > MAX_RESUMES:
+            num_resumes += 1
+            if num_resumes > MAX_RESUMES:
                 raise
             await reporter.report_state(client, job, "waiting", f"lost: {lost}; resuming")
             continue
@@ -138,7 +148,7 @@ async def _resume_to_end(config: RunConfig, submission: Submission, slot: Driver
 
 
 @contextlib.asynccontextmanager
-async def claimed_for_job(config: RunConfig, submission: Submission) -> AsyncIterator[None]:
+async def lock_for_job(config: RunConfig, submission: Submission) -> AsyncIterator[None]:
     """Lock the run folder and record this job in it. Raises ConfigError, having written nothing, if the folder has a
     run that this job must not continue, or another process uses it."""
     run_dir, deadline = config.run_dir, time.monotonic() + config.deadlines.start_s
@@ -158,17 +168,17 @@ async def claimed_for_job(config: RunConfig, submission: Submission) -> AsyncIte
         yield
 
 
-def committed_steps(run_dir: Path) -> tuple[int, bool]:
+def count_committed_steps(run_dir: Path) -> tuple[int, bool]:
     """Number of training steps that a run has committed, and whether its end is stored."""
     from staleflow.stores.trajectories.versioned import VersionedStore
 
-    stored = VersionedStore.open(run_dir / "store").summary()
-    return stored.num_steps, stored.ended
+    summary = VersionedStore.open(run_dir / "store").summary()
+    return summary.num_steps, summary.ended
 
 
-def on_this_cluster(submission: Submission, scheduler: str) -> RunConfig:
+def configure_for_cluster(submission: Submission, scheduler: str) -> RunConfig:
     """The submitted job with this cluster's address, and with its user code in the run folder."""
-    tree = tomllib.loads(submission.job)
+    tree = tomllib.loads(submission.job_toml)
     tree["cluster"] |= {"kind": "address", "address": scheduler, "scheduler_file": ""}
     config = loading.from_tree(tree, submission.id)
     return with_code_in(config, config.run_dir / "code", submission.code)

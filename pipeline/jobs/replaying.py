@@ -38,11 +38,11 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayR
     """Replay all events recorded in a run folder. Raises ConfigError, also for a trajectory that the run never started.
     trajectory: the trajectory whose events to list."""
     require_run(run_dir)
-    if not journal.files(run_dir / "events.jsonl"):
+    if not journal.list_files(run_dir / "events.jsonl"):
         raise ConfigError(f"{run_dir}: no recorded events; the run was killed before its first, or they were removed")
     # Read before the journals: a run in progress records events before it stores their step.
-    stored = VersionedStore.open(run_dir / "store").summary() if (run_dir / "store").exists() else None
-    result = journal.Replay(num_events=0, num_commands=0, difference="")
+    summary = VersionedStore.open(run_dir / "store").summary() if (run_dir / "store").exists() else None
+    result = journal.ReplayComparison(num_events=0, num_commands=0, difference="")
     story: list[str] = []
     truncated: list[str] = []
     missing = ""
@@ -51,21 +51,22 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayR
         coordinator = make_coordinator(load_job(run_dir, file=config.name, exact_rules=True))
         if trajectory is not None:
             coordinator.follow(trajectory)
-        entries = journal.read(events)
-        before = coverage.version
+        entries = journal.JournalReader(events)
+        previous_version = coverage.version
         result += journal.replay(coordinator, coverage.watch(entries))
         if result.difference:
             break
-        if coverage.resumed_from > before:
+        if coverage.resumed_from > previous_version:
             missing = (
-                missing or f"before {events.name} the journal ends at version {before}, not {coverage.resumed_from}"
+                missing
+                or f"before {events.name} the journal ends at version {previous_version}, not {coverage.resumed_from}"
             )
-        if coverage.any_event:
+        if coverage.has_events:
             coverage.version = coordinator.ledger.version
         if coverage.stopped:
             coverage.ended_at = coverage.version
-        if entries.torn_line:
-            truncated.append(f"{events.name}, line {entries.torn_line}, is cut off and was left out")
+        if entries.incomplete_line:
+            truncated.append(f"{events.name}, line {entries.incomplete_line}, is incomplete and was ignored")
         if trajectory is not None:
             story += coordinator.story(trajectory)
     if trajectory is not None and not story and not result.difference:
@@ -74,7 +75,7 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayR
         num_events=result.num_events,
         num_commands=result.num_commands,
         difference=result.difference,
-        missing="" if result.difference else missing or coverage.missing(stored),
+        missing="" if result.difference else missing or coverage.explain_missing(summary),
         truncated="; ".join(truncated),
         story=tuple(story),
     )
@@ -88,25 +89,25 @@ class _Coverage:
     ended_at: int = -1
     """Version at the latest end of the run; -1 before any."""
     resumed_from: int = 0
-    any_event: bool = False
+    has_events: bool = False
     stopped: bool = False
 
     def watch(self, entries: Iterable[JournalEntry]) -> Iterator[JournalEntry]:
-        """Yield a journal's entries, and keep track of them."""
-        self.resumed_from, self.any_event, self.stopped = 0, False, False
+        """Yield a journal's entries, and update the coverage."""
+        self.resumed_from, self.has_events, self.stopped = 0, False, False
         for entry in entries:
-            self.any_event = True
+            self.has_events = True
             self.stopped = isinstance(entry.event, StopRequested)
             if isinstance(entry.event, RunResumed):
                 self.resumed_from = entry.event.step
             yield entry
 
-    def missing(self, stored: Summary | None) -> str:
-        """What the store holds that the journals do not cover; empty if nothing."""
-        if stored is None or stored.last is None:
+    def explain_missing(self, summary: Summary | None) -> str:
+        """Explain which part of the store the journals do not cover; empty if they cover everything."""
+        if summary is None or summary.last is None:
             return ""
-        if stored.num_steps > self.version:
-            return f"the journal ends at version {self.version}, {stored.num_steps} steps are stored"
-        if stored.ended and self.ended_at < stored.last.ledger.version:
+        if summary.num_steps > self.version:
+            return f"the journal ends at version {self.version}, {summary.num_steps} steps are stored"
+        if summary.ended and self.ended_at < summary.last.ledger.version:
             return f"the journal ends at version {self.version}, before the end of the run that is stored"
         return ""

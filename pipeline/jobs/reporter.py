@@ -16,12 +16,12 @@ from typing import Any
 
 from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.coordination.snapshot import Snapshot
-from staleflow.pipeline.jobs.summary import step_line
+from staleflow.pipeline.jobs.summary import format_step
 from staleflow.pipeline.processes.dask_workers import DaskWorkers
 from staleflow.pipeline.recovery import job_record
 from staleflow.pipeline.recovery.run_folder import job_id
 from staleflow.pipeline.runtime.driver import Driver
-from staleflow.pipeline.runtime.evaluation_results import Evaluation, by_set, evaluation_progress
+from staleflow.pipeline.runtime.evaluation_results import Evaluation, describe_progress, group_by_set
 from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.errors import ConfigError, StoreError
@@ -38,36 +38,36 @@ CODEC = Codec()
 
 class Reporter(RunListener):
     """Sends one run's progress and log lines to the registry. num_steps: number of training steps of the run. run_dir:
-    the run folder, which keeps them too."""
+    the run folder, which stores them too."""
 
     def __init__(self, id: str, num_steps: int, run_dir: Path) -> None:
         self.id = id
         self._run_dir = run_dir
-        self._recorded = ""
-        """State and reason in the folder."""
-        self._planned = num_steps
+        self._recorded_state = ""
+        """State and reason that the run folder has."""
+        self._num_steps = num_steps
         self._lines: list[str] = []
         self._status: dict[str, Any] = {}
         self._steps: list[dict[str, float]] = []
-        self._doing = ""
+        self._phase = ""
 
     def line(self, text: str) -> None:
         """Append a line to the log."""
         self._lines.append(f"{time.strftime('%H:%M:%S')}  {text}")
 
-    def phase(self, doing: str) -> None:
-        if doing != self._doing:
-            self._doing = doing
-            self._log(doing)
+    def phase(self, name: str) -> None:
+        if name != self._phase:
+            self._phase = name
+            self._log(name)
 
-    def earlier_steps(self, steps: Sequence[dict[str, float]]) -> None:
+    def add_earlier_steps(self, steps: Sequence[dict[str, float]]) -> None:
         """Send the stored steps of a resumed run, without log lines."""
         self._steps += steps
 
-    def step_stored(self, step: Mapping[str, float], limit: str) -> None:
-        self._doing = "training"
+    def step_stored(self, step: Mapping[str, float], bottleneck: str) -> None:
+        self._phase = "training"
         self._steps.append(dict(step))
-        self._log(step_line(step, self._planned, limit))
+        self._log(format_step(step, self._num_steps, bottleneck))
 
     def evaluated(self, evaluation: Evaluation) -> None:
         self._log(evaluation.line)
@@ -81,10 +81,10 @@ class Reporter(RunListener):
             "environments": [CODEC.encode(host) for host in report.environments],
             "sources": [source.line for source in report.sources],
             "limit": next(reversed(report.bottlenecks.values()), ""),
-            "evaluating": evaluation_progress(snapshot.evaluated_version, snapshot.num_eval_in_flight)
+            "evaluating": describe_progress(snapshot.evaluated_version, snapshot.num_eval_in_flight)
             if is_evaluating
             else "",
-            "evaluated": [same_set[-1].line for same_set in by_set(report.evaluations).values()],
+            "evaluated": [same_set[-1].line for same_set in group_by_set(report.evaluations).values()],
         }
 
     def _log(self, line: str) -> None:
@@ -103,49 +103,49 @@ class Reporter(RunListener):
         finally:
             logging.getLogger("staleflow").removeHandler(handler)
 
-    async def report_until_done(self, driver: Driver, cluster: DaskWorkers) -> None:
+    async def report_until_done(self, driver: Driver, workers: DaskWorkers) -> None:
         """Report regularly while the driver runs. Stops it, or retires an instance, when requested."""
         while True:
-            state, why = "running", ""
-            if cluster.waiting:
-                needs = "; ".join(f"{name} needs {need}" for name, need in sorted(cluster.waiting.items()))
-                state, why = "waiting", f"{needs}; gives up after {cluster.start_s:g} s (deadlines.start_s)"
-                if driver.training:
-                    state, why = "running", f"continues without {needs}"
+            state, reason = "running", ""
+            if workers.waiting:
+                needs = "; ".join(f"{name} needs {need}" for name, need in sorted(workers.waiting.items()))
+                state, reason = "waiting", f"{needs}; stops waiting after {workers.start_s:g} s (deadlines.start_s)"
+                if driver.is_training:
+                    state, reason = "running", f"continues without {needs}"
             driver_status = {
                 "decisions": driver.decisions(MAX_DECISIONS),
                 "tokens_sampled": driver.tokens_sampled(),
                 "kept_tokens": driver.kept_tokens(),
             }
-            for worker in await job_registry.ask(cluster.client, "take_retirements", id=self.id):
+            for worker in await job_registry.ask(workers.client, "take_retirements", id=self.id):
                 self._log(driver.retire(worker) or f"retiring {worker}")
-            if cluster.shared:
-                for worker in await job_registry.ask(cluster.client, "surplus_to_return", id=self.id):
+            if workers.shared:
+                for worker in await job_registry.ask(workers.client, "surplus_to_return", id=self.id):
                     driver.release_worker(worker)
-            stop = await self.report(cluster.client, state, why, driver_status)
-            if stop:
-                driver.stop(stop)
+            stop_reason = await self.report(workers.client, state, reason, driver_status)
+            if stop_reason:
+                driver.stop(stop_reason)
                 return
             await asyncio.sleep(REPORT_S)
 
-    async def report(self, client: Any, state: str, why: str, driver_status: dict[str, Any] | None = None) -> str:
+    async def report(self, client: Any, state: str, reason: str, driver_status: dict[str, Any] | None = None) -> str:
         """Send new steps and lines to the registry, and write them to the folder. Returns why the run must stop; empty
         if it need not."""
         lines, self._lines = self._lines, []
         steps, self._steps = self._steps, []
-        status = {**self._status, "doing": self._doing, **(driver_status or {})} if self._status else {}
-        if lines or steps or self._recorded != f"{state} {why}":
-            self._recorded = f"{state} {why}"
-            changes: dict[str, Any] = {"id": self.id, "steps": self._planned, "state": state, "why": why}
+        status = {**self._status, "doing": self._phase, **(driver_status or {})} if self._status else {}
+        if lines or steps or self._recorded_state != f"{state} {reason}":
+            self._recorded_state = f"{state} {reason}"
+            changes: dict[str, Any] = {"id": self.id, "steps": self._num_steps, "state": state, "why": reason}
             changes |= ({"status": status} if status else {}) | ({"last": steps[-1]} if steps else {})
-            await record(self._run_dir, changes, lines)
+            await write_record(self._run_dir, changes, lines)
         stop_reason = await job_registry.ask(
-            client, "report", id=self.id, state=state, why=why, status=status, steps=steps, lines=lines
+            client, "report", id=self.id, state=state, why=reason, status=status, steps=steps, lines=lines
         )
         return str(stop_reason)
 
 
-async def record(run_dir: Path, changes: dict[str, Any], lines: list[str]) -> None:
+async def write_record(run_dir: Path, changes: dict[str, Any], lines: list[str]) -> None:
     """Write the state of a run's job to the run folder. Errors are ignored, because the registry has the state as
     well."""
     try:
@@ -154,10 +154,10 @@ async def record(run_dir: Path, changes: dict[str, Any], lines: list[str]) -> No
         logger.debug("the record of the job is not kept: %s", error)
 
 
-async def report_state(client: Any, job: Mapping[str, Any], state: str, why: str) -> None:
+async def report_state(client: Any, job: Mapping[str, Any], state: str, reason: str) -> None:
     """Report a run's state and the reason for it. job: the registry's entry of the job."""
-    line = f"{time.strftime('%H:%M:%S')}  {state}: {why}" if why else f"{time.strftime('%H:%M:%S')}  {state}"
+    line = f"{time.strftime('%H:%M:%S')}  {state}: {reason}" if reason else f"{time.strftime('%H:%M:%S')}  {state}"
     run_dir = Path(job["run_dir"])
-    if job_id(run_dir) == job["id"]:  # else the folder is another's
-        await record(run_dir, {"id": job["id"], "state": state, "why": why}, [line])
-    await job_registry.ask(client, "report", id=job["id"], state=state, why=why, status={}, steps=[], lines=[line])
+    if job_id(run_dir) == job["id"]:  # else the folder belongs to another job
+        await write_record(run_dir, {"id": job["id"], "state": state, "why": reason}, [line])
+    await job_registry.ask(client, "report", id=job["id"], state=state, why=reason, status={}, steps=[], lines=[line])

@@ -1,8 +1,8 @@
-"""Records of each start of a run that are not in its store: losses, commands, seconds. A run starts again with
-`resume`, and with its driver after a loss; its summary covers all starts.
+"""Records of each start of a run that are not in its store: losses, commands, seconds. Each `resume`, and each restart
+of a driver after a loss, is a start. The run's summary covers all starts.
 
 starts.json in the run's folder holds one entry per start, oldest first. It is written at each training step and each
-loss, so what a killed driver leaves is complete up to its last step.
+loss, so the entry of a killed driver is complete up to its last step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from staleflow.stores.serialization import Codec
 
 CODEC = Codec()
 FILE = "starts.json"
-OF_A_START = (
+PHASES_PER_START = (
     "decide_s",
     "driver_cpu_s",
     "rollout_busy_s",
@@ -31,7 +31,7 @@ OF_A_START = (
     "rollout_idle_with_work_s",
     "tokens_sampled",
 )
-"""Phases that a driver measures from its own start on; the others it knows of the whole run."""
+"""Phases that a driver measures since its own start. It measures the others over the whole run."""
 
 
 @dataclass(slots=True)
@@ -44,54 +44,54 @@ class Start:
     alarms: list[str] = field(default_factory=list)
     commands: dict[str, int] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
-    """Those of `OF_A_START`, and wall_s: its own seconds; empty if its driver was killed."""
+    """Those of `PHASES_PER_START`, and wall_s: its own seconds; empty if its driver was killed."""
 
 
-class Starts(RunListener):
-    """The starts of a run, during its last one. Raises StoreError. version: the version it begins with. elapsed_s:
-    seconds of the run before."""
+class StartRecords(RunListener):
+    """Records the current start of a run in starts.json. Raises StoreError. version: the version it begins with.
+    elapsed_s: seconds of the run before."""
 
     def __init__(self, run_dir: Path, version: int, elapsed_s: float) -> None:
         self._path = run_dir / FILE
-        self._earlier = read(run_dir)
-        self._now = Start(version)
+        self._earlier_starts = read(run_dir)
+        self._current = Start(version)
         self._elapsed_s = elapsed_s
-        self._written = (0, 0)
+        self._written_counts = (0, 0)
         self._write()
 
     def status(self, snapshot: Snapshot | None, report: RunReport) -> None:
         """Write the record of this start, if a step was trained or an actor lost since the last write."""
-        self._now.losses, self._now.alarms = list(report.losses), list(report.alarms)
-        self._now.commands = dict(report.commands)
-        reached = len(report.steps), len(report.losses)
-        if reached != self._written:
-            self._written = reached
+        self._current.losses, self._current.alarms = list(report.losses), list(report.alarms)
+        self._current.commands = dict(report.commands)
+        counts = len(report.steps), len(report.losses)
+        if counts != self._written_counts:
+            self._written_counts = counts
             self._write()
 
     @contextlib.contextmanager
-    def recording_end(self, outcomes: RunReport) -> Iterator[None]:
-        """Context manager: writes how this start ended. outcomes: the report, filled in during the block."""
+    def recording_end(self, report: RunReport) -> Iterator[None]:
+        """Context manager: writes how this start ended. report: the run's report, which the block completes."""
         end = "stopped at once"
         try:
             yield
-            end = f"stopped: {outcomes.stopped}" if outcomes.stopped else "done"
+            end = f"stopped: {report.stopped}" if report.stopped else "done"
         except Exception as error:
             end = f"failed: {error}"
             raise
         finally:
-            self._end(outcomes, end)
+            self._end(report, end)
 
-    def _end(self, outcomes: RunReport, end: str) -> None:
-        self._now.end, self._written = end, (-1, -1)
-        if outcomes.phases:
-            known = {name: outcomes.phases.get(name, 0.0) for name in OF_A_START}
-            self._now.phases = known | {"wall_s": outcomes.phases.get("wall_s", 0.0) - self._elapsed_s}
+    def _end(self, report: RunReport, end: str) -> None:
+        self._current.end, self._written_counts = end, (-1, -1)
+        if report.phases:
+            phases = {name: report.phases.get(name, 0.0) for name in PHASES_PER_START}
+            self._current.phases = phases | {"wall_s": report.phases.get("wall_s", 0.0) - self._elapsed_s}
         with contextlib.suppress(StoreError):  # how the run ended is more important
-            self.status(outcomes.snapshot, outcomes)
+            self.status(report.snapshot, report)
 
     def _write(self) -> None:
-        text = json.dumps([CODEC.encode(start) for start in (*self._earlier, self._now)], indent=1) + "\n"
-        # Not flushed to disk: it outlives this process, and a flush would hold up each step.
+        text = json.dumps([CODEC.encode(start) for start in (*self._earlier_starts, self._current)], indent=1) + "\n"
+        # Not flushed to disk, since that would slow each step; the file survives the end of this process anyway.
         replace_file(self._path, lambda tmp_path: tmp_path.write_text(text), "free space or move runs_dir", flush=False)
 
 
@@ -102,19 +102,20 @@ def read(run_dir: Path) -> list[Start]:
         entries = json.loads(path.read_text()) if path.is_file() else []
         return [CODEC.decode(entry, Start) for entry in entries]
     except (OSError, ValueError, TypeError) as error:
-        raise StoreError(f"{path}: cannot be read: {error}; remove it to go on without earlier losses") from error
+        raise StoreError(f"{path}: cannot be read: {error}; remove it to continue without earlier losses") from error
 
 
-def with_all_starts(outcomes: RunReport, run_dir: Path) -> RunReport:
-    """The report of a run's last start, with losses, alarms, commands and seconds of all starts. Raises StoreError."""
+def sum_over_starts(report: RunReport, run_dir: Path) -> RunReport:
+    """The report of a run's latest start, with losses, alarms, commands and seconds of all starts. Raises
+    StoreError."""
     starts = read(run_dir)
     return replace(
-        outcomes,
+        report,
         losses=[loss for start in starts for loss in start.losses],
         alarms=[alarm for start in starts for alarm in start.alarms],
         commands=_sum_starts([start.commands for start in starts]),
-        phases=outcomes.phases
-        | _sum_starts([{k: v for k, v in start.phases.items() if k in OF_A_START} for start in starts]),
+        phases=report.phases
+        | _sum_starts([{k: v for k, v in start.phases.items() if k in PHASES_PER_START} for start in starts]),
     )
 
 
@@ -124,6 +125,6 @@ Number = TypeVar("Number", int, float)
 def _sum_starts(counts: Sequence[Mapping[str, Number]]) -> dict[str, Number]:
     """The sum of counts by name."""
     total: dict[str, Number] = {}
-    for name, number in (item for counter in counts for item in counter.items()):
-        total[name] = total[name] + number if name in total else number
+    for name, count in (item for counts_of_start in counts for item in counts_of_start.items()):
+        total[name] = total[name] + count if name in total else count
     return total

@@ -1,6 +1,6 @@
 """Stops a run by a signal, or by a call from any thread.
 
-Nothing is lost when a process is ended at once: what is committed is on disk, and a run may be killed at any moment.
+A run may be killed at any moment, since committed data is on disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Interrupted(StaleflowError):
 class StopRequest:
     """A request to stop one run. A context manager, entered by the task that executes the run.
 
-    Until `attend` names what stops the run, the task is cancelled, and the context ends with Interrupted.
+    Until `set_handler` is called, a request cancels the task, and the context raises Interrupted.
     """
 
     def __init__(self) -> None:
@@ -30,29 +30,29 @@ class StopRequest:
         self._lock = threading.Lock()
         self._task: asyncio.Task[object] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: Callable[[str], None] = self._cancel
-        self._undelivered = 0
+        self._handler: Callable[[str], None] = self._cancel
+        self._num_undelivered = 0
 
     def ask(self, reason: str) -> None:
         """Stop the run; a second request stops it at once, without waiting for the training step in flight.
         Thread-safe, also before the run begins."""
         with self._lock:
             self.reason = self.reason or reason
-            self._undelivered += 1
+            self._num_undelivered += 1
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._deliver)
 
-    def set_handler(self, stop: Callable[[str], None]) -> None:
-        """Call `stop` with the reason of each request; at once if a request came earlier and its cancellation had no
+    def set_handler(self, handler: Callable[[str], None]) -> None:
+        """Call `handler` with the reason of each request; at once if a request came earlier and its cancellation had no
         effect."""
-        self._stop = stop
-        self._undelivered = 1 if self.reason else 0
+        self._handler = handler
+        self._num_undelivered = 1 if self.reason else 0
         self._deliver()
 
     def __enter__(self) -> StopRequest:
         with self._lock:
             self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
-            if self._undelivered:
+            if self._num_undelivered:
                 self._loop.call_soon(self._deliver)
         return self
 
@@ -66,9 +66,9 @@ class StopRequest:
             raise Interrupted(self.reason) from None
 
     def _deliver(self) -> None:
-        while self._undelivered:
-            self._undelivered -= 1
-            self._stop(self.reason)
+        while self._num_undelivered:
+            self._num_undelivered -= 1
+            self._handler(self.reason)
 
     def _cancel(self, _: str) -> None:
         if self._task is not None:
@@ -77,7 +77,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stopped_by_signals(
-    request: StopRequest, announce: Callable[[str], None], at_once: Callable[[], None]
+    request: StopRequest, announce: Callable[[str], None], end_process: Callable[[], None]
 ) -> Iterator[None]:
     """Context manager: the first SIGINT or SIGTERM requests that the run stops. Use in the main thread, inside of the
     request's context.
@@ -85,23 +85,23 @@ def stopped_by_signals(
     Args:
         request: The run's request to stop.
         announce: Receives a line for the user at the first signal.
-        at_once: Ends the process at the second.
+        end_process: Called at the second signal.
     """
     loop = asyncio.get_running_loop()
-    received: list[str] = []
+    received_reasons: list[str] = []
 
-    def hear(reason: str) -> None:
-        if received:
-            at_once()
-        received.append(reason)
+    def handle_signal(reason: str) -> None:
+        if received_reasons:
+            end_process()
+        received_reasons.append(reason)
         announce(f"{reason}: stopping; Ctrl-C again ends at once")
         request.ask(reason)
 
-    numbers = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-    for number, reason in numbers.items():
-        loop.add_signal_handler(number, hear, reason)
+    reasons = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+    for number, reason in reasons.items():
+        loop.add_signal_handler(number, handle_signal, reason)
     try:
         yield
     finally:
-        for number in numbers:
+        for number in reasons:
             loop.remove_signal_handler(number)

@@ -18,11 +18,11 @@ from staleflow.pipeline.cluster.job_lookup import refuse_second_job, refuse_too_
 from staleflow.pipeline.config import knob_tree, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.user_files import with_code
-from staleflow.pipeline.jobs.job_driver import Submission, drive
+from staleflow.pipeline.jobs.job_driver import Submission, run_driver
 from staleflow.pipeline.recovery.run_folder import refuse_locked
 from staleflow.stores.errors import ConfigError
 
-ARRIVED_POLL_S = 0.02
+ARRIVAL_POLL_S = 0.02
 """Seconds between two checks whether a submitted job's task has reached the scheduler."""
 
 
@@ -34,7 +34,7 @@ async def submit(config: RunConfig, cluster: ClusterAddress, *, resume: bool = F
     id = f"{config.name}-{secrets.token_hex(3)}"
     user_files.check(config)
     config, code = with_code(config)
-    submission = Submission(id=id, job=knob_tree.to_toml(config), code=code, resume=resume)
+    submission = Submission(id=id, job_toml=knob_tree.to_toml(config), code=code, resume=resume)
     needs = Needs.from_config(config, driver=True)
     async with cluster.connected() as client:
         await refuse_too_few_gpus(client, config)
@@ -53,14 +53,14 @@ async def submit(config: RunConfig, cluster: ClusterAddress, *, resume: bool = F
         refuse_second_job(other_job)
         # The task runs on no worker until the registry assigns workers to the job.
         future = client.submit(
-            drive, submission, key=job_registry.TASK_KEY_PREFIX + id, pure=False, workers=[job_registry.NO_WORKER]
+            run_driver, submission, key=job_registry.TASK_KEY_PREFIX + id, pure=False, workers=[job_registry.NO_WORKER]
         )
         while not (job := await job_registry.ask(client, "check_arrival", id=id))["arrived"]:
             if future.status in ("error", "lost", "cancelled"):
                 raise ConfigError(
                     f"the scheduler at {client.scheduler.address} refuses the job: {await _task_error(future)}"
                 )
-            await asyncio.sleep(ARRIVED_POLL_S)
+            await asyncio.sleep(ARRIVAL_POLL_S)
         return dict(job)
 
 

@@ -3,8 +3,8 @@ class.
 
 `tracking.tracker = "wandb"`, "mlflow" or "trackio" writes through that package. Project or experiment is called
 staleflow unless the package's own environment variable names another. Without an account, wandb writes into the run's
-folder, for `wandb sync`; without MLFLOW_TRACKING_URI, mlflow writes mlflow.db beside the runs. A resumed run goes on in
-the run it began with there.
+folder, for `wandb sync`; without MLFLOW_TRACKING_URI, mlflow writes mlflow.db beside the runs. A resumed run continues
+its earlier run there.
 
 A user's tracker is a class, named in the job file (`tracking.tracker = "mine.py:Tracker"`), with three methods:
 
@@ -51,10 +51,10 @@ logger = logging.getLogger(__name__)
 
 PROJECT = "staleflow"
 """Project or experiment that runs are tracked in unless the package's environment variable names another."""
-START_S = 30.0
+CONNECT_TIMEOUT_S = 30.0
 """Seconds that a tracker's service may take to answer at the start."""
-MLFLOW_BATCH, MLFLOW_LONGEST = 100, 500
-"""MLflow's limits: parameters in one call, and characters of one."""
+MLFLOW_BATCH_SIZE, MLFLOW_MAX_LENGTH = 100, 500
+"""MLflow's limits: parameters per call, and characters per parameter."""
 
 
 class Tracker(Protocol):
@@ -75,14 +75,14 @@ class TensorBoard:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            about = STEP_METRICS[name].help if name in STEP_METRICS else ""
+            description = STEP_METRICS[name].help if name in STEP_METRICS else ""
             if name.startswith(EVALUATION_PREFIX):
-                about = EVALUATION_METRICS[name.rpartition("/")[2]].help
+                description = EVALUATION_METRICS[name.rpartition("/")[2]].help
             if name.startswith(REWARD_PART_PREFIX):
-                about = f"mean of part {name.removeprefix(REWARD_PART_PREFIX)} of the reward"
+                description = f"mean of part {name.removeprefix(REWARD_PART_PREFIX)} of the reward"
             if name.startswith(SOURCE_PREFIX):
-                about = SOURCE_METRICS[name.rpartition("/")[2]]
-            self._writer.add_scalar(name, value, step, summary_description=about)
+                description = SOURCE_METRICS[name.rpartition("/")[2]]
+            self._writer.add_scalar(name, value, step, summary_description=description)
         self._writer.flush()
 
     def close(self) -> None:
@@ -95,21 +95,23 @@ class Wandb:
     def __init__(self, run_dir: str, job: Mapping[str, Any]) -> None:
         import wandb
 
-        self._latest = 0
-        mode: Any = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
-        with _quiet():
+        self._latest_step = 0
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_account() else "offline")
+        with _suppress_output():
             self._run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", PROJECT), name=job["name"], id=own_id(run_dir, "wandb"),
+                project=os.environ.get("WANDB_PROJECT", PROJECT), name=job["name"], id=get_tracker_id(run_dir, "wandb"),
                 resume="allow", dir=run_dir, config=dict(job), mode=mode,
-                settings=wandb.Settings(silent=True, init_timeout=START_S),
+                settings=wandb.Settings(silent=True, init_timeout=CONNECT_TIMEOUT_S),
             )  # fmt: skip
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._latest = max(self._latest, step)  # an evaluation ends some steps after its version; earlier is not taken
-        self._run.log(dict(metrics), step=self._latest)
+        self._latest_step = max(
+            self._latest_step, step
+        )  # wandb rejects earlier steps, and an evaluation ends some steps after its version
+        self._run.log(dict(metrics), step=self._latest_step)
 
     def close(self) -> None:
-        with _quiet():
+        with _suppress_output():
             self._run.finish()
 
 
@@ -122,23 +124,23 @@ class Mlflow:
 
         self._metric = Metric
         database = f"sqlite:///{Path(run_dir).resolve().parent / 'mlflow.db'}"
-        with _quiet():
+        with _suppress_output():
             self._client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI", database))
-            self._id = self._resumed_or_new(run_dir, job["name"])
-            parameters = [Param(key, str(value)[:MLFLOW_LONGEST]) for key, value in _flat(job)]
-            for first in range(0, len(parameters), MLFLOW_BATCH):
-                self._client.log_batch(self._id, params=parameters[first : first + MLFLOW_BATCH])
+            self._id = self._resume_or_create(run_dir, job["name"])
+            parameters = [Param(key, str(value)[:MLFLOW_MAX_LENGTH]) for key, value in _flatten(job)]
+            for first in range(0, len(parameters), MLFLOW_BATCH_SIZE):
+                self._client.log_batch(self._id, params=parameters[first : first + MLFLOW_BATCH_SIZE])
 
-    def _resumed_or_new(self, run_dir: str, name: str) -> str:
-        client, mlflow_id = self._client, own_id(run_dir, "mlflow")
-        called = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        experiment = client.get_experiment_by_name(called)
-        where = client.create_experiment(called) if experiment is None else experiment.experiment_id
-        if runs := client.search_runs([where], f"tags.`staleflow.run` = '{mlflow_id}'"):
+    def _resume_or_create(self, run_dir: str, name: str) -> str:
+        client, mlflow_id = self._client, get_tracker_id(run_dir, "mlflow")
+        experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        experiment = client.get_experiment_by_name(experiment_name)
+        experiment_id = client.create_experiment(experiment_name) if experiment is None else experiment.experiment_id
+        if runs := client.search_runs([experiment_id], f"tags.`staleflow.run` = '{mlflow_id}'"):
             run_id = str(runs[0].info.run_id)
             client.update_run(run_id, status="RUNNING")
             return run_id
-        return str(client.create_run(where, run_name=name, tags={"staleflow.run": mlflow_id}).info.run_id)
+        return str(client.create_run(experiment_id, run_name=name, tags={"staleflow.run": mlflow_id}).info.run_id)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)
@@ -156,8 +158,8 @@ class Trackio:
         import trackio
 
         self._package = trackio
-        name = f"{job['name']}-{own_id(run_dir, 'trackio')}"
-        with _quiet():
+        name = f"{job['name']}-{get_tracker_id(run_dir, 'trackio')}"
+        with _suppress_output():
             self._run = trackio.init(
                 project=os.environ.get("TRACKIO_PROJECT", PROJECT), name=name, resume="allow", config=dict(job),
                 embed=False, auto_log_gpu=False, auto_log_cpu=False,
@@ -167,17 +169,17 @@ class Trackio:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        with _quiet():
-            self._package.finish()  # it knows of it too, and would end it again at exit
+        with _suppress_output():
+            self._package.finish()  # ends the run in the package too, which would end it again at exit
 
 
-PACKAGES: dict[str, Callable[[str, Mapping[str, Any]], Tracker]] = {
+TRACKERS_BY_PACKAGE: dict[str, Callable[[str, Mapping[str, Any]], Tracker]] = {
     "wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio,
 }  # fmt: skip
 """Trackers by the name of their package."""
 
 
-def own_id(run_dir: str, tracker: str) -> str:
+def get_tracker_id(run_dir: str, tracker: str) -> str:
     """Id of a run at a tracker, generated once and kept in the run folder. Raises StoreError."""
     file = Path(run_dir) / f"{tracker}.id"
     if not file.is_file():
@@ -185,8 +187,8 @@ def own_id(run_dir: str, tracker: str) -> str:
     return file.read_text().strip()
 
 
-def _logged_in() -> bool:
-    """Whether wandb would find an account; if not it would ask for one."""
+def _has_wandb_account() -> bool:
+    """Whether wandb has credentials, so that it does not prompt for them."""
     with contextlib.suppress(OSError, netrc.NetrcParseError):
         if netrc.netrc().authenticators("api.wandb.ai"):
             return True
@@ -194,58 +196,63 @@ def _logged_in() -> bool:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Discard what a package prints meanwhile: it would be written across the live view."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+def _suppress_output() -> Iterator[None]:
+    """Context manager: discards printed output, which would disturb the live display."""
+    with (
+        open(os.devnull, "w") as null_file,
+        contextlib.redirect_stdout(null_file),
+        contextlib.redirect_stderr(null_file),
+    ):
         yield
 
 
-def _flat(job: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(job: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The values of nested tables, by key with dots."""
     for name, value in job.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
 class Tracking(RunListener):
-    """The trackers of one run. Each receives every step once. first: number of steps that are tracked already.
-    evaluations: number of evaluations that are."""
+    """The trackers of one run. Each receives every step once."""
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         job = tomllib.loads(knob_tree.to_toml(config))
         self._trackers: list[Tracker] = [TensorBoard(str(run_dir), job)] if config.tracking.tensorboard else []
         tracker = config.tracking.tracker
-        if tracker in PACKAGES:
+        if tracker in TRACKERS_BY_PACKAGE:
             user_files.check_tracker(tracker)
             try:
-                self._trackers.append(PACKAGES[tracker](str(run_dir), job))
-            except Exception as error:  # noqa: BLE001  a service's
-                logger.error("tracking.tracker = %r: cannot be reached, the run goes on without it: %r", tracker, error)
+                self._trackers.append(TRACKERS_BY_PACKAGE[tracker](str(run_dir), job))
+            except Exception as error:  # noqa: BLE001  of a tracking service
+                logger.error(
+                    "tracking.tracker = %r: cannot be reached, the run continues without it: %r", tracker, error
+                )
         elif tracker:
-            make = user_code.load(tracker, "tracking.tracker")
+            tracker_class = user_code.load(tracker, "tracking.tracker")
             try:
-                self._trackers.append(make(str(run_dir), job))
+                self._trackers.append(tracker_class(str(run_dir), job))
             except (Exception, SystemExit) as error:  # user code
                 reason = f"{type(error).__name__}: {user_code.error_text(error)}"
                 raise ConfigError(f"tracking.tracker = {tracker!r}: cannot be constructed: {reason}") from error
             user_files.require_tracker(self._trackers[-1], tracker)
 
-    def step_stored(self, step: Mapping[str, float], limit: str) -> None:
-        self._each("step", int(step["step"]), {name: value for name, value in step.items() if name != "step"})
+    def step_stored(self, step: Mapping[str, float], bottleneck: str) -> None:
+        self._call_trackers("step", int(step["step"]), {name: value for name, value in step.items() if name != "step"})
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Track an evaluation at its version."""
         values = {
             f"{EVALUATION_PREFIX}{evaluation.name}/{name}": getattr(evaluation, name) for name in EVALUATION_METRICS
         }
-        self._each("step", evaluation.version, {name: float(v) for name, v in values.items() if v is not None})
+        self._call_trackers("step", evaluation.version, {name: float(v) for name, v in values.items() if v is not None})
 
     def close(self) -> None:
-        self._each("close")
+        self._call_trackers("close")
 
-    def _each(self, method: str, *arguments: Any) -> None:
+    def _call_trackers(self, method: str, *arguments: Any) -> None:
         for tracker in tuple(self._trackers):
             try:
                 getattr(tracker, method)(*arguments)

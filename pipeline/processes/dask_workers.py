@@ -20,7 +20,7 @@ from typing import Any
 
 from distributed import Client
 
-from staleflow.pipeline.cluster import job_registry
+from staleflow.pipeline.cluster import job_registry, submitted_job
 from staleflow.pipeline.cluster.connection import CONNECT_S, ClusterAddress
 from staleflow.pipeline.cluster.gang import EXCLUSIVE_ROLES, ROLES, Needs
 from staleflow.pipeline.cluster.job_lookup import refuse_too_few_gpus
@@ -199,7 +199,7 @@ class DaskWorkers:
         finally:
             pending.cancel()
 
-    def forget(self, name: str) -> None:
+    def release_light_actor(self, name: str) -> None:
         """Release an actor and free its slot on its worker."""
         placed = self.placed.pop(name, None)
         if placed is not None:
@@ -209,7 +209,7 @@ class DaskWorkers:
     async def release_shared(self, name: str) -> None:
         """Release a closed light actor, and let other runs have its process if nothing else runs there."""
         address = self.placed[name].address
-        self.forget(name)
+        self.release_light_actor(name)
         if self.shared and not any(placed.address == address for placed in self.placed.values()):
             await job_registry.ask(self.client, "return_worker", id=self.job, address=address)
 
@@ -217,12 +217,12 @@ class DaskWorkers:
         """Remove a lost actor. Its process is not used again, because it may hang or still hold memory. Unless an actor
         that cannot be replaced runs there too, its nanny restarts it."""
         lost = self.placed[name]
-        self.forget(name)
+        self.release_light_actor(name)
         self.lost.add(lost.address)
         beside = [p for p in self.placed.values() if p.address == lost.address]
         if all(p.role == "parameters" for p in beside):
             for other in beside:
-                self.forget(other.name)
+                self.release_light_actor(other.name)
             restart = asyncio.ensure_future(self._restart(lost.address))
             self.restarts.add(restart)
             restart.add_done_callback(self.restarts.discard)
@@ -233,7 +233,7 @@ class DaskWorkers:
         self.lost.add(leaving.address)
         leave = [p for p in self.placed.values() if p.address == leaving.address]
         for other in leave:
-            self.forget(other.name)
+            self.release_light_actor(other.name)
         # The scheduler keeps a worker as long as anybody wants an actor there: so does each handle of it, also those
         # that others were given, until they are collected.
         with contextlib.suppress(Exception):
@@ -346,7 +346,7 @@ class DaskWorkers:
             await self._identity(0)
             and not (job := await job_registry.ask(self.client, "check_admission", id=self.job))["admitted"]
         ):
-            if job["state"] in job_registry.ENDED:
+            if job["state"] in submitted_job.ENDED:
                 raise ConfigError(f"cluster: {job['why']}")
             if job["stop"]:
                 return str(job["stop"])
@@ -384,7 +384,7 @@ class DaskWorkers:
         for restart in self.restarts:
             restart.cancel()
         for name in list(self.placed):
-            self.forget(name)
+            self.release_light_actor(name)
         if self.shared and not self.own_worker:  # else the driver may resume the run on them, and releases them itself
             with contextlib.suppress(Exception):
                 await job_registry.ask(self.client, "end", id=self.job)

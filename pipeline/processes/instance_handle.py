@@ -23,29 +23,30 @@ class InstanceHandle:
     outbox: asyncio.Queue[Command] = field(default_factory=asyncio.Queue)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     version: PolicyVersion = PolicyVersion(0)
-    fetching: PolicyVersion | None = None
-    """The version it is about to serve, while it pulls."""
-    loading: bool = False
-    """Whether its engine loads weights, which has a deadline of its own: it need not sample meanwhile."""
+    fetched_version: PolicyVersion | None = None
+    """The version that it fetches while it pulls; else None."""
+    is_loading: bool = False
+    """Whether its engine loads weights, during which it samples nothing."""
     fingerprint: str = ""
     """Fingerprint of the weights it holds; empty until its first pull."""
     drift: float = 0.0
     """Largest difference of its probe's logprobs from the trainer's after the latest pull, nats."""
-    # Its idle share comes from these: seconds the coordinator had work on it, seconds its engine worked.
     assigned_s: float = 0.0
+    """Seconds in which it had trajectories to sample."""
     busy_s: float = 0.0
+    """Seconds in which its engine worked."""
     tokens_sampled: int = 0
-    before: EngineLoad | None = None
-    """Its load when the driver first asked: what it did until then, such as an evaluation, does not count."""
+    initial_load: EngineLoad | None = None
+    """Its load in its first report; what it did before, such as an evaluation, does not count."""
     load: EngineLoad | None = None
-    """Its load as last reported."""
+    """Its load in its latest report."""
 
     @property
     def counts(self) -> dict[str, int]:
         """Token counts of its engine since the engine's start, by the names COUNTS, as last reported."""
-        if self.before is None or self.load is None:
+        if self.initial_load is None or self.load is None:
             return dict.fromkeys(COUNTS, 0)
-        return {name: getattr(self.load, name) - getattr(self.before, name) for name in COUNTS}
+        return {name: getattr(self.load, name) - getattr(self.initial_load, name) for name in COUNTS}
 
     @property
     def kept_tokens(self) -> int:

@@ -1,10 +1,10 @@
 """Places the processes of a trainer, which are one actor for the rest of a run.
 
 Invariants:
-- The leading rank has the trainer's name, and hears all that the trainer is asked. The others hear from it alone, but
-  for the question whether they are there.
-- A rank that is lost is the trainer that is lost: all of them are given up, since what the others wait for will not
-  come, and placed anew.
+- The leading rank has the trainer's name and receives all calls to the trainer. The other ranks are called by it alone,
+  except for pings.
+- The loss of a rank is the loss of the trainer: all ranks are closed, since the others would wait forever, and placed
+  again.
 """
 
 from __future__ import annotations
@@ -40,29 +40,31 @@ def role_of(name: str) -> str:
     return TRAINER if name.startswith(f"{TRAINER}-") else name
 
 
-def members(name: str, placed: Iterable[str]) -> list[str]:
+def list_members(name: str, placed: Iterable[str]) -> list[str]:
     """The placed actors that are lost together with the actor of this name."""
     return [other for other in placed if other == name or role_of(other) == name]
 
 
-async def place(workers: Workers, ask_once: AskOnce, config: RunConfig, folder: str, points: Path) -> PlacedActor:
+async def place_trainer(
+    workers: Workers, ask_once: AskOnce, config: RunConfig, weights_folder: str, resume_points: Path
+) -> PlacedActor:
     """Place the trainer with all its ranks, and connect them to a group. Raises as Workers.place and Actors.ask_once
-    do. folder: folder of published weights. points: folder of resume points."""
+    do. weights_folder: folder of published weights. resume_points: folder of resume points."""
     settings, threads, names = actor_settings.trainer_settings(config), config.cluster.threads, follower_names(config)
-    lead = await workers.place(
+    leader = await workers.place(
         TRAINER,
         "trainer",
         Trainer,
         settings,
-        folder,
+        weights_folder,
         threads,
         config.deadlines.call_s,
-        str(points),
+        str(resume_points),
         config.training.resume_every,
         config.training.keep_every,
         config.training.ranks,
     )
     if names:
         await gather_or_cancel(*(workers.place(name, "trainer", TrainerRank, settings, threads) for name in names))
-        await ask_once(TRAINER, "form_group", lead.host, *map(ActorArg, names), deadline="start_s")
-    return lead
+        await ask_once(TRAINER, "form_group", leader.host, *map(ActorArg, names), deadline="start_s")
+    return leader

@@ -1,6 +1,6 @@
 """The contract of worker processes on which actors are placed. Each process is either present or lost.
 
-Driver, Actors and InstanceLink know no more of a cluster than this module. Two implementations: DaskWorkers
+Driver, Actors and InstanceLink use a cluster only through this module. Two implementations: DaskWorkers
 (pipeline/processes/dask_workers.py), and one inside a test's own process whose faults are scripted
 (tests/support/in_process.py).
 
@@ -31,8 +31,8 @@ class ClusterLost(StaleflowError, ConnectionError):
 
 @dataclass(frozen=True, slots=True)
 class ActorArg:
-    """A placeholder for an actor in the arguments of a call. It is replaced by the actor that has this name at the time
-    of the call."""
+    """A placeholder for an actor in the arguments of a call, replaced at the time of the call by the actor of this
+    name."""
 
     name: str
 
@@ -69,13 +69,11 @@ class Workers(Protocol):
         """
         ...
 
-    async def place_beside(
-        self, neighbour: PlacedActor, name: str, role: str, cls: type[Any], *args: Any
-    ) -> PlacedActor:
+    async def place_beside(self, actor: PlacedActor, name: str, role: str, cls: type[Any], *args: Any) -> PlacedActor:
         """Create a light actor in the process of another actor."""
         ...
 
-    def forget(self, name: str) -> None:
+    def release_light_actor(self, name: str) -> None:
         """Release a light actor. Its process and other actors in it are not affected."""
         ...
 

@@ -21,8 +21,8 @@ from typing import Any
 from staleflow.pipeline.config.factories import cost_while_drafting, ledger_eta
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.profiling.draft_stats import DraftStats
-from staleflow.pipeline.profiling.fit import Fit
-from staleflow.pipeline.profiling.step_times import PeriodTimes, StepTimes, slow_instances, sum_steps
+from staleflow.pipeline.profiling.fit import CostModelFit
+from staleflow.pipeline.profiling.step_times import PeriodTimes, StepTimes, find_slow_instances, sum_steps
 from staleflow.pipeline.strategies.admission import Admission
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.engines.engine_settings import Speculation
@@ -34,7 +34,7 @@ MAIN_SHARE = 0.5
 MIN_STEPS = 5
 """Minimum number of latest steps in the diagnosis of a running job."""
 SAFETY_FACTOR = 1.5
-"""Factor on the sampling that `instances_needed` requires, because it assumes full instances and the bound leaves
+"""Factor on the sampling that `num_instances_needed` requires, because it assumes full instances and the bound leaves
 gaps."""
 
 
@@ -54,16 +54,16 @@ class Cause(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """Sizes of a job that determine its speed.
+class JobSizes:
+    """JobSizes of a job that determine its speed.
 
     Args:
         eta: Number of versions that work may lag behind under its admission rule.
         trajectories: Trajectories per training step.
         hosts, concurrency: Settings of environments.
-        cost: Cost model of a decode step.
+        cost_model: Cost model of a decode step.
         acceptance: Acceptance rate of draft tokens.
-        fitted: Whether `cost` was fitted to this run; otherwise only ratios of its times are used.
+        is_fitted: Whether `cost_model` was fitted to this run; otherwise only ratios of its times are used.
     """
 
     eta: int
@@ -74,15 +74,15 @@ class Sizes:
     kv_tokens: int
     hosts: int
     concurrency: int
-    cost: CostModel
+    cost_model: CostModel
     speculation: Speculation
     acceptance: float
-    fitted: bool = False
+    is_fitted: bool = False
 
     def token_s(self, running: float, kv_tokens: float) -> float:
         """Seconds per token of each request while an instance runs `running` of them, with the job's drafting."""
         num_running = max(1, round(running))
-        cost = cost_while_drafting(self.cost, self.speculation, self.acceptance, num_running, kv_tokens)
+        cost = cost_while_drafting(self.cost_model, self.speculation, self.acceptance, num_running, kv_tokens)
         return cost.mean_step_s(running, kv_tokens)
 
 
@@ -91,13 +91,15 @@ def max_versions_behind(config: RunConfig) -> int:
     return config.staleness.admission.max_versions_behind(ledger_eta(config))
 
 
-def sizes_of(config: RunConfig, fit: Fit | None = None, drafts: DraftStats | None = None) -> Sizes:
-    """Build the `Sizes` of a job. fit: cost model fitted to the job's run, if there is one. drafts: draft statistics of
-    that run."""
+def compute_sizes(
+    config: RunConfig, fit: CostModelFit | None = None, draft_stats: DraftStats | None = None
+) -> JobSizes:
+    """Build the `JobSizes` of a job. fit: cost model fitted to the job's run, if there is one. draft_stats: draft
+    statistics of that run."""
     staleness, engine = config.staleness, config.rollout.engine
-    drafts = drafts or DraftStats()
-    acceptance = drafts.acceptance
-    return Sizes(
+    draft_stats = draft_stats or DraftStats()
+    acceptance = draft_stats.acceptance
+    return JobSizes(
         eta=max_versions_behind(config),
         admission=staleness.admission,
         trajectories=config.oversampled_groups * config.oversampled_group_size,
@@ -106,10 +108,10 @@ def sizes_of(config: RunConfig, fit: Fit | None = None, drafts: DraftStats | Non
         kv_tokens=engine.kv_tokens,
         hosts=config.environment.hosts,
         concurrency=config.environment.concurrency,
-        cost=config.rollout.cost if fit is None else drafts.cost(fit.model),
+        cost_model=config.rollout.cost if fit is None else draft_stats.cost_model(fit.model),
         speculation=engine.speculation,
         acceptance=config.workload.acceptance_rate if acceptance is None else acceptance,
-        fitted=fit is not None,
+        is_fitted=fit is not None,
     )
 
 
@@ -137,22 +139,23 @@ class Diagnosis:
 
     @property
     def line(self) -> str:
+        """The finding and the advice in one line."""
         return f"{self.finding}: {self.advice}"
 
     @property
     def short(self) -> str:
         """Short form, for the printed line of a training step."""
-        does = "busy" if self.cause in (Cause.TRAINER, Cause.MANY_INSTANCES) else "idle"
-        return f"bottleneck: {self.cause.value} (trainer {does} {self.share:.0%})"
+        activity = "busy" if self.cause in (Cause.TRAINER, Cause.MANY_INSTANCES) else "idle"
+        return f"bottleneck: {self.cause.value} (trainer {activity} {self.share:.0%})"
 
 
-def diagnose(times: StepTimes, sizes: Sizes) -> Diagnosis | None:
+def diagnose(times: StepTimes, sizes: JobSizes) -> Diagnosis | None:
     """Find the bottleneck from the sum of several steps; None without steps."""
-    if not times.steps or not times.total_s:
+    if not times.num_steps or not times.total_s:
         return None
     share = times.waiting.total_s / times.total_s
     if share < SMALL_SHARE:
-        return diagnose_trainer(1 - share, instances_needed(times, sizes), sizes.instances)
+        return diagnose_trainer(1 - share, num_instances_needed(times, sizes), sizes.instances)
     return _diagnose_waiting(times, sizes, share)
 
 
@@ -161,43 +164,43 @@ def sum_recent_steps(step_times: Sequence[StepTimes], eta: int) -> StepTimes:
     return sum_steps(step_times[max(1, len(step_times) - max(eta + 1, MIN_STEPS)) :] or step_times)
 
 
-def _diagnose_waiting(times: StepTimes, sizes: Sizes, share: float) -> Diagnosis:
-    waiting, waits = times.waiting, f"the trainer waits {share:.0%} of the time"
-    if waiting.share(waiting.scoring_s) >= MAIN_SHARE:
+def _diagnose_waiting(times: StepTimes, sizes: JobSizes, share: float) -> Diagnosis:
+    waiting_times, waits = times.waiting, f"the trainer waits {share:.0%} of the time"
+    if waiting_times.share(waiting_times.scoring_s) >= MAIN_SHARE:
         return Diagnosis(
             cause=Cause.REWARD,
             share=share,
-            finding=f"{waits}, {waiting.share(waiting.scoring_s):.0%} of that for rewards",
+            finding=f"{waits}, {waiting_times.share(waiting_times.scoring_s):.0%} of that for rewards",
             advice="make the reward function faster, or raise reward.workers",
             halved_keys=("simulation.reward_s",),
         )
-    if waiting.share(waiting.environment_s) >= MAIN_SHARE:
-        return _diagnose_environment(waiting, sizes, share)
-    slow, factor = slow_instances(times.speeds)
-    if slow:
-        names = f"{slow[0]} takes" if len(slow) == 1 else f"{', '.join(slow)} take"
+    if waiting_times.share(waiting_times.environment_s) >= MAIN_SHARE:
+        return _diagnose_environment(waiting_times, sizes, share)
+    slow_names, factor = find_slow_instances(times.speeds)
+    if slow_names:
+        names = f"{slow_names[0]} takes" if len(slow_names) == 1 else f"{', '.join(slow_names)} take"
         return Diagnosis(
             cause=Cause.SLOW_INSTANCE,
             share=share,
             finding=f"{waits}, and {names} {factor:.1f} times as long for a token as the others",
-            advice="see what else runs on that machine, or do without it",
+            advice="check what else runs on that machine, or leave it out",
             change=(("simulation.straggler_share", 0.0),),
             run_values=(
-                ("simulation.straggler_share", len(slow) / sizes.instances),
+                ("simulation.straggler_share", len(slow_names) / sizes.instances),
                 ("simulation.straggler_factor", factor),
             ),
         )
-    if waiting.share(waiting.pull_s) >= MAIN_SHARE:
+    if waiting_times.share(waiting_times.pull_s) >= MAIN_SHARE:
         return Diagnosis(
             cause=Cause.WEIGHTS,
             share=share,
-            finding=f"{waits}, and instances load weights {waiting.share(waiting.pull_s):.0%} of that",
+            finding=f"{waits}, and instances load weights {waiting_times.share(waiting_times.pull_s):.0%} of that",
             advice="pull less often (rollout.synchronization), publish bfloat16 instead of float32 (model.dtype), or "
             "use a faster network if there are several hosts",
             halved_keys=("simulation.pull_s",),
         )
-    runs = f"instances run {waiting.running:.0f} of {sizes.max_running}"
-    if waiting.share(waiting.out_of_memory_s) >= MAIN_SHARE:
+    runs = f"instances run {waiting_times.running:.0f} of {sizes.max_running}"
+    if waiting_times.share(waiting_times.out_of_memory_s) >= MAIN_SHARE:
         return Diagnosis(
             cause=Cause.KV_MEMORY,
             share=share,
@@ -205,8 +208,8 @@ def _diagnose_waiting(times: StepTimes, sizes: Sizes, share: float) -> Diagnosis
             advice=f"raise rollout.engine.kv_tokens above {sizes.kv_tokens}",
             change=(("rollout.engine.kv_tokens", 2 * sizes.kv_tokens),),
         )
-    instance, version = sampling_gains(waiting, sizes)
-    if instance >= version or not sizes.admission.keeps_bound:
+    instance_gain, version_gain = compute_sampling_gains(waiting_times, sizes)
+    if instance_gain >= version_gain or not sizes.admission.keeps_bound:
         return Diagnosis(
             cause=Cause.FEW_INSTANCES,
             share=share,
@@ -229,16 +232,19 @@ def _diagnose_waiting(times: StepTimes, sizes: Sizes, share: float) -> Diagnosis
     )
 
 
-def _diagnose_environment(waiting: PeriodTimes, sizes: Sizes, share: float) -> Diagnosis:
+def _diagnose_environment(waiting_times: PeriodTimes, sizes: JobSizes, share: float) -> Diagnosis:
     """Diagnose a run whose trainer waits for environments: for their steps, or for free slots on their hosts."""
     num_slots = sizes.hosts * sizes.concurrency
-    waits = f"the trainer waits {share:.0%} of the time, {waiting.share(waiting.environment_s):.0%} of that for"
-    if waiting.awaiting_environment > (1 + SMALL_SHARE) * num_slots:
-        needed_slots = math.ceil(waiting.awaiting_environment / sizes.hosts)
+    waits = (
+        f"the trainer waits {share:.0%} of the time, {waiting_times.share(waiting_times.environment_s):.0%} of that for"
+    )
+    if waiting_times.num_in_environment > (1 + SMALL_SHARE) * num_slots:
+        needed_slots = math.ceil(waiting_times.num_in_environment / sizes.hosts)
         return Diagnosis(
             cause=Cause.ENVIRONMENT_SLOTS,
             share=share,
-            finding=f"{waits} slots on environment hosts ({waiting.awaiting_environment:.0f} needed, of {num_slots})",
+            finding=f"{waits} slots on environment hosts ({waiting_times.num_in_environment:.0f} needed, "
+            f"of {num_slots})",
             advice=f"raise environment.concurrency to {needed_slots} while the hosts' machines have room, or "
             f"environment.hosts above {sizes.hosts}",
             change=(("environment.concurrency", needed_slots),),
@@ -246,60 +252,64 @@ def _diagnose_environment(waiting: PeriodTimes, sizes: Sizes, share: float) -> D
     return Diagnosis(
         cause=Cause.ENVIRONMENT,
         share=share,
-        finding=f"{waits} environments ({waiting.awaiting_environment:.0f} in steps, {num_slots} slots)",
+        finding=f"{waits} environments ({waiting_times.num_in_environment:.0f} in steps, {num_slots} slots)",
         advice="make the environment faster, or start more (batch.extra_groups)",
         halved_keys=("workload.tool_s",),
     )
 
 
-def diagnose_trainer(share: float, needed: int, instances: int) -> Diagnosis:
-    """The diagnosis that the trainer is the bottleneck. share: share of the time in which it trains. needed: number of
-    instances that keep up with it."""
+def diagnose_trainer(share: float, num_needed: int, num_instances: int) -> Diagnosis:
+    """The diagnosis that the trainer is the bottleneck. share: share of the time in which it trains. num_needed: number
+    of instances that keep up with it."""
     trains = f"training takes {share:.0%} of the time"
-    if 1 < needed < instances:
+    if 1 < num_needed < num_instances:
         return Diagnosis(
             cause=Cause.MANY_INSTANCES,
             share=share,
-            finding=f"{trains}, and {needed} of {instances} instances would keep up",
-            advice=f"rollout.instances = {needed}, or a faster trainer",
-            change=(("rollout.instances", needed),),
+            finding=f"{trains}, and {num_needed} of {num_instances} instances would keep up",
+            advice=f"rollout.instances = {num_needed}, or a faster trainer",
+            change=(("rollout.instances", num_needed),),
         )
-    suffices = f", and one of {instances} instances would keep up" if needed < instances else ""
+    suffices = f", and one of {num_instances} instances would keep up" if num_needed < num_instances else ""
     return Diagnosis(
         cause=Cause.TRAINER,
         share=share,
         finding=f"{trains}{suffices}",
-        advice="a faster trainer, or a smaller batch" if instances == 1 or suffices else "all parts are used well",
+        advice="a faster trainer, or a smaller batch" if num_instances == 1 or suffices else "all parts are used well",
         halved_keys=("simulation.train_s", "simulation.train_s_per_token"),
     )
 
 
-def sampling_gains(waiting: PeriodTimes, sizes: Sizes) -> tuple[float, float]:
+def compute_sampling_gains(waiting_times: PeriodTimes, sizes: JobSizes) -> tuple[float, float]:
     """Factors on the sampling rate: of one more instance, and of one more version of staleness."""
-    count, running = sizes.instances, max(waiting.running, 1e-9)
-    kv_tokens_each = waiting.kv_tokens / running
+    num_instances, running = sizes.instances, max(waiting_times.running, 1e-9)
+    kv_tokens_each = waiting_times.kv_tokens / running
 
     def step_s(n: float) -> float:
         return sizes.token_s(n, n * kv_tokens_each)
 
-    free_share = 1 - waiting.share(waiting.at_max_running_s + waiting.out_of_memory_s)
-    instance_gain = step_s(running) / step_s(running * count / (count + 1))
+    free_share = 1 - waiting_times.share(waiting_times.at_max_running_s + waiting_times.out_of_memory_s)
+    instance_gain = step_s(running) / step_s(running * num_instances / (num_instances + 1))
     growth = (sizes.eta + 2) / (sizes.eta + 1)
     version_gain = growth * step_s(running) / step_s(running * growth)
-    return 1 + free_share * (instance_gain - 1) + (1 - free_share) / count, 1 + free_share * (version_gain - 1)
+    return 1 + free_share * (instance_gain - 1) + (1 - free_share) / num_instances, 1 + free_share * (version_gain - 1)
 
 
-def instances_needed(times: StepTimes, sizes: Sizes) -> int:
+def num_instances_needed(times: StepTimes, sizes: JobSizes) -> int:
     """Minimum number of instances that sample as much as was trained on, if each is as full as its limits and the bound
     allow."""
-    running_s = times.waiting.running_s + times.training.running_s
-    kv_tokens_each = (times.waiting.kv_s + times.training.kv_s) / running_s if running_s else 0.0
+    trajectory_seconds = times.waiting.trajectory_seconds + times.training.trajectory_seconds
+    kv_tokens_each = (
+        (times.waiting.kv_token_seconds + times.training.kv_token_seconds) / trajectory_seconds
+        if trajectory_seconds
+        else 0.0
+    )
     max_running = (
         min(sizes.max_running, sizes.kv_tokens / kv_tokens_each) if kv_tokens_each else float(sizes.max_running)
     )
     measured_s = sum(s.measured_s for s in times.speeds.values())
     expected_s = sum(s.expected_s for s in times.speeds.values())
-    slowdown = measured_s / expected_s if expected_s and not sizes.fitted else 1.0
+    slowdown = measured_s / expected_s if expected_s and not sizes.is_fitted else 1.0
     in_flight = (sizes.eta + 1) * sizes.trajectories
     for count in range(1, sizes.instances):
         n = max(1.0, min(max_running, in_flight / count))

@@ -20,15 +20,15 @@ from staleflow.tasks.emulation.cost_model import CostModel
 Array = npt.NDArray[np.float64]
 
 
-HUBER = 0.05
+HUBER_RESIDUAL = 0.05
 """Relative residual beyond which a point loses weight: decode steps repeat to within a few percent."""
-ROUNDS = 8
-"""Most reweightings; the weights have converged by then."""
-HELD_OUT = 4
+MAX_REWEIGHTINGS = 8
+"""Maximum number of reweightings; the weights converge earlier."""
+HELD_OUT_PERIOD = 4
 """Every fourth point is held out of the fit to validate it."""
 MIN_POINTS = 8
 """Minimum points of a fit: then about as many are held out as there are coefficients."""
-SINGULAR = 1e-12
+SINGULAR_SHARE = 1e-12
 """Share of the largest singular value below which one counts as zero: the columns are then linearly dependent."""
 
 
@@ -40,19 +40,19 @@ class StepPoint:
         running: Number of running trajectories.
         kv_tokens: Their KV tokens.
         step_s: Seconds of the step, including prefills and the delay of messages.
-        prefilled: Tokens prefilled per decode step.
-        ended: Responses that ended per decode step.
+        prefilled_tokens: Tokens prefilled per decode step.
+        ended_responses: Responses that ended per decode step.
     """
 
     running: int
     kv_tokens: float
     step_s: float
-    prefilled: float = 0.0
-    ended: float = 0.0
+    prefilled_tokens: float = 0.0
+    ended_responses: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class CostModelFit:
     """A fitted cost model and its accuracy. error_*: |predicted - measured| / measured on held-out points."""
 
     model: CostModel
@@ -60,7 +60,7 @@ class Fit:
     error_median: float
     error_p90: float
     running: tuple[int, int]
-    """Smallest and largest measured values; beyond them the model extrapolates."""
+    """Smallest and largest measured number of running trajectories; beyond them the model extrapolates."""
     kv_tokens: tuple[float, float]
     delay_s: float = 0.0
     """Seconds that messages add to a response, on its way to the instance and back."""
@@ -71,7 +71,7 @@ class Fit:
         return self.model.mean_step_s(running, kv_tokens) / model.mean_step_s(running, kv_tokens)
 
 
-def fit_steps(points: Sequence[StepPoint]) -> Fit:
+def fit_steps(points: Sequence[StepPoint]) -> CostModelFit:
     """Fit the cost model to measured decode steps.
 
     Args:
@@ -83,11 +83,11 @@ def fit_steps(points: Sequence[StepPoint]) -> Fit:
     if len(points) < MIN_POINTS:
         raise ValueError(f"{len(points)} measured steps; at least {MIN_POINTS} are needed")
     ordered = sorted(points, key=lambda p: (p.running, p.kv_tokens))
-    held_out = ordered[HELD_OUT // 2 :: HELD_OUT]
-    train_points = [p for i, p in enumerate(ordered) if i % HELD_OUT != HELD_OUT // 2]
-    model, delay_s = _best_model(train_points)
-    errors = [abs(_predicted(model, delay_s, p) - p.step_s) / p.step_s for p in held_out]
-    return Fit(
+    held_out = ordered[HELD_OUT_PERIOD // 2 :: HELD_OUT_PERIOD]
+    train_points = [p for i, p in enumerate(ordered) if i % HELD_OUT_PERIOD != HELD_OUT_PERIOD // 2]
+    model, delay_s = _fit_best_border(train_points)
+    errors = [abs(_predict_step_s(model, delay_s, p) - p.step_s) / p.step_s for p in held_out]
+    return CostModelFit(
         model=model,
         num_points=len(points),
         error_median=float(np.median(errors)),
@@ -98,28 +98,29 @@ def fit_steps(points: Sequence[StepPoint]) -> Fit:
     )
 
 
-def _best_model(points: Sequence[StepPoint]) -> tuple[CostModel, float]:
-    """(model, delay_s) of the best fit."""
+def _fit_best_border(points: Sequence[StepPoint]) -> tuple[CostModel, float]:
+    """Fit the model for each border between the branches. Returns (model, delay_s) of the best fit."""
     running = np.array([p.running for p in points], float)
     kv = np.array([p.kv_tokens for p in points], float)
     seconds = np.array([p.step_s for p in points], float)
-    # Only points made from whole responses have these.
-    extra = [[p.prefilled for p in points], [p.ended for p in points]] if any(p.prefilled for p in points) else []
+    # Only points from whole responses have prefilled tokens and ended responses.
+    has_responses = any(p.prefilled_tokens for p in points)
+    extra_columns = [[p.prefilled_tokens for p in points], [p.ended_responses for p in points]] if has_responses else []
     levels = np.unique(running)
     borders = [-np.inf, *((levels[1:] + levels[:-1]) / 2), np.inf]
     best: tuple[float, CostModel, float] | None = None
     for border in borders:
-        flat = running <= border
-        columns = [kv, np.where(flat, 0.0, running), flat.astype(float), (~flat).astype(float)]
-        k1, k3, floor, offset, *fitted = _robust(np.stack([*columns, *extra], axis=1), seconds)
-        if not flat.any():
+        is_flat = running <= border
+        columns = [kv, np.where(is_flat, 0.0, running), is_flat.astype(float), (~is_flat).astype(float)]
+        k1, k3, floor, offset, *fitted = _solve_robust(np.stack([*columns, *extra_columns], axis=1), seconds)
+        if not is_flat.any():
             floor = 0.0
-        if flat.all():
+        if is_flat.all():
             offset = 0.0
-        k4 = min(floor, offset) if flat.any() and not flat.all() else 0.0
+        k4 = min(floor, offset) if is_flat.any() and not is_flat.all() else 0.0
         model = CostModel(k1=k1, k2=floor - k4, k3=k3, k4=k4, b=offset - k4, prefill=fitted[0] if fitted else 0.0)
         delay_s = fitted[1] if fitted else 0.0
-        predicted = np.array([_predicted(model, delay_s, p) for p in points])
+        predicted = np.array([_predict_step_s(model, delay_s, p) for p in points])
         loss = float(_huber_loss((predicted - seconds) / seconds).sum())
         if best is None or loss < best[0] * (1 - 1e-9):
             best = loss, model, delay_s
@@ -127,49 +128,50 @@ def _best_model(points: Sequence[StepPoint]) -> tuple[CostModel, float]:
     return best[1:]
 
 
-def _predicted(model: CostModel, delay_s: float, point: StepPoint) -> float:
-    besides = model.prefill * point.prefilled + delay_s * point.ended
-    return model.step_s(point.running, point.kv_tokens) + besides
+def _predict_step_s(model: CostModel, delay_s: float, point: StepPoint) -> float:
+    other_s = model.prefill * point.prefilled_tokens + delay_s * point.ended_responses
+    return model.step_s(point.running, point.kv_tokens) + other_s
 
 
-def _robust(design: Array, seconds: Array) -> list[float]:
+def _solve_robust(design: Array, seconds: Array) -> list[float]:
     """Iteratively reweighted non-negative least squares on relative residuals."""
     weights = np.ones(len(seconds))
     solution = np.zeros(design.shape[1])
-    for _ in range(ROUNDS):
+    for _ in range(MAX_REWEIGHTINGS):
         scale = np.sqrt(weights) / seconds
-        solution = _non_negative(design * scale[:, None], seconds * scale)
+        solution = _solve_non_negative(design * scale[:, None], seconds * scale)
         residual = np.abs(design @ solution - seconds) / seconds
-        before, weights = weights, np.where(residual <= HUBER, 1.0, HUBER / np.maximum(residual, HUBER))
-        if np.array_equal(weights, before):
+        previous_weights = weights
+        weights = np.where(residual <= HUBER_RESIDUAL, 1.0, HUBER_RESIDUAL / np.maximum(residual, HUBER_RESIDUAL))
+        if np.array_equal(weights, previous_weights):
             break
     return [float(x) for x in solution]
 
 
-def _non_negative(design: Array, target: Array) -> Array:
+def _solve_non_negative(design: Array, target: Array) -> Array:
     """Least squares with coefficients >= 0: of all subsets of the columns, which are six at most, the best that has
     none below 0."""
     # Columns differ by orders of magnitude: KV tokens next to ones.
     norms = np.linalg.norm(design, axis=0)
-    useful = np.flatnonzero(norms)
-    q, r = np.linalg.qr(design[:, useful] / norms[useful])  # the same problem in as many rows as columns
+    nonzero = np.flatnonzero(norms)
+    q, r = np.linalg.qr(design[:, nonzero] / norms[nonzero])  # the same problem in as many rows as columns
     projection = q.T @ target
     best, best_loss = np.zeros(len(norms)), float(projection @ projection)
-    for size in range(1, len(useful) + 1):
-        subsets = np.array(list(itertools.combinations(range(len(useful)), size)))
+    for size in range(1, len(nonzero) + 1):
+        subsets = np.array(list(itertools.combinations(range(len(nonzero)), size)))
         columns = np.moveaxis(r[:, subsets], 1, 0)  # [subsets, rows, size]
-        solved = np.linalg.pinv(columns, rcond=SINGULAR) @ projection
+        solved = np.linalg.pinv(columns, rcond=SINGULAR_SHARE) @ projection
         losses = np.square((columns @ solved[..., None])[..., 0] - projection).sum(axis=-1)
         losses[(solved < 0).any(axis=-1)] = np.inf
         if losses.min() < best_loss:
             lowest = int(losses.argmin())
             best, best_loss = np.zeros(len(norms)), float(losses[lowest])
-            chosen = useful[subsets[lowest]]
+            chosen = nonzero[subsets[lowest]]
             best[chosen] = solved[lowest] / norms[chosen]
     return best
 
 
 def _huber_loss(residual: Array) -> Array:
     size = np.abs(residual)
-    loss: Array = np.where(size <= HUBER, size * size / 2, HUBER * (size - HUBER / 2))
+    loss: Array = np.where(size <= HUBER_RESIDUAL, size * size / 2, HUBER_RESIDUAL * (size - HUBER_RESIDUAL / 2))
     return loss

@@ -19,38 +19,38 @@ from staleflow.pipeline.coordination.events import (
 from staleflow.pipeline.coordination.journal import JournalEntry
 
 MIN_WARM_LATENCIES = 3
-"""Number of latencies after the first training step that suffice to ignore earlier ones, of processes warming up."""
+"""Number of latencies after the first training step that suffice to ignore earlier ones, when processes warm up."""
 
 
-class Latencies:
+class LatencyTracker:
     """Seconds between commands and the events that complete them. For environment steps, only the overhead: without the
     environment's own time and the wait for a slot."""
 
     def __init__(self) -> None:
-        self._pending: dict[tuple[Hashable, ...], tuple[float, bool]] = {}
+        self._pending_commands: dict[tuple[Hashable, ...], tuple[float, bool]] = {}
         self._warmup: dict[str, list[float]] = {}
         self._sums: dict[str, tuple[int, float]] = {}
-        self._warm = False
+        self._is_warm = False
         self._ticks: tuple[int, float, float] = (0, 0.0, 0.0)  # (count, time of the first, time of the last)
 
     def observe(self, now: float, event: Event, commands: Iterable[Command]) -> None:
         """Update from an event handled at `now`, and the commands that followed."""
-        knob, key = _latency_of(event, self._pending)
-        if key in self._pending:
-            issued_s, warm = self._pending.pop(key)
+        setting, key = _completed_latency(event, self._pending_commands)
+        if key in self._pending_commands:
+            issued_s, is_warm = self._pending_commands.pop(key)
             environment_s = _environment_s(event) if key[0] == "act" else 0.0
             if environment_s is None:  # without the environment's own time the overhead is unknown
                 pass
-            elif warm:
-                count, seconds = self._sums.get(knob, (0, 0.0))
-                self._sums[knob] = count + 1, seconds + max(0.0, now - issued_s - environment_s)
+            elif is_warm:
+                count, seconds = self._sums.get(setting, (0, 0.0))
+                self._sums[setting] = count + 1, seconds + max(0.0, now - issued_s - environment_s)
             else:
-                self._warmup.setdefault(knob, []).append(max(0.0, now - issued_s - environment_s))
+                self._warmup.setdefault(setting, []).append(max(0.0, now - issued_s - environment_s))
         if isinstance(event, Tick):
             count, first_s, _ = self._ticks
             self._ticks = count + 1, first_s if count else now, now
-        self._warm = self._warm or isinstance(event, VersionPublished)
-        self._pending.update(dict.fromkeys(_keys_of(commands), (now, self._warm)))
+        self._is_warm = self._is_warm or isinstance(event, VersionPublished)
+        self._pending_commands.update(dict.fromkeys(_command_keys(commands), (now, self._is_warm)))
 
     @property
     def means(self) -> dict[str, float]:
@@ -60,21 +60,23 @@ class Latencies:
         count, first_s, last_s = self._ticks
         if count > 1 and last_s > first_s:
             means["report_s"] = (last_s - first_s) / (count - 1)
-        for knob in sorted({*self._warmup, *self._sums}):
-            count, seconds = self._sums.get(knob, (0, 0.0))
-            early = self._warmup.get(knob, [])
-            means[knob] = (
-                seconds / count if count >= MIN_WARM_LATENCIES else (seconds + sum(early)) / (count + len(early))
+        for setting in sorted({*self._warmup, *self._sums}):
+            count, seconds = self._sums.get(setting, (0, 0.0))
+            warmup_seconds = self._warmup.get(setting, [])
+            means[setting] = (
+                seconds / count
+                if count >= MIN_WARM_LATENCIES
+                else (seconds + sum(warmup_seconds)) / (count + len(warmup_seconds))
             )
         return means
 
 
-def latencies(entries: Iterable[JournalEntry]) -> dict[str, float]:
-    """Measure the latencies of a recorded run; see `Latencies.means`."""
-    measured = Latencies()
+def measure_latencies(entries: Iterable[JournalEntry]) -> dict[str, float]:
+    """Measure the latencies of a recorded run; see `LatencyTracker.means`."""
+    tracker = LatencyTracker()
     for entry in entries:
-        measured.observe(entry.now, entry.event, entry.commands)
-    return measured.means
+        tracker.observe(entry.now, entry.event, entry.commands)
+    return tracker.means
 
 
 def _environment_s(event: Event) -> float | None:
@@ -82,7 +84,8 @@ def _environment_s(event: Event) -> float | None:
     return event.seconds if isinstance(event, (EnvironmentStepped, TrajectoryScored)) else None
 
 
-def _keys_of(commands: Iterable[Command]) -> Iterator[tuple[Hashable, ...]]:
+def _command_keys(commands: Iterable[Command]) -> Iterator[tuple[Hashable, ...]]:
+    """Keys of the commands that an event will complete."""
     for command in commands:
         match command:
             case Score():
@@ -97,12 +100,12 @@ def _keys_of(commands: Iterable[Command]) -> Iterator[tuple[Hashable, ...]]:
                 yield "train", command.step + 1
 
 
-def _latency_of(event: Event, pending: Container[tuple[Hashable, ...]]) -> tuple[str, tuple[Hashable, ...]]:
-    """For the latency that an event completes: (setting of the latency, key of the command)."""
+def _completed_latency(event: Event, pending: Container[tuple[Hashable, ...]]) -> tuple[str, tuple[Hashable, ...]]:
+    """The latency that an event completes: (its setting in [simulation], key of the command)."""
     match event:
         case TrajectoryScored():
-            acted = ("act", event.trajectory)
-            return "reward_s", acted if acted in pending else ("score", event.trajectory)
+            step_key = ("act", event.trajectory)
+            return "reward_s", step_key if step_key in pending else ("score", event.trajectory)
         case EnvironmentStepped():
             return "environment_overhead_s", ("act", event.trajectory)
         case EnvironmentFailed():

@@ -10,14 +10,14 @@ from typing import Any
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.profiling.draft_stats import DraftStats
-from staleflow.pipeline.profiling.fit import Fit
+from staleflow.pipeline.profiling.fit import CostModelFit
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import replace_text
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.engines.engine_settings import Speculation
 
-REFERENCE = CostModel(k1=0.0, k2=0.0, k3=0.0, k4=1.0, b=0.0, prefill=0.0)
+PLACEHOLDER_COST_MODEL = CostModel(k1=0.0, k2=0.0, k3=0.0, k4=1.0, b=0.0, prefill=0.0)
 """Cost model for a `TimeTracker` whose comparison with a cost model is not used, only its fit."""
 
 
@@ -25,13 +25,13 @@ REFERENCE = CostModel(k1=0.0, k2=0.0, k3=0.0, k4=1.0, b=0.0, prefill=0.0)
 class Profile:
     """Contents of a profile file, which a job reads with `profile = FILE`.
 
-    source: the run's folder. latencies: seconds by the setting's name in [simulation]. drafts: draft statistics.
+    source: the run's folder. latencies: seconds by the setting's name in [simulation]. draft_stats: draft statistics.
     """
 
     source: str
-    fit: Fit
+    fit: CostModelFit
     latencies: dict[str, float] = field(default_factory=dict)
-    drafts: DraftStats = field(default_factory=DraftStats)
+    draft_stats: DraftStats = field(default_factory=DraftStats)
 
     def as_dict(self) -> dict[str, Any]:
         """The profile as it is stored: coefficients, ranges, residuals on held-out steps, and its source."""
@@ -43,7 +43,7 @@ class Profile:
             "held_out_error": {"median": fit.error_median, "p90": fit.error_p90},
             "range": {"running": fit.running, "kv_tokens": fit.kv_tokens},
             "num_points": fit.num_points,
-            "acceptance_rate": self.drafts.acceptance,
+            "acceptance_rate": self.draft_stats.acceptance,
         }
 
 
@@ -65,29 +65,33 @@ def profile_run(run_dir: Path) -> Profile:
     batch, rollout = tree.get("batch", {}), tree.get("rollout", {})
     group_size = batch.get("group_size", 1) + batch.get("extra_members", 0)
     verify_share = rollout.get("cost", {}).get("verify_share", 1.0)
-    drafting = rollout.get("engine", {}).get("speculation", {})
+    speculation_settings = rollout.get("engine", {}).get("speculation", {})
     speculation = Speculation(
-        num_speculative_tokens=drafting.get("num_speculative_tokens", 0), disable_above=drafting.get("disable_above", 0)
+        num_speculative_tokens=speculation_settings.get("num_speculative_tokens", 0),
+        disable_above=speculation_settings.get("disable_above", 0),
     )
     tracker = TimeTracker(
-        replace(REFERENCE, verify_share=verify_share), group_size, on_pull=rollout.get("on_pull", "interrupt"),
-        first_length=speculation.first_length,
+        replace(PLACEHOLDER_COST_MODEL, verify_share=verify_share), group_size,
+        on_pull=rollout.get("on_pull", "interrupt"),
+        initial_draft_length=speculation.first_length,
     )  # fmt: skip
-    for entry in journal.read(run_dir / "events.jsonl"):
+    for entry in journal.JournalReader(run_dir / "events.jsonl"):
         tracker.observe(entry.now, entry.event, entry.commands)
     fit = tracker.fit()
     if fit is None:
         raise ConfigError(f"{run_dir}: the run had too few decode steps to fit a cost model; make it longer")
-    return Profile(source=str(run_dir), fit=fit, latencies=measured_latencies(tracker, fit), drafts=tracker.drafts)
+    return Profile(
+        source=str(run_dir), fit=fit, latencies=make_latency_settings(tracker, fit), draft_stats=tracker.draft_stats
+    )
 
 
-def measured_latencies(tracker: TimeTracker, fit: Fit) -> dict[str, float]:
-    """Latencies of a run as settings of [simulation], including slow instances. The delay of a response is two
-    messages; messages of a pull are not counted in pull_s."""
-    seconds = tracker.latencies.means
-    slow, factor = tracker.slow
-    if slow:
-        seconds |= {"straggler_share": len(slow) / tracker.num_instances, "straggler_factor": factor}
+def make_latency_settings(tracker: TimeTracker, fit: CostModelFit) -> dict[str, float]:
+    """Make the settings of [simulation] from the latencies of a run, including slow instances. The delay of a response
+    is two messages; messages of a pull are not counted in pull_s."""
+    seconds = tracker.latency_tracker.means
+    slow_names, factor = tracker.slow_instances
+    if slow_names:
+        seconds |= {"straggler_share": len(slow_names) / tracker.num_instances, "straggler_factor": factor}
     if fit.delay_s:
         seconds["message_s"] = fit.delay_s / 2
         if "pull_s" in seconds:

@@ -20,40 +20,43 @@ class PeriodTimes:
 
     total_s: float = 0.0
     scoring_s: float = 0.0
-    """Scoring was the main activity: at least as many responses waited for a reward as were sampled or queued."""
+    """Seconds in which scoring was the main activity: at least as many responses waited for a reward as were sampled or
+    queued."""
     environment_s: float = 0.0
-    """Environment steps were the main activity: at least as many trajectories waited for one as for anything else."""
-    awaiting_environment_s: float = 0.0
-    """Trajectories that waited for their environment during `environment_s`, times seconds."""
+    """Seconds in which environment steps were the main activity: at least as many trajectories waited for one as for
+    anything else."""
+    environment_trajectory_seconds: float = 0.0
+    """Number of trajectories in environments during `environment_s`, integrated over seconds."""
     at_max_running_s: float = 0.0
-    """With max_running requests running."""
+    """Seconds with max_running requests running."""
     out_of_memory_s: float = 0.0
-    """Below max_running, out of KV memory, with work waiting."""
+    """Seconds below max_running and out of KV memory, with trajectories queued."""
     pull_s: float = 0.0
-    """Loading weights."""
-    running_s: float = 0.0
-    """Trajectories being sampled, times seconds."""
-    kv_s: float = 0.0
-    """KV tokens held, times seconds."""
+    """Seconds of loading weights."""
+    trajectory_seconds: float = 0.0
+    """Number of trajectories being sampled, integrated over seconds."""
+    kv_token_seconds: float = 0.0
+    """Number of KV tokens, integrated over seconds."""
 
     def add(self, other: PeriodTimes) -> None:
-        for field_ in fields(PeriodTimes):
-            setattr(self, field_.name, getattr(self, field_.name) + getattr(other, field_.name))
+        """Add all seconds of another period."""
+        for name in (each.name for each in fields(PeriodTimes)):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     @property
     def running(self) -> float:
         """Mean number of running trajectories per instance."""
-        return self.running_s / self.total_s if self.total_s else 0.0
+        return self.trajectory_seconds / self.total_s if self.total_s else 0.0
 
     @property
     def kv_tokens(self) -> float:
         """Mean number of KV tokens per instance."""
-        return self.kv_s / self.total_s if self.total_s else 0.0
+        return self.kv_token_seconds / self.total_s if self.total_s else 0.0
 
     @property
-    def awaiting_environment(self) -> float:
+    def num_in_environment(self) -> float:
         """Mean number of trajectories in environments during `environment_s`."""
-        return self.awaiting_environment_s / self.environment_s if self.environment_s else 0.0
+        return self.environment_trajectory_seconds / self.environment_s if self.environment_s else 0.0
 
     def share(self, seconds: float) -> float:
         """`seconds` as a share of `total_s`."""
@@ -61,15 +64,16 @@ class PeriodTimes:
 
 
 @dataclass(slots=True)
-class Speed:
+class InstanceSpeed:
     """Speed of an instance. expected_s: seconds by the cost model for the same tokens and running requests."""
 
     measured_s: float = 0.0
     expected_s: float = 0.0
-    responses: int = 0
+    num_responses: int = 0
 
     @property
     def ratio(self) -> float:
+        """Measured seconds over expected seconds; 0 without data."""
         return self.measured_s / self.expected_s if self.expected_s > 0 else 0.0
 
 
@@ -77,14 +81,14 @@ class Speed:
 class StepTimes:
     """Times of a training step since the end of the previous one, or sums over several steps."""
 
-    steps: int = 0
+    num_steps: int = 0
     waiting: PeriodTimes = field(default_factory=PeriodTimes)
-    """While the trainer waited for its batch."""
+    """Times while the trainer waited for its batch."""
     training: PeriodTimes = field(default_factory=PeriodTimes)
-    """From the batch being ready to the new version."""
+    """Times from the batch being ready to the new version."""
     tokens: int = 0
-    """Tokens sampled."""
-    speeds: dict[InstanceId, Speed] = field(default_factory=dict)
+    """Number of sampled tokens."""
+    speeds: dict[InstanceId, InstanceSpeed] = field(default_factory=dict)
 
     @property
     def total_s(self) -> float:
@@ -95,33 +99,33 @@ def sum_steps(steps: Iterable[StepTimes]) -> StepTimes:
     """Sum the times of several steps."""
     total = StepTimes()
     for step in steps:
-        total.steps += step.steps
+        total.num_steps += step.num_steps
         total.tokens += step.tokens
         total.waiting.add(step.waiting)
         total.training.add(step.training)
         for name, speed in step.speeds.items():
-            total_speed = total.speeds.setdefault(name, Speed())
+            total_speed = total.speeds.setdefault(name, InstanceSpeed())
             total_speed.measured_s += speed.measured_s
             total_speed.expected_s += speed.expected_s
-            total_speed.responses += speed.responses
+            total_speed.num_responses += speed.num_responses
     return total
 
 
-def slow_instances(speeds: Mapping[InstanceId, Speed]) -> tuple[list[InstanceId], float]:
+def find_slow_instances(speeds: Mapping[InstanceId, InstanceSpeed]) -> tuple[list[InstanceId], float]:
     """Find slow instances. Returns their names, and the factor by which their tokens take longer than the median of the
     others."""
-    ratios = {name: s.ratio for name, s in speeds.items() if s.responses >= MIN_RESPONSES and s.ratio > 0}
+    ratios = {name: s.ratio for name, s in speeds.items() if s.num_responses >= MIN_RESPONSES and s.ratio > 0}
     if len(ratios) < 2:
         return [], 1.0
     limit = SLOW_FACTOR * statistics.median_low(ratios.values())
-    slow = sorted(name for name, ratio in ratios.items() if ratio >= limit)
-    if not slow:
+    slow_names = sorted(name for name, ratio in ratios.items() if ratio >= limit)
+    if not slow_names:
         return [], 1.0
-    usual = statistics.median(ratio for name, ratio in ratios.items() if name not in slow)
-    return slow, statistics.mean(ratios[name] for name in slow) / usual
+    usual_ratio = statistics.median(ratio for name, ratio in ratios.items() if name not in slow_names)
+    return slow_names, statistics.mean(ratios[name] for name in slow_names) / usual_ratio
 
 
-def steady_part(num_steps: int, eta: int) -> tuple[int, int]:
+def find_steady_steps(num_steps: int, eta: int) -> tuple[int, int]:
     """Range of steps in which a run is in its steady state: (step whose end it begins with, last step).
 
     Leaves out the first eta + 2 steps and the last eta + 1, in which no new work starts. The length is a multiple of
@@ -134,7 +138,7 @@ def steady_part(num_steps: int, eta: int) -> tuple[int, int]:
     return (first, last) if last - first >= 2 else (0, num_steps - 1)
 
 
-def steady(steps: Sequence[StepTimes], eta: int) -> StepTimes:
+def sum_steady_steps(steps: Sequence[StepTimes], eta: int) -> StepTimes:
     """Sum the times of a run's steady steps; of all steps if the run has only one."""
-    first, last = steady_part(len(steps), eta)
+    first, last = find_steady_steps(len(steps), eta)
     return sum_steps(steps[first + 1 : last + 1] or steps)

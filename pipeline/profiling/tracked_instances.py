@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
 
-MEMORY_FULL = 0.85
+FULL_MEMORY_SHARE = 0.85
 """Share of the KV cache above which an instance counts as full: routing leaves the rest for growth."""
 
 
@@ -21,27 +21,27 @@ class RunningTrajectory:
     routed_s: float
     tokens_at_route: int
     delivered_tokens: int
-    """Tokens it keeps if its instance is lost."""
+    """Tokens that it keeps if its instance is lost."""
     tokens: float
-    """As last reported."""
+    """Number of its tokens in the latest report."""
     steps: float
     """Decode steps of its instance at that report."""
     prompt_tokens: int
-    running_s: float
-    kv_s: float
+    trajectory_seconds: float
+    kv_token_seconds: float
     pull_s: float
-    prefilled: float
+    prefilled_tokens: float
 
 
 class ReportSums(NamedTuple):
     """Sums of an instance at the time of a report, see `TrackedInstance`."""
 
     updated_s: float
-    length_changes: int
-    pulls: int
-    running_s: float
-    kv_s: float
-    prefilled: float
+    num_length_changes: int
+    num_pulls: int
+    trajectory_seconds: float
+    kv_token_seconds: float
+    prefilled_tokens: float
 
 
 @dataclass(slots=True)
@@ -54,61 +54,65 @@ class TrackedInstance:
     max_running: int
     draft_length: int
     updated_s: float
-    length_changes: int = 0
-    """How often `draft_length` has changed."""
-    reported: ReportSums | None = None
+    num_length_changes: int = 0
+    """Number of times that `draft_length` has changed."""
+    last_report: ReportSums | None = None
     running: dict[TrajectoryId, RunningTrajectory] = field(default_factory=dict)
     kv_tokens: float = 0.0
     token_s: float = math.inf
     steps: float = 0.0
-    prefilled: float = 0.0
-    pulling: bool = False
-    pulls: int = 0
-    running_s: float = 0.0
-    kv_s: float = 0.0
+    prefilled_tokens: float = 0.0
+    is_pulling: bool = False
+    num_pulls: int = 0
+    trajectory_seconds: float = 0.0
+    kv_token_seconds: float = 0.0
     pull_s: float = 0.0
 
     def advance_to(self, now: float) -> None:
+        """Add the time up to `now` to the sums."""
         passed_s, self.updated_s = now - self.updated_s, now
-        steps = 0.0 if self.pulling else passed_s / self.token_s
-        gained = steps * len(self.running)
-        self.running_s += passed_s * len(self.running)
-        self.kv_s += passed_s * (self.kv_tokens + gained / 2)
-        self.pull_s += passed_s * self.pulling
+        steps = 0.0 if self.is_pulling else passed_s / self.token_s
+        new_tokens = steps * len(self.running)
+        self.trajectory_seconds += passed_s * len(self.running)
+        self.kv_token_seconds += passed_s * (self.kv_tokens + new_tokens / 2)
+        self.pull_s += passed_s * self.is_pulling
         self.steps += steps
-        self.kv_tokens += gained
+        self.kv_tokens += new_tokens
 
-    def tokens(self, trajectory: RunningTrajectory) -> float:
+    def estimate_tokens(self, trajectory: RunningTrajectory) -> float:
         """Estimate the response tokens of a running trajectory at `updated_s`."""
         return trajectory.tokens + self.steps - trajectory.steps
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
+        """Whether it runs as many trajectories as it may."""
         return len(self.running) >= self.max_running
 
     @property
-    def out_of_memory(self) -> bool:
+    def is_out_of_memory(self) -> bool:
+        """Whether another trajectory of mean size would not fit into its KV cache."""
         count = len(self.running)
-        if not count or self.full:
+        if not count or self.is_full:
             return False
-        return self.kv_tokens * (count + 1) / count > MEMORY_FULL * self.kv_capacity
+        return self.kv_tokens * (count + 1) / count > FULL_MEMORY_SHARE * self.kv_capacity
 
 
 @dataclass(slots=True)
 class FleetCounts:
     """Sums over all instances, updated incrementally: subtract an instance before it changes, and add it afterwards."""
 
-    instances: int = 0
-    full: int = 0
-    out_of_memory: int = 0
-    pulling: int = 0
-    running: int = 0
+    num_instances: int = 0
+    num_full: int = 0
+    num_out_of_memory: int = 0
+    num_pulling: int = 0
+    num_running: int = 0
     kv_tokens: float = 0.0
 
-    def count(self, instance: TrackedInstance, sign: int) -> None:
-        self.instances += sign
-        self.full += sign * instance.full
-        self.out_of_memory += sign * instance.out_of_memory
-        self.pulling += sign * instance.pulling
-        self.running += sign * len(instance.running)
+    def add(self, instance: TrackedInstance, sign: int) -> None:
+        """Add an instance (sign 1), or subtract it (sign -1)."""
+        self.num_instances += sign
+        self.num_full += sign * instance.is_full
+        self.num_out_of_memory += sign * instance.is_out_of_memory
+        self.num_pulling += sign * instance.is_pulling
+        self.num_running += sign * len(instance.running)
         self.kv_tokens += sign * instance.kv_tokens

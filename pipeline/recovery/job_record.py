@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from staleflow.pipeline.cluster.job_registry import ENDED
+from staleflow.pipeline.cluster.submitted_job import ENDED
 from staleflow.pipeline.recovery.run_folder import ELSEWHERE, is_locked
 from staleflow.stores.errors import ConfigError, StoreError, raised_as, strerror
 from staleflow.stores.files import replace_text

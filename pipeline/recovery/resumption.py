@@ -217,10 +217,10 @@ def _archive_start(run_dir: Path) -> None:
     events = run_dir / "events.jsonl"
     number = _latest_number(run_dir) + 1
     before = run_dir / f"events.{number}.jsonl"
-    if not journal.files(events) and not journal.files(before):
+    if not journal.list_files(events) and not journal.list_files(before):
         return
     replace_text(run_dir / f"config.{number}.toml", (run_dir / "config.toml").read_text(), REMEDY)
-    for part in journal.closed_parts(events).values():
+    for part in journal.list_closed_parts(events).values():
         part.rename(run_dir / part.name.replace(events.name, before.name, 1))
     if events.is_file():
         events.rename(before)

@@ -12,20 +12,20 @@ import numpy as np
 
 from staleflow.pipeline.config.knob_tree import ExplainedValue, explain_values, toml_value
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.coordination.journal import files, num_bytes
+from staleflow.pipeline.coordination.journal import list_files, uncompressed_bytes
 from staleflow.pipeline.coordination.mixture import count_by_source
 from staleflow.pipeline.jobs.replaying import replay_run
 from staleflow.pipeline.recovery.resumption import recorded_starts
 from staleflow.pipeline.run_page import listing
 from staleflow.pipeline.run_page.charts import any_many_turns, charts, in_words, series
 from staleflow.pipeline.run_page.run_reader import RunReader, StoredSnapshot
-from staleflow.pipeline.runtime.evaluation_results import Evaluation, not_comparable
-from staleflow.pipeline.stored_runs.branch_diff import difference
+from staleflow.pipeline.runtime.evaluation_results import Evaluation, explain_not_comparable
+from staleflow.pipeline.stored_runs.branch_diff import compare_branches
 from staleflow.pipeline.stored_runs.comparison import compare
-from staleflow.pipeline.stored_runs.comparison_tables import result_tables
+from staleflow.pipeline.stored_runs.comparison_tables import make_result_tables
 from staleflow.pipeline.stored_runs.conversations import message_spans
 from staleflow.pipeline.stored_runs.run_facts import read_facts
-from staleflow.pipeline.stored_runs.views import facts, trajectory_view
+from staleflow.pipeline.stored_runs.views import make_facts, make_trajectory_view
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.reader import UnreadableRow
@@ -81,7 +81,7 @@ class RunApi:
                 *summary_notes(summary),
                 *_source_lines(config, stored),
                 *(stored.weight_lines if stored and "weights" not in summary else ()),
-                *not_comparable(evaluations),
+                *explain_not_comparable(evaluations),
             ],
             "many_turns": any_many_turns(stored.records) if stored else False,
             "charts": [chart.plain() for chart in charts(stored.records if stored else (), [*config.task.sources])],
@@ -125,7 +125,7 @@ class RunApi:
             read_facts(self._reader.run_dir, first.store, self._reader.config.name, {}),
             read_facts(self._other.run_dir, second.store, _other_name(self._reader.config, self._other), {}),
         ]
-        return {"tables": [asdict(table) for table in result_tables(compare(runs)) if table.rows]}
+        return {"tables": [asdict(table) for table in make_result_tables(compare(runs)) if table.rows]}
 
     def audit(self) -> dict[str, Any]:
         """Audit the stored main branch of the run. One audit runs at a time."""
@@ -210,7 +210,7 @@ class RunApi:
         # Decoding stops soon after the limit: a token is rarely less than a character.
         text = self._reader.texts.text(t.response_tokens[: limit + 1].tolist(), special=True)
         return {
-            **plain(facts(row)),
+            **plain(make_facts(row)),
             "response_tokens": t.num_sampled,
             "turns": len(t.turns),
             "messages": self._messages_of(t, limit) if t.has_env_steps else [],
@@ -254,17 +254,17 @@ class RunApi:
         positions = sorted(
             stored.position(id) for id in ids[: listing.ROWS_PER_PAGE]
         )  # adjacent ones are read together
-        shown_texts = {}
+        texts_by_trajectory = {}
         for row in stored.store.at_positions(positions):
             if isinstance(row, UnreadableRow):
-                shown_texts[int(row.trajectory)] = {"damaged": row.error}
+                texts_by_trajectory[int(row.trajectory)] = {"damaged": row.error}
                 continue
             t, decode = row.trajectory, self._reader.texts.text
-            shown_texts[int(t.id)] = {
+            texts_by_trajectory[int(t.id)] = {
                 "prompt": decode(t.prompt_tokens[-PROMPT_EXCERPT:].tolist(), special=True)[-PROMPT_EXCERPT:],
                 "response": decode(t.response_tokens[:EXCERPT].tolist(), special=True)[:EXCERPT],
             }
-        return {"texts": shown_texts}
+        return {"texts": texts_by_trajectory}
 
     def distribution(self, branch: str, where: str, column: str) -> dict[str, Any]:
         """Histograms of a column over the selected trajectories, trained and dropped, and how these differ in the whole
@@ -293,7 +293,7 @@ class RunApi:
         }
         if isinstance(row, UnreadableRow):
             return {"trajectory": id, "damaged": row.error, **around}
-        view = trajectory_view(row, self._reader.texts, stored.store.rescored(TrajectoryId(id)))
+        view = make_trajectory_view(row, self._reader.texts, stored.store.rescored(TrajectoryId(id)))
         with self._reader.journal() as journal:
             story, read_share = journal.story(id), journal.read_share
         ratios = [None if t.ratio is None else _plain(round(t.ratio, 5)) for t in view.tokens]
@@ -320,7 +320,7 @@ class RunApi:
     def story(self, id: int) -> dict[str, Any]:
         """A trajectory's story with the coordinator's reasons, from replaying the journal."""
         run_dir = self._reader.run_dir
-        size = sum(num_bytes(file) for _, events in recorded_starts(run_dir) for file in files(events))
+        size = sum(uncompressed_bytes(file) for _, events in recorded_starts(run_dir) for file in list_files(events))
         if size > REPLAYED_BYTES:
             raise ConfigError(
                 f"the journal has {size / 2**20:.0f} MiB, a page replays {REPLAYED_BYTES / 2**20:.0f}; use "
@@ -341,7 +341,7 @@ class RunApi:
         return {
             "first": first,
             "second": second,
-            **asdict(difference(self._reader.run_dir, first, second)),
+            **asdict(compare_branches(self._reader.run_dir, first, second)),
             "lineage": {branch.branch: branch.store.lineage for branch in (first_rows, second_rows)},
             "by_step": listing.mean_by_step([first_rows.columns, second_rows.columns], "reward"),
         }

@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.coordination.journal import HEADING, files, num_bytes, open_part
+from staleflow.pipeline.coordination.journal import PART_HEADING, list_files, open_part, uncompressed_bytes
 from staleflow.pipeline.recovery.resumption import recorded_starts
 from staleflow.pipeline.recovery.run_folder import in_use, load_job, require_run
 from staleflow.pipeline.run_page.journal_index import JournalIndex
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, read_evaluations
-from staleflow.pipeline.stored_runs.response_texts import shown_texts
+from staleflow.pipeline.stored_runs.response_texts import make_display_detokenizer
 from staleflow.stores.auditing.drop_bias import bias_of
 from staleflow.stores.auditing.weight_counts import count_outcomes
 from staleflow.stores.errors import ConfigError
@@ -129,7 +129,7 @@ class JournalFollower:
                 while offset < size and offset - start < max_bytes and (line := lines.readline()).endswith(b"\n"):
                     line_number += 1
                     offset += len(line)
-                    if line_number > 1 or not line.startswith(HEADING):
+                    if line_number > 1 or not line.startswith(PART_HEADING):
                         self.index.add(line, f"{file.name}, line {line_number},")
         self._files[number] = (inode, offset, line_number)
         return offset - start
@@ -138,10 +138,10 @@ class JournalFollower:
 def _listed(journals: Sequence[Path]) -> tuple[list[tuple[Path, Path]], list[int], list[int]]:
     """The journals' files, each with its journal; their inodes, 0 of compressed ones; their sizes uncompressed."""
     while True:
-        listed = [(journal, file) for journal in journals for file in files(journal)]
+        listed = [(journal, file) for journal in journals for file in list_files(journal)]
         try:
             inodes = [0 if file.suffix == ".gz" else file.stat().st_ino for _, file in listed]
-            return listed, inodes, [num_bytes(file) for _, file in listed]
+            return listed, inodes, [uncompressed_bytes(file) for _, file in listed]
         except FileNotFoundError:
             continue  # compressed or renamed meanwhile
 
@@ -188,7 +188,7 @@ class RunReader:
     @cached_property
     def texts(self) -> Detokenizer:
         """The detokenizer of the run."""
-        return shown_texts(self.config)
+        return make_display_detokenizer(self.config)
 
     @property
     def texts_note(self) -> str:

@@ -1,4 +1,4 @@
-"""Keep the checkpoint of the version with the best evaluation result so far.
+"""Keeps the checkpoint of the version with the best evaluation result so far.
 
 An evaluation ends after later versions have replaced its weights, so a version is saved as soon as sampling for its
 evaluation begins, as checkpoints/evaluated-VERSION. When its mean reward is known, the folder becomes checkpoints/best
@@ -27,7 +27,7 @@ from staleflow.stores.trajectory import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
-RECORD_NAME = "evaluation.json"
+RECORD_FILE = "evaluation.json"
 """In checkpoints/best: its version, evaluation set and mean reward."""
 BEST, EVALUATED_PREFIX, ROLLED_BACK = "best", "evaluated-", "best-undone"
 """Folders of checkpoints/: the best; the prefix for versions under evaluation; a former best whose version was rolled
@@ -51,9 +51,9 @@ class BestCheckpoint:
         self._actors = actors
         self._folder = run_dir / "checkpoints"
         self._evaluation_set = evaluation_set
-        self._saving: dict[PolicyVersion, asyncio.Task[bool]] = {}
+        self._saves: dict[PolicyVersion, asyncio.Task[bool]] = {}
 
-    def recover(self, version: PolicyVersion, evaluations: Sequence[Evaluation]) -> None:
+    def clean_up(self, version: PolicyVersion, evaluations: Sequence[Evaluation]) -> None:
         """Clean up the folders that an earlier start of the run has left. Call before the first evaluation.
 
         Args:
@@ -61,7 +61,7 @@ class BestCheckpoint:
             evaluations: Evaluations that are still in the store.
         """
         best, rolled_back = self._folder / BEST, self._folder / ROLLED_BACK
-        if (score := self._best_so_far()).version > version:
+        if (score := self._read_best_score()).version > version:
             logger.info("%s is of version %d, which is trained again; it is %s now", best, score.version, ROLLED_BACK)
             shutil.rmtree(rolled_back, ignore_errors=True)
             best.rename(rolled_back)
@@ -76,43 +76,43 @@ class BestCheckpoint:
     def start_saving(self, version: PolicyVersion) -> None:
         """Save a version whose evaluation begins, in the background. Does nothing for version 0, or while the version
         is being evaluated already."""
-        if self._evaluation_set and version and version not in self._saving:
+        if self._evaluation_set and version and version not in self._saves:
             request = self._actors.checkpoint(f"{EVALUATED_PREFIX}{version:06d}", version)
-            self._saving[version] = asyncio.ensure_future(request)
+            self._saves[version] = asyncio.ensure_future(request)
 
     async def finish_evaluation(self, version: PolicyVersion, results: Sequence[Evaluation]) -> None:
-        """Keep or remove the saved version after its evaluation. results: none if the evaluation was given up."""
-        if version in self._saving:
-            await self._saving[version]
-            del self._saving[version]
+        """Keep or remove the saved version after its evaluation. results: none if the evaluation was abandoned."""
+        if version in self._saves:
+            await self._saves[version]
+            del self._saves[version]
             folder = self._folder / f"{EVALUATED_PREFIX}{version:06d}"
             await asyncio.to_thread(self._keep_or_remove, folder, version, results)
 
     async def close(self) -> None:
         """Cancel pending saves and delete their folders."""
-        saving, self._saving = self._saving, {}
-        for task in saving.values():
+        saves, self._saves = self._saves, {}
+        for task in saves.values():
             task.cancel()
-        await asyncio.gather(*saving.values(), return_exceptions=True)
-        for version in saving:
+        await asyncio.gather(*saves.values(), return_exceptions=True)
+        for version in saves:
             folder = self._folder / f"{EVALUATED_PREFIX}{version:06d}"
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _keep_or_remove(self, folder: Path, version: PolicyVersion | None, results: Sequence[Evaluation]) -> None:
         """Make a folder checkpoints/best if its version's results are the best so far; otherwise remove it."""
         reward = next((result.mean_reward for result in results if result.name == self._evaluation_set), None)
-        if reward is None or version is None or not folder.is_dir() or reward <= self._best_so_far().reward:
+        if reward is None or version is None or not folder.is_dir() or reward <= self._read_best_score().reward:
             shutil.rmtree(folder, ignore_errors=True)
             return
         record = {"version": version, "set": self._evaluation_set, "reward": reward}
-        replace_text(folder / RECORD_NAME, json.dumps(record) + "\n", "free space or move runs_dir")
+        replace_text(folder / RECORD_FILE, json.dumps(record) + "\n", "free space or move runs_dir")
         shutil.rmtree(self._folder / BEST, ignore_errors=True)
         folder.rename(self._folder / BEST)
 
-    def _best_so_far(self) -> BestScore:
+    def _read_best_score(self) -> BestScore:
         """Read version and mean reward of checkpoints/best; NO_SCORE if there is none."""
         try:
-            record = json.loads((self._folder / BEST / RECORD_NAME).read_text())
+            record = json.loads((self._folder / BEST / RECORD_FILE).read_text())
             return BestScore(PolicyVersion(int(record["version"])), float(record["reward"]))
-        except (OSError, ValueError, KeyError, TypeError):  # none yet, or a folder not written by this class
+        except (OSError, ValueError, KeyError, TypeError):  # there is none, or another program wrote the folder
             return NO_SCORE

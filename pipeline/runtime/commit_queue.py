@@ -20,8 +20,8 @@ from staleflow.stores.weights.retention import KEPT
 
 MAX_UNCOMMITTED = KEPT - 1
 """Maximum trained steps that are not stored: one less than the resume points that are kept."""
-SUBJECTS = {"end": "the run's end", "refusal": "that an instance is out of service"}
-"""Names of the other kinds of commits than steps, for messages."""
+COMMIT_NAMES = {"end": "the run's end", "refusal": "that an instance is out of service"}
+"""Names of the kinds of commits that are not steps, for messages."""
 OUTAGE_POLL_S = 2.0
 """Seconds between two checks whether the server retries a commit."""
 
@@ -31,7 +31,7 @@ class CommitQueue:
 
     Args:
         actors: The run's actors.
-        deadlines: Of the job.
+        deadlines: Deadlines of the job.
         on_commit: Called with each stored record and the metrics of its batch.
         report: Receives a line for display about a commit that takes long, or whose bucket fails.
     """
@@ -53,21 +53,21 @@ class CommitQueue:
         self._has_capacity.set()
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether the next training step must wait for a commit."""
         return not self._has_capacity.is_set()
 
     def put(self, item: Discard | StepRecord) -> None:
         """Queue discarded trajectories, or a record to commit."""
         if isinstance(item, StepRecord):
-            self._count(+1)
+            self._change_uncommitted(+1)
         self._queue.put_nowait(item)
 
     async def wait_for_room(self) -> None:
         """Wait until another step may be trained."""
         await self._has_capacity.wait()
 
-    async def work(self) -> None:
+    async def run(self) -> None:
         """Send the queued items to the server, until cancelled."""
         while True:
             item = await self._queue.get()
@@ -75,14 +75,14 @@ class CommitQueue:
                 await self._actors.ask("server", "retire", item.endings, item.versions)
             else:
                 self._on_commit(item, await self._commit(item))
-                self._count(-1)
+                self._change_uncommitted(-1)
             self._queue.task_done()
 
-    async def finished(self) -> None:
+    async def wait_until_stored(self) -> None:
         """Wait until all queued items are stored."""
         await self._queue.join()
 
-    def _count(self, change: int) -> None:
+    def _change_uncommitted(self, change: int) -> None:
         self._num_uncommitted += change
         if self._num_uncommitted < MAX_UNCOMMITTED:
             self._has_capacity.set()
@@ -90,28 +90,28 @@ class CommitQueue:
             self._has_capacity.clear()
 
     async def _commit(self, record: StepRecord) -> dict[str, float]:
-        slow = asyncio.ensure_future(self._report_slow(record))
+        slow_report = asyncio.ensure_future(self._report_slow(record))
         try:
             metrics: dict[str, float] = await self._actors.ask("server", "commit", record, deadline="commit_s")
             return metrics
         finally:
-            slow.cancel()
+            slow_report.cancel()
 
     async def _report_slow(self, record: StepRecord) -> None:
         """Report a slow commit every deadlines.call_s, and at once when the store's bucket fails or recovers."""
         call_s, elapsed_s, reported_s, outage = self._deadlines.call_s, 0.0, 0.0, ""
-        subject = f"step {record.step}" if record.kind == "step" else SUBJECTS[record.kind]
+        commit_name = f"step {record.step}" if record.kind == "step" else COMMIT_NAMES[record.kind]
         while True:
             await asyncio.sleep(min(OUTAGE_POLL_S, call_s - (elapsed_s - reported_s)))
             elapsed_s += min(OUTAGE_POLL_S, call_s - (elapsed_s - reported_s))
-            before, outage = outage, await self._outage()
-            if elapsed_s - reported_s < call_s and bool(outage) == bool(before):
+            previous_outage, outage = outage, await self._outage()
+            if elapsed_s - reported_s < call_s and bool(outage) == bool(previous_outage):
                 continue
             reported_s = elapsed_s
-            consequence = f"sampling goes on within the staleness bound, training up to {MAX_UNCOMMITTED} steps ahead"
-            reason = f": {outage}; it is tried again" if outage else ""
+            consequence = f"sampling continues within the staleness bound, training up to {MAX_UNCOMMITTED} steps ahead"
+            retry = f": {outage}; it is tried again" if outage else ""
             self._report(
-                f"committing {subject} for {elapsed_s:g} s{reason} (deadlines.commit_s allows "
+                f"committing {commit_name} for {elapsed_s:g} s{retry} (deadlines.commit_s allows "
                 f"{self._deadlines.commit_s:g}); {consequence}"
             )
 

@@ -2,8 +2,8 @@
 
 Invariant: while the trainer computes, no instance is awake, and no instance wakes or is built.
 
-The coordinator decides whose turn it is, so that nobody waits here for long. This also covers what it does not decide:
-instances that are placed, trainers that are restored, weights that are published before the first step.
+The coordinator orders sleeps and pulls so that calls rarely wait here. This module also covers calls that it does not
+order: placing instances, restoring the trainer, publishing weights before the first step.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-COMPUTES = frozenset({"train", "publish_initial", "fine_tune", "logprobs"})
-"""Methods of the trainer that need its GPUs; between them it has freed these."""
+GPU_METHODS = frozenset({"train", "publish_initial", "fine_tune", "logprobs"})
+"""Methods of the trainer that need its GPUs. Between such calls it has freed them."""
 
 
 class DeviceTurns:
@@ -25,14 +25,14 @@ class DeviceTurns:
         self._training = False
         self._changed = asyncio.Event()
 
-    async def wake(self, instance: str) -> None:
+    async def mark_awake(self, instance: str) -> None:
         """Wait until the trainer is not computing, and mark an instance as awake."""
         while self.shared and self._training:
             await self._wait()
         if self.shared:
             self._awake.add(instance)
 
-    def leave(self, instance: str) -> None:
+    def mark_asleep(self, instance: str) -> None:
         """Mark an instance as asleep or gone."""
         self._awake.discard(instance)
         self._changed.set()

@@ -17,7 +17,8 @@ from typing import Any
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import CloseEnvironment, StepEnvironment
 from staleflow.pipeline.coordination.events import EnvironmentFailed, EnvironmentStepped, Event, TrajectoryScored
-from staleflow.pipeline.runtime.actors import MAX_FALSE_LOSSES, SERVER, Actors
+from staleflow.pipeline.runtime.actor_client import MAX_FALSE_LOSSES, SERVER
+from staleflow.pipeline.runtime.actors import Actors
 from staleflow.stores import errors
 from staleflow.stores.trajectory import TrajectoryId
 from staleflow.tasks.actors.environment_host import EnvStepItem, EnvStepOutcome
@@ -25,8 +26,8 @@ from staleflow.tasks.actors.environment_host import EnvStepItem, EnvStepOutcome
 logger = logging.getLogger(__name__)
 
 POLL_S = 2.0
-"""Seconds that a host waits for an outcome before it returns none."""
-NUM_LATEST = 100
+"""Seconds that a host waits for outcomes before it returns an empty list."""
+NUM_LATEST_OUTCOMES = 100
 """Number of latest outcomes in the share of failures that environment.max_failed_share limits."""
 RETRY_S = 0.5
 """Seconds before a step is sent again whose host could not reach the trajectory server."""
@@ -34,17 +35,18 @@ RETRY_S = 0.5
 
 @dataclass(slots=True)
 class _Host:
-    """An environment host. pending: steps without an outcome. number: incremented with each replacement or move."""
+    """An environment host. pending_steps: steps without an outcome. placement: incremented with each replacement or
+    move."""
 
     name: str
     outbox: asyncio.Queue[StepEnvironment | CloseEnvironment] = field(default_factory=asyncio.Queue)
-    pending: dict[TrajectoryId, StepEnvironment] = field(default_factory=dict)
-    number: int = 0
+    pending_steps: dict[TrajectoryId, StepEnvironment] = field(default_factory=dict)
+    placement: int = 0
     num_false_losses: int = 0
     """Consecutive attempts in which it reported the trajectory server lost although the driver reaches it."""
-    false_loss_s: float = -math.inf
+    last_false_loss_s: float = -math.inf
     """Time of the last such report, on the loop's clock."""
-    replacing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    replace_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,26 +72,27 @@ class EnvironmentHosts:
         count = config.environment.hosts if config.has_environment else 0
         self._hosts = [_Host(f"environment-{i}") for i in range(count)]
         self._has_logged_failure = False
-        self._latest_failed: deque[bool] = deque(maxlen=NUM_LATEST)
+        self._latest_failures: deque[bool] = deque(maxlen=NUM_LATEST_OUTCOMES)
         """Whether each of the latest outcomes was a failure."""
 
     def put(self, command: StepEnvironment | CloseEnvironment) -> None:
-        """Queue an env step, or the closing of an environment. All steps of an episode go to one host."""
+        """Queue an environment step, or the closing of an environment. All steps of an episode go to one host."""
         host = self._hosts[command.trajectory % len(self._hosts)]
         if isinstance(command, StepEnvironment):
-            host.pending[command.trajectory] = command
+            host.pending_steps[command.trajectory] = command
         else:
-            host.pending.pop(command.trajectory, None)
+            host.pending_steps.pop(command.trajectory, None)
         host.outbox.put_nowait(command)
 
     @property
-    def view(self) -> list[HostView]:
+    def views(self) -> list[HostView]:
+        """The current state of each host, for display."""
         slots = self._config.environment.concurrency
-        return [HostView(host=host.name, num_acting=len(host.pending), slots=slots) for host in self._hosts]
+        return [HostView(host=host.name, num_acting=len(host.pending_steps), slots=slots) for host in self._hosts]
 
-    def work(self) -> list[Coroutine[Any, Any, None]]:
+    def coroutines(self) -> list[Coroutine[Any, Any, None]]:
         """Coroutines to run concurrently until cancelled, two per host."""
-        return [work for host in self._hosts for work in (self._send(host), self._receive_outcomes(host))]
+        return [coroutine for host in self._hosts for coroutine in (self._send(host), self._receive_outcomes(host))]
 
     async def _send(self, host: _Host) -> None:
         """Send a host its commands in order."""
@@ -97,27 +100,31 @@ class EnvironmentHosts:
             commands = [await host.outbox.get()]
             while not host.outbox.empty():
                 commands.append(host.outbox.get_nowait())
-            steps = [c for c in commands if isinstance(c, StepEnvironment) and host.pending.get(c.trajectory) is c]
-            ended = tuple(c.trajectory for c in commands if isinstance(c, CloseEnvironment))
-            number = host.number
+            steps = [
+                c for c in commands if isinstance(c, StepEnvironment) and host.pending_steps.get(c.trajectory) is c
+            ]
+            closed_episodes = tuple(c.trajectory for c in commands if isinstance(c, CloseEnvironment))
+            placement = host.placement
             try:
-                if ended:
-                    await self._actors.ask(host.name, "close_episodes", ended)
+                if closed_episodes:
+                    await self._actors.ask(host.name, "close_episodes", closed_episodes)
                 if steps:
                     items = tuple(
-                        EnvStepItem(trajectory=a.trajectory, route_number=a.route_number, truncated=a.truncated)
-                        for a in steps
+                        EnvStepItem(
+                            trajectory=step.trajectory, route_number=step.route_number, truncated=step.truncated
+                        )
+                        for step in steps
                     )
                     await self._actors.ask(host.name, "start_steps", SERVER, items)
             except (errors.ActorLost, errors.ActorFailed) as lost:
                 if lost.actor != host.name:
                     raise
-                await self._replace(host, number, lost)
+                await self._replace(host, placement, lost)
 
     async def _receive_outcomes(self, host: _Host) -> None:
         """Emit the outcomes of a host's steps."""
         while True:
-            number = host.number
+            placement = host.placement
             try:
                 outcomes: list[EnvStepOutcome] = await self._actors.ask(
                     host.name, "outcomes", POLL_S, deadline="call_s", within_s=POLL_S + self._config.deadlines.call_s
@@ -125,39 +132,39 @@ class EnvironmentHosts:
             except (errors.ActorLost, errors.ActorFailed) as lost:
                 if lost.actor != host.name:
                     raise
-                await self._replace(host, number, lost)
+                await self._replace(host, placement, lost)
                 continue
-            if number == host.number and any(outcome.server_lost for outcome in outcomes):
-                await self._count_false_loss(host, number)
+            if placement == host.placement and any(outcome.server_lost for outcome in outcomes):
+                await self._count_false_loss(host, placement)
             elif outcomes:
                 host.num_false_losses = 0
             for outcome in outcomes:
-                step = host.pending.get(outcome.trajectory)
+                step = host.pending_steps.get(outcome.trajectory)
                 if step is None or step.route_number != outcome.route_number:
                     continue
                 if outcome.server_lost:
                     asyncio.get_running_loop().call_later(RETRY_S, host.outbox.put_nowait, step)
                     continue
-                del host.pending[outcome.trajectory]
-                self._emit(self._event(outcome))
+                del host.pending_steps[outcome.trajectory]
+                self._emit(self._make_event(outcome))
                 self._check_failures(outcome)
 
-    async def _count_false_loss(self, host: _Host, number: int) -> None:
+    async def _count_false_loss(self, host: _Host, placement: int) -> None:
         """Count a false report that the trajectory server is lost; replace the host after MAX_FALSE_LOSSES of them.
         Reports of several steps within RETRY_S count once."""
         now = asyncio.get_running_loop().time()
-        if now < host.false_loss_s + RETRY_S or not await self._actors.server_answers():
+        if now < host.last_false_loss_s + RETRY_S or not await self._actors.server_answers():
             return
-        host.false_loss_s = now
+        host.last_false_loss_s = now
         host.num_false_losses += 1
         if host.num_false_losses > MAX_FALSE_LOSSES:
             lost = errors.ActorLost(f"{host.name} does not reach the server, which answers", host.name)
-            await self._replace(host, number, lost)
+            await self._replace(host, placement, lost)
 
-    async def _replace(self, host: _Host, number: int, lost: errors.ActorLost | errors.ActorFailed) -> None:
-        """Replace a lost host and send it all pending steps. Does nothing if it was replaced since `number`."""
-        async with host.replacing:
-            if host.number != number:
+    async def _replace(self, host: _Host, placement: int, lost: errors.ActorLost | errors.ActorFailed) -> None:
+        """Replace a lost host and send it all pending steps. Does nothing if it was replaced since `placement`."""
+        async with host.replace_lock:
+            if host.placement != placement:
                 return
             self._actors.record_loss(host.name, lost, self._elapsed_s())
             await self._actors.place_environment(host.name)
@@ -167,40 +174,40 @@ class EnvironmentHosts:
         """Move a host to a Dask worker that other actors of the run use; does nothing if it is moving already. Pending
         steps are sent again: repeatable environments are replayed up to the turn, and other episodes restart."""
         host = next(host for host in self._hosts if host.name == name)
-        if host.replacing.locked():
+        if host.replace_lock.locked():
             return
-        async with host.replacing:
+        async with host.replace_lock:
             try:
                 await self._actors.move_reward_actor(name)
-            except errors.ActorLost as lost:  # its next call finds it gone, and replaces it
+            except errors.ActorLost as lost:  # its next call notices that, and replaces it
                 logger.warning("%s", lost)
                 return
             self._resend_pending(host)
 
     def _resend_pending(self, host: _Host) -> None:
         """Queue all pending steps for a host that was replaced or moved."""
-        host.number += 1
+        host.placement += 1
         host.num_false_losses = 0
-        for step in host.pending.values():
+        for step in host.pending_steps.values():
             host.outbox.put_nowait(step)
 
     def _check_failures(self, outcome: EnvStepOutcome) -> None:
         """Raise TooManyFailedEnvironments if too many of the latest outcomes are failures."""
-        self._latest_failed.append(bool(outcome.failed))
-        allowed = self._config.environment.max_failed_share
+        self._latest_failures.append(bool(outcome.failed))
+        max_share = self._config.environment.max_failed_share
         if (
             outcome.failed
-            and len(self._latest_failed) == NUM_LATEST
-            and sum(self._latest_failed) > allowed * NUM_LATEST
+            and len(self._latest_failures) == NUM_LATEST_OUTCOMES
+            and sum(self._latest_failures) > max_share * NUM_LATEST_OUTCOMES
         ):
             raise errors.TooManyFailedEnvironments(
-                f"environments failed in {sum(self._latest_failed)} of their latest {NUM_LATEST} steps, "
-                f"environment.max_failed_share allows {allowed:g}; last: {outcome.failed}"
+                f"environments failed in {sum(self._latest_failures)} of their latest {NUM_LATEST_OUTCOMES} steps, "
+                f"environment.max_failed_share allows {max_share:g}; last: {outcome.failed}"
             )
 
-    def _event(self, outcome: EnvStepOutcome) -> Event:
+    def _make_event(self, outcome: EnvStepOutcome) -> Event:
         trajectory, route_number = outcome.trajectory, outcome.route_number
-        if outcome.failed:  # the first failure is logged as a warning, the others only for debugging
+        if outcome.failed:  # only the first failure is a warning
             level = logging.DEBUG if self._has_logged_failure else logging.WARNING
             logger.log(level, "trajectory %d: environment failed: %s", trajectory, outcome.failed)
             self._has_logged_failure = True

@@ -1,11 +1,11 @@
 """The evaluations of one run: requests them from the coordinator when they are due, and summarizes finished ones.
 
 Invariants:
-- One evaluation is requested at a time; what is due meanwhile is requested when that is concluded, of the version that
-  is newest then.
-- A result is in the run's folder before it is shown. A run that goes on has those of the versions that it goes on from
-  or had before, and requests what was due last if that has no result.
-- What is told as a result was sampled under one version, which the trajectory server's segments prove.
+- One evaluation is requested at a time. If another becomes due, it is requested when that one has finished, for the
+  version that is newest then.
+- A result is written to the run's folder before it is shown. A resumed run has the results of all versions up to the
+  one that it resumes from, and requests the evaluation that was due last if it has no result.
+- All tokens of a result were sampled under one version, which is checked with the trajectory server's segments.
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ from staleflow.pipeline.coordination.commands import FinishEvaluation
 from staleflow.pipeline.coordination.events import EvaluationRequested, Event, NewGroup
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.best_checkpoint import BestCheckpoint
-from staleflow.pipeline.runtime.evaluation_figures import PromptRewards, figures_of
-from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluation, fewer_prompts, write_evaluations
-from staleflow.pipeline.runtime.evaluation_rewards import prompt_rewards, read_rewards, write_rewards
+from staleflow.pipeline.runtime.evaluation_figures import PromptRewards, compute_figures
+from staleflow.pipeline.runtime.evaluation_results import (
+    NO_RESPONSE,
+    Evaluation,
+    warn_of_fewer_prompts,
+    write_evaluations,
+)
+from staleflow.pipeline.runtime.evaluation_rewards import group_by_prompt, read_rewards, write_rewards
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.tasks.actors.server_messages import EvaluatedResponse
@@ -41,10 +46,11 @@ class EvaluationDriver:
         run_dir: The run's folder, to which each evaluation is written.
         results: The run's evaluations; new ones are appended.
         emit: Called with each event for the coordinator.
-        note: Keeps a line for the summary.
+        note: Adds a line to the run's report.
         elapsed_s: Returns the seconds of the run so far.
-        fingerprints: Returns the fingerprints of a set's data and reward, by the set's name, as in `Evaluation.of`.
-        changed: Returns what changed of a set, by its name, as in `Evaluation.of`.
+        fingerprints: Returns the fingerprints of a set's data and reward, by the set's name, as in
+        `Evaluation.summarize`.
+        input_changes: Returns the changes of a set's inputs, by its name, as in `Evaluation.summarize`.
     """
 
     def __init__(
@@ -57,7 +63,7 @@ class EvaluationDriver:
         note: Callable[[str], None],
         elapsed_s: Callable[[], float],
         fingerprints: Callable[[str], Mapping[str, str]],
-        changed: Callable[[str], Sequence[str]],
+        input_changes: Callable[[str], Sequence[str]],
     ) -> None:
         self._config = config
         self._sets = config.evaluation_sets
@@ -68,21 +74,21 @@ class EvaluationDriver:
         self._emit = emit
         self._note = note
         self._elapsed_s = elapsed_s
-        self._fingerprints, self._changed = fingerprints, changed
+        self._fingerprints, self._input_changes = fingerprints, input_changes
         self._items: list[ItemSummary] = []
-        self._number = 0
-        self._began_s = 0.0
+        self._num_requested = 0
+        self._requested_at_s = 0.0
         self._is_running = self._is_due = False
         self.best = BestCheckpoint(actors, run_dir, config.evaluation.best_checkpoint_set)
 
     @property
-    def pending(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether an evaluation is running, being summarized, or due."""
         return self._is_running or self._is_due
 
     async def begin(self, version: PolicyVersion) -> None:
         """Fetch the prompts, and request the evaluation of the first version if it is due."""
-        await asyncio.to_thread(self.best.recover, version, self._results)
+        await asyncio.to_thread(self.best.clean_up, version, self._results)
         if not self._sets:
             return
         self._items = await self._actors.ask("server", "evaluation_items", deadline="train_s")
@@ -93,30 +99,30 @@ class EvaluationDriver:
             if (task := tasks.get(name)) is not None:
                 key = f"task.sources.{name}.eval_prompts" if self._config.task.sources else "task.eval_prompts"
                 source = source or task.source
-            self._note(fewer_prompts(evaluation_set.prompts, num_prompts, source, key))
+            self._note(warn_of_fewer_prompts(evaluation_set.prompts, num_prompts, source, key))
         version_due = self._schedule.latest(version)
-        have = {result.name for result in self._results if result.version >= version_due}
-        self._is_due = bool(self._items) and not have.issuperset(self._sets)
+        evaluated_sets = {result.name for result in self._results if result.version >= version_due}
+        self._is_due = bool(self._items) and not evaluated_sets.issuperset(self._sets)
         self._request()
 
-    def published(self, version: PolicyVersion) -> None:
+    def request_if_due(self, version: PolicyVersion) -> None:
         """Request an evaluation of the version just published, if it is due."""
         if self._items and self._schedule.is_due(version):
             self._is_due = True
             self._request()
 
-    async def conclude(self, command: FinishEvaluation) -> list[Evaluation]:
+    async def finish(self, command: FinishEvaluation) -> list[Evaluation]:
         """Summarize an ended evaluation, and request the next one if it is due. Returns the results by set."""
         results: list[Evaluation] = []
         if command.abandoned:
             self._is_due = True
             await self.best.finish_evaluation(command.version, ())
             self._note(
-                f"the evaluation of version {command.version} was given up, as no instance serves it any more; a later "
-                "version is evaluated in its place"
+                f"the evaluation of version {command.version} was abandoned, since no instance serves it any more; a "
+                "later version is evaluated instead"
             )
         else:
-            results = await self._sum_up(command)
+            results = await self._summarize(command)
         await self._actors.ask("server", "end_evaluation")
         self._is_running = False
         self._request()
@@ -126,40 +132,45 @@ class EvaluationDriver:
         if self._is_running or not self._is_due:
             return
         self._is_running, self._is_due = True, False
-        self._began_s = self._elapsed_s()
+        self._requested_at_s = self._elapsed_s()
         groups = tuple(
-            NewGroup(group=group_of(self._number, i, len(self._items)), prompt_tokens=item.prompt_tokens)
+            NewGroup(group=group_of(self._num_requested, i, len(self._items)), prompt_tokens=item.prompt_tokens)
             for i, item in enumerate(self._items)
         )
-        self._number += 1
-        self._emit(EvaluationRequested(evaluation=self._number - 1, groups=groups))
+        self._num_requested += 1
+        self._emit(EvaluationRequested(evaluation=self._num_requested - 1, groups=groups))
 
-    async def _sum_up(self, command: FinishEvaluation) -> list[Evaluation]:
+    async def _summarize(self, command: FinishEvaluation) -> list[Evaluation]:
         groups = [group_of(command.evaluation, i, len(self._items)) for i in range(len(self._items))]
-        answered: list[EvaluatedResponse] = await self._actors.ask("server", "evaluated", groups)
-        strays = {v for response in answered for v in response.versions} - {command.version}
-        if strays:
-            raise ProtocolViolation(f"version {command.version} was evaluated with tokens of versions {sorted(strays)}")
-        seconds = self._elapsed_s() - self._began_s
+        responses: list[EvaluatedResponse] = await self._actors.ask("server", "evaluated", groups)
+        other_versions = {v for response in responses for v in response.versions} - {command.version}
+        if other_versions:
+            raise ProtocolViolation(
+                f"version {command.version} was evaluated with tokens of versions {sorted(other_versions)}"
+            )
+        seconds = self._elapsed_s() - self._requested_at_s
         rewards = {
-            name: prompt_rewards([pair for pair in zip(self._items, answered, strict=True) if pair[0].set_name == name])
+            name: group_by_prompt(
+                [pair for pair in zip(self._items, responses, strict=True) if pair[0].set_name == name]
+            )
             for name in self._sets
         }
-        base = self._base_rewards() if command.version else {}
+        base_rewards = self._base_rewards() if command.version else {}
         results = []
         for name, evaluation_set in self._sets.items():
             set_responses = [
-                (item, response) for item, response in zip(self._items, answered, strict=True) if item.set_name == name
+                (item, response) for item, response in zip(self._items, responses, strict=True) if item.set_name == name
             ]
             if not set_responses:
                 continue
             sampled = [response.score or NO_RESPONSE for item, response in set_responses if item.sample != GREEDY]
             greedy = [response.score or NO_RESPONSE for item, response in set_responses if item.sample == GREEDY]
             results.append(
-                Evaluation.of(
-                    command.version, sampled, greedy, self._fingerprints(name), self._changed(name), name=name,
+                Evaluation.summarize(
+                    command.version, sampled, greedy, self._fingerprints(name), self._input_changes(name), name=name,
                     samples=evaluation_set.samples, tokens=sum(response.tokens for _, response in set_responses),
-                    seconds=seconds, figures=figures_of(rewards[name], evaluation_set.samples, base.get(name, {})),
+                    seconds=seconds,
+                    figures=compute_figures(rewards[name], evaluation_set.samples, base_rewards.get(name, {})),
                 )
             )  # fmt: skip
         write_rewards(self._run_dir, command.version, rewards)
@@ -171,7 +182,9 @@ class EvaluationDriver:
     def _base_rewards(self) -> dict[str, dict[str, PromptRewards]]:
         """The rewards of version 0, by set, of the sets whose reward is still the same."""
         rewards = read_rewards(self._run_dir, 0)
-        evaluated = {result.name: result.reward for result in self._results if result.version == 0}
+        reward_fingerprints = {result.name: result.reward for result in self._results if result.version == 0}
         return {
-            name: rewards[name] for name in rewards if evaluated.get(name) == self._fingerprints(name).get("reward", "")
+            name: rewards[name]
+            for name in rewards
+            if reward_fingerprints.get(name) == self._fingerprints(name).get("reward", "")
         }

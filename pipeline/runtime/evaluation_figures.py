@@ -50,49 +50,52 @@ class EvaluationFigures:
     responses per prompt, or without answers."""
     majority_interval: Interval | None = None
     sampled_change: PairedDifference | None = None
-    """Since version 0, over the same prompts; None at version 0, and where that cannot be compared."""
+    """Difference to version 0, over the same prompts; None at version 0, and if the rewards are not comparable."""
     greedy_change: PairedDifference | None = None
 
     def lines(self, samples: int) -> list[str]:
         """The statistics as short lines for display. samples: sampled responses per prompt."""
-        best = "pass" if self.binary else "best"
-        rows = [f"{best}@{k} {with_interval(mean, self.best_of_intervals.get(k))}" for k, mean in self.best_of.items()]
+        best_label = "pass" if self.binary else "best"
+        lines = [
+            f"{best_label}@{k} {format_with_interval(mean, self.best_of_intervals.get(k))}"
+            for k, mean in self.best_of.items()
+        ]
         if self.majority is not None:
-            rows.append(f"majority@{samples} {with_interval(self.majority, self.majority_interval)}")
+            lines.append(f"majority@{samples} {format_with_interval(self.majority, self.majority_interval)}")
         for name, change in (("sampled", self.sampled_change), ("greedy", self.greedy_change)):
             if change is not None:
                 p = f"p = {change.p:.3f}" if change.p >= 0.001 else "p < 0.001"
-                rows.append(f"{name} since version 0: {change.mean:+.3f} {change.interval}, {p}")
-        return rows
+                lines.append(f"{name} since version 0: {change.mean:+.3f} {change.interval}, {p}")
+        return lines
 
 
 NO_FIGURES = EvaluationFigures()
 
 
-def with_interval(mean: float, interval: Interval | None) -> str:
+def format_with_interval(mean: float, interval: Interval | None) -> str:
     """Format a mean and its interval for display."""
     return f"{mean:.3f}" + (f" {interval}" if interval else "")
 
 
-def figures_of(rewards: SetRewards, samples: int, base: SetRewards) -> EvaluationFigures:
-    """Compute the statistics of an evaluation. samples: sampled responses per prompt. base: rewards of version 0; empty
-    if they are not comparable."""
+def compute_figures(rewards: SetRewards, samples: int, base_rewards: SetRewards) -> EvaluationFigures:
+    """Compute the statistics of an evaluation. samples: sampled responses per prompt. base_rewards: rewards of version
+    0; empty if they are not comparable."""
     prompts = list(rewards.values())
-    complete = [p for p in prompts if len(p.sampled) == samples]
-    best = {k: estimate([[best_of(p.sampled, k)] for p in complete]) for k in best_of_counts(samples)}
-    votes = [[majority(p.answers, p.sampled)] for p in complete if p.answers] if samples > 2 else []
-    voted = estimate(votes)
+    complete_prompts = [p for p in prompts if len(p.sampled) == samples]
+    best_estimates = {k: estimate([[best_of(p.sampled, k)] for p in complete_prompts]) for k in best_of_counts(samples)}
+    votes = [[majority(p.answers, p.sampled)] for p in complete_prompts if p.answers] if samples > 2 else []
+    majority_estimate = estimate(votes)
     sampled, greedy = estimate([p.sampled for p in prompts]), estimate([p.greedy for p in prompts])
     return EvaluationFigures(
         sampled_interval=sampled.interval,
         greedy_interval=greedy.interval,
         binary=is_binary([(*p.sampled, *p.greedy) for p in prompts]),
-        best_of={k: result.mean for k, result in best.items() if result.mean is not None},
-        best_of_intervals={k: result.interval for k, result in best.items() if result.interval},
-        majority=voted.mean,
-        majority_interval=voted.interval,
-        sampled_change=paired_difference(_sampled(base), _sampled(rewards)),
-        greedy_change=paired_difference(_greedy(base), _greedy(rewards)),
+        best_of={k: result.mean for k, result in best_estimates.items() if result.mean is not None},
+        best_of_intervals={k: result.interval for k, result in best_estimates.items() if result.interval},
+        majority=majority_estimate.mean,
+        majority_interval=majority_estimate.interval,
+        sampled_change=paired_difference(_sampled(base_rewards), _sampled(rewards)),
+        greedy_change=paired_difference(_greedy(base_rewards), _greedy(rewards)),
     )
 
 

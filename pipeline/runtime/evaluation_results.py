@@ -25,7 +25,7 @@ CODEC = Codec()
 NO_RESPONSE = ScoredResponse(reward=0.0, error="the engine gave no response")
 
 NOT_REQUESTED = -1
-"""In place of the number of greedy responses that could not be scored, if none were asked for."""
+"""Value of `greedy_failed` if no greedy responses were requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +53,18 @@ class Evaluation:
     changed: tuple[str, ...] = ()
     """Changes to them since the run began, one line each."""
     name: str = HELD_OUT
-    """Of its set."""
+    """Name of its evaluation set."""
     samples: int = 1
     """Responses that were sampled per prompt, besides the greedy one."""
     tokens: int = 0
-    """Tokens that were sampled for it."""
+    """Number of sampled tokens."""
     seconds: float = 0.0
-    """From its request to its last score."""
+    """Seconds from its request to its last score."""
     figures: EvaluationFigures = NO_FIGURES
     """Intervals, pass@k, majority and the change since version 0."""
 
     @classmethod
-    def of(
+    def summarize(
         cls,
         version: int,
         sampled: Sequence[ScoredResponse],
@@ -81,14 +81,14 @@ class Evaluation:
         """Summarize scores in the order of prompts: `samples` sampled responses per prompt, a greedy one, or both.
         fingerprints: of reward, data and template."""
         failures = [s.error for s in (*sampled, *greedy) if s.error]
-        at_temperature, at_greedy = _estimate(sampled, samples), _estimate(greedy, 1)
+        sampled_estimate, greedy_estimate = _estimate(sampled, samples), _estimate(greedy, 1)
         return cls(
             version=version,
             num_prompts=len(greedy) or len(sampled) // max(1, samples),
-            sampled=at_temperature.mean,
-            greedy=at_greedy.mean,
-            sampled_stderr=at_temperature.stderr,
-            greedy_stderr=at_greedy.stderr,
+            sampled=sampled_estimate.mean,
+            greedy=greedy_estimate.mean,
+            sampled_stderr=sampled_estimate.stderr,
+            greedy_stderr=greedy_estimate.stderr,
             sampled_failed=sum(bool(s.error) for s in sampled),
             greedy_failed=sum(bool(s.error) for s in greedy) if greedy else NOT_REQUESTED,
             failure=next((line for f in failures for line in f.splitlines() if line.strip()), ""),
@@ -156,16 +156,18 @@ def format_mean(mean: float | None, stderr: float | None, interval: Interval | N
     return f"{mean:.3f}" + (f" ± {stderr:.3f}" if stderr is not None else "") + (f" {interval}" if interval else "")
 
 
-def evaluation_progress(version: int, num_left: int) -> str:
+def describe_progress(version: int, num_left: int) -> str:
     """Describe the running evaluation, for display. version: -1 while it is not chosen yet."""
     subject = f"version {version}" if version >= 0 else "the next version"
     return f"evaluating {subject}: {num_left} responses to come"
 
 
-def not_comparable(evaluations: Sequence[Evaluation]) -> list[str]:
+def explain_not_comparable(evaluations: Sequence[Evaluation]) -> list[str]:
     """Reasons why consecutive evaluations cannot be compared, one line per pair; empty if all can."""
     lines = []
-    for earlier, later in (pair for same_set in by_set(evaluations).values() for pair in itertools.pairwise(same_set)):
+    for earlier, later in (
+        pair for same_set in group_by_set(evaluations).values() for pair in itertools.pairwise(same_set)
+    ):
         pairs = (
             (earlier.reward, later.reward, "reward functions"), (earlier.data, later.data, "data"),
             (earlier.template, later.template, "templates"),
@@ -181,7 +183,7 @@ def not_comparable(evaluations: Sequence[Evaluation]) -> list[str]:
     return lines
 
 
-def fewer_prompts(requested: int, available: int, source: str, key: str = "task.eval_prompts") -> str:
+def warn_of_fewer_prompts(requested: int, available: int, source: str, key: str = "task.eval_prompts") -> str:
     """A warning that the source has fewer held-out prompts than requested; empty if it has enough."""
     if available >= requested:
         return ""
@@ -199,16 +201,16 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
     path, remedy = run_dir / "evaluations.json", "remove it to resume without earlier evaluations"
     with raised_as(StoreError, f"{path}: cannot be read", OSError, ValueError, remedy=remedy):
         parsed = json.loads(path.read_text()) if path.is_file() else []
-    with raised_as(StoreError, f"{path}: is no list of a run's evaluations", ValueError, remedy=remedy):
+    with raised_as(StoreError, f"{path}: is not a list of evaluations", ValueError, remedy=remedy):
         return CODEC.decode(parsed, list[Evaluation])
 
 
-def after_resuming(evaluations: Sequence[Evaluation], version: int) -> list[Evaluation]:
+def keep_up_to_version(evaluations: Sequence[Evaluation], version: int) -> list[Evaluation]:
     """The stored evaluations that remain valid when a run resumes from a version: those of later versions do not."""
     return [evaluation for evaluation in evaluations if evaluation.version <= version]
 
 
-def by_set(evaluations: Iterable[Evaluation]) -> dict[str, list[Evaluation]]:
+def group_by_set(evaluations: Iterable[Evaluation]) -> dict[str, list[Evaluation]]:
     """Group evaluations by the name of their set, in order of evaluation."""
     results: dict[str, list[Evaluation]] = {}
     for evaluation in evaluations:
@@ -217,6 +219,6 @@ def by_set(evaluations: Iterable[Evaluation]) -> dict[str, list[Evaluation]]:
 
 
 def _estimate(scores: Sequence[ScoredResponse], per_prompt: int) -> Estimate:
-    """The mean over prompts of the scores without error, which lie prompt by prompt."""
+    """The mean over prompts of the scores without error, which are ordered by prompt."""
     prompts = [scores[i : i + per_prompt] for i in range(0, len(scores), max(1, per_prompt))]
     return estimate([[s.reward for s in group if not s.error] for group in prompts])

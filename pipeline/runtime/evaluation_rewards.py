@@ -22,28 +22,30 @@ FOLDER = "evaluations"
 CODEC = Codec()
 
 
-def prompt_rewards(answered: Sequence[tuple[ItemSummary, EvaluatedResponse]]) -> dict[str, PromptRewards]:
+def group_by_prompt(responses: Sequence[tuple[ItemSummary, EvaluatedResponse]]) -> dict[str, PromptRewards]:
     """Rewards of a set by prompt, from its items and their responses."""
     by_prompt: dict[str, list[tuple[ItemSummary, EvaluatedResponse]]] = {}
-    for item, response in answered:
+    for item, response in responses:
         by_prompt.setdefault(item.digest, []).append((item, response))
-    return {digest: _of_prompt(responses) for digest, responses in by_prompt.items()}
+    return {digest: _make_prompt_rewards(pairs) for digest, pairs in by_prompt.items()}
 
 
-def _of_prompt(answered: Sequence[tuple[ItemSummary, EvaluatedResponse]]) -> PromptRewards:
-    scored = [(item.sample, r, r.score.reward) for item, r in answered if r.score is not None and not r.score.error]
-    answers = tuple(response.answer for sample, response, _ in scored if sample != GREEDY)
+def _make_prompt_rewards(responses: Sequence[tuple[ItemSummary, EvaluatedResponse]]) -> PromptRewards:
+    scored_responses = [
+        (item.sample, r, r.score.reward) for item, r in responses if r.score is not None and not r.score.error
+    ]
+    answers = tuple(response.answer for sample, response, _ in scored_responses if sample != GREEDY)
     return PromptRewards(
-        sampled=tuple(reward for sample, _, reward in scored if sample != GREEDY),
+        sampled=tuple(reward for sample, _, reward in scored_responses if sample != GREEDY),
         answers=answers if all(answers) else (),
-        greedy=tuple(reward for sample, _, reward in scored if sample == GREEDY),
+        greedy=tuple(reward for sample, _, reward in scored_responses if sample == GREEDY),
     )
 
 
 def write_rewards(run_dir: Path, version: int, sets: Mapping[str, SetRewards]) -> None:
     """Write the rewards of an evaluation. Raises StoreError."""
     rows = {
-        name: {digest: asdict(rewards) for digest, rewards in rewards_of.items()} for name, rewards_of in sets.items()
+        name: {digest: asdict(rewards) for digest, rewards in set_rewards.items()} for name, set_rewards in sets.items()
     }
     (run_dir / FOLDER).mkdir(exist_ok=True)
     replace_text(_path(run_dir, version), json.dumps(rows) + "\n", "free space or move runs_dir")

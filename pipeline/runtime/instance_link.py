@@ -1,12 +1,11 @@
 """The driver's link to one rollout instance: sends commands in order, receives results, and detects that it is lost.
 
 Invariants:
-- Commands are carried out one after the other in the order given; a Route after a Pull finds the new weights. Several
-  of a kind in a row may travel in one call.
-- Every result that the instance gives is passed on exactly once, and only under the route number it was given for.
-- An instance that is gone shows within a deadline as ActorLost that names it. Its process answers no call
-  (deadlines.call_s); its engine is broken and says so; or the process is well and the engine stands still, which shows
-  only in what it samples (deadlines.sample_s).
+- Commands are executed one after the other in the order given; a Route after a Pull uses the new weights. Consecutive
+  commands of one kind may be sent in one call.
+- Every result of the instance is emitted exactly once, with the route number that it belongs to.
+- A lost instance raises ActorLost with its name within a deadline: if its process answers no call (deadlines.call_s),
+  if its engine reports an error, or if its engine stops sampling although the process answers (deadlines.sample_s).
 """
 
 from __future__ import annotations
@@ -38,14 +37,15 @@ from staleflow.pipeline.coordination.events import (
 )
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.processes.instance_handle import InstanceHandle
-from staleflow.pipeline.runtime.actors import SERVER, Actors
+from staleflow.pipeline.runtime.actor_client import SERVER
+from staleflow.pipeline.runtime.actors import Actors
 from staleflow.stores.errors import ActorLost
 from staleflow.tasks.actors.rollout_instance import RequestOutcome
 from staleflow.tasks.actors.server_messages import RouteItem
 from staleflow.tasks.engines.base import EngineLoad
 
 POLL_S = 0.5
-"""Seconds that a poll for results waits at an instance at most; it returns at once when something ended."""
+"""Maximum seconds that a poll for results waits at an instance. It returns at once when a request has ended."""
 REPORT_S = 0.5
 """Seconds between two reports of an instance's progress."""
 
@@ -62,35 +62,36 @@ class InstanceLink:
         time_scale: float,
         emit: Callable[[Event], None],
         *,
-        drafts: bool = False,
+        reports_decode_stats: bool = False,
     ) -> None:
-        """drafts: whether instances draft tokens, in which case the coordinator needs the duration of steps."""
+        """reports_decode_stats: whether to report the duration of decode steps, which the coordinator needs if
+        instances draft tokens."""
         self._instance = instance
         self._name = instance.placed.name
         self._actors = actors
         self._deadlines = deadlines
         self._time_scale = time_scale
         self._emit = emit
-        self._drafts = drafts
-        self._stillness = StallDetector(deadlines.sample_s)
+        self._reports_decode_stats = reports_decode_stats
+        self._stall_detector = StallDetector(deadlines.sample_s)
 
-    def work(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        """Three coroutines, to be run concurrently until the instance is lost."""
-        return self._send(), self._listen(), self._watch()
+    def coroutines(self) -> tuple[Coroutine[Any, Any, None], ...]:
+        """Three coroutines to run concurrently until the instance is lost."""
+        return self._send(), self._receive_results(), self._watch()
 
     async def _send(self) -> None:
-        """Carry out commands in order; consecutive ones of a kind travel together, pulls alone."""
+        """Execute commands in order. Consecutive ones of one kind are sent together, except pulls."""
         outbox = self._instance.outbox
-        pending: Command | None = None
+        next_command: Command | None = None
         while True:
-            command = pending or await outbox.get()
-            pending = None
+            command = next_command or await outbox.get()
+            next_command = None
             batch = [command]
             if not isinstance(command, Pull):
                 while not outbox.empty():
                     following = outbox.get_nowait()
                     if type(following) is not type(command):
-                        pending = following
+                        next_command = following
                         break
                     batch.append(following)
             await self._execute(batch)
@@ -113,11 +114,17 @@ class InstanceLink:
                 )
             case Interrupt():
                 ids = tuple(c.trajectory for c in batch if isinstance(c, Interrupt))
-                for o in await self._actors.ask(self._name, "interrupt", SERVER, ids):
-                    drafts = {"drafted_tokens": o.drafted_tokens, "accepted_tokens": o.accepted_tokens}
+                for outcome in await self._actors.ask(self._name, "interrupt", SERVER, ids):
+                    draft_counts = {
+                        "drafted_tokens": outcome.drafted_tokens,
+                        "accepted_tokens": outcome.accepted_tokens,
+                    }
                     self._emit(
                         TrajectoryInterrupted(
-                            trajectory=o.trajectory, route_number=o.route_number, tokens=o.tokens, **drafts
+                            trajectory=outcome.trajectory,
+                            route_number=outcome.route_number,
+                            tokens=outcome.tokens,
+                            **draft_counts,
                         )
                     )
             case Pull(instance=instance, version=version):
@@ -127,58 +134,63 @@ class InstanceLink:
                 await self._actors.put_to_sleep(self._instance)
                 self._emit(InstanceSlept(instance=instance, step=step))
 
-    async def _listen(self) -> None:
-        """Pass on the results of requests that ended."""
-        within_s = self._deadlines.call_s + POLL_S  # and as much again for its own call to the server
+    async def _receive_results(self) -> None:
+        """Emit the results of finished requests."""
+        within_s = self._deadlines.call_s + POLL_S  # the actor argument adds as much for the call to the server
         while True:
             outcomes: list[RequestOutcome] = await self._actors.ask(
                 self._name, "next_events", SERVER, POLL_S, deadline="call_s", within_s=within_s
             )
-            for o in outcomes:
-                drafts = {"drafted_tokens": o.drafted_tokens, "accepted_tokens": o.accepted_tokens}
+            for outcome in outcomes:
+                draft_counts = {"drafted_tokens": outcome.drafted_tokens, "accepted_tokens": outcome.accepted_tokens}
                 event: Event = TrajectorySampled(
-                    trajectory=o.trajectory, route_number=o.route_number, tokens=o.tokens, **drafts
+                    trajectory=outcome.trajectory,
+                    route_number=outcome.route_number,
+                    tokens=outcome.tokens,
+                    **draft_counts,
                 )
-                if o.error:
-                    event = TrajectoryFailed(trajectory=o.trajectory, route_number=o.route_number, error=o.error)
+                if outcome.error:
+                    event = TrajectoryFailed(
+                        trajectory=outcome.trajectory, route_number=outcome.route_number, error=outcome.error
+                    )
                 self._emit(event)
 
     async def _watch(self) -> None:
-        """Report progress, measure how busy the engine is, and notice when it stands still."""
+        """Report progress, measure how busy the engine is, and detect a stalled engine."""
         instance = self._instance
-        started_s: EngineLoad = await self._actors.ask(self._name, "report")
-        instance.before, before = started_s, started_s
+        initial_load: EngineLoad = await self._actors.ask(self._name, "report")
+        instance.initial_load = previous_load = initial_load
         while True:
             await asyncio.sleep(REPORT_S)
             load: EngineLoad = await self._actors.ask(self._name, "report")
-            stalled_s = self._stillness.observe(load, now_s(), loading=instance.loading)
+            stalled_s = self._stall_detector.observe(load, now_s(), loading=instance.is_loading)
             if stalled_s:
                 raise ActorLost(
                     f"{self._name} has {load.running} trajectories to sample and has sampled nothing for "
                     f"{stalled_s:.0f} s; deadlines.sample_s allows {self._deadlines.sample_s:g}",
                     self._name,
                 )
-            stats, before = self._decode_stats(before, load), load
-            instance.busy_s = load.busy_s - started_s.busy_s
+            decode_stats, previous_load = self._decode_stats(previous_load, load), load
+            instance.busy_s = load.busy_s - initial_load.busy_s
             instance.tokens_sampled = load.tokens_sampled
             instance.load = load
-            reported_steps = stats if self._drafts else None
+            reported_stats = decode_stats if self._reports_decode_stats else None
             self._emit(
                 InstanceReported(
-                    instance=instance.id, progress=load.progress, delivered=load.delivered, steps=reported_steps
+                    instance=instance.id, progress=load.progress, delivered=load.delivered, steps=reported_stats
                 )
             )
 
-    def _decode_stats(self, before: EngineLoad, load: EngineLoad) -> DecodeStats:
-        """What the engine has decoded between two loads."""
+    def _decode_stats(self, previous_load: EngineLoad, load: EngineLoad) -> DecodeStats:
+        """The decode steps between two reports of the engine."""
         return DecodeStats(
             running=max(0, load.running - load.waiting),
             kv_tokens=load.kv_tokens,
-            seconds=(load.busy_s - before.busy_s) * self._time_scale,
-            tokens=load.tokens_sampled - before.tokens_sampled,
-            drafts=load.drafts - before.drafts,
-            drafted_tokens=load.drafted_tokens - before.drafted_tokens,
-            accepted_tokens=load.accepted_tokens - before.accepted_tokens,
+            seconds=(load.busy_s - previous_load.busy_s) * self._time_scale,
+            tokens=load.tokens_sampled - previous_load.tokens_sampled,
+            drafts=load.drafts - previous_load.drafts,
+            drafted_tokens=load.drafted_tokens - previous_load.drafted_tokens,
+            accepted_tokens=load.accepted_tokens - previous_load.accepted_tokens,
         )
 
 
@@ -187,14 +199,14 @@ class StallDetector:
 
     def __init__(self, allowed_s: float) -> None:
         self._allowed_s = allowed_s
-        self._last_sign: object = None
-        self._since_s = 0.0
+        self._last_progress: object = None
+        self._progress_s = 0.0
 
     def observe(self, load: EngineLoad, now: float, *, loading: bool = False) -> float:
         """Seconds without progress once they exceed the allowed ones, else 0. Loading weights, and starting or ending a
         request, count as progress. loading: whether the engine is loading weights."""
-        sign = (load.version, load.tokens_sampled, load.progress)
-        if sign != self._last_sign or not load.running or loading:
-            self._last_sign, self._since_s = sign, now
-        stalled_s = now - self._since_s
+        progress = (load.version, load.tokens_sampled, load.progress)
+        if progress != self._last_progress or not load.running or loading:
+            self._last_progress, self._progress_s = progress, now
+        stalled_s = now - self._progress_s
         return stalled_s if stalled_s > self._allowed_s else 0.0

@@ -2,7 +2,7 @@
 
 The instance with index N is named rollout-N. Indices below rollout.instances are required: if such an instance is lost
 or retired, the run waits for a free worker to replace it. Indices from there to rollout.max_instances - 1 are optional:
-they are filled while there are spare workers, and given up if no worker is left for them.
+they are filled while there are spare workers, and dropped if no worker is left for them.
 
 Invariants:
 - There is at most one instance per index, and at most one attempt to place it.
@@ -25,7 +25,8 @@ from staleflow.pipeline.coordination.events import Event, InstanceJoined, Instan
 from staleflow.pipeline.processes.background import Background
 from staleflow.pipeline.processes.instance_handle import InstanceHandle
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
-from staleflow.pipeline.runtime.actors import SERVER, Actors
+from staleflow.pipeline.runtime.actor_client import SERVER
+from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.instance_link import InstanceLink
 from staleflow.stores import errors
 from staleflow.stores.trajectory import InstanceId
@@ -66,37 +67,39 @@ class Membership:
         self._emit = emit
         self._is_drained = is_drained
         self._elapsed_s = elapsed_s
-        self._stopped = True
-        self._missing: set[int] = set()
+        self._links_stopped = True
+        self._missing_indices: set[int] = set()
         """Indices of instances that are being placed or wait for a worker."""
-        self._retiring: set[int] = set()
+        self._retiring_indices: set[int] = set()
         """Indices of instances that are being retired."""
 
     @property
-    def line(self) -> str:
+    def summary_line(self) -> str:
         """One line for display: the number of instances, and which are missing or retiring."""
-        rollout, have = self._config.rollout, len(self._actors.instances)
+        rollout, num_instances = self._config.rollout, len(self._actors.instances)
         max_instances = max(rollout.instances, rollout.max_instances)
-        line = f"{have} of {rollout.instances} instances" + (
+        line = f"{num_instances} of {rollout.instances} instances" + (
             f", at most {max_instances}" if max_instances > rollout.instances else ""
         )
         placed = {instance.index for instance in self._actors.instances.values()}
-        if missing := sorted(self._missing - placed):
+        if missing := sorted(self._missing_indices - placed):
             line += f"; waiting for {', '.join(f'rollout-{i}' for i in missing)}"
-        if self._retiring:
-            line += f"; retiring {', '.join(f'rollout-{i}' for i in sorted(self._retiring))}"
+        if self._retiring_indices:
+            line += f"; retiring {', '.join(f'rollout-{i}' for i in sorted(self._retiring_indices))}"
         return line
 
-    async def grow(self) -> None:
+    async def place_optional_instances(self) -> None:
         """Place optional instances while there are spare workers. Runs until cancelled."""
         rollout = self._config.rollout
         while True:
             await asyncio.sleep(SPARE_CHECK_S)
-            used_indices = self._missing | self._retiring | {i.index for i in self._actors.instances.values()}
+            used_indices = (
+                self._missing_indices | self._retiring_indices | {i.index for i in self._actors.instances.values()}
+            )
             additional_index = next(
                 (i for i in range(rollout.instances, rollout.max_instances) if i not in used_indices), None
             )
-            if additional_index is not None and not self._stopped and await self._actors.has_spare_worker():
+            if additional_index is not None and not self._links_stopped and await self._actors.has_spare_worker():
                 self._start_replacing(additional_index)
 
     def retire(self, worker: str) -> str:
@@ -114,15 +117,15 @@ class Membership:
                 break
         else:
             return f"{worker}: no rollout instance of this run is there; it has {', '.join(self._actors.instances)}"
-        if instance.index in self._retiring:
+        if instance.index in self._retiring_indices:
             return ""
-        if self._stopped:
-            return f"{worker}: the run does not train at the moment; ask again once it does"
+        if self._links_stopped:
+            return f"{worker}: the run does not train at the moment; retry when it does"
         min_instances = self._config.rollout.min_instances
-        if len(self._actors.instances) - len(self._retiring) <= min_instances:
+        if len(self._actors.instances) - len(self._retiring_indices) <= min_instances:
             bound = f"{min_instances} instances (rollout.min_instances)"
             return f"{worker}: the run has no more than {bound}; start a worker first"
-        self._retiring.add(instance.index)
+        self._retiring_indices.add(instance.index)
         self._background.spawn(self._retire(instance), "retire")
         return ""
 
@@ -130,8 +133,8 @@ class Membership:
         self._emit(InstanceLeaving(instance=instance.id))
         while not self._is_drained(instance.id):
             await asyncio.sleep(DRAINED_CHECK_S)
-        self._retiring.discard(instance.index)
-        if instance.id not in self._actors.instances or self._stopped:
+        self._retiring_indices.discard(instance.index)
+        if instance.id not in self._actors.instances or self._links_stopped:
             return  # it was lost meanwhile, or the run ends
         for task in instance.tasks:
             task.cancel()
@@ -143,12 +146,12 @@ class Membership:
 
     def _start_replacing(self, index: int) -> None:
         """Start placing a missing instance in the background."""
-        self._missing.add(index)
+        self._missing_indices.add(index)
         self._background.spawn(self._replace(index), "replace")
 
     def join_all(self) -> None:
         """Start the links of all placed instances, and start placing the missing ones."""
-        self._stopped = False
+        self._links_stopped = False
         for instance in list(self._actors.instances.values()):
             self._join(instance)
         placed = {instance.index for instance in self._actors.instances.values()}
@@ -157,7 +160,7 @@ class Membership:
 
     def stop_links(self) -> None:
         """Stop all links, so that the caller may call the instances itself."""
-        self._stopped = True
+        self._links_stopped = True
         for task in self.tasks():
             task.cancel()
 
@@ -183,16 +186,16 @@ class Membership:
 
     def _join(self, instance: InstanceHandle) -> None:
         """Start an instance's link and report the instance to the coordinator, unless links are stopped."""
-        if self._stopped:
+        if self._links_stopped:
             return
         config = self._config
         engine = config.rollout.engine
         link = InstanceLink(
             instance, self._actors, config.deadlines, config.rollout.engine.time_scale, self._emit,
-            drafts=engine.speculation.num_speculative_tokens > 0,
+            reports_decode_stats=engine.speculation.num_speculative_tokens > 0,
         )  # fmt: skip
-        for work in link.work():
-            instance.tasks.append(asyncio.ensure_future(self._guard(instance, work)))
+        for coroutine in link.coroutines():
+            instance.tasks.append(asyncio.ensure_future(self._guard(instance, coroutine)))
         self._emit(
             InstanceJoined(
                 instance=instance.id,
@@ -202,15 +205,15 @@ class Membership:
             )
         )
 
-    async def _guard(self, instance: InstanceHandle, work: Coroutine[Any, Any, None]) -> None:
+    async def _guard(self, instance: InstanceHandle, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a task of an instance's link. Replaces the instance if it is lost; any other failure ends the run."""
         try:
             try:
-                await work
+                await coroutine
             except (errors.ActorLost, errors.ActorFailed) as lost:
                 if not self._is_own_loss(instance, lost):
                     raise
-                if instance.id in self._actors.instances:  # else another of its tasks saw it first
+                if instance.id in self._actors.instances:  # else another of its tasks has handled the loss
                     for task in instance.tasks:
                         if task is not asyncio.current_task():
                             task.cancel()
@@ -236,19 +239,19 @@ class Membership:
                     continue
             except (errors.ActorLost, errors.ActorFailed) as lost:
                 placed = next((i for i in self._actors.instances.values() if i.index == index), None)
-                own_loss = placed is not None and self._is_own_loss(placed, lost)
-                if lost.actor.partition(".")[0] != f"rollout-{index}" and not own_loss:
+                is_own_loss = placed is not None and self._is_own_loss(placed, lost)
+                if lost.actor.partition(".")[0] != f"rollout-{index}" and not is_own_loss:
                     raise
                 self._actors.record_loss(lost.actor if placed is None else placed.id, lost, self._elapsed_s())
                 continue
             else:
                 self._join(instance)
-            self._missing.discard(index)
+            self._missing_indices.discard(index)
             return
 
     def _raise_if_too_few(self, error: NoFreeWorker) -> None:
-        """Raise the error if fewer than rollout.min_instances are left; otherwise log that the run goes on."""
+        """Raise the error if fewer than rollout.min_instances are left; otherwise log that the run continues."""
         num_instances, rollout = len(self._actors.instances), self._config.rollout
         if num_instances < rollout.min_instances:
             raise error
-        logger.warning("the run goes on with %d of %d instances: %s", num_instances, rollout.instances, error)
+        logger.warning("the run continues with %d of %d instances: %s", num_instances, rollout.instances, error)

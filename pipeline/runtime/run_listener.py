@@ -15,15 +15,15 @@ class RunListener:
     def line(self, text: str) -> None:
         """Receive a line for display, such as the dashboard's address."""
 
-    def phase(self, doing: str) -> None:
+    def phase(self, name: str) -> None:
         """Receive the name of an activity outside of training, such as starting actors."""
 
     def status(self, snapshot: Snapshot, report: RunReport) -> None:
         """Receive the state of the run, twice a second, after a new phase, and before each of the events below. report:
         the driver's own object, which changes later."""
 
-    def step_stored(self, step: Mapping[str, float], limit: str) -> None:
-        """Receive the metrics of a stored training step. limit: the run's bottleneck in a few words."""
+    def step_stored(self, step: Mapping[str, float], bottleneck: str) -> None:
+        """Receive the metrics of a stored training step. bottleneck: what limits the run, in a few words."""
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Receive the result of an evaluation."""
@@ -39,17 +39,17 @@ class RunListeners(RunListener):
         for listener in self._listeners:
             listener.line(text)
 
-    def phase(self, doing: str) -> None:
+    def phase(self, name: str) -> None:
         for listener in self._listeners:
-            listener.phase(doing)
+            listener.phase(name)
 
     def status(self, snapshot: Snapshot, report: RunReport) -> None:
         for listener in self._listeners:
             listener.status(snapshot, report)
 
-    def step_stored(self, step: Mapping[str, float], limit: str) -> None:
+    def step_stored(self, step: Mapping[str, float], bottleneck: str) -> None:
         for listener in self._listeners:
-            listener.step_stored(step, limit)
+            listener.step_stored(step, bottleneck)
 
     def evaluated(self, evaluation: Evaluation) -> None:
         for listener in self._listeners:

@@ -26,17 +26,17 @@ class RunReport:
     commands: dict[str, int] = field(default_factory=dict)
     """Number of the coordinator's commands, by kind."""
     bottlenecks: dict[int, str] = field(default_factory=dict)
-    """What limited each step and those just before it, in a few words."""
+    """What limited each step and the steps just before it, in a few words."""
     diagnosis: Diagnosis | None = None
     """What limited the run; None if no step was trained since it was last started."""
     profile: Profile | None = None
     """The cost model and latencies of this run, for simulations of it; None if it sampled too little."""
     instances: str = ""
-    """How many instances the run has at the moment, and how many it misses."""
+    """One line about the instances: their number, and which are missing or retiring."""
     environments: list[HostView] = field(default_factory=list)
-    """What its environment hosts do at the moment."""
+    """Current state of the environment hosts."""
     sources: list[SourceCounts] = field(default_factory=list)
-    """What was drawn from and trained on of its task sources, if it has several."""
+    """Counts of each task source, if the run has several."""
     losses: list[str] = field(default_factory=list)
     """Actors that were lost and replaced."""
     alarms: list[str] = field(default_factory=list)

@@ -1,12 +1,12 @@
 """Scores sampled responses with the run's reward workers.
 
 Invariants:
-- Every response that was put here is scored and told, or its reward worker is being replaced; what a lost worker held
-  is scored again.
-- A response waits for its group's others, for HELD_S at most: the group is of no use before all have rewards, and one
-  call for several costs a fraction of as many.
-- A reward worker's process that does not answer any more is noticed within twice deadlines.call_s, however long it may
-  score: it is asked for a sign of life meanwhile.
+- Every queued response gets a score, or its reward worker is being replaced. The responses of a lost worker are scored
+  again.
+- A response waits for the rest of its group, at most MAX_HOLD_S: a group is not used before all members have rewards,
+  and one call for several responses is cheaper than several calls.
+- A reward worker whose process does not answer is detected within twice deadlines.call_s, however long a score takes,
+  because it is pinged while it scores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.events import TrajectoryScored
-from staleflow.pipeline.runtime.actors import SERVER, Actors
+from staleflow.pipeline.runtime.actor_client import SERVER
+from staleflow.pipeline.runtime.actors import Actors
 from staleflow.stores import errors
 from staleflow.stores.trajectory import GroupId, TrajectoryId, is_evaluation
 
@@ -28,14 +29,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SCORE_BATCH = 32
-"""Responses handed to a reward worker in one call: enough to hide the call, few enough to spread."""
-HELD_S = 0.02
-"""Seconds that a response is held back for others to be scored with it."""
+"""Maximum number of responses in one call to a reward worker."""
+MAX_HOLD_S = 0.02
+"""Maximum seconds that a response waits for others to be scored with it."""
 MAX_GROUPS_COUNTED = 10_000
-"""Groups whose sampled members are counted; the oldest are forgotten, such as those that were aborted."""
+"""Groups whose sampled members are counted; the oldest, such as aborted ones, are dropped."""
 
 
-class Scoring:
+class ScoreQueue:
     """The responses of one run that wait for a reward worker. emit: called with every score. elapsed_s: returns the
     seconds of the run so far."""
 
@@ -51,14 +52,14 @@ class Scoring:
         self._emit = emit
         self._elapsed_s = elapsed_s
         self._queue: asyncio.Queue[TrajectoryId] = asyncio.Queue()
-        self._num_free = 0
-        """Reward workers that wait for work."""
+        self._num_idle_workers = 0
+        """Number of reward workers that wait for work."""
         self._held_back: list[TrajectoryId] = []
-        self._releasing: asyncio.TimerHandle | None = None
+        self._release_timer: asyncio.TimerHandle | None = None
         self._num_sampled: dict[GroupId, int] = {}
-        self._failure_logged = False
+        self._has_logged_failure = False
         self._moving: set[str] = set()
-        self._busy = {name: asyncio.Lock() for name in config.reward_actors}
+        self._worker_locks = {name: asyncio.Lock() for name in config.reward_actors}
         """Held while a reward worker scores a batch, or is moved."""
 
     async def move(self, name: str) -> None:
@@ -68,9 +69,9 @@ class Scoring:
             return
         self._moving.add(name)
         try:
-            async with self._busy[name]:
+            async with self._worker_locks[name]:
                 await self._actors.move_reward_actor(name)
-        except errors.ActorLost as lost:  # its next batch finds it gone, and replaces it
+        except errors.ActorLost as lost:  # its next batch notices that, and replaces it
             logger.warning("%s", lost)
         finally:
             self._moving.discard(name)
@@ -78,14 +79,14 @@ class Scoring:
     def put(self, trajectory: TrajectoryId) -> None:
         """Queue a sampled response, together with those held back if it completes its group."""
         self._held_back.append(trajectory)
-        if self._completes(trajectory) or len(self._held_back) >= SCORE_BATCH:
+        if self._completes_group(trajectory) or len(self._held_back) >= SCORE_BATCH:
             self._release()
-        elif self._releasing is None:
-            self._releasing = asyncio.get_running_loop().call_later(HELD_S, self._release)
+        elif self._release_timer is None:
+            self._release_timer = asyncio.get_running_loop().call_later(MAX_HOLD_S, self._release)
 
-    def _completes(self, trajectory: TrajectoryId) -> bool:
-        """Count a response; whether its group has as many as are trained on by now."""
-        if is_evaluation(trajectory):  # nobody waits for its group
+    def _completes_group(self, trajectory: TrajectoryId) -> bool:
+        """Count a response. Returns True if its group now has as many responses as are trained on."""
+        if is_evaluation(trajectory):  # it has no group that is trained on
             return False
         group = GroupId(trajectory // self._config.oversampled_group_size)
         count = self._num_sampled.pop(group, 0) + 1
@@ -97,22 +98,22 @@ class Scoring:
         return False
 
     def _release(self) -> None:
-        """Let the reward workers have what was held back."""
-        if self._releasing is not None:
-            self._releasing.cancel()
-            self._releasing = None
+        """Queue the responses that were held back."""
+        if self._release_timer is not None:
+            self._release_timer.cancel()
+            self._release_timer = None
         batch, self._held_back = self._held_back, []
         for trajectory in batch:
             self._queue.put_nowait(trajectory)
 
-    def work(self) -> list[Coroutine[Any, Any, None]]:
+    def coroutines(self) -> list[Coroutine[Any, Any, None]]:
         """Coroutines to run concurrently until cancelled, one per reward worker."""
         return [self._score_on(name) for name in self._config.reward_actors if not self._config.has_environment]
 
-    async def _watched(self, name: str, asking: Coroutine[Any, Any, T]) -> T:
-        """The result of a call to a reward worker that may take long. Raises ActorLost if its process does not answer
-        a short one meanwhile."""
-        call = asyncio.ensure_future(asking)
+    async def _ping_while_waiting(self, name: str, request: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a long call to a reward worker. Raises ActorLost if its process does not answer pings
+        meanwhile."""
+        call = asyncio.ensure_future(request)
         try:
             while not (await asyncio.wait({call}, timeout=self._config.deadlines.call_s))[0]:
                 await self._actors.ask(name, "ping")
@@ -121,29 +122,29 @@ class Scoring:
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
 
-    async def _batch(self) -> list[TrajectoryId]:
-        """What a reward worker scores next: its share of what is queued, as others wait for work too."""
-        self._num_free += 1
+    async def _next_batch(self) -> list[TrajectoryId]:
+        """Return the responses that a reward worker scores next: its share of the queue."""
+        self._num_idle_workers += 1
         try:
             batch = [await self._queue.get()]
         finally:
-            self._num_free -= 1
-        share = math.ceil((1 + self._queue.qsize()) / (1 + self._num_free))
+            self._num_idle_workers -= 1
+        share = math.ceil((1 + self._queue.qsize()) / (1 + self._num_idle_workers))
         while len(batch) < min(share, SCORE_BATCH):
             batch.append(self._queue.get_nowait())
         return batch
 
     async def _score_on(self, name: str) -> None:
-        """Feed one reward worker; replace it when it is lost, and score again what it held."""
+        """Send batches to one reward worker. If it is lost, replace it and score its batch again."""
         while True:
-            batch = await self._batch()
+            batch = await self._next_batch()
             allowed_s = self._config.deadlines.call_s + len(batch) * self._config.reward.timeout_s
             try:
-                async with self._busy[name]:
-                    asking = self._actors.ask(
+                async with self._worker_locks[name]:
+                    request = self._actors.ask(
                         name, "score", SERVER, tuple(batch), deadline="call_s", within_s=allowed_s
                     )
-                    scored = await self._watched(name, asking)
+                    scores = await self._ping_while_waiting(name, request)
             except (errors.ActorLost, errors.ActorFailed) as lost:
                 if lost.actor != name:
                     raise
@@ -152,11 +153,11 @@ class Scoring:
                 for trajectory in batch:
                     self._queue.put_nowait(trajectory)
                 continue
-            for trajectory, reward, error in scored:
-                if error:  # the first in full: they are many and alike, and each is stored with its trajectory
-                    level = logging.DEBUG if self._failure_logged else logging.WARNING
+            for trajectory, reward, error in scores:
+                if error:  # only the first is a warning; each is stored with its trajectory
+                    level = logging.DEBUG if self._has_logged_failure else logging.WARNING
                     logger.log(
                         level, "trajectory %d: reward failed: %s; further ones: steps count them", trajectory, error
                     )
-                    self._failure_logged = True
+                    self._has_logged_failure = True
                 self._emit(TrajectoryScored(trajectory=trajectory, reward=reward, error=error))

@@ -10,20 +10,24 @@ from statistics import fmean
 MIN_ESS = 0.3
 """Effective sample size, as a share of the tokens, below which a step counts as collapsed. Were log ratios normal,
 their standard deviation would be 1.1 there, and a token in twenty would weigh over three times as much as the mean."""
-STEPS = 3
-"""Steps that the effective sample size is averaged over: one token whose logprob is far off is enough to change that of
-a single step, and a few rows may represent all those without a gradient."""
-ERRORS = 2.0
-"""Standard errors by which the average must be below the limit."""
+AVERAGED_STEPS = 3
+"""Number of steps over which the effective sample size is averaged, since one token with a wrong logprob can change
+that of a single step."""
+MIN_STANDARD_ERRORS = 2.0
+"""Number of standard errors by which the average must be below the limit."""
 
 
-def least_average(values: Sequence[float]) -> float | None:
-    """Lowest mean of STEPS consecutive values, or of all if there are fewer; None without any.
+def lowest_average(values: Sequence[float]) -> float | None:
+    """Lowest mean of AVERAGED_STEPS consecutive values, or of all if there are fewer; None without any.
 
-    >>> least_average([0.9, 0.0, 0.9, 0.9])
+    >>> lowest_average([0.9, 0.0, 0.9, 0.9])
     0.6
     """
-    means = [fmean(values[first : first + STEPS]) for first in range(max(1, len(values) - STEPS + 1)) if values]
+    means = [
+        fmean(values[first : first + AVERAGED_STEPS])
+        for first in range(max(1, len(values) - AVERAGED_STEPS + 1))
+        if values
+    ]
     return min(means, default=None)
 
 
@@ -31,32 +35,32 @@ class TrainingAlarms:
     """Checks the steps of one start of a run. Each kind of alarm is raised once."""
 
     def __init__(self) -> None:
-        self._latest: deque[tuple[float, float]] = deque(maxlen=STEPS)
+        self._latest: deque[tuple[float, float]] = deque(maxlen=AVERAGED_STEPS)
         """(effective sample size, its standard error) of the latest steps."""
-        self._raised: set[str] = set()
+        self._raised_kinds: set[str] = set()
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Alarms of a finished training step, each a line with value, limit and remedy."""
         self._latest.append((metrics.get("ess", 1.0), metrics.get("ess_stderr", 0.0)))
         values, errors = zip(*self._latest, strict=True)
-        ess, error = sum(values) / STEPS, math.hypot(*errors) / STEPS
+        ess, error = sum(values) / AVERAGED_STEPS, math.hypot(*errors) / AVERAGED_STEPS
         alarms = []
-        if len(values) == STEPS and ess + ERRORS * error < MIN_ESS and self._once("ess"):
+        if len(values) == AVERAGED_STEPS and ess + MIN_STANDARD_ERRORS * error < MIN_ESS and self._raise_once("ess"):
             alarms.append(
                 f"step {step}: the effective sample size of the importance ratios is {ess:.2g} of the tokens, averaged "
-                f"over {STEPS} steps (standard error {error:.1g}), below {MIN_ESS:g}: few tokens outweigh the batch; "
-                "lower staleness.eta or training.learning_rate, or choose a loss that bounds or masks them "
+                f"over {AVERAGED_STEPS} steps (standard error {error:.1g}), below {MIN_ESS:g}: few tokens outweigh the "
+                "batch; lower staleness.eta or training.learning_rate, or choose a loss that bounds or masks them "
                 "(docs/losses.md)"
             )
-        if (dropped := metrics.get("updates_dropped", 0.0)) and self._once("dropped"):
+        if (dropped := metrics.get("updates_dropped", 0.0)) and self._raise_once("dropped"):
             alarms.append(
                 f"step {step}: updates dropped because their gradient was not finite: {dropped:.0f}; lower "
                 "training.learning_rate, and look for rewards and logprobs that are not finite"
             )
         return alarms
 
-    def _once(self, kind: str) -> bool:
-        """Whether this kind is given for the first time."""
-        first = kind not in self._raised
-        self._raised.add(kind)
-        return first
+    def _raise_once(self, kind: str) -> bool:
+        """Whether this kind of alarm has not been raised before; marks it as raised."""
+        is_new = kind not in self._raised_kinds
+        self._raised_kinds.add(kind)
+        return is_new

@@ -1,6 +1,6 @@
 """Verifies the instances' weights: the probe, the drift limit, and the result of each pull.
 
-Owned by `Actors`, in the driver's process. After each pull an instance compares its weights with the published
+`Actors` owns it, in the driver's process. After each pull an instance compares its weights with the published
 fingerprint, and its logprobs of the probe, a few held-out prompts, with the trainer's. The mean difference of these
 logprobs, the drift, may be at most `drift_limit`.
 """
@@ -33,10 +33,10 @@ def rounding_drift(dtype: str) -> float:
     return 1e-3 if dtype == "float32" else 2e-2
 
 
-def unusable_engine_error(refused: WeightsRefused) -> ConfigError:
+def make_unusable_engine_error(refusal: WeightsRefused) -> ConfigError:
     """The error with which a run ends if an instance refuses the first weights, since other instances would refuse them
     too."""
-    return ConfigError(f"rollout.engine cannot be updated by this trainer: {refused}; use another engine or model")
+    return ConfigError(f"rollout.engine cannot be updated by this trainer: {refusal}; use another engine or model")
 
 
 class WeightVerification:
@@ -69,26 +69,26 @@ class WeightVerification:
         tokens = [token for prompt in prompts for token in prompt]
         self.probe = tuple(tokens[: min(PROBE_TOKENS, self._context - 1)])
 
-    async def engine_logprobs(
+    async def measure_engine_logprobs(
         self,
         instances: Iterable[InstanceHandle],
-        logprobs_of: Callable[[InstanceHandle], Awaitable[tuple[float, ...]]],
+        get_logprobs: Callable[[InstanceHandle], Awaitable[tuple[float, ...]]],
         resumption: Resumption | None,
     ) -> list[tuple[float, ...]]:
-        """Logprobs of the probe by each instance, for `measure_drift`; empty if the drift limit is known already.
+        """Logprobs of the probe by each instance, for `set_drift_limit`; empty if the drift limit is known already.
         Instances must have loaded the base model."""
         if self._config.rollout.logprob_drift_limit or resumption is not None or not self.probe:
             return []
         logprobs: list[tuple[float, ...]] = []
         for instance in instances:
             try:
-                logprobs.append(await logprobs_of(instance))
-            except ActorLost as lost:  # its pull replaces it
+                logprobs.append(await get_logprobs(instance))
+            except ActorLost as lost:  # its first pull replaces it
                 logger.warning("%s", lost)
         return logprobs
 
-    def measure_drift(
-        self, engine_logprobs: Sequence[tuple[float, ...]], initial: PublishedStep, resumption: Resumption | None
+    def set_drift_limit(
+        self, engine_logprobs: Sequence[tuple[float, ...]], published: PublishedStep, resumption: Resumption | None
     ) -> None:
         """Set the drift limit from the differences of engine and trainer logprobs on the base model.
 
@@ -96,8 +96,8 @@ class WeightVerification:
         distinguished from wrong weights.
 
         Args:
-            engine_logprobs: As returned by `engine_logprobs`.
-            initial: The first published version.
+            engine_logprobs: As returned by `measure_engine_logprobs`.
+            published: The first published version.
             resumption: None for a new run.
         """
         if self._config.rollout.logprob_drift_limit:
@@ -105,7 +105,7 @@ class WeightVerification:
         if resumption is not None:
             self.drift_limit = resumption.drift_limit or MAX_INITIAL_DRIFT
             return
-        trainer_logprobs = self.base_logprobs or initial.probe
+        trainer_logprobs = self.base_logprobs or published.probe
         difference = max((mean_difference(logprobs, trainer_logprobs) for logprobs in engine_logprobs), default=0.0)
         if not difference <= MAX_INITIAL_DRIFT:
             raise ConfigError(
@@ -115,7 +115,7 @@ class WeightVerification:
             )
         self.drift_limit = max(self.drift_limit, DRIFT_FACTOR * difference)
 
-    def expected(self, published: PublishedStep) -> PublishedWeights:
+    def expected_weights(self, published: PublishedStep) -> PublishedWeights:
         """Weights and logprobs that an instance must have after pulling a published version."""
         return PublishedWeights(
             version=published.version,
@@ -125,15 +125,15 @@ class WeightVerification:
             limit=self.drift_limit,
         )
 
-    def record(self, instance: InstanceHandle, check: WeightCheck) -> None:
+    def record_check(self, instance: InstanceHandle, check: WeightCheck) -> None:
         """Record the result of a pull. Raises WeightsRefused if the instance must not serve these weights."""
         self._checks.append(check)
         if check.refused:
-            refused = f"{instance.id} is out of service at version {check.version}: {check.refused}"
-            self.alarms.append(refused)
-            logger.error(refused)
+            alarm = f"{instance.id} is out of service at version {check.version}: {check.refused}"
+            self.alarms.append(alarm)
+            logger.error(alarm)
             self.on_refused()
-            raise WeightsRefused(refused, instance.id)
+            raise WeightsRefused(alarm, instance.id)
         if check.outcome == "not verified" and not self.unverified_notes:
             line = (
                 f"weights are not verified: {check.weights.line}; only the logprobs of {max(0, len(self.probe) - 1)} "

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from staleflow.pipeline.config import factories
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.profiling.diagnosis import Diagnosis, diagnose, max_versions_behind, sizes_of
-from staleflow.pipeline.profiling.step_times import steady, steady_part
+from staleflow.pipeline.profiling.diagnosis import Diagnosis, compute_sizes, diagnose, max_versions_behind
+from staleflow.pipeline.profiling.step_times import find_steady_steps, sum_steady_steps
 from staleflow.pipeline.simulator.trace import Trace, TrainedStep
 from staleflow.pipeline.strategies.admission import LateWork
 from staleflow.stores.metrics import tokens_per_s
@@ -89,9 +89,9 @@ class SimulationStats:
 
 
 def measure(config: RunConfig, trace: Trace) -> SimulationStats:
-    """Compute the statistics of the steady part of a run; see `steady_part`."""
+    """Compute the statistics of the steady part of a run; see `find_steady_steps`."""
     eta = min(max_versions_behind(config), config.staleness.eta)  # without a bound: what its work was drawn for
-    first, last = steady_part(len(trace.steps), eta)
+    first, last = find_steady_steps(len(trace.steps), eta)
     window = trace.steps[first + 1 : last + 1] or trace.steps
     begin_s = trace.steps[first].finished_s if last > first else 0.0
     span_s = max(window[-1].finished_s - begin_s, 1e-12)
@@ -126,13 +126,13 @@ def measure(config: RunConfig, trace: Trace) -> SimulationStats:
         refusals=trace.refusals,
         losses=trace.losses,
         finished_s=trace.finished_s,
-        diagnosis=diagnose(steady(trace.step_times, eta), sizes_of(config)),
+        diagnosis=diagnose(sum_steady_steps(trace.step_times, eta), compute_sizes(config)),
     )
 
 
 def steady_tokens_per_s(steps: Sequence[Mapping[str, float]], eta: int) -> float:
     """Tokens per second in the steady part of a simulated or real run; of the whole run if it has one step."""
-    first, last = steady_part(len(steps), eta)
+    first, last = find_steady_steps(len(steps), eta)
     if last <= first:
         return tokens_per_s(steps)
     begin_s = steps[first]["elapsed_s"]

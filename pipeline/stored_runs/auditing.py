@@ -12,7 +12,7 @@ from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.versioned import VersionedStore
 
 MIB = 2**20
-ALONE_MIB, WITH_POOL_MIB, WORKER_MIB = 200, 330, 230
+PROCESS_MIB, PROCESS_WITH_POOL_MIB, WORKER_MIB = 200, 330, 230
 """Resident sizes of this process, of this process with local workers, and of a worker, before they read tokens."""
 BYTES_PER_TOKEN = 64
 """Maximum memory per token in a block."""
@@ -23,7 +23,7 @@ POOL_MIN_TOKENS = 2**25
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AuditPlan:
     """Number of processes and block size of an audit."""
 
     workers: int
@@ -32,25 +32,25 @@ class Plan:
     """Tokens per block of each process."""
 
 
-def make_plan(memory_mib: int, workers: int, num_tokens: int) -> Plan:
+def make_plan(memory_mib: int, workers: int, num_tokens: int) -> AuditPlan:
     """Plan the audit of a store of `num_tokens` tokens with at most `workers` processes. Raises ConfigError if the
     limit is too low for one.
 
     >>> make_plan(1024, 2, 10**9)
-    Plan(workers=2, max_tokens=1916928)
+    AuditPlan(workers=2, max_tokens=1916928)
     >>> make_plan(512, 2, 10**9)
-    Plan(workers=0, max_tokens=2097152)
+    AuditPlan(workers=0, max_tokens=2097152)
     """
     if workers > 1 and num_tokens > POOL_MIN_TOKENS:
         for count in range(workers, 1, -1):
-            max_tokens = ((memory_mib - WITH_POOL_MIB) // count - WORKER_MIB) * MIB // BYTES_PER_TOKEN
+            max_tokens = ((memory_mib - PROCESS_WITH_POOL_MIB) // count - WORKER_MIB) * MIB // BYTES_PER_TOKEN
             if max_tokens >= MIN_TOKENS:
-                return Plan(count, min(max_tokens, MAX_TOKENS))
-    max_tokens = (memory_mib - ALONE_MIB) * MIB // BYTES_PER_TOKEN
+                return AuditPlan(count, min(max_tokens, MAX_TOKENS))
+    max_tokens = (memory_mib - PROCESS_MIB) * MIB // BYTES_PER_TOKEN
     if max_tokens < MIN_TOKENS:
-        min_mib = ALONE_MIB + MIN_TOKENS * BYTES_PER_TOKEN // MIB
+        min_mib = PROCESS_MIB + MIN_TOKENS * BYTES_PER_TOKEN // MIB
         raise ConfigError(f"--memory {memory_mib}: an audit takes at least {min_mib} MiB")
-    return Plan(0, min(max_tokens, MAX_TOKENS))
+    return AuditPlan(0, min(max_tokens, MAX_TOKENS))
 
 
 def audit_within(store: VersionedStore, memory_mib: int, workers: int, client: Any = None) -> AuditReport:
@@ -73,16 +73,16 @@ def audit_within(store: VersionedStore, memory_mib: int, workers: int, client: A
     plan = make_plan(memory_mib, workers, num_tokens)
     if client is None and not plan.workers:
         return audit(store, max_tokens=plan.max_tokens)
-    from staleflow.pipeline.stored_runs.pool import pool_of  # takes a second
+    from staleflow.pipeline.stored_runs.pool import open_pool  # takes a second
 
-    with pool_of(client, plan.workers) as pool:
+    with open_pool(client, plan.workers) as pool:
         return audit(store, pool.run, plan.max_tokens if client is None else MAX_TOKENS)
 
 
-def with_history(report: AuditReport, path: Path) -> AuditReport:
+def add_history_findings(report: AuditReport, path: Path) -> AuditReport:
     """Add findings about earlier steps and other branches to a report. Raises StoreError."""
     from staleflow.stores.auditing import snapshot_audit
 
-    earlier = snapshot_audit.audit_history(path)
+    history_findings = snapshot_audit.audit_history(path)
     checks = (*report.checks, snapshot_audit.CHECK)
-    return dataclasses.replace(report, checks=checks, findings=(*report.findings, *earlier))
+    return dataclasses.replace(report, checks=checks, findings=(*report.findings, *history_findings))

@@ -29,9 +29,9 @@ from staleflow.pipeline.config.model_facts import inspect_model
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.runtime.evaluation_results import read_evaluations
 from staleflow.pipeline.stored_runs import unlearning
-from staleflow.pipeline.stored_runs.pool import Pool, Report, run_reporting, store_at
-from staleflow.pipeline.stored_runs.repeated_steps import batch_at, open_policy, train_step
-from staleflow.pipeline.stored_runs.run_files import steps_in_words
+from staleflow.pipeline.stored_runs.pool import Pool, Report, open_store_at, run_reporting
+from staleflow.pipeline.stored_runs.repeated_steps import open_policy, read_batch_rows, train_step
+from staleflow.pipeline.stored_runs.run_files import format_steps
 from staleflow.pipeline.stored_runs.training import OfflinePlan, held_out_scores
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.reward_statistics import PairedDifference, estimate, paired_difference
@@ -117,7 +117,7 @@ def make_plan(run_dir: Path, since: int, at: int) -> BisectionPlan:
     num_steps = store.summary().num_steps
     if not 0 <= since < at <= num_steps:
         raise ConfigError(f"bisect: versions {since} and {at}: need 0 <= since < at <= {num_steps}, the trained steps")
-    start, point, _ = unlearning.find_start(run_dir, store, since)
+    start, resume_point, _ = unlearning.find_start(run_dir, store, since)
     inspect_model(config)
     offline = OfflinePlan(
         config=user_files.with_absolute_models(config),
@@ -130,7 +130,7 @@ def make_plan(run_dir: Path, since: int, at: int) -> BisectionPlan:
         exact=True,
         prompt_seed=config.seed,
         start=start,
-        point=point,
+        resume_point=resume_point,
     )
     return BisectionPlan(offline=offline, since=since, at=at)
 
@@ -173,7 +173,7 @@ def search(table: Mapping[str, npt.NDArray[Any]], since: int, at: int, leave_out
         leave_out(RowSubset("stale trajectories", f"staleness > 0 and {window}"))
 
     def without_steps(steps: Sequence[int]) -> bool:
-        return leave_out(RowSubset(steps_in_words(steps), f"step >= {steps[0]} and step <= {steps[-1]}")).prevents
+        return leave_out(RowSubset(format_steps(steps), f"step >= {steps[0]} and step <= {steps[-1]}")).prevents
 
     def without_groups(groups: Sequence[int]) -> bool:
         words = f"group {groups[0]}" if len(groups) == 1 else f"{len(groups)} groups"
@@ -212,7 +212,7 @@ def _groups_by_influence(table: Mapping[str, npt.NDArray[Any]], steps: Sequence[
 def bisect(plan: BisectionPlan, report: Report, *, shared: bool = False) -> Bisection:
     """Carry out a plan in this process; with a rank group, this process must be a Dask task. shared: as in Pool."""
     offline = plan.offline
-    store = store_at(offline.path, offline.snapshot)
+    store = open_store_at(offline.path, offline.snapshot)
     held_out, config = store.header.held_out, offline.config
     with (
         tempfile.TemporaryDirectory(prefix="staleflow-") as folder,
@@ -287,7 +287,7 @@ class _PartialTrainer:
         self._context = inspect_model(plan.offline.config).context
         self._published = {r.step + 1: r.weight_fingerprint for r in store.steps() if r.kind == "step"}
         self.table: Table = store.table()
-        self._trained: Mask = self.table["fate"] == unlearning.CONSUMED
+        self._trained: Mask = self.table["fate"] == unlearning.CONSUMED_CODE
         self.same_weights = False
         self._is_sharded = plan.offline.config.training.ranks > 1
         self._point = folder / ("point" if self._is_sharded else "point.pt")
@@ -308,7 +308,9 @@ class _PartialTrainer:
         """Train the steps without some rows; returns the rewards of the result by prompt."""
         advantages = self.table["advantage"]
         if removed.any():
-            advantages = unlearning.advantages_without(self._plan.offline.config, self.table, self._trained, removed)
+            advantages = unlearning.estimate_remaining_advantages(
+                self._plan.offline.config, self.table, self._trained, removed
+            )
         self._policy.load_state(self._point)
         for step in range(self._plan.since, self._plan.at):
             self._step(step, removed, advantages)
@@ -334,7 +336,7 @@ class _PartialTrainer:
         """Load the state at the earlier version, and keep a copy. Raises StoreError if its weights are others."""
         offline, since = self._plan.offline, self._plan.since
         if offline.start:
-            self._policy.load_state(Path(offline.point))
+            self._policy.load_state(Path(offline.resume_point))
         else:
             for step in range(offline.config.training.sft.steps):
                 self._policy.fine_tune(step)
@@ -354,7 +356,7 @@ class _PartialTrainer:
             return
         batch = [
             dataclasses.replace(row, advantage=float(advantage))
-            for row, advantage in zip(batch_at(self._store, positions), advantages[positions], strict=True)
+            for row, advantage in zip(read_batch_rows(self._store, positions), advantages[positions], strict=True)
             if isinstance(row, EndedTrajectory)
         ]
         train_step(self._policy, step, batch)

@@ -39,7 +39,7 @@ class BranchDifference:
     """Groups whose rewards vary on the first branch only."""
 
 
-def difference(run_dir: Path, first: str, second: str) -> BranchDifference:
+def compare_branches(run_dir: Path, first: str, second: str) -> BranchDifference:
     """Compare the rewards of two branches of a run's store.
 
     Raises:
@@ -56,9 +56,9 @@ def difference(run_dir: Path, first: str, second: str) -> BranchDifference:
     if not len(positions):
         raise ConfigError(f"{run_dir}: no trajectory that {first} and {second} have was trained on")
     positions = positions[np.lexsort((table["trajectory"][positions], table["group"][positions]))]
-    a, b = table["reward"][positions], other["reward"][positions]
+    first_rewards, second_rewards = table["reward"][positions], other["reward"][positions]
     size = first_store.header.group_size
-    grouped_a, grouped_b = a.reshape(-1, size), b.reshape(-1, size)
+    grouped_a, grouped_b = first_rewards.reshape(-1, size), second_rewards.reshape(-1, size)
     ids = table["group"][positions].reshape(-1, size)[:, 0]
     scored_a, scored_b = table["loss_mask"][positions] > 0, other["loss_mask"][positions] > 0
     signal_a = has_signal(grouped_a, scored_a.reshape(-1, size))
@@ -67,12 +67,12 @@ def difference(run_dir: Path, first: str, second: str) -> BranchDifference:
     order_a = np.sign(grouped_a[:, :, None] - grouped_a[:, None, :])
     order_b = np.sign(grouped_b[:, :, None] - grouped_b[:, None, :])
     order_changed = ((order_a * order_b) < 0).any(axis=(1, 2))
-    edges = np.histogram_bin_edges(np.concatenate([a, b]), bins=10)
-    counts = [np.histogram(values, bins=edges)[0] for values in (a, b)]
+    edges = np.histogram_bin_edges(np.concatenate([first_rewards, second_rewards]), bins=10)
+    counts = [np.histogram(values, bins=edges)[0] for values in (first_rewards, second_rewards)]
     return BranchDifference(
         trajectories=len(positions),
-        changed=int((a != b).sum()),
-        mean=(_mean(a, scored_a), _mean(b, scored_b)),
+        changed=int((first_rewards != second_rewards).sum()),
+        mean=(_mean(first_rewards, scored_a), _mean(second_rewards, scored_b)),
         histogram=tuple(
             (float(edge), int(m), int(n)) for edge, m, n in zip(edges[:-1], counts[0], counts[1], strict=True) if m or n
         ),
@@ -87,7 +87,7 @@ def _num_common_rows(first_rows: Mapping[str, npt.NDArray[Any]], second_rows: Ma
     """Number of leading rows that two branches have in common. The branches have different trajectories after steps
     that were undone. A commit is common as a whole or not at all."""
     rows = min(len(first_rows["trajectory"]), len(second_rows["trajectory"]))
-    # Undone trajectories and those sampled instead may have one id; where their text is stored differs.
+    # A trajectory that was undone and sampled again keeps its id, but its text is stored elsewhere.
     equal = np.logical_and.reduce([first_rows[name][:rows] == second_rows[name][:rows] for name in IDENTITY])
     return rows if equal.all() else int(np.argmin(equal))
 

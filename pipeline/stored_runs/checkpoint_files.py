@@ -12,7 +12,7 @@ from staleflow.stores.serialization import parse_json
 
 PATH_KEYS = ("_name_or_path", "base_model_name_or_path")
 """Keys of JSON files that have the base model's path, which has no effect on results."""
-VERSION = "transformers_version"
+VERSION_KEY = "transformers_version"
 """Key of config.json with the version of transformers that saved the checkpoint."""
 
 
@@ -23,49 +23,51 @@ class FileComparison:
     differences: list[str] = field(default_factory=list)
     """One line per file that differs, is missing or is not expected."""
     unverified: list[str] = field(default_factory=list)
-    """One line per file that no run saves and no model is loaded from, or whose difference another version of
-    transformers may explain."""
+    """One line per file that has no effect on the model, or whose difference may come from another version of
+    transformers."""
     weights_are_equal: bool = True
 
 
 def compare_files(checkpoint: Path, saved: Path) -> FileComparison:
     """Compare the files of a checkpoint with a folder that the trainer has just saved. Raises OSError."""
-    result = FileComparison()
-    present, expected = _names(checkpoint), _names(saved)
-    checkpoint_version, own_version = (_json(folder / "config.json").get(VERSION) for folder in (checkpoint, saved))
-    for name in sorted(expected):
-        if name not in present:
-            result.differences.append(f"{name} is not there")
-        elif not _equal(checkpoint / name, saved / name):
+    comparison = FileComparison()
+    actual_names, expected_names = _list_files(checkpoint), _list_files(saved)
+    checkpoint_version, own_version = (
+        _read_json_values(folder / "config.json").get(VERSION_KEY) for folder in (checkpoint, saved)
+    )
+    for name in sorted(expected_names):
+        if name not in actual_names:
+            comparison.differences.append(f"{name} is missing")
+        elif not _is_equal(checkpoint / name, saved / name):
             is_weights = name.endswith(".safetensors")
-            result.weights_are_equal &= not is_weights
+            comparison.weights_are_equal &= not is_weights
             line = f"{name} is not the file that the run's trainer saves"
             if checkpoint_version == own_version:
-                result.differences.append(line)
+                comparison.differences.append(line)
             else:
-                result.unverified.append(
+                comparison.unverified.append(
                     f"{line} with transformers {own_version}; it names {str(checkpoint_version)[:50]!r}"
                 )
-    for name in sorted(present - expected):
+    for name in sorted(actual_names - expected_names):
         if name.startswith(".") or name.endswith(".md"):
-            result.unverified.append(f"{name}: the run saves no such file")
-        elif not name.startswith(certificate.FILE):  # it and its signature
-            result.differences.append(f"{name}: the run saves no such file")
-    return result
+            comparison.unverified.append(f"{name}: the run saves no such file")
+        elif not name.startswith(certificate.FILE):  # the certificate and its signature
+            comparison.differences.append(f"{name}: the run saves no such file")
+    return comparison
 
 
-def _names(folder: Path) -> set[str]:
+def _list_files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
 
 
-def _equal(file: Path, other: Path) -> bool:
+def _is_equal(file: Path, other: Path) -> bool:
     if filecmp.cmp(file, other, shallow=False):
         return True
-    values = _json(file)
-    return bool(values) and values == _json(other)
+    values = _read_json_values(file)
+    return bool(values) and values == _read_json_values(other)
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _read_json_values(file: Path) -> dict[str, Any]:
     """The values of a JSON file without paths; empty for other files."""
     try:
         values = parse_json(file.read_bytes()) if file.suffix == ".json" else None

@@ -19,18 +19,18 @@ from staleflow.stores.reward_statistics import MIN_PROMPTS, PairedDifference, pa
 SEED_SETTINGS = ("name", "seed", "runs_dir", "store")
 """Settings in which the runs of one job may differ."""
 MAX_BINS = 10
-"""Most points of a curve: single steps are too noisy to compare by eye."""
+"""Maximum number of points of a curve, since single steps are too noisy to compare."""
 AXES = ("steps", "tokens", "seconds")
-"""What rewards are drawn over; tokens are those that contributed to a gradient."""
+"""Axes that rewards are plotted over; tokens are those that contributed to a gradient."""
 TIMES = ("wait_s", "train_s", "publish_s", "overhead_s")
 """Metrics of a step that make up the time of the trainer."""
 TRAINING = "training prompts"
-"""In place of the name of an evaluation set."""
+"""Name that stands for an evaluation set in comparisons of training rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationFacts:
-    """What is compared of an evaluation."""
+    """The values of an evaluation that are compared."""
 
     set: str
     """Name of its set of held-out prompts."""
@@ -46,10 +46,10 @@ class EvaluationFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is compared of a run."""
+    """The values of a run that are compared."""
 
     name: str
-    """Another one for each run."""
+    """Unique name of the run."""
     settings: Mapping[str, str]
     """All settings, as TOML, by key."""
     steps: Sequence[Mapping[str, float]]
@@ -58,11 +58,11 @@ class RunFacts:
     training_rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Rewards of all scored responses, by source and row of the data set; empty if rows are not known."""
     reward: str = ""
-    """What the reward is computed by, and what the prompts are drawn from: equal texts mean the same; empty if
-    unknown."""
+    """Fingerprint of the reward function; empty if unknown."""
     data: str = ""
+    """Fingerprint of the prompts' source; empty if unknown."""
     diagnosis: str = ""
-    """What limited its speed, in a line."""
+    """What limited its speed, in one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,18 +76,18 @@ class SettingDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """The mean reward of the batches of a job over a stretch of an axis."""
+    """The mean reward of the batches of a job over a section of an axis."""
 
     job: str
     axis: str
     """One of AXES."""
     end: float
-    """End of the stretch; it begins behind the end of the one before."""
+    """End of the section; it begins after the end of the previous one."""
     reward: float
     stderr: float | None
-    """Over runs; None of one run."""
+    """Standard error over runs; None with one run."""
     num_runs: int
-    """Runs that have a step there."""
+    """Number of runs that have a step in the section."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,14 +103,14 @@ class EvaluationPoint:
     reward: float
     """At temperature, or greedy if nothing was sampled."""
     stderr: float | None
-    """Over runs; of one run over its prompts."""
+    """Standard error over runs; with one run, over its prompts."""
     num_runs: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptDifference:
-    """How much higher the rewards of `job` are than those of `base` on the same prompts; rewards of several runs of a
-    job are averaged prompt by prompt."""
+    """Difference of the rewards of `job` and `base` on the same prompts. Rewards of several runs of a job are averaged
+    by prompt."""
 
     base: str
     job: str
@@ -119,7 +119,7 @@ class PromptDifference:
     responses: str
     """Which of a prompt's responses: "sampled", "greedy", or "trained": all that were scored in training."""
     version: int
-    """Of both policies; -1 in training."""
+    """Version of both policies; -1 in training."""
     difference: PairedDifference | None
     reason: str = ""
     """Why there is no difference."""
@@ -127,12 +127,12 @@ class PromptDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeUse:
-    """Where the time of a job's trainer went, mean over its runs."""
+    """How the trainer of a job spent its time, mean over its runs."""
 
     job: str
     elapsed_s: float
     seconds: dict[str, float]
-    """By the metrics of TIMES; and `rest_s`."""
+    """Seconds by the metrics of TIMES, and `rest_s`."""
     tokens: float
     tokens_per_s: float
     """Response tokens of all batches over elapsed_s."""
@@ -142,7 +142,7 @@ class TimeUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A comparison of runs. The first job is the one that others are compared with on the same prompts."""
+    """A comparison of runs. The other jobs are compared with the first one on the same prompts."""
 
     jobs: dict[str, tuple[str, ...]]
     """Names of the runs by job."""
@@ -158,7 +158,9 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _JobRuns:
+    """A job and its runs, which differ in SEED_SETTINGS only."""
+
     name: str
     runs: tuple[RunFacts, ...]
 
@@ -167,30 +169,30 @@ def compare(runs: Sequence[RunFacts]) -> Comparison:
     """Compare runs. Raises ConfigError if there are fewer than two, or one comes twice."""
     if len({run.name for run in runs}) < max(2, len(runs)):
         raise ConfigError(f"compare: {', '.join(run.name for run in runs)}: name at least two runs, each once")
-    jobs = _jobs(runs)
+    jobs = _group_by_job(runs)
     return Comparison(
         jobs={job.name: tuple(run.name for run in job.runs) for job in jobs},
-        settings=tuple(_differing(jobs)),
-        rewards=tuple(point for axis in AXES for point in _curves(jobs, axis)),
-        evaluations=tuple(point for job in jobs for point in _evaluated(job)),
-        differences=tuple(d for other in jobs[1:] for d in _on_same_prompts(jobs[0], other)),
-        times=tuple(map(_times, jobs)),
+        settings=tuple(_find_setting_differences(jobs)),
+        rewards=tuple(point for axis in AXES for point in _make_curves(jobs, axis)),
+        evaluations=tuple(point for job in jobs for point in _make_evaluation_points(job)),
+        differences=tuple(d for other in jobs[1:] for d in _compare_on_same_prompts(jobs[0], other)),
+        times=tuple(map(_measure_time_use, jobs)),
     )
 
 
-def _jobs(runs: Iterable[RunFacts]) -> list[_Job]:
+def _group_by_job(runs: Iterable[RunFacts]) -> list[_JobRuns]:
     groups: dict[frozenset[tuple[str, str]], list[RunFacts]] = {}
     for run in runs:
         groups.setdefault(frozenset(_without_seed(run).items()), []).append(run)
     names = (group[0].name if len(group) == 1 else f"{group[0].name} ({len(group)} runs)" for group in groups.values())
-    return [_Job(name, tuple(group)) for name, group in zip(names, groups.values(), strict=True)]
+    return [_JobRuns(name, tuple(group)) for name, group in zip(names, groups.values(), strict=True)]
 
 
 def _without_seed(run: RunFacts) -> dict[str, str]:
     return {key: value for key, value in run.settings.items() if key not in SEED_SETTINGS}
 
 
-def _differing(jobs: Sequence[_Job]) -> Iterator[SettingDifference]:
+def _find_setting_differences(jobs: Sequence[_JobRuns]) -> Iterator[SettingDifference]:
     settings = {job.name: _without_seed(job.runs[0]) for job in jobs}
     for key in dict.fromkeys(itertools.chain.from_iterable(settings.values())):
         values = {name: values.get(key, "") for name, values in settings.items()}
@@ -205,8 +207,8 @@ def _tokens(step: Mapping[str, float]) -> float:
     return step.get("tokens_trained", step.get("response_tokens", 0.0))
 
 
-def _ends(run: RunFacts, axis: str) -> list[float]:
-    """Where on an axis the steps of a run end."""
+def _step_ends(run: RunFacts, axis: str) -> list[float]:
+    """The positions on an axis at which the steps of a run end."""
     if axis == "steps":
         return [number + 1.0 for number in range(len(run.steps))]
     if axis == "tokens":
@@ -214,16 +216,16 @@ def _ends(run: RunFacts, axis: str) -> list[float]:
     return [step.get("elapsed_s", 0.0) for step in run.steps]
 
 
-def _curves(jobs: Sequence[_Job], axis: str) -> Iterator[CurvePoint]:
-    """A job's points on one axis, in stretches of equal width that all jobs have in common."""
+def _make_curves(jobs: Sequence[_JobRuns], axis: str) -> Iterator[CurvePoint]:
+    """A job's points on one axis, in sections of equal width that are the same for all jobs."""
     runs = [run for job in jobs for run in job.runs]
-    longest = max((end for run in runs for end in _ends(run, axis)), default=0.0)
+    longest = max((end for run in runs for end in _step_ends(run, axis)), default=0.0)
     count = min(MAX_BINS, max(len(run.steps) for run in runs))
     for job in jobs:
         means: dict[int, list[float]] = {}
         for run in job.runs:
             rewards: dict[int, list[float]] = {}
-            for step, end in zip(run.steps, _ends(run, axis), strict=True):
+            for step, end in zip(run.steps, _step_ends(run, axis), strict=True):
                 if math.isfinite(reward := step.get("reward", math.nan)):
                     rewards.setdefault(max(0, math.ceil(end * count / (longest or 1.0)) - 1), []).append(reward)
             for number, values in rewards.items():
@@ -236,7 +238,7 @@ def _curves(jobs: Sequence[_Job], axis: str) -> Iterator[CurvePoint]:
             )  # fmt: skip
 
 
-def _evaluated(job: _Job) -> Iterator[EvaluationPoint]:
+def _make_evaluation_points(job: _JobRuns) -> Iterator[EvaluationPoint]:
     """A job's evaluations, by set and version."""
     by_point: dict[tuple[str, int], list[tuple[RunFacts, EvaluationFacts]]] = {}
     for run in job.runs:
@@ -249,8 +251,10 @@ def _evaluated(job: _Job) -> Iterator[EvaluationPoint]:
             job=job.name,
             set=name,
             version=version,
-            tokens=statistics.fmean(sum(map(_tokens, before)) for before in steps),
-            seconds=statistics.fmean(before[-1].get("elapsed_s", 0.0) if before else 0.0 for before in steps),
+            tokens=statistics.fmean(sum(map(_tokens, earlier_steps)) for earlier_steps in steps),
+            seconds=statistics.fmean(
+                earlier_steps[-1].get("elapsed_s", 0.0) if earlier_steps else 0.0 for earlier_steps in steps
+            ),
             reward=mean,
             stderr=stderr if len(evaluations) > 1 else evaluations[0][1].stderr,
             num_runs=len(evaluations),
@@ -266,35 +270,38 @@ def _mean(values: Sequence[float]) -> tuple[float, float | None]:
 # -- the same prompts --------------------------------------------------------------------------------------------------
 
 
-def _on_same_prompts(base: _Job, job: _Job) -> Iterator[PromptDifference]:
-    common = (*base.runs, *job.runs)
-    by_point = [{(e.set, e.version): e for e in run.evaluations} for run in common]
-    for name, version in sorted(set.intersection(*({*of_run} for of_run in by_point))):
-        evaluations = [of_run[name, version] for of_run in by_point]
-        reason = _other_rewards(evaluation.function for evaluation in evaluations)
+def _compare_on_same_prompts(base_job: _JobRuns, job: _JobRuns) -> Iterator[PromptDifference]:
+    all_runs = (*base_job.runs, *job.runs)
+    by_point = [{(e.set, e.version): e for e in run.evaluations} for run in all_runs]
+    for name, version in sorted(set.intersection(*({*run_evaluations} for run_evaluations in by_point))):
+        evaluations = [run_evaluations[name, version] for run_evaluations in by_point]
+        reason = _explain_other_rewards(evaluation.function for evaluation in evaluations)
         for responses in ("sampled", "greedy"):
             by_run = [{p: getattr(r, responses) for p, r in e.prompts.items()} for e in evaluations]
-            count = len(base.runs)
-            if all(any(of_run.values()) for of_run in by_run):
-                rewards = _together(by_run[:count]), _together(by_run[count:])
-                yield _difference(base, job, name, responses, version, rewards, reason)
-    reason = _other_rewards(run.reward for run in common)
-    if len({run.data for run in common}) > 1 or not common[0].data:
+            count = len(base_job.runs)
+            if all(any(run_evaluations.values()) for run_evaluations in by_run):
+                rewards = _merge_rewards(by_run[:count]), _merge_rewards(by_run[count:])
+                yield _make_difference(base_job, job, name, responses, version, rewards, reason)
+    reason = _explain_other_rewards(run.reward for run in all_runs)
+    if len({run.data for run in all_runs}) > 1 or not all_runs[0].data:
         reason = "other data, or unknown"
-    elif not all(run.training_rewards for run in common):
+    elif not all(run.training_rewards for run in all_runs):
         reason = "the rows of the prompts are not stored"
-    yield _difference(
-        base, job, TRAINING, "trained", -1,
-        (_together(run.training_rewards for run in base.runs), _together(run.training_rewards for run in job.runs)),
+    yield _make_difference(
+        base_job, job, TRAINING, "trained", -1,
+        (
+            _merge_rewards(run.training_rewards for run in base_job.runs),
+            _merge_rewards(run.training_rewards for run in job.runs),
+        ),
         reason,
     )  # fmt: skip
 
 
-def _other_rewards(rewards: Iterable[str]) -> str:
+def _explain_other_rewards(rewards: Iterable[str]) -> str:
     return "other reward functions" if len({*rewards} - {""}) > 1 else ""
 
 
-def _together(runs: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+def _merge_rewards(runs: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
     """Rewards of several runs, by prompt."""
     rewards: dict[str, list[float]] = {}
     for run in runs:
@@ -303,9 +310,9 @@ def _together(runs: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, list[f
     return rewards
 
 
-def _difference(
-    base: _Job,
-    job: _Job,
+def _make_difference(
+    base_job: _JobRuns,
+    job: _JobRuns,
     name: str,
     responses: str,
     version: int,
@@ -314,10 +321,10 @@ def _difference(
 ) -> PromptDifference:
     difference = None if reason else paired_difference(*rewards)
     if difference is None and not reason:
-        shared = sum(bool(values and rewards[1].get(prompt)) for prompt, values in rewards[0].items())
-        reason = f"{shared} prompts in common; an interval needs {MIN_PROMPTS}"
+        num_shared = sum(bool(values and rewards[1].get(prompt)) for prompt, values in rewards[0].items())
+        reason = f"{num_shared} prompts in common; an interval needs {MIN_PROMPTS}"
     return PromptDifference(
-        base=base.name, job=job.name, set=name, responses=responses, version=version, difference=difference,
+        base=base_job.name, job=job.name, set=name, responses=responses, version=version, difference=difference,
         reason=reason,
     )  # fmt: skip
 
@@ -325,7 +332,7 @@ def _difference(
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-def _times(job: _Job) -> TimeUse:
+def _measure_time_use(job: _JobRuns) -> TimeUse:
     elapsed_s = statistics.fmean(run.steps[-1].get("elapsed_s", 0.0) if run.steps else 0.0 for run in job.runs)
     seconds = {name: statistics.fmean(_sum(run, name) for run in job.runs) for name in TIMES}
     sampled = statistics.fmean(_sum(run, "response_tokens") for run in job.runs)

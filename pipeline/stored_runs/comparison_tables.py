@@ -24,7 +24,7 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-def curve_tables(comparison: Comparison) -> Iterator[Table]:
+def make_curve_tables(comparison: Comparison) -> Iterator[Table]:
     """Settings that differ, and rewards of batches over each axis."""
     jobs = list(comparison.jobs)
     settings = [[setting.key, *setting.values.values()] for setting in comparison.settings]
@@ -33,51 +33,56 @@ def curve_tables(comparison: Comparison) -> Iterator[Table]:
         points = {(p.end, p.job): p for p in comparison.rewards if p.axis == axis}
         digits = 1 if axis == "seconds" else 0
         rows = [
-            [f"{end:,.{digits}f}", *(_shown(points.get((end, job))) for job in jobs)]
+            [f"{end:,.{digits}f}", *(_format_point(points.get((end, job))) for job in jobs)]
             for end in sorted({end for end, _ in points})
         ]
         yield Table(title=f"Reward of batches over {axis}", columns=[column, *jobs], rows=rows)
 
 
-def result_tables(comparison: Comparison) -> Iterator[Table]:
-    """Rewards on held-out prompts, differences on the same prompts, and Where the trainer's time went."""
+def make_result_tables(comparison: Comparison) -> Iterator[Table]:
+    """Rewards on held-out prompts, differences on the same prompts, and how the trainer spent its time."""
     jobs = list(comparison.jobs)
     yield Table(
-        title="Reward on held-out prompts", columns=["set", "version", *jobs], rows=list(_evaluations(comparison))
+        title="Reward on held-out prompts", columns=["set", "version", *jobs], rows=list(_evaluation_rows(comparison))
     )
     last = {(d.job, d.set, d.responses): d for d in comparison.differences}
     for job in jobs[1:]:
-        rows = [_difference(d) for d in last.values() if d.job == job]
+        rows = [_difference_row(d) for d in last.values() if d.job == job]
         columns = ["", "prompts", "version", "difference", "95 %", "p"]
         yield Table(title=f"{job} minus {jobs[0]}, on the same prompts", columns=columns, rows=rows)
-    yield Table(title="Where the trainer's time went", columns=["", *jobs], rows=list(_times(comparison)))
+    yield Table(title="Where the trainer's time went", columns=["", *jobs], rows=list(_time_rows(comparison)))
 
 
-def _evaluations(comparison: Comparison) -> Iterator[list[str]]:
+def _evaluation_rows(comparison: Comparison) -> Iterator[list[str]]:
     points = {(p.set, p.version, p.job): p for p in comparison.evaluations}
     for name, version in sorted({key[:2] for key in points}):
-        of_jobs = [points.get((name, version, job)) for job in comparison.jobs]
-        cells = (_shown(p) + (f" ({p.tokens:,.0f} tokens, {p.seconds:,.1f} s)" if p else "") for p in of_jobs)
+        points_of_jobs = [points.get((name, version, job)) for job in comparison.jobs]
+        cells = (
+            _format_point(p) + (f" ({p.tokens:,.0f} tokens, {p.seconds:,.1f} s)" if p else "") for p in points_of_jobs
+        )
         yield [name, f"{version}", *cells]
 
 
-def _shown(point: CurvePoint | EvaluationPoint | None) -> str:
+def _format_point(point: CurvePoint | EvaluationPoint | None) -> str:
     """A mean with its standard error; empty where there is none."""
     if point is None:
         return ""
     return f"{point.reward:.3f}" + ("" if point.stderr is None else f" ± {point.stderr:.3f}")
 
 
-def _difference(row: PromptDifference) -> list[str]:
-    subject, version = f"{row.set}, {row.responses}", "" if row.version < 0 else f"{row.version}"
-    if row.difference is None:
-        return [subject, "", version, f"none: {row.reason}", "", ""]
-    difference = row.difference
+def _difference_row(prompt_difference: PromptDifference) -> list[str]:
+    subject, version = (
+        f"{prompt_difference.set}, {prompt_difference.responses}",
+        "" if prompt_difference.version < 0 else f"{prompt_difference.version}",
+    )
+    if prompt_difference.difference is None:
+        return [subject, "", version, f"none: {prompt_difference.reason}", "", ""]
+    difference = prompt_difference.difference
     p = f"{difference.p:.3f}" if difference.p >= 0.001 else "< 0.001"
     return [subject, f"{difference.num_prompts}", version, f"{difference.mean:+.3f}", str(difference.interval), p]
 
 
-def _times(comparison: Comparison) -> Iterator[list[str]]:
+def _time_rows(comparison: Comparison) -> Iterator[list[str]]:
     uses = comparison.times
     yield ["seconds", *(f"{use.elapsed_s:,.1f}" for use in uses)]
     for name, title in TIMES.items():

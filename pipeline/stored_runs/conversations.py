@@ -8,10 +8,10 @@ from typing import Any
 
 from staleflow.stores.trajectory import EnvSpan, IntArray, Trajectory
 
-MODEL = "assistant"
-"""The role of what was sampled."""
-NOBODY = "environment"
-"""The role of given tokens that are no message, but only bridge two turns."""
+MODEL_ROLE = "assistant"
+"""Role of sampled tokens."""
+ENVIRONMENT_ROLE = "environment"
+"""Role of tokens between two turns that belong to no message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class MessageSpan:
     start: int
     stop: int
     seconds: float = 0.0
-    """Time that the environment took for it; 0 of the model's."""
+    """Time that the environment took for it; 0 for the model."""
 
 
 def message_spans(trajectory: Trajectory) -> tuple[MessageSpan, ...]:
@@ -36,26 +36,28 @@ def message_spans(trajectory: Trajectory) -> tuple[MessageSpan, ...]:
         end = position + len(span.tokens)
         if isinstance(span, EnvSpan):
             spans.append(
-                MessageSpan(role=span.role or NOBODY, sampled=False, start=position, stop=end, seconds=span.seconds)
+                MessageSpan(
+                    role=span.role or ENVIRONMENT_ROLE, sampled=False, start=position, stop=end, seconds=span.seconds
+                )
             )
         elif spans and spans[-1].sampled:
             spans[-1] = replace(spans[-1], stop=end)
         else:
-            spans.append(MessageSpan(role=MODEL, sampled=True, start=position, stop=end))
+            spans.append(MessageSpan(role=MODEL_ROLE, sampled=True, start=position, stop=end))
         position = end
     return tuple(spans)
 
 
-def messages(
-    trajectory: Trajectory, sampled: Callable[[IntArray], str], provided: Callable[[IntArray], str]
+def make_messages(
+    trajectory: Trajectory, decode_sampled: Callable[[IntArray], str], decode_provided: Callable[[IntArray], str]
 ) -> list[dict[str, Any]]:
-    """The message spans as dicts: role, content, number of tokens, seconds. sampled, given: decode sampled tokens, and
-    tokens of environments."""
+    """The message spans as dicts: role, content, number of tokens, seconds. decode_sampled,
+    decode_provided: decode sampled tokens, and tokens of environments."""
     ids = trajectory.response_tokens
     return [
         {
             "role": span.role,
-            "content": (sampled if span.sampled else provided)(ids[span.start : span.stop]),
+            "content": (decode_sampled if span.sampled else decode_provided)(ids[span.start : span.stop]),
             "tokens": span.stop - span.start,
             "seconds": span.seconds,
         }

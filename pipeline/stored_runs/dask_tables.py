@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from staleflow.pipeline.recovery.run_folder import load_job
-from staleflow.pipeline.stored_runs.pool import once_a_process, store_at
-from staleflow.pipeline.stored_runs.response_texts import row_texts, shown_texts
+from staleflow.pipeline.stored_runs.pool import cache_per_process, open_store_at
+from staleflow.pipeline.stored_runs.response_texts import decode_row, make_display_detokenizer
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories import dataframes
 from staleflow.stores.trajectories.dataframes import RowTexts
@@ -23,7 +23,7 @@ from staleflow.stores.trajectory import EndedTrajectory
 from staleflow.tasks.rendering.chat_tokenizer import Detokenizer
 
 BLOCK_ROWS = 512
-"""Trajectories of a partition."""
+"""Number of trajectories per partition."""
 
 
 def dask_table(
@@ -32,35 +32,37 @@ def dask_table(
     """A dask.dataframe with one row per trajectory. Workers read and decode its partitions.
 
     Args:
-        run_dir: The run's folder; its job names the tokenizer. If that is gone, texts are token ids.
+        run_dir: The run's folder; its job names the tokenizer. Without the tokenizer, texts are token ids.
         store: The run's store, at the snapshot or branch to read.
         where: Which trajectories, as an expression over columns such as "staleness <= 1 and reward > 0".
         texts: Whether there are the columns prompt, response and messages.
-        block_rows: Trajectories of a partition.
+        block_rows: Number of trajectories per partition.
 
     Raises:
         ConfigError: `where` cannot be read, or dask.dataframe is not installed.
     """
     store = VersionedStore.at(store.path, store.snapshot)
     (positions,) = np.nonzero(Selection(where).mask(store.columns()))
-    read = functools.partial(_read, str(store.path), store.snapshot, positions)
-    decode = functools.partial(_decode, str(run_dir.resolve())) if texts else None
+    read = functools.partial(_read_rows, str(store.path), store.snapshot, positions)
+    decode = functools.partial(_decode_rows, str(run_dir.resolve())) if texts else None
     return dataframes.to_dask(len(positions), block_rows, read, decode)
 
 
-def _read(path: str, snapshot: str, positions: npt.NDArray[np.int64], start: int, stop: int) -> list[EndedTrajectory]:
+def _read_rows(
+    path: str, snapshot: str, positions: npt.NDArray[np.int64], start: int, stop: int
+) -> list[EndedTrajectory]:
     rows = []
-    for row in store_at(path, snapshot).at_positions(positions[start:stop].tolist()):
+    for row in open_store_at(path, snapshot).at_positions(positions[start:stop].tolist()):
         if isinstance(row, UnreadableRow):
             raise StoreError(f"trajectory {row.trajectory} cannot be read: {row.error}")
         rows.append(row)
     return rows
 
 
-def _decode(run_dir: str, rows: Sequence[EndedTrajectory]) -> list[RowTexts]:
-    return [row_texts(row.trajectory, _texts(run_dir)) for row in rows]
+def _decode_rows(run_dir: str, rows: Sequence[EndedTrajectory]) -> list[RowTexts]:
+    return [decode_row(row.trajectory, _cached_detokenizer(run_dir)) for row in rows]
 
 
-@once_a_process(2)
-def _texts(run_dir: str) -> Detokenizer:
-    return shown_texts(load_job(Path(run_dir)))
+@cache_per_process(2)
+def _cached_detokenizer(run_dir: str) -> Detokenizer:
+    return make_display_detokenizer(load_job(Path(run_dir)))

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from staleflow.pipeline.recovery.run_folder import LOCK, load_job, lock_folder
-from staleflow.pipeline.stored_runs.pool import Pool, once_a_process, require_all, store_at
-from staleflow.pipeline.stored_runs.response_texts import row_texts, texts_of
+from staleflow.pipeline.stored_runs.pool import Pool, cache_per_process, open_store_at, require_all_rows
+from staleflow.pipeline.stored_runs.response_texts import decode_row, make_detokenizer
 from staleflow.pipeline.stored_runs.stored_trajectories import read_windows, select_positions
 from staleflow.stores.errors import ConfigError, StaleflowError, StoreError
 from staleflow.stores.files import claim_folder, publish
@@ -33,12 +33,12 @@ ExportFormat = Literal["parquet", "jsonl", "hf"]
 FORMATS: tuple[ExportFormat, ...] = get_args(ExportFormat)
 PART_ROWS = 8192
 """Trajectories per file: some 50 MiB at 500 tokens each."""
-TEXTS = {
+TEXT_COLUMNS = {
     "parquet": {"prompt": "prompt", "response": "response", "messages": "messages"},
     "hf": {"prompt": "prompt", "response": "completion", "messages": "conversation"},
 }
-"""Names of the text columns, for `datasets` those that trainers which read it expect. They would take `messages` for
-what to train on, in place of prompt and completion."""
+"""Names of the text columns by format. Those for `datasets` are the names that trainers expect; a column `messages`
+would replace prompt and completion there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class ExportResult:
     files: int
     bytes: int
     errors: dict[int, str]
-    """Of trajectories that cannot be read, by id; they are left out."""
+    """Errors of trajectories that cannot be read, by id; they are left out."""
 
 
 def export(
@@ -68,24 +68,24 @@ def export(
 
     It appears only when complete. Raises ConfigError before anything is written.
     """
-    store, rows = _chosen(run_dir, to, out, branch, where)
+    store, rows = _select_rows(run_dir, to, out, branch, where)
     config = load_job(run_dir)
-    texts_of(config)
+    make_detokenizer(config)
     tmp_path = out.with_name(f".{out.name}.part")
     try:
         tmp_path.mkdir(parents=True, exist_ok=True)
-        with lock_folder(tmp_path), contextlib.ExitStack() as unfinished:
-            unfinished.callback(shutil.rmtree, tmp_path, ignore_errors=True)
-            _refuse_taken(out)  # another export may have finished meanwhile
-            _clear(tmp_path)  # files of a killed export
+        with lock_folder(tmp_path), contextlib.ExitStack() as cleanup:
+            cleanup.callback(shutil.rmtree, tmp_path, ignore_errors=True)
+            _refuse_existing(out)  # another export may have finished meanwhile
+            _clear_folder(tmp_path)  # files of a killed export
             data = tmp_path / "data" if to == "hf" else tmp_path
             data.mkdir(exist_ok=True)
-            written, files, errors = _written(run_dir, store, rows, to, data, pool, progress)
+            written, files, errors = _write_parts(run_dir, store, rows, to, data, pool, progress)
             if to == "hf":
-                (tmp_path / "README.md").write_text(_card(config.name, written, store))
+                (tmp_path / "README.md").write_text(_make_card(config.name, written, store))
             size = sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
             if to == "jsonl":
-                _joined(files, tmp_path / "whole")
+                _join_files(files, tmp_path / "whole")
                 publish(tmp_path / "whole", out)
             else:
                 publish(tmp_path, out)
@@ -100,14 +100,16 @@ def export(
 
 def check_request(run_dir: Path, to: str, out: Path, branch: str, where: str) -> None:
     """Raise ConfigError for arguments that `export` does not accept, before any worker starts."""
-    _chosen(run_dir, to, out, branch, where)
+    _select_rows(run_dir, to, out, branch, where)
 
 
-def _chosen(run_dir: Path, to: str, out: Path, branch: str, where: str) -> tuple[VersionedStore, npt.NDArray[np.int64]]:
+def _select_rows(
+    run_dir: Path, to: str, out: Path, branch: str, where: str
+) -> tuple[VersionedStore, npt.NDArray[np.int64]]:
     """The store to export and the positions of its chosen rows. Raises ConfigError."""
     if to not in FORMATS:
         raise ConfigError(f"--to {to}: unknown format; choose one of {', '.join(FORMATS)}")
-    _refuse_taken(out)
+    _refuse_existing(out)
     if to != "jsonl":
         dataframes.require("pyarrow.parquet")
     store = VersionedStore.open(run_dir / "store", branch=branch)
@@ -119,12 +121,12 @@ def _chosen(run_dir: Path, to: str, out: Path, branch: str, where: str) -> tuple
     return store, rows
 
 
-def _refuse_taken(out: Path) -> None:
+def _refuse_existing(out: Path) -> None:
     if out.exists():
         raise ConfigError(f"{out} already exists; choose another place, or remove it")
 
 
-def _written(
+def _write_parts(
     run_dir: Path,
     store: VersionedStore,
     rows: npt.NDArray[np.int64],
@@ -135,19 +137,19 @@ def _written(
 ) -> tuple[int, list[Path], dict[int, str]]:
     """(number of trajectories written, files in row order, errors of rows left out)."""
     row_ranges = [rows[i : i + PART_ROWS] for i in range(0, len(rows), PART_ROWS)]
-    files = [folder.resolve() / _name(to, number, len(row_ranges)) for number in range(len(row_ranges))]
+    files = [folder.resolve() / _file_name(to, number, len(row_ranges)) for number in range(len(row_ranges))]
     where = (str(run_dir.resolve()), str(store.path), store.snapshot)
-    written, errors = 0, dict[int, str]()
+    num_written, errors = 0, dict[int, str]()
     calls = ((to, *where, rows, str(file)) for file, rows in zip(files, row_ranges, strict=True))
-    for count, damaged in pool.run(write_part, calls):
-        written += count
-        errors |= damaged
-        progress(written + len(errors), len(rows))
-    require_all(written + len(errors), len(rows))
-    return written, files, errors
+    for count, part_errors in pool.run(write_part, calls):
+        num_written += count
+        errors |= part_errors
+        progress(num_written + len(errors), len(rows))
+    require_all_rows(num_written + len(errors), len(rows))
+    return num_written, files, errors
 
 
-def _clear(folder: Path) -> None:
+def _clear_folder(folder: Path) -> None:
     for old in folder.iterdir():
         if old.is_dir():
             shutil.rmtree(old)
@@ -155,13 +157,13 @@ def _clear(folder: Path) -> None:
             old.unlink()
 
 
-def _name(to: str, number: int, count: int) -> str:
+def _file_name(to: str, number: int, count: int) -> str:
     if to == "hf":
         return f"train-{number:05d}-of-{count:05d}.parquet"
     return f"part-{number:05d}.{to}"
 
 
-def _joined(parts: list[Path], target: Path) -> None:
+def _join_files(parts: list[Path], target: Path) -> None:
     with target.open("wb") as file:
         for part in parts:
             with part.open("rb") as source:
@@ -169,7 +171,7 @@ def _joined(parts: list[Path], target: Path) -> None:
             part.unlink()
 
 
-def _card(name: str, rows: int, store: VersionedStore) -> str:
+def _make_card(name: str, rows: int, store: VersionedStore) -> str:
     """A dataset card for the hub, by which `load_dataset(FOLDER)` finds the files."""
     lineage = "".join(f"- {key}: `{value}`\n" for key, value in store.lineage.items() if value)
     return (
@@ -177,9 +179,9 @@ def _card(name: str, rows: int, store: VersionedStore) -> str:
         "tags:\n- reinforcement-learning\n- staleflow\n---\n\n"
         f"# Trajectories of the run {name}\n\n"
         f"{rows} responses with their tokens, behaviour logprobs and the policy version of each token. Of many turns, "
-        "`conversation` has each with its role; `sampled` tells the model's own tokens. `staleness` is "
-        f"the training step's version less the trajectory's oldest ({store.header.bound}), -1 if it was not "
-        f"trained on; `fate` and `reason` say how it ended.\n\nSnapshot `{store.snapshot}`.\n{lineage}"
+        "`conversation` has each with its role; `sampled` marks the model's own tokens. `staleness` is "
+        f"the training step's version minus the trajectory's oldest ({store.header.bound}), -1 if it was not "
+        f"trained on; `fate` and `reason` tell how it ended.\n\nSnapshot `{store.snapshot}`.\n{lineage}"
     )
 
 
@@ -194,15 +196,15 @@ def write_part(
     Returns:
         How many rows were written, and the errors of those left out.
     """
-    store = store_at(path, snapshot)
-    detokenizer = _texts(run_dir)
+    store = open_store_at(path, snapshot)
+    detokenizer = _cached_detokenizer(run_dir)
     errors: dict[int, str] = {}
 
     def read() -> Iterator[tuple[list[EndedTrajectory], list[RowTexts]]]:
-        for picked in read_windows(store, rows):
-            errors.update({int(row.trajectory): row.error for row in picked if isinstance(row, UnreadableRow)})
-            readable = [row for row in picked if isinstance(row, EndedTrajectory)]
-            yield readable, [row_texts(row.trajectory, detokenizer) for row in readable]
+        for window in read_windows(store, rows):
+            errors.update({int(row.trajectory): row.error for row in window if isinstance(row, UnreadableRow)})
+            readable = [row for row in window if isinstance(row, EndedTrajectory)]
+            yield readable, [decode_row(row.trajectory, detokenizer) for row in readable]
 
     return (_write_lines if to == "jsonl" else _write_parquet)(to, Path(file), read()), errors
 
@@ -223,13 +225,13 @@ def _write_lines(to: str, file: Path, read: Iterator[tuple[list[EndedTrajectory]
 def _write_parquet(to: str, file: Path, read: Iterator[tuple[list[EndedTrajectory], list[RowTexts]]]) -> int:
     parquet = dataframes.require("pyarrow.parquet")
     written = 0
-    with parquet.ParquetWriter(file, dataframes.arrow_schema(TEXTS[to]), compression="zstd") as out:
+    with parquet.ParquetWriter(file, dataframes.arrow_schema(TEXT_COLUMNS[to]), compression="zstd") as out:
         for rows, texts in read:
-            out.write_table(dataframes.arrow_table(rows, TEXTS[to], texts))
+            out.write_table(dataframes.arrow_table(rows, TEXT_COLUMNS[to], texts))
             written += len(rows)
     return written
 
 
-@once_a_process(2)
-def _texts(run_dir: str) -> Any:
-    return texts_of(load_job(Path(run_dir)))
+@cache_per_process(2)
+def _cached_detokenizer(run_dir: str) -> Any:
+    return make_detokenizer(load_job(Path(run_dir)))

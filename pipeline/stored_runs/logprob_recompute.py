@@ -22,7 +22,7 @@ from staleflow.pipeline.config.model_facts import inspect_model
 from staleflow.pipeline.config.model_files import check_files, find_model, read_architecture
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery.run_folder import load_job
-from staleflow.pipeline.stored_runs.pool import Pool, once_a_process, require_all, store_at
+from staleflow.pipeline.stored_runs.pool import Pool, cache_per_process, open_store_at, require_all_rows
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.reader import UnreadableRow
@@ -40,7 +40,7 @@ SUMS = (
     "tokens", "log_ratio", "abs_log_ratio", "max_abs_log_ratio", "kl", "ratio", "ratio_squared", "clipped",
 )  # fmt: skip
 """What a worker returns per trajectory: sums over its sampled tokens, except for `max_abs_log_ratio`, a maximum."""
-_SUM = {name: i for i, name in enumerate(SUMS)}
+_SUM_INDEX = {name: i for i, name in enumerate(SUMS)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +63,13 @@ class LogprobComparison:
     """Policy versions between sampling and training; -1: trajectories that were never trained on."""
     trajectories: int
     tokens: int
-    """Sampled ones."""
+    """Number of sampled tokens."""
     kl: float
     """KL(rollout || model), nats per token, by the k3 estimate mean(ratio - 1 - log ratio)."""
     ess_tokens: float
     """Effective sample size over tokens, (sum r)^2 / (n sum r^2), a share of 1."""
     ess_sequences: float
-    """The same over whole responses, whose weights are the products of their tokens' ratios."""
+    """Effective sample size over whole responses, whose weights are the products of their tokens' ratios."""
     clipped: float
     """Share of tokens outside the job's clip range."""
     ratio: float
@@ -87,7 +87,7 @@ class RecomputeResult:
     model: str
     """Folder or hub name."""
     rows: int
-    """Responses that were read."""
+    """Number of responses that were read."""
     by_staleness: tuple[LogprobComparison, ...]
     """In the order of staleness, -1 first: trajectories that were never trained on."""
     errors: dict[int, str]
@@ -120,14 +120,14 @@ def recompute(
     Raises:
         ConfigError: Before anything is computed.
     """
-    settings, store, mask = _chosen(run_dir, model, branch, where)
+    settings, store, mask = _select_rows(run_dir, model, branch, where)
     path, columns = store.path, store.columns()
     count = len(mask)
     sums = np.zeros((count, len(SUMS)))
     errors: dict[int, str] = {}
-    done = 0
-    with tempfile.TemporaryFile() as file:  # unnamed, so that nothing is ever left behind
-        output = _mapped(file, store.array_lengths()["tokens/logprobs"]) if branch else None
+    num_done = 0
+    with tempfile.TemporaryFile() as file:  # unnamed, so that no file is left behind
+        output = _map_file(file, store.array_lengths()["tokens/logprobs"]) if branch else None
         calls = (
             (settings, str(path), store.snapshot, start, stop, mask[start:stop], output is not None)
             for start, stop in pool.blocks(count, MODEL_ROWS)
@@ -139,9 +139,9 @@ def recompute(
             for offset, logprobs in block.logprobs:
                 assert output is not None
                 output[offset : offset + len(logprobs)] = logprobs
-            done += block.read
-            progress(done, int(mask.sum()))
-        require_all(done, int(mask.sum()))
+            num_done += block.num_read
+            progress(num_done, int(mask.sum()))
+        require_all_rows(num_done, int(mask.sum()))
         snapshot = ""
         if output is not None:
             if errors:
@@ -149,12 +149,12 @@ def recompute(
                     f"{path}: branch {branch!r} is not made: {len(errors)} responses have no logprobs to store, the "
                     f"first is trajectory {min(errors)}: {errors[min(errors)]}"
                 )
-            lineage = {"logprobs": model, "weights": _digest(Path(model)), "temperature": settings.temperature}
+            lineage = {"logprobs": model, "weights": _hash_weights(Path(model)), "temperature": settings.temperature}
             snapshot = derived_branches.derive_logprobs(store, path, branch, output, lineage)
     return RecomputeResult(
         model=model,
         rows=int(mask.sum()) - len(errors),
-        by_staleness=tuple(_by_staleness(columns["staleness"], sums)),
+        by_staleness=tuple(_compare_by_staleness(columns["staleness"], sums)),
         errors=errors,
         branch=branch,
         snapshot=snapshot,
@@ -163,10 +163,10 @@ def recompute(
 
 def check_request(run_dir: Path, model: str, branch: str, where: str) -> None:
     """Raise ConfigError for arguments that `recompute` does not accept, before any worker starts."""
-    _chosen(run_dir, model, branch, where)
+    _select_rows(run_dir, model, branch, where)
 
 
-def _chosen(
+def _select_rows(
     run_dir: Path, model: str, branch: str, where: str
 ) -> tuple[LogprobSettings, VersionedStore, npt.NDArray[np.bool_]]:
     """Settings, the store as it is now, and which of its rows are chosen. Raises ConfigError."""
@@ -180,11 +180,11 @@ def _chosen(
     columns = store.columns()
     mask = Selection(where).mask(columns) & (columns["response_tokens"] > 0)
     if not config.emulated:
-        _refuse_model(model, store)
+        _check_model(model, store)
     return logprob_settings(config, model), store, mask
 
 
-def _refuse_model(model: str, store: VersionedStore) -> None:
+def _check_model(model: str, store: VersionedStore) -> None:
     """Raise ConfigError if a model's files are missing or incomplete, or if it lacks tokens of the first responses."""
     subject = f"--model = {model!r}"
     folder = find_model(model, "--model")
@@ -193,10 +193,10 @@ def _refuse_model(model: str, store: VersionedStore) -> None:
     check_files(folder, subject)
     count = read_architecture(folder, subject).get("vocab_size")
     rows = store.rows(0, min(MODEL_ROWS, store.summary().num_rows))
-    largest = max((int(row.trajectory.response_tokens.max(initial=0)) for row in rows), default=0)
-    if isinstance(count, int) and largest >= count:
+    largest_token = max((int(row.trajectory.response_tokens.max(initial=0)) for row in rows), default=0)
+    if isinstance(count, int) and largest_token >= count:
         raise ConfigError(
-            f"{subject}: its vocabulary has {count} tokens, the run's responses use token {largest}; name a "
+            f"{subject}: its vocabulary has {count} tokens, the run's responses use token {largest_token}; name a "
             "checkpoint of the run, or of its base model"
         )
 
@@ -215,15 +215,15 @@ def logprob_settings(config: RunConfig, model: str) -> LogprobSettings:
     )
 
 
-def _by_staleness(staleness: npt.NDArray[Any], sums: npt.NDArray[np.float64]) -> Iterable[LogprobComparison]:
+def _compare_by_staleness(staleness: npt.NDArray[Any], sums: npt.NDArray[np.float64]) -> Iterable[LogprobComparison]:
     for lag in np.unique(staleness):
-        lag_sums = sums[(staleness == lag) & (sums[:, _SUM["tokens"]] > 0)]
+        lag_sums = sums[(staleness == lag) & (sums[:, _SUM_INDEX["tokens"]] > 0)]
         if not len(lag_sums):
             continue
         total = dict(zip(SUMS, lag_sums.sum(axis=0).tolist(), strict=True))
         tokens = total["tokens"]
         # Weights of whole responses span hundreds of orders of magnitude: normalize before exponentiating.
-        weights = np.exp(lag_sums[:, _SUM["log_ratio"]] - lag_sums[:, _SUM["log_ratio"]].max())
+        weights = np.exp(lag_sums[:, _SUM_INDEX["log_ratio"]] - lag_sums[:, _SUM_INDEX["log_ratio"]].max())
         yield LogprobComparison(
             staleness=int(lag),
             trajectories=len(lag_sums),
@@ -234,24 +234,24 @@ def _by_staleness(staleness: npt.NDArray[Any], sums: npt.NDArray[np.float64]) ->
             clipped=total["clipped"] / tokens,
             ratio=total["ratio"] / tokens,
             mean_abs_log_ratio=total["abs_log_ratio"] / tokens,
-            max_abs_log_ratio=float(lag_sums[:, _SUM["max_abs_log_ratio"]].max()),
+            max_abs_log_ratio=float(lag_sums[:, _SUM_INDEX["max_abs_log_ratio"]].max()),
         )
 
 
-def _mapped(file: Any, count: int) -> npt.NDArray[np.float32]:
+def _map_file(file: Any, count: int) -> npt.NDArray[np.float32]:
     """[count] zeros, memory-mapped in a file."""
     file.truncate(max(1, count) * 4)
     return np.memmap(file, np.float32, mode="r+", shape=(max(1, count),))[:count]
 
 
-def _digest(folder: Path) -> str:
+def _hash_weights(folder: Path) -> str:
     """Hash of the weight files in name order; empty for a model of the hub."""
     digest = hashlib.sha256()
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     for path in files:
         with path.open("rb") as file:
-            while piece := file.read(1 << 22):
-                digest.update(piece)
+            while chunk := file.read(1 << 22):
+                digest.update(chunk)
     return digest.hexdigest() if files else ""
 
 
@@ -259,12 +259,12 @@ def _digest(folder: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RescoredRows:
-    """Results of a block of rows. read: number of selected rows. sums: [N, len(SUMS)]. logprobs: (offset in the store's
-    token arrays, [T]) of each response, if they are to be stored."""
+class LogprobBlock:
+    """Results of a block of rows. num_read: number of selected rows. sums: [N, len(SUMS)]. logprobs: (offset in the
+    store's token arrays, [T]) of each response, if they are to be stored."""
 
     start: int
-    read: int
+    num_read: int
     sums: npt.NDArray[np.float64]
     errors: dict[int, str]
     logprobs: list[tuple[int, npt.NDArray[np.float32]]]
@@ -277,31 +277,35 @@ def read_rows(
     start: int,
     stop: int,
     mask: npt.NDArray[np.bool_],
-    keep: bool,
-) -> RescoredRows:
+    keep_logprobs: bool,
+) -> LogprobBlock:
     """Dask task: compute sums for the selected ones of rows start <= row < stop of a snapshot."""
-    rows = list(store_at(path, snapshot).readable(start, stop))
+    rows = list(open_store_at(path, snapshot).readable(start, stop))
     errors = {int(r.trajectory): r.error for r, c in zip(rows, mask, strict=True) if c and isinstance(r, UnreadableRow)}
     indices = [i for i, (row, c) in enumerate(zip(rows, mask, strict=True)) if c and not isinstance(row, UnreadableRow)]
-    read = response_logprobs(settings, [row for i in indices if isinstance(row := rows[i], EndedTrajectory)])
+    computed = response_logprobs(settings, [row for i in indices if isinstance(row := rows[i], EndedTrajectory)])
     sums = np.zeros((len(rows), len(SUMS)))
     logprobs: list[tuple[int, npt.NDArray[np.float32]]] = []
-    table = store_at(path, snapshot).row_positions(start, stop) if keep else None
-    for i, new in zip(indices, read, strict=True):
+    table = open_store_at(path, snapshot).row_positions(start, stop) if keep_logprobs else None
+    for i, logprobs_of_row in zip(indices, computed, strict=True):
         row = rows[i]
         assert isinstance(row, EndedTrajectory)
         sampled = row.trajectory.sampled
-        if unusable := int(np.count_nonzero(~np.isfinite(row.trajectory.logprobs[sampled] + new[sampled]))):
-            errors[row.trajectory.id] = f"{unusable} of its tokens have a stored or computed logprob that is not finite"
+        if num_not_finite := int(
+            np.count_nonzero(~np.isfinite(row.trajectory.logprobs[sampled] + logprobs_of_row[sampled]))
+        ):
+            errors[row.trajectory.id] = (
+                f"{num_not_finite} of its tokens have a stored or computed logprob that is not finite"
+            )
             continue
-        sums[i] = _sums(row.trajectory.logprobs[sampled], new[sampled], settings)
+        sums[i] = _compute_sums(row.trajectory.logprobs[sampled], logprobs_of_row[sampled], settings)
         if table is not None:
-            logprobs.append((int(table[i]), new))
-    return RescoredRows(start=start, read=int(mask.sum()), sums=sums, errors=errors, logprobs=logprobs)
+            logprobs.append((int(table[i]), logprobs_of_row))
+    return LogprobBlock(start=start, num_read=int(mask.sum()), sums=sums, errors=errors, logprobs=logprobs)
 
 
 def response_logprobs(settings: LogprobSettings, rows: list[EndedTrajectory]) -> list[npt.NDArray[np.float32]]:
-    """[T] logprobs of each response under the model, nats; 0 at tokens of environments. Threads take turns."""
+    """[T] logprobs of each response under the model, nats; 0 at tokens of environments. One thread at a time."""
     from staleflow.tasks.training.branch_sequences import BranchSequences
     from staleflow.tasks.training.microbatches import Row
 
@@ -313,10 +317,10 @@ def response_logprobs(settings: LogprobSettings, rows: list[EndedTrajectory]) ->
     return [np.where(row.sampled, by_row[i], np.float32(0)) for i, row in enumerate(packed)]
 
 
-def _sums(
-    old: npt.NDArray[np.float32], new: npt.NDArray[np.float32], settings: LogprobSettings
+def _compute_sums(
+    rollout_logprobs: npt.NDArray[np.float32], model_logprobs: npt.NDArray[np.float32], settings: LogprobSettings
 ) -> npt.NDArray[np.float64]:
-    log_ratio = np.clip(new.astype(np.float64) - old, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = np.clip(model_logprobs.astype(np.float64) - rollout_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = np.exp(log_ratio)
     low, high = settings.clip_range
     clipped = (ratio < low) | (ratio > high)
@@ -338,7 +342,7 @@ _model_lock = threading.Lock()
 """Held while a model is loaded and used: threads share one model, and the memory of one forward pass."""
 
 
-@once_a_process(1)
+@cache_per_process(1)
 def _logprob_model(settings: LogprobSettings) -> Any:
     from staleflow.tasks.engines.transformers import load_model, resolve_device
     from staleflow.tasks.training.logprobs import LogprobModel

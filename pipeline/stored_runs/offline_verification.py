@@ -15,20 +15,20 @@ from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.stored_runs.pool import Report
 from staleflow.pipeline.stored_runs.repeated_steps import (
     JobPart,
-    Repetition,
+    RepeatedRange,
+    RepetitionPlan,
     RepetitionResult,
-    Stretch,
-    batch_at,
-    chosen_rows,
+    read_batch_rows,
+    select_consumed_rows,
 )
-from staleflow.pipeline.stored_runs.run_files import steps_in_words
-from staleflow.pipeline.stored_runs.training import origin_of
+from staleflow.pipeline.stored_runs.run_files import format_steps
+from staleflow.pipeline.stored_runs.training import make_chain_origin
 from staleflow.pipeline.stored_runs.verification import (
-    STEPS,
+    SAMPLE_STEPS,
     Verification,
+    resolve_models,
     run_repetition,
     sort_differences,
-    trainable,
 )
 from staleflow.stores.auditing.chain import CHECK, check_chain
 from staleflow.stores.auditing.findings import Finding
@@ -45,7 +45,12 @@ RECORD, HISTORY, JOB = certificate.OFFLINE, "history.jsonl", "job.toml"
 
 
 def verify_offline(
-    folder: Path, *, steps: int = STEPS, seed: int | None = None, client: Any = None, report: Report = lambda _: None
+    folder: Path,
+    *,
+    steps: int = SAMPLE_STEPS,
+    seed: int | None = None,
+    client: Any = None,
+    report: Report = lambda _: None,
 ) -> Verification:
     """Verify an offline training: its chain, that of the run whose batches it used, and its final weights.
 
@@ -60,7 +65,7 @@ def verify_offline(
         ConfigError: The run's store is gone, or it is not an offline training of this version.
         StoreUnavailable: The store's bucket fails.
     """
-    record, lines, entries = _read(folder)
+    record, lines, entries = _read_training(folder)
     path = record.store
     if not Path(path).exists():
         raise ConfigError(f"{folder}: it trained on {path}, which is not there; put that run back")
@@ -72,18 +77,23 @@ def verify_offline(
     if not chain.num_entries or not any(entry.previous for entry in entries):
         unverified.append("everything: an earlier version stored it, or its run, without a chain")
     else:
-        origin = entry_of(origin_of(store, record.branch, record.where, record.epochs, record.start, folder / JOB))
-        findings += _wrong_lines(origin, lines, entries, record.start)
+        origin = entry_of(
+            make_chain_origin(store, record.branch, record.where, record.epochs, record.start, folder / JOB)
+        )
+        findings += _find_broken_links(origin, lines, entries, record.start)
         if len(lines) != record.steps - record.start:
             message = f"it has {len(lines)} lines; {record.steps - record.start} steps were trained"
             findings.append(Finding(check=CHECK, where=HISTORY, message=message))
-    own = [r for r in store.steps() if r.kind == "step" and r.step < record.start]
-    findings += _other_batches(store, record.where, own)
+    run_steps = [r for r in store.steps() if r.kind == "step" and r.step < record.start]
+    findings += _find_other_batches(store, record.where, run_steps)
     result, sample = RepetitionResult(), list[int]()
     checkpoint = (folder / "checkpoints" / f"step-{record.steps:06d}").resolve()
     if (checkpoint / certificate.FILE).exists():
-        named = certificate.read(checkpoint)
-        if lines and (named.version, named.entry) != (record.steps, entry_of(lines[-1])):
+        checkpoint_certificate = certificate.read(checkpoint)
+        if lines and (checkpoint_certificate.version, checkpoint_certificate.entry) != (
+            record.steps,
+            entry_of(lines[-1]),
+        ):
             message = (
                 f"its last line, {len(lines) - 1}, is not the one that {certificate.FILE} of {checkpoint.name} names"
             )
@@ -92,28 +102,32 @@ def verify_offline(
         unverified.append(f"the last line of {HISTORY}: no {certificate.FILE} of {checkpoint.name} names it")
     if not findings and chain.num_entries and entries[0].previous:
         try:
-            config = trainable(loading.load(folder / JOB))
+            config = resolve_models(loading.load(folder / JOB))
         except ConfigError as error:
             unverified.append(f"weights: {error}")
         else:
             numbers = range(record.start, record.start + len(entries))
             sample = sorted(random.Random(seed).sample(numbers, min(steps, len(entries))))
             run_job = dataclasses.replace(config, seed=load_job(Path(path).parent).seed)
-            point = ResumePoints(Path(path).parent / "resume")
-            start = record.start if record.start in point.complete_versions() else 0
+            resume_points = ResumePoints(Path(path).parent / "resume")
+            start = record.start if record.start in resume_points.complete_versions() else 0
             part = JobPart(
                 config=config, run_job=run_job, num_steps=config.steps * record.epochs, start=start,
                 stop=max(sample) + 1,
             )  # fmt: skip
-            plan = Repetition(
+            plan = RepetitionPlan(
                 path=path,
                 snapshot=record.snapshot,
                 where=record.where,
                 epochs=record.epochs,
-                stretches=(Stretch(point=str(point.path(PolicyVersion(start))) if start else "", parts=(part,)),),
-                weights={r.step + 1: r.weight_fingerprint for r in own}
+                ranges=(
+                    RepeatedRange(
+                        resume_point=str(resume_points.path(PolicyVersion(start))) if start else "", parts=(part,)
+                    ),
+                ),
+                weights={r.step + 1: r.weight_fingerprint for r in run_steps}
                 | {number + 1: entry.weights for number, entry in zip(numbers, entries, strict=True)},
-                batches={r.step: r.batch_fingerprint for r in own}
+                batches={r.step: r.batch_fingerprint for r in run_steps}
                 | {number: entry.batch for number, entry in zip(numbers, entries, strict=True)},
             )
             if checkpoint.is_dir():
@@ -121,7 +135,7 @@ def verify_offline(
                 plan = dataclasses.replace(plan, checkpoint=(str(checkpoint), last))
             else:
                 unverified.append(f"the weights of {checkpoint.name}: it is not in checkpoints/")
-            report({"say": f"repeating {steps_in_words(range(start, max(sample) + 1))} for {steps_in_words(sample)}"})
+            report({"say": f"repeating {format_steps(range(start, max(sample) + 1))} for {format_steps(sample)}"})
             result = run_repetition(plan, client, report)
     contradictions, explained = sort_differences(
         result, {record.start + number: entry.numerics for number, entry in enumerate(entries)}
@@ -147,7 +161,7 @@ def verify_offline(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OfflineRecord:
-    """What of the record of an offline training says what it was made from."""
+    """The part of an offline training's record that describes its inputs."""
 
     store: str
     snapshot: str
@@ -161,16 +175,16 @@ class _OfflineRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HistoryLine:
-    """What of a line of the history is verified."""
+    """The part of a line of the history that is verified."""
 
     batch: str = ""
     weights: str = ""
     numerics: str = ""
     previous: str = ""
-    """Empty in what an earlier version trained."""
+    """Empty in trainings of an earlier version."""
 
 
-def _read(folder: Path) -> tuple[_OfflineRecord, list[bytes], list[_HistoryLine]]:
+def _read_training(folder: Path) -> tuple[_OfflineRecord, list[bytes], list[_HistoryLine]]:
     """The record of an offline training and the lines of its history, as bytes and decoded. Raises ConfigError."""
     codec, name = Codec(), RECORD
     try:
@@ -188,21 +202,23 @@ def _read(folder: Path) -> tuple[_OfflineRecord, list[bytes], list[_HistoryLine]
         raise ConfigError(f"{folder / name}: not of an offline training: {strerror(error)}; copy it again") from error
 
 
-def _other_batches(store: VersionedStore, where: str, own: Sequence[StepRecord]) -> Iterator[Finding]:
+def _find_other_batches(store: VersionedStore, where: str, run_steps: Sequence[StepRecord]) -> Iterator[Finding]:
     """Compare what would be trained in the steps before the first one that was, with what the run trained."""
-    chosen = chosen_rows(store, where) if own else {}
-    for record in own:
-        batch = batch_at(store, chosen[record.step]) if record.step in chosen else []
+    rows_by_step = select_consumed_rows(store, where) if run_steps else {}
+    for record in run_steps:
+        batch = read_batch_rows(store, rows_by_step[record.step]) if record.step in rows_by_step else []
         rows = [row for row in batch if isinstance(row, EndedTrajectory)]
         if batch_fingerprint((row.trajectory, row.advantage) for row in rows) != record.batch_fingerprint:
             message = "its batch is not the run's, and it was not trained again"
             yield Finding(check=CHECK, where=f"step {record.step}", message=message)
 
 
-def _wrong_lines(origin: str, lines: Sequence[bytes], entries: Sequence[_HistoryLine], start: int) -> Iterator[Finding]:
-    before = origin
+def _find_broken_links(
+    origin: str, lines: Sequence[bytes], entries: Sequence[_HistoryLine], start: int
+) -> Iterator[Finding]:
+    previous_entry = origin
     for number, (line, entry) in enumerate(zip(lines, entries, strict=True), start):
-        if entry.previous != before:
+        if entry.previous != previous_entry:
             predecessor = "the line before it" if number > start else f"the run, {JOB} and {RECORD}"
             yield Finding(check=CHECK, where=f"step {number} of {HISTORY}", message=f"does not follow {predecessor}")
-        before = entry_of(line)
+        previous_entry = entry_of(line)

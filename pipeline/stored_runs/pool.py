@@ -1,7 +1,7 @@
 """Dask workers for tasks over blocks of a store, in parallel and out of core.
 
 Each task reads a block and returns a small result, so memory is bounded by one block per worker, however large the
-store is. If a worker dies, another computes its blocks again. Workers that a cluster's jobs use are left alone.
+store is. If a worker dies, another computes its blocks again. Workers that a cluster's jobs have are not used.
 
 A worker may run tasks in several threads. Objects that are slow to create are created once per process and are
 thread-safe, are created per thread, or are used under a lock.
@@ -27,8 +27,8 @@ from staleflow.pipeline.cluster.plugin import ensure
 from staleflow.stores.errors import ActorLost, ConfigError, ProtocolViolation
 from staleflow.stores.trajectories.versioned import VersionedStore
 
-Key = ParamSpec("Key")
-Made = TypeVar("Made")
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 
 Report = Callable[[Mapping[str, Any]], None]
 """Called with events of a training, as `Run.train_offline` describes them."""
@@ -36,9 +36,9 @@ BLOCK_ROWS = 2048
 """Maximum trajectories per task: some 10 MiB at 500 tokens each, tenths of a second of work."""
 MIN_ROWS = 128
 """Minimum trajectories per task: with fewer, a task's overhead matters."""
-BLOCKS_A_WORKER = 8
+MIN_BLOCKS_PER_WORKER = 8
 """Minimum blocks per worker, if there are enough rows: workers then finish at about the same time."""
-CALLS_A_WORKER = 3
+CALLS_PER_WORKER = 3
 """Tasks in flight per worker: enough that none is idle."""
 
 
@@ -49,7 +49,7 @@ class Pool:
     client: Any
     """A synchronous Dask client."""
     shared: bool
-    """Whether others may use the cluster, too."""
+    """Whether other jobs may use the cluster, too."""
 
     def run(
         self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], *, model: bool = False
@@ -70,15 +70,15 @@ class Pool:
         from distributed.client import FutureCancelledError
 
         calls = iter(calls)
-        free = self.free(model=model)
-        where = {"workers": free, "allow_other_workers": True} if self.shared else {}
+        free = self.free_workers(model=model)
+        placement = {"workers": free, "allow_other_workers": True} if self.shared else {}
 
         def submit(call: tuple[Any, ...]) -> Any:
-            return self.client.submit(function, *call, pure=False, **where)
+            return self.client.submit(function, *call, pure=False, **placement)
 
-        under_way = len(free) * CALLS_A_WORKER
-        # Not zip with a range, which would take one call more and drop it.
-        futures = as_completed([submit(call) for call in itertools.islice(calls, under_way)])
+        max_in_flight = len(free) * CALLS_PER_WORKER
+        # zip with a range would take one more call and drop it.
+        futures = as_completed([submit(call) for call in itertools.islice(calls, max_in_flight)])
         for future in futures:
             try:
                 result = future.result()
@@ -87,17 +87,17 @@ class Pool:
             except FutureCancelledError as error:
                 raise ActorLost("the scheduler is gone; nothing was stored; run the command again") from error
             future.release()
-            for following in calls:
-                futures.add(submit(following))
+            for next_call in calls:
+                futures.add(submit(next_call))
                 break
             yield result
 
     def blocks(self, count: int, max_rows: int = BLOCK_ROWS) -> Iterator[tuple[int, int]]:
         """Split `count` rows into (start, stop) blocks, sized to keep all workers busy."""
-        rows = min(max_rows, max(MIN_ROWS, count // (len(self.free()) * BLOCKS_A_WORKER)))
+        rows = min(max_rows, max(MIN_ROWS, count // (len(self.free_workers()) * MIN_BLOCKS_PER_WORKER)))
         return blocks(count, rows)
 
-    def free(self, *, model: bool = False) -> list[str]:
+    def free_workers(self, *, model: bool = False) -> list[str]:
         """Addresses of the workers without a job.
 
         Args:
@@ -127,13 +127,13 @@ def run_reporting(pool: Pool, function: Callable[..., Any], plan: Any, report: R
     topic = f"staleflow-report-{secrets.token_hex(4)}"
     pool.client.subscribe_topic(topic, lambda event: report(event[1]))
     try:
-        (result,) = pool.run(_reporting, [(pickle.dumps((function, plan)), topic, pool.shared)], model=True)
+        (result,) = pool.run(_call_with_reports, [(pickle.dumps((function, plan)), topic, pool.shared)], model=True)
     finally:
         pool.client.unsubscribe_topic(topic)
     return pickle.loads(result)
 
 
-def _reporting(call: bytes, topic: str, shared: bool) -> bytes:
+def _call_with_reports(call: bytes, topic: str, shared: bool) -> bytes:
     """The task. Values are passed as bytes, which the scheduler need not unpickle."""
     from distributed import get_worker
 
@@ -142,7 +142,7 @@ def _reporting(call: bytes, topic: str, shared: bool) -> bytes:
 
 
 @contextlib.contextmanager
-def pool_of(client: Any, count: int, *, model: bool = False) -> Iterator[Pool]:
+def open_pool(client: Any, count: int, *, model: bool = False) -> Iterator[Pool]:
     """A pool of the workers of a client's cluster, or without a client of local processes.
 
     Args:
@@ -161,7 +161,7 @@ def pool_of(client: Any, count: int, *, model: bool = False) -> Iterator[Pool]:
         raise ConfigError("client: it is asynchronous; pass Client(..., asynchronous=False)")
     client.sync(ensure, client)
     pool = Pool(client, shared=True)
-    pool.free()
+    pool.free_workers()
     yield pool
 
 
@@ -189,10 +189,10 @@ def local_pool(count: int, *, model: bool = False) -> Iterator[Pool]:
             yield Pool(client, shared=False)
 
 
-def require_all(done: int, count: int) -> None:
+def require_all_rows(num_done: int, count: int) -> None:
     """Raise ProtocolViolation unless all rows were processed, because missing rows would not be noticed otherwise."""
-    if done != count:
-        raise ProtocolViolation(f"the workers returned results for {done} of {count} rows; nothing was stored")
+    if num_done != count:
+        raise ProtocolViolation(f"the workers returned results for {num_done} of {count} rows; nothing was stored")
 
 
 def blocks(count: int, rows: int) -> Iterator[tuple[int, int]]:
@@ -209,28 +209,28 @@ creation_lock = threading.RLock()
 own module at the end of its import, and a thread that waited for the import would keep the old one."""
 
 
-def once_a_process(max_results: int) -> Callable[[Callable[Key, Made]], Callable[Key, Made]]:
+def cache_per_process(max_results: int) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
     """Decorator: cache a function's last `max_results` results in each process, for all tasks.
 
     Concurrent callers get the same result; with functools.lru_cache alone, each would compute its own. Arguments must
     be hashable and positional.
     """
 
-    def decorate(make: Callable[Key, Made]) -> Callable[Key, Made]:
-        cached = functools.lru_cache(maxsize=max_results)(make)
+    def decorate(function: Callable[Params, Result]) -> Callable[Params, Result]:
+        cached = functools.lru_cache(maxsize=max_results)(function)
 
-        @functools.wraps(make)
-        def made(*args: Key.args, **kwargs: Key.kwargs) -> Made:
+        @functools.wraps(function)
+        def cached_call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
             assert not kwargs
             with creation_lock:
                 return cached(*args)
 
-        return made
+        return cached_call
 
     return decorate
 
 
-@once_a_process(2)
-def store_at(path: str, snapshot: str) -> VersionedStore:
+@cache_per_process(2)
+def open_store_at(path: str, snapshot: str) -> VersionedStore:
     """Open a store at a snapshot, for tasks. Reading it changes nothing, so threads may share one."""
     return VersionedStore.at(Path(path), snapshot)

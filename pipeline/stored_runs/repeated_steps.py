@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.stored_runs.checkpoint_files import compare_files
-from staleflow.pipeline.stored_runs.pool import Report, store_at
+from staleflow.pipeline.stored_runs.pool import Report, open_store_at
 from staleflow.pipeline.stored_runs.rank_tasks import lead_group
 from staleflow.stores.errors import ConfigError, StaleflowError, StoreError
 from staleflow.stores.trajectories.reader import UnreadableRow
@@ -42,7 +42,7 @@ ADAPTER = ("adapter", "adapter_model.safetensors")
 """Where in a checkpoint an adapter's weights are, as they were published (tasks/training/lora.py)."""
 
 
-def chosen_rows(store: VersionedStore, where: str) -> dict[int, npt.NDArray[np.int64]]:
+def select_consumed_rows(store: VersionedStore, where: str) -> dict[int, npt.NDArray[np.int64]]:
     """Positions of the consumed rows that `where` selects, by training step in order."""
     columns = store.columns()
     mask = Selection(where).mask(columns) & (columns["staleness"] >= 0)
@@ -57,7 +57,7 @@ def offline_steps(
 ) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
     """For each step of all epochs: (step number for the learning-rate schedule, positions of its rows). num_steps: of
     the job, for the step numbers of later epochs."""
-    chosen = chosen_rows(store, where)
+    chosen = select_consumed_rows(store, where)
     for epoch in range(epochs):
         for step, rows in chosen.items():
             yield epoch * num_steps + step, rows
@@ -83,7 +83,7 @@ def open_policy(
     settings = dataclasses.replace(
         settings,
         num_steps=num_steps,
-        # No driver looks after these ranks. Each loads the model at its own pace.
+        # No driver watches these ranks, and each loads the model at its own speed.
         collective_s=max(config.deadlines.silent_s, config.deadlines.start_s),
         examples=actor_settings.example_settings(run_job, held_out),
     )
@@ -94,9 +94,9 @@ def open_policy(
         yield policy
 
 
-def batch_at(store: VersionedStore, positions: npt.NDArray[np.int64]) -> list[EndedTrajectory | UnreadableRow]:
+def read_batch_rows(store: VersionedStore, positions: npt.NDArray[np.int64]) -> list[EndedTrajectory | UnreadableRow]:
     """Read a batch. positions: positions of its rows, in the trainer's order."""
-    start, stop = int(positions[0]), int(positions[-1]) + 1  # of one commit, so close together
+    start, stop = int(positions[0]), int(positions[-1]) + 1  # they are close together, since one commit wrote them
     stored = list(store.readable(start, stop))
     return [stored[i - start] for i in positions.tolist()]
 
@@ -125,16 +125,16 @@ class JobPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """Consecutive steps that are repeated from a resume point, or without one from the model in the first part's
-    job."""
+class RepeatedRange:
+    """Consecutive steps that are repeated from a resume point; if `resume_point` is empty, from the model in the first
+    part's job."""
 
-    point: str
+    resume_point: str
     parts: tuple[JobPart, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Repetition:
+class RepetitionPlan:
     """Steps to repeat, and the expected results."""
 
     path: str
@@ -142,7 +142,7 @@ class Repetition:
     where: str = ""
     epochs: int = 1
     """Which rows were trained on, as in offline training."""
-    stretches: tuple[Stretch, ...]
+    ranges: tuple[RepeatedRange, ...]
     checkpoint: tuple[str, JobPart] | None = None
     """Folder of a checkpoint to compare, and the job that its version was trained by, with `start` as its version."""
     weights: dict[int, str]
@@ -158,67 +158,70 @@ class Difference:
     where: str
     message: str
     step: int
-    """The training step that would have made it; -1 of version 0."""
-    computed: bool
-    """Whether it was computed here, so that another kind of machine may explain it."""
+    """The training step that should have produced it; -1 for version 0."""
+    was_computed: bool
+    """Whether it was computed here, so that another kind of machine may be the reason."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RepetitionResult:
-    """Results of a repetition. Each stretch ends at its first difference."""
+    """Results of a repetition. Each range ends at its first difference."""
 
     steps: list[int] = field(default_factory=list)
     """Steps with the recorded batch, whose weights equal the published ones bit for bit."""
     checkpoint_is_equal: bool = False
     """Whether the checkpoint is what the job's trainer saves of the published weights."""
     unverified: list[str] = field(default_factory=list)
-    """What of the checkpoint was not compared, with the reason."""
+    """Parts of the checkpoint that were not compared, with the reason."""
     differences: list[Difference] = field(default_factory=list)
     numerics: str = ""
-    """What this process computes with, in words."""
+    """Description of the numerics of this process."""
 
 
-class _Differs(Exception):
-    """Ends a stretch; its argument is the Difference."""
+class _DifferenceFound(Exception):
+    """Ends the repetition of a range; its argument is the Difference."""
 
 
-def repeat(plan: Repetition, report: Report, *, shared: bool = False) -> RepetitionResult:
+def repeat(plan: RepetitionPlan, report: Report, *, shared: bool = False) -> RepetitionResult:
     """Repeat steps in this process; with a rank group, this process must be a Dask task. shared: as in Pool."""
     from staleflow.tasks.training.numerics import numerics
 
-    store = store_at(plan.path, plan.snapshot)
+    store = open_store_at(plan.path, plan.snapshot)
     repeater = _Repeater(plan, store, report, shared=shared)
-    work = [functools.partial(repeater.repeat, stretch) for stretch in plan.stretches]
+    tasks = [functools.partial(repeater.repeat, steps_range) for steps_range in plan.ranges]
     if plan.checkpoint is not None:
-        work.insert(0, functools.partial(repeater.compare_checkpoint, *plan.checkpoint))
-    for part in work:
+        tasks.insert(0, functools.partial(repeater.compare_checkpoint, *plan.checkpoint))
+    for task in tasks:
         try:
-            part()
-        except _Differs as differs:
-            repeater.result.differences.append(differs.args[0])
+            task()
+        except _DifferenceFound as found:
+            repeater.result.differences.append(found.args[0])
     repeater.result.numerics = numerics()
     return repeater.result
 
 
 class _Repeater:
-    """Repeats stretches one after another."""
+    """Repeats ranges of steps one after another."""
 
-    def __init__(self, plan: Repetition, store: VersionedStore, report: Report, *, shared: bool) -> None:
-        self._plan, self._store, self._report, self._shared = plan, store, report, shared
-        self._steps = list(offline_steps(store, plan.where, plan.epochs, plan.stretches[0].parts[0].config.steps))
-        self._total = sum(part.stop - part.start for stretch in plan.stretches for part in stretch.parts)
+    def __init__(self, plan: RepetitionPlan, store: VersionedStore, report: Report, *, shared: bool) -> None:
+        self._plan, self._store, self._report, self._is_shared = plan, store, report, shared
+        self._steps = list(offline_steps(store, plan.where, plan.epochs, plan.ranges[0].parts[0].config.steps))
+        self._total = sum(part.stop - part.start for steps_range in plan.ranges for part in steps_range.parts)
         self.result = RepetitionResult()
 
-    def repeat(self, stretch: Stretch) -> None:
-        """Repeat a stretch. Raises _Differs."""
+    def repeat(self, steps_range: RepeatedRange) -> None:
+        """Repeat a range of steps. Raises _DifferenceFound."""
         with tempfile.TemporaryDirectory(prefix="staleflow-") as folder:
-            points, point = ResumePoints(Path(folder)), Path(stretch.point) if stretch.point else None
-            for part in stretch.parts:
-                with self._opened(part.config, part) as policy:
+            points, point = (
+                ResumePoints(Path(folder)),
+                Path(steps_range.resume_point) if steps_range.resume_point else None,
+            )
+            for part in steps_range.parts:
+                with self._open_policy(part.config, part) as policy:
                     self._load(policy, part, point)
                     for step in range(part.start, part.stop):
                         self._step(policy, step)
-                    if part is not stretch.parts[-1]:  # the next one's settings are others
+                    if part is not steps_range.parts[-1]:  # the next part has other settings
                         version, sharded = PolicyVersion(part.stop), part.config.training.ranks > 1
                         with points.writing(version, sharded=sharded) as tmp_path:
                             policy.begin_save(tmp_path)
@@ -227,7 +230,7 @@ class _Repeater:
 
     def compare_checkpoint(self, folder: str, part: JobPart) -> None:
         """Compare a checkpoint's weights with the published ones, and its files with those that the job's trainer saves
-        of these weights. Raises _Differs."""
+        of these weights. Raises _DifferenceFound."""
         where, version = f"version {part.start} in {folder}", part.start
         is_adapter = bool(part.config.training.lora.rank)
         with tempfile.TemporaryDirectory(prefix="staleflow-") as tmp:
@@ -238,27 +241,29 @@ class _Repeater:
                     weights = weight_file.write(published, adapter)
                 else:
                     own_rows = dataclasses.replace(part.config.model, path=folder)
-                    with self._opened(dataclasses.replace(part.config, model=own_rows), part) as policy:
+                    with self._open_policy(dataclasses.replace(part.config, model=own_rows), part) as policy:
                         weights = policy.apply_to_weights(lambda tensors: weight_file.write(published, tensors))
             except (ConfigError, StoreError) as error:
-                raise _Differs(Difference(where, str(error), version - 1, False)) from error
-            self._compare(weights, version, where, computed=False)
-            with self._opened(part.config, part) as policy:
+                raise _DifferenceFound(Difference(where, str(error), version - 1, False)) from error
+            self._compare(weights, version, where, was_computed=False)
+            with self._open_policy(part.config, part) as policy:
                 policy.save(saved, published)
             files = compare_files(Path(folder), saved)
         self.result.unverified += files.unverified
         self.result.checkpoint_is_equal = files.weights_are_equal and not files.differences
         if files.differences:
-            computed = is_adapter and not files.weights_are_equal  # an adapter was merged into the model's weights here
-            raise _Differs(Difference(where, "; ".join(files.differences), version - 1, computed))
+            was_computed = (
+                is_adapter and not files.weights_are_equal
+            )  # an adapter was merged into the model's weights here
+            raise _DifferenceFound(Difference(where, "; ".join(files.differences), version - 1, was_computed))
 
     @contextlib.contextmanager
-    def _opened(self, config: RunConfig, part: JobPart) -> Iterator[Policy]:
+    def _open_policy(self, config: RunConfig, part: JobPart) -> Iterator[Policy]:
         """`open_policy` for a part's job. Raises ConfigError if its model cannot be loaded."""
         held_out, path = self._store.header.held_out, config.model.path
         with contextlib.ExitStack() as stack:
             try:
-                opened = open_policy(config, part.run_job, part.num_steps, held_out, shared=self._shared)
+                opened = open_policy(config, part.run_job, part.num_steps, held_out, shared=self._is_shared)
                 policy = stack.enter_context(opened)
             except StaleflowError:
                 raise
@@ -268,36 +273,36 @@ class _Repeater:
             yield policy
 
     def _load(self, policy: Policy, part: JobPart, point: Path | None) -> None:
-        where, computed = f"version {part.start} in {part.config.model.path}", False
+        where, was_computed = f"version {part.start} in {part.config.model.path}", False
         if point is not None:
             where = f"resume point of version {part.start}"
             try:
                 policy.load_state(point)
             except StoreError as error:
-                raise _Differs(Difference(where, str(error), part.start - 1, False)) from error
+                raise _DifferenceFound(Difference(where, str(error), part.start - 1, False)) from error
         elif not part.start:
             for step in range(part.config.training.sft.steps):
                 policy.fine_tune(step)
-                computed = True
+                was_computed = True
         if self._plan.weights.get(part.start):  # a run of an earlier version may not have stored it
-            self._compare(policy.apply_to_weights(fingerprint), part.start, where, computed=computed)
+            self._compare(policy.apply_to_weights(fingerprint), part.start, where, was_computed=was_computed)
 
     def _step(self, policy: Policy, step: int) -> None:
         where = f"step {step}"
         if step >= len(self._steps):
-            raise _Differs(Difference(where, "no row that it was trained on is stored", step, False))
+            raise _DifferenceFound(Difference(where, "no row that it was trained on is stored", step, False))
         schedule, positions = self._steps[step]
-        batch = [row for row in batch_at(self._store, positions) if isinstance(row, EndedTrajectory)]
+        batch = [row for row in read_batch_rows(self._store, positions) if isinstance(row, EndedTrajectory)]
         if batch_fingerprint((row.trajectory, row.advantage) for row in batch) != self._plan.batches[step]:
-            raise _Differs(Difference(where, "its batch is not the one that the trainer received", step, False))
+            raise _DifferenceFound(Difference(where, "its batch is not the one that the trainer received", step, False))
         metrics = train_step(policy, schedule, batch)
-        self._compare(policy.apply_to_weights(fingerprint), step + 1, where, computed=True)
+        self._compare(policy.apply_to_weights(fingerprint), step + 1, where, was_computed=True)
         self.result.steps.append(step)
         self._report({"done": len(self.result.steps), "total": self._total, "metrics": metrics})
 
-    def _compare(self, weights: str, version: int, where: str, *, computed: bool) -> None:
-        """Compare the fingerprint of weights with that of the version. Raises _Differs."""
+    def _compare(self, weights: str, version: int, where: str, *, was_computed: bool) -> None:
+        """Compare the fingerprint of weights with that of the version. Raises _DifferenceFound."""
         published = self._plan.weights.get(version, "")
         if weights != published:
             message = f"the weights are {weights}, the run published {published or 'none'}"
-            raise _Differs(Difference(where, message, version - 1, computed))
+            raise _DifferenceFound(Difference(where, message, version - 1, was_computed))

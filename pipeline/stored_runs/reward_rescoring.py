@@ -24,9 +24,9 @@ import numpy.typing as npt
 from staleflow.pipeline.config import actor_settings, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery.run_folder import load_job
-from staleflow.pipeline.stored_runs.conversations import messages
-from staleflow.pipeline.stored_runs.pool import Pool, once_a_process, require_all, store_at
-from staleflow.pipeline.stored_runs.response_texts import texts_of
+from staleflow.pipeline.stored_runs.conversations import make_messages
+from staleflow.pipeline.stored_runs.pool import Pool, cache_per_process, open_store_at, require_all_rows
+from staleflow.pipeline.stored_runs.response_texts import make_detokenizer
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.reader import UnreadableRow
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from staleflow.tasks.sources.task_sources import SourceSettings
 
 
-MAY_CHANGE = ("reward.", "task.answer_pattern=")
-"""Keys that may be changed for scoring again, by how they begin."""
+CHANGEABLE_KEYS = ("reward.", "task.answer_pattern=")
+"""Prefixes of the keys that may be changed for scoring again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -84,12 +84,12 @@ def rescore(
         branch: Name of the new branch.
         pool: Workers.
         progress: Called with (rows done, total rows).
-        changes: Of keys in MAY_CHANGE, as KEY=VALUE.
+        changes: Of keys in CHANGEABLE_KEYS, as KEY=VALUE.
 
     Raises:
         ConfigError: Before anything is computed; or, with nothing stored, if no response could be scored.
     """
-    config = _with_reward(_changed(run_dir, changes), reward)
+    config = _replace_reward(_apply_changes(run_dir, changes), reward)
     path = (run_dir / "store").resolve()
     store = VersionedStore.at(path, VersionedStore.open(path).snapshot)
     derived_branches.check_branch_name(path, branch)
@@ -97,9 +97,9 @@ def rescore(
     count = len(table["trajectory"])
     rewards, valid = np.zeros(count, np.float32), np.ones(count, bool)
     errors: dict[int, str] = {}
-    done = 0
+    num_done = 0
     config, code = user_files.with_code(config, user_files.scoring_keys(config))
-    # As the store's header has it: the job might draw other prompts for its groups now.
+    # From the store's header, since the job might draw other prompts for its groups now.
     prompts = actor_settings.prompt_settings(
         config, held_out=store.header.held_out, longest_prompt=store.header.longest_prompt
     )
@@ -109,18 +109,18 @@ def rescore(
         stop = start + len(block.rewards)
         rewards[start:stop], valid[start:stop] = block.rewards, block.valid
         errors |= block.errors
-        done += len(block.rewards)
-        progress(done, count)
-    require_all(done, count)
-    scored = int((table["response_tokens"] > 0).sum())
-    if errors and len(errors) >= scored:
+        num_done += len(block.rewards)
+        progress(num_done, count)
+    require_all_rows(num_done, count)
+    num_scored = int((table["response_tokens"] > 0).sum())
+    if errors and len(errors) >= num_scored:
         raise ConfigError(
-            f"{config.reward.named}: it failed on all {scored} responses, so nothing is stored; on trajectory "
+            f"{config.reward.named}: it failed on all {num_scored} responses, so nothing is stored; on trajectory "
             f"{min(errors)}: {errors[min(errors)]}"
         )
     consumed = table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value)
     estimate = estimate_advantages(config, table, consumed, rewards, valid)
-    before = consumed & (table["loss_mask"] > 0)
+    trained_before = consumed & (table["loss_mask"] > 0)
     lineage = {
         "reward": "; ".join(filter(None, (reward, *changes))) or config.reward.named,
         "code": hashlib.sha256("".join(code.values()).encode()).hexdigest() if code else "",
@@ -128,15 +128,17 @@ def rescore(
         "answer_pattern": config.task.answer_pattern,
         "branch": MAIN,
     }
-    new = derived_branches.Rewards(rewards=rewards, advantages=estimate, loss_mask=valid & consumed, errors=errors)
-    snapshot = derived_branches.derive(store, path, branch, new, lineage)
+    new_rewards = derived_branches.Rewards(
+        rewards=rewards, advantages=estimate, loss_mask=valid & consumed, errors=errors
+    )
+    snapshot = derived_branches.derive(store, path, branch, new_rewards, lineage)
     return RescoreResult(
         branch=branch,
         snapshot=snapshot,
         rows=count,
-        scored=scored,
+        scored=num_scored,
         errors=errors,
-        mean_before=float(table["reward"][before].mean()) if before.any() else 0.0,
+        mean_before=float(table["reward"][trained_before].mean()) if trained_before.any() else 0.0,
         mean_after=float(rewards[consumed & valid].mean()) if (consumed & valid).any() else 0.0,
     )
 
@@ -145,18 +147,20 @@ def check_request(run_dir: Path, reward: str, branch: str, changes: tuple[str, .
     """Raise ConfigError for arguments that `rescore` does not accept, before any worker starts."""
     VersionedStore.open(run_dir / "store")  # refuses a store of another layout
     derived_branches.check_branch_name((run_dir / "store").resolve(), branch)
-    _with_reward(_changed(run_dir, changes), reward)
+    _replace_reward(_apply_changes(run_dir, changes), reward)
 
 
-def _changed(run_dir: Path, changes: tuple[str, ...]) -> RunConfig:
+def _apply_changes(run_dir: Path, changes: tuple[str, ...]) -> RunConfig:
     """The stored job with changes to how it rewards. Raises ConfigError."""
     for change in changes:
-        if not change.startswith(MAY_CHANGE):
-            raise ConfigError(f"override {change}: only how responses are scored can change: {', '.join(MAY_CHANGE)}")
+        if not change.startswith(CHANGEABLE_KEYS):
+            raise ConfigError(
+                f"override {change}: only how responses are scored can change: {', '.join(CHANGEABLE_KEYS)}"
+            )
     return user_files.with_absolute_paths(load_job(run_dir, changes)) if changes else load_job(run_dir)
 
 
-def _with_reward(config: RunConfig, reward: str) -> RunConfig:
+def _replace_reward(config: RunConfig, reward: str) -> RunConfig:
     """The stored job with another reward, or with its own if that is empty. Raises ConfigError if it cannot be
     loaded."""
     from staleflow.tasks.sources.task_sources import make_reward
@@ -179,7 +183,7 @@ def _with_reward(config: RunConfig, reward: str) -> RunConfig:
         config = dataclasses.replace(config, task=dataclasses.replace(config.task, sources=sources))
     for job in config.by_source.values():
         make_reward(job.reward.function, actor_settings.source_settings(job).build(), job.reward.parts)
-    texts_of(config)
+    make_detokenizer(config)
     return config
 
 
@@ -206,39 +210,39 @@ def estimate_advantages(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """Scores of a block of rows, in order. errors: by trajectory."""
+class ScoredBlock:
+    """Scores of a block of rows, in order. errors: by trajectory id."""
 
     rewards: npt.NDArray[np.float32]
     valid: npt.NDArray[np.bool_]
     errors: dict[int, str]
 
 
-def score_rows(settings: bytes, path: str, snapshot: str, start: int, stop: int) -> tuple[int, Block]:
+def score_rows(settings: bytes, path: str, snapshot: str, start: int, stop: int) -> tuple[int, ScoredBlock]:
     """Dask task: score rows start <= row < stop of a snapshot. An unreadable row is an error. Objects that are slow to
     create are cached in the process."""
     prompts, scoring = _prompts(settings)
-    rows = list(store_at(path, snapshot).readable(start, stop))
+    rows = list(open_store_at(path, snapshot).readable(start, stop))
     rewards, valid = np.zeros(len(rows), np.float32), np.ones(len(rows), bool)
     errors = {int(row.trajectory): row.error for row in rows if isinstance(row, UnreadableRow)}
-    answered: list[tuple[int, Trajectory]] = []
+    responses: list[tuple[int, Trajectory]] = []
     for i, row in enumerate(rows):
         if isinstance(row, UnreadableRow):
             valid[i] = False
         elif row.trajectory.num_sampled:
-            answered.append((i, row.trajectory))
-    scores = _scorer(scoring).score([_item(prompts, t) for _, t in answered])
-    for (i, trajectory), score in zip(answered, scores, strict=True):
+            responses.append((i, row.trajectory))
+    scores = _scorer(scoring).score([_make_reward_item(prompts, t) for _, t in responses])
+    for (i, trajectory), score in zip(responses, scores, strict=True):
         rewards[i] = score.reward
         if score.error:
             valid[i] = False
             errors[int(trajectory.id)] = score.error
-    return start, Block(rewards=rewards, valid=valid, errors=errors)
+    return start, ScoredBlock(rewards=rewards, valid=valid, errors=errors)
 
 
-def _item(prompts: Prompts, trajectory: Trajectory) -> tuple[str, Mapping[str, Any]]:
-    """What the reward function gets: the text of the last turn, and the record; of many turns with all of them, as
-    `turns`."""
+def _make_reward_item(prompts: Prompts, trajectory: Trajectory) -> tuple[str, Mapping[str, Any]]:
+    """The arguments of the reward function: the text of the last turn, and the record, which has all turns as `turns`
+    if there are several."""
 
     def text(tokens: IntArray) -> str:
         return prompts.text(tokens.tolist())
@@ -246,36 +250,38 @@ def _item(prompts: Prompts, trajectory: Trajectory) -> tuple[str, Mapping[str, A
     number = trajectory.task if trajectory.task >= 0 else int(trajectory.group)
     record = prompts.tasks([number], trajectory.source)[0].record
     if trajectory.has_env_steps:
-        turns = [{"role": m["role"], "content": m["content"]} for m in messages(trajectory, text, text)]
+        turns = [{"role": m["role"], "content": m["content"]} for m in make_messages(trajectory, text, text)]
         record = {**record, "turns": turns}
     return text(trajectory.turns[-1]), record
 
 
-@once_a_process(1)
+@cache_per_process(1)
 def _prompts(settings: bytes) -> tuple[Prompts, ScoringSettings]:
     """The prompts, which decode responses and draw records, and the settings of their scoring."""
     prompts: PromptSettings
     scoring: ScoringSettings
     prompts, scoring, code = pickle.loads(settings)
-    if code:  # user code, sent from where the command was run
+    if code:  # user code, sent from the machine that runs the command
         folder = Path(tempfile.mkdtemp(prefix="staleflow-code-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         for file, text in code.items():
             (folder / file).write_text(text)
 
-        def here(reference: str) -> str:
+        def relocate(reference: str) -> str:
             return f"{folder}/{reference}" if reference.rpartition(":")[0] in code else reference
 
-        def there(source: SourceSettings) -> SourceSettings:
+        def relocate_source(source: SourceSettings) -> SourceSettings:
             task = source.task
-            task = dataclasses.replace(task, source=here(task.source), eval_source=here(task.eval_source))
+            task = dataclasses.replace(task, source=relocate(task.source), eval_source=relocate(task.eval_source))
             return dataclasses.replace(source, task=task)
 
         reward = scoring.reward
-        parts = {name: dataclasses.replace(part, function=here(part.function)) for name, part in reward.parts.items()}
-        reward = dataclasses.replace(reward, function=here(reward.function), parts=parts)
-        scoring = dataclasses.replace(scoring, reward=reward, source=there(scoring.source))
-        prompts = dataclasses.replace(prompts, source=there(prompts.source))
+        parts = {
+            name: dataclasses.replace(part, function=relocate(part.function)) for name, part in reward.parts.items()
+        }
+        reward = dataclasses.replace(reward, function=relocate(reward.function), parts=parts)
+        scoring = dataclasses.replace(scoring, reward=reward, source=relocate_source(scoring.source))
+        prompts = dataclasses.replace(prompts, source=relocate_source(prompts.source))
     return prompts.build(), scoring
 
 

@@ -1,7 +1,7 @@
 """Files of a run's folder besides its store: which of them a verification covers, and their differences.
 
-Invariant: each file that is there is compared with a hash that the chain has, is of those that a step is repeated from,
-or is listed as not covered, with the reason.
+Invariant: each file is compared with a hash of the chain, is used for repeating a step, or is listed as not covered,
+with the reason.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class TrainedStart:
         return self.inputs.get(name, "")
 
 
-def job_files(run_dir: Path) -> dict[str, str]:
+def hash_job_files(run_dir: Path) -> dict[str, str]:
     """Hashes of the job files of the run's starts, oldest first, by name."""
-    earlier = {int(match[1]): path for path in run_dir.iterdir() if (match := EARLIER_JOB.fullmatch(path.name))}
-    paths = [*(earlier[number] for number in sorted(earlier)), run_dir / "config.toml"]
+    earlier_files = {int(match[1]): path for path in run_dir.iterdir() if (match := EARLIER_JOB.fullmatch(path.name))}
+    paths = [*(earlier_files[number] for number in sorted(earlier_files)), run_dir / "config.toml"]
     return {path.name: start_inputs.settings_hash(path) for path in paths if path.is_file()}
 
 
@@ -60,80 +60,88 @@ def compare_files(run_dir: Path, starts: Sequence[TrainedStart]) -> tuple[list[F
     """Compare the files with the hashes in the hash chain.
 
     Returns:
-        What contradicts the chain; and what is not there, each with the reason why it is not verified. That contradicts
-        nothing, since only the store may be here.
+        Contradictions of the chain; and missing files, each with the reason why it is not verified. Missing files
+        contradict nothing, since only the store may have been copied.
     """
-    wrong, absent = dict[str, str](), list[str]()
+    contradictions, missing = dict[str, str](), list[str]()
     for compare in (_compare_jobs, _compare_code, _compare_fingerprints) if starts else ():
-        compare(run_dir, starts, wrong, absent)
-    return [Finding(check="settings", where=name, message=message) for name, message in wrong.items()], absent
+        compare(run_dir, starts, contradictions, missing)
+    return [Finding(check="settings", where=name, message=message) for name, message in contradictions.items()], missing
 
 
-def _compare_jobs(run_dir: Path, starts: Sequence[TrainedStart], wrong: dict[str, str], absent: list[str]) -> None:
-    jobs = job_files(run_dir)
-    names, place = list(jobs), 0
+def _compare_jobs(
+    run_dir: Path, starts: Sequence[TrainedStart], contradictions: dict[str, str], missing: list[str]
+) -> None:
+    jobs = hash_job_files(run_dir)
+    names, position = list(jobs), 0
     for settings in (start.input("settings") for start in starts):
-        places = [number for number, name in enumerate(names) if jobs[name] == settings]
-        if places and places[-1] < place:
-            wrong[names[places[-1]]] = "it is not in its place: job files are numbered as the starts of the run"
+        positions = [number for number, name in enumerate(names) if jobs[name] == settings]
+        if positions and positions[-1] < position:
+            contradictions[names[positions[-1]]] = (
+                "it is in the wrong position: job files are numbered as the starts of the run"
+            )
             break
-        place = next((number for number in places if number >= place), place)
+        position = next((number for number in positions if number >= position), position)
     recorded = {start.input("settings") for start in starts}
     for name in (name for name, settings in jobs.items() if settings not in recorded):
         if recorded - {*jobs.values()}:
-            wrong[name] = "the steps of no start were trained by this job file"
+            contradictions[name] = "the steps of no start were trained by this job file"
         else:
-            absent.append(f"{name}: no stored step was trained by this job file")
+            missing.append(f"{name}: no stored step was trained by this job file")
 
 
-def _compare_code(run_dir: Path, starts: Sequence[TrainedStart], wrong: dict[str, str], absent: list[str]) -> None:
+def _compare_code(
+    run_dir: Path, starts: Sequence[TrainedStart], contradictions: dict[str, str], missing: list[str]
+) -> None:
     code, newest = start_inputs.user_code_hash(run_dir), starts[-1].input("user_code")
     if newest and not code:
-        absent.append("code: the user code of the run is not in its folder")
+        missing.append("code: the user code of the run is not in its folder")
     elif newest not in (code, start_inputs.user_code_hash(run_dir, branches=False)):
-        wrong["code"] = "it is not the user code that the run used"
-    if others := [step for start in starts if start.input("user_code") != newest for step in start.steps]:
-        absent.append(f"the user code of {steps_in_words(others)}: only that of the last start is kept")
+        contradictions["code"] = "it is not the user code that the run used"
+    if other_steps := [step for start in starts if start.input("user_code") != newest for step in start.steps]:
+        missing.append(f"the user code of {format_steps(other_steps)}: only that of the last start is kept")
 
 
 def _compare_fingerprints(
-    run_dir: Path, starts: Sequence[TrainedStart], wrong: dict[str, str], absent: list[str]
+    run_dir: Path, starts: Sequence[TrainedStart], contradictions: dict[str, str], missing: list[str]
 ) -> None:
     first, name = starts[0], source_fingerprints.FILE
-    if first.steps.start or not first.input("sources"):  # an earlier version began the run
+    if first.steps.start or not first.input("sources"):  # the run was started by an earlier version
         return
     try:
         stored = source_fingerprints.read(run_dir)
     except StoreError as error:
-        wrong[name] = str(error).partition("; ")[0]
+        contradictions[name] = str(error).partition("; ")[0]
         return
     if stored is None:
-        absent.append(f"{name}: it is not in the run's folder")
+        missing.append(f"{name}: it is not in the run's folder")
     elif start_inputs.sources_hash(stored) != first.input("sources"):
-        wrong[name] = "it has not the fingerprints that the run began with"
+        contradictions[name] = "it does not have the fingerprints that the run began with"
 
 
-def not_covered_files(run_dir: Path, checkpoint: Path | None, points: Container[int]) -> Iterator[str]:
+def list_uncovered_files(run_dir: Path, checkpoint: Path | None, repeated_points: Container[int]) -> Iterator[str]:
     """Files of the run's folder that are not verified, one line per reason. checkpoint: the one that is compared.
-    points: versions of the resume points from which steps are repeated."""
+    repeated_points: versions of the resume points from which steps are repeated."""
     names = sorted(path.name for path in run_dir.iterdir())
     known = (*COVERED, *chain.from_iterable(NOT_COVERED.values()))
     unknown = tuple(name for name in names if not any(fnmatchcase(name, pattern) for pattern in known))
     for reason, patterns in (*NOT_COVERED.items(), ("no run writes them", unknown)):
         if matching := [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]:
             yield f"{', '.join(matching)}: {reason}"
-    if kept := [f"v{version:08d}" for version in ResumePoints(run_dir / "resume").versions() if version not in points]:
-        yield f"resume/ {', '.join(kept)}: no repeated step begins from them"
+    if unused_points := [
+        f"v{version:08d}" for version in ResumePoints(run_dir / "resume").versions() if version not in repeated_points
+    ]:
+        yield f"resume/ {', '.join(unused_points)}: no repeated step begins from them"
     folders = sorted(path.name for path in (run_dir / "checkpoints").glob("*") if path.resolve() != checkpoint)
     if folders:
         yield f"checkpoints/ {', '.join(folders)}: not named"
     yield "store/: earlier snapshots and other branches; `staleflow store audit --full` reads them"
 
 
-def steps_in_words(steps: Iterable[int]) -> str:
+def format_steps(steps: Iterable[int]) -> str:
     """Format step numbers as text.
 
-    >>> steps_in_words([1, 2, 3, 7]), steps_in_words([4])
+    >>> format_steps([1, 2, 3, 7]), format_steps([4])
     ('steps 1-3, 7', 'step 4')
     """
     ranges = [f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in id_ranges(steps)]

@@ -18,8 +18,8 @@ from staleflow.tasks.endpoint.served_policy import ServedPolicy
 from staleflow.tasks.engines.engine_builder import build_engine
 from staleflow.tasks.rendering.chat_tokenizer import load_chat_tokenizer
 
-ANSWER_TOKENS = 512
-"""Limit of a response of a model without a job; half of the context if that is shorter."""
+DEFAULT_MAX_NEW_TOKENS = 512
+"""Maximum response length of a model without a job; half of the context if that is shorter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class ServingPlan:
     """The run's job with `model.path` set to the checkpoint; default settings for a model without a run."""
     facts: ModelFacts
     label: str
-    """Name of the model for people, such as `step-000100 of first`."""
+    """Name of the model for display, such as `step-000100 of first`."""
 
     def build(self, key: str) -> ServedPolicy:
         """Load the model, and start its engine on the running event loop. key: API key of the endpoint."""
@@ -48,7 +48,7 @@ class ServingPlan:
         )
 
 
-def serving_plan(target: str, overrides: tuple[str, ...] = (), *, step: int | None = None) -> ServingPlan:
+def make_serving_plan(target: str, overrides: tuple[str, ...] = (), *, step: int | None = None) -> ServingPlan:
     """Plan to serve a checkpoint of a run, or a model. Raises ConfigError. target: folder of the run, or folder or name
     of the model. step: step of the checkpoint; None: the newest."""
     path = Path(target)
@@ -56,7 +56,9 @@ def serving_plan(target: str, overrides: tuple[str, ...] = (), *, step: int | No
         if step is not None:
             raise ConfigError(f"--step = {step}: {target} is a model without a run; leave out --step")
         folder = find_model(target, "MODEL")
-        max_new_tokens = ANSWER_TOKENS if folder is None else min(ANSWER_TOKENS, read_context(folder, target) // 2)
+        max_new_tokens = (
+            DEFAULT_MAX_NEW_TOKENS if folder is None else min(DEFAULT_MAX_NEW_TOKENS, read_context(folder, target) // 2)
+        )
         tree = {"model": {"path": target}, "rollout": {"max_new_tokens": max_new_tokens}}
         config = loading.from_tree_with_overrides(tree, overrides, target)
         facts = inspect_model(config, "MODEL")

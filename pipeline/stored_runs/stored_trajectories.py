@@ -9,25 +9,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from staleflow.pipeline.stored_runs.response_texts import row_texts
+from staleflow.pipeline.stored_runs.response_texts import decode_row
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.reader import StoreReader, UnreadableRow
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectory import EndedTrajectory
 from staleflow.tasks.rendering.chat_tokenizer import Detokenizer
 
-READ_ROWS = 512
-"""Trajectories read together."""
-FEW = 8
-"""Fewer chosen rows than this are read one by one, more together with the rows between them."""
+WINDOW_ROWS = 512
+"""Maximum number of rows that are read together."""
+MIN_BLOCK_READ = 8
+"""Fewer selected rows than this are read one by one; more are read together with the rows between them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredTrajectory:
     """One stored trajectory: a response of one turn or several, and how it was sampled, scored and trained on.
 
-    Arrays have an element for each token after the prompt, in order. Tokens that the model was given between two of its
-    turns, such as an environment's answer, are among them: `sampled` tells which are the model's own.
+    Arrays have an element for each token after the prompt, in order. They include tokens between two turns of the
+    model, such as an environment's observation: `sampled` marks the model's own tokens.
     """
 
     id: int
@@ -53,9 +53,9 @@ class StoredTrajectory:
     error: str
     """Why its reward could not be computed; empty if it could."""
     reward_parts: Mapping[str, float]
-    """By name, of a reward of several parts."""
+    """Values of a reward's parts, by name."""
     turns: int
-    """The model's turns."""
+    """Number of the model's turns."""
     tool_s: float
     """Time that environments took, seconds."""
     arrived_s: float
@@ -67,20 +67,20 @@ class StoredTrajectory:
     rewarded_s: float
     """When it was scored."""
     prompt: str
-    """Text of the prompt, with the template's marks; empty if texts were not asked for."""
+    """Text of the prompt, with the template's marks; empty if texts were not requested."""
     response: str
-    """Text after the prompt; empty if texts were not asked for."""
+    """Text after the prompt; empty if texts were not requested."""
     messages: tuple[Mapping[str, Any], ...]
-    """What was said after the prompt, in turn: `role`, `content`, `tokens` (their number) and `seconds` of each; empty
-    if texts were not asked for."""
+    """The messages after the prompt, in order: `role`, `content`, `tokens` (their number) and `seconds` of each; empty
+    if texts were not requested."""
     prompt_ids: npt.NDArray[np.int32]  # [P]
     """Token ids of the prompt."""
     response_ids: npt.NDArray[np.int32]  # [T]
     """Token ids after the prompt."""
     logprobs: npt.NDArray[np.float32]  # [T]
-    """Log-probability of each token under the policy that sampled it, nats; 0 of given ones."""
+    """Log-probability of each token under the policy that sampled it, nats; 0 of provided tokens."""
     versions: npt.NDArray[np.int32]  # [T]
-    """Policy version that sampled each token; -1 of given ones."""
+    """Policy version that sampled each token; -1 of provided tokens."""
     sampled: npt.NDArray[np.bool_]  # [T]
     """Whether the model sampled each token."""
 
@@ -88,7 +88,7 @@ class StoredTrajectory:
     def of(cls, row: EndedTrajectory, detokenizer: Detokenizer | None = None) -> StoredTrajectory:
         """Build the record of a stored row. detokenizer: decodes its tokens; without one, texts are empty."""
         t = row.trajectory
-        decoded = None if detokenizer is None else row_texts(t, detokenizer)
+        texts = None if detokenizer is None else decode_row(t, detokenizer)
         return cls(
             id=int(t.id),
             group=int(t.group),
@@ -109,9 +109,9 @@ class StoredTrajectory:
             routed_s=t.timings.routed_s,
             sampled_s=t.timings.sampled_s,
             rewarded_s=t.timings.rewarded_s,
-            prompt="" if decoded is None else decoded.prompt,
-            response="" if decoded is None else decoded.response,
-            messages=() if decoded is None else tuple(decoded.messages),
+            prompt="" if texts is None else texts.prompt,
+            response="" if texts is None else texts.response,
+            messages=() if texts is None else tuple(texts.messages),
             prompt_ids=t.prompt_tokens,
             response_ids=t.response_tokens,
             logprobs=t.logprobs,
@@ -145,28 +145,28 @@ def select_positions(store: StoreReader, where: str) -> npt.NDArray[np.int64]:
     return positions
 
 
-def windows(rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
-    """Split row positions, in order, so that those of one window lie within READ_ROWS of each other.
+def split_into_windows(rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+    """Split row positions, in order, so that those of one window lie within WINDOW_ROWS of each other.
 
-    >>> [w.tolist() for w in windows(np.array([0, 3, 511, 512, 2000]))]
+    >>> [w.tolist() for w in split_into_windows(np.array([0, 3, 511, 512, 2000]))]
     [[0, 3, 511], [512], [2000]]
     """
     start = 0
     while start < len(rows):
-        end = int(np.searchsorted(rows, rows[start] + READ_ROWS))
+        end = int(np.searchsorted(rows, rows[start] + WINDOW_ROWS))
         yield rows[start:end]
         start = end
 
 
 def read_windows(store: StoreReader, rows: npt.NDArray[np.int64]) -> Iterator[list[EndedTrajectory | UnreadableRow]]:
     """Yield the rows at these positions, in order, reading one window at a time to limit memory."""
-    for window in windows(rows):
+    for window in split_into_windows(rows):
         start, stop = int(window[0]), int(window[-1]) + 1
-        if len(window) < FEW:
+        if len(window) < MIN_BLOCK_READ:
             yield list(store.at_positions(window.tolist()))
         else:
-            read = list(store.readable(start, stop))
-            yield [read[i - start] for i in window.tolist()]
+            block = list(store.readable(start, stop))
+            yield [block[i - start] for i in window.tolist()]
 
 
 def read_rows(store: StoreReader, where: str) -> Iterator[EndedTrajectory]:

@@ -2,7 +2,7 @@
 can run this file.
 
 It reads settings as JSON from its standard input (`suites.SuiteSettings`, and the file of the results) and writes JSON
-to that file: a list of `suites.SuiteFigure`, or {"unknown_task": name}, or {"error": one line}.
+to that file: a list of `suites.SuiteMetric`, or {"unknown_task": name}, or {"error": one line}.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from staleflow.stores.errors import ConfigError, SuiteFailed, raised_as, strerro
 from staleflow.stores.serialization import Codec
 
 CODEC = Codec()
-HAS_LM_EVAL = "import importlib.util, sys; sys.exit(importlib.util.find_spec('lm_eval') is None)"
+CHECK_LM_EVAL_CODE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('lm_eval') is None)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +37,17 @@ class SuiteSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SuiteFigure:
+class SuiteMetric:
     """One metric of a task, as lm-eval computes it."""
 
     task: str
     metric: str
     filter: str
-    """How answers were taken from the text; `none`: as they are."""
+    """How answers were extracted from the text; `none`: not at all."""
     value: float
     stderr: float | None
     num_documents: int | None
-    """None: of a group of tasks."""
+    """None for a group of tasks."""
     num_shots: int
 
     @property
@@ -62,29 +62,29 @@ class SuiteFigure:
 def check_lm_eval(python: str) -> None:
     """Raise ConfigError if a Python interpreter cannot import lm-eval."""
     with raised_as(ConfigError, f"--python = {python!r}: cannot be run", OSError, describe=strerror):
-        ended = subprocess.run([python, "-P", "-c", HAS_LM_EVAL], check=False)
-    if ended.returncode:
+        process = subprocess.run([python, "-P", "-c", CHECK_LM_EVAL_CODE], check=False)
+    if process.returncode:
         raise ConfigError(
             f"{python} has no lm-eval: pip install 'staleflow[eval]', or name the Python of another environment by "
             "--python"
         )
 
 
-def run_suite(settings: SuiteSettings, python: str) -> list[SuiteFigure]:
+def run_suite(settings: SuiteSettings, python: str) -> list[SuiteMetric]:
     """Run lm-eval tasks on a model. Raises ConfigError if a task or folder does not exist, and SuiteFailed with
     lm-eval's reason if it fails. python: an interpreter that can import lm-eval."""
     if settings.include and not Path(settings.include).is_dir():
         raise ConfigError(f"--include = {settings.include!r}: no such folder")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
-        ended = subprocess.run(
+        process = subprocess.run(
             [python, "-P", suite_process.__file__],
             input=json.dumps(asdict(settings) | {"results": str(file)}).encode(),
             stdout=sys.stderr,
             check=False,
         )
         if not file.is_file():
-            raise SuiteFailed(f"lm-eval ended with exit code {ended.returncode} and without results")
+            raise SuiteFailed(f"lm-eval ended with exit code {process.returncode} and without results")
         parsed = json.loads(file.read_text())
     if "unknown_task" in parsed:
         raise ConfigError(
@@ -93,4 +93,4 @@ def run_suite(settings: SuiteSettings, python: str) -> list[SuiteFigure]:
         )
     if "error" in parsed:
         raise SuiteFailed(f"lm-eval failed: {parsed['error']}")
-    return CODEC.decode(parsed, list[SuiteFigure])
+    return CODEC.decode(parsed, list[SuiteMetric])

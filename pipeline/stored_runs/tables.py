@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from staleflow.pipeline.stored_runs.exporting import TEXTS
-from staleflow.pipeline.stored_runs.response_texts import row_texts
+from staleflow.pipeline.stored_runs.exporting import TEXT_COLUMNS
+from staleflow.pipeline.stored_runs.response_texts import decode_row
 from staleflow.pipeline.stored_runs.stored_trajectories import read_rows
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import dataframes
@@ -24,8 +24,8 @@ def pandas_table(store: StoreReader, where: str, detokenizer: Detokenizer | None
     rows = list(read_rows(store, where))
     frame = dataframes.to_pandas(rows)
     if detokenizer is not None:
-        decoded = [row_texts(row.trajectory, detokenizer) for row in rows]
-        frame["prompt"], frame["response"] = [t.prompt for t in decoded], [t.response for t in decoded]
+        texts = [decode_row(row.trajectory, detokenizer) for row in rows]
+        frame["prompt"], frame["response"] = [t.prompt for t in texts], [t.response for t in texts]
     return frame
 
 
@@ -37,15 +37,15 @@ def hugging_face_dataset(store: StoreReader, where: str, detokenizer: Detokenize
         datasets = importlib.import_module("datasets")
     except ImportError as error:
         raise ConfigError(f"this needs datasets ({error}); pip install 'staleflow[datasets]'") from error
-    names = TEXTS["hf"]
+    names = TEXT_COLUMNS["hf"]
     parts, rows = [dataframes.arrow_schema(names).empty_table()], []
     for row in read_rows(store, where):
         rows.append(row)
         if len(rows) == TABLE_ROWS:
-            parts.append(_part(rows, names, detokenizer))
+            parts.append(_make_part(rows, names, detokenizer))
             rows = []
-    return datasets.Dataset(arrow.concat_tables([*parts, _part(rows, names, detokenizer)]))
+    return datasets.Dataset(arrow.concat_tables([*parts, _make_part(rows, names, detokenizer)]))
 
 
-def _part(rows: list[Any], names: dict[str, str], detokenizer: Detokenizer) -> Any:
-    return dataframes.arrow_table(rows, names, [row_texts(row.trajectory, detokenizer) for row in rows])
+def _make_part(rows: list[Any], names: dict[str, str], detokenizer: Detokenizer) -> Any:
+    return dataframes.arrow_table(rows, names, [decode_row(row.trajectory, detokenizer) for row in rows])

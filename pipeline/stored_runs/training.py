@@ -1,8 +1,8 @@
 """Offline training: the run's trainer and losses on its stored batches, in their order, without rollout.
 
-On everything a run consumed, with nothing changed, it reproduces the weights that the run published, step by step, as
-the fingerprints in the store prove. Other rewards (a branch), a choice of rows or other settings give another policy;
-behaviour logprobs are always the stored ones, so the losses correct for the distance.
+On all batches of a run, with nothing changed, it reproduces the weights that the run published, step by step, as the
+fingerprints in the store prove. Other rewards (a branch), a selection of rows or other settings give another policy.
+Behavior logprobs are always the stored ones, so that the losses correct for the difference.
 
 The training is one task on a Dask worker, which leads an actor for each further rank (rank_tasks.py). If it is killed,
 the same command resumes it from its newest resume point.
@@ -31,13 +31,13 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import certificate, source_fingerprints, start_inputs
 from staleflow.pipeline.recovery.certificate import Certificate
 from staleflow.pipeline.recovery.run_folder import LOCK, load_job, lock_folder
-from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluation, fewer_prompts
-from staleflow.pipeline.stored_runs.pool import Pool, Report, creation_lock, run_reporting, store_at
+from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluation, warn_of_fewer_prompts
+from staleflow.pipeline.stored_runs.pool import Pool, Report, creation_lock, open_store_at, run_reporting
 from staleflow.pipeline.stored_runs.repeated_steps import (
-    batch_at,
-    chosen_rows,
     offline_steps,
     open_policy,
+    read_batch_rows,
+    select_consumed_rows,
     train_step,
 )
 from staleflow.stores.errors import ConfigError, StoreError, raised_as
@@ -55,12 +55,12 @@ if TYPE_CHECKING:
     from staleflow.tasks.sources.reward_process import ScoredResponse
     from staleflow.tasks.training.policy import Policy
 
-MAY_CHANGE = ("training.", "model.", "seed", "task.eval_prompts")
+CHANGEABLE_KEYS = ("training.", "model.", "seed", "task.eval_prompts")
 """Keys that --set may change: how the policy learns, not what it learns from."""
-POINT_S = 30.0
+RESUME_POINT_S = 30.0
 """Seconds of work after which a resume point is written."""
-ELSEWHERE = "free space or choose another place with --out"
-LIMIT_S = 3600.0
+WRITE_REMEDY = "free space or choose another place with --out"
+EVALUATION_LIMIT_S = 3600.0
 """Time limit of an evaluation, seconds."""
 
 
@@ -82,7 +82,7 @@ class OfflinePlan:
     """The run's seed, which determines its prompts, whatever seed it is trained with now."""
     start: int = 0
     """Version to begin with. The steps before it are the run's own, unchanged."""
-    point: str = ""
+    resume_point: str = ""
     """The run's resume point of that version; empty for version 0."""
 
     @property
@@ -102,7 +102,7 @@ class OfflineTrainingResult:
     """The result of offline training."""
 
     out: str
-    """The folder that it made."""
+    """The folder that it created."""
     checkpoint: str
     """Folder of the trained weights, in `out`."""
     steps: int
@@ -134,7 +134,7 @@ def train_offline(
         run_dir: The run's folder.
         out: The folder to create.
         pool: Workers.
-        overrides: Of the job, as KEY=VALUE.
+        overrides: Overrides of the job, as KEY=VALUE.
         branch: Branch to train on.
         where: Selects trajectories.
         epochs: Passes over the batches.
@@ -148,13 +148,13 @@ def train_offline(
 
 def execute_plan(plan: OfflinePlan, pool: Pool, report: Report) -> OfflineTrainingResult:
     """Execute a plan on as many workers as the job has ranks. Raises ConfigError if fewer are free."""
-    ranks, free = plan.config.training.ranks, len(pool.free(model=True))
-    if free < ranks:
+    ranks, num_free = plan.config.training.ranks, len(pool.free_workers(model=True))
+    if num_free < ranks:
         raise ConfigError(
-            f"training.ranks = {ranks}: {free} workers are free; start more, or set training.ranks={free}"
+            f"training.ranks = {ranks}: {num_free} workers are free; start more, or set training.ranks={num_free}"
         )
-    trained: OfflineTrainingResult = run_reporting(pool, train, plan, report)
-    return trained
+    result: OfflineTrainingResult = run_reporting(pool, train, plan, report)
+    return result
 
 
 def make_plan(
@@ -163,14 +163,16 @@ def make_plan(
     """Make a plan and check it completely. Raises ConfigError."""
     for override in overrides:
         key = override.partition("=")[0]
-        if not key.startswith(MAY_CHANGE):
-            raise ConfigError(f"override {override}: cannot be changed offline; these can: {', '.join(MAY_CHANGE)}")
-    _refuse_taken(out)
+        if not key.startswith(CHANGEABLE_KEYS):
+            raise ConfigError(
+                f"override {override}: cannot be changed offline; these can: {', '.join(CHANGEABLE_KEYS)}"
+            )
+    _refuse_existing(out)
     config = load_job(run_dir, overrides)
     if config.emulated:
         raise ConfigError(f"{run_dir}: an emulated run has nothing to train a model on")
     store = VersionedStore.open(run_dir / "store", branch=branch)
-    if not chosen_rows(store, where):
+    if not select_consumed_rows(store, where):
         matches = f" matches where = {where!r}" if where else " is stored yet"
         raise ConfigError(f"{run_dir}: no trajectory that was trained on{matches}")
     claim_folder(out.parent, "--out")
@@ -202,11 +204,11 @@ def train(plan: OfflinePlan, report: Report, *, shared: bool = False) -> Offline
         tmp_path.mkdir(parents=True, exist_ok=True)
     with lock_folder(tmp_path):
         try:
-            _refuse_taken(out)  # another training may have finished meanwhile
+            _refuse_existing(out)  # another training may have finished meanwhile
         except ConfigError:
             shutil.rmtree(tmp_path, ignore_errors=True)
             raise
-        result = _trained(plan, out, tmp_path, report, shared=shared)
+        result = _train_and_evaluate(plan, out, tmp_path, report, shared=shared)
         try:
             publish(tmp_path, out)
         except OSError as error:
@@ -215,12 +217,14 @@ def train(plan: OfflinePlan, report: Report, *, shared: bool = False) -> Offline
     return result
 
 
-def _refuse_taken(out: Path) -> None:
+def _refuse_existing(out: Path) -> None:
     if out.exists():
         raise ConfigError(f"{out} already exists; choose another folder, or remove it")
 
 
-def _trained(plan: OfflinePlan, out: Path, tmp_path: Path, report: Report, *, shared: bool) -> OfflineTrainingResult:
+def _train_and_evaluate(
+    plan: OfflinePlan, out: Path, tmp_path: Path, report: Report, *, shared: bool
+) -> OfflineTrainingResult:
     _prepare(tmp_path, plan)
     with creation_lock:  # this imports transformers
         context = inspect_model(plan.config).context
@@ -229,15 +233,15 @@ def _trained(plan: OfflinePlan, out: Path, tmp_path: Path, report: Report, *, sh
         )
     for line in changes:
         report({"say": line})
-    before = _evaluated(plan, plan.config.model.path, 0, context, report)
-    num_steps, held_out = plan.config.steps * plan.epochs, store_at(plan.path, plan.snapshot).header.held_out
+    before = _evaluate(plan, plan.config.model.path, 0, context, report)
+    num_steps, held_out = plan.config.steps * plan.epochs, open_store_at(plan.path, plan.snapshot).header.held_out
     with open_policy(plan.config, plan.run_job, num_steps, held_out, shared=shared) as policy:
         training = _Training(plan, tmp_path, policy)
-        steps = list(offline_steps(store_at(plan.path, plan.snapshot), plan.where, plan.epochs, plan.config.steps))
+        steps = list(offline_steps(open_store_at(plan.path, plan.snapshot), plan.where, plan.epochs, plan.config.steps))
         report({"total": len(steps)})
         for step in range(0 if training.version else plan.config.training.sft.steps):
             policy.fine_tune(step)
-        if line := training.other_numerics():
+        if line := training.explain_other_numerics():
             report({"say": line})
         if training.version > plan.start:
             report({"say": f"resuming after {training.version} of {len(steps)} steps"})
@@ -247,7 +251,7 @@ def _trained(plan: OfflinePlan, out: Path, tmp_path: Path, report: Report, *, sh
         training.save(checkpoint)
         version, run = PolicyVersion(len(steps)), out.name
         certificate.write(checkpoint, Certificate(run=run, store="", version=version, entry=training.entry))
-    after = _evaluated(plan, str(checkpoint), len(steps), context, report)
+    after = _evaluate(plan, str(checkpoint), len(steps), context, report)
     result = OfflineTrainingResult(
         out=plan.out,
         checkpoint=str(out / "checkpoints" / checkpoint.name),
@@ -262,7 +266,7 @@ def _trained(plan: OfflinePlan, out: Path, tmp_path: Path, report: Report, *, sh
     lineage = {"store": plan.path, "snapshot": plan.snapshot, "branch": plan.branch, "where": plan.where}
     numbers = {"epochs": plan.epochs, "start": plan.start}
     record = {**dataclasses.asdict(result), **lineage, **numbers, "metrics": training.history}
-    replace_text(tmp_path / "offline.json", json.dumps(record, indent=2) + "\n", ELSEWHERE)
+    replace_text(tmp_path / "offline.json", json.dumps(record, indent=2) + "\n", WRITE_REMEDY)
     return result
 
 
@@ -272,16 +276,16 @@ def _prepare(tmp_path: Path, plan: OfflinePlan) -> None:
         for old in (tmp_path / name for name in ("resume", "checkpoints", "history.jsonl")):
             shutil.rmtree(old, ignore_errors=True)
             old.unlink(missing_ok=True)
-        replace_text(tmp_path / "job.toml", knob_tree.to_toml(plan.config), ELSEWHERE)
-        replace_text(tmp_path / "plan", plan.digest, ELSEWHERE)
+        replace_text(tmp_path / "job.toml", knob_tree.to_toml(plan.config), WRITE_REMEDY)
+        replace_text(tmp_path / "plan", plan.digest, WRITE_REMEDY)
 
 
-NOT_METRICS = ("same", "batch", "weights", "numerics", "previous")
-"""Of a line of history.jsonl: whether the weights are the run's, fingerprints of the batch and of the weights, what the
-trainer computes with, and the hash of the line before."""
+HASH_KEYS = ("same", "batch", "weights", "numerics", "previous")
+"""Keys in a line of history.jsonl that are not metrics: whether the weights equal the run's, fingerprints of batch and
+weights, the trainer's numerics, and the hash of the previous line."""
 
 
-def origin_of(store: VersionedStore, branch: str, where: str, epochs: int, start: int, job: Path) -> bytes:
+def make_chain_origin(store: VersionedStore, branch: str, where: str, epochs: int, start: int, job: Path) -> bytes:
     """The predecessor of the first line in history.jsonl: the run's chain entry, and how its rows are trained on."""
     origin = {"entry": store.newest_entry, "branch": branch, "where": where, "epochs": epochs}
     origin |= {"start": start} if start else {}
@@ -292,15 +296,15 @@ class _Training:
     """The trainer and its progress."""
 
     def __init__(self, plan: OfflinePlan, tmp_path: Path, policy: Policy) -> None:
-        self._plan, self._part = plan, tmp_path
-        self._store = store_at(plan.path, plan.snapshot)
+        self._plan, self._tmp_path = plan, tmp_path
+        self._store = open_store_at(plan.path, plan.snapshot)
         self.policy = policy
         self.errors: dict[int, str] = {}
         self.history: list[dict[str, float]] = []
         self._published = {r.step: r.weight_fingerprint for r in self._store.steps() if r.kind == "step"}
         self._are_equal: list[bool] = []
         self._points = ResumePoints(tmp_path / "resume")
-        origin = origin_of(self._store, plan.branch, plan.where, plan.epochs, plan.start, tmp_path / "job.toml")
+        origin = make_chain_origin(self._store, plan.branch, plan.where, plan.epochs, plan.start, tmp_path / "job.toml")
         self.entry = entry_of(origin)
         """Entry of the line before in history.jsonl: a chain that goes on from the run's."""
         self._saved_at = time.monotonic()
@@ -310,37 +314,39 @@ class _Training:
             lines = (tmp_path / "history.jsonl").read_text().splitlines()[: self.version - plan.start]
             entries = [json.loads(line) for line in lines]
             self._are_equal = [bool(entry.get("same", False)) for entry in entries]
-            self.history = [{k: v for k, v in entry.items() if k not in NOT_METRICS} for entry in entries]
+            self.history = [{k: v for k, v in entry.items() if k not in HASH_KEYS} for entry in entries]
             self.entry = entry_of(lines[-1].encode())
-            replace_text(tmp_path / "history.jsonl", "".join(f"{line}\n" for line in lines), ELSEWHERE)
+            replace_text(tmp_path / "history.jsonl", "".join(f"{line}\n" for line in lines), WRITE_REMEDY)
         elif plan.start:
-            self.policy.load_state(Path(plan.point))
+            self.policy.load_state(Path(plan.resume_point))
             if self.policy.apply_to_weights(fingerprint) != self._published[plan.start - 1]:
-                raise StoreError(f"{plan.point}: not the weights that step {plan.start - 1} published; remove it")
+                raise StoreError(
+                    f"{plan.resume_point}: not the weights that step {plan.start - 1} published; remove it"
+                )
 
-    def step(self, number: int, schedule: int, positions: npt.NDArray[np.int64]) -> dict[str, float]:
-        """Train step `number` on the rows at `positions`; returns its metrics. schedule: the step the learning rate is
-        of."""
+    def step(self, number: int, schedule_step: int, positions: npt.NDArray[np.int64]) -> dict[str, float]:
+        """Train step `number` on the rows at `positions`; returns its metrics. schedule_step: step
+        number for the learning rate."""
         from staleflow.tasks.training.numerics import numerics
 
-        picked = batch_at(self._store, positions)
-        self.errors |= {int(row.trajectory): row.error for row in picked if isinstance(row, UnreadableRow)}
-        batch = [row for row in picked if isinstance(row, EndedTrajectory)]
+        rows = read_batch_rows(self._store, positions)
+        self.errors |= {int(row.trajectory): row.error for row in rows if isinstance(row, UnreadableRow)}
+        batch = [row for row in rows if isinstance(row, EndedTrajectory)]
         started_s = time.monotonic()
-        metrics = train_step(self.policy, schedule, batch)
+        metrics = train_step(self.policy, schedule_step, batch)
         metrics |= {"step": float(number), "train_s": time.monotonic() - started_s}
         weights = self.policy.apply_to_weights(fingerprint)
-        is_equal = self._plan.exact and weights == self._published.get(schedule)
+        is_equal = self._plan.exact and weights == self._published.get(schedule_step)
         self._are_equal.append(is_equal)
         self.history.append(metrics)
-        trained_on = batch_fingerprint((row.trajectory, row.advantage) for row in batch)
-        hashes = {"same": is_equal, "batch": trained_on, "weights": weights}
+        batch_hash = batch_fingerprint((row.trajectory, row.advantage) for row in batch)
+        hashes = {"same": is_equal, "batch": batch_hash, "weights": weights}
         hashes |= {"numerics": numerics(), "previous": self.entry}
         line = json.dumps({**metrics, **hashes})
         self.entry = entry_of(line.encode())
-        with (self._part / "history.jsonl").open("a") as file:
+        with (self._tmp_path / "history.jsonl").open("a") as file:
             file.write(f"{line}\n")
-        if time.monotonic() - self._saved_at > POINT_S:
+        if time.monotonic() - self._saved_at > RESUME_POINT_S:
             sharded = self._plan.config.training.ranks > 1
             with self._points.writing(PolicyVersion(number + 1), sharded=sharded) as point:
                 self.policy.begin_save(point)
@@ -348,8 +354,8 @@ class _Training:
             self._saved_at = time.monotonic()
         return metrics
 
-    def other_numerics(self) -> str:
-        """A line that the run's own steps were computed with something else than this process has; empty if not."""
+    def explain_other_numerics(self) -> str:
+        """A line if the run's own steps were computed with other numerics than those of this process; else empty."""
         from staleflow.tasks.training.numerics import numerics
 
         inputs = [record.inputs for record in self._store.steps() if record.step < self._plan.start]
@@ -359,8 +365,8 @@ class _Training:
         return f"the steps before were trained with {own[-1]}; here it is {numerics()}, which may give other weights"
 
     def save(self, checkpoint: Path) -> None:
-        """Save the present weights for `from_pretrained`."""
-        with tempfile.NamedTemporaryFile(dir=self._part, prefix=".weights-") as file:
+        """Save the current weights for `from_pretrained`."""
+        with tempfile.NamedTemporaryFile(dir=self._tmp_path, prefix=".weights-") as file:
             weights = Path(file.name)
             self.policy.apply_to_weights(lambda tensors: weight_file.write(weights, tensors))
             self.policy.save(checkpoint, weights)
@@ -372,12 +378,12 @@ class _Training:
         return next((i for i, is_equal in enumerate(self._are_equal) if not is_equal), len(self._are_equal))
 
 
-def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report: Report) -> Evaluation | None:
+def _evaluate(plan: OfflinePlan, model: str, version: int, context: int, report: Report) -> Evaluation | None:
     """Mean reward on the job's held-out prompts under a model, except those the plan trains on; None if none remain."""
     scores = held_out_scores(plan, model, version, context, report)
     if scores is None:
         return None
-    evaluation = Evaluation.of(
+    evaluation = Evaluation.summarize(
         version, scores[False], scores[True], source_fingerprints.compute(plan.run_job).digests()
     )
     report({"say": evaluation.line})
@@ -420,18 +426,20 @@ def held_out_scores(
             report({"say": f"no evaluation: {reason} by runs only"})
         return None
     report({"say": f"evaluating {'the base model' if not version else 'the trained policy'}"})
-    store = store_at(plan.path, plan.snapshot)
-    # As the store's header has it: the job might draw other prompts for its groups now.
+    store = open_store_at(plan.path, plan.snapshot)
+    # From the store's header, since the job might draw other prompts for its groups now.
     prompts = actor_settings.prompt_settings(
         plan.run_job, context, held_out=store.header.held_out, longest_prompt=store.header.longest_prompt
     ).build()
     scorer = Scorer(actor_settings.scoring_settings(plan.run_job))
     tasks = prompts.held_out(count)
-    apart = store.header.held_out
-    if not version and (line := fewer_prompts(count, len(tasks), config.task.eval_source or config.task.source)):
+    num_held_out = store.header.held_out
+    if not version and (
+        line := warn_of_fewer_prompts(count, len(tasks), config.task.eval_source or config.task.source)
+    ):
         report({"say": line})
-    if apart < count:
-        rows = np.concatenate(list(chosen_rows(store, plan.where).values()))
+    if num_held_out < count:
+        rows = np.concatenate(list(select_consumed_rows(store, plan.where).values()))
         trained = {prompts.task(int(g)).prompt for g in np.unique(store.columns()["group"][rows])}
         untrained = [task for task in tasks if task.prompt not in trained]
         if not version and len(untrained) < len(tasks):
@@ -445,23 +453,27 @@ def held_out_scores(
     if not tasks:
         return None
     # Always the transformers engine: it is available wherever the trainer is.
-    sampling = dataclasses.replace(
+    evaluation_config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, path=model),
         rollout=dataclasses.replace(config.rollout, engine=TransformersSettings.like(config.rollout.engine)),
     )
-    settings = actor_settings.engine_settings(sampling, 0, inspect_model(sampling).eos)
+    settings = actor_settings.engine_settings(evaluation_config, 0, inspect_model(evaluation_config).eos)
     engine = build_engine(settings, InstanceId("evaluation"), config.cluster.threads)
     scores: dict[bool, list[ScoredResponse]] = {}
     try:
         encoded = [prompts.encode(t) for t in tasks]
         for greedy in decoding:
             tokens = generate_responses(
-                engine, encoded, max_new_tokens=config.rollout.max_new_tokens, greedy=greedy, deadline_s=LIMIT_S
+                engine,
+                encoded,
+                max_new_tokens=config.rollout.max_new_tokens,
+                greedy=greedy,
+                deadline_s=EVALUATION_LIMIT_S,
             )
-            answered = [(i, t) for i, t in enumerate(tokens) if t is not None]
-            scored = scorer.score([(prompts.text(t), tasks[i].record) for i, t in answered])
-            by_prompt = dict(zip((i for i, _ in answered), scored, strict=True))
+            responses = [(i, t) for i, t in enumerate(tokens) if t is not None]
+            scored = scorer.score([(prompts.text(t), tasks[i].record) for i, t in responses])
+            by_prompt = dict(zip((i for i, _ in responses), scored, strict=True))
             scores[greedy] = [by_prompt.get(i, NO_RESPONSE) for i in range(len(tasks))]
     finally:
         scorer.close()

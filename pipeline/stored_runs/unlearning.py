@@ -34,9 +34,9 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate, PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
 
-CONSUMED = [fate.value for fate in Fate].index(Fate.CONSUMED.value)
-SAME = ("settings", "user_code", "staleflow")
-"""Inputs of the run's starts (start_inputs.py) that must be those of today for a resume point to be used."""
+CONSUMED_CODE = [fate.value for fate in Fate].index(Fate.CONSUMED.value)
+REQUIRED_INPUTS = ("settings", "user_code", "staleflow")
+"""Inputs of the run's starts (start_inputs.py) that must not have changed if a resume point is to be used."""
 Mask = npt.NDArray[np.bool_]
 
 
@@ -71,15 +71,15 @@ class UnlearningResult(Unlearning):
 
 def unlearn(plan: OfflinePlan, unlearning: Unlearning, pool: Pool, report: Report) -> UnlearningResult:
     """Carry out a plan on a worker. Raises ConfigError, StoreError."""
-    trained = training.execute_plan(plan, pool, report)
+    training_result = training.execute_plan(plan, pool, report)
     facts = {field.name: getattr(unlearning, field.name) for field in dataclasses.fields(unlearning)}
-    return UnlearningResult(**facts, training=trained)
+    return UnlearningResult(**facts, training=training_result)
 
 
 def make_plan(run_dir: Path, out: Path, where: str, branch: str) -> tuple[OfflinePlan, Unlearning]:
     """Store the branch, and plan the training on it.
 
-    The same call again plans the same on the branch that is there, so that a training that was killed goes on.
+    Repeating the call gives the same plan on the existing branch, so that a killed training continues.
 
     Args:
         run_dir: The run's folder, locked by the caller.
@@ -96,24 +96,24 @@ def make_plan(run_dir: Path, out: Path, where: str, branch: str) -> tuple[Offlin
     path = (run_dir / "store").resolve()
     store = VersionedStore.pinned(path)
     table = store.table()
-    trained, matching = table["fate"] == CONSUMED, Selection(where).mask(store.columns())
+    trained, matching = table["fate"] == CONSUMED_CODE, Selection(where).mask(store.columns())
     removed, remaining = trained & matching, trained & ~matching
     if not removed.any() or not remaining.any():
         none = "all" if removed.any() else "no"
         raise ConfigError(f"{run_dir}: {none} trajectories that were trained on match where = {where!r}")
     ids = tuple(table["trajectory"][removed].tolist())
     plan = training.make_plan(run_dir, out, ("task.eval_prompts=0",), MAIN, f"trajectory not in {ids}", 1)
-    advantages = advantages_without(plan.config, table, trained, removed)
+    advantages = estimate_remaining_advantages(plan.config, table, trained, removed)
     lineage = {"without": where, "advantage": plan.config.training.advantage.name, "branch": MAIN}
-    if not _is_there(path, branch, {**lineage, "parent": store.snapshot}):
+    if not _branch_exists(path, branch, {**lineage, "parent": store.snapshot}):
         loss_mask = (table["loss_mask"] > 0) & ~removed
-        changed = derived_branches.Rewards(
+        new_rewards = derived_branches.Rewards(
             rewards=table["reward"], advantages=advantages, loss_mask=loss_mask, errors=None
         )
-        derived_branches.derive(store, path, branch, changed, lineage)
+        derived_branches.derive(store, path, branch, new_rewards, lineage)
     steps = np.unique(table["step"][remaining])
     first_step = int(table["step"][removed].min())
-    start, point, reason = find_start(run_dir, store, min(first_step, len(steps) - 1))
+    start, resume_point, reason = find_start(run_dir, store, min(first_step, len(steps) - 1))
     unlearning = Unlearning(
         branch=branch,
         rows=len(ids),
@@ -125,10 +125,12 @@ def make_plan(run_dir: Path, out: Path, where: str, branch: str) -> tuple[Offlin
         reason=reason,
     )
     snapshot = VersionedStore.pinned(path, branch).snapshot
-    return dataclasses.replace(plan, branch=branch, snapshot=snapshot, start=start, point=point), unlearning
+    return dataclasses.replace(
+        plan, branch=branch, snapshot=snapshot, start=start, resume_point=resume_point
+    ), unlearning
 
 
-def advantages_without(
+def estimate_remaining_advantages(
     config: RunConfig, table: dict[str, npt.NDArray[Any]], trained: Mask, removed: Mask
 ) -> npt.NDArray[np.float32]:
     """Advantages of a run's rows without some of them.
@@ -149,16 +151,16 @@ def advantages_without(
     scored = table["loss_mask"] > 0
     for step in np.unique(table["step"][removed]):
         batch = trained & (table["step"] == step)
-        before, after = (
+        original, recomputed = (
             estimate_advantages(config, table, batch, table["reward"], v) for v in (scored, scored & ~removed)
         )
-        advantages = np.where(batch & (before != after), after, advantages)
+        advantages = np.where(batch & (original != recomputed), recomputed, advantages)
     advantages[removed] = 0
     return advantages
 
 
-def _is_there(path: Path, branch: str, lineage: dict[str, str]) -> bool:
-    """Whether a branch was made like this; a name that is free is not."""
+def _branch_exists(path: Path, branch: str, lineage: dict[str, str]) -> bool:
+    """Whether a branch with this lineage exists."""
     names = VersionedStore.open(path).branches()
     return branch in names and VersionedStore.open(path, branch=branch).lineage == lineage
 
@@ -169,14 +171,14 @@ def find_start(run_dir: Path, store: VersionedStore, latest: int) -> tuple[int, 
     There is none if the run was started with other settings or code than there are now: the weights of its resume
     points would not be those of offline training.
     """
-    points = ResumePoints(run_dir / "resume")
-    now = {name: {value} for name, value in start_inputs.start_inputs(run_dir, "", None).items()}
-    now["user_code"].add(start_inputs.user_code_hash(run_dir, branches=False))
+    resume_points = ResumePoints(run_dir / "resume")
+    current = {name: {value} for name, value in start_inputs.start_inputs(run_dir, "", None).items()}
+    current["user_code"].add(start_inputs.user_code_hash(run_dir, branches=False))
     starts = [record.inputs for record in store.steps() if "settings" in record.inputs]
-    changed = [name for name in SAME if not starts or {start.get(name) for start in starts} - now[name]]
+    changed = [name for name in REQUIRED_INPUTS if not starts or {start.get(name) for start in starts} - current[name]]
     if changed:
-        return 0, "", f"the run was not trained with the {', '.join(changed)} of now"
-    version = max((v for v in points.complete_versions() if v <= latest), default=PolicyVersion(0))
+        return 0, "", f"the run was not trained with the current {', '.join(changed)}"
+    version = max((v for v in resume_points.complete_versions() if v <= latest), default=PolicyVersion(0))
     if not version:
         return 0, "", f"no resume point of version {latest} or before is kept" if latest else "it is changed in step 0"
-    return version, str(points.path(version).resolve()), ""
+    return version, str(resume_points.path(version).resolve()), ""

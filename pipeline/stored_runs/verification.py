@@ -25,20 +25,20 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import certificate, start_inputs
 from staleflow.pipeline.recovery.certificate import Certificate
 from staleflow.pipeline.recovery.run_folder import load_job
-from staleflow.pipeline.stored_runs.pool import Report, pool_of, run_reporting
+from staleflow.pipeline.stored_runs.pool import Report, open_pool, run_reporting
 from staleflow.pipeline.stored_runs.repeated_steps import (
     JobPart,
-    Repetition,
+    RepeatedRange,
+    RepetitionPlan,
     RepetitionResult,
-    Stretch,
     repeat,
 )
 from staleflow.pipeline.stored_runs.run_files import (
     TrainedStart,
     compare_files,
-    job_files,
-    not_covered_files,
-    steps_in_words,
+    format_steps,
+    hash_job_files,
+    list_uncovered_files,
 )
 from staleflow.stores.auditing.chain import check_chain
 from staleflow.stores.auditing.findings import Finding
@@ -48,7 +48,7 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
 
-STEPS = 3
+SAMPLE_STEPS = 3
 """Default number of random steps to repeat."""
 
 
@@ -95,7 +95,7 @@ class Verification:
             lines.append(f"  chain: {self.num_entries} of {self.num_commits} commits, newest entry {self.entry}")
         if self.repeated_steps:
             count = f"{len(self.repeated_steps)} of {self.num_steps} steps repeated bit for bit"
-            lines.append(f"  weights: {count}: {steps_in_words(self.repeated_steps)}")
+            lines.append(f"  weights: {count}: {format_steps(self.repeated_steps)}")
         if self.checkpoint_is_equal:
             lines.append("  checkpoint: it has the weights that its step published, bit for bit")
         lines += [f"  contradicted: {finding.where}: {finding.message}" for finding in self.findings]
@@ -107,7 +107,7 @@ def verify_run(
     run_dir: Path,
     checkpoint: Path | None = None,
     *,
-    steps: int = STEPS,
+    steps: int = SAMPLE_STEPS,
     seed: int | None = None,
     client: Any = None,
     report: Report = lambda _: None,
@@ -127,80 +127,87 @@ def verify_run(
         StoreUnavailable: The store's bucket fails.
     """
     checkpoint = checkpoint and checkpoint.resolve()
-    record = None if checkpoint is None else certificate.read(checkpoint)
+    checkpoint_certificate = None if checkpoint is None else certificate.read(checkpoint)
     store = VersionedStore.pinned(run_dir / "store")
     report({"say": "checking the chain"})
     chain = check_chain(store)
     findings, unverified = list(chain.findings), list[str]()
-    if record is not None and chain.num_entries:
-        findings += _check_entry(record, chain.entries)
+    if checkpoint_certificate is not None and chain.num_entries:
+        findings += _check_entry(checkpoint_certificate, chain.entries)
     if num_without_entry := chain.num_commits - chain.num_entries:
         unverified.append(
             f"{num_without_entry} of {chain.num_commits} commits: an earlier version stored them, without a chain"
         )
-    trained = [record for record in store.steps() if record.kind == "step"] if not chain.findings else []
-    if gap := next((number for number, record in enumerate(trained) if record.step != number), None):
+    step_records = [record for record in store.steps() if record.kind == "step"] if not chain.findings else []
+    if gap := next((number for number, record in enumerate(step_records) if record.step != number), None):
         findings.append(Finding(check="chain", where=f"step {gap}", message="is missing"))
-        trained = []
-    starts = _starts(run_dir, chain.inputs, len(trained)) if trained else []
-    changed, missing = compare_files(run_dir, starts)
-    findings += changed
+        step_records = []
+    starts = _read_starts(run_dir, chain.inputs, len(step_records)) if step_records else []
+    contradictions, missing = compare_files(run_dir, starts)
+    findings += contradictions
     unverified += missing
-    unverified += [f"{steps_in_words(start.steps)}: {start.problem}" for start in starts if start.problem]
+    unverified += [f"{format_steps(start.steps)}: {start.problem}" for start in starts if start.problem]
     if starts and starts[-1].input("staleflow") != start_inputs.package_hash():
         unverified.append("this package: the run used other sources of it")
-    origins = _origins(run_dir, starts)
-    if record is not None:
-        origins = {step: origin for step, origin in origins.items() if step < record.version}
+    origins = _find_origins(run_dir, starts)
+    if checkpoint_certificate is not None:
+        origins = {step: origin for step, origin in origins.items() if step < checkpoint_certificate.version}
     sample = sorted(random.Random(seed).sample(sorted(origins), min(steps, len(origins))))
     result = RepetitionResult()
     if sample:
-        plan = _plan_repetition(run_dir, store, trained, starts, {step: origins[step] for step in sample})
-        report({"say": _announcement(plan, sample, trained)})
-        if checkpoint is not None and record is not None:
-            last = record.version - 1
+        plan = _plan_repetition(run_dir, store, step_records, starts, {step: origins[step] for step in sample})
+        report({"say": _describe_plan(plan, sample, step_records)})
+        if checkpoint is not None and checkpoint_certificate is not None:
+            last_step = checkpoint_certificate.version - 1
             plan = next(
-                (with_checkpoint(plan, checkpoint, s.job, last) for s in starts if s.job and last in s.steps), plan
+                (
+                    with_checkpoint(plan, checkpoint, start.job, last_step)
+                    for start in starts
+                    if start.job and last_step in start.steps
+                ),
+                plan,
             )
         result = run_repetition(plan, client, report)
     else:
-        unverified.append(f"weights: {'no step can be repeated' if trained or not findings else 'the chain is broken'}")
-    contradictions, explained = sort_differences(
+        unverified.append(
+            f"weights: {'no step can be repeated' if step_records or not findings else 'the chain is broken'}"
+        )
+    differences, explained = sort_differences(
         result, {step: start.input("numerics") for start in starts for step in start.steps}
     )
     if unfinished := sorted({*sample} - {*result.steps}):
-        unverified.append(f"{steps_in_words(unfinished)}: of the sample, and not repeated to the end")
+        unverified.append(f"{format_steps(unfinished)}: of the sample, and not repeated to the end")
     return Verification(
         run=str(run_dir),
-        num_steps=len(trained),
+        num_steps=len(step_records),
         num_commits=chain.num_commits,
         num_entries=chain.num_entries,
         entry=store.newest_entry if chain.num_entries else "",
         sample_steps=tuple(sample),
         repeated_steps=tuple(sorted(result.steps)),
-        findings=(*findings, *contradictions),
+        findings=(*findings, *differences),
         unverified=(*unverified, *explained, *result.unverified),
         checkpoint="" if checkpoint is None else str(checkpoint),
         checkpoint_is_equal=result.checkpoint_is_equal,
-        not_covered=tuple(not_covered_files(run_dir, checkpoint, {origins[step] for step in sample})),
+        not_covered=tuple(list_uncovered_files(run_dir, checkpoint, {origins[step] for step in sample})),
     )
 
 
-def _starts(run_dir: Path, inputs: Sequence[tuple[int, dict[str, str]]], num_steps: int) -> list[TrainedStart]:
-    files = {settings: name for name, settings in job_files(run_dir).items()}
+def _read_starts(run_dir: Path, inputs: Sequence[tuple[int, dict[str, str]]], num_steps: int) -> list[TrainedStart]:
+    files = {settings: name for name, settings in hash_job_files(run_dir).items()}
     starts = []
     for (first, start_input), (stop, _) in pairwise([*inputs, (num_steps, {})]):
         job, problem = None, "their job file is not in the run's folder"
         if file := files.get(start_input.get("settings", "")):
             try:
-                job, problem = trainable(load_job(run_dir, file=file)), ""
+                job, problem = resolve_models(load_job(run_dir, file=file)), ""
             except ConfigError as error:
                 problem = str(error)
         starts.append(TrainedStart(steps=range(first, stop), inputs=start_input, job=job, problem=problem))
     return starts
 
 
-def trainable(config: RunConfig) -> RunConfig:
+def resolve_models(config: RunConfig) -> RunConfig:
     """The job with its models found on this machine. Raises ConfigError if its trainer cannot be built here."""
     if config.emulated:
         raise ConfigError("an emulated run has no weights")
@@ -208,7 +215,7 @@ def trainable(config: RunConfig) -> RunConfig:
     return user_files.with_absolute_models(config)
 
 
-def _origins(run_dir: Path, starts: Sequence[TrainedStart]) -> dict[int, int]:
+def _find_origins(run_dir: Path, starts: Sequence[TrainedStart]) -> dict[int, int]:
     """For each step that can be repeated, the version from which to repeat: 0, or that of the nearest resume point."""
     points = ResumePoints(run_dir / "resume").complete_versions()
     origins: dict[int, int] = {}
@@ -225,57 +232,58 @@ def _origins(run_dir: Path, starts: Sequence[TrainedStart]) -> dict[int, int]:
 def _plan_repetition(
     run_dir: Path,
     store: VersionedStore,
-    trained: Sequence[StepRecord],
+    step_records: Sequence[StepRecord],
     starts: Sequence[TrainedStart],
     sample: Mapping[int, int],
-) -> Repetition:
+) -> RepetitionPlan:
     """Plan the repetition of sample steps. sample: for each step, the version from which to repeat."""
-    points, stretches = ResumePoints(run_dir / "resume"), []
+    resume_points, ranges = ResumePoints(run_dir / "resume"), []
     for origin in sorted({*sample.values()}):
         end = max(step for step, first in sample.items() if first == origin) + 1
         parts = [
-            job_part(start.job, max(origin, start.steps.start), min(end, start.steps.stop))
+            make_job_part(start.job, max(origin, start.steps.start), min(end, start.steps.stop))
             for start in starts
             if start.job is not None and start.steps.start < end and start.steps.stop > origin
         ]
-        point = str(points.path(PolicyVersion(origin))) if origin else ""
-        stretches.append(Stretch(point=point, parts=tuple(parts)))
-    weights = {record.step + 1: record.weight_fingerprint for record in trained}
+        resume_point = str(resume_points.path(PolicyVersion(origin))) if origin else ""
+        ranges.append(RepeatedRange(resume_point=resume_point, parts=tuple(parts)))
+    weights = {record.step + 1: record.weight_fingerprint for record in step_records}
     if not starts[0].steps.start and (first := starts[0].input("weights")):
         weights[0] = first
-    return Repetition(
+    return RepetitionPlan(
         path=str(store.path),
         snapshot=store.snapshot,
-        stretches=tuple(stretches),
+        ranges=tuple(ranges),
         weights=weights,
-        batches={record.step: record.batch_fingerprint for record in trained},
+        batches={record.step: record.batch_fingerprint for record in step_records},
     )
 
 
-def with_checkpoint(plan: Repetition, checkpoint: Path, job: RunConfig, step: int) -> Repetition:
+def with_checkpoint(plan: RepetitionPlan, checkpoint: Path, job: RunConfig, step: int) -> RepetitionPlan:
     """Add a checkpoint to compare to a plan. job: the job that trained its last step, `step`."""
-    return dataclasses.replace(plan, checkpoint=(str(checkpoint), job_part(job, step + 1, step + 1)))
+    return dataclasses.replace(plan, checkpoint=(str(checkpoint), make_job_part(job, step + 1, step + 1)))
 
 
-def job_part(config: RunConfig, start: int, stop: int) -> JobPart:
+def make_job_part(config: RunConfig, start: int, stop: int) -> JobPart:
     """The steps of a run that one of its jobs trained."""
     return JobPart(config=config, run_job=config, num_steps=config.steps, start=start, stop=stop)
 
 
-def _check_entry(record: Certificate, entries: Mapping[int, str]) -> Iterator[Finding]:
-    if (entry := entries.get(record.version - 1)) != record.entry:
-        of_step = "not stored" if entry is None else entry
-        message = f"it names the entry {record.entry}, that of step {record.version - 1} is {of_step}"
+def _check_entry(checkpoint_certificate: Certificate, entries: Mapping[int, str]) -> Iterator[Finding]:
+    if (entry := entries.get(checkpoint_certificate.version - 1)) != checkpoint_certificate.entry:
+        stored = "not stored" if entry is None else entry
+        step, named = checkpoint_certificate.version - 1, checkpoint_certificate.entry
+        message = f"it names the entry {named}, that of step {step} is {stored}"
         yield Finding(check="chain", where=certificate.FILE, message=message)
 
 
 def sort_differences(result: RepetitionResult, numerics: Mapping[int, str]) -> tuple[list[Finding], list[str]]:
-    """Split differences into those that contradict the run and those that another kind of machine may explain.
-    numerics: those with which each step was trained."""
+    """Split differences into contradictions of the run and those that may come from another kind of machine.
+    numerics: the numerics with which each step was trained."""
     findings, unverified = list[Finding](), list[str]()
     for difference in result.differences:
         run_numerics = numerics.get(max(0, difference.step), "")
-        if difference.computed and run_numerics != result.numerics:
+        if difference.was_computed and run_numerics != result.numerics:
             line = f"it has other weights than with {run_numerics}; here it is {result.numerics}"
             unverified.append(f"{difference.where}: {line}")
         else:
@@ -283,16 +291,16 @@ def sort_differences(result: RepetitionResult, numerics: Mapping[int, str]) -> t
     return findings, unverified
 
 
-def _announcement(plan: Repetition, sample: Sequence[int], trained: Sequence[StepRecord]) -> str:
-    steps = [s for stretch in plan.stretches for part in stretch.parts for s in range(part.start, part.stop)]
-    seconds = sum(trained[step].metrics.get("train_s", 0.0) for step in steps)
-    repeated = f"repeating {steps_in_words(steps)} for {steps_in_words(sample)}"
+def _describe_plan(plan: RepetitionPlan, sample: Sequence[int], step_records: Sequence[StepRecord]) -> str:
+    steps = [s for steps_range in plan.ranges for part in steps_range.parts for s in range(part.start, part.stop)]
+    seconds = sum(step_records[step].metrics.get("train_s", 0.0) for step in steps)
+    repeated = f"repeating {format_steps(steps)} for {format_steps(sample)}"
     return f"{repeated}: the run's trainer took {seconds:.0f} s for them"
 
 
-def run_repetition(plan: Repetition, client: Any, report: Report) -> RepetitionResult:
+def run_repetition(plan: RepetitionPlan, client: Any, report: Report) -> RepetitionResult:
     """Repeat steps on a worker, and on one more worker for each further rank of the job."""
-    ranks = max(part.config.training.ranks for stretch in plan.stretches for part in stretch.parts)
-    with pool_of(client, ranks, model=True) as pool:
-        repeated: RepetitionResult = run_reporting(pool, repeat, plan, report)
-        return repeated
+    ranks = max(part.config.training.ranks for steps_range in plan.ranges for part in steps_range.parts)
+    with open_pool(client, ranks, model=True) as pool:
+        result: RepetitionResult = run_reporting(pool, repeat, plan, report)
+        return result

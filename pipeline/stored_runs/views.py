@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.stored_runs.conversations import MessageSpan, message_spans
-from staleflow.pipeline.stored_runs.response_texts import shown_texts
+from staleflow.pipeline.stored_runs.response_texts import make_display_detokenizer
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -63,8 +63,8 @@ class TrajectoryView:
 
 
 def sorted_ids(store: VersionedStore, order: Order, count: int, where: str) -> list[TrajectoryId]:
-    """The first `count` trajectories that `where` selects, in an order of ORDERS. Among equal ones, one of each group
-    comes first. Orders by reward leave out trajectories without one. Raises ConfigError."""
+    """The first `count` trajectories that `where` selects, in an order of ORDERS. Among equal ones, one of each
+    group comes first. Orders by reward leave out trajectories without one. Raises ConfigError."""
     if order not in ORDERS:
         raise ConfigError(f"order = {order!r}: choose one of {', '.join(ORDERS)}")
     columns = store.columns()
@@ -75,12 +75,14 @@ def sorted_ids(store: VersionedStore, order: Order, count: int, where: str) -> l
     (positions,) = np.nonzero(selected)
     positions = positions[np.argsort(columns["trajectory"][positions])]
     # Ties list one of each group first: siblings are too similar to read in a row.
-    num_of_group: Counter[int] = Counter()
-    turns = np.zeros(len(positions), np.int64)
+    num_in_group: Counter[int] = Counter()
+    ranks_in_group = np.zeros(len(positions), np.int64)
     for i, group in enumerate(columns["group"][positions].tolist()):
-        turns[i] = num_of_group[group]
-        num_of_group[group] += 1
-    positions = positions[np.lexsort((columns["trajectory"][positions], turns, sign * columns[name][positions]))]
+        ranks_in_group[i] = num_in_group[group]
+        num_in_group[group] += 1
+    positions = positions[
+        np.lexsort((columns["trajectory"][positions], ranks_in_group, sign * columns[name][positions]))
+    ]
     return [TrajectoryId(int(i)) for i in columns["trajectory"][positions[:count]]]
 
 
@@ -107,27 +109,29 @@ def view(
         if row is None:
             raise ConfigError(f"{run_dir}: no stored trajectory {id}; it was never started or is still in flight")
         rows.append(row)
-    rescored: list[npt.NDArray[np.float32] | None]
+    model_logprobs: list[npt.NDArray[np.float32] | None]
     if model:
         from staleflow.pipeline.stored_runs.logprob_recompute import logprob_settings, response_logprobs
 
-        rescored = [*response_logprobs(logprob_settings(config, model), rows)]
+        model_logprobs = [*response_logprobs(logprob_settings(config, model), rows)]
     else:
-        rescored = [store.rescored(row.trajectory.id) for row in rows]
-    detokenizer = shown_texts(config)
-    return [trajectory_view(row, detokenizer, new) for row, new in zip(rows, rescored, strict=True)]
+        model_logprobs = [store.rescored(row.trajectory.id) for row in rows]
+    detokenizer = make_display_detokenizer(config)
+    return [
+        make_trajectory_view(row, detokenizer, logprobs) for row, logprobs in zip(rows, model_logprobs, strict=True)
+    ]
 
 
-def trajectory_view(
-    row: EndedTrajectory, detokenizer: Detokenizer, rescored: npt.NDArray[np.float32] | None = None
+def make_trajectory_view(
+    row: EndedTrajectory, detokenizer: Detokenizer, model_logprobs: npt.NDArray[np.float32] | None = None
 ) -> TrajectoryView:
-    """Build the view of a stored row. rescored: [T] logprobs of its response under another model, nats, for the
+    """Build the view of a stored row. model_logprobs: [T] logprobs of its response under another model, nats, for the
     ratios."""
     t = row.trajectory
     ids, logprobs = t.response_tokens.tolist(), t.logprobs
     ratios: list[float | None] = [None] * len(ids)
-    if rescored is not None:
-        ratio_values = np.exp(np.asarray(rescored, np.float64) - logprobs).tolist()
+    if model_logprobs is not None:
+        ratio_values = np.exp(np.asarray(model_logprobs, np.float64) - logprobs).tolist()
         ratios = [ratio if sampled else None for ratio, sampled in zip(ratio_values, t.sampled, strict=True)]
     origins = [s.role if isinstance(s, EnvSpan) else str(s.instance) for s in t.spans for _ in s.tokens]
     tokens = tuple(
@@ -138,7 +142,7 @@ def trajectory_view(
     )
     return TrajectoryView(
         id=int(t.id),
-        facts=facts(row),
+        facts=make_facts(row),
         prompt=detokenizer.text(t.prompt_tokens.tolist(), special=True),
         response=detokenizer.text(ids, special=True),
         tokens=tokens,
@@ -149,7 +153,7 @@ def trajectory_view(
     )
 
 
-def facts(row: EndedTrajectory) -> dict[str, object]:
+def make_facts(row: EndedTrajectory) -> dict[str, object]:
     """The displayed facts of a stored row besides its tokens, by name, in display order."""
     t = row.trajectory
     turns = (

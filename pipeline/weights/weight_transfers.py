@@ -75,7 +75,7 @@ class BroadcastTree:
         return depth
 
 
-class Caller(Protocol):
+class ActorCaller(Protocol):
     """Calls actors by name; see Actors."""
 
     def actor(self, name: str) -> Any: ...
@@ -86,7 +86,7 @@ class Caller(Protocol):
 class WeightTransfers:
     """Transfers versions to hosts, each version once per host. call_s: see deadlines.call_s."""
 
-    def __init__(self, caller: Caller, call_s: float) -> None:
+    def __init__(self, caller: ActorCaller, call_s: float) -> None:
         self._caller = caller
         self._call_s = call_s
         self._trees: dict[PolicyVersion, BroadcastTree] = {}
@@ -106,9 +106,9 @@ class WeightTransfers:
         """Timeout for reading, hashing or loading a version, in seconds."""
         return timeout_for(self._call_s, self._num_bytes[version])
 
-    def keep(self, used: Iterable[PolicyVersion]) -> None:
+    def keep(self, used_versions: Iterable[PolicyVersion]) -> None:
         """Remove the trees of versions that are not used; the newest is kept."""
-        for version in set(self._trees) - {*used, max(self._trees, default=None)}:
+        for version in set(self._trees) - {*used_versions, max(self._trees, default=None)}:
             del self._trees[version], self._num_bytes[version]
         self._bytes_on_hosts = {key: count for key, count in self._bytes_on_hosts.items() if key[0] in self._trees}
 
@@ -117,29 +117,29 @@ class WeightTransfers:
         arrive; each call of the host's parameter server is short. Raises ActorLost if that server is gone,
         TransferFailed if no bytes arrive from any source."""
         tree, num_bytes = self._trees[version], self._num_bytes[version]
-        name, begin = f"parameters-{host}", now_s()
+        server_name, started_s = f"parameters-{host}", now_s()
         sources = self._sources(tree.join(host))
-        slow_s = self.timeout_s(version)
+        next_warning_s = self.timeout_s(version)
         try:
-            while not (fetched := await self._ensure(name, version, num_bytes, sources)).path:
-                self._count(version, host, fetched.num_bytes)
-                took_s = now_s() - begin
-                if took_s > slow_s:
+            while not (progress := await self._ensure(server_name, version, num_bytes, sources)).path:
+                self._count_bytes(version, host, progress.num_bytes)
+                took_s = now_s() - started_s
+                if took_s > next_warning_s:
                     logger.warning(
-                        "%s has %d of %d bytes of version %d after %.0f s", name, fetched.num_bytes, num_bytes, version,
-                        took_s,
+                        "%s has %d of %d bytes of version %d after %.0f s", server_name, progress.num_bytes, num_bytes,
+                        version, took_s,
                     )  # fmt: skip
-                    slow_s *= 2
+                    next_warning_s *= 2
         except BaseException:
             tree.mark_failed(host)
             raise
         tree.mark_complete(host)
-        took_s = now_s() - begin
+        took_s = now_s() - started_s
         level = logging.INFO if took_s > SLOW_S else logging.DEBUG
-        logger.log(level, "%s has version %d, %d bytes, after %.1f s", name, version, num_bytes, took_s)
-        return fetched.path
+        logger.log(level, "%s has version %d, %d bytes, after %.1f s", server_name, version, num_bytes, took_s)
+        return progress.path
 
-    def _count(self, version: PolicyVersion, host: str, num_bytes: int) -> None:
+    def _count_bytes(self, version: PolicyVersion, host: str, num_bytes: int) -> None:
         previous = self._bytes_on_hosts.get((version, host), 0)
         self._bytes_on_hosts[version, host] = max(previous, num_bytes)
         self.bytes_arrived += max(0, num_bytes - previous)
@@ -147,8 +147,8 @@ class WeightTransfers:
     async def _ensure(
         self, name: str, version: PolicyVersion, num_bytes: int, sources: tuple[Source, ...]
     ) -> FetchProgress:
-        fetched: FetchProgress = await self._caller.ask(name, "ensure", version, num_bytes, sources)
-        return fetched
+        progress: FetchProgress = await self._caller.ask(name, "ensure", version, num_bytes, sources)
+        return progress
 
     def _sources(self, hosts: tuple[str, ...]) -> tuple[Source, ...]:
         """The parameter servers of these hosts; hosts without one are left out."""

@@ -165,7 +165,7 @@ def printed(
 
 def test_a_resumed_run_reports_its_earlier_steps_without_lines() -> None:
     reporter = Reporter("a-job", 4, Path("runs/none"))
-    reporter.earlier_steps([{"step": float(step), **STEP} for step in range(2)])
+    reporter.add_earlier_steps([{"step": float(step), **STEP} for step in range(2)])
     assert ([int(step["step"]) for step in reporter._steps], reporter._lines) == ([0, 1], [])
 
 

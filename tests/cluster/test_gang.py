@@ -16,8 +16,8 @@ from staleflow.pipeline.cluster.gang import (
     Needs,
     choose_workers,
     describe_workers,
-    kinds_of,
-    suffice,
+    is_large_enough,
+    roles_by_worker,
 )
 
 PLAIN: dict[str, dict[str, float]] = {name: {} for name in "abcdef"}
@@ -30,7 +30,7 @@ def needs(instances: int = 1, rewards: int = 1, *, driver: bool = True, ranks: i
 def choose(
     needs: Needs, workers: dict[str, dict[str, float]], free: Iterable[str], driver_worker: str = ""
 ) -> Gang | None:
-    return choose_workers(needs, kinds_of(workers), free, driver_worker)
+    return choose_workers(needs, roles_by_worker(workers), free, driver_worker)
 
 
 def roles(gang: Gang | None) -> dict[str, str]:
@@ -89,7 +89,7 @@ def test_workers_are_found_whenever_an_assignment_exists(
 ) -> None:
     """Compared with trying every assignment of workers to roles."""
     workers = {str(i): dict.fromkeys(roles, 1.0) for i, roles in enumerate(declared)}
-    kinds = kinds_of(workers)
+    kinds = roles_by_worker(workers)
     light = (*((DRIVER,) if driver else ()), "server", "reward")
 
     def possible() -> bool:
@@ -103,7 +103,7 @@ def test_workers_are_found_whenever_an_assignment_exists(
 
     wanted = needs(instances, driver=driver, ranks=ranks)
     gang = choose(wanted, workers, workers)
-    assert (gang is not None) == possible() == suffice(wanted, kinds)
+    assert (gang is not None) == possible() == is_large_enough(wanted, kinds)
     if gang is not None:
         values = [role for names in gang.values() for role in names]
         assert {r: values.count(r) for r in (*light, "trainer", "rollout")} | {"reward": 1} == {

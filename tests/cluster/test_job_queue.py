@@ -7,14 +7,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from staleflow.pipeline.cluster.gang import Needs, WorkerGpus, kinds_of, suffice
+from staleflow.pipeline.cluster.gang import Needs, WorkerGpus, is_large_enough, roles_by_worker
 from staleflow.pipeline.cluster.job_queue import (
-    REPORT_LIMIT_S,
-    RESTART_LIMIT_S,
     WAITS_FOR_GPU_REPORT,
     JobQueue,
-    driver_address,
+    find_driver_worker,
 )
+from staleflow.pipeline.cluster.worker_pool import REPORT_LIMIT_S, RESTART_LIMIT_S
 from staleflow.pipeline.placement.devices import Device, parse_fleet
 
 
@@ -28,7 +27,7 @@ def make_queue(workers: str, *jobs: tuple[str, int]) -> JobQueue:
     for address in workers:
         queue.add_worker(address, {})
     for id, count in jobs:
-        queue.enter(id, f"/runs/{id}", needs_workers(count), 0.0, 0.0)
+        queue.add_job(id, f"/runs/{id}", needs_workers(count), 0.0, 0.0)
     return queue
 
 
@@ -41,45 +40,45 @@ def test_a_job_has_all_workers_it_needs_or_none() -> None:
     assert admit(queue) == ["first"]
     assert len(queue.workers_of("first")) == 3
     assert queue.workers_of("second") == {}
-    assert queue.entries["second"].why == (
+    assert queue.entries["second"].reason == (
         "needs 3 worker processes (1 rollout instance, the trainer, one for the light roles); free 1 of 4; next in line"
     )
-    queue.leave("first")
+    queue.remove_job("first")
     assert admit(queue) == ["second"]
 
 
 def test_no_job_overtakes_one_that_waits_for_workers_in_use() -> None:
     queue = make_queue("abcdef", ("first", 3), ("big", 6), ("small", 3))
     assert admit(queue) == ["first"]
-    assert queue.entries["small"].why.endswith("free 3 of 6; 1 job before it")
-    queue.leave("first")
+    assert queue.entries["small"].reason.endswith("free 3 of 6; 1 job before it")
+    queue.remove_job("first")
     assert admit(queue) == ["big"]
-    queue.leave("big")
+    queue.remove_job("big")
     assert admit(queue) == ["small"]
 
 
 def test_a_job_larger_than_the_cluster_does_not_block_others() -> None:
     queue = make_queue("abc", ("huge", 9), ("small", 3))
     assert admit(queue) == ["small"]
-    assert queue.entries["huge"].why == (
+    assert queue.entries["huge"].reason == (
         "needs 9 worker processes (7 rollout instances, the trainer, one for the light roles); the cluster has 3; "
         "starts once there are enough"
     )
-    queue.enter("later", "/runs/later", needs_workers(3), 0.0, 1.0)
+    queue.add_job("later", "/runs/later", needs_workers(3), 0.0, 1.0)
     for address in "defghi":
         queue.add_worker(address, {})
     assert admit(queue) == [], "it is in the queue once there are enough workers"
-    queue.leave("small")
+    queue.remove_job("small")
     assert admit(queue) == ["huge"]
 
 
 def test_the_wait_limit_is_for_waiting_jobs() -> None:
     queue = make_queue("abc")
-    queue.enter("runs", "/runs/runs", needs_workers(3), 5.0, 0.0)
-    queue.enter("waits", "/runs/waits", needs_workers(3), 5.0, 0.0)
+    queue.add_job("runs", "/runs/runs", needs_workers(3), 5.0, 0.0)
+    queue.add_job("waits", "/runs/waits", needs_workers(3), 5.0, 0.0)
     assert queue.admit_ready(4.0)[1] == []
     assert queue.admit_ready(6.0)[1] == ["waits"]
-    queue.leave("runs")
+    queue.remove_job("runs")
     gangs, expired = queue.admit_ready(7.0)
     assert (list(gangs), expired) == (["waits"], []), "it is admitted late"
 
@@ -89,7 +88,7 @@ def test_workers_of_a_lost_driver_are_not_assigned_before_their_restart() -> Non
     assert admit(queue) == ["first"]
     assert sorted(queue.requeue_after_driver_loss("first", 1.0)) == ["a", "b", "c"]
     assert admit(queue, 1.0) == []
-    assert queue.entries["first"].why == "needs the workers of its earlier driver to restart"
+    assert queue.entries["first"].reason == "needs the workers of its earlier driver to restart"
     for old, new in zip("abc", "xyz", strict=True):
         queue.remove_worker(old, 2.0)
         assert admit(queue, 2.0) == []
@@ -101,7 +100,7 @@ def test_no_job_overtakes_one_whose_workers_restart() -> None:
     queue = make_queue("abcdef", ("first", 3))
     assert admit(queue) == ["first"]
     queue.requeue_after_driver_loss("first", 1.0)
-    queue.enter("second", "/runs/second", needs_workers(3), 0.0, 1.0)
+    queue.add_job("second", "/runs/second", needs_workers(3), 0.0, 1.0)
     assert admit(queue, 1.0) == [], "d, e and f would do"
 
 
@@ -109,7 +108,7 @@ def test_workers_of_an_abandoned_run_are_not_assigned_before_their_restart() -> 
     queue = make_queue("abc", ("first", 3), ("second", 3))
     assert admit(queue) == ["first"]
     queue.requeue_after_driver_loss("first", 1.0)
-    queue.leave("first")
+    queue.remove_job("first")
     assert admit(queue, 1.0) == []
     for old, new in zip("abc", "xyz", strict=True):
         queue.remove_worker(old, 2.0)
@@ -133,18 +132,18 @@ def restart(queue: JobQueue, workers: str) -> None:
 def test_a_worker_with_an_engine_is_reserved_for_the_next_driver_of_its_job() -> None:
     queue = make_queue("abcd", ("first", 3))
     assert admit(queue) == ["first"]
-    queue.enter("second", "/runs/second", needs_workers(3), 0.0, 0.5)
+    queue.add_job("second", "/runs/second", needs_workers(3), 0.0, 0.5)
     engine = drop_driver(queue)
     queue.reserve_or_restart(engine, 1.0)
     assert queue.take_pending_restarts() == []
-    assert engine not in queue.free
-    assert engine in queue.unavailable("second")
-    assert engine in queue.unavailable("")
+    assert engine not in queue.free_workers
+    assert engine in queue.unavailable_workers("second")
+    assert engine in queue.unavailable_workers("")
     restart(queue, "abcd".replace(engine, ""))
     gangs, _ = queue.admit_ready(3.0)
     assert list(gangs) == ["first"]
     assert gangs["first"][engine] == ("rollout",), "and no other role is placed there"
-    assert queue.unavailable("first") == []
+    assert queue.unavailable_workers("first") == []
 
 
 @pytest.mark.parametrize("end", ["waited too long", "cancelled"])
@@ -154,7 +153,7 @@ def test_a_reserved_worker_whose_job_ends_is_restarted_first(end: str) -> None:
     engine = drop_driver(queue)
     queue.reserve_or_restart(engine, 1.0)
     if end == "cancelled":
-        queue.leave("first")
+        queue.remove_job("first")
     assert admit(queue, 1.0 + (RESTART_LIMIT_S + 1 if end == "waited too long" else 0)) == []
     assert queue.take_pending_restarts() == [engine]
     assert queue.take_pending_restarts() == [], "the restart is requested once"
@@ -169,10 +168,10 @@ def test_only_an_engine_alone_is_reserved_and_only_for_a_waiting_job() -> None:
     for address in "abc".replace(engine, ""):
         queue.reserve_or_restart(address, 1.0)
     assert sorted(queue.take_pending_restarts()) == sorted("abc".replace(engine, ""))
-    queue.leave("first")
+    queue.remove_job("first")
     queue.reserve_or_restart(engine, 1.0)
     assert queue.take_pending_restarts() == [engine]
-    assert queue.free == []
+    assert queue.free_workers == []
 
 
 def test_a_reserved_worker_whose_engine_was_not_reused_is_restarted_first() -> None:
@@ -184,7 +183,7 @@ def test_a_reserved_worker_whose_engine_was_not_reused_is_restarted_first() -> N
     assert admit(queue, 3.0) == ["first"]
     queue.requeue("first", 4.0)  # the driver's worker has left before it began
     assert queue.take_pending_restarts() == [engine]
-    assert engine not in queue.free
+    assert engine not in queue.free_workers
     queue.remove_worker(engine, 5.0)
     queue.add_worker("z", {})
     assert admit(queue, 5.0) == ["first"]
@@ -202,7 +201,7 @@ def test_a_replacement_of_the_trainer_is_not_placed_on_a_reserved_engine() -> No
     assert admit(queue, 3.0) == ["first"]
     queue.remove_worker(next(a for a, roles in queue.workers_of("first").items() if "trainer" in roles), 4.0)
     queue.add_worker("new", {})
-    assert queue.replace_lost_workers("first", 4.0, driver_address(queue.workers_of("first")))
+    assert queue.replace_lost_workers("first", 4.0, find_driver_worker(queue.workers_of("first")))
     assert queue.workers_of("first")[engine] == ("rollout",)
     assert "trainer" in queue.workers_of("first")["new"]
 
@@ -212,7 +211,7 @@ def test_a_reserved_worker_that_another_role_needs_is_restarted() -> None:
     both, only = {"rollout": 1.0, "trainer": 1.0}, {"rollout": 1.0}
     for address, resources in {"a": {"server": 1.0, "reward": 1.0}, "b": both, "c": both}.items():
         queue.add_worker(address, resources)
-    queue.enter("first", "/runs/first", needs_workers(3), 0.0, 0.0)
+    queue.add_job("first", "/runs/first", needs_workers(3), 0.0, 0.0)
     assert admit(queue) == ["first"]
     engine = drop_driver(queue)
     queue.reserve_or_restart(engine, 1.0)
@@ -221,7 +220,7 @@ def test_a_reserved_worker_that_another_role_needs_is_restarted() -> None:
     queue.remove_worker("b" if engine == "c" else "c", 2.0)
     queue.add_worker("B", only)
     assert admit(queue, 2.0) == []
-    assert queue.entries["first"].why == "needs the workers of its earlier driver to restart"
+    assert queue.entries["first"].reason == "needs the workers of its earlier driver to restart"
     assert queue.take_pending_restarts() == [engine]
     queue.remove_worker(engine, 3.0)
     queue.add_worker("C", both)
@@ -242,10 +241,10 @@ def test_restarting_workers_count_as_present() -> None:
     assert admit(queue, 1.0) == []
     queue.add_worker("g", {})
     assert admit(queue, 2.0) == ["big"]
-    queue.leave("big")
-    queue.enter("big again", "/runs/again", needs_workers(6), 0.0, 3.0)
-    queue.leave("small")
-    queue.enter("small", "/runs/small", needs_workers(3), 0.0, 3.0)
+    queue.remove_job("big")
+    queue.add_job("big again", "/runs/again", needs_workers(6), 0.0, 3.0)
+    queue.remove_job("small")
+    queue.add_job("small", "/runs/small", needs_workers(3), 0.0, 3.0)
     queue.remove_worker("g", 3.0)
     assert admit(queue, 4.0) == []
     assert admit(queue, 4.0 + RESTART_LIMIT_S) == ["small"], "it has not come back"
@@ -259,12 +258,12 @@ def test_a_running_job_gets_its_lost_worker_back_before_others_start() -> None:
     queue.add_worker("x", {})
     queue.add_worker("y", {})  # with e, x and y the second one could run
     assert admit(queue, 1.0) == []
-    assert queue.claim("first", "x", "rollout")
-    assert queue.claim("first", "x", "rollout"), "a repeated release counts once"
+    assert queue.claim_worker("first", "x", "rollout")
+    assert queue.claim_worker("first", "x", "rollout"), "a repeated release counts once"
     queue.add_worker("z", {})
     assert admit(queue, 1.0) == ["second"]
-    assert not queue.claim("second", "x", "rollout")
-    assert not queue.claim("unknown", "e", "rollout")
+    assert not queue.claim_worker("second", "x", "rollout")
+    assert not queue.claim_worker("unknown", "e", "rollout")
 
 
 def test_a_role_that_shares_a_worker_after_a_loss_gets_no_other() -> None:
@@ -272,15 +271,15 @@ def test_a_role_that_shares_a_worker_after_a_loss_gets_no_other() -> None:
     declared = {"t": ["trainer"], "r": ["rollout"], "s": ["server", "reward"], "x": ["reward"]}
     for address, roles in declared.items():
         queue.add_worker(address, dict.fromkeys(roles, 1.0))
-    queue.enter("first", "/runs/first", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
+    queue.add_job("first", "/runs/first", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
     assert admit(queue) == ["first"]
     assert queue.workers_of("first")["x"] == ("reward",)
     queue.remove_worker("x", 1.0)
     for address, roles in {"t2": ["trainer"], "r2": ["rollout"], "s2": ["server", "reward"]}.items():
         queue.add_worker(address, dict.fromkeys(roles, 1.0))
-    queue.enter("second", "/runs/second", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
+    queue.add_job("second", "/runs/second", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
     assert admit(queue, 1.0) == []
-    assert queue.claim("first", "s", "reward")
+    assert queue.claim_worker("first", "s", "reward")
     assert queue.replace_lost_workers("first", 1.0)
     assert admit(queue, 1.0) == ["second"]
 
@@ -296,16 +295,16 @@ def queue_of_roles(**workers: str) -> JobQueue:
 def test_extra_reward_workers_are_released_for_a_job_that_could_start() -> None:
     queue = queue_of_roles(t="trainer", r="rollout", s="server", x="reward", y="reward", z="reward")
     needs = Needs(instances=1, rewards=3, driver=True)
-    queue.enter("first", "/runs/first", needs, 0.0, 0.0)
+    queue.add_job("first", "/runs/first", needs, 0.0, 0.0)
     assert admit(queue) == ["first"]
     assert {a for a, roles in queue.workers_of("first").items() if roles == ("reward",)} == {"x", "y", "z"}
-    queue.enter("second", "/runs/second", needs, 0.0, 1.0)
+    queue.add_job("second", "/runs/second", needs, 0.0, 1.0)
     assert admit(queue, 1.0) == []
     assert queue.surplus_to_return == {}, "it would not be enough"
     for address, role in (("t2", "trainer"), ("r2", "rollout"), ("s2", "server")):
         queue.add_worker(address, {role: 1.0})
     assert admit(queue, 2.0) == []
-    assert queue.entries["second"].why.endswith("; next in line; one more with resource reward=1 would do")
+    assert queue.entries["second"].reason.endswith("; next in line; one more with resource reward=1 would be enough")
     ((surplus,),) = queue.surplus_to_return.values()
     assert surplus in {"x", "y", "z"}
     assert not queue.return_worker("first", "s")
@@ -324,10 +323,10 @@ def test_no_extra_worker_is_assigned_while_another_job_waits() -> None:
     queue = queue_of_roles(t="trainer", r="rollout", s="server", x="reward", y="reward")
     needs = Needs(instances=1, rewards=2, driver=True)
     for id in ("first", "second"):
-        queue.enter(id, f"/runs/{id}", needs, 0.0, 0.0)
+        queue.add_job(id, f"/runs/{id}", needs, 0.0, 0.0)
     assert admit(queue) == ["first"]
     assert len([a for a, roles in queue.workers_of("first").items() if roles == ("reward",)]) == 1
-    assert queue.entries["second"].why.endswith(
+    assert queue.entries["second"].reason.endswith(
         "free 1 of 5; next in line; of these server 0, reward 1, rollout 0, trainer 0"
     )
 
@@ -335,18 +334,18 @@ def test_no_extra_worker_is_assigned_while_another_job_waits() -> None:
 def test_a_resuming_driver_gets_its_lost_workers_or_waits_again() -> None:
     queue = make_queue("abcd", ("first", 3), ("second", 3))
     (gang,) = queue.admit_ready(0.0)[0].values()
-    place = driver_address(gang)
+    place = find_driver_worker(gang)
     lost = next(a for a, roles in gang.items() if roles == ("trainer",))
     queue.remove_worker(lost, 1.0)
     assert queue.replace_lost_workers("first", 1.0, place), "d was free"
-    assert driver_address(queue.workers_of("first")) == place
+    assert find_driver_worker(queue.workers_of("first")) == place
     queue.remove_worker("d", 2.0)
     assert not queue.replace_lost_workers("first", 2.0, place)
     assert not queue.replace_lost_workers("first", 1.0 + RESTART_LIMIT_S, place)
     assert len(queue.workers_of("first")) == 2
     assert not queue.replace_lost_workers("first", 3.0 + RESTART_LIMIT_S, place)
     assert queue.workers_of("first") == {}
-    assert queue.waits("first")
+    assert queue.is_waiting("first")
     queue.add_worker("e", {})
     assert admit(queue, 40.0) == ["first"]
 
@@ -355,14 +354,14 @@ def test_a_driver_stays_on_its_worker_though_another_fits_better() -> None:
     queue = JobQueue()
     for address, roles in {"t": ["trainer"], "r": ["rollout"], "s": ["server", "reward", "rollout"]}.items():
         queue.add_worker(address, dict.fromkeys(roles, 1.0))
-    queue.enter("first", "/runs/first", Needs(instances=1, rewards=1, driver=True), 0.0, 0.0)
+    queue.add_job("first", "/runs/first", Needs(instances=1, rewards=1, driver=True), 0.0, 0.0)
     (gang,) = queue.admit_ready(0.0)[0].values()
-    assert driver_address(gang) == "s"
+    assert find_driver_worker(gang) == "s"
     queue.remove_worker("t", 1.0)
     queue.add_worker("t2", {"trainer": 1.0})
     queue.add_worker("light", {"server": 1.0, "reward": 1.0})
     assert queue.replace_lost_workers("first", 1.0, "s")
-    assert driver_address(queue.workers_of("first")) == "s"
+    assert find_driver_worker(queue.workers_of("first")) == "s"
 
 
 class Cluster(RuleBasedStateMachine):
@@ -393,16 +392,16 @@ class Cluster(RuleBasedStateMachine):
     def enter(self, instances: int, driver: bool) -> str:
         self.number += 1
         needs = Needs(instances=instances, rewards=1, driver=driver)
-        self.one.enter(f"j{self.number}", f"/runs/{self.number}", needs, 0.0, self.now)
+        self.one.add_job(f"j{self.number}", f"/runs/{self.number}", needs, 0.0, self.now)
         return f"j{self.number}"
 
     @rule(job=consumes(jobs))
     def end(self, job: str) -> None:
-        self.one.leave(job)
+        self.one.remove_job(job)
 
     @rule(job=jobs)
     def driver_gone(self, job: str) -> None:
-        if job in self.one.entries and not self.one.waits(job):
+        if job in self.one.entries and not self.one.is_waiting(job):
             self.one.requeue_after_driver_loss(job, self.now)
 
     @rule(worker=workers)
@@ -413,40 +412,40 @@ class Cluster(RuleBasedStateMachine):
     @rule(job=jobs, worker=workers, role=st.sampled_from(["rollout", "trainer", "reward"]))
     def claim(self, job: str, worker: str, role: str) -> None:
         had = self.one.claims.get(worker)
-        given = self.one.claim(job, worker, role)
+        given = self.one.claim_worker(job, worker, role)
         assert given <= (had is None or had.job == job)
 
     @rule(job=jobs)
     def resume(self, job: str) -> None:
         if job in self.one.entries:
-            place = driver_address(self.one.workers_of(job))
+            place = find_driver_worker(self.one.workers_of(job))
             if self.one.replace_lost_workers(job, self.now, place):
-                assert driver_address(self.one.workers_of(job)) == place or not place
+                assert find_driver_worker(self.one.workers_of(job)) == place or not place
 
     @rule(later=st.sampled_from([0.0, 1.0, 40.0]))
     def serve(self, later: float) -> None:
         self.now += later
         before = {entry.id for entry in self.one.entries.values() if not entry.num_workers}
         gangs, _ = self.one.admit_ready(self.now)
-        kinds = kinds_of(self.one.workers)
+        kinds = roles_by_worker(self.one.workers)
         waiting = False
         for id, entry in self.one.entries.items():
             if id in gangs:
                 assert not waiting, "it overtook an earlier job that fits the cluster"
                 assert self.one.workers_of(id) == gangs[id]
-                assert suffice(entry.needs, {a: kinds[a] & set(roles) for a, roles in gangs[id].items()})
+                assert is_large_enough(entry.needs, {a: kinds[a] & set(roles) for a, roles in gangs[id].items()})
             elif id in before:
-                assert entry.why
-                waiting = waiting or suffice(entry.needs, kinds)
+                assert entry.reason
+                waiting = waiting or is_large_enough(entry.needs, kinds)
 
     @invariant()
     def each_worker_has_one_owner_and_who_waits_has_none(self) -> None:
         if not hasattr(self, "one"):
             return
         one = self.one
-        owners = [*one.claims, *one.needs_restart, *one._reservations, *one.free]
+        owners = [*one.claims, *one.needs_restart, *one._reservations, *one.free_workers]
         assert sorted(owners) == sorted(one.workers)
-        assert all(one.waits(claim.job) and claim.roles == ("rollout",) for claim, _ in one._reservations.values())
+        assert all(one.is_waiting(claim.job) and claim.roles == ("rollout",) for claim, _ in one._reservations.values())
         for entry in one.entries.values():
             assert len(one.workers_of(entry.id)) == 0 or entry.num_workers
         assert {claim.job for claim in one.claims.values()} <= set(one.entries)
@@ -482,7 +481,7 @@ def gpu_job(instances: int, ranks: int = 1, tensor_parallel: int = 1) -> Needs:
 
 
 def enter(queue: JobQueue, id: str, needs: Needs) -> None:
-    queue.enter(id, f"/runs/{id}", needs, 0.0, 0.0)
+    queue.add_job(id, f"/runs/{id}", needs, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("rotated", [False, True])
@@ -505,7 +504,7 @@ def test_an_instance_of_two_gpus_is_one_worker_that_sees_both() -> None:
     apart = gpu_queue("4xH100-80")
     enter(apart, "first", gpu_job(instances=1, ranks=1, tensor_parallel=2))
     assert admit(apart) == []
-    assert "rollout-0 needs 2 in one link domain" in apart.entries["first"].why
+    assert "rollout-0 needs 2 in one link domain" in apart.entries["first"].reason
 
 
 def test_the_queue_counts_gpus_and_not_processes() -> None:
@@ -515,10 +514,10 @@ def test_the_queue_counts_gpus_and_not_processes() -> None:
     enter(queue, "second", gpu_job(instances=2))
     enter(queue, "third", Needs(instances=2, rewards=1, driver=True))  # computes on no GPU, but does not go ahead
     assert admit(queue) == ["first"]
-    why = queue.entries["second"].why
+    why = queue.entries["second"].reason
     assert why.endswith("needs 3 GPUs (1 for training, 2 for rollout); 1 of 4 are free, 3 belong to first")
     assert queue.gpu_shortage(gpu_job(instances=2)) == "" != queue.gpu_shortage(gpu_job(instances=4))
-    queue.leave("first")
+    queue.remove_job("first")
     assert admit(queue) == ["second", "third"]
 
 
@@ -529,14 +528,16 @@ def test_a_lost_gpu_is_replaced_on_its_host_or_near_the_weights() -> None:
     (address,) = [a for a, roles in queue.workers_of("first").items() if roles == ("rollout",)]
     host = address.partition(":")[0]
     queue.remove_worker(address, 1.0)
-    assert queue.claim_gpus("first", "rollout", peek=True) == queue.claim_gpus("first", "rollout", peek=True)
+    assert queue.claim_gpus("first", "rollout", dry_run=True) == queue.claim_gpus("first", "rollout", dry_run=True)
     second = queue.claim_gpus("first", "rollout")
     assert second.startswith(host) and second != address
     assert queue.visible_devices("first")[second] == second.partition(":")[2]
     queue.remove_worker(second, 2.0)
-    spare = [a for a in queue.free if a.startswith(host)]
+    spare = [a for a in queue.free_workers if a.startswith(host)]
     if not spare:
-        assert queue.claim_gpus("first", "rollout") and not queue.claim_gpus("first", "rollout", avoid=queue.free)
+        assert queue.claim_gpus("first", "rollout") and not queue.claim_gpus(
+            "first", "rollout", avoid=queue.free_workers
+        )
 
 
 def test_a_hung_worker_keeps_its_gpu_until_it_has_left() -> None:
@@ -556,8 +557,8 @@ def test_workers_that_used_gpus_are_restarted_before_another_job_gets_them() -> 
     enter(queue, "second", gpu_job(instances=1))
     assert admit(queue) == ["first"]
     heavy = [a for a, text in queue.visible_devices("first").items() if text]
-    queue.restart_gpus("first", [*heavy, "plain-0"])
-    queue.leave("first")
+    queue.restart_gpu_workers("first", [*heavy, "plain-0"])
+    queue.remove_job("first")
     assert admit(queue) == [] and sorted(queue.take_pending_restarts()) == sorted(heavy)
     for number, address in enumerate(heavy):
         devices = queue.gpus[address].devices
@@ -571,7 +572,7 @@ def test_a_job_waits_until_new_workers_have_reported_their_gpus() -> None:
     queue.add_worker("silent", {}, 0.0)
     enter(queue, "first", gpu_job(instances=1))
     enter(queue, "plain", Needs(instances=1, rewards=1, driver=True))
-    assert admit(queue) == [] and queue.entries["first"].why == WAITS_FOR_GPU_REPORT
+    assert admit(queue) == [] and queue.entries["first"].reason == WAITS_FOR_GPU_REPORT
     assert admit(queue, REPORT_LIMIT_S + 1.0) == ["first"]
 
 

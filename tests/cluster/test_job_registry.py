@@ -18,8 +18,9 @@ import dask
 import pytest
 from distributed import Client, LocalCluster, Reschedule, get_worker
 
-from staleflow.pipeline.cluster import job_registry
+from staleflow.pipeline.cluster import driver_watch, job_registry
 from staleflow.pipeline.cluster.connection import ClusterAddress
+from staleflow.pipeline.cluster.driver_watch import DriverWatch
 from staleflow.pipeline.cluster.job_registry import JobRegistry
 from staleflow.pipeline.cluster.plugin import ensure
 from staleflow.pipeline.cluster.submitted_job import Job
@@ -244,19 +245,17 @@ async def test_a_run_whose_process_is_gone_has_failed_and_frees_its_workers() ->
 
 def silent_jobs(**changes: Any) -> list[str]:
     """Return the jobs whose drivers are silent at second 1,000, for one that was last heard of at second 900."""
-    registry = JobRegistry()
     at: dict[str, Any] = {"heard": 900.0, "awake_since": 0.0, "nanny": "tcp://nanny", "state": "running", **changes}
-    registry.jobs["a"] = Job(
-        "a", "a", "/runs/a", 1, 0.0, state=at["state"], client="c", driver_worker=at.get("driver_worker", "w")
-    )
+    job = Job("a", "a", "/runs/a", 1, 0.0, state=at["state"], client="c", driver_worker=at.get("driver_worker", "w"))
     clients, workers = {"c": SimpleNamespace(last_seen=at["heard"])}, {"w": SimpleNamespace(nanny=at["nanny"])}
-    registry._scheduler = SimpleNamespace(clients=clients, workers=workers)
-    return [job.id for job in registry.silent_drivers(1000.0, at["awake_since"])]
+    scheduler = SimpleNamespace(clients=clients, workers=workers)
+    watch = DriverWatch(scheduler, {"a": job}, on_silent=lambda job: None)
+    return [job.id for job in watch.silent_drivers(1000.0, at["awake_since"])]
 
 
 def test_a_driver_without_contact_for_the_lease_is_lost() -> None:
     assert silent_jobs() == ["a"]
-    assert silent_jobs(heard=1000.0 - job_registry.LEASE_S) == []
+    assert silent_jobs(heard=1000.0 - driver_watch.LEASE_S) == []
     assert silent_jobs(awake_since=950.0) == [], "the scheduler itself was stopped"
     assert silent_jobs(nanny=None) == [], "without a nanny there might be two drivers"
     assert silent_jobs(state="done") == []
@@ -265,8 +264,8 @@ def test_a_driver_without_contact_for_the_lease_is_lost() -> None:
 
 @pytest.mark.slow
 def test_a_stopped_driver_is_killed_and_its_job_is_driven_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_registry, "LEASE_S", 3.0)
-    monkeypatch.setattr(job_registry, "LEASE_LOOK_S", 0.5)
+    monkeypatch.setattr(driver_watch, "LEASE_S", 3.0)
+    monkeypatch.setattr(driver_watch, "CHECK_S", 0.5)
 
     async def scenario() -> None:
         async with (

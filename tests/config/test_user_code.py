@@ -15,7 +15,7 @@ from staleflow.pipeline.config.knob_tree import to_toml
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import Route
 from staleflow.pipeline.coordination.events import GroupsArrived, InstanceJoined, NewGroup
-from staleflow.pipeline.jobs.job_driver import Submission, on_this_cluster
+from staleflow.pipeline.jobs.job_driver import Submission, configure_for_cluster
 from staleflow.pipeline.recovery.run_folder import load_job, prepare_run_dir, write_code
 from staleflow.pipeline.strategies.routing import UserRouting
 from staleflow.stores.errors import ConfigError
@@ -301,7 +301,7 @@ def test_files_named_by_a_job_are_packed_with_it(
     config, code = user_files.with_code(user_files.with_absolute_paths(here))
     assert code == dict.fromkeys(("routing_mine.py", "advantage_mine.py", "loss_mine.py"), MINE)
     user_file.unlink()
-    there = on_this_cluster(Submission(id="x", job=to_toml(config), code=code), "tcp://far:8786")
+    there = configure_for_cluster(Submission(id="x", job_toml=to_toml(config), code=code), "tcp://far:8786")
     write_code(there.run_dir, code)
     assert there.rollout.routing.name == f"{there.run_dir}/code/routing_mine.py:Fullest"
     user_files.check(there)

@@ -195,7 +195,7 @@ def test_an_eventful_run_keeps_all_invariants_and_replays_to_the_same_commands(
     assert len(body.ended) == body.brain.ledger.num_started
     assert not body.playing, "every environment was closed"
     assert sum(f is Fate.CONSUMED for f in body.ended.values()) == 6 * 3 * 2
-    replayed = journal.replay(coordinator(tmp_path, shape), journal.read(tmp_path / "events.jsonl"))
+    replayed = journal.replay(coordinator(tmp_path, shape), journal.JournalReader(tmp_path / "events.jsonl"))
     assert replayed.difference == ""
     assert replayed.num_commands > 80
     story = body.brain.story(TrajectoryId(0))
@@ -210,7 +210,7 @@ def test_a_changed_command_is_detected(tmp_path: Path) -> None:
     assert text.count('"instance":"b"') > 3
     at = text.index('"type":"Route"')
     path.write_text(text[:at] + text[at:].replace('"instance":"a"', '"instance":"b"', 1))
-    assert "recorded" in journal.replay(coordinator(tmp_path), journal.read(path)).difference
+    assert "recorded" in journal.replay(coordinator(tmp_path), journal.JournalReader(path)).difference
 
 
 WRITTEN = (
@@ -269,7 +269,7 @@ ADDED = (
 def test_the_journal_encodes_to_the_same_bytes_as_before(tmp_path: Path) -> None:
     path, again = tmp_path / "events.jsonl", tmp_path / "again.jsonl"
     path.write_text("".join(f"{line}\n" for line in (*WRITTEN, *ADDED)))
-    entries = list(journal.read(path))
+    entries = list(journal.JournalReader(path))
     kinds = {type(e.event) for e in entries} | {type(c) for e in entries for c in e.commands}
     assert kinds == {*get_args(Event), *get_args(Command)}
     written = journal.Journal(again)
@@ -289,12 +289,12 @@ def test_a_torn_last_line_is_skipped_and_reported(tmp_path: Path) -> None:
     TinyBody(coordinator(tmp_path), path, 1).run()
     data = path.read_bytes()
     lines = data.splitlines(keepends=True)
-    whole = journal.read(path)
-    assert (len(list(whole)), whole.torn_line) == (len(lines), 0)
+    whole = journal.JournalReader(path)
+    assert (len(list(whole)), whole.incomplete_line) == (len(lines), 0)
     for torn in (lines[-1][:20], lines[-1][:-2], bytes(40), b"\xff\n"):
         path.write_bytes(b"".join([*lines[:-1], torn]))
-        entries = journal.read(path)
-        assert (len(list(entries)), entries.torn_line) == (len(lines) - 1, len(lines))
+        entries = journal.JournalReader(path)
+        assert (len(list(entries)), entries.incomplete_line) == (len(lines) - 1, len(lines))
 
 
 @pytest.mark.parametrize(
@@ -320,8 +320,8 @@ def test_a_torn_last_line_is_skipped_and_reported(tmp_path: Path) -> None:
         ),
         (b'{"now":1,"event":{"type":"Tick"},"commands":[{"type":"Tick"}]}', "commands[0]: unknown type 'Tick'"),
         (b'{"now":1,"event":{"type":"Tick"},"commands":[null]}', "commands[0]: expected dict, got None"),
-        (b'{"now":NaN,"event":{"type":"Tick"},"commands":[]}', "now: nan is no time"),
-        (b'{"now":1e400,"event":{"type":"Tick"},"commands":[]}', "now: inf is no time"),
+        (b'{"now":NaN,"event":{"type":"Tick"},"commands":[]}', "now: nan is not a time"),
+        (b'{"now":1e400,"event":{"type":"Tick"},"commands":[]}', "now: inf is not a time"),
         (b'{"now":1%s,"event":{"type":"Tick"},"commands":[]}' % (b"0" * 400), "now: a number of 401 digits is out of"),
         (
             b'{"now":1,"event":{"type":"TrajectorySampled","trajectory":1,"route_number":1,"tokens":1%s},"commands":[]}'
@@ -331,7 +331,7 @@ def test_a_torn_last_line_is_skipped_and_reported(tmp_path: Path) -> None:
         *(
             (
                 b'{"now":1,"event":{"type":"RunResumed","step":2,"num_ended":[["%s",%d]]},"commands":[]}' % ended,
-                f"event.num_ended: '{ended[0].decode()}': {ended[1]} is no count of a fate and its reason",
+                f"event.num_ended: '{ended[0].decode()}': {ended[1]} is not a count of a fate and its reason",
             )
             for ended in ((b"bad:key", 1), (b"consumed", 1), (b"consumed:why", 1), (b"consumed:none", -1))
         ),
@@ -341,7 +341,7 @@ def test_a_corrupt_line_is_named(tmp_path: Path, line: bytes, message: str) -> N
     path = tmp_path / "events.jsonl"
     path.write_bytes(b"\n".join([WRITTEN[0].encode(), line, WRITTEN[0].encode(), b""]))
     with pytest.raises(ConfigError) as error:
-        list(journal.read(path))
+        list(journal.JournalReader(path))
     assert str(error.value).startswith(f"{path}, line 2: {message}")
     assert "\n" not in str(error.value)
 
@@ -355,5 +355,5 @@ def test_a_journal_with_missing_or_repeated_lines_gives_no_traceback(tmp_path: P
     for i in received[::36]:
         for other in ([*lines[:i], *lines[i + 1 :]], [*lines[: i + 1], *lines[i:]]):
             path.write_text("".join(f"{line}\n" for line in other))
-            result += journal.replay(coordinator(tmp_path), journal.read(path)).difference != ""
+            result += journal.replay(coordinator(tmp_path), journal.JournalReader(path)).difference != ""
     assert result > len(received) // 36

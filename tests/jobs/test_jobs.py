@@ -179,7 +179,7 @@ def test_a_job_survives_its_submitter_and_the_worker_of_its_driver(job: Path, cl
     assert len((tmp_path / "far.jsonl").read_text().splitlines()) == len(list(store.ended()))
     log = cluster("logs", id)
     assert "resuming from version" in log.stdout
-    assert "rollout-0 goes on with an engine that is loaded" in log.stdout
+    assert "rollout-0 continues with an engine that is already loaded" in log.stdout
     assert Path(f"/proc/{engine}").exists(), "its process was not restarted"
     assert "step 19/20" in log.stdout
     followed = cluster("logs", id[:-2], "-f")  # the beginning of an id will do, and it has ended

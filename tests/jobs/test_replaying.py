@@ -75,7 +75,7 @@ def test_a_torn_line_is_reported_and_a_corrupt_one_gives_a_one_line_error(tmp_pa
     path.write_text("".join(lines) + lines[0][:30])  # killed during an unacknowledged write
     result = command("replay", tmp_path / "run")
     assert result.returncode == 0
-    assert f"events.jsonl, line {len(lines) + 1}, is cut off and was left out\n" in result.stdout
+    assert f"events.jsonl, line {len(lines) + 1}, is incomplete and was ignored\n" in result.stdout
     path.write_text("".join(lines[:-1]) + lines[-1][:30])
     assert command("replay", tmp_path / "run").returncode == 1
     path.write_text("".join([*lines[:5], lines[5][:-9] + "\n", *lines[6:]]))
@@ -85,7 +85,7 @@ def test_a_torn_line_is_reported_and_a_corrupt_one_gives_a_one_line_error(tmp_pa
 
 
 def test_every_trajectory_has_a_story_in_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decision_log, "STORY_LINES", 20)
+    monkeypatch.setattr(decision_log, "MAX_NOTES", 20)
     body = run_folder(tmp_path / "run")
     for trajectory in {0, body.brain.ledger.num_started - 1, *{fate: t for t, fate in body.ended.items()}.values()}:
         result = command("replay", tmp_path / "run", "--trajectory", trajectory, "--json")

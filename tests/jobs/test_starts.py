@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.pipeline.config import loading
-from staleflow.pipeline.jobs.starts import Start, Starts, read
+from staleflow.pipeline.jobs.starts import Start, StartRecords, read
 from staleflow.pipeline.jobs.summary import write_report
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.errors import ActorLost, StoreError
@@ -20,16 +20,16 @@ PHASES = {
 
 def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
     killed = RunReport(losses=["3.0 s: rollout-0 is gone"], alarms=["drift"], commands={"Route": 4, "Pull": 1})
-    first = Starts(tmp_path, 0, 0.0)
+    first = StartRecords(tmp_path, 0, 0.0)
     first.status(None, killed)
     killed.commands["Route"] = 99  # after its last step or loss: not known if its driver is killed
 
     lost = RunReport(commands={"Route": 2}, phases={**PHASES, "wall_s": 12.0})
-    with pytest.raises(ActorLost), Starts(tmp_path, 3, 10.0).recording_end(lost):
+    with pytest.raises(ActorLost), StartRecords(tmp_path, 3, 10.0).recording_end(lost):
         raise ActorLost("server is gone")
 
     last = RunReport(losses=["20.0 s: reward-0 is gone"], commands={"Route": 1, "Train": 5}, phases=dict(PHASES))
-    with Starts(tmp_path, 4, 12.0).recording_end(last):
+    with StartRecords(tmp_path, 4, 12.0).recording_end(last):
         pass
     assert [(item.version, item.end) for item in read(tmp_path)] == [
         (0, ""), (3, "failed: server is gone"), (4, "done"),
@@ -50,9 +50,9 @@ def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
 
 def test_a_stop_is_recorded(tmp_path: Path) -> None:
     outcomes = RunReport(stopped="cancelled")
-    with Starts(tmp_path, 0, 0.0).recording_end(outcomes):
+    with StartRecords(tmp_path, 0, 0.0).recording_end(outcomes):
         pass
-    with pytest.raises(KeyboardInterrupt), Starts(tmp_path, 0, 0.0).recording_end(outcomes):
+    with pytest.raises(KeyboardInterrupt), StartRecords(tmp_path, 0, 0.0).recording_end(outcomes):
         raise KeyboardInterrupt
     assert [item.end for item in read(tmp_path)] == ["stopped: cancelled", "stopped at once"]
 
@@ -61,12 +61,14 @@ def test_a_new_run_has_no_starts_and_a_corrupt_file_is_named(tmp_path: Path) -> 
     assert read(tmp_path) == []
     for content in ("{", "[3]", '[{"version": "one"}]', "7"):
         (tmp_path / "starts.json").write_text(content)
-        with pytest.raises(StoreError, match=r"starts.json: cannot be read: .*; remove it to go on"):
+        with pytest.raises(
+            StoreError, match=r"starts.json: cannot be read: .*; remove it to continue without earlier losses"
+        ):
             read(tmp_path)
 
 
 def test_starts_are_written_once_per_step_and_at_most_twice_a_second(tmp_path: Path) -> None:
-    starts, outcomes = Starts(tmp_path, 0, 0.0), RunReport()
+    starts, outcomes = StartRecords(tmp_path, 0, 0.0), RunReport()
     outcomes.commands["Route"] = 1
     starts.status(None, outcomes)
     assert read(tmp_path) == [Start(0)]

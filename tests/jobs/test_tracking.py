@@ -201,13 +201,13 @@ def test_a_failing_tracker_package_gives_one_warning(
         raise ConnectionError("no network")
 
     monkeypatch.setattr("staleflow.pipeline.config.user_files.importlib.util.find_spec", lambda named: named)
-    monkeypatch.setattr("staleflow.pipeline.jobs.tracking.PACKAGES", {name: refuse})
+    monkeypatch.setattr("staleflow.pipeline.jobs.tracking.TRACKERS_BY_PACKAGE", {name: refuse})
     with caplog.at_level(logging.WARNING):
         tracking = Tracking(config, tmp_path)
         track(tracking, STEPS)
         tracking.close()
     assert caplog.messages == [
-        f"tracking.tracker = {name!r}: cannot be reached, the run goes on without it: ConnectionError('no network')"
+        f"tracking.tracker = {name!r}: cannot be reached, the run continues without it: ConnectionError('no network')"
     ]
 
 

@@ -89,7 +89,7 @@ def sampled_again(run_dir: Path) -> dict[int, int]:
     reached: dict[int, int] = {}
     again: dict[int, int] = {}
     for _, path in recorded_starts(run_dir):
-        for entry in journal.read(path):
+        for entry in journal.JournalReader(path):
             match entry.event:
                 case InstanceReported(progress=progress):
                     seen = list(progress)

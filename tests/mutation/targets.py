@@ -109,12 +109,18 @@ PACKAGES = (
     ),
     Package(
         name="actors",
-        paths=("tasks/actors", "pipeline/runtime/actors.py", "pipeline/runtime/weight_verification.py"),
+        paths=(
+            "tasks/actors", "pipeline/runtime/actor_client.py", "pipeline/runtime/actors.py",
+            "pipeline/runtime/weight_publisher.py", "pipeline/runtime/weight_verification.py",
+        ),
         tests=SERVERS,
         own={
             "async_spool": ("tests/tasks/test_async_spool.py",),
             "store_thread": ("tests/tasks/test_store_thread.py",),
-            "actors": (*RUNTIME, "tests/runtime/test_membership.py", "tests/runtime/test_device_turns.py"),
+            **dict.fromkeys(
+                ("actor_client", "actors", "weight_publisher"),
+                (*RUNTIME, "tests/runtime/test_membership.py", "tests/runtime/test_device_turns.py"),
+            ),
             "reward_worker": ("tests/runtime/test_evaluation_results.py",),
             "trainer": ("tests/tasks/test_trainer.py",),
             "step_batches": ("tests/tasks/test_step_batches.py",),

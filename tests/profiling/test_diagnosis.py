@@ -9,9 +9,9 @@ import pytest
 
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.jobs.summary import diagnosis_entry
-from staleflow.pipeline.jobs.what_if import WORSE, WhatIf, check_by_simulation, expect
-from staleflow.pipeline.profiling.diagnosis import Cause, diagnose, sizes_of
+from staleflow.pipeline.jobs.simulated_effect import LOSS_RATIO, SimulatedEffect, check_by_simulation, simulate_change
+from staleflow.pipeline.jobs.summary import make_diagnosis_entry
+from staleflow.pipeline.profiling.diagnosis import Cause, compute_sizes, diagnose
 from staleflow.pipeline.profiling.run_profile import profile_run
 from staleflow.pipeline.profiling.step_times import StepTimes
 from staleflow.pipeline.recovery.run_folder import load_job
@@ -84,7 +84,7 @@ def _value(config: RunConfig, key: str) -> float:
 
 
 def test_diagnose_returns_none_without_steps() -> None:
-    assert diagnose(StepTimes(), sizes_of(simulated_config())) is None
+    assert diagnose(StepTimes(), compute_sizes(simulated_config())) is None
 
 
 def test_a_synchronous_run_is_advised_to_use_staleflow_admission() -> None:
@@ -143,25 +143,25 @@ def test_a_simulation_predicts_the_effect_of_the_advice(tmp_path: Path) -> None:
     config = load_job(run)
     diagnosis = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
     assert diagnosis is not None
-    expected = expect(run, profile_run(run), diagnosis, budget_s=60.0)
+    expected = simulate_change(run, profile_run(run), diagnosis, max_cpu_s=60.0)
     assert expected.ratio == pytest.approx(1.9, abs=0.2)
     assert expected.command == f"staleflow simulate --from {run} --set rollout.instances=2"
-    text = diagnosis_entry(diagnosis, expected)
+    text = make_diagnosis_entry(diagnosis, expected)
     assert text["cause"] == "too few instances"
-    assert text["line"].endswith(f"a simulation of this run expects {expected.ratio:.2f} times the tokens/s of it")
+    assert text["line"].endswith(f"a simulation of this run expects {expected.ratio:.2f} times its tokens/s")
 
 
 @pytest.mark.parametrize(
     ("ratio", "line"),
     [
-        (0.94, "but a simulation of this run expects 0.94 times the tokens/s of it"),
+        (0.94, "but a simulation of this run expects 0.94 times its tokens/s"),
         (1.004, "a simulation of this run expects about the same tokens/s (1.00 times)"),
-        (1.02, "a simulation of this run expects 1.02 times the tokens/s of it"),
-        (None, "see what it would bring: staleflow simulate"),
+        (1.02, "a simulation of this run expects 1.02 times its tokens/s"),
+        (None, "simulate the effect: staleflow simulate"),
     ],
 )
 def test_an_advice_without_effect_is_reported_as_such(ratio: float | None, line: str) -> None:
-    assert WhatIf(ratio=ratio, command="staleflow simulate").line == line
+    assert SimulatedEffect(ratio=ratio, command="staleflow simulate").line == line
 
 
 def test_many_instances_is_not_diagnosed_if_a_simulation_needs_them(tmp_path: Path) -> None:
@@ -172,13 +172,13 @@ def test_many_instances_is_not_diagnosed_if_a_simulation_needs_them(tmp_path: Pa
     assert found is not None
     assert found.cause is Cause.MANY_INSTANCES
     profile = profile_run(run)
-    at_first = expect(run, profile, found, budget_s=60.0)
+    at_first = simulate_change(run, profile, found, max_cpu_s=60.0)
     assert at_first.ratio is not None
-    assert at_first.ratio < WORSE, "the simulation contradicts the averages"
-    diagnosis, expected = check_by_simulation(run, profile, found, 8, budget_s=60.0)
+    assert at_first.ratio < LOSS_RATIO, "the simulation contradicts the averages"
+    diagnosis, expected = check_by_simulation(run, profile, found, 8, max_cpu_s=60.0)
     assert expected.ratio is not None
-    assert expected.ratio >= WORSE
-    line = diagnosis_entry(diagnosis, expected)["line"]
+    assert expected.ratio >= LOSS_RATIO
+    line = make_diagnosis_entry(diagnosis, expected)["line"]
     assert "but" not in line
     assert diagnosis.cause is Cause.TRAINER or "would keep up: rollout.instances = " in line
 
@@ -189,6 +189,6 @@ def test_a_simulation_over_its_time_budget_is_left_to_the_user(tmp_path: Path) -
     diagnosis = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
     assert diagnosis is not None
     for profile, budget_s in ((profile_run(run), 0.0), (None, 60.0)):
-        expected = expect(run, profile, diagnosis, budget_s)
+        expected = simulate_change(run, profile, diagnosis, budget_s)
         assert expected.ratio is None
-        assert expected.line == (f"see what it would bring: staleflow simulate --from {run} --set rollout.instances=2")
+        assert expected.line == (f"simulate the effect: staleflow simulate --from {run} --set rollout.instances=2")

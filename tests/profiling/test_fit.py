@@ -207,9 +207,9 @@ def test_a_finished_run_is_used_as_a_profile(tmp_path: Path) -> None:
 
 def test_latencies_are_measured_between_commands_and_their_events(tmp_path: Path) -> None:
     watch = TimeTracker(PUBLISHED["7B"], 2)
-    for entry in journal.read(finished_run(tmp_path / "ran") / "events.jsonl"):
+    for entry in journal.JournalReader(finished_run(tmp_path / "ran") / "events.jsonl"):
         watch.observe(entry.now, entry.event, entry.commands)
-    means = watch.latencies.means
+    means = watch.latency_tracker.means
     names = ("fetch_prompts_s", "reward_s", "train_s", "pull_s")
     assert [means[name] for name in names] == pytest.approx([0.5, 0.4, 7.0, 0.2])
 
@@ -254,7 +254,7 @@ def test_coefficients_are_the_best_non_negative_subset(seed: int) -> None:
     if seed % 4 == 0:
         design[:, 0] = 2 * design[:, 1]
     target = design @ rng.normal(size=count) + rng.normal(0, 0.1, rows) * (seed % 2)
-    best, expected = fitting._non_negative(design, target), plain_non_negative(design, target)
+    best, expected = fitting._solve_non_negative(design, target), plain_non_negative(design, target)
     assert (best >= 0).all()
     assert np.linalg.norm(design @ best - target) == pytest.approx(np.linalg.norm(design @ expected - target), rel=1e-9)
     if seed % 4:

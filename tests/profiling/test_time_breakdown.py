@@ -21,11 +21,11 @@ from staleflow.pipeline.coordination.events import (
     TrajectorySampled,
     VersionPublished,
 )
-from staleflow.pipeline.jobs.what_if import as_recorded
-from staleflow.pipeline.profiling.diagnosis import sizes_of
+from staleflow.pipeline.jobs.simulated_effect import make_recorded_overrides
+from staleflow.pipeline.profiling.diagnosis import compute_sizes
 from staleflow.pipeline.profiling.draft_stats import DraftStats
 from staleflow.pipeline.profiling.run_profile import profile_run, write_profile
-from staleflow.pipeline.profiling.step_times import steady, sum_steps
+from staleflow.pipeline.profiling.step_times import sum_steady_steps, sum_steps
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.simulator.analysis import measure
@@ -75,7 +75,7 @@ def test_a_profile_predicts_the_rate_of_its_run(tmp_path: Path, overrides: tuple
         "simulation.report_s=2.0",
     )
     wrong += ("workload.acceptance_rate=0.1",) if any("speculation" in override for override in overrides) else ()
-    again = load_job(run, (*wrong, *as_recorded(run, profile_run(run))))
+    again = load_job(run, (*wrong, *make_recorded_overrides(run, profile_run(run))))
     assert rate(again) == pytest.approx(rate(job), rel=0.1)
 
 
@@ -101,13 +101,13 @@ def test_draft_costs_are_separated_from_verification_steps(tmp_path: Path, most_
         kv_tokens = 80.0 * computed
         assert found.step_s(computed, kv_tokens) == pytest.approx(true.step_s(computed, kv_tokens), rel=0.1)
     assert found.verify_share == 0.6
-    assert profile.drafts.acceptance == pytest.approx(0.75, abs=0.03)
+    assert profile.draft_stats.acceptance == pytest.approx(0.75, abs=0.03)
     # A job with the profile and the diagnosis of the run use the measured values.
     out = tmp_path / "profile.json"
     write_profile(out, profile)
     job = loading.load("examples/dryrun.toml", (f"profile={out}", drafting))
-    assert job.workload.acceptance_rate == profile.drafts.acceptance
-    known = sizes_of(load_job(run, ("workload.acceptance_rate=0.1",)), profile.fit, profile.drafts)
+    assert job.workload.acceptance_rate == profile.draft_stats.acceptance
+    known = compute_sizes(load_job(run, ("workload.acceptance_rate=0.1",)), profile.fit, profile.draft_stats)
     expected_s = factories.cost_with_drafts(load_job(run), 32, 8000.0).step_s(32, 8000.0)
     assert known.token_s(32, 8000.0) == pytest.approx(expected_s, rel=0.1)
 
@@ -116,13 +116,13 @@ def test_acceptance_is_estimated_from_responses_without_instance_reports(tmp_pat
     drafting = "rollout.engine.speculation={num_speculative_tokens=4, disable_above=64}"
     run = stored_simulation(tmp_path, "steps=6", drafting, "workload.acceptance_rate=0.75")
     config = load_job(run)
-    watch = TimeTracker(config.rollout.cost, config.oversampled_group_size, first_length=4)
-    for entry in journal.read(run / "events.jsonl"):
+    watch = TimeTracker(config.rollout.cost, config.oversampled_group_size, initial_draft_length=4)
+    for entry in journal.JournalReader(run / "events.jsonl"):
         event = entry.event
         watch.observe(
             entry.now, replace(event, steps=None) if isinstance(event, InstanceReported) else event, entry.commands
         )
-    assert watch.drafts.acceptance == pytest.approx(0.75, abs=0.01)
+    assert watch.draft_stats.acceptance == pytest.approx(0.75, abs=0.01)
 
 
 def test_requests_without_a_draft_lower_the_acceptance_and_the_draft_cost() -> None:
@@ -136,9 +136,11 @@ def test_requests_without_a_draft_lower_the_acceptance_and_the_draft_cost() -> N
     assert drafts.acceptance is not None
     assert tokens_per_step(2, drafts.acceptance) == pytest.approx(1.3)
     model = CostModel(k1=0.0, k2=0.0, k3=1.0, k4=0.0, b=0.0, verify_share=0.8, prefill=0.0)
-    assert drafts.cost(model).verify_share == pytest.approx(0.8 / 2)  # one a step, where there might have been two
+    assert drafts.cost_model(model).verify_share == pytest.approx(
+        0.8 / 2
+    )  # one a step, where there might have been two
     assert DraftStats().acceptance is None
-    assert DraftStats().cost(model) == model
+    assert DraftStats().cost_model(model) == model
 
 
 def test_the_fit_separates_prefill_from_decoding(tmp_path: Path) -> None:
@@ -150,25 +152,25 @@ def test_the_fit_separates_prefill_from_decoding(tmp_path: Path) -> None:
 
 def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=6")
-    config, entries = load_job(run), list(journal.read(run / "events.jsonl"))
+    config, entries = load_job(run), list(journal.JournalReader(run / "events.jsonl"))
     watch = TimeTracker(config.rollout.cost, config.oversampled_group_size)
     for entry in entries:
         watch.observe(entry.now, entry.event, entry.commands)
     whole = sum_steps(watch.finished_steps)
-    assert whole.steps == len(watch.finished_steps) == 6
+    assert whole.num_steps == len(watch.finished_steps) == 6
     assert whole.total_s == pytest.approx(max(e.now for e in entries if isinstance(e.event, VersionPublished)))
     sampled = [e.event.tokens for e in entries if isinstance(e.event, TrajectorySampled)]
     assert whole.tokens == sum(sampled) == sum(load.tokens for load in watch.finished_steps)
-    assert sum(speed.responses for speed in whole.speeds.values()) == len(sampled)
+    assert sum(speed.num_responses for speed in whole.speeds.values()) == len(sampled)
     for part in (whole.waiting, whole.training):
         assert 0 <= part.at_max_running_s + part.out_of_memory_s <= part.total_s + 1e-9
         assert 0 <= part.running <= config.rollout.engine.max_running
-    assert steady(watch.finished_steps, 2).steps == 5
+    assert sum_steady_steps(watch.finished_steps, 2).num_steps == 5
 
 
 def test_requests_in_flight_before_a_resume_are_forgotten(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=4")
-    config, entries = load_job(run), list(journal.read(run / "events.jsonl"))
+    config, entries = load_job(run), list(journal.JournalReader(run / "events.jsonl"))
     alone = TimeTracker(config.rollout.cost, config.oversampled_group_size)
     twice = TimeTracker(config.rollout.cost, config.oversampled_group_size)
     for entry in entries[: len(entries) // 2]:

@@ -15,7 +15,7 @@ import pytest
 from staleflow.pipeline.run_page.api import RunApi
 from staleflow.pipeline.run_page.page_server import listen, make_server
 from staleflow.pipeline.run_page.run_reader import RunReader
-from staleflow.pipeline.runtime.evaluation_figures import PromptRewards, figures_of
+from staleflow.pipeline.runtime.evaluation_figures import PromptRewards, compute_figures
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, write_evaluations
 from staleflow.stores.trajectory import AbortReason, Fate, FinishReason
 from staleflow.tasks.sources.reward_process import ScoredResponse
@@ -81,8 +81,8 @@ def run(tmp_path: Path) -> StoredRun:
     (stored.run_dir / "events.jsonl").write_text(JOURNAL)
     rewards = {f"prompt {i}": PromptRewards(sampled=(0.0, 1.0), greedy=(1.0,)) for i in range(12)}
     scores = [ScoredResponse(reward=reward) for reward in (0.0, 1.0)] * 12
-    figures = figures_of(rewards, 2, rewards)
-    evaluation = Evaluation.of(3, scores, [], {}, name=f"set {HOSTILE}", samples=2, figures=figures)
+    figures = compute_figures(rewards, 2, rewards)
+    evaluation = Evaluation.summarize(3, scores, [], {}, name=f"set {HOSTILE}", samples=2, figures=figures)
     write_evaluations(stored.run_dir, [evaluation])
     return stored
 

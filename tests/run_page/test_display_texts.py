@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.pipeline.config import loading
-from staleflow.pipeline.stored_runs.response_texts import shown_texts
+from staleflow.pipeline.stored_runs.response_texts import make_display_detokenizer
 from staleflow.tasks.rendering.chat_tokenizer import (
     ChatTokenizer,
     FileDetokenizer,
@@ -58,10 +58,10 @@ def test_an_invalid_tokenizer_file_is_not_loaded(tmp_path: Path, content: str) -
 
 def test_token_ids_are_shown_where_there_is_no_text(tmp_path: Path) -> None:
     gone = loading.from_tree({"model": {"path": str(tmp_path / "gone")}})
-    assert isinstance(shown_texts(gone), IdDetokenizer)
+    assert isinstance(make_display_detokenizer(gone), IdDetokenizer)
     drawn = loading.from_tree({"rollout": {"engine": {"name": "emulated"}}})
-    assert isinstance(shown_texts(drawn), IdDetokenizer)
+    assert isinstance(make_display_detokenizer(drawn), IdDetokenizer)
     byte_tokenizer(tmp_path / "there")
     there = loading.from_tree({"model": {"path": str(tmp_path / "there")}})
-    assert isinstance(shown_texts(there), FileDetokenizer)
-    assert not isinstance(shown_texts(there), ChatTokenizer)
+    assert isinstance(make_display_detokenizer(there), FileDetokenizer)
+    assert not isinstance(make_display_detokenizer(there), ChatTokenizer)

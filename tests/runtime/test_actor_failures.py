@@ -222,7 +222,7 @@ def test_a_run_continues_while_a_lost_instance_waits_for_a_worker(body: Body, ca
         "steps=6", faults=[Fault(actor="rollout-0", method="report", nth=2, dies="before"), *NO_WORKER]
     )
     assert "rollout-0.1" in run.workers.names
-    assert caplog.text.count("the run goes on with 1 of 2 instances: no free worker") == 2
+    assert caplog.text.count("the run continues with 1 of 2 instances: no free worker") == 2
 
 
 @pytest.mark.parametrize("limits", [("rollout.min_instances=2",), ("rollout.instances=1",)])

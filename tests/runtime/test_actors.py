@@ -87,7 +87,7 @@ async def test_an_environment_host_placed_after_a_loss_is_a_replacement(
 
 async def test_start_progress_names_the_first_missing_actors(body: Body) -> None:
     async with body.placed("reward.workers=3") as stage:
-        assert stage.actors.start_progress == f"all 7 ready, {stage.actors._first_work}"
+        assert stage.actors.start_progress == f"all 7 ready, {stage.actors._trainer_activity}"
         names = ("rollout-0", "rollout-1", "reward-0", "reward-1", "reward-2")
         lines = []
         for name in names:

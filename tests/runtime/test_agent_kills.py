@@ -153,7 +153,7 @@ def test_turns_received_by_agents_equal_stored_turns_after_a_kill(job: Path, vic
     assert {note["status"] for note in refused} <= {400, 410, 503}  # at its limit, episode over, or to be tried again
     assert all(note["retry"] for note in refused if note["status"] == 503)
 
-    events = [entry.event for entry in journal.read(run_dir / "events.jsonl")]
+    events = [entry.event for entry in journal.JournalReader(run_dir / "events.jsonl")]
     failed = [event.error for event in events if isinstance(event, EnvironmentFailed)]
     if victim == "agent":
         assert failed == ["the agent's command ended with exit code -9"]
@@ -163,4 +163,4 @@ def test_turns_received_by_agents_equal_stored_turns_after_a_kill(job: Path, vic
     else:
         assert failed
         assert all("cannot be set back; start it again" in error for error in failed)
-        assert "environment-0" in driver.outcomes.losses[0]
+        assert "environment-0" in driver.report.losses[0]

@@ -71,7 +71,7 @@ def test_a_lost_environment_host_is_replaced_and_every_episode_is_whole(
         for pid in struck:
             if Path(f"/proc/{pid}").exists():
                 os.kill(pid, signal.SIGKILL)
-    assert "environment-0" in driver.outcomes.losses[0]
+    assert "environment-0" in driver.report.losses[0]
     store = VersionedStore.open(job.parent / "runs" / "job" / "store")
     assert audit(store).findings == ()
     consumed = [row.trajectory for row in store.ended() if row.fate is Fate.CONSUMED]
@@ -80,7 +80,7 @@ def test_a_lost_environment_host_is_replaced_and_every_episode_is_whole(
         assert len(t.turns) == 3 or (t.finish is FinishReason.LENGTH and t.num_tokens >= 24 - 3)
         assert all(1 <= len(turn) <= 3 for turn in t.turns)
         assert {span.role for span in t.spans if isinstance(span, EnvSpan)} <= {"environment"}
-    entries = journal.read(job.parent / "runs" / "job" / "events.jsonl")
+    entries = journal.JournalReader(job.parent / "runs" / "job" / "events.jsonl")
     failed = [e.event.error for e in entries if isinstance(e.event, EnvironmentFailed)]
     assert all("cannot be set back; start it again" in error for error in failed)
     assert not (failed and repeatable)

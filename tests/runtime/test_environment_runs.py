@@ -11,8 +11,8 @@ import pytest
 
 from staleflow.pipeline.coordination.commands import StepEnvironment
 from staleflow.pipeline.coordination.events import EnvironmentStepped
-from staleflow.pipeline.profiling.latencies import latencies
-from staleflow.pipeline.runtime.environment_hosts import NUM_LATEST
+from staleflow.pipeline.profiling.latencies import measure_latencies
+from staleflow.pipeline.runtime.environment_hosts import NUM_LATEST_OUTCOMES
 from staleflow.stores.errors import TooManyFailedEnvironments
 from staleflow.stores.trajectory import AbortReason, EnvSpan
 from staleflow.tasks.actors.environment_host import FAILED_BEFORE
@@ -56,7 +56,7 @@ def test_environment_overhead_excludes_step_duration_and_queueing(body: Body) ->
     took = [now - acted for now, acted, _ in environment_steps(run)]
     own = [seconds for _, _, seconds in environment_steps(run)]
     assert min(own) > 0 and max(took) > 3 * min(took)  # one at a time: most wait for their place
-    result = latencies(run.entries)
+    result = measure_latencies(run.entries)
     assert 0 < result["environment_overhead_s"] < 0.1 * sum(took) / len(took)
     assert 0 < result["reward_s"] < 0.1 * sum(took) / len(took)
 
@@ -165,5 +165,5 @@ def test_environments_that_always_fail_end_the_run(body: Body) -> None:
     run = body.run(*AGENTS, "simulation.failed_step_share=1")
     error = run.raised()
     assert isinstance(error, TooManyFailedEnvironments)
-    assert f"environments failed in {NUM_LATEST} of their latest {NUM_LATEST} steps" in str(error)
+    assert f"environments failed in {NUM_LATEST_OUTCOMES} of their latest {NUM_LATEST_OUTCOMES} steps" in str(error)
     run.check_kept()

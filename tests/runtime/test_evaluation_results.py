@@ -17,12 +17,12 @@ from staleflow.pipeline.coordination.commands import FinishEvaluation
 from staleflow.pipeline.jobs import summary as report
 from staleflow.pipeline.jobs.execution import RunEnd
 from staleflow.pipeline.runtime.evaluation_driver import EvaluationDriver
-from staleflow.pipeline.runtime.evaluation_figures import PromptRewards, figures_of
+from staleflow.pipeline.runtime.evaluation_figures import PromptRewards, compute_figures
 from staleflow.pipeline.runtime.evaluation_results import (
     Evaluation,
-    fewer_prompts,
-    not_comparable,
+    explain_not_comparable,
     read_evaluations,
+    warn_of_fewer_prompts,
     write_evaluations,
 )
 from staleflow.pipeline.runtime.evaluation_rewards import read_rewards, write_rewards
@@ -74,7 +74,7 @@ def evaluate(config: RunConfig, answer: dict[str, str | None], folder: Path) -> 
             await reward.score(server, tuple(members))
             failed = tuple(member for member, text in messages.items() if text is None)
             concluded = FinishEvaluation(evaluation=0, version=PolicyVersion(3), failed=failed, cause="")
-            await evaluating.conclude(concluded)
+            await evaluating.finish(concluded)
             assert server._flight.live == {} == server._flight.routings
         finally:
             await reward.close()
@@ -118,10 +118,10 @@ def test_failed_responses_are_excluded_and_repeated_prompts_count_once(job: Path
         f"greedy (5 prompts, 2 not scored; first: {result.failure})"
     )
     assert "\n" not in result.line
-    assert fewer_prompts(200, 5, "jsonl:x") == (
+    assert warn_of_fewer_prompts(200, 5, "jsonl:x") == (
         "task.eval_prompts = 200: jsonl:x has only 5 distinct held-out prompts; each is evaluated once"
     )
-    assert fewer_prompts(5, 5, "jsonl:x") == ""
+    assert warn_of_fewer_prompts(5, 5, "jsonl:x") == ""
 
 
 def score(reward: float, error: str = "") -> ScoredResponse:
@@ -131,7 +131,7 @@ def score(reward: float, error: str = "") -> ScoredResponse:
 def test_an_evaluation_without_scores_is_reported_and_drawn(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    none = Evaluation.of(0, [score(0, "no")] * 3, [score(1), score(0, "no"), score(0)], {})
+    none = Evaluation.summarize(0, [score(0, "no")] * 3, [score(1), score(0, "no"), score(0)], {})
     assert (none.sampled, none.sampled_stderr, none.greedy) == (None, None, 0.5)
     assert none.line == (
         "held-out reward at version 0: none scored at temperature, 0.500 ± 0.500 greedy (3 prompts, not scored: 3 at "
@@ -146,7 +146,7 @@ def test_an_evaluation_without_scores_is_reported_and_drawn(
         ),
         0.0,
     )  # fmt: skip
-    fewer = Evaluation.of(0, [score(1)], [score(1)], {})
+    fewer = Evaluation.summarize(0, [score(1)], [score(1)], {})
     outcomes = RunReport(steps=[with_rate(step, None)], evaluations=[none, fewer], notes=["one"])
     summary = json.loads(json.dumps(report.write_report(config, outcomes, config.run_dir)))
     assert summary["evaluations"][0]["sampled"] is None
@@ -161,9 +161,9 @@ def test_an_evaluation_without_scores_is_reported_and_drawn(
 
 def test_evaluations_round_trip(tmp_path: Path) -> None:
     rewards = {f"p{i}": PromptRewards(sampled=(0.0, 1.0), answers=("a", "b"), greedy=(1.0,)) for i in range(20)}
-    figures = figures_of(rewards, 2, rewards)
+    figures = compute_figures(rewards, 2, rewards)
     scores = [score(1)] * 200
-    written = Evaluation.of(5, scores, scores, {"reward": "a"}, ["changed"], samples=2, figures=figures)
+    written = Evaluation.summarize(5, scores, scores, {"reward": "a"}, ["changed"], samples=2, figures=figures)
     write_evaluations(tmp_path, [written])
     write_rewards(tmp_path, 5, {"held-out": rewards})
     assert read_rewards(tmp_path, 5) == {"held-out": rewards}
@@ -173,7 +173,7 @@ def test_evaluations_round_trip(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"evaluations\.json: cannot be read"):
         read_evaluations(tmp_path)
     (tmp_path / "evaluations.json").write_text('[{"version": 5}]')
-    with pytest.raises(StoreError, match=r"evaluations\.json: is no list of a run's evaluations"):
+    with pytest.raises(StoreError, match=r"evaluations\.json: is not a list of evaluations"):
         read_evaluations(tmp_path)
 
 
@@ -185,7 +185,7 @@ def test_statistics_use_prompts_with_all_responses_scored(tmp_path: Path) -> Non
     rewards["one is missing"] = PromptRewards(sampled=(1.0, 1.0), answers=("b", "b"), greedy=(1.0,))
     rewards["no greedy one"] = PromptRewards(sampled=(0.0, 1.0, 0.0), answers=("a", "b", "a"))
     base = {prompt: PromptRewards(sampled=(0.0, 1.0, 0.0), greedy=(0.0,)) for prompt in [*rewards, "only before"]}
-    figures = figures_of(rewards, 3, base)
+    figures = compute_figures(rewards, 3, base)
     assert figures.best_of == pytest.approx({2: 2 / 3, 3: 1.0})
     assert figures.majority == 0.0
     assert figures.greedy_change is not None and figures.sampled_change is not None
@@ -199,21 +199,21 @@ def test_statistics_use_prompts_with_all_responses_scored(tmp_path: Path) -> Non
         "sampled since version 0: +0.056 [-0.067, 0.178], p = 1.000",
         "greedy since version 0: +1.000 [1.000, 1.000], p < 0.001",
     ]
-    graded = figures_of({"p": PromptRewards(sampled=(0.5, 0.25))}, 2, {})
+    graded = compute_figures({"p": PromptRewards(sampled=(0.5, 0.25))}, 2, {})
     assert graded.lines(2) == ["best@2 0.500"], "no interval of one prompt, no majority of two"
 
 
 def test_evaluations_with_different_rewards_are_not_compared() -> None:
     def by(version: int, reward: str, count: int = 4, data: str = "d") -> Evaluation:
         scores = [score(1)] * count
-        return Evaluation.of(version, scores, scores, {"reward": reward, "data": data, "template": "t"})
+        return Evaluation.summarize(version, scores, scores, {"reward": reward, "data": data, "template": "t"})
 
-    assert not_comparable([by(0, "a"), by(5, "a")]) == []
-    assert not_comparable([by(0, "a"), by(5, "b"), by(9, "b", 3, "e")]) == [
+    assert explain_not_comparable([by(0, "a"), by(5, "a")]) == []
+    assert explain_not_comparable([by(0, "a"), by(5, "b"), by(9, "b", 3, "e")]) == [
         "held-out rewards at versions 0 and 5 cannot be compared: different reward functions",
         "held-out rewards at versions 5 and 9 cannot be compared: different data, 4 and 3 prompts",
     ]
-    assert not_comparable([by(0, ""), by(5, "b")]) == []  # one is not known
+    assert explain_not_comparable([by(0, ""), by(5, "b")]) == []  # one is not known
 
 
 def test_an_engine_failure_is_an_empty_response() -> None:

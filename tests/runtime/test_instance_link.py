@@ -123,7 +123,7 @@ async def linked(body: Body, **kwargs: Any) -> AsyncIterator[Linked]:
             stage.actors.instances[ONE], stage.actors, stage.config.deadlines, 1.0,
             lambda event: one.told.append((time(), event)),
         )  # fmt: skip
-        tasks = [asyncio.ensure_future(work) for work in link.work()]
+        tasks = [asyncio.ensure_future(work) for work in link.coroutines()]
         one = Linked(stage, link, tasks)
         try:
             yield one

@@ -13,7 +13,8 @@ from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.model_facts import ModelFacts
 from staleflow.pipeline.processes.worker_protocol import PlacedActor, Workers
 from staleflow.pipeline.recovery.resumption import Resumption
-from staleflow.pipeline.runtime.actors import MAX_REPLACEMENTS, Actors
+from staleflow.pipeline.runtime.actor_client import MAX_REPLACEMENTS
+from staleflow.pipeline.runtime.actors import Actors
 from staleflow.stores.errors import ActorLost
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.tasks.engines.engine_settings import TransformersSettings
@@ -76,7 +77,7 @@ def test_joined_and_lost_instances_are_logged(tmp_path: Path, caplog: pytest.Log
     received = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert received[-2:] == [
         ("WARNING", "gone; replacing it"),
-        ("INFO", "rollout-0.3 takes a lost one's place on tcp://w"),
+        ("INFO", "rollout-0.3 replaces another instance on tcp://w"),
     ]
     assert ("INFO", "rollout-0 joins on tcp://w") in received
 

@@ -26,4 +26,4 @@ async def test_assigned_time_excludes_time_before_the_resume(earlier_s: float) -
     await asyncio.sleep(5.0)
     measured.count_assigned_time({instance.id: 1}, {instance.id: instance})
     assert instance.assigned_s == pytest.approx(5.0)
-    assert measured.phases([], [instance])["rollout_idle_with_work_s"] == pytest.approx(5.0)
+    assert measured.seconds_by_activity([], [instance])["rollout_idle_with_work_s"] == pytest.approx(5.0)

@@ -86,12 +86,12 @@ def kill_when(when: Callable[[Run], bool]) -> Script:
     """End everything at once when `when` holds, without notifying any actor."""
 
     async def kill(run: Run) -> None:
-        while run.driver is None or not run.driver.training or not when(run):
+        while run.driver is None or not run.driver.is_training or not when(run):
             await asyncio.sleep(0.01)
         for placed in list(run.workers.placed.values()):
             placed.future.dead = True
         run.driver.stop("killed")
-        run.driver._task.cancel()
+        run.driver._main_task.cancel()
 
     return kill
 

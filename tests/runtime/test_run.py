@@ -54,7 +54,7 @@ def check(folder: Path, steps: int) -> VersionedStore:
     num_commands = 0
     for config, events in recorded_starts(folder):
         coordinator = make_coordinator(loading.load(config), validate_every_event=True)
-        replayed = journal.replay(coordinator, journal.read(events))
+        replayed = journal.replay(coordinator, journal.JournalReader(events))
         assert replayed.difference == ""
         num_commands += replayed.num_commands
     assert num_commands > 0
@@ -112,7 +112,7 @@ async def run_and_interfere(
     driver = Driver(config, Actors(config, cluster, run_dir, facts), run_dir, RunListener())
 
     async def interfering() -> None:
-        while not (once_placed in cluster.placed if once_placed else driver.outcomes.steps):
+        while not (once_placed in cluster.placed if once_placed else driver.report.steps):
             await asyncio.sleep(0.05)
         await interfere(driver, cluster)
 
@@ -163,7 +163,7 @@ def test_a_lost_rollout_worker_is_replaced_and_no_trajectory_is_lost(job: Path, 
         for pid in struck:
             if Path(f"/proc/{pid}").exists():
                 os.kill(pid, signal.SIGKILL)
-    assert driver.outcomes.losses
+    assert driver.report.losses
     store = check(job.parent / "runs" / "job", 5)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
 
@@ -173,7 +173,7 @@ def test_a_lost_rollout_worker_is_replaced_and_no_trajectory_is_lost(job: Path, 
 def test_a_lost_role_is_restored_while_engines_stay_loaded(job: Path, victim: str) -> None:
     overrides = ("task.eval_prompts=0", "steps=5", "rollout.instances=2")
     driver = asyncio.run(run_and_strike(job, overrides, victim, lambda pid: os.kill(pid, signal.SIGKILL)))
-    (loss,) = driver.outcomes.losses
+    (loss,) = driver.report.losses
     assert f"{victim} is gone" in loss
     store = check(job.parent / "runs" / "job", 5)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16

@@ -314,9 +314,9 @@ def test_the_code_of_a_moved_run_is_read_from_its_folder(moved_run: Path) -> Non
     tracked = load_job(moved_run, ('tracking.tracker=""',))
     config, code = with_code(tracked)
     assert code == {"reward_mine.py": "one = 1\n", "task_mine.py": "two = 2\n"}
-    submission = Submission(id="copy-2", job=configuration_text(config), code=code, resume=True)
+    submission = Submission(id="copy-2", job_toml=configuration_text(config), code=code, resume=True)
     assert (
-        job_driver.on_this_cluster(submission, "tcp://host:1").reward.function
+        job_driver.configure_for_cluster(submission, "tcp://host:1").reward.function
         == f"{moved_run}/code/reward_mine.py:score"
     )
 
@@ -341,7 +341,7 @@ def test_the_docstring_examples_of_run_folder_pass() -> None:
 
 
 def submission(id: str, *, resume: bool = False) -> Submission:
-    return Submission(id=id, job="", code={"reward_mine.py": f"# {id}\n"}, resume=resume)
+    return Submission(id=id, job_toml="", code={"reward_mine.py": f"# {id}\n"}, resume=resume)
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -349,10 +349,10 @@ def test_a_second_job_of_a_name_is_rejected_before_it_writes(light_job: Path, re
     config = loading.load(light_job)
 
     async def both() -> None:
-        async with job_driver.claimed_for_job(config, submission("job-a")):
+        async with job_driver.lock_for_job(config, submission("job-a")):
             before = contents(config.run_dir)
             with pytest.raises(FolderInUse):
-                async with job_driver.claimed_for_job(config, submission("job-b", resume=resume)):
+                async with job_driver.lock_for_job(config, submission("job-b", resume=resume)):
                     pytest.fail("both hold it")
             assert contents(config.run_dir) == before
 
@@ -362,7 +362,7 @@ def test_a_second_job_of_a_name_is_rejected_before_it_writes(light_job: Path, re
     before = contents(config.run_dir)
 
     async def third() -> None:
-        async with job_driver.claimed_for_job(config, submission("job-c")):
+        async with job_driver.lock_for_job(config, submission("job-c")):
             pytest.fail("there is a run already")
 
     with pytest.raises(ConfigError, match="already holds a run"):
@@ -376,7 +376,7 @@ def test_a_restarted_driver_waits_for_the_lock_of_the_previous_one(light_job: Pa
     order: list[str] = []
 
     async def driver(name: str, seconds: float) -> None:
-        async with job_driver.claimed_for_job(config, submission("job-a")):
+        async with job_driver.lock_for_job(config, submission("job-a")):
             order.append(f"{name} in")
             await asyncio.sleep(seconds)
             order.append(f"{name} out")
@@ -389,7 +389,7 @@ def test_a_restarted_driver_waits_for_the_lock_of_the_previous_one(light_job: Pa
     hurried = loading.load(light_job, ("deadlines.start_s=0.1",))
 
     async def too_long() -> None:
-        async with job_driver.claimed_for_job(hurried, submission("job-a")):
+        async with job_driver.lock_for_job(hurried, submission("job-a")):
             pytest.fail("it is held")
 
     with lock_folder(config.run_dir), pytest.raises(FolderInUse):

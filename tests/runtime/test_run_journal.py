@@ -29,7 +29,7 @@ PART_BYTES = 20_000
 
 def split_journal(path: Path, full_journal: Path, part_bytes: int = PART_BYTES) -> list[JournalEntry]:
     """Split the journal of one file into parts; returns the entries."""
-    entries = list(journal.read(full_journal))
+    entries = list(journal.JournalReader(full_journal))
     book = RunJournal(path, part_bytes=part_bytes)
     for entry in entries:
         book.append(entry.now, entry.event, entry.commands)
@@ -49,33 +49,33 @@ def full_journal(tmp_path: Path) -> Path:
 def test_a_journal_in_parts_reads_and_replays_as_one_file(tmp_path: Path, full_journal: Path) -> None:
     path = tmp_path / "events.jsonl"
     entries = split_journal(path, full_journal)
-    result = journal.files(path)
+    result = journal.list_files(path)
     assert [p.name for p in result] == [*(f"events.jsonl.{n:04}.gz" for n in range(1, len(result))), "events.jsonl"]
     assert len(result) > 5
-    read = journal.read(path)
+    read = journal.JournalReader(path)
     assert list(read) == entries
-    assert read.torn_line == 0
-    assert journal.replay(coordinator(tmp_path), journal.read(path)).difference == ""
+    assert read.incomplete_line == 0
+    assert journal.replay(coordinator(tmp_path), journal.JournalReader(path)).difference == ""
     headings = b"".join(b'{"part":%d}\n' % n for n in range(2, len(result) + 1))
-    assert sum(map(journal.num_bytes, result)) == full_journal.stat().st_size + len(headings)
+    assert sum(map(journal.uncompressed_bytes, result)) == full_journal.stat().st_size + len(headings)
     assert sum(p.stat().st_size for p in result[:-1]) < full_journal.stat().st_size / 5
 
 
 def test_a_journal_of_one_part_has_the_bytes_of_one_file(tmp_path: Path, full_journal: Path) -> None:
     split_journal(tmp_path / "events.jsonl", full_journal, journal.PART_BYTES)
     assert (tmp_path / "events.jsonl").read_bytes() == full_journal.read_bytes()
-    assert journal.files(tmp_path / "events.jsonl") == [tmp_path / "events.jsonl"]
+    assert journal.list_files(tmp_path / "events.jsonl") == [tmp_path / "events.jsonl"]
 
 
 def test_a_missing_or_corrupt_part_gives_a_one_line_error(tmp_path: Path, full_journal: Path) -> None:
     path = tmp_path / "events.jsonl"
     split_journal(path, full_journal)
     second = tmp_path / "events.jsonl.0002.gz"
-    *closed, last = journal.files(path)
+    *closed, last = journal.list_files(path)
 
     def refusal() -> str:
         with pytest.raises(ConfigError) as error:
-            list(journal.read(path))
+            list(journal.JournalReader(path))
         assert "\n" not in str(error.value)
         return str(error.value)
 
@@ -86,7 +86,7 @@ def test_a_missing_or_corrupt_part_gives_a_one_line_error(tmp_path: Path, full_j
         second.write_bytes(torn)
         assert refusal().startswith(f"{second}: damaged{' after line ' if torn else ': it is empty'}")
     second.write_bytes(data)
-    assert list(journal.read(path))
+    assert list(journal.JournalReader(path))
     kept = closed[-1].read_bytes()
     closed[-1].unlink()
     assert refusal() == (
@@ -101,18 +101,20 @@ def test_a_missing_or_corrupt_part_gives_a_one_line_error(tmp_path: Path, full_j
 def test_parts_of_a_killed_writer_are_read_and_compressed_by_the_next(tmp_path: Path, full_journal: Path) -> None:
     path = tmp_path / "events.jsonl"
     entries = split_journal(path, full_journal)
-    for part in list(journal.closed_parts(path).values())[1::2]:
+    for part in list(journal.list_closed_parts(path).values())[1::2]:
         plain = part.with_suffix("")
         plain.write_bytes(gzip.decompress(part.read_bytes()))
-        if part != list(journal.closed_parts(path).values())[3]:
+        if part != list(journal.list_closed_parts(path).values())[3]:
             part.unlink()  # killed before, or after, the compressed one was complete
     path.write_bytes(path.read_bytes() + b'{"now":1.5,"ev')
-    read = journal.read(path)
+    read = journal.JournalReader(path)
     assert list(read) == entries
-    assert read.torn_line == len(path.read_bytes().splitlines())
+    assert read.incomplete_line == len(path.read_bytes().splitlines())
     path.rename(tmp_path / "events.1.jsonl")
     RunJournal(tmp_path / "events.jsonl").close(wait=True)
-    assert [p.suffix for p in journal.closed_parts(path).values()] == [".gz"] * (len(journal.closed_parts(path)))
+    assert [p.suffix for p in journal.list_closed_parts(path).values()] == [".gz"] * (
+        len(journal.list_closed_parts(path))
+    )
     assert not [p for p in tmp_path.glob("events.jsonl.*") if p.suffix != ".gz"]
 
 
@@ -123,7 +125,7 @@ def test_a_part_that_cannot_be_compressed_is_kept_and_logged(
     (tmp_path / "events.jsonl.0002.gz").mkdir()
     (tmp_path / "events.jsonl.0002.gz" / "full").write_text("")
     book = Journal(path, compress, 5_000)
-    book.append(1.0, next(iter(journal.read(full_journal))).event, ())
+    book.append(1.0, next(iter(journal.JournalReader(full_journal))).event, ())
     book.close()
     (tmp_path / "events.jsonl.0007").write_text("x\n")
     (tmp_path / "events.jsonl.0007.gz").mkdir()
@@ -163,7 +165,7 @@ def test_a_journal_of_a_killed_process_has_every_written_entry(tmp_path: Path) -
             for _ in range(400 + 37 * attempt):
                 last = int(process.stdout.readline())
             os.kill(process.pid, signal.SIGKILL)
-        read = [entry.now for entry in journal.read(path)]
+        read = [entry.now for entry in journal.JournalReader(path)]
         assert read == list(range(len(read)))
         assert len(read) > last
 
@@ -172,14 +174,14 @@ def test_a_resumed_run_keeps_the_parts_of_each_start(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run_folder(folder)
     events = folder / "events.jsonl"
-    before = list(journal.read(events))
+    before = list(journal.JournalReader(events))
     (folder / "one").write_bytes(events.read_bytes())
     events.unlink()
     split_journal(events, folder / "one")
-    count = len(journal.files(events))
+    count = len(journal.list_files(events))
     resumption._archive_start(folder)
-    assert journal.files(events) == []
-    assert len(journal.files(folder / "events.1.jsonl")) == count
+    assert journal.list_files(events) == []
+    assert len(journal.list_files(folder / "events.1.jsonl")) == count
     assert [events.name for _, events in recorded_starts(folder)] == ["events.1.jsonl", "events.jsonl"]
     split_journal(events, folder / "one")
     result = command("replay", folder)
@@ -187,7 +189,7 @@ def test_a_resumed_run_keeps_the_parts_of_each_start(tmp_path: Path) -> None:
     assert f"{2 * len(before)} events" in result.stdout
 
     # Interrupted during a rename, and killed while the current part was closed: the journal continues from there.
-    for part in list(journal.closed_parts(events).values())[:2]:
+    for part in list(journal.list_closed_parts(events).values())[:2]:
         part.rename(folder / part.name.replace("events", "events.2", 1))
     events.rename(folder / f"events.jsonl.{count:04}")
     resumption._archive_start(folder)
@@ -196,7 +198,7 @@ def test_a_resumed_run_keeps_the_parts_of_each_start(tmp_path: Path) -> None:
         "events.2.jsonl",
         "events.jsonl",
     ]
-    assert list(journal.read(folder / "events.2.jsonl")) == before
+    assert list(journal.JournalReader(folder / "events.2.jsonl")) == before
     resumption._archive_start(folder)  # a start without any event
     assert [events.name for _, events in recorded_starts(folder)] == [
         "events.1.jsonl",
@@ -209,7 +211,7 @@ def test_the_run_page_follows_parts_during_rotation_and_compression(
     tmp_path: Path, full_journal: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "events.jsonl"
-    entries = list(journal.read(full_journal))
+    entries = list(journal.JournalReader(full_journal))
     alone, follower = JournalFollower(3), JournalFollower(3)
     alone.follow([full_journal], max_bytes=10**9)
     lines: list[str] = []
@@ -225,7 +227,7 @@ def test_the_run_page_follows_parts_during_rotation_and_compression(
         book.append(entry.now, entry.event, entry.commands)
         if i % 50 == 0:
             follower.follow([path], max_bytes=6_000)
-            done = [p for p in journal.closed_parts(path).values() if p.suffix != ".gz"]
+            done = [p for p in journal.list_closed_parts(path).values() if p.suffix != ".gz"]
             if done and i % 200 == 0:
                 run_journal.compress(done[0])
     book.close()
@@ -244,7 +246,7 @@ def test_the_run_page_follows_parts_during_rotation_and_compression(
 
 def test_journals_of_earlier_versions_without_parts_are_readable(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("".join(f"{line}\n" for line in WRITTEN))
-    assert len(list(journal.read(tmp_path / "events.jsonl"))) == len(WRITTEN)
+    assert len(list(journal.JournalReader(tmp_path / "events.jsonl"))) == len(WRITTEN)
 
 
 def test_a_full_disk_ends_the_run_with_one_line_and_the_journal_closes(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ RANKS = ("training.ranks=2", "task.eval_prompts=0", "steps=5", "rollout.instance
 def test_a_trainer_that_loses_a_rank_continues_and_resumes_with_one_rank(job: Path) -> None:
     """Sharded resume points are loaded by one process."""
     driver = asyncio.run(run_and_strike(job, RANKS, "trainer-1", lambda pid: os.kill(pid, signal.SIGKILL)))
-    (loss,) = driver.outcomes.losses
+    (loss,) = driver.report.losses
     assert "trainer-1 is gone" in loss
     folder = job.parent / "runs" / "job"
     store = check(folder, 5)
@@ -42,7 +42,7 @@ def test_a_trainer_that_loses_a_rank_continues_and_resumes_with_one_rank(job: Pa
 @pytest.mark.parametrize("victim", ["trainer-1", "trainer"])
 def test_a_rank_killed_during_start_is_replaced(job: Path, victim: str) -> None:
     driver = asyncio.run(run_and_strike(job, RANKS, victim, lambda pid: os.kill(pid, signal.SIGKILL), at_start=True))
-    assert len(driver.outcomes.losses) == 1
+    assert len(driver.report.losses) == 1
     store = check(job.parent / "runs" / "job", 5)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
 
@@ -63,7 +63,7 @@ def test_each_rank_may_be_killed_or_hang(job: Path, victim: str, blow: signal.Si
         for pid in struck:
             if Path(f"/proc/{pid}").exists():
                 os.kill(pid, signal.SIGKILL)
-    assert len(driver.outcomes.losses) == 1
+    assert len(driver.report.losses) == 1
     folder = job.parent / "runs" / "job"
     store = check(folder, 5)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16

@@ -76,7 +76,7 @@ def test_a_killed_vllm_instance_is_replaced_and_no_trajectory_is_lost(job: Path,
         f"cluster.shared_memory={memory_folder}",
     )
     driver = asyncio.run(run_and_strike(job, overrides, "rollout-0", strike))
-    assert driver.outcomes.losses
+    assert driver.report.losses
     store = check(job.parent / "runs" / "job", 12)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 12 * 16
     assert not any(Path(f"/proc/{pid}").exists() for pid in struck)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.coordination.events import TrajectoryScored
-from staleflow.pipeline.runtime.scoring import HELD_S, MAX_GROUPS_COUNTED, Scoring
+from staleflow.pipeline.runtime.scoring import MAX_GROUPS_COUNTED, MAX_HOLD_S, ScoreQueue
 from staleflow.stores.trajectory import TrajectoryId
 from tests.support import virtual_time
 from tests.support.bodies import Body
@@ -38,8 +38,8 @@ def score_responses(body: Body, puts: list[tuple[float, int]], *overrides: str, 
         def tell(event: TrajectoryScored) -> None:
             told[int(event.trajectory)] = time()
 
-        scoring = Scoring(config, judges, tell, time)  # type: ignore[arg-type]  # all of Actors that it uses here
-        tasks = [asyncio.ensure_future(work) for work in scoring.work()]
+        scoring = ScoreQueue(config, judges, tell, time)  # type: ignore[arg-type]  # all of Actors that it uses here
+        tasks = [asyncio.ensure_future(work) for work in scoring.coroutines()]
         for pause_s, trajectory in puts:
             await asyncio.sleep(pause_s)
             scoring.put(TrajectoryId(trajectory))
@@ -62,8 +62,8 @@ def test_a_complete_group_is_scored_in_one_call_at_once(body: Body) -> None:
 def test_a_response_waits_a_limited_time_for_its_group(body: Body) -> None:
     judges, _ = score_responses(body, [(1.0, 8), (0.5, 9), (0.001, 10), (0.5, 11)])
     assert [(at, batch) for at, _, batch in judges.calls] == [
-        (pytest.approx(1.0 + HELD_S), (8,)),
-        (pytest.approx(1.5 + HELD_S), (9, 10)),
+        (pytest.approx(1.0 + MAX_HOLD_S), (8,)),
+        (pytest.approx(1.5 + MAX_HOLD_S), (9, 10)),
         (pytest.approx(2.001), (11,)),
     ]
 

@@ -50,7 +50,7 @@ def test_a_commit_longer_than_call_s_is_reported_and_not_a_loss(body: Body) -> N
     assert run.outcomes.losses == []
     received = [what for _, what in run.phases if what.startswith("committing")]
     assert received[0] == (
-        "committing step 0 for 3 s (deadlines.commit_s allows 60); sampling goes on within the staleness bound, "
+        "committing step 0 for 3 s (deadlines.commit_s allows 60); sampling continues within the staleness bound, "
         "training up to 2 steps ahead"
     )
     assert len(received) >= 2 * 5
@@ -80,7 +80,7 @@ def test_a_bucket_outage_of_minutes_does_not_end_the_run(body: Body) -> None:
     assert run.outcomes.losses == []
     reported = [(at_s, what) for at_s, what in run.phases if "the provided token has expired" in what]
     assert reported[0][0] < 3.0 + 5.0
-    assert "it is tried again (deadlines.commit_s allows 400); sampling goes on" in reported[0][1]
+    assert "it is tried again (deadlines.commit_s allows 400); sampling continues" in reported[0][1]
     assert max(float(re.search(r"for (\d+) s", what)[1]) for _, what in reported) >= 297  # type: ignore[index]
     requests = [c for c in run.workers.calls if c.method == "commit"]
     assert len(requests) == 13, "the server tries again, the driver does not ask again"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from staleflow.pipeline.jobs.summary import summarize
-from staleflow.pipeline.runtime.training_alarms import MIN_ESS, STEPS, TrainingAlarms
+from staleflow.pipeline.runtime.training_alarms import AVERAGED_STEPS, MIN_ESS, TrainingAlarms
 from tests.support.bodies import Body
 from tests.support.scripted import World
 
@@ -15,7 +15,7 @@ def test_a_low_ess_for_several_steps_raises_one_alarm() -> None:
     values = [0.9, 0.1, 0.1, 0.8, *[0.1] * 10]
     results = [(step, alarm) for step, ess in enumerate(values) for alarm in watch.observe(step, {"ess": ess})]
     ((step, alarm),) = results
-    assert step == 4 + STEPS - 1
+    assert step == 4 + AVERAGED_STEPS - 1
     assert f"step {step}: the effective sample size of the importance ratios is 0.1 of the tokens" in alarm
     assert f"below {MIN_ESS:g}" in alarm
     assert "lower staleness.eta or training.learning_rate" in alarm

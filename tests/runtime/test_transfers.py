@@ -179,7 +179,7 @@ async def test_the_load_timeout_grows_with_the_number_of_bytes(body: Body, caplo
         stage.publish(V1)
         pull = asyncio.ensure_future(stage.actors.pull(one, V1))
         await asyncio.sleep(5.0)
-        assert one.loading and stage.actors.loading, "it need not sample"
+        assert one.is_loading and stage.actors.is_loading, "it need not sample"
         await pull
-        assert one.version == V1 and not stage.actors.loading
+        assert one.version == V1 and not stage.actors.is_loading
         assert [line for line in caplog.messages if "pulled" in line] == ["rollout-0 pulled version 1 in 6.0 s"]

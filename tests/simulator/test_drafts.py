@@ -185,5 +185,5 @@ def test_a_run_with_decided_draft_lengths_replays_to_the_same_commands(tmp_path:
     simulated_run.run()
     written.close()
     assert simulated_run.trace.commands["SetDraftLength"] > 0
-    replayed = journal.replay(factories.make_coordinator(config), journal.read(path))
+    replayed = journal.replay(factories.make_coordinator(config), journal.JournalReader(path))
     assert replayed.difference == ""

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.stored_runs import offline_verification, verification
-from staleflow.pipeline.stored_runs.repeated_steps import Repetition, RepetitionResult, repeat
+from staleflow.pipeline.stored_runs.repeated_steps import RepetitionPlan, RepetitionResult, repeat
 
 
 @pytest.fixture(autouse=True)
 def repeat_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fixture for tests of a module that imports it."""
 
-    def run(plan: Repetition, client: Any, report: Any) -> RepetitionResult:
+    def run(plan: RepetitionPlan, client: Any, report: Any) -> RepetitionResult:
         return repeat(plan, report)
 
     monkeypatch.setattr(verification, "run_repetition", run)

@@ -24,7 +24,9 @@ def test_the_memory_limit_is_divided_among_processes_and_has_a_minimum() -> None
         for workers in (1, 2, 8, 64):
             plan = make_plan(memory, workers, 10**10)
             processes = (
-                auditing.WITH_POOL_MIB + plan.workers * auditing.WORKER_MIB if plan.workers else auditing.ALONE_MIB
+                auditing.PROCESS_WITH_POOL_MIB + plan.workers * auditing.WORKER_MIB
+                if plan.workers
+                else auditing.PROCESS_MIB
             )
             reading = max(1, plan.workers) * plan.max_tokens * auditing.BYTES_PER_TOKEN / auditing.MIB
             assert processes + reading <= memory

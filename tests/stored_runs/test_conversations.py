@@ -118,7 +118,7 @@ def test_an_export_has_messages_and_a_mask_of_sampled_tokens(run: StoredRun, tmp
 
 
 def test_a_reward_function_gets_the_last_turn_and_all_turns_in_the_record(run: StoredRun, tmp_path: Path) -> None:
-    config = reward_rescoring._with_reward(run.config, f"{tmp_path}/mine.py:last")
+    config = reward_rescoring._replace_reward(run.config, f"{tmp_path}/mine.py:last")
     prompts = actor_settings.prompt_settings(config, held_out=0, longest_prompt=None)
     settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), {}))
     try:
@@ -161,7 +161,7 @@ def test_logprobs_are_compared_at_sampled_tokens_only(run: StoredRun, monkeypatc
     (new,) = logprob_recompute.response_logprobs(settings, [row])
     assert (new[~row.trajectory.sampled] == 0).all()
     result = logprob_recompute.read_rows(
-        settings, str(run.store.path), run.store.snapshot, 0, 1, np.ones(1, bool), keep=True
+        settings, str(run.store.path), run.store.snapshot, 0, 1, np.ones(1, bool), keep_logprobs=True
     )
     sums = dict(zip(logprob_recompute.SUMS, result.sums[0].tolist(), strict=True))
     assert sums["tokens"] == row.trajectory.num_sampled

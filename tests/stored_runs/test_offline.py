@@ -331,7 +331,7 @@ def test_a_killed_training_resumes_and_ends_with_the_same_weights(
         if event.get("done") == 2:
             raise Killed
 
-    monkeypatch.setattr(training, "POINT_S", 0.0)
+    monkeypatch.setattr(training, "RESUME_POINT_S", 0.0)
     plan = training.make_plan(stored, tmp_path / "out", ("task.eval_prompts=0",), "main", "", 1)
     with pytest.raises(Killed):
         training.train(plan, die_after_two)
@@ -389,7 +389,7 @@ def test_a_lost_rank_ends_offline_training_and_the_same_command_resumes(
         os.kill(client.run(os.getpid)[follower], signal.SIGKILL)
 
     with local_pool(2) as two:
-        two.client.run(setattr, training, "POINT_S", 0.0)
+        two.client.run(setattr, training, "RESUME_POINT_S", 0.0)
         killer = threading.Thread(target=kill_the_other, args=(two.client,))
         killer.start()
         with pytest.raises(ActorLost, match="a rank of the training was lost: "):

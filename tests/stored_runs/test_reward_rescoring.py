@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from staleflow.pipeline.stored_runs import reward_rescoring
-from staleflow.pipeline.stored_runs.branch_diff import difference
+from staleflow.pipeline.stored_runs.branch_diff import compare_branches
 from staleflow.pipeline.stored_runs.pool import local_pool
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories import derived_branches
@@ -132,7 +132,7 @@ def test_the_same_reward_gives_the_same_rewards_and_advantages(stored: Path) -> 
     consumed = first["staleness"] >= 0
     np.testing.assert_array_equal(first["reward"][consumed], second["reward"][consumed])
     np.testing.assert_allclose(first["advantage"], second["advantage"], atol=1e-6)
-    result = difference(stored, "main", "again")
+    result = compare_branches(stored, "main", "again")
     assert (result.changed, result.order_changed) == (0, ())
     assert (result.signal_second_only, result.signal_first_only) == ((), ())
 

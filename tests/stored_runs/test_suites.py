@@ -10,7 +10,7 @@ import pytest
 
 from staleflow.pipeline.stored_runs import suites
 from staleflow.pipeline.stored_runs.suite_process import task_metrics
-from staleflow.pipeline.stored_runs.suites import CODEC, SuiteFigure, SuiteSettings, run_suite
+from staleflow.pipeline.stored_runs.suites import CODEC, SuiteMetric, SuiteSettings, run_suite
 from staleflow.stores.errors import ConfigError
 
 TASK = """
@@ -30,7 +30,7 @@ metric_list:
 def test_a_missing_lm_eval_gives_a_one_line_error_with_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suites, "HAS_LM_EVAL", "raise SystemExit(1)")
+    monkeypatch.setattr(suites, "CHECK_LM_EVAL_CODE", "raise SystemExit(1)")
     with pytest.raises(ConfigError, match=r"has no lm-eval: pip install 'staleflow\[eval\]'"):
         suites.check_lm_eval(sys.executable)
     with pytest.raises(ConfigError, match="cannot be run: No such file"):
@@ -42,7 +42,7 @@ def test_suite_figures_have_each_metric_with_the_standard_error_of_its_filter() 
         "alias": "sums", "sample_len": 4, "acc,none": 0.5, "acc_stderr,none": 0.25, "exact_match,last": 1,
         "exact_match_stderr,last": "N/A",
     }  # fmt: skip
-    lines = [figure.line for figure in CODEC.decode(task_metrics("sums", results, 3), list[SuiteFigure])]
+    lines = [figure.line for figure in CODEC.decode(task_metrics("sums", results, 3), list[SuiteMetric])]
     assert lines == [
         "sums: acc 0.5000 ± 0.2500, 3-shot, 4 documents",
         "sums: exact_match (last) 1.0000, 3-shot, 4 documents",

@@ -344,7 +344,7 @@ def test_rewards_of_a_multithreaded_worker_equal_those_of_a_loop(
     assert len(set(expected.values())) > ROWS * 0.9
 
     monkeypatch.setattr(pools, "MIN_ROWS", 8)
-    monkeypatch.setattr(pools, "CALLS_A_WORKER", 12)
+    monkeypatch.setattr(pools, "CALLS_PER_WORKER", 12)
     for branch in ("once", "twice"):
         reward_rescoring.rescore(large_run, f"{rewards}:checksum", branch, threaded_pool)
         rows = VersionedStore.open(large_run / "store", branch=branch).ended()
@@ -360,7 +360,7 @@ def test_logprobs_of_several_threads_equal_those_of_one(
 ) -> None:
     monkeypatch.setattr(logprob_recompute, "MODEL_ROWS", 8)
     monkeypatch.setattr(pools, "MIN_ROWS", 8)
-    monkeypatch.setattr(pools, "CALLS_A_WORKER", 12)
+    monkeypatch.setattr(pools, "CALLS_PER_WORKER", 12)
     logprob_recompute.recompute(large_run, str(tiny_model), threaded_pool, branch="read")
     config = loading.load(large_run / "config.toml")
     store = VersionedStore.open(large_run / "store", branch="read")
@@ -386,7 +386,7 @@ def test_an_export_by_several_threads_equals_that_of_one(
     large_run: Path, tmp_path: Path, threaded_pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporting, "PART_ROWS", 16)
-    monkeypatch.setattr(pools, "CALLS_A_WORKER", 12)
+    monkeypatch.setattr(pools, "CALLS_PER_WORKER", 12)
     exporting.export(large_run, "jsonl", tmp_path / "threads.jsonl", threaded_pool)
     store = VersionedStore.open(large_run / "store")
     part = tmp_path / "one.jsonl"

@@ -59,7 +59,7 @@ def train_plan(plan: OfflinePlan) -> tuple[dict[str, Any], list[dict[str, Any]]]
 
 
 def train_from_beginning(plan: OfflinePlan) -> OfflinePlan:
-    return dataclasses.replace(plan, start=0, point="", out=f"{plan.out}-from-the-beginning")
+    return dataclasses.replace(plan, start=0, resume_point="", out=f"{plan.out}-from-the-beginning")
 
 
 def are_equal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
@@ -93,7 +93,12 @@ def test_unlearned_weights_equal_training_without_the_rows(
         "a group": last[4:8], "the first step": first, "the middle step": middle, "the last step": last,
     }[name]  # fmt: skip
     plan, facts = unlearning.make_plan(run_copy, tmp_path / "out", f"trajectory in {left_out}", "without")
-    assert (facts.rows, facts.start, bool(plan.point), bool(facts.reason)) == (rows, start, start > 0, start == 0)
+    assert (facts.rows, facts.start, bool(plan.resume_point), bool(facts.reason)) == (
+        rows,
+        start,
+        start > 0,
+        start == 0,
+    )
     assert len(facts.steps_left_out) == 3 - steps
     weights, history = train_plan(plan)
     expected, whole = train_plan(train_from_beginning(plan))
@@ -140,7 +145,7 @@ def test_a_killed_unlearning_resumes_on_the_same_branch(
         if event.get("done") == 2:
             raise Killed
 
-    monkeypatch.setattr(training, "POINT_S", 0.0)
+    monkeypatch.setattr(training, "RESUME_POINT_S", 0.0)
     where = f"trajectory == {ids_by_step(run_copy)[1][0]}"
     plan, _ = unlearning.make_plan(run_copy, tmp_path / "out", where, "without")
     with pytest.raises(Killed):
@@ -179,7 +184,7 @@ def test_a_resume_point_of_other_weights_or_settings_is_not_used(run_copy: Path,
     with (run_copy / "config.toml").open("a") as file:
         file.write("# changed\n")
     _, facts = unlearning.make_plan(run_copy, tmp_path / "out", where, "without")
-    assert facts.reason == "the run was not trained with the settings of now"
+    assert facts.reason == "the run was not trained with the current settings"
 
 
 def test_a_resume_point_of_another_kind_of_machine_is_named(
@@ -207,9 +212,9 @@ def test_advantages_are_recomputed_only_where_they_depend_on_removed_rows(name: 
         "response_tokens": np.full(count, 5), "advantage": np.full(count, odd),
     }  # fmt: skip
     trained, removed = np.ones(count, bool), np.arange(count) == 7
-    found = unlearning.advantages_without(config, table, trained, removed)
+    found = unlearning.estimate_remaining_advantages(config, table, trained, removed)
     table["reward"][7] = -50.0
-    again = unlearning.advantages_without(config, table, trained, removed)
+    again = unlearning.estimate_remaining_advantages(config, table, trained, removed)
     assert found[7] == 0 and (found == again).all()
     assert (found[8:] == odd).all()
     rest: npt.NDArray[np.float64] = np.asarray([0, 0, 1]) - 1 / 3
@@ -217,7 +222,9 @@ def test_advantages_are_recomputed_only_where_they_depend_on_removed_rows(name: 
         assert found[4:7] == pytest.approx(rest)
     if name in ("grpo", "dapo", "dr_grpo", "rloo"):
         assert (found[:4] == odd).all()
-    alone = unlearning.advantages_without(config, table, trained, (table["group"] == 1) & (table["trajectory"] > 4))
+    alone = unlearning.estimate_remaining_advantages(
+        config, table, trained, (table["group"] == 1) & (table["trajectory"] > 4)
+    )
     assert name not in ("grpo", "dapo", "dr_grpo", "rloo") or alone[4] == 0
 
 

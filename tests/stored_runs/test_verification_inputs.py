@@ -102,7 +102,7 @@ CONTRADICTED: list[tuple[str, Change, str]] = [
     ("empty weights", truncate(f"{CHECKPOINT}/model.safetensors", 0), "cannot be loaded"),
     ("no architecture", remove(f"{CHECKPOINT}/config.json"), "cannot be loaded"),
     ("another architecture", values(f"{CHECKPOINT}/config.json", rope_theta=9.0), "config.json is not the file"),
-    ("no tokenizer", remove(f"{CHECKPOINT}/tokenizer.json"), "tokenizer.json is not there"),
+    ("no tokenizer", remove(f"{CHECKPOINT}/tokenizer.json"), "tokenizer.json is missing"),
     ("another file", text(f"{CHECKPOINT}/more.bin", "{}"), "more.bin: the run saves no such"),
     ("another type", point([1, 2]), "resume point of version 1"),
     ("an empty state", point({}), "resume point of version 1"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import staleflow.stores.reward_signal
-from staleflow.pipeline.stored_runs.branch_diff import difference
+from staleflow.pipeline.stored_runs.branch_diff import compare_branches
 from staleflow.pipeline.strategies.filtering import DropNoSignal
 from staleflow.stores.reward_signal import has_signal
 from staleflow.stores.trajectories import derived_branches
@@ -69,6 +69,6 @@ def test_a_failed_reward_gives_no_signal(tmp_path: Path) -> None:
             errors={},
         )
         derived_branches.derive(store, tmp_path / "store", name, new, {})
-    assert difference(tmp_path, "main", "failed").signal_second_only == ()
-    assert difference(tmp_path, "main", "scored").signal_second_only == (0,)
-    assert difference(tmp_path, "scored", "failed").signal_first_only == (0,)
+    assert compare_branches(tmp_path, "main", "failed").signal_second_only == ()
+    assert compare_branches(tmp_path, "main", "scored").signal_second_only == (0,)
+    assert compare_branches(tmp_path, "scored", "failed").signal_first_only == (0,)

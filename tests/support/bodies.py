@@ -90,8 +90,8 @@ class Run(RunListener):
     loss_counts: list[int] = field(default_factory=list)
     """Number of losses known at each status."""
 
-    def phase(self, doing: str) -> None:
-        self.phases.append((asyncio.get_running_loop().time(), doing))
+    def phase(self, name: str) -> None:
+        self.phases.append((asyncio.get_running_loop().time(), name))
 
     def status(self, snapshot: Snapshot, report: RunReport) -> None:
         self.loss_counts.append(len(report.losses))
@@ -105,7 +105,7 @@ class Run(RunListener):
 
     @property
     def outcomes(self) -> RunReport:
-        outcomes: RunReport = self.driver.outcomes
+        outcomes: RunReport = self.driver.report
         return outcomes
 
     @property
@@ -118,8 +118,8 @@ class Run(RunListener):
 
     @property
     def entries(self) -> list[journal.JournalEntry]:
-        """Return the entries of the journal file."""
-        return list(journal.read(self.config.run_dir / "events.jsonl"))
+        """The journal, read from its file."""
+        return list(journal.JournalReader(self.config.run_dir / "events.jsonl"))
 
     def events(self, name: str) -> list[tuple[float, Any]]:
         """Return all (time, event) of one kind."""

@@ -159,7 +159,7 @@ class InProcessWorkers:
     ) -> PlacedActor:
         return await self._create(neighbour.future, name, role, cls, args)
 
-    def forget(self, name: str) -> None:
+    def release_light_actor(self, name: str) -> None:
         del self.placed[name]
 
     async def release_shared(self, name: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from staleflow.cli.serve import chat, serve
-from staleflow.pipeline.stored_runs.serving import serving_plan
+from staleflow.pipeline.stored_runs.serving import make_serving_plan
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import FinishReason, TrajectoryId
 from staleflow.tasks.endpoint.replies import parse_tool_calls, render_tool_calls
@@ -104,8 +104,8 @@ async def test_requests_with_the_right_key_are_answered_independently() -> None:
 
 async def test_a_served_policy_samples_at_the_temperature_of_the_request(tiny_model: Path) -> None:
     """Two requests at temperature 0 get the greedy response regardless of other sampling parameters. Unsupported
-    parameters are rejected."""
-    plan = serving_plan(str(tiny_model), ("rollout.max_new_tokens=12",))
+    samples greedily; what the engine cannot do is refused, and never answered with other sampling."""
+    plan = make_serving_plan(str(tiny_model), ("rollout.max_new_tokens=12",))
 
     async def work() -> None:
         policy = plan.build("secret")
@@ -180,10 +180,10 @@ def test_rendered_tool_calls_parse_to_the_same_calls() -> None:
 def test_runs_that_cannot_be_served_give_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[model]\npath = "somewhere"\n')
     with pytest.raises(ConfigError, match="the run has no checkpoint; let it end"):
-        serving_plan(str(tmp_path))
+        make_serving_plan(str(tmp_path))
     (tmp_path / "config.toml").write_text('[rollout.engine]\nname = "emulated"\n')
     with pytest.raises(ConfigError, match="its engine is emulated, so it has no policy to serve"):
-        serving_plan(str(tmp_path))
+        make_serving_plan(str(tmp_path))
     for command in (serve, chat):
         result = CliRunner().invoke(command, ["no/such/folder"])
         assert isinstance(result.exception, ConfigError)
@@ -191,6 +191,6 @@ def test_runs_that_cannot_be_served_give_a_one_line_error(tmp_path: Path) -> Non
 
 
 def test_default_max_new_tokens_of_a_served_model_is_half_its_context(tiny_model: Path) -> None:
-    plan = serving_plan(str(tiny_model))
+    plan = make_serving_plan(str(tiny_model))
     assert plan.config.rollout.max_new_tokens == min(512, plan.facts.context // 2)
-    assert serving_plan(str(tiny_model), ("rollout.max_new_tokens=3",)).config.rollout.max_new_tokens == 3
+    assert make_serving_plan(str(tiny_model), ("rollout.max_new_tokens=3",)).config.rollout.max_new_tokens == 3

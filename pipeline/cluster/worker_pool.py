@@ -1,0 +1,277 @@
+"""The worker processes of a cluster, their GPUs, and the jobs that have them. Chooses the workers for a job.
+
+Invariants:
+- A worker belongs to at most one job.
+- A job that uses GPUs, on a cluster whose workers report some, gets the workers that pipeline/placement chooses for its
+  rollout instances and ranks, and the GPUs that it may use on each. A GPU belongs to one role.
+- After a job's driver is lost, its workers may still run its actors (an engine that decodes, a trajectory server that
+  commits). They belong to no job until they have left the cluster; a restarted worker joins as a new one. A worker that
+  runs only an engine can be reserved for the job's next driver.
+
+Each call has the time as an argument. The module does not use Dask or a clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from staleflow.pipeline.cluster.gang import (
+    Gang,
+    Kinds,
+    Needs,
+    WorkerGpus,
+    choose_workers,
+    describe_shortage,
+    is_large_enough,
+    make_hosts,
+    roles_by_worker,
+)
+from staleflow.pipeline.placement.devices import Device, describe
+from staleflow.pipeline.placement.placement import Assignment, Placement, Shortage, place
+
+RESTART_LIMIT_S = 30.0
+"""Seconds that a worker may take to restart. Until then a worker that has left counts as one of the cluster's."""
+REPORT_LIMIT_S = 30.0
+"""Seconds that a new worker may take to report its GPUs. After that it counts as a worker without GPUs."""
+GpusByWorker = Mapping[str, tuple[str, ...]]
+"""UUIDs of the GPUs that a job may use on each of its workers, by address."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A worker's job, and the roles that it has there. run_dir: the job's run folder. devices: UUIDs of the GPUs that
+    the job may use on this worker."""
+
+    job: str
+    run_dir: str
+    roles: tuple[str, ...]
+    devices: tuple[str, ...] = ()
+
+
+class WorkerPool:
+    """The workers of one cluster, by address."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Mapping[str, float]] = {}
+        self.claims: dict[str, Claim] = {}
+        self.needs_restart: dict[str, Claim] = {}
+        """Workers that may still run actors of a job whose driver was lost, with their earlier claims."""
+        self._reservations: dict[str, tuple[Claim, float]] = {}
+        """Workers reserved for a waiting job because its engine is loaded there, with the time of the reservation."""
+        self._engine_workers: set[str] = set()
+        """Workers that a job got from its reservation. Their engine may not be connected to the new driver yet."""
+        self._pending_restarts: list[str] = []
+        """Workers that `take_pending_restarts` has not returned yet."""
+        self._disconnected: dict[str, tuple[Mapping[str, float], float]] = {}
+        self._kinds: Kinds | None = None
+        self.gpus: dict[str, WorkerGpus] = {}
+        """The GPUs that workers report, including workers that have just left."""
+        self._unreported_since: dict[str, float] = {}
+        """Workers that have not reported their GPUs yet, with the time when they joined."""
+        self._lost_assignments: dict[str, list[tuple[str, Assignment]]] = {}
+        """Roles of running jobs whose worker has left and was not replaced yet, with their old assignments, by job."""
+
+    # -- workers -------------------------------------------------------------------------------------------------
+
+    def add_worker(self, address: str, resources: Mapping[str, float], unreported_since: float | None = None) -> None:
+        """Add a worker that has joined the cluster, or a restarted one with a new address. unreported_since: time at
+        which it was asked to report its GPUs; None if it was not."""
+        self.workers[address] = dict(resources)
+        previous_address = next(
+            (old for old, (declared, _) in self._disconnected.items() if declared == resources), None
+        )
+        if previous_address is not None:
+            self._remove_disconnected(previous_address)
+        if unreported_since is not None:
+            self._unreported_since[address] = unreported_since
+        self._kinds = None
+
+    def set_gpus(self, address: str, gpus: WorkerGpus) -> None:
+        """Store the GPUs that a worker has reported."""
+        self._unreported_since.pop(address, None)
+        if address in self.workers and gpus.devices:
+            self.gpus[address] = gpus
+
+    def awaits_gpu_reports(self, now: float) -> bool:
+        """Whether some workers may still report GPUs."""
+        return any(now - since <= REPORT_LIMIT_S for since in self._unreported_since.values())
+
+    def remove_worker(self, address: str, now: float) -> None:
+        """Remove a worker that has left the cluster."""
+        resources = self.workers.pop(address, None)
+        if resources is not None:
+            self._disconnected[address] = resources, now
+        claim = self.claims.pop(address, None)
+        if claim is not None and claim.devices:
+            self._lost_assignments.setdefault(claim.job, []).append(
+                (claim.roles[0], self._assignment_of(address, claim))
+            )
+        self._unreported_since.pop(address, None)
+        self.needs_restart.pop(address, None)
+        self._reservations.pop(address, None)
+        self._engine_workers.discard(address)
+        self._kinds = None
+
+    def _remove_disconnected(self, address: str) -> None:
+        del self._disconnected[address]
+        self.gpus.pop(address, None)
+
+    @property
+    def free_workers(self) -> list[str]:
+        """Workers that any job can get."""
+        return [
+            address
+            for address in self.workers
+            if not any(address in addresses for addresses in (self.claims, self.needs_restart, self._reservations))
+        ]
+
+    def take_pending_restarts(self) -> list[str]:
+        """Return the workers that must be restarted before a job can get them. Each is returned once."""
+        addresses, self._pending_restarts = self._pending_restarts, []
+        return [address for address in addresses if address in self.needs_restart]
+
+    def unavailable_workers(self, owner: str) -> list[str]:
+        """Workers that a job cannot use. owner: id of the job; empty for a process that belongs to no job."""
+        other_workers = [a for a, claim in self.claims.items() if claim.job != owner]
+        return [*other_workers, *self.needs_restart, *self._reservations]
+
+    def workers_of(self, id: str) -> Gang:
+        """The workers of a job and their roles."""
+        return {address: claim.roles for address, claim in self.claims.items() if claim.job == id}
+
+    # -- claims --------------------------------------------------------------------------------------------------
+
+    def _release(self, id: str) -> None:
+        for address in self.workers_of(id):
+            del self.claims[address]
+        for address in self._reserved_workers(id):
+            self._cancel_reservation(address)
+
+    def _reserved_workers(self, id: str) -> list[str]:
+        return [address for address, (claim, _) in self._reservations.items() if claim.job == id]
+
+    def _restart_claimed(self, address: str) -> None:
+        """Take a worker from its job, and mark it for restart."""
+        self.needs_restart[address] = self.claims.pop(address)
+        self._pending_restarts.append(address)
+
+    def _cancel_reservation(self, address: str) -> None:
+        self.needs_restart[address], _ = self._reservations.pop(address)
+        self._pending_restarts.append(address)
+
+    def _known_kinds(self) -> Kinds:
+        """Kinds of all workers, including workers that have just left and may restart."""
+        if self._kinds is None:
+            self._kinds = roles_by_worker(
+                {a: resources for a, (resources, _) in self._disconnected.items()} | self.workers
+            )
+        return self._kinds
+
+    # -- GPUs ----------------------------------------------------------------------------------------------------
+
+    def uses_gpus(self, needs: Needs) -> bool:
+        """Whether a job uses GPUs on this cluster: it supports GPUs, and the cluster has some or the job sets
+        cluster.gpus."""
+        return needs.instance_gpus > 0 and (bool(self.gpus) or needs.gpus > 0)
+
+    def devices(self) -> list[Device]:
+        """All GPUs of the cluster."""
+        return list(
+            {device.uuid: device for worker_gpus in self.gpus.values() for device in worker_gpus.devices}.values()
+        )
+
+    def gpu_shortage(self, needs: Needs) -> str:
+        """One line that says why all workers together have too few GPUs for a job; empty if they have enough, or if
+        there are no workers yet."""
+        if not self.workers or not self.uses_gpus(needs):
+            return ""
+        if 0 < needs.gpus < needs.num_gpus:
+            return f"needs {needs.num_gpus} GPUs, cluster.gpus = {needs.gpus}"
+        devices = self.devices()
+        if needs.gpus > len(devices):
+            return f"may have cluster.gpus = {needs.gpus}; the cluster's workers have {describe(devices)}"
+        placement = self._place(needs, list(self.workers), used_gpus={})
+        return placement.line if isinstance(placement, Shortage) else ""
+
+    def _devices(self, address: str, uuid: str) -> list[Device]:
+        return [device for device in self.gpus[address].devices if device.uuid == uuid]
+
+    def _assignments_of(self, id: str) -> dict[str, Assignment]:
+        """Current assignments of a job's roles, by the names of `Needs.heavy_roles`; reserved workers are included."""
+        claims = [*self.claims.items(), *((address, claim) for address, (claim, _) in self._reservations.items())]
+        assignments: dict[str, Assignment] = {}
+        counts = Counter[str]()
+        for address, claim in claims:
+            if claim.job == id and claim.devices:
+                assignments[f"{claim.roles[0]}-{counts[claim.roles[0]]}"] = self._assignment_of(address, claim)
+                counts[claim.roles[0]] += 1
+        return assignments
+
+    def _assignment_of(self, address: str, claim: Claim) -> Assignment:
+        return Assignment(host=self.gpus[address].host, devices=claim.devices, process=address)
+
+    def _used_gpus(self, free: Sequence[str] = ()) -> dict[str, str]:
+        """UUIDs of the GPUs that jobs have, with the jobs' ids. free: workers whose GPUs are left out."""
+        reserved_claims = {address: claim for address, (claim, _) in self._reservations.items()}
+        return {
+            uuid: claim.job
+            for claims in (self.claims, self.needs_restart, reserved_claims)
+            for address, claim in claims.items()
+            if address not in free
+            for uuid in claim.devices
+        }
+
+    def _place(
+        self, needs: Needs, workers: Sequence[str], *, used_gpus: Mapping[str, str], id: str = ""
+    ) -> Placement | Shortage:
+        hosts = make_hosts(self.gpus, self._known_kinds(), workers)
+        is_shared = sum(len(host.devices) for host in hosts) == 1
+        return place(hosts, needs.heavy_roles, used_gpus=used_gpus, previous=self._assignments_of(id), share=is_shared)
+
+    def _select(
+        self, needs: Needs, free: Sequence[str], driver_worker: str = "", engine_workers: Sequence[str] = (), *,
+        id: str = "", with_surplus: bool = True, used_gpus: Mapping[str, str] | None = None,
+    ) -> tuple[Gang, GpusByWorker] | None:  # fmt: skip
+        """Choose a job's workers among the free ones, and their GPUs; None if they are not enough. id: the job.
+        used_gpus: GPUs in use, by default those of all workers that are not in `free` or `engine_workers`. Other
+        arguments: see `choose`."""
+        kinds = self._known_kinds()
+        free = sorted(free, key=lambda address: address in self.gpus)  # light roles prefer workers without GPUs
+        if not self.uses_gpus(needs):
+            gang = choose_workers(needs, kinds, free, driver_worker, engine_workers, with_surplus=with_surplus)
+            return None if gang is None else (gang, {})
+        candidates = [address for address in (*engine_workers, *free) if address != driver_worker]
+        used_gpus = self._used_gpus([*free, *engine_workers]) if used_gpus is None else used_gpus
+        placement = self._place(needs, candidates, used_gpus=used_gpus, id=id)
+        if isinstance(placement, Shortage):
+            return None
+        devices = {assignment.process: assignment.devices for assignment in placement.assignments.values()}
+        light_gang = choose_workers(
+            needs.light_needs,
+            kinds,
+            [address for address in free if address not in devices],
+            driver_worker,
+            with_surplus=with_surplus,
+        )
+        if light_gang is None:
+            return None
+        roles = {assignment.process: (name.partition("-")[0],) for name, assignment in placement.assignments.items()}
+        return light_gang | roles, devices
+
+    def _describe_shortage(self, needs: Needs, free: list[str]) -> str:
+        """Message: which workers or GPUs a job waits for; empty if only the number of workers is too small."""
+        if not self.uses_gpus(needs):
+            return describe_shortage(needs, self._known_kinds(), free)
+        placement = self._place(needs, free, used_gpus=self._used_gpus(free))
+        return placement.line if isinstance(placement, Shortage) else "no worker process is left for the light roles"
+
+    def _is_large_enough(self, needs: Needs) -> bool:
+        """Whether all workers of the cluster, including workers that have just left, are enough for a job."""
+        kinds = self._known_kinds()
+        return (
+            self._select(needs, list(kinds), used_gpus={}) is not None
+            if self.uses_gpus(needs)
+            else is_large_enough(needs, kinds)
+        )

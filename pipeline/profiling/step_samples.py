@@ -1,0 +1,158 @@
+"""Samples of decode steps, and the fit of a cost model to them. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.pipeline.profiling.fit import MIN_POINTS, CostModelFit, StepPoint, fit_steps
+from staleflow.stores.trajectory import InstanceId
+
+MAX_SAMPLES = 4096
+"""Maximum sampled responses kept for the fit. Beyond it, only every second, fourth, ... response is kept."""
+RUNNING_BINS, KV_BINS, LENGTH_BINS = 32, 2, 4
+"""Bins in which samples are averaged: by running requests, each of these by KV tokens, each of these by response
+length. Different lengths separate the time of decoding from a fixed delay per response."""
+MAX_DELAY_SHARE = 0.3
+"""Largest share of a response's time that may be delay of its messages; a fit with more is rejected."""
+MIN_FIXED_SHARE = 0.01
+"""Minimum share of a decode step that does not depend on the KV cache."""
+MIN_WARM_SAMPLES = 64
+"""Samples after the first training step from which on earlier ones, sampled while processes warmed up, are left out."""
+
+
+class StepSample(NamedTuple):
+    """Mean decode step of an instance during one response, or between two of its reports.
+
+    computed_tokens: tokens per step, including drafted ones. steps: number of decode steps; a step samples one token,
+    plus the accepted draft tokens. prefilled_tokens: tokens that the instance prefilled in the same time, including
+    this response's.
+    """
+
+    computed_tokens: float
+    kv_tokens: float
+    seconds: float
+    steps: float
+    prefilled_tokens: float
+    instance: InstanceId
+
+
+class StepSamples:
+    """Samples of one run: one per response, and one per report of an instance."""
+
+    def __init__(self) -> None:
+        self._responses: list[StepSample] = []
+        self._reports: deque[StepSample] = deque(maxlen=MAX_SAMPLES)
+        self._warmup_responses: list[StepSample] = []
+        self._until_next = self._period = 1
+
+    def add_response(self, sample: StepSample) -> None:
+        """Add the sample of a response. Beyond MAX_SAMPLES, only every second, fourth, ... one is kept."""
+        self._until_next -= 1
+        if not self._until_next:
+            self._until_next = self._period
+            self._responses.append(sample)
+            if len(self._responses) > MAX_SAMPLES:
+                self._responses = self._responses[::2]
+                self._period *= 2
+
+    def add_report(self, sample: StepSample) -> None:
+        """Add the sample of the steps between two reports of an instance."""
+        self._reports.append(sample)
+
+    def end_warmup(self) -> None:
+        """Mark the responses so far as sampled while processes warmed up."""
+        self._warmup_responses, self._responses = self._responses, []
+        self._until_next = self._period = 1
+
+    def fit(self, verify_share: float, slow_instances: Collection[InstanceId]) -> CostModelFit | None:
+        """Fit the cost model and the delay of messages; None if there are too few samples.
+
+        The result is scaled so that it predicts the total time of all samples.
+
+        Args:
+            verify_share: CostModel.verify_share, which the samples do not determine.
+            slow_instances: Instances whose samples are left out.
+        """
+        samples = self._responses
+        if len(samples) < MIN_WARM_SAMPLES:
+            samples = [*self._warmup_responses, *samples]
+        rows = np.asarray([sample[:-1] for sample in samples if sample.instance not in slow_instances], np.float64)
+        if len(rows) < MIN_POINTS:
+            return None
+        report_rows = np.asarray(
+            [sample[:-1] for sample in self._reports if sample.instance not in slow_instances], np.float64
+        )
+        if len(report_rows) >= MIN_WARM_SAMPLES:
+            return _fit_reports(report_rows, rows, verify_share)
+        fit = _fit_responses(rows)
+        if fit.model.compute_s(1) <= 0:  # all samples had one load, which KV tokens alone explain
+            fit = replace(
+                fit, model=replace(fit.model, k4=MIN_FIXED_SHARE * float(rows[:, 2].sum() / rows[:, 3].sum()))
+            )
+        computed, kv_tokens, seconds, steps, prefilled_tokens = rows.T
+        predicted_s = (
+            fit.model.steps_s(computed, kv_tokens) * steps + fit.model.prefill * prefilled_tokens + fit.delay_s
+        )
+        factor = float(seconds.sum() / predicted_s.sum())
+        model = replace(fit.model.times(factor), verify_share=verify_share)
+        return replace(fit, model=model, delay_s=fit.delay_s * factor)
+
+
+def _fit_reports(
+    report_rows: npt.NDArray[np.float64], response_rows: npt.NDArray[np.float64], verify_share: float
+) -> CostModelFit:
+    """Fit to the steps that instances reported, as they do in a job with speculative decoding.
+
+    There, drafts are long while few requests run, and short while many run, so the steps of all responses compute
+    similar numbers of tokens and do not determine the model. The time by which responses take longer is counted as
+    delay.
+    """
+    fit = fit_steps([replace(point, ended_responses=0.0) for point in _average(report_rows)])
+    computed, kv_tokens, seconds, steps, prefilled_tokens = response_rows.T
+    predicted_s = fit.model.steps_s(computed, kv_tokens) * steps + fit.model.prefill * prefilled_tokens
+    delay_s = max(0.0, float((seconds - predicted_s).mean()))
+    model = replace(fit.model, verify_share=verify_share)
+    return replace(fit, model=model, delay_s=delay_s if delay_s <= MAX_DELAY_SHARE * seconds.mean() else 0.0)
+
+
+def _fit_responses(rows: npt.NDArray[np.float64]) -> CostModelFit:
+    points = _average(rows)
+    delay_share = fit_steps(points).delay_s * len(rows) / float(rows[:, 2].sum())
+    if delay_share > MAX_DELAY_SHARE:  # with responses of one length, delays cannot be separated from decoding
+        points = [replace(point, ended_responses=0.0) for point in points]
+    else:  # during message delays an instance runs fewer trajectories than the coordinator counts
+        rows[:, :2] *= 1 - delay_share
+        points = _average(rows)
+    return fit_steps(points)
+
+
+def _average(rows: npt.NDArray[np.float64]) -> list[StepPoint]:
+    """Average samples in bins (see RUNNING_BINS); too few bins: one point per sample. rows: [N, 5] samples."""
+    running = np.maximum(1, np.rint(rows[:, 0])).astype(int)
+    levels = [running == n for n in np.unique(running)]
+    if len(levels) > RUNNING_BINS:
+        levels = [np.isin(np.arange(len(rows)), part) for part in np.array_split(np.argsort(running), RUNNING_BINS)]
+    points = []
+    for level in levels:
+        level_rows = rows[level]
+        for part in np.array_split(level_rows[np.argsort(level_rows[:, 1], kind="stable")], KV_BINS):
+            by_length = part[np.argsort(part[:, 3], kind="stable")]
+            points += [_mean_point(bin_rows) for bin_rows in np.array_split(by_length, LENGTH_BINS) if len(bin_rows)]
+    return points if len(points) >= MIN_POINTS else [_mean_point(row[None]) for row in rows]
+
+
+def _mean_point(rows: npt.NDArray[np.float64]) -> StepPoint:
+    computed, kv_tokens, seconds, steps, prefilled_tokens = rows.T
+    return StepPoint(
+        running=max(1, round(float(np.average(computed, weights=seconds)))),
+        kv_tokens=float(np.average(kv_tokens, weights=seconds)),
+        step_s=float(seconds.sum() / steps.sum()),
+        prefilled_tokens=float(prefilled_tokens.sum() / steps.sum()),
+        ended_responses=len(rows) / float(steps.sum()),
+    )

@@ -1,0 +1,160 @@
+"""Calls the actors of a run from the driver, with deadlines and retries, and records lost actors.
+
+Invariants:
+- Every call has a deadline. The call of a lost actor raises ActorLost, which names the deadline if one was missed.
+- If a call passes an actor as an argument (ActorArg), its deadline is extended by call_s. The nested call then times
+  out first, and the nested actor, not the caller, is reported lost. The deadline of a commit is extended too: the
+  trajectory server itself stops retrying after commit_s and names the cause. A slow actor that answers again is not
+  treated as lost.
+- The trainer and the trajectory server have state. If they are lost they are restored (role_recovery.py), and callers
+  wait and then retry.
+- Each role, and each instance, may be lost MAX_REPLACEMENTS times within REPLACEMENT_WINDOW_S; one loss more ends the
+  run. The losses of an instance's replacements count as its own; retirements do not count.
+- With shared GPUs the trainer computes only while all instances are asleep (device_turns.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Coroutine
+from typing import Any, Literal
+
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.processes import trainer_group
+from staleflow.pipeline.processes.clock import now_s
+from staleflow.pipeline.processes.instance_handle import InstanceHandle
+from staleflow.pipeline.processes.worker_protocol import ActorArg, Workers
+from staleflow.pipeline.recovery.role_recovery import RoleRecovery
+from staleflow.pipeline.runtime.device_turns import GPU_METHODS, DeviceTurns
+from staleflow.stores.errors import ActorFailed, ActorLost
+from staleflow.stores.trajectory import InstanceId
+from staleflow.tasks.actors.actor_calls import call_actor
+
+logger = logging.getLogger(__name__)
+
+MAX_REPLACEMENTS, REPLACEMENT_WINDOW_S = 3, 3600.0
+"""Number of replacements that one instance or role may have within this many seconds. One more loss ends the run. Older
+losses do not count, since long runs lose actors now and then."""
+MAX_FALSE_LOSSES = 3
+"""Number of consecutive times that an actor may report the trajectory server lost, although the driver can reach it,
+before the actor itself counts as lost."""
+DeadlineKey = Literal["start_s", "call_s", "train_s", "silent_s", "commit_s"]
+"""The key in [deadlines] whose seconds limit a call."""
+SERVER = ActorArg("server")
+"""The trajectory server, as an argument of calls."""
+
+
+class ActorClient:
+    """Calls the placed actors of one run by name."""
+
+    recovery: RoleRecovery
+
+    def __init__(self, config: RunConfig, workers: Workers) -> None:
+        self._config = config
+        self._workers = workers
+        self._device_turns = DeviceTurns(shared=config.turns)
+        self._loss_times: dict[str, list[float]] = {}
+        """Seconds of the run at which each role was lost."""
+        self._loss_futures: dict[str, set[asyncio.Future[Any]]] = defaultdict(set)
+        """By role, futures that get ActorLost when it is lost, to abort its pending long calls."""
+        self.instances: dict[InstanceId, InstanceHandle] = {}
+        self.loss_messages: list[str] = []
+
+    def actor(self, name: str) -> Any:
+        """The actor `name`, for use as an argument of calls to other actors. Raises ActorLost if it is not placed."""
+        if name not in self._workers.placed:
+            raise ActorLost(f"{name} is gone", name)
+        return self._workers.placed[name].actor
+
+    async def ask(
+        self, name: str, method: str, *args: Any, deadline: DeadlineKey | None = None, within_s: float | None = None
+    ) -> Any:
+        """Call a method of an actor. If the lost actor can be restored, waits and retries. Also retries up to
+        MAX_FALSE_LOSSES times if the actor reports the server lost although it answers. Otherwise raises ActorLost.
+
+        Args:
+            deadline: Key of the deadline that limits the call, by default call_s. Errors name it.
+            within_s: Overrides the seconds of that deadline; then errors name the key only if `deadline` is given.
+        """
+        num_false_losses = 0
+        while True:
+            await self.recovery.wait_until_settled(name)
+            called_s = now_s()
+            try:
+                return await self.ask_once(name, method, *args, deadline=deadline, within_s=within_s)
+            except ActorLost as error:
+                lost = error
+            if lost.actor == "server" != name and await self.server_answers():
+                num_false_losses += 1
+                logger.warning("%s: %s; it answers now", name, lost)
+                if num_false_losses <= MAX_FALSE_LOSSES:
+                    continue
+                lost = ActorLost(f"{name} does not reach the server, which answers: {lost}", name)
+            await self.recovery.wait_until_restored(lost, called_s)
+
+    async def server_answers(self) -> bool:
+        """Whether the trajectory server answers a call within deadlines.call_s."""
+        try:
+            await self.ask_once("server", "held_out_notice")
+        except ActorLost:
+            return False
+        return True
+
+    async def ask_once(
+        self, name: str, method: str, *args: Any, deadline: DeadlineKey | None = None, within_s: float | None = None
+    ) -> Any:
+        """Like `ask`, but raises every ActorLost instead of retrying."""
+        if name == trainer_group.TRAINER and method in GPU_METHODS:
+            async with self._device_turns.training():
+                return await self._call(name, method, *args, deadline=deadline, within_s=within_s)
+        return await self._call(name, method, *args, deadline=deadline, within_s=within_s)
+
+    async def _call(
+        self, name: str, method: str, *args: Any, deadline: DeadlineKey | None, within_s: float | None
+    ) -> Any:
+        """Call a method of an actor that is placed."""
+        key = deadline or "call_s"
+        limit_name = f"deadlines.{key}" if deadline or within_s is None else ""
+        allowed_s: float = getattr(self._config.deadlines, key) if within_s is None else within_s
+        if key == "commit_s" or (key == "call_s" and any(isinstance(arg, ActorArg) for arg in args)):
+            allowed_s += self._config.deadlines.call_s
+        arguments = [self.actor(arg.name) if isinstance(arg, ActorArg) else arg for arg in args]
+        request = call_actor(
+            self.actor(name), method, *arguments, timeout_s=allowed_s, actor_name=name, limit=limit_name
+        )
+        return await (request if key != "train_s" else self._result_or_loss(name, request))
+
+    async def _result_or_loss(self, name: str, request: Coroutine[Any, Any, Any]) -> Any:
+        """Wait for the result of a long call. Raises ActorLost as soon as the actor's loss is recorded: another,
+        shorter call may notice it first."""
+        futures = self._loss_futures[trainer_group.role_of(name)]
+        loss: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        result = asyncio.ensure_future(request)
+        futures.add(loss)
+        try:
+            done, _ = await asyncio.wait({result, loss}, return_when=asyncio.FIRST_COMPLETED)
+            return (result if result in done else loss).result()
+        finally:
+            futures.discard(loss)
+            result.cancel()
+            await asyncio.gather(result, return_exceptions=True)
+
+    def record_loss(self, name: str, lost: ActorLost | ActorFailed, now: float) -> None:
+        """Record the loss of an actor at second `now` of the run, and release its worker. Raises ActorLost if it and
+        its predecessors were lost more than MAX_REPLACEMENTS times within REPLACEMENT_WINDOW_S."""
+        role = name.partition(".")[0]
+        self._loss_times.setdefault(role, []).append(now)
+        recent_times = [loss_s for loss_s in self._loss_times[role] if now - loss_s < REPLACEMENT_WINDOW_S]
+        self.loss_messages.append(f"{now:.1f} s: {lost}")
+        logger.warning("%s; replacing it", lost)
+        self.instances.pop(InstanceId(name), None)
+        self._device_turns.mark_asleep(name)
+        for member in trainer_group.list_members(name, self._workers.placed):
+            self._workers.mark_lost(member)
+        for future in self._loss_futures[name]:
+            if not future.done():
+                future.set_exception(ActorLost(str(lost), lost.actor))
+        if len(recent_times) > MAX_REPLACEMENTS:
+            raise ActorLost(f"{role} was lost {len(recent_times)} times within an hour, last: {lost}") from lost
