@@ -202,8 +202,8 @@ def test_a_loss_that_fails_on_untrained_rows_costs_only_their_metrics(
     assert policy_trainer.step(0, data) == expected
     policy_trainer.step(1, data)
     assert [r.message for r in caplog.records] == [
-        "Particular fails on rows without a gradient, which are left out of the figures: ZeroDivisionError: no "
-        "advantage; training.measured_rows = 0 asks it for none"
+        "AdvantageDivisionLoss fails on rows without a gradient, which are left out of the figures: "
+        "ZeroDivisionError: no advantage; training.measured_rows = 0 asks it for none"
     ]
     policy_trainer.objective = replace(policy_trainer.objective, loss=AdvantageDivisionLoss(None))
     with pytest.raises(AttributeError):
