@@ -252,9 +252,9 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
         header=dataclasses.replace(run_header(config), longest_prompt=longest_prompt),
         commit_s=config.deadlines.commit_s,
         resumed=resumed,
-        turn_tokens=config.rollout.turn_tokens or config.rollout.max_new_tokens,
+        max_turn_tokens=config.rollout.turn_tokens or config.rollout.max_new_tokens,
         keeps_kv=config.has_environment,
-        drafts=drafts_from_responses(config),
+        serves_drafts=drafts_from_responses(config),
     )
 
 

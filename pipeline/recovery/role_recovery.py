@@ -152,7 +152,7 @@ class RoleRecovery:
                     await self._restore_trainer(resume_point or PolicyVersion(0))
                 else:
                     placed = await self._actors.place_server(elapsed_s(), resumed=True)
-                    await self._actors.ask_once("server", "keep_time", elapsed_s())
+                    await self._actors.ask_once("server", "set_clock", elapsed_s())
                     logger.warning("the trajectory server is restored on %s with its store and spool", placed.address)
                 return
             except NoFreeWorker as error:

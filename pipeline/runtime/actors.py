@@ -41,7 +41,7 @@ from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from staleflow.tasks.actors.environment_host import EnvironmentHost
 from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.rollout_instance import RolloutInstance
-from staleflow.tasks.actors.store_thread import while_bucket_fails
+from staleflow.tasks.actors.store_thread import retry_while_bucket_fails
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 
 logger = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ class Actors(WeightPublisher):
         def failed(cause: str) -> None:
             logger.warning("%s; the trajectory server waits for its store", cause)
 
-        return await while_bucket_fails(
+        return await retry_while_bucket_fails(
             lambda: self._workers.place("server", "server", TrajectoryServer, settings, run_time_s),
             self._config.deadlines.commit_s,
             failed,

@@ -72,7 +72,7 @@ class CommitQueue:
         while True:
             item = await self._queue.get()
             if isinstance(item, Discard):
-                await self._actors.ask("server", "retire", item.endings, item.versions)
+                await self._actors.ask("server", "discard", item.endings, item.versions)
             else:
                 self._on_commit(item, await self._commit(item))
                 self._change_uncommitted(-1)

@@ -186,7 +186,7 @@ class Driver:
         resumed = await self._resume()
         self._note(await self._actors.ask("server", "held_out_notice"))
         self._measurements.start()
-        await self._actors.ask("server", "keep_time", self._measurements.elapsed_s)
+        await self._actors.ask("server", "set_clock", self._measurements.elapsed_s)
         if resumed is not None:
             self._handle(resumed)
         self._background.spawn(self._commit_queue.run(), "commits")
@@ -251,9 +251,9 @@ class Driver:
         resumed, restarted = plan_resume(ledger, filtering, recoverable.ledger, recoverable.groups)
         recovered: RecoveredWork = await self._actors.ask("server", "resume", restarted, deadline="start_s")
         self._num_drawn = recovered.ledger.num_started // self._config.oversampled_group_size
-        if recovered.responses or recovered.num_restarted:
+        if recovered.num_responses or recovered.num_restarted:
             self._note(
-                f"resumed {recovered.responses:,} in-flight responses ({recovered.tokens:,} tokens); "
+                f"resumed {recovered.num_responses:,} in-flight responses ({recovered.num_tokens:,} tokens); "
                 f"{recovered.num_restarted:,} restart from their prompts"
             )
         return replace(resumed, num_ended=tuple(recovered.ledger.num_ended.items()))

@@ -127,7 +127,11 @@ class EnvironmentHosts:
             placement = host.placement
             try:
                 outcomes: list[EnvStepOutcome] = await self._actors.ask(
-                    host.name, "outcomes", POLL_S, deadline="call_s", within_s=POLL_S + self._config.deadlines.call_s
+                    host.name,
+                    "next_outcomes",
+                    POLL_S,
+                    deadline="call_s",
+                    within_s=POLL_S + self._config.deadlines.call_s,
                 )
             except (errors.ActorLost, errors.ActorFailed) as lost:
                 if lost.actor != host.name:
@@ -193,29 +197,29 @@ class EnvironmentHosts:
 
     def _check_failures(self, outcome: EnvStepOutcome) -> None:
         """Raise TooManyFailedEnvironments if too many of the latest outcomes are failures."""
-        self._latest_failures.append(bool(outcome.failed))
+        self._latest_failures.append(bool(outcome.restart_reason))
         max_share = self._config.environment.max_failed_share
         if (
-            outcome.failed
+            outcome.restart_reason
             and len(self._latest_failures) == NUM_LATEST_OUTCOMES
             and sum(self._latest_failures) > max_share * NUM_LATEST_OUTCOMES
         ):
             raise errors.TooManyFailedEnvironments(
-                f"environments failed in {sum(self._latest_failures)} of their latest {NUM_LATEST_OUTCOMES} steps, "
-                f"environment.max_failed_share allows {max_share:g}; last: {outcome.failed}"
+                f"environments restart_reason in {sum(self._latest_failures)} of their latest {NUM_LATEST_OUTCOMES} steps, "
+                f"environment.max_failed_share allows {max_share:g}; last: {outcome.restart_reason}"
             )
 
     def _make_event(self, outcome: EnvStepOutcome) -> Event:
         trajectory, route_number = outcome.trajectory, outcome.route_number
-        if outcome.failed:  # only the first failure is a warning
+        if outcome.restart_reason:  # only the first failure is a warning
             level = logging.DEBUG if self._has_logged_failure else logging.WARNING
-            logger.log(level, "trajectory %d: environment failed: %s", trajectory, outcome.failed)
+            logger.log(level, "trajectory %d: environment failed: %s", trajectory, outcome.restart_reason)
             self._has_logged_failure = True
-            return EnvironmentFailed(trajectory=trajectory, route_number=route_number, error=outcome.failed)
+            return EnvironmentFailed(trajectory=trajectory, route_number=route_number, error=outcome.restart_reason)
         if outcome.ended:
             return TrajectoryScored(
                 trajectory=trajectory, reward=outcome.reward, error=outcome.error, seconds=outcome.seconds
             )
         return EnvironmentStepped(
-            trajectory=trajectory, route_number=route_number, tokens=outcome.tokens, seconds=outcome.seconds
+            trajectory=trajectory, route_number=route_number, tokens=outcome.num_tokens, seconds=outcome.seconds
         )

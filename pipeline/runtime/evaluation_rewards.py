@@ -34,7 +34,7 @@ def _make_prompt_rewards(responses: Sequence[tuple[ItemSummary, EvaluatedRespons
     scored_responses = [
         (item.sample, r, r.score.reward) for item, r in responses if r.score is not None and not r.score.error
     ]
-    answers = tuple(response.answer for sample, response, _ in scored_responses if sample != GREEDY)
+    answers = tuple(response.answer_digest for sample, response, _ in scored_responses if sample != GREEDY)
     return PromptRewards(
         sampled=tuple(reward for sample, _, reward in scored_responses if sample != GREEDY),
         answers=answers if all(answers) else (),

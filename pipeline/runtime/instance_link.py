@@ -146,7 +146,7 @@ class InstanceLink:
                 event: Event = TrajectorySampled(
                     trajectory=outcome.trajectory,
                     route_number=outcome.route_number,
-                    tokens=outcome.tokens,
+                    num_tokens=outcome.num_tokens,
                     **draft_counts,
                 )
                 if outcome.error:

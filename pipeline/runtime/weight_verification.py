@@ -105,7 +105,7 @@ class WeightVerification:
         if resumption is not None:
             self.drift_limit = resumption.drift_limit or MAX_INITIAL_DRIFT
             return
-        trainer_logprobs = self.base_logprobs or published.probe
+        trainer_logprobs = self.base_logprobs or published.probe_logprobs
         difference = max((mean_difference(logprobs, trainer_logprobs) for logprobs in engine_logprobs), default=0.0)
         if not difference <= MAX_INITIAL_DRIFT:
             raise ConfigError(
@@ -120,9 +120,9 @@ class WeightVerification:
         return PublishedWeights(
             version=published.version,
             fingerprint=published.fingerprint,
-            probe=self.probe,
-            logprobs=published.probe,
-            limit=self.drift_limit,
+            probe_tokens=self.probe,
+            probe_logprobs=published.probe_logprobs,
+            drift_limit=self.drift_limit,
         )
 
     def record_check(self, instance: InstanceHandle, check: WeightCheck) -> None:

@@ -147,7 +147,7 @@ class WeightTransfers:
     async def _ensure(
         self, name: str, version: PolicyVersion, num_bytes: int, sources: tuple[Source, ...]
     ) -> FetchProgress:
-        progress: FetchProgress = await self._caller.ask(name, "ensure", version, num_bytes, sources)
+        progress: FetchProgress = await self._caller.ask(name, "ensure_version", version, num_bytes, sources)
         return progress
 
     def _sources(self, hosts: tuple[str, ...]) -> tuple[Source, ...]:

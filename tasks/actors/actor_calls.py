@@ -108,26 +108,26 @@ def _pickle(args: tuple[Any, ...]) -> bytes:
     return buffer.getvalue()
 
 
-async def _execute(actor: Actor | RemoteActor, method: str, packed: bytes) -> Any:
+async def _execute(actor: Actor | RemoteActor, method: str, pickled_args: bytes) -> Any:
     """Call a method of an actor on its worker. Raises the method's errors, and OSError or RuntimeError if the actor is
     gone."""
     if isinstance(actor, RemoteActor):
-        return await _send(actor, method, packed)
+        return await _send(actor, method, pickled_args)
     status = actor._future.status if actor._future is not None else "finished"
     if status not in ("finished", "pending"):
         raise RuntimeError(f"its worker was lost ({status})")
     # The driver of a submitted job runs in a thread of a worker, and its connections belong to the worker's loop.
     loop = actor._io_loop.asyncio_loop
     if loop is asyncio.get_running_loop():
-        return await _send(actor, method, packed)
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_send(actor, method, packed), loop))
+        return await _send(actor, method, pickled_args)
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_send(actor, method, pickled_args), loop))
 
 
-async def _send(actor: Actor | RemoteActor, method: str, packed: bytes) -> Any:
+async def _send(actor: Actor | RemoteActor, method: str, pickled_args: bytes) -> Any:
     """Call a method of an actor from the loop that the connections belong to; see `_execute`."""
     rpc = actor.rpc if isinstance(actor, RemoteActor) else actor._worker_rpc
     try:
-        reply = await rpc.actor_execute(function=method, actor=actor.key, args=[PICKLED, packed], kwargs={})
+        reply = await rpc.actor_execute(function=method, actor=actor.key, args=[PICKLED, pickled_args], kwargs={})
     except KeyError:  # another process has its address by now
         raise RuntimeError("its worker does not have it") from None
     if reply["status"] != "OK":
@@ -182,13 +182,15 @@ async def _refuses_connections(address: str) -> bool:
     return False
 
 
-async def call_actor(actor: Any, method: str, *args: Any, timeout_s: float, actor_name: str, limit: str = "") -> Any:
+async def call_actor(
+    actor: Any, method: str, *args: Any, timeout_s: float, actor_name: str, timeout_setting: str = ""
+) -> Any:
     """Call `actor.method(*args)` in another process, and return its result.
 
     Args:
         timeout_s: Seconds within which the actor must answer.
         actor_name: Name of the actor, for messages.
-        limit: The setting that determines timeout_s, for messages.
+        timeout_setting: The setting that determines timeout_s, for messages.
 
     Raises:
         ActorLost: The actor, or one that it called, is gone or does not answer in time.
@@ -214,7 +216,9 @@ async def call_actor(actor: Any, method: str, *args: Any, timeout_s: float, acto
         raise
     except TimeoutError:
         raise ActorSilent(
-            f"{actor_name} did not answer within {timeout_s:g} s" + (f" ({limit})" if limit else ""), actor_name
+            f"{actor_name} did not answer within {timeout_s:g} s"
+            + (f" ({timeout_setting})" if timeout_setting else ""),
+            actor_name,
         ) from None
     except (OSError, RuntimeError) as error:
         raise ActorLost(f"{actor_name} is gone: {error}", actor_name) from error

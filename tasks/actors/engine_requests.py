@@ -10,20 +10,20 @@ from staleflow.tasks.engines.base import Request, SampledTokens
 from staleflow.tasks.sources.evaluation_items import EvaluationItem
 
 
-def request_of(
+def build_request(
     t: Trajectory,
     item: RouteItem,
     settings: ServerSettings,
-    evaluated: EvaluationItem | None,
-    turn_tokens: int,
+    evaluation_item: EvaluationItem | None,
+    max_turn_tokens: int,
     stop: StopCriteria,
 ) -> Request | SampledTokens:
     """Build the request for a routed trajectory's next tokens. If its turn has ended already, return a delivery without
     tokens instead.
 
     Args:
-        evaluated: the item of an evaluation that it answers; None if it is to be trained on.
-        turn_tokens: token limit of the current turn, if its environment sets one; else 0.
+        evaluation_item: the item of an evaluation that it answers; None if it is to be trained on.
+        max_turn_tokens: token limit of the current turn, if its environment sets one; else 0.
         stop: stop criteria of the current turn.
     """
     prompt, response = (tuple(part.tolist()) for part in (t.prompt_tokens, t.response_tokens))
@@ -31,7 +31,7 @@ def request_of(
         return SampledTokens(
             trajectory=t.id, route_number=item.route_number, start=len(response), segments=(), finish=t.finish
         )
-    config = None if evaluated is None else evaluated.eval_set.config
+    config = None if evaluation_item is None else evaluation_item.eval_set.config
     max_new_tokens = settings.prompts.response_tokens(t.source) if config is None else config.max_new_tokens
     return Request(
         trajectory=t.id,
@@ -39,13 +39,13 @@ def request_of(
         tokens=tuple(t.context.tolist()) if t.branches else (*prompt, *response),
         max_new_tokens=min(
             max_new_tokens - len(response),
-            min(settings.turn_tokens, turn_tokens or settings.turn_tokens) - t.num_turn_tokens,
+            min(settings.max_turn_tokens, max_turn_tokens or settings.max_turn_tokens) - t.num_turn_tokens,
         ),
         num_prior=len(response),
         prompt=prompt if t.branches else None,
         num_turn_tokens=t.num_turn_tokens,
         stop=stop,
-        greedy=evaluated is not None and evaluated.greedy,
+        greedy=evaluation_item is not None and evaluation_item.greedy,
         temperature=None if config is None else config.temperature or None,
         keep_kv=settings.keeps_kv,
         version=item.version,

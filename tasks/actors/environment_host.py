@@ -4,10 +4,10 @@ Texts go directly between trajectory server and host; the driver sees ids, lengt
 and its outcome fetched in separate calls, so that no call takes as long as an environment may.
 
 Invariants:
-- An observation is with the trajectory server before the driver learns of it, and so is a reward.
-- An env step may be requested twice, also on two hosts. The server keeps the first result, and a step whose result it
-  has is not done again.
-- A failure of an environment is never a reward: the server then drops all of the trajectory but its prompt, before the
+- An observation or a reward reaches the trajectory server before the driver learns of it.
+- An env step may be requested twice, even on two hosts. The server keeps the first result, and a step that has a result
+  is not run again.
+- A failed environment never results in a reward: the server drops all of the trajectory but its prompt before the
   driver learns of the failure.
 """
 
@@ -34,9 +34,11 @@ from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Record
 from staleflow.tasks.sources.reward_process import ScoredResponse
 
-DIFFERS = "it was set back to an earlier turn, and then answered otherwise than before; its class says it is repeatable"
+REPLAY_DIFFERS = (
+    "a replay of its earlier turns returned other observations, although its class says that it is repeatable"
+)
 
-FAILED_BEFORE = "it failed, and the reason was lost with its host or the trajectory server"
+FAILED_BEFORE = "it failed; the reason was lost together with its host or the trajectory server"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +60,14 @@ class EnvStepOutcome:
 
     trajectory: TrajectoryId
     route_number: int
-    tokens: int = 0
+    num_tokens: int = 0
     """Length of the response with the observation, if another turn follows."""
     ended: bool = False
     reward: float = 0.0
     """Reward of an ended episode."""
     error: str = ""
     """Error of the reward function, if the episode has ended."""
-    failed: str = ""
+    restart_reason: str = ""
     """Why the episode restarts from its prompt; empty if it does not."""
     server_lost: bool = False
     """Whether the step must be requested again when the trajectory server is back."""
@@ -103,39 +105,39 @@ class EnvironmentSettings(Protocol):
 
 
 class ServerBatcher:
-    """Batches calls to the trajectory server: items for one method from one loop iteration go in one call. A call costs
-    a millisecond on each side, much more than a step of many environments."""
+    """Calls the trajectory server in batches: all items for one method from one iteration of the event loop are sent in
+    one call. A call costs a millisecond on each side, more than a step of many environments."""
 
     def __init__(self, server: Any, call_s: float) -> None:
         self._server, self._call_s = server, call_s
-        self._waiting: dict[str, list[tuple[Any, asyncio.Future[Any]]]] = {}
-        """The items of the next call, by method."""
-        self._calls: set[asyncio.Task[None]] = set()
+        self._queued_items: dict[str, list[tuple[Any, asyncio.Future[Any]]]] = {}
+        """Items of the next call of each method, with the futures of their results."""
+        self._send_tasks: set[asyncio.Task[None]] = set()
 
     async def __call__(self, method: str, item: Any) -> Any:
         """Return the result for one item of a server method that takes a list of them. Raises what the call raises."""
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        first = method not in self._waiting
-        self._waiting.setdefault(method, []).append((item, result))
-        if first:
-            sending = asyncio.ensure_future(self._send(method))
-            self._calls.add(sending)
-            sending.add_done_callback(self._calls.discard)
+        is_first = method not in self._queued_items
+        self._queued_items.setdefault(method, []).append((item, result))
+        if is_first:
+            send_task = asyncio.ensure_future(self._send(method))
+            self._send_tasks.add(send_task)
+            send_task.add_done_callback(self._send_tasks.discard)
         return await result
 
     async def _send(self, method: str) -> None:
-        waiting = [(item, result) for item, result in self._waiting.pop(method) if not result.done()]
-        if not waiting:
+        queued = [(item, result) for item, result in self._queued_items.pop(method) if not result.done()]
+        if not queued:
             return
         try:
-            items = [item for item, _ in waiting]
+            items = [item for item, _ in queued]
             results = await call_actor(self._server, method, items, timeout_s=self._call_s, actor_name="server")
         except Exception as error:  # noqa: BLE001  it is raised where each result is awaited
-            for _, result in waiting:
+            for _, result in queued:
                 if not result.done():
                     result.set_exception(error)
             return
-        for index, (_, result) in enumerate(waiting):
+        for index, (_, result) in enumerate(queued):
             if not result.done():
                 result.set_result(None if results is None else results[index])
 
@@ -162,13 +164,13 @@ class EnvironmentHost:
 
     async def start_steps(self, server: Any, items: tuple[EnvStepItem, ...]) -> None:
         """Start env steps in reply to the latest turns of trajectories. Steps that are already running continue."""
-        ask = ServerBatcher(server, self._call_s)
+        call_server = ServerBatcher(server, self._call_s)
         for item in items:
             key = item.trajectory, item.route_number
             if key not in self._running_steps:
-                self._running_steps[key] = asyncio.create_task(self._run_step(ask, item))
+                self._running_steps[key] = asyncio.create_task(self._run_step(call_server, item))
 
-    async def outcomes(self, timeout_s: float) -> list[EnvStepOutcome]:
+    async def next_outcomes(self, timeout_s: float) -> list[EnvStepOutcome]:
         """Wait up to `timeout_s` for env steps to end, and return their outcomes. Raises ConfigError if an observation
         cannot be rendered for the model."""
         if not self._outcomes and self._error is None:
@@ -178,8 +180,8 @@ class EnvironmentHost:
                     await self._outcome_ready.wait()
         if self._error is not None:
             raise self._error
-        done, self._outcomes = self._outcomes, []
-        return done
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
 
     async def close_episodes(self, trajectories: tuple[TrajectoryId, ...]) -> None:
         """Close the environments of trajectories. Running steps are cancelled and have no outcome."""
@@ -194,9 +196,9 @@ class EnvironmentHost:
         self._running_steps.clear()
         await self._environments.close()
 
-    async def _run_step(self, ask: ServerBatcher, item: EnvStepItem) -> None:
+    async def _run_step(self, call_server: ServerBatcher, item: EnvStepItem) -> None:
         try:
-            outcome = await self._outcome(ask, item)
+            outcome = await self._outcome(call_server, item)
         except ActorLost:  # only the trajectory server is called here
             outcome = item.outcome(server_lost=True)
         except Exception as error:  # noqa: BLE001  it is raised where outcomes are asked for
@@ -207,68 +209,68 @@ class EnvironmentHost:
             self._outcomes.append(outcome)
             self._outcome_ready.set()
 
-    async def _outcome(self, ask: ServerBatcher, item: EnvStepItem) -> EnvStepOutcome | None:
+    async def _outcome(self, call_server: ServerBatcher, item: EnvStepItem) -> EnvStepOutcome | None:
         """Run an env step, or the part of it that is not done yet. Returns None if nobody waits for it any more."""
         trajectory, route_number = item.trajectory, item.route_number
-        state, done = await self._check_server(ask, item)
-        if state is None or done is not None:
-            return done
+        state, outcome = await self._state_and_outcome(call_server, item)
+        if state is None or outcome is not None:
+            return outcome
         key = EpisodeKey(task=state.task, held_out=state.held_out, member=state.member, attempt=state.attempt)
         self._keys[trajectory] = key
-        newest: SampledTurn | None = None
+        newest_turn: SampledTurn | None = None
         if self._environments.needs_token_ids:
-            turn = TurnItem(trajectory, state.tokens, route_number, state.turns[-1] if state.turns else "")
-            newest = await ask("newest_turns", turn)
-            if newest is None:  # another host has taken over: the agent must not see the turn
-                return (await self._check_server(ask, item))[1]
-        truncated = item.truncated or state.full
-        result = await self._environments.step(key, state.record, state.turns, truncated=truncated, newest=newest)
-        took_s = result.seconds + result.waited_s
+            turn_item = TurnItem(trajectory, state.num_tokens, route_number, state.turns[-1] if state.turns else "")
+            newest_turn = await call_server("newest_turns", turn_item)
+            if newest_turn is None:  # another host has taken over: the agent must not see the turn
+                return (await self._state_and_outcome(call_server, item))[1]
+        truncated = item.truncated or state.is_full
+        result = await self._environments.step(key, state.record, state.turns, truncated=truncated, newest=newest_turn)
+        elapsed_s = result.seconds + result.waited_s
         if not result.ended:
             observation = ObservationItem(
                 trajectory=trajectory,
-                tokens=state.tokens,
+                num_tokens=state.num_tokens,
                 route_number=route_number,
                 messages=result.messages,
                 seconds=result.seconds,
                 replayed=result.replayed,
             )
-            receipt: ObservationReceipt = await ask("add_observations", observation)
+            receipt: ObservationReceipt = await call_server("add_observations", observation)
             if not receipt.problem:
-                return item.outcome(tokens=receipt.tokens, seconds=took_s)
+                return item.outcome(tokens=receipt.num_tokens, seconds=elapsed_s)
             if receipt.problem == "late":
-                return (await self._check_server(ask, item))[1]
+                return (await self._state_and_outcome(call_server, item))[1]
             if receipt.problem == "full":
                 result = await self._environments.end(key, state.record)
-                took_s += result.seconds + result.waited_s
+                elapsed_s += result.seconds + result.waited_s
             else:
                 self._environments.cancel([key])
-                result = HostedStepResult(ended=True, error=receipt.why or DIFFERS)
+                result = HostedStepResult(ended=True, error=receipt.reason or REPLAY_DIFFERS)
         self._keys.pop(trajectory, None)
         if result.error:
-            if not await ask("restart", (trajectory, state.tokens, route_number)):
-                return (await self._check_server(ask, item))[1]
+            if not await call_server("restart", (trajectory, state.num_tokens, route_number)):
+                return (await self._state_and_outcome(call_server, item))[1]
             return item.outcome(failed=result.error)
         score = ScoredResponse(reward=result.reward, parts=dict(result.parts))
-        recorded: ScoredResponse | None = await ask(
-            "record_rewards", RewardItem(trajectory, state.tokens, route_number, score)
+        recorded_score: ScoredResponse | None = await call_server(
+            "record_rewards", RewardItem(trajectory, state.num_tokens, route_number, score)
         )
-        if recorded is None:
-            return (await self._check_server(ask, item))[1]
-        return item.outcome(ended=True, reward=recorded.reward, error=recorded.error, seconds=took_s)
+        if recorded_score is None:
+            return (await self._state_and_outcome(call_server, item))[1]
+        return item.outcome(ended=True, reward=recorded_score.reward, error=recorded_score.error, seconds=elapsed_s)
 
-    async def _check_server(
-        self, ask: ServerBatcher, item: EnvStepItem
+    async def _state_and_outcome(
+        self, call_server: ServerBatcher, item: EnvStepItem
     ) -> tuple[EpisodeState | None, EnvStepOutcome | None]:
-        """Return the state of a trajectory, or None if it is no longer live; and the outcome of its env step, if the
-        server has one from an earlier request or from another host."""
-        state: EpisodeState | None = await ask("episode_states", (item.trajectory, item.route_number))
+        """Return the state of a trajectory from the server, None if it is no longer live, and the outcome of its env
+        step, if the server has one from an earlier request or from another host."""
+        state: EpisodeState | None = await call_server("episode_states", (item.trajectory, item.route_number))
         if state is None:
             return None, None
         if (score := state.score) is not None:
             return state, item.outcome(ended=True, reward=score.reward, error=score.error)
         if state.restarted:
             return state, item.outcome(failed=FAILED_BEFORE)
-        if state.answered:
-            return state, item.outcome(tokens=state.tokens)
+        if state.has_observation:
+            return state, item.outcome(tokens=state.num_tokens)
         return state, None

@@ -11,26 +11,25 @@ import numpy as np
 from staleflow.stores.context_branches import longest_shared_prefix
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.in_flight.spool_entries import ObservationDelivered
-from staleflow.stores.trajectory import FinishReason, Segment, Trajectory
+from staleflow.stores.trajectory import Segment, Trajectory
 from staleflow.tasks.actors.server_messages import ObservationItem
-from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.rendering.turn_params import role_of, split_params
 from staleflow.tasks.sources.prompts import Prompts
 
 
 class ObservationTokens(NamedTuple):
-    """The token ids of an observation. after: position at which a context branch starts with them; None without a
+    """The token ids of an observation. parent_end: position at which a context branch starts with them; None without a
     branch."""
 
     tokens: list[int]
-    after: int | None = None
+    parent_end: int | None = None
 
 
 class RenderError(NamedTuple):
     """The chat template cannot render an agent's messages. Only its episode fails."""
 
-    why: str
+    error: str
 
 
 class ObservationEncoder:
@@ -48,13 +47,13 @@ class ObservationEncoder:
             max_new_tokens: the limit of its response.
 
         Returns:
-            The tokens, or why the observation is refused: "full" if nothing could be sampled after it, "differs" if an
-            environment that took earlier turns again answered them otherwise.
+            The tokens, or the reason to refuse the observation: "full" if no token could be sampled after it, "differs"
+            if a replay of earlier turns returned other observations.
 
         Raises:
             ConfigError: the chat template cannot render the environment's messages, in any episode.
         """
-        if item.replayed and not self._same_observations(t, item.replayed):
+        if item.replayed and not self._replay_matches(t, item.replayed):
             return "differs"
         try:
             encoded = self._encode_messages(t, item.messages)
@@ -62,7 +61,7 @@ class ObservationEncoder:
             if split_params(item.messages)[0].after_turn is None:
                 raise
             return RenderError(str(error))
-        return "full" if item.tokens + len(encoded.tokens) >= max_new_tokens else encoded
+        return "full" if item.num_tokens + len(encoded.tokens) >= max_new_tokens else encoded
 
     def _encode_messages(self, t: Trajectory, messages: tuple[Message, ...]) -> ObservationTokens:
         """Encode the messages that follow a trajectory's newest turn."""
@@ -71,22 +70,24 @@ class ObservationEncoder:
             return ObservationTokens(self._bridge(t, messages))
         sequence = np.concatenate([t.prompt_tokens, t.response_tokens])
         if after_turn:
-            earlier = replace(t, spans=t.spans[: _turn_end(t, after_turn)])
+            earlier = replace(t, spans=t.spans[: _num_spans_through_turn(t, after_turn)])
             return ObservationTokens(self._bridge(earlier, messages), len(t.prompt_tokens) + earlier.num_tokens)
-        ids = np.asarray(self._prompts.render(messages, t.source), np.int32)
-        if not len(ids):
+        request_tokens = np.asarray(self._prompts.render(messages, t.source), np.int32)
+        if not len(request_tokens):
             raise ConfigError("the request's conversation has no tokens; send a message with a text")
-        num_shared, after = longest_shared_prefix(t.branches, sequence, ids)
-        return ObservationTokens(ids[num_shared:].tolist(), None if after == len(sequence) else after)
+        num_shared, parent_end = longest_shared_prefix(t.branches, sequence, request_tokens)
+        return ObservationTokens(
+            request_tokens[num_shared:].tolist(), None if parent_end == len(sequence) else parent_end
+        )
 
     def _bridge(self, t: Trajectory, messages: tuple[Message, ...]) -> list[int]:
         """Return the token ids between a trajectory's newest turn and the next one."""
         context = t.context.tolist()
-        middle = len(context) - t.num_turn_tokens
-        return self._prompts.bridge_tokens(context[:middle], context[middle:], messages, len(t.turns), t.source)
+        turn_start = len(context) - t.num_turn_tokens
+        return self._prompts.bridge_tokens(context[:turn_start], context[turn_start:], messages, len(t.turns), t.source)
 
-    def _same_observations(self, t: Trajectory, replayed: tuple[tuple[Message, ...], ...]) -> bool:
-        """Return True if a trajectory's first observations are these."""
+    def _replay_matches(self, t: Trajectory, replayed: tuple[tuple[Message, ...], ...]) -> bool:
+        """Return True if the replayed messages encode to the trajectory's first observations."""
         stops = [i for i, span in enumerate(t.spans) if not isinstance(span, Segment)]
         for stop, messages in zip(stops, replayed, strict=False):
             encoded = self._encode_messages(replace(t, spans=t.spans[:stop]), messages)
@@ -95,38 +96,27 @@ class ObservationEncoder:
         return len(replayed) <= len(stops)
 
 
-def answer_entry(item: ObservationItem, encoded: ObservationTokens, attempt: int, at_s: float) -> ObservationDelivered:
+def observation_entry(
+    item: ObservationItem, observation_tokens: ObservationTokens, attempt: int, at_s: float
+) -> ObservationDelivered:
     """Build the spool entry of an observation. attempt: number of the attempt at the trajectory's episode."""
-    directions = split_params(item.messages)[0]
+    params = split_params(item.messages)[0]
     return ObservationDelivered(
         trajectory=item.trajectory,
-        start=item.tokens,
+        start=item.num_tokens,
         role=role_of(item.messages),
-        tokens=np.asarray(encoded.tokens, np.int32),
+        tokens=np.asarray(observation_tokens.tokens, np.int32),
         seconds=item.seconds,
         at_s=at_s,
         attempt=attempt,
-        turn_tokens=directions.max_tokens,
-        after=encoded.after,
-        auxiliary=directions.auxiliary,
-        stop=directions.stop,
+        turn_tokens=params.max_tokens,
+        after=observation_tokens.parent_end,
+        auxiliary=params.auxiliary,
+        stop=params.stop,
     )
 
 
-def newest_turn(t: Trajectory, text: str) -> SampledTurn:
-    """Return the newest turn of a trajectory for an agent: exactly the tokens and logprobs that will be stored."""
-    context = tuple(t.context.tolist())
-    middle = len(context) - t.num_turn_tokens
-    return SampledTurn(
-        prompt_tokens=context[:middle],
-        tokens=context[middle:],
-        logprobs=tuple(t.logprobs[len(t.response_tokens) - t.num_turn_tokens :].tolist()),
-        text=text,
-        truncated=t.finish is FinishReason.LENGTH,
-    )
-
-
-def _turn_end(t: Trajectory, turn_index: int) -> int:
+def _num_spans_through_turn(t: Trajectory, turn_index: int) -> int:
     """Return the number of spans up to the end of turn `turn_index`, counted from 1, which an observation follows."""
     sampled = [isinstance(span, Segment) for span in t.spans]
     ends = [stop for stop, (before, after) in enumerate(pairwise(sampled), start=1) if before and not after]

@@ -7,7 +7,7 @@ about to have it: pieces are served as they arrive. Invariants:
 - Each host reads each piece once. It retries a piece only after a source failed.
 - A source that is gone, silent, slow, without the version, or that sends too few bytes is left for the next one; what
   has arrived is kept. Only when none is left the fetch fails, and the error names the sources.
-- No more than PIECES_AT_ONCE pieces are in memory, whatever a version's size.
+- At most MAX_PIECES_IN_MEMORY pieces are in memory, whatever a version's size.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from staleflow.tasks.actors.actor_calls import call_actor, remote_methods
 
 logger = logging.getLogger(__name__)
 
-PIECES_AT_ONCE = 4
-"""Pieces requested at once: while one is written, others are on their way."""
-SILENT_S = 10.0
-"""Seconds in which a source must send a piece; after that the next source is tried."""
-WAIT_S = 2.0
-"""Seconds that a call waits for a fetch before it returns the progress."""
-AGAIN_S = 0.5
-"""Seconds between two rounds through all sources, when none of them has sent anything."""
+MAX_PIECES_IN_MEMORY = 4
+"""Number of pieces that are requested concurrently: one is written while others are transferred."""
+SOURCE_TIMEOUT_S = 10.0
+"""Seconds within which a source must send a piece; then the next source is tried."""
+MAX_WAIT_S = 2.0
+"""Maximum number of seconds that a call waits for a fetch before it returns the progress."""
+RETRY_PAUSE_S = 0.5
+"""Seconds between two attempts to fetch from all sources."""
 
 
 class Source(NamedTuple):
@@ -63,19 +63,19 @@ class ParameterServer:
         """call_s: seconds without data from any source after which a fetch fails."""
         self._folder = WeightFolder(Path(folder))
         self._call_s, self._piece_bytes = call_s, piece_bytes
-        self._silent_s = min(SILENT_S, call_s)
-        self._fetching: dict[PolicyVersion, asyncio.Task[None]] = {}
-        self._incoming: dict[PolicyVersion, PartialFile] = {}
-        """Files that are fetched or rebuilt once those before them are here."""
+        self._source_timeout_s = min(SOURCE_TIMEOUT_S, call_s)
+        self._fetch_tasks: dict[PolicyVersion, asyncio.Task[None]] = {}
+        self._partial_files: dict[PolicyVersion, PartialFile] = {}
+        """Files that are being fetched."""
         self._bytes_read = 0
 
-    async def ensure(
+    async def ensure_version(
         self,
         version: PolicyVersion,
         num_bytes: int,
         sources: tuple[Source, ...],
     ) -> FetchProgress:
-        """Start fetching a version unless it is present or being fetched. Returns after at most WAIT_S; call again
+        """Start fetching a version unless it is present or being fetched. Returns after at most MAX_WAIT_S; call again
         until the result has a path.
 
         Args:
@@ -88,33 +88,33 @@ class ParameterServer:
         """
         path = self._folder.path(version)
         if not path.exists():
-            fetching = self._fetching.get(version)
-            if fetching is None:
+            fetch_task = self._fetch_tasks.get(version)
+            if fetch_task is None:
                 fetch = self._fetch(version, num_bytes, sources)
-                fetching = self._fetching[version] = asyncio.ensure_future(fetch)
-                fetching.add_done_callback(lambda done: self._forget(version, done))
-            await asyncio.wait({fetching}, timeout=WAIT_S)
-            if not fetching.done():
-                incoming = self._incoming.get(version)
-                return FetchProgress(path="", num_bytes=incoming.bytes_arrived if incoming is not None else 0)
-            fetching.result()
+                fetch_task = self._fetch_tasks[version] = asyncio.ensure_future(fetch)
+                fetch_task.add_done_callback(lambda done: self._remove_fetch_task(version, done))
+            await asyncio.wait({fetch_task}, timeout=MAX_WAIT_S)
+            if not fetch_task.done():
+                partial_file = self._partial_files.get(version)
+                return FetchProgress(path="", num_bytes=partial_file.bytes_arrived if partial_file is not None else 0)
+            fetch_task.result()
         return FetchProgress(path=str(path), num_bytes=num_bytes)
 
     async def read_piece(self, version: PolicyVersion, offset: int, size: int) -> bytes | None:
-        """Read bytes of a version. Returns None if they are being fetched and have not arrived within WAIT_S. Raises
-        StoreError if the version is neither present nor being fetched."""
+        """Read bytes of a version. Returns None if they are being fetched and have not arrived within MAX_WAIT_S.
+        Raises StoreError if the version is neither present nor being fetched."""
         path = self._folder.path(version)
-        deadline = _now() + WAIT_S
+        deadline = _now() + MAX_WAIT_S
         while True:
-            incoming = self._incoming.get(version)
-            if incoming is not None and incoming.has(offset, size):
-                data = await asyncio.to_thread(incoming.read, offset, size)
-            elif incoming is None and path.exists():
+            partial_file = self._partial_files.get(version)
+            if partial_file is not None and partial_file.has(offset, size):
+                data = await asyncio.to_thread(partial_file.read, offset, size)
+            elif partial_file is None and path.exists():
                 data = await asyncio.to_thread(self._folder.read_chunk, path, offset, size)
             elif _now() < deadline:
                 await asyncio.sleep(0.01)
                 continue
-            elif incoming is not None:
+            elif partial_file is not None:
                 return None
             else:
                 raise StoreError(f"{path}: no such version here")
@@ -125,77 +125,81 @@ class ParameterServer:
         """Return the number of bytes that other hosts have read from this server."""
         return self._bytes_read
 
-    async def prune(self, used: tuple[PolicyVersion, ...], newest: PolicyVersion) -> None:
-        """Remove all versions older than `newest` that are not in `used`. Later ones stay: they may have come into
-        use."""
-        later = [version for version in self._folder.versions() if version >= newest]
-        await asyncio.to_thread(self._folder.prune, (*used, *later))  # freeing gigabytes takes a while
+    async def prune(self, used_versions: tuple[PolicyVersion, ...], newest_version: PolicyVersion) -> None:
+        """Remove all versions older than `newest_version` that are not in `used_versions`. Later ones stay: they may
+        have come into use."""
+        later_versions = [version for version in self._folder.versions() if version >= newest_version]
+        await asyncio.to_thread(
+            self._folder.prune, (*used_versions, *later_versions)
+        )  # freeing gigabytes takes a while
 
     async def close(self) -> None:
         """Stop all fetches and free the shared memory."""
-        fetching = list(self._fetching.values())
-        for task in fetching:
+        fetch_tasks = list(self._fetch_tasks.values())
+        for task in fetch_tasks:
             task.cancel()
-        await asyncio.gather(*fetching, return_exceptions=True)
+        await asyncio.gather(*fetch_tasks, return_exceptions=True)
         await asyncio.to_thread(self._folder.remove)
 
-    def _forget(self, version: PolicyVersion, done: asyncio.Task[None]) -> None:
-        del self._fetching[version]
-        if not done.cancelled():
-            done.exception()  # whoever waits for it raises it
+    def _remove_fetch_task(self, version: PolicyVersion, fetch_task: asyncio.Task[None]) -> None:
+        del self._fetch_tasks[version]
+        if not fetch_task.cancelled():
+            fetch_task.exception()  # whoever waits for it raises it
 
     # -- fetching ------------------------------------------------------------------------------------------------
 
     async def _fetch(self, version: PolicyVersion, num_bytes: int, sources: tuple[Source, ...]) -> None:
         """Fetch a version, and serve its pieces to others as they arrive."""
-        with self._folder.incoming(self._folder.path(version), num_bytes, self._piece_bytes) as incoming:
-            self._incoming[version] = incoming
+        with self._folder.incoming(self._folder.path(version), num_bytes, self._piece_bytes) as partial_file:
+            self._partial_files[version] = partial_file
             try:
-                await self._fetch_from_any(sources, version, incoming)
+                await self._fetch_from_any(sources, version, partial_file)
             finally:
-                del self._incoming[version]
+                del self._partial_files[version]
 
-    async def _fetch_from_any(self, sources: tuple[Source, ...], version: PolicyVersion, incoming: PartialFile) -> None:
+    async def _fetch_from_any(
+        self, sources: tuple[Source, ...], version: PolicyVersion, partial_file: PartialFile
+    ) -> None:
         """Fetch the missing pieces from the sources in turn. Raises TransferFailed once none has sent anything for
         call_s seconds."""
         failures: dict[str, str] = {}
         arrived, arrived_s = 0, _now()
-        while incoming.missing:
-            failures |= await self._round(sources, version, incoming)
-            if not incoming.missing:
+        while partial_file.missing:
+            failures |= await self._fetch_from_each(sources, version, partial_file)
+            if not partial_file.missing:
                 return
-            if incoming.bytes_arrived > arrived:
-                arrived, arrived_s = incoming.bytes_arrived, _now()
+            if partial_file.bytes_arrived > arrived:
+                arrived, arrived_s = partial_file.bytes_arrived, _now()
             elif _now() - arrived_s > self._call_s or not sources:
                 raise TransferFailed(
                     f"version {version} cannot be fetched: {'; '.join(failures.values()) or 'no source'}"
                 )
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def _round(
-        self, sources: tuple[Source, ...], version: PolicyVersion, incoming: PartialFile
+    async def _fetch_from_each(
+        self, sources: tuple[Source, ...], version: PolicyVersion, partial_file: PartialFile
     ) -> dict[str, str]:
         """Fetch the missing pieces, trying each source once while there are any. Returns the errors of failed sources
         by their names."""
         failures: dict[str, str] = {}
         for source in sources:
             try:
-                await self._fetch_from(source, version, incoming)
+                await self._fetch_from(source, version, partial_file)
             except SourceFailed as failed:
-                logger.warning("version %d after %d bytes: %s", version, incoming.bytes_arrived, failed)
+                logger.warning("version %d after %d bytes: %s", version, partial_file.bytes_arrived, failed)
                 failures[source.name] = str(failed)
         return failures
 
-    async def _fetch_from(self, source: Source, version: PolicyVersion, incoming: PartialFile) -> None:
+    async def _fetch_from(self, source: Source, version: PolicyVersion, partial_file: PartialFile) -> None:
         """Fetch the missing pieces from one source. Raises SourceFailed; what has arrived by then is kept."""
-        needed = iter(list(incoming.missing.values()))
+        needed = iter(list(partial_file.missing.values()))
 
-        async def fetch_some() -> None:
+        async def fetch_pieces() -> None:
             for piece in needed:
                 data = await self._read(source, version, piece)
-                await asyncio.to_thread(incoming.write, piece, data)
+                await asyncio.to_thread(partial_file.write, piece, data)
 
-        tasks = [asyncio.ensure_future(fetch_some()) for _ in range(PIECES_AT_ONCE)]
+        tasks = [asyncio.ensure_future(fetch_pieces()) for _ in range(MAX_PIECES_IN_MEMORY)]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -205,18 +209,23 @@ class ParameterServer:
 
     async def _read(self, source: Source, version: PolicyVersion, piece: Piece) -> bytes:
         """Read a piece from a source. Raises SourceFailed."""
-        deadline = _now() + self._silent_s
-        with raised_as(SourceFailed, f"{source.name} does not hand it on", ActorLost, ActorFailed, StoreError):
+        deadline = _now() + self._source_timeout_s
+        with raised_as(SourceFailed, f"{source.name} cannot send it", ActorLost, ActorFailed, StoreError):
             data: bytes | None = None
             while data is None:
                 remaining_s = deadline - _now()
                 if remaining_s <= 0:
-                    raise SourceFailed(f"{source.name} has sent nothing for {self._silent_s:g} s")
+                    raise SourceFailed(f"{source.name} has sent nothing for {self._source_timeout_s:g} s")
                 data = await call_actor(
-                    source.actor, "read_piece", version, *piece, timeout_s=remaining_s + WAIT_S, actor_name=source.name
+                    source.actor,
+                    "read_piece",
+                    version,
+                    *piece,
+                    timeout_s=remaining_s + MAX_WAIT_S,
+                    actor_name=source.name,
                 )
         if len(data) != piece.size:
-            raise SourceFailed(f"{source.name} handed on {len(data)} of {piece.size} bytes at {piece.offset}")
+            raise SourceFailed(f"{source.name} sent {len(data)} of {piece.size} bytes at {piece.offset}")
         return data
 
 

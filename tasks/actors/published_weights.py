@@ -15,33 +15,33 @@ class PublishedWeights:
 
     version: PolicyVersion
     fingerprint: str
-    probe: tuple[int, ...]
+    probe_tokens: tuple[int, ...]
     """Tokens whose logprobs are compared; empty where contexts are too short for any."""
-    logprobs: tuple[float, ...]
+    probe_logprobs: tuple[float, ...]
     """The trainer's logprobs of probe[1:], nats."""
-    limit: float
+    drift_limit: float
     """The largest mean difference that an instance may have, nats."""
 
-    def check(self, instance: InstanceId, loaded: LoadResult) -> WeightCheck:
+    def check(self, instance: InstanceId, load_result: LoadResult) -> WeightCheck:
         """Check whether an instance may serve the weights that it has loaded."""
-        drift = mean_difference(loaded.probe, self.logprobs)
+        drift = mean_difference(load_result.probe_logprobs, self.probe_logprobs)
         reasons = []
-        if loaded.fingerprint != self.fingerprint:
-            reasons.append(f"it has read {loaded.fingerprint}, {self.fingerprint} was published")
-        if loaded.weights.contradicted:
-            reasons.append(loaded.weights.line)
-        if not drift <= self.limit:  # nor NaN
+        if load_result.fingerprint != self.fingerprint:
+            reasons.append(f"it has read {load_result.fingerprint}, {self.fingerprint} was published")
+        if load_result.weights.contradicted:
+            reasons.append(load_result.weights.line)
+        if not drift <= self.drift_limit:  # nor NaN
             reasons.append(
                 f"logprobs of the probe are {drift:.3g} nats off the trainer's on average, "
-                f"rollout.logprob_drift_limit allows {self.limit:.3g}"
+                f"rollout.logprob_drift_limit allows {self.drift_limit:.3g}"
             )
         return WeightCheck(
             instance=instance,
             version=self.version,
-            fingerprint=loaded.fingerprint,
-            weights=loaded.weights,
+            fingerprint=load_result.fingerprint,
+            weights=load_result.weights,
             drift=drift,
-            limit=self.limit,
+            limit=self.drift_limit,
             refused="; ".join(reasons),
         )
 

@@ -36,13 +36,17 @@ class RewardWorker:
             server, "scoring_items", trajectories, timeout_s=self._call_s, actor_name="server"
         )
         scores = await self.score_texts([(item.text, item.record) for item in items])
-        scored = [
-            RewardItem(item.trajectory, item.tokens, item.route_number, score)
+        reward_items = [
+            RewardItem(item.trajectory, item.num_tokens, item.route_number, score)
             for item, score in zip(items, scores, strict=True)
         ]
-        recorded = await call_actor(server, "record_rewards", scored, timeout_s=self._call_s, actor_name="server")
+        recorded_scores = await call_actor(
+            server, "record_rewards", reward_items, timeout_s=self._call_s, actor_name="server"
+        )
         return [
-            (item.trajectory, score.reward, score.error) for item, score in zip(items, recorded, strict=True) if score
+            (item.trajectory, score.reward, score.error)
+            for item, score in zip(items, recorded_scores, strict=True)
+            if score
         ]
 
     async def score_texts(self, items: list[tuple[str, Any]]) -> list[ScoredResponse]:

@@ -17,19 +17,19 @@ class DrawnGroup:
     """A group with its prompt: its id, the prompt's length in tokens, and its source and task as in GroupDrawn."""
 
     group: GroupId
-    prompt_tokens: int
+    num_prompt_tokens: int
     source: int = 0
     task: int = -1
 
 
 class EvaluatedResponse(NamedTuple):
     """The state of an evaluation's response. score: None until it is scored. versions: policy versions of its tokens.
-    answer: digest of its answer; empty if scoring failed or the response has several turns."""
+    answer_digest: empty if scoring failed or the response has several turns."""
 
-    tokens: int
+    num_tokens: int
     versions: tuple[PolicyVersion, ...]
     score: ScoredResponse | None
-    answer: str = ""
+    answer_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +43,11 @@ class RouteItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservationItem:
-    """The messages of an environment after the turn that ends a response at `tokens` tokens, routed under
+    """The messages of an environment after the newest turn of a response of `num_tokens` tokens, routed under
     `route_number`. replayed: messages after earlier turns, if the environment was replayed."""
 
     trajectory: TrajectoryId
-    tokens: int
+    num_tokens: int
     route_number: int
     messages: tuple[Message, ...]
     seconds: float
@@ -58,17 +58,17 @@ class ScoringItem(NamedTuple):
     """A response to be scored: its text, its length in tokens, and the route number of its latest routing."""
 
     trajectory: TrajectoryId
-    tokens: int
+    num_tokens: int
     route_number: int
     text: str
     record: Record
 
 
 class RewardItem(NamedTuple):
-    """The reward of a response of `tokens` tokens, routed under `route_number`."""
+    """The reward of a response of `num_tokens` tokens, routed under `route_number`."""
 
     trajectory: TrajectoryId
-    tokens: int
+    num_tokens: int
     route_number: int
     score: ScoredResponse
 
@@ -76,7 +76,7 @@ class RewardItem(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeState:
     """The state of an episode whose turn has ended, for its environment host. task, member, attempt, held_out: identify
-    the episode. turns: texts of its turns, oldest first. tokens: length of the response so far."""
+    the episode. turns: texts of its turns, oldest first. num_tokens: length of the response so far."""
 
     task: GroupId
     member: int
@@ -84,10 +84,10 @@ class EpisodeState:
     held_out: bool = False
     record: Record
     turns: tuple[str, ...]
-    tokens: int
-    full: bool
+    num_tokens: int
+    is_full: bool
     """No further turn fits: the episode ends with this one."""
-    answered: bool
+    has_observation: bool
     """The server already has the observation after the newest turn."""
     restarted: bool
     """The trajectory has been restarted since this routing."""
@@ -96,23 +96,23 @@ class EpisodeState:
 
 
 class TurnItem(NamedTuple):
-    """A request for a turn: the one with this text that ends a response at `tokens` tokens, routed under
+    """A request for the newest turn, with this text, of a response of `num_tokens` tokens, routed under
     `route_number`."""
 
     trajectory: TrajectoryId
-    tokens: int
+    num_tokens: int
     route_number: int
     text: str
 
 
 class ObservationReceipt(NamedTuple):
-    """The server's reply to an observation. tokens: length of the response with it. problem: kind of problem for which
-    it was refused; empty if it was added. why: the problem in words."""
+    """The server's reply to an observation. num_tokens: length of the response with it. problem: kind of problem for
+    which it was refused; empty if it was added. reason: the problem as a text."""
 
-    tokens: int
+    num_tokens: int
     problem: Literal["", "full", "differs", "late", "not rendered"] = ""
     """late: the turn does not wait for an observation any more."""
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,10 +126,10 @@ class RecoverableWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveredWork:
-    """In-flight work that a resumed run has recovered. responses, tokens: their numbers. num_restarted: responses that
-    had tokens and restart from their prompts."""
+    """In-flight work that a resumed run has recovered. num_responses, num_tokens: of trajectories with sampled tokens.
+    num_restarted: responses that had tokens and restart from their prompts."""
 
     ledger: LedgerState
-    responses: int = 0
-    tokens: int = 0
+    num_responses: int = 0
+    num_tokens: int = 0
     num_restarted: int = 0

@@ -26,9 +26,9 @@ class ServerSettings:
     header: RunHeader
     commit_s: float
     resumed: bool = False
-    turn_tokens: int
+    max_turn_tokens: int
     """Token limit of a turn."""
     keeps_kv: bool
     """Whether environment steps follow turns, so that engines keep their KV cache."""
-    drafts: bool = False
+    serves_drafts: bool = False
     """Whether engines draft from the responses that the server knows."""

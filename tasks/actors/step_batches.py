@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from staleflow.stores.in_flight.in_flight_state import InFlightState
-from staleflow.stores.trajectories.records import batch_fingerprint
+from staleflow.stores.trajectories.records import StepRecord, batch_fingerprint, id_ranges
 from staleflow.stores.trajectory import EndedTrajectory
 from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.store_thread import StoreThread
@@ -27,39 +27,56 @@ class StepBatch:
 class StepBatches:
     """The batches of steps that are being trained or committed. Each is built on first use.
 
-    flight: the trajectories that each step consumed. stored: the rows of stored steps; its thread computes
+    in_flight: has the trajectories that each step consumed. store_thread: reads the rows of stored steps, and computes
     fingerprints.
     """
 
-    def __init__(self, flight: InFlightState, stored: StoreThread, settings: ServerSettings) -> None:
-        self._flight, self._stored, self._settings = flight, stored, settings
+    def __init__(self, in_flight: InFlightState, store_thread: StoreThread, settings: ServerSettings) -> None:
+        self._in_flight, self._store_thread, self._settings = in_flight, store_thread, settings
         self._batches: dict[int, StepBatch] = {}
         self._repeated_batch: list[EndedTrajectory] = []
-        """The rows of a stored step that is trained again, number `_again_step`."""
+        """The rows of a stored step that is trained again, number `_repeated_step`."""
         self._repeated_step = -1
 
     def batch(self, step: int) -> StepBatch:
         """Return the batch of a step in flight."""
         if step not in self._batches:
             settings, group_size = self._settings, self._settings.group_size
-            rows = consumed_rows(step, self._flight.batches[step], group_size, settings.advantage, settings.overlong)
-            values = [(e.trajectory, e.advantage) for e in rows]
-            fingerprint = asyncio.get_running_loop().run_in_executor(self._stored.executor, batch_fingerprint, values)
+            rows = consumed_rows(step, self._in_flight.batches[step], group_size, settings.advantage, settings.overlong)
+            rows_and_advantages = [(e.trajectory, e.advantage) for e in rows]
+            fingerprint = asyncio.get_running_loop().run_in_executor(
+                self._store_thread.executor, batch_fingerprint, rows_and_advantages
+            )
             metrics = batch_metrics(rows, group_size)
             self._batches[step] = StepBatch(rows=rows, fingerprint=fingerprint, metrics=metrics)
         return self._batches[step]
 
-    async def part(self, step: int, start: int) -> BatchMessage:
+    async def message(self, step: int, start: int) -> BatchMessage:
         """Return rows of a step from row `start` on, as many as fit into a message. The rows of a step that is not in
         flight are read from the store."""
-        if step in self._flight.batches:
-            return await _part_of(self.batch(step).rows, start)
+        if step in self._in_flight.batches:
+            return await _pack_message(self.batch(step).rows, start)
         if step != self._repeated_step or not start:
-            self._repeated_batch, self._repeated_step = await self._stored.consumed(step), step
-        message = await _part_of(self._repeated_batch, start)
+            self._repeated_batch, self._repeated_step = await self._store_thread.consumed_rows(step), step
+        message = await _pack_message(self._repeated_batch, start)
         if not message.rest:
             self._repeated_batch, self._repeated_step = [], -1
         return message
+
+    async def contents(self, record: StepRecord) -> tuple[list[EndedTrajectory], dict[str, float], StepRecord]:
+        """Return the rows of a commit, the metrics of its batch, and its record with live trajectories, metrics and
+        batch fingerprint filled in."""
+        batch = self.batch(record.step) if record.kind == "step" else None
+        rows = [*(batch.rows if batch else []), *self._in_flight.discarded]
+        live = id_ranges(self._in_flight.unstored(record.ledger.num_started, (e.trajectory.id for e in rows)))
+        metrics = batch.metrics if batch else {}
+        complete = replace(
+            record,
+            ledger=replace(record.ledger, live=live),
+            metrics=metrics | record.metrics,
+            batch_fingerprint=await batch.fingerprint if batch else "",
+        )
+        return rows, metrics, complete
 
     def forget(self, step: int) -> None:
         """Drop the batch of a stored step."""
@@ -70,7 +87,7 @@ class StepBatches:
         self._batches.clear()
 
 
-async def _part_of(rows: list[EndedTrajectory], start: int) -> BatchMessage:
+async def _pack_message(rows: list[EndedTrajectory], start: int) -> BatchMessage:
     """Pack rows from row `start` on, as many as fit into a message, beside the event loop."""
     stop = message_end(rows, start)
     packed = await asyncio.to_thread(RowArrays.of, rows[start:stop])

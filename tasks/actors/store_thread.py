@@ -1,7 +1,7 @@
 """Runs store operations in a thread beside an event loop. Commits are retried while the store's bucket fails.
 
-A bucket that answers with errors, not at all, or that the credentials at hand have expired for, may be back in minutes.
-Until then a commit waits, and everything else goes on. Each attempt reads the credentials anew.
+A bucket that returns errors, does not reply or rejects expired credentials may work again in minutes. Until then a
+commit waits, and everything else continues. Each attempt reads the credentials again.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 15.0
 before an attempt fails, if the bucket is busy or resets connections, and not at all if it refuses the credentials."""
 
 
-async def while_bucket_fails(attempt: Callable[[], Awaitable[T]], within_s: float, failed: Callable[[str], None]) -> T:
+async def retry_while_bucket_fails(
+    attempt: Callable[[], Awaitable[T]], timeout_s: float, on_failure: Callable[[str], None]
+) -> T:
     """Retry an operation while the store's bucket fails. Raises StoreError with the cause if it still fails after
-    `within_s` seconds. failed: called with the cause of each failure."""
+    `timeout_s` seconds. on_failure: called with the cause of each failure."""
     now_s = asyncio.get_running_loop().time
     started_s, pause_s = now_s(), FIRST_PAUSE_S
     while True:
         try:
             return await attempt()
         except StoreUnavailable as error:
-            failed(str(error))
-            if now_s() - started_s + pause_s > within_s:
+            on_failure(str(error))
+            if now_s() - started_s + pause_s > timeout_s:
                 raise StoreError(
-                    f"{error}; tried again for {within_s:g} s (deadlines.commit_s); what was stored before is whole: "
+                    f"{error}; tried again for {timeout_s:g} s (deadlines.commit_s); earlier commits are intact: "
                     "check the bucket and its credentials, and resume the run"
                 ) from error
         await asyncio.sleep(pause_s)
@@ -54,33 +56,33 @@ class StoreThread:
         self._commit_s = commit_s
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="store")
         self.outage = ""
-        """Why the bucket refused the latest request; empty if it did not."""
+        """Why the bucket failed the latest request; empty if it did not."""
 
     async def commit(self, record: StepRecord, rows: Sequence[EndedTrajectory]) -> None:
         """Store a commit. Raises StoreError."""
-        await self._done(lambda: self._store.commit(record, rows))
+        await self._run(lambda: self._store.commit(record, rows))
 
-    async def consumed(self, step: int) -> list[EndedTrajectory]:
+    async def consumed_rows(self, step: int) -> list[EndedTrajectory]:
         """Return the rows that a stored step consumed, in its order. Raises StoreError."""
-        return await self._done(lambda: list(self._store.ended(step)))
+        return await self._run(lambda: list(self._store.ended(step)))
 
-    async def entry(self, step: int) -> str:
+    async def chain_entry(self, step: int) -> str:
         """Return the entry of a stored step in the run's chain. Raises StoreError."""
-        return await self._done(lambda: self._store.entry(step))
+        return await self._run(lambda: self._store.entry(step))
 
     def close(self) -> None:
         """Wait for running operations, and end the thread."""
         self.executor.shutdown(wait=True)
 
-    async def _done(self, request: Callable[[], T]) -> T:
+    async def _run(self, request: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
-        result = await while_bucket_fails(
-            lambda: loop.run_in_executor(self.executor, request), self._commit_s, self._failed
+        result = await retry_while_bucket_fails(
+            lambda: loop.run_in_executor(self.executor, request), self._commit_s, self._record_outage
         )
         self.outage = ""
         return result
 
-    def _failed(self, cause: str) -> None:
+    def _record_outage(self, cause: str) -> None:
         if not self.outage:
             logger.warning("%s; it is tried again for %g s (deadlines.commit_s)", cause, self._commit_s)
         self.outage = cause

@@ -44,7 +44,9 @@ class TaskCache:
         """Return the prompts of groups `start`, start + 1, ... draws: (source, task) of each, as in GroupDrawn."""
 
         def encode() -> list[tuple[Record, DrawnPrompt]]:
-            return [(task.record, self._encoded(task)) for task in self._drawn(range(start, start + len(draws)), draws)]
+            return [
+                (task.record, self._encode(task)) for task in self._draw_tasks(range(start, start + len(draws)), draws)
+            ]
 
         drawn = await self._in_thread(encode)
         self._records |= {GroupId(group): record for group, (record, _) in enumerate(drawn, start)}
@@ -57,23 +59,25 @@ class TaskCache:
         records = {group: self._records[group] for group in wanted_groups if group in self._records}
         if missing := sorted(wanted_groups - set(records)):
             tasks = self._tasks_of(missing)
-            drawn = await self._in_thread(lambda: self._recalled(missing, tasks))
+            drawn = await self._in_thread(lambda: self._read_records(missing, tasks))
             self._records |= drawn
             records |= drawn
         return records
 
-    async def items(self) -> list[ItemSummary]:
+    async def item_summaries(self) -> list[ItemSummary]:
         """Return the items of each evaluation, one per response."""
         return await self._in_thread(self._items.summaries)
 
-    async def evaluated(self, groups: Iterable[GroupId]) -> dict[GroupId, EvaluationItem]:
+    async def evaluation_items(self, groups: Iterable[GroupId]) -> dict[GroupId, EvaluationItem]:
         """Return the evaluation item of each group."""
         return await self._in_thread(lambda: {group: self._items.item(group) for group in groups})
 
-    def _recalled(self, groups: Sequence[GroupId], tasks: Mapping[GroupId, tuple[int, int]]) -> dict[GroupId, Record]:
+    def _read_records(
+        self, groups: Sequence[GroupId], tasks: Mapping[GroupId, tuple[int, int]]
+    ) -> dict[GroupId, Record]:
         drawn = [group for group in groups if not is_evaluation(group)]
-        recalled = self._drawn(drawn, [tasks[group] for group in drawn])
-        records = {group: task.record for group, task in zip(drawn, recalled, strict=True)}
+        tasks_drawn = self._draw_tasks(drawn, [tasks[group] for group in drawn])
+        records = {group: task.record for group, task in zip(drawn, tasks_drawn, strict=True)}
         return records | {group: self._items.item(group).record for group in groups if is_evaluation(group)}
 
     def forget(self, groups: Iterable[GroupId]) -> None:
@@ -92,11 +96,11 @@ class TaskCache:
 
     def prompt(self, group: GroupId, source: int, task: int) -> DrawnPrompt:
         """Return a group's prompt. source, task: as in GroupDrawn."""
-        (drawn,) = self._drawn([group], [(source, task)])
-        return self._encoded(drawn)
+        (drawn,) = self._draw_tasks([group], [(source, task)])
+        return self._encode(drawn)
 
-    def _drawn(self, groups: Sequence[int], draws: Sequence[tuple[int, int]]) -> list[Task]:
-        """The tasks of groups: those of one source are drawn together."""
+    def _draw_tasks(self, groups: Sequence[int], draws: Sequence[tuple[int, int]]) -> list[Task]:
+        """Draw the tasks of groups. Tasks of one source are drawn in one call."""
         tasks: dict[int, Task] = {}
         for source in sorted({source for source, _ in draws}):
             numbers = {
@@ -107,7 +111,7 @@ class TaskCache:
             tasks |= zip(numbers, self._prompts.tasks(list(numbers.values()), source), strict=True)
         return [tasks[group] for group in groups]
 
-    def _encoded(self, task: Task) -> DrawnPrompt:
+    def _encode(self, task: Task) -> DrawnPrompt:
         return DrawnPrompt(np.asarray(self._prompts.encode(task), np.int32), task.row)
 
     def close(self) -> None:

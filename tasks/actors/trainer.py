@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SAVED_S = 5.0
+SAVE_TIMEOUT_S = 5.0
 """Seconds that `close` waits for a resume point that is being written: less than the deadline of the call."""
 
 
@@ -45,14 +45,14 @@ class PublishedStep:
     metrics: dict[str, float]
     fingerprint: str
     path: str
-    probe: tuple[float, ...] = ()
+    probe_logprobs: tuple[float, ...] = ()
     """Logprobs of the probe's tokens under these weights; see Engine.logprobs."""
     num_bytes: int = 0
     """Size of the published file."""
-    as_recorded: bool = True
-    """Whether the weights have the fingerprint that was recorded for this version."""
+    matches_record: bool = True
+    """True if the weights have the fingerprint that was recorded for this version, or none was recorded."""
     numerics: str = ""
-    """What the trainer computes with, in words (tasks/training/numerics.py)."""
+    """Software and hardware that the trainer computes with (tasks/training/numerics.py)."""
 
 
 @remote_methods
@@ -65,8 +65,8 @@ class Trainer:
         folder: str,
         threads: int,
         call_s: float,
-        points: str,
-        point_every: int,
+        resume_folder: str,
+        steps_per_resume_point: int,
         keep_every: int = 0,
         ranks: int = 1,
     ) -> None:
@@ -74,34 +74,34 @@ class Trainer:
 
         Args:
             folder: of published weights.
-            points: folder of the run's resume points.
-            point_every: steps between two resume points; 0 for none.
-            keep_every: versions between two points that are kept for good; 0 for none.
+            resume_folder: folder of the run's resume resume_folder.
+            steps_per_resume_point: steps between two resume resume_folder; 0 for none.
+            keep_every: versions between two resume_folder that are kept for good; 0 for none.
             ranks: number of trainer processes; with more than one, `form_group` must be called first.
         """
         engine_handover.close_orphans()
         self._call_s = call_s
         self._settings, self._threads, self._ranks = settings, threads, ranks
-        self._joined: Policy | None = settings.build(threads) if ranks == 1 else None
+        self._built_policy: Policy | None = settings.build(threads) if ranks == 1 else None
         weight_folder.sweep(Path(folder).parent)
         self._folder = WeightFolder(Path(folder))
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="resume-point")
-        self._probe: tuple[int, ...] = ()
-        self._points, self._point_every = ResumePoints(Path(points), keep_every), point_every
-        if point_every:
-            self._points.claim()
-        self._saving: asyncio.Task[None] | None = None
+        self._probe_tokens: tuple[int, ...] = ()
+        self._resume_points, self._steps_per_resume_point = ResumePoints(Path(resume_folder), keep_every), steps_per_resume_point
+        if steps_per_resume_point:
+            self._resume_points.claim()
+        self._save_task: asyncio.Task[None] | None = None
         """The latest resume point, written or being written. Its error is raised once."""
         self._version = PolicyVersion(0)
-        self._fine_tuned = 0
-        """Steps of supervised fine-tuning that are done."""
+        self._num_fine_tuned = 0
+        """Number of finished steps of supervised fine-tuning."""
 
     async def form_group(self, host: str, *peers: Any) -> None:
         """Connect to the other ranks, in the order of their numbers. host: address of this process for them."""
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
         args = (self._settings, self._threads, host, peers, loop, context)
-        self._joined = await self._in_thread(DistributedPolicy, *args)
+        self._built_policy = await self._in_thread(DistributedPolicy, *args)
 
     async def logprobs(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
         """Return the logprobs of tokens[1:], nats, under the current weights."""
@@ -110,21 +110,23 @@ class Trainer:
     async def fine_tune(self, step: int) -> dict[str, float]:
         """Run step `step` of supervised fine-tuning, which precedes version 0, and return its metrics; none if it was
         run before."""
-        if step < self._fine_tuned:
+        if step < self._num_fine_tuned:
             return {}
         metrics = await self._while_awake(self._policy.fine_tune, step)
-        self._fine_tuned = step + 1
+        self._num_fine_tuned = step + 1
         return metrics
 
-    async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion, recorded: str) -> PublishedStep:
+    async def publish_initial(
+        self, probe_tokens: tuple[int, ...], version: PolicyVersion, recorded_fingerprint: str
+    ) -> PublishedStep:
         """Publish the base model as version 0, or a later version from its resume point.
 
         Args:
-            probe: tokens whose logprobs are published with every version.
-            recorded: the version's fingerprint when it was first published; empty if unknown.
+            probe_tokens: tokens whose logprobs are published with every version.
+            recorded_fingerprint: the version's fingerprint when it was first published; empty if unknown.
         """
-        self._probe = probe
-        return await self._while_awake(self._publish_initial, version, recorded)
+        self._probe_tokens = probe_tokens
+        return await self._while_awake(self._publish_initial, version, recorded_fingerprint)
 
     async def train(
         self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
@@ -135,18 +137,18 @@ class Trainer:
         one before is written. An error in writing it is raised by the next call."""
         started_s = time.monotonic()
         rows = await self._batch(server, step, trajectories, versions)
-        fetched = time.monotonic()
-        is_point_due = self._point_every and (step + 1) % self._point_every == 0
+        fetched_s = time.monotonic()
+        is_point_due = self._steps_per_resume_point and (step + 1) % self._steps_per_resume_point == 0
         resume_wait_s = 0.0
-        if self._saving is not None and (is_point_due or self._saving.done()):
-            await self._saved()
-            resume_wait_s = time.monotonic() - fetched
-        seconds = {"fetch_s": fetched - started_s, "resume_wait_s": resume_wait_s}
+        if self._save_task is not None and (is_point_due or self._save_task.done()):
+            await self._wait_for_save()
+            resume_wait_s = time.monotonic() - fetched_s
+        seconds = {"fetch_s": fetched_s - started_s, "resume_wait_s": resume_wait_s}
         result = await self._while_awake(self._train, step, rows, seconds)
         if is_point_due:
             # Queued now, before any further step: it copies what that would change.
-            pending_point = self._executor.submit(self._begin_point, result.version)
-            self._saving = asyncio.ensure_future(self._end_point(pending_point))
+            pending_point = self._executor.submit(self._begin_resume_point, result.version)
+            self._save_task = asyncio.ensure_future(self._end_resume_point(pending_point))
         return result
 
     async def version(self) -> PolicyVersion:
@@ -157,25 +159,25 @@ class Trainer:
         """Save a checkpoint of published weights for `from_pretrained`, in their dtype. version: the latest by default.
         Returns False if that version is not on this host."""
         path = self._folder.path(self._version if version is None else version)
-        await self._saved()
+        await self._wait_for_save()
         if not path.is_file():
             return False
         await self._in_thread(self._policy.save, Path(folder), path)
         return True
 
     async def close(self) -> None:
-        await self._end_saving()
+        await self._finish_saving()
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._saver.shutdown(wait=False)
-        if self._joined is not None:
-            await asyncio.to_thread(self._joined.close)
+        if self._built_policy is not None:
+            await asyncio.to_thread(self._built_policy.close)
         await asyncio.to_thread(self._folder.remove)
 
     @property
     def _policy(self) -> Policy:
-        if self._joined is None:
+        if self._built_policy is None:
             raise ProtocolViolation(f"the {self._ranks} ranks of the trainer are not a group yet")
-        return self._joined
+        return self._built_policy
 
     async def _batch(
         self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
@@ -203,22 +205,22 @@ class Trainer:
 
         return await self._in_thread(call)
 
-    def _publish_initial(self, version: PolicyVersion, recorded: str) -> PublishedStep:
+    def _publish_initial(self, version: PolicyVersion, recorded_fingerprint: str) -> PublishedStep:
         if version:
-            self._policy.load_state(self._points.path(version))
+            self._policy.load_state(self._resume_points.path(version))
         result = self._publish(version, {})
-        if recorded not in ("", result.fingerprint):
-            is_equal = self._policy.apply_to_weights(lambda weights: fingerprint(weights) == recorded)
-            result = replace(result, as_recorded=is_equal)
+        if recorded_fingerprint not in ("", result.fingerprint):
+            is_equal = self._policy.apply_to_weights(lambda weights: fingerprint(weights) == recorded_fingerprint)
+            result = replace(result, matches_record=is_equal)
         return result
 
     def _train(self, step: int, rows: list[Row], seconds: Mapping[str, float]) -> PublishedStep:
-        """Train a step and publish its weights. seconds: what is known of the step's time, for its metrics."""
+        """Train a step and publish its weights. seconds: durations to add to the step's metrics, by name."""
         started_s = time.monotonic()
         metrics = self._policy.step(step, rows)
-        trained = time.monotonic()
+        trained_s = time.monotonic()
         result = self._publish(PolicyVersion(step + 1), metrics)
-        result.metrics.update(seconds, train_s=trained - started_s, publish_s=time.monotonic() - trained)
+        result.metrics.update(seconds, train_s=trained_s - started_s, publish_s=time.monotonic() - trained_s)
         return result
 
     def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> PublishedStep:
@@ -231,18 +233,18 @@ class Trainer:
             fingerprint=fingerprint,
             path=str(path),
             num_bytes=path.stat().st_size,
-            probe=self._policy.probe(self._probe) if self._probe else (),
+            probe_logprobs=self._policy.probe(self._probe_tokens) if self._probe_tokens else (),
             numerics=numerics(),
         )
 
-    def _begin_point(self, version: PolicyVersion) -> ExitStack:
+    def _begin_resume_point(self, version: PolicyVersion) -> ExitStack:
         """Begin to write a resume point. It exists once the returned context has been left without an error."""
         with ExitStack() as stack:
-            tmp_path = stack.enter_context(self._points.writing(version, sharded=self._ranks > 1))
+            tmp_path = stack.enter_context(self._resume_points.writing(version, sharded=self._ranks > 1))
             self._policy.begin_save(tmp_path)
             return stack.pop_all()
 
-    async def _end_point(self, pending_point: Future[ExitStack]) -> None:
+    async def _end_resume_point(self, pending_point: Future[ExitStack]) -> None:
         """Finish writing a resume point, in a thread beside the one that trains."""
 
         def end(point: ExitStack) -> None:
@@ -252,21 +254,21 @@ class Trainer:
         point = await asyncio.wrap_future(pending_point)
         await asyncio.get_running_loop().run_in_executor(self._saver, end, point)
 
-    async def _saved(self) -> None:
+    async def _wait_for_save(self) -> None:
         """Wait until the latest resume point is written. Raises its error, once."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            await saving
+        save_task, self._save_task = self._save_task, None
+        if save_task is not None:
+            await save_task
 
-    async def _end_saving(self) -> None:
-        """Wait up to SAVED_S for the latest resume point. Its error is logged, as nobody else would see it."""
-        saving, self._saving = self._saving, None
-        if saving is None:
+    async def _finish_saving(self) -> None:
+        """Wait up to SAVE_TIMEOUT_S for the latest resume point. Its error is logged, because no caller gets it."""
+        save_task, self._save_task = self._save_task, None
+        if save_task is None:
             return
-        await asyncio.wait({saving}, timeout=SAVED_S)
-        if not saving.done():
+        await asyncio.wait({save_task}, timeout=SAVE_TIMEOUT_S)
+        if not save_task.done():
             logger.warning("closed while a resume point was being written; the one before it is the newest")
-        elif not saving.cancelled() and (error := saving.exception()) is not None:
+        elif not save_task.cancelled() and (error := save_task.exception()) is not None:
             logger.error("the latest resume point is missing: %s", error)
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:

@@ -47,7 +47,7 @@ LOCAL_ERRORS = ("out of memory", "No space left", "Duplicate GPU", "gloo/transpo
 """Errors that also contain one of these would recur on other workers."""
 
 
-def discard(weights: Weights) -> None:
+def discard_weights(weights: Weights) -> None:
     """Take the gathered weights and do nothing, on ranks other than 0."""
 
 
@@ -107,13 +107,13 @@ class DistributedPolicy:
         self._loop, self._context = loop, context
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="rank")
         with open_listening_socket() as listener:
-            member = Rank(count=len(peers) + 1, host=host, port=listener.getsockname()[1])
-            lead = replace(member, listener=listener.fileno())
-            pending = [
-                self._call_peer(name, "join", replace(member, number=index))
+            peer_rank = Rank(count=len(peers) + 1, host=host, port=listener.getsockname()[1])
+            lead_rank = replace(peer_rank, listener=listener.fileno())
+            peer_calls = [
+                self._call_peer(name, "join", replace(peer_rank, number=index))
                 for index, name in enumerate(self._peers, start=1)
             ]
-            self._policy: Policy = self._result(self._executor.submit(settings.build, threads, lead), pending)
+            self._policy: Policy = self._result(self._executor.submit(settings.build, threads, lead_rank), peer_calls)
 
     def wake(self) -> None:
         self._call_all(self._policy.wake)
@@ -129,7 +129,7 @@ class DistributedPolicy:
         return self._call_all(self._policy.fine_tune, step)
 
     def apply_to_weights(self, function: Callable[[Weights], T]) -> T:
-        result: T = self._call_all(self._policy.apply_to_weights, function, peer_args=(discard,))
+        result: T = self._call_all(self._policy.apply_to_weights, function, peer_args=(discard_weights,))
         return result
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
@@ -160,29 +160,29 @@ class DistributedPolicy:
         """Call a method of the policy on all ranks. Returns this rank's result. peer_args: the other ranks' arguments,
         if they are not the same."""
         peer_args = args if peer_args is None else peer_args
-        pending = [self._call_peer(name, "call_policy", method.__name__, *peer_args) for name in self._peers]
-        return self._result(self._executor.submit(method, *args), pending)
+        peer_calls = [self._call_peer(name, "call_policy", method.__name__, *peer_args) for name in self._peers]
+        return self._result(self._executor.submit(method, *args), peer_calls)
 
     def _call_peer(self, name: str, method: str, *args: Any) -> Future[None]:
-        calling: Coroutine[Any, Any, None] = call_actor(
+        call: Coroutine[Any, Any, None] = call_actor(
             self._peers[name], method, *args, timeout_s=CALL_TIMEOUT_S, actor_name=name
         )
-        return self._context.run(asyncio.run_coroutine_threadsafe, calling, self._loop)
+        return self._context.run(asyncio.run_coroutine_threadsafe, call, self._loop)
 
-    def _result(self, local: Future[T], pending: Sequence[Future[None]]) -> T:
-        """Return this rank's result once all ranks are done. local: this rank's call. pending: the others'."""
-        every: list[Future[Any]] = [local, *pending]
-        done, _ = wait(every, return_when=FIRST_EXCEPTION)
+    def _result(self, own_call: Future[T], peer_calls: Sequence[Future[None]]) -> T:
+        """Return this rank's result once all ranks are done. own_call: this rank's call. peer_calls: the others'."""
+        all_calls: list[Future[Any]] = [own_call, *peer_calls]
+        done, _ = wait(all_calls, return_when=FIRST_EXCEPTION)
         for future in done:
             if (error := future.exception()) is not None:
-                raise _cause(error, pending)
-        return local.result()
+                raise _cause(error, peer_calls)
+        return own_call.result()
 
 
-def _cause(error: BaseException, pending: Sequence[Future[None]]) -> BaseException:
+def _cause(error: BaseException, peer_calls: Sequence[Future[None]]) -> BaseException:
     """Return the cause of a rank's `error`: the loss of another rank, if one is lost."""
     with contextlib.suppress(TimeoutError):
-        for future in as_completed(pending, timeout=SETTLE_S):
+        for future in as_completed(peer_calls, timeout=SETTLE_S):
             if isinstance(lost := future.exception(), ActorLost):
                 return lost
     if not isinstance(error, ActorLost) and is_lost_rank_error(error):

@@ -1,13 +1,13 @@
 """The trajectory server: an actor that stores the tokens of live trajectories and is the only committer to the store.
 
-Tokens and texts go directly from worker to worker; the driver and the coordinator see ids,
-lengths and versions. All its state changes on the worker's event loop, so no method needs a lock; commits, prompts and
-the spool have a thread each, and texts are decoded and batches packed beside them.
+Tokens and texts go directly from worker to worker; the driver and the coordinator see ids, lengths and versions. All
+state changes on the worker's event loop, so no method needs a lock. Commits, prompts and the spool have a thread each;
+texts are decoded and batches packed in other threads.
 
 Invariants:
-- What was acknowledged survives this process: each change is an entry of the spool (stores/in_flight/spool.py), and the
-  call that brought it is answered once the entry is written. A server made with the same settings and `resumed` reads
-  the store and the spool, and so recovers all in-flight work, under the epochs in which it was delivered.
+- Acknowledged changes survive this process: each change is an entry of the spool (stores/in_flight/spool.py), and the
+  call that made it returns once the entry is written. A server created with the same settings and `resumed` reads the
+  store and the spool, and so recovers all in-flight work.
 - Calls may be repeated: draws are numbered, deliveries name the position of their first token, batches and commits
   their step.
 """
@@ -37,24 +37,28 @@ from staleflow.stores.in_flight.spool_entries import (
 )
 from staleflow.stores.in_flight.stop_criteria import NO_STOP
 from staleflow.stores.staleness.ledger_entries import Ending
-from staleflow.stores.trajectories.records import EMPTY, LedgerState, StepRecord, id_ranges
+from staleflow.stores.trajectories.records import EMPTY, LedgerState, StepRecord
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
     EndedTrajectory,
     GroupId,
     PolicyVersion,
-    Segment,
-    Trajectory,
     TrajectoryId,
-    is_evaluation,
 )
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.tasks.actors.actor_calls import remote_methods
 from staleflow.tasks.actors.async_spool import AsyncSpool
 from staleflow.tasks.actors.draft_corpus import MAX_TOKENS, DraftCorpus, NewResponses
-from staleflow.tasks.actors.engine_requests import request_of
+from staleflow.tasks.actors.engine_requests import build_request
+from staleflow.tasks.actors.episode_states import episode_state, newest_turn, recorded_score
 from staleflow.tasks.actors.evaluation_trajectories import EvaluationTrajectories
-from staleflow.tasks.actors.observation_encoder import ObservationEncoder, RenderError, answer_entry, newest_turn
+from staleflow.tasks.actors.in_flight_recovery import (
+    rebuild_in_flight,
+    recovered_work,
+    resume_record,
+    started_trajectories,
+)
+from staleflow.tasks.actors.observation_encoder import ObservationEncoder, RenderError, observation_entry
 from staleflow.tasks.actors.server_messages import (
     DrawnGroup,
     EpisodeState,
@@ -83,116 +87,80 @@ from staleflow.tasks.training.batches import check_batch
 from staleflow.tasks.training.microbatches import BatchMessage
 
 SWITCH_S = 0.0005
-"""Python's switch interval here, a tenth of the default: calls of instances are answered at once while the thread of
-commits computes."""
+"""Python's thread switch interval in this process, a tenth of the default: calls of instances are answered without
+delay while the store's thread computes."""
 
 
 @remote_methods
 class TrajectoryServer:
     """The trajectory server's Dask actor."""
 
-    stores: ClassVar[type[VersionedStore]] = VersionedStore
-    """Opens and creates the store."""
+    store_class: ClassVar[type[VersionedStore]] = VersionedStore
+    """Class that opens and creates the store."""
 
     def __init__(self, settings: ServerSettings, start_s: float) -> None:
         sys.setswitchinterval(SWITCH_S)
         # Seconds since the run's start, as the driver counts them.
-        self._epoch = time.monotonic() - start_s
+        self._clock_start_s = time.monotonic() - start_s
         path, prompts = Path(settings.store), settings.prompts
-        stored = self.stores.open(path) if settings.resumed else None
-        if stored is not None:
-            prompts = replace(prompts, held_out=stored.header.held_out, max_prompt_tokens=stored.header.longest_prompt)
+        existing_store = self.store_class.open(path) if settings.resumed else None
+        if existing_store is not None:
+            prompts = replace(
+                prompts, held_out=existing_store.header.held_out, max_prompt_tokens=existing_store.header.longest_prompt
+            )
         self._settings = settings
         self._prompts: Prompts = prompts.build()
-        self._store = self.stores.create(path, settings.header) if stored is None else stored
-        self._flight = InFlightState(group_size=settings.members_started)
+        self._store = self.store_class.create(path, settings.header) if existing_store is None else existing_store
+        self._in_flight = InFlightState(group_size=settings.members_started)
         self._spool = Spool(path.with_name("spool"), settings.members_started)
-        self._known = DraftCorpus(self._flight, MAX_TOKENS if settings.drafts else 0, stored)
-        self._points = ResumePoints(path.with_name("resume"))
-        self._tasks = TaskCache(self._prompts, prompts.sets, self._flight.tasks_of)
+        self._draft_corpus = DraftCorpus(self._in_flight, MAX_TOKENS if settings.serves_drafts else 0, existing_store)
+        self._resume_points = ResumePoints(path.with_name("resume"))
+        self._task_cache = TaskCache(self._prompts, prompts.sets, self._in_flight.tasks_of)
         self._last_record: StepRecord | None = None
         self._committed = asyncio.Event()
         """Set by the next commit, and replaced."""
-        self._storing = StoreThread(self._store, settings.commit_s)
+        self._store_thread = StoreThread(self._store, settings.commit_s)
         self._async_spool = AsyncSpool(self._spool)
-        self._evaluated = EvaluationTrajectories(self._flight, self._tasks, self._prompts.text)
-        self._answers = ObservationEncoder(self._prompts)
-        self._batches = StepBatches(self._flight, self._storing, settings)
-        if stored is None:
+        self._evaluation_trajectories = EvaluationTrajectories(self._in_flight, self._task_cache, self._prompts.text)
+        self._observation_encoder = ObservationEncoder(self._prompts)
+        self._step_batches = StepBatches(self._in_flight, self._store_thread, settings)
+        if existing_store is None:
             self._spool.clear()
         else:
-            self._recover(stored.steps(-1))
+            self._recover(existing_store.steps(-1))
 
     # -- a stored run --------------------------------------------------------------------------------------------
 
     def _recover(self, records: Sequence[StepRecord]) -> None:
-        """Recover the work that was in flight when the server before this one ended."""
+        """Recover the work that was in flight when the run's previous trajectory server ended."""
         if records:
             self._last_record = records[-1]
-        ledger = self._last_ledger
-        for entry in self._spool.read():
-            self._flight.apply(entry)
-        self._flight.remove_stored(ledger)
-        stored = {group: (source, task) for group, source, task in ledger.tasks_in_flight}
-        for group, members in self._flight.lost_trajectories(ledger).items():
-            source, task = stored.get(group, (0, -1))
-            prompt = self._tasks.prompt(group, source, task)
-            drawn = GroupDrawn(
-                group=group,
-                prompt_tokens=prompt.tokens,
-                at_s=self._now(),
-                dataset_row=prompt.row,
-                source=source,
-                task=task,
-            )
-            self._flight.add_members(members, drawn)
-        in_flight = {t.group for t in self._flight.live.values()}
-        in_flight |= {t.group for t in self._flight.pending_commit()}
-        self._spool.mark_stored(ledger.next_step, self._spool.groups - in_flight)
+        rebuild_in_flight(self._in_flight, self._spool, self._last_ledger, self._task_cache, self._now())
 
     async def recoverable(self) -> RecoverableWork:
         """Return the in-flight work that a resumed run can recover after the store's last record. Changes nothing."""
         return RecoverableWork(
-            ledger=self._last_ledger, groups=self._flight.copy_with(self._resumed(())).group_summaries()
+            ledger=self._last_ledger, groups=self._in_flight.copy_with(self._resume_entry(())).group_summaries()
         )
 
     async def resume(self, from_prompt: tuple[TrajectoryId, ...]) -> RecoveredWork:
         """Recover in-flight work after the store's last record. Idempotent. from_prompt: trajectories that restart from
         their prompts."""
-        live = [t for t in self._flight.live.values() if not is_evaluation(t.id)]
-        started = {t.id for t in live if t.timings.routed_s or t.segments}
-        started |= {t.id for t in self._flight.pending_commit()}
-        resumed = self._resumed(from_prompt)
-        self._flight.apply(resumed)
-        self._batches.forget_all()
+        started = started_trajectories(self._in_flight)
+        resumed = self._resume_entry(from_prompt)
+        self._in_flight.apply(resumed)
+        self._step_batches.forget_all()
         if not await self._async_spool.append([resumed]):
-            # A later run must never recover what this run has undone.
+            # Otherwise a later resumption would recover entries that this one has undone.
             await self._async_spool.clear()
-        recovered = [t for t in self._flight.live.values() if t.segments]
-        work = RecoveredWork(
-            ledger=self._last_ledger,
-            responses=len(recovered),
-            tokens=sum(t.num_tokens for t in recovered),
-            num_restarted=len(started) - len(started & {t.id for t in recovered}),
-        )
-        if not self._flight.live:  # nothing of an evaluation is live by now
+        work = recovered_work(self._in_flight, started, self._last_ledger)
+        record = resume_record(self._in_flight, work)
+        if record is None:
             return work
-        ledger = replace(
-            self._last_ledger,
-            num_started=self._flight.num_drawn * self._settings.members_started,
-            live=id_ranges(self._flight.live),
-        )
-        if self._last_ledger.sources:
-            ledger = self._flight.with_tasks(ledger, self._last_ledger.num_started)
-        if ledger != self._last_ledger:
-            metrics = {"taken_up": work.responses, "taken_up_tokens": work.tokens, "started_again": work.num_restarted}
-            record = StepRecord(
-                kind="resume", step=ledger.next_step, ledger=ledger, metrics={k: float(v) for k, v in metrics.items()}
-            )
-            await self._commit(record, [])
-        return replace(work, ledger=ledger)
+        await self._commit(record, [])
+        return replace(work, ledger=record.ledger)
 
-    def _resumed(self, from_prompt: tuple[TrajectoryId, ...]) -> InFlightResumed:
+    def _resume_entry(self, from_prompt: tuple[TrajectoryId, ...]) -> InFlightResumed:
         return InFlightResumed(
             version=PolicyVersion(self._last_ledger.next_step), from_prompt=from_prompt, at_s=self._now()
         )
@@ -207,7 +175,7 @@ class TrajectoryServer:
         draws: (source, task) of each; empty: the only source's tasks with the groups' numbers.
         """
         source_tasks = list(draws or [(0, -1)] * num_groups)
-        prompts = await self._tasks.draw(first_group, source_tasks)
+        prompts = await self._task_cache.draw(first_group, source_tasks)
         now = self._now()
         drawn = [
             GroupDrawn(
@@ -220,37 +188,39 @@ class TrajectoryServer:
             )
             for group, (prompt, (source, task)) in enumerate(zip(prompts, source_tasks, strict=True), first_group)
         ]
-        await self._async_spool.append([entry for entry in drawn if self._flight.apply(entry)])
+        await self._async_spool.append([entry for entry in drawn if self._in_flight.apply(entry)])
         return [
-            DrawnGroup(group=entry.group, prompt_tokens=len(entry.prompt_tokens), source=entry.source, task=entry.task)
+            DrawnGroup(
+                group=entry.group, num_prompt_tokens=len(entry.prompt_tokens), source=entry.source, task=entry.task
+            )
             for entry in drawn
         ]
 
     async def held_out(self, count: int) -> list[HeldOut]:
         """Return the first `count` held-out prompts without duplicates; fewer if some are equal or the source has
         fewer."""
-        return await self._tasks.held_out(count)
+        return await self._task_cache.held_out(count)
 
     async def evaluation_items(self) -> list[ItemSummary]:
         """Return the items of each evaluation, one per response."""
-        return await self._tasks.items()
+        return await self._task_cache.item_summaries()
 
-    async def evaluated(self, groups: list[GroupId]) -> list[EvaluatedResponse]:
+    async def evaluated_responses(self, groups: list[GroupId]) -> list[EvaluatedResponse]:
         """Return the state of an evaluation's responses."""
-        return await self._evaluated.responses(groups)
+        return await self._evaluation_trajectories.responses(groups)
 
     async def end_evaluation(self) -> None:
         """Drop all trajectories of evaluations. Idempotent."""
-        groups, entries = self._evaluated.end(self._now())
+        groups, entries = self._evaluation_trajectories.end(self._now())
         await self._async_spool.append(entries)
         await self._async_spool.mark_stored(-1, groups)
 
-    async def keep_time(self, elapsed_s: float) -> None:
+    async def set_clock(self, elapsed_s: float) -> None:
         """Set the run's clock, which starts when all actors are ready, to `elapsed_s` seconds."""
-        self._epoch = time.monotonic() - elapsed_s
+        self._clock_start_s = time.monotonic() - elapsed_s
 
     async def held_out_notice(self) -> str:
-        """Return a line on training prompts that turned out to be held out; empty if there are none so far."""
+        """Return a message about training prompts that are also held out; empty if there are none so far."""
         return self._prompts.held_out_notice
 
     # -- trajectories --------------------------------------------------------------------------------------------
@@ -258,36 +228,38 @@ class TrajectoryServer:
     async def requests(self, items: tuple[RouteItem, ...]) -> list[Request | SampledTokens]:
         """Return the engine requests of routed trajectories that are still live. If the turn of one has ended, return a
         delivery without tokens for it. Deliveries under earlier route numbers are ignored from now on."""
-        evaluated, applied = await self._evaluated.begin((item.trajectory for item in items), self._now())
+        evaluation_items, applied = await self._evaluation_trajectories.begin(
+            (item.trajectory for item in items), self._now()
+        )
         await self._async_spool.append(applied)
         records: dict[GroupId, Record] = {}
         if self._settings.prompts.has_agents:
-            live = [self._flight.live[item.trajectory] for item in items if item.trajectory in self._flight.live]
-            records = await self._tasks.records(t.group for t in live)
-        items = tuple(item for item in items if item.trajectory in self._flight.live)
+            live = [self._in_flight.live[item.trajectory] for item in items if item.trajectory in self._in_flight.live]
+            records = await self._task_cache.records(t.group for t in live)
+        items = tuple(item for item in items if item.trajectory in self._in_flight.live)
         entry = TrajectoriesRouted(routed=tuple((i.trajectory, i.route_number) for i in items), at_s=self._now())
-        changed = self._flight.apply(entry)
+        changed = self._in_flight.apply(entry)
         requests = []
         for item in items:
-            t = self._flight.live[item.trajectory]
-            turn_tokens, stop = self._flight.turn_limits.get(t.id, 0), self._flight.turn_stops.get(t.id, NO_STOP)
+            t = self._in_flight.live[item.trajectory]
+            turn_tokens, stop = self._in_flight.turn_limits.get(t.id, 0), self._in_flight.turn_stops.get(t.id, NO_STOP)
             if not t.has_env_steps and t.group in records:
                 params = params_of(records[t.group])
                 turn_tokens, stop = params.max_tokens, params.stop
-            requests.append(request_of(t, item, self._settings, evaluated.get(t.id), turn_tokens, stop))
+            requests.append(build_request(t, item, self._settings, evaluation_items.get(t.id), turn_tokens, stop))
         await self._async_spool.append([entry] if changed else [])
         return requests
 
     async def deliver(self, sampled: list[SampledTokens]) -> dict[TrajectoryId, int]:
         """Add sampled tokens. Returns the number of tokens of each trajectory.
 
-        Ignored are: ended trajectories, deliveries of an earlier route number, tokens that are here already, deliveries
-        that would leave a gap, and those with a logprob that is not finite. For the last two the total is less than was
-        delivered.
+        Ignored are: ended trajectories, deliveries of an earlier route number, tokens that the server already has,
+        deliveries that would leave a gap, and deliveries with a logprob that is not finite. For the last two the
+        returned number is less than was delivered.
         """
         now = self._now()
         accepted: list[Entry] = []
-        totals = {}
+        num_tokens = {}
         for item in sampled:
             entry = TokensDelivered(
                 trajectory=item.trajectory,
@@ -296,73 +268,68 @@ class TrajectoryServer:
                 segments=item.segments,
                 finish=item.finish,
                 at_s=now,
-                attempt=self._flight.attempt(item.trajectory),
+                attempt=self._in_flight.attempt(item.trajectory),
             )
-            if self._flight.apply(entry):
+            if self._in_flight.apply(entry):
                 accepted.append(entry)
-            if self._flight.accepts(item.trajectory, item.route_number):
-                totals[item.trajectory] = self._flight.live[item.trajectory].num_tokens
+            if self._in_flight.accepts(item.trajectory, item.route_number):
+                num_tokens[item.trajectory] = self._in_flight.live[item.trajectory].num_tokens
         await self._async_spool.append(accepted)
-        return totals
+        return num_tokens
 
-    async def other_responses(self, running: tuple[TrajectoryId, ...], sent: frozenset[TrajectoryId]) -> NewResponses:
-        """Return responses to the prompts of running trajectories, for drafting. sent: responses that the instance has
-        already."""
-        return self._known.others(running, sent)
+    async def other_responses(
+        self, running: tuple[TrajectoryId, ...], known_responses: frozenset[TrajectoryId]
+    ) -> NewResponses:
+        """Return responses to the prompts of running trajectories, for drafting. known_responses: responses that the
+        instance has already."""
+        return self._draft_corpus.new_responses(running, known_responses)
 
     async def episode_states(self, requested: list[tuple[TrajectoryId, int]]) -> list[EpisodeState | None]:
         """Return the episode states of trajectories whose turns have ended; None for one that is no longer live.
         requested: (trajectory, route number)."""
-        trajectories = [self._flight.live.get(trajectory) for trajectory, _ in requested]
-        records = await self._tasks.records(t.group for t in trajectories if t is not None)
-        max_new_tokens = await self._evaluated.max_new_tokens(t.group for t in trajectories if t is not None)
+        trajectories = [self._in_flight.live.get(trajectory) for trajectory, _ in requested]
+        records = await self._task_cache.records(t.group for t in trajectories if t is not None)
+        max_new_tokens = await self._evaluation_trajectories.max_new_tokens(
+            t.group for t in trajectories if t is not None
+        )
         texts = await asyncio.to_thread(
             lambda: [self._texts(u.tolist() for u in t.turns) if t else [] for t in trajectories]
         )
-        return [
-            None
-            if t is None
-            else self._episode(t, route_number, tuple(turns), records[t.group], max_new_tokens.get(t.group))
-            for t, (_, route_number), turns in zip(trajectories, requested, texts, strict=True)
-        ]
+        states: list[EpisodeState | None] = []
+        for t, (_, route_number), turns in zip(trajectories, requested, texts, strict=True):
+            if t is None:
+                states.append(None)
+            else:
+                limit = max_new_tokens.get(t.group) or self._settings.prompts.response_tokens(t.source)
+                state = episode_state(self._in_flight, t, route_number, tuple(turns), records[t.group], limit)
+                states.append(state)
+        return states
 
     async def newest_turns(self, items: list[TurnItem]) -> list[SampledTurn | None]:
-        """Return the newest turns of trajectories, with the tokens and logprobs that are stored; None for one whose
-        turn has been followed by another turn or an observation."""
-        awaited = [self._flight.awaits_environment(item.trajectory, item.tokens, item.route_number) for item in items]
-        turns = [(self._flight.live[i.trajectory] if a else None, i.text) for i, a in zip(items, awaited, strict=True)]
+        """Return the newest turns of trajectories, with the tokens and logprobs that are stored; None for a trajectory
+        whose turn has been followed by another turn or an observation."""
+        awaited = [
+            self._in_flight.awaits_environment(item.trajectory, item.num_tokens, item.route_number) for item in items
+        ]
+        turns = [
+            (self._in_flight.live[i.trajectory] if a else None, i.text) for i, a in zip(items, awaited, strict=True)
+        ]
         return await asyncio.to_thread(lambda: [None if t is None else newest_turn(t, text) for t, text in turns])
-
-    def _episode(
-        self, t: Trajectory, route_number: int, turns: tuple[str, ...], record: Record, max_new_tokens: int | None
-    ) -> EpisodeState:
-        """Make an episode's state. max_new_tokens: token limit of its response, if it is not the run's."""
-        return EpisodeState(
-            task=t.group,
-            member=t.id % self._settings.members_started,
-            attempt=self._flight.attempt(t.id),
-            record=record,
-            turns=turns,
-            tokens=t.num_tokens,
-            held_out=is_evaluation(t.id),
-            full=t.num_tokens >= (max_new_tokens or self._settings.prompts.response_tokens(t.source)),
-            answered=bool(t.spans) and not isinstance(t.spans[-1], Segment),
-            restarted=not self._flight.accepts(t.id, route_number),
-            score=self._score(t.id),
-        )
 
     async def add_observations(self, items: list[ObservationItem]) -> list[ObservationReceipt]:
         """Add observations after their turns. An observation is refused if there is no room for tokens after it, or if
         its environment was replayed and replied differently."""
-        max_new_tokens = await self._evaluated.max_new_tokens(
-            GroupId(i.trajectory // self._flight.group_size) for i in items
+        max_new_tokens = await self._evaluation_trajectories.max_new_tokens(
+            GroupId(i.trajectory // self._in_flight.group_size) for i in items
         )
-        awaited = [self._flight.awaits_environment(item.trajectory, item.tokens, item.route_number) for item in items]
-        trajectories = [self._flight.live[i.trajectory] if a else None for i, a in zip(items, awaited, strict=True)]
+        awaited = [
+            self._in_flight.awaits_environment(item.trajectory, item.num_tokens, item.route_number) for item in items
+        ]
+        trajectories = [self._in_flight.live[i.trajectory] if a else None for i, a in zip(items, awaited, strict=True)]
         default_max_tokens = self._settings.prompts.response_tokens
         encoded = await asyncio.to_thread(
             lambda: [
-                self._answers.encode(t, item, max_new_tokens.get(t.group) or default_max_tokens(t.source))
+                self._observation_encoder.encode(t, item, max_new_tokens.get(t.group) or default_max_tokens(t.source))
                 if t
                 else None
                 for t, item in zip(trajectories, items, strict=True)
@@ -371,17 +338,19 @@ class TrajectoryServer:
         accepted: list[Entry] = []
         receipts: list[ObservationReceipt] = []
         for item, result in zip(items, encoded, strict=True):
-            if result is None or not self._flight.awaits_environment(item.trajectory, item.tokens, item.route_number):
-                receipts.append(ObservationReceipt(item.tokens, "late"))
+            if result is None or not self._in_flight.awaits_environment(
+                item.trajectory, item.num_tokens, item.route_number
+            ):
+                receipts.append(ObservationReceipt(item.num_tokens, "late"))
             elif isinstance(result, str):
-                receipts.append(ObservationReceipt(item.tokens, result))
+                receipts.append(ObservationReceipt(item.num_tokens, result))
             elif isinstance(result, RenderError):
-                receipts.append(ObservationReceipt(item.tokens, "not rendered", result.why))
+                receipts.append(ObservationReceipt(item.num_tokens, "not rendered", result.error))
             else:
-                entry = answer_entry(item, result, self._flight.attempt(item.trajectory), self._now())
-                if self._flight.apply(entry):
+                entry = observation_entry(item, result, self._in_flight.attempt(item.trajectory), self._now())
+                if self._in_flight.apply(entry):
                     accepted.append(entry)
-                receipts.append(ObservationReceipt(item.tokens + len(result.tokens)))
+                receipts.append(ObservationReceipt(item.num_tokens + len(result.tokens)))
         await self._async_spool.append(accepted)
         return receipts
 
@@ -396,10 +365,10 @@ class TrajectoryServer:
                 trajectory=trajectory,
                 tokens=tokens,
                 route_number=route_number,
-                attempt=self._flight.attempt(trajectory),
+                attempt=self._in_flight.attempt(trajectory),
             )
             restarted.append(
-                self._flight.awaits_environment(trajectory, tokens, route_number) and self._flight.apply(entry)
+                self._in_flight.awaits_environment(trajectory, tokens, route_number) and self._in_flight.apply(entry)
             )
             if restarted[-1]:
                 accepted.append(entry)
@@ -408,9 +377,9 @@ class TrajectoryServer:
 
     async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[ScoringItem]:
         """Return the responses to score of the trajectories that are still live."""
-        live = [t for i in trajectories if (t := self._flight.live.get(i)) is not None]
-        states = [(t.num_tokens, self._flight.route_number(t.id)) for t in live]
-        by_group = await self._tasks.records(t.group for t in live)
+        live = [t for i in trajectories if (t := self._in_flight.live.get(i)) is not None]
+        states = [(t.num_tokens, self._in_flight.route_number(t.id)) for t in live]
+        by_group = await self._task_cache.records(t.group for t in live)
         records = [by_group[t.group] for t in live]
         texts = await asyncio.to_thread(self._texts, (t.response_tokens.tolist() for t in live))
         return [
@@ -427,27 +396,20 @@ class TrajectoryServer:
         for item in scored:
             entry = RewardDelivered(
                 trajectory=item.trajectory,
-                tokens=item.tokens,
+                tokens=item.num_tokens,
                 reward=item.score.reward,
                 parts=item.score.parts,
                 error=item.score.error,
                 at_s=now,
-                attempt=self._flight.attempt(item.trajectory),
+                attempt=self._in_flight.attempt(item.trajectory),
             )
-            if self._flight.awaits_environment(item.trajectory, item.tokens, item.route_number) and self._flight.apply(
-                entry
-            ):
+            if self._in_flight.awaits_environment(
+                item.trajectory, item.num_tokens, item.route_number
+            ) and self._in_flight.apply(entry):
                 accepted.append(entry)
-            rewards.append(self._score(item.trajectory))
+            rewards.append(recorded_score(self._in_flight, item.trajectory))
         await self._async_spool.append(accepted)
         return rewards
-
-    def _score(self, trajectory: TrajectoryId) -> ScoredResponse | None:
-        """Return the reward of a live trajectory; None if it has none."""
-        t = self._flight.live.get(trajectory)
-        if t is None or trajectory not in self._flight.scored:
-            return None
-        return ScoredResponse(reward=t.reward, parts=t.reward_parts, error=t.error)
 
     async def batch(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...], start: int
@@ -460,83 +422,74 @@ class TrajectoryServer:
             versions: each trajectory's v_traj, as decided by the ledger.
         """
         written = None
-        if trajectories and step not in self._flight.batches:
-            members, settings = [self._flight.live[t] for t in trajectories], self._settings
+        if trajectories and step not in self._in_flight.batches:
+            members, settings = [self._in_flight.live[t] for t in trajectories], self._settings
             check_batch(step, members, settings.group_size, settings.max_error_share, settings.reward)
             entry = BatchTaken(step=step, trajectories=trajectories, versions=versions)
-            self._flight.apply(entry)
+            self._in_flight.apply(entry)
             written = self._async_spool.append([entry])
-        message = await self._batches.part(step, start)
+        message = await self._step_batches.message(step, start)
         if written is not None:
             await written
         return message
 
-    async def retire(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
+    async def discard(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
         """End trajectories without training on them. The next commit stores them with their v_traj."""
-        if self._flight.apply(entry := TrajectoriesDiscarded(endings=endings, versions=versions)):
+        if self._in_flight.apply(entry := TrajectoriesDiscarded(endings=endings, versions=versions)):
             await self._async_spool.append([entry])
 
     async def commit(self, record: StepRecord) -> dict[str, float]:
         """Commit a step: the rows it consumed, and all that ended since the last commit. Returns metrics of the batch.
 
-        A refusal is stored without rows and with the ledger of the commit before: what ended since may belong to a step
-        in training. Fills in `record.ledger.live`: trajectories started by then that are neither stored nor in this
-        commit. While the store's bucket fails, the commit is tried again for deadlines.commit_s. Raises StoreError.
+        A refusal is stored without rows and with the ledger of the previous commit, because rows that ended since then
+        may belong to a step in training. Fills in `record.ledger.live`: trajectories started by then that are neither
+        stored nor in this commit. While the store's bucket fails, the commit is retried for deadlines.commit_s. Raises
+        StoreError.
         """
         started_s = time.monotonic()
         if record.kind == "refusal":
             record = replace(record, step=self._last_ledger.next_step, ledger=self._last_ledger)
-        if record.repeats(last := self._last_record):  # requested again by a caller that did not get the reply
+        if record.repeats(last := self._last_record):  # the caller did not get the reply and calls again
             return {"commit_s": 0.0, **(last.metrics if last else {})}
         if record.kind == "refusal":
             await self._commit(record, [])
             return {"commit_s": time.monotonic() - started_s}
-        step = record.step if record.kind == "step" else None
-        batch = None if step is None else self._batches.batch(step)
-        rows = [*(batch.rows if batch else []), *self._flight.discarded]
-        live = id_ranges(self._flight.unstored(record.ledger.num_started, (e.trajectory.id for e in rows)))
-        metrics = batch.metrics if batch else {}
-        record = replace(
-            record,
-            ledger=replace(record.ledger, live=live),
-            metrics=metrics | record.metrics,
-            batch_fingerprint=await batch.fingerprint if batch else "",
-        )
+        rows, metrics, record = await self._step_batches.contents(record)
         await self._commit(record, rows)
         return metrics | {"commit_s": time.monotonic() - started_s}
 
-    async def entry(self, step: int) -> str:
+    async def chain_entry(self, step: int) -> str:
         """Return the entry of a training step in the run's chain. Waits until the step is stored."""
         while self._last_ledger.next_step <= step:
             await self._committed.wait()
-        return await self._storing.entry(step)
+        return await self._store_thread.chain_entry(step)
 
     async def outage(self) -> str:
         """Return why the store's bucket refuses a commit that is being retried; empty if there is no such commit."""
-        return self._storing.outage
+        return self._store_thread.outage
 
     async def close(self) -> None:
-        self._tasks.close()
+        self._task_cache.close()
         self._async_spool.close()
-        self._storing.close()
+        self._store_thread.close()
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------------
 
     def _now(self) -> float:
-        return time.monotonic() - self._epoch
+        return time.monotonic() - self._clock_start_s
 
     async def _commit(self, record: StepRecord, rows: list[EndedTrajectory]) -> None:
-        await self._storing.commit(record, rows)
+        await self._store_thread.commit(record, rows)
         self._last_record = record
         self._committed.set()
         self._committed = asyncio.Event()
-        self._known.add(rows)
+        self._draft_corpus.add(rows)
         step = record.step if record.kind == "step" else None
-        done = self._flight.remove_committed((e.trajectory.id for e in rows), step)
+        ended_groups = self._in_flight.remove_committed((e.trajectory.id for e in rows), step)
         if step is not None:
-            self._batches.forget(step)
-        self._tasks.forget(done)
-        await self._async_spool.forget_committed(record.step, done, self._points)
+            self._step_batches.forget(step)
+        self._task_cache.forget(ended_groups)
+        await self._async_spool.forget_committed(record.step, ended_groups, self._resume_points)
 
     @property
     def _last_ledger(self) -> LedgerState:

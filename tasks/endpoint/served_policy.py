@@ -12,7 +12,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import FinishReason, TrajectoryId
 from staleflow.tasks.endpoint.replies import TurnReply, render_tool_calls, reply_of
 from staleflow.tasks.endpoint.requests import ChatRequest, RequestError, to_model_message
-from staleflow.tasks.engines.base import Engine, Failed, Request, SampledTokens
+from staleflow.tasks.engines.base import Engine, FailedRequest, Request, SampledTokens
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 
@@ -51,7 +51,7 @@ class ServedPolicy:
         self._max_context, self._max_new_tokens = max_context, max_new_tokens
         self._temperatures: set[float] = set()
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[SampledTokens | Failed]] = {}
+        self._waiting: dict[int, asyncio.Future[SampledTokens | FailedRequest]] = {}
         self._loop = asyncio.get_running_loop()
         self._closed = threading.Event()
         self._failed = False
@@ -113,7 +113,7 @@ class ServedPolicy:
             raise
         finally:
             del self._waiting[number]
-        if isinstance(outcome, Failed):
+        if isinstance(outcome, FailedRequest):
             raise RequestError(503, "the engine failed on this request; try again", "engine_failed", 1.0)
         tokens = tuple(int(t) for s in outcome.segments for t in s.tokens)
         turn = SampledTurn(
@@ -167,9 +167,11 @@ class ServedPolicy:
         """Fail all pending requests: the engine has ended."""
         for number, answer in self._waiting.items():
             if not answer.done():
-                answer.set_result(Failed(trajectory=TrajectoryId(number), route_number=0, error="the engine has ended"))
+                answer.set_result(
+                    FailedRequest(trajectory=TrajectoryId(number), route_number=0, error="the engine has ended")
+                )
 
-    def _settle(self, event: SampledTokens | Failed) -> None:
+    def _settle(self, event: SampledTokens | FailedRequest) -> None:
         answer = self._waiting.get(event.trajectory)
         if answer is not None and not answer.done():
             answer.set_result(event)

@@ -76,7 +76,7 @@ class PromptResponses:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class FailedRequest:
     """A request that the engine cannot continue."""
 
     trajectory: TrajectoryId
@@ -148,7 +148,7 @@ class LoadResult:
     """Seconds of the whole load."""
     stalled_s: float
     """Seconds that decoding paused."""
-    probe: tuple[float, ...] = ()
+    probe_logprobs: tuple[float, ...] = ()
     """See Engine.logprobs."""
 
 
@@ -202,7 +202,7 @@ class Engine(Protocol):
         running."""
         ...
 
-    def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
+    def events(self, timeout_s: float) -> list[SampledTokens | FailedRequest]:
         """Wait up to `timeout_s` for a request to end. Returns those that have ended since the last call."""
         ...
 

@@ -34,7 +34,15 @@ from staleflow.tasks.emulation.batch_simulator import DraftedTokens, Finished, S
 from staleflow.tasks.emulation.emulated_episodes import remaining_tokens
 from staleflow.tasks.emulation.workload import Turn
 from staleflow.tasks.engines import adapters
-from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, LoadResult, PromptResponses, Request, SampledTokens
+from staleflow.tasks.engines.base import (
+    Engine,
+    EngineLoad,
+    FailedRequest,
+    LoadResult,
+    PromptResponses,
+    Request,
+    SampledTokens,
+)
 from staleflow.tasks.engines.engine_settings import EmulatedSettings
 from staleflow.tasks.settings.choice_names import REWARD_TOKEN
 
@@ -111,7 +119,7 @@ class EmulatedEngine:
         self._weights = weights(self._version)
         self._batch = self._new_batch()
         self._running: dict[TrajectoryId, _RunningRequest] = {}
-        self._ended: list[SampledTokens | Failed] = []
+        self._ended: list[SampledTokens | FailedRequest] = []
         self._contexts: dict[TrajectoryId, tuple[PolicyVersion, tuple[int, ...]]] = {}
         """Cached contexts of trajectories between turns: the version that computed a context, and its tokens."""
         self._condition = threading.Condition()
@@ -207,7 +215,7 @@ class EmulatedEngine:
             self._contexts.clear()
         time.sleep(self._settings.switch_s / self._settings.time_scale)
 
-    def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
+    def events(self, timeout_s: float) -> list[SampledTokens | FailedRequest]:
         with self._condition:
             self._condition.wait_for(lambda: self._ended or self._failure or self._stopping, timeout_s)
             self._check()

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from staleflow.stores.errors import ActorLost, ProtocolViolation
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
-from staleflow.tasks.engines.base import EngineLoad, Failed, PromptResponses, Request, SampledTokens
+from staleflow.tasks.engines.base import EngineLoad, FailedRequest, PromptResponses, Request, SampledTokens
 from staleflow.tasks.engines.response_drafter import Drafter
 from staleflow.tasks.engines.running_requests import RunningRequest, RunningRequests
 from staleflow.tasks.engines.stop_strings import StopChecks
@@ -41,7 +41,7 @@ class EngineThread(ABC):
         self._condition = threading.Condition()
         """The lock. It is notified of calls, of what has ended, and of the thread's end."""
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._ended: list[SampledTokens | Failed] = []
+        self._ended: list[SampledTokens | FailedRequest] = []
         self._error: BaseException | None = None
         self._asleep = False
         self._closing = False
@@ -70,7 +70,7 @@ class EngineThread(ABC):
     def sleep(self) -> None:
         self._call(self._fall_asleep).result()
 
-    def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
+    def events(self, timeout_s: float) -> list[SampledTokens | FailedRequest]:
         with self._condition:
             self._condition.wait_for(lambda: self._ended or self._error, timeout_s)
             self._check()
@@ -245,7 +245,7 @@ class EngineThread(ABC):
         if self._drafter is not None:
             self._drafter.end(running.key)
 
-    def _end(self, ended: SampledTokens | Failed) -> None:
+    def _end(self, ended: SampledTokens | FailedRequest) -> None:
         """Return a request that has ended, by `events`."""
         with self._condition:
             self._ended.append(ended)
@@ -254,4 +254,4 @@ class EngineThread(ABC):
     def _fail(self, running: RunningRequest, error: str) -> None:
         """Return a request that cannot be continued, by `events`."""
         request = running.request
-        self._end(Failed(trajectory=request.trajectory, route_number=request.route_number, error=error))
+        self._end(FailedRequest(trajectory=request.trajectory, route_number=request.route_number, error=error))

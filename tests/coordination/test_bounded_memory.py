@@ -137,7 +137,7 @@ def test_a_trajectory_server_uses_bounded_memory_over_ten_thousand_trajectories(
 
     async def scenario() -> None:
         settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "store", 128)
-        server = server_class(World())(replace(settings, drafts=True), 0.0)
+        server = server_class(World())(replace(settings, serves_drafts=True), 0.0)
         ended = {"consumed:none": 0, "aborted:surplus_group": 0}
         for step in range(TRAJECTORIES // (2 * groups)):
             first = step * groups
@@ -157,7 +157,7 @@ def test_a_trajectory_server_uses_bounded_memory_over_ten_thousand_trajectories(
                 )
                 for i in dropped
             )
-            await server.retire(endings, (PolicyVersion(step),) * 20)
+            await server.discard(endings, (PolicyVersion(step),) * 20)
             ended["consumed:none"] += len(ids) - 20
             ended["aborted:surplus_group"] += 20
             ledger = LedgerState(
@@ -166,8 +166,8 @@ def test_a_trajectory_server_uses_bounded_memory_over_ten_thousand_trajectories(
             await server.commit(StepRecord(kind="step", step=step, ledger=ledger))
             await asyncio.sleep(0)
         assert largest(server, (MemoryStore,)) == {}
-        assert server._known._num_tokens <= remembered, "of stored responses, for drafts"
-        assert not server._flight.live and not server._spool._stored_by
+        assert server._draft_corpus._num_tokens <= remembered, "of stored responses, for drafts"
+        assert not server._in_flight.live and not server._spool._stored_by
         parts = list((tmp_path / "spool").iterdir())
         assert len(parts) == 1, "stored groups are in no part of the spool"
         await server.close()

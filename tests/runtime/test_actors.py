@@ -58,7 +58,7 @@ async def test_a_parameter_server_in_a_lost_process_is_replaced(body: Body) -> N
 
 
 async def test_a_parameter_server_that_times_out_is_placed_in_another_process(body: Body) -> None:
-    silent = [Fault(actor="parameters-one", method="ensure", nth=3, silent="before")]
+    silent = [Fault(actor="parameters-one", method="ensure_version", nth=3, silent="before")]
     async with body.placed(faults=silent) as stage:
         server = stage.workers.placed["server"]
         assert stage.workers.placed["parameters-one"].address == server.address
@@ -288,7 +288,7 @@ async def test_losses_older_than_an_hour_do_not_count(body: Body) -> None:
 
 async def test_a_version_being_fetched_or_saved_is_kept(body: Body) -> None:
     """Newer versions may be published while it is on its way to a slow host or waits for the trainer."""
-    slow_host = [Fault(actor="parameters-two", method="ensure", nth=2, late_s=1.0)]
+    slow_host = [Fault(actor="parameters-two", method="ensure_version", nth=2, late_s=1.0)]
     async with body.placed(hosts=INSTANCES_APART, faults=slow_host, world=World(save_s=2.0)) as stage:
         stage.publish(V1)
         stage.publish(V2)
@@ -310,7 +310,7 @@ async def test_a_version_that_no_host_has_is_skipped_for_the_newest(body: Body) 
     """The version was on the host of a lost trainer, which resumed elsewhere from a later resume point."""
     gone = TransferFailed("version 1 cannot be fetched: parameters-one does not hand it on")
     async with body.placed(
-        hosts=INSTANCES_APART, faults=[Fault(actor="parameters-two", method="ensure", nth=3, error=gone)]
+        hosts=INSTANCES_APART, faults=[Fault(actor="parameters-two", method="ensure_version", nth=3, error=gone)]
     ) as stage:
         stage.publish(V1)
         stage.publish(V2)

@@ -152,7 +152,7 @@ def test_a_failed_commit_after_the_last_step_ends_the_run(body: Body) -> None:
 def test_a_step_is_queued_for_commit_before_its_version_is_announced(body: Body) -> None:
     """The ledger stored with a step is the one before its version is published, and endings are ordered accordingly."""
     run = body.checked_run(*REDUNDANT, world=long_ones())
-    stored = [c for c in run.workers.calls if c.actor == "server" and c.method in ("commit", "retire")]
+    stored = [c for c in run.workers.calls if c.actor == "server" and c.method in ("commit", "discard")]
     ordered: list[Any] = []
     for entry in run.entries:
         if isinstance(entry.event, VersionPublished):
@@ -250,7 +250,7 @@ def with_progress(num_bytes: int, _: object) -> FetchProgress:
 def test_slowly_arriving_weights_count_as_progress(body: Body, arrives: bool) -> None:
     """The transfer of version 1 takes longer than stuck_s."""
     slow = [
-        Fault(actor="parameters-two", method="ensure", nth=n + 2, late_s=2.0,  # both instances have asked for version 0
+        Fault(actor="parameters-two", method="ensure_version", nth=n + 2, late_s=2.0,  # both instances have asked for version 0
               change=partial(with_progress, n * 1000 if arrives else 1000))
         for n in range(1, 61)
     ]  # fmt: skip

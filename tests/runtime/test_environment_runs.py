@@ -96,7 +96,7 @@ def test_surplus_episodes_are_closed(body: Body) -> None:
     assert set(dismissed) & surplus
 
 
-@pytest.mark.parametrize("method", ["start_steps", "outcomes", "close_episodes"])
+@pytest.mark.parametrize("method", ["start_steps", "next_outcomes", "close_episodes"])
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_lost_environment_host_is_replaced_and_called_again(body: Body, method: str, moment: Moment) -> None:
     run = body.checked_run(*AGENTS, faults=[Fault(actor="environment-0", method=method, nth=2, dies=moment)])
@@ -106,7 +106,7 @@ def test_a_lost_environment_host_is_replaced_and_called_again(body: Body, method
 
 
 def test_an_environment_host_that_times_out_is_replaced(body: Body) -> None:
-    run = body.checked_run(*AGENTS, faults=[Fault(actor="environment-0", method="outcomes", nth=3, silent="before")])
+    run = body.checked_run(*AGENTS, faults=[Fault(actor="environment-0", method="next_outcomes", nth=3, silent="before")])
     assert "environment-0 did not answer within 5 s (deadlines.call_s)" in run.outcomes.losses[0]
 
 
@@ -146,7 +146,7 @@ def test_a_failed_environment_restarts_and_gives_no_zero_reward(body: Body) -> N
     assert max(failed.values()) <= 3 or AbortReason.ENVIRONMENT_FAILED in reasons
 
 
-@pytest.mark.parametrize(("actor", "method"), [("environment-0", "outcomes"), ("server", "restart")])
+@pytest.mark.parametrize(("actor", "method"), [("environment-0", "next_outcomes"), ("server", "restart")])
 def test_a_failure_with_a_lost_outcome_is_counted_once(body: Body, actor: str, method: str) -> None:
     faults = [Fault(actor=actor, method=method, nth=nth, dies="after") for nth in (2, 4)]
     run = body.run(*AGENTS, "simulation.failed_step_share=0.3", "environment.max_failed_share=1", faults=faults)

@@ -32,7 +32,7 @@ from staleflow.stores.metrics import with_rate
 from staleflow.stores.trajectory import PolicyVersion, TrajectoryId
 from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
-from staleflow.tasks.engines.base import Failed, SampledTokens
+from staleflow.tasks.engines.base import FailedRequest, SampledTokens
 from staleflow.tasks.engines.generate import generate_responses
 from staleflow.tasks.rendering.chat_tokenizer import load_chat_tokenizer
 from staleflow.tasks.sources.reward_process import ScoredResponse
@@ -75,7 +75,7 @@ def evaluate(config: RunConfig, answer: dict[str, str | None], folder: Path) -> 
             failed = tuple(member for member, text in messages.items() if text is None)
             concluded = FinishEvaluation(evaluation=0, version=PolicyVersion(3), failed=failed, cause="")
             await evaluating.finish(concluded)
-            assert server._flight.live == {} == server._flight.routings
+            assert server._in_flight.live == {} == server._in_flight.routings
         finally:
             await reward.close()
             await server.close()
@@ -220,8 +220,8 @@ def test_an_engine_failure_is_an_empty_response() -> None:
     class Failing:
         def submit(self, requests: Any) -> None: ...
 
-        def events(self, within_s: float) -> list[Failed]:
-            return [Failed(trajectory=TrajectoryId(-1), route_number=0, error="out of memory")]
+        def events(self, within_s: float) -> list[FailedRequest]:
+            return [FailedRequest(trajectory=TrajectoryId(-1), route_number=0, error="out of memory")]
 
     engine: Any = Failing()
     assert generate_responses(engine, [(1, 2)], max_new_tokens=4, greedy=True, deadline_s=5) == [None]

@@ -83,7 +83,7 @@ def test_an_instance_lost_during_an_evaluation_changes_no_result(body: Body, act
     assert len(run.outcomes.losses) == 1
 
 
-@pytest.mark.parametrize("method", ["requests", "deliver", "record_rewards", "evaluated", "evaluation_items"])
+@pytest.mark.parametrize("method", ["requests", "deliver", "record_rewards", "evaluated_responses", "evaluation_items"])
 def test_a_lost_trajectory_server_has_its_evaluation_restarted(body: Body, method: str) -> None:
     slow = World(train_s=4.0)  # so that an evaluation is over before the next is due, though a server is replaced
     plain = body.run(*EVALUATED, world=slow)

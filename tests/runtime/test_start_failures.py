@@ -16,7 +16,7 @@ RANKS = ("steps=2", "training.ranks=2")
 CALLS = [
     ("trainer", "__init__"), ("trainer", "form_group"), ("trainer", "publish_initial"), ("trainer-1", "__init__"),
     ("trainer-1", "join"), ("trainer-1", "call_policy"), ("server", "__init__"), ("server", "held_out"),
-    ("server", "held_out_notice"), ("server", "keep_time"), ("reward-0", "__init__"), ("reward-0", "check"),
+    ("server", "held_out_notice"), ("server", "set_clock"), ("reward-0", "__init__"), ("reward-0", "check"),
     ("rollout-0", "__init__"), ("rollout-1", "__init__"), ("rollout-1", "pull"), ("parameters-one", "__init__"),
 ]  # fmt: skip
 

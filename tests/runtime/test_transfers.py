@@ -86,12 +86,12 @@ V1 = PolicyVersion(1)
 
 def fetch_sources(stage: Stage) -> dict[str, str]:
     """Return the source of each host's fetch."""
-    ensured = [c for c in stage.workers.calls if c.method == "ensure" and c.args[2]]
+    ensured = [c for c in stage.workers.calls if c.method == "ensure_version" and c.args[2]]
     return {c.actor.removeprefix("parameters-"): c.args[2][0].name.removeprefix("parameters-") for c in ensured}
 
 
 async def test_hosts_fetch_from_each_other(body: Body) -> None:
-    late = [Fault(actor=f"parameters-{host}", method="ensure", nth=2, late_s=1.0) for host in APART[3:]]
+    late = [Fault(actor=f"parameters-{host}", method="ensure_version", nth=2, late_s=1.0) for host in APART[3:]]
     async with body.placed("rollout.instances=4", hosts=APART, faults=late) as stage:
         stage.publish(V1)
         await asyncio.gather(*(stage.actors.pull(i, V1) for i in stage.actors.instances.values()))
@@ -105,7 +105,7 @@ async def test_a_fetch_may_take_longer_than_a_call(body: Body) -> None:
     """Progress is polled, and each reply arrives in time."""
     on_its_way = FetchProgress(path="", num_bytes=3)
     slow = [
-        Fault(actor="parameters-two", method="ensure", nth=n, late_s=2.0, change=lambda _: on_its_way)
+        Fault(actor="parameters-two", method="ensure_version", nth=n, late_s=2.0, change=lambda _: on_its_way)
         for n in range(2, 22)  # the first asks for version 0
     ]
     async with body.placed(hosts=APART, faults=slow) as stage:
@@ -120,7 +120,7 @@ async def test_a_fetch_may_take_longer_than_a_call(body: Body) -> None:
 async def test_a_failed_source_is_retried_without_a_loss(body: Body) -> None:
     """The instance waits as long as it takes."""
     gone = TransferFailed("version 1 cannot be fetched: parameters-one does not hand it on")
-    fails = [Fault(actor="parameters-two", method="ensure", nth=n, error=gone) for n in range(2, 9)]
+    fails = [Fault(actor="parameters-two", method="ensure_version", nth=n, error=gone) for n in range(2, 9)]
     async with body.placed(hosts=APART, faults=fails) as stage:
         stage.publish(V1)
         two = stage.actors.instances[InstanceId("rollout-0")]
@@ -131,7 +131,7 @@ async def test_a_failed_source_is_retried_without_a_loss(body: Body) -> None:
 async def test_a_stopped_instance_beside_a_parameter_server_is_lost_and_its_caller_is_not(body: Body) -> None:
     hosts = ("one", "one", "one", "two", "two")
     async with body.placed(
-        hosts=hosts, faults=[Fault(actor="parameters-two", method="ensure", nth=3, silent="before")]
+        hosts=hosts, faults=[Fault(actor="parameters-two", method="ensure_version", nth=3, silent="before")]
     ) as stage:
         carrier, other = stage.actors.instances.values()
         assert stage.workers.placed["parameters-two"].address == carrier.placed.address != other.placed.address
@@ -146,7 +146,7 @@ async def test_a_stopped_instance_beside_a_parameter_server_is_lost_and_its_call
 async def test_an_instance_whose_process_does_not_reply_is_lost(body: Body) -> None:
     hosts = ("one", "one", "one", "two", "two")
     async with body.placed(
-        hosts=hosts, faults=[Fault(actor="parameters-two", method="ensure", nth=3, silent="before")]
+        hosts=hosts, faults=[Fault(actor="parameters-two", method="ensure_version", nth=3, silent="before")]
     ) as stage:
         carrier, _ = stage.actors.instances.values()
         stage.publish(V1)

@@ -166,7 +166,7 @@ class InMemoryServer(TrajectoryServer):
     stores: ClassVar[Any] = Stores
 
     def held(self, trajectory: TrajectoryId) -> Trajectory:
-        return self._flight.live[trajectory]
+        return self._in_flight.live[trajectory]
 
 
 def words(key: int, count: int) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ def server(plan: Plan, folder: Path) -> InMemoryServer:
         commit_s=60.0,
         prompts=prompts, reward="none", group_size=1, members_started=1, advantage=DrGrpo(),
         overlong=Overlong(tokens=0, penalty=0.0, max_length=MAX_TOKENS), max_error_share=1.0,
-        store=str(folder / "store"), header=header, turn_tokens=TURN_TOKENS, keeps_kv=True,
+        store=str(folder / "store"), header=header, max_turn_tokens=TURN_TOKENS, keeps_kv=True,
     )  # fmt: skip
     return InMemoryServer(settings, 0.0)
 
@@ -298,10 +298,10 @@ class Table:
         one = self._instances[episode.on]
         for outcome in await one.interrupt(self._server, (episode.id,)):
             assert outcome == RequestOutcome(
-                trajectory=episode.id, route_number=episode.route_number, tokens=outcome.tokens
+                trajectory=episode.id, route_number=episode.route_number, num_tokens=outcome.num_tokens
             )
             self._take(episode)
-            assert outcome.tokens == len(episode.response)
+            assert outcome.num_tokens == len(episode.response)
             episode.state = "QUEUED"
             self.counts["interrupts"] += 1
             self._check(episode)
@@ -320,7 +320,11 @@ class Table:
         within = any(e.state == "RUNNING" and e.on == on for e in self._episodes)
         path = self._subject.weights(version)
         published = PublishedWeights(
-            version=version, fingerprint=fingerprint(weight_folder.read(path)), probe=(), logprobs=(), limit=1.0
+            version=version,
+            fingerprint=fingerprint(weight_folder.read(path)),
+            probe_tokens=(),
+            probe_logprobs=(),
+            drift_limit=1.0,
         )
         check = await self._instances[on].pull(published, str(path))
         assert check.outcome == "verified", check
@@ -367,7 +371,7 @@ class Table:
             reason=AbortReason.SURPLUS_MEMBER,
             step=0,
         )
-        await self._server.retire((ending,), (PolicyVersion(episode.version),))
+        await self._server.discard((ending,), (PolicyVersion(episode.version),))
         self.counts["aborts"] += 1
 
     async def _route(self, episode: Episode, number: int) -> None:
@@ -389,8 +393,8 @@ class Table:
         given = words(episode.id + len(episode.response), number)
         message = Message("tool", " ".join(map(str, given)))
         text = ObservationItem(
-            trajectory=episode.id, tokens=len(episode.response), route_number=episode.route_number, messages=(message,),
-            seconds=0.5, replayed=(),
+            trajectory=episode.id, num_tokens=len(episode.response), route_number=episode.route_number,
+            messages=(message,), seconds=0.5, replayed=(),
         )  # fmt: skip
         (taken,) = await self._server.add_observations([text])
         if taken.problem:
@@ -399,7 +403,7 @@ class Table:
             return
         episode.response += [Token(token, NO_VERSION, 0.0, "") for token in given]
         episode.answered = len(episode.response)
-        assert taken.tokens == len(episode.response)
+        assert taken.num_tokens == len(episode.response)
         episode.state = "QUEUED"
         self.counts["answers of no tokens"] += not number
         self._check(episode)
@@ -432,7 +436,7 @@ class Table:
             assert episode.state == "DONE", "event of a turn that does not run"
             return
         self._take(episode)
-        assert outcome.tokens == len(episode.response)
+        assert outcome.num_tokens == len(episode.response)
         episode.state = "ACTING"
         episode.turns += 1
         self.counts["turns"] += 1

@@ -30,7 +30,7 @@ from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.stores.weights.weight_report import WeightReport
 from staleflow.tasks.actors.actor_calls import call_actor
 from staleflow.tasks.actors.environment_host import EnvironmentHost
-from staleflow.tasks.actors.parameter_server import WAIT_S, FetchProgress, ParameterServer, Source
+from staleflow.tasks.actors.parameter_server import MAX_WAIT_S, FetchProgress, ParameterServer, Source
 from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.rollout_instance import RolloutInstance
 from staleflow.tasks.actors.server_settings import ServerSettings
@@ -38,7 +38,7 @@ from staleflow.tasks.actors.trainer import PublishedStep, Trainer
 from staleflow.tasks.actors.trainer_rank import CALL_TIMEOUT_S, TrainerRank
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.emulation.workload import RandomWorkload, WorkloadConfig
-from staleflow.tasks.engines.base import EngineLoad, Failed, LoadResult, PromptResponses, Request, SampledTokens
+from staleflow.tasks.engines.base import EngineLoad, FailedRequest, LoadResult, PromptResponses, Request, SampledTokens
 from staleflow.tasks.engines.emulated_engine import emulated_ids, word_logprobs
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from staleflow.tasks.training.microbatches import BatchMessage
@@ -223,7 +223,7 @@ class VirtualEngine:
         self._tokens_per_s = world.tokens_per_s / world.slower(instance)
         self._stood_still_s: float | None = None
         self._requests: dict[TrajectoryId, _Request] = {}
-        self._ended: list[SampledTokens | Failed] = []
+        self._ended: list[SampledTokens | FailedRequest] = []
         self._changed = asyncio.Event()
         self._begin = self._now()
         self._sampled = 0
@@ -308,7 +308,7 @@ class VirtualEngine:
         off = self._world.drift + self._world.computes_wrong(self._instance, self.version)
         return tuple(float(x) + off for x in word_logprobs(np.asarray(tokens[1:], np.int32)))
 
-    async def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
+    async def events(self, timeout_s: float) -> list[SampledTokens | FailedRequest]:
         time = asyncio.get_running_loop().time
         deadline = time() + timeout_s
         while True:
@@ -445,14 +445,14 @@ class PlayedTrainer:
     """A trainer that fetches batches as the real one does, trains for a scripted time and publishes a number."""
 
     def __init__(
-        self, world: World, host: str, settings: Any, folder: str, threads: int, call_s: float, points: str,
-        point_every: int, keep_every: int = 0, ranks: int = 1,
+        self, world: World, host: str, settings: Any, folder: str, threads: int, call_s: float, resume_folder: str,
+        steps_per_resume_point: int, keep_every: int = 0, ranks: int = 1,
     ) -> None:  # fmt: skip
         self._world, self._host, self._call_s = world, host, call_s
         self._probe: tuple[int, ...] = ()
         self._tuned: list[int] = []
         self._version = PolicyVersion(0)
-        self._points, self._point_every = ResumePoints(Path(points), keep_every), point_every
+        self._resume_points, self._steps_per_resume_point = ResumePoints(Path(resume_folder), keep_every), steps_per_resume_point
         self._thread = ThreadPoolExecutor(1)
         self._saving: asyncio.Future[Any] | None = None
         self.saved: list[str] = []
@@ -492,7 +492,7 @@ class PlayedTrainer:
         with self._world.training():
             await self._follow("published")
         result = self._publish({})
-        return dataclasses.replace(result, as_recorded=recorded in ("", result.fingerprint))
+        return dataclasses.replace(result, matches_record=recorded in ("", result.fingerprint))
 
     async def train(
         self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
@@ -517,7 +517,7 @@ class PlayedTrainer:
             self._version = PolicyVersion(step + 1)
             self._world.trained.append((step, digest))
             await asyncio.sleep(self._world.publish_s + self._world.switch_s * self._world.turns)
-        if self._point_every and self._version % self._point_every == 0:
+        if self._steps_per_resume_point and self._version % self._steps_per_resume_point == 0:
             loop = asyncio.get_running_loop()
             self._saving = loop.run_in_executor(self._thread, self._write_point, self._version)
         times = {"fetch_s": 0.0, "train_s": self._world.train_s, "publish_s": self._world.publish_s}
@@ -526,7 +526,7 @@ class PlayedTrainer:
     async def _write_point(self, version: PolicyVersion) -> None:
         """Write a complete resume point after a scripted time."""
         await asyncio.sleep(self._world.point_s)
-        self._points.write(version, lambda part: zipfile.ZipFile(part, "w").close())
+        self._resume_points.write(version, lambda part: zipfile.ZipFile(part, "w").close())
 
     def _chance(self) -> str:
         again = sum(step == self._version - 1 for step, _ in self._world.trained) > 1
@@ -555,7 +555,7 @@ class PlayedTrainer:
             fingerprint=self._world.fingerprint(self._version) + self._chance(),
             path=self._world.path(self._version),
             num_bytes=self._world.num_bytes,
-            probe=tuple(word_logprobs(np.asarray(self._probe[1:], np.int32)).tolist()),
+            probe_logprobs=tuple(word_logprobs(np.asarray(self._probe[1:], np.int32)).tolist()),
         )
 
 
@@ -586,7 +586,7 @@ class PlayedParameterServer:
         self._here = world.weights.setdefault(host, set())
         self._world, self._call_s = world, call_s
 
-    async def ensure(
+    async def ensure_version(
         self,
         version: PolicyVersion,
         num_bytes: int,
@@ -599,7 +599,7 @@ class PlayedParameterServer:
         return FetchProgress(path=self._world.path(version), num_bytes=num_bytes)
 
     async def read_piece(self, version: PolicyVersion, offset: int, size: int) -> bytes | None:
-        deadline = asyncio.get_running_loop().time() + WAIT_S
+        deadline = asyncio.get_running_loop().time() + MAX_WAIT_S
         while version not in self._here:  # it may be on its way
             if asyncio.get_running_loop().time() > deadline:
                 raise ProtocolViolation(f"version {version} is asked for and is not there: {sorted(self._here)}")

@@ -9,11 +9,19 @@ from pathlib import Path
 from typing import TypeVar
 
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, LoadResult, PromptResponses, Request, SampledTokens
+from staleflow.tasks.engines.base import (
+    Engine,
+    EngineLoad,
+    FailedRequest,
+    LoadResult,
+    PromptResponses,
+    Request,
+    SampledTokens,
+)
 from staleflow.tasks.engines.engine_settings import EngineSettings
 from staleflow.tasks.settings.knobs import parameter
 
-Ending = TypeVar("Ending", SampledTokens, SampledTokens | Failed)
+Ending = TypeVar("Ending", SampledTokens, SampledTokens | FailedRequest)
 UNKNOWN = 2**31
 """More tokens than any response has."""
 
@@ -62,7 +70,7 @@ class WatchedEngine:
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
         return self._gave(self.engine.interrupt(trajectories))
 
-    def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
+    def events(self, timeout_s: float) -> list[SampledTokens | FailedRequest]:
         with self._listening:
             return self._gave(self.engine.events(timeout_s))
 

@@ -15,7 +15,7 @@ import pytest
 
 from staleflow.stores.errors import ActorLost, ProtocolViolation, StoreError
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
-from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Request, SampledTokens
+from staleflow.tasks.engines.base import Engine, EngineLoad, FailedRequest, Request, SampledTokens
 from tests.tasks.brake import BRAKE
 
 PATIENCE_S = 60.0
@@ -344,7 +344,7 @@ class EngineTests:
                 waiting |= {r.trajectory for r in new}
                 engine.submit(new)
             for event in engine.events(0.02):
-                assert not isinstance(event, Failed), event
+                assert not isinstance(event, FailedRequest), event
                 assert event.trajectory in waiting
                 waiting.remove(event.trajectory)
                 ended.add(event.trajectory)

@@ -29,10 +29,10 @@ class ParameterHost:
     def versions(self) -> list[int]:
         raise NotImplementedError
 
-    async def ensure(self, version: int, *sources: ParameterHost) -> FetchProgress:
-        """Call `ensure` until the version is on this host, as the driver does."""
+    async def ensure_version(self, version: int, *sources: ParameterHost) -> FetchProgress:
+        """Call `ensure_version` until the version is on this host, as the driver does."""
         named = tuple(Source(f"parameters-{i}", source.server) for i, source in enumerate(sources))
-        while not (result := await self.server.ensure(PolicyVersion(version), NUM_BYTES, named)).path:
+        while not (result := await self.server.ensure_version(PolicyVersion(version), NUM_BYTES, named)).path:
             pass
         fetched: FetchProgress = result
         return fetched
@@ -47,20 +47,20 @@ class ParameterServerTests:
     async def test_ensure_without_a_source_returns_a_local_version(self, tmp_path: Path) -> None:
         here = self.host(tmp_path, "a")
         here.publish(3)
-        result = await here.ensure(3)
+        result = await here.ensure_version(3)
         assert result.num_bytes == NUM_BYTES
 
     async def test_ensure_copies_a_version_from_the_source_host(self, tmp_path: Path) -> None:
         source, target = self.host(tmp_path, "a"), self.host(tmp_path, "b")
         source.publish(3)
-        result = await target.ensure(3, source)
+        result = await target.ensure_version(3, source)
         assert result.num_bytes == NUM_BYTES
         assert (source.versions(), target.versions()) == ([3], [3])
-        assert await target.ensure(3) == result
+        assert await target.ensure_version(3) == result
 
     async def test_ensure_waits_until_the_source_publishes_the_version(self, tmp_path: Path) -> None:
         source, target = self.host(tmp_path, "a"), self.host(tmp_path, "b")
-        fetching = asyncio.ensure_future(target.ensure(3, source))
+        fetching = asyncio.ensure_future(target.ensure_version(3, source))
         await asyncio.sleep(1.0)
         assert not fetching.done() and target.versions() == []
         source.publish(3)
@@ -71,7 +71,7 @@ class ParameterServerTests:
         source, target = self.host(tmp_path, "a"), self.host(tmp_path, "b")
         source.publish(2)
         with pytest.raises(StaleflowError, match="version 3"):
-            await target.ensure(3, source)
+            await target.ensure_version(3, source)
         assert target.versions() == []
 
     async def test_read_piece_of_a_missing_version_raises(self, tmp_path: Path) -> None:
@@ -105,8 +105,8 @@ class ParameterServerTests:
         source, target = self.host(tmp_path, "a"), self.host(tmp_path, "b")
         for version in (3, 4):
             source.publish(version)
-            await target.ensure(version, source)
+            await target.ensure_version(version, source)
         await target.server.prune((), PolicyVersion(4))
         assert (source.versions(), target.versions()) == ([3, 4], [4])
-        await target.ensure(3, source)
+        await target.ensure_version(3, source)
         assert target.versions() == [3, 4]

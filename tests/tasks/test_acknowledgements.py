@@ -115,7 +115,7 @@ def record_of_step() -> StepRecord:
 
 ENDING = Ending(trajectory=ZERO, group=GroupId(0), fate=Fate.ABORTED, reason=AbortReason.ENGINE_FAILED, step=0)
 SAID = ObservationItem(
-    trajectory=ZERO, tokens=9, route_number=1, messages=(Message("tool", "3"),), seconds=0.5, replayed=()
+    trajectory=ZERO, num_tokens=9, route_number=1, messages=(Message("tool", "3"),), seconds=0.5, replayed=()
 )  # fmt: skip
 Step = Callable[[ServerScene], Awaitable[Any]]
 
@@ -136,7 +136,7 @@ async def restarted(scene: ServerScene) -> None:
 async def evaluated(scene: ServerScene) -> None:
     """Start sampling a response of an evaluation."""
     await scene.server.requests((route_item(group_of(0, 0, 1) * scene.settings.members_started),))
-    assert len(scene.server._flight.live) == 5
+    assert len(scene.server._in_flight.live) == 5
 
 
 WRITES: dict[str, tuple[Step, Step]] = {
@@ -153,7 +153,7 @@ WRITES: dict[str, tuple[Step, Step]] = {
         lambda scene: scene.reward(ZERO, ONE),
         lambda scene: scene.server.batch(0, (ZERO, ONE), (V0, V0), 0),
     ),
-    "retire": (zero_sampled, lambda scene: scene.server.retire((ENDING,), (V0,))),
+    "retire": (zero_sampled, lambda scene: scene.server.discard((ENDING,), (V0,))),
     "commit": (lambda scene: scene.take(), lambda scene: scene.server.commit(record_of_step())),
     "resume": (restarted, lambda scene: scene.server.resume((ZERO,))),
     "end_evaluation": (evaluated, lambda scene: scene.server.end_evaluation()),
@@ -165,19 +165,25 @@ READS: dict[str, tuple[Step, Callable[[Any], bool]]] = {
     "recoverable": (lambda scene: scene.server.recoverable(), lambda work: [g.group for g in work.groups] == [0, 1]),
     "held_out": (lambda scene: scene.server.held_out(1), lambda prompts: len(prompts) == 1),
     "evaluation_items": (lambda scene: scene.server.evaluation_items(), lambda items: {i.prompt for i in items} == {0}),
-    "evaluated": (lambda scene: scene.server.evaluated([GroupId(0)]), lambda responses: responses[0].tokens == 9),
-    "keep_time": (lambda scene: scene.server.keep_time(1.0), lambda nothing: nothing is None),
+    "evaluated_responses": (
+        lambda scene: scene.server.evaluated_responses([GroupId(0)]), lambda responses: responses[0].num_tokens == 9
+    ),
+    "set_clock": (lambda scene: scene.server.set_clock(1.0), lambda nothing: nothing is None),
     "held_out_notice": (lambda scene: scene.server.held_out_notice(), lambda notice: notice == ""),
-    "other_responses": (lambda scene: scene.server.other_responses((ZERO,), frozenset()), lambda new: not new.sent),
-    "episode_states": (lambda scene: scene.server.episode_states([(ZERO, 1)]), lambda states: states[0].tokens == 9),
+    "other_responses": (
+        lambda scene: scene.server.other_responses((ZERO,), frozenset()), lambda new: not new.responses
+    ),
+    "episode_states": (
+        lambda scene: scene.server.episode_states([(ZERO, 1)]), lambda states: states[0].num_tokens == 9
+    ),
     "newest_turns": (
         lambda scene: scene.server.newest_turns([TurnItem(ZERO, 9, 1, "")]), lambda turns: len(turns[0].tokens) == 9
     ),
-    "scoring_items": (lambda scene: scene.server.scoring_items((ZERO,)), lambda items: items[0].tokens == 9),
+    "scoring_items": (lambda scene: scene.server.scoring_items((ZERO,)), lambda items: items[0].num_tokens == 9),
 }  # fmt: skip
 """Methods that change nothing in flight, and a check of their result while ZERO is sampled."""
 
-NEITHER = {"close", "entry"}
+NEITHER = {"close", "chain_entry"}
 """One waits until all is written, the other until a step is stored."""
 
 both_stores = pytest.mark.parametrize("make", [in_memory, on_disk])
@@ -206,7 +212,7 @@ async def test_server_calls_return_only_after_their_changes_are_spooled(
     assert not answer.done(), f"{verb} was answered while nothing could be written"
     opened.set()
     await asyncio.gather(blocked, answer)
-    assert repr(scene.restart()._flight) == repr(server._flight)
+    assert repr(scene.restart()._in_flight) == repr(server._in_flight)
     assert scene.server._last_ledger == server._last_ledger
 
 
@@ -215,17 +221,17 @@ async def test_a_new_store_ignores_the_spool_of_another_store(tmp_path: Path) ->
     scene = await ServerScene.create(in_memory(), tmp_path)
     settings = replace(scene.settings, store=str(tmp_path / "another"))
     await scene.made(settings, 0.0).close()
-    assert not scene.made(replace(settings, resumed=True), 0.0)._flight.live
+    assert not scene.made(replace(settings, resumed=True), 0.0)._in_flight.live
 
 
 async def test_times_are_on_the_runs_clock(tmp_path: Path) -> None:
     scene = await ServerScene.create(in_memory(), tmp_path)
     created_s = time.monotonic()
-    await scene.server.keep_time(5000.0)
+    await scene.server.set_clock(5000.0)
     later = scene.made(replace(scene.settings, resumed=True), 7000.0)
     for server, begin_s in ((scene.server, 5000.0), (later, 7000.0)):
         await server.requests((route_item(ZERO),))
-        elapsed_s = server._flight.live[ZERO].timings.routed_s - begin_s
+        elapsed_s = server._in_flight.live[ZERO].timings.routed_s - begin_s
         assert 0 <= elapsed_s <= time.monotonic() - created_s
 
 
@@ -236,7 +242,7 @@ async def test_groups_missing_from_the_spool_are_drawn_again_from_a_single_sourc
     await scene.take()
     await scene.server.commit(record_of_step())
     await scene.server._async_spool.clear()
-    tasks = type(scene.server._tasks)
+    tasks = type(scene.server._task_cache)
     draw, drawn = tasks.prompt, list[tuple[int, int, int]]()
 
     def noted(self: Any, group: GroupId, source: int, task: int) -> Any:
@@ -254,7 +260,7 @@ async def test_an_observation_receipt_counts_all_tokens_of_the_trajectory(tmp_pa
     repeated = replace(SAID, replayed=(SAID.messages,))
     assert await scene.server.add_observations([repeated]) == [ObservationReceipt(9, "differs")]
     (receipt,) = await scene.server.add_observations([SAID])
-    assert receipt.tokens == scene.server._flight.live[ZERO].num_tokens > 9
+    assert receipt.num_tokens == scene.server._in_flight.live[ZERO].num_tokens > 9
 
 
 @both_stores
@@ -264,11 +270,11 @@ async def test_reads_do_not_wait_for_the_spool_and_change_nothing(
 ) -> None:
     scene = await ServerScene.create(make(), tmp_path)
     await scene.sample(ZERO)
-    in_flight = repr(scene.server._flight)
+    in_flight = repr(scene.server._in_flight)
     opened, blocked = block_spool(scene.server)
     read, is_right = READS[verb]
     assert is_right(await asyncio.wait_for(read(scene), LONG_S))
-    assert repr(scene.server._flight) == in_flight
+    assert repr(scene.server._in_flight) == in_flight
     opened.set()
     await blocked
 
@@ -282,7 +288,7 @@ async def test_a_commit_retried_after_a_failure_stores_the_step(
     await scene.take()
     server = scene.server
     await scene.sample(TrajectoryId(2))
-    await server.retire((replace(ENDING, trajectory=TrajectoryId(2), group=GroupId(1)),), (V0,))
+    await server.discard((replace(ENDING, trajectory=TrajectoryId(2), group=GroupId(1)),), (V0,))
     with monkeypatch.context() as patch:
 
         def fail(*_: Any) -> None:
@@ -298,7 +304,7 @@ async def test_a_commit_retried_after_a_failure_stores_the_step(
     assert (stored.step, stored.num_rows) == (0, 3)
     assert await server.commit(record_of_step()) == {"commit_s": 0.0, **stored.metrics}
     assert len(server._store.steps()) == 1, "a repeated one is in the store once"
-    assert not server._batches._batches, "stored rows are not kept"
+    assert not server._step_batches._step_batches, "stored rows are not kept"
 
 
 @both_stores
@@ -316,8 +322,8 @@ async def test_undone_spool_entries_do_not_return_when_the_reset_cannot_be_writt
 
         patch.setattr(Spool, "_write", full)
         work = await server.resume((ZERO,))
-    assert (work.responses, work.tokens, work.num_restarted) == (1, 9, 1)
+    assert (work.num_responses, work.num_tokens, work.num_restarted) == (1, 9, 1)
     assert not work.ledger.tasks_in_flight, "only runs of several sources list them"
-    assert server._flight.live[ZERO].num_tokens == 0
+    assert server._in_flight.live[ZERO].num_tokens == 0
     later = scene.restart()
-    assert later._flight.live[ZERO].num_tokens == 0
+    assert later._in_flight.live[ZERO].num_tokens == 0

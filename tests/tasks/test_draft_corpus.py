@@ -27,7 +27,7 @@ from staleflow.stores.trajectory import (
 )
 from staleflow.tasks.actors import draft_corpus
 from staleflow.tasks.actors.draft_corpus import DraftCorpus, NewResponses
-from staleflow.tasks.actors.rollout_instance import LEARN_S
+from staleflow.tasks.actors.rollout_instance import DRAFT_FETCH_S
 from staleflow.tasks.engines.base import PromptResponses
 from tests.support import virtual_time
 from tests.support.bodies import Body
@@ -68,10 +68,10 @@ def stored_row(trajectory: int, tokens: Sequence[int], prompt: tuple[int, ...] =
 
 
 def other_responses(
-    corpus: DraftCorpus, *running: int, sent: frozenset[TrajectoryId] = NOTHING
+    corpus: DraftCorpus, *running: int, known_responses: frozenset[TrajectoryId] = NOTHING
 ) -> dict[int, tuple[int, ...]]:
-    answer = corpus.others([TrajectoryId(i) for i in running], sent)
-    assert {i for found in answer.responses for i, _ in found.responses} | sent >= answer.sent
+    answer = corpus.new_responses([TrajectoryId(i) for i in running], known_responses)
+    assert {i for found in answer.responses for i, _ in found.responses} | known_responses >= answer.known_responses
     return {int(i): tokens for found in answer.responses for i, tokens in found.responses}
 
 
@@ -81,20 +81,20 @@ def test_draft_corpus_returns_finished_siblings_and_earlier_epochs() -> None:
     corpus = DraftCorpus(state, 1000)
     corpus.add([stored_row(-80, (8, 9)), stored_row(-70, (8, 8), prompt=OTHER), stored_row(-60, ())])
     assert other_responses(corpus, 0) == {1: (5, 6, 7), -80: (8, 9)}
-    assert [item.prompt for item in corpus.others([TrajectoryId(0), TrajectoryId(3)], NOTHING).responses] == [PROMPT]
+    assert [item.prompt for item in corpus.new_responses([TrajectoryId(0), TrajectoryId(3)], NOTHING).responses] == [PROMPT]
     assert other_responses(corpus, 77) == {}
 
 
 def test_draft_corpus_returns_each_response_once() -> None:
     state = flight(t1=(5, 6, 7))
     corpus = DraftCorpus(state, 1000)
-    first = corpus.others([TrajectoryId(0)], NOTHING)
-    assert first.sent == {1}
-    again = corpus.others([TrajectoryId(0)], first.sent | {TrajectoryId(500)})
+    first = corpus.new_responses([TrajectoryId(0)], NOTHING)
+    assert first.known_responses == {1}
+    again = corpus.new_responses([TrajectoryId(0)], first.known_responses | {TrajectoryId(500)})
     assert again.responses == []
-    assert again.sent == {1}
+    assert again.known_responses == {1}
     deliver(state, 2, (5, 9), FinishReason.STOP)
-    assert other_responses(corpus, 0, sent=again.sent) == {2: (5, 9)}
+    assert other_responses(corpus, 0, known_responses=again.known_responses) == {2: (5, 9)}
 
 
 def test_draft_corpus_returns_siblings_of_every_group_with_the_prompt() -> None:
@@ -109,9 +109,9 @@ def test_draft_corpus_returns_siblings_of_every_group_with_the_prompt() -> None:
 def test_draft_corpus_limits_the_responses_of_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_corpus, "AT_ONCE", 2)
     corpus = DraftCorpus(flight(t1=(5,), t2=(6,), t3=(7,)), 1000)
-    first = corpus.others([TrajectoryId(0)], NOTHING)
-    assert len(first.sent) == 2
-    assert other_responses(corpus, 0, sent=first.sent).keys() == {1, 2, 3} - first.sent
+    first = corpus.new_responses([TrajectoryId(0)], NOTHING)
+    assert len(first.known_responses) == 2
+    assert other_responses(corpus, 0, known_responses=first.known_responses).keys() == {1, 2, 3} - first.known_responses
 
 
 def test_draft_corpus_size_is_bounded() -> None:
@@ -120,7 +120,7 @@ def test_draft_corpus_size_is_bounded() -> None:
         corpus.add(
             [stored_row(1000 + i, range(7), prompt=(3, 10, 14 + i % 5)), stored_row(1000 + i, range(8), prompt=PROMPT)]
         )
-        held = sum(len(tokens) for element in corpus._stored.values() for tokens in element.values())
+        held = sum(len(tokens) for element in corpus._stored_responses.values() for tokens in element.values())
         assert held == corpus._num_tokens <= 100
     assert max(other_responses(corpus, 0)) == 1199, "the latest are remembered"
     none = DraftCorpus(flight(t1=(5,)), 0)
@@ -137,13 +137,13 @@ def test_draft_corpus_evicts_the_least_recently_stored_prompt() -> None:
 
 def test_draft_corpus_keeps_the_latest_responses_of_a_prompt() -> None:
     corpus = DraftCorpus(flight(), 1000)
-    for i in range(3 * draft_corpus.OF_PROMPT):
+    for i in range(3 * draft_corpus.MAX_RESPONSES_PER_PROMPT):
         corpus.add([stored_row(1000 + i, range(2))])
-        count = sum(len(responses) for responses in corpus._stored.values())
-        assert count == min(i + 1, draft_corpus.OF_PROMPT)
-    assert corpus._num_tokens == 2 * draft_corpus.OF_PROMPT
+        count = sum(len(responses) for responses in corpus._stored_responses.values())
+        assert count == min(i + 1, draft_corpus.MAX_RESPONSES_PER_PROMPT)
+    assert corpus._num_tokens == 2 * draft_corpus.MAX_RESPONSES_PER_PROMPT
     assert set(other_responses(corpus, 0)) == {
-        1000 + i for i in range(2 * draft_corpus.OF_PROMPT, 3 * draft_corpus.OF_PROMPT)
+        1000 + i for i in range(2 * draft_corpus.MAX_RESPONSES_PER_PROMPT, 3 * draft_corpus.MAX_RESPONSES_PER_PROMPT)
     }
 
 
@@ -158,7 +158,7 @@ def test_draft_corpus_of_a_resumed_run_loads_the_latest_stored_rows(monkeypatch:
         def rows(self, first: int, last: int) -> list[EndedTrajectory]:
             return rows[first:last]
 
-    assert len(draft_corpus._latest(Store(), 75)) == 9, "three reads"  # type: ignore[arg-type]  # not a whole store
+    assert len(draft_corpus._latest_rows(Store(), 75)) == 9, "three reads"  # type: ignore[arg-type]  # not a whole store
     assert set(other_responses(DraftCorpus(flight(), 75, Store()), 0)) == set(range(1013, 1020))  # type: ignore[arg-type]  # not a whole store
 
 
@@ -211,14 +211,14 @@ async def test_draft_requests_are_rate_limited(tmp_path: Path) -> None:
             return answer
 
     config = Body(tmp_path).config("batch.group_size=2")
-    server = Counting(replace(actor_settings.server_settings(config, tmp_path / "store", 128), drafts=True), 0.0)
+    server = Counting(replace(actor_settings.server_settings(config, tmp_path / "store", 128), serves_drafts=True), 0.0)
     instance = VirtualRolloutInstance(DraftingSettings(world), InstanceId("one"), 1, 30.0, 0.0, True)
     await server.draw(0, 1)
     await instance.route(server, (route_item(0, 1),))
     while asyncio.get_running_loop().time() < 3.3:
         await instance.next_events(server, 0.1)
     gaps = np.diff(requests)
-    assert len(gaps) == 3 and gaps.min() >= LEARN_S
+    assert len(gaps) == 3 and gaps.min() >= DRAFT_FETCH_S
     await instance.set_draft_length(2)
     await instance.next_events(server, 0.1)
     assert len(requests) == 5, "it may have begun to draft"
@@ -228,7 +228,7 @@ async def test_an_instance_drafts_from_siblings_finished_on_another_instance(tmp
     world = World(length=lambda trajectory: 9 if trajectory == 0 else 90)
     config = Body(tmp_path).config("batch.group_size=2")
     settings = actor_settings.server_settings(config, tmp_path / "store", 128)
-    server = server_class(world)(replace(settings, drafts=True), 0.0)
+    server = server_class(world)(replace(settings, serves_drafts=True), 0.0)
     first, second = (
         VirtualRolloutInstance(made(world), InstanceId(name), 1, 30.0, 0.0, drafts)
         for made, name, drafts in ((DraftingSettings, "one", True), (DraftingSettings, "two", False))

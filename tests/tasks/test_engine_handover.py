@@ -34,9 +34,9 @@ def close_engines() -> Iterator[None]:
 
 
 def place_instance(
-    settings: Any, name: str = "rollout-0", run: str = "/runs/x", *, resumed: bool = False
+    settings: Any, name: str = "rollout-0", run_folder: str = "/runs/x", *, resumed: bool = False
 ) -> RolloutInstance:
-    return RolloutInstance(settings, InstanceId(name), 1, 5.0, 0.0, run=run, resumed=resumed)
+    return RolloutInstance(settings, InstanceId(name), 1, 5.0, 0.0, run_folder=run_folder, resumed=resumed)
 
 
 def engine_of(instance: RolloutInstance) -> EmulatedEngine:

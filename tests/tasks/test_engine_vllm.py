@@ -14,7 +14,7 @@ import pytest
 
 from staleflow.stores.errors import ActorLost, ConfigError, WeightsRefused
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from staleflow.tasks.engines.base import Engine, Failed, SampledTokens
+from staleflow.tasks.engines.base import Engine, FailedRequest, SampledTokens
 from tests.tasks.adapter_conformance import LORA, SERVED, AdapterEngineTests
 from tests.tasks.engine_conformance import (
     GIVEN,
@@ -149,7 +149,7 @@ class TestVllmEngine(StopTests, ReusingEngineTests):
         ended = {e.trajectory: e for e in engine.events(10.0)}
         while len(ended) < 2:
             ended |= {e.trajectory: e for e in engine.events(10.0)}
-        assert isinstance(ended[TrajectoryId(0)], Failed)
+        assert isinstance(ended[TrajectoryId(0)], FailedRequest)
         assert isinstance(ended[TrajectoryId(1)], SampledTokens)
         assert engine.load_statistics().running == 0
 

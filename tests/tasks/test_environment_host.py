@@ -70,7 +70,7 @@ class Server:
             raise OSError("it is gone")
         none: dict[str, Any] = {"full": False, "answered": False, "restarted": False, "score": None}
         return [
-            EpisodeState(task=GroupId(i), member=0, attempt=0, record={}, turns=(f"{i}",), tokens=i, **none)
+            EpisodeState(task=GroupId(i), member=0, attempt=0, record={}, turns=(f"{i}",), num_tokens=i, **none)
             if i < 90
             else None
             for i, _ in keys
@@ -78,7 +78,7 @@ class Server:
 
     async def add_observations(self, items: list[ObservationItem]) -> list[ObservationReceipt]:
         self.calls.append(("add_observations", len(items)))
-        return [ObservationReceipt(item.tokens + int(item.messages[0].content)) for item in items]
+        return [ObservationReceipt(item.num_tokens + int(item.messages[0].content)) for item in items]
 
     async def record_rewards(self, scored: list[RewardItem]) -> list[ScoredResponse | None]:
         self.calls.append(("record_rewards", len(scored)))
@@ -99,7 +99,7 @@ def run_steps(
         await asyncio.sleep(0)
         await host.close_episodes(tuple(map(TrajectoryId, dismissed)))
         results: list[EnvStepOutcome] = []
-        while more := await host.outcomes(0.2):
+        while more := await host.next_outcomes(0.2):
             results += more
         await host.close()
         return results
@@ -111,7 +111,7 @@ def test_concurrent_steps_are_batched_into_one_call_per_method() -> None:
     server = Server()
     result = run_steps(server)
     assert set(result) == set(range(90))
-    assert all(one.tokens == 2 * i and not one.ended for i, one in result.items() if i % 2 == 0)
+    assert all(one.num_tokens == 2 * i and not one.ended for i, one in result.items() if i % 2 == 0)
     assert server.rewards == {i: i for i in range(1, 90, 2)}
     assert all(one.ended and one.reward == i for i, one in result.items() if i % 2)
     assert server.calls == [("episode_states", 100), ("add_observations", 45), ("record_rewards", 45)]
@@ -143,7 +143,7 @@ class FullServer(Server):
     async def add_observations(self, items: list[ObservationItem]) -> list[ObservationReceipt]:
         receipts = await super().add_observations(items)
         return [
-            ObservationReceipt(r.tokens, "full" if item.trajectory % 2 else "")
+            ObservationReceipt(r.num_tokens, "full" if item.trajectory % 2 else "")
             for r, item in zip(receipts, items, strict=True)
         ]
 
@@ -159,7 +159,7 @@ class DifferentServer(Server):
     """A server whose stored observation differs from the delivered one."""
 
     async def add_observations(self, items: list[ObservationItem]) -> list[ObservationReceipt]:
-        return [ObservationReceipt(item.tokens, "differs") for item in items]
+        return [ObservationReceipt(item.num_tokens, "differs") for item in items]
 
     async def restart(self, keys: list[tuple[TrajectoryId, int, int]]) -> list[bool]:
         return [True] * len(keys)
@@ -173,7 +173,7 @@ def test_an_episode_with_a_different_observation_is_cancelled_and_restarted() ->
             cancelled.extend(keys)
 
     result = run_steps(DifferentServer(), environments=Recorded())
-    assert {i: bool(item.failed) for i, item in result.items()} == {i: i % 2 == 0 for i in range(90)}
+    assert {i: bool(item.restart_reason) for i, item in result.items()} == {i: i % 2 == 0 for i in range(90)}
     assert sorted(key.task for key in cancelled) == list(range(0, 90, 2))
 
 
@@ -182,7 +182,7 @@ async def test_available_outcomes_are_returned_at_once() -> None:
     await host.start_steps(Server(), (EnvStepItem(trajectory=TrajectoryId(1), route_number=0, truncated=False),))
     await asyncio.sleep(1.0)
     begin = asyncio.get_running_loop().time()
-    assert len(await host.outcomes(60.0)) == 1
+    assert len(await host.next_outcomes(60.0)) == 1
     assert asyncio.get_running_loop().time() == begin
     await host.close()
 
@@ -228,7 +228,7 @@ async def test_an_error_outside_episodes_is_raised_at_once() -> None:
     await host.start_steps(Server(), step_items(False))
     begin = asyncio.get_running_loop().time()
     with pytest.raises(ConfigError, match="no template"):
-        await host.outcomes(60.0)
+        await host.next_outcomes(60.0)
     assert asyncio.get_running_loop().time() - begin < 2.0
     await host.close()
 
@@ -238,7 +238,7 @@ async def test_a_running_step_is_not_started_again_and_is_cancelled_by_close() -
     host = EnvironmentHost(environments, call_s=5)
     for _ in range(2):
         await host.start_steps(Server(), step_items(False, True))
-        assert await host.outcomes(3.0) == []
+        assert await host.next_outcomes(3.0) == []
     assert environments.begun == [False, True]
     await host.close()
     assert environments.closed

@@ -22,7 +22,8 @@ from staleflow.stores.trajectory import (
     Trajectory,
     TrajectoryId,
 )
-from staleflow.tasks.actors.observation_encoder import ObservationEncoder, ObservationTokens, RenderError, newest_turn
+from staleflow.tasks.actors.episode_states import newest_turn
+from staleflow.tasks.actors.observation_encoder import ObservationEncoder, ObservationTokens, RenderError
 from staleflow.tasks.actors.server_messages import ObservationItem
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.rendering.task_source import Message, Task
@@ -148,7 +149,7 @@ def whole_context(t: Trajectory) -> list[int]:
 def observation_item(t: Trajectory, directions: TurnParams, *messages: Message) -> ObservationItem:
     return ObservationItem(
         trajectory=t.id,
-        tokens=t.num_tokens,
+        num_tokens=t.num_tokens,
         route_number=1,
         messages=directions.prepend_to(messages),
         seconds=0.1,
@@ -168,7 +169,7 @@ def after_two_turns(tokenized_prompts: TokenizedPrompts) -> Trajectory:
                 t, observation_item(t, TurnParams(), Message("user", "two")), 1000
             )
             assert isinstance(observation, ObservationTokens)
-            assert observation.after is None
+            assert observation.parent_end is None
             t = replace(t, spans=(*t.spans, EnvSpan(role="user", tokens=np.asarray(observation.tokens, np.int32))))
     return t
 
@@ -181,7 +182,7 @@ def test_a_branch_after_a_turn_has_the_bridge_of_that_turn(tmp_path: Path) -> No
     )
     assert isinstance(observation, ObservationTokens)
     assert observation.tokens == t.spans[1].tokens.tolist()
-    assert observation.after == len(t.prompt_tokens) + 2
+    assert observation.parent_end == len(t.prompt_tokens) + 2
     went_on = make_encoder(result).encode(
         t, observation_item(t, TurnParams(after_turn=2), Message("user", "two")), 1000
     )
@@ -195,10 +196,10 @@ def test_a_rerendered_conversation_keeps_the_shared_prefix(tmp_path: Path) -> No
     other = [Message("user", "one"), Message("assistant", "never said"), Message("user", "two")]
     observation = make_encoder(result).encode(t, observation_item(t, anew, *other), 1000)
     assert isinstance(observation, ObservationTokens)
-    assert observation.after is not None
+    assert observation.parent_end is not None
     ids = list(result.encode(task(*other)))
-    assert [*whole_context(t)[: observation.after], *observation.tokens] == ids
-    assert observation.after >= len(t.prompt_tokens)
+    assert [*whole_context(t)[: observation.parent_end], *observation.tokens] == ids
+    assert observation.parent_end >= len(t.prompt_tokens)
     # The prompt once more, and the token ids of all so far and more.
     assert make_encoder(result).encode(t, observation_item(t, anew, Message("user", "one")), 1000) == (
         [],
@@ -231,8 +232,8 @@ def test_messages_rejected_by_the_template_are_an_error_of_their_episode(tmp_pat
     anew = observation_item(t, TurnParams(after_turn=0), Message("user", "x"), Message("system", "be brief"))
     observation = make_encoder(result).encode(t, anew, 1000)
     assert isinstance(observation, RenderError)
-    assert "the chat template fails on messages of user, system: " in observation.why
-    assert "system comes first" in observation.why
+    assert "the chat template fails on messages of user, system: " in observation.error
+    assert "system comes first" in observation.error
 
 
 def test_an_empty_conversation_is_an_error_of_its_episode(tmp_path: Path) -> None:

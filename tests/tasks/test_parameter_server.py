@@ -16,7 +16,7 @@ from staleflow.stores.errors import StoreError, TransferFailed
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.partial_file import PartialFile
 from staleflow.stores.weights.weight_folder import WeightFolder
-from staleflow.tasks.actors.parameter_server import PIECES_AT_ONCE, FetchProgress, ParameterServer, Source
+from staleflow.tasks.actors.parameter_server import MAX_PIECES_IN_MEMORY, FetchProgress, ParameterServer, Source
 from tests.support import virtual_time
 from tests.support.scripted import PlayedParameterServer, World
 from tests.tasks.parameter_conformance import NUM_BYTES, ParameterHost, ParameterServerTests
@@ -108,12 +108,12 @@ class Host:
     async def fetch(self, num_bytes: int, *sources: Host) -> bytes:
         """Call `ensure` until the version is on this host, as the driver does."""
         named = tuple(Source(f"parameters-{i}", source) for i, source in enumerate(sources))
-        while not (fetched := await self.server.ensure(V4, num_bytes, named)).path:
+        while not (fetched := await self.server.ensure_version(V4, num_bytes, named)).path:
             pass
         return Path(fetched.path).read_bytes()
 
 
-@pytest.mark.parametrize("verb", ["prune", "ensure"])
+@pytest.mark.parametrize("verb", ["prune", "ensure_version"])
 async def test_replies_of_the_server_describe_files_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
@@ -135,7 +135,7 @@ async def test_replies_of_the_server_describe_files_on_disk(
 
     monkeypatch.setattr(WeightFolder, "prune", pruned)
     monkeypatch.setattr(PartialFile, "write", written)
-    asked = target.server.prune((), PolicyVersion(3)) if verb == "prune" else target.ensure(4, source)
+    asked = target.server.prune((), PolicyVersion(3)) if verb == "prune" else target.ensure_version(4, source)
     answer = asyncio.ensure_future(asked)
     await asyncio.wait({answer}, timeout=5 * CALL_S)
     assert not answer.done() and target.versions() == [2, 3]
@@ -200,7 +200,7 @@ async def test_concurrent_fetches_of_a_version_read_it_once(tmp_path: Path, size
     result = await asyncio.gather(*(target.fetch(size, source) for _ in range(3)))
     assert result == [data_of(size)] * 3
     assert await source.server.bytes_read() == size
-    assert source.most_at_once == min(PIECES_AT_ONCE, -(-size // PIECE))
+    assert source.most_at_once == min(MAX_PIECES_IN_MEMORY, -(-size // PIECE))
     assert target.folder.versions() == [4]
     assert await target.fetch(size, source) == data_of(size)
     assert await source.server.bytes_read() == size
@@ -222,7 +222,7 @@ def test_a_fetch_continues_from_another_source_after_a_failure(
         failing.fault = fault_after(count, fault)
         assert await target.fetch(size, failing, good) == data
         read = await failing.server.bytes_read() + await good.server.bytes_read()
-        assert size <= read <= size + (PIECES_AT_ONCE + (fault is source_is_torn) * PIECES_AT_ONCE) * PIECE
+        assert size <= read <= size + (MAX_PIECES_IN_MEMORY + (fault is source_is_torn) * MAX_PIECES_IN_MEMORY) * PIECE
         if again:
             await target.server.prune((), V4)
             assert await target.fetch(size, failing, good) == data
@@ -288,7 +288,7 @@ async def test_hosts_behind_a_dead_host_resume_from_their_received_pieces(tmp_pa
 
 async def test_without_a_source_a_fetch_fails_at_once(tmp_path: Path) -> None:
     with pytest.raises(TransferFailed, match="version 4 cannot be fetched: no source"):
-        await Host(tmp_path / "a").server.ensure(V4, 70, ())
+        await Host(tmp_path / "a").server.ensure_version(V4, 70, ())
     assert asyncio.get_running_loop().time() == 0
 
 
@@ -298,10 +298,10 @@ async def test_the_error_of_an_abandoned_fetch_is_not_logged(tmp_path: Path) -> 
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
     source, target = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b")
     source.fault = source_dies
-    await target.server.ensure(V4, 70, (Source("one", source),))
+    await target.server.ensure_version(V4, 70, (Source("one", source),))
     await asyncio.sleep(2 * CALL_S)
-    assert not target.server._fetching
-    await target.server.ensure(V4, 70, (Source("one", source),))
+    assert not target.server._fetch_tasks
+    await target.server.ensure_version(V4, 70, (Source("one", source),))
     await target.server.close()
     gc.collect()
     assert reported == []
@@ -310,7 +310,7 @@ async def test_the_error_of_an_abandoned_fetch_is_not_logged(tmp_path: Path) -> 
 async def test_fetch_progress_is_returned_while_a_version_arrives(tmp_path: Path) -> None:
     source, target = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b")
     source.fault = fault_after(6, source_is_silent)
-    answer = await target.server.ensure(V4, 70, (Source("one", source),))
+    answer = await target.server.ensure_version(V4, 70, (Source("one", source),))
     assert answer == FetchProgress(path="", num_bytes=42)
     assert asyncio.get_running_loop().time() == pytest.approx(2.0)
     await target.server.close()

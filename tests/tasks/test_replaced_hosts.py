@@ -83,11 +83,11 @@ class HostScene:
 
     @property
     def trajectory(self) -> Trajectory:
-        return self.server._flight.live[ID]
+        return self.server._in_flight.live[ID]
 
     @property
     def reward(self) -> float | None:
-        return self.trajectory.reward if ID in self.server._flight.scored else None
+        return self.trajectory.reward if ID in self.server._in_flight.scored else None
 
     async def turn(self, tokens: int) -> None:
         """Sample a whole turn."""
@@ -103,7 +103,7 @@ class HostScene:
         await host.start_steps(
             server or self.server, (EnvStepItem(trajectory=ID, route_number=self.route_number, truncated=False),)
         )
-        outcomes = await host.outcomes(10.0)
+        outcomes = await host.next_outcomes(10.0)
         await host.close()
         return outcomes
 
@@ -150,17 +150,17 @@ async def test_a_late_reply_of_a_replaced_host_changes_nothing(
     old = asyncio.create_task(scene.step(ScriptedEnvironments(late, after_s=5.0)))
     await asyncio.sleep(1.0)
     await meanwhile(scene)
-    held, route_number, score = scene.trajectory, scene.server._flight.route_number(ID), scene.reward
+    held, route_number, score = scene.trajectory, scene.server._in_flight.route_number(ID), scene.reward
     outcomes = await old
     assert scene.trajectory is held
-    assert scene.server._flight.route_number(ID) == route_number
+    assert scene.server._in_flight.route_number(ID) == route_number
     assert scene.reward == score
     (told,) = outcomes
     assert (told.ended, told.reward) == ((True, 0.25) if meanwhile is rewarded else (False, 0.0))
     if meanwhile in (answered, answered_with_nothing):
-        assert told.tokens == scene.trajectory.num_tokens, "of the accepted answer"
+        assert told.num_tokens == scene.trajectory.num_tokens, "of the accepted answer"
     elif meanwhile is not rewarded:
-        assert told.failed, "of an earlier route number"
+        assert told.restart_reason, "of an earlier route number"
 
 
 class DelayedServer:
@@ -213,8 +213,8 @@ async def test_scoring_a_response_again_returns_the_first_reward(tmp_path: Path)
     await scene.turn(3)
     (asked,) = await scene.server.scoring_items((ID,))
     first, second = ScoredResponse(reward=0.5), ScoredResponse(reward=0.75)
-    assert await scene.server.record_rewards([RewardItem(ID, asked.tokens, asked.route_number, first)]) == [first]
-    assert await scene.server.record_rewards([RewardItem(ID, asked.tokens, asked.route_number, second)]) == [first]
+    assert await scene.server.record_rewards([RewardItem(ID, asked.num_tokens, asked.route_number, first)]) == [first]
+    assert await scene.server.record_rewards([RewardItem(ID, asked.num_tokens, asked.route_number, second)]) == [first]
     assert scene.reward == 0.5
     other = RewardItem(TrajectoryId(1), 1, 0, first)
     assert await scene.server.record_rewards([other]) == [None], "it has no such tokens"

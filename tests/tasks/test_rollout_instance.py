@@ -34,12 +34,12 @@ from staleflow.stores.weights.weight_comparison import compare_by_name
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.stores.weights.weight_report import WeightReport
 from staleflow.tasks.actors import rollout_instance
-from staleflow.tasks.actors.engine_requests import request_of
+from staleflow.tasks.actors.engine_requests import build_request
 from staleflow.tasks.actors.published_weights import PublishedWeights
 from staleflow.tasks.actors.rollout_instance import RequestOutcome, RolloutInstance
 from staleflow.tasks.actors.server_messages import RewardItem
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
-from staleflow.tasks.engines.base import EngineLoad, Failed, LoadResult, Request, SampledTokens
+from staleflow.tasks.engines.base import EngineLoad, FailedRequest, LoadResult, Request, SampledTokens
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from staleflow.tasks.training.microbatches import RowArrays
 from tests.support import virtual_time
@@ -89,7 +89,7 @@ async def test_a_request_of_a_branch_has_its_context_and_the_prompt_of_its_traje
     branching = replace(branching_row().trajectory, finish=FinishReason.UNFINISHED)
     settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "store", 128)
     asked, whole = (
-        request_of(t, route_item(i), settings, None, 0, NO_STOP)
+        build_request(t, route_item(i), settings, None, 0, NO_STOP)
         for i, t in enumerate((branching, replace(branching, spans=branching.spans[:2])))
     )
     assert isinstance(asked, Request) and isinstance(whole, Request)
@@ -98,7 +98,7 @@ async def test_a_request_of_a_branch_has_its_context_and_the_prompt_of_its_traje
     assert whole.tokens == (*prompt, *response[: whole.num_prior])
     assert asked.prompt_tokens == whole.prompt_tokens == prompt
     cut = replace(branching, spans=branching.spans[:1])  # in the middle of its first turn
-    further = request_of(cut, route_item(2), settings, None, 30, NO_STOP)
+    further = build_request(cut, route_item(2), settings, None, 30, NO_STOP)
     assert isinstance(further, Request)
     assert further.max_new_tokens == 30 - cut.num_tokens < 30
 
@@ -120,15 +120,15 @@ async def test_interrupted_tokens_are_delivered_and_continued(job: Path, tmp_pat
             assert time.monotonic() < deadline
             await asyncio.sleep(0.001)
         (outcome,) = await one.interrupt(server, (TrajectoryId(0),))
-        first = server._flight.live[TrajectoryId(0)].response_tokens.tolist()
-        assert (outcome.trajectory, outcome.route_number, outcome.tokens) == (0, 1, len(first))
+        first = server._in_flight.live[TrajectoryId(0)].response_tokens.tolist()
+        assert (outcome.trajectory, outcome.route_number, outcome.num_tokens) == (0, 1, len(first))
         assert 3 <= len(first) < 100
         await two.route(server, (route_item(0, 2),))
         ended: list[RequestOutcome] = []
         while not ended:
             ended = await two.next_events(server, 5.0)
-        assert [(o.trajectory, o.route_number, o.tokens, o.error) for o in ended] == [(0, 2, 100, "")]
-        whole = server._flight.live[TrajectoryId(0)]
+        assert [(o.trajectory, o.route_number, o.num_tokens, o.error) for o in ended] == [(0, 2, 100, "")]
+        whole = server._in_flight.live[TrajectoryId(0)]
         assert [s.instance for s in whole.segments] == ["a", "b"]
         np.testing.assert_array_equal(whole.response_tokens[: len(first)], first)
         with pytest.raises(ProtocolViolation, match="serves version 0, trajectory 2 needs 3"):
@@ -142,7 +142,9 @@ async def test_interrupted_tokens_are_delivered_and_continued(job: Path, tmp_pat
 def published_as(version: int, file: Path) -> PublishedWeights:
     """Return the publication of a trainer that wrote this file."""
     digest = fingerprint(weight_folder.read(file))
-    return PublishedWeights(version=PolicyVersion(version), fingerprint=digest, probe=(), logprobs=(), limit=1e-3)
+    return PublishedWeights(
+        version=PolicyVersion(version), fingerprint=digest, probe_tokens=(), probe_logprobs=(), drift_limit=1e-3
+    )
 
 
 @pytest.mark.real_time
@@ -175,7 +177,7 @@ async def test_no_token_sampled_with_scrambled_weights_is_delivered(
         assert (check.outcome, check.weights.contradicted) == ("contradicted", 1)
         assert "1 contradicted (model.embed_tokens.weight)" in check.refused
         assert await instance.next_events(server, 0.05) == []
-        live = server._flight.live
+        live = server._in_flight.live
         assert {s.version for i in (0, 1) for s in live[TrajectoryId(i)].segments} <= {0}
     finally:
         await instance.close()
@@ -200,7 +202,7 @@ async def test_a_trajectory_continues_under_its_version_while_that_is_served(
         ended: list[RequestOutcome] = []
         while len(ended) < 2:
             ended += await instance.next_events(server, 5.0)
-        versions = [{s.version for s in server._flight.live[TrajectoryId(i)].segments} for i in (0, 1)]
+        versions = [{s.version for s in server._in_flight.live[TrajectoryId(i)].segments} for i in (0, 1)]
         assert versions == [{0}, {1}]
     finally:
         await instance.close()
@@ -217,7 +219,7 @@ async def test_a_delivered_response_of_a_lost_instance_is_not_continued(tmp_path
     assert len(await first.next_events(server, 5.0)) == 2
     await second.route(server, (route_item(0, 2),))
     answered = await second.next_events(server, 5.0)
-    assert answered == [RequestOutcome(trajectory=TrajectoryId(0), route_number=2, tokens=9)]
+    assert answered == [RequestOutcome(trajectory=TrajectoryId(0), route_number=2, num_tokens=9)]
     assert await second.next_events(server, 1.0) == []
     (held,) = await server.requests((route_item(0, 2),))
     assert held == delivery(0, route_number=2, start=9)
@@ -233,9 +235,13 @@ async def test_tokens_of_a_superseded_route_are_dropped(tmp_path: Path) -> None:
     await old.route(server, (route_item(0, 1),))
     await asyncio.sleep(0.2)
     await new.route(server, (route_item(0, 2),))
-    assert await old.next_events(server, 5.0) == [RequestOutcome(trajectory=TrajectoryId(0), route_number=1, tokens=0)]
-    assert await new.next_events(server, 5.0) == [RequestOutcome(trajectory=TrajectoryId(0), route_number=2, tokens=9)]
-    assert server._flight.live[TrajectoryId(0)].response_tokens.tolist() == response(0, 9)
+    assert await old.next_events(server, 5.0) == [
+        RequestOutcome(trajectory=TrajectoryId(0), route_number=1, num_tokens=0)
+    ]
+    assert await new.next_events(server, 5.0) == [
+        RequestOutcome(trajectory=TrajectoryId(0), route_number=2, num_tokens=9)
+    ]
+    assert server._in_flight.live[TrajectoryId(0)].response_tokens.tolist() == response(0, 9)
 
 
 async def test_a_lost_instance_loses_only_tokens_since_its_last_delivery(tmp_path: Path) -> None:
@@ -254,12 +260,12 @@ async def test_a_lost_instance_loses_only_tokens_since_its_last_delivery(tmp_pat
     assert 20 <= delivered[0][0] < 40 <= delivered[0][1] < 50, "two deliveries of a second's tokens each"
     assert (await lost.report()).delivered == ()
     await other.route(server, (route_item(0, 2),))
-    assert server._flight.live[TrajectoryId(0)].response_tokens.tolist() == response(0, delivered[0][1])
+    assert server._in_flight.live[TrajectoryId(0)].response_tokens.tolist() == response(0, delivered[0][1])
     await lost.next_events(server, 1.5)  # it is not dead, only slow
     assert await other.next_events(server, 5.0) == [
-        RequestOutcome(trajectory=TrajectoryId(0), route_number=2, tokens=90)
+        RequestOutcome(trajectory=TrajectoryId(0), route_number=2, num_tokens=90)
     ]
-    whole = server._flight.live[TrajectoryId(0)]
+    whole = server._in_flight.live[TrajectoryId(0)]
     assert list(whole.response_tokens) == response(0, 90)
     assert [(s.instance, len(s.tokens)) for s in whole.segments] == [
         ("lost", delivered[0][1]),
@@ -316,7 +322,7 @@ async def test_instance_calls_return_only_after_their_tokens_are_delivered(tmp_p
     assert not call.done()
     may_answer.set()
     await call
-    assert server._flight.live[TrajectoryId(0)].num_tokens >= 10
+    assert server._in_flight.live[TrajectoryId(0)].num_tokens >= 10
 
 
 async def test_interrupted_responses_are_delivered_after_the_server_was_unreachable(tmp_path: Path) -> None:
@@ -330,7 +336,7 @@ async def test_interrupted_responses_are_delivered_after_the_server_was_unreacha
     with pytest.raises(ActorLost, match="server is gone"):
         await instance.interrupt(UnreachableServer(), (TrajectoryId(0), TrajectoryId(1)))
     outcomes = await instance.interrupt(server, (TrajectoryId(0), TrajectoryId(1)))
-    assert outcomes == [RequestOutcome(trajectory=TrajectoryId(i), route_number=1, tokens=20) for i in (0, 1)]
+    assert outcomes == [RequestOutcome(trajectory=TrajectoryId(i), route_number=1, num_tokens=20) for i in (0, 1)]
     assert await instance.interrupt(server, (TrajectoryId(0),)) == []
 
 
@@ -346,8 +352,8 @@ async def test_finished_responses_are_delivered_after_the_server_was_unreachable
     outcomes: list[RequestOutcome] = []
     while len(outcomes) < 2 and asyncio.get_running_loop().time() < 60:
         outcomes += await instance.next_events(server, 5.0)
-    assert [(o.trajectory, o.tokens, o.error) for o in outcomes] == [(0, 20, ""), (1, 20, "")]
-    assert list(server._flight.live[TrajectoryId(0)].response_tokens) == response(0, 20)
+    assert [(o.trajectory, o.num_tokens, o.error) for o in outcomes] == [(0, 20, ""), (1, 20, "")]
+    assert list(server._in_flight.live[TrajectoryId(0)].response_tokens) == response(0, 20)
 
 
 async def test_a_response_with_a_non_finite_logprob_fails(tmp_path: Path) -> None:
@@ -364,12 +370,12 @@ async def test_a_response_with_a_non_finite_logprob_fails(tmp_path: Path) -> Non
     await asyncio.sleep(0.25)
     await instance.flush(server)
     outcomes = {o.trajectory: o for o in await instance.next_events(server, 5.0)}
-    assert (outcomes[TrajectoryId(1)].tokens, outcomes[TrajectoryId(1)].error) == (20, "")
-    assert (outcomes[TrajectoryId(0)].tokens, outcomes[TrajectoryId(0)].error) == (
+    assert (outcomes[TrajectoryId(1)].num_tokens, outcomes[TrajectoryId(1)].error) == (20, "")
+    assert (outcomes[TrajectoryId(0)].num_tokens, outcomes[TrajectoryId(0)].error) == (
         5,
         "token 19 of the response has a logprob of nan under version 0 on one; every sampled token needs a finite one",
     )
-    held = server._flight.live[TrajectoryId(0)]
+    held = server._in_flight.live[TrajectoryId(0)]
     assert (held.num_tokens, held.finish) == (5, FinishReason.UNFINISHED)
     assert np.isfinite(held.logprobs).all()
 
@@ -393,21 +399,21 @@ async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path:
     ending = Ending(
         trajectory=TrajectoryId(4), group=GroupId(2), fate=Fate.ABORTED, reason=AbortReason.ENGINE_FAILED, step=0
     )
-    await first.retire((ending,), (PolicyVersion(0),))
+    await first.discard((ending,), (PolicyVersion(0),))
 
     second = server_class(world)(replace(settings, resumed=True), 20.0)
-    assert repr(second._flight) == repr(first._flight)
-    await second.retire((ending,), (PolicyVersion(0),))
+    assert repr(second._in_flight) == repr(first._in_flight)
+    await second.discard((ending,), (PolicyVersion(0),))
     again = (await second.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions, 0)).packed
     np.testing.assert_array_equal(again.response_tokens, packed.response_tokens)
     np.testing.assert_array_equal(again.advantages, packed.advantages)
     drawn = await second.draw(0, 5)
     assert [(g.group, g.source, g.task) for g in drawn] == [(group, 0, -1) for group in range(5)]
-    undelivered: list[Any] = instance._undelivered
+    undelivered: list[Any] = instance._undelivered_events
     assert await second.deliver(undelivered) == {}
     (rest,) = await instance.interrupt(second, (TrajectoryId(5),))
-    assert rest.tokens == second._flight.live[TrajectoryId(5)].num_tokens > 20
-    assert [len(s.tokens) for s in second._flight.live[TrajectoryId(5)].segments] == [rest.tokens]
+    assert rest.num_tokens == second._in_flight.live[TrajectoryId(5)].num_tokens > 20
+    assert [len(s.num_tokens) for s in second._in_flight.live[TrajectoryId(5)].segments] == [rest.num_tokens]
     (unscored,) = await second.scoring_items((TrajectoryId(3),))
     assert unscored.text
 
@@ -418,8 +424,8 @@ async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path:
     (record,) = world.stores[str(tmp_path / "store")].steps()
     assert (record.num_rows, record.ledger.live) == (3, ((2, 4), (5, 8)))
     third = server_class(world)(replace(settings, resumed=True), 30.0)
-    assert repr(third._flight) == repr(second._flight)
-    assert third._flight.num_drawn == 5
+    assert repr(third._in_flight) == repr(second._in_flight)
+    assert third._in_flight.num_drawn == 5
     assert third._spool._stored_by == {0: 1}, "the parts of the spool that hold no other group may be removed"
 
 
@@ -443,22 +449,24 @@ class Gate:
 @pytest.mark.parametrize("count", [None, *range(16)])
 def test_a_delivery_leaves_out_tokens_that_the_server_has(count: int | None) -> None:
     whole = delivery(0, sampled_segment(range(3, 8)), sampled_segment(range(8, 13), version=1), start=3)
-    rest = rollout_instance._after(whole, None if count is None else (1, count))
+    rest = rollout_instance._drop_delivered(whole, None if count is None else (1, count))
     start = max(3, min(count or 0, 13))
     assert rest.start == start
     assert [token for segment in rest.segments for token in segment.tokens] == list(range(start, 13))
-    assert rollout_instance._after(whole, (2, 9)) is whole, "of another route number"
+    assert rollout_instance._drop_delivered(whole, (2, 9)) is whole, "of another route number"
 
 
 async def test_a_failed_request_is_an_outcome_without_tokens() -> None:
-    failed = Failed(trajectory=TrajectoryId(0), route_number=1, error="out of memory")
+    failed = FailedRequest(trajectory=TrajectoryId(0), route_number=1, error="out of memory")
     engine = SimpleNamespace(version=PolicyVersion(0), events=lambda timeout_s: [failed], close=lambda: None)
     instance = RolloutInstance(settings_of(engine), InstanceId("one"), 1, 30.0, 0.0)
     (outcome,) = await instance.next_events(None, 1.0)
-    assert outcome == RequestOutcome(trajectory=TrajectoryId(0), route_number=1, tokens=0, error="out of memory")
+    assert outcome == RequestOutcome(trajectory=TrajectoryId(0), route_number=1, num_tokens=0, error="out of memory")
 
 
-PUBLISHED = PublishedWeights(version=PolicyVersion(1), fingerprint="f", probe=(), logprobs=(), limit=1.0)
+PUBLISHED = PublishedWeights(
+    version=PolicyVersion(1), fingerprint="f", probe_tokens=(), probe_logprobs=(), drift_limit=1.0
+)
 
 
 async def test_an_instance_with_rejected_weights_waits_without_events() -> None:
@@ -532,16 +540,16 @@ async def test_a_restarted_server_keeps_the_spool_of_finished_groups_that_are_no
     await first.draw(0, 1)
     endings = tuple(
         Ending(trajectory=t, group=GroupId(0), fate=Fate.ABORTED, reason=AbortReason.ENGINE_FAILED, step=0)
-        for t in first._flight.live
+        for t in first._in_flight.live
     )
-    await first.retire(endings, (PolicyVersion(0),) * len(endings))
+    await first.discard(endings, (PolicyVersion(0),) * len(endings))
     second = server_class(world)(replace(settings, resumed=True), 20.0)
-    assert len(second._flight.pending_commit()) == len(endings) > 0
-    assert not second._flight.live
+    assert len(second._in_flight.pending_commit()) == len(endings) > 0
+    assert not second._in_flight.live
     assert second._spool._stored_by == {}
     for server in (first, second):
         await server.close()
-        assert server._storing.executor._shutdown, "its thread ends"
+        assert server._store_thread.executor._shutdown, "its thread ends"
 
 
 @pytest.mark.real_time
@@ -577,10 +585,10 @@ async def test_tokens_wait_for_an_abandoned_pull_and_for_nothing_after_it() -> N
     assert await events == []
     assert delivered == []
     await loading.open()
-    while instance._pulling is not None and not instance._pulling.done():
+    while instance._pending_pull is not None and not instance._pending_pull.done():
         await asyncio.sleep(0.001)
     (outcome,) = await instance.next_events(Server(), 20.0)
-    assert (outcome.trajectory, outcome.tokens) == (0, 9)
+    assert (outcome.trajectory, outcome.num_tokens) == (0, 9)
     assert len(delivered) == 1
     await instance.close()
 

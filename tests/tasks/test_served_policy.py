@@ -21,7 +21,7 @@ from staleflow.tasks.endpoint.replies import parse_tool_calls, render_tool_calls
 from staleflow.tasks.endpoint.requests import ChatMessage, FunctionCall
 from staleflow.tasks.endpoint.served_policy import ServedPolicy
 from staleflow.tasks.endpoint.server import EndpointServer
-from staleflow.tasks.engines.base import Failed, Request, SampledTokens
+from staleflow.tasks.engines.base import FailedRequest, Request, SampledTokens
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 from tests.support.segments import delivery, sampled_segment
@@ -34,21 +34,21 @@ class Echo:
     """An engine that repeats the last tokens of its prompt and fails on prompts of 13 tokens."""
 
     def __init__(self) -> None:
-        self._done: queue.Queue[SampledTokens | Failed] = queue.Queue()
+        self._done: queue.Queue[SampledTokens | FailedRequest] = queue.Queue()
         self.closed = threading.Event()
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if len(request.tokens) == 13:
                 self._done.put(
-                    Failed(trajectory=request.trajectory, route_number=request.route_number, error="of ours")
+                    FailedRequest(trajectory=request.trajectory, route_number=request.route_number, error="of ours")
                 )
                 continue
             segment = sampled_segment(request.tokens[-request.max_new_tokens :], -0.5)
             number, finish = request.route_number, FinishReason.LENGTH
             self._done.put(delivery(request.trajectory, segment, route_number=number, finish=finish))
 
-    def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
+    def events(self, timeout_s: float) -> list[SampledTokens | FailedRequest]:
         try:
             return [self._done.get(timeout=timeout_s)]
         except queue.Empty:

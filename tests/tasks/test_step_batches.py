@@ -155,9 +155,9 @@ async def test_a_stored_step_is_read_once_and_sent_in_parts(tmp_path: Path, monk
     readings: list[int] = []
 
     class Counted(StoreThread):
-        async def consumed(self, step: int) -> list[EndedTrajectory]:
+        async def consumed_rows(self, step: int) -> list[EndedTrajectory]:
             readings.append(step)
-            return await super().consumed(step)
+            return await super().consumed_rows(step)
 
     thread = Counted(store, 60.0)
     settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "s", 128)
@@ -166,7 +166,7 @@ async def test_a_stored_step_is_read_once_and_sent_in_parts(tmp_path: Path, monk
     for count in (1, 2):
         parts = []
         while len(parts) < len(rows):
-            message = await batches.part(0, len(parts))
+            message = await batches.message(0, len(parts))
             parts += message.packed.rows()
             assert message.rest == len(rows) - len(parts)
         assert readings == [0] * count

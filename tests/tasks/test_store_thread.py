@@ -31,7 +31,7 @@ class FailingStore:
 async def test_a_failed_operation_is_retried_after_growing_pauses(caplog: pytest.LogCaptureFixture) -> None:
     bucket: Any = FailingStore(60.0)
     thread = StoreThread(bucket, commit_s=600.0)
-    entry = asyncio.ensure_future(thread.entry(3))
+    entry = asyncio.ensure_future(thread.chain_entry(3))
     await asyncio.sleep(50.0)
     assert thread.outage == "503 Slow Down"
     assert await entry == "entry 3"
@@ -47,6 +47,6 @@ async def test_an_operation_fails_after_commit_s_of_retries(commit_s: float, las
     bucket: Any = FailingStore(60.0)
     thread = StoreThread(bucket, commit_s)
     with pytest.raises(StoreError, match=rf"503 Slow Down; tried again for {commit_s:g} s .*resume the run"):
-        await thread.entry(0)
+        await thread.chain_entry(0)
     assert bucket.tried_s[-1] == last_s
     thread.close()

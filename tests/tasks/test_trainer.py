@@ -131,7 +131,7 @@ async def test_training_continues_while_a_resume_point_is_written(tmp_path: Path
     for step in range(3):
         assert await actor.version() == step
         assert (await actor.train(Server(), step, (), ())).metrics["resume_wait_s"] == 0
-    assert (policy.begun, policy.ended, actor._points.versions()) == (1, 0, [])
+    assert (policy.begun, policy.ended, actor._resume_points.versions()) == (1, 0, [])
     fourth = asyncio.ensure_future(actor.train(Server(), 3, (), ()))
     await asyncio.sleep(0.2)
     assert not fourth.done() and await actor.version() == 3
@@ -141,7 +141,7 @@ async def test_training_continues_while_a_resume_point_is_written(tmp_path: Path
     times_s = [metrics[f"{work}_s"] for work in ("resume_wait", "fetch", "train", "publish")]
     assert min(times_s) >= 0 and sum(times_s) <= time.monotonic() - begin_s
     await actor.save_checkpoint(str(tmp_path / "checkpoint"))
-    assert actor._points.versions() == [2, 4]
+    assert actor._resume_points.versions() == [2, 4]
     await actor.close()
 
 
@@ -206,7 +206,7 @@ async def test_close_waits_for_the_resume_point_and_logs_its_failure(
 async def test_close_stops_waiting_for_a_resume_point_after_a_timeout(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer_module, "SAVED_S", 0.01)
+    monkeypatch.setattr(trainer_module, "SAVE_TIMEOUT_S", 0.01)
     policy = SlowPolicy()
     actor = trainer(tmp_path, policy)
     await actor.train(Server(), 0, (), ())
@@ -395,7 +395,7 @@ def test_an_emulated_run_imports_no_torch_and_its_fingerprints_are_stable(tmp_pa
 async def test_a_resumed_version_is_compared_with_the_recorded_fingerprint(tmp_path: Path) -> None:
     actor = trainer(tmp_path, Weights())
     recorded = ("", fingerprint({"w": torch.zeros(1)}), fingerprint({"w": torch.ones(1)}), "0" * 32)
-    results = [(await actor.publish_initial((), PolicyVersion(0), item)).as_recorded for item in recorded]
+    results = [(await actor.publish_initial((), PolicyVersion(0), item)).matches_record for item in recorded]
     await actor.close()
     assert results == [True, True, False, False]
 

@@ -114,12 +114,12 @@ async def test_all_ranks_call_the_same_methods_in_the_same_order(tmp_path: Path)
     await lead.form_group("localhost", *others)
     assert [await lead.fine_tune(step) for step in (0, 0, 1)] == [{"loss": 0.25}, {}, {"loss": 0.25}]
     initial = await lead.publish_initial((1, 2), PolicyVersion(0), "")
-    assert initial.probe == (0.5,)
+    assert initial.probe_logprobs == (0.5,)
     trained = await lead.train(Server(), 0, (), ())
     assert trained.metrics["rows"] == 0.0
     await lead.save_checkpoint(str(tmp_path / "checkpoint"))
     again = await lead.publish_initial((1, 2), PolicyVersion(1), trained.fingerprint)
-    assert again.as_recorded
+    assert again.matches_record
     for actor in all_ranks(lead, others):
         await actor.close()
         closed.append(actor)  # or its threads would end because it is forgotten
@@ -301,6 +301,6 @@ async def test_emulated_ranks_resume_from_their_resume_points(tmp_path: Path) ->
         if ranks > 1:
             await lead.form_group("localhost", *others)
         again = await lead.publish_initial((), PolicyVersion(5), trained.fingerprint)
-        assert again.as_recorded
+        assert again.matches_record
         for actor in all_ranks(lead, others):
             await actor.close()
