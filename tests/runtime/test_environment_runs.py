@@ -106,7 +106,9 @@ def test_a_lost_environment_host_is_replaced_and_called_again(body: Body, method
 
 
 def test_an_environment_host_that_times_out_is_replaced(body: Body) -> None:
-    run = body.checked_run(*AGENTS, faults=[Fault(actor="environment-0", method="next_outcomes", nth=3, silent="before")])
+    run = body.checked_run(
+        *AGENTS, faults=[Fault(actor="environment-0", method="next_outcomes", nth=3, silent="before")]
+    )
     assert "environment-0 did not answer within 5 s (deadlines.call_s)" in run.outcomes.losses[0]
 
 
