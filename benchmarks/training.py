@@ -41,7 +41,7 @@ import numpy as np
 from staleflow.tasks.training.loss import LOSSES
 from staleflow.tasks.training.microbatches import Row, microbatches
 from staleflow.tasks.training.policy import TrainerSettings
-from staleflow.tasks.training.rank import ALONE, Rank
+from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 from staleflow.tasks.training.trainer_settings import TrainingConfig
 
 GROUP = 8
@@ -106,7 +106,7 @@ def make_rows(groups: int, vocabulary: int, prompts: Sequence[int] = range(16, 6
     return rows
 
 
-def our_step(model: Path, loss: str, rank: Rank = ALONE, **changes: Any) -> Callable[[Sequence[Row]], float]:
+def our_step(model: Path, loss: str, rank: Rank = SINGLE_RANK, **changes: Any) -> Callable[[Sequence[Row]], float]:
     """A step of this project's trainer on rows; gives the gradient's norm."""
     from staleflow.tasks.training.policy_trainer import PolicyTrainer
 
@@ -140,7 +140,7 @@ def alone(path: Path, rows: Sequence[Row]) -> tuple[Callable[[], None], Callable
         model.zero_grad(set_to_none=True)
         for batch in microbatches(rows, range(len(rows)), np.ones(len(rows), np.float32), BUDGET):
             ids, mask = torch.from_numpy(batch.input_ids), torch.from_numpy(np.ascontiguousarray(batch.mask)) > 0
-            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, batch.start : -1][mask]
+            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, batch.response_start : -1][mask]
             targets = torch.from_numpy(np.ascontiguousarray(batch.targets))[mask]
             torch.nn.functional.cross_entropy(model.lm_head(hidden), targets).backward()
 
@@ -367,7 +367,7 @@ def resident_table(vocabulary: int, length: int) -> None:
         make_model(Path(name), vocabulary)
         for count in (1, 2, 4):
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            place = Rank(count=count, host="127.0.0.1", port=store.port) if count > 1 else ALONE
+            place = Rank(count=count, host="127.0.0.1", port=store.port) if count > 1 else SINGLE_RANK
             with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as fresh:
                 requests = [fresh.submit(resident, Path(name), rows, replace(place, number=i)) for i in range(count)]
                 values = [item.result() for item in requests]

@@ -268,7 +268,9 @@ def overlong_penalty(config: RunConfig) -> Overlong:
     """The job's penalty on responses whose length is near the limit."""
     training = config.training
     return Overlong(
-        tokens=training.overlong_tokens, penalty=training.overlong_penalty, max_length=config.rollout.max_new_tokens
+        ramp_tokens=training.overlong_tokens,
+        penalty=training.overlong_penalty,
+        max_length=config.rollout.max_new_tokens,
     )
 
 
@@ -320,7 +322,7 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
         max_length=config.rollout.max_new_tokens,
         seed=config.seed,
         examples=example_settings(config, config.held_out),
-        turns=config.turns,
+        shares_device=config.turns,
     )
 
 

@@ -313,7 +313,7 @@ def response_logprobs(settings: LogprobSettings, rows: list[EndedTrajectory]) ->
     sequences = BranchSequences.of(packed)
     with _model_lock:
         values = _logprob_model(settings).rows(sequences.rows, range(len(sequences.rows)))
-    by_row = sequences.by_row(packed, values)
+    by_row = sequences.merge_by_row(packed, values)
     return [np.where(row.sampled, by_row[i], np.float32(0)) for i, row in enumerate(packed)]
 
 
@@ -351,7 +351,7 @@ def _logprob_model(settings: LogprobSettings) -> Any:
     return LogprobModel(
         model=load_model(settings.model, "float32", device, attention="sdpa"),
         device=device,
-        half=settings.dtype == "bfloat16",
+        bfloat16=settings.dtype == "bfloat16",
         temperature=settings.temperature,
         token_budget=TOKEN_BUDGET,
     )

@@ -59,7 +59,7 @@ class StepBatches:
         if step != self._repeated_step or not start:
             self._repeated_batch, self._repeated_step = await self._store_thread.consumed_rows(step), step
         message = await _pack_message(self._repeated_batch, start)
-        if not message.rest:
+        if not message.num_remaining:
             self._repeated_batch, self._repeated_step = [], -1
         return message
 
@@ -91,4 +91,4 @@ async def _pack_message(rows: list[EndedTrajectory], start: int) -> BatchMessage
     """Pack rows from row `start` on, as many as fit into a message, beside the event loop."""
     stop = message_end(rows, start)
     packed = await asyncio.to_thread(RowArrays.of, rows[start:stop])
-    return BatchMessage(packed=packed, rest=len(rows) - stop)
+    return BatchMessage(arrays=packed, num_remaining=len(rows) - stop)

@@ -105,7 +105,7 @@ class Trainer:
 
     async def logprobs(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
         """Return the logprobs of tokens[1:], nats, under the current weights."""
-        return await self._while_awake(self._policy.probe, tokens)
+        return await self._while_awake(self._policy.logprobs, tokens)
 
     async def fine_tune(self, step: int) -> dict[str, float]:
         """Run step `step` of supervised fine-tuning, which precedes version 0, and return its metrics; none if it was
@@ -189,8 +189,8 @@ class Trainer:
             message: BatchMessage = await call_actor(
                 server, "batch", step, trajectories, versions, len(rows), timeout_s=self._call_s, actor_name="server"
             )
-            rows += message.packed.rows()
-            rest = message.rest
+            rows += message.arrays.rows()
+            rest = message.num_remaining
         return rows
 
     async def _while_awake(self, function: Callable[..., T], *args: Any) -> T:
@@ -233,7 +233,7 @@ class Trainer:
             fingerprint=fingerprint,
             path=str(path),
             num_bytes=path.stat().st_size,
-            probe_logprobs=self._policy.probe(self._probe_tokens) if self._probe_tokens else (),
+            probe_logprobs=self._policy.logprobs(self._probe_tokens) if self._probe_tokens else (),
             numerics=numerics(),
         )
 

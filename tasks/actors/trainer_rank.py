@@ -108,7 +108,7 @@ class DistributedPolicy:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="rank")
         with open_listening_socket() as listener:
             peer_rank = Rank(count=len(peers) + 1, host=host, port=listener.getsockname()[1])
-            lead_rank = replace(peer_rank, listener=listener.fileno())
+            lead_rank = replace(peer_rank, listener_fd=listener.fileno())
             peer_calls = [
                 self._call_peer(name, "join", replace(peer_rank, number=index))
                 for index, name in enumerate(self._peers, start=1)
@@ -132,8 +132,8 @@ class DistributedPolicy:
         result: T = self._call_all(self._policy.apply_to_weights, function, peer_args=(discard_weights,))
         return result
 
-    def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        return self._call_all(self._policy.probe, tokens)
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        return self._call_all(self._policy.logprobs, tokens)
 
     def save(self, folder: Path, published: Path) -> None:
         self._policy.save(folder, published)

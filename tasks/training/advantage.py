@@ -28,22 +28,24 @@ Valid = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlong:
-    """DAPO's soft penalty on responses whose length is near the limit `longest` (2503.14476). It is subtracted from
-    their reward, and grows from 0 at `longest - tokens` to `penalty` at `longest`.
+    """DAPO's soft penalty on responses whose length is near the limit `max_length` (2503.14476). It is subtracted from
+    their reward, and grows from 0 at `max_length - ramp_tokens` to `penalty` at `max_length`.
 
-    >>> Overlong(tokens=10, penalty=1.0, max_length=100).penalties(np.array([50, 90, 95, 100])).tolist()
+    >>> Overlong(ramp_tokens=10, penalty=1.0, max_length=100).penalties(np.array([50, 90, 95, 100])).tolist()
     [0.0, 0.0, 0.5, 1.0]
     """
 
-    tokens: int
+    ramp_tokens: int
     penalty: float
     max_length: int
 
     def penalties(self, lengths: npt.NDArray[np.int64]) -> Rewards:
-        """Penalties of responses by their lengths, each at least 0; all 0 if `tokens` is 0."""
-        excess = lengths - (self.max_length - self.tokens)
-        result: Rewards = self.penalty * np.clip(excess / max(self.tokens, 1), 0.0, 1.0 if self.tokens else 0.0)
-        return result
+        """Penalties of responses by their lengths, each at least 0; all 0 if `ramp_tokens` is 0."""
+        excess = lengths - (self.max_length - self.ramp_tokens)
+        penalties: Rewards = self.penalty * np.clip(
+            excess / max(self.ramp_tokens, 1), 0.0, 1.0 if self.ramp_tokens else 0.0
+        )
+        return penalties
 
 
 class Advantage(RegistryEntry, ABC):
@@ -81,7 +83,7 @@ class UserAdvantage(UserCode, Advantage):
             estimates = np.asarray(function(rewards.copy(), valid.copy()), np.float64)
         if estimates.shape != rewards.shape or not np.isfinite(estimates[valid]).all():
             mistake = f"shape {estimates.shape}" if estimates.shape != rewards.shape else "a number that is not finite"
-            raise ConfigError(f"{where}: gave {mistake}; it must give {rewards.shape} finite numbers")
+            raise ConfigError(f"{where}: returned {mistake}; it must return {rewards.shape} finite numbers")
         return estimates
 
 
@@ -94,10 +96,10 @@ class Grpo(Advantage):
     """GRPO (2402.03300)."""
 
     def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
-        centred, count = _centred(rewards, valid)
+        centered, count = _centered(rewards, valid)
         # Sample standard deviation, as in the published implementations.
-        std = np.sqrt((centred**2).sum(axis=1, keepdims=True) / np.maximum(count - 1, 1))
-        result: Rewards = centred / (std + EPS)
+        std = np.sqrt((centered**2).sum(axis=1, keepdims=True) / np.maximum(count - 1, 1))
+        result: Rewards = centered / (std + EPS)
         return result
 
 
@@ -113,7 +115,7 @@ class DrGrpo(Advantage):
     """Dr. GRPO (2503.20783)."""
 
     def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
-        return _centred(rewards, valid)[0]
+        return _centered(rewards, valid)[0]
 
 
 @ADVANTAGES.register("rloo")
@@ -122,20 +124,20 @@ class Rloo(Advantage):
     """RLOO (2402.14740): R - mean of the others = (R - mean) n / (n - 1); a group of one has no others."""
 
     def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
-        centred, count = _centred(rewards, valid)
-        result: Rewards = centred * count / np.maximum(count - 1, 1)
+        centered, count = _centered(rewards, valid)
+        result: Rewards = centered * count / np.maximum(count - 1, 1)
         return result
 
 
 @ADVANTAGES.register("reinforce_plus_plus")
 @dataclass(frozen=True, slots=True)
 class ReinforcePlusPlus(Advantage):
-    """REINFORCE++ (2501.03262): rewards whitened over the whole batch; groups play no part."""
+    """REINFORCE++ (2501.03262): rewards whitened over the whole batch; groups are ignored."""
 
     compares_members = False
 
     def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
-        return _whitened(_centred(rewards.ravel()[None], valid.ravel()[None])[0], valid).reshape(rewards.shape)
+        return _whiten(_centered(rewards.ravel()[None], valid.ravel()[None])[0], valid).reshape(rewards.shape)
 
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
@@ -144,13 +146,13 @@ class ReinforcePlusPlusBaseline(Advantage):
     """REINFORCE++ with the group mean as baseline."""
 
     def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
-        return _whitened(_centred(rewards, valid)[0], valid)
+        return _whiten(_centered(rewards, valid)[0], valid)
 
 
 @ADVANTAGES.register("none")
 @dataclass(frozen=True, slots=True)
 class NoAdvantage(Advantage):
-    """0 whatever the rewards are, for objectives without advantages such as distillation."""
+    """Advantages of 0, for objectives without advantages such as distillation."""
 
     compares_members = False
 
@@ -158,13 +160,13 @@ class NoAdvantage(Advantage):
         return np.zeros_like(rewards)
 
 
-def _whitened(centred: Rewards, valid: Valid) -> Rewards:
+def _whiten(centered: Rewards, valid: Valid) -> Rewards:
     """Centred rewards divided by their standard deviation in the batch."""
-    result: Rewards = centred / (np.sqrt((centred**2).sum() / max(int(valid.sum()), 1)) + EPS)
+    result: Rewards = centered / (np.sqrt((centered**2).sum() / max(int(valid.sum()), 1)) + EPS)
     return result
 
 
-def _centred(rewards: Rewards, valid: Valid) -> tuple[Rewards, npt.NDArray[np.int64]]:
+def _centered(rewards: Rewards, valid: Valid) -> tuple[Rewards, npt.NDArray[np.int64]]:
     """[G, N] rewards minus the mean of their group, 0 where invalid; [G, 1] number of valid ones. Exactly 0 in a group
     of equal rewards, where rounding errors would otherwise be scaled up to advantages."""
     count = valid.sum(axis=1, keepdims=True)

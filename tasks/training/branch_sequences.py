@@ -2,10 +2,6 @@
 
 Each trained token is in exactly one sequence, after the context it was sampled with. The sequences of a row have its
 advantage and are in one minibatch. A token has the same weight as if its row were one sequence. Numpy, pure.
-
-Each token that is trained on is in one sequence, behind the very tokens that it was sampled after. The sequences of a
-row have its advantage, and are of one minibatch; a token counts as much in it as it would if the row were one sequence.
-Numpy, pure.
 """
 
 from __future__ import annotations
@@ -26,12 +22,12 @@ class BranchSequences:
 
     Args:
         rows: The sequences, each as a row.
-        of_row: Indices of the sequences of each original row.
+        sequences_of_row: Indices of the sequences of each original row.
         positions: For each sequence, the positions of its response tokens in the original row; None if it is that row.
     """
 
     rows: tuple[Row, ...]
-    of_row: tuple[tuple[int, ...], ...]
+    sequences_of_row: tuple[tuple[int, ...], ...]
     positions: tuple[Places | None, ...]
 
     @classmethod
@@ -41,28 +37,28 @@ class BranchSequences:
         for row in rows:
             num_sequences = len(sequences)
             if row.branches:
-                for sequence, positions in _divided(row):
+                for sequence, positions in _split_row(row):
                     sequences.append(sequence)
                     all_positions.append(positions)
             else:
                 sequences.append(row)
                 all_positions.append(None)
             of_row.append(tuple(range(num_sequences, len(sequences))))
-        return cls(rows=tuple(sequences), of_row=tuple(of_row), positions=tuple(all_positions))
+        return cls(rows=tuple(sequences), sequences_of_row=tuple(of_row), positions=tuple(all_positions))
 
-    def chosen(self, rows: Iterable[int]) -> tuple[list[int], list[int]]:
+    def select(self, rows: Iterable[int]) -> tuple[list[int], list[int]]:
         """Indices of the sequences of these rows, and for each the index of its row in `rows`."""
-        pairs = [(sequence, k) for k, i in enumerate(rows) for sequence in self.of_row[i]]
+        pairs = [(sequence, k) for k, i in enumerate(rows) for sequence in self.sequences_of_row[i]]
         return [sequence for sequence, _ in pairs], [k for _, k in pairs]
 
-    def by_row(
+    def merge_by_row(
         self, rows: Sequence[Row], values: Mapping[int, npt.NDArray[np.float32]]
     ) -> dict[int, npt.NDArray[np.float32]]:
         """Merge values of sequences into [T] values of rows' responses, by row index; 0 at tokens that are not
         trained."""
         row_values: dict[int, npt.NDArray[np.float32]] = {}
         for i, row in enumerate(rows):
-            for sequence in self.of_row[i]:
+            for sequence in self.sequences_of_row[i]:
                 if sequence not in values:
                     continue
                 positions = self.positions[sequence]
@@ -76,15 +72,16 @@ class BranchSequences:
         return row_values
 
 
-def _divided(row: Row) -> list[tuple[Row, Places]]:
-    """The sequences of a row with branches; the row itself if nothing of it was sampled."""
-    prompt = len(row.prompt)
+def _split_row(row: Row) -> list[tuple[Row, Places]]:
+    """The sequences of a row with branches, each with the positions of its response in the row's response. Returns the
+    row itself if it has no sampled tokens."""
+    prompt_length = len(row.prompt)
     ids = np.concatenate([row.prompt, row.response])
-    parts = training_sequences(row.branches, np.concatenate([np.zeros(prompt, bool), row.sampled]))
+    parts = training_sequences(row.branches, np.concatenate([np.zeros(prompt_length, bool), row.sampled]))
     sequences = []
     for path, trained in parts:
-        start = _begin(path, trained, prompt)
-        sampled_positions = path[start:] - prompt
+        start = _prompt_length(path, trained, prompt_length)
+        sampled_positions = path[start:] - prompt_length
         sequence = replace(
             row,
             prompt=ids[path[:start]],
@@ -98,8 +95,8 @@ def _divided(row: Row) -> list[tuple[Row, Places]]:
     return sequences or [(replace(row, branches=()), np.arange(len(row.response)))]
 
 
-def _begin(path: Places, trained: SampledTokens, prompt: int) -> int:
-    """How many tokens of a sequence are its prompt: the row's, which other rows may have, too, if it begins with all of
-    that; else all before the first that is trained on."""
-    has_prompt = len(path) > prompt and bool(path[prompt - 1] == prompt - 1)
-    return prompt if has_prompt else int(np.flatnonzero(trained)[0])
+def _prompt_length(path: Places, trained: SampledTokens, row_prompt_length: int) -> int:
+    """Number of prompt tokens of a sequence: the row's prompt if the sequence begins with it, so that it can be shared
+    with other rows; otherwise all tokens before the first trained one."""
+    has_prompt = len(path) > row_prompt_length and bool(path[row_prompt_length - 1] == row_prompt_length - 1)
+    return row_prompt_length if has_prompt else int(np.flatnonzero(trained)[0])

@@ -1,4 +1,4 @@
-"""A trainer without a model: a step takes the time that the job says, and published weights are one number."""
+"""A trainer without a model: a step takes the time set in the job, and published weights are one number."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from staleflow.stores.weights import resume_points
 from staleflow.stores.weights.weight_hash import Weights
 from staleflow.tasks.engines.emulated_engine import weights, word_logprobs
 from staleflow.tasks.training.microbatches import Row
-from staleflow.tasks.training.rank import ALONE, Rank
+from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 
-ZEROS = (
+ZERO_METRICS = (
     "loss", "grad_norm", "updates_dropped", "tokens_dropped", "clip_share", "clip_share_low", "clip_share_high",
     "entropy", "kl_old", "kl_behaviour", "learning_rate", "ess_stderr", "entropy_stderr",
     "kl_behaviour_stderr",
 )  # fmt: skip
-"""Metrics that are 0 where nothing is learned."""
+"""Metrics that are 0 because nothing is learned."""
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class EmulatedTraining:
     time_scale: float
     switch_s: float = 0.0
 
-    def build(self, threads: int, rank: Rank = ALONE) -> EmulatedPolicy:
+    def build(self, threads: int, rank: Rank = SINGLE_RANK) -> EmulatedPolicy:
         return EmulatedPolicy(self, rank)
 
 
@@ -44,7 +44,7 @@ class EmulatedPolicy:
     """The policy of an emulated run, for the Trainer actor. In a group each rank does the same, and only the leading
     rank writes."""
 
-    def __init__(self, settings: EmulatedTraining, rank: Rank = ALONE) -> None:
+    def __init__(self, settings: EmulatedTraining, rank: Rank = SINGLE_RANK) -> None:
         self._settings = settings
         self._rank = rank
         self._version = 0
@@ -62,8 +62,8 @@ class EmulatedPolicy:
         tokens = sum(len(r.prompt) + len(r.response) for r in rows)
         time.sleep((settings.train_s + settings.s_per_token * tokens) / settings.time_scale)
         self._version = step + 1
-        trained = float(sum(r.num_sampled for r in rows if r.has_gradient))
-        return {**dict.fromkeys(ZEROS, 0.0), "ratio_mean": 1.0, "ess": 1.0, "tokens_trained": trained}
+        trained_tokens = float(sum(r.num_sampled for r in rows if r.has_gradient))
+        return {**dict.fromkeys(ZERO_METRICS, 0.0), "ratio_mean": 1.0, "ess": 1.0, "tokens_trained": trained_tokens}
 
     def fine_tune(self, step: int) -> dict[str, float]:
         """Do nothing: there is no model to tune."""
@@ -72,7 +72,7 @@ class EmulatedPolicy:
     def apply_to_weights(self, function: Callable[[Weights], T]) -> T:
         return function(weights(self._version))
 
-    def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return tuple(word_logprobs(np.asarray(tokens[1:], np.int32)).tolist())
 
     def save(self, folder: Path, published: Path) -> None:
@@ -81,7 +81,7 @@ class EmulatedPolicy:
     def begin_save(self, path: Path) -> None:
         """Write the version as a zip archive; in a group also the file that marks the folder complete."""
         if self._rank.leads:
-            with _file(path).open("wb") as file:
+            with _state_file(path).open("wb") as file:
                 np.savez(file, version=self._version)
             if path.is_dir():
                 (path / resume_points.SHARD_METADATA).touch()
@@ -91,13 +91,13 @@ class EmulatedPolicy:
 
     def load_state(self, path: Path) -> None:
         """Restore the state that `begin_save` wrote. Raises StoreError."""
-        with resume_points.loading(path), _file(path).open("rb") as file, np.load(file) as state:
+        with resume_points.loading(path), _state_file(path).open("rb") as file, np.load(file) as state:
             self._version = int(state["version"])
 
     def close(self) -> None:
         """Do nothing: there is no group to leave."""
 
 
-def _file(path: Path) -> Path:
-    """Where the state is: in a group's folder it is one file, too."""
+def _state_file(path: Path) -> Path:
+    """Path of the state's file. In a group `path` is a folder, which has one such file."""
     return path / "state.npz" if path.is_dir() else path

@@ -1,15 +1,15 @@
-"""The output layer of a causal LM, which computes logprobs of given tokens, or a loss of them, instead of logits.
+"""The output layer of a causal LM, which computes logprobs of tokens, or a loss of them, instead of logits.
 
-At a vocabulary of 152,000 a token's logits are 0.6 MB, with the copies that a loss keeps for its gradient 2 MB: of
-8,192 tokens 5 to 16 GB, more than most models. So logits are computed only where a token was sampled, and in chunks.
-Where a loss is known chunk by chunk, each one's gradient is computed at once, before the next one's logits; otherwise a
-chunk's logits are computed again for it.
+With a vocabulary of 152,000 the logits of a token take 0.6 MB, or 2 MB with the copies that a loss keeps for its
+gradient. For 8,192 tokens that is 5 to 16 GB, more than most models. So logits are computed only for sampled tokens,
+and in chunks. If a loss is a sum over chunks, each chunk's gradient is computed before the next chunk's logits;
+otherwise a chunk's logits are computed again in the backward pass.
 
 Invariants:
-- No more than CHUNK_BYTES of logits, in float32 and not counting copies of them, are there at a time.
-- What comes out does not depend on the chunks, but for rounding.
-- A layer whose output the model changes further (a cap, a scale) is found by trying, and is asked for logits as ever:
-  what it would be asked for here is not all that the model does.
+- At most CHUNK_BYTES of logits, in float32 and not counting copies, are in memory at a time.
+- Results do not depend on the chunks, except for rounding.
+- If a model changes its output layer's result (a cap, a scale), which a trial call shows, full logits are computed as
+  usual, because this module would leave out the change.
 """
 
 from __future__ import annotations
@@ -23,146 +23,154 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_BYTES = 2**28
-"""Bytes of logits of a chunk, at most: 441 tokens at a vocabulary of 152,000, enough for a matrix product at full
-speed, and all tokens of a micro-batch at a small one."""
+"""Maximum number of bytes of a chunk's logits: 441 tokens with a vocabulary of 152,000, enough for a matrix product at
+full speed; all tokens of a micro-batch with a small vocabulary."""
 
-Answer = Callable[[torch.Tensor], torch.Tensor]
-"""What is made of [..., H] hidden states instead of [..., V] logits."""
-PartLoss = Callable[[torch.Tensor], torch.Tensor]
-"""The loss of some tokens, from [n, 1] logprobs, or [n, 2] with entropies."""
+HiddenFunction = Callable[[torch.Tensor], torch.Tensor]
+"""A function of [..., H] hidden states that replaces [..., V] logits."""
+ChunkLoss = Callable[[torch.Tensor], torch.Tensor]
+"""The loss of a chunk of tokens, from [n, 1] logprobs, or [n, 2] with entropies."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobQuery:
-    """What to compute for tokens: logprobs at a temperature, and with `entropy` also the entropies of their
-    distributions."""
+    """Settings of logprobs: the temperature, and whether to compute the entropies of the tokens' distributions too."""
 
     temperature: float
     entropy: bool
 
 
 class LmHead:
-    """The output layer of a model. It stays in the model, and computes what the current query asks for."""
+    """The output layer of a model. It stays in the model, and computes logits, or the result of the hidden function
+    that `replacing_logits` sets."""
 
     def __init__(self, model: Any, device: str) -> None:
         self._layer = model.get_output_embeddings()
-        self._answer: Answer | None = None
+        self._hidden_function: HiddenFunction | None = None
         self.is_fused = False
-        """Whether it can be asked for anything but logits."""
+        """Whether logits can be replaced by another function of the hidden states."""
         if self._layer is not None:
             self._logits = self._layer.forward
-            self.is_fused = self._tried(model, device)
-            self._layer.forward = self._computed
+            self.is_fused = self._returns_logits_unchanged(model, device)
+            self._layer.forward = self._forward
 
     @property
-    def most_tokens(self) -> int:
+    def max_chunk_tokens(self) -> int:
         """Maximum number of tokens of a chunk."""
         return max(1, CHUNK_BYTES // (4 * int(self._layer.weight.shape[0])))
 
     @contextmanager
-    def answering(self, answer: Answer) -> Iterator[None]:
-        """Context manager: the model returns the results of this query in place of logits."""
-        self._answer = answer
+    def replacing_logits(self, hidden_function: HiddenFunction) -> Iterator[None]:
+        """Context manager: the model returns the results of this function in place of logits."""
+        self._hidden_function = hidden_function
         try:
             yield
         finally:
-            self._answer = None
+            self._hidden_function = None
 
     def logprobs(self, hidden: torch.Tensor, tokens: torch.Tensor, query: LogprobQuery) -> torch.Tensor:
         """Compute [n, 1 or 2] logprobs, and entropies if queried, of the tokens that follow [n, H] hidden states."""
-        size = self.most_tokens
-        again = len(tokens) > size and torch.is_grad_enabled()
-        parts = []
-        for states, token_chunk in zip(hidden.split(size), tokens.split(size), strict=True):
-            args = (states, token_chunk, query)
-            parts.append(
-                checkpoint(self._token_logprobs, *args, use_reentrant=False) if again else self._token_logprobs(*args)
+        chunk_size = self.max_chunk_tokens
+        recompute = len(tokens) > chunk_size and torch.is_grad_enabled()
+        logprobs = []
+        for hidden_chunk, token_chunk in zip(hidden.split(chunk_size), tokens.split(chunk_size), strict=True):
+            args = (hidden_chunk, token_chunk, query)
+            logprobs.append(
+                checkpoint(self._token_logprobs, *args, use_reentrant=False)
+                if recompute
+                else self._token_logprobs(*args)
             )
-        return torch.cat(parts)
+        return torch.cat(logprobs)
 
     def loss(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, query: LogprobQuery, parts: Sequence[tuple[int, PartLoss]]
+        self, hidden: torch.Tensor, tokens: torch.Tensor, query: LogprobQuery, chunks: Sequence[tuple[int, ChunkLoss]]
     ) -> torch.Tensor:
         """Sum the losses of chunks of consecutive tokens. The gradient of each chunk is computed at once."""
         weights = [weight for weight in self._layer.parameters() if weight.requires_grad]
 
-        def differentiated(states: torch.Tensor, present: torch.Tensor, of_part: PartLoss) -> tuple[torch.Tensor, Any]:
+        def loss_and_gradients(
+            hidden_chunk: torch.Tensor, token_chunk: torch.Tensor, chunk_loss: ChunkLoss
+        ) -> tuple[torch.Tensor, Any]:
             with torch.enable_grad():
-                states = states.detach().requires_grad_()
-                loss = of_part(self.logprobs(states, present, query))
-                return loss.detach(), torch.autograd.grad(loss, [states, *weights])
+                hidden_chunk = hidden_chunk.detach().requires_grad_()
+                loss = chunk_loss(self.logprobs(hidden_chunk, token_chunk, query))
+                return loss.detach(), torch.autograd.grad(loss, [hidden_chunk, *weights])
 
-        loss: torch.Tensor = _AtOnce.apply(hidden, tokens, differentiated, parts, *weights)
+        loss: torch.Tensor = _ChunkedLoss.apply(hidden, tokens, loss_and_gradients, chunks, *weights)
         return loss
 
-    def _computed(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """The layer's output for [..., H] hidden states."""
-        output: torch.Tensor = (self._answer or self._logits)(hidden)
+        output: torch.Tensor = (self._hidden_function or self._logits)(hidden)
         return output
 
     def _token_logprobs(self, hidden: torch.Tensor, tokens: torch.Tensor, query: LogprobQuery) -> torch.Tensor:
-        scaled = self._logits(hidden).float()
+        scaled_logits = self._logits(hidden).float()
         if query.temperature != 1.0:
-            scaled = scaled / query.temperature
-        return target_logprobs(scaled, tokens, entropy=query.entropy)
+            scaled_logits = scaled_logits / query.temperature
+        return target_logprobs(scaled_logits, tokens, entropy=query.entropy)
 
-    def _tried(self, model: Any, device: str) -> bool:
-        """Whether the model gives this layer's output as it is."""
+    def _returns_logits_unchanged(self, model: Any, device: str) -> bool:
+        """Whether the model returns this layer's output unchanged, in a trial call."""
         logit_inputs: list[torch.Tensor] = []
 
-        def recorded(hidden: torch.Tensor) -> torch.Tensor:
+        def recording_forward(hidden: torch.Tensor) -> torch.Tensor:
             logit_inputs.append(self._logits(hidden))
             return logit_inputs[-1]
 
-        self._layer.forward = recorded
+        self._layer.forward = recording_forward
         with torch.no_grad():
             logits = model(input_ids=torch.arange(3, device=device)[None], use_cache=False).logits
         return len(logit_inputs) == 1 and torch.equal(logit_inputs[0].float(), logits.float())
 
 
-class _AtOnce(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
-    """A sum of losses whose gradients are computed with them, part after part."""
+class _ChunkedLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
+    """A sum of chunk losses whose gradients are computed in the forward pass, chunk by chunk."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
         tokens: torch.Tensor,
-        differentiated: Callable[[torch.Tensor, torch.Tensor, PartLoss], tuple[torch.Tensor, Any]],
-        parts: Sequence[tuple[int, PartLoss]],
+        loss_and_gradients: Callable[[torch.Tensor, torch.Tensor, ChunkLoss], tuple[torch.Tensor, Any]],
+        chunks: Sequence[tuple[int, ChunkLoss]],
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         loss, start = hidden.new_zeros((), dtype=torch.float32), 0
-        of_hidden, of_weights = torch.empty_like(hidden), list[torch.Tensor]()
-        for count, of_part in parts:
+        hidden_gradient, weight_gradients = torch.empty_like(hidden), list[torch.Tensor]()
+        for count, chunk_loss in chunks:
             positions = slice(start, start + count)
-            part, (of_hidden[positions], *gradients) = differentiated(hidden[positions], tokens[positions], of_part)
-            loss += part
-            if of_weights:
-                for sum_of, gradient in zip(of_weights, gradients, strict=True):
-                    sum_of.add_(gradient)
+            loss_value, (hidden_gradient[positions], *gradients) = loss_and_gradients(
+                hidden[positions], tokens[positions], chunk_loss
+            )
+            loss += loss_value
+            if weight_gradients:
+                for gradient_sum, gradient in zip(weight_gradients, gradients, strict=True):
+                    gradient_sum.add_(gradient)
             else:
-                of_weights = gradients
+                weight_gradients = gradients
             start += count
-        ctx.gradients = [of_hidden, *of_weights]
+        ctx.gradients = [hidden_gradient, *weight_gradients]
         return loss
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        of_hidden, *of_weights = ctx.gradients
+        hidden_gradient, *weight_gradients = ctx.gradients
         del ctx.gradients  # as large as the layer
-        for gradient_of in (of_hidden, *of_weights):
-            gradient_of.mul_(gradient)
-        return of_hidden, None, None, None, *of_weights
+        for stored_gradient in (hidden_gradient, *weight_gradients):
+            stored_gradient.mul_(gradient)
+        return hidden_gradient, None, None, None, *weight_gradients
 
 
-def target_logprobs(scaled: torch.Tensor, tokens: torch.Tensor, *, entropy: bool) -> torch.Tensor:
+def target_logprobs(scaled_logits: torch.Tensor, tokens: torch.Tensor, *, entropy: bool) -> torch.Tensor:
     """Compute [..., 1] logprobs of tokens under [..., V] logits at a temperature, float32, nats; or [..., 2] with the
     entropies of their distributions."""
-    losses = torch.nn.functional.cross_entropy(scaled.flatten(0, -2), tokens.flatten(), reduction="none")
+    losses = torch.nn.functional.cross_entropy(scaled_logits.flatten(0, -2), tokens.flatten(), reduction="none")
     logprobs = [-losses.view(tokens.shape)]
     if entropy:
-        likely = scaled.softmax(-1)
-        # Tokens that a model rules out have a logit of -inf, and 0 times that is no number.
-        logprobs.append(scaled.logsumexp(-1) - (likely * scaled.masked_fill(likely == 0, 0.0)).sum(-1))
+        probabilities = scaled_logits.softmax(-1)
+        # Tokens that a model excludes have a logit of -inf, and 0 times that is NaN.
+        logprobs.append(
+            scaled_logits.logsumexp(-1) - (probabilities * scaled_logits.masked_fill(probabilities == 0, 0.0)).sum(-1)
+        )
     return torch.stack(logprobs, -1)

@@ -1,7 +1,7 @@
-"""Logprobs of the tokens of given responses under a causal LM, at the sampling temperature.
+"""Logprobs of responses under a causal LM, at the sampling temperature.
 
-The trainer compares the stored ones with them before a step and differentiates them in it; offline, they are computed
-under any checkpoint.
+The trainer compares them with the stored logprobs before a step, and differentiates them in it. Stored runs compute
+them under any checkpoint.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ import torch
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.training.lm_head import LmHead, LogprobQuery, target_logprobs
 from staleflow.tasks.training.microbatches import MicroBatch, Row, microbatches
-from staleflow.tasks.training.packed_attention import PackedRowLengths, why_padded
-from staleflow.tasks.training.rotary_limit import longest_row
+from staleflow.tasks.training.packed_attention import PackedRowLengths, enable_packing
+from staleflow.tasks.training.rotary_limit import max_row_length
 from staleflow.tasks.training.shared_prompts import PackedLayout
 
-PartLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""The loss of a part of a micro-batch, from its [N, T] logprobs, and entropies if they are wanted."""
+MicroBatchLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""The loss of a part of a micro-batch, from its [N, T] logprobs, and [N, T] entropies or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sampled:
-    """The sampled tokens of a micro-batch, in the order of rows and columns; its first one, if there is none."""
+class _SampledTargets:
+    """The sampled tokens of a micro-batch, in the order of rows and columns; its first token if none was sampled."""
 
     tokens: torch.Tensor  # [n] int64
-    index: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # [n] rows and [n] columns of targets
-    place: tuple[torch.Tensor, torch.Tensor]  # the same, where the model is
+    indices: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # [n] rows and [n] columns of targets
+    device_indices: tuple[torch.Tensor, torch.Tensor]  # the same, where the model is
     shape: tuple[int, ...]  # of targets
-    none: bool
+    is_empty: bool
 
     @classmethod
-    def of(cls, batch: MicroBatch, device: str) -> _Sampled:
+    def of(cls, batch: MicroBatch, device: str) -> _SampledTargets:
         rows, columns = np.nonzero(batch.mask > 0)
-        none = not len(rows)
-        if none:  # of a model in shards, every part has a gradient on every rank
+        is_empty = not len(rows)
+        if is_empty:  # every parameter of a sharded model must get a gradient on every rank
             rows = columns = np.zeros(1, np.int64)
         return cls(
             tokens=torch.from_numpy(batch.targets[rows, columns]).to(device),
-            index=(rows, columns),
-            place=(torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device)),
+            indices=(rows, columns),
+            device_indices=(torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device)),
             shape=batch.targets.shape,
-            none=none,
+            is_empty=is_empty,
         )
 
-    def scattered(self, values: torch.Tensor) -> torch.Tensor:
+    def scatter(self, values: torch.Tensor) -> torch.Tensor:
         """[N, T, k] of [n, k], elsewhere 0."""
-        if self.none:
+        if self.is_empty:
             values = values.masked_fill(torch.ones_like(values, dtype=torch.bool), 0)
-        # Not a view: the gradient of what a model in shards returns is what has its parameters gathered again.
-        return values.new_zeros(*self.shape, values.shape[1]).index_put(self.place, values)
+        # Not a view: a sharded model gathers its parameters again by a hook on the gradient of its output.
+        return values.new_zeros(*self.shape, values.shape[1]).index_put(self.device_indices, values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,158 +64,170 @@ class LogprobModel:
     """A model with the settings to compute logprobs under it.
 
     Args:
-        half: Whether the forward pass uses bfloat16 autocast.
+        bfloat16: Whether the forward pass uses bfloat16 autocast.
         token_budget: Tokens per forward pass, including padding.
-        rank, ranks: Index of this process in the trainer's group, and size of the group.
+        rank, num_ranks: Index of this process in the trainer's group, and size of the group.
     """
 
     model: Any
     device: str
-    half: bool
+    bfloat16: bool
     temperature: float
     token_budget: int
     rank: int = 0
-    ranks: int = 1
-    layer: LmHead = field(init=False, repr=False)
-    padded_because: str = field(init=False, repr=False)
+    num_ranks: int = 1
+    lm_head: LmHead = field(init=False, repr=False)
+    padding_reason: str = field(init=False, repr=False)
     """Why rows are padded; empty if the model computes them without padding."""
-    longest_row: int | None = field(init=False, repr=False)
+    max_row_length: int | None = field(init=False, repr=False)
     """Tokens of a row beyond which its logprobs would depend on its micro-batch; None if there is no limit."""
 
     def __post_init__(self) -> None:
         with self._autocast():
             object.__setattr__(self, "layer", LmHead(self.model, self.device))
-            why = "its logits are not those of its output layer as they are"
-            if self.layer.is_fused:
-                why = why_padded(self.model, self.device, self.token_budget)
-            object.__setattr__(self, "padded_because", why)
-            object.__setattr__(self, "longest_row", longest_row(self.model, self.device))
+            reason = "the model changes the logits of its output layer"
+            if self.lm_head.is_fused:
+                reason = enable_packing(self.model, self.device, self.token_budget)
+            object.__setattr__(self, "padded_because", reason)
+            object.__setattr__(self, "longest_row", max_row_length(self.model, self.device))
 
     @property
     def packs_rows(self) -> bool:
         """Whether the model computes rows without padding."""
-        return not self.padded_because
+        return not self.padding_reason
 
-    def batch(self, batch: MicroBatch) -> torch.Tensor:
+    def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Compute [N, T] logprobs of the sampled tokens, nats, float32, 0 elsewhere. With gradient unless torch has
         disabled it."""
-        return self._computed(batch, entropy=False)[..., 0]
+        return self._compute(batch, entropy=False)[..., 0]
 
-    def batch_and_entropy(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs_and_entropies(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the logprobs of `batch`, and [N, T] entropies of the tokens' distributions, nats."""
-        logprobs, entropy = self._computed(batch, entropy=True).unbind(-1)
+        logprobs, entropy = self._compute(batch, entropy=True).unbind(-1)
         return logprobs, entropy
 
-    def backward(self, batch: MicroBatch, loss: PartLoss, *, entropy: bool, by_token: bool) -> torch.Tensor:
+    def backward(self, batch: MicroBatch, loss: MicroBatchLoss, *, entropy: bool, by_token: bool) -> torch.Tensor:
         """Add the gradient of a loss to the model's gradients. Returns the logprobs, [N, T].
 
-        loss: is asked part by part, each with whole rows. by_token: it has a term for each token that depends on no
-        other's logprob, and may be asked for parts of a row, too. Of a batch without sampled tokens it is not asked.
+        loss: is called for parts of the batch that have whole rows. It is not called for a batch without sampled
+        tokens. by_token: the loss of a token depends on no other token, so that a part may also be part of a row.
         """
-        sampled = _Sampled.of(batch, self.device)
-        if not self.layer.is_fused:
-            values = self._computed(batch, entropy=entropy)
-            total = values.sum() if sampled.none else loss(batch, *_unbound(values))
+        sampled = _SampledTargets.of(batch, self.device)
+        if not self.lm_head.is_fused:
+            values = self._compute(batch, entropy=entropy)
+            total = values.sum() if sampled.is_empty else loss(batch, *_split_entropy(values))
             total.backward()
             return values[..., 0].detach()
-        kept = list[torch.Tensor]()
+        chunk_values = list[torch.Tensor]()
 
-        def of_part(part: MicroBatch) -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
-            sampled = _Sampled.of(part, self.device)
+        def loss_chunk(part: MicroBatch) -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
+            sampled = _SampledTargets.of(part, self.device)
 
-            def part_loss(values: torch.Tensor) -> torch.Tensor:
-                kept.append(values.detach())
-                scattered = sampled.scattered(values)
-                return scattered.sum() if sampled.none else loss(part, *_unbound(scattered))
+            def chunk_loss(values: torch.Tensor) -> torch.Tensor:
+                chunk_values.append(values.detach())
+                scatter = sampled.scatter(values)
+                return scatter.sum() if sampled.is_empty else loss(part, *_split_entropy(scatter))
 
-            return len(sampled.tokens), part_loss
+            return len(sampled.tokens), chunk_loss
 
-        parts = [batch] if sampled.none else batch.parts(self.layer.most_tokens, by_token=by_token)
+        parts = [batch] if sampled.is_empty else batch.split(self.lm_head.max_chunk_tokens, by_token=by_token)
         query = LogprobQuery(temperature=self.temperature, entropy=entropy)
-        of_parts = [of_part(part) for part in parts]
-        answer = functools.partial(self.layer.loss, tokens=sampled.tokens, query=query, parts=of_parts)
-        self._through(batch, sampled, answer).backward()
-        return sampled.scattered(torch.cat(kept))[..., 0]
+        chunks = [loss_chunk(part) for part in parts]
+        hidden_function = functools.partial(self.lm_head.loss, tokens=sampled.tokens, query=query, chunks=chunks)
+        self._forward(batch, sampled, hidden_function).backward()
+        return sampled.scatter(torch.cat(chunk_values))[..., 0]
 
-    def _computed(self, batch: MicroBatch, *, entropy: bool) -> torch.Tensor:
+    def _compute(self, batch: MicroBatch, *, entropy: bool) -> torch.Tensor:
         """[N, T, 1 or 2] logprobs and entropies."""
-        sampled = _Sampled.of(batch, self.device)
+        sampled = _SampledTargets.of(batch, self.device)
         query = LogprobQuery(temperature=self.temperature, entropy=entropy)
-        if not self.layer.is_fused:
-            logits = self._through(batch, sampled, None)
-            return sampled.scattered(
-                target_logprobs(logits.float() / self.temperature, sampled.tokens, entropy=entropy)
-            )
+        if not self.lm_head.is_fused:
+            logits = self._forward(batch, sampled, None)
+            return sampled.scatter(target_logprobs(logits.float() / self.temperature, sampled.tokens, entropy=entropy))
 
         def logprobs(hidden: torch.Tensor) -> torch.Tensor:
-            return sampled.scattered(self.layer.logprobs(hidden, sampled.tokens, query))
+            return sampled.scatter(self.lm_head.logprobs(hidden, sampled.tokens, query))
 
-        return self._through(batch, sampled, logprobs)
+        return self._forward(batch, sampled, logprobs)
 
     def _autocast(self) -> Any:
-        return torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.half)
+        return torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.bfloat16)
 
-    def _through(
-        self, batch: MicroBatch, sampled: _Sampled, answer: Callable[[torch.Tensor], torch.Tensor] | None
+    def _forward(
+        self,
+        batch: MicroBatch,
+        sampled: _SampledTargets,
+        hidden_function: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> torch.Tensor:
-        """What is made of the [n, H] hidden states that sampled tokens are drawn from; their [n, V] logits without."""
+        """Run the model, and apply a function to the [n, H] hidden states from which tokens were sampled. Returns their
+        [n, V] logits if the function is None."""
         inputs: dict[str, Any] = {}
         if self.packs_rows:
-            layout = PackedLayout.of(batch.input_ids, batch.attention_mask.sum(1), batch.prompts)
-            ids = torch.from_numpy(batch.input_ids[layout.row, layout.column]).to(self.device)[None]
-            rows, columns = sampled.index
-            keep = torch.from_numpy(layout.packed_indices(rows, batch.start + columns)).to(self.device)
+            layout = PackedLayout.of(batch.input_ids, batch.attention_mask.sum(1), batch.prompt_lengths)
+            ids = torch.from_numpy(batch.input_ids[layout.row, layout.position]).to(self.device)[None]
+            rows, columns = sampled.indices
+            kept_positions = torch.from_numpy(layout.packed_indices(rows, batch.response_start + columns)).to(
+                self.device
+            )
             lengths = PackedRowLengths(layout.blocks)
             inputs = {"position_ids": lengths.positions(self.device), "row_lengths": lengths}
-            picked = None
+            selected = None
         else:
-            # Padding is at the right end, where no token of a row sees it: a mask would change nothing.
+            # No mask is needed: padding is at the right end, and causal attention never reaches it.
             ids = torch.from_numpy(batch.input_ids).to(self.device)
-            keep = torch.arange(batch.start, ids.shape[1] - 1, device=self.device)
-            picked = sampled.place
+            kept_positions = torch.arange(batch.response_start, ids.shape[1] - 1, device=self.device)
+            selected = sampled.device_indices
 
-        def of_kept(hidden: torch.Tensor) -> torch.Tensor:
-            return hidden[0] if picked is None else hidden[picked]
+        def select_hidden(hidden: torch.Tensor) -> torch.Tensor:
+            return hidden[0] if selected is None else hidden[selected]
 
-        answering = nullcontext() if answer is None else self.layer.answering(lambda hidden: answer(of_kept(hidden)))
+        answering = (
+            nullcontext()
+            if hidden_function is None
+            else self.lm_head.replacing_logits(lambda hidden: hidden_function(select_hidden(hidden)))
+        )
         with answering, self._autocast():
-            logits: torch.Tensor = self.model(input_ids=ids, **inputs, use_cache=False, logits_to_keep=keep).logits
-        return of_kept(logits) if answer is None else logits
+            logits: torch.Tensor = self.model(
+                input_ids=ids, **inputs, use_cache=False, logits_to_keep=kept_positions
+            ).logits
+        return select_hidden(logits) if hidden_function is None else logits
 
     def microbatches(
         self, rows: Sequence[Row], indices: Sequence[int], weights: npt.NDArray[np.float32]
     ) -> list[MicroBatch]:
-        """The micro-batches of this rank. Raises ConfigError if a row is longer than `longest_row`. weights:
+        """The micro-batches of this rank. Raises ConfigError if a row is longer than `max_row_length`. weights:
         [len(chosen)] weight of each row's tokens."""
         max_row_tokens = max((len(rows[i].prompt) + len(rows[i].response) for i in indices), default=0)
-        if self.longest_row is not None and max_row_tokens > self.longest_row:
+        if self.max_row_length is not None and max_row_tokens > self.max_row_length:
             raise ConfigError(
-                f"a prompt and its response have {max_row_tokens} tokens: beyond {self.longest_row} the model's rotary "
-                "embedding depends on the longest row of a micro-batch, and so would all logprobs; lower "
+                f"a prompt and its response have {max_row_tokens} tokens: beyond {self.max_row_length} the model's "
+                "rotary embedding depends on the longest row of a micro-batch, and so would all logprobs; lower "
                 "rollout.max_new_tokens, or leave such rows out"
             )
-        return microbatches(rows, indices, weights, self.token_budget, self.rank, self.ranks, unpadded=self.packs_rows)
+        return microbatches(
+            rows, indices, weights, self.token_budget, self.rank, self.num_ranks, unpadded=self.packs_rows
+        )
 
-    def rows(self, rows: Sequence[Row], indices: Sequence[int]) -> dict[int, npt.NDArray[np.float32]]:
-        """Compute [T] logprobs of the responses of those chosen rows that are this rank's, nats, by row index; 0 at
+    def row_logprobs(self, rows: Sequence[Row], indices: Sequence[int]) -> dict[int, npt.NDArray[np.float32]]:
+        """Compute [T] logprobs of the responses of the chosen rows that this rank computes, nats, by row index; 0 at
         tokens that were not sampled. Without gradient."""
         by_index: dict[int, npt.NDArray[np.float32]] = {}
         all_ones = np.ones(len(indices), np.float32)
         with torch.no_grad():
             for batch in self.microbatches(rows, indices, all_ones):
-                by_index |= by_row(batch, rows, self.batch(batch))
+                by_index |= split_by_row(batch, rows, self.logprobs(batch))
         return by_index
 
 
-def by_row(batch: MicroBatch, rows: Sequence[Row], values: torch.Tensor) -> dict[int, npt.NDArray[np.float32]]:
+def split_by_row(batch: MicroBatch, rows: Sequence[Row], values: torch.Tensor) -> dict[int, npt.NDArray[np.float32]]:
     """Split [N, T] values of a micro-batch into [T] values of each row's response, by row index."""
     array, by_index = values.detach().cpu().numpy(), {}
     for k, i in enumerate(batch.rows):
-        start = len(rows[i].prompt) - 1 - batch.start
+        start = len(rows[i].prompt) - 1 - batch.response_start
         by_index[i] = array[k, start : start + len(rows[i].response)]
     return by_index
 
 
-def _unbound(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logprobs and entropies, if there are any, of [N, T, 1 or 2] both."""
+def _split_entropy(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Split [N, T, 1 or 2] values into logprobs, and entropies or None."""
     return values[..., 0], values[..., 1] if values.shape[-1] > 1 else None

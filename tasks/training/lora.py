@@ -1,6 +1,6 @@
-"""The trained adapter in a model: the only part with a gradient; merged into the weights for checkpoints.
+"""The trained LoRA adapter of a model: the only part with a gradient. It is merged into the weights of checkpoints.
 
-Names, first values and files are those of peft, whose `from_pretrained` reads what is saved.
+Names, initial values and files are those of peft, whose `from_pretrained` reads the saved files.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from staleflow.tasks.engines import adapters
 from staleflow.tasks.engines.adapters import LoraConfig
 from staleflow.tasks.engines.served_adapters import adapted_layers
 
-FOLDER = "adapter"
-"""Where in a checkpoint the adapter is, for peft's `from_pretrained`; the checkpoint itself is the merged model."""
+ADAPTER_FOLDER = "adapter"
+"""Folder of the adapter in a checkpoint, for peft's `from_pretrained`; the checkpoint itself is the merged model."""
 
 
 class LayerReadDirectlyError(ConfigError, AttributeError):
@@ -52,8 +52,8 @@ class TrainedAdapter(torch.nn.Module):  # type: ignore[misc]  # torch is not typ
         return output + self.lora_B["default"](self.lora_A["default"](input)) * self._scaling
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes as of any module. A layer whose weight is read instead of called would be without its adapter:
-        that is refused (Jamba's dt_proj)."""
+        """Return an attribute as any module does. Raises LayerReadDirectlyError for the weight: a model that reads it
+        instead of calling the layer, as Jamba does with dt_proj, would leave out the adapter."""
         if name in ("weight", "bias"):
             raise LayerReadDirectlyError(
                 f"training.lora.targets: the model's code reads {self._name}.{name} itself, which would leave out the "
@@ -91,8 +91,8 @@ def without_adapter(model: Any) -> Iterator[None]:
 def merge_adapter(
     weights: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], config: LoraConfig
 ) -> dict[str, torch.Tensor]:
-    """Merge an adapter into the weights of its model, and return them in their own dtype. weights: of the model without
-    adapter. adapter: as published."""
+    """Merge an adapter into the weights of its model. Returns them in their own dtype. weights: of the model without
+    adapter. adapter: tensors as published."""
     merged_weights = dict(weights)
     for layer in adapters.layers({name: tuple(t.shape) for name, t in adapter.items()}, "the adapter"):
         base = weights[f"{layer.module}.weight"]

@@ -1,10 +1,10 @@
 """Token losses with off-policy corrections; docs/losses.md explains the choice between them.
 
 r = exp(log pi - log pi_ref). Behaviour logprobs are always the stored ones, token by token, so a trajectory that mixes
-versions is corrected exactly. Importance weights are detached; a mask never shrinks the denominator. Log ratios are cut
-at +-MAX_LOG_RATIO, so that a stored logprob far off overflows nothing; beyond, no gradient passes through the ratio.
+versions is corrected exactly. Importance weights are detached; a mask never shrinks the denominator. Log ratios are
+clamped to +-MAX_LOG_RATIO, so that a wrong stored logprob cannot overflow; beyond it the ratio has no gradient.
 
-Formulas are methods of torch's tensors: a job file is read, and its loss chosen, without loading torch.
+Formulas use methods of tensors only, so that a job file can be read, and its loss chosen, without loading torch.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Nats at which log ratios are cut. A ratio of e^20 is far beyond every clip and cap; e^89 overflows float32, and
-infinity times a gradient of 0 is no number."""
+"""Nats at which log ratios are clamped. A ratio of e^20 is far beyond every clip and cap; e^89 overflows float32, and
+infinity times a gradient of 0 is NaN."""
 MAX_DISTANCE = 1e4
-"""Nats beyond which the distance of two logprobs is that of a token which one of them rules out."""
+"""Nats at which distances of logprobs are clamped; beyond it one of the two policies excludes the token."""
 MAX_RATIO = math.exp(MAX_LOG_RATIO) * (1 - 1e-6)
-"""The ratio from which on it is cut, but for rounding."""
+"""The ratio at which clamping begins, up to rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,9 @@ class UserLoss(UserCode, Loss):
         for part in ("loss", "clipped"):
             shape = tuple(getattr(getattr(result, part, None), "shape", ()))
             if shape != expected:
-                raise ConfigError(f"{where} gave {part} of shape {shape}; it must be {expected}, one number per token")
+                raise ConfigError(
+                    f"{where} returned {part} of shape {shape}; it must be {expected}, one number per token"
+                )
         checked: TokenLoss = result
         return checked
 
@@ -151,19 +153,19 @@ def _ratio(new: Tensor, old: Tensor) -> Tensor:
 
 
 def _sequence_log_ratio(new: Tensor, old: Tensor) -> Tensor:
-    """[N, 1] log ratio of whole trajectories: the sum over their sampled tokens, uncut."""
+    """[N, 1] log ratio of whole trajectories: the sum over their sampled tokens, not clamped."""
     return (new - old).sum(1, keepdim=True)
 
 
 def _segment_log_ratio(new: Tensor, old: Tensor, tokens: Tokens) -> Tensor:
-    """[N, T] log ratio of the segment that each token is in, uncut. A segment is what was sampled without a break under
-    one version."""
-    here, before = tokens.sampled[:, 1:], tokens.sampled[:, :-1]
-    starts = here & (~before | (tokens.lags[:, 1:] != tokens.lags[:, :-1]))
-    number = tokens.sampled.new_zeros(new.shape).long()
-    number[:, 1:] = starts.long().cumsum(1)
-    sums = new.new_zeros(new.shape).scatter_add(1, number, new - old)
-    return sums.gather(1, number)
+    """[N, T] log ratio of the segment that each token is in, not clamped. A segment is a run of tokens that were
+    sampled under one version."""
+    is_sampled, was_sampled = tokens.sampled[:, 1:], tokens.sampled[:, :-1]
+    starts = is_sampled & (~was_sampled | (tokens.lags[:, 1:] != tokens.lags[:, :-1]))
+    segment_index = tokens.sampled.new_zeros(new.shape).long()
+    segment_index[:, 1:] = starts.long().cumsum(1)
+    sums = new.new_zeros(new.shape).scatter_add(1, segment_index, new - old)
+    return sums.gather(1, segment_index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +183,8 @@ class Clip:
         """PPO's surrogate: the ratio or the clipped ratio, times the advantage, whichever is smaller."""
         return (ratio * advantage).minimum(self.clip(ratio) * advantage)
 
-    def cut(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """Where the surrogate has no gradient."""
+    def has_no_gradient(self, ratio: Tensor, advantage: Tensor) -> Tensor:
+        """[N, T] bool, where the surrogate has no gradient."""
         return ((ratio * advantage > self.clip(ratio) * advantage) | (ratio >= MAX_RATIO)).detach()
 
     def clip(self, ratio: Tensor) -> Tensor:
@@ -190,7 +192,7 @@ class Clip:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Capped:
+class _WeightCap:
     weight_cap: float = knob(5.0, "cap of the weight: of pi_old / pi_rollout, with tis of the ratio", above=0)
 
 
@@ -205,13 +207,15 @@ class PpoClip(Clip, Loss):
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         ratio = _ratio(tokens.logprobs, tokens.behaviour)
         return TokenLoss(
-            loss=-self.surrogate(ratio, tokens.advantage), clipped=self.cut(ratio, tokens.advantage), ratio=ratio
+            loss=-self.surrogate(ratio, tokens.advantage),
+            clipped=self.has_no_gradient(ratio, tokens.advantage),
+            ratio=ratio,
         )
 
 
 @LOSSES.register("decoupled_ppo")
 @dataclass(frozen=True, kw_only=True)
-class DecoupledPpo(_Capped, Clip, Loss):
+class DecoupledPpo(_WeightCap, Clip, Loss):
     """Clips around the proximal policy, weighted with min(pi_proximal / pi_behaviour, weight_cap) (2505.24298)."""
 
     needs_proximal = True
@@ -237,7 +241,7 @@ class Cispo(Clip, Loss):
 
 @LOSSES.register("tis")
 @dataclass(frozen=True, kw_only=True)
-class Tis(_Capped, Loss):
+class Tis(_WeightCap, Loss):
     """ROLL Flash's truncated importance sampling, min(r, weight_cap) (2510.11345)."""
 
     needs_proximal = False
@@ -263,7 +267,7 @@ class DualClip(Clip, Loss):
         bounded = (advantage < 0) & (ratio > self.dual_clip)
         return TokenLoss(
             loss=-(self.dual_clip * advantage).where(bounded, surrogate),
-            clipped=self.cut(ratio, advantage) | bounded,
+            clipped=self.has_no_gradient(ratio, advantage) | bounded,
             ratio=ratio,
         )
 
@@ -283,7 +287,9 @@ class Gspo(Loss):
         ratio = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand(tokens.logprobs.shape)
         clip = Clip(clip_low=self.sequence_clip_low, clip_high=self.sequence_clip_high)
         return TokenLoss(
-            loss=-clip.surrogate(ratio, tokens.advantage), clipped=clip.cut(ratio, tokens.advantage), ratio=ratio
+            loss=-clip.surrogate(ratio, tokens.advantage),
+            clipped=clip.has_no_gradient(ratio, tokens.advantage),
+            ratio=ratio,
         )
 
 
@@ -417,7 +423,7 @@ class IcePop(Clip, Loss):
 
 @LOSSES.register("decoupled_ppo_loglinear")
 @dataclass(frozen=True, kw_only=True)
-class DecoupledPpoLoglinear(_Capped, Clip, Loss):
+class DecoupledPpoLoglinear(_WeightCap, Clip, Loss):
     """Decoupled PPO whose proximal policy is interpolated between the behaviour and the current policy by the tokens'
     versions, which saves a forward pass (2512.06547, AReaL)."""
 
@@ -425,24 +431,24 @@ class DecoupledPpoLoglinear(_Capped, Clip, Loss):
     by_token = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
-        now = tokens.logprobs.detach()
-        # Of versions: a token's own, and, lags and lags + 1 after it, the one before the step and the one being made.
-        share = tokens.lags.to(now.dtype) / (tokens.lags + 1)
-        proximal = tokens.behaviour + share * (now - tokens.behaviour)
+        current = tokens.logprobs.detach()
+        # The token's version is `lags` versions before the proximal policy, and lags + 1 before the one being trained.
+        share = tokens.lags.to(current.dtype) / (tokens.lags + 1)
+        proximal = tokens.behaviour + share * (current - tokens.behaviour)
         weight = _ratio(proximal, tokens.behaviour).clamp(max=self.weight_cap)
         return _weighted_surrogate(self, weight, _ratio(tokens.logprobs, proximal), tokens.advantage)
 
 
 def _weight_loss(ratio: Tensor, weight: Tensor, tokens: Tokens) -> TokenLoss:
-    """The policy gradient with this weight, which clipping made of the ratio."""
+    """The policy gradient with a weight, which is the clipped ratio."""
     return TokenLoss(loss=-weight * tokens.advantage * tokens.logprobs, clipped=(ratio != weight), ratio=ratio)
 
 
 def _weighted_surrogate(
     clip: Clip, weight: Tensor, ratio: Tensor, advantage: Tensor, rho: Tensor | None = None
 ) -> TokenLoss:
-    """PPO's surrogate with a weight. rho: what the weight was masked by; clipped is also where that left none."""
-    loss, clipped = -(weight * clip.surrogate(ratio, advantage)), clip.cut(ratio, advantage)
+    """PPO's surrogate with a weight. rho: ratio by which the weight was masked; masked tokens count as clipped."""
+    loss, clipped = -(weight * clip.surrogate(ratio, advantage)), clip.has_no_gradient(ratio, advantage)
     if rho is None:
         return TokenLoss(loss=loss, clipped=clipped, ratio=ratio)
     masked = (weight == 0).expand(ratio.shape)

@@ -1,13 +1,14 @@
-"""Splits rows without padding into micro-batches, and each of these among the ranks of a trainer. Rows of one prompt
-stay together where that saves time, because their prompt is then computed once. Numpy, pure.
+"""Splits unpadded rows into micro-batches, and each micro-batch among the ranks of a trainer. Numpy, pure.
+
+Rows of one prompt stay together where that saves time, because their prompt is then computed once.
 
 Invariants:
 - Every row is in exactly one part of one micro-batch. A micro-batch has a part for each rank; it may be empty, but one
   of them is not.
-- What counts of a part's tokens (shared_prompts.counted_tokens) is within the budget, unless it is a single row.
-- Rows are cut prompt by prompt only if that leaves FEWER of the tokens that count to compute, and otherwise as padded
-  ones are.
-- The same rows are always divided the same way.
+- A part's counted tokens (shared_prompts.counted_tokens) are within the budget, unless it is a single row.
+- Rows are split by prompt only if that saves at least MIN_SAVED_SHARE of the counted tokens; otherwise they are split
+  by length.
+- Equal rows are always split equally.
 """
 
 from __future__ import annotations
@@ -17,135 +18,173 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from staleflow.tasks.training.microbatch_split import GATHER_TOKENS, PASS_TOKENS, Part, split_microbatches
+from staleflow.tasks.training.microbatch_split import (
+    GATHER_OVERHEAD_TOKENS,
+    PASS_OVERHEAD_TOKENS,
+    RowIndices,
+    split_microbatches,
+)
 from staleflow.tasks.training.shared_prompts import Ints, counted_tokens, equal_indices
 
-FEWER = 1 / 16
-"""Share of the tokens that have to be saved by rows of a prompt being together. They differ in length more than
-neighbours in length do, and so do micro-batches: measured, a step without anything to share takes up to 6 % longer."""
-PADDED = 2
-"""Prompt by prompt, a part's rows times its longest row are within so many times the budget: their loss is computed
-of padded rows."""
-CLOSER = (1.0, 1.03, 1.06, 1.12, 1.25, 1.5)
-"""Budgets of a part that are tried for several ranks, over what each would be if all were equal."""
+MIN_SAVED_SHARE = 1 / 16
+"""Minimum share of the tokens that a split by prompt must save. Rows of a prompt differ more in length than rows sorted
+by length, so micro-batches are less equal: a step without shared prompts was measured to take up to 6 % longer."""
+MAX_PADDING_FACTOR = 2
+"""In a split by prompt, the padded tokens of a part are at most this multiple of the budget, because the loss is
+computed from padded rows."""
+BUDGET_FACTORS = (1.0, 1.03, 1.06, 1.12, 1.25, 1.5)
+"""Token budgets that are tried for several ranks, as multiples of the mean number of tokens per part."""
 
-Range = tuple[int, int]
+RowRange = tuple[int, int]
 
 
 def split_by_prompt(
-    rows_by_prompt: Sequence[Sequence[int]], prompts: Sequence[int], rests: Sequence[int], ranks: int, token_budget: int
-) -> list[tuple[Part, ...]]:
+    rows_by_prompt: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    ranks: int,
+    token_budget: int,
+) -> list[tuple[RowIndices, ...]]:
     """Split rows into micro-batches: for each, the row indices of each rank.
 
     Args:
         rows_by_prompt: The rows of each prompt.
-        prompts, rests: Tokens of each row's prompt and of its response.
+        prompt_lengths, response_lengths: Numbers of tokens of each row's prompt and response.
         token_budget: Maximum number of tokens per rank.
 
-    >>> divided_by_prompt([[0, 2], [1]], [32, 8, 32], [9, 4, 7], ranks=1, token_budget=64)
+    >>> split_by_prompt([[0, 2], [1]], [32, 8, 32], [9, 4, 7], ranks=1, token_budget=64)
     [((1, 2, 0),)]
     """
-    by_length = split_microbatches([sum(both) for both in zip(prompts, rests, strict=True)], ranks, token_budget)
-    if len(rows_by_prompt) == len(prompts):
+    by_length = split_microbatches(
+        [sum(both) for both in zip(prompt_lengths, response_lengths, strict=True)], ranks, token_budget
+    )
+    if len(rows_by_prompt) == len(prompt_lengths):
         return by_length
-    line = _Line.of(rows_by_prompt, prompts, rests)
-    best = line.cut(token_budget)
+    ordered = _OrderedRows.of(rows_by_prompt, prompt_lengths, response_lengths)
+    best = ordered.split(token_budget)
     if ranks > 1:
-        even = sum(line.count(part) for part in best) / (-(-len(best) // ranks) * ranks)
-        budgets = [int(even * more) for more in CLOSER if 1 <= int(even * more) < token_budget]
-        best = min([*(line.cut(budget) for budget in budgets), best], key=lambda parts: line.time(parts, ranks))
-    batches = line.dealt(best, ranks)
-    by_prompt = [tuple(line.order[start:end] for start, end in batch) for batch in batches]
-    numbers = {i: number for number, run in enumerate(rows_by_prompt) for i in run}
+        mean_tokens = sum(ordered.counted_in(part) for part in best) / (-(-len(best) // ranks) * ranks)
+        budgets = [
+            int(mean_tokens * factor) for factor in BUDGET_FACTORS if 1 <= int(mean_tokens * factor) < token_budget
+        ]
+        best = min(
+            [*(ordered.split(budget) for budget in budgets), best],
+            key=lambda parts: ordered.estimated_time(parts, ranks),
+        )
+    batches = ordered.deal(best, ranks)
+    by_prompt = [tuple(ordered.order[start:end] for start, end in batch) for batch in batches]
+    prompt_of_row = {i: number for number, run in enumerate(rows_by_prompt) for i in run}
 
-    def tokens(cut: Sequence[tuple[Part, ...]]) -> int:
-        return sum(max(_count(part, numbers, prompts, rests) for part in batch) for batch in cut)
+    def tokens(cut: Sequence[tuple[RowIndices, ...]]) -> int:
+        return sum(
+            max(_counted_tokens(part, prompt_of_row, prompt_lengths, response_lengths) for part in batch)
+            for batch in cut
+        )
 
-    return by_prompt if tokens(by_prompt) <= (1 - FEWER) * tokens(by_length) else by_length
+    return by_prompt if tokens(by_prompt) <= (1 - MIN_SAVED_SHARE) * tokens(by_length) else by_length
 
 
-def _count(part: Part, numbers: Mapping[int, int], prompts: Sequence[int], rests: Sequence[int]) -> int:
-    """What rows count for together. numbers: of each row's prompt."""
-    runs = [[part[k] for k in run] for run in equal_indices(numbers[i] for i in part)]
-    return sum(int(counted_tokens(len(run), prompts[run[0]], sum(rests[i] for i in run))) for run in runs)
+def _counted_tokens(
+    part: RowIndices, prompt_of_row: Mapping[int, int], prompt_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> int:
+    """Counted tokens of a part. prompt_of_row: index of each row's prompt."""
+    prompt_runs = [[part[k] for k in run] for run in equal_indices(prompt_of_row[i] for i in part)]
+    return sum(
+        int(counted_tokens(len(run), prompt_lengths[run[0]], sum(response_lengths[i] for i in run)))
+        for run in prompt_runs
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    """Rows in the order that they stand in, prompt by prompt, the longest last."""
+class _OrderedRows:
+    """Rows ordered by prompt; prompts by their longest row, the longest last."""
 
-    order: Part
+    order: RowIndices
     lengths: Ints  # [N]
-    prompts: Ints  # [N]
+    prompt_lengths: Ints  # [N]
     starts: Ints  # [N] the first row of each row's prompt
     ends: Ints  # [N] and the one after its last row
-    rests: Ints  # [N + 1] tokens after prompts of all rows before
-    remaining: Ints  # [N] what a row counts for, together with those of its prompt that come after it
-    whole: Ints  # [N + 1] at the first row of a prompt, and at the end: what all rows before count for
+    response_offsets: Ints  # [N + 1] tokens after prompts of all rows before
+    counted_in_prompt: Ints  # [N] what a row counts for, together with those of its prompt that come after it
+    counted_before_prompt: Ints  # [N + 1] at the first row of a prompt, and at the end: what all rows before count for
 
     @classmethod
-    def of(cls, rows_by_prompt: Sequence[Sequence[int]], prompts: Sequence[int], rests: Sequence[int]) -> _Line:
-        runs = [sorted(run, key=lambda i: rests[i]) for run in rows_by_prompt]
-        runs.sort(key=lambda run: prompts[run[-1]] + rests[run[-1]])
-        order = tuple(i for run in runs for i in run)
-        sizes = np.asarray([len(run) for run in runs])
+    def of(
+        cls, rows_by_prompt: Sequence[Sequence[int]], prompt_lengths: Sequence[int], response_lengths: Sequence[int]
+    ) -> _OrderedRows:
+        prompt_runs = [sorted(run, key=lambda i: response_lengths[i]) for run in rows_by_prompt]
+        prompt_runs.sort(key=lambda run: prompt_lengths[run[-1]] + response_lengths[run[-1]])
+        order = tuple(i for run in prompt_runs for i in run)
+        sizes = np.asarray([len(run) for run in prompt_runs])
         ends = np.repeat(sizes.cumsum(), sizes)
-        of_prompt, of_rest = np.asarray(prompts, np.int64)[[*order]], np.asarray(rests, np.int64)[[*order]]
-        rest = np.concatenate([[0], of_rest.cumsum()])
+        ordered_prompts, ordered_responses = (
+            np.asarray(prompt_lengths, np.int64)[[*order]],
+            np.asarray(response_lengths, np.int64)[[*order]],
+        )
+        offsets = np.concatenate([[0], ordered_responses.cumsum()])
         rows = np.arange(len(order))
         starts = ends - np.repeat(sizes, sizes)
-        remaining = counted_tokens(ends - rows, of_prompt, rest[ends] - rest[rows])
-        complete = np.zeros(len(order) + 1, np.int64)
-        complete[sizes.cumsum()] = remaining[starts[sizes.cumsum() - 1]].cumsum()
+        counted = counted_tokens(ends - rows, ordered_prompts, offsets[ends] - offsets[rows])
+        before_prompt = np.zeros(len(order) + 1, np.int64)
+        before_prompt[sizes.cumsum()] = counted[starts[sizes.cumsum() - 1]].cumsum()
         return cls(
-            order=order, lengths=of_prompt + of_rest, prompts=of_prompt, starts=starts, ends=ends, rests=rest,
-            remaining=remaining, whole=complete,
+            order=order, lengths=ordered_prompts + ordered_responses,
+            prompt_lengths=ordered_prompts, starts=starts, ends=ends, response_offsets=offsets,
+            counted_in_prompt=counted, counted_before_prompt=before_prompt,
         )  # fmt: skip
 
-    def counts(self, firsts: Ints, end: int) -> Ints:
-        """What rows from each of `firsts` up to the one before `end` count for."""
+    def counted_tokens(self, firsts: Ints, end: int) -> Ints:
+        """Counted tokens of the rows from each of `firsts` up to row `end`, exclusive."""
         start = int(self.starts[end - 1])
-        within = np.maximum(firsts, start)
-        last_prompt = counted_tokens(end - within, self.prompts[end - 1], self.rests[end] - self.rests[within])
-        before = self.remaining[firsts] + self.whole[start] - self.whole[self.ends[firsts]]
-        starts: Ints = last_prompt + np.where(firsts < start, before, 0)
-        return starts
+        first_in_prompt = np.maximum(firsts, start)
+        last_prompt = counted_tokens(
+            end - first_in_prompt,
+            self.prompt_lengths[end - 1],
+            self.response_offsets[end] - self.response_offsets[first_in_prompt],
+        )
+        earlier_prompts = (
+            self.counted_in_prompt[firsts]
+            + self.counted_before_prompt[start]
+            - self.counted_before_prompt[self.ends[firsts]]
+        )
+        counted: Ints = last_prompt + np.where(firsts < start, earlier_prompts, 0)
+        return counted
 
-    def count(self, part: Range) -> int:
+    def counted_in(self, part: RowRange) -> int:
         start, end = part
-        return int(self.counts(np.asarray([start]), end)[0])
+        return int(self.counted_tokens(np.asarray([start]), end)[0])
 
-    def cut(self, token_budget: int) -> list[Range]:
-        """By dynamic programming: the best way of cutting the first rows is the best way of cutting fewer of them, and
-        one part more."""
+    def split(self, token_budget: int) -> list[RowRange]:
+        """Split the rows into parts. By dynamic programming: the best split of the first rows is the best split of
+        fewer rows plus one part."""
         num_rows = len(self.order)
         cost, starts = np.zeros(num_rows + 1, np.int64), np.zeros(num_rows + 1, np.int64)
         for end in range(1, num_rows + 1):
-            max_rows = max(1, PADDED * token_budget // int(self.lengths[end - 1]))
-            fitting = int(np.searchsorted(self.rests, self.rests[end] - token_budget))
+            max_rows = max(1, MAX_PADDING_FACTOR * token_budget // int(self.lengths[end - 1]))
+            fitting = int(np.searchsorted(self.response_offsets, self.response_offsets[end] - token_budget))
             firsts = np.arange(min(end - 1, max(fitting, end - max_rows)), end)
-            counts = self.counts(firsts, end)
+            counts = self.counted_tokens(firsts, end)
             max_lengths = np.maximum.accumulate(self.lengths[firsts][::-1])[::-1]
-            allowed = (counts <= token_budget) & ((end - firsts) * max_lengths <= PADDED * token_budget)
+            allowed = (counts <= token_budget) & ((end - firsts) * max_lengths <= MAX_PADDING_FACTOR * token_budget)
             allowed[-1] = True
             firsts = firsts[allowed]
-            totals = cost[firsts] + counts[allowed] + PASS_TOKENS
+            totals = cost[firsts] + counts[allowed] + PASS_OVERHEAD_TOKENS
             best = int(totals.argmin())
             cost[end], starts[end] = totals[best], firsts[best]
-        parts, end = list[Range](), num_rows
+        parts, end = list[RowRange](), num_rows
         while end:
             parts.append((int(starts[end]), end))
             end = int(starts[end])
         return parts[::-1]
 
-    def dealt(self, parts: Sequence[Range], ranks: int) -> list[tuple[Range, ...]]:
-        """Parts that count for about as much together, dealt back and forth so that no rank has the larger one each
-        time; where there are too few, empty ones with the smallest."""
-        ordered = [*[(0, 0)] * (-len(parts) % ranks), *sorted(parts, key=self.count)]
+    def deal(self, parts: Sequence[RowRange], ranks: int) -> list[tuple[RowRange, ...]]:
+        """Form micro-batches of parts with similar counted tokens, and deal them to ranks back and forth, so that no
+        rank always has the larger one. If the number of parts is no multiple of the ranks, empty parts are added."""
+        ordered = [*[(0, 0)] * (-len(parts) % ranks), *sorted(parts, key=self.counted_in)]
         batches = [tuple(ordered[i : i + ranks]) for i in range(0, len(ordered), ranks)]
         return [batch if turn % 2 == 0 else batch[::-1] for turn, batch in enumerate(batches)]
 
-    def time(self, parts: Sequence[Range], ranks: int) -> int:
-        """Tokens in whose time ranks compute these parts, each micro-batch in that of its largest one."""
-        largest = sorted(map(self.count, parts), reverse=True)[::ranks]
-        return sum(largest) + GATHER_TOKENS * len(largest)
+    def estimated_time(self, parts: Sequence[RowRange], ranks: int) -> int:
+        """Time in which ranks compute these parts, as a number of tokens; a micro-batch takes that of its largest."""
+        largest = sorted(map(self.counted_in, parts), reverse=True)[::ranks]
+        return sum(largest) + GATHER_OVERHEAD_TOKENS * len(largest)

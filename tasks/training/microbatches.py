@@ -20,10 +20,12 @@ from staleflow.tasks.training.microbatch_split_by_prompt import split_by_prompt
 from staleflow.tasks.training.shared_prompts import equal_indices
 
 MESSAGE_BYTES = 32 * 2**20
-"""Bytes of rows in a message to the trainer, at most. A process that packs, sends or takes in a message does little
-else meanwhile, and holds it twice."""
+"""Maximum number of bytes of rows in a message to the trainer. A process that sends or receives a message has two
+copies of it in memory, and does little else meanwhile."""
 MAX_LAG = 2**15 - 1
-"""Largest lag that a row tells apart."""
+"""Largest lag that a row can represent; larger ones are stored as this."""
+LogprobsByRow = Mapping[int, npt.NDArray[np.float32]]
+"""[T] logprobs of rows' responses, by row index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,16 +35,17 @@ class Row:
     prompt: npt.NDArray[np.int32]  # [P] token ids
     response: npt.NDArray[np.int32]  # [T] token ids
     behaviour: npt.NDArray[np.float32]  # [T] logprobs under the sampling policy, nats
-    sampled: npt.NDArray[np.bool_]  # [T] False: the token was given between two turns; no gradient
+    sampled: npt.NDArray[np.bool_]  # [T] False: an environment's token between two turns; no gradient
     advantage: float
     staleness: int
     trained: bool = True
     """False: no gradient, but the row still counts in the denominator."""
     lags: npt.NDArray[np.int16] | None = None
-    """[T] versions from the one that sampled each token to the one the step begins with, at most MAX_LAG; None: of all
-    tokens `staleness`."""
+    """[T] versions between the one that sampled each token and the one the step begins with, at most MAX_LAG; None:
+    `staleness` for all tokens."""
     branches: tuple[ContextBranch, ...] = ()
-    """Where the response left what came before; a model computes a row with branches as several (sequences.py)."""
+    """Points where the response continues an earlier context; a model computes a row with branches as several sequences
+    (branch_sequences.py)."""
 
     def __post_init__(self) -> None:
         assert len(self.prompt), "the first token of a response is predicted from its prompt"
@@ -98,7 +101,7 @@ class RowArrays:
     staleness: npt.NDArray[np.int64]  # [N]
     trained: npt.NDArray[np.bool_]  # [N]
     branches: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64))
-    """[K, 3] row, at and after of each branch, in order"""
+    """[K, 3] row, start and parent_end of each branch, in order"""
 
     @classmethod
     def of(cls, consumed: Sequence[EndedTrajectory]) -> RowArrays:
@@ -143,17 +146,17 @@ class RowArrays:
 
 
 def _lags(row: EndedTrajectory) -> npt.NDArray[np.int16]:
-    """[T] lags of a stored trajectory's tokens; 0 of given ones."""
+    """[T] lags of a stored trajectory's tokens; 0 for tokens of environments."""
     versions = row.trajectory.versions
     return np.where(versions == NO_VERSION, 0, np.clip(row.step - versions, 0, MAX_LAG)).astype(np.int16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchMessage:
-    """A message with rows of a step's batch. rest: number of rows that follow in later messages."""
+    """A message with rows of a step's batch. num_remaining: number of rows that follow in later messages."""
 
-    packed: RowArrays
-    rest: int
+    arrays: RowArrays
+    num_remaining: int
 
 
 def message_end(consumed: Sequence[EndedTrajectory], start: int, max_bytes: int = MESSAGE_BYTES) -> int:
@@ -171,38 +174,39 @@ def message_end(consumed: Sequence[EndedTrajectory], start: int, max_bytes: int 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Right-padded rows. Response columns begin at `start`: the logits at position start + t predict column t."""
+    """Right-padded rows. Response columns begin at `response_start`: the logits at position start + t predict column
+    t."""
 
     rows: tuple[int, ...]
     input_ids: npt.NDArray[np.int64]  # [N, L]
     attention_mask: npt.NDArray[np.int64]  # [N, L]
-    prompts: npt.NDArray[np.int64]  # [N] tokens of each row's prompt
-    start: int  # index of the first position whose prediction is used: min prompt length - 1
+    prompt_lengths: npt.NDArray[np.int64]  # [N] tokens of each row's prompt
+    response_start: int  # index of the first position whose prediction is used: min prompt length - 1
     targets: npt.NDArray[np.int64]  # [N, L - 1 - start], the token after each position
     mask: npt.NDArray[np.float32]  # same shape, 1 where the target is a sampled token
     behaviour: npt.NDArray[np.float32]  # same shape
     lags: npt.NDArray[np.int64]  # same shape
-    weight: npt.NDArray[np.float32]  # [N, 1] weight of each of the row's tokens in the minibatch loss
+    token_weight: npt.NDArray[np.float32]  # [N, 1] weight of each of the row's tokens in the minibatch loss
     advantage: npt.NDArray[np.float32]  # [N, 1]
 
-    def part(self, rows: slice, columns: slice = slice(None)) -> MicroBatch:
+    def select(self, rows: slice, columns: slice = slice(None)) -> MicroBatch:
         """Select rows and response columns, as views."""
         return replace(
             self,
             rows=self.rows[rows],
             input_ids=self.input_ids[rows],
             attention_mask=self.attention_mask[rows],
-            prompts=self.prompts[rows],
-            start=self.start + (columns.start or 0),
+            prompt_lengths=self.prompt_lengths[rows],
+            response_start=self.response_start + (columns.start or 0),
             targets=self.targets[rows, columns],
             mask=self.mask[rows, columns],
             behaviour=self.behaviour[rows, columns],
             lags=self.lags[rows, columns],
-            weight=self.weight[rows],
+            token_weight=self.token_weight[rows],
             advantage=self.advantage[rows],
         )
 
-    def parts(self, max_sampled: int, *, by_token: bool) -> list[MicroBatch]:
+    def split(self, max_sampled: int, *, by_token: bool) -> list[MicroBatch]:
         """Split the batch into parts with a limited number of sampled tokens, in order, at least one in each. by_token:
         whether a single row may be split."""
         counts = (self.mask > 0).sum(1)
@@ -210,8 +214,8 @@ class MicroBatch:
         while start < len(self.rows):
             fitting = int(np.searchsorted(counts[start:].cumsum(), max_sampled, side="right"))
             end = start + max(1, fitting)
-            part = self.part(slice(start, end))
-            parts += _columns(part, max_sampled) if by_token and not fitting else [part]
+            part = self.select(slice(start, end))
+            parts += _split_columns(part, max_sampled) if by_token and not fitting else [part]
             start = end
         return [part for part in parts if part.mask.any()]
 
@@ -220,34 +224,34 @@ class MicroBatch:
         scattered = np.zeros_like(self.behaviour)
         for k, i in enumerate(self.rows):
             if i in values:
-                start = len(rows[i].prompt) - 1 - self.start
+                start = len(rows[i].prompt) - 1 - self.response_start
                 response_values = values[i][max(0, -start) : scattered.shape[1] - start]
                 scattered[k, max(0, start) : max(0, start) + len(response_values)] = response_values
         return scattered
 
 
-def _columns(row: MicroBatch, max_sampled: int) -> list[MicroBatch]:
-    """A single row in parts of so many sampled tokens."""
+def _split_columns(row: MicroBatch, max_sampled: int) -> list[MicroBatch]:
+    """Split a single row into parts of `max_sampled` sampled tokens."""
     sampled = np.flatnonzero(row.mask[0] > 0)
     ends = [*sampled[max_sampled::max_sampled], row.mask.shape[1]]
-    return [row.part(slice(0, 1), slice(start, end)) for start, end in zip([0, *ends], ends, strict=False)]
+    return [row.select(slice(0, 1), slice(start, end)) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 EMPTY_MICROBATCH = MicroBatch(
     rows=(),
     input_ids=np.zeros((1, 2), np.int64),
     attention_mask=np.ones((1, 2), np.int64),
-    prompts=np.ones(1, np.int64),
-    start=0,
+    prompt_lengths=np.ones(1, np.int64),
+    response_start=0,
     targets=np.zeros((1, 1), np.int64),
     mask=np.zeros((1, 1), np.float32),
     behaviour=np.zeros((1, 1), np.float32),
     lags=np.zeros((1, 1), np.int64),
-    weight=np.zeros((1, 1), np.float32),
+    token_weight=np.zeros((1, 1), np.float32),
     advantage=np.zeros((1, 1), np.float32),
 )
-"""The micro-batch of a rank that has none of its rows: two tokens of which none counts. Its pass through the model
-gives a gradient of 0, and takes part in what all ranks do together."""
+"""The micro-batch of a rank without rows: two tokens that are not trained. Its pass through the model has a gradient of
+0, and takes part in the collective operations of all ranks."""
 
 
 def token_weights(aggregation: str, lengths: Sequence[int], max_length: int) -> npt.NDArray[np.float32]:
@@ -258,7 +262,7 @@ def token_weights(aggregation: str, lengths: Sequence[int], max_length: int) -> 
     """
     if aggregation not in AGGREGATION_NAMES:
         raise ValueError(f"unknown aggregation {aggregation!r}; choose one of {', '.join(AGGREGATION_NAMES)}")
-    n = np.maximum(np.asarray(lengths, np.float64), 1.0)  # a row without tokens has none to weigh
+    n = np.maximum(np.asarray(lengths, np.float64), 1.0)  # no division by 0 for a row without tokens
     if aggregation == "token_mean":
         weights = np.full(len(n), 1.0 / max(sum(lengths), 1))
     elif aggregation == "sequence_mean":
@@ -268,11 +272,15 @@ def token_weights(aggregation: str, lengths: Sequence[int], max_length: int) -> 
     return weights.astype(np.float32)
 
 
-def minibatches(num_rows: int, count: int, rng: np.random.Generator, together: int = 1) -> list[npt.NDArray[np.int64]]:
-    """Split the rows at random into `count` parts of nearly equal size, or one per row if there are fewer. together:
-    number of adjacent rows that stay in one part."""
-    parts = np.array_split(rng.permutation(num_rows // together), count)
-    return [(np.sort(part)[:, None] * together + np.arange(together)).reshape(-1) for part in parts if len(part)]
+def minibatches(
+    num_rows: int, num_minibatches: int, rng: np.random.Generator, num_adjacent: int = 1
+) -> list[npt.NDArray[np.int64]]:
+    """Split the rows at random into `num_minibatches` parts of nearly equal size, or one per row if there are fewer.
+    num_adjacent: number of adjacent rows that stay in one part."""
+    parts = np.array_split(rng.permutation(num_rows // num_adjacent), num_minibatches)
+    return [
+        (np.sort(part)[:, None] * num_adjacent + np.arange(num_adjacent)).reshape(-1) for part in parts if len(part)
+    ]
 
 
 def microbatches(
@@ -288,8 +296,8 @@ def microbatches(
     """Split the chosen rows so that rows x longest <= token_budget, shortest first; a single row always fits. Each rank
     gets its share of the rows in the same number of micro-batches, some of which may be empty.
 
-    weights: [len(chosen)], from `token_weights`. unpadded: they are computed without padding, and the prompts that they
-    have in common once: only those tokens count, and rows of a prompt stay together.
+    weights: [len(indices)], from `token_weights`. unpadded: the rows are computed without padding, and shared prompts
+    once, so that only those tokens count, and rows of a prompt stay together.
     """
     responses = [len(rows[i].response) for i in indices]
     prompts = [len(rows[i].prompt) for i in indices]
@@ -324,12 +332,12 @@ def _pad(
         rows=tuple(indices[i] for i in part),
         input_ids=ids,
         attention_mask=attention,
-        prompts=np.asarray([len(r.prompt) for r in selected], np.int64),
-        start=start,
+        prompt_lengths=np.asarray([len(r.prompt) for r in selected], np.int64),
+        response_start=start,
         targets=ids[:, start + 1 :],
         mask=mask[:, start + 1 :],
         behaviour=behaviour[:, start + 1 :],
         lags=lags[:, start + 1 :],
-        weight=np.asarray([[weights[i]] for i in part], np.float32),
+        token_weight=np.asarray([[weights[i]] for i in part], np.float32),
         advantage=np.asarray([[r.advantage] for r in selected], np.float32),
     )

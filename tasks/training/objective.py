@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-MOST_K3 = 10.0
-"""Largest k3 estimate of a token below the reference, nats; as in verl, ROLL and slime."""
+MAX_K3 = 10.0
+"""Maximum k3 estimate of a token whose logprob is below the reference's, nats; as in verl, ROLL and slime."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +42,15 @@ class Objective:
     @property
     def by_token(self) -> bool:
         """Whether the loss of each token depends on no other token."""
-        summed = self.kl.coefficient > 0 and self.kl.place == "reward"
-        return self.loss.by_token and not summed
+        sums_penalties = self.kl.coefficient > 0 and self.kl.place == "reward"
+        return self.loss.by_token and not sums_penalties
 
     def trains(self, row: Row) -> bool:
         """Whether a row has a gradient. Without an advantage, only terms that are not proportional to it give one."""
         full_forward = self.needs_reference or self.needs_entropy or self.loss.trains_zero_advantage
         return row.trained and (full_forward or row.advantage != 0.0)
 
-    def old(self, tokens: Tokens) -> Tensor:
+    def old_logprobs(self, tokens: Tokens) -> Tensor:
         """[N, T] logprobs under the policy that the loss uses as the old policy."""
         return tokens.proximal if self.loss.needs_proximal else tokens.behaviour
 
@@ -59,7 +59,7 @@ class Objective:
         each token's distribution, nats, with gradient. Both are None unless needed."""
         reference = reference if self.kl.coefficient else None
         if reference is not None and self.kl.place != "loss":
-            tokens = replace(tokens, advantage=self._penalized(tokens, reference))
+            tokens = replace(tokens, advantage=self._penalize(tokens, reference))
         result = self.loss.token_loss(tokens)
         loss = result.loss
         if reference is not None and self.kl.place == "loss":
@@ -68,13 +68,13 @@ class Objective:
             loss = loss - self.entropy_bonus * entropy
         return replace(result, loss=loss)
 
-    def _penalized(self, tokens: Tokens, reference: Tensor) -> Tensor:
-        """[N, T] advantages, less the penalty of each token, and in place "reward" also those of all tokens that come
-        after it: of its action."""
-        paid = penalty(self.kl.estimator, self.old(tokens), reference)
+    def _penalize(self, tokens: Tokens, reference: Tensor) -> Tensor:
+        """[N, T] advantages minus the penalty of each token; with place "reward" also minus those of all later
+        tokens."""
+        penalties = penalty(self.kl.estimator, self.old_logprobs(tokens), reference)
         if self.kl.place == "reward":
-            paid = paid.flip(1).cumsum(1).flip(1)
-        return tokens.advantage - self.kl.coefficient * paid
+            penalties = penalties.flip(1).cumsum(1).flip(1)
+        return tokens.advantage - self.kl.coefficient * penalties
 
 
 def with_finite_logprobs(tokens: Tokens) -> Tokens:
@@ -98,6 +98,6 @@ def penalty(estimator: str, logprobs: Tensor, reference: Tensor) -> Tensor:
         return distance
     if estimator == "k2":
         return 0.5 * distance**2
-    # Far below the reference, where a token is hardly ever sampled, it would grow without limit.
+    # The estimate is not bounded for tokens far below the reference, which are hardly ever sampled.
     value = (-distance.clamp(min=-MAX_LOG_RATIO)).exp() + distance - 1
-    return value.where(distance > 0, value.clamp(max=MOST_K3))
+    return value.where(distance > 0, value.clamp(max=MAX_K3))

@@ -4,10 +4,10 @@ All other operations of a model work on single tokens, so only attention must kn
 prompt share one copy of it in the sequence (tasks/training/shared_prompts.py), and each attends to it.
 
 Invariants:
-- A token attends to those before it in its own row, in a layer with a sliding window to the last of them, and to no
-  others. A model whose layers have another attention, such as chunks, raises NotPacked, however short the rows are.
-- A model is given rows this way only if it computed for each row what it does for that row alone, in a trial as long as
-  its longest sequence: scales that grow with a token's place in it, say, begin at thousands of tokens. Any other model
+- A token attends only to earlier tokens of its own row; in a layer with a sliding window, to the last of them. A model
+  with another kind of attention, such as chunks, raises PackingUnsupported, however short the rows are.
+- Rows are packed only for a model that computed the same logits for packed rows as for each row alone, in a trial as
+  long as its longest sequence (scales that depend on the position may begin at thousands of tokens). Any other model
   gets padded rows.
 """
 
@@ -28,26 +28,26 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from staleflow.tasks.training.blocks import one_block_per_kind
 from staleflow.tasks.training.shared_prompts import PromptBlock
 
-NAME = "staleflow_rows"
+ATTENTION_NAME = "staleflow_rows"
 """Name of this attention in transformers."""
 IGNORED_ARGUMENTS = {"position_ids", "use_cache", "past_key_values", "cache_position", "is_causal", "output_attentions",
          "output_router_logits"}  # fmt: skip
 """Arguments of the attention that have no effect here. Any other argument with a value, such as a soft cap, raises
-NotPacked."""
+PackingUnsupported."""
 COMPARED_BLOCKS = (PromptBlock(0, (3, 2)), PromptBlock(2, (1, 3)))
-"""The rows of a trial whose logits are compared with those of each row alone: some without, and two with a shared
-prompt. They are at the beginning and at the end of the trial's sequence."""
+"""The rows of a trial whose logits are compared with those of each row alone: two without a shared prompt, two with
+one. They are at the beginning and at the end of the trial's sequence."""
 FILLER_TOKENS = 64
-"""Length of the rows between them. Short, because the time of attention grows with its square."""
+"""Length of the rows between the compared ones. Short, because the time of attention grows with its square."""
 MAX_MASKED_TOKENS = 256
-"""Tokens after a prompt, or as many as it has, of which attention is computed on a processor with a mask that lets the
-first see all of the prompt. That leaves no pair out, as a causal kernel does, which works on blocks about this long. Of
-longer ones, and on a GPU, where kernels that take a mask are slower ones, it is computed of the prompt as well."""
+"""Maximum number of tokens after a prompt, if the prompt is not longer, for which attention on a CPU uses a mask. For
+more tokens, and on a GPU, where kernels with a mask are slower, a causal kernel computes the prompt's attention again,
+because it skips masked blocks of about this length."""
 
 QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class NotPacked(Exception):
+class PackingUnsupported(Exception):
     """The model's attention cannot separate the rows of a sequence; the message says why."""
 
 
@@ -58,9 +58,9 @@ class PackedRowLengths:
     blocks: tuple[PromptBlock, ...]
 
     @property
-    def single(self) -> bool:
+    def has_one_row(self) -> bool:
         """Whether there is only one row, for which the model's own attention is used."""
-        return len(self.blocks) == 1 and len(self.blocks[0].rests) == 1
+        return len(self.blocks) == 1 and len(self.blocks[0].suffix_lengths) == 1
 
     def positions(self, device: str) -> torch.Tensor:
         """Position of each token in its row, [1, T].
@@ -79,12 +79,12 @@ class LocalMask:
     size: int
 
 
-def _mask(*, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> LocalMask | None:
-    """The mask that transformers makes for each kind of layer in a model: none, for causal attention within rows.
-    local_size: tokens of a window or a chunk. use_vmap: whether the model has changed the mask by a function of its
-    own. Raises NotPacked for that."""
+def _make_mask(*, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> LocalMask | None:
+    """Mask function for transformers, which calls it for each kind of layer. Returns None for causal attention within
+    rows. local_size: tokens of a window or a chunk. use_vmap: whether the model changes the mask by its own function,
+    which raises PackingUnsupported."""
     if use_vmap:
-        raise NotPacked("the model's attention has a mask of its own")
+        raise PackingUnsupported("the model's attention has a mask of its own")
     return None if local_size is None else LocalMask(local_size)
 
 
@@ -101,28 +101,28 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function for transformers: [1, T, heads, D] from query, key and value of [1, heads, T, D]. row_lengths:
-    None for a single row. Raises NotPacked."""
+    None for a single row. Raises PackingUnsupported."""
     window: int | None = None
     if isinstance(attention_mask, LocalMask):
         if sliding_window != attention_mask.size:  # a chunk, say
-            raise NotPacked(f"layers attend to no more than {attention_mask.size} tokens")
+            raise PackingUnsupported(f"layers attend to no more than {attention_mask.size} tokens")
         attention_mask, window = None, sliding_window
-    if window is None and (row_lengths is None or row_lengths.single):
+    if window is None and (row_lengths is None or row_lengths.has_one_row):
         output: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **kwargs
         )
         return output
     if attention_mask is not None:
-        raise NotPacked(f"{type(module).__name__} has a mask of its own")
+        raise PackingUnsupported(f"{type(module).__name__} has a mask of its own")
     unsupported = [name for name, value in kwargs.items() if name not in IGNORED_ARGUMENTS and value is not None]
     unsupported += ["dropout"] if dropout else []
     unsupported += ["sliding_window"] if sliding_window != window else []
     unsupported += [] if getattr(module, "is_causal", True) else ["is_causal = False"]
     if unsupported:
-        raise NotPacked(f"{type(module).__name__} has {', '.join(unsupported)}")
+        raise PackingUnsupported(f"{type(module).__name__} has {', '.join(unsupported)}")
     attention = functools.partial(_causal, window=window, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
     blocks = (PromptBlock(0, (query.shape[2],)),) if row_lengths is None else row_lengths.blocks
-    sizes = [size for block in blocks for size in (block.prompt, *block.rests) if size]
+    sizes = [size for block in blocks for size in (block.prefix_length, *block.suffix_lengths) if size]
     parts = iter(zip(*(sequence.split(sizes, 2) for sequence in (query, key, value)), strict=True))
     attended = [output.transpose(1, 2) for block in blocks for output in _block_attention(block, parts, attention)]
     return torch.cat(attended, 1), None
@@ -132,56 +132,56 @@ def _block_attention(
     block: PromptBlock, parts: Iterator[QueryKeyValue], attention: Callable[..., torch.Tensor]
 ) -> Iterator[torch.Tensor]:
     """Yield the attention of each part of a block, [1, heads, T, D]. Takes the block's parts from `parts`."""
-    if not block.prompt:
-        for _ in block.rests:
+    if not block.prefix_length:
+        for _ in block.suffix_lengths:
             yield attention(*next(parts))
         return
     prompt = next(parts)
     yield attention(*prompt)
-    for rest in block.rests:
+    for rest in block.suffix_lengths:
         query, *rest_keys_values = next(parts)
         key, value = (torch.cat(both, 2) for both in zip(prompt[1:], rest_keys_values, strict=True))
-        if query.device.type == "cpu" and rest <= max(MAX_MASKED_TOKENS, block.prompt):
+        if query.device.type == "cpu" and rest <= max(MAX_MASKED_TOKENS, block.prefix_length):
             yield attention(query, key, value)
         else:
             queries = torch.cat([prompt[0], query], 2)
-            yield attention(queries, key, value)[:, :, block.prompt :]
+            yield attention(queries, key, value)[:, :, block.prefix_length :]
 
 
 def _causal(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, window: int | None, **options: Any
 ) -> torch.Tensor:
     """Causal attention of the last tokens of a row. query: of these tokens; key, value: of the whole row."""
-    tokens, length = query.shape[2], key.shape[2]
-    if tokens == length and (window is None or length <= window):
+    num_queries, length = query.shape[2], key.shape[2]
+    if num_queries == length and (window is None or length <= window):
         return scaled_dot_product_attention(query, key, value, is_causal=True, **options)
-    allowed = torch.ones(tokens, length, dtype=torch.bool, device=query.device).tril(length - tokens)
+    allowed = torch.ones(num_queries, length, dtype=torch.bool, device=query.device).tril(length - num_queries)
     if window is not None:
-        allowed = allowed.triu(length - tokens - window + 1)
+        allowed = allowed.triu(length - num_queries - window + 1)
     return scaled_dot_product_attention(query, key, value, attn_mask=allowed, **options)
 
 
-def why_padded(model: Any, device: str, most_tokens: int) -> str:
-    """Switch a model to packed rows, which it then computes from `row_lengths` and `position_ids`. Returns empty text,
-    or the reason why the model must compute padded rows. Calls without these arguments work as before.
+def enable_packing(model: Any, device: str, max_tokens: int) -> str:
+    """Switch a model to packed rows, which it then computes from `row_lengths` and `position_ids`. Returns an empty
+    string, or the reason why the model must compute padded rows. Calls without these arguments work as before.
 
     Args:
-        most_tokens: Of a sequence with more than one row.
+        max_tokens: Maximum length of a sequence with more than one row.
     """
     parameters = inspect.signature(model.forward).parameters
-    passes_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    if not (passes_on and "position_ids" in parameters and model._can_set_attn_implementation()):
+    accepts_kwargs = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if not (accepts_kwargs and "position_ids" in parameters and model._can_set_attn_implementation()):
         return f"{type(model).__name__} does not pass position_ids and row lengths on to its attention"
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _mask)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, _make_mask)
+    original_attention = model.config._attn_implementation
+    model.set_attn_implementation(ATTENTION_NAME)
     try:
         _try_packed(model, device, 0)
         with one_block_per_kind(model):
-            _try_packed(model, device, most_tokens)
-    except NotPacked as error:
-        model.set_attn_implementation(before)
+            _try_packed(model, device, max_tokens)
+    except PackingUnsupported as error:
+        model.set_attn_implementation(original_attention)
         return str(error)
     return ""
 
@@ -191,27 +191,29 @@ def _uses_tf32(device: torch.device) -> bool:
     return device.type == "cuda" and bool(torch.get_float32_matmul_precision() != "highest")
 
 
-def _try_packed(model: Any, device: str, most_tokens: int) -> None:
-    """Compare rows in a sequence with the same rows alone. Raises NotPacked if they differ.
+def _try_packed(model: Any, device: str, num_tokens: int) -> None:
+    """Compare rows in a sequence with the same rows alone. Raises PackingUnsupported if they differ.
 
     Args:
-        most_tokens: Length of the sequence; at least that of the compared rows.
+        num_tokens: Length of the sequence; at least that of the compared rows.
     """
-    size = sum(block.size for block in COMPARED_BLOCKS)
-    full, rest = divmod(max(0, most_tokens - 2 * size), FILLER_TOKENS)
+    size = sum(block.num_tokens for block in COMPARED_BLOCKS)
+    full, rest = divmod(max(0, num_tokens - 2 * size), FILLER_TOKENS)
     filler = [PromptBlock(0, (count,)) for count in [*[FILLER_TOKENS] * full, rest] if count]
     rows = PackedRowLengths((*COMPARED_BLOCKS, *filler, *COMPARED_BLOCKS))
     tokens = torch.arange(size, device=device) % 5
     expected, start = list[torch.Tensor](), 0
-    total = sum(block.size for block in rows.blocks)
+    total = sum(block.num_tokens for block in rows.blocks)
     keep = torch.cat([torch.arange(size), torch.arange(total - size, total)]).to(device)
     full_row = torch.cat([tokens, torch.arange(total - 2 * size, device=device) % 5, tokens])
     with torch.no_grad():
         for block in COMPARED_BLOCKS:
-            prompt, *rests = tokens[start : start + block.size].split([block.prompt, *block.rests])
+            prompt, *rests = tokens[start : start + block.num_tokens].split(
+                [block.prefix_length, *block.suffix_lengths]
+            )
             alone = [model(input_ids=torch.cat([prompt, rest])[None], use_cache=False).logits[0] for rest in rests]
-            expected += [alone[0][: block.prompt], *(logits[block.prompt :] for logits in alone)]
-            start += block.size
+            expected += [alone[0][: block.prefix_length], *(logits[block.prefix_length :] for logits in alone)]
+            start += block.num_tokens
         inputs = {"input_ids": full_row[None], "position_ids": rows.positions(device), "row_lengths": rows}
         logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits[0]
     expected_logits = torch.cat([*expected, *expected])
@@ -219,7 +221,7 @@ def _try_packed(model: Any, device: str, most_tokens: int) -> None:
     exact = logits.dtype in (torch.float32, torch.float64) and not _uses_tf32(logits.device)
     rounding = 1e-4 if exact else 2e-2
     if not difference <= rounding:
-        raise NotPacked(
+        raise PackingUnsupported(
             f"in a sequence of {total} tokens the logits of a row differ from those of the row alone, by "
             f"{difference:.1g} of the largest"
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from staleflow.tasks.training.microbatches import Row
-from staleflow.tasks.training.rank import ALONE, Rank
+from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 from staleflow.tasks.training.trainer_settings import PolicyTrainerSettings
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Policy(Protocol):
         TensorStream."""
         ...
 
-    def probe(self, tokens: Sequence[int]) -> tuple[float, ...]: ...
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]: ...
 
     def save(self, folder: Path, published: Path) -> None:
         """Save weights for `from_pretrained`. published: the file in which they were published. Called on the leading
@@ -67,7 +67,7 @@ class Policy(Protocol):
 class PolicySettings(Protocol):
     """Settings from which a worker builds its policy. Picklable."""
 
-    def build(self, threads: int, rank: Rank = ALONE) -> Policy:
+    def build(self, threads: int, rank: Rank = SINGLE_RANK) -> Policy:
         """Build the policy. threads: number of CPU threads. rank: rank of this process; the call waits for the
         others."""
         ...
@@ -77,7 +77,7 @@ class PolicySettings(Protocol):
 class TrainerSettings(PolicyTrainerSettings):
     """Settings of the trainer, from which a worker builds its policy."""
 
-    def build(self, threads: int, rank: Rank = ALONE) -> Policy:
+    def build(self, threads: int, rank: Rank = SINGLE_RANK) -> Policy:
         import torch
 
         from staleflow.tasks.training.policy_trainer import PolicyTrainer

@@ -1,34 +1,26 @@
-"""The trainer: a Hugging Face causal LM and AdamW. `PolicyTrainer` is the plain object, `Trainer` its Dask actor.
+"""Trains a Hugging Face causal LM with AdamW. `PolicyTrainer` is the plain object, `Trainer` its Dask actor.
 
-A step's weights are published as a new policy version before the step counts as finished: a published version can
-always be fetched, also while the next step trains.
-
-It may be one of several processes that train one model together (tasks/training/rank_group.py). They all do what
-follows, each with its share of every minibatch's rows and of the parameters; how many there are changes nothing but
-rounding.
+It may be one of several processes that train one model together (tasks/training/rank_group.py), each with its share of
+every minibatch's rows and of the parameters. The number of processes changes results only by rounding.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils import serialization
-from torch.utils._pytree import tree_map_only
 
 from staleflow.stores.errors import ConfigError
-from staleflow.stores.weights import resume_points, weight_folder
+from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_hash import TensorStream, Weights
 from staleflow.tasks.engines import adapters
 from staleflow.tasks.engines.transformers import forward_logprobs, load_model, resolve_device
@@ -36,88 +28,36 @@ from staleflow.tasks.rendering.chat_tokenizer import load_tokenizer
 from staleflow.tasks.rendering.file_tokenizer import check_same_tokens
 from staleflow.tasks.settings.seeds import Stream, generator
 from staleflow.tasks.training import lora
-from staleflow.tasks.training.async_save import copy_to_cpu, run_in_background
 from staleflow.tasks.training.blocks import enable_recomputation
 from staleflow.tasks.training.branch_sequences import BranchSequences
 from staleflow.tasks.training.host_memory import HostMemory
-from staleflow.tasks.training.logprobs import LogprobModel, by_row
-from staleflow.tasks.training.loss import MAX_LOG_RATIO, Dpo, Sft, Tokens
-from staleflow.tasks.training.microbatches import MicroBatch, Row, minibatches, token_weights
+from staleflow.tasks.training.logprobs import LogprobModel, split_by_row
+from staleflow.tasks.training.loss import Dpo, Tokens
+from staleflow.tasks.training.microbatches import LogprobsByRow, MicroBatch, Row, minibatches, token_weights
 from staleflow.tasks.training.objective import Objective, with_finite_logprobs
-from staleflow.tasks.training.preference_pairs import select_pairs, weighted_pairs
-from staleflow.tasks.training.rank import ALONE, Rank
+from staleflow.tasks.training.preference_pairs import select_pairs, weight_pairs
+from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 from staleflow.tasks.training.rank_group import RankGroup
-from staleflow.tasks.training.step_metrics import RowSample, TokenSums
-from staleflow.tasks.training.trainer_settings import ExampleRows, KlConfig, PolicyTrainerSettings, TrainingConfig
+from staleflow.tasks.training.step_metrics import LogprobMismatch, RowSample, TokenSums
+from staleflow.tasks.training.trainer_settings import (
+    ExampleRows,
+    PolicyTrainerSettings,
+    TrainingConfig,
+    fine_tuning_config,
+)
+from staleflow.tasks.training.trainer_state import TrainerState, trained_parameters
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MIN_SAMPLE_ROWS = 2
-"""Rows of a sample, at least: one alone has no standard error."""
-ByRow = Mapping[int, npt.NDArray[np.float32]]
-"""[T] logprobs of rows' responses, by row index."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
-    """Differences between stored behaviour logprobs and the trainer's own: absolute differences per token, nats, and
-    KL(rollout || trainer) by the k3 estimate."""
-
-    mean: float
-    max: float
-    kl: float
-
-    @classmethod
-    def of(cls, rows: Sequence[Row], before: ByRow) -> Mismatch | None:
-        """Compute the differences over the fresh rows; None if there are none. before: the trainer's logprobs, at least
-        of these rows."""
-        fresh = [i for i, row in enumerate(rows) if row.staleness == 0 and row.usable.any()]
-        if not fresh:
-            return None
-        difference = np.concatenate([(before[i] - rows[i].behaviour)[rows[i].usable] for i in fresh])
-        bounded = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return cls(
-            mean=float(np.abs(difference).mean()),
-            max=float(np.abs(difference).max()),
-            kl=float((np.exp(bounded) - bounded - 1).mean()),
-        )
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The three values by their names in stores/metrics.py."""
-        return {"mismatch_mean": self.mean, "mismatch_max": self.max, "kl_rollout": self.kl}
+"""Minimum number of rows of a sample: a single row has no standard error."""
 
 
 def use_fused_adamw(parameters: Iterable[torch.Tensor]) -> bool | None:
     """AdamW's `fused` argument: True for parameters on a GPU. None on CPU, where PyTorch's default repeats steps of
     resumed runs bit for bit."""
     return all(parameter.is_cuda for parameter in parameters) or None
-
-
-def _write_state(state: dict[str, Any], path: Path) -> None:
-    """Save a state with torch, without the checksums of its archive: they are three quarters of the time, and a file
-    that is loaded by mmap is not checked against them."""
-    with serialization.config.patch("save.compute_crc32", False):
-        torch.save(state, path)
-
-
-def fine_tuning(training: TrainingConfig) -> TrainingConfig:
-    """The training settings of supervised fine-tuning: one update per step, with the cross-entropy averaged over the
-    step's tokens. Settings of memory, AdamW and adapters are those of RL."""
-    return replace(
-        training,
-        loss=Sft(),
-        aggregation="token_mean",
-        kl=KlConfig(),
-        entropy_bonus=0.0,
-        epochs=1,
-        minibatches=1,
-        measured_rows=0,
-        learning_rate=training.sft.learning_rate,
-        schedule="constant",
-        warmup_steps=0,
-    )
 
 
 class PolicyTrainer:
@@ -127,14 +67,14 @@ class PolicyTrainer:
     is mostly rounded away. With dtype bfloat16 forward and backward run under autocast.
     """
 
-    def __init__(self, settings: PolicyTrainerSettings, rank: Rank = ALONE) -> None:
+    def __init__(self, settings: PolicyTrainerSettings, rank: Rank = SINGLE_RANK) -> None:
         """Load the model. rank: rank of this process; the call waits for the others."""
         self.settings = settings
         training = settings.training
         self.objective = Objective.of(training)
         self.device = resolve_device(settings.device)
         half = settings.dtype == "bfloat16"
-        self.group = RankGroup(
+        self.rank_group = RankGroup(
             rank, self.device, half=half, offload=training.offload, collective_s=settings.collective_s
         )
         model = self._load_model()
@@ -142,124 +82,134 @@ class PolicyTrainer:
             model = lora.inject_adapter(model, training.lora, settings.seed)
         if training.recompute_activations:
             enable_recomputation(model)
-        self._moves = settings.turns and not self.group.shards
-        """Whether the model is moved to the device and back. A divided one is there a block at a time (offload)."""
-        self.model: Any = model.to(self.device) if self._moves else self.group.sharded(model, torch.float32)
+        self._moves_to_host = settings.shares_device and not self.rank_group.is_sharded
+        """Whether the model is moved to the device and back. A sharded model is offloaded block by block instead."""
+        self.model: Any = model.to(self.device) if self._moves_to_host else self.rank_group.shard(model, torch.float32)
         self.optimizer = torch.optim.AdamW(
-            self._trained().values(),
+            self._trained_parameters().values(),
             lr=training.learning_rate,
             betas=(training.beta1, training.beta2),
             weight_decay=training.weight_decay,
-            fused=(self.device == "cuda" or None) if self._moves else use_fused_adamw(self._trained().values()),
+            fused=(self.device == "cuda" or None)
+            if self._moves_to_host
+            else use_fused_adamw(self._trained_parameters().values()),
         )
         self.logprob_model = LogprobModel(
             model=self.model,
             device=self.device,
-            half=half,
+            bfloat16=half,
             temperature=settings.temperature,
             token_budget=training.microbatch_tokens,
             rank=rank.number,
-            ranks=rank.count,
+            num_ranks=rank.count,
         )
-        if rank.leads and self.logprob_model.padded_because:
-            logger.warning("micro-batches are not packed: %s", self.logprob_model.padded_because)
+        if rank.leads and self.logprob_model.padding_reason:
+            logger.warning("micro-batches are not packed: %s", self.logprob_model.padding_reason)
         self.reference = self._load_reference() if self.objective.needs_reference else None
         self._rng = generator(settings.seed, Stream.MINIBATCHES)
-        self._saving: Future[None] | None = None
+        self._state = TrainerState(
+            self.model, self.optimizer, self._rng, self.rank_group, adapter_only=training.lora.rank > 0
+        )
         self._warned_unmeasured = False
         self._examples: ExampleRows | None = None
-        self._host = HostMemory(self.device)
+        self._host_memory = HostMemory(self.device)
         self.sleep()
 
     def wake(self) -> None:
-        if self._moves:
-            self._move(lambda name, tensor: self._host.take(tensor))
+        if self._moves_to_host:
+            self._move(lambda name, tensor: self._host_memory.take(tensor))
 
     def sleep(self) -> None:
-        if not self.settings.turns:
+        if not self.settings.shares_device:
             return
         self.optimizer.zero_grad(set_to_none=True)
-        self.group.parameters(self.model)  # which frees what is gathered
-        if self._moves:
-            self._move(self._host.put)
+        self.rank_group.parameters(self.model)  # frees gathered parameters
+        if self._moves_to_host:
+            self._move(self._host_memory.put)
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
-    def _move(self, moved: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-        """Replace all that the trainer has on its device. moved: given a tensor's name and the tensor, the new one."""
+    def _move(self, move: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        """Replace all tensors that the trainer has on its device. move: returns the new tensor, from a name and the old one."""
         models = {"model": self.model} | ({} if self.reference is None else {"reference": self.reference.model})
         for kind, model in models.items():
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                tensor.data = moved(f"{kind}.{name}", tensor.data)
-        for name, parameter in self._trained().items():
+                tensor.data = move(f"{kind}.{name}", tensor.data)
+        for name, parameter in self._trained_parameters().items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if key != "step" or self.optimizer.defaults["fused"]:
-                    self.optimizer.state[parameter][key] = moved(f"{key}.{name}", value)
+                    self.optimizer.state[parameter][key] = move(f"{key}.{name}", value)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step: linear warm-up, then constant, or a cosine or linear decay to schedule_floor."""
-        s = self.settings.training
-        if step < s.warmup_steps:
-            return s.learning_rate * (step + 1) / (s.warmup_steps + 1)
-        if s.schedule == "constant":
-            return s.learning_rate
-        num_steps = s.schedule_steps or self.settings.num_steps
-        progress = min(1.0, (step - s.warmup_steps) / max(1, num_steps - s.warmup_steps))
-        factor = 0.5 * (1 + math.cos(math.pi * progress)) if s.schedule == "cosine" else 1 - progress
-        return s.learning_rate * (s.schedule_floor + (1 - s.schedule_floor) * factor)
+        training = self.settings.training
+        if step < training.warmup_steps:
+            return training.learning_rate * (step + 1) / (training.warmup_steps + 1)
+        if training.schedule == "constant":
+            return training.learning_rate
+        num_steps = training.schedule_steps or self.settings.num_steps
+        progress = min(1.0, (step - training.warmup_steps) / max(1, num_steps - training.warmup_steps))
+        factor = 0.5 * (1 + math.cos(math.pi * progress)) if training.schedule == "cosine" else 1 - progress
+        return training.learning_rate * (training.schedule_floor + (1 - training.schedule_floor) * factor)
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
         """Train a step on all rows with `epochs` x `minibatches` optimizer updates. Mutates the model; returns metrics.
         rows: in a group, only those of the leading rank are used. Minibatches and token weights are made from rows; the
         model computes their sequences."""
-        s = self.settings.training
-        all_rows, pairs = self.group.broadcast(rows), self.objective.loss.compares_pairs
-        if pairs:
+        training = self.settings.training
+        all_rows, compares_pairs = self.rank_group.broadcast(rows), self.objective.loss.compares_pairs
+        if compares_pairs:
             all_rows = select_pairs(all_rows)
         sequences = BranchSequences.of(all_rows)
         rows = sequences.rows
-        rate = self.learning_rate(step)
+        learning_rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        count = 2 if pairs else 1  # rows that stay in one minibatch
-        epochs = [minibatches(len(all_rows), s.minibatches, self._rng, count) for _ in range(s.epochs)]
+            group["lr"] = learning_rate
+        rows_per_pair = 2 if compares_pairs else 1  # rows that stay in one minibatch
+        epochs = [
+            minibatches(len(all_rows), training.minibatches, self._rng, rows_per_pair) for _ in range(training.epochs)
+        ]
         updates = list(itertools.chain.from_iterable(epochs))
-        before = self._before(rows, once=len(updates) == 1)
-        reference = self._under_reference(rows)
-        sums, norms = TokenSums(), list[float]()
-        sample = self._measure_others(step, rows, before, sums)
-        first: dict[int, npt.NDArray[np.float32]] = {}
+        before = self._logprobs_before_step(rows, single_update=len(updates) == 1)
+        reference = self._reference_logprobs(rows)
+        sums, grad_norms = TokenSums(), list[float]()
+        sample = self._measure_untrained(step, rows, before, sums)
+        first_pass: dict[int, npt.NDArray[np.float32]] = {}
         losses = list[float]()
         for indices in updates:
-            weights = token_weights(s.aggregation, [all_rows[i].num_sampled for i in indices], self.settings.max_length)
-            if pairs:
+            weights = token_weights(
+                training.aggregation, [all_rows[i].num_sampled for i in indices], self.settings.max_length
+            )
+            if compares_pairs:
                 weights = np.full(len(indices), 2 / len(indices), np.float32)
-                rows, loss = self._weighted(all_rows, indices, sequences, reference)
+                rows, loss = self._weight_pairs(all_rows, indices, sequences, reference)
                 losses.append(loss)
             self.optimizer.zero_grad(set_to_none=True)
             trained = [k for k, i in enumerate(indices) if self.objective.trains(all_rows[i])]
-            picked, of_row = sequences.chosen(int(indices[k]) for k in trained)
-            for batch in self.logprob_model.microbatches(rows, picked, weights[trained][of_row]):
+            sequence_indices, of_row = sequences.select(int(indices[k]) for k in trained)
+            for batch in self.logprob_model.microbatches(rows, sequence_indices, weights[trained][of_row]):
                 logprobs = self._accumulate(batch, rows, before, reference, sums)
                 if len(updates) == 1:
-                    first |= by_row(batch, rows, logprobs)
-            norm = self.group.full_tensor(torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip))
-            if torch.isfinite(norm):
+                    first_pass |= split_by_row(batch, rows, logprobs)
+            grad_norm = self.rank_group.full_tensor(
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.grad_clip)
+            )
+            if torch.isfinite(grad_norm):
                 # A step on a non-finite gradient would destroy the model for good.
                 self.optimizer.step()
-            norms.append(float(norm))
-        sums = TokenSums(self.group.all_reduce(sums.values))
-        mismatch = Mismatch.of(rows, before | self.group.all_gather(first))
-        figures = sums.metrics(s.epochs, sample)
+            grad_norms.append(float(grad_norm))
+        sums = TokenSums(self.rank_group.all_reduce(sums.values))
+        mismatch = LogprobMismatch.of(rows, before | self.rank_group.all_gather(first_pass))
+        metrics = sums.metrics(training.epochs, sample)
         if reference is None:
-            del figures["kl_reference"]
+            del metrics["kl_reference"]
         return {
-            "loss": (sums.loss + sum(losses)) / max(1, len(norms)),
-            "grad_norm": float(np.mean(norms or [0.0])),
-            "updates_dropped": float(np.count_nonzero(~np.isfinite(norms))),
+            "loss": (sums.loss + sum(losses)) / max(1, len(grad_norms)),
+            "grad_norm": float(np.mean(grad_norms or [0.0])),
+            "updates_dropped": float(np.count_nonzero(~np.isfinite(grad_norms))),
             "tokens_dropped": float(sum(row.num_unusable for row in all_rows if self.objective.trains(row))),
-            **figures,
-            "learning_rate": rate,
+            **metrics,
+            "learning_rate": learning_rate,
             **(mismatch.metrics if mismatch else {}),
         }
 
@@ -268,12 +218,12 @@ class PolicyTrainer:
         because they belong to another loss."""
         config = self.settings.training.sft
         rows: Sequence[Row] = ()
-        if self.group.rank.leads:
+        if self.rank_group.rank.leads:
             if self._examples is None and self.settings.examples is not None:
                 self._examples = self.settings.examples.build()
             assert self._examples is not None, "training.sft without examples"
             rows = self._examples.rows(step)
-        with self._training_with(fine_tuning(self.settings.training)):
+        with self._training_with(fine_tuning_config(self.settings.training)):
             metrics = self.step(step, rows)
         if step + 1 == config.steps:
             self._examples = None
@@ -294,18 +244,18 @@ class PolicyTrainer:
         """Call `function` with a TensorStream of the trained weights as engines load them, and return its result. Each
         tensor is gathered from all ranks when it is read, so there is no second copy of the model."""
         dtype = getattr(torch, self.settings.dtype)
-        parameters = self._trained()
+        parameters = self._trained_parameters()
         if self.settings.training.lora.rank:
             parameters = {adapters.name_in_file(name): parameter for name, parameter in parameters.items()}
         parameters = dict(sorted(parameters.items()))
-        tensors = ((name, self.group.full_tensor(p.detach().to(dtype))) for name, p in parameters.items())
+        tensors = ((name, self.rank_group.full_tensor(p.detach().to(dtype))) for name, p in parameters.items())
         meta_tensors = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in parameters.items()}
         result = function(TensorStream(meta_tensors, tensors))
         for _ in tensors:
-            continue  # gather tensors that `function` did not read: the other ranks take part in all of them
+            continue  # gather tensors that `function` did not read: the other ranks gather all of them
         return result
 
-    def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Logprobs of tokens[1:], nats, at temperature 1: the reference for every engine."""
         half = self.settings.dtype == "bfloat16"
         with torch.autocast(self.device, dtype=torch.bfloat16, enabled=half):
@@ -326,7 +276,7 @@ class PolicyTrainer:
                 tokenizer,
                 folder,
                 lora.merge_adapter(base.state_dict(), weights, config),
-                lambda tmp_path: lora.save(weights, config, path, tmp_path / lora.FOLDER),
+                lambda tmp_path: lora.save(weights, config, path, tmp_path / lora.ADAPTER_FOLDER),
             )
             return
         names = {*self.model.state_dict()}
@@ -339,122 +289,72 @@ class PolicyTrainer:
         self.end_save()
 
     def begin_save(self, path: Path) -> None:
-        """Copy the state that the next step depends on to host memory, 12 bytes per parameter of this rank, and start
-        writing the copy. In a group each rank writes its shards into an existing folder."""
-        if self._saving is not None:  # on a rank that does not lead: the leading one knows how it went
-            wait({self._saving})
-        if self.group.rank.count > 1:
-            self._saving = self.group.begin_save(self._state(), path)
-            return
-        state = {
-            "model": self._kept(),
-            "optimizer": self.optimizer.state_dict(),
-            "random": self._rng.bit_generator.state,
-        }
-        state = copy_to_cpu(tree_map_only(torch.Tensor, self.group.full_tensor, state))
-        self._saving = run_in_background(lambda: _write_state(state, path))
+        self._state.begin_save(path)
 
     def end_save(self) -> None:
-        """Wait until the state is written, and raise the error of writing it. Does nothing if no save was started."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.result()
+        self._state.end_save()
 
     def load_state(self, path: Path) -> None:
         """Restore a state that `save_state` wrote, with a group of this or any other size. Raises StoreError."""
-        with resume_points.loading(path):
-            state_in_use = self._state()
-            if path.is_dir():
-                self.group.load(state_in_use, path)
-                self._rng.bit_generator.state = json.loads(state_in_use["random"])
-                return
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            if differing := sorted(state["model"].keys() ^ self._kept().keys()):
-                raise KeyError(f"{len(differing)} tensors differ from the model's, the first is {differing[0]}")
-            moments = state["optimizer"]["state"]
-            for number, name in enumerate(state_in_use["model"]):
-                self.group.fill(state_in_use["model"][name], state["model"][name])
-                for key, value in moments.get(number, {}).items():
-                    self.group.fill(state_in_use["optimizer"][name][key], value)
-            self._rng.bit_generator.state = state["random"]
+        self._state.load(path)
 
     def close(self) -> None:
         """Leave the group. No method may be called afterwards."""
-        self.group.leave()
+        self.rank_group.leave()
 
-    def _trained(self) -> dict[str, torch.Tensor]:
-        """The parameters that are trained, by name: all, or an adapter's. Of each, this rank's shard."""
-        return {name: p for name, p in self.group.parameters(self.model).items() if p.requires_grad}
+    def _trained_parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters that are trained, by name: all, or an adapter's. Each is this rank's shard."""
+        return trained_parameters(self.rank_group, self.model)
 
-    def _kept(self) -> dict[str, torch.Tensor]:
-        """What of the model's state a resume point has: all, or an adapter's."""
-        state: dict[str, torch.Tensor] = self.model.state_dict()
-        if self.settings.training.lora.rank:
-            trained = self._trained()
-            return {name: tensor for name, tensor in state.items() if name in trained}
-        return state
-
-    def _state(self) -> dict[str, Any]:
-        """All that the next step depends on, by the parameters' names; the tensors are those in use, not copies."""
-        parameters = self._trained()
-        for parameter in parameters.values():
-            if not self.optimizer.state[parameter]:  # as AdamW begins, which only does so when there is a gradient
-                zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-                on = parameter.device if self.optimizer.defaults["fused"] else "cpu"
-                self.optimizer.state[parameter] = {"step": torch.tensor(0.0, device=on), **zeros}
-        return {
-            "model": {name: parameter.detach() for name, parameter in parameters.items()},
-            "optimizer": {name: self.optimizer.state[parameter] for name, parameter in parameters.items()},
-            "random": json.dumps(self._rng.bit_generator.state),
-        }
-
-    def _before(self, rows: Sequence[Row], *, once: bool) -> dict[int, npt.NDArray[np.float32]]:
+    def _logprobs_before_step(self, rows: Sequence[Row], *, single_update: bool) -> dict[int, npt.NDArray[np.float32]]:
         """Compute logprobs of rows' responses before the step, where they are needed: of fresh rows, since only they
-        must agree with the stored ones, and of all that are trained if the loss needs the proximal policy. once: the
-        step has one update. Its own pass over the rows it trains is one before the step."""
+        must agree with the stored ones, and of all trained rows if the loss needs the proximal policy. single_update:
+        the step has one update, so that its own pass gives the logprobs of the rows it trains."""
         needs_all = self.objective.loss.needs_proximal
         trains = [self.objective.trains(row) for row in rows]
         indices = [
             i
             for i, row in enumerate(rows)
-            if (row.staleness == 0 or (needs_all and trains[i])) and not (once and trains[i])
+            if (row.staleness == 0 or (needs_all and trains[i])) and not (single_update and trains[i])
         ]
-        return self.group.all_gather(self.logprob_model.rows(rows, indices))
+        return self.rank_group.all_gather(self.logprob_model.row_logprobs(rows, indices))
 
-    def _under_reference(self, rows: Sequence[Row]) -> ByRow | None:
+    def _reference_logprobs(self, rows: Sequence[Row]) -> LogprobsByRow | None:
         """The logprobs under the reference model of all rows that have a gradient."""
         if self.reference is None or not self.objective.needs_reference:
             return None
         indices = [i for i, row in enumerate(rows) if self.objective.trains(row)]
         is_reference = self.reference is self.logprob_model
         with lora.without_adapter(self.model) if is_reference else nullcontext():
-            return self.group.all_gather(self.reference.rows(rows, indices))
+            return self.rank_group.all_gather(self.reference.row_logprobs(rows, indices))
 
-    def _weighted(
+    def _weight_pairs(
         self,
         all_rows: Sequence[Row],
         indices: npt.NDArray[np.int64],
         sequences: BranchSequences,
-        reference: ByRow | None,
+        reference: LogprobsByRow | None,
     ) -> tuple[Sequence[Row], float]:
-        """The sequences, those of the chosen pairs with their advantages under the present weights, and the pairs' mean
-        loss. reference: logprobs of the sequences under the reference model."""
+        """Return the sequences, where those of the chosen pairs have their advantages under the current weights, and
+        the pairs' mean loss. reference: logprobs of the sequences under the reference model."""
         assert reference is not None
-        picked, _ = sequences.chosen(indices)
-        present = self.group.all_gather(self.logprob_model.rows(sequences.rows, picked))
-        policy, under_reference = (sequences.by_row(all_rows, values) for values in (present, reference))
+        sequence_indices, _ = sequences.select(indices)
+        current = self.rank_group.all_gather(self.logprob_model.row_logprobs(sequences.rows, sequence_indices))
+        policy, under_reference = (sequences.merge_by_row(all_rows, values) for values in (current, reference))
         config = self.objective.loss
         assert isinstance(config, Dpo)
-        weighted, loss = weighted_pairs(all_rows, indices.tolist(), policy, under_reference, config.beta)
+        weighted, loss = weight_pairs(all_rows, indices.tolist(), policy, under_reference, config.beta)
         rows = list(sequences.rows)
         for i, row in weighted.items():
-            for k in sequences.of_row[i]:
+            for k in sequences.sequences_of_row[i]:
                 rows[k] = replace(rows[k], advantage=row.advantage)
         return rows, loss
 
-    def _measure_others(self, step: int, rows: Sequence[Row], before: ByRow, sums: TokenSums) -> RowSample | None:
-        """Measure rows without a gradient: all whose logprobs are in `before`, and of the others a random sample, which
-        represents them. Returns the sample; None if there is none."""
+    def _measure_untrained(
+        self, step: int, rows: Sequence[Row], before: LogprobsByRow, sums: TokenSums
+    ) -> RowSample | None:
+        """Measure rows without a gradient: all rows whose logprobs are in `before`, and a random sample of the others.
+        Returns the sample; None if there is none."""
         untrained = [i for i, row in enumerate(rows) if not self.objective.trains(row) and row.num_sampled]
         self._measure([i for i in untrained if i in before], rows, before, sums)
         untrained = [i for i in untrained if i not in before]
@@ -464,34 +364,39 @@ class PolicyTrainer:
         count = min(max(count, MIN_SAMPLE_ROWS), len(untrained))
         rng = generator(self.settings.seed, Stream.MEASURED_ROWS, step)
         sample = sorted(untrained[k] for k in rng.choice(len(untrained), count, replace=False))
-        sums_by_row = self.group.all_gather(self._measure(sample, rows, {}, sums, len(untrained) / count))
+        sums_by_row = self.rank_group.all_gather(self._measure(sample, rows, {}, sums, len(untrained) / count))
         return (
             RowSample(rows=list(sums_by_row.values()), population=len(untrained)) if len(sums_by_row) == count else None
         )
 
     def _measure(
-        self, indices: Sequence[int], rows: Sequence[Row], before: ByRow, sums: TokenSums, times: float = 1.0
+        self,
+        indices: Sequence[int],
+        rows: Sequence[Row],
+        before: LogprobsByRow,
+        sums: TokenSums,
+        multiplicity: float = 1.0,
     ) -> dict[int, list[float]]:
-        """Add the figures of rows without a gradient; returns the sums over each row that is this rank's, by row index.
+        """Add the metrics of rows without a gradient. Returns the sums over each row of this rank, by row index.
 
         Args:
-            before: Logprobs of rows that need no pass through the model: of all chosen ones, or of none.
-            times: How many rows each stands for.
+            before: Known logprobs of all chosen rows; empty if the model must compute them.
+            multiplicity: Number of rows that each row represents.
         """
         sums_by_row: dict[int, list[float]] = {}
         with torch.no_grad():
             for batch in self.logprob_model.microbatches(rows, indices, np.ones(len(indices), np.float32)):
-                known = torch.from_numpy(batch.scatter(rows, before)).to(self.device) if before else None
-                tokens = self._tokens(batch, self.logprob_model.batch(batch) if known is None else known)
+                logprobs = torch.from_numpy(batch.scatter(rows, before)).to(self.device) if before else None
+                tokens = self._loss_tokens(batch, self.logprob_model.logprobs(batch) if logprobs is None else logprobs)
                 tokens = replace(tokens, proximal=tokens.logprobs)
-                # Those with a gradient are measured in each epoch.
-                counted = self.settings.training.epochs * times
+                # Rows with a gradient are measured in each epoch.
+                weight = self.settings.training.epochs * multiplicity
                 try:
                     result = self.objective.loss.token_loss(tokens)
                     sums_by_row |= zip(
-                        batch.rows, sums.add(tokens, result, self.objective.old(tokens), counted), strict=False
+                        batch.rows, sums.add(tokens, result, self.objective.old_logprobs(tokens), weight), strict=False
                     )
-                except Exception as error:  # noqa: BLE001  a user's; where it matters it is raised
+                except Exception as error:  # noqa: BLE001  a user's loss; for trained rows its error is raised
                     self._warn_unmeasured(error)
         return sums_by_row
 
@@ -501,8 +406,8 @@ class PolicyTrainer:
             self._warned_unmeasured = True
             name, kind = type(self.objective.loss).__name__, type(error).__name__
             logger.warning(
-                "%s fails on rows without a gradient, which are left out of the figures: %s: %s; "
-                "training.measured_rows = 0 asks it for none",
+                "%s fails on rows without a gradient, which are left out of the metrics: %s: %s; "
+                "with training.measured_rows = 0 it is not called for them",
                 name,
                 kind,
                 error,
@@ -512,18 +417,18 @@ class PolicyTrainer:
         self,
         batch: MicroBatch,
         rows: Sequence[Row],
-        before: ByRow,
-        reference: ByRow | None,
+        before: LogprobsByRow,
+        reference: LogprobsByRow | None,
         sums: TokenSums,
     ) -> torch.Tensor:
-        """Forward and backward of one micro-batch; gradients add up in the model. Returns [N, T] the logprobs. What the
-        loss returns at padding and given tokens is cut off: an infinite ratio times a mask of 0 would be no number.
-        before: logprobs under the proximal policy; of a row that is not there, they are this pass's."""
+        """Forward and backward pass of one micro-batch; gradients add up in the model. Returns [N, T] logprobs. Losses
+        at padding and tokens of environments are replaced with 0, because an infinite loss times a mask of 0 would be
+        NaN. before: logprobs under the proximal policy; those of other rows are taken from this pass."""
 
         def loss_of(part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
             known = torch.tensor([[i in before] for i in part.rows], device=self.device)
             earlier = torch.from_numpy(part.scatter(rows, before)).to(self.device)
-            tokens = self._tokens(part, logprobs, proximal=earlier.where(known, logprobs.detach()))
+            tokens = self._loss_tokens(part, logprobs, proximal=earlier.where(known, logprobs.detach()))
             padding = ~tokens.sampled
             reference_logprobs = None
             if reference is not None:
@@ -531,19 +436,19 @@ class PolicyTrainer:
                     torch.from_numpy(part.scatter(rows, reference)).to(self.device).masked_fill(padding, 0)
                 )
             result = self.objective.token_loss(tokens, reference_logprobs, entropy)
-            loss = (result.loss.masked_fill(padding, 0) * torch.from_numpy(part.weight).to(self.device)).sum()
+            loss = (result.loss.masked_fill(padding, 0) * torch.from_numpy(part.token_weight).to(self.device)).sum()
             with torch.no_grad():
                 sums.add_loss(loss, tokens, reference_logprobs)
-                sums.add(tokens, result, self.objective.old(tokens))
+                sums.add(tokens, result, self.objective.old_logprobs(tokens))
             return loss
 
         return self.logprob_model.backward(
             batch, loss_of, entropy=self.objective.needs_entropy, by_token=self.objective.by_token
         )
 
-    def _tokens(self, batch: MicroBatch, logprobs: torch.Tensor, proximal: torch.Tensor | None = None) -> Tokens:
-        """A micro-batch as losses see it, with zeros at padding, given tokens and those without a finite stored
-        logprob."""
+    def _loss_tokens(self, batch: MicroBatch, logprobs: torch.Tensor, proximal: torch.Tensor | None = None) -> Tokens:
+        """Build a loss's view of a micro-batch, with zeros at padding, tokens of environments and tokens without a
+        finite stored logprob."""
         padding = torch.from_numpy(batch.mask == 0).to(self.device)
         behaviour = torch.from_numpy(np.ascontiguousarray(batch.behaviour)).to(self.device)
         tokens = Tokens(
@@ -557,17 +462,17 @@ class PolicyTrainer:
         return with_finite_logprobs(tokens)
 
     def _load_model(self) -> Any:
-        """The model to train. One that is divided is left in its file's type: each rank makes float32 of its part. Not
-        with an adapter, which begins in the model's type."""
-        if self.group.shards and not self.settings.training.lora.rank:
+        """Load the model to train. A sharded model keeps the type of its file, and each rank converts its shards to
+        float32; with an adapter it is loaded in float32."""
+        if self.rank_group.is_sharded and not self.settings.training.lora.rank:
             model = load_model(self.settings.model, "auto", "cpu", attention="sdpa")
             if all(buffer.dtype == torch.float32 for buffer in model.buffers() if buffer.is_floating_point()):
                 return model
         return load_model(self.settings.model, "float32", "cpu", attention="sdpa")
 
     def _load_reference(self) -> LogprobModel:
-        """The reference model, in the type that weights are published in; the trained one itself, if that is to be used
-        without its adapter. Raises ConfigError."""
+        """Load the reference model, in the type in which weights are published. Returns the trained model itself if it
+        is the reference without its adapter. Raises ConfigError."""
         if self.settings.training.lora.rank and not self.settings.training.kl.reference:
             return self.logprob_model
         key, path = "training.kl.reference", self.settings.training.kl.reference or self.settings.model
@@ -581,4 +486,4 @@ class PolicyTrainer:
                 f"{key} = {path!r}: its embeddings have {other_vocab_size} rows, fewer than the policy's {vocab_size}, "
                 "which may sample any of them; name a model with as many"
             )
-        return replace(self.logprob_model, model=model if self._moves else self.group.sharded(model))
+        return replace(self.logprob_model, model=model if self._moves_to_host else self.rank_group.shard(model))

@@ -3,22 +3,19 @@ computes their contribution to the loss. Numpy, pure.
 
 The loss of a pair is -log sigmoid(m), m = beta ((s_best - r_best) - (s_worst - r_worst)), with s and r the logprobs of
 whole responses under the policy and the reference. Its gradient is that of a policy gradient whose advantages are
-beta sigmoid(-m) and -beta sigmoid(-m), so a trainer that computes m before an update needs the two responses together
-for nothing else.
+beta sigmoid(-m) and -beta sigmoid(-m). So a trainer that computes m before an update can train the two responses
+separately.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from staleflow.tasks.training.microbatches import Row
-
-ByRow = Mapping[int, npt.NDArray[np.float32]]
-"""[T] logprobs of rows' responses, by row index."""
+from staleflow.tasks.training.microbatches import LogprobsByRow, Row
 
 
 def select_pairs(rows: Iterable[Row]) -> list[Row]:
@@ -36,17 +33,17 @@ def select_pairs(rows: Iterable[Row]) -> list[Row]:
     return pairs
 
 
-def weighted_pairs(
-    rows: Sequence[Row], indices: Sequence[int], policy: ByRow, reference: ByRow, beta: float
+def weight_pairs(
+    rows: Sequence[Row], indices: Sequence[int], policy: LogprobsByRow, reference: LogprobsByRow, beta: float
 ) -> tuple[dict[int, Row], float]:
     """The chosen rows with the advantages of their pairs, by row index, and the mean loss of the pairs.
 
     Args:
-        rows: From `paired`.
-        indices: Of whole pairs: an even index and the next one, and so on.
-        policy: The logprobs of the chosen rows.
-        reference: Those under the reference model.
-        beta: How much a log ratio counts.
+        rows: From `select_pairs`.
+        indices: Indices of whole pairs: an even index and the next one, and so on.
+        policy: Logprobs of the chosen rows under the policy.
+        reference: Logprobs under the reference model.
+        beta: Weight of a log ratio.
     """
     ratio = {i: _log_ratio(rows[i], policy[i], reference[i]) for i in indices}
     weighted, losses = dict[int, Row](), []

@@ -6,21 +6,21 @@ import socket
 from dataclasses import dataclass
 
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""Seconds that a rank waits for the others at most. In a run, one that hangs is found sooner, by the driver's
-deadlines: this ends threads whose run has ended. Nor does it say that one hangs if others wait until it has written its
-shards or a checkpoint."""
+"""Maximum number of seconds that a rank waits for the others. In a run the driver's deadlines detect a rank that hangs
+sooner; this ends threads whose run has ended. It is long enough for other ranks to write their shards or a
+checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """Rank `number` of `count`. host, port: address of the store by which the ranks find each other. listener: on the
-    leading rank, the descriptor of the listening socket, unless another process has it."""
+    """Rank `number` of `count`. host, port: address of the store by which the ranks find each other. listener_fd: on
+    the leading rank, the descriptor of the listening socket, unless another process has it."""
 
     number: int = 0
     count: int = 1
     host: str = ""
     port: int = 0
-    listener: int | None = None
+    listener_fd: int | None = None
 
     @property
     def leads(self) -> bool:
@@ -28,8 +28,8 @@ class Rank:
         return self.number == 0
 
 
-ALONE = Rank()
-"""The place of a trainer of one process. It needs no group."""
+SINGLE_RANK = Rank()
+"""The rank of a trainer of one process, without a group."""
 
 
 def rank_name(number: int) -> str:

@@ -6,8 +6,8 @@ gathers a layer's parameters while it computes, and adds up gradients where they
 Invariants:
 - All ranks call the same methods in the same order: each call of one waits for those of the others. What they compute
   may differ only by `rank.number`.
-- Gradients and figures are sums over the ranks, never means: the loss is normalised over the whole batch beforehand.
-- A group of one has no process group, unless its parameters are offloaded, and hands back what it is given.
+- Gradients and metrics are sums over the ranks, never means: the loss is normalized over the whole batch beforehand.
+- A group of one has no process group, unless its parameters are offloaded, and returns its arguments unchanged.
 - Parameters are read through `parameters`, which shards what a forward pass has left gathered.
 """
 
@@ -33,12 +33,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from staleflow.tasks.training.async_save import run_in_background
 from staleflow.tasks.training.blocks import blocks
-from staleflow.tasks.training.rank import ALONE, COLLECTIVE_TIMEOUT_S, Rank
+from staleflow.tasks.training.rank import COLLECTIVE_TIMEOUT_S, SINGLE_RANK, Rank
 
 T = TypeVar("T")
 
-SEEN_S = 10.0
-"""Seconds until a file that one host has written to a shared folder is seen by another."""
+FILE_VISIBLE_S = 10.0
+"""Maximum number of seconds until a file that one host has written to a shared folder is visible to another."""
 
 
 class RankGroup:
@@ -47,7 +47,7 @@ class RankGroup:
 
     def __init__(
         self,
-        rank: Rank = ALONE,
+        rank: Rank = SINGLE_RANK,
         device: str = "cpu",
         *,
         half: bool = False,
@@ -65,38 +65,41 @@ class RankGroup:
         self.rank = rank
         self.device = device
         self._mesh: Any = None
-        self._saving: Any = None
-        """A process group for what is written in the background: its calls have another order than the trainer's."""
+        self._save_process_group: Any = None
+        """Process group for saving in the background, whose calls are not ordered with the trainer's."""
         if rank.count == 1 and not offload:
             return
         self._half, self._offload = half, offload
-        if dist.is_initialized():  # this process was in the group of a run before
+        if dist.is_initialized():  # by the group of an earlier run in this process
             dist.destroy_process_group()
-        limit, max_timeout = datetime.timedelta(seconds=collective_s), datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-        store = _store(rank, limit) if rank.count > 1 else dist.HashStore()
+        timeout, max_timeout = (
+            datetime.timedelta(seconds=collective_s),
+            datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        )
+        store = _store(rank, timeout) if rank.count > 1 else dist.HashStore()
         if device == "cuda":
-            # Of this thread: a trainer does all of its work in one.
-            torch.cuda.set_device(_number_on_host(store, rank) % torch.cuda.device_count())
-        # Objects and figures go over gloo on a GPU, too: they are on the processor.
+            # Sets the device of this thread; a trainer does all of its work in one thread.
+            torch.cuda.set_device(_local_rank(store, rank) % torch.cuda.device_count())
+        # Objects and metrics are in host memory, so they use gloo also with a GPU.
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.count, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.count, timeout=timeout)
         self._mesh = init_device_mesh(device, (rank.count,))
-        self._saving = dist.new_group(backend="gloo", timeout=max_timeout)
+        self._save_process_group = dist.new_group(backend="gloo", timeout=max_timeout)
 
     @property
-    def shards(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether the model is sharded."""
         return self._mesh is not None
 
-    def sharded(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def shard(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         """Shard the model's parameters, so that each block is gathered only when it computes. Parameters are converted
         to `dtype` and moved to the device one block at a time, so neither the device nor host memory needs room for a
         second copy."""
         if self._mesh is None:
             return model.to(self.device)
         offload_policy = CPUOffloadPolicy(pin_memory=self.device == "cuda") if self._offload else OffloadPolicy()
-        # Under autocast a block's products are in bfloat16 anyway. What is outside of blocks, such as embeddings, is
-        # not: what they give is what the blocks add to, in float32.
+        # Under autocast a block's products are in bfloat16 anyway. Parameters outside of blocks, such as embeddings,
+        # stay in float32, as the residual stream that the blocks add to.
         gathered = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if self._half else None, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -114,7 +117,7 @@ class RankGroup:
     def parameters(self, model: Any) -> dict[str, torch.Tensor]:
         """The model's parameters by name, each as this rank's shard; tied ones once."""
         if self._mesh is not None:
-            model.reshard()  # a forward pass without a backward one leaves those of no block gathered
+            model.reshard()  # a forward pass without a backward pass leaves parameters outside of blocks gathered
         return dict(model.named_parameters())
 
     def full_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -159,22 +162,22 @@ class RankGroup:
         """Copy a sharded state, and start writing the copy; each rank writes its own shards. The save completes on the
         leading rank once all ranks have finished. Errors are RuntimeErrors. folder: an existing folder that all ranks
         see."""
-        with _failures_as_errors():
-            writing = dcp.async_save(state, checkpoint_id=folder, process_group=self._saving)
+        with _checkpoint_errors():
+            save = dcp.async_save(state, checkpoint_id=folder, process_group=self._save_process_group)
 
         def finish() -> None:
-            with _failures_as_errors():
-                writing.result()
+            with _checkpoint_errors():
+                save.result()
             if self.rank.leads:
-                _require_all_here(folder)
+                _require_files_of_all_ranks(folder)
 
         return run_in_background(finish)
 
     def load(self, state: dict[str, Any], folder: Path) -> None:
         """Overwrite a state with one that a group of any size has saved; each rank reads its own shards. Raises
         RuntimeError."""
-        with _failures_as_errors(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a group of one has no process group
+        with _checkpoint_errors(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a group of one, which has no process group
             dcp.load(state, checkpoint_id=folder, no_dist=self._mesh is None)
 
     def leave(self) -> None:
@@ -188,19 +191,19 @@ class RankGroup:
 
 
 def _convert(module: Any, dtype: torch.dtype | None) -> None:
-    """Change the type of the parameters that are not in shards yet."""
+    """Change the type of the parameters that are not sharded yet."""
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor):
             parameter.data = parameter.data.to(dtype)
 
 
-def _require_all_here(folder: Path) -> None:
+def _require_files_of_all_ranks(folder: Path) -> None:
     """Raise RuntimeError unless the files of all ranks are in a folder that they have written to."""
     metadata = dcp.FileSystemReader(folder).read_metadata()
     files = {info.relative_path for info in (metadata.storage_data or {}).values()}
-    until = time.monotonic() + SEEN_S
+    deadline = time.monotonic() + FILE_VISIBLE_S
     while missing := sorted(name for name in files if not (folder / name).is_file()):
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise RuntimeError(
                 f"{len(missing)} of {len(files)} files that the trainer's ranks have written are not there, the first "
                 f"is {missing[0]}: runs_dir has to be a folder that the hosts of all ranks share"
@@ -208,30 +211,30 @@ def _require_all_here(folder: Path) -> None:
         time.sleep(0.1)
 
 
-def _store(rank: Rank, limit: datetime.timedelta) -> Any:
-    """The store by which the ranks find each other, in the process that has the socket for it."""
-    if rank.listener is None:
-        return dist.TCPStore(rank.host, rank.port, timeout=limit)
+def _store(rank: Rank, timeout: datetime.timedelta) -> Any:
+    """Create the store by which the ranks find each other. The rank that has the listening socket serves it."""
+    if rank.listener_fd is None:
+        return dist.TCPStore(rank.host, rank.port, timeout=timeout)
     return dist.TCPStore(
         rank.host,
         rank.port,
         is_master=True,
-        timeout=limit,
+        timeout=timeout,
         wait_for_workers=False,
-        master_listen_fd=os.dup(rank.listener),  # which it will close
+        master_listen_fd=os.dup(rank.listener_fd),  # the store closes it
     )
 
 
-def _number_on_host(store: Any, rank: Rank) -> int:
-    """How many ranks before this one are on its host."""
+def _local_rank(store: Any, rank: Rank) -> int:
+    """Number of ranks before this one on the same host."""
     host = socket.gethostname()
     store.set(f"host-{rank.number}", host)
     return sum(store.get(f"host-{number}").decode() == host for number in range(rank.number))
 
 
 @contextlib.contextmanager
-def _failures_as_errors() -> Iterator[None]:
-    """Raise what went wrong on some rank as a RuntimeError: torch's own is no Exception."""
+def _checkpoint_errors() -> Iterator[None]:
+    """Raise the error of a rank as RuntimeError: torch's CheckpointException is not an Exception."""
     try:
         yield
     except dcp.CheckpointException as error:

@@ -4,18 +4,9 @@ In a packed sequence without padding, the tokens of a shared prompt occur once: 
 token depend only on itself and the tokens before it, so they are equal in all of these rows. The tokens after the
 prompt attend to the prompt and to their own row.
 
-Invariants: - Every token of every row is in the sequence, at its position in its row; those of a shared prompt once for
-all rows. - Whether rows share their prompt depends only on their number and lengths, so equal rows are always computed
-equally.
-
-Where a model takes rows one after another in a single sequence, without padding, the tokens of a prompt that several
-rows have in common stand there once: hidden states, keys and values of a token depend only on itself and on those
-before it, so they are the same in each of these rows. What follows the prompt attends to it and to itself.
-
 Invariants:
-- Every token of every row stands in the sequence, at its place in its row; a shared prompt's for all of its rows.
-- Whether rows share their prompt depends on nothing but their number and lengths: the same rows are always computed the
-  same way.
+- Every token of every row is in the sequence, at its position in its row; tokens of a shared prompt once for all rows.
+- Whether rows share their prompt depends only on their number and lengths, so equal rows are always computed equally.
 """
 
 from __future__ import annotations
@@ -33,26 +24,26 @@ Key = TypeVar("Key", bound=Hashable)
 MIN_SAVED_TOKENS = 16
 """Minimum number of tokens that sharing must save: about the time of one more attention call in a model of half a
 million parameters, and little in larger ones."""
-COPIED = 64
-"""Sharing must save at least one token per COPIED tokens after the prompt. Their keys and values are copied behind the
-prompt's, which takes a few thousandths of the time to compute them."""
-ATTENDED_AGAIN = 8
-"""Number of shared prompt tokens that count as one for each further row: their keys and values are stored once more for
-the gradient, and take hardly any time."""
+RESPONSE_TOKENS_PER_SAVED = 64
+"""Sharing must save at least one token per this many tokens after the prompt. Their keys and values are copied behind
+the prompt's, which takes a few thousandths of the time to compute them."""
+PREFIX_TOKENS_PER_COUNTED = 8
+"""Number of shared prompt tokens that count as one token for each further row: their keys and values are stored again
+for the gradient, but take hardly any time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBlock:
-    """Rows that share a prompt, packed: the prompt, then the rest of each row. prompt: number of shared tokens, 0 if
-    nothing is shared. rests: number of other tokens of each row, at least 1."""
+    """Rows that share a prompt, packed: the prompt, then the rest of each row. prefix_length: number of shared tokens,
+    0 if nothing is shared. suffix_lengths: number of other tokens of each row, at least 1."""
 
-    prompt: int
-    rests: tuple[int, ...]
+    prefix_length: int
+    suffix_lengths: tuple[int, ...]
 
     @property
-    def size(self) -> int:
+    def num_tokens(self) -> int:
         """Number of tokens in the sequence."""
-        return self.prompt + sum(self.rests)
+        return self.prefix_length + sum(self.suffix_lengths)
 
     @property
     def positions(self) -> Ints:
@@ -61,20 +52,20 @@ class PromptBlock:
         >>> PromptBlock(2, (1, 3)).positions.tolist()
         [0, 1, 2, 2, 3, 4]
         """
-        parts = [np.arange(self.prompt), *(self.prompt + np.arange(rest) for rest in self.rests)]
+        parts = [np.arange(self.prefix_length), *(self.prefix_length + np.arange(rest) for rest in self.suffix_lengths)]
         return np.concatenate(parts)
 
 
 def should_share(rows: Any, prompt: Any, rest: Any) -> Any:
     """Whether rows should share their prompt. Works on numbers and arrays. rows: their number. prompt: its tokens.
     rest: tokens of all rows after the prompt."""
-    return (rows - 1) * prompt >= MIN_SAVED_TOKENS + rest // COPIED
+    return (rows - 1) * prompt >= MIN_SAVED_TOKENS + rest // RESPONSE_TOKENS_PER_SAVED
 
 
 def counted_tokens(rows: Any, prompt: Any, rest: Any) -> Any:
     """Number of tokens that rows of one prompt count for in a token budget; never less than the tokens in the
     sequence."""
-    shared = prompt + rest + (rows - 1) * prompt // ATTENDED_AGAIN
+    shared = prompt + rest + (rows - 1) * prompt // PREFIX_TOKENS_PER_COUNTED
     return np.where(should_share(rows, prompt, rest), shared, rows * prompt + rest)
 
 
@@ -95,10 +86,10 @@ class PackedLayout:
     """Layout of padded rows as one sequence without padding."""
 
     blocks: tuple[PromptBlock, ...]
-    row: Ints  # [T] which row each token of the sequence is taken from
-    column: Ints  # [T] its place there
-    prompts: Ints  # [N] prompt tokens of each row
-    starts: Ints  # [N, 2] where each row's prompt begins, and what follows it
+    row: Ints  # [T] row of each token of the sequence
+    position: Ints  # [T] its place there
+    prompt_lengths: Ints  # [N] prompt tokens of each row
+    starts: Ints  # [N, 2] indices in the sequence of each row's prompt and of the token after it
 
     @classmethod
     def of(cls, ids: Ints, lengths: Ints, prompts: Ints) -> PackedLayout:
@@ -107,8 +98,8 @@ class PackedLayout:
         rows, columns = list[Ints](), list[Ints]()
         blocks, end = list[PromptBlock](), 0
 
-        def stand(i: int, start: int, stop: int) -> int:
-            """Put tokens of a row at the end; gives where they begin."""
+        def append_tokens(i: int, start: int, stop: int) -> int:
+            """Append tokens of a row to the sequence. Returns the index of the first."""
             nonlocal end
             rows.append(np.full(stop - start, i))
             columns.append(np.arange(start, stop))
@@ -118,26 +109,26 @@ class PackedLayout:
         for members in equal_indices(ids[i, : prompts[i]].tobytes() for i in range(len(ids))):
             prompt = int(prompts[members[0]])
             if should_share(len(members), prompt, int((lengths - prompts)[members].sum())):
-                starts[members, 0] = stand(members[0], 0, prompt)
+                starts[members, 0] = append_tokens(members[0], 0, prompt)
                 for i in members:
-                    starts[i, 1] = stand(i, prompt, int(lengths[i]))
+                    starts[i, 1] = append_tokens(i, prompt, int(lengths[i]))
                 rests = (int(lengths[i]) - prompt for i in members)
                 blocks.append(PromptBlock(prompt, tuple(rest for rest in rests if rest)))
             else:
                 for i in members:
-                    starts[i] = stand(i, 0, int(lengths[i])) + np.asarray([0, prompt])
+                    starts[i] = append_tokens(i, 0, int(lengths[i])) + np.asarray([0, prompt])
                 blocks.append(PromptBlock(0, tuple(int(lengths[i]) for i in members)))
         return cls(
             blocks=tuple(blocks),
             row=np.concatenate(rows),
-            column=np.concatenate(columns),
-            prompts=prompts,
+            position=np.concatenate(columns),
+            prompt_lengths=prompts,
             starts=starts,
         )
 
     def packed_indices(self, rows: Ints, columns: Ints) -> Ints:
         """[n] indices in the sequence of tokens that are identified by row and position."""
-        prompts = self.prompts[rows]
+        prompts = self.prompt_lengths[rows]
         after = self.starts[rows, 1] + columns - prompts
         indices: Ints = np.where(columns < prompts, self.starts[rows, 0] + columns, after)
         return indices

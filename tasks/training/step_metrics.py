@@ -1,8 +1,8 @@
 """Metrics of a training step, computed from sums over its tokens.
 
 Rows whose logprobs are computed anyway count with all of their tokens. The others are represented by a random sample of
-rows, each of which counts for several: the sums are unbiased then, and the figures that are ratios of them come with
-their standard errors.
+rows, each of which counts several times, so that the sums are unbiased. Metrics that are ratios of sums have standard
+errors.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from staleflow.tasks.training.loss import TokenLoss, Tokens, log_ratio
+from staleflow.tasks.training.loss import MAX_LOG_RATIO, TokenLoss, Tokens, log_ratio
+from staleflow.tasks.training.microbatches import LogprobsByRow, Row
 
 ENTROPY_CAP = 2.0
-"""Cap of the weights of the entropy's estimate: one token whose ratio is huge must not be all of it."""
-SUMS = (
+"""Cap of the weights in the estimate of the entropy, so that one token with a huge ratio does not dominate it."""
+SUM_NAMES = (
     "trained", "loss", "kl_reference", "tokens", "low", "high", "ratio", "ratio_squared", "kl_old",
     "kl_behaviour", "surprise", "surprise_weight",
 )  # fmt: skip
@@ -26,9 +27,9 @@ SUMS = (
 
 @dataclass(slots=True)
 class TokenSums:
-    """Sums over tokens, to which those of other processes can be added. values: in the order of SUMS."""
+    """Sums over tokens, which can be added up over processes. values: in the order of SUM_NAMES."""
 
-    values: list[float] = field(default_factory=lambda: [0.0] * len(SUMS))
+    values: list[float] = field(default_factory=lambda: [0.0] * len(SUM_NAMES))
 
     def add_loss(self, loss: torch.Tensor, tokens: Tokens, reference: torch.Tensor | None) -> None:
         """Add the loss of a trained micro-batch, and its distance to the reference policy if there is one."""
@@ -37,12 +38,12 @@ class TokenSums:
             distance = log_ratio(reference, tokens.logprobs.detach()).double()
             self._add(kl_reference=_k3(distance).masked_fill(~tokens.sampled, 0).sum())
 
-    def add(self, tokens: Tokens, result: TokenLoss, old: torch.Tensor, times: float = 1.0) -> list[list[float]]:
-        """Add a micro-batch. Returns the sums over each of its rows, in the order of SUMS.
+    def add(self, tokens: Tokens, result: TokenLoss, old: torch.Tensor, multiplicity: float = 1.0) -> list[list[float]]:
+        """Add a micro-batch. Returns the sums over each of its rows, in the order of SUM_NAMES.
 
         Args:
-            old: [N, T] logprobs under the policy that the loss takes as the old one.
-            times: How many such micro-batches it stands for.
+            old: [N, T] logprobs under the policy that the loss uses as the old policy.
+            multiplicity: Number of micro-batches that it represents.
         """
         logprobs = tokens.logprobs.detach()
         log_ratios = log_ratio(logprobs, tokens.behaviour).double()
@@ -61,21 +62,21 @@ class TokenSums:
             "surprise_weight": weight,
         }
         by_row = {name: values.masked_fill(~tokens.sampled, 0).sum(1) for name, values in parts.items()}
-        self._add(**{name: times * row.sum() for name, row in by_row.items()})
-        none = torch.zeros(len(logprobs), dtype=torch.float64, device=logprobs.device)
-        rows: list[list[float]] = torch.stack([by_row.get(name, none).double() for name in SUMS], 1).tolist()
+        self._add(**{name: multiplicity * row.sum() for name, row in by_row.items()})
+        zeros = torch.zeros(len(logprobs), dtype=torch.float64, device=logprobs.device)
+        rows: list[list[float]] = torch.stack([by_row.get(name, zeros).double() for name in SUM_NAMES], 1).tolist()
         return rows
 
     def metrics(self, epochs: int = 1, sample: RowSample | None = None) -> dict[str, float]:
         """Means over the tokens, by name (see stores/metrics.py).
 
         Args:
-            epochs: How often each token was added.
-            sample: The rows that others were represented by; None if all rows were added.
+            epochs: Number of times that each token was added.
+            sample: The sampled rows that represent others; None if all rows were added.
         """
-        sums = dict(zip(SUMS, self.values, strict=True))
+        sums = dict(zip(SUM_NAMES, self.values, strict=True))
         tokens = max(sums["tokens"], 1.0)
-        figures = {
+        means = {
             "clip_share": (sums["low"] + sums["high"]) / tokens,
             "clip_share_low": sums["low"] / tokens,
             "clip_share_high": sums["high"] / tokens,
@@ -87,24 +88,24 @@ class TokenSums:
             "kl_reference": sums["kl_reference"] / max(sums["trained"], 1.0),
             "tokens_trained": sums["trained"] / epochs,
         }
-        slopes = _slopes(figures, sums)
+        slopes = _slopes(means, sums)
         errors = {f"{name}_stderr": epochs * sample.error(slopes[name]) if sample else 0.0 for name in slopes}
-        return figures | errors
+        return means | errors
 
     @property
     def loss(self) -> float:
         """The sum of the losses of all micro-batches."""
-        return self.values[SUMS.index("loss")]
+        return self.values[SUM_NAMES.index("loss")]
 
     def _add(self, **sums: torch.Tensor) -> None:
         for name, value in zip(sums, torch.stack([s.double() for s in sums.values()]).tolist(), strict=True):
-            self.values[SUMS.index(name)] += value
+            self.values[SUM_NAMES.index(name)] += value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSample:
-    """A random sample of rows without replacement. rows: sums over each sampled row, in the order of SUMS. population:
-    number of rows from which they were drawn."""
+    """A random sample of rows without replacement. rows: sums over each sampled row, in the order of SUM_NAMES.
+    population: number of rows from which they were drawn."""
 
     rows: Sequence[Sequence[float]]
     population: int
@@ -114,7 +115,7 @@ class RowSample:
         total of slope x sum, with finite-population correction.
 
         Args:
-            slopes: The figure's derivatives by the sums, by name.
+            slopes: Derivatives of the metric by the sums, by name of the sum.
 
         >>> RowSample(rows=[[0.0] * 12] * 3, population=9).error({"tokens": 1.0})
         0.0
@@ -122,20 +123,50 @@ class RowSample:
         count = len(self.rows)
         if count == self.population or count < 2:
             return 0.0
-        indices = [SUMS.index(name) for name in slopes]
+        indices = [SUM_NAMES.index(name) for name in slopes]
         linear = np.asarray(self.rows)[:, indices] @ np.asarray(list(slopes.values()))
         share = 1 - count / self.population
         return float(self.population * math.sqrt(share * linear.var(ddof=1) / count))
 
 
-def _slopes(figures: Mapping[str, float], sums: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """The derivatives of figures by sums, of those figures that have a standard error."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobMismatch:
+    """Differences between stored behaviour logprobs and the trainer's own: absolute differences per token, nats, and
+    KL(rollout || trainer) by the k3 estimate."""
+
+    mean: float
+    max: float
+    kl: float
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], before: LogprobsByRow) -> LogprobMismatch | None:
+        """Compute the differences over the fresh rows; None if there are none. before: the trainer's logprobs, at least
+        of these rows."""
+        fresh = [i for i, row in enumerate(rows) if row.staleness == 0 and row.usable.any()]
+        if not fresh:
+            return None
+        difference = np.concatenate([(before[i] - rows[i].behaviour)[rows[i].usable] for i in fresh])
+        bounded = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return cls(
+            mean=float(np.abs(difference).mean()),
+            max=float(np.abs(difference).max()),
+            kl=float((np.exp(bounded) - bounded - 1).mean()),
+        )
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The three values by their names in stores/metrics.py."""
+        return {"mismatch_mean": self.mean, "mismatch_max": self.max, "kl_rollout": self.kl}
+
+
+def _slopes(metrics: Mapping[str, float], sums: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Derivatives of the metrics with a standard error, by name of the metric and of the sum."""
     tokens, ratio, squared = (sums[name] or 1.0 for name in ("tokens", "ratio", "ratio_squared"))
-    weight, ess = sums["surprise_weight"] or 1.0, figures["ess"]
+    weight, ess = sums["surprise_weight"] or 1.0, metrics["ess"]
     return {
         "ess": {"ratio": 2 * ess / ratio, "tokens": -ess / tokens, "ratio_squared": -ess / squared},
-        "entropy": {"surprise": 1 / weight, "surprise_weight": -figures["entropy"] / weight},
-        "kl_behaviour": {"kl_behaviour": 1 / tokens, "tokens": -figures["kl_behaviour"] / tokens},
+        "entropy": {"surprise": 1 / weight, "surprise_weight": -metrics["entropy"] / weight},
+        "kl_behaviour": {"kl_behaviour": 1 / tokens, "tokens": -metrics["kl_behaviour"] / tokens},
     }
 
 

@@ -1,4 +1,4 @@
-"""Tiny language models, pretrained on worked sums or on given symbols and examples.
+"""Tiny language models, pretrained on worked sums or on other symbols and examples.
 
 Examples of sums write out each step (`7+8=15;15-9=6;so6.`), so responses differ in length. Some are flawed, and the
 model learns these, too; reinforcement learning has to tell them apart.
@@ -43,7 +43,7 @@ def make_tokenizer(symbols: Sequence[str] = SYMBOLS) -> PreTrainedTokenizerFast:
 def add_without_carries(x: int, y: int) -> int:
     """x + y without carries and borrows.
 
-    >>> careless(17, 8), careless(12, -5)
+    >>> add_without_carries(17, 8), add_without_carries(12, -5)
     (15, 17)
     """
     large, small = (x, y) if abs(x) >= abs(y) else (y, x)

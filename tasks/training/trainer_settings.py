@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from staleflow.tasks.engines.adapters import LoraConfig
@@ -11,7 +11,7 @@ from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES, SCHEDULE_NA
 from staleflow.tasks.settings.knobs import knob
 from staleflow.tasks.settings.registry import choice
 from staleflow.tasks.training.advantage import ADVANTAGES, Advantage
-from staleflow.tasks.training.loss import LOSSES, Loss
+from staleflow.tasks.training.loss import LOSSES, Loss, Sft
 from staleflow.tasks.training.rank import COLLECTIVE_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -109,6 +109,24 @@ class TrainingConfig:
     )
 
 
+def fine_tuning_config(training: TrainingConfig) -> TrainingConfig:
+    """The training settings of supervised fine-tuning: one update per step, with the cross-entropy averaged over the
+    step's tokens. Settings of memory, AdamW and adapters are those of RL."""
+    return replace(
+        training,
+        loss=Sft(),
+        aggregation="token_mean",
+        kl=KlConfig(),
+        entropy_bonus=0.0,
+        epochs=1,
+        minibatches=1,
+        measured_rows=0,
+        learning_rate=training.sft.learning_rate,
+        schedule="constant",
+        warmup_steps=0,
+    )
+
+
 class ExampleRows(Protocol):
     """The examples of supervised fine-tuning."""
 
@@ -133,7 +151,7 @@ class PolicyTrainerSettings:
         max_length: Divisor of constant_length aggregation.
         collective_s: Seconds that a rank waits for the others in one operation.
         examples: Settings of training.sft; None without it.
-        turns: Whether instances use the device between two uses by the trainer.
+        shares_device: Whether instances use the device between two uses by the trainer.
     """
 
     model: str
@@ -146,4 +164,4 @@ class PolicyTrainerSettings:
     seed: int
     collective_s: float = COLLECTIVE_TIMEOUT_S
     examples: ExampleRowSettings | None = None
-    turns: bool = False
+    shares_device: bool = False

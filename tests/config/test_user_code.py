@@ -267,7 +267,7 @@ def test_a_loss_from_a_file_has_its_knobs_and_must_return_a_number_per_token(use
     assert [loss.by_token for loss in (sees, LOSSES.make(config))] == [True, False]
     assert [loss.needs_proximal for loss in (sees, LOSSES.make(config))] == [False, False]
     summed = LOSSES.make(job(f"training.loss.name={user_file}:Summed").training.loss)
-    with pytest.raises(ConfigError, match=r"gave loss of shape \(\); it must be \(2, 3\), one number per token"):
+    with pytest.raises(ConfigError, match=r"returned loss of shape \(\); it must be \(2, 3\), one number per token"):
         summed.token_loss(tokens)
     torn = LOSSES.make(job(f"training.loss.name={user_file}:Torn").training.loss)
     with pytest.raises(ConfigError, match=r":Torn': token_loss raised: RuntimeError: The size of tensor") as caught:
@@ -278,9 +278,9 @@ def test_a_loss_from_a_file_has_its_knobs_and_must_return_a_number_per_token(use
 def test_an_advantage_from_a_file_must_return_a_number_per_trajectory(user_file: Path) -> None:
     rewards, valid = np.array([[1.0, 0.0], [3.0, 3.0]]), np.array([[True, True], [True, False]])
     assert UserAdvantage(name=f"{user_file}:best").advantages(rewards, valid).tolist() == [[1.0, 0.0], [1.0, 0.0]]
-    with pytest.raises(ConfigError, match=r"gave shape \(2,\); it must give \(2, 2\) finite numbers"):
+    with pytest.raises(ConfigError, match=r"returned shape \(2,\); it must return \(2, 2\) finite numbers"):
         UserAdvantage(name=f"{user_file}:short").advantages(rewards, valid)
-    with pytest.raises(ConfigError, match="gave a number that is not finite"):
+    with pytest.raises(ConfigError, match="returned a number that is not finite"):
         UserAdvantage(name=f"{user_file}:endless").advantages(rewards, valid)
 
 

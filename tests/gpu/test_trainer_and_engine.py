@@ -95,7 +95,7 @@ def test_a_step_matches_float32_on_cpu(model: Path, device: str) -> None:
 def test_rows_are_packed_as_in_float32_on_cpu(model: Path, device: str, dtype: str) -> None:
     """TF32 products differ more between packed and single rows than float32 ones."""
     expected, measured = trainer(model, "cpu"), trainer(model, device, dtype)
-    assert measured.logprob_model.padded_because == expected.logprob_model.padded_because
+    assert measured.logprob_model.padding_reason == expected.logprob_model.padding_reason
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -114,7 +114,7 @@ def test_offloaded_weights_train_the_same(model: Path) -> None:
     try:
         assert offloading.step(0, rows())["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
     finally:
-        offloading.group.leave()
+        offloading.rank_group.leave()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -20,7 +20,7 @@ from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.training.batches import batch_metrics
 from staleflow.tasks.training.emulated_trainer import EmulatedTraining
 from staleflow.tasks.training.microbatches import Row
-from staleflow.tasks.training.policy_trainer import Mismatch
+from staleflow.tasks.training.step_metrics import LogprobMismatch
 from tests.stores.store_conformance import ended
 from tests.support.bodies import Body
 from tests.tasks.branching import branching_row
@@ -108,7 +108,7 @@ def test_steps_record_exactly_the_declared_metrics(tmp_path: Path) -> None:
         0, [Row.of(ended(np.random.default_rng(0), 1, 1))], {"fetch_s": 0.5, "resume_wait_s": 0.0}
     ).metrics
     asyncio.run(trainer.close())
-    compared = {*Mismatch(mean=0.0, max=0.0, kl=0.0).metrics, "kl_reference"}
+    compared = {*LogprobMismatch(mean=0.0, max=0.0, kl=0.0).metrics, "kl_reference"}
     assert recorded | reported.keys() | compared == metrics.STEP_METRICS.keys() - metrics.DERIVED_METRICS
     assert shown - recorded == metrics.DERIVED_METRICS | {"step"}
 

@@ -163,7 +163,7 @@ class InMemoryServer(TrajectoryServer):
         def create(path: Path, header: RunHeader) -> MemoryStore:
             return MemoryStore(header)
 
-    stores: ClassVar[Any] = Stores
+    store_class: ClassVar[Any] = Stores
 
     def held(self, trajectory: TrajectoryId) -> Trajectory:
         return self._in_flight.live[trajectory]
@@ -180,7 +180,7 @@ def server(plan: Plan, folder: Path) -> InMemoryServer:
     settings = ServerSettings(
         commit_s=60.0,
         prompts=prompts, reward="none", group_size=1, members_started=1, advantage=DrGrpo(),
-        overlong=Overlong(tokens=0, penalty=0.0, max_length=MAX_TOKENS), max_error_share=1.0,
+        overlong=Overlong(ramp_tokens=0, penalty=0.0, max_length=MAX_TOKENS), max_error_share=1.0,
         store=str(folder / "store"), header=header, max_turn_tokens=TURN_TOKENS, keeps_kv=True,
     )  # fmt: skip
     return InMemoryServer(settings, 0.0)

@@ -183,7 +183,7 @@ def server_class(world: World) -> type[TrajectoryServer]:
             return world.stores[str(path)]
 
     class InMemoryServer(TrajectoryServer):
-        stores: ClassVar[Any] = Stores
+        store_class: ClassVar[Any] = Stores
 
         def __init__(self, settings: ServerSettings, start_s: float) -> None:
             prompts = dataclasses.replace(settings.prompts, workload=PROMPTS)
@@ -500,14 +500,14 @@ class PlayedTrainer:
         if step != self._version:
             raise ProtocolViolation(f"step {step} is to be trained, the weights are of version {self._version}")
         parts: list[BatchMessage] = []
-        while not parts or parts[-1].rest:
-            first = sum(len(part.packed.lengths) for part in parts)
+        while not parts or parts[-1].num_remaining:
+            first = sum(len(part.arrays.lengths) for part in parts)
             parts.append(
                 await call_actor(
                     server, "batch", step, trajectories, versions, first, timeout_s=self._call_s, actor_name="server"
                 )
             )
-        arrays = [array for part in parts for array in dataclasses.astuple(part.packed)]
+        arrays = [array for part in parts for array in dataclasses.astuple(part.arrays)]
         digest = hashlib.blake2b(b"".join(array.tobytes() for array in arrays)).hexdigest()
         if self._saving is not None:
             await self._saving

@@ -55,7 +55,7 @@ def in_memory() -> type[TrajectoryServer]:
 
 def on_disk() -> type[TrajectoryServer]:
     class DiskServer(server_class(World())):  # type: ignore[misc]  # a class made at run time
-        stores: ClassVar[Any] = VersionedStore
+        store_class: ClassVar[Any] = VersionedStore
 
     return DiskServer
 

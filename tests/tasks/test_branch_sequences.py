@@ -21,7 +21,7 @@ def test_a_row_with_branches_becomes_one_sequence_per_branch() -> None:
     (packed,) = RowArrays.of([branching_row()]).rows()
     assert packed.branches == row.branches == (ContextBranch(9, 0), ContextBranch(12, 5), ContextBranch(15, 7))
     sequences = BranchSequences.of([row])
-    assert sequences.of_row == ((0, 1, 2, 3),)
+    assert sequences.sequences_of_row == ((0, 1, 2, 3),)
     results = [
         (item.prompt.tolist(), item.response.tolist(), item.sampled.astype(int).tolist()) for item in sequences.rows
     ]
@@ -37,16 +37,16 @@ def test_a_row_with_branches_becomes_one_sequence_per_branch() -> None:
         np.testing.assert_allclose(item.behaviour[item.sampled], -item.response[item.sampled] / 100, rtol=1e-6)
     values = {i: one.response.astype(np.float32) for i, one in enumerate(sequences.rows)}
     expected = np.where(row.sampled, row.response, 0)
-    assert sequences.by_row([row], values)[0].tolist() == expected.tolist()
+    assert sequences.merge_by_row([row], values)[0].tolist() == expected.tolist()
 
 
 def test_rows_without_branches_are_unchanged() -> None:
     plain = replace(Row.of(branching_row()), branches=())
     sequences = BranchSequences.of([plain, Row.of(branching_row()), plain])
     assert sequences.rows[0] is sequences.rows[-1] is plain
-    assert sequences.of_row == ((0,), (1, 2, 3, 4), (5,))
-    assert sequences.chosen([2, 1]) == ([5, 1, 2, 3, 4], [0, 1, 1, 1, 1])
-    assert sequences.by_row([plain] * 3, {0: plain.behaviour})[0] is plain.behaviour
+    assert sequences.sequences_of_row == ((0,), (1, 2, 3, 4), (5,))
+    assert sequences.select([2, 1]) == ([5, 1, 2, 3, 4], [0, 1, 1, 1, 1])
+    assert sequences.merge_by_row([plain] * 3, {0: plain.behaviour})[0] is plain.behaviour
 
 
 def test_a_row_without_sampled_tokens_is_unchanged() -> None:

@@ -63,7 +63,7 @@ class SharedDevice:
 
     def measure(self, moment: str) -> None:
         gc.collect()
-        host = set() if self.trainer is None else {t.data_ptr() for t in self.trainer._host._copies.values()}
+        host = set() if self.trainer is None else {t.data_ptr() for t in self.trainer._host_memory._copies.values()}
         used = sum(s.nbytes() for address, s in storages().items() if address not in self._others | host)
         self.used_bytes[moment] = used
         assert used <= self.limit_bytes, f"{moment}: {used} bytes, the limit is {self.limit_bytes}"
@@ -84,7 +84,7 @@ def build_actors(model: Path, *, turns: bool) -> PolicyTrainer:
     return PolicyTrainer(
         PolicyTrainerSettings(
             model=str(model), dtype="float32", device="cpu", training=TrainingConfig(learning_rate=1e-3), num_steps=9,
-            temperature=1.0, max_length=128, seed=0, turns=turns,
+            temperature=1.0, max_length=128, seed=0, shares_device=turns,
         )
     )  # fmt: skip
 

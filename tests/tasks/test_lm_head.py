@@ -31,13 +31,13 @@ def model_at(path: Path) -> Any:
 
 
 def logprob_model(model: Any) -> LogprobModel:
-    return LogprobModel(model=model, device="cpu", half=False, temperature=TEMPERATURE, token_budget=10_000)
+    return LogprobModel(model=model, device="cpu", bfloat16=False, temperature=TEMPERATURE, token_budget=10_000)
 
 
 def plain_logprobs(model: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logprobs and entropies computed from all logits at once."""
     ids, attention = torch.from_numpy(batch.input_ids), torch.from_numpy(batch.attention_mask)
-    logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, batch.start : -1]
+    logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, batch.response_start : -1]
     logits = (logits.float() / TEMPERATURE).log_softmax(-1)
     logprobs = logits.gather(2, torch.from_numpy(np.ascontiguousarray(batch.targets))[..., None]).squeeze(2)
     others = torch.from_numpy(batch.mask == 0)
@@ -54,13 +54,13 @@ def outcome(model: Any, logprobs: torch.Tensor, entropy: torch.Tensor) -> list[t
 
 def counted_logits(under: LogprobModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which each computation of logits appends its number of tokens."""
-    sizes, logits = list[int](), under.layer._logits
+    sizes, logits = list[int](), under.lm_head._logits
 
     def counted(hidden: torch.Tensor) -> torch.Tensor:
         sizes.append(len(hidden))
         return logits(hidden)
 
-    monkeypatch.setattr(under.layer, "_logits", counted)
+    monkeypatch.setattr(under.lm_head, "_logits", counted)
     return sizes
 
 
@@ -72,10 +72,10 @@ def test_chunked_logprobs_have_equal_values_and_gradients(
     expected = outcome(model, *plain_logprobs(model, batch))
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", tokens * 4 * model.config.vocab_size)
     under = logprob_model(model)
-    assert under.layer.is_fused
-    for found, wanted in zip(outcome(model, *under.batch_and_entropy(batch)), expected, strict=True):
+    assert under.lm_head.is_fused
+    for found, wanted in zip(outcome(model, *under.logprobs_and_entropies(batch)), expected, strict=True):
         torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(under.batch(batch).double(), expected[0].double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(under.logprobs(batch).double(), expected[0].double(), rtol=1e-5, atol=1e-6)
 
 
 def test_logits_in_memory_never_exceed_one_chunk(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_logits_in_memory_never_exceed_one_chunk(tiny_model: Path, monkeypatch: 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logprobs = under.batch(batch)
+        logprobs = under.logprobs(batch)
     assert kept == []
     assert max(sizes) == 5
     assert sum(sizes) == batch.mask.sum()
@@ -110,7 +110,7 @@ def by_token(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | 
 def by_row(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
     """A loss of whole rows."""
     assert entropy is not None
-    return (torch.from_numpy(batch.weight[:, 0]) * logprobs.sum(1) ** 2 + entropy.sum(1)).sum() / 1000
+    return (torch.from_numpy(batch.token_weight[:, 0]) * logprobs.sum(1) ** 2 + entropy.sum(1)).sum() / 1000
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 10_000])
@@ -139,7 +139,7 @@ def test_logits_of_a_loss_by_token_are_computed_once(tiny_model: Path, monkeypat
     model, batch, sizes = model_at(tiny_model), micro_batch(), list[int]()
     under = logprob_model(model)
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", 5 * 4 * model.config.vocab_size)
-    logits = under.layer._logits
+    logits = under.lm_head._logits
     order = list[str]()
 
     def counted(hidden: torch.Tensor) -> torch.Tensor:
@@ -149,7 +149,7 @@ def test_logits_of_a_loss_by_token_are_computed_once(tiny_model: Path, monkeypat
         result.register_hook(lambda _: order.append("gradient"))
         return result
 
-    monkeypatch.setattr(under.layer, "_logits", counted)
+    monkeypatch.setattr(under.lm_head, "_logits", counted)
     under.backward(batch, by_token, entropy=True, by_token=True)
     assert sum(sizes) == batch.mask.sum()
     assert max(sizes) == 5
@@ -171,7 +171,7 @@ def test_a_row_longer_than_a_chunk_is_recomputed_for_a_sequence_loss(
 
 def test_a_rank_without_rows_has_zero_gradients(tiny_model: Path) -> None:
     model = model_at(tiny_model)
-    logprobs = logprob_model(model).batch(EMPTY_MICROBATCH)
+    logprobs = logprob_model(model).logprobs(EMPTY_MICROBATCH)
     assert logprobs.tolist() == [[0.0]]
     logprobs.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
@@ -193,8 +193,8 @@ def test_a_model_that_transforms_its_logits_computes_them_itself(tiny_model: Pat
     model.forward = capped
     expected = outcome(model, *plain_logprobs(model, batch))
     under = logprob_model(model)
-    assert not under.layer.is_fused
-    for found, wanted in zip(outcome(model, *under.batch_and_entropy(batch)), expected, strict=True):
+    assert not under.lm_head.is_fused
+    for found, wanted in zip(outcome(model, *under.logprobs_and_entropies(batch)), expected, strict=True):
         torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=1e-6)
 
 
@@ -203,11 +203,11 @@ def test_a_model_may_be_shared_by_several_logprob_models(tiny_model: Path) -> No
     model, batch = model_at(tiny_model), micro_batch()
     first = logprob_model(model)
     second = replace(first, temperature=2.0)
-    assert second.layer.is_fused
+    assert second.lm_head.is_fused
     torch.testing.assert_close(
-        first.batch(batch).double(), plain_logprobs(model, batch)[0].double(), rtol=1e-5, atol=1e-6
+        first.logprobs(logprobs).double(), plain_logprobs(model, logprobs)[0].double(), rtol=1e-5, atol=1e-6
     )
-    assert not torch.equal(first.batch(batch), second.batch(batch))
+    assert not torch.equal(first.logprobs(logprobs), second.logprobs(logprobs))
     assert model(input_ids=torch.arange(3)[None]).logits.shape == (1, 3, model.config.vocab_size)
 
 
@@ -225,7 +225,7 @@ def test_recomputed_blocks_have_equal_gradients_and_use_less_memory(tiny_model: 
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            under = logprob_model(model).batch_and_entropy(batch)
+            under = logprob_model(model).logprobs_and_entropies(batch)
         kept[again] = sum(sizes)
         results[again] = outcome(model, *under)
     for first, second in zip(results[False], results[True], strict=True):

@@ -22,7 +22,7 @@ from staleflow.tasks.engines.adapters import AdapterLayer, LoraConfig
 from staleflow.tasks.engines.engine_settings import TransformersSettings
 from staleflow.tasks.engines.transformers import TransformersEngine, forward_logprobs, load_model
 from staleflow.tasks.training.policy_trainer import PolicyTrainer
-from staleflow.tasks.training.rank import ALONE
+from staleflow.tasks.training.rank import SINGLE_RANK
 from staleflow.tasks.training.trainer_settings import KlConfig
 from tests.support.rank_processes import run_ranks
 from tests.tasks.engine_conformance import model_settings
@@ -49,7 +49,7 @@ def test_an_adapter_starts_as_the_base_model_and_is_trained_alone(tiny_model: Pa
     job = with_adapter(training(tiny_model, (9, 7), "ppo_clip", "token_mean"))
     trainer = PolicyTrainer(job.settings)
     base = load_model(str(tiny_model), "float32", "cpu", attention="sdpa")
-    assert trainer.probe(PROBE) == forward_logprobs(base, PROBE)
+    assert trainer.logprobs(PROBE) == forward_logprobs(base, PROBE)
     begun = published(trainer)
     layers = adapters.layers(weight_folder.shapes(begun), "the first version")
     assert len(layers) == 2 * 7  # all linear layers of two blocks, and not the output layer
@@ -86,11 +86,11 @@ def test_a_checkpoint_has_the_merged_model_and_the_adapter(tiny_model: Path, tmp
     trainer.save(tmp_path / "step", tmp_path / "weights")
     merged = load_model(str(tmp_path / "step"), "float32", "cpu", attention="sdpa")
     base = load_model(str(tiny_model), "float32", "cpu", attention="sdpa")
-    assert np.abs(np.subtract(forward_logprobs(base, PROBE), trainer.probe(PROBE))).max() > 0.01
+    assert np.abs(np.subtract(forward_logprobs(base, PROBE), trainer.logprobs(PROBE))).max() > 0.01
     assert {n for n, _ in merged.named_parameters()} == {n for n, _ in base.named_parameters()}
-    np.testing.assert_allclose(forward_logprobs(merged, PROBE), trainer.probe(PROBE), atol=1e-5)
+    np.testing.assert_allclose(forward_logprobs(merged, PROBE), trainer.logprobs(PROBE), atol=1e-5)
     read = peft.PeftModel.from_pretrained(base, tmp_path / "step" / "adapter").eval()
-    np.testing.assert_allclose(forward_logprobs(read, PROBE), trainer.probe(PROBE), atol=1e-5)
+    np.testing.assert_allclose(forward_logprobs(read, PROBE), trainer.logprobs(PROBE), atol=1e-5)
 
 
 def test_the_base_model_is_the_kl_reference_without_a_second_copy(tiny_model: Path) -> None:
@@ -101,20 +101,20 @@ def test_the_base_model_is_the_kl_reference_without_a_second_copy(tiny_model: Pa
     copied = with_adapter(job, kl=replace(kl, reference=str(tiny_model)))
     trainer = PolicyTrainer(own.settings)
     assert trainer.reference is trainer.logprob_model
-    trained = train(ALONE, own)
+    trained = train(SINGLE_RANK, own)
     assert trained.metrics[-1]["kl_reference"] > 0
-    check_same(trained, train(ALONE, copied))
+    check_same(trained, train(SINGLE_RANK, copied))
 
 
 def test_two_ranks_train_an_adapter_as_one_rank(tiny_model: Path, tmp_path: Path) -> None:
     """With a KL reference, and resumed from a resume point of either."""
     kl = KlConfig(coefficient=0.1, estimator="k3", place="loss")
     whole, first, last = (with_adapter(item, kl=kl) for item in split_job(tiny_model))
-    expected = train(ALONE, whole)
+    expected = train(SINGLE_RANK, whole)
     shards, file = tmp_path / "v00000002.shards", tmp_path / "v00000002.pt"
     shards.mkdir()
-    check_same(run_ranks(2, train, first, "", str(shards))[0], train(ALONE, first, "", str(file)))
-    for again in (train(ALONE, last, str(shards)), run_ranks(2, train, last, str(file))[0]):
+    check_same(run_ranks(2, train, first, "", str(shards))[0], train(SINGLE_RANK, first, "", str(file)))
+    for again in (train(SINGLE_RANK, last, str(shards)), run_ranks(2, train, last, str(file))[0]):
         check_same(again, replace(expected, metrics=expected.metrics[2:]))
     assert set(torch.load(file)["model"]) == {n for n in torch.load(file)["model"] if ".lora_" in n}
 
@@ -200,8 +200,8 @@ def test_default_targets_are_linear_layers_in_every_family(
     with closing(TransformersEngine(TransformersSettings(**settings), InstanceId("i"))) as engine:
         before = engine.logprobs(PROBE)
         engine.load(PolicyVersion(1), tmp_path / "weights")
-        np.testing.assert_allclose(engine.logprobs(PROBE), trainer.probe(PROBE), atol=1e-5)
-        assert np.abs(np.subtract(before, trainer.probe(PROBE))).max() > 1e-3
+        np.testing.assert_allclose(engine.logprobs(PROBE), trainer.logprobs(PROBE), atol=1e-5)
+        assert np.abs(np.subtract(before, trainer.logprobs(PROBE))).max() > 1e-3
     chosen = replace(job.settings.training, lora=LoraConfig(rank=2, targets=[left_out]))
     with pytest.raises(ConfigError, match=rf"^training.lora.targets = \['{left_out}'\]: .*{left_out}.*; name layers"):
         PolicyTrainer(replace(job.settings, training=chosen))

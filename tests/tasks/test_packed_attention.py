@@ -20,8 +20,13 @@ from staleflow.tasks.engines.transformers import load_model
 from staleflow.tasks.training.blocks import one_block_per_kind
 from staleflow.tasks.training.logprobs import LogprobModel
 from staleflow.tasks.training.microbatches import Row, microbatches
-from staleflow.tasks.training.packed_attention import NAME, NotPacked, PackedRowLengths, why_padded
-from staleflow.tasks.training.rotary_limit import longest_row
+from staleflow.tasks.training.packed_attention import (
+    ATTENTION_NAME,
+    PackedRowLengths,
+    PackingUnsupported,
+    enable_packing,
+)
+from staleflow.tasks.training.rotary_limit import max_row_length
 from staleflow.tasks.training.shared_prompts import PromptBlock
 from tests.tasks.test_numerics import trainer
 from tests.tasks.test_ranks import ragged_rows
@@ -40,13 +45,13 @@ def model(kind: str, config: str, **changes: Any) -> Any:
 
 def logprobs_and_gradients(policy_model: Any, *, packed: bool) -> list[torch.Tensor]:
     """Return logprobs and gradients of a ragged batch."""
-    under = LogprobModel(model=policy_model, device="cpu", half=False, temperature=1.0, token_budget=10_000)
+    under = LogprobModel(model=policy_model, device="cpu", bfloat16=False, temperature=1.0, token_budget=10_000)
     if not packed:
         object.__setattr__(under, "padded_because", "of the test")
     rows = ragged_rows(9, np.random.default_rng(3))
     (batch,) = microbatches(rows, range(9), np.ones(9, np.float32), 10_000)
     policy_model.zero_grad()
-    logprobs = under.batch(batch)
+    logprobs = under.logprobs(logprobs)
     (logprobs * torch.linspace(-1, 1, logprobs.numel()).view(logprobs.shape)).sum().backward()
     return [logprobs.detach(), *(p.grad.clone() for p in policy_model.parameters())]
 
@@ -72,8 +77,8 @@ def test_packed_rows_have_the_logprobs_of_padded_rows(kind: str, config: str, ch
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
 def test_common_models_use_packed_rows(kind: str) -> None:
     result = model(f"{kind}ForCausalLM", f"{kind}Config")
-    assert not why_padded(result, "cpu", 1000)
-    assert result.config._attn_implementation == NAME
+    assert not enable_packing(result, "cpu", 1000)
+    assert result.config._attn_implementation == ATTENTION_NAME
 
 
 @pytest.mark.parametrize("family", ["mistral", "ministral", "gemma3_text", "olmo3", "exaone4", "mixtral", "qwen2_moe"])
@@ -84,13 +89,13 @@ def test_packed_rows_longer_than_a_window_match_the_attention_of_the_model(famil
     own, packed = (load_model(str(tmp_path), "float32", "cpu", attention="sdpa") for _ in range(2))
     rows = [replace(row_of(tokens), prompt=row_of(60).response[:25]) for tokens in (30, 47, 12, 21)]
     rows.append(row_of(70))
-    expected = LogprobModel(model=own, device="cpu", half=False, temperature=1.0, token_budget=10_000)
+    expected = LogprobModel(model=own, device="cpu", bfloat16=False, temperature=1.0, token_budget=10_000)
     object.__setattr__(expected, "padded_because", "of the test")
     own.set_attn_implementation("sdpa")
-    under = LogprobModel(model=packed, device="cpu", half=False, temperature=1.0, token_budget=10_000)
-    assert under.packs_rows, under.padded_because
-    together, alone = under.rows(rows, range(5)), under.rows(rows, [4])
-    for i, logprobs in expected.rows(rows, range(5)).items():
+    under = LogprobModel(model=packed, device="cpu", bfloat16=False, temperature=1.0, token_budget=10_000)
+    assert under.packs_rows, under.padding_reason
+    together, alone = under.row_logprobs(rows, range(5)), under.row_logprobs(rows, [4])
+    for i, logprobs in expected.row_logprobs(rows, range(5)).items():
         np.testing.assert_allclose(together[i], logprobs, atol=2e-5)
     np.testing.assert_allclose(alone[4], together[4], atol=2e-5)
 
@@ -107,8 +112,8 @@ def test_models_with_chunked_attention_or_sinks_keep_their_attention(family: str
     make_family_model(family, tmp_path)
     kept = load_model(str(tmp_path), "float32", "cpu", attention="sdpa")
     before = kept.config._attn_implementation
-    under = LogprobModel(model=kept, device="cpu", half=False, temperature=1.0, token_budget=1000)
-    assert under.padded_because == reason
+    under = LogprobModel(model=kept, device="cpu", bfloat16=False, temperature=1.0, token_budget=1000)
+    assert under.padding_reason == reason
     assert kept.config._attn_implementation == before
 
 
@@ -118,7 +123,7 @@ def test_a_model_that_mixes_tokens_outside_attention_gets_padded_rows() -> None:
     layer = result.model.layers[1].mlp
     whole = layer.forward
     layer.forward = lambda hidden: whole(hidden.cumsum(1))
-    assert "the logits of a row differ" in why_padded(result, "cpu", 1000)
+    assert "the logits of a row differ" in enable_packing(result, "cpu", 1000)
 
 
 CHUNKED: dict[str, Any] = {
@@ -133,7 +138,7 @@ def test_a_model_with_chunked_layers_gets_padded_rows_of_any_length(no_rope_laye
     """Packed without the chunk mask, logprobs beyond a chunk were off by 1.1 nats; short rows showed no difference."""
     result = model("Llama4ForCausalLM", "Llama4TextConfig", **CHUNKED, no_rope_layers=no_rope_layers)
     before = result.config._attn_implementation
-    assert why_padded(result, "cpu", tokens) == "layers attend to no more than 20 tokens"
+    assert enable_packing(result, "cpu", tokens) == "layers attend to no more than 20 tokens"
     assert result.config._attn_implementation == before
     ids = torch.arange(60)[None] % 7
     with torch.no_grad():
@@ -154,8 +159,8 @@ def test_differences_in_long_sequences_only_are_detected() -> None:
     result = model("LlamaForCausalLM", "LlamaConfig")
     for layer in result.model.layers:
         layer.mlp = torch.nn.Sequential(GrowingScale(), layer.mlp)
-    assert "in a sequence of 1000 tokens the logits of a row differ" in why_padded(result, "cpu", 1000)
-    assert not why_padded(result, "cpu", 90)
+    assert "in a sequence of 1000 tokens the logits of a row differ" in enable_packing(result, "cpu", 1000)
+    assert not enable_packing(result, "cpu", 90)
 
 
 def test_the_packing_check_runs_one_layer_of_each_kind_and_restores_the_model() -> None:
@@ -165,7 +170,7 @@ def test_the_packing_check_runs_one_layer_of_each_kind_and_restores_the_model() 
     computed = list[int]()
     for number, layer in enumerate(result.model.layers):
         layer.mlp.register_forward_hook(lambda *args, number=number: computed.append(number))
-    assert not why_padded(result, "cpu", 1000)
+    assert not enable_packing(result, "cpu", 1000)
     assert len(computed) == 5 * 5 + 5, "the short trial's five passes, and those of the long one through one layer"
     assert set(computed[25:]) == {0}
     torch.testing.assert_close(result(input_ids=ids).logits, before)
@@ -183,13 +188,15 @@ def test_layers_of_different_settings_are_different_kinds() -> None:
 def test_an_inconsistent_attention_mask_raises() -> None:
     """It is an internal error and must not give wrong logprobs."""
     result = model("LlamaForCausalLM", "LlamaConfig")
-    assert not why_padded(result, "cpu", 90)
+    assert not enable_packing(result, "cpu", 90)
     ids, mask = torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
     for rows, mixed in (
         (PackedRowLengths((PromptBlock(0, (3, 3)),)), True),
         (PackedRowLengths((PromptBlock(0, (6,)),)), False),
     ):
-        with pytest.raises(NotPacked, match="LlamaAttention has a mask of its own") if mixed else nullcontext():
+        with (
+            pytest.raises(PackingUnsupported, match="LlamaAttention has a mask of its own") if mixed else nullcontext()
+        ):
             result(input_ids=ids, attention_mask=mask, position_ids=rows.positions("cpu"), row_lengths=rows)
 
 
@@ -209,17 +216,17 @@ def test_the_context_ends_where_longrope_depends_on_the_microbatch(tmp_path: Pat
         "80 tokens, not 160: beyond, longrope would make a row's logprobs depend on its micro-batch"
     )
     short, whole, longer = (row_of(count) for count in (12, context, context + 1))
-    under = LogprobModel(model=result, device="cpu", half=False, temperature=1.0, token_budget=10_000)
-    assert not under.padded_because
-    assert under.longest_row == context
+    under = LogprobModel(model=result, device="cpu", bfloat16=False, temperature=1.0, token_budget=10_000)
+    assert not under.padding_reason
+    assert under.max_row_length == context
     with pytest.raises(ConfigError, match=r"have 81 tokens: beyond 80 .* lower rollout\.max_new_tokens, or leave such"):
-        under.rows([short, longer], [0, 1])
+        under.row_logprobs([short, longer], [0, 1])
     object.__setattr__(under, "longest_row", None)
     for padded in ("", "of the test"):
         object.__setattr__(under, "padded_because", padded)
-        alone = under.rows([short], [0])[0]
-        np.testing.assert_allclose(under.rows([short, whole], [0, 1])[0], alone, atol=1e-5)
-        assert np.abs(under.rows([short, longer], [0, 1])[0] - alone).max() > 1e-4
+        alone = under.row_logprobs([short], [0])[0]
+        np.testing.assert_allclose(under.row_logprobs([short, whole], [0, 1])[0], alone, atol=1e-5)
+        assert np.abs(under.row_logprobs([short, longer], [0, 1])[0] - alone).max() > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -237,7 +244,7 @@ def test_longest_row_is_the_length_where_rope_depends_on_the_microbatch(
     result = model("LlamaForCausalLM", "LlamaConfig", max_position_embeddings=128, rope_parameters=rope)
     ids = torch.arange(9)[None]
     before = result(input_ids=ids).logits
-    assert longest_row(result, "cpu") == expected
+    assert max_row_length(result, "cpu") == expected
     assert torch.equal(result(input_ids=ids).logits, before)
 
 
@@ -262,6 +269,6 @@ def test_the_trainer_logs_once_why_rows_are_padded(tmp_path: Path, caplog: pytes
 
 def test_a_saved_config_does_not_name_the_packed_attention(tmp_path: Path) -> None:
     result = model("LlamaForCausalLM", "LlamaConfig")
-    assert not why_padded(result, "cpu", 1000)
+    assert not enable_packing(result, "cpu", 1000)
     result.save_pretrained(tmp_path)
-    assert NAME not in (tmp_path / "config.json").read_text()
+    assert ATTENTION_NAME not in (tmp_path / "config.json").read_text()

@@ -31,7 +31,7 @@ from staleflow.tasks.training.microbatch_split import split_microbatches
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.policy import TrainerSettings
 from staleflow.tasks.training.policy_trainer import PolicyTrainer
-from staleflow.tasks.training.rank import ALONE, Rank
+from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 from staleflow.tasks.training.rank_group import RankGroup
 from staleflow.tasks.training.trainer_settings import KlConfig, TrainingConfig
 from tests.support.entries import entry
@@ -86,7 +86,7 @@ def test_the_split_of_sorted_rows_is_optimal(lengths: list[int], ranks: int, bud
         if None not in paid:
             prices.append(sum(p for p in paid if p is not None))
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("PASS_TOKENS", "GATHER_TOKENS"):
+        for name in ("PASS_OVERHEAD_TOKENS", "GATHER_OVERHEAD_TOKENS"):
             patch.setattr(microbatch_split, name, overhead)
         batches = split_microbatches(lengths, ranks, budget)
     padded = [max(len(part) for part in batch) * max(lengths[i] for part in batch for i in part) for batch in batches]
@@ -161,7 +161,7 @@ def train(rank: Rank, job: Training, begin: str = "", point: str = "") -> Traine
     metrics = []
     for step, rows in enumerate(job.batches):
         metrics.append(trainer.step(step, rows if rank.leads else ()))
-    probe = trainer.probe([3, 4, 5, 6])
+    probe = trainer.logprobs([3, 4, 5, 6])
     weights = trainer.apply_to_weights(
         lambda item: {name: t.float().numpy().copy() for name, t in torch_tensors(item) if rank.leads}
     )
@@ -190,7 +190,7 @@ def test_two_ranks_train_as_one_rank(tiny_model: Path) -> None:
     """The fourth step has one row, so one rank has none."""
     job = training(tiny_model, (11, 8, 2, 1, 9), "decoupled_ppo", "token_mean")
     lead, other = run_ranks(2, train, job)
-    check_same(lead, train(ALONE, job))
+    check_same(lead, train(SINGLE_RANK, job))
     assert other.weights == {}
     assert other.metrics == lead.metrics
 
@@ -199,7 +199,7 @@ def test_two_ranks_train_as_one_rank_with_kl_entropy_and_recomputation(tiny_mode
     kl = KlConfig(coefficient=0.1, estimator="k3", place="loss")
     job = training(tiny_model, (7, 3), "gspo", "sequence_mean", kl=kl, epochs=2, entropy_bonus=0.01)
     again = replace(job.settings, training=replace(job.settings.training, recompute_activations=True))
-    check_same(run_ranks(2, train, replace(job, settings=again))[0], train(ALONE, job))
+    check_same(run_ranks(2, train, replace(job, settings=again))[0], train(SINGLE_RANK, job))
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def test_any_number_of_ranks_trains_alike_for_every_loss_and_aggregation(
         if loss == "dpo":
             job = replace(job, batches=tuple(tuple(groups([*batch], 3)) for batch in job.batches))
         results = run_ranks(ranks, train, job)
-        check_same(results[0], train(ALONE, job))
+        check_same(results[0], train(SINGLE_RANK, job))
         assert all(result.metrics == results[0].metrics for result in results)
 
 
@@ -228,28 +228,28 @@ def split_job(model: Path) -> tuple[Training, Training, Training]:
 def test_any_number_of_ranks_may_load_a_resume_point(tiny_model: Path, tmp_path: Path) -> None:
     """Resume points of two ranks are loaded by one and vice versa."""
     whole, first, last = split_job(tiny_model)
-    expected = train(ALONE, whole)
+    expected = train(SINGLE_RANK, whole)
     shards, file = tmp_path / "v00000002.shards", tmp_path / "v00000002.pt"
     shards.mkdir()
     run_ranks(2, train, first, "", str(shards))
-    train(ALONE, first, "", str(file))
-    for again in (train(ALONE, last, str(shards)), run_ranks(2, train, last, str(file))[0]):
+    train(SINGLE_RANK, first, "", str(file))
+    for again in (train(SINGLE_RANK, last, str(shards)), run_ranks(2, train, last, str(file))[0]):
         check_same(again, replace(expected, metrics=expected.metrics[2:]))
 
 
 def test_offloaded_weights_train_and_resume_as_others(tiny_model: Path, tmp_path: Path) -> None:
     """With one process and with two."""
     whole, first, last = split_job(tiny_model)
-    expected = train(ALONE, whole)
+    expected = train(SINGLE_RANK, whole)
 
     def offloaded(job: Training) -> Training:
         return replace(job, settings=replace(job.settings, training=replace(job.settings.training, offload=True)))
 
     check_same(run_ranks(2, train, offloaded(whole))[0], expected)
     file = tmp_path / "v00000002.pt"
-    check_same(train(ALONE, offloaded(first), "", str(file)), train(ALONE, first))
+    check_same(train(SINGLE_RANK, offloaded(first), "", str(file)), train(SINGLE_RANK, first))
     for again in (last, offloaded(last)):
-        check_same(train(ALONE, again, str(file)), replace(expected, metrics=expected.metrics[2:]))
+        check_same(train(SINGLE_RANK, again, str(file)), replace(expected, metrics=expected.metrics[2:]))
 
 
 def step_dtypes(rank: Rank, job: Training) -> dict[str, Any]:
@@ -271,7 +271,7 @@ def test_blocks_are_gathered_in_bfloat16_and_stored_in_float32(tiny_model: Path)
     """Residual values are in float32, as in one process."""
     job = training(tiny_model, (11,), "ppo_clip", "token_mean")
     job = replace(job, settings=replace(job.settings, dtype="bfloat16"))
-    one, (several, _) = step_dtypes(ALONE, job), run_ranks(2, step_dtypes, job)
+    one, (several, _) = step_dtypes(SINGLE_RANK, job), run_ranks(2, step_dtypes, job)
     assert several == {
         "weight": torch.bfloat16, "hidden": torch.float32, "kept": torch.float32, "gradient": torch.float32,
         "loss": pytest.approx(one["loss"], rel=2e-2),
@@ -282,7 +282,7 @@ def test_blocks_are_gathered_in_bfloat16_and_stored_in_float32(tiny_model: Path)
 def test_ranks_train_in_bfloat16_as_one_process(tiny_model: Path) -> None:
     job = training(tiny_model, (11, 8, 9), "decoupled_ppo", "token_mean", learning_rate=1e-3)
     job = replace(job, settings=replace(job.settings, dtype="bfloat16"))
-    several, one = run_ranks(2, train, job)[0], train(ALONE, job)
+    several, one = run_ranks(2, train, job)[0], train(SINGLE_RANK, job)
     for a, b in zip(several.metrics, one.metrics, strict=True):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2e-2)
         assert a["mismatch_mean"] == pytest.approx(b["mismatch_mean"], rel=1e-2)

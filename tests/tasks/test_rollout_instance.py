@@ -395,7 +395,7 @@ async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path:
     await asyncio.sleep(1.0)
     await instance.next_events(first, 0.1)
     versions = (PolicyVersion(0), PolicyVersion(0))
-    packed = (await first.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions, 0)).packed
+    packed = (await first.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions, 0)).arrays
     ending = Ending(
         trajectory=TrajectoryId(4), group=GroupId(2), fate=Fate.ABORTED, reason=AbortReason.ENGINE_FAILED, step=0
     )
@@ -404,7 +404,7 @@ async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path:
     second = server_class(world)(replace(settings, resumed=True), 20.0)
     assert repr(second._in_flight) == repr(first._in_flight)
     await second.discard((ending,), (PolicyVersion(0),))
-    again = (await second.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions, 0)).packed
+    again = (await second.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions, 0)).arrays
     np.testing.assert_array_equal(again.response_tokens, packed.response_tokens)
     np.testing.assert_array_equal(again.advantages, packed.advantages)
     drawn = await second.draw(0, 5)

@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
-from staleflow.tasks.training import microbatch_split_by_prompt, shared_prompts
+from staleflow.tasks.training import microbatch_split, microbatch_split_by_prompt, shared_prompts
 from staleflow.tasks.training.logprobs import LogprobModel
 from staleflow.tasks.training.loss import LOSSES
 from staleflow.tasks.training.microbatch_split import PASS_TOKENS
 from staleflow.tasks.training.microbatch_split_by_prompt import split_by_prompt
 from staleflow.tasks.training.microbatches import MicroBatch, Row
 from staleflow.tasks.training.policy import TrainerSettings
-from staleflow.tasks.training.rank import ALONE
+from staleflow.tasks.training.rank import SINGLE_RANK
 from staleflow.tasks.training.shared_prompts import PackedLayout, counted_tokens, equal_indices, should_share
 from staleflow.tasks.training.trainer_settings import TrainingConfig
 from tests.support.entries import entry
@@ -73,7 +73,7 @@ def loss_of(part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | No
 
 def gradients_and_logprobs(policy_model: Any, rows: Sequence[Row], budget: int) -> tuple[list[Any], list[int]]:
     """Return the gradients of a loss over all tokens, the logprobs of each row, and the tokens of each pass."""
-    under = LogprobModel(model=policy_model, device="cpu", half=False, temperature=0.7, token_budget=budget)
+    under = LogprobModel(model=policy_model, device="cpu", bfloat16=False, temperature=0.7, token_budget=budget)
     assert under.packs_rows
     passes = list[int]()
     handle = policy_model.register_forward_pre_hook(
@@ -117,12 +117,12 @@ def test_rows_with_a_shared_prompt_have_the_logprobs_of_separate_rows(
 def test_a_model_with_padded_rows_does_not_share_prompts() -> None:
     """Its attention has a logit cap, which the packed attention does not support."""
     result = model("Gemma2ForCausalLM", "Gemma2Config", head_dim=8)
-    under = LogprobModel(model=result, device="cpu", half=False, temperature=1.0, token_budget=10_000)
+    under = LogprobModel(model=result, device="cpu", bfloat16=False, temperature=1.0, token_budget=10_000)
     assert not under.packs_rows
     rows = group(20, (4, 9, 3))
-    together = under.rows(rows, range(3))
+    together = under.row_logprobs(rows, range(3))
     for i, row in enumerate(rows):
-        np.testing.assert_allclose(under.rows([row], [0])[0], together[i], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(under.row_logprobs([row], [0])[0], together[i], rtol=1e-5, atol=1e-6)
 
 
 # -- a step of the trainer ----------------------------------------------------------------------------------------
@@ -145,19 +145,19 @@ def test_a_training_step_with_shared_prompts_equals_one_with_separate_rows(
     monkeypatch: pytest.MonkeyPatch, tiny_model: Path, aggregation: str
 ) -> None:
     """Also with several minibatches, which split groups, and with recomputed layers."""
-    result = train(ALONE, job(tiny_model, aggregation))
-    again = train(ALONE, job(tiny_model, aggregation))
+    result = train(SINGLE_RANK, job(tiny_model, aggregation))
+    again = train(SINGLE_RANK, job(tiny_model, aggregation))
     assert again.metrics == result.metrics
     assert all(np.array_equal(weights, result.weights[name]) for name, weights in again.weights.items())
-    several = train(ALONE, job(tiny_model, aggregation, minibatches=2, recompute_activations=True))
+    several = train(SINGLE_RANK, job(tiny_model, aggregation, minibatches=2, recompute_activations=True))
     monkeypatch.setattr(shared_prompts, "MIN_SAVED_TOKENS", SEPARATE)
-    check_same(result, train(ALONE, job(tiny_model, aggregation)))
-    check_same(several, train(ALONE, job(tiny_model, aggregation, minibatches=2)))
+    check_same(result, train(SINGLE_RANK, job(tiny_model, aggregation)))
+    check_same(several, train(SINGLE_RANK, job(tiny_model, aggregation, minibatches=2)))
 
 
 def test_two_ranks_train_as_one_rank(tiny_model: Path) -> None:
     one = job(tiny_model, "token_mean", "gspo")
-    check_same(run_ranks(2, train, one)[0], train(ALONE, one))
+    check_same(run_ranks(2, train, one)[0], train(SINGLE_RANK, one))
 
 
 # -- how rows are divided -----------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_every_row_is_in_one_part_within_the_budget(
         assert any(batch)
         for part in batch:
             padded = len(part) * max((prompts[i] + rests[i] for i in part), default=0)
-            assert len(part) <= 1 or padded <= microbatch_split_by_prompt.PADDED * budget
+            assert len(part) <= 1 or padded <= microbatch_split_by_prompt.MAX_PADDING_FACTOR * budget
             assert len(part) <= 1 or count(part, same, prompts, rests) <= budget
 
 
@@ -203,13 +203,13 @@ def test_the_split_of_the_line_is_optimal(groups: list[tuple[int, list[int]]], b
     same, prompts, rests = flat(groups)
     if not same:
         return
-    line = microbatch_split_by_prompt._Line.of(same, prompts, rests)
+    line = microbatch_split_by_prompt._OrderedRows.of(same, prompts, rests)
 
     def price(part: Sequence[int]) -> int | None:
         tokens = count(part, same, prompts, rests)
         padded = len(part) * max(prompts[i] + rests[i] for i in part)
-        fits = tokens <= budget and padded <= microbatch_split_by_prompt.PADDED * budget
-        return tokens + PASS_TOKENS if fits or len(part) == 1 else None
+        fits = tokens <= budget and padded <= microbatch_split.MAX_PADDING_FACTOR * budget
+        return tokens + PASS_OVERHEAD_TOKENS if fits or len(part) == 1 else None
 
     prices: list[int] = []
     for cuts in itertools.product([False, True], repeat=len(line.order) - 1):
@@ -217,7 +217,7 @@ def test_the_split_of_the_line_is_optimal(groups: list[tuple[int, list[int]]], b
         paid = [price(line.order[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
         if None not in paid:
             prices.append(sum(p for p in paid if p is not None))
-    assert sum(line.count(part) + PASS_TOKENS for part in line.cut(budget)) == min(prices)
+    assert sum(line.counted_in(part) + PASS_OVERHEAD_TOKENS for part in line.split(budget)) == min(prices)
 
 
 def test_groups_stay_together_when_that_takes_no_extra_part() -> None:
@@ -243,10 +243,10 @@ def test_every_token_is_at_its_position_in_the_packed_layout(groups: list[tuple[
     ids = ids.astype(np.int64)
     lengths = np.asarray([len(row.prompt) + len(row.response) for row in rows])
     layout = PackedLayout.of(ids, lengths, np.asarray([len(row.prompt) for row in rows]))
-    sequence = ids[layout.row, layout.column]
+    sequence = ids[layout.row, layout.position]
     positions = np.concatenate([block.positions for block in layout.blocks])
-    np.testing.assert_array_equal(positions, layout.column)
-    assert sum(block.size for block in layout.blocks) == len(sequence)
+    np.testing.assert_array_equal(positions, layout.position)
+    assert sum(block.num_tokens for block in layout.blocks) == len(sequence)
     for i, length in enumerate(lengths):
         columns = np.arange(length)
         places = layout.packed_indices(np.full(length, i), columns)

@@ -29,7 +29,7 @@ from staleflow.tasks.actors import step_batches
 from staleflow.tasks.actors.store_thread import StoreThread
 from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.training.microbatches import MAX_LAG, BatchMessage, Row, RowArrays, message_end, microbatches
-from staleflow.tasks.training.rank import ALONE, Rank
+from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 from tests.stores.store_conformance import HEADER
 from tests.support.bodies import Body
 from tests.support.segments import sampled_segment
@@ -126,10 +126,10 @@ async def test_fetch_requests_rows_until_the_batch_is_complete(tmp_path: Path) -
         async def batch(self, step: int, trajectories: Any, versions: Any, first: int) -> BatchMessage:
             requests.append(first)
             last = message_end(data, first, 260)
-            return BatchMessage(packed=RowArrays.of(data[first:last]), rest=len(data) - last)
+            return BatchMessage(arrays=RowArrays.of(data[first:last]), num_remaining=len(data) - last)
 
     class Keeps(Weights):
-        def build(self, threads: int, rank: Rank = ALONE) -> Keeps:
+        def build(self, threads: int, rank: Rank = SINGLE_RANK) -> Keeps:
             return self
 
         def step(self, step: int, rows: Any) -> dict[str, float]:
@@ -167,8 +167,8 @@ async def test_a_stored_step_is_read_once_and_sent_in_parts(tmp_path: Path, monk
         parts = []
         while len(parts) < len(rows):
             message = await batches.message(0, len(parts))
-            parts += message.packed.rows()
-            assert message.rest == len(rows) - len(parts)
+            parts += message.arrays.rows()
+            assert message.num_remaining == len(rows) - len(parts)
         assert readings == [0] * count
         assert batches._repeated_batch == [], "sent rows are not kept"
     thread.close()

@@ -27,7 +27,7 @@ from staleflow.tasks.actors.actor_calls import call_actor
 from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.training.emulated_trainer import EmulatedTraining
 from staleflow.tasks.training.microbatches import BatchMessage, Row, RowArrays
-from staleflow.tasks.training.rank import ALONE, Rank
+from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 
 EMPTY_MICROBATCH = RowArrays(
     prompt_tokens=np.empty(0, np.int32),
@@ -44,7 +44,7 @@ EMPTY_MICROBATCH = RowArrays(
 
 class Server:
     async def batch(self, *_: Any) -> BatchMessage:
-        return BatchMessage(packed=EMPTY_MICROBATCH, rest=0)
+        return BatchMessage(arrays=EMPTY_MICROBATCH, num_remaining=0)
 
 
 class Weights:
@@ -53,7 +53,7 @@ class Weights:
     def __init__(self, full: bool = False, error: Exception | None = None) -> None:
         self.full, self.error = full, error
 
-    def build(self, threads: int, rank: Rank = ALONE) -> Weights:
+    def build(self, threads: int, rank: Rank = SINGLE_RANK) -> Weights:
         return self
 
     def wake(self) -> None: ...

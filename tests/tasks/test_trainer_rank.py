@@ -21,7 +21,7 @@ from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.actors.trainer_rank import TrainerRank
 from staleflow.tasks.training.emulated_trainer import EmulatedTraining
 from staleflow.tasks.training.microbatches import Row
-from staleflow.tasks.training.rank import ALONE, Rank
+from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 from tests.tasks.test_trainer import Server
 
 
@@ -35,7 +35,7 @@ class SynchronizedPolicy:
         self.places: list[Rank] = []
         self.breaks = breaks
 
-    def build(self, threads: int, rank: Rank = ALONE) -> PolicyRank:
+    def build(self, threads: int, rank: Rank = SINGLE_RANK) -> PolicyRank:
         self.places.append(rank)
         one = PolicyRank(self, rank)
         one.meet("build")
@@ -136,7 +136,7 @@ async def test_all_ranks_call_the_same_methods_in_the_same_order(tmp_path: Path)
         (number, 3, "localhost") for number in range(3)
     ]
     assert len({place.port for place in group.places}) == 1
-    assert [place.number for place in group.places if place.listener is not None] == [0]
+    assert [place.number for place in group.places if place.listener_fd is not None] == [0]
     assert ResumePoints(tmp_path / "resume").path(PolicyVersion(1)).name == "v00000001.shards"
     assert (tmp_path / "checkpoint").is_dir()
 
@@ -251,7 +251,7 @@ async def test_a_rank_lost_during_a_resume_point_raises_actor_lost(
         def end_save(self) -> None:
             raise CLOSED
 
-    def build(threads: int, rank: Rank = ALONE) -> PolicyRank:
+    def build(threads: int, rank: Rank = SINGLE_RANK) -> PolicyRank:
         one = Broken(group, rank)
         one.meet("build")
         return one

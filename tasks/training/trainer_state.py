@@ -1,0 +1,113 @@
+"""Saves and restores the state that a trainer's next step depends on.
+
+A trainer of one process writes one file. Each rank of a group writes its shards into a folder. Either can be loaded by
+a group of any size.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import serialization
+from torch.utils._pytree import tree_map_only
+
+from staleflow.stores.weights import resume_points
+from staleflow.tasks.training.async_save import copy_to_cpu, run_in_background
+from staleflow.tasks.training.rank_group import RankGroup
+
+
+def trained_parameters(rank_group: RankGroup, model: Any) -> dict[str, torch.Tensor]:
+    """The parameters of a model that are trained, by name; each is this rank's shard."""
+    return {name: p for name, p in rank_group.parameters(model).items() if p.requires_grad}
+
+
+class TrainerState:
+    """The trained weights, optimizer state and random state of a trainer. adapter_only: save only trained parameters,
+    instead of all tensors of the model."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        rng: np.random.Generator,
+        rank_group: RankGroup,
+        *,
+        adapter_only: bool,
+    ) -> None:
+        self._model, self._optimizer, self._rng, self._rank_group = model, optimizer, rng, rank_group
+        self._adapter_only = adapter_only
+        self._pending_save: Future[None] | None = None
+
+    def begin_save(self, path: Path) -> None:
+        """Copy the state to host memory, 12 bytes per parameter of this rank, and start writing the copy. In a group
+        each rank writes its shards into an existing folder."""
+        if self._pending_save is not None:  # on a rank other than 0: `end_save` is called on rank 0 only
+            wait({self._pending_save})
+        if self._rank_group.rank.count > 1:
+            self._pending_save = self._rank_group.begin_save(self._tensors_in_use(), path)
+            return
+        state = {
+            "model": self._saved_tensors(),
+            "optimizer": self._optimizer.state_dict(),
+            "random": self._rng.bit_generator.state,
+        }
+        state = copy_to_cpu(tree_map_only(torch.Tensor, self._rank_group.full_tensor, state))
+        self._pending_save = run_in_background(lambda: _write_state(state, path))
+
+    def end_save(self) -> None:
+        """Wait until the state is written, and raise the error of writing it. Does nothing if no save was started."""
+        pending_save, self._pending_save = self._pending_save, None
+        if pending_save is not None:
+            pending_save.result()
+
+    def load(self, path: Path) -> None:
+        """Restore a saved state. Raises StoreError."""
+        with resume_points.loading(path):
+            in_use = self._tensors_in_use()
+            if path.is_dir():
+                self._rank_group.load(in_use, path)
+                self._rng.bit_generator.state = json.loads(in_use["random"])
+                return
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            if differing := sorted(saved["model"].keys() ^ self._saved_tensors().keys()):
+                raise KeyError(f"{len(differing)} tensors differ from the model's, the first is {differing[0]}")
+            moments = saved["optimizer"]["state"]
+            for index, name in enumerate(in_use["model"]):
+                self._rank_group.fill(in_use["model"][name], saved["model"][name])
+                for key, value in moments.get(index, {}).items():
+                    self._rank_group.fill(in_use["optimizer"][name][key], value)
+            self._rng.bit_generator.state = saved["random"]
+
+    def _saved_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the model that a resume point has, by name."""
+        tensors: dict[str, torch.Tensor] = self._model.state_dict()
+        if self._adapter_only:
+            trained = trained_parameters(self._rank_group, self._model)
+            return {name: tensor for name, tensor in tensors.items() if name in trained}
+        return tensors
+
+    def _tensors_in_use(self) -> dict[str, Any]:
+        """The state by parameter names. Its tensors are those of the model and the optimizer, not copies."""
+        parameters = trained_parameters(self._rank_group, self._model)
+        for parameter in parameters.values():
+            if not self._optimizer.state[parameter]:  # AdamW creates its state at the first gradient
+                zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                device = parameter.device if self._optimizer.defaults["fused"] else "cpu"
+                self._optimizer.state[parameter] = {"step": torch.tensor(0.0, device=device), **zeros}
+        return {
+            "model": {name: parameter.detach() for name, parameter in parameters.items()},
+            "optimizer": {name: self._optimizer.state[parameter] for name, parameter in parameters.items()},
+            "random": json.dumps(self._rng.bit_generator.state),
+        }
+
+
+def _write_state(state: dict[str, Any], path: Path) -> None:
+    """Save a state with torch, without checksums: computing them takes three quarters of the time, and torch does not
+    check them in a file that is loaded by mmap."""
+    with serialization.config.patch("save.compute_crc32", False):
+        torch.save(state, path)
