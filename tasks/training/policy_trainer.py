@@ -130,7 +130,8 @@ class PolicyTrainer:
             torch.cuda.empty_cache()
 
     def _move(self, move: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-        """Replace all tensors that the trainer has on its device. move: returns the new tensor, from a name and the old one."""
+        """Replace all tensors that the trainer has on its device. move: returns the new tensor, from a name and the old
+        one."""
         models = {"model": self.model} | ({} if self.reference is None else {"reference": self.reference.model})
         for kind, model in models.items():
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
