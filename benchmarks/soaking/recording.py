@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.stores.weights import weight_folder
-from staleflow.tasks.engines.emulated_engine import WEIGHTS, EmulatedEngine
+from staleflow.tasks.engines.emulated_engine import WEIGHT_NAME, EmulatedEngine
 
 FOLDER = "STALEFLOW_SOAK_RECORDS"
 """Environment variable: the folder of the records."""
@@ -65,7 +65,7 @@ def dask_setup(worker: Any) -> None:
         return result
 
     def recorded_load(self: Any, version: Any, weights: Path) -> Any:
-        loaded_version = int(weight_folder.read_arrays(weights)[WEIGHTS][0])
+        loaded_version = int(weight_folder.read_arrays(weights)[WEIGHT_NAME][0])
         result = load(self, version, weights)
         write(instance=self._instance, version=version, loaded_version=loaded_version)
         return result

@@ -37,7 +37,9 @@ def draft_settings(config: RunConfig) -> DraftSettings:
     """The draft settings with which simulated and emulated instances start."""
     speculation = config.rollout.engine.speculation
     return DraftSettings(
-        length=speculation.first_length, max_running=speculation.max_running, acceptance=config.workload.acceptance_rate
+        length=speculation.initial_length,
+        max_running=speculation.max_running,
+        acceptance=config.workload.acceptance_rate,
     )
 
 
@@ -52,7 +54,7 @@ def cost_while_drafting(
 ) -> CostModel:
     """The cost model of an instance with this number of requests, with the best draft length if the coordinator sets
     it, and with the configured one otherwise."""
-    if speculation.decided:
+    if speculation.is_set_by_coordinator:
         length = cost.best_length(running, kv_tokens, speculation.num_speculative_tokens, acceptance)
     else:
         length = speculation.num_speculative_tokens if running <= speculation.max_running else 0
@@ -118,8 +120,8 @@ def make_coordinator(config: RunConfig, *, validate_every_event: bool = False) -
     """Create the coordinator of this job. validate_every_event: whether to check all invariants after every event."""
     batch, cost = config.batch, config.rollout.cost
     speculation = config.rollout.engine.speculation
-    drafts = DraftLengthPlanner(cost, speculation.num_speculative_tokens if speculation.decided else 0)
-    costs: StepCosts = drafts.costs if speculation.decided else cost
+    drafts = DraftLengthPlanner(cost, speculation.num_speculative_tokens if speculation.is_set_by_coordinator else 0)
+    costs: StepCosts = drafts.costs if speculation.is_set_by_coordinator else cost
     strategies = make_strategies(config, costs)
     ledger = StalenessLedger(
         eta=ledger_eta(config),

@@ -23,7 +23,7 @@ from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION, Synch
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.emulation.workload import WorkloadConfig
-from staleflow.tasks.engines.engine_settings import ENGINES, SAMPLING_REFUSED, EngineSettings
+from staleflow.tasks.engines.engine_settings import ENGINES, REFUSED_SAMPLING_OPTIONS, EngineSettings
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.settings.endpoint_settings import EndpointConfig
 from staleflow.tasks.settings.knobs import knob
@@ -81,7 +81,7 @@ class StalenessConfig:
 class RolloutConfig:
     """Sampling of responses on the rollout instances."""
 
-    REFUSED: ClassVar[Mapping[str, str]] = SAMPLING_REFUSED
+    REFUSED: ClassVar[Mapping[str, str]] = REFUSED_SAMPLING_OPTIONS
 
     instances: int = knob(1, "rollout instances, one Dask worker each", low=1, high=4096)
     max_instances: int = knob(

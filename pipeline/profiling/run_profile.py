@@ -73,7 +73,7 @@ def profile_run(run_dir: Path) -> Profile:
     tracker = TimeTracker(
         replace(PLACEHOLDER_COST_MODEL, verify_share=verify_share), group_size,
         on_pull=rollout.get("on_pull", "interrupt"),
-        initial_draft_length=speculation.first_length,
+        initial_draft_length=speculation.initial_length,
     )  # fmt: skip
     for entry in journal.JournalReader(run_dir / "events.jsonl"):
         tracker.observe(entry.now, entry.event, entry.commands)

@@ -143,7 +143,7 @@ class SimulatedRun:
         self._evaluations = SimulatedEvaluations(config, workload)
         self._tracker = TimeTracker(
             self._cost, self._members, on_pull=config.rollout.on_pull,
-            initial_draft_length=config.rollout.engine.speculation.first_length,
+            initial_draft_length=config.rollout.engine.speculation.initial_length,
         )  # fmt: skip
         self.trace = Trace(step_times=self._tracker.finished_steps)
 

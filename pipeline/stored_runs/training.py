@@ -469,7 +469,7 @@ def held_out_scores(
                 encoded,
                 max_new_tokens=config.rollout.max_new_tokens,
                 greedy=greedy,
-                deadline_s=EVALUATION_LIMIT_S,
+                timeout_s=EVALUATION_LIMIT_S,
             )
             responses = [(i, t) for i, t in enumerate(tokens) if t is not None]
             scored = scorer.score([(prompts.text(t), tasks[i].record) for i, t in responses])

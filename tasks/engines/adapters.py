@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): their settings in a job, and the names of their tensors. Pure.
 
-To a linear layer with weight W an adapter adds alpha / rank x B A: A is [rank, inputs], B is [outputs, rank] and begins
-as 0. With adapters W never changes. A policy version is all layers' A and B, published under the names that peft gives
-them in a file, so that whoever reads adapters reads a version's file.
+An adapter adds alpha / rank x B A to the weight W of a linear layer: A is [rank, inputs], B is [outputs, rank] and
+starts as 0. W never changes. A policy version consists of all layers' A and B, published under peft's names, so that
+any program that reads adapters can read a version's file.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from staleflow.tasks.settings.knobs import knob
 V = TypeVar("V", bound=int)
 """A policy version."""
 
-PREFIX = "base_model.model."
-"""What peft puts before a module's name in a file."""
-IN_FILE = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+PEFT_PREFIX = "base_model.model."
+"""Prefix of module names in peft's files."""
+FILE_NAME_PATTERN = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +53,12 @@ class AdapterLayer:
     @property
     def down(self) -> str:
         """Name of matrix A in a file."""
-        return f"{PREFIX}{self.module}.lora_A.weight"
+        return f"{PEFT_PREFIX}{self.module}.lora_A.weight"
 
     @property
     def up(self) -> str:
         """Name of matrix B in a file."""
-        return f"{PREFIX}{self.module}.lora_B.weight"
+        return f"{PEFT_PREFIX}{self.module}.lora_B.weight"
 
 
 def peft_settings(config: LoraConfig) -> dict[str, Any]:
@@ -78,23 +78,23 @@ def name_in_file(parameter: str) -> str:
     >>> name_in_file("model.layers.0.self_attn.q_proj.lora_A.default.weight")
     'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
     """
-    return f"{PREFIX}{parameter.replace('.default.', '.')}"
+    return f"{PEFT_PREFIX}{parameter.replace('.default.', '.')}"
 
 
 def layers(shapes: Mapping[str, tuple[int, ...]], source: object) -> list[AdapterLayer]:
     """The layers of an adapter, from the names and shapes of its tensors. Raises StoreError if they are not those of a
     complete adapter. source: for messages."""
-    by_module: dict[str, dict[str, tuple[int, ...]]] = {}
+    shapes_by_module: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
-        match = IN_FILE.fullmatch(name)
+        match = FILE_NAME_PATTERN.fullmatch(name)
         if match is None or len(shape) != 2:
-            raise StoreError(f"{source}: {name} {shape} is no part of an adapter")
-        by_module.setdefault(match["module"], {})[match["half"]] = shape
+            raise StoreError(f"{source}: {name} {shape} is not part of an adapter")
+        shapes_by_module.setdefault(match["module"], {})[match["half"]] = shape
     layers = []
-    for module, halves in by_module.items():
+    for module, halves in shapes_by_module.items():
         down, up = halves.get("A"), halves.get("B")
         if down is None or up is None or down[0] != up[1]:
-            raise StoreError(f"{source}: the adapter of {module} is not whole: A is {down}, B is {up}")
+            raise StoreError(f"{source}: the adapter of {module} is incomplete: A is {down}, B is {up}")
         layers.append(AdapterLayer(module, rank=down[0], inputs=down[1], outputs=up[0]))
     return layers
 
@@ -112,15 +112,15 @@ def check(layers: Iterable[AdapterLayer], rank: int, weights: Mapping[str, tuple
             )
 
 
-def unused(served: Iterable[V], newest: V, count: int, running: Iterable[V]) -> list[V]:
+def unused_versions(served: Iterable[V], newest: V, count: int, running_versions: Iterable[V]) -> list[V]:
     """Served versions that can be dropped: those that are not among the latest `count` up to `newest` and that no
     request runs under.
 
-    >>> unused([3, 4, 5, 6], newest=6, count=2, running=[3])
+    >>> unused_versions([3, 4, 5, 6], newest=6, count=2, running_versions=[3])
     [4]
     """
-    busy = set(running)
-    return [version for version in served if version <= newest - count and version not in busy]
+    versions_in_use = set(running_versions)
+    return [version for version in served if version <= newest - count and version not in versions_in_use]
 
 
 def version_for(served: Iterable[V], min_version: V | None) -> V:

@@ -29,21 +29,22 @@ class Request:
     num_prior: int = 0
     """Number of `tokens` that were sampled before, on this or another instance."""
     prompt: tuple[int, ...] | None = None
-    """Its trajectory's prompt, where `tokens` may not be all of it and then what was sampled: in a branch."""
+    """Prompt of its trajectory, if `tokens` is not the prompt followed by sampled tokens, as in a context branch."""
     num_turn_tokens: int = 0
-    """Number of the last `tokens` that belong to the present turn; stop strings are looked for in its text."""
+    """Number of the last `tokens` that belong to the current turn, in whose text stop strings are searched."""
     stop: StopCriteria = NO_STOP
-    """What ends the turn, beside the ends of a response: the token that completes it is sampled, and the last one."""
+    """Stop strings and tokens that end the turn, besides those that end a response. The token that completes one is the
+    last sampled token."""
     greedy: bool = False
     temperature: float | None = None
-    """What it is sampled at, if not at the engine's own temperature."""
+    """Sampling temperature; None for the engine's own."""
     keep_kv: bool = False
-    """Whether its trajectory may come back for another turn, with all of these tokens, what is sampled now, and more.
-    If so, an engine that can keeps what it has computed when the request ends."""
+    """Whether its trajectory may continue with another turn after these and the sampled tokens. If so, an engine may
+    keep the KV cache when the request ends."""
     version: PolicyVersion | None = None
-    """Of versions served side by side, it is sampled under the oldest that is not older than this one, from the first
-    token to the last; None: under the newest. Its trajectory's v_traj, so that a turn or a continuation is sampled as
-    the tokens before it were, wherever that version is served."""
+    """Minimum policy version. If several versions are served, all tokens are sampled under the oldest of them that is
+    not older than this one; None: under the newest. It is the trajectory's v_traj, so that a turn or a continuation is
+    sampled under the same version as earlier tokens, if that is served."""
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
@@ -62,9 +63,9 @@ class SampledTokens:
     segments: tuple[Segment, ...]
     finish: FinishReason
     drafted_tokens: int = 0
-    """Drafted tokens that were verified for it."""
+    """Number of draft tokens that were verified for it."""
     accepted_tokens: int = 0
-    """Those that were sampled too."""
+    """Number of draft tokens that were accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,14 +88,6 @@ class FailedRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
     """The current load of an engine.
-
-    Args:
-        version: Newest version that is served.
-        progress: (trajectory, number of tokens sampled in total).
-        waiting: Number of running requests outside the current batch.
-        preemptions: Number of preemptions since start, for lack of KV memory.
-        delivered: (trajectory, tokens) that the trajectory server got since the last report. Set by the instance, not
-            by its engine.
 
     Args:
         version: Newest version that is served.
@@ -143,13 +136,13 @@ class LoadResult:
     fingerprint: str
     """Fingerprint of the published weights as this process has read them."""
     weights: WeightReport
-    """What the engine computes with from now on, compared with them part by part, on every worker."""
+    """Comparison of the engine's weights with the published ones, part by part, on every worker."""
     elapsed_s: float
     """Seconds of the whole load."""
     stalled_s: float
     """Seconds that decoding paused."""
     probe_logprobs: tuple[float, ...] = ()
-    """See Engine.logprobs."""
+    """Logprobs of the probe's tokens; see Engine.logprobs."""
 
 
 class Engine(Protocol):
@@ -185,9 +178,9 @@ class Engine(Protocol):
         """Load new weights, and compare the weights in the engine with the published ones. Running requests continue
         under the new weights, after their tokens are prefilled again. Cached contexts of earlier turns are dropped.
 
-        Where versions are adapters, served side by side, nothing that runs or is kept is affected: what is submitted
-        from now on may be sampled under this version, too. One that is not among the latest is dropped as soon as
-        nothing runs under it.
+        If versions are adapters, several are served: running requests and cached contexts are not affected, and later
+        requests may be sampled under this version. A version that is not among the latest is dropped once no request
+        runs under it.
 
         An engine that sleeps is awake afterwards.
 

@@ -49,7 +49,7 @@ from staleflow.tasks.settings.choice_names import REWARD_TOKEN
 EOS = 1
 FIRST_WORD, NUM_WORDS = 4, 90
 """First id, and number of ids, of tokens that are neither EOS nor a reward."""
-WEIGHTS = "emulated"
+WEIGHT_NAME = "emulated"
 """Name of the only tensor in published weights; it holds the version as a number."""
 
 NO_DRAFTS = DraftedTokens()
@@ -64,7 +64,7 @@ def build(settings: EmulatedSettings, instance: InstanceId, threads: int) -> Eng
 def weights(version: int) -> dict[str, weight_hash.Array]:
     """The weights that an emulated trainer publishes as `version`. Does not import torch, which takes a process
     seconds."""
-    return {WEIGHTS: np.asarray([version], np.float32)}
+    return {WEIGHT_NAME: np.asarray([version], np.float32)}
 
 
 def emulated_ids(key: int, start: int, count: int) -> IntArray:
@@ -191,7 +191,7 @@ class EmulatedEngine:
         self._weights = loaded
         settings = self._settings
         if settings.adapters:
-            self._serve(version)
+            self._load_adapter(version)
             return self._load_result(version, loaded, started_s, stalled_s=0.0)
         with self._condition:
             done_s = self._batch.load(self._begin_call(), settings.pull_s, keep=settings.keep)
@@ -276,7 +276,7 @@ class EmulatedEngine:
             self._condition.notify_all()
         self._thread.join(timeout=5)
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------------
 
     def _new_batch(self) -> SimulatedBatch:
         settings = self._settings
@@ -287,16 +287,16 @@ class EmulatedEngine:
             drafting=settings.drafting,
         )
 
-    def _serve(self, version: PolicyVersion) -> None:
-        """Load a version and serve it beside the others. Decoding goes on meanwhile."""
+    def _load_adapter(self, version: PolicyVersion) -> None:
+        """Load a version as an adapter and serve it beside the others. Decoding continues meanwhile."""
         time.sleep(self._settings.pull_s / self._settings.time_scale)
         with self._condition:
             self._check()
             self._version = version
             served = sorted({*self._served_versions, version})
             running = [version for request in self._running.values() for version, _ in request.version_starts[-1:]]
-            evicted = adapters.unused(served, version, self._settings.adapters, running)
-            self._served_versions = [candidate for candidate in served if candidate not in evicted]
+            dropped = adapters.unused_versions(served, version, self._settings.adapters, running)
+            self._served_versions = [candidate for candidate in served if candidate not in dropped]
 
     def _run(self) -> None:
         try:
@@ -350,13 +350,13 @@ class EmulatedEngine:
         self._batch.forget(trajectory)
 
     def _load_result(
-        self, version: PolicyVersion, published: dict[str, weight_hash.Array], begin_s: float, stalled_s: float
+        self, version: PolicyVersion, published: dict[str, weight_hash.Array], started_s: float, stalled_s: float
     ) -> LoadResult:
         return LoadResult(
             version=version,
             fingerprint=weight_hash.fingerprint(published),
             weights=compare_by_name(self._weights, published),
-            elapsed_s=self._clock.now() - begin_s,
+            elapsed_s=self._clock.now() - started_s,
             stalled_s=stalled_s,
         )
 
@@ -370,11 +370,11 @@ class EmulatedEngine:
         length = request.num_prior + remaining_tokens(turns, request.num_prior)
         if planned <= request.num_prior:  # already longer than planned: it continues for as long again
             length = planned + request.num_prior
-        allowed = request.num_prior + request.max_new_tokens
+        max_length = request.num_prior + request.max_new_tokens
         return _RunningRequest(
             request=request,
-            length=max(request.num_prior + 1, min(length, allowed)),
-            ends_with_eos=length <= allowed,
+            length=max(request.num_prior + 1, min(length, max_length)),
+            ends_with_eos=length <= max_length,
             key=int(key),
             reward=workload.reward(group, member),
         )

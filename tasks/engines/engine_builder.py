@@ -14,8 +14,8 @@ MODULES: dict[type[Any], str] = {
     VllmSettings: "staleflow.tasks.engines.vllm",
     EmulatedSettings: "staleflow.tasks.engines.emulated_engine",
 }
-"""Where the engine of each settings class is: a module with `build(settings, instance, threads)`, loaded when it is
-built."""
+"""Module of the engine of each settings class. It has a function `build(settings, instance, threads)`, and is imported
+when the engine is built."""
 
 
 def build_engine(settings: Any, instance: InstanceId, threads: int) -> Engine:
@@ -23,9 +23,9 @@ def build_engine(settings: Any, instance: InstanceId, threads: int) -> Engine:
     `build(instance, threads)`.
 
     Args:
-        settings: of one of the classes in MODULES, or from elsewhere.
-        instance: the rollout instance that it samples for.
-        threads: number it may compute with.
+        settings: of one of the classes in MODULES, or of another package.
+        instance: the rollout instance for which the engine samples.
+        threads: number of CPU threads of the engine.
     """
     if (module := MODULES.get(type(settings))) is not None:
         engine: Engine = importlib.import_module(module).build(settings, instance, threads)

@@ -1,10 +1,10 @@
-"""Engines of this process, which outlive their actors and are taken over by later ones.
+"""Engines of this process, which survive their actors and are taken over by later ones.
 
-A driver that is lost takes its actors with it, as Dask drops what no client wants. The engine of a rollout instance,
-with its model in memory, stays: the instance that the driver's successor places in this process takes it over.
+When a driver is lost, Dask releases its actors. The engine of a rollout instance, with its model in memory, stays: a
+new instance that the next driver places in this process takes it over.
 
-Invariants: an engine is taken over only by the same run, with the same settings but for the seed, once nobody can
-use it any more, since the actor that had it does not exist. One that the same run cannot take over is closed.
+Invariants: an engine is taken over only by the same run, with the same settings except for the seed, and only when the
+actor that used it no longer exists. Other engines without an actor are closed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from staleflow.tasks.engines.engine_settings import EngineSettings
 logger = logging.getLogger(__name__)
 
 ACTOR_EXIT_S = 10.0
-"""Seconds that an actor of the driver before may still exist: its last call has to end, which nobody waits for."""
-SETTLE_S = 1.5
-"""The same before the scheduler decides whether it keeps a worker."""
+"""Maximum number of seconds that an actor of the previous driver may still exist, until its last call ends."""
+DRIVER_EXIT_S = 1.5
+"""The same limit when the scheduler asks whether to keep a worker."""
 POLL_S = 0.2
 """Seconds between two checks whether an actor still exists."""
 
@@ -40,10 +40,10 @@ POLL_S = 0.2
 class _RegisteredEngine:
     """An engine and the actor that uses it."""
 
-    run: str
+    run_folder: str
     settings: bytes
     engine: Engine
-    user: weakref.ref[object]
+    actor: weakref.ref[object]
 
 
 _registered: list[_RegisteredEngine] = []
@@ -51,10 +51,11 @@ _lock = threading.Lock()
 """Guards _registered; locked while an engine is taken over or closed."""
 
 
-def register(run: str, settings: EngineSettings, engine: Engine, user: object) -> None:
-    """Register an engine so that it stays in this process when `user`, its actor, is gone. run: the run's folder."""
+def register(run_folder: str, settings: EngineSettings, engine: Engine, actor: object) -> None:
+    """Register an engine so that it stays in this process when `actor`, its actor, is gone. run_folder: the run's
+    folder."""
     with _lock:
-        _registered.append(_RegisteredEngine(run, _digest(settings), engine, weakref.ref(user)))
+        _registered.append(_RegisteredEngine(run_folder, _digest(settings), engine, weakref.ref(actor)))
 
 
 def unregister(engine: Engine) -> None:
@@ -66,38 +67,38 @@ def unregister(engine: Engine) -> None:
 async def require_orphan() -> None:
     """Raise LookupError unless this process has an engine whose actor is gone, or is about to go when its last call
     ends. The scheduler calls this and reads nothing but the error."""
-    until = time.monotonic() + SETTLE_S
-    while any(entry.user() is not None for entry in _registered) and time.monotonic() < until:
+    deadline = time.monotonic() + DRIVER_EXIT_S
+    while any(entry.actor() is not None for entry in _registered) and time.monotonic() < deadline:
         gc.collect()
         await asyncio.sleep(POLL_S)
-    if not _registered or any(entry.user() is not None for entry in _registered):
-        raise LookupError("no engine is held here that nobody uses")
+    if not _registered or any(entry.actor() is not None for entry in _registered):
+        raise LookupError("this process has no engine without an actor")
 
 
 def close_orphans() -> None:
     """Close the engines whose actors are gone, because another role needs their memory."""
     with _lock:
-        for orphan in [orphan for orphan in _registered if orphan.user() is None]:
+        for orphan in [orphan for orphan in _registered if orphan.actor() is None]:
             _registered.remove(orphan)
             orphan.engine.close()
 
 
-def take_over(run: str, settings: EngineSettings, instance: InstanceId) -> Engine | None:
+def take_over(run_folder: str, settings: EngineSettings, instance: InstanceId) -> Engine | None:
     """Return the engine of a lost actor of this run, reset for `instance`; None if there is none. Waits for an actor
-    that is about to go. Closes all other engines without an actor. run: empty to take over none."""
-    until = time.monotonic() + ACTOR_EXIT_S
-    while _in_use(run) and time.monotonic() < until:
-        gc.collect()  # what a failed call has raised may refer to the actor in circles
+    that is about to go. Closes all other engines without an actor. run_folder: empty to take over none."""
+    deadline = time.monotonic() + ACTOR_EXIT_S
+    while _in_use(run_folder) and time.monotonic() < deadline:
+        gc.collect()  # the traceback of a failed call may keep the actor alive by a reference cycle
         time.sleep(POLL_S)
     engine: Engine | None = None
     with _lock:
-        for orphan in [orphan for orphan in _registered if orphan.user() is None]:
+        for orphan in [orphan for orphan in _registered if orphan.actor() is None]:
             _registered.remove(orphan)
-            if engine is None and (orphan.run, orphan.settings) == (run, _digest(settings)):
+            if engine is None and (orphan.run_folder, orphan.settings) == (run_folder, _digest(settings)):
                 try:
                     orphan.engine.reset(instance)
                 except ActorLost as lost:
-                    logger.warning("an engine that was held has died: %s", lost)
+                    logger.warning("an engine without an actor has failed: %s", lost)
                 else:
                     engine = orphan.engine
                     continue
@@ -105,11 +106,11 @@ def take_over(run: str, settings: EngineSettings, instance: InstanceId) -> Engin
     return engine
 
 
-def _in_use(run: str) -> bool:
-    return any(entry.run == run and entry.user() is not None for entry in _registered)
+def _in_use(run_folder: str) -> bool:
+    return any(entry.run_folder == run_folder and entry.actor() is not None for entry in _registered)
 
 
 def _digest(settings: Any) -> bytes:
-    """Of all settings but the seed, which an engine that goes on does not need."""
+    """Hash all settings except the seed, which an engine that continues does not need."""
     fields = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.name != "seed"}
     return hashlib.sha256(pickle.dumps((type(settings), fields))).digest()

@@ -19,7 +19,7 @@ from staleflow.tasks.engines.adapters import LoraConfig
 from staleflow.tasks.settings.knobs import knob, parameter
 from staleflow.tasks.settings.registry import Registry, RegistryEntry
 
-SAMPLING_REFUSED = dict.fromkeys(
+REFUSED_SAMPLING_OPTIONS = dict.fromkeys(
     (
         "top_p",
         "top_k",
@@ -34,11 +34,12 @@ SAMPLING_REFUSED = dict.fromkeys(
     "it would sample from another distribution than the model's, which the trainer computes, so importance ratios "
     "would be wrong; rollout.temperature is applied by both",
 )
-"""Sampling options of other systems, and why a job may not set them."""
-MIN_PAGES, SMALL_PAGE = 8, 32
-"""Pages that a cache has, unless fewer responses may run at once, or pages have no more than so many tokens."""
-UNLIMITED = 2**31
-"""A number of requests that no instance reaches."""
+"""Sampling options that a job may not set, and the reason."""
+MIN_NUM_PAGES, SMALL_PAGE_TOKENS = 8, 32
+"""Minimum number of pages of a cache, unless fewer responses may run concurrently; not checked for pages of at most
+SMALL_PAGE_TOKENS tokens."""
+UNLIMITED_REQUESTS = 2**31
+"""Number of running requests that stands for no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,19 +61,19 @@ class Speculation:
     )
 
     @property
-    def decided(self) -> bool:
+    def is_set_by_coordinator(self) -> bool:
         """Whether the coordinator sets the draft length of each instance."""
         return self.num_speculative_tokens > 0 and self.disable_above == 0
 
     @property
-    def first_length(self) -> int:
+    def initial_length(self) -> int:
         """Maximum draft length until the coordinator sets one, in tokens."""
-        return 0 if self.decided else self.num_speculative_tokens
+        return 0 if self.is_set_by_coordinator else self.num_speculative_tokens
 
     @property
     def max_running(self) -> int:
         """Number of running requests above which an instance does not draft, whatever the draft length."""
-        return self.disable_above or UNLIMITED
+        return self.disable_above or UNLIMITED_REQUESTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,18 +158,18 @@ class ModelSettings(EngineSettings):
 @ENGINES.register("transformers")
 @dataclass(frozen=True, kw_only=True)
 class TransformersSettings(ModelSettings):
-    """Settings of the transformers engine, which has no others than the common ones."""
+    """Settings of the transformers engine, which has only the common ones."""
 
     drafts: ClassVar[tuple[str, ...]] = ("responses",)
 
     def check(self) -> None:
         super().check()
-        at_once, pages = min(MIN_PAGES, self.max_running), self.kv_tokens // self.page_tokens
-        if pages < at_once and self.page_tokens > SMALL_PAGE:
+        min_pages, num_pages = min(MIN_NUM_PAGES, self.max_running), self.kv_tokens // self.page_tokens
+        if num_pages < min_pages and self.page_tokens > SMALL_PAGE_TOKENS:
             raise ConfigError(
                 f"rollout.engine.page_tokens = {self.page_tokens}: rollout.engine.kv_tokens = {self.kv_tokens} has "
-                f"{pages} such pages, and each running response holds one at least; use "
-                f"{max(SMALL_PAGE, self.kv_tokens // at_once)} or less"
+                f"{num_pages} such pages, and each running response holds one at least; use "
+                f"{max(SMALL_PAGE_TOKENS, self.kv_tokens // min_pages)} or less"
             )
 
 
@@ -211,9 +212,9 @@ class VllmSettings(ModelSettings):
             ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"),
             "it follows from training.lora and staleness.eta",
         ),
-        **SAMPLING_REFUSED,
+        **REFUSED_SAMPLING_OPTIONS,
     }
-    """Keys of `options` that a job may not set, and why."""
+    """Keys of `options` that a job may not set, and the reason."""
 
     def check(self) -> None:
         super().check()
@@ -227,8 +228,8 @@ class VllmSettings(ModelSettings):
                 "processes of its own otherwise; use 'suffix'"
             )
         for option in self.options:
-            if why := self.REFUSED_OPTIONS.get(option):
-                raise ConfigError(f"rollout.engine.options.{option}: {why}; remove it")
+            if reason := self.REFUSED_OPTIONS.get(option):
+                raise ConfigError(f"rollout.engine.options.{option}: {reason}; remove it")
 
 
 @ENGINES.register("emulated")

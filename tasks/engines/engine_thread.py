@@ -1,9 +1,9 @@
 """Base of engines that compute: one thread runs the model, and other threads send it requests and calls.
 
-Invariants: only the engine's thread touches the model and its scheduler, and it carries out calls between two steps. So
-each token belongs to one version, a request that is stopped has all tokens that were sampled, and weights change under
-running requests without losing any. The lock guards requests and what has ended; the thread holds it only while it
-gives tokens to requests, so whoever asks for the load or for what has ended is answered also while weights are loaded.
+Invariants: only the engine's thread uses the model and its scheduler, and it runs calls between two steps. So each
+token belongs to one version, a stopped request has all tokens that were sampled, and weights change under running
+requests without losing any. The lock guards requests and events. The thread holds it only while it adds tokens to
+requests, so `load_statistics` and `events` return also while weights are loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from staleflow.tasks.engines.running_requests import RunningRequest, RunningRequ
 from staleflow.tasks.engines.stop_strings import StopChecks
 
 CLOSE_S = 10.0
-"""Seconds that closing waits for the step under way."""
+"""Maximum number of seconds that `close` waits for the current step."""
 
 T = TypeVar("T")
 
@@ -39,12 +39,12 @@ class EngineThread(ABC):
         self._stop_checks = StopChecks(model)
         self._drafter: Drafter | None = None
         self._condition = threading.Condition()
-        """The lock. It is notified of calls, of what has ended, and of the thread's end."""
+        """The lock. It is notified of calls, events and the thread's end."""
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._ended: list[SampledTokens | FailedRequest] = []
         self._error: BaseException | None = None
-        self._asleep = False
-        self._closing = False
+        self._is_asleep = False
+        self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -57,7 +57,7 @@ class EngineThread(ABC):
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
         stopped = self._call(lambda: self._stop(trajectories)).result()
-        return [running.sampled(FinishReason.UNFINISHED) for running in stopped]
+        return [running.sampled_tokens(FinishReason.UNFINISHED) for running in stopped]
 
     def peek(self) -> list[SampledTokens]:
         with self._condition:
@@ -87,51 +87,51 @@ class EngineThread(ABC):
 
     def add_draft_responses(self, responses: Sequence[PromptResponses]) -> None:
         if self._drafter is not None:
-            for of_prompt in responses:
-                for trajectory, tokens in of_prompt.responses:
-                    self._drafter.add_response(of_prompt.prompt, trajectory, tokens)
+            for prompt_responses in responses:
+                for trajectory, tokens in prompt_responses.responses:
+                    self._drafter.add_response(prompt_responses.prompt, trajectory, tokens)
 
     def reset(self, instance: InstanceId) -> None:
         self._call(lambda: self._reset(instance)).result()
 
     def close(self) -> None:
         with self._condition:
-            self._closing = True
+            self._is_closing = True
             self._condition.notify_all()
         self._thread.join(CLOSE_S)
 
-    # -- what differs; all but _load_statistics run in the engine's thread ---------------------------------------
+    # -- implemented by subclasses; all except _load_statistics run in the engine's thread -----------------------
 
     @abstractmethod
     def _step(self) -> None:
-        """Compute what is new of running requests, and record what is sampled."""
+        """Compute the new tokens of running requests, and record sampled tokens."""
 
     @abstractmethod
     def _admit(self, running: RunningRequest) -> None:
-        """Begin to compute a request. Raises whatever is wrong with it; it has failed then."""
+        """Start computing a request. An error means that the request has failed."""
 
     @abstractmethod
     def _remove(self, stopped: Sequence[RunningRequest]) -> None:
-        """Compute no more of requests; for whoever holds the lock."""
+        """Stop computing requests. The caller holds the lock."""
 
     @abstractmethod
     def _forget_all(self) -> None:
-        """Forget all that is cached, and all counts; no request is left."""
+        """Drop all caches and counts. No request is running."""
 
     @abstractmethod
     def _free_device(self) -> None:
-        """Drop weights and caches; no request is left."""
+        """Drop weights and caches. No request is running."""
 
     @abstractmethod
     def _load_statistics(self) -> EngineLoad:
-        """Return the present load; for whoever holds the lock."""
+        """Return the current load. The caller holds the lock."""
 
     def _is_busy(self) -> bool:
         """Whether there is something to compute."""
         return len(self._requests) > 0
 
-    def _unanswered(self) -> Iterable[Future[Any]]:
-        """What waits for an answer besides calls."""
+    def _pending_futures(self) -> Iterable[Future[Any]]:
+        """Futures that callers wait for, besides those of calls."""
         return ()
 
     def _shut_down(self) -> None:  # noqa: B027  not every engine has something to free
@@ -144,46 +144,46 @@ class EngineThread(ABC):
         try:
             while self._run_calls():
                 self._step()
-        except BaseException as raised:  # noqa: BLE001  whatever it is, this instance is lost, and says why
+        except BaseException as raised:  # noqa: BLE001  the instance is lost; later calls raise this error
             error = raised
         with self._condition:
             self._error = error
-            for answer in (*(answer for _, answer in self._calls), *self._unanswered()):
-                answer.set_exception(self._lost())
+            for future in (*(answer for _, answer in self._calls), *self._pending_futures()):
+                future.set_exception(self._lost_error())
             self._condition.notify_all()
         self._shut_down()
 
     def _run_calls(self) -> bool:
-        """Carry out calls until there is something to compute; False once the engine is to close."""
+        """Run calls until there is something to compute. Returns False when the engine is closing."""
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._calls or self._is_busy() or self._closing)
-                if self._closing:
+                self._condition.wait_for(lambda: self._calls or self._is_busy() or self._is_closing)
+                if self._is_closing:
                     return False
                 if not self._calls:
                     return True
-                call, answer = self._calls.popleft()
+                call, future = self._calls.popleft()
             try:
-                answer.set_result(call())
+                future.set_result(call())
             except ActorLost as error:
-                answer.set_exception(error)
+                future.set_exception(error)
                 raise
             except Exception as error:  # noqa: BLE001  the caller's to handle
-                answer.set_exception(error)
+                future.set_exception(error)
 
     def _submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            older = self._requests.of(request.trajectory)
-            if older is not None:
-                if older.request.route_number == request.route_number:
+            previous = self._requests.get_by_trajectory(request.trajectory)
+            if previous is not None:
+                if previous.request.route_number == request.route_number:
                     continue  # a repeated request
                 self._stop([request.trajectory])
-            running = RunningRequest(request, stop=self._stop_checks.make_check(request))
-            if running.stopped:  # its instance was lost before it could tell that the turn had ended
-                self._end(running.sampled(FinishReason.STOP))
+            running = RunningRequest(request, stop_check=self._stop_checks.make_check(request))
+            if running.has_stopped:  # its instance was lost before it could report the end of the turn
+                self._end(running.sampled_tokens(FinishReason.STOP))
                 continue
             with self._condition:
-                key = self._requests.enter(running)
+                key = self._requests.add(running)
             if self._drafter is not None:
                 self._drafter.begin(key, request.trajectory, request.prompt_tokens, request.tokens)
             try:
@@ -195,7 +195,11 @@ class EngineThread(ABC):
 
     def _stop(self, trajectories: Iterable[TrajectoryId]) -> list[RunningRequest]:
         """Stop requests and return them; unknown ones are ignored."""
-        stopped = [running for trajectory in trajectories if (running := self._requests.of(trajectory)) is not None]
+        stopped = [
+            running
+            for trajectory in trajectories
+            if (running := self._requests.get_by_trajectory(trajectory)) is not None
+        ]
         with self._condition:
             self._remove(stopped)
             for running in stopped:
@@ -210,9 +214,9 @@ class EngineThread(ABC):
     def _fall_asleep(self) -> None:
         if len(self._requests):
             raise ProtocolViolation(f"{self._instance} is put to sleep while it runs {len(self._requests)} requests")
-        if not self._asleep:
+        if not self._is_asleep:
             self._free_device()
-            self._asleep = True
+            self._is_asleep = True
 
     def _reset(self, instance: InstanceId) -> None:
         self._stop([running.request.trajectory for running in self._requests])
@@ -221,34 +225,34 @@ class EngineThread(ABC):
             self._requests.reset(instance)
             self._forget_all()
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------------
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
-        """Have the thread call a function between two steps; calls are carried out in order."""
-        answer: Future[T] = Future()
+        """Call a function in the engine's thread, between two steps. Calls are run in order."""
+        future: Future[T] = Future()
         with self._condition:
             self._check()
-            self._calls.append((function, answer))
+            self._calls.append((function, future))
             self._condition.notify_all()
-        return answer
+        return future
 
     def _check(self) -> None:
         if self._error is not None:
-            raise self._lost()
+            raise self._lost_error()
 
-    def _lost(self) -> ActorLost:
+    def _lost_error(self) -> ActorLost:
         return ActorLost(f"{self._instance}: decoding has ended: {type(self._error).__name__}: {self._error}")
 
     def _leave(self, running: RunningRequest) -> None:
-        """Remove a request that is computed no more; for whoever holds the lock."""
-        self._requests.leave(running)
+        """Remove a request that has ended. The caller holds the lock."""
+        self._requests.remove(running)
         if self._drafter is not None:
             self._drafter.end(running.key)
 
-    def _end(self, ended: SampledTokens | FailedRequest) -> None:
+    def _end(self, event: SampledTokens | FailedRequest) -> None:
         """Return a request that has ended, by `events`."""
         with self._condition:
-            self._ended.append(ended)
+            self._ended.append(event)
             self._condition.notify_all()
 
     def _fail(self, running: RunningRequest, error: str) -> None:

@@ -10,7 +10,7 @@ from staleflow.tasks.engines.base import Engine, Request, SampledTokens
 
 
 def generate_responses(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], *, max_new_tokens: int, greedy: bool, deadline_s: float
+    engine: Engine, prompts: Sequence[tuple[int, ...]], *, max_new_tokens: int, greedy: bool, timeout_s: float
 ) -> list[tuple[int, ...] | None]:
     """Return the token ids of the responses, in the order of the prompts; None where the engine failed. Raises
     TimeoutError."""
@@ -19,13 +19,13 @@ def generate_responses(
         for i, p in enumerate(prompts)
     ]
     engine.submit(requests)
-    done: dict[int, tuple[int, ...] | None] = {}
-    deadline = time.monotonic() + deadline_s
-    while len(done) < len(requests):
+    responses: dict[int, tuple[int, ...] | None] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(responses) < len(requests):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"evaluation: {len(done)} of {len(requests)} responses after {deadline_s:g} s")
+            raise TimeoutError(f"evaluation: {len(responses)} of {len(requests)} responses after {timeout_s:g} s")
         for event in engine.events(0.5):
             segments = event.segments if isinstance(event, SampledTokens) else None
             tokens = None if segments is None else tuple(int(t) for segment in segments for t in segment.tokens)
-            done[-1 - event.trajectory] = tokens
-    return [done[i] for i in range(len(requests))]
+            responses[-1 - event.trajectory] = tokens
+    return [responses[i] for i in range(len(requests))]

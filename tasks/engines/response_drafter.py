@@ -23,38 +23,38 @@ from typing import NamedTuple
 
 from staleflow.stores.trajectory import TrajectoryId
 
-MIN_MATCH = 2
-"""Tokens of a suffix that a match shares at least; matches are looked up by them."""
-MAX_MATCH = 16
-"""Tokens up to which a longer match counts as better."""
+MIN_MATCH_LENGTH = 2
+"""Minimum length of a match, in tokens; matches are looked up by their last two tokens."""
+MAX_MATCH_LENGTH = 16
+"""Length at which the comparison of a match ends, in tokens."""
 MAX_MATCHES = 16
-"""Matches that vote on a token at most, the latest ones."""
+"""Maximum number of matches that vote on a token; the latest ones are used."""
 MIN_LIKELIHOOD = 0.3
-"""Least probability that a drafted token and all before it are sampled. Assumes that verifying one more token costs
+"""Minimum probability that a draft token and all before it are accepted. Assumes that verifying one more token costs
 less than this fraction of a step; above max_running requests, drafting is off."""
 PRIORS = (0.2, 0.45, 0.5, 0.7, 0.85)
 """Prior probability that a drafted token is sampled, by the agreement of its matches (`_agreement`)."""
 PRIOR_WEIGHT = 8
-"""Observations that weigh as much as the prior."""
-DECAY_AT = 1000
-"""Counts are halved at this number, so that old observations decay: responses change as the policy learns."""
+"""Weight of the prior, as a number of observations."""
+DECAY_COUNT = 1000
+"""Count at which counts are halved, so that old observations decay: responses change as the policy learns."""
 MAX_INDEXED_TOKENS = 500_000
-"""Tokens indexed for all prompts together: 12 to 150 bytes per token, more for novel text."""
-NO_PLACE = -1
-_LOW = (1 << 32) - 1
+"""Maximum number of indexed tokens of all prompts, at 12 to 150 bytes per token, more for novel text."""
+NO_POSITION = -1
+_POSITION_MASK = (1 << 32) - 1
 
-Kind = tuple[int, int]
+PredictionKind = tuple[int, int]
 """Class of a drafted token: the match's length, as a bit length, and the agreement of the votes."""
 
 
 @dataclass(slots=True)
-class Text:
+class IndexedText:
     """The tokens of a prompt or a response."""
 
     number: int
     tokens: array[int] = field(default_factory=lambda: array("i"))
     previous_match: array[int] = field(default_factory=lambda: array("q"))
-    """previous_match[i]: the previous place with the same last two tokens as token i."""
+    """previous_match[i]: the previous encoded position after the same two tokens as those up to token i."""
 
 
 class PromptIndex:
@@ -65,10 +65,10 @@ class PromptIndex:
         self.num_tokens = 0
         self.num_running = 0
         """Running requests whose texts are in the index."""
-        self._texts: list[Text] = []
-        self._latest: dict[int, int] = {}
-        """The latest place after two tokens, by these: first << 32 | second."""
-        self._responses: dict[TrajectoryId, Text] = {}
+        self._texts: list[IndexedText] = []
+        self._latest_position: dict[int, int] = {}
+        """The latest encoded position after two tokens, by the tokens: first << 32 | second."""
+        self._responses: dict[TrajectoryId, IndexedText] = {}
         self.extend(self._new(), prompt)
 
     @property
@@ -76,7 +76,7 @@ class PromptIndex:
         """Whether the index holds responses that have ended."""
         return len(self._texts) > 1 + self.num_running
 
-    def response(self, trajectory: TrajectoryId, tokens: Sequence[int]) -> Text:
+    def response(self, trajectory: TrajectoryId, tokens: Sequence[int]) -> IndexedText:
         """Return the text of a trajectory's response, updated to these tokens. If they continue its earlier text, that
         is extended."""
         text = self._responses.get(trajectory)
@@ -92,31 +92,33 @@ class PromptIndex:
         if text is None or len(text.tokens) < len(tokens):
             self.response(trajectory, tokens)
 
-    def extend(self, text: Text, tokens: Sequence[int]) -> None:
+    def extend(self, text: IndexedText, tokens: Sequence[int]) -> None:
         """Append tokens to a text and index them."""
         self.num_tokens += len(tokens)
         for token in tokens:
-            position = NO_PLACE
+            previous = NO_POSITION
             if text.tokens:
-                pair = text.tokens[-1] << 32 | token
-                position = self._latest.get(pair, NO_PLACE)
-                self._latest[pair] = text.number << 32 | len(text.tokens) + 1
+                token_pair = text.tokens[-1] << 32 | token
+                previous = self._latest_position.get(token_pair, NO_POSITION)
+                self._latest_position[token_pair] = text.number << 32 | len(text.tokens) + 1
             text.tokens.append(token)
-            text.previous_match.append(position)
+            text.previous_match.append(previous)
 
-    def matches(self, text: Text) -> tuple[int, list[tuple[Text, int]]]:
+    def matches(self, text: IndexedText) -> tuple[int, list[tuple[IndexedText, int]]]:
         """Return the length of the longest match of a text's suffix, and all matches of that length as (text,
         position). Only matches that are followed by a token count."""
         max_length = 0
-        matches: list[tuple[Text, int]] = []
-        match_position = (
-            self._latest[text.tokens[-2] << 32 | text.tokens[-1]] if len(text.tokens) >= MIN_MATCH else NO_PLACE
+        matches: list[tuple[IndexedText, int]] = []
+        encoded_position = (
+            self._latest_position[text.tokens[-2] << 32 | text.tokens[-1]]
+            if len(text.tokens) >= MIN_MATCH_LENGTH
+            else NO_POSITION
         )
         for _ in range(2 * MAX_MATCHES):
-            if match_position == NO_PLACE:
+            if encoded_position == NO_POSITION:
                 break
-            other, position = self._texts[match_position >> 32], match_position & _LOW
-            match_position = other.previous_match[position - 1]
+            other, position = self._texts[encoded_position >> 32], encoded_position & _POSITION_MASK
+            encoded_position = other.previous_match[position - 1]
             if position == len(other.tokens):
                 continue
             length = _common_suffix_length(text.tokens, other.tokens, position)
@@ -126,44 +128,44 @@ class PromptIndex:
                 matches.append((other, position))
         return max_length, matches
 
-    def _new(self) -> Text:
-        self._texts.append(Text(len(self._texts)))
+    def _new(self) -> IndexedText:
+        self._texts.append(IndexedText(len(self._texts)))
         return self._texts[-1]
 
 
 def _common_suffix_length(tokens: array[int], text: array[int], position: int) -> int:
-    """Length of the common suffix of `tokens` and others[:position], at most MAX_MATCH."""
-    limit = min(MAX_MATCH, len(tokens), position)
+    """Length of the common suffix of `tokens` and text[:position], at most MAX_MATCH_LENGTH."""
+    limit = min(MAX_MATCH_LENGTH, len(tokens), position)
     for length in range(limit):
         if tokens[-1 - length] != text[position - 1 - length]:
             return length
     return limit
 
 
-def _agreement(votes: int, places: int) -> int:
-    """Agreement class of `votes` out of `places`: an index of PRIORS."""
-    if votes < places:
-        return 2 if 2 * votes >= places else 0
-    return 1 if places == 1 else 3 if places < 4 else 4
+def _agreement(num_votes: int, num_matches: int) -> int:
+    """Agreement class of `num_votes` out of `num_matches`: an index of PRIORS."""
+    if num_votes < num_matches:
+        return 2 if 2 * num_votes >= num_matches else 0
+    return 1 if num_matches == 1 else 3 if num_matches < 4 else 4
 
 
 class AcceptanceRates:
     """Observed acceptance rates of draft tokens, by kind."""
 
     def __init__(self) -> None:
-        self._num_drafted: Counter[Kind] = Counter()
-        self._num_sampled: Counter[Kind] = Counter()
+        self._num_drafted: Counter[PredictionKind] = Counter()
+        self._num_sampled: Counter[PredictionKind] = Counter()
 
-    def likelihood(self, kind: Kind) -> float:
+    def likelihood(self, kind: PredictionKind) -> float:
         """Estimated probability that a draft token of this kind is accepted."""
         prior = PRIORS[kind[1]] * PRIOR_WEIGHT
         return (self._num_sampled[kind] + prior) / (self._num_drafted[kind] + PRIOR_WEIGHT)
 
-    def add(self, kind: Kind, *, sampled: bool) -> None:
+    def add(self, kind: PredictionKind, *, sampled: bool) -> None:
         """Count one draft token."""
         self._num_drafted[kind] += 1
         self._num_sampled[kind] += sampled
-        if self._num_drafted[kind] >= DECAY_AT:
+        if self._num_drafted[kind] >= DECAY_COUNT:
             self._num_drafted[kind] //= 2
             self._num_sampled[kind] //= 2
 
@@ -172,7 +174,7 @@ class _Prediction(NamedTuple):
     """A token that may be sampled next."""
 
     token: int
-    kind: Kind
+    kind: PredictionKind
 
 
 @dataclass(slots=True)
@@ -187,7 +189,7 @@ class _DraftedRequest:
     response: tuple[int, ...]
     num_prompt_tokens: int
     index: PromptIndex | None = None
-    text: Text = field(default_factory=lambda: Text(0))
+    text: IndexedText = field(default_factory=lambda: IndexedText(0))
     predictions: list[_Prediction] = field(default_factory=list)
 
 
@@ -236,8 +238,10 @@ class Drafter:
             prompt: The trajectory's prompt, which selects the texts.
             context: All tokens that the request is sampled after. In a branch only its first ones are the prompt's.
         """
-        differs = (i for i, (of_prompt, token) in enumerate(zip(prompt, context, strict=False)) if of_prompt != token)
-        num_prompt_tokens = next(differs, min(len(prompt), len(context)))
+        differing_positions = (
+            i for i, (of_prompt, token) in enumerate(zip(prompt, context, strict=False)) if of_prompt != token
+        )
+        num_prompt_tokens = next(differing_positions, min(len(prompt), len(context)))
         response = tuple(context[num_prompt_tokens:])
         self._requests[key] = _DraftedRequest(trajectory, tuple(prompt), response, num_prompt_tokens)
 
@@ -285,7 +289,7 @@ class Drafter:
         while matches and len(predictions) < self.max_length:
             votes = Counter(text.tokens[position] for text, position in matches)
             token, agreeing = votes.most_common(1)[0]
-            length = min(match_length + len(predictions), MAX_MATCH)
+            length = min(match_length + len(predictions), MAX_MATCH_LENGTH)
             kind = (length.bit_length(), _agreement(agreeing, len(matches)))
             predictions.append(_Prediction(token, kind))
             likelihood *= self._acceptance.likelihood(kind)
@@ -345,11 +349,11 @@ class Drafter:
                 del self._indices[prompt]
                 excess -= index.num_tokens
             elif index.has_ended_responses:
-                fresh = PromptIndex(prompt)
+                new_index = PromptIndex(prompt)
                 for request in tuple(self._requests.values()):  # a copy: another thread may add requests
                     if request.index is index:
-                        request.text = fresh.response(request.trajectory, request.text.tokens)
-                        request.index = fresh
-                        fresh.num_running += 1
-                self._indices[prompt] = fresh
-                excess -= index.num_tokens - fresh.num_tokens
+                        request.text = new_index.response(request.trajectory, request.text.tokens)
+                        request.index = new_index
+                        new_index.num_running += 1
+                self._indices[prompt] = new_index
+                excess -= index.num_tokens - new_index.num_tokens

@@ -23,12 +23,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from staleflow.tasks.engines.row_storage import BatchRow, Buckets, LayerStorage
 
-NAME = "staleflow_batch"
+ATTENTION_NAME = "staleflow_batch"
 """Name of this attention for the argument attn_implementation of a model."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowsInBucket:
     """R rows of a bucket that are computed together. Q: largest number of new tokens of a row. K: largest context
     length."""
 
@@ -63,8 +63,8 @@ class RowPass:
     """State of one forward pass, shared by the attention of all layers.
 
     Args:
-        counts: Rows with the number of their new tokens; the rows must have capacity for them. `order` has the indices
-            of the rows in the order of the pass.
+        num_new_tokens: Rows with the number of their new tokens; the rows must have capacity for them. `order` has the
+            indices of the rows in the order of the pass.
         layers: Storage of each layer, by index.
         expanding_layers: Indices of the layers known to be expanding. A pass over empty rows, in which both kinds get
             the same keys, adds those that it detects.
@@ -72,7 +72,7 @@ class RowPass:
 
     def __init__(
         self,
-        counts: Sequence[tuple[BatchRow, int]],
+        num_new_tokens: Sequence[tuple[BatchRow, int]],
         buckets: Buckets,
         layers: dict[int, LayerStorage],
         expanding_layers: set[int],
@@ -83,8 +83,10 @@ class RowPass:
         self._layers_by_keys: dict[int, tuple[int, torch.Tensor]] = {}
         """The layer of each keys tensor that `update` has returned unexpanded, by the tensor's id; the tensor is kept
         so that its id stays unique."""
-        self.order = sorted(range(len(counts)), key=lambda i: (counts[i][0].capacity, counts[i][0].slot))
-        self._parts: list[Part] = []
+        self.order = sorted(
+            range(len(num_new_tokens)), key=lambda i: (num_new_tokens[i][0].capacity, num_new_tokens[i][0].slot)
+        )
+        self._parts: list[RowsInBucket] = []
         self._new_tokens: list[NewTokens] = []
         self._masks_by_heads: dict[tuple[int, int], list[torch.Tensor]] = {}
         """Masks repeated for all heads of a group, by the id of the masks and the number of heads."""
@@ -93,7 +95,7 @@ class RowPass:
         self._device = device
         rows_by_capacity: dict[int, list[tuple[BatchRow, int, int]]] = {}
         start = 0
-        for row, count in (counts[i] for i in self.order):
+        for row, count in (num_new_tokens[i] for i in self.order):
             rows_by_capacity.setdefault(row.capacity, []).append((row, count, start))
             start += count
         for capacity, rows in rows_by_capacity.items():
@@ -101,7 +103,7 @@ class RowPass:
             rows_by_width: dict[int, list[tuple[BatchRow, int, int]]] = {}
             for member in rows:
                 rows_by_width.setdefault((member[1] - 1).bit_length(), []).append(member)
-            self._parts += [_part(capacity, members, device) for members in rows_by_width.values()]
+            self._parts += [_rows_in_bucket(capacity, members, device) for members in rows_by_width.values()]
 
     def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values of the new tokens, [B, heads, tokens, size] each, into a layer's storage. Returns the
@@ -133,8 +135,8 @@ class RowPass:
         outputs = []
         for part in self._parts:
             key_positions = torch.arange(part.num_keys, device=self._device)[None, None, None, :]
-            visible_mask = allowed(zero, zero, part.positions, key_positions)
-            outputs.append(torch.zeros(visible_mask.shape, device=self._device).masked_fill_(~visible_mask, -torch.inf))
+            is_visible = allowed(zero, zero, part.positions, key_positions)
+            outputs.append(torch.zeros(is_visible.shape, device=self._device).masked_fill_(~is_visible, -torch.inf))
         return outputs
 
     def attend(
@@ -151,14 +153,14 @@ class RowPass:
         """Return the attention of each new token, [B, tokens, heads, size]. query: [B, heads, tokens, size]. key,
         value: tensors that `update` has returned; of an expanding layer, expanded."""
         batch, heads, tokens, size = query.shape
-        flat = _flat(query)
+        flat_query = _flat(query)
         output: torch.Tensor | None = None
         for number, (part, keys, values) in enumerate(self._read(layer, key, value)):
             rows, groups = keys.shape[:2]
             heads_per_group, width = heads // groups, part.positions.shape[2]
             mask = self._repeat_masks(masks, heads_per_group, query.dtype)[number]
             # Heads that share keys become more queries of one head, so that keys are not copied.
-            queries = flat[part.tokens].view(rows, width, groups, heads_per_group, size)
+            queries = flat_query[part.tokens].view(rows, width, groups, heads_per_group, size)
             queries = queries.permute(0, 2, 3, 1, 4).reshape(rows, groups, heads_per_group * width, size)
             if cap is None and sinks is None:
                 attended = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
@@ -182,7 +184,7 @@ class RowPass:
 
     def _read(
         self, layer: int, key: torch.Tensor, value: torch.Tensor
-    ) -> Iterator[tuple[Part, torch.Tensor, torch.Tensor]]:
+    ) -> Iterator[tuple[RowsInBucket, torch.Tensor, torch.Tensor]]:
         """Yield each part with the keys and values of its contexts, [R, heads, K, size] each."""
         if id(key) in self._layers_by_keys:
             storage = self._layers[
@@ -216,7 +218,7 @@ class RowPass:
         return torch.cat(parts, 1)[None]
 
 
-current_pass: ContextVar[RowPass] = ContextVar("current_pass")
+current_row_pass: ContextVar[RowPass] = ContextVar("current_row_pass")
 """The pass that the current thread computes."""
 
 
@@ -230,12 +232,12 @@ def _new_tokens(
     return NewTokens(capacity, slots_used, slice(first, first + len(slots)), indices[0], indices[1])
 
 
-def _part(capacity: int, rows: list[tuple[BatchRow, int, int]], device: torch.device) -> Part:
+def _rows_in_bucket(capacity: int, rows: list[tuple[BatchRow, int, int]], device: torch.device) -> RowsInBucket:
     width = max(count for _, count, _ in rows)
     token_indices = [number * width + i for number, (_, count, _) in enumerate(rows) for i in range(count)]
     tokens = [first + (i if i < count else 0) for _, count, first in rows for i in range(width)]
     positions = [row.length + (i if i < count else 0) for row, count, _ in rows for i in range(width)]
-    return Part(
+    return RowsInBucket(
         capacity=capacity,
         slots=_indices([row.slot for row, _, _ in rows], device),
         tokens=_indices(tokens, device),
@@ -295,14 +297,14 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention function that a model calls in each layer, after it has updated its cache with key and value."""
     layer: Any = module.layer_idx
-    return current_pass.get().attend(layer, query, key, value, attention_mask, scaling, softcap, s_aux), None
+    return current_row_pass.get().attend(layer, query, key, value, attention_mask, scaling, softcap, s_aux), None
 
 
 def masks(*args: Any, mask_function: Callable[..., torch.Tensor], **kwargs: Any) -> list[torch.Tensor]:
     """Mask function that a model calls for each of its kinds of attention. The model passes the result to
     `attention`."""
-    return current_pass.get().masks(mask_function)
+    return current_row_pass.get().masks(mask_function)
 
 
-AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, masks)
+AttentionInterface.register(ATTENTION_NAME, attention)
+AttentionMaskInterface.register(ATTENTION_NAME, masks)

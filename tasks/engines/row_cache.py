@@ -28,7 +28,7 @@ from transformers.cache_utils import (
 )
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.engines.row_attention import RowPass, current_pass
+from staleflow.tasks.engines.row_attention import RowPass, current_row_pass
 from staleflow.tasks.engines.row_storage import BatchRow, Buckets, KeysAndValues, LayerStorage
 
 
@@ -45,7 +45,7 @@ class AttentionLayerCache(CacheLayerMixin):
         """Do nothing: the storage is allocated when it is written."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return current_pass.get().update(self._index, key_states, value_states)
+        return current_row_pass.get().update(self._index, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0  # RowPass knows the sizes
@@ -87,7 +87,9 @@ class RowCache(Cache):
         super().__init__(layers=layers)
         self._storages = {i: layer.storage for i, layer in enumerate(layers) if isinstance(layer, AttentionLayerCache)}
         self._buckets = Buckets(self._storages.values(), page_tokens)
-        self._stateful = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        self._recurrent_layers = [
+            i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)
+        ]
         self.can_split_input = True
         """Whether recurrent layers compute several new tokens correctly from a state that is not empty. RowModel sets
         it."""
@@ -97,18 +99,18 @@ class RowCache(Cache):
     @property
     def can_crop(self) -> bool:
         """Whether the last tokens of a row can be removed by making its length smaller."""
-        return not self._stateful
+        return not self._recurrent_layers
 
     def begin_pass(
-        self, counts: Sequence[tuple[BatchRow, int]], expanding_layers: set[int], device: torch.device
+        self, num_new_tokens: Sequence[tuple[BatchRow, int]], expanding_layers: set[int], device: torch.device
     ) -> RowPass:
-        """Allocate the storage for a pass. counts: its rows, each with the number of its new tokens. expanding_layers:
-        see RowPass."""
-        for row, count in counts:
+        """Allocate the storage for a pass. num_new_tokens: its rows, each with the number of its new tokens.
+        expanding_layers: see RowPass."""
+        for row, count in num_new_tokens:
             self._buckets.reserve(row, row.length + count)
-        row_pass = RowPass(counts, self._buckets, self._storages, expanding_layers, device)
-        if self._stateful:
-            self._load_states([counts[i][0] for i in row_pass.order])
+        row_pass = RowPass(num_new_tokens, self._buckets, self._storages, expanding_layers, device)
+        if self._recurrent_layers:
+            self._load_states([num_new_tokens[i][0] for i in row_pass.order])
         return row_pass
 
     def remove(self, row: BatchRow) -> None:
@@ -138,8 +140,8 @@ class RowCache(Cache):
         if rows == self._loaded_rows:
             return
         for index, row in enumerate(self._loaded_rows):
-            row.states = [_slice_states(self.layers[i], slice(index, index + 1)) for i in self._stateful]
-        for number, i in enumerate(self._stateful):
+            row.states = [_slice_states(self.layers[i], slice(index, index + 1)) for i in self._recurrent_layers]
+        for number, i in enumerate(self._recurrent_layers):
             if rows and rows[0].states is not None:
                 self.layers[i] = _concatenate_states([row.states[number] for row in rows if row.states is not None])
             else:

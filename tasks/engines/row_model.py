@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from staleflow.tasks.engines.row_attention import current_pass
+from staleflow.tasks.engines.row_attention import current_row_pass
 from staleflow.tasks.engines.row_cache import RowCache
 from staleflow.tasks.engines.row_storage import BatchRow
 
@@ -58,12 +58,16 @@ class RowModel:
         return RowCache(self._model.config, self._page_tokens)
 
     def logits(
-        self, new: Sequence[tuple[BatchRow, Sequence[int]]], num_logits: Sequence[int], cache: RowCache | None = None
+        self,
+        new_tokens: Sequence[tuple[BatchRow, Sequence[int]]],
+        num_logits: Sequence[int],
+        cache: RowCache | None = None,
     ) -> list[torch.Tensor]:
         """Compute new tokens of rows. The caller must add the number of new tokens to the length of each row.
 
         Args:
-            new: Rows and their new tokens; for a model with recurrent layers the same number of tokens for each row.
+            new_tokens: Rows and their new tokens; for a model with recurrent layers the same number of tokens for each
+                row.
             num_logits: For each row, the number of its last new tokens whose logits are returned.
             cache: The cache that has these rows; None for `self.cache`.
 
@@ -72,21 +76,21 @@ class RowModel:
         """
         cache = cache or self.cache
         device = self._model.device
-        row_pass = cache.begin_pass([(row, len(tokens)) for row, tokens in new], self._expanding_layers, device)
+        row_pass = cache.begin_pass([(row, len(tokens)) for row, tokens in new_tokens], self._expanding_layers, device)
         if self._before_pass is not None:
-            self._before_pass([new[i][0] for i in row_pass.order for _ in new[i][1]])
-        ids = [token for i in row_pass.order for token in new[i][1]]
-        positions = [new[i][0].length + n for i in row_pass.order for n in range(len(new[i][1]))]
+            self._before_pass([new_tokens[i][0] for i in row_pass.order for _ in new_tokens[i][1]])
+        ids = [token for i in row_pass.order for token in new_tokens[i][1]]
+        positions = [new_tokens[i][0].length + n for i in row_pass.order for n in range(len(new_tokens[i][1]))]
         logit_positions: Any
         if cache.can_crop:
             shape, logit_positions, end = (1, len(ids)), [], 0
             for i in row_pass.order:
-                end += len(new[i][1])
+                end += len(new_tokens[i][1])
                 logit_positions += range(end - num_logits[i], end)
             logit_positions = torch.tensor(logit_positions or [0], device=device)
         else:
-            shape, logit_positions = (len(new), len(new[0][1])), max(*num_logits, 1)
-        token = current_pass.set(row_pass)
+            shape, logit_positions = (len(new_tokens), len(new_tokens[0][1])), max(*num_logits, 1)
+        token = current_row_pass.set(row_pass)
         try:
             output = self._model(
                 input_ids=torch.tensor(ids, device=device).view(shape),
@@ -96,8 +100,8 @@ class RowModel:
                 logits_to_keep=logit_positions,
             )
         finally:
-            current_pass.reset(token)
-        logits: list[torch.Tensor] = [output.logits[0, :0]] * len(new)
+            current_row_pass.reset(token)
+        logits: list[torch.Tensor] = [output.logits[0, :0]] * len(new_tokens)
         start = 0
         for index, i in enumerate(row_pass.order):
             if cache.can_crop:

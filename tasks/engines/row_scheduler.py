@@ -9,17 +9,7 @@ its next turn starts with the same tokens; and, except for its last token, a pro
 
 Memory is counted in pages of tokens and never exceeds `kv_tokens`. Running rows evict cached contexts: first prompts,
 then contexts whose turns ended first, last those that requests wait for. If that is not enough, the row that entered
-last is preempted: it waits again, before all others, and is prefilled anew.
-
-Requests wait in the order they arrive, and enter as rows while there is a place and memory for their contexts. A step
-computes the last token of each row that decodes, and, as far as `max_batch_tokens` goes, what rows have yet to prefill.
-
-Two things are found computed: a turn's context, when its trajectory's next turn enters and begins with just the same
-tokens; and a prompt for which several requests wait, but for its last token. Each belongs to one policy version.
-
-Memory is counted in pages of tokens, of which `kv_tokens` make a number that is never exceeded. What is kept gives way
-to what runs: first prompts, then the contexts whose turns ended first, last those that requests wait for. Then the row
-that entered last is preempted: it waits again, before all others, and is computed anew.
+last is preempted: it waits again, before all others, and is prefilled again.
 """
 
 from __future__ import annotations
@@ -35,7 +25,7 @@ from staleflow.tasks.engines.row_cache import RowCache, SavedRow
 from staleflow.tasks.engines.row_storage import BatchRow
 from staleflow.tasks.engines.running_requests import RunningRequest
 
-Context = tuple[PolicyVersion, tuple[int, ...]]
+VersionedTokens = tuple[PolicyVersion, tuple[int, ...]]
 """Tokens and the version that they are computed under."""
 
 
@@ -49,10 +39,10 @@ class RequestRow(BatchRow):
     max_tokens: int
     eos_ids: frozenset[int]
     temperature: float
-    context: Context = (PolicyVersion(0), ())
-    """What it waits to have computed."""
+    context: VersionedTokens = (PolicyVersion(0), ())
+    """Its tokens and version when it started to wait."""
     is_shared: bool = False
-    """Whether others waited for its context when it entered."""
+    """Whether other requests waited for the same context when it was admitted."""
     is_mixed: bool = False
     """Whether it has been computed under several versions."""
     draft: list[int] = field(default_factory=list)
@@ -68,7 +58,7 @@ class RequestRow(BatchRow):
 
 
 @dataclass(frozen=True, slots=True)
-class KeptContext:
+class CachedContext:
     """The cached context of a trajectory between two turns."""
 
     version: PolicyVersion
@@ -83,21 +73,21 @@ class RowScheduler:
         self._settings = settings
         self._cache = cache
         self._drafter = drafter
-        self._page = settings.page_tokens
-        self._pages = -(-settings.kv_tokens // self._page)
+        self._page_tokens = settings.page_tokens
+        self._num_pages = -(-settings.kv_tokens // self._page_tokens)
         self._waiting: deque[RequestRow] = deque()
-        self._awaited: Counter[Context] = Counter()
+        self._num_waiting_by_context: Counter[VersionedTokens] = Counter()
         self._rows: list[RequestRow] = []
-        self._cached_contexts: OrderedDict[TrajectoryId, KeptContext] = OrderedDict()
-        self._prompts: dict[Context, SavedRow] = {}
-        self.failed: list[RequestRow] = []
-        """Rows that can never have memory enough, since the last look; they are in no list any more."""
+        self._cached_contexts: OrderedDict[TrajectoryId, CachedContext] = OrderedDict()
+        self._cached_prompts: dict[VersionedTokens, SavedRow] = {}
+        self.failed_rows: list[RequestRow] = []
+        """Rows that need more memory than there is. They were removed; the engine reports and clears them."""
         self.clear()
 
     def clear(self) -> None:
         """Drop all cached contexts and counts. No request may be running or waiting."""
         self._cached_contexts.clear()
-        self._prompts.clear()
+        self._cached_prompts.clear()
         self.prefilled_tokens = self.cached_tokens = self.preemptions = 0
 
     @property
@@ -113,7 +103,7 @@ class RowScheduler:
 
     def add(self, row: RequestRow) -> None:
         """Add a request, which waits for a slot."""
-        self._wait(row, first=False)
+        self._enqueue(row, first=False)
 
     def remove(self, row: RequestRow) -> None:
         """Stop a request without caching its context."""
@@ -122,14 +112,14 @@ class RowScheduler:
             self._cache.remove(row)
         elif row in self._waiting:
             self._waiting.remove(row)
-            self._no_longer_awaited(row)
+            self._count_dequeued(row)
 
     def end(self, row: RequestRow) -> None:
         """End a request that has finished by itself. Its context is cached if its trajectory may have another turn."""
         if row.running.request.keep_kv and not row.is_mixed:
             self.forget(row.trajectory)
             saved = self._cache.save(row)
-            self._cached_contexts[row.trajectory] = KeptContext(row.running.version, row.tokens[: row.length], saved)
+            self._cached_contexts[row.trajectory] = CachedContext(row.running.version, row.tokens[: row.length], saved)
         self.remove(row)
 
     def forget(self, trajectory: TrajectoryId) -> None:
@@ -140,30 +130,30 @@ class RowScheduler:
         """Drop all cached contexts after new weights are loaded. keep: whether decoding rows keep their cache;
         otherwise all rows are prefilled again."""
         self._cached_contexts.clear()
-        self._prompts.clear()
+        self._cached_prompts.clear()
         for row in reversed(self._rows.copy()):
             if keep and row.num_pending == 1:
                 row.is_mixed = True
             else:
-                self._stop(row)
+                self._preempt(row)
         waiting, self._waiting = self._waiting, deque()
-        self._awaited.clear()
+        self._num_waiting_by_context.clear()
         for row in waiting:
-            self._wait(row, first=False)
+            self._enqueue(row, first=False)
 
-    def passes(self) -> Iterator[list[tuple[RequestRow, int]]]:
+    def plan_passes(self) -> Iterator[list[tuple[RequestRow, int]]]:
         """Plan the next step: for each of its forward passes, the rows and the number of pending tokens to compute of
         each. Rows without pending tokens left sample a token or verify their drafts."""
-        self._enter()
-        self._draft()
-        self._fit()
+        self._admit_waiting()
+        self._draft_tokens()
+        self._preempt_to_fit()
         budget = self._settings.max_batch_tokens
         decoding = [row for row in self._rows if row.length and row.num_pending == 1][:budget]
         budget -= sum(1 + len(row.draft) for row in decoding)
         prefilling: list[tuple[RequestRow, int]] = []
         for row in self._rows:
             if not (row.length and row.num_pending == 1) and budget > 0:
-                # A prompt that others wait for is computed without its last token, copied, and then as others go on.
+                # A prompt that others wait for is computed without its last token, so that it can be copied for them.
                 count = row.num_pending - (row.is_shared and row.num_pending > 1)
                 if self._cache.can_split_input:
                     count = min(count, budget)
@@ -172,144 +162,146 @@ class RowScheduler:
                 prefilling.append((row, count))
                 budget -= count
         decodes = [(row, 1) for row in decoding]
-        if not self._cache.can_crop:  # nor can rows differ in how many tokens a pass computes of them
+        if not self._cache.can_crop:  # then all rows of a pass must have the same number of new tokens
             yield from [decodes] if decodes else []
             yield from [[prefill] for prefill in prefilling]
         elif decodes or prefilling:
             yield decodes + prefilling
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------------
 
-    def _wait(self, row: RequestRow, *, first: bool) -> None:
+    def _enqueue(self, row: RequestRow, *, first: bool) -> None:
         row.context = (row.running.version, tuple(row.tokens))
-        self._awaited[row.context] += 1
+        self._num_waiting_by_context[row.context] += 1
         if first:
             self._waiting.appendleft(row)
         else:
             self._waiting.append(row)
 
-    def _no_longer_awaited(self, row: RequestRow) -> None:
-        self._awaited[row.context] -= 1
-        if not self._awaited[row.context]:
-            del self._awaited[row.context]
-            self._prompts.pop(row.context, None)
+    def _count_dequeued(self, row: RequestRow) -> None:
+        self._num_waiting_by_context[row.context] -= 1
+        if not self._num_waiting_by_context[row.context]:
+            del self._num_waiting_by_context[row.context]
+            self._cached_prompts.pop(row.context, None)
 
-    def _stop(self, row: RequestRow) -> None:
-        """Have a row wait again, before all others."""
+    def _preempt(self, row: RequestRow) -> None:
+        """Move a row back to the queue, before all others."""
         self._rows.remove(row)
         self._cache.remove(row)
         row.is_shared = row.is_mixed = False
         row.draft = []
-        self._wait(row, first=True)
+        self._enqueue(row, first=True)
 
-    def _enter(self) -> None:
-        """Have requests that wait enter the batch."""
+    def _admit_waiting(self) -> None:
+        """Admit waiting requests to the batch while there are slots and memory."""
         for row in self._rows:
             if row.is_shared and row.num_pending == 1:
                 row.is_shared = False
-                if row.context in self._awaited:
-                    self._prompts[row.context] = self._cache.save(row)
-        under_way = {row.context for row in self._rows if row.is_shared}
-        later: list[RequestRow] = []
+                if row.context in self._num_waiting_by_context:
+                    self._cached_prompts[row.context] = self._cache.save(row)
+        contexts_in_prefill = {row.context for row in self._rows if row.is_shared}
+        postponed: list[RequestRow] = []
         while self._waiting and len(self._rows) < self._settings.max_running:
             row = self._waiting[0]
-            if row.context not in under_way:
-                if not self._make_room_for(row):
+            if row.context not in contexts_in_prefill:
+                if not self._reserve_pages(row):
                     break
-                self._begin(row)
+                self._admit_first(row)
                 if row.is_shared:
-                    under_way.add(row.context)
+                    contexts_in_prefill.add(row.context)
             else:
-                later.append(self._waiting.popleft())
-        self._waiting.extendleft(reversed(later))
+                postponed.append(self._waiting.popleft())
+        self._waiting.extendleft(reversed(postponed))
 
-    def _begin(self, row: RequestRow) -> None:
-        """Have the first of those that wait enter, with what is found computed of it."""
+    def _admit_first(self, row: RequestRow) -> None:
+        """Admit the first waiting request, with its cached context if there is one."""
         self._waiting.popleft()
         cached = self._cached_contexts.pop(row.trajectory, None)
-        if cached is not None and _continues(row, cached):
+        if cached is not None and _continues_cached(row, cached):
             self._cache.restore(row, cached.saved)
-        elif (prompt := self._prompts.get(row.context)) is not None:
+        elif (prompt := self._cached_prompts.get(row.context)) is not None:
             self._cache.restore(row, prompt)
         else:
-            row.is_shared = self._awaited[row.context] > 1 and len(row.tokens) > 1
+            row.is_shared = self._num_waiting_by_context[row.context] > 1 and len(row.tokens) > 1
         self.cached_tokens += row.length
         self.prefilled_tokens += row.num_pending
         self._rows.append(row)
-        self._no_longer_awaited(row)
+        self._count_dequeued(row)
 
-    def _make_room_for(self, row: RequestRow) -> bool:
-        """Whether there is memory for a row that is to enter, and for a page more of each that runs; what is kept gives
-        way. One that there never is memory for fails."""
-        needed = self._count(len(row.tokens))
-        if needed > self._pages:
+    def _reserve_pages(self, row: RequestRow) -> bool:
+        """Return True if there is memory for a waiting row, and for one more page of each running row. Evicts cached
+        contexts. A row that needs more than all memory fails."""
+        needed_pages = self._num_pages_of(len(row.tokens))
+        if needed_pages > self._num_pages:
             self._waiting.popleft()
-            self._no_longer_awaited(row)
-            self.failed.append(row)
+            self._count_dequeued(row)
+            self.failed_rows.append(row)
             return False
-        while self._used() + needed + len(self._rows) > self._pages + self._pages_of(row):
-            if not self._evict_for_running(row):
+        while self._used_pages() + needed_pages + len(self._rows) > self._num_pages + self._cached_pages(row):
+            if not self._evict_cached(row):
                 return False
         return True
 
-    def _pages_of(self, row: RequestRow) -> int:
-        """Pages kept for a row that waits, which it takes over."""
+    def _cached_pages(self, row: RequestRow) -> int:
+        """Number of pages of a waiting row's cached context, which it reuses."""
         cached = self._cached_contexts.get(row.trajectory)
-        return 0 if cached is None else self._count(len(cached.tokens))
+        return 0 if cached is None else self._num_pages_of(len(cached.tokens))
 
-    def _evict_for_running(self, but: RequestRow | None = None) -> bool:
-        """Free something that is kept, if anything is. but: a request whose own is not to be."""
-        if self._prompts:
-            self._prompts.popitem()
+    def _evict_cached(self, except_row: RequestRow | None = None) -> bool:
+        """Evict one cached context. Returns False if there is none. except_row: a row whose context is not evicted."""
+        if self._cached_prompts:
+            self._cached_prompts.popitem()
             return True
-        awaited = [row.trajectory for row in self._waiting if row.trajectory in self._cached_contexts]
-        waits = set(awaited)
-        order = [trajectory for trajectory in self._cached_contexts if trajectory not in waits] + awaited[::-1]
+        awaited_trajectories = [row.trajectory for row in self._waiting if row.trajectory in self._cached_contexts]
+        is_awaited = set(awaited_trajectories)
+        order = [
+            trajectory for trajectory in self._cached_contexts if trajectory not in is_awaited
+        ] + awaited_trajectories[::-1]
         for trajectory in order:
-            if but is None or trajectory != but.trajectory:
+            if except_row is None or trajectory != except_row.trajectory:
                 del self._cached_contexts[trajectory]
                 return True
         return False
 
-    def _draft(self) -> None:
-        """Draft for rows that decode, while nothing waits or prefills and as far as there is memory."""
+    def _draft_tokens(self) -> None:
+        """Draft tokens for decoding rows, if no row waits or prefills and there is memory."""
         if self._drafter is None:
             return
-        busy = bool(self._waiting) or any(row.num_pending > 1 or not row.length for row in self._rows)
+        is_busy = bool(self._waiting) or any(row.num_pending > 1 or not row.length for row in self._rows)
         token_budget = self._settings.max_batch_tokens - len(self._rows)
         for row in self._rows:
             max_draft = min(token_budget, row.max_tokens - len(row.tokens) - 1)
-            row.draft = [] if busy else self._drafter.draft(row.running.key, max_draft)
+            row.draft = [] if is_busy else self._drafter.draft(row.running.key, max_draft)
             token_budget -= len(row.draft)
-        if self._used() > self._pages:
+        if self._used_pages() > self._num_pages:
             for row in self._rows:
                 row.draft = []
 
-    def _fit(self) -> None:
-        """Have what runs fit into the memory."""
-        while self._used() > self._pages:
-            if self._evict_for_running():
+    def _preempt_to_fit(self) -> None:
+        """Evict cached contexts, then preempt rows, until the running rows fit into memory."""
+        while self._used_pages() > self._num_pages:
+            if self._evict_cached():
                 continue
             last = self._rows[-1]
             if len(self._rows) == 1:
                 self.remove(last)
-                self.failed.append(last)
+                self.failed_rows.append(last)
             else:
-                self._stop(last)
+                self._preempt(last)
                 self.preemptions += 1
 
-    def _used(self) -> int:
-        """Pages of all that runs and is kept, after the next step."""
-        rows = sum(self._count(len(row.tokens) + len(row.draft)) for row in self._rows)
-        kept = sum(self._count(len(cached.tokens)) for cached in self._cached_contexts.values())
-        return rows + kept + sum(self._count(saved.length) for saved in self._prompts.values())
+    def _used_pages(self) -> int:
+        """Number of pages of running rows and cached contexts after the next step."""
+        rows = sum(self._num_pages_of(len(row.tokens) + len(row.draft)) for row in self._rows)
+        kept = sum(self._num_pages_of(len(cached.tokens)) for cached in self._cached_contexts.values())
+        return rows + kept + sum(self._num_pages_of(saved.length) for saved in self._cached_prompts.values())
 
-    def _count(self, tokens: int) -> int:
-        return -(-tokens // self._page)
+    def _num_pages_of(self, tokens: int) -> int:
+        return -(-tokens // self._page_tokens)
 
 
-def _continues(row: RequestRow, cached: KeptContext) -> bool:
-    """Whether a row's tokens begin with a kept context and go on."""
+def _continues_cached(row: RequestRow, cached: CachedContext) -> bool:
+    """Whether a row's tokens start with a cached context of its version and continue it."""
     count = len(cached.tokens)
     same_version = row.running.version == cached.version
     return same_version and len(row.tokens) > count and row.tokens[:count] == cached.tokens

@@ -48,9 +48,9 @@ class LayerStorage:
         """Write new tokens into a bucket with at least `slots` slots. keys, values: [tokens, heads, size]. indices:
         [tokens * heads], index of each head of each token in the bucket flattened to [slots * heads * capacity,
         size]."""
-        for buckets, new in ((self.keys, keys), (self.values, values)):
-            bucket = _ensure_slots(buckets, capacity, slots, new)
-            bucket.view(-1, new.shape[-1]).index_copy_(0, indices, new.reshape(-1, new.shape[-1]))
+        for buckets, tensor in ((self.keys, keys), (self.values, values)):
+            bucket = _ensure_slots(buckets, capacity, slots, tensor)
+            bucket.view(-1, tensor.shape[-1]).index_copy_(0, indices, tensor.reshape(-1, tensor.shape[-1]))
 
     def copy(self, from_capacity: int, from_slot: int, to_capacity: int, to_slot: int, length: int) -> None:
         """Copy the first `length` tokens of a slot to another slot."""
@@ -94,13 +94,13 @@ class Buckets:
         """Make a row's capacity at least `tokens`, with the same contents."""
         if row.capacity >= tokens:
             return
-        capacity, old = max(row.capacity, self._page_tokens), (row.capacity, row.slot)
+        capacity, old_place = max(row.capacity, self._page_tokens), (row.capacity, row.slot)
         while capacity < tokens:
             capacity *= 2
         bucket = self._rows.setdefault(capacity, [])
         if row.capacity:
             for layer in self._layers:
-                layer.copy(*old, capacity, len(bucket), row.length)
+                layer.copy(*old_place, capacity, len(bucket), row.length)
             self.remove(row)
         row.capacity, row.slot = capacity, len(bucket)
         bucket.append(row)
@@ -133,15 +133,15 @@ class Buckets:
         row.length = length
 
 
-def _ensure_slots(buckets: dict[int, torch.Tensor], capacity: int, slots: int, new: torch.Tensor) -> torch.Tensor:
-    """Return the bucket's tensor, enlarged to `slots` slots if it has fewer. new: [tokens, heads, size], has the
+def _ensure_slots(buckets: dict[int, torch.Tensor], capacity: int, slots: int, like: torch.Tensor) -> torch.Tensor:
+    """Return the bucket's tensor, enlarged to `slots` slots if it has fewer. like: [tokens, heads, size], has the
     tensor's number of heads, size and type."""
     bucket = buckets.get(capacity)
     if bucket is not None and bucket.shape[0] >= slots:
         return bucket
     count = INITIAL_SLOTS if bucket is None else 2 * bucket.shape[0]
     # Zeros: memory that was never written may have NaN, which no mask removes.
-    grown = new.new_zeros(max(count, slots), new.shape[1], capacity, new.shape[2])
+    grown = like.new_zeros(max(count, slots), like.shape[1], capacity, like.shape[2])
     if bucket is not None:
         grown[: bucket.shape[0]] = bucket
     buckets[capacity] = grown

@@ -1,5 +1,4 @@
-"""An engine's running requests with their tokens by version, and its busy time. Not thread-safe: engines use a lock of
-their own."""
+"""An engine's running requests with their tokens by version, and its busy time. Not thread-safe: engines lock it."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from staleflow.tasks.engines.base import EngineLoad, Request, SampledTokens
 from staleflow.tasks.engines.stop_strings import StopCheck
 
 
-class ClosedSegment(NamedTuple):
+class SegmentLists(NamedTuple):
     """A closed segment before conversion to arrays, which is deferred: a weight update closes a segment of every
     running request while decoding waits."""
 
@@ -42,28 +41,28 @@ class RunningRequest:
     request: Request
     key: str = ""
     version: PolicyVersion = PolicyVersion(0)
-    """What it samples under now."""
-    closed: list[ClosedSegment] = field(default_factory=list)
+    """Policy version that it is sampled under now."""
+    closed_segments: list[SegmentLists] = field(default_factory=list)
     """Its earlier segments."""
     tokens: list[int] = field(default_factory=list)  # of the current segment
     logprobs: list[float] = field(default_factory=list)
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    stop: StopCheck | None = None
-    """Looks for its stop strings, if it has any."""
+    stop_check: StopCheck | None = None
+    """Searches for its stop strings; None if it has none."""
 
     @property
-    def stopped(self) -> bool:
+    def has_stopped(self) -> bool:
         """Whether it has sampled one of its stop strings."""
-        return self.stop is not None and self.stop.has_stopped
+        return self.stop_check is not None and self.stop_check.has_stopped
 
     @property
     def num_sampled(self) -> int:
-        return sum(len(part.tokens) for part in self.closed) + len(self.tokens)
+        return sum(len(part.tokens) for part in self.closed_segments) + len(self.tokens)
 
-    def sampled(self, finish: FinishReason) -> SampledTokens:
+    def sampled_tokens(self, finish: FinishReason) -> SampledTokens:
         """Return the tokens it has sampled. Its current segment must be closed."""
-        request, segments = self.request, tuple(part.segment for part in self.closed)
+        request, segments = self.request, tuple(part.segment for part in self.closed_segments)
         return SampledTokens(
             trajectory=request.trajectory,
             route_number=request.route_number,
@@ -81,10 +80,10 @@ class RunningRequests:
     def __init__(self, instance: InstanceId) -> None:
         self.instance = instance
         self.version = PolicyVersion(0)
-        self._served = [self.version]
+        self._served_versions = [self.version]
         self._running: dict[str, RunningRequest] = {}
         self._by_trajectory: dict[TrajectoryId, RunningRequest] = {}
-        self._num_entered = 0
+        self._num_added = 0
         self._tokens_sampled = 0
         self._busy_s = 0.0
         self._busy_since: float | None = None
@@ -94,7 +93,7 @@ class RunningRequests:
         earlier requests are not used again."""
         self.instance = instance
         self.version = PolicyVersion(0)
-        self._served = [self.version]
+        self._served_versions = [self.version]
         self._running.clear()
         self._by_trajectory.clear()
         self._tokens_sampled = 0
@@ -109,7 +108,7 @@ class RunningRequests:
     def get(self, key: str) -> RunningRequest | None:
         return self._running.get(key)
 
-    def of(self, trajectory: TrajectoryId) -> RunningRequest | None:
+    def get_by_trajectory(self, trajectory: TrajectoryId) -> RunningRequest | None:
         return self._by_trajectory.get(trajectory)
 
     def change_version(self, version: PolicyVersion) -> None:
@@ -117,33 +116,35 @@ class RunningRequests:
         for running in self._running.values():
             self.close_segment(running)
             running.version = version
-        self.version, self._served = version, [version]
+        self.version, self._served_versions = version, [version]
 
     def drop_old(self, newest: PolicyVersion, count: int) -> list[PolicyVersion]:
         """Stop serving the versions that no request runs under and that are not among the latest `count` up to
         `newest`, which is served next. Returns the dropped versions."""
-        evicted = adapters.unused(self._served, newest, count, (running.version for running in self._running.values()))
-        self._served = [version for version in self._served if version not in evicted]
-        return evicted
+        dropped = adapters.unused_versions(
+            self._served_versions, newest, count, (running.version for running in self._running.values())
+        )
+        self._served_versions = [version for version in self._served_versions if version not in dropped]
+        return dropped
 
     def serve(self, version: PolicyVersion) -> None:
         """Add a served version, as the newest."""
         self.version = version
-        self._served = sorted({*self._served, version})
+        self._served_versions = sorted({*self._served_versions, version})
 
-    def enter(self, running: RunningRequest) -> str:
+    def add(self, running: RunningRequest) -> str:
         """Add a request. Returns its key, which was never used before."""
         request = running.request
-        self._num_entered += 1
-        running.version = adapters.version_for(self._served, request.version)
-        running.key = f"{request.trajectory}.{request.route_number}.{self._num_entered}"
+        self._num_added += 1
+        running.version = adapters.version_for(self._served_versions, request.version)
+        running.key = f"{request.trajectory}.{request.route_number}.{self._num_added}"
         if not self._running:
             self._busy_since = time.monotonic()
         self._running[running.key] = running
         self._by_trajectory[request.trajectory] = running
         return running.key
 
-    def leave(self, running: RunningRequest) -> None:
+    def remove(self, running: RunningRequest) -> None:
         """Remove a request and close its current segment."""
         self.close_segment(running)
         del self._running[running.key]
@@ -162,7 +163,7 @@ class RunningRequests:
     def close_segment(self, running: RunningRequest) -> None:
         """Close a request's current segment, because the next token is sampled under another version or instance."""
         if running.tokens:
-            running.closed.append(self._present(running))
+            running.closed_segments.append(self._current_segment(running))
             running.tokens, running.logprobs = [], []
 
     def peek(self) -> list[SampledTokens]:
@@ -170,8 +171,8 @@ class RunningRequests:
         return [
             RunningRequest(
                 running.request,
-                closed=[*running.closed, self._present(running)],
-            ).sampled(FinishReason.UNFINISHED)
+                closed_segments=[*running.closed_segments, self._current_segment(running)],
+            ).sampled_tokens(FinishReason.UNFINISHED)
             for running in self._running.values()
         ]
 
@@ -191,5 +192,5 @@ class RunningRequests:
             preemptions=preemptions,
         )
 
-    def _present(self, running: RunningRequest) -> ClosedSegment:
-        return ClosedSegment(running.version, self.instance, running.tokens, running.logprobs)
+    def _current_segment(self, running: RunningRequest) -> SegmentLists:
+        return SegmentLists(running.version, self.instance, running.tokens, running.logprobs)

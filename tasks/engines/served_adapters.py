@@ -1,8 +1,8 @@
 """Adapters of several policy versions in one model. Each token is computed with the adapter of its own version.
 
-Each linear layer that an adapter changes is replaced by one that adds to its output what the token's version adds; of a
-version without an adapter, tokens are computed by the model as it is. A pass costs what it does without adapters, and
-two thin products a layer and version on top.
+Each adapted linear layer is replaced by one that adds the output of the token's adapter. Tokens of a version without an
+adapter are computed by the base model. A pass costs two thin matrix products per layer and version more than without
+adapters.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from staleflow.stores.weights import weight_folder
 from staleflow.tasks.engines import adapters
 from staleflow.tasks.engines.adapters import AdapterLayer, LoraConfig
 
-Halves = tuple[torch.Tensor, torch.Tensor]
+AdapterMatrices = tuple[torch.Tensor, torch.Tensor]
 """A layer's A and B."""
-Tensors = dict[str, torch.Tensor]
+AdapterTensors = dict[str, torch.Tensor]
 """An adapter, by name in its file."""
 
 
 def adapted_layers(model: Any, targets: Sequence[str]) -> list[str]:
-    """The names of the layers that get an adapter: those with one of these name endings, or all linear layers but the
-    output layer. Raises ConfigError.
+    """The names of the layers that get an adapter: those with one of these name endings, or all linear layers except
+    the output layer. Raises ConfigError.
 
-    A router may be a linear layer that returns more than its product (Llama 4), and experts may be one tensor (most
-    mixtures of experts): those are no linear layers here.
+    Routers that return more than their product (Llama 4) and experts in one tensor (most mixtures of experts) do not
+    count as linear layers.
     """
     modules = dict(model.named_modules())
     output = model.get_output_embeddings()
-    linear = {name for name, module in modules.items() if type(module).forward is torch.nn.Linear.forward}
+    linear_names = {name for name, module in modules.items() if type(module).forward is torch.nn.Linear.forward}
     if not targets:
-        selected = [name for name in modules if name in linear and modules[name] is not output]
-        refused = None if selected else "it has no torch.nn.Linear but its output layer"
+        selected = [name for name in modules if name in linear_names and modules[name] is not output]
+        problem = None if selected else "it has no torch.nn.Linear but its output layer"
     else:
         selected = [name for name in modules if name.rpartition(".")[2] in targets]
-        other = next((name for name in selected if name not in linear), "")
+        unsupported = next((name for name in selected if name not in linear_names), "")
         missing = [target for target in targets if not any(name.rpartition(".")[2] == target for name in selected)]
-        refused = None
-        if other:
-            refused = f"{other} is a {type(modules[other]).__name__}"
+        problem = None
+        if unsupported:
+            problem = f"{unsupported} is a {type(modules[unsupported]).__name__}"
         elif missing:
-            refused = f"no layer of the model is called {missing[0]}"
-    if refused:
-        names = ", ".join(sorted({name.rpartition(".")[2] for name in linear if modules[name] is not output}))
+            problem = f"no layer of the model is called {missing[0]}"
+    if problem:
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in linear_names if modules[name] is not output}))
         remedy = f"name layers of that kind ({names}), or train all weights" if names else "train all weights"
         raise ConfigError(
-            f"training.lora.targets = {list(targets)}: {refused}; adapters are for torch.nn.Linear; {remedy}"
+            f"training.lora.targets = {list(targets)}: {problem}; adapters are for torch.nn.Linear; {remedy}"
         )
     return selected
 
@@ -61,14 +61,15 @@ class PassVersions:
     one version."""
 
     def __init__(self) -> None:
-        self.rows_of: dict[PolicyVersion, torch.Tensor | None] = {}
+        self.token_indices: dict[PolicyVersion, torch.Tensor | None] = {}
 
     def select(self, versions: Sequence[PolicyVersion]) -> None:
         """Set the versions of the next pass. versions: one per token, in the pass's order."""
-        of_each = torch.tensor(versions)
-        different = set(versions)
-        self.rows_of = {
-            version: (of_each == version).nonzero()[:, 0] if len(different) > 1 else None for version in different
+        version_of_token = torch.tensor(versions)
+        distinct_versions = set(versions)
+        self.token_indices = {
+            version: (version_of_token == version).nonzero()[:, 0] if len(distinct_versions) > 1 else None
+            for version in distinct_versions
         }
 
 
@@ -78,16 +79,16 @@ class AdaptedLinear(torch.nn.Linear):
     def __init__(self, base: torch.nn.Linear, scaling: float, versions: PassVersions) -> None:
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
-        self.halves: dict[PolicyVersion, Halves] = {}
+        self.matrices: dict[PolicyVersion, AdapterMatrices] = {}
         self._scaling = scaling
         self._versions = versions
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output = super().forward(input)
-        for version, rows in self._versions.rows_of.items():
-            if version not in self.halves:
+        for version, rows in self._versions.token_indices.items():
+            if version not in self.matrices:
                 continue
-            down, up = self.halves[version]
+            down, up = self.matrices[version]
             if rows is None:
                 output += (input @ down.T @ up.T) * self._scaling
                 continue
@@ -107,31 +108,31 @@ class ServedAdapters:
         self._shapes = weight_folder.shapes(dict(model.named_parameters()))
         self._layers: dict[str, AdaptedLinear] = {}
 
-    def check(self, tensors: Tensors, file: Path) -> tuple[list[AdapterLayer], Tensors]:
+    def check(self, tensors: AdapterTensors, file: Path) -> tuple[list[AdapterLayer], AdapterTensors]:
         """Convert a version's adapter to the form that `add` takes. Raises StoreError if it is not an adapter of this
         model."""
         layers = adapters.layers(weight_folder.shapes(tensors), file)
         adapters.check(layers, self._config.rank, self._shapes, file)
         for layer in layers:
             if not isinstance(self._model.get_submodule(layer.module), torch.nn.Linear):
-                raise StoreError(f"{file}: the model's {layer.module} is no linear layer, and can have no adapter")
+                raise StoreError(f"{file}: the model's {layer.module} is not a linear layer and cannot have an adapter")
         return layers, {name: tensor.to(self._model.device) for name, tensor in tensors.items()}
 
-    def add(self, version: PolicyVersion, layers: Sequence[AdapterLayer], tensors: Tensors) -> None:
+    def add(self, version: PolicyVersion, layers: Sequence[AdapterLayer], tensors: AdapterTensors) -> None:
         """Serve an adapter that `check` has returned."""
         for layer in layers:
             if layer.module not in self._layers:
                 base: Any = self._model.get_submodule(layer.module)
                 self._layers[layer.module] = AdaptedLinear(base, self._config.scaling, self.versions)
                 self._model.set_submodule(layer.module, self._layers[layer.module])
-            self._layers[layer.module].halves[version] = tensors[layer.down], tensors[layer.up]
+            self._layers[layer.module].matrices[version] = tensors[layer.down], tensors[layer.up]
 
     def drop(self, version: PolicyVersion) -> None:
         """Free a version's adapter."""
         for layer in self._layers.values():
-            layer.halves.pop(version, None)
+            layer.matrices.pop(version, None)
 
     def clear(self) -> None:
         """Free all adapters."""
         for layer in self._layers.values():
-            layer.halves.clear()
+            layer.matrices.clear()

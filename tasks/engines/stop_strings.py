@@ -21,8 +21,8 @@ from the full text."""
 MAX_TOKENS_PER_CHARACTER = 4
 """Maximum number of tokens of one character: one for each of its bytes."""
 MAX_UNDECODED_WINDOWS = 64
-"""Length of the window, in multiples of the kept characters, above which bytes that end in an incomplete character are
-cut too."""
+"""Length of the window, in multiples of `_window_chars`, above which it is shortened even if it ends in an incomplete
+character."""
 
 
 class StopCheck:

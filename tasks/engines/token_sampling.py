@@ -28,13 +28,13 @@ def sample(
     if all(temperature == 0.0 for temperature in temperatures):
         tokens = logprobs.argmax(-1)
     else:
-        # In double precision, in which the rounding of a sum over a vocabulary is far below what is sampled ever.
+        # In double precision, where rounding of a sum over the vocabulary is far below any sampled probability.
         cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-        point = (
+        threshold = (
             torch.rand(len(logits), 1, generator=generator, dtype=torch.float64, device=logits.device)
             * cumulative[:, -1:]
         )
-        tokens = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+        tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
         if any(temperature == 0.0 for temperature in temperatures):
             tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
     return tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
@@ -43,27 +43,26 @@ def sample(
 def num_accepted(drafted: Sequence[int], sampled: Sequence[int], eos_ids: Collection[int], max_tokens: int) -> int:
     """Number of draft tokens that are accepted. One more token is sampled after them.
 
-    The first sampled token that differs from what was drafted is the last one kept: what comes after it was computed
-    after a token that is none. So each kept token is drawn from the policy's own distribution after the tokens before
-    it. Speculative sampling's rule (arXiv 2302.01318: accept draft d with probability p(d), else draw from p without d)
-    is the same for drafts without a distribution of their own: the token that is drawn is d with probability p(d), and
-    otherwise distributed as p without d.
+    The first sampled token that differs from its draft is the last one kept, because later ones were computed after a
+    token that is not in the response. So each kept token is drawn from the policy's distribution after the tokens
+    before it. For drafts without a distribution this equals the rule of speculative sampling (arXiv 2302.01318: accept
+    draft d with probability p(d), else draw from p without d).
 
     Args:
-        drafted: what was drafted after the last known token.
-        sampled: a token after each of the last known token and the drafted ones.
-        eos_ids: tokens that end the response; nothing follows them.
-        max_tokens: tokens that the response may still have.
+        drafted: draft tokens after the last known token.
+        sampled: the tokens sampled after the last known token and after each draft token.
+        eos_ids: tokens that end the response.
+        max_tokens: maximum number of further tokens of the response.
 
     >>> num_accepted([5, 6, 7], [5, 9, 7, 8], (), 10)
     1
     """
-    kept = 0
+    accepted = 0
     while (
-        kept < len(drafted)
-        and drafted[kept] == sampled[kept]
-        and sampled[kept] not in eos_ids
-        and kept + 1 < max_tokens
+        accepted < len(drafted)
+        and drafted[accepted] == sampled[accepted]
+        and sampled[accepted] not in eos_ids
+        and accepted + 1 < max_tokens
     ):
-        kept += 1
-    return kept
+        accepted += 1
+    return accepted

@@ -34,13 +34,13 @@ from staleflow.tasks.engines.running_requests import RunningRequest
 from staleflow.tasks.engines.served_adapters import ServedAdapters
 from staleflow.tasks.engines.token_sampling import num_accepted, sample
 
-_loading = threading.Lock()
+_load_lock = threading.Lock()
 """Lock for loading a model. `from_pretrained` patches torch and transformers for the whole process meanwhile; two
 concurrent calls could leave a patch behind."""
 
 ALIGNMENT = 64
-"""Bytes. PyTorch allocates CPU tensors at multiples of it, while a memory-mapped model file has any alignment, and
-matrix products round differently there: an engine that has slept would differ in its last bits from others."""
+"""Alignment of CPU tensors that PyTorch allocates, in bytes. Tensors of a memory-mapped model file have any alignment,
+and matrix products may round differently there: an engine that has slept would differ from others in the last bits."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -64,16 +64,16 @@ class TransformersEngine(EngineThread):
         super().__init__(instance, settings.model)
         self._settings = settings
         device = resolve_device(settings.device)
-        self._model: Any = load_model(settings.model, settings.dtype, device, row_attention.NAME)
+        self._model: Any = load_model(settings.model, settings.dtype, device, row_attention.ATTENTION_NAME)
         self._shapes = weight_folder.shapes(dict(self._model.named_parameters()))
         self._adapters = ServedAdapters(self._model, settings.lora) if settings.adapters else None
         self._generator = torch.Generator(device).manual_seed(settings.seed)
         self._rows: dict[str, RequestRow] = {}
         """By the requests' keys."""
-        self._batch = RowModel(self._model, settings.page_tokens, self._select_versions)
+        self._row_model = RowModel(self._model, settings.page_tokens, self._select_versions)
         self._drafter = self._make_drafter()
-        self._scheduler = RowScheduler(settings, self._batch.cache, self._drafter)
-        self._counts = DraftCounts()
+        self._scheduler = RowScheduler(settings, self._row_model.cache, self._drafter)
+        self._draft_counts = DraftCounts()
         self._thread.start()
 
     def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
@@ -81,7 +81,7 @@ class TransformersEngine(EngineThread):
         published = weight_folder.read(weights)
         if self._adapters is not None:
             layers, tensors = self._adapters.check(published, weights)
-            self._call(lambda: self._serve(version, layers, tensors)).result()
+            self._call(lambda: self._serve_adapter(version, layers, tensors)).result()
             return load_result(version, tensors, published, started_s, stalled_s=0.0)
         tensors = dict(self._model.named_parameters())
         weight_folder.check_shapes(self._shapes, weight_folder.shapes(published), weights)
@@ -89,7 +89,7 @@ class TransformersEngine(EngineThread):
         return load_result(version, tensors, published, started_s, stalled_s)
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        return self._call(lambda: self._probe(tokens)).result()
+        return self._call(lambda: self._compute_logprobs(tokens)).result()
 
     def set_draft_length(self, length: int) -> None:
         if self._drafter is not None:
@@ -103,21 +103,21 @@ class TransformersEngine(EngineThread):
 
     def _step(self) -> None:
         """Compute the new tokens of each row, and sample."""
-        for counts in self._scheduler.passes():
-            new = [(row, [*row.tokens[row.length : row.length + count], *row.draft]) for row, count in counts]
-            num_logits = [len(row.draft) + 1 if count == row.num_pending else 0 for row, count in counts]
-            logits = self._batch.logits(new, num_logits)
-            temperatures = [row.temperature for (row, _), n in zip(counts, num_logits, strict=True) for _ in range(n)]
+        for planned in self._scheduler.plan_passes():
+            new_tokens = [(row, [*row.tokens[row.length : row.length + count], *row.draft]) for row, count in planned]
+            num_logits = [len(row.draft) + 1 if count == row.num_pending else 0 for row, count in planned]
+            logits = self._row_model.logits(new_tokens, num_logits)
+            temperatures = [row.temperature for (row, _), n in zip(planned, num_logits, strict=True) for _ in range(n)]
             tokens, logprobs = sample(torch.cat(logits), temperatures, self._generator) if temperatures else ([], [])
             start = 0
             with self._condition:
-                for (row, count), n in zip(counts, num_logits, strict=True):
+                for (row, count), n in zip(planned, num_logits, strict=True):
                     row.length += count
                     if n:
                         self._add_tokens(row, tokens[start : start + n], logprobs[start : start + n])
                     start += n
-                # Only now, with all lengths set: ending a row may move another one, with its computed tokens.
-                for (row, _), n in zip(counts, num_logits, strict=True):
+                # After all lengths are set: ending a row may move another row together with its computed tokens.
+                for (row, _), n in zip(planned, num_logits, strict=True):
                     if n:
                         self._end_if_complete(row)
         with self._condition:
@@ -127,41 +127,41 @@ class TransformersEngine(EngineThread):
         """Append sampled tokens to a request: the accepted drafts and one more."""
         running, draft = row.running, row.draft
         num_drafts = num_accepted(draft, tokens, row.eos_ids, row.max_tokens - len(row.tokens))
-        new = tokens[: num_drafts + 1]
-        if running.stop is not None:
-            new = new[: running.stop.add(new)]
+        kept = tokens[: num_drafts + 1]
+        if running.stop_check is not None:
+            kept = kept[: running.stop_check.add(kept)]
         row.draft = []
-        row.tokens += new
-        row.length += len(new) - 1
-        self._requests.extend(running, new, logprobs[: len(new)])
+        row.tokens += kept
+        row.length += len(kept) - 1
+        self._requests.extend(running, kept, logprobs[: len(kept)])
         if draft:
-            self._counts.drafts += 1
-            self._counts.drafted_tokens += len(draft)
-            self._counts.accepted_tokens += len(new) - 1
+            self._draft_counts.drafts += 1
+            self._draft_counts.drafted_tokens += len(draft)
+            self._draft_counts.accepted_tokens += len(kept) - 1
             running.drafted_tokens += len(draft)
-            running.accepted_tokens += len(new) - 1
+            running.accepted_tokens += len(kept) - 1
         if self._drafter is not None:
-            self._drafter.extend(running.key, new)
+            self._drafter.extend(running.key, kept)
 
     def _end_if_complete(self, row: RequestRow) -> None:
         running = row.running
-        stopped = running.stopped or row.tokens[-1] in row.eos_ids
+        stopped = running.has_stopped or row.tokens[-1] in row.eos_ids
         if stopped or len(row.tokens) >= row.max_tokens:
             self._scheduler.end(row)
             self._leave(running)
-            self._end(running.sampled(FinishReason.STOP if stopped else FinishReason.LENGTH))
+            self._end(running.sampled_tokens(FinishReason.STOP if stopped else FinishReason.LENGTH))
 
     def _fail_without_memory(self) -> None:
-        for row in self._scheduler.failed:
+        for row in self._scheduler.failed_rows:
             self._leave(row.running)
             message = f"rollout.engine.kv_tokens = {self._settings.kv_tokens} is too small for {len(row.tokens)} tokens"
             self._fail(row.running, message)
-        self._scheduler.failed.clear()
+        self._scheduler.failed_rows.clear()
 
     def _admit(self, running: RunningRequest) -> None:
         request, vocabulary = running.request, self._model.config.get_text_config().vocab_size
-        if max(request.tokens) >= vocabulary:  # a pass with it would end the whole engine
-            raise ValueError(f"token {max(request.tokens)} is none of the {vocabulary} of the model")
+        if max(request.tokens) >= vocabulary:  # an invalid token would fail the pass, and so the engine
+            raise ValueError(f"token {max(request.tokens)} is not in the model's vocabulary of {vocabulary}")
         row = self._rows[running.key] = RequestRow(
             running=running,
             tokens=list(request.tokens),
@@ -186,10 +186,10 @@ class TransformersEngine(EngineThread):
 
     def _forget_all(self) -> None:
         self._scheduler.clear()
-        self._counts = DraftCounts()
+        self._draft_counts = DraftCounts()
         if self._drafter is not None:
             self._drafter.reset()
-            self._drafter.max_length = self._settings.speculation.first_length
+            self._drafter.max_length = self._settings.speculation.initial_length
         if self._adapters is not None:
             self._adapters.clear()
 
@@ -206,12 +206,12 @@ class TransformersEngine(EngineThread):
             kept_tokens=self._scheduler.kept_tokens,
             prefilled_tokens=self._scheduler.prefilled_tokens,
             cached_tokens=self._scheduler.cached_tokens,
-            drafts=self._counts.drafts,
-            drafted_tokens=self._counts.drafted_tokens,
-            accepted_tokens=self._counts.accepted_tokens,
+            drafts=self._draft_counts.drafts,
+            drafted_tokens=self._draft_counts.drafted_tokens,
+            accepted_tokens=self._draft_counts.accepted_tokens,
         )
 
-    def _serve(self, version: PolicyVersion, layers: Any, tensors: dict[str, torch.Tensor]) -> None:
+    def _serve_adapter(self, version: PolicyVersion, layers: Any, tensors: dict[str, torch.Tensor]) -> None:
         """Serve a version's adapter beside the others."""
         assert self._adapters is not None
         self._adapters.add(version, layers, tensors)
@@ -220,35 +220,35 @@ class TransformersEngine(EngineThread):
                 self._adapters.drop(old)
             self._requests.serve(version)
 
-    def _replace_weights(self, version: PolicyVersion, parameters: dict[str, Any], loaded: dict[str, Any]) -> float:
+    def _replace_weights(self, version: PolicyVersion, parameters: dict[str, Any], published: dict[str, Any]) -> float:
         """Replace all weights in place. Returns the seconds that decoding was stalled."""
         started_s = time.monotonic()
         for name, parameter in parameters.items():
-            if self._asleep or parameter.data_ptr() % ALIGNMENT:
+            if self._is_asleep or parameter.data_ptr() % ALIGNMENT:
                 parameter.data = torch.empty(self._shapes[name], dtype=parameter.dtype, device=parameter.device)
-            parameter.copy_(loaded[name])
-        self._asleep = False
+            parameter.copy_(published[name])
+        self._is_asleep = False
         with self._condition:
             self._requests.change_version(version)
             self._scheduler.change_weights(keep=self._settings.keep)
         return time.monotonic() - started_s
 
-    def _probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        row, cache = BatchRow(), self._batch.new_cache()
-        (logits,) = self._batch.logits([(row, tokens[:-1])], [len(tokens) - 1], cache)
-        following = torch.tensor(tokens[1:], device=logits.device)[:, None]
-        return tuple(logits.float().log_softmax(-1).gather(1, following)[:, 0].tolist())
+    def _compute_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        row, cache = BatchRow(), self._row_model.new_cache()
+        (logits,) = self._row_model.logits([(row, tokens[:-1])], [len(tokens) - 1], cache)
+        next_tokens = torch.tensor(tokens[1:], device=logits.device)[:, None]
+        return tuple(logits.float().log_softmax(-1).gather(1, next_tokens)[:, 0].tolist())
 
     def _make_drafter(self) -> Drafter | None:
         speculation = self._settings.speculation
         if not speculation.num_speculative_tokens:
             return None
-        if not self._batch.cache.can_crop:
+        if not self._row_model.cache.can_crop:
             raise ConfigError(
                 f"rollout.engine.speculation.num_speculative_tokens = {speculation.num_speculative_tokens}: the model "
-                "has layers whose states cannot take back rejected tokens; use 0"
+                "has layers whose states cannot remove rejected tokens; use 0"
             )
-        return Drafter(speculation.first_length, speculation.max_running, self._settings.eos)
+        return Drafter(speculation.initial_length, speculation.max_running, self._settings.eos)
 
     def _select_versions(self, rows: Sequence[BatchRow]) -> None:
         """Select the adapter of each row for the next pass; the newest for a probe."""
@@ -302,7 +302,7 @@ def load_model(path: str, dtype: str, device: str, attention: str) -> Any:
     """Load a causal LM from a folder or the hub, in eval mode. dtype: "auto" for that of its file, which is then
     memory-mapped. Thread-safe."""
     torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
-    with _loading:
+    with _load_lock:
         try:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype, attn_implementation=attention)
         except ValueError:  # the model does not support this attention, such as gpt-oss, whose attention has sinks

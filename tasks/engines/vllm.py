@@ -1,6 +1,6 @@
 """vLLM as a rollout engine: an LLMEngine in this process, driven by one thread.
 
-Only that thread touches vLLM: it is made there, see VllmEngine._make, and used between two decode steps.
+Only that thread uses vLLM: it creates the LLMEngine (VllmEngine._make), and runs calls between two decode steps.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from staleflow.tasks.engines.engine_thread import EngineThread
 from staleflow.tasks.engines.running_requests import RunningRequest
 from staleflow.tasks.engines.vllm_drafting import VllmSpeculation
 from staleflow.tasks.engines.vllm_drafting import arguments as speculation_arguments
-from staleflow.tasks.engines.vllm_scheduler import VllmScheduler, salt
-from staleflow.tasks.engines.vllm_sizes import adapted_layers, cache_bytes, checkpoint_shapes, longest_sequence
+from staleflow.tasks.engines.vllm_scheduler import VllmScheduler, version_salt
+from staleflow.tasks.engines.vllm_sizes import adapted_layers, cache_bytes, checkpoint_shapes, max_sequence_length
 
 if TYPE_CHECKING:
     from staleflow.tasks.engines.vllm_adapters import VllmAdapters
@@ -37,11 +37,11 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Read by vLLM when it is imported: one process, no threads pinned to cores that others share, no log of its own."""
+"""Environment variables that vLLM reads at import: one process, no threads pinned to shared cores, no logging."""
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
-"""On a CPU compilation costs more than it saves."""
-ROOM_POLL_S = 0.02
-"""Seconds between two looks whether there is room for one more adapter."""
+"""Further variables on a CPU, where compilation costs more than it saves."""
+SLOT_POLL_S = 0.02
+"""Seconds between two checks whether a slot for another adapter is free."""
 
 
 def build(settings: VllmSettings, instance: InstanceId, threads: int) -> Engine:
@@ -57,7 +57,7 @@ class VllmEngine(EngineThread):
         self._settings = settings
         self._probes: dict[str, Future[Any]] = {}  # probes under way, by request id
         self._num_probes = 0
-        self._figures: dict[str, int] = {}  # as of the last step, stop or load
+        self._scheduler_statistics: dict[str, int] = {}  # as of the last step, stop or load
         self._engine: Any = None
         self._scheduler: VllmScheduler
         self._adapters: VllmAdapters | None = None
@@ -73,22 +73,22 @@ class VllmEngine(EngineThread):
     def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
         started_s = time.monotonic()
         if self._adapters is not None:
-            return self._serve(self._adapters, version, weights)
-        # A load that fails half-way leaves a model of two versions: whatever can be checked is checked before.
+            return self._serve_adapter(self._adapters, version, weights)
+        # A load that fails half-way leaves a model of two versions, so names and shapes are checked before.
         weight_folder.check_shapes(self._shapes, weight_folder.read_shapes(weights), weights)
         stalled_s: float = self._call(lambda: self._load(version, weights)).result()
         return LoadResult(
             version=version,
             fingerprint=fingerprint(weight_folder.read(weights)),
-            weights=self._compared(weights),
+            weights=self._compare_weights(weights),
             elapsed_s=time.monotonic() - started_s,
             stalled_s=stalled_s,
         )
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        answer: Future[Any] = Future()
-        self._call(lambda: self._probe(tokens, answer))
-        logprobs: tuple[float, ...] = answer.result()
+        result: Future[Any] = Future()
+        self._call(lambda: self._add_probe(tokens, result))
+        logprobs: tuple[float, ...] = result.result()
         return logprobs
 
     def set_draft_length(self, length: int) -> None:
@@ -97,7 +97,7 @@ class VllmEngine(EngineThread):
     # -- the engine's thread -------------------------------------------------------------------------------------
 
     def _make(self) -> None:
-        """Start vLLM: all that touches it is in one thread."""
+        """Create the LLMEngine, in the engine's thread."""
         self._engine = make_engine(self._settings)
         self._speculation = VllmSpeculation(self._engine, self._settings.speculation, self._settings.eos)
         self._drafter = self._speculation.drafter
@@ -114,16 +114,16 @@ class VllmEngine(EngineThread):
     def _is_busy(self) -> bool:
         return super()._is_busy() or bool(self._probes)
 
-    def _unanswered(self) -> Iterable[Future[Any]]:
+    def _pending_futures(self) -> Iterable[Future[Any]]:
         return self._probes.values()
 
     def _load_statistics(self) -> EngineLoad:
-        figures: dict[str, Any] = {**self._figures}
-        return dataclasses.replace(self._requests.load(), **figures)
+        statistics: dict[str, Any] = {**self._scheduler_statistics}
+        return dataclasses.replace(self._requests.load(), **statistics)
 
     def _admit(self, running: RunningRequest) -> None:
         request, version = running.request, running.version
-        self._add(running.key, request.tokens, self._sampling(request), version, salt(version))
+        self._add(running.key, request.tokens, self._sampling(request), version, version_salt(version))
 
     def _add(
         self,
@@ -134,7 +134,7 @@ class VllmEngine(EngineThread):
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> None:
-        """Hand a request to vLLM's core."""
+        """Add a request to vLLM's engine core."""
         from vllm.inputs.engine import tokens_input
 
         engine = self._engine
@@ -163,42 +163,42 @@ class VllmEngine(EngineThread):
             detokenize=False,
         )
 
-    def _probe(self, tokens: Sequence[int], answer: Future[Any]) -> None:
+    def _add_probe(self, tokens: Sequence[int], result: Future[Any]) -> None:
         from vllm import SamplingParams
 
         self._num_probes += 1
-        name = f"probe-{self._num_probes}"
+        key = f"probe-{self._num_probes}"
         sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         try:
-            # Ahead of all waiting requests: a load is not done until its probe is answered.
-            self._add(name, tokens, sampling, self.version, priority=-1)
+            # Before all waiting requests, because a load waits for its probe.
+            self._add(key, tokens, sampling, self.version, priority=-1)
         except Exception as error:  # noqa: BLE001  the caller's to handle
-            answer.set_exception(error)
+            result.set_exception(error)
         else:
-            self._probes[name] = answer
+            self._probes[key] = result
 
     def _remove(self, stopped: Sequence[RunningRequest]) -> None:
-        self._forget([running.key for running in stopped])
-        self._figures = self._scheduler.figures()
+        self._abort_in_vllm([running.key for running in stopped])
+        self._scheduler_statistics = self._scheduler.statistics()
 
-    def _forget(self, keys: list[str]) -> None:
-        """Have vLLM forget requests."""
+    def _abort_in_vllm(self, keys: list[str]) -> None:
+        """Abort requests in vLLM."""
         try:
             self._engine.engine_core.abort_requests(keys)
         except Exception as error:
-            # A submit may get here, and nobody waits for its result: the failure must not go unnoticed.
+            # `submit` may call this without waiting for the result, so the error must end the engine.
             raise ActorLost(f"{self._instance}: vLLM could not stop requests: {error}") from error
 
     def _forget_all(self) -> None:
         if self._probes:
             self._engine.engine_core.abort_requests(list(self._probes))
-            for answer in self._probes.values():
-                answer.cancel()
+            for result in self._probes.values():
+                result.cancel()
             self._probes.clear()
         self._scheduler.reset()
         if self._adapters is not None:
             self._adapters.clear()
-        self._figures = self._scheduler.figures()
+        self._scheduler_statistics = self._scheduler.statistics()
 
     def _free_device(self) -> None:
         self._engine.sleep(level=2)
@@ -206,9 +206,9 @@ class VllmEngine(EngineThread):
     def _load(self, version: PolicyVersion, weights: Path) -> float:
         engine, started_s = self._engine, time.monotonic()
         with raised_as(WeightsRefused, f"{self._instance}: vLLM cannot load {weights}", Exception):
-            if self._asleep:
+            if self._is_asleep:
                 engine.wake_up()
-                self._asleep = False
+                self._is_asleep = False
             engine.collective_rpc("start_weight_update")
             engine.collective_rpc("update_weights", args=({"path": str(weights)},))
             engine.collective_rpc("finish_weight_update")
@@ -216,22 +216,21 @@ class VllmEngine(EngineThread):
             self._requests.change_version(version)
         self._scheduler.change_version(version, keep=self._settings.keep)
         with self._condition:
-            self._figures = self._scheduler.figures()
+            self._scheduler_statistics = self._scheduler.statistics()
         return time.monotonic() - started_s
 
-    def _load_adapter(self, served: VllmAdapters, version: PolicyVersion, weights: Path) -> float | None:
-        """Serve an adapter beside the others; returns the seconds that decoding paused, None if there is no room
-        yet."""
+    def _load_adapter(self, vllm_adapters: VllmAdapters, version: PolicyVersion, weights: Path) -> float | None:
+        """Serve an adapter beside the others. Returns the seconds that decoding paused, None if no slot is free yet."""
         started_s = time.monotonic()
         with self._condition:
-            evicted = self._requests.drop_old(version, self._settings.adapters)
+            dropped = self._requests.drop_old(version, self._settings.adapters)
         with raised_as(ActorLost, f"{self._instance}: {weights} cannot be served", Exception):
-            for old in evicted:
-                served.drop(old)
-            if served.request(version) is None:  # else it was asked for before, and requests may run under it
-                if served.full:
+            for old in dropped:
+                vllm_adapters.drop(old)
+            if vllm_adapters.request(version) is None:  # else an earlier call has loaded it
+                if vllm_adapters.is_full:
                     return None
-                served.add(version, weights)
+                vllm_adapters.add(version, weights)
         with self._condition:
             self._requests.serve(version)
         return time.monotonic() - started_s
@@ -250,24 +249,26 @@ class VllmEngine(EngineThread):
                     continue
                 if output.new_token_ids:
                     self._extend(running, output)
-                if running.stopped and output.finish_reason is None:
-                    self._forget([running.key])  # vLLM does not know of stop strings
+                if running.has_stopped and output.finish_reason is None:
+                    self._abort_in_vllm([running.key])  # vLLM does not know of stop strings
                 elif output.finish_reason is None:
                     continue
                 self._leave(running)
-                if running.stopped or output.finish_reason in (Reason.STOP, Reason.LENGTH):
-                    recurring = running.stopped or output.finish_reason == Reason.STOP
-                    self._ended.append(running.sampled(FinishReason.STOP if recurring else FinishReason.LENGTH))
+                if running.has_stopped or output.finish_reason in (Reason.STOP, Reason.LENGTH):
+                    ended_by_stop = running.has_stopped or output.finish_reason == Reason.STOP
+                    self._ended.append(
+                        running.sampled_tokens(FinishReason.STOP if ended_by_stop else FinishReason.LENGTH)
+                    )
                 else:
                     self._fail(running, f"vLLM ended it: {output.finish_reason}")
-            self._figures = self._scheduler.figures()
+            self._scheduler_statistics = self._scheduler.statistics()
             if self._ended:
                 self._condition.notify_all()
 
     def _extend(self, running: RunningRequest, output: Any) -> None:
-        """Record what a step has sampled of a request."""
+        """Record the tokens that a step has sampled for a request."""
         tokens = output.new_token_ids
-        count = len(tokens) if running.stop is None else running.stop.add(tokens)
+        count = len(tokens) if running.stop_check is None else running.stop_check.add(tokens)
         # The sampled token's logprob comes first in each row.
         self._requests.extend(running, tokens[:count], output.new_logprobs.logprobs[:count, 0].tolist())
         if num_drafted := self._speculation.num_drafted_by_request.get(output.request_id, 0):
@@ -276,33 +277,34 @@ class VllmEngine(EngineThread):
 
     # -- the other threads ---------------------------------------------------------------------------------------
 
-    def _serve(self, served: VllmAdapters, version: PolicyVersion, weights: Path) -> LoadResult:
-        """Load an adapter, as soon as there is room for it: at once, unless stragglers run under old versions."""
+    def _serve_adapter(self, vllm_adapters: VllmAdapters, version: PolicyVersion, weights: Path) -> LoadResult:
+        """Load an adapter as soon as a slot is free: without delay, unless requests still run under old versions."""
         started_s = time.monotonic()
         layers = adapters.layers(weight_folder.read_shapes(weights), weights)
         adapters.check(layers, self._settings.lora.rank, self._shapes, weights)
         stalled_s: float | None = None
         while stalled_s is None:
-            stalled_s = self._call(lambda: self._load_adapter(served, version, weights)).result()
+            stalled_s = self._call(lambda: self._load_adapter(vllm_adapters, version, weights)).result()
             if stalled_s is None:
-                time.sleep(ROOM_POLL_S)
+                time.sleep(SLOT_POLL_S)
         return LoadResult(
             version=version,
             fingerprint=fingerprint(weight_folder.read(weights)),
-            weights=self._call(lambda: served.compare_version(version, weights)).result(),
+            weights=self._call(lambda: vllm_adapters.compare_version(version, weights)).result(),
             elapsed_s=time.monotonic() - started_s,
             stalled_s=stalled_s,
         )
 
-    def _compared(self, weights: Path) -> WeightReport:
-        """What all workers have, compared with a published file. Of one worker, which is in this process, in the
-        caller's thread: decoding continues, and only another load, which waits for this one, changes the weights."""
+    def _compare_weights(self, weights: Path) -> WeightReport:
+        """Compare the weights of all workers with a published file. A single worker is in this process, and is compared
+        in the caller's thread while decoding continues: only another load, which waits for this one, changes
+        weights."""
 
-        def ask() -> list[WeightReport]:
+        def compare() -> list[WeightReport]:
             reports: list[WeightReport] = self._engine.collective_rpc("compared_weights", args=(str(weights),))
             return reports
 
-        return total(self._call(ask).result() if self._settings.tensor_parallel > 1 else ask())
+        return total(self._call(compare).result() if self._settings.tensor_parallel > 1 else compare())
 
 
 def make_engine(settings: VllmSettings) -> Any:
@@ -315,9 +317,9 @@ def make_engine(settings: VllmSettings) -> Any:
     arguments: dict[str, Any] = {
         "model": settings.model,
         "dtype": settings.dtype,
-        "seed": settings.seed % 2**32,  # it seeds numpy too, which takes no more
+        "seed": settings.seed % 2**32,  # numpy accepts no larger seed
         "skip_tokenizer_init": True,
-        "max_model_len": longest_sequence(settings),
+        "max_model_len": max_sequence_length(settings),
         "max_num_seqs": settings.max_running + 1,  # and the probe
         "scheduling_policy": "priority",
         "max_num_batched_tokens": max(settings.max_batch_tokens, settings.max_running),

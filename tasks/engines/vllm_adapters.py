@@ -1,11 +1,11 @@
 """Adapters of several policy versions in vLLM. Each request is decoded with the adapter of its own version.
 
-vLLM keeps adapters in a fixed number of slots, and takes one for an adapter that is not in any. If all are taken, it is
-the slot of the one that was used the longest ago, which a running request may still need: versions of vLLM before 0.25
-then went on with what was in the slot (vllm-project/vllm#47724). So here none is ever taken from another.
+vLLM has a fixed number of slots for adapters. If all are used, it evicts the least recently used adapter, which a
+running request may still need: vLLM before 0.25 then computed with the new contents of the slot
+(vllm-project/vllm#47724). So this module never lets vLLM evict an adapter.
 
-Invariants: an adapter has its slot from `add` to `drop`, and is only added while a slot is free; its number is never
-used again; whoever calls `drop` knows that no request is left that was begun under it.
+Invariants: an adapter has its slot from `add` to `drop`, and is only added while a slot is free; its id is never used
+again; `drop` is called only when no request of its version is left.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from staleflow.stores.weights.weight_report import WeightReport, total
 from staleflow.tasks.engines import adapters
 from staleflow.tasks.engines.adapters import LoraConfig
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The sizes of slots that vLLM has."""
-SPARE = 1
-"""Slots beyond those of the versions that are served: the next one may be loaded while a request of one that is not
-served any more has yet to be stopped."""
+SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The LoRA ranks for which vLLM has slots."""
+NUM_SPARE_SLOTS = 1
+"""Number of slots beyond those of the served versions: a new version may be loaded before the last request of a dropped
+version is stopped."""
 
 
-def arguments(config: LoraConfig, served: int, layers: list[str]) -> dict[str, Any]:
-    """vLLM's engine arguments for `count` versions side by side. layers: last name components of the adapted layers;
+def arguments(config: LoraConfig, num_versions: int, layers: list[str]) -> dict[str, Any]:
+    """vLLM's engine arguments for `num_versions` served versions. layers: last name components of the adapted layers;
     without this list vLLM would also prepare its output layer, which then computes no prompt logprobs."""
     return {
         "enable_lora": True,
-        "max_loras": served + SPARE,
-        "max_cpu_loras": served + SPARE,
+        "max_loras": num_versions + NUM_SPARE_SLOTS,
+        "max_cpu_loras": num_versions + NUM_SPARE_SLOTS,
         "lora_target_modules": layers,
-        "max_lora_rank": next(rank for rank in RANKS if rank >= config.rank),
+        "max_lora_rank": next(rank for rank in SLOT_RANKS if rank >= config.rank),
         "worker_extension_cls": f"{__name__}.{AdapterExtension.__name__}",
     }
 
@@ -47,12 +47,12 @@ def arguments(config: LoraConfig, served: int, layers: list[str]) -> dict[str, A
 class VllmAdapters:
     """The adapters of an LLMEngine in this process. Use only from the thread that drives the engine."""
 
-    def __init__(self, engine: Any, config: LoraConfig, served: int) -> None:
+    def __init__(self, engine: Any, config: LoraConfig, num_versions: int) -> None:
         self._engine = engine
         self._config = config
-        self._slots = served + SPARE
+        self._num_slots = num_versions + NUM_SPARE_SLOTS
         self._adapters: dict[PolicyVersion, Any] = {}
-        self._added = 0
+        self._num_added = 0
 
     def request(self, version: PolicyVersion) -> Any:
         """vLLM's LoRA request for a version; None if the version has no adapter, which is the model as it was
@@ -60,22 +60,22 @@ class VllmAdapters:
         return self._adapters.get(version)
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether no slot is free."""
-        return len(self._adapters) >= self._slots
+        return len(self._adapters) >= self._num_slots
 
     def add(self, version: PolicyVersion, file: Path) -> None:
         """Load a version's adapter into a free slot. Raises vLLM's errors."""
         from vllm.lora.request import LoRARequest
 
-        assert not self.full and version not in self._adapters
-        self._added += 1
+        assert not self.is_full and version not in self._adapters
+        self._num_added += 1
         settings = adapters.peft_settings(self._config)
         with tempfile.TemporaryDirectory(prefix="adapter-") as folder:
             (Path(folder) / "adapter_config.json").write_text(json.dumps(settings))
             (Path(folder) / "adapter_model.safetensors").symlink_to(file.absolute())
-            request = LoRARequest(lora_name=f"v{version}", lora_int_id=self._added, lora_path=folder)
-            # It is read here and never again: vLLM does so only for an adapter that it does not hold.
+            request = LoRARequest(lora_name=f"v{version}", lora_int_id=self._num_added, lora_path=folder)
+            # vLLM reads the file only now, because later requests find the adapter loaded.
             self._engine.add_lora(request)
         self._adapters[version] = request
 
@@ -102,27 +102,27 @@ class AdapterExtension:
     model_runner: Any
     vllm_config: Any
 
-    def compared_adapter(self, number: int, file: str, scaling: float) -> WeightReport:
+    def compared_adapter(self, adapter_id: int, file: str, scaling: float) -> WeightReport:
         """Compare an adapter on this worker with its file. vLLM stores it for its kernels: with fused layers, padded to
         the size of the slot, and with B multiplied by alpha / rank. Shards are not compared."""
         tensors = weight_folder.read(Path(file))
         if self.vllm_config.parallel_config.tensor_parallel_size > 1:
             return WeightReport(not_verified={"an adapter's shards": len(tensors)})
-        halves = {layer.module: layer for layer in adapters.layers(weight_folder.shapes(tensors), file)}
+        layers_by_module = {layer.module: layer for layer in adapters.layers(weight_folder.shapes(tensors), file)}
         manager = self.model_runner.lora_manager._adapter_manager
-        slot = manager.lora_index_to_id.index(number)
+        slot = manager.lora_index_to_id.index(adapter_id)
         parts: dict[str, WeightPart] = {}
         for name, module in manager.modules.items():
             for index, module_name in enumerate(manager.packed_modules.get(name, [name])):
-                layer = halves.get(module_name)
+                layer = layers_by_module.get(module_name)
                 if layer is None:
                     continue
                 down, up = (layer.down, module.lora_a_stacked, 1.0), (layer.up, module.lora_b_stacked, scaling)
-                for key, stacked, times in (down, up):
+                for key, stacked, factor in (down, up):
                     loaded = stacked[index][slot, 0]
                     rows, columns = tensors[key].shape
-                    full = torch.zeros_like(loaded)
-                    full[:rows, :columns] = tensors[key].to(loaded) * times
-                    parts[key] = WeightPart(name=key, loaded=loaded, published=full)
+                    padded = torch.zeros_like(loaded)
+                    padded[:rows, :columns] = tensors[key].to(loaded) * factor
+                    parts[key] = WeightPart(name=key, loaded=loaded, published=padded)
         missing = (WeightPart(name=key, unknown="no layer of the engine has it") for key in tensors if key not in parts)
         return compare_parts([*parts.values(), *missing])

@@ -1,8 +1,8 @@
 """Speculation in vLLM: engine arguments, our own drafts through vLLM's proposer interface, the verifier, and counts.
 
 Drafts are verified by vLLM's ordinary sampler. It samples one token at each draft position. Tokens are kept up to and
-including the first that differs from the draft; drafted_steps.py explains why that is rejection sampling. vLLM's
-rejection sampler is not used: its CPU build 0.32 divides logits by uninitialised memory instead of the temperature.
+including the first that differs from the draft; token_sampling.py explains why that is rejection sampling. vLLM's
+rejection sampler is not used: its CPU build 0.32 divides logits by uninitialized memory instead of the temperature.
 
 Only the thread that calls LLMEngine.step uses this module; other threads may read the counts.
 """
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import torch
 
 SUFFIX_PACKAGE = "arctic-inference==0.1.1"
-"""What vLLM imports for its drafts by suffixes."""
+"""Package that vLLM imports for suffix drafts."""
 REJECTED = -1
-"""vLLM's mark of a token that is not kept. Also the filler of positions that have no draft."""
+"""vLLM's placeholder for a rejected token, and for positions without a draft."""
 
 
 def arguments(settings: VllmSettings) -> dict[str, Any]:
@@ -48,14 +48,14 @@ class ResponsesProposer:
     def __init__(self, config: Any) -> None:
         self._max_length: int = config.speculative_config.num_speculative_tokens
         self._drafter: Drafter | None = None
-        self._runner: Any = None
+        self._model_runner: Any = None
 
     def load_model(self, *args: Any) -> None:
         """Required by vLLM. There is no model to load."""
 
-    def connect(self, drafter: Drafter, runner: Any) -> None:
-        """Set the drafter to use. runner: vLLM's model runner, used to map batch rows to request ids."""
-        self._drafter, self._runner = drafter, runner
+    def connect(self, drafter: Drafter, model_runner: Any) -> None:
+        """Set the drafter to use. model_runner: vLLM's model runner, used to map batch rows to request ids."""
+        self._drafter, self._model_runner = drafter, model_runner
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, **_: Any
@@ -72,7 +72,7 @@ class ResponsesProposer:
             return [[] for _ in sampled_token_ids]
         drafts: list[list[int]] = []
         for row, sampled in enumerate(sampled_token_ids):
-            request = self._runner.input_batch.req_ids[row]
+            request = self._model_runner.input_batch.req_ids[row]
             num_known, num_valid = drafter.num_known_tokens(request), int(num_tokens_no_spec[row])
             if not sampled or num_known is None:
                 drafts.append([])
@@ -103,10 +103,12 @@ class SampledVerifier:
         from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
         device = logits.device
-        counts = torch.tensor(metadata.num_draft_tokens, device=device) + 1
-        requests = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
+        logits_per_request = torch.tensor(metadata.num_draft_tokens, device=device) + 1
+        request_of_row = torch.repeat_interleave(
+            torch.arange(len(logits_per_request), device=device), logits_per_request
+        )
         if sampling.temperature is not None:
-            sampling = dataclasses.replace(sampling, temperature=sampling.temperature[requests])
+            sampling = dataclasses.replace(sampling, temperature=sampling.temperature[request_of_row])
         output = self._sampler(logits=logits, sampling_metadata=sampling)
         sampled = output.sampled_token_ids[:, 0]
         # By logits row, the draft token to compare with; the last row of a request has none, and never matches.
@@ -116,8 +118,10 @@ class SampledVerifier:
         # Logits rows are ragged. Scatter them into a table [request, width], given as flat positions.
         width = metadata.max_spec_len + 1
         logit_rows = torch.arange(len(sampled), device=device)
-        flat_positions = requests * width + logit_rows - (counts.cumsum(0) - counts)[requests]
-        tokens = sampled.new_full((len(counts) * width,), REJECTED)
+        flat_positions = (
+            request_of_row * width + logit_rows - (logits_per_request.cumsum(0) - logits_per_request)[request_of_row]
+        )
+        tokens = sampled.new_full((len(logits_per_request) * width,), REJECTED)
         tokens[flat_positions] = sampled
         matches = torch.zeros_like(tokens)
         matches[flat_positions] = (sampled == expected).to(matches.dtype)
@@ -142,20 +146,20 @@ class SampledVerifier:
 class VllmSpeculation:
     """Speculation of an LLMEngine in this process, and its counts. drafter: set only for source "responses"."""
 
-    def __init__(self, engine: Any, settings: Speculation, end_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, engine: Any, speculation: Speculation, end_token_ids: tuple[int, ...]) -> None:
         self.num_drafts = 0
         self.num_drafted_tokens = 0
         self.num_accepted_tokens = 0
         self.num_drafted_by_request: dict[str, int] = {}
         """Draft tokens that the last step verified, by request id."""
-        self._settings = settings
-        self._length = settings.first_length
+        self._speculation = speculation
+        self._length = speculation.initial_length
         self.drafter: Drafter | None = None
-        if not settings.num_speculative_tokens:
+        if not speculation.num_speculative_tokens:
             return
         engine.collective_rpc(_install_verifier)
-        if settings.source == "responses":
-            self.drafter = Drafter(settings.first_length, settings.max_running, end_token_ids)
+        if speculation.source == "responses":
+            self.drafter = Drafter(speculation.initial_length, speculation.max_running, end_token_ids)
             engine.collective_rpc(_connect_proposer, args=(self.drafter,))
         self._scheduler = scheduler = engine.engine_core.engine_core.scheduler
         self._original_schedule = scheduler.schedule
@@ -168,19 +172,19 @@ class VllmSpeculation:
     def reset(self) -> None:
         """Drop all drafts and counts. Call while no request is running."""
         self.num_drafts = self.num_drafted_tokens = self.num_accepted_tokens = 0
-        self.set_length(self._settings.first_length)
+        self.set_length(self._speculation.initial_length)
         if self.drafter is not None:
             self.drafter.reset()
 
     def set_length(self, length: int) -> None:
         """Set the maximum length of drafts, at most what vLLM was configured for."""
-        self._length = min(length, self._settings.num_speculative_tokens)
+        self._length = min(length, self._speculation.num_speculative_tokens)
         if self.drafter is not None:
             self.drafter.max_length = self._length
 
     def _update_drafts(self, drafts: Any) -> None:
         """Pass drafts, cut to the length limit, to the scheduler; drop them while too many requests run."""
-        if self._length and len(self._scheduler.running) <= self._settings.max_running:
+        if self._length and len(self._scheduler.running) <= self._speculation.max_running:
             drafts.draft_token_ids = [draft[: self._length] for draft in drafts.draft_token_ids]
             self._original_update_drafts(drafts)
 

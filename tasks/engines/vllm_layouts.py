@@ -1,9 +1,9 @@
 """Maps checkpoint tensors to the parameters of a vLLM model: which piece of which parameter holds which tensor.
 
-vLLM fuses some tensors of a checkpoint (q, k and v into one), stacks those of experts, pads vocabularies and cuts most
-of them into shards, one a worker. Here that is undone from what the layers say of themselves (sizes, rank, names), not
-by vLLM's own loading of weights: so a worker's parameters can be compared with what was published. Layers and kernels
-whose layout is not known here are reported as such.
+vLLM fuses some tensors of a checkpoint (q, k and v into one), stacks those of experts, pads vocabularies and shards
+most tensors over the workers. This module maps them back by the attributes of vLLM's layers (sizes, rank, names), not
+by vLLM's weight loading, so that a worker's parameters can be compared with the published weights. Layers and kernels
+with an unknown layout are reported as such.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from staleflow.stores.weights.weight_comparison import WeightPart
 
 Tensors = Mapping[str, torch.Tensor]
-Place = tuple[str, Any]
-"""Name of a vLLM parameter, and which of the tensors fused into it; None if it is the only one."""
+ParameterName = tuple[str, Any]
+"""Name of a vLLM parameter, and the index of a tensor fused into it; None if nothing is fused."""
 
-AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
-"""Kernels that compute with stacked experts as they are loaded."""
-DERIVED = ("W_UK_T", "W_UV")
+UNCHANGED_EXPERT_BACKENDS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+"""Kernels that use stacked experts without changing their layout."""
+DERIVED_TENSORS = ("W_UK_T", "W_UV")
 """Tensors that multi-head latent attention derives from its weights and computes with."""
 
 
@@ -44,43 +44,44 @@ def parts(model: Any, tensors: Tensors) -> Iterator[WeightPart]:
         tensors: The published weights under the names of the model's checkpoints.
     """
     modules = dict(model.named_modules())
-    covered: dict[int, int] = {}
+    num_covered: dict[int, int] = {}
     experts: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in sorted(tensors.items()):
-        target, fused = _place(model, name)
+        target, fused_index = _parameter_name(model, name)
         path, _, leaf = target.rpartition(".")
-        if (layer := _experts_of(modules, target)) is not None:
+        if (layer := _experts_path(modules, target)) is not None:
             experts.setdefault(layer, {})[target.removeprefix(f"{modules[layer].layer_name}.")] = tensor
             continue
         parameter = getattr(modules.get(path), leaf, None)
         if parameter is None:
             yield WeightPart(name=name, unknown="the engine has no layer of that name")
             continue
-        piece = _piece(modules[path], parameter, leaf, fused, tensor)
-        if isinstance(piece, str):
-            covered[id(parameter)] = parameter.numel()
-            yield WeightPart(name=name, unknown=piece)
+        slices = _matching_slices(modules[path], parameter, leaf, fused_index, tensor)
+        if isinstance(slices, str):
+            num_covered[id(parameter)] = parameter.numel()
+            yield WeightPart(name=name, unknown=slices)
             continue
-        loaded, published = piece
+        loaded, published = slices
         is_vocabulary = isinstance(modules[path], VocabParallelEmbedding)  # the rest is padding
-        covered[id(parameter)] = covered.get(id(parameter), 0) + (
+        num_covered[id(parameter)] = num_covered.get(id(parameter), 0) + (
             parameter.numel() if is_vocabulary else loaded.numel()
         )
-        yield _part(name, loaded, published)
+        yield _weight_part(name, loaded, published)
     for path, experts_of_layer in experts.items():
-        covered |= {id(parameter): parameter.numel() for parameter in modules[path].parameters()}
-        yield from _experts(path, modules[path], experts_of_layer)
+        num_covered |= {id(parameter): parameter.numel() for parameter in modules[path].parameters()}
+        yield from _expert_parts(path, modules[path], experts_of_layer)
     for name, parameter in model.named_parameters():
-        if covered.get(id(parameter), 0) < parameter.numel():
+        if num_covered.get(id(parameter), 0) < parameter.numel():
             yield WeightPart(name=name, unknown="not all of a parameter is published")
     for path, module in modules.items():
-        for leaf in DERIVED:
+        for leaf in DERIVED_TENSORS:
             if getattr(module, leaf, None) is not None:
                 yield WeightPart(name=f"{path}.{leaf}", unknown="derived from other weights")
 
 
-def _part(name: str, loaded: torch.Tensor, published: torch.Tensor) -> WeightPart:
-    """A part of these two. Some layers keep a tensor in a wider type, which changes no value."""
+def _weight_part(name: str, loaded: torch.Tensor, published: torch.Tensor) -> WeightPart:
+    """Build a part to compare. A published tensor is converted if the layer has a wider type, which changes no
+    value."""
     if loaded.dtype != published.dtype:
         if torch.promote_types(loaded.dtype, published.dtype) != loaded.dtype:
             return WeightPart(name=name, unknown=f"kept as {str(loaded.dtype).removeprefix('torch.')}")
@@ -88,41 +89,45 @@ def _part(name: str, loaded: torch.Tensor, published: torch.Tensor) -> WeightPar
     return WeightPart(name=name, loaded=loaded, published=published)
 
 
-def _place(model: Any, name: str) -> Place:
-    """Where a tensor of the checkpoint goes, by the names that the model declares."""
+def _parameter_name(model: Any, name: str) -> ParameterName:
+    """Map a checkpoint tensor's name to its vLLM parameter, by the mappings that the model declares."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    fused: Any = None
+    fused_index: Any = None
     if mapper is not None:
-        named = torch.empty(0)
-        name = next((mapped for mapped, _ in mapper.apply([(name, named)])), name)
-        fused = getattr(named, "shard_id", None)
-    if fused is None:
+        marker = torch.empty(0)
+        name = next((mapped for mapped, _ in mapper.apply([(name, marker)])), name)
+        fused_index = getattr(marker, "shard_id", None)
+    if fused_index is None:
         *front, module, leaf = name.split(".") if "." in name else ("", name)
         for fused_name, part_names in getattr(model, "packed_modules_mapping", {}).items():
             if module in part_names and fused_name != module:
-                fused = part_names.index(module)
-                return ".".join([*front, fused_name, leaf]), "qkv"[fused] if fused_name == "qkv_proj" else fused
-    return name, fused
+                fused_index = part_names.index(module)
+                return ".".join([*front, fused_name, leaf]), "qkv"[
+                    fused_index
+                ] if fused_name == "qkv_proj" else fused_index
+    return name, fused_index
 
 
-def _piece(
-    module: Any, parameter: torch.Tensor, leaf: str, fused: Any, tensor: torch.Tensor
+def _matching_slices(
+    module: Any, parameter: torch.Tensor, leaf: str, fused_index: Any, tensor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | str:
-    """The rows or columns of a layer's parameter that a tensor of the checkpoint is in, and those of the tensor that
-    are this worker's; or why they are not known."""
+    """Return the slice of a layer's parameter that holds a checkpoint tensor, and the slice of the tensor that this
+    worker has; or the reason why they are unknown."""
     rank, size = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
     kind = type(module)
     unknown = f"the layout of {kind.__name__} is unknown here"
-    if kind is QKVParallelLinear and fused in ("q", "k", "v"):
+    if kind is QKVParallelLinear and fused_index in ("q", "k", "v"):
         heads, value = module.num_kv_heads * module.head_size, module.num_kv_heads * module.v_head_size
         rows = {"q": module.num_heads * module.head_size, "k": heads, "v": value}
-        first = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}[fused]
-        shard = rank if fused == "q" else rank // module.num_kv_head_replicas
-        return parameter[first : first + rows[fused]], tensor[shard * rows[fused] : (shard + 1) * rows[fused]]
-    if kind is MergedColumnParallelLinear and isinstance(fused, int):
-        count, first = module.output_sizes[fused] // size, sum(module.output_sizes[:fused]) // size
+        first = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}[fused_index]
+        shard = rank if fused_index == "q" else rank // module.num_kv_head_replicas
+        return parameter[first : first + rows[fused_index]], tensor[
+            shard * rows[fused_index] : (shard + 1) * rows[fused_index]
+        ]
+    if kind is MergedColumnParallelLinear and isinstance(fused_index, int):
+        count, first = module.output_sizes[fused_index] // size, sum(module.output_sizes[:fused_index]) // size
         return parameter[first : first + count], tensor[rank * count : (rank + 1) * count]
-    if fused is not None:
+    if fused_index is not None:
         return unknown
     if kind in (VocabParallelEmbedding, ParallelLMHead):
         shard = module.shard_indices
@@ -136,7 +141,7 @@ def _piece(
     return (parameter, tensor) if parameter.shape == tensor.shape else unknown
 
 
-def _experts_of(modules: Mapping[str, Any], name: str) -> str | None:
+def _experts_path(modules: Mapping[str, Any], name: str) -> str | None:
     """The path of the stacked experts that a tensor belongs to; None if it belongs to none."""
     for path in (name[: name.find(".experts.") + len(".experts")] + tail for tail in (".routed_experts", "")):
         if isinstance(modules.get(path), RoutedExperts):
@@ -144,12 +149,12 @@ def _experts_of(modules: Mapping[str, Any], name: str) -> str | None:
     return None
 
 
-def _experts(path: str, layer: Any, tensors: Tensors) -> Iterator[WeightPart]:
+def _expert_parts(path: str, layer: Any, tensors: Tensors) -> Iterator[WeightPart]:
     """The parts of a layer's stacked experts. tensors: by name within the layer, such as "3.up_proj.weight"."""
     method = layer.quant_method
     kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
     packed = isinstance(kernel, CPUUnquantizedExperts) and not kernel._use_zentorch
-    as_loaded = getattr(method, "unquantized_backend", None) in AS_LOADED
+    as_loaded = getattr(method, "unquantized_backend", None) in UNCHANGED_EXPERT_BACKENDS
     names = {(expert, shard): name for _, name, expert, shard in layer.get_expert_mapping()}
     known = {f"{name.removeprefix('experts.')}weight" for name in names.values()}
     if type(method) is not UnquantizedFusedMoEMethod or not (packed or as_loaded) or tensors.keys() - known:
@@ -178,22 +183,24 @@ def _experts(path: str, layer: Any, tensors: Tensors) -> Iterator[WeightPart]:
             pieces = {
                 "gate and up": (
                     w13,
-                    _packed(kernel, torch.cat([_filled(kernel, half[shard_rows]) for half in (gate, up)])),
+                    _pack_for_kernel(
+                        kernel, torch.cat([_pad_to_kernel(kernel, half[shard_rows]) for half in (gate, up)])
+                    ),
                 ),
-                "down": (w2, _packed(kernel, _filled(kernel, down[:, shard_rows].T).T)),
+                "down": (w2, _pack_for_kernel(kernel, _pad_to_kernel(kernel, down[:, shard_rows].T).T)),
             }
         for label, (loaded, published) in pieces.items():
-            yield _part(f"{path}[{expert}] {label}", loaded, published)
+            yield _weight_part(f"{path}[{expert}] {label}", loaded, published)
 
 
-def _filled(kernel: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of an expert, and as many of zeros as the kernel adds."""
+def _pad_to_kernel(kernel: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Append the zero rows that the kernel adds to an expert's rows."""
     missing = kernel._padded_intermediate_size(kernel.moe_config) - len(rows)
     return torch.nn.functional.pad(rows, (0, 0, 0, missing))
 
 
-def _packed(kernel: Any, weight: torch.Tensor) -> torch.Tensor:
-    """An expert's weight in the order in which the kernel reads it."""
+def _pack_for_kernel(kernel: Any, weight: torch.Tensor) -> torch.Tensor:
+    """Rearrange an expert's weight in the order in which the kernel reads it."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     return cpu_prepack_moe_weight(weight.contiguous()[None], kernel.isa)[0]

@@ -1,8 +1,8 @@
 """Access to vLLM's scheduler where vLLM has no interface: load statistics, and the policy version of pages in the
 prefix cache.
 
-vLLM counts preemptions and cache hits for its own log only, which costs time at every step. Here the calls that tell of
-them are counted. Only the driving thread uses this.
+vLLM counts preemptions and cache hits only if its logging is on, which costs time in every step. This module counts the
+calls instead. Only the engine's thread uses it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from staleflow.stores.trajectory import PolicyVersion
 from staleflow.tasks.engines.vllm_drafting import VllmSpeculation
 
 
-def salt(version: PolicyVersion) -> str:
+def version_salt(version: PolicyVersion) -> str:
     """The salt of a version's page hashes in vLLM. Requests share cached pages only if their salts are equal, so pages
     of one version are never used for another."""
     return f"v{version}"
@@ -28,9 +28,9 @@ class VllmScheduler:
         self._speculation = speculation
         self._page_tokens = page_tokens
         self._preemptions = self._prefilled_tokens = self._cached_tokens = 0
-        self._count()
+        self._install_counters()
 
-    def figures(self) -> dict[str, int]:
+    def statistics(self) -> dict[str, int]:
         """Current values of the EngineLoad fields that the scheduler knows. kept_tokens counts cached pages outside the
         batch, whether of coming turns or of ended trajectories; pages with equal contents count once."""
         scheduler = self._scheduler
@@ -53,7 +53,7 @@ class VllmScheduler:
         """Drop all cached pages and counts, so that a later run's version of the same number cannot use them. No
         request may be running. Raises ActorLost if pages are in use nevertheless."""
         if not self._engine.reset_prefix_cache():
-            raise ActorLost("vLLM keeps pages of its cache, though nothing runs")
+            raise ActorLost("vLLM keeps pages of its cache although no request is running")
         self._preemptions = self._prefilled_tokens = self._cached_tokens = 0
         self._speculation.reset()
 
@@ -67,8 +67,8 @@ class VllmScheduler:
             self._preemptions = before
         for request in self._scheduler.requests.values():
             if request.num_computed_tokens == 0:
-                # By its old salt it would find pages of the old version, and the next turn would not find its own.
-                request.cache_salt = salt(version)
+                # With its old salt it would reuse pages of the old version, and the next turn could not reuse its own.
+                request.cache_salt = version_salt(version)
                 request.block_hashes.clear()
                 request.update_block_hashes()
 
@@ -76,19 +76,19 @@ class VllmScheduler:
     def _scheduler(self) -> Any:
         return self._engine.engine_core.engine_core.scheduler
 
-    def _count(self) -> None:
-        """Begin to count."""
+    def _install_counters(self) -> None:
+        """Replace methods of vLLM's scheduler by ones that count preemptions and cached tokens."""
         scheduler = self._scheduler
         preempt = scheduler._preempt_request
 
-        def preempted(*args: Any, **kwargs: Any) -> Any:
+        def counting_preempt(*args: Any, **kwargs: Any) -> Any:
             self._preemptions += 1
             return preempt(*args, **kwargs)
 
-        def admitted(request: Any, num_cached: int) -> None:
+        def count_cached(request: Any, num_cached: int) -> None:
             if not request.skip_reading_prefix_cache:  # else a probe
                 self._cached_tokens += num_cached
                 self._prefilled_tokens += request.num_tokens - num_cached
 
-        scheduler._preempt_request = preempted
-        scheduler.kv_cache_manager.record_prefix_cache_stats = admitted
+        scheduler._preempt_request = counting_preempt
+        scheduler.kv_cache_manager.record_prefix_cache_stats = count_cached

@@ -8,7 +8,7 @@ from staleflow.stores.weights import weight_folder
 from staleflow.tasks.engines.engine_settings import VllmSettings
 
 
-def longest_sequence(settings: VllmSettings) -> int:
+def max_sequence_length(settings: VllmSettings) -> int:
     """Maximum number of tokens of a request: the model's context length, limited by the size of the cache."""
     from transformers import AutoConfig
 
@@ -30,18 +30,18 @@ def cache_bytes(settings: VllmSettings) -> int:
 
 def checkpoint_shapes(model: str) -> weight_folder.Shapes:
     """Names and shapes of the tensors that a trainer of this model publishes. Allocates nothing."""
-    return weight_folder.shapes(dict(empty_model(model).named_parameters()))
+    return weight_folder.shapes(dict(meta_model(model).named_parameters()))
 
 
 def adapted_layers(settings: VllmSettings) -> list[str]:
     """Last name components of the layers with an adapter. Allocates nothing."""
     from staleflow.tasks.engines import served_adapters
 
-    names = served_adapters.adapted_layers(empty_model(settings.model), settings.lora.targets)
+    names = served_adapters.adapted_layers(meta_model(settings.model), settings.lora.targets)
     return sorted({name.rpartition(".")[2] for name in names})
 
 
-def empty_model(model: str) -> Any:
+def meta_model(model: str) -> Any:
     """A transformers model on the meta device, without weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

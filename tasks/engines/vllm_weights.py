@@ -1,9 +1,9 @@
 """Loads published weights into a running vLLM model, in each worker process, through vLLM's own update interface.
 
 vLLM fuses some tensors of a checkpoint (q, k and v into one) and prepares others for its kernels; loading in place does
-both again, while decoding waits. vLLM's CPU build packs linear layers into copies that an update would not reach, and
-packs experts when they are first loaded and not again. Here its linear layers compute with the weights themselves, and
-experts are packed after each load. The module is named in the engine's arguments, so that worker processes import it.
+both again, while decoding waits. vLLM's CPU build packs linear layers into copies that an update would not change, and
+packs experts only at the first load. With this module its linear layers compute with the weights themselves, and
+experts are packed after each load. The engine's arguments name the module, so that worker processes import it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_comparison import compare_parts
 from staleflow.stores.weights.weight_report import WeightReport
 from staleflow.tasks.engines import vllm_layouts
-from staleflow.tasks.engines.vllm_sizes import empty_model
+from staleflow.tasks.engines.vllm_sizes import meta_model
 
 BACKEND = "staleflow"
-"""Name of the file backend in vLLM's registry of weight transfers."""
+"""Name of this backend in vLLM's registry of weight transfers."""
 
 
 def arguments() -> dict[str, Any]:
@@ -47,7 +47,7 @@ def arguments() -> dict[str, Any]:
 
 
 @dataclass
-class NoInit(WeightTransferInitInfo):
+class EmptyInitInfo(WeightTransferInitInfo):
     """Empty initialization info: an update needs only its path."""
 
 
@@ -58,13 +58,13 @@ class PublishedFile(WeightTransferUpdateInfo):
     path: str = field(default="")
 
 
-class FileTransfer(WeightTransferEngine[NoInit, PublishedFile]):
+class FileTransfer(WeightTransferEngine[EmptyInitInfo, PublishedFile]):
     """Loads a published safetensors file. tasks/actors/parameter_server.py brings it to this host."""
 
-    init_info_cls = NoInit
+    init_info_cls = EmptyInitInfo
     update_info_cls = PublishedFile
 
-    def init_transfer_engine(self, init_info: NoInit) -> None:
+    def init_transfer_engine(self, init_info: EmptyInitInfo) -> None:
         """Do nothing: every host has the file."""
 
     def start_weight_update(self) -> None:
@@ -81,14 +81,14 @@ class FileTransfer(WeightTransferEngine[NoInit, PublishedFile]):
 
 
 def checkpoint_tensors(model: str, path: str) -> dict[str, torch.Tensor]:
-    """Yield the tensors of a published file under their names in the model's checkpoints, which vLLM knows. A trainer
-    publishes them as transformers holds them in memory, with all experts of a layer in one tensor."""
-    return dict(revert_weight_conversion(_empty(model), weight_folder.read(Path(path))))
+    """Read the tensors of a published file, and rename them as in the model's checkpoints, which vLLM knows. A trainer
+    publishes them as transformers has them in memory, with all experts of a layer in one tensor."""
+    return dict(revert_weight_conversion(_cached_empty_model(model), weight_folder.read(Path(path))))
 
 
 @functools.cache
-def _empty(model: str) -> Any:
-    return empty_model(model)
+def _cached_empty_model(model: str) -> Any:
+    return meta_model(model)
 
 
 class WorkerExtension:

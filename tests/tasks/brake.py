@@ -77,7 +77,7 @@ def brake_of_transformers(brake: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def braked(self: TransformersEngine) -> bool:
         while run_calls(self):
             sampled = max((running.num_sampled for running in self._requests), default=0)
-            if not BRAKE.before_pass(sampled, lambda: bool(self._calls or self._closing)):
+            if not BRAKE.before_pass(sampled, lambda: bool(self._calls or self._is_closing)):
                 return True
         return False
 

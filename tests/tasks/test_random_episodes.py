@@ -155,7 +155,7 @@ def transformers(tiny_model: Path, tmp_path: Path) -> Iterator[Subject]:
     def idle(engine: Engine) -> None:
         check_idle(engine)
         assert isinstance(engine, TransformersEngine)
-        wait_until("rows are lost", lambda: not any(engine._batch.cache._buckets._rows.values()))
+        wait_until("rows are lost", lambda: not any(engine._row_model.cache._buckets._rows.values()))
 
     yield Subject(engine=reused_engines(make, models), weights=models.file, logprobs=models.logprobs, check_idle=idle)
     for item in made:

@@ -10,7 +10,7 @@ import pytest
 
 from staleflow.stores.trajectory import TrajectoryId
 from staleflow.tasks.engines import response_drafter
-from staleflow.tasks.engines.response_drafter import Drafter, PromptIndex, Text
+from staleflow.tasks.engines.response_drafter import Drafter, PromptIndex, IndexedText
 
 PROMPT = (3, 10, 14, 7)
 RESPONSE = (20, 21, 22, 23, 24, 25, 26, 27)
@@ -220,7 +220,7 @@ def test_a_request_may_begin_in_another_thread_during_eviction(monkeypatch: pyte
     """A dict changed during iteration would end the decode thread and the engine."""
     one, response = drafter(max_indexed_tokens=60), PromptIndex.response
 
-    def begins_one_meanwhile(texts: PromptIndex, trajectory: TrajectoryId, tokens: Sequence[int]) -> Text:
+    def begins_one_meanwhile(texts: PromptIndex, trajectory: TrajectoryId, tokens: Sequence[int]) -> IndexedText:
         one.begin(f"9{trajectory}", TrajectoryId(900 + trajectory), PROMPT, PROMPT)
         return response(texts, trajectory, tokens)
 

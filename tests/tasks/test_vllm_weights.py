@@ -119,12 +119,12 @@ def test_one_flipped_bit_in_any_parameter_contradicts(updated_engine: UpdatedEng
     for rank in range(tensor_parallel):
         number = 0
         while name := flip_parameter(number, rank):
-            report = updated_engine.engine._compared(path)
+            report = updated_engine.engine._compare_weights(path)
             assert (report.contradicted, len(report.names)) == (1, 1), (rank, name, report.line)
             flip_parameter(number, rank)
             number += 1
         assert number >= 10
-    assert updated_engine.engine._compared(path).outcome == "verified"
+    assert updated_engine.engine._compare_weights(path).outcome == "verified"
 
 
 def test_a_tensor_with_an_unknown_name_is_not_verified(updated_engine: UpdatedEngine) -> None:
