@@ -10,7 +10,7 @@ import pytest
 
 from staleflow.stores.trajectory import TrajectoryId
 from staleflow.tasks.engines import response_drafter
-from staleflow.tasks.engines.response_drafter import Drafter, PromptIndex, IndexedText
+from staleflow.tasks.engines.response_drafter import Drafter, IndexedText, PromptIndex
 
 PROMPT = (3, 10, 14, 7)
 RESPONSE = (20, 21, 22, 23, 24, 25, 26, 27)
