@@ -237,7 +237,7 @@ class EnvironmentHost:
             )
             receipt: ObservationReceipt = await call_server("add_observations", observation)
             if not receipt.problem:
-                return item.outcome(tokens=receipt.num_tokens, seconds=elapsed_s)
+                return item.outcome(num_tokens=receipt.num_tokens, seconds=elapsed_s)
             if receipt.problem == "late":
                 return (await self._state_and_outcome(call_server, item))[1]
             if receipt.problem == "full":
@@ -250,7 +250,7 @@ class EnvironmentHost:
         if result.error:
             if not await call_server("restart", (trajectory, state.num_tokens, route_number)):
                 return (await self._state_and_outcome(call_server, item))[1]
-            return item.outcome(failed=result.error)
+            return item.outcome(restart_reason=result.error)
         score = ScoredResponse(reward=result.reward, parts=dict(result.parts))
         recorded_score: ScoredResponse | None = await call_server(
             "record_rewards", RewardItem(trajectory, state.num_tokens, route_number, score)
@@ -270,7 +270,7 @@ class EnvironmentHost:
         if (score := state.score) is not None:
             return state, item.outcome(ended=True, reward=score.reward, error=score.error)
         if state.restarted:
-            return state, item.outcome(failed=FAILED_BEFORE)
+            return state, item.outcome(restart_reason=FAILED_BEFORE)
         if state.has_observation:
-            return state, item.outcome(tokens=state.num_tokens)
+            return state, item.outcome(num_tokens=state.num_tokens)
         return state, None

@@ -84,12 +84,12 @@ class LogprobModel:
 
     def __post_init__(self) -> None:
         with self._autocast():
-            object.__setattr__(self, "layer", LmHead(self.model, self.device))
+            object.__setattr__(self, "lm_head", LmHead(self.model, self.device))
             reason = "the model changes the logits of its output layer"
             if self.lm_head.is_fused:
                 reason = enable_packing(self.model, self.device, self.token_budget)
-            object.__setattr__(self, "padded_because", reason)
-            object.__setattr__(self, "longest_row", max_row_length(self.model, self.device))
+            object.__setattr__(self, "padding_reason", reason)
+            object.__setattr__(self, "max_row_length", max_row_length(self.model, self.device))
 
     @property
     def packs_rows(self) -> bool:

@@ -153,7 +153,7 @@ WRITES: dict[str, tuple[Step, Step]] = {
         lambda scene: scene.reward(ZERO, ONE),
         lambda scene: scene.server.batch(0, (ZERO, ONE), (V0, V0), 0),
     ),
-    "retire": (zero_sampled, lambda scene: scene.server.discard((ENDING,), (V0,))),
+    "discard": (zero_sampled, lambda scene: scene.server.discard((ENDING,), (V0,))),
     "commit": (lambda scene: scene.take(), lambda scene: scene.server.commit(record_of_step())),
     "resume": (restarted, lambda scene: scene.server.resume((ZERO,))),
     "end_evaluation": (evaluated, lambda scene: scene.server.end_evaluation()),

@@ -107,7 +107,7 @@ def test_draft_corpus_returns_siblings_of_every_group_with_the_prompt() -> None:
 
 
 def test_draft_corpus_limits_the_responses_of_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_corpus, "AT_ONCE", 2)
+    monkeypatch.setattr(draft_corpus, "MAX_RESPONSES_PER_REPLY", 2)
     corpus = DraftCorpus(flight(t1=(5,), t2=(6,), t3=(7,)), 1000)
     first = corpus.new_responses([TrajectoryId(0)], NOTHING)
     assert len(first.known_responses) == 2
@@ -148,7 +148,7 @@ def test_draft_corpus_keeps_the_latest_responses_of_a_prompt() -> None:
 
 
 def test_draft_corpus_of_a_resumed_run_loads_the_latest_stored_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_corpus, "READ_ROWS", 3)
+    monkeypatch.setattr(draft_corpus, "ROWS_PER_READ", 3)
     rows = [stored_row(1000 + i, range(10)) for i in range(20)]
 
     class Store:

@@ -68,7 +68,7 @@ class Server:
         self.calls.append(("episode_states", len(keys)))
         if self.fails:
             raise OSError("it is gone")
-        none: dict[str, Any] = {"full": False, "answered": False, "restarted": False, "score": None}
+        none: dict[str, Any] = {"is_full": False, "has_observation": False, "restarted": False, "score": None}
         return [
             EpisodeState(task=GroupId(i), member=0, attempt=0, record={}, turns=(f"{i}",), num_tokens=i, **none)
             if i < 90

@@ -313,7 +313,7 @@ def test_recomputed_logprobs_use_the_sampling_temperature(tiny_model: Any) -> No
     expected = [
         float(logits[len(row.prompt) - 1 + t].log_softmax(-1)[int(row.response[t])]) for t in range(len(row.response))
     ]
-    got = policy_trainer.logprob_model.batch(batch)[0][torch.from_numpy(batch.mask[0] > 0)]
+    got = policy_trainer.logprob_model.logprobs(logprobs)[0][torch.from_numpy(logprobs.mask[0] > 0)]
     np.testing.assert_allclose(got.detach().numpy(), expected, atol=1e-5)
 
 
@@ -355,12 +355,12 @@ def test_later_epochs_use_the_proximal_policy_of_the_first(tiny_model: Any) -> N
         policy_trainer = trainer(tiny_model, epochs=epochs, loss=entry(LOSSES, name))
         for _ in range(steps):
             if proximal is not None:
-                policy_trainer._before = lambda *_, **__: proximal
+                policy_trainer._logprobs_before_step = lambda *_, **__: proximal
             policy_trainer.step(0, data)
         return torch.cat([p.detach().flatten() for p in policy_trainer.model.parameters()])
 
     torch.testing.assert_close(weights("ppo_clip", 2, 1), weights("ppo_clip", 1, 2))
-    first = trainer(tiny_model, loss=DecoupledPpo())._before(data, once=False)
+    first = trainer(tiny_model, loss=DecoupledPpo())._logprobs_before_step(data, single_update=False)
     twice = weights("decoupled_ppo", 2, 1)
     torch.testing.assert_close(twice, weights("decoupled_ppo", 1, 2, first))
     assert not torch.allclose(twice, weights("decoupled_ppo", 1, 2))
@@ -373,15 +373,15 @@ def test_a_step_of_one_update_reuses_its_forward_pass(tiny_model: Any, name: str
     data = [replace(row, advantage=0.0) if i in (2, 5) else row for i, row in enumerate(rows(8))]
     first, second = (trainer(tiny_model, loss=entry(LOSSES, name), measured_rows=0) for _ in range(2))
     computed: list[int] = []
-    batch = first.logprob_model.layer._computed
+    batch = first.logprob_model.lm_head._forward
 
     def counted(hidden: Any) -> Any:
         computed.append(hidden.shape[1])
         return batch(hidden)
 
-    first.logprob_model.layer._layer.forward = counted
-    apart = second._before
-    second._before = lambda data, once: apart(data, once=False)
+    first.logprob_model.lm_head._layer.forward = counted
+    apart = second._logprobs_before_step
+    second._logprobs_before_step = lambda data, single_update: apart(data, single_update=False)
     metrics, expected = first.step(0, data), second.step(0, data)
     tokens = [row.num_sampled for row in data if row.advantage or row.staleness == 0]
     assert len(tokens) == 6 + 1, "those with a gradient, and of the two others the fresh one"

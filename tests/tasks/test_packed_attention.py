@@ -221,7 +221,7 @@ def test_the_context_ends_where_longrope_depends_on_the_microbatch(tmp_path: Pat
     assert under.max_row_length == context
     with pytest.raises(ConfigError, match=r"have 81 tokens: beyond 80 .* lower rollout\.max_new_tokens, or leave such"):
         under.row_logprobs([short, longer], [0, 1])
-    object.__setattr__(under, "longest_row", None)
+    object.__setattr__(under, "max_row_length", None)
     for padded in ("", "of the test"):
         object.__setattr__(under, "padded_because", padded)
         alone = under.row_logprobs([short], [0])[0]
