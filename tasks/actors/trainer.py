@@ -88,7 +88,8 @@ class Trainer:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="resume-point")
         self._probe_tokens: tuple[int, ...] = ()
-        self._resume_points, self._steps_per_resume_point = ResumePoints(Path(resume_folder), keep_every), steps_per_resume_point
+        self._resume_points = ResumePoints(Path(resume_folder), keep_every)
+        self._steps_per_resume_point = steps_per_resume_point
         if steps_per_resume_point:
             self._resume_points.claim()
         self._save_task: asyncio.Task[None] | None = None

@@ -452,7 +452,8 @@ class PlayedTrainer:
         self._probe: tuple[int, ...] = ()
         self._tuned: list[int] = []
         self._version = PolicyVersion(0)
-        self._resume_points, self._steps_per_resume_point = ResumePoints(Path(resume_folder), keep_every), steps_per_resume_point
+        self._resume_points = ResumePoints(Path(resume_folder), keep_every)
+        self._steps_per_resume_point = steps_per_resume_point
         self._thread = ThreadPoolExecutor(1)
         self._saving: asyncio.Future[Any] | None = None
         self.saved: list[str] = []
