@@ -234,7 +234,7 @@ class Trial:
         if loaded.weights.outcome != "verified":
             return str(loaded.weights.line)
         tokens = [int(t) for t in np.random.default_rng(2).integers(2, VOCABULARY, 4 * WINDOW)]
-        worst = float(np.abs(np.subtract(self.engine.logprobs(tokens), self.trainer.probe(tokens))).max())
+        worst = float(np.abs(np.subtract(self.engine.logprobs(tokens), self.trainer.logprobs(tokens))).max())
         return "" if worst < CLOSE else f"logprobs differ by {worst:.1e} nats"
 
     def try_checkpoint(self) -> Reason:
@@ -255,7 +255,7 @@ class Trial:
             names = sorted(shapes[0].keys() ^ shapes[1].keys())
             return f"{len(names)} tensors have other names, the first is {names[0]}" if names else "shapes differ"
         tokens = [int(t) for t in np.random.default_rng(2).integers(2, VOCABULARY, 4 * WINDOW)]
-        worst = float(np.abs(np.subtract(full_logprobs(self.loaded(out), tokens), self.trainer.probe(tokens))).max())
+        worst = float(np.abs(np.subtract(full_logprobs(self.loaded(out), tokens), self.trainer.logprobs(tokens))).max())
         return "" if worst < CLOSE else f"logprobs differ by {worst:.1e} nats"
 
     def try_run(self) -> Reason:

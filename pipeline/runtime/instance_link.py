@@ -123,7 +123,7 @@ class InstanceLink:
                         TrajectoryInterrupted(
                             trajectory=outcome.trajectory,
                             route_number=outcome.route_number,
-                            tokens=outcome.tokens,
+                            num_tokens=outcome.num_tokens,
                             **draft_counts,
                         )
                     )

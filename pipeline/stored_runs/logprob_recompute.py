@@ -312,7 +312,7 @@ def response_logprobs(settings: LogprobSettings, rows: list[EndedTrajectory]) ->
     packed = [Row.of(row) for row in rows]
     sequences = BranchSequences.of(packed)
     with _model_lock:
-        values = _logprob_model(settings).rows(sequences.rows, range(len(sequences.rows)))
+        values = _logprob_model(settings).row_logprobs(sequences.rows, range(len(sequences.rows)))
     by_row = sequences.merge_by_row(packed, values)
     return [np.where(row.sampled, by_row[i], np.float32(0)) for i, row in enumerate(packed)]
 

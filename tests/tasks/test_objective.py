@@ -216,7 +216,7 @@ def test_batch_entropy_matches_the_distributions_at_the_temperature(tiny_model: 
     (row,) = rows(1)
     policy_trainer = trainer(tiny_model, temperature=2.0)
     (batch,) = microbatches([row], [0], np.ones(1, np.float32), 1000)
-    logprobs, entropy = policy_trainer.logprob_model.batch_and_entropy(logprobs)
+    logprobs, entropy = policy_trainer.logprob_model.logprobs_and_entropies(logprobs)
     torch.testing.assert_close(logprobs, policy_trainer.logprob_model.logprobs(logprobs))
     every = policy_trainer.model(input_ids=torch.from_numpy(logprobs.input_ids)).logits[0, logprobs.response_start : -1].double() / 2.0
     expected = torch.distributions.Categorical(logits=every).entropy()
@@ -271,7 +271,7 @@ def test_env_tokens_and_padding_pay_no_penalty(budget: int, tiny_model: Path) ->
     policy_trainer = trainer(tiny_model, kl=KlConfig(coefficient=0.5, place="reward"), microbatch_tokens=budget)
     loss = RecordingLoss()
     policy_trainer.objective = replace(policy_trainer.objective, loss=loss)
-    held = policy_trainer.reference.rows(data, range(len(data)))
+    held = policy_trainer.reference.row_logprobs(data, range(len(data)))
     policy_trainer.step(0, data)
     results = [row[kept].tolist() for t in loss.seen for row, kept in zip(t.advantage, t.sampled, strict=True)]
     expected = []

@@ -94,7 +94,7 @@ def test_step_metrics_cover_rows_without_an_advantage(tiny_model: Path) -> None:
     data = [replace(r, advantage=r.advantage if i < 4 else 0.0) for i, r in enumerate(rows(12))]
     policy_trainer = trainer(tiny_model)
     with torch.no_grad():
-        result = policy_trainer.logprob_model.rows(data, range(12))
+        result = policy_trainer.logprob_model.row_logprobs(data, range(12))
     ratios = [np.exp((result[i] - data[i].behaviour).astype(np.float64)) for i in range(12)]
     whole, computed = np.concatenate(ratios), np.concatenate([*ratios[:4], *ratios[4::2]])
     loss = PpoClip()
@@ -202,8 +202,8 @@ def test_a_loss_that_fails_on_untrained_rows_costs_only_their_metrics(
     assert policy_trainer.step(0, data) == expected
     policy_trainer.step(1, data)
     assert [r.message for r in caplog.records] == [
-        "AdvantageDivisionLoss fails on rows without a gradient, which are left out of the figures: "
-        "ZeroDivisionError: no advantage; training.measured_rows = 0 asks it for none"
+        "AdvantageDivisionLoss fails on rows without a gradient, which are left out of the metrics: "
+        "ZeroDivisionError: no advantage; training.measured_rows = 0 asks it for them"
     ]
     policy_trainer.objective = replace(policy_trainer.objective, loss=AdvantageDivisionLoss(None))
     with pytest.raises(AttributeError):
@@ -224,7 +224,7 @@ def test_measured_rows_do_not_change_the_weights(tiny_model: Path) -> None:
 def test_clip_share_is_split_by_side(tiny_model: Path) -> None:
     loss = Cispo(clip_low=0.01, clip_high=0.01)
     data = rows(12)
-    near = trainer(tiny_model).logprob_model.rows(data, range(12))
+    near = trainer(tiny_model).logprob_model.row_logprobs(data, range(12))
     data = [replace(r, behaviour=near[i] + np.float32(0.2 if i % 3 else -0.2)) for i, r in enumerate(data)]
     result = step_metrics_of(tiny_model, data, loss=loss)
     low = sum(len(r.response) for i, r in enumerate(data) if i % 3)

@@ -71,7 +71,7 @@ class Weights:
     def apply_to_weights(self, function: Callable[[Weighed], Any]) -> Any:
         return function({"w": torch.zeros(1)})
 
-    def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return ()
 
     def save(self, folder: Path, published: Path) -> None:

@@ -73,7 +73,7 @@ class PolicyRank:
         self.meet("published")
         return function({"w": torch.zeros(1)})
 
-    def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         self.meet("probe")
         return (0.5,)
 
