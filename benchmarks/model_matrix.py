@@ -191,7 +191,7 @@ class Trial:
         return "" if worst < CLOSE else f"logprobs differ by {worst:.1e} nats"
 
     def try_train(self) -> Reason:
-        why = self.trainer.logprob_model.padded_because
+        why = self.trainer.logprob_model.padding_reason
         return f"{PADDED}{why}" if why else ""
 
     def try_recompute(self) -> Reason:

@@ -126,7 +126,7 @@ def test_loss_in_chunks_has_the_gradients_of_the_full_loss(
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", tokens * 4 * model.config.vocab_size)
     under = logprob_model(model)
     assert under.packs_rows
-    object.__setattr__(under, "padded_because", "" if packed else "of the test")
+    object.__setattr__(under, "padding_reason", "" if packed else "of the test")
     model.zero_grad()
     result = under.backward(batch, loss, entropy=True, by_token=loss is by_token)
     torch.testing.assert_close(result.double(), expected[0].double(), rtol=1e-5, atol=1e-6)

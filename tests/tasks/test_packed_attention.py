@@ -47,7 +47,7 @@ def logprobs_and_gradients(policy_model: Any, *, packed: bool) -> list[torch.Ten
     """Return logprobs and gradients of a ragged batch."""
     under = LogprobModel(model=policy_model, device="cpu", bfloat16=False, temperature=1.0, token_budget=10_000)
     if not packed:
-        object.__setattr__(under, "padded_because", "of the test")
+        object.__setattr__(under, "padding_reason", "of the test")
     rows = ragged_rows(9, np.random.default_rng(3))
     (batch,) = microbatches(rows, range(9), np.ones(9, np.float32), 10_000)
     policy_model.zero_grad()
@@ -90,7 +90,7 @@ def test_packed_rows_longer_than_a_window_match_the_attention_of_the_model(famil
     rows = [replace(row_of(tokens), prompt=row_of(60).response[:25]) for tokens in (30, 47, 12, 21)]
     rows.append(row_of(70))
     expected = LogprobModel(model=own, device="cpu", bfloat16=False, temperature=1.0, token_budget=10_000)
-    object.__setattr__(expected, "padded_because", "of the test")
+    object.__setattr__(expected, "padding_reason", "of the test")
     own.set_attn_implementation("sdpa")
     under = LogprobModel(model=packed, device="cpu", bfloat16=False, temperature=1.0, token_budget=10_000)
     assert under.packs_rows, under.padding_reason
@@ -223,7 +223,7 @@ def test_the_context_ends_where_longrope_depends_on_the_microbatch(tmp_path: Pat
         under.row_logprobs([short, longer], [0, 1])
     object.__setattr__(under, "max_row_length", None)
     for padded in ("", "of the test"):
-        object.__setattr__(under, "padded_because", padded)
+        object.__setattr__(under, "padding_reason", padded)
         alone = under.row_logprobs([short], [0])[0]
         np.testing.assert_allclose(under.row_logprobs([short, whole], [0, 1])[0], alone, atol=1e-5)
         assert np.abs(under.row_logprobs([short, longer], [0, 1])[0] - alone).max() > 1e-4
