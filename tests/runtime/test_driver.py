@@ -157,7 +157,7 @@ def test_a_step_is_queued_for_commit_before_its_version_is_announced(body: Body)
     for entry in run.entries:
         if isinstance(entry.event, VersionPublished):
             ordered.append(("commit", entry.event.version - 1))
-        ordered += [("retire", c.endings) for c in entry.commands if isinstance(c, Discard)]
+        ordered += [("discard", c.endings) for c in entry.commands if isinstance(c, Discard)]
     ordered.append(("commit", run.config.steps))
     assert ordered == [(c.method, c.args[0].step if c.method == "commit" else c.args[0]) for c in stored]
 

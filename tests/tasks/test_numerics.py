@@ -16,7 +16,7 @@ import torch
 from staleflow.stores.weights.weight_hash import sorted_tensors
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
 from staleflow.tasks.settings.knobs import values
-from staleflow.tasks.training import policy_trainer
+from staleflow.tasks.training import trainer_state
 from staleflow.tasks.training.advantage import ADVANTAGES
 from staleflow.tasks.training.loss import LOSSES, DecoupledPpo
 from staleflow.tasks.training.microbatches import Row, microbatches, minibatches, token_weights
@@ -270,7 +270,7 @@ def test_a_resume_point_written_late_has_the_state_of_its_step(
         late.append(work)
         return Future()
 
-    monkeypatch.setattr(policy_trainer, "run_in_background", queued)
+    monkeypatch.setattr(trainer_state, "run_in_background", queued)
     data = rows(8)
     model_trainer = trainer(tiny_model, minibatches=3)
     model_trainer.step(0, data)
