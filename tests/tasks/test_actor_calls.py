@@ -59,7 +59,9 @@ async def test_call_actor_can_be_cancelled_when_the_reply_arrives(turns: int) ->
 
 async def test_call_actor_raises_actor_lost_after_the_timeout() -> None:
     with pytest.raises(ActorLost, match=r"^rollout-0 did not answer within 0.01 s \(deadlines.call_s\)$"):
-        await call_actor(WaitingActor(), "answer", timeout_s=0.01, actor_name="rollout-0", timeout_setting="deadlines.call_s")
+        await call_actor(
+            WaitingActor(), "answer", timeout_s=0.01, actor_name="rollout-0", timeout_setting="deadlines.call_s"
+        )
 
 
 async def test_call_actor_passes_on_errors_of_the_method() -> None:

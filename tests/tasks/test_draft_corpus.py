@@ -81,7 +81,9 @@ def test_draft_corpus_returns_finished_siblings_and_earlier_epochs() -> None:
     corpus = DraftCorpus(state, 1000)
     corpus.add([stored_row(-80, (8, 9)), stored_row(-70, (8, 8), prompt=OTHER), stored_row(-60, ())])
     assert other_responses(corpus, 0) == {1: (5, 6, 7), -80: (8, 9)}
-    assert [item.prompt for item in corpus.new_responses([TrajectoryId(0), TrajectoryId(3)], NOTHING).responses] == [PROMPT]
+    assert [item.prompt for item in corpus.new_responses([TrajectoryId(0), TrajectoryId(3)], NOTHING).responses] == [
+        PROMPT
+    ]
     assert other_responses(corpus, 77) == {}
 
 

@@ -205,9 +205,9 @@ def test_a_model_may_be_shared_by_several_logprob_models(tiny_model: Path) -> No
     second = replace(first, temperature=2.0)
     assert second.lm_head.is_fused
     torch.testing.assert_close(
-        first.logprobs(logprobs).double(), plain_logprobs(model, logprobs)[0].double(), rtol=1e-5, atol=1e-6
+        first.logprobs(batch).double(), plain_logprobs(model, batch)[0].double(), rtol=1e-5, atol=1e-6
     )
-    assert not torch.equal(first.logprobs(logprobs), second.logprobs(logprobs))
+    assert not torch.equal(first.logprobs(batch), second.logprobs(batch))
     assert model(input_ids=torch.arange(3)[None]).logits.shape == (1, 3, model.config.vocab_size)
 
 

@@ -313,7 +313,7 @@ def test_recomputed_logprobs_use_the_sampling_temperature(tiny_model: Any) -> No
     expected = [
         float(logits[len(row.prompt) - 1 + t].log_softmax(-1)[int(row.response[t])]) for t in range(len(row.response))
     ]
-    got = policy_trainer.logprob_model.logprobs(logprobs)[0][torch.from_numpy(logprobs.mask[0] > 0)]
+    got = policy_trainer.logprob_model.logprobs(batch)[0][torch.from_numpy(batch.mask[0] > 0)]
     np.testing.assert_allclose(got.detach().numpy(), expected, atol=1e-5)
 
 

@@ -216,9 +216,12 @@ def test_batch_entropy_matches_the_distributions_at_the_temperature(tiny_model: 
     (row,) = rows(1)
     policy_trainer = trainer(tiny_model, temperature=2.0)
     (batch,) = microbatches([row], [0], np.ones(1, np.float32), 1000)
-    logprobs, entropy = policy_trainer.logprob_model.logprobs_and_entropies(logprobs)
-    torch.testing.assert_close(logprobs, policy_trainer.logprob_model.logprobs(logprobs))
-    every = policy_trainer.model(input_ids=torch.from_numpy(logprobs.input_ids)).logits[0, logprobs.response_start : -1].double() / 2.0
+    logprobs, entropy = policy_trainer.logprob_model.logprobs_and_entropies(batch)
+    torch.testing.assert_close(logprobs, policy_trainer.logprob_model.logprobs(batch))
+    every = (
+        policy_trainer.model(input_ids=torch.from_numpy(batch.input_ids)).logits[0, batch.response_start : -1].double()
+        / 2.0
+    )
     expected = torch.distributions.Categorical(logits=every).entropy()
     torch.testing.assert_close(entropy[0].double(), expected, atol=1e-5, rtol=1e-5)
 

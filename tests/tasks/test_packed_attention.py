@@ -51,7 +51,7 @@ def logprobs_and_gradients(policy_model: Any, *, packed: bool) -> list[torch.Ten
     rows = ragged_rows(9, np.random.default_rng(3))
     (batch,) = microbatches(rows, range(9), np.ones(9, np.float32), 10_000)
     policy_model.zero_grad()
-    logprobs = under.logprobs(logprobs)
+    logprobs = under.logprobs(batch)
     (logprobs * torch.linspace(-1, 1, logprobs.numel()).view(logprobs.shape)).sum().backward()
     return [logprobs.detach(), *(p.grad.clone() for p in policy_model.parameters())]
 
