@@ -69,7 +69,7 @@ def test_an_orphan_engine_of_other_settings_or_another_run_is_closed(settings: A
     changed = (
         dataclasses.replace(settings, max_running=settings.max_running + 1) if difference == "settings" else settings
     )
-    then = place_instance(changed, run="/runs/y" if difference == "run" else "/runs/x", resumed=True)
+    then = place_instance(changed, run_folder="/runs/y" if difference == "run" else "/runs/x", resumed=True)
     assert engine_of(then) is not engine
     assert not asyncio.run(then.took_over())
     assert not engine._thread.is_alive()
@@ -100,7 +100,7 @@ def test_a_closed_engine_is_unregistered(settings: Any) -> None:
 
 
 def test_require_orphan_needs_an_engine_without_an_actor(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_handover, "SETTLE_S", 0.3)
+    monkeypatch.setattr(engine_handover, "DRIVER_EXIT_S", 0.3)
     instances = [place_instance(settings)]
     with pytest.raises(LookupError, match="that nobody uses"):
         asyncio.run(engine_handover.require_orphan())

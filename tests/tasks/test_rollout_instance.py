@@ -413,7 +413,7 @@ async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path:
     assert await second.deliver(undelivered) == {}
     (rest,) = await instance.interrupt(second, (TrajectoryId(5),))
     assert rest.num_tokens == second._in_flight.live[TrajectoryId(5)].num_tokens > 20
-    assert [len(s.num_tokens) for s in second._in_flight.live[TrajectoryId(5)].segments] == [rest.num_tokens]
+    assert [len(s.tokens) for s in second._in_flight.live[TrajectoryId(5)].segments] == [rest.num_tokens]
     (unscored,) = await second.scoring_items((TrajectoryId(3),))
     assert unscored.text
 
