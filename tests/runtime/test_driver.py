@@ -250,7 +250,7 @@ def with_progress(num_bytes: int, _: object) -> FetchProgress:
 def test_slowly_arriving_weights_count_as_progress(body: Body, arrives: bool) -> None:
     """The transfer of version 1 takes longer than stuck_s."""
     slow = [
-        Fault(actor="parameters-two", method="ensure_version", nth=n + 2, late_s=2.0,  # both instances have asked for version 0
+        Fault(actor="parameters-two", method="ensure_version", nth=n + 2, late_s=2.0,  # both instances have version 0
               change=partial(with_progress, n * 1000 if arrives else 1000))
         for n in range(1, 61)
     ]  # fmt: skip

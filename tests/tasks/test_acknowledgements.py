@@ -304,7 +304,7 @@ async def test_a_commit_retried_after_a_failure_stores_the_step(
     assert (stored.step, stored.num_rows) == (0, 3)
     assert await server.commit(record_of_step()) == {"commit_s": 0.0, **stored.metrics}
     assert len(server._store.steps()) == 1, "a repeated one is in the store once"
-    assert not server._step_batches._step_batches, "stored rows are not kept"
+    assert not server._step_batches._batches, "stored rows are not kept"
 
 
 @both_stores

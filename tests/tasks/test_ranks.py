@@ -349,7 +349,7 @@ def test_a_checkpoint_has_the_published_weights_in_the_engine_dtype(tiny_model: 
 def save_apart(rank: Rank, job: Training, folder: Path) -> str:
     """Return the error of the leading rank for a resume point written to different folders."""
     torch.set_num_threads(1)
-    rank_group.SEEN_S = 1.0
+    rank_group.FILE_VISIBLE_S = 1.0
     trainer = PolicyTrainer(job.settings, rank)
     own = folder / f"host-{rank.number}"
     own.mkdir()

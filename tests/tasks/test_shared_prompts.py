@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
-from staleflow.tasks.training import microbatch_split, microbatch_split_by_prompt, shared_prompts
+from staleflow.tasks.training import microbatch_split_by_prompt, shared_prompts
 from staleflow.tasks.training.logprobs import LogprobModel
 from staleflow.tasks.training.loss import LOSSES
-from staleflow.tasks.training.microbatch_split import PASS_TOKENS
+from staleflow.tasks.training.microbatch_split import PASS_OVERHEAD_TOKENS
 from staleflow.tasks.training.microbatch_split_by_prompt import split_by_prompt
 from staleflow.tasks.training.microbatches import MicroBatch, Row
 from staleflow.tasks.training.policy import TrainerSettings
@@ -208,7 +208,7 @@ def test_the_split_of_the_line_is_optimal(groups: list[tuple[int, list[int]]], b
     def price(part: Sequence[int]) -> int | None:
         tokens = count(part, same, prompts, rests)
         padded = len(part) * max(prompts[i] + rests[i] for i in part)
-        fits = tokens <= budget and padded <= microbatch_split.MAX_PADDING_FACTOR * budget
+        fits = tokens <= budget and padded <= microbatch_split_by_prompt.MAX_PADDING_FACTOR * budget
         return tokens + PASS_OVERHEAD_TOKENS if fits or len(part) == 1 else None
 
     prices: list[int] = []
