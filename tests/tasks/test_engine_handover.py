@@ -102,7 +102,7 @@ def test_a_closed_engine_is_unregistered(settings: Any) -> None:
 def test_require_orphan_needs_an_engine_without_an_actor(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_handover, "DRIVER_EXIT_S", 0.3)
     instances = [place_instance(settings)]
-    with pytest.raises(LookupError, match="that nobody uses"):
+    with pytest.raises(LookupError, match="no engine without an actor"):
         asyncio.run(engine_handover.require_orphan())
     drop_actors(instances)
     asyncio.run(engine_handover.require_orphan())

@@ -211,9 +211,9 @@ def test_tensors_that_are_not_an_adapter_are_rejected() -> None:
     down, up = "base_model.model.x.lora_A.weight", "base_model.model.x.lora_B.weight"
     assert adapters.layers({down: (2, 8), up: (6, 2)}, "f") == [AdapterLayer("x", rank=2, inputs=8, outputs=6)]
     for shapes, message in (
-        ({"x.weight": (2, 2)}, r"f: x.weight \(2, 2\) is no part of an adapter"),
-        ({down: (2, 8)}, r"f: the adapter of x is not whole: A is \(2, 8\), B is None"),
-        ({down: (2, 8), up: (6, 3)}, r"f: the adapter of x is not whole"),
+        ({"x.weight": (2, 2)}, r"f: x.weight \(2, 2\) is not part of an adapter"),
+        ({down: (2, 8)}, r"f: the adapter of x is incomplete: A is \(2, 8\), B is None"),
+        ({down: (2, 8), up: (6, 3)}, r"f: the adapter of x is incomplete"),
     ):
         with pytest.raises(StoreError, match=message):
             adapters.layers(shapes, "f")
