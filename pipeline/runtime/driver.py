@@ -78,7 +78,7 @@ from staleflow.stores.metrics import with_rate
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectory import PolicyVersion, is_evaluation
 from staleflow.stores.weights.resume_points import ResumePoints
-from staleflow.tasks.actors.server_messages import DrawnGroup, RecoverableWork, RecoveredWork
+from staleflow.tasks.actors.server_messages import RecoverableWork, RecoveredWork
 from staleflow.tasks.actors.trainer import PublishedStep
 
 logger = logging.getLogger(__name__)
@@ -378,7 +378,7 @@ class Driver:
             drawn_groups = await self._actors.ask("server", "draw", self._num_drawn, command.num_groups, command.draws)
             self._num_drawn += command.num_groups
             groups = [
-                NewGroup(group=g.group, num_prompt_tokens=g.num_prompt_tokens, source=g.source, task=g.task)
+                NewGroup(group=g.group, prompt_tokens=g.num_prompt_tokens, source=g.source, task=g.task)
                 for g in drawn_groups
             ]
             for first in range(0, len(groups), GROUPS_PER_EVENT):

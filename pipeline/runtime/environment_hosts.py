@@ -205,7 +205,7 @@ class EnvironmentHosts:
             and sum(self._latest_failures) > max_share * NUM_LATEST_OUTCOMES
         ):
             raise errors.TooManyFailedEnvironments(
-                f"environments restart_reason in {sum(self._latest_failures)} of their latest {NUM_LATEST_OUTCOMES} steps, "
+                f"environments failed in {sum(self._latest_failures)} of their latest {NUM_LATEST_OUTCOMES} steps, "
                 f"environment.max_failed_share allows {max_share:g}; last: {outcome.restart_reason}"
             )
 

@@ -146,7 +146,7 @@ class EvaluationDriver:
         other_versions = {v for response in responses for v in response.versions} - {command.version}
         if other_versions:
             raise ProtocolViolation(
-                f"version {command.version} was evaluated_responses with tokens of versions {sorted(other_versions)}"
+                f"version {command.version} was evaluated with tokens of versions {sorted(other_versions)}"
             )
         seconds = self._elapsed_s() - self._requested_at_s
         rewards = {
@@ -168,7 +168,7 @@ class EvaluationDriver:
             results.append(
                 Evaluation.summarize(
                     command.version, sampled, greedy, self._fingerprints(name), self._input_changes(name), name=name,
-                    samples=evaluation_set.samples, num_tokens=sum(response.num_tokens for _, response in set_responses),
+                    samples=evaluation_set.samples, tokens=sum(response.num_tokens for _, response in set_responses),
                     seconds=seconds,
                     figures=compute_figures(rewards[name], evaluation_set.samples, base_rewards.get(name, {})),
                 )

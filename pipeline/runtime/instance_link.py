@@ -123,7 +123,7 @@ class InstanceLink:
                         TrajectoryInterrupted(
                             trajectory=outcome.trajectory,
                             route_number=outcome.route_number,
-                            num_tokens=outcome.num_tokens,
+                            tokens=outcome.num_tokens,
                             **draft_counts,
                         )
                     )
@@ -146,7 +146,7 @@ class InstanceLink:
                 event: Event = TrajectorySampled(
                     trajectory=outcome.trajectory,
                     route_number=outcome.route_number,
-                    num_tokens=outcome.num_tokens,
+                    tokens=outcome.num_tokens,
                     **draft_counts,
                 )
                 if outcome.error:

@@ -115,12 +115,12 @@ class WeightPublisher(ActorClient):
         published: PublishedStep = await self.ask_once(
             "trainer", "publish_initial", self.verification.probe, version, fingerprint, deadline="start_s"
         )
-        if not published.as_recorded and not version:
+        if not published.matches_record and not version:
             raise StoreError(
                 f"version 0 is {published.fingerprint}, the run began with {fingerprint}: model.path or the examples "
                 "of training.sft have changed, or fine-tuning gives other weights each time here; start another run"
             )
-        if not published.as_recorded:
+        if not published.matches_record:
             raise StoreError(
                 f"{self._run_dir}/resume: version {version} is {published.fingerprint}, its step published "
                 f"{fingerprint}; remove the damaged resume point to use an older one"
@@ -272,7 +272,7 @@ class WeightPublisher(ActorClient):
         return saved
 
     async def _certify(self, checkpoint: Path, version: PolicyVersion) -> None:
-        entry: str = await self.ask("server", "entry", version - 1, deadline="commit_s")
+        entry: str = await self.ask("server", "chain_entry", version - 1, deadline="commit_s")
         run, store = self._config.name, self._config.store_url
         await asyncio.to_thread(
             certificate.write, checkpoint, Certificate(run=run, store=store, version=version, entry=entry)
