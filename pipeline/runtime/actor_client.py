@@ -122,7 +122,7 @@ class ActorClient:
             allowed_s += self._config.deadlines.call_s
         arguments = [self.actor(arg.name) if isinstance(arg, ActorArg) else arg for arg in args]
         request = call_actor(
-            self.actor(name), method, *arguments, timeout_s=allowed_s, actor_name=name, limit=limit_name
+            self.actor(name), method, *arguments, timeout_s=allowed_s, actor_name=name, timeout_setting=limit_name
         )
         return await (request if key != "train_s" else self._result_or_loss(name, request))
 
