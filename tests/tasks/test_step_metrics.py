@@ -203,7 +203,7 @@ def test_a_loss_that_fails_on_untrained_rows_costs_only_their_metrics(
     policy_trainer.step(1, data)
     assert [r.message for r in caplog.records] == [
         "AdvantageDivisionLoss fails on rows without a gradient, which are left out of the metrics: "
-        "ZeroDivisionError: no advantage; training.measured_rows = 0 asks it for them"
+        "ZeroDivisionError: no advantage; with training.measured_rows = 0 it is not called for them"
     ]
     policy_trainer.objective = replace(policy_trainer.objective, loss=AdvantageDivisionLoss(None))
     with pytest.raises(AttributeError):
