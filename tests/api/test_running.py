@@ -68,7 +68,7 @@ def test_rows_and_a_local_reward_function_train_a_model(job: Path, capsys: pytes
     assert {row.reward % 1 for row in rows} == {0.5}
     assert [json.loads(line) for line in (result.run_dir / "rows.jsonl").read_text().splitlines()] == ROWS
     code = result.run_dir / "code" / "reward_reward.py"
-    assert "return near(text)" in code.read_text()
+    assert "return answer_distance(text)" in code.read_text()
     kept = result.run.job
     assert kept.reward.function == f"{code}:reward"
     assert kept.task.source == f"jsonl:{result.run_dir}/rows.jsonl"
