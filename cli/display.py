@@ -188,7 +188,7 @@ class Display(RunListener):
         for column in ("held-out reward", "sampled", "greedy", "basis"):
             table.add_column(column)
         for e in evaluations:
-            means = (escape(mean) for mean in (e.sampled_mean, e.greedy_mean))
+            means = (escape(mean) for mean in (e.sampled_text, e.greedy_text))
             table.add_row(f"{e.name}, version {e.version}", *means, escape(e.basis))
         if rows:
             self.console.print(table)

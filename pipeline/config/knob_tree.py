@@ -1,4 +1,4 @@
-"""Explains a tree of knobs, writes it as TOML, and applies overrides from the command line."""
+"""Explains a config, writes it as TOML, and applies overrides from the command line to a tree of plain values."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def merge_trees(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, A
     return result
 
 
-def explain_values(tree: Any) -> list[ExplainedValue]:
-    """All values of the tree with their meaning and limits, in the order of `to_toml`."""
-    return list(_explained(tree, ""))
+def explain_values(config: Any) -> list[ExplainedValue]:
+    """All values of a config with their meaning and limits, in the order of `to_toml`."""
+    return list(_explained(config, ""))
 
 
-def to_toml(tree: Any) -> str:
-    """The whole tree as TOML; reading it back gives an equal config."""
-    return "\n".join(_tables(tree, "")).lstrip("\n")
+def to_toml(config: Any) -> str:
+    """A config as TOML; reading it back gives an equal one."""
+    return "\n".join(_tables(config, "")).lstrip("\n")
 
 
 def _explained(node: Any, prefix: str, choice: Choice | None = None) -> Iterator[ExplainedValue]:
@@ -58,22 +58,25 @@ def _explained(node: Any, prefix: str, choice: Choice | None = None) -> Iterator
                 yield from _explained(below, f"{prefix}{name}.{entry}.")
         else:
             yield ExplainedValue(key=f"{prefix}{name}", value=value, default=default, limits=knob.limits, doc=knob.doc)
-    for name, (below, name_value) in tables.items():
-        yield from _explained(below, f"{prefix}{name}.", name_value)
+    for name, (below, choice_below) in tables.items():
+        yield from _explained(below, f"{prefix}{name}.", choice_below)
 
 
 def _tables(node: Any, key: str, choice: Choice | None = None) -> Iterator[str]:
     values, tables = _split(node, choice)
     lines = [f"{_toml_key(name)} = {toml_value(value)}\n" for name, _, value, _ in values]
     yield "".join([f"[{key}]\n" if key else "", *lines])
-    for name, (below, chosen) in tables.items():
-        yield from _tables(below, f"{key}.{name}".lstrip("."), chosen)
+    for name, (below, choice_below) in tables.items():
+        yield from _tables(below, f"{key}.{name}".lstrip("."), choice_below)
 
 
 def _split(
     node: Any, choice: Choice | None
 ) -> tuple[list[tuple[str, Knob, Any, Any]], dict[str, tuple[Any, Choice | None]]]:
-    """The values of a table, and the tables below it, each with the choice that it is of. choice: of the table."""
+    """Split a table into its values and the tables below it.
+
+    Each table below comes with the knob that selected its class, None if none did. choice: the same of this table.
+    """
     values: list[Value] = []
     tables: dict[str, tuple[Any, Choice | None]] = {}
     if choice is not None:
@@ -115,7 +118,7 @@ def _toml_key(key: str) -> str:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one `key=value` in a tree of plain values; a bare word is a string. Raises ConfigError."""
+    """Set one `key=value` in a tree of plain values; text that is no TOML value is a string. Raises ConfigError."""
     try:
         override.encode()
     except UnicodeEncodeError:

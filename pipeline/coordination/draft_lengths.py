@@ -165,8 +165,8 @@ class StepTimeCorrection:
 
 
 class StepTimeModel:
-    """Learns the seconds of a decode step by the number of tokens it computes, draft tokens included: the cost model's,
-    times a learned correction, times another one for steps with drafts."""
+    """Learns the seconds of a decode step by the number of tokens it computes: the cost model's, times a learned
+    correction, times another one for steps with drafts. A draft token counts as CostModel.verify_share tokens."""
 
     def __init__(self, cost_model: CostModel) -> None:
         self._cost_model = cost_model
@@ -190,7 +190,7 @@ class StepTimeModel:
         return self._cost_model.steps_s(tokens, kv_tokens) * self._correction.factors(tokens)
 
     def seconds_with_drafts(self, tokens: Numbers, kv_tokens: Numbers) -> Numbers:
-        """Seconds of steps with drafts. tokens: number of tokens, draft tokens included."""
+        """Seconds of steps with drafts. tokens: draft tokens included, each counted as CostModel.verify_share."""
         return self.seconds_without_drafts(tokens, kv_tokens) * self._draft_correction.factors(tokens)
 
 

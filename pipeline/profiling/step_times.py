@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, fields
 from staleflow.stores.trajectory import InstanceId
 
 SLOW_FACTOR = 1.5
-"""Factor by which an instance must be slower than the others to be called slow; equal ones differ by a few percent."""
+"""An instance is slow if it takes this many times as long as the low median of all; equal ones differ by a few
+percent."""
 MIN_RESPONSES = 4
 """Minimum responses of an instance before it can be called slow."""
 
@@ -65,14 +66,18 @@ class PeriodTimes:
 
 @dataclass(slots=True)
 class InstanceSpeed:
-    """Speed of an instance. expected_s: seconds by the cost model for the same tokens and running requests."""
+    """Speed of an instance by its finished responses.
+
+    measured_s: sum of the seconds in which each of them was sampled. expected_s: the same by the cost model, for the
+    same tokens and running requests.
+    """
 
     measured_s: float = 0.0
     expected_s: float = 0.0
     num_responses: int = 0
 
     @property
-    def ratio(self) -> float:
+    def slowdown(self) -> float:
         """Measured seconds over expected seconds; 0 without data."""
         return self.measured_s / self.expected_s if self.expected_s > 0 else 0.0
 
@@ -114,23 +119,23 @@ def sum_steps(steps: Iterable[StepTimes]) -> StepTimes:
 def find_slow_instances(speeds: Mapping[InstanceId, InstanceSpeed]) -> tuple[list[InstanceId], float]:
     """Find slow instances. Returns their names, and the factor by which their tokens take longer than the median of the
     others."""
-    ratios = {name: s.ratio for name, s in speeds.items() if s.num_responses >= MIN_RESPONSES and s.ratio > 0}
-    if len(ratios) < 2:
+    slowdowns = {name: s.slowdown for name, s in speeds.items() if s.num_responses >= MIN_RESPONSES and s.slowdown > 0}
+    if len(slowdowns) < 2:
         return [], 1.0
-    limit = SLOW_FACTOR * statistics.median_low(ratios.values())
-    slow_names = sorted(name for name, ratio in ratios.items() if ratio >= limit)
+    limit = SLOW_FACTOR * statistics.median_low(slowdowns.values())
+    slow_names = sorted(name for name, slowdown in slowdowns.items() if slowdown >= limit)
     if not slow_names:
         return [], 1.0
-    usual_ratio = statistics.median(ratio for name, ratio in ratios.items() if name not in slow_names)
-    return slow_names, statistics.mean(ratios[name] for name in slow_names) / usual_ratio
+    usual_slowdown = statistics.median(slowdown for name, slowdown in slowdowns.items() if name not in slow_names)
+    return slow_names, statistics.mean(slowdowns[name] for name in slow_names) / usual_slowdown
 
 
 def find_steady_steps(num_steps: int, eta: int) -> tuple[int, int]:
-    """Range of steps in which a run is in its steady state: (step whose end it begins with, last step).
+    """Find where a run is in its steady state. Returns (a, b): from the end of step a to the end of step b.
 
-    Leaves out the first eta + 2 steps and the last eta + 1, in which no new work starts. The length is a multiple of
-    eta + 1 steps, the period in which waits for the longest response recur. In a run too short for that, all steps but
-    the first.
+    Leaves out the first eta + 2 steps, and the last eta + 1, because no new work starts in those. The length is a
+    multiple of eta + 1 steps, the period in which waits for the longest response recur. In a run too short for that,
+    all steps but the first.
     """
     cycle = eta + 1
     first, last = cycle, num_steps - cycle - 1

@@ -368,7 +368,7 @@ def _shown(evaluation: Evaluation) -> dict[str, Any]:
     values = asdict(evaluation)
     for hidden in ("reward", "data", "template", "figures"):
         del values[hidden]
-    means = {"sampled_mean": evaluation.sampled_mean, "greedy_mean": evaluation.greedy_mean}
+    means = {"sampled_mean": evaluation.sampled_text, "greedy_mean": evaluation.greedy_text}
     return values | means | {"lines": evaluation.figures.lines(evaluation.samples)}
 
 

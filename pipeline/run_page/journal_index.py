@@ -22,7 +22,7 @@ JsonObject = Mapping[str, Any]
 Floats = npt.NDArray[np.float64]
 
 ARRIVED, ROUTED, SAMPLED, INTERRUPTED, FAILED, SCORED, TRAINED, DISCARDED, ABORTED, LOST = range(10)
-TURN_SAMPLED, ENVIRONMENT_REQUESTED, ENVIRONMENT_STEPPED, RESTARTED = range(10, 14)
+TURN_SAMPLED, ENVIRONMENT_REQUESTED, ENVIRONMENT_STEPPED, ENVIRONMENT_FAILED = range(10, 14)
 """Kinds of marks in a trajectory's life."""
 MARKS = {
     ARRIVED: ("arrived", "waiting"),
@@ -38,16 +38,16 @@ MARKS = {
     TURN_SAMPLED: ("sampled a turn, {detail} tokens so far", "acting"),
     ENVIRONMENT_REQUESTED: ("its environment is asked", "acting"),
     ENVIRONMENT_STEPPED: ("its environment answered, {detail} tokens so far", "waiting"),
-    RESTARTED: ("its environment failed: {detail}", "waiting"),
+    ENVIRONMENT_FAILED: ("its environment failed: {detail}", "waiting"),
 }
 """Text of each kind of mark, and the phase that begins with it."""
 WAITING, RUNNING, SCORING, READY, IN_ENVIRONMENT = range(5)
-"""Where a live trajectory is; the order of `Lanes.counts`."""
+"""Phases of a live trajectory, in the order of PHASE_LABELS and of JournalIndex._counts."""
 PHASE_LABELS = (
     "waiting for an instance", "being sampled", "being scored", "ready or waiting for siblings",
-    "answered by their environment",
+    "waiting for their environment",
 )  # fmt: skip
-TEXT_DETAILS = (SCORED, DISCARDED, RESTARTED)
+TEXT_DETAILS = (SCORED, DISCARDED, ENVIRONMENT_FAILED)
 """Kinds of marks whose detail is a text; the mark has the text's number."""
 MAX_BINS = 1_000
 
@@ -74,7 +74,7 @@ class StepFunction:
         return np.asarray(np.diff(total) / np.maximum(np.diff(edges), 1e-12))
 
     def at(self, moments: Floats, before: int) -> npt.NDArray[np.int64]:
-        """Values at these times; `before` before the first change."""
+        """Return the value at each of the given times. before: the value before the first change."""
         values = np.asarray([before, *self.values], np.int64)
         return values[np.searchsorted(np.frombuffer(self.times), moments, side="right")]
 
@@ -100,25 +100,29 @@ class JournalIndex:
         self.training = StepFunction()
         """1 while a step is being trained."""
         self.step = StepFunction()
-        """The step trained last."""
+        """The step whose training began last."""
         self.starts: list[float] = []
         """When each start of the run began."""
-        self.events: list[tuple[float, str]] = []
+        self.notices: list[tuple[float, str]] = []
         """Times and texts of lost instances and of stops."""
-        self.num_events = 0
-        self.end_s = 0.0
+        self.num_entries = 0
+        """Entries of the journal, without those of resumes."""
+        self.last_s = 0.0
+        """Time of the newest entry."""
         self.read_error = ""
         """Message about the first line that could not be read; empty if all could."""
         self.read_share = 1.0
-        """Share of the journal that has been read."""
+        """Share of the journal that has been read; set by JournalFollower."""
         self._ids, self._times, self._kinds = array("q"), array("d"), array("b")
         self._lane, self._detail = array("h"), array("q")
         self._names: list[str] = []
         self._texts: dict[str, int] = {}
         self._counts = [StepFunction() for _ in PHASE_LABELS]
         self._num_in_phase = [0] * len(PHASE_LABELS)
-        self._phases_by_id: dict[int, tuple[int, str]] = {}
-        self._begin_s = 0.0
+        self._current_phases: dict[int, tuple[int, str]] = {}
+        """Phase of each live trajectory, and the instance that runs it."""
+        self._start_offset_s = 0.0
+        """Time of the newest start: its entries count from there."""
 
         self._handlers: dict[str, Callable[[JsonObject, float], None]] = {
             "RunResumed": self._resumed,
@@ -130,7 +134,7 @@ class JournalIndex:
                 event, now, ENVIRONMENT_STEPPED, event["tokens"]
             ),
             "EnvironmentFailed": lambda event, now: self._environment_replied(
-                event, now, RESTARTED, self._text_number(event["error"])
+                event, now, ENVIRONMENT_FAILED, self._text_index(event["error"])
             ),
             "TrajectoryScored": self._scored,
             "InstanceJoined": self._serves,
@@ -141,8 +145,8 @@ class JournalIndex:
             "Route": self._routed,
             "StepEnvironment": self._environment_requested,
             "Abort": self._aborted,
-            "Pull": self._pulled,
-            "Train": self._trained,
+            "Pull": self._pull_began,
+            "Train": self._training_began,
             "Discard": self._discarded,
         }
         """By kind of event and command; the kinds that are not here change nothing that is shown."""
@@ -150,32 +154,32 @@ class JournalIndex:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def begin_start(self) -> None:
-        """Begin the journal of the run's next start. Work in flight before it is dropped."""
+        """Begin the journal of the run's next start. What was in flight in the start before is dropped."""
         for lane in self.lanes.values():
-            self._lose(lane, self.end_s)
-        self.training.set(self.end_s, 0)
-        self._phases_by_id.clear()
+            self._lose(lane, self.last_s)
+        self.training.set(self.last_s, 0)
+        self._current_phases.clear()
         self._num_in_phase = [0] * len(PHASE_LABELS)
-        self._note_counts(self.end_s)
-        self._begin_s = self.end_s
-        self.starts.append(self.end_s)
+        self._note_counts(self.last_s)
+        self._start_offset_s = self.last_s
+        self.starts.append(self.last_s)
 
-    def add(self, line: bytes | str, name: str) -> None:
-        """Add a line of the journal. A line that cannot be parsed is skipped, and `read_error` is set. name: position
-        of the line, for that message."""
+    def add(self, line: bytes | str, where: str) -> None:
+        """Add a line of the journal. A line that cannot be parsed is skipped, and `read_error` is set. where: file and
+        number of the line, for that message."""
         try:
             entry = json.loads(line)
             self._add(entry["event"], entry["commands"], float(entry["now"]))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-            self.read_error = self.read_error or f"{name} cannot be read: {type(error).__name__}; it is left out here"
+            self.read_error = self.read_error or f"{where} cannot be read: {type(error).__name__}; it is left out here"
 
     def _add(self, event: JsonObject, commands: Iterable[JsonObject], now: float) -> None:
         kind = event["type"]
         if kind == "RunResumed":  # its time is on the clock of the previous start
             now = 0.0
-        now = max(self.end_s, self._begin_s + now)
-        self.end_s = now
-        self.num_events += kind != "RunResumed"
+        now = max(self.last_s, self._start_offset_s + now)
+        self.last_s = now
+        self.num_entries += kind != "RunResumed"
         before = self._num_in_phase.copy()
         if kind in self._handlers:
             self._handlers[kind](event, now)
@@ -200,15 +204,15 @@ class JournalIndex:
                 self._move(member["trajectory"], phase)
 
     def _scored(self, event: JsonObject, now: float) -> None:
-        if self._phases_by_id.get(event["trajectory"], (READY, ""))[0] in (SCORING, IN_ENVIRONMENT):
-            self._mark(event["trajectory"], now, SCORED, detail=self._text_number(f"{event['reward']:g}"))
+        if self._current_phases.get(event["trajectory"], (READY, ""))[0] in (SCORING, IN_ENVIRONMENT):
+            self._mark(event["trajectory"], now, SCORED, detail=self._text_index(f"{event['reward']:g}"))
             self._move(event["trajectory"], READY)
 
     def _published(self, event: JsonObject, now: float) -> None:
         self.training.set(now, 0)
 
     def _stopped(self, event: JsonObject, now: float) -> None:
-        self.events.append((now, f"stop: {event['why']}"))
+        self.notices.append((now, f"stop: {event['why']}"))
 
     def _sampling_ended(self, event: JsonObject, now: float, kind: int) -> None:
         lane = self._end_sampling(event["trajectory"], now)
@@ -226,7 +230,7 @@ class JournalIndex:
 
     def _environment_replied(self, event: JsonObject, now: float, kind: int, detail: int) -> None:
         if (
-            self._phases_by_id.get(event["trajectory"], (READY, ""))[0] == IN_ENVIRONMENT
+            self._current_phases.get(event["trajectory"], (READY, ""))[0] == IN_ENVIRONMENT
         ):  # else an answer that came too late
             self._mark(event["trajectory"], now, kind, detail=detail)
             self._move(event["trajectory"], WAITING)
@@ -242,8 +246,8 @@ class JournalIndex:
 
     def _lost(self, event: JsonObject, now: float) -> None:
         lane = self.lanes[event["instance"]]
-        self.events.append((now, f"{lane.name} lost: {event['why']}"))
-        for id, (phase, name) in list(self._phases_by_id.items()):
+        self.notices.append((now, f"{lane.name} lost: {event['why']}"))
+        for id, (phase, name) in list(self._current_phases.items()):
             if phase == RUNNING and name == lane.name:
                 self._mark(id, now, LOST, lane)
                 self._move(id, WAITING)
@@ -260,10 +264,10 @@ class JournalIndex:
     def _aborted(self, command: JsonObject, now: float) -> None:
         self._mark(command["trajectory"], now, ABORTED, self._end_sampling(command["trajectory"], now))
 
-    def _pulled(self, command: JsonObject, now: float) -> None:
+    def _pull_began(self, command: JsonObject, now: float) -> None:
         self.lanes[command["instance"]].pulling.set(now, 1)
 
-    def _trained(self, command: JsonObject, now: float) -> None:
+    def _training_began(self, command: JsonObject, now: float) -> None:
         self.training.set(now, 1)
         self.step.set(now, command["step"])
         for id in command["trajectories"]:
@@ -274,12 +278,12 @@ class JournalIndex:
         for ending in command["endings"]:
             id = ending["trajectory"]
             self._end_sampling(id, now)
-            self._mark(id, now, DISCARDED, detail=self._text_number(f"{ending['fate']}: {ending['reason']}"))
+            self._mark(id, now, DISCARDED, detail=self._text_index(f"{ending['fate']}: {ending['reason']}"))
             self._leave(id)
 
     def _end_sampling(self, id: int, now: float) -> Lane | None:
         """Take a trajectory from the instance it runs on, if any; returns that."""
-        phase, name = self._phases_by_id.get(id, (READY, ""))
+        phase, name = self._current_phases.get(id, (READY, ""))
         if phase != RUNNING:
             return None
         lane = self.lanes[name]
@@ -294,14 +298,14 @@ class JournalIndex:
         lane.pulling.set(now, 0)
         lane.version.set(now, -1)
 
-    def _move(self, id: int, phase: int, name: str = "") -> None:
+    def _move(self, id: int, phase: int, instance: str = "") -> None:
         self._leave(id)
-        self._phases_by_id[id] = (phase, name)
+        self._current_phases[id] = (phase, instance)
         self._num_in_phase[phase] += 1
 
     def _leave(self, id: int) -> None:
-        if id in self._phases_by_id:
-            self._num_in_phase[self._phases_by_id.pop(id)[0]] -= 1
+        if id in self._current_phases:
+            self._num_in_phase[self._current_phases.pop(id)[0]] -= 1
 
     def _note_counts(self, now: float) -> None:
         for function, count in zip(self._counts, self._num_in_phase, strict=True):
@@ -314,13 +318,14 @@ class JournalIndex:
         self._lane.append(-1 if lane is None else self._names.index(lane.name))
         self._detail.append(detail)
 
-    def _text_number(self, text: str) -> int:
+    def _text_index(self, text: str) -> int:
         return self._texts.setdefault(text, len(self._texts))
 
     # -- queries -------------------------------------------------------------------------------------------------
 
     def story(self, trajectory: int) -> list[dict[str, Any]]:
-        """The marks of a trajectory in order: seconds, event in words, and the phase that begins."""
+        """Return the marks of a trajectory and its changes of version, in order: seconds, event in words, and the phase
+        that begins."""
         indices = self._marks_of([trajectory])[trajectory]
         texts = list(self._texts)
         marks = []
@@ -345,7 +350,8 @@ class JournalIndex:
 
     def lives(self, trajectories: Sequence[int]) -> list[list[tuple[float, float, str, int]]]:
         """The phases of each of these trajectories: (begin, end in seconds, phase, version that samples; -1 in other
-        phases). A sampling phase is split where the instance changed its version."""
+        phases). A sampling phase is split where the instance changed its version. The phase that has not ended is left
+        out."""
         marks = self._marks_of(trajectories)
         return [self._phases(marks[id]) for id in trajectories]
 
@@ -365,17 +371,18 @@ class JournalIndex:
 
     def window(self, begin_s: float, end_s: float, bins: int) -> dict[str, Any]:
         """The index between two times, in at most MAX_BINS bins of equal width, so that the size does not depend on the
-        length of the run. version: at the middle of a bin, -1 while an instance is gone."""
+        length of the run. The whole journal if none of it lies between these times. version: at the middle of a bin, -1
+        while an instance is gone."""
         bins = max(1, min(bins, MAX_BINS))
-        begin_s, end_s = max(0.0, begin_s), min(end_s, self.end_s)
+        begin_s, end_s = max(0.0, begin_s), min(end_s, self.last_s)
         if end_s <= begin_s:
-            begin_s, end_s = 0.0, max(self.end_s, 1e-6)
+            begin_s, end_s = 0.0, max(self.last_s, 1e-6)
         edges = np.linspace(begin_s, end_s, bins + 1)
         middles = (edges[:-1] + edges[1:]) / 2
         return {
             "begin_s": begin_s,
             "end_s": end_s,
-            "last_s": self.end_s,
+            "last_s": self.last_s,
             "instances": [
                 {
                     "name": lane.name,
@@ -393,8 +400,8 @@ class JournalIndex:
                 for name, function in zip(PHASE_LABELS, self._counts, strict=True)
             ],
             "starts": self.starts[1:],
-            "events": [[time_s, event] for time_s, event in self.events if begin_s <= time_s <= end_s],
-            "num_events": self.num_events,
+            "events": [[time_s, event] for time_s, event in self.notices if begin_s <= time_s <= end_s],
+            "num_events": self.num_entries,
             "read_share": self.read_share,
             "read_error": self.read_error,
         }

@@ -25,7 +25,7 @@ from staleflow.pipeline.runtime.evaluation_figures import PromptRewards, compute
 from staleflow.pipeline.runtime.evaluation_results import (
     NO_RESPONSE,
     Evaluation,
-    warn_of_fewer_prompts,
+    fewer_prompts_warning,
     write_evaluations,
 )
 from staleflow.pipeline.runtime.evaluation_rewards import group_by_prompt, read_rewards, write_rewards
@@ -99,7 +99,7 @@ class EvaluationDriver:
             if (task := tasks.get(name)) is not None:
                 key = f"task.sources.{name}.eval_prompts" if self._config.task.sources else "task.eval_prompts"
                 source = source or task.source
-            self._note(warn_of_fewer_prompts(evaluation_set.prompts, num_prompts, source, key))
+            self._note(fewer_prompts_warning(evaluation_set.prompts, num_prompts, source, key))
         version_due = self._schedule.latest(version)
         evaluated_sets = {result.name for result in self._results if result.version >= version_due}
         self._is_due = bool(self._items) and not evaluated_sets.issuperset(self._sets)

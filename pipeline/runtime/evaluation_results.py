@@ -34,10 +34,11 @@ class Evaluation:
 
     version: int
     num_prompts: int
-    """Distinct prompts, each answered once at the rollout temperature and once greedily."""
+    """Distinct prompts. Each has `samples` responses at the rollout temperature, and a greedy one if requested."""
     sampled: float | None
-    """Mean at the rollout temperature; None if no response could be scored."""
+    """Mean reward at the rollout temperature; None if no response was requested or could be scored."""
     greedy: float | None
+    """The same of greedy responses."""
     sampled_stderr: float | None = None
     """Standard error of the mean, over prompts; None for fewer than two."""
     greedy_stderr: float | None = None
@@ -47,9 +48,11 @@ class Evaluation:
     failure: str = ""
     """Error of the first response that could not be scored."""
     reward: str = ""
-    """Fingerprints of the reward, data and template; empty if unknown. See pipeline/recovery/source_fingerprints.py."""
+    """Fingerprint of the reward function; empty if unknown. See pipeline/recovery/source_fingerprints.py."""
     data: str = ""
+    """Fingerprint of the data."""
     template: str = ""
+    """Fingerprint of the template."""
     changed: tuple[str, ...] = ()
     """Changes to them since the run began, one line each."""
     name: str = HELD_OUT
@@ -109,28 +112,28 @@ class Evaluation:
     @property
     def line(self) -> str:
         """A one-line summary for display."""
-        sampled, greedy = f"{self.sampled_mean} at temperature", f"{self.greedy_mean} greedy"
+        sampled, greedy = f"{self.sampled_text} at temperature", f"{self.greedy_text} greedy"
         means = ", ".join([sampled] * bool(self.samples) + [greedy] * (self.greedy_failed != NOT_REQUESTED))
         figures = "".join(f"; {line}" for line in self.figures.lines(self.samples))
         return f"{self.name} reward at version {self.version}: {means} ({self.basis}){figures}"
 
     @property
-    def sampled_mean(self) -> str:
+    def sampled_text(self) -> str:
         """The mean at temperature with its standard error and interval, for display; "-" if none was sampled."""
         if not self.samples:
             return "-"
         return format_mean(self.sampled, self.sampled_stderr, self.figures.sampled_interval)
 
     @property
-    def greedy_mean(self) -> str:
-        """The greedy mean with its standard error and interval, for display."""
+    def greedy_text(self) -> str:
+        """The greedy mean with its standard error and interval, for display; "-" if none was requested."""
         if self.greedy_failed == NOT_REQUESTED:
             return "-"
         return format_mean(self.greedy, self.greedy_stderr, self.figures.greedy_interval)
 
     @property
     def mean_reward(self) -> float | None:
-        """Mean reward by which versions are compared: of samples at temperature, or of greedy responses without any."""
+        """Mean reward by which versions are compared: of samples at temperature or, if none, of greedy responses."""
         return self.sampled if self.samples else self.greedy
 
     @property
@@ -163,7 +166,7 @@ def describe_progress(version: int, num_left: int) -> str:
 
 
 def explain_not_comparable(evaluations: Sequence[Evaluation]) -> list[str]:
-    """Reasons why consecutive evaluations cannot be compared, one line per pair; empty if all can."""
+    """Reasons why consecutive evaluations of a set cannot be compared, one line per pair; empty if all can."""
     lines = []
     for earlier, later in (
         pair for same_set in group_by_set(evaluations).values() for pair in itertools.pairwise(same_set)
@@ -183,7 +186,7 @@ def explain_not_comparable(evaluations: Sequence[Evaluation]) -> list[str]:
     return lines
 
 
-def warn_of_fewer_prompts(requested: int, available: int, source: str, key: str = "task.eval_prompts") -> str:
+def fewer_prompts_warning(requested: int, available: int, source: str, key: str = "task.eval_prompts") -> str:
     """A warning that the source has fewer held-out prompts than requested; empty if it has enough."""
     if available >= requested:
         return ""

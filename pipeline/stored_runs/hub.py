@@ -128,7 +128,7 @@ def _evaluations(evaluations: Sequence[Evaluation]) -> Iterator[str]:
     yield "| version | prompts | basis | sampled | greedy |"
     yield "|---|---|---|---|---|"
     for e in evaluations:
-        yield f"| {e.version} | {e.name} | {e.basis} | {e.sampled_mean} | {e.greedy_mean} |"
+        yield f"| {e.version} | {e.name} | {e.basis} | {e.sampled_text} | {e.greedy_text} |"
 
 
 def _settings(config: RunConfig) -> Iterator[str]:

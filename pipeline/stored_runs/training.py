@@ -31,7 +31,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import certificate, source_fingerprints, start_inputs
 from staleflow.pipeline.recovery.certificate import Certificate
 from staleflow.pipeline.recovery.run_folder import LOCK, load_job, lock_folder
-from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluation, warn_of_fewer_prompts
+from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluation, fewer_prompts_warning
 from staleflow.pipeline.stored_runs.pool import Pool, Report, creation_lock, open_store_at, run_reporting
 from staleflow.pipeline.stored_runs.repeated_steps import (
     offline_steps,
@@ -435,7 +435,7 @@ def held_out_scores(
     tasks = prompts.held_out(count)
     num_held_out = store.header.held_out
     if not version and (
-        line := warn_of_fewer_prompts(count, len(tasks), config.task.eval_source or config.task.source)
+        line := fewer_prompts_warning(count, len(tasks), config.task.eval_source or config.task.source)
     ):
         report({"say": line})
     if num_held_out < count:

@@ -40,7 +40,7 @@ class Migration(RegistryEntry, ABC):
 
     @abstractmethod
     def may_gain(self, source: InstanceLoad, target: InstanceLoad) -> bool:
-        """Whether any move between these instances could gain. Called before trajectories are examined one by one."""
+        """Whether a move from one instance to another could gain. Called before trajectories are examined singly."""
 
     @abstractmethod
     def choose_moves(
@@ -73,8 +73,8 @@ class NoMigration(Migration):
 @MIGRATION.register("largest_gain")
 @dataclass(frozen=True, slots=True)
 class LargestGain(Migration):
-    """The moves with the largest positive gain: seconds saved on the tokens left to sample, minus the seconds that the
-    prefill costs all trajectories on the target."""
+    """Moves with a positive gain, earliest deadline first: seconds saved on the tokens left to sample, minus the
+    seconds that the prefill costs all trajectories on the target. A decode step must also be faster on the target."""
 
     cost: StepCosts = parameter()
     gain: float = knob(0.2, "share by which a decode step must be faster on the target", low=0, high=1)

@@ -1,4 +1,4 @@
-"""The certificate of a run: a hash chain over the records of its commits.
+"""Checks the hash chain over the records of a run's commits.
 
 The *entry* of a commit is the hash of its record as it is stored. The record has the entry of the commit before, the
 hashes of the commit's rows and of the batch as it was trained, the fingerprint of the resulting weights, the ledger's
@@ -8,8 +8,9 @@ undoes steps continue the chain from the commit that they go back to; nothing be
 
 Invariants:
 - Equal newest entries mean equal records and rows from the chain's first commit on: every stored number, token and
-  text. What differs is named by its commit.
-- A commit of a version without a chain has no entry of its own. It is counted apart, and never as verified.
+  text. A finding names the commit whose
+  record or rows differ.
+- A commit that was stored before there was a chain has no entry. It is counted apart, and never as verified.
 
 What a chain alone does not prove: whoever can write the store can also write another chain. A signed entry excludes
 that, and repeated steps show whether the weights follow from the rows (pipeline/stored_runs/verification.py).
@@ -38,7 +39,7 @@ class ChainReport:
 
     num_commits: int = 0
     num_entries: int = 0
-    """Commits with an entry; those before the first one are of a version without a chain."""
+    """Commits whose record names the entry before it; those before the first one were stored without a chain."""
     findings: list[Finding] = field(default_factory=list)
     entries: dict[int, str] = field(default_factory=dict)
     """Entry of each training step that has one."""
@@ -60,7 +61,7 @@ def check_chain(store: StoreReader) -> ChainReport:
                 report.num_entries += 1
                 if record.previous != entry:
                     report.findings.append(_finding(where, f"does not follow what is stored before it, {before}"))
-                report.findings += _rows(store, where, record, num_rows)
+                report.findings += _check_rows(store, where, record, num_rows)
                 report.inputs += [(record.step, record.inputs)] if record.inputs else []
             elif report.num_entries:
                 report.findings.append(_finding(where, f"has no entry, although commits before it have, {before}"))
@@ -87,7 +88,7 @@ def _records(store: StoreReader) -> Iterator[tuple[bytes, StepRecord]]:
         first += len(texts)
 
 
-def _rows(store: StoreReader, where: str, record: StepRecord, first: int) -> Iterator[Finding]:
+def _check_rows(store: StoreReader, where: str, record: StepRecord, first: int) -> Iterator[Finding]:
     """Check the rows of a commit, which begin at row `first`."""
     try:
         if store.fingerprint_rows(first, first + record.num_rows) != record.rows_fingerprint:

@@ -26,49 +26,50 @@ _ZSTD = Zstd(level=CODEC.level, checksum=CODEC.checksum)
 Array = npt.NDArray[Any]
 
 
-class _Chunks:
-    """The chunks of an array along its first dimension."""
+class _ChunkedArray:
+    """An array in chunks along its first dimension."""
 
     def __init__(self, store: Any, name: str, metadata: dict[str, Any]) -> None:
         self._store, self._name, self.metadata = store, name, metadata
-        self.size, *self._row_shape = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+        self.chunk_length, *self._row_shape = metadata["chunk_grid"]["configuration"]["chunk_shape"]
         self._dtype, self._fill = np.dtype(metadata["data_type"]), metadata["fill_value"]
         self._prototype = default_buffer_prototype()
 
     @property
     def length(self) -> int:
+        """Length of the array along its first dimension."""
         return int(self.metadata["shape"][0])
 
     async def read(self, start: int, stop: int) -> Array:
-        """The elements at start <= position < stop."""
-        numbers = range(start // self.size, -(-stop // self.size))
+        """Read the rows at start <= position < stop."""
+        numbers = range(start // self.chunk_length, -(-stop // self.chunk_length))
         chunks = await asyncio.gather(*(self._chunk(number) for number in numbers))
-        chunk_start = numbers.start * self.size
-        return np.concatenate([self._empty(0), *chunks])[start - chunk_start : stop - chunk_start]
+        chunk_start = numbers.start * self.chunk_length
+        return np.concatenate([self._fill_rows(0), *chunks])[start - chunk_start : stop - chunk_start]
 
     async def append(self, values: Array) -> None:
         old_length = self.length
-        number, tail_size = divmod(old_length, self.size)
-        tail = (await self._chunk(number))[:tail_size] if tail_size else self._empty(0)
+        number, tail_size = divmod(old_length, self.chunk_length)
+        tail = (await self._chunk(number))[:tail_size] if tail_size else self._fill_rows(0)
         joined = np.concatenate([tail, values.astype(self._dtype, copy=False)])
         self.metadata["shape"][0] = old_length + len(values)
         await self._write("zarr.json", json.dumps(self.metadata).encode())
-        for i in range(-(-len(joined) // self.size)):
-            chunk_values = joined[i * self.size : (i + 1) * self.size]
+        for i in range(-(-len(joined) // self.chunk_length)):
+            chunk_values = joined[i * self.chunk_length : (i + 1) * self.chunk_length]
             if (chunk_values != self._fill).any():  # chunks with only the fill value are not stored
-                chunk = np.concatenate([chunk_values, self._empty(self.size - len(chunk_values))])
+                chunk = np.concatenate([chunk_values, self._fill_rows(self.chunk_length - len(chunk_values))])
                 await self._write(self._key(number + i), _ZSTD.encode(np.ascontiguousarray(chunk)))
 
     async def _chunk(self, number: int) -> Array:
         encoded = await self._store.get(f"{self._name}/{self._key(number)}", self._prototype)
         if encoded is None:
-            return self._empty(self.size)
-        return np.frombuffer(_ZSTD.decode(encoded.to_bytes()), self._dtype).reshape(self.size, *self._row_shape)
+            return self._fill_rows(self.chunk_length)
+        return np.frombuffer(_ZSTD.decode(encoded.to_bytes()), self._dtype).reshape(self.chunk_length, *self._row_shape)
 
     async def _write(self, key: str, data: bytes) -> None:
         await self._store.set(f"{self._name}/{key}", self._prototype.buffer.from_bytes(data))
 
-    def _empty(self, count: int) -> Array:
+    def _fill_rows(self, count: int) -> Array:
         return np.full((count, *self._row_shape), self._fill, self._dtype)
 
     def _key(self, number: int) -> str:
@@ -80,7 +81,7 @@ def append_all(store: Any, values: Mapping[str, Array]) -> None:
 
     Args:
         store: Of an Icechunk session that may be written.
-        values: New elements by array name.
+        values: New rows by array name.
     """
 
     async def append(name: str, new_values: Array) -> None:
@@ -95,7 +96,7 @@ def append_all(store: Any, values: Mapping[str, Array]) -> None:
 
 
 def read_all(store: Any, names: Iterable[str], start: int, stop: int) -> dict[str, Array]:
-    """Read the elements at start <= position < stop of several arrays concurrently. Returns them by name.
+    """Read the rows at start <= position < stop of several arrays concurrently. Returns them by name.
 
     Arrays that do not exist are left out.
 
@@ -117,6 +118,6 @@ def read_all(store: Any, names: Iterable[str], start: int, stop: int) -> dict[st
     return {name: values for name, values in sync(read_each()) if values is not None}
 
 
-async def _open(store: Any, name: str) -> _Chunks | None:
+async def _open(store: Any, name: str) -> _ChunkedArray | None:
     metadata = await store.get(f"{name}/zarr.json", default_buffer_prototype())
-    return None if metadata is None else _Chunks(store, name, json.loads(metadata.to_bytes()))
+    return None if metadata is None else _ChunkedArray(store, name, json.loads(metadata.to_bytes()))

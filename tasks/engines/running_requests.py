@@ -15,8 +15,8 @@ from staleflow.tasks.engines.base import EngineLoad, Request, SampledTokens
 from staleflow.tasks.engines.stop_strings import StopCheck
 
 
-class SegmentLists(NamedTuple):
-    """A closed segment before conversion to arrays, which is deferred: a weight update closes a segment of every
+class ListSegment(NamedTuple):
+    """A segment before conversion to arrays, which is deferred: a weight update closes a segment of every
     running request while decoding waits."""
 
     version: PolicyVersion
@@ -42,7 +42,7 @@ class RunningRequest:
     key: str = ""
     version: PolicyVersion = PolicyVersion(0)
     """Policy version that it is sampled under now."""
-    closed_segments: list[SegmentLists] = field(default_factory=list)
+    closed_segments: list[ListSegment] = field(default_factory=list)
     """Its earlier segments."""
     tokens: list[int] = field(default_factory=list)  # of the current segment
     logprobs: list[float] = field(default_factory=list)
@@ -80,6 +80,7 @@ class RunningRequests:
     def __init__(self, instance: InstanceId) -> None:
         self.instance = instance
         self.version = PolicyVersion(0)
+        """The newest served version."""
         self._served_versions = [self.version]
         self._running: dict[str, RunningRequest] = {}
         self._by_trajectory: dict[TrajectoryId, RunningRequest] = {}
@@ -118,11 +119,11 @@ class RunningRequests:
             running.version = version
         self.version, self._served_versions = version, [version]
 
-    def drop_old(self, newest: PolicyVersion, count: int) -> list[PolicyVersion]:
-        """Stop serving the versions that no request runs under and that are not among the latest `count` up to
+    def drop_old(self, newest: PolicyVersion, num_kept: int) -> list[PolicyVersion]:
+        """Stop serving the versions that no request runs under and that are not among the latest `num_kept` up to
         `newest`, which is served next. Returns the dropped versions."""
         dropped = adapters.unused_versions(
-            self._served_versions, newest, count, (running.version for running in self._running.values())
+            self._served_versions, newest, num_kept, (running.version for running in self._running.values())
         )
         self._served_versions = [version for version in self._served_versions if version not in dropped]
         return dropped
@@ -133,7 +134,8 @@ class RunningRequests:
         self._served_versions = sorted({*self._served_versions, version})
 
     def add(self, running: RunningRequest) -> str:
-        """Add a request. Returns its key, which was never used before."""
+        """Add a request and choose the version that it runs under: the oldest served one that it accepts. Returns its
+        key, which was never used before."""
         request = running.request
         self._num_added += 1
         running.version = adapters.version_for(self._served_versions, request.version)
@@ -161,7 +163,7 @@ class RunningRequests:
         self._tokens_sampled += len(tokens)
 
     def close_segment(self, running: RunningRequest) -> None:
-        """Close a request's current segment, because the next token is sampled under another version or instance."""
+        """Close a request's current segment: its version changes, or it leaves."""
         if running.tokens:
             running.closed_segments.append(self._current_segment(running))
             running.tokens, running.logprobs = [], []
@@ -192,5 +194,5 @@ class RunningRequests:
             preemptions=preemptions,
         )
 
-    def _current_segment(self, running: RunningRequest) -> SegmentLists:
-        return SegmentLists(running.version, self.instance, running.tokens, running.logprobs)
+    def _current_segment(self, running: RunningRequest) -> ListSegment:
+        return ListSegment(running.version, self.instance, running.tokens, running.logprobs)

@@ -4,7 +4,8 @@
         "Meanings of a word."
 
 Its name, its docstring and the JSON schema of its arguments, from their type hints, are what a model is told. It may be
-`async def`. Each call runs in a process of its own, forked from one that has loaded the file.
+`async def`. Each call runs in a process of its own, forked from one that has loaded the file
+(tasks/episodes/tools.py).
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def _describe_schema(schema: Mapping[str, Any]) -> str:
     )
 
 
-def only_argument(parameters: Mapping[str, Any]) -> str:
+def unnamed_argument(parameters: Mapping[str, Any]) -> str:
     """Return the name of the argument that a call may give without a name: the only one, or the only one without a
     default; empty if there is none."""
     for names in (list(parameters["properties"]), parameters["required"]):
@@ -172,7 +173,7 @@ def read_argument(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def tool_environment(tool: UserTool) -> CallEnvironment:
-    """Build the environment of a user's tool, in which a turn is the tool's arguments as JSON."""
+    """Build the environment of a user's tool: an episode is one call, and its only turn is the arguments as JSON."""
 
     async def call(start: EpisodeStart, text: str) -> EnvStepResult:
         arguments: dict[str, Any] = json.loads(text)

@@ -21,8 +21,8 @@ from staleflow.tasks.environments.user_tools import (
     TOOLS_KEY,
     argument_error,
     load_tool,
-    only_argument,
     read_argument,
+    unnamed_argument,
 )
 from staleflow.tasks.episodes.calculator import calculate
 from staleflow.tasks.episodes.sandbox import run_python
@@ -105,7 +105,7 @@ def _load_user_tool(reference: str, config: EnvironmentConfig) -> tuple[str, Too
     return loaded.name, Tool(
         description=loaded.description,
         parameters=loaded.parameters,
-        argument=only_argument(loaded.parameters),
+        argument=unnamed_argument(loaded.parameters),
         run=functools.partial(_call_user_tool, server),
         server=server,
     )

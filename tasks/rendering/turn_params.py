@@ -83,8 +83,8 @@ def params_of(record: Record) -> TurnParams:
 
 
 def role_of(messages: Sequence[Message]) -> str:
-    """Return the role of an observation, which is that of its last message; "agent" for token ids; empty without
-    messages."""
+    """Return the role of an observation: that of its last message. "agent" if only parameters of the turn are left, as
+    with token ids; empty without messages."""
     if not messages:
         return ""
     return "agent" if messages[-1].role == PARAMS_ROLE else messages[-1].role

@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedTraining:
-    """Settings of emulated training; see SimulationConfig. A step takes train_s seconds, s_per_token for each token of
-    its batch including prompts, and switch_s to free the device. time_scale divides all of these."""
+    """Settings of emulated training; see SimulationConfig. A step takes train_s seconds, and s_per_token for each token
+    of its batch including prompts; `sleep` takes switch_s. time_scale divides all of these."""
 
     train_s: float
     s_per_token: float
@@ -50,7 +50,7 @@ class EmulatedPolicy:
         self._version = 0
 
     def wake(self) -> None:
-        """Do nothing: `sleep` takes the time of both."""
+        """Do nothing: `sleep` waits for the time of waking, too."""
 
     def sleep(self) -> None:
         """Wait for the time it takes to free the device."""
@@ -73,6 +73,7 @@ class EmulatedPolicy:
         return function(weights(self._version))
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Return synthetic logprobs of tokens[1:], nats."""
         return tuple(word_logprobs(np.asarray(tokens[1:], np.int32)).tolist())
 
     def save(self, folder: Path, published: Path) -> None:

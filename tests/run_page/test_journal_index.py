@@ -79,7 +79,7 @@ def test_the_story_of_an_episode_has_its_turns_and_environment_steps() -> None:
         (9.0, "reward 1", "ready"),
     ]
     places = {place["name"]: place["count"] for place in journal_index.window(2.0, 4.0, 2)["phases"]}
-    assert places["answered by their environment"] == [1.0, 1.0]
+    assert places["waiting for their environment"] == [1.0, 1.0]
     assert places["being scored"] == [0.0, 0.0]
 
 
@@ -218,7 +218,7 @@ def test_the_next_start_shows_its_recovered_trajectories() -> None:
         "being sampled": [0, 1, 1, 1],
         "being scored": [1, 1, 0, 0],
         "ready or waiting for siblings": [1, 1, 2, 2],
-        "answered by their environment": [0, 0, 0, 0],
+        "waiting for their environment": [0, 0, 0, 0],
     }
 
 

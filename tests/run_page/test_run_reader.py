@@ -209,13 +209,13 @@ def test_a_journal_is_read_incrementally_and_a_partial_line_waits(tmp_path: Path
     path = tmp_path / "events.jsonl"
     follower = JournalFollower(1)
     follower.follow([path])
-    assert (follower.index.num_events, follower.index.read_share) == (0, 1.0)
+    assert (follower.index.num_entries, follower.index.read_share) == (0, 1.0)
     path.write_text(JOINED + tick(1.0)[:10])
     follower.follow([path])
-    assert follower.index.num_events == 1
+    assert follower.index.num_entries == 1
     path.write_text(JOINED + tick(1.0) + tick(2.0))
     follower.follow([path])
-    assert (follower.index.num_events, follower.index.end_s, follower.index.read_error) == (3, 2.0, "")
+    assert (follower.index.num_entries, follower.index.last_s, follower.index.read_error) == (3, 2.0, "")
 
 
 def test_a_long_journal_is_read_in_parts(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_long_journal_is_read_in_parts(tmp_path: Path) -> None:
         shares.append(follower.index.read_share)
     assert len(shares) > 4
     assert shares == sorted(shares)
-    assert follower.index.num_events == 101
+    assert follower.index.num_entries == 101
 
 
 def test_journals_of_a_resumed_run_are_read_in_order(tmp_path: Path) -> None:
@@ -239,9 +239,9 @@ def test_journals_of_a_resumed_run_are_read_in_order(tmp_path: Path) -> None:
     now.rename(before)
     now.write_text(line(99.0, {"type": "RunResumed", "step": 0, "num_ended": []}) + JOINED + tick(2.0))
     follower.follow([before, now])
-    assert follower.index.end_s == 7.0
+    assert follower.index.last_s == 7.0
     assert follower.index.starts == [0.0, 5.0]
-    assert follower.index.num_events == 4
+    assert follower.index.num_entries == 4
 
 
 def test_an_invalid_line_is_named_and_skipped(tmp_path: Path) -> None:
@@ -249,5 +249,5 @@ def test_an_invalid_line_is_named_and_skipped(tmp_path: Path) -> None:
     path.write_text(JOINED + "{not json}\n" + '{"now": 1}\n' + "[" * 5000 + "\n" + tick(3.0))
     follower = JournalFollower(1)
     follower.follow([path])
-    assert follower.index.num_events == 2
+    assert follower.index.num_entries == 2
     assert follower.index.read_error.startswith("events.jsonl, line 2, cannot be read")

@@ -21,8 +21,8 @@ from staleflow.pipeline.runtime.evaluation_figures import PromptRewards, compute
 from staleflow.pipeline.runtime.evaluation_results import (
     Evaluation,
     explain_not_comparable,
+    fewer_prompts_warning,
     read_evaluations,
-    warn_of_fewer_prompts,
     write_evaluations,
 )
 from staleflow.pipeline.runtime.evaluation_rewards import read_rewards, write_rewards
@@ -118,10 +118,10 @@ def test_failed_responses_are_excluded_and_repeated_prompts_count_once(job: Path
         f"greedy (5 prompts, 2 not scored; first: {result.failure})"
     )
     assert "\n" not in result.line
-    assert warn_of_fewer_prompts(200, 5, "jsonl:x") == (
+    assert fewer_prompts_warning(200, 5, "jsonl:x") == (
         "task.eval_prompts = 200: jsonl:x has only 5 distinct held-out prompts; each is evaluated once"
     )
-    assert warn_of_fewer_prompts(5, 5, "jsonl:x") == ""
+    assert fewer_prompts_warning(5, 5, "jsonl:x") == ""
 
 
 def score(reward: float, error: str = "") -> ScoredResponse:

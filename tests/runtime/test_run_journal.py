@@ -237,7 +237,7 @@ def test_the_run_page_follows_parts_during_rotation_and_compression(
         shares.append(follower.index.read_share)
     assert shares == sorted(shares)
     assert len(lines) == len(entries), "no line is read twice"
-    assert (follower.index.num_events, follower.index.end_s) == (alone.index.num_events, alone.index.end_s)
+    assert (follower.index.num_entries, follower.index.last_s) == (alone.index.num_entries, alone.index.last_s)
     assert follower.index.starts == alone.index.starts
     views = [index.window(0, 1e9, 20) for index in (follower.index, alone.index)]
     assert {bool(view.pop("read_error")) for view in views} in ({False}, {True}), "the line of an instance lost unknown"

@@ -13,7 +13,7 @@ const LEFT = 46,
 const WORDS = {
   waiting: "waiting for an instance",
   sampling: "being sampled",
-  acting: "answered by their environment",
+  acting: "waiting for their environment",
   scoring: "being scored",
   ready: "ready, waits for its step",
 };

@@ -14,9 +14,9 @@ const QUEUES = {
   "waiting for an instance": "c6",
   "being scored": "c2",
   "ready or waiting for siblings": "c3",
-  "answered by their environment": "c4",
+  "waiting for their environment": "c4",
 };
-const OF_MANY_TURNS = "answered by their environment";
+const OF_MANY_TURNS = "waiting for their environment";
 
 export async function lanesView(run) {
   const bins = Math.min(600, Math.max(120, Math.round(innerWidth / 3)));
