@@ -82,8 +82,8 @@ class Display(RunListener):
         if self._live is not None:
             self._live.update(self._view(snapshot, report))
 
-    def _view(self, snapshot: Snapshot, outcomes: RunReport) -> Group:
-        config, steps = self._config, outcomes.steps
+    def _view(self, snapshot: Snapshot, report: RunReport) -> Group:
+        config, steps = self._config, report.steps
         head = Table.grid(padding=(0, 2))
         recent = [s["reward"] for s in steps[-10:]]
         head.add_row(
@@ -106,8 +106,8 @@ class Display(RunListener):
         )
         if snapshot.num_eval_in_flight:
             head.add_row(describe_progress(snapshot.evaluated_version, snapshot.num_eval_in_flight))
-        if outcomes.instances:
-            head.add_row(outcomes.instances)
+        if report.instances:
+            head.add_row(report.instances)
         buffers = Table.grid(padding=(0, 1))
         for view in snapshot.buffers:
             done, reserved = sum(view.occupied.values()), sum(view.reserved.values())
@@ -123,7 +123,7 @@ class Display(RunListener):
                 f"{instance.num_running}/{instance.max_running} running",
                 f"{instance.kv_tokens}/{instance.kv_capacity} KV tokens",
             )
-        for host in outcomes.environments:
+        for host in report.environments:
             instances.add_row(host.host, "", f"{host.num_acting} in environment", f"{host.slots} slots")
         return Group(head, buffers, instances)
 

@@ -88,9 +88,9 @@ def training_sequences(branches: Sequence[ContextBranch], trained: SampledTokens
     for number in reversed(range(len(ends))):
         positions = np.flatnonzero(remaining[starts[number] : ends[number]])
         if len(positions):
-            path = places(branches[:number], starts[number] + int(positions[-1]) + 1)
-            sequences.append((path, remaining[path]))
-            remaining[path] = False
+            context_positions = places(branches[:number], starts[number] + int(positions[-1]) + 1)
+            sequences.append((context_positions, remaining[context_positions]))
+            remaining[context_positions] = False
     return sequences[::-1]
 
 
@@ -112,9 +112,9 @@ def longest_shared_prefix(
     best, position = 0, 0
     ends = [*(branch.at for branch in branches), len(tokens)]
     for number, end in reversed(list(enumerate(ends))):
-        path = places(branches[:number], end)[: len(wanted)]
-        other = np.flatnonzero(tokens[path] != wanted[: len(path)])
-        count = int(other[0]) if len(other) else len(path)
+        context_positions = places(branches[:number], end)[: len(wanted)]
+        other = np.flatnonzero(tokens[context_positions] != wanted[: len(context_positions)])
+        count = int(other[0]) if len(other) else len(context_positions)
         if count > best:
-            best, position = count, int(path[count - 1]) + 1
+            best, position = count, int(context_positions[count - 1]) + 1
     return best, position

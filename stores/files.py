@@ -169,8 +169,8 @@ def _lock(fd: int) -> bool:
 def _sweep(path: Path) -> None:
     """Remove temporary files of `path` whose writers have died. After a kill between the two renames of
     `replace_folder`, put the old folder back."""
-    called = re.compile(rf"\.{re.escape(path.name[:NAME_CHARS])}\.[0-9a-f]{{16}}\.part")
-    for leftover in [p for p in path.parent.iterdir() if called.fullmatch(p.name)]:
+    name_pattern = re.compile(rf"\.{re.escape(path.name[:NAME_CHARS])}\.[0-9a-f]{{16}}\.part")
+    for leftover in [p for p in path.parent.iterdir() if name_pattern.fullmatch(p.name)]:
         with contextlib.suppress(OSError):
             fd = os.open(leftover, os.O_RDONLY)
             try:
@@ -180,8 +180,8 @@ def _sweep(path: Path) -> None:
                 os.close(fd)
     if len(path.name) >= NAME_CHARS:
         return  # an old folder may be that of a longer name
-    called = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.old")
-    for leftover in [p for p in path.parent.iterdir() if called.fullmatch(p.name)]:
+    name_pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.old")
+    for leftover in [p for p in path.parent.iterdir() if name_pattern.fullmatch(p.name)]:
         if leftover.with_suffix(".part").exists():
             continue  # its writer is about to rename that one
         with contextlib.suppress(OSError):

@@ -66,7 +66,7 @@ class IdSet:
 def merge_ids(ranges: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
     """Merge ids into disjoint ascending half-open intervals, as arrays of starts and stops.
 
-    >>> [edge.tolist() for edge in merged([(5, 9), (1, 3), (8, 12), (4, 4)])]
+    >>> [edge.tolist() for edge in merge_ids([(5, 9), (1, 3), (8, 12), (4, 4)])]
     [[1, 5], [3, 12]]
     """
     try:

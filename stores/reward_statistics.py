@@ -142,8 +142,8 @@ def majority(answers: Sequence[str], rewards: Sequence[float]) -> float:
     by_answer: dict[str, list[float]] = {}
     for answer, reward in zip(answers, rewards, strict=True):
         by_answer.setdefault(answer, []).append(reward)
-    max_answers = max(map(len, by_answer.values()))
-    return statistics.fmean(statistics.fmean(rewards) for rewards in by_answer.values() if len(rewards) == max_answers)
+    max_count = max(map(len, by_answer.values()))
+    return statistics.fmean(statistics.fmean(rewards) for rewards in by_answer.values() if len(rewards) == max_count)
 
 
 def paired_difference(

@@ -21,7 +21,7 @@ def is_url(where: str) -> bool:
 def split_url(url: str) -> tuple[str, str]:
     """Split a URL into bucket and prefix. Raises ConfigError.
 
-    >>> parsed("s3://bucket/runs/demo/")
+    >>> split_url("s3://bucket/runs/demo/")
     ('bucket', 'runs/demo')
     """
     match = URL.fullmatch(url)

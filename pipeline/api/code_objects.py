@@ -70,15 +70,15 @@ def write_code(obj: Callable[..., Any], folder: Path, name: str) -> str:
     """
     if not callable(obj):
         raise ConfigError(f"{name} = {obj!r}: not a function or class")
-    called = str(getattr(obj, "__name__", ""))
-    called = called if called.isidentifier() else name
+    object_name = str(getattr(obj, "__name__", ""))
+    object_name = object_name if object_name.isidentifier() else name
     with _own_modules() as modules:
-        pickled = _pickled(obj, called, modules)
+        pickled = _pickled(obj, object_name, modules)
         sources = list(_sources(obj, modules))[:MAX_SOURCES]
     about = "Its source text, for readers:" if sources else "Its source text is not known."
     comments = textwrap.indent("\n\n".join(sources), "#     ", lambda _: True) if sources else ""
     text = FILE.format(
-        name=called,
+        name=object_name,
         kind="a class" if isinstance(obj, type) else "a function",
         python=".".join(map(str, sys.version_info[:2])),
         version=sys.version_info[:2],
@@ -88,28 +88,28 @@ def write_code(obj: Callable[..., Any], folder: Path, name: str) -> str:
     )
     path = folder / f"{name}.py"
     replace_text(path, text, "free space or choose another folder")
-    return f"{path}:{called}"
+    return f"{path}:{object_name}"
 
 
-def _pickled(obj: Any, called: str, modules: set[str]) -> bytes:
+def _pickled(obj: Any, object_name: str, modules: set[str]) -> bytes:
     """An object pickled by value. Raises ConfigError."""
     try:
         pickled: bytes = cloudpickle.dumps(obj)
     except Exception as error:  # an object of the user's may raise anything
-        path, why = _culprit(obj, error, modules, [called])
+        path, why = _culprit(obj, error, modules, [object_name])
         raise ConfigError(
-            f"{called} cannot be sent to worker processes: {'.'.join(path)} cannot be pickled ({why}); create it "
+            f"{object_name} cannot be sent to worker processes: {'.'.join(path)} cannot be pickled ({why}); create it "
             "inside of the function, or load it from a file there"
         ) from error
     try:
         _Loading(pickled, modules).load()
     except Exception as error:  # an object of the user's may raise anything
         why = " ".join(str(error).split())
-        raise ConfigError(f"{called} cannot be sent to worker processes: loaded there it fails: {why}") from error
+        raise ConfigError(f"{object_name} cannot be sent to worker processes: loaded there it fails: {why}") from error
     if len(pickled) > MAX_BYTES:
         raise ConfigError(
-            f"{called} cannot be sent to worker processes: with what it uses it has {len(pickled) / 2**20:,.0f} MiB, "
-            f"and the limit is {MAX_BYTES / 2**20:.0f} MiB; load large data inside of the function, from a file"
+            f"{object_name} cannot be sent to worker processes: with what it uses it has {len(pickled) / 2**20:,.0f} "
+            f"MiB, and the limit is {MAX_BYTES / 2**20:.0f} MiB; load large data inside of the function, from a file"
         )
     return pickled
 

@@ -93,10 +93,10 @@ def dry_run_result(run_dir: Path) -> DryRunResult:
     scored = [row.trajectory for row in store.ended() if row.trajectory.timings.rewarded_s]
     errors = Counter(t.error for t in scored if t.error)
     rewards = [t.reward for t in scored if not t.error]
-    prompts = [len(t.prompt_tokens) for t in scored]
+    prompt_lengths = [len(t.prompt_tokens) for t in scored]
     return DryRunResult(
         steps=audited.num_steps,
-        prompt_tokens=(min(prompts, default=0), max(prompts, default=0)),
+        prompt_tokens=(min(prompt_lengths, default=0), max(prompt_lengths, default=0)),
         rewards=len(rewards),
         reward=(min(rewards, default=0.0), max(rewards, default=0.0)),
         reward_errors=dict(errors.most_common()),

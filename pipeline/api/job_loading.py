@@ -124,7 +124,7 @@ def with_objects(source: JobSource, overrides: Overrides | None, objects: Mappin
     Args:
         source: As in `load_job`.
         overrides: As in `load_job`.
-        objects: By the names of `OBJECTS`; None changes nothing. A text is a name as in a job file. A mapping as
+        objects: By the names of `OBJECT_KEYS`; None changes nothing. A text is a name as in a job file. A mapping as
             `reward` names the parts of a weighted sum.
 
     Raises:

@@ -483,10 +483,10 @@ def compare(runs: Sequence[Run | str | Path]) -> Comparison:
 
     opened = [run if isinstance(run, Run) else _open_branch(str(run)) for run in runs]
     views = [_view(run) for run in opened]
-    endings = ["".join(f"@{value}" for value in view.values()) for view in views]
-    names = [run.name + ending for run, ending in zip(opened, endings, strict=True)]
+    name_suffixes = ["".join(f"@{value}" for value in view.values()) for view in views]
+    names = [run.name + ending for run, ending in zip(opened, name_suffixes, strict=True)]
     if len({*names}) < len(names):
-        names = [run.source + ending for run, ending in zip(opened, endings, strict=True)]
+        names = [run.source + ending for run, ending in zip(opened, name_suffixes, strict=True)]
     return comparison.compare(
         [
             read_facts(run.path, run._store() if run._has_store() else None, name, view)

@@ -285,10 +285,10 @@ def example_settings(config: RunConfig, held_out: int) -> ExampleSettings | None
     if not sft.source:
         return ExampleSettings(prompts=prompts, count=sft.examples_per_step)
     # Prompts are only encoded: the run's own source may be an environment, which the trainer does not open.
-    none = dataclasses.replace(config.task, source="emulated", eval_source="")
+    emulated_task = dataclasses.replace(config.task, source="emulated", eval_source="")
     return ExampleSettings(
         prompts=dataclasses.replace(
-            prompts, source=dataclasses.replace(prompts.source, task=none), sets=(), max_prompt_tokens=None
+            prompts, source=dataclasses.replace(prompts.source, task=emulated_task), sets=(), max_prompt_tokens=None
         ),
         count=sft.examples_per_step,
         source=sft.source,

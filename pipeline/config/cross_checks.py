@@ -181,11 +181,11 @@ def _check_template(task: TaskConfig, key: str) -> Iterator[str]:
             f"{escaped if len(escaped) <= MAX_SHOWN_CHARS else shown(escaped)}"
         )
     try:
-        groups = re.compile(pattern).groups
+        num_groups = re.compile(pattern).groups
     except (re.error, RecursionError, OverflowError) as error:
         yield f"{key}.answer_pattern = {shown(pattern)} does not compile: {error}"
         return
-    if pattern and not groups:
+    if pattern and not num_groups:
         yield f"{key}.answer_pattern = {shown(pattern)} has no group; put the answer's part in ( )"
 
 
@@ -271,10 +271,13 @@ def _check_turns(config: RunConfig) -> Iterator[str]:
     """Check what cannot be combined with the layout "turns"."""
     if not config.turns:
         return
-    turns, training = 'cluster.layout = "turns"', config.training
+    layout_text, training = 'cluster.layout = "turns"', config.training
     if config.cluster.kind != "local":
-        yield f'{turns} needs cluster.kind = "local": the queue of a cluster gives each GPU to one role; use "separate"'
+        yield (
+            f'{layout_text} needs cluster.kind = "local": the queue of a cluster gives each GPU to one role; use '
+            '"separate"'
+        )
     if config.served_versions:
-        yield f'{turns}: rollout.on_pull = "adapter" keeps the model\'s own weights on the GPUs; use "separate"'
+        yield f'{layout_text}: rollout.on_pull = "adapter" keeps the model\'s own weights on the GPUs; use "separate"'
     if training.ranks > 1 and not training.offload:
-        yield f"{turns}: training.ranks = {training.ranks} needs training.offload = true"
+        yield f"{layout_text}: training.ranks = {training.ranks} needs training.offload = true"

@@ -214,14 +214,14 @@ def _inspect_data(folder: Path, inputs: InitInputs) -> DataFacts:
     """Open the user's data set, and find its columns and the form of its answers. Raises ConfigError."""
     source = _source_name(inputs.data)
     kind, _, name = source.partition(":")
-    known = kind_of(source)
-    if known is None or known.type is not SourceType.ROWS:
+    source_kind = kind_of(source)
+    if source_kind is None or source_kind.type is not SourceType.ROWS:
         has_environment = is_environment(source, f"--data {inputs.data}")
         return DataFacts(
             source=f"{_job_path(folder, kind)}:{name}" if kind.endswith(".py") else source,
             has_environment=has_environment,
         )
-    rows = open_source(known.type, source, inputs.options, f"--data {inputs.data}")
+    rows = open_source(source_kind.type, source, inputs.options, f"--data {inputs.data}")
     names = tuple(rows.names)
     prompt = inputs.prompt_column or next((column for column in PROMPTS if column in names), "")
     answer = inputs.answer_column or next((column for column in ANSWERS if column in names), "")
@@ -353,21 +353,21 @@ def _job(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
     }
     written = {key: toml_value(value) for key, value in values.items()}
     written["answer_pattern"] = f"'{pattern}'"  # a literal, in which a backslash is one
-    described = ""
+    data_lines = ""
     if inputs.options:
-        described += f"options = {toml_value(dict(inputs.options))}\n"
+        data_lines += f"options = {toml_value(dict(inputs.options))}\n"
     if data.columns is not None:
         columns = {"prompt": data.columns.prompt, "answer": data.columns.answer}
-        described += f"columns = {toml_value(columns)}  # of a row: the prompt, a text or messages; the answer\n"
+        data_lines += f"columns = {toml_value(columns)}  # of a row: the prompt, a text or messages; the answer\n"
     function = written.pop("function")
-    scored, turn, turns = SCORED.format(function=function), "", ""
+    reward_lines, turn, turns = SCORED.format(function=function), "", ""
     if data.has_environment:
-        scored = f"function = {function}  # the environment gives the reward"
+        reward_lines = f"function = {function}  # the environment gives the reward"
         turn = (
             f"turn_tokens = {max(1, tokens // 8)}  # most tokens of a turn; max_new_tokens is for the whole episode\n"
         )
         turns = TURNS
-    return TEMPLATE.format(described=described, scored=scored, turn=turn, turns=turns, **written)
+    return TEMPLATE.format(described=data_lines, scored=reward_lines, turn=turn, turns=turns, **written)
 
 
 def _learning_rate(model: str) -> float:

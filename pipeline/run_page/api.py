@@ -181,12 +181,12 @@ class RunApi:
 
     def _groups(self, stored: StoredSnapshot, ids: listing.Positions, where: str) -> list[dict[str, Any]]:
         matching = listing.selection_mask(stored.columns, where)
-        placed = listing.members(stored.columns, ids)
-        wanted = sorted(np.concatenate([*placed.values(), np.zeros(0, np.int64)]).tolist())
+        positions_by_group = listing.members(stored.columns, ids)
+        wanted = sorted(np.concatenate([*positions_by_group.values(), np.zeros(0, np.int64)]).tolist())
         rows = dict(zip(wanted, stored.store.at_positions(wanted), strict=True))
         limit = min(TEXT_SHOWN, max(EXCERPT, TEXTS_SHOWN // max(1, len(wanted))))
         groups = []
-        for id, positions in placed.items():
+        for id, positions in positions_by_group.items():
             page_rows = [rows[position] for position in positions.tolist()]
             readable = [row for row in page_rows if isinstance(row, EndedTrajectory)]
             prompt = readable[0].trajectory.prompt_tokens.tolist() if readable else []

@@ -92,10 +92,10 @@ class Lane:
 
 
 class JournalIndex:
-    """The index of a run's journal so far. members: number of trajectories per group."""
+    """The index of a run's journal so far. members_per_group: number of trajectories per group."""
 
-    def __init__(self, members: int) -> None:
-        self._members = members
+    def __init__(self, members_per_group: int) -> None:
+        self._members = members_per_group
         self.lanes: dict[str, Lane] = {}
         self.training = StepFunction()
         """1 while a step is being trained."""

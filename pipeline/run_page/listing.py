@@ -140,13 +140,13 @@ def groups_of_step(columns: Columns, step: int, where: str, order: str, page: in
     if order not in GROUP_ORDERS:
         raise ConfigError(f"groups cannot be ordered by {order!r}; there are {', '.join(GROUP_ORDERS)}")
     positions = batch_of_step(columns, step)
-    ids, first, member = np.unique(columns["group"][positions], return_index=True, return_inverse=True)
-    count = np.bincount(member, minlength=len(ids))
+    ids, first, group_indices = np.unique(columns["group"][positions], return_index=True, return_inverse=True)
+    count = np.bincount(group_indices, minlength=len(ids))
     rewards = columns["reward"][positions].astype(np.float64)
-    mean = np.bincount(member, rewards, len(ids)) / np.maximum(count, 1)
-    squares = np.bincount(member, (rewards - mean[member]) ** 2, len(ids))
+    mean = np.bincount(group_indices, rewards, len(ids)) / np.maximum(count, 1)
+    squares = np.bincount(group_indices, (rewards - mean[group_indices]) ** 2, len(ids))
     max_lengths = np.zeros(len(ids))
-    np.maximum.at(max_lengths, member, columns["response_tokens"][positions])
+    np.maximum.at(max_lengths, group_indices, columns["response_tokens"][positions])
     key = {
         "trained": first,
         "best": -mean,
@@ -156,7 +156,7 @@ def groups_of_step(columns: Columns, step: int, where: str, order: str, page: in
     }
     sorted_ids = np.lexsort((first, key[order]))
     if where.strip():
-        matching = np.unique(member[selection_mask(columns, where)[positions]])
+        matching = np.unique(group_indices[selection_mask(columns, where)[positions]])
         sorted_ids = sorted_ids[np.isin(sorted_ids, matching)]
     return _page(ids[sorted_ids], page, GROUPS_PER_PAGE)
 

@@ -52,7 +52,7 @@ class InvalidQuery(ConfigError):
     """A value in the URL is invalid."""
 
 
-def application(answers: RunApi, names: frozenset[str]) -> ASGIApp:
+def application(run_api: RunApi, names: frozenset[str]) -> ASGIApp:
     """The ASGI application. names: accepted host names, besides addresses and localhost."""
 
     def answering(answer: Callable[[Request], dict[str, Any]]) -> Callable[[Request], Any]:
@@ -72,36 +72,36 @@ def application(answers: RunApi, names: frozenset[str]) -> ASGIApp:
         return Route(f"/api/{path}", answering(answer), methods=["GET"])
 
     routes = [
-        api("run", lambda r: answers.run(_branch(r))),
-        api("steps", lambda r: answers.steps(_branch(r), _int(r, "first", 0), other=_text(r, "run") == "other")),
-        api("settings", lambda r: answers.settings()),
-        api("beside", lambda r: answers.beside()),
-        api("audit", lambda r: answers.audit()),
+        api("run", lambda r: run_api.run(_branch(r))),
+        api("steps", lambda r: run_api.steps(_branch(r), _int(r, "first", 0), other=_text(r, "run") == "other")),
+        api("settings", lambda r: run_api.settings()),
+        api("beside", lambda r: run_api.beside()),
+        api("audit", lambda r: run_api.audit()),
         api(
             "groups",
-            lambda r: answers.groups(
+            lambda r: run_api.groups(
                 _branch(r), _int(r, "step", 0), _text(r, "where"), _text(r, "order", "trained"), _int(r, "page", 1)
             ),
         ),
-        api("batch", lambda r: answers.batch(_branch(r), _int(r, "step", 0))),
-        api("group", lambda r: answers.group(_branch(r), _int(r, "group", 0))),
+        api("batch", lambda r: run_api.batch(_branch(r), _int(r, "step", 0))),
+        api("group", lambda r: run_api.group(_branch(r), _int(r, "group", 0))),
         api(
             "trajectories",
-            lambda r: answers.trajectories(
+            lambda r: run_api.trajectories(
                 _branch(r), _text(r, "where"), _text(r, "sort", "-step"), _int(r, "page", 1)
             ),
         ),
         api(
             "excerpts",
-            lambda r: answers.excerpts(_branch(r), _ints(r, "ids")),
+            lambda r: run_api.excerpts(_branch(r), _ints(r, "ids")),
         ),
         api(
-            "distribution", lambda r: answers.distribution(_branch(r), _text(r, "where"), _text(r, "column", "reward"))
+            "distribution", lambda r: run_api.distribution(_branch(r), _text(r, "where"), _text(r, "column", "reward"))
         ),
-        api("trajectory", lambda r: answers.trajectory(_branch(r), _int(r, "id", 0))),
-        api("story", lambda r: answers.story(_int(r, "id", 0))),
-        api("lanes", lambda r: answers.lanes(_float(r, "from", 0.0), _float(r, "to", 1e18), _int(r, "bins", 400))),
-        api("compare", lambda r: answers.compare(_text(r, "first", MAIN), _text(r, "second", MAIN))),
+        api("trajectory", lambda r: run_api.trajectory(_branch(r), _int(r, "id", 0))),
+        api("story", lambda r: run_api.story(_int(r, "id", 0))),
+        api("lanes", lambda r: run_api.lanes(_float(r, "from", 0.0), _float(r, "to", 1e18), _int(r, "bins", 400))),
+        api("compare", lambda r: run_api.compare(_text(r, "first", MAIN), _text(r, "second", MAIN))),
         Route("/static/{name}", _file, methods=["GET"]),
         *(Route(path, _page, methods=["GET"]) for path in PAGES),
     ]
@@ -227,12 +227,12 @@ def listen(host: str, port: int, *, exactly: bool) -> socket.socket:
     ) from failure
 
 
-def make_server(answers: RunApi, host: str, on_start: Callable[[], None]) -> uvicorn.Server:
+def make_server(run_api: RunApi, host: str, on_start: Callable[[], None]) -> uvicorn.Server:
     """Create a server. Its `run(sockets=[...])` serves until it is interrupted. host: name on which it listens.
     on_start: called when it accepts requests."""
     names = frozenset({host.lower(), socket.gethostname().lower()})
     config = uvicorn.Config(
-        application(answers, names), log_level="warning", lifespan="off", ws="none", server_header=False,
+        application(run_api, names), log_level="warning", lifespan="off", ws="none", server_header=False,
         timeout_graceful_shutdown=1,
     )  # fmt: skip
     return _Server(config, on_start)

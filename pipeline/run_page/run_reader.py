@@ -1,7 +1,7 @@
 """Reads one run's folder for the run page, and caches what it has read.
 
-Everything read through one `Stored` belongs to one snapshot of the store, so a page never mixes two. A live run is
-followed by reading only what its latest commits added.
+Everything read through one `StoredSnapshot` belongs to one snapshot of the store, so a page never mixes two. A live run
+is followed by reading only what its latest commits added.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ class StoredSnapshot:
 
 
 class JournalFollower:
-    """Reads the journals of a run's starts, each from where it was read before. members: number of trajectories per
+    """Reads the journals of a run's starts, each from where it was read before. members_per_group: trajectories of a
     group."""
 
-    def __init__(self, members: int) -> None:
-        self._members = members
-        self.index = JournalIndex(members)
+    def __init__(self, members_per_group: int) -> None:
+        self._members = members_per_group
+        self.index = JournalIndex(members_per_group)
         self._files: list[tuple[int, int, int]] = []
         """(inode, bytes read, lines read) of each file of the journals; no inode of a compressed one."""
 
@@ -162,11 +162,11 @@ class RunReader:
     def config(self) -> RunConfig:
         """The run's current job, which a resume may change. Raises ConfigError."""
         try:
-            written = (self.run_dir / "config.toml").stat().st_mtime_ns
+            modified_ns = (self.run_dir / "config.toml").stat().st_mtime_ns
         except OSError:
-            written = self._job[0]  # being replaced
-        if written != self._job[0]:
-            self._job = (written, load_job(self.run_dir))
+            modified_ns = self._job[0]  # being replaced
+        if modified_ns != self._job[0]:
+            self._job = (modified_ns, load_job(self.run_dir))
         return self._job[1]
 
     def stored(self, branch: str = MAIN) -> StoredSnapshot | None:

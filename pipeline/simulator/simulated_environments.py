@@ -159,7 +159,7 @@ class SimulatedEnvironments:
         self._after(self._act_s, tell)
 
     def _emit_if_open(self, event: EnvironmentStepped) -> None:
-        """Tell an answer, unless its trajectory was dismissed meanwhile."""
+        """Report a result, unless the trajectory's environment was closed meanwhile."""
         if event.trajectory in self._open:
             self._on_result(event)
 

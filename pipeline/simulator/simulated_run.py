@@ -171,12 +171,12 @@ class SimulatedRun:
 
     # -- time ----------------------------------------------------------------------------------------------------
 
-    def _schedule(self, seconds: float, action: Callable[[], None], *, recurring: bool = False) -> None:
+    def _schedule(self, at_s: float, action: Callable[[], None], *, recurring: bool = False) -> None:
         """Schedule an action. recurring: whether it is a tick or a fault, which occurs whether or not work is
         pending."""
         self._order += 1
         self._num_pending += not recurring
-        heapq.heappush(self._heap, (seconds, self._order, action, recurring))
+        heapq.heappush(self._heap, (at_s, self._order, action, recurring))
 
     def _emit_after(self, seconds: float, event: Event) -> None:
         self._schedule(self._now + seconds, lambda: self._handle(event))

@@ -124,12 +124,12 @@ def audit(store: StoreReader, run: Runner = in_turn, max_tokens: int = MAX_TOKEN
     try:
         # Without what is large: the audit keeps the records of all commits.
         commits = [replace(r, ledger=EMPTY, metrics={}, weight_checks=()) for r in _records(store)]
-        lost = list(_conservation(store))
+        conservation_findings = list(_conservation(store))
         consumption = single_consumption.ConsumedRows()
         for rows in _all_rows(store, single_consumption.READ):
             consumption.add(rows)
         refused = weight_counts.refusals(_records(store))
-        bound, digests = _read_tokens(store, commits, consumption, run, max_tokens, refused)
+        bound_findings, digests = _read_tokens(store, commits, consumption, run, max_tokens, refused)
     except StoreUnavailable:
         raise
     except StoreError as error:
@@ -146,9 +146,9 @@ def audit(store: StoreReader, run: Runner = in_turn, max_tokens: int = MAX_TOKEN
             unchecked=CHECKS[1:],
         )
     trained = [c.step for c in commits if c.kind == "step"]
-    findings += bound
+    findings += bound_findings
     findings += consumption.findings(store.header, trained, _all_rows(store, single_consumption.READ))
-    findings += lost
+    findings += conservation_findings
     findings += _fingerprints(commits, digests)
     published = {commit.step + 1: commit.weight_fingerprint for commit in commits if commit.kind == "step"}
     findings += [finding for record in _records(store) for finding in weight_counts.contradictions(record, published)]

@@ -207,16 +207,17 @@ def _of_span(span: Span) -> tuple[str, int, int, float, int]:
 
 def _are_in_order(rows: Rows) -> bool:
     """Whether rows lie one after another."""
-    offsets, prompts, responses = (rows[name] for name in SPAN_COLUMNS)
+    offsets, prompt_lengths, responses = (rows[name] for name in SPAN_COLUMNS)
     return (
-        bool((offsets[1:] == (offsets + prompts + responses)[:-1]).all()) and min(prompts.min(), responses.min()) >= 0
+        bool((offsets[1:] == (offsets + prompt_lengths + responses)[:-1]).all())
+        and min(prompt_lengths.min(), responses.min()) >= 0
     )
 
 
 def _agreeing(rows: Rows, versions: npt.NDArray[np.int32], start: int, text: bytes, text_start: int) -> Spans | None:
     """The spans of rows that lie one after another, if everything about them is in order; None if anything is not,
     or if they lie otherwise."""
-    offsets, prompts, responses = (rows[name] for name in SPAN_COLUMNS)
+    offsets, prompt_lengths, responses = (rows[name] for name in SPAN_COLUMNS)
     in_place = _are_in_order(rows)
     for name, members in (("finish", FINISHES), ("fate", FATES), ("reason", REASONS)):
         in_place &= bool(((rows[name] >= 0) & (rows[name] < len(members))).all())
@@ -231,13 +232,15 @@ def _agreeing(rows: Rows, versions: npt.NDArray[np.int32], start: int, text: byt
         return None
     if not np.array_equal(np.bincount(spans.rows, spans.sizes, len(rows)), responses):
         return None
-    if any(branch.after >= branch.at for row_branches in spans.branches(prompts).values() for branch in row_branches):
+    if any(
+        branch.after >= branch.at for row_branches in spans.branches(prompt_lengths).values() for branch in row_branches
+    ):
         return None
     # Prompts, of version -1, and spans in the order in which they are stored.
     order = np.argsort(np.concatenate([np.arange(len(rows)), spans.rows]), kind="stable")
     expected = np.repeat(
         np.concatenate([np.full(len(rows), NO_VERSION), spans.versions])[order].astype(np.int32),
-        np.concatenate([prompts, spans.sizes])[order],
+        np.concatenate([prompt_lengths, spans.sizes])[order],
     )
     offset = int(offsets[0]) - start
     return spans if np.array_equal(versions[offset : offset + len(expected)], expected) else None

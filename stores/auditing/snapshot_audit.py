@@ -77,12 +77,12 @@ def _earlier(repository: Any, branch: str, seen: set[str]) -> Iterator[Finding]:
         replaced |= chunks
 
 
-def _difference(then: Any, now: Any, number: int) -> str:
+def _difference(earlier_array: Any, newest_array: Any, number: int) -> str:
     """What is wrong with a chunk that was replaced later; empty if it holds the beginning of its successor."""
-    size = stored_chunk(then)
-    start, stop = number * size, min(then.shape[0], (number + 1) * size)
+    size = stored_chunk(earlier_array)
+    start, stop = number * size, min(earlier_array.shape[0], (number + 1) * size)
     try:
-        if np.array_equal(then[start:stop], now[start:stop]):
+        if np.array_equal(earlier_array[start:stop], newest_array[start:stop]):
             return ""
         return "it differs from what the newest snapshot has in its place"
     except Exception as error:  # noqa: BLE001  zarr, numcodecs and icechunk each raise their own for a damaged chunk

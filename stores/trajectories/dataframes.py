@@ -105,7 +105,7 @@ def to_dask(
     Args:
         count: Number of rows.
         block_rows: Rows of a partition.
-        read: read(first, last) gives the rows start <= row < stop; called on workers.
+        read: read(start, stop) returns the rows start <= row < stop; called on workers.
         read_texts: As in `to_pandas`; called on workers.
 
     Raises:
@@ -219,7 +219,7 @@ def arrow_schema(text_columns: dict[str, str]) -> Any:
     )
 
 
-def arrow_table(rows: list[EndedTrajectory], text_columns: dict[str, str], read: list[RowTexts]) -> Any:
+def arrow_table(rows: list[EndedTrajectory], text_columns: dict[str, str], decoded_texts: list[RowTexts]) -> Any:
     """Make a pyarrow.Table of trajectories and their texts. text_columns: column names for `prompt`, `response`,
     `messages`."""
     arrow = require("pyarrow")
@@ -229,7 +229,7 @@ def arrow_table(rows: list[EndedTrajectory], text_columns: dict[str, str], read:
             **{name: getattr(texts_of_row, attribute) for attribute, name in text_columns.items()},
             "reward_parts": [{"name": n, "value": v} for n, v in row.trajectory.reward_parts.items()],
         }
-        for row, texts_of_row in zip(rows, read, strict=True)
+        for row, texts_of_row in zip(rows, decoded_texts, strict=True)
     ]
     schema = arrow_schema(text_columns)
     if len(schema) != len({*COLUMNS, *ARRAYS, *text_columns.values(), "reward_parts"}):

@@ -81,17 +81,17 @@ def _change_masks(root: Any, loss_mask: npt.NDArray[np.bool_]) -> None:
     starts = (table["offset"] + table["prompt_tokens"])[rows]
     ends = starts + table["response_tokens"][rows]
     mask, versions = root["tokens/mask"], root["tokens/versions"]
-    file = stored_chunk(mask)
-    for first in range(0, int(mask.shape[0]), file):
-        inside = (starts < first + file) & (ends > first) & (starts < ends)
+    file_elements = stored_chunk(mask)
+    for first in range(0, int(mask.shape[0]), file_elements):
+        inside = (starts < first + file_elements) & (ends > first) & (starts < ends)
         if not inside.any():
             continue
-        values = np.asarray(mask[first : first + file])
-        sampled = np.asarray(versions[first : first + file]) != NO_VERSION
+        values = np.asarray(mask[first : first + file_elements])
+        sampled = np.asarray(versions[first : first + file_elements]) != NO_VERSION
         for start, end, trained in zip(starts[inside], ends[inside], loss_mask[rows[inside]], strict=True):
             token_range = slice(max(0, start - first), end - first)
             values[token_range] = sampled[token_range] & trained
-        mask[first : first + file] = values
+        mask[first : first + file_elements] = values
 
 
 def derive_logprobs(

@@ -253,8 +253,8 @@ class VersionedStore(StoreReader):
 
     def _append(self, root: Any, record: StepRecord, ended: Sequence[EndedTrajectory]) -> tuple[StepRecord, str]:
         """Append a commit's rows and its record. Returns the record as stored, and its entry in the chain."""
-        file = stored_chunk(root["tokens/ids"])
-        start = -(-int(root["tokens/ids"].shape[0]) // file) * file
+        file_elements = stored_chunk(root["tokens/ids"])
+        start = -(-int(root["tokens/ids"].shape[0]) // file_elements) * file_elements
         packed = layout.pack(ended, start, int(root["text"].shape[0]))
         end = start + packed.num_tokens
         appended: dict[str, npt.NDArray[Any]] = {}

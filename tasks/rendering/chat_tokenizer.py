@@ -67,7 +67,7 @@ class ChatTokenizer:
                 "or put a template that has a place for them into the model's folder (chat_template.jinja)"
             )
         # Such as a half of a character that the template has put in.
-        problem = "task.chat = true: what the chat template says is no tokens"
+        problem = "task.chat = true: the text of the chat template cannot be encoded"
         with raised_as(ConfigError, problem, Exception, describe=error_text):
             return self.ids(text)
 
@@ -133,10 +133,12 @@ def load_detokenizer(folder: Path) -> FileDetokenizer | None:
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         added = [int(id) for id in settings.get("added_tokens_decoder", {})]
-        special = settings.get("clean_up_tokenization_spaces") or any(tokenizer.id_to_token(i) is None for i in added)
+        needs_transformers = settings.get("clean_up_tokenization_spaces") or any(
+            tokenizer.id_to_token(i) is None for i in added
+        )
     except Exception:  # noqa: BLE001  the library raises plain Exception for a file that it cannot read
         return None
-    return None if special else FileDetokenizer(tokenizer)
+    return None if needs_transformers else FileDetokenizer(tokenizer)
 
 
 def pieces(detokenizer: Detokenizer, tokens: Sequence[int]) -> list[str]:

@@ -2,7 +2,7 @@
 
 A `TaskSource` is deterministic and has no state: prompt `i` is always the same, so a run's position in its data is one
 number, the next group's id. Training and held-out prompts come from disjoint index ranges; since two indices may give
-the same prompt, a run draws from `source.apart(n)`, where they also differ as prompts.
+the same prompt, a run draws from `source.excluding_held_out(n)`, where they also differ as prompts.
 """
 
 from __future__ import annotations

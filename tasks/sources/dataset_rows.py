@@ -236,11 +236,12 @@ class RowSource:
             )
         other = copy.copy(self)
         other._train = [row for row in self._train if row not in repeated]
-        count = f"{len(repeated)} of {len(self._rows)} rows of {self._where} are "
+        notice_start = f"{len(repeated)} of {len(self._rows)} rows of {self._where} are "
         other.held_out_notice = (
-            f"{count}neither trained on nor evaluated: they repeat prompts of the {self.num_held_out} held-out rows"
+            f"{notice_start}neither trained on nor evaluated: they repeat prompts of the {self.num_held_out} held-out "
+            "rows"
             if evaluation is None
-            else f"{count}not trained on: they repeat prompts of task.eval_source"
+            else f"{notice_start}not trained on: they repeat prompts of task.eval_source"
         )
         return other
 

@@ -203,15 +203,15 @@ def _read(pipe: Any, timeout_s: float | None) -> Any:
     return read_message(read)
 
 
-def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
+def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """The main loop of the scoring process: settings first, then pairs until the other side closes."""
     settings: ScoringSettings = _read(requests, None)
     try:
         rewards = _rewards(settings)
     except ConfigError as error:
-        _write(answers, str(error))
+        _write(replies, str(error))
         return
-    _write(answers, "")
+    _write(replies, "")
     while True:
         try:
             number, response, record = _read(requests, None)
@@ -225,7 +225,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
             reward, parts, problem = 0.0, {}, str(refused)
         except (Exception, SystemExit) as raised:  # noqa: BLE001  a user's function may raise anything; it is recorded
             reward, parts, problem = 0.0, {}, describe_error(raised)
-        _write(answers, (number, 0.0 if problem else reward, parts, " ".join(printable(problem, 500).split())))
+        _write(replies, (number, 0.0 if problem else reward, parts, " ".join(printable(problem, 500).split())))
 
 
 def _rewards(settings: ScoringSettings) -> dict[str, tuple[Reward, str]]:
@@ -237,14 +237,16 @@ def _rewards(settings: ScoringSettings) -> dict[str, tuple[Reward, str]]:
     for source_settings in settings.sources:
         source = source_settings.source.build()
         if source_settings.function:
-            scores = make_reward(source_settings.function, source, key=f"task.sources.{source_settings.name}.reward")
+            reward_function = make_reward(
+                source_settings.function, source, key=f"task.sources.{source_settings.name}.reward"
+            )
         else:
-            scores = make_reward(reward.function, source, reward.parts)
-        rewards[source_settings.name] = scores, source_settings.source.task.answer_pattern
+            reward_function = make_reward(reward.function, source, reward.parts)
+        rewards[source_settings.name] = reward_function, source_settings.source.task.answer_pattern
     for eval_set in settings.sets:
         source = eval_set.build() if eval_set.config.source else built
-        scores = make_reward(eval_set.config.reward, source, key=f"evaluation.sets.{eval_set.name}.reward")
-        rewards[eval_set.name] = scores, settings.source.task.answer_pattern
+        reward_function = make_reward(eval_set.config.reward, source, key=f"evaluation.sets.{eval_set.name}.reward")
+        rewards[eval_set.name] = reward_function, settings.source.task.answer_pattern
     return rewards
 
 
