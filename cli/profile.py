@@ -21,11 +21,11 @@ def command(run: str, out: str | None, as_json: bool) -> None:
     decoding. RUN: its folder; some ten steps are enough."""
     from staleflow.pipeline.profiling.run_profile import profile_run, write_profile
     from staleflow.pipeline.recovery.run_folder import require_run
-    from staleflow.stores.files import claim_folder
+    from staleflow.stores.files import require_writable_folder
 
     require_run(Path(run))
     path = Path(out or f"profiles/{Path(run).resolve().name}-run.json")
-    claim_folder(path.parent, "--out")
+    require_writable_folder(path.parent, "--out")
     profile = profile_run(Path(run))
     write_profile(path, profile)
     if as_json:

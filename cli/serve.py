@@ -11,7 +11,9 @@ import click
 from staleflow.cli.stored import announce, quiet_libraries
 
 PORT = 8798
-SETS = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the run's job.")
+set_option = click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the run's job."
+)
 
 
 @click.command("serve")
@@ -19,7 +21,7 @@ SETS = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", he
 @click.option("--port", type=click.IntRange(0, 65_535), default=PORT, show_default=True, help="Port; 0: any free one.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Name or address of this machine to listen on.")
 @click.option("--key", default="", help="Key that requests must have.  [default: a random one, printed]")
-@SETS
+@set_option
 def serve(target: str, port: int, host: str, key: str, overrides: tuple[str, ...]) -> None:
     """Serve a run's newest checkpoint, or a model, as an OpenAI-compatible endpoint. Ctrl-C ends it."""
     quiet_libraries()
@@ -55,7 +57,7 @@ def serve(target: str, port: int, host: str, key: str, overrides: tuple[str, ...
 
 @click.command("chat")
 @click.argument("target", metavar="RUN_OR_MODEL", type=click.Path())
-@SETS
+@set_option
 def chat(target: str, overrides: tuple[str, ...]) -> None:
     """Chat with a run's newest checkpoint, or a model. An empty line starts a new conversation; Ctrl-D ends it."""
     quiet_libraries()

@@ -109,7 +109,7 @@ def publish(tmp_path: Path, path: Path) -> None:
     _flush(path.parent)
 
 
-def claim_folder(folder: Path, option: str) -> None:
+def require_writable_folder(folder: Path, option: str) -> None:
     """Create a folder and check that it is writable, before long work. Raises ConfigError. option: the option that
     names the folder, for the message."""
     remedy = f"choose another folder with {option}"

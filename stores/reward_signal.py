@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-EQUAL = 1e-9
+EQUAL_TOLERANCE = 1e-9
 """Rewards this close count as equal: they may be sums of the same parts in another order."""
 
 
@@ -23,4 +23,4 @@ def has_signal(rewards: npt.ArrayLike, valid: npt.ArrayLike = True) -> npt.NDArr
     rewards, valid = np.asarray(rewards, np.float64), np.asarray(valid, bool)
     highest = np.max(rewards, axis=-1, where=valid, initial=-np.inf)
     lowest = np.min(rewards, axis=-1, where=valid, initial=np.inf)
-    return np.asarray(highest - lowest > EQUAL, bool)
+    return np.asarray(highest - lowest > EQUAL_TOLERANCE, bool)

@@ -9,7 +9,7 @@ from staleflow.stores.errors import ConfigError
 SCHEME = "s3://"
 URL = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])/(?P<prefix>[^/].*?)/*")
 
-HOW = "name one as s3://BUCKET/PREFIX, BUCKET of 3 to 63 small letters, digits, dots and dashes"
+URL_REMEDY = "name one as s3://BUCKET/PREFIX, BUCKET of 3 to 63 small letters, digits, dots and dashes"
 """What to do about a URL that is none."""
 
 
@@ -26,5 +26,5 @@ def split_url(url: str) -> tuple[str, str]:
     """
     match = URL.fullmatch(url)
     if match is None:
-        raise ConfigError(f"{url!r} is no place for a store; {HOW}")
+        raise ConfigError(f"{url!r} is no place for a store; {URL_REMEDY}")
     return match["bucket"], match["prefix"]

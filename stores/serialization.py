@@ -63,8 +63,8 @@ class Codec:
             lambda kind: isinstance(kind, UnionType) and {*get_args(kind)} <= {*tagged},
             lambda union: self._by_tag(get_args(union)),
         )
-        converter.register_unstructure_hook_factory(_is_dict, self._encode_dict)
-        converter.register_structure_hook_factory(_is_dict, self._decode_dict)
+        converter.register_unstructure_hook_factory(_is_dict, self._dict_encoder)
+        converter.register_structure_hook_factory(_is_dict, self._dict_decoder)
         # Factories run on demand, so the hooks of a class's fields are made before the hook of the class.
         converter.register_unstructure_hook_factory(lambda kind: kind in tagged, self._with_tag)
         converter.register_structure_hook_factory(lambda kind: kind in tagged, lambda kind: self._by_tag((kind,)))
@@ -123,12 +123,12 @@ class Codec:
 
         return structure
 
-    def _encode_dict(self, kind: Any) -> Callable[[Mapping[Any, Any]], dict[str, Any]]:
+    def _dict_encoder(self, kind: Any) -> Callable[[Mapping[Any, Any]], dict[str, Any]]:
         """Encoder of a dict with its keys as strings: JSON has no others."""
         values = self._converter.get_unstructure_hook(get_args(kind)[1])
         return lambda value: {str(k): values(v) for k, v in value.items()}
 
-    def _decode_dict(self, kind: Any) -> Callable[[Any, Any], dict[Any, Any]]:
+    def _dict_decoder(self, kind: Any) -> Callable[[Any, Any], dict[Any, Any]]:
         key, value_type = get_args(kind)
         keys = _int_key if key is int else self._converter.get_structure_hook(key)
         values = self._converter.get_structure_hook(value_type)

@@ -35,7 +35,7 @@ INSTALLED = {"site-packages", "dist-packages"}
 """Folders that packages are installed in."""
 MAX_SOURCES = 20
 """Most functions and classes whose source text is written for readers."""
-FILE = """\
+FILE_TEMPLATE = """\
 # {name}, {kind} that a job was given as a Python object.
 # What is loaded is the pickle below, made by Python {python}. {about}
 #
@@ -77,7 +77,7 @@ def write_code(obj: Callable[..., Any], folder: Path, name: str) -> str:
         sources = list(_sources(obj, modules))[:MAX_SOURCES]
     about = "Its source text, for readers:" if sources else "Its source text is not known."
     comments = textwrap.indent("\n\n".join(sources), "#     ", lambda _: True) if sources else ""
-    text = FILE.format(
+    text = FILE_TEMPLATE.format(
         name=object_name,
         kind="a class" if isinstance(obj, type) else "a function",
         python=".".join(map(str, sys.version_info[:2])),

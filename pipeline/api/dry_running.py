@@ -77,7 +77,7 @@ def dry_run(
         local_cluster.prepare(small.cluster.threads, local_cluster.modules(emulated=True))
         preflight.check_job(replace(small, reward=config.reward))
         handle = RunHandle(small, resume=False, security=None, progress=False)
-        return dry_run_result(handle.interrupted_result().run_dir)
+        return dry_run_result(handle.result_or_interrupt().run_dir)
 
 
 def dry_job(job: Job, folder: Path) -> Job:

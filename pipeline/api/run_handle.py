@@ -180,13 +180,13 @@ class RunHandle:
 
     # -- the caller's thread: the beginning and the end ---------------------------------------------------------------
 
-    def require_checked(self) -> None:
+    def wait_until_checked(self) -> None:
         """Wait until the job is checked. Raises the error of the check."""
         self._checked.wait()
         if self._ended.is_set() and isinstance(self._error, ConfigError):
             raise self._error
 
-    def interrupted_result(self) -> RunResult:
+    def result_or_interrupt(self) -> RunResult:
         """Return `result`; a KeyboardInterrupt meanwhile stops the run, and a second one stops it at once. Raises
         KeyboardInterrupt if the run was stopped before it began."""
         while True:

@@ -52,7 +52,7 @@ def start(
         ConfigError: The job has a mistake, its run's name is taken, or an object cannot be sent to workers.
     """
     config = new_job(with_objects(job, overrides, {"rows": rows, "reward": reward, **objects}))
-    return _started(config, client=client, progress=progress, resume=False)
+    return _start_checked(config, client=client, progress=progress, resume=False)
 
 
 def run(
@@ -80,7 +80,7 @@ def run(
     """
     return start(
         job, overrides=overrides, client=client, progress=progress, rows=rows, reward=reward, **objects
-    ).interrupted_result()
+    ).result_or_interrupt()
 
 
 async def run_async(
@@ -106,7 +106,7 @@ async def run_async(
         ConfigError, StaleflowError: As in `run`.
     """
     config = new_job(with_objects(job, overrides, {"rows": rows, "reward": reward, **objects}))
-    handle = _begun(config, client=client, progress=progress, resume=False)
+    handle = _start_unchecked(config, client=client, progress=progress, resume=False)
     ended = asyncio.ensure_future(asyncio.to_thread(handle.wait))
     try:
         await asyncio.shield(ended)
@@ -135,7 +135,7 @@ def start_resumed(
     Raises:
         ConfigError: There is no such run, nothing is left to do, or a value cannot be changed.
     """
-    return _started(resumable_job(Path(run_dir), overrides), client=client, progress=progress, resume=True)
+    return _start_checked(resumable_job(Path(run_dir), overrides), client=client, progress=progress, resume=True)
 
 
 def resume(
@@ -154,16 +154,16 @@ def resume(
         ConfigError: As in `start_resumed`.
         StaleflowError: The run failed; what is stored can be resumed.
     """
-    return start_resumed(run_dir, overrides, client=client, progress=progress).interrupted_result()
+    return start_resumed(run_dir, overrides, client=client, progress=progress).result_or_interrupt()
 
 
-def _started(job: Job, *, client: Any, progress: Progress, resume: bool) -> RunHandle:
-    handle = _begun(job, client=client, progress=progress, resume=resume)
-    handle.require_checked()
+def _start_checked(job: Job, *, client: Any, progress: Progress, resume: bool) -> RunHandle:
+    handle = _start_unchecked(job, client=client, progress=progress, resume=resume)
+    handle.wait_until_checked()
     return handle
 
 
-def _begun(job: Job, *, client: Any, progress: Progress, resume: bool) -> RunHandle:
+def _start_unchecked(job: Job, *, client: Any, progress: Progress, resume: bool) -> RunHandle:
     """The handle of a run whose job is being checked."""
     security = None
     if client is not None:

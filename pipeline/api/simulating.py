@@ -27,12 +27,12 @@ from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
 from staleflow.stores.errors import ActorLost, ConfigError
 
-GREEDY = ("rollout.synchronization=greedy",)
+GREEDY_OVERRIDES = ("rollout.synchronization=greedy",)
 """What distinguishes baselines from the job besides their admission rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedVariant:
+class JobVariant:
     """A variant of a job, to be simulated."""
 
     label: str
@@ -45,7 +45,7 @@ class SimulatedVariant:
 class SimulationResult:
     """The result of simulating a variant of a job."""
 
-    variant: SimulatedVariant
+    variant: JobVariant
     measures: SimulationStats
     """Times, idle shares, staleness and drops."""
     trace: Trace
@@ -128,7 +128,7 @@ def variants(
     overrides: tuple[str, ...],
     sweep: Mapping[str, Sequence[Any]] | None,
     baselines: bool,
-) -> list[SimulatedVariant]:
+) -> list[JobVariant]:
     """The variants of a job to simulate.
 
     Args:
@@ -141,14 +141,14 @@ def variants(
         ConfigError: The job has a mistake.
     """
     results = [
-        SimulatedVariant(label=label, overrides=changes, job=load((*overrides, *changes)))
+        JobVariant(label=label, overrides=changes, job=load((*overrides, *changes)))
         for label, changes in sweep_rows(sweep or {})
     ]
     if baselines:
-        job = load((*overrides, *GREEDY))
+        job = load((*overrides, *GREEDY_OVERRIDES))
         rules = other_systems(job.staleness.eta)
         results += [
-            SimulatedVariant(label=label, overrides=GREEDY, job=with_admission(job, rule))
+            JobVariant(label=label, overrides=GREEDY_OVERRIDES, job=with_admission(job, rule))
             for label, rule in rules.items()
         ]
     return results
@@ -181,7 +181,7 @@ def _labelled(key: str, value: Any) -> tuple[str, str]:
     return f"{short}={text}", f"{key}={text}"
 
 
-def simulate_variants(rows: Sequence[SimulatedVariant]) -> Iterator[SimulationResult]:
+def simulate_variants(rows: Sequence[JobVariant]) -> Iterator[SimulationResult]:
     """Simulate variants, one process per core. Yields their results in order. Raises ActorLost."""
     if len(rows) == 1:
         yield _simulated(rows[0])
@@ -197,7 +197,7 @@ def simulate_variants(rows: Sequence[SimulatedVariant]) -> Iterator[SimulationRe
             ) from error
 
 
-def _simulated(variant: SimulatedVariant) -> SimulationResult:
+def _simulated(variant: JobVariant) -> SimulationResult:
     """Simulate one variant. Picklable, to run in a worker process."""
     trace = SimulatedRun(variant.job, actor_settings.make_workload(variant.job)).run()
     return SimulationResult(variant=variant, measures=measure(variant.job, trace), trace=trace)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError, raised_as
-from staleflow.stores.s3_url import HOW, split_url
+from staleflow.stores.s3_url import URL_REMEDY, split_url
 from staleflow.tasks.engines.adapters import LoraConfig
 from staleflow.tasks.settings.knobs import shown
 from staleflow.tasks.settings.task_config import TaskConfig
@@ -58,7 +58,7 @@ def _broken_rules(config: RunConfig) -> Iterator[str]:
         try:
             split_url(config.store_url)
         except ConfigError:
-            yield f"store = {config.store!r} is not a valid store; {HOW}"
+            yield f"store = {config.store!r} is not a valid store; {URL_REMEDY}"
     yield from _check_evaluation(config)
     yield from _check_engine(config)
     yield from _check_virtual(config)

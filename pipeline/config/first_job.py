@@ -32,7 +32,7 @@ from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.knobs import names_user_code
 from staleflow.tasks.settings.reward_functions import reward_fault
 from staleflow.tasks.settings.source_kinds import SourceType, is_environment, kind_of, open_source
-from staleflow.tasks.sources.dataset_rows import SAVED, RowSource, nearest
+from staleflow.tasks.sources.dataset_rows import SAVED, RowSource, format_columns
 
 JOB, REWARD, SUMS, MODEL = "job.toml", "reward.py", "sums.jsonl", "model"
 """Names of the files and of the model's folder that may be written."""
@@ -41,9 +41,19 @@ NUM_SUMS, TERMS = 2000, (3, 5)
 PRETRAINING_STEPS, LEARNING_STEPS, WORKED_SHARE = 400, 250, 0.2
 """Pretraining of the tiny model. In the first LEARNING_STEPS of its steps, all examples compute their sum term by term.
 After these, WORKED_SHARE of the examples do; the others guess a digit, and are right one time in ten."""
-PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "input", "query", "text")
+PROMPT_COLUMNS = ("prompt", "question", "problem", "messages", "instruction", "input", "query", "text")
 """Usual names of a column of prompts, in order of preference."""
-ANSWERS = ("answer", "solution", "label", "target", "output", "ground_truth", "final_answer", "response", "completion")
+ANSWER_COLUMNS = (
+    "answer",
+    "solution",
+    "label",
+    "target",
+    "output",
+    "ground_truth",
+    "final_answer",
+    "response",
+    "completion",
+)
 """Usual names of a column of answers."""
 GOLD = "####"
 """The mark before the final result in answers of GSM8K and similar data sets."""
@@ -223,11 +233,11 @@ def _inspect_data(folder: Path, inputs: InitInputs) -> DataFacts:
         )
     rows = open_source(source_kind.type, source, inputs.options, f"--data {inputs.data}")
     names = tuple(rows.names)
-    prompt = inputs.prompt_column or next((column for column in PROMPTS if column in names), "")
-    answer = inputs.answer_column or next((column for column in ANSWERS if column in names), "")
+    prompt = inputs.prompt_column or next((column for column in PROMPT_COLUMNS if column in names), "")
+    answer = inputs.answer_column or next((column for column in ANSWER_COLUMNS if column in names), "")
     for option, column in (("--prompt-column", prompt), ("--answer-column", answer)):
         if column and column.partition(".")[0] not in names and column not in names:
-            raise ConfigError(f"{option} {column}: --data {inputs.data} has only {nearest(column, names)}")
+            raise ConfigError(f"{option} {column}: --data {inputs.data} has only {format_columns(column, names)}")
     if not prompt:
         raise ConfigError(f"--data {inputs.data}: which column is the prompt? --prompt-column {' or '.join(names)}")
     columns = Columns(prompt=prompt, answer=answer if answer != prompt else "")
@@ -360,14 +370,14 @@ def _job(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
         columns = {"prompt": data.columns.prompt, "answer": data.columns.answer}
         data_lines += f"columns = {toml_value(columns)}  # of a row: the prompt, a text or messages; the answer\n"
     function = written.pop("function")
-    reward_lines, turn, turns = SCORED.format(function=function), "", ""
+    reward_lines, turn, turns = REWARD_TEMPLATE.format(function=function), "", ""
     if data.has_environment:
         reward_lines = f"function = {function}  # the environment gives the reward"
         turn = (
             f"turn_tokens = {max(1, tokens // 8)}  # most tokens of a turn; max_new_tokens is for the whole episode\n"
         )
-        turns = TURNS
-    return TEMPLATE.format(described=data_lines, scored=reward_lines, turn=turn, turns=turns, **written)
+        turns = ENVIRONMENT_TEMPLATE
+    return JOB_TEMPLATE.format(data_lines=data_lines, reward_lines=reward_lines, turn=turn, turns=turns, **written)
 
 
 def _learning_rate(model: str) -> float:
@@ -378,7 +388,7 @@ def _learning_rate(model: str) -> float:
     return next((rate for max_bytes, rate in RATES if 0 < size <= max_bytes), MIN_RATE)
 
 
-TEMPLATE = """\
+JOB_TEMPLATE = """\
 # A job of staleflow. Run it in this folder: staleflow run job.toml
 # `staleflow config explain job.toml` lists all values, with their meaning and limits.
 name = "first"  # the run is stored in runs/first; another run needs another name: --set name=second
@@ -390,14 +400,14 @@ path = {model}  # folder of a Hugging Face causal LM with its tokenizer, or a hu
 
 [task]
 source = {source}  # jsonl:FILE, parquet:FILE, datasets:NAME, reasoning_gym:NAME or mine.py:Class
-{described}template = {template}  # text around each prompt
+{data_lines}template = {template}  # text around each prompt
 chat = {chat}  # whether the tokenizer's chat template renders prompts; then `system = "..."` is possible, too
 answer_pattern = {answer_pattern}  # its last match in a response is the answer; empty: the whole response
 eval_prompts = {eval_prompts}  # prompts that are kept apart, and answered before and after training
 # eval_source = "jsonl:test.jsonl"  # where they come from, in place of the last tenth of the rows
 
 [reward]
-{scored}
+{reward_lines}
 {turns}
 [batch]
 groups_per_step = {groups}  # prompts in a training step ...
@@ -418,12 +428,12 @@ kv_tokens = {kv_tokens}  # tokens of prompts and responses that are kept in memo
 [training]
 learning_rate = {learning_rate}  # what small models learn at is too high for large ones
 """
-SCORED = """\
+REWARD_TEMPLATE = """\
 function = {function}  # task (equal to the row's answer), math_verify or mine.py:function
 # Or, in place of function, a weighted sum of several (several lines of this kind):
 # parts.right = {{ function = "math_verify" }}
 # parts.mine = {{ function = "mine.py:function", weight = 0.1 }}"""
-TURNS = """
+ENVIRONMENT_TEMPLATE = """
 [environment]
 max_turns = 16  # most turns of an episode; the last one ends it
 step_timeout_s = 30.0  # seconds for a step or a reset; after that it has failed

@@ -10,7 +10,7 @@ from typing import Any
 from staleflow.tasks.settings.knobs import NAME, Knob, default_of, entry_type, keys_of
 from staleflow.tasks.settings.registry import Choice
 
-DRAFT = "https://json-schema.org/draft/2020-12/schema"
+SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
 USER_CODE = r"^.+:[A-Za-z_]\w*$"
 """file.py:NAME or module:NAME."""
@@ -18,7 +18,7 @@ USER_CODE = r"^.+:[A-Za-z_]\w*$"
 
 def json_schema(cls: type[Any]) -> dict[str, Any]:
     """The JSON Schema of a tree of knobs. Unknown keys are rejected, as when a job file is read."""
-    return {"$schema": DRAFT, "title": "staleflow job", **_table(cls)}
+    return {"$schema": SCHEMA_DIALECT, "title": "staleflow job", **_table(cls)}
 
 
 def _table(cls: type[Any]) -> dict[str, Any]:

@@ -43,14 +43,15 @@ if TYPE_CHECKING:
 MAX_NAME = 200
 """Most bytes of a run's name: folders named after it get a suffix, and a file's name has at most 255."""
 PATHS = (
-    "runs_dir", "workload.run", "cluster.shared_memory", "cluster.scheduler_file", *user_files.MODELS, *user_files.CODE,
+    "runs_dir", "workload.run", "cluster.shared_memory", "cluster.scheduler_file", *user_files.MODEL_KEYS,
+    *user_files.CODE_KEYS,
 )  # fmt: skip
 """Keys that may name a file or folder."""
-DRAWN = 100_000
+MAX_DRAWN_PROMPTS = 100_000
 """Most prompts that are looked at."""
-DRAWN_S = 2.0
+MAX_DRAWING_S = 2.0
 """Seconds after which no more prompts are looked at."""
-PACKAGES = {"vllm": "pip install 'staleflow[vllm]'"}
+INSTALL_COMMANDS = {"vllm": "pip install 'staleflow[vllm]'"}
 """Optional packages of engines, with how to install them."""
 
 
@@ -159,7 +160,7 @@ def _check_machine(config: RunConfig) -> None:
         raise ConfigError(f"{key}: cannot be written: {why}; set cluster.shared_memory to another")
     engine, package = config.rollout.engine.name, config.rollout.engine.package
     if package and importlib.util.find_spec(package) is None:
-        raise ConfigError(f'rollout.engine.name = "{engine}": {package} is not installed; {PACKAGES[package]}')
+        raise ConfigError(f'rollout.engine.name = "{engine}": {package} is not installed; {INSTALL_COMMANDS[package]}')
     if config.model.device == "cuda" and not config.emulated and (why := _why_no_cuda()):
         raise ConfigError(f'model.device = "cuda": {why}; set it to "auto" or "cpu"')
     size_plan.place_locally(config, local_gpus.read_devices())
@@ -284,7 +285,7 @@ def _first_prompt(config: RunConfig, folder: Path | None, notes: list[str]) -> t
     tokenizer = FileTokenizer(folder)
     prompts = TokenizedPrompts(settings, ChatTokenizer(tokenizer))
     first = prompts.task(0)
-    for number, task in itertools.chain([(0, first)], _drawn(config, prompts)):
+    for number, task in itertools.chain([(0, first)], _draw_prompts(config, prompts)):
         if task is first or prompts.may_be_too_long(task):
             with raised_as(ConfigError, _place(config, task, number), ConfigError):
                 ids = prompts.encode(task)
@@ -315,16 +316,18 @@ def _try_environment(settings: EpisodeSettings, prompts: TokenizedPrompts | None
         thread.submit(asyncio.run, tried()).result()
 
 
-def _drawn(config: RunConfig, prompts: TokenizedPrompts) -> Iterator[tuple[int, Task]]:
+def _draw_prompts(config: RunConfig, prompts: TokenizedPrompts) -> Iterator[tuple[int, Task]]:
     """The prompts that the run will use, numbered, as far as they can be drawn in a moment."""
     started_s = time.monotonic()
     prompts.task(0)
     each_s = time.monotonic() - started_s  # an environment may take its time to reset
-    end = time.monotonic() + DRAWN_S
-    held_out = prompts.held_out(min(config.task.eval_prompts, DRAWN // 100, 1 + int(DRAWN_S / max(each_s, 1e-6))))
+    end = time.monotonic() + MAX_DRAWING_S
+    held_out = prompts.held_out(
+        min(config.task.eval_prompts, MAX_DRAWN_PROMPTS // 100, 1 + int(MAX_DRAWING_S / max(each_s, 1e-6)))
+    )
     yield from ((-1 - i, task) for i, task in enumerate(held_out))
     for i in itertools.takewhile(
-        lambda _: time.monotonic() < end, range(min(DRAWN, config.steps * config.oversampled_groups))
+        lambda _: time.monotonic() < end, range(min(MAX_DRAWN_PROMPTS, config.steps * config.oversampled_groups))
     ):
         yield i, prompts.task(i)
 

@@ -21,7 +21,7 @@ from staleflow.tasks.settings.source_kinds import SourceType, is_environment, ki
 from staleflow.tasks.training.advantage import ADVANTAGES
 from staleflow.tasks.training.loss import LOSSES
 
-CODE = (
+CODE_KEYS = (
     "task.source",
     "task.eval_source",
     "task.sampler.name",
@@ -33,13 +33,13 @@ CODE = (
     "training.sft.source",
 )
 """Keys of a job that may name user code by file."""
-OF_SOURCE = ("source", "eval_source", "reward", "sampler.name")
+SOURCE_CODE_KEYS = ("source", "eval_source", "reward", "sampler.name")
 """Keys of one of several task sources that may name user code by file."""
-RULES = ("task.sampler.name", "rollout.routing.name", "training.advantage.name", "training.loss.name")
+RULE_KEYS = ("task.sampler.name", "rollout.routing.name", "training.advantage.name", "training.loss.name")
 """Keys whose code a run copies into its folder: replays and resumes use the code it started with."""
-MODELS = ("model.path", "training.kl.reference")
+MODEL_KEYS = ("model.path", "training.kl.reference")
 """Keys that may name a model's folder."""
-SOURCES = ("task.source", "task.eval_source", "training.sft.source")
+DATA_KEYS = ("task.source", "task.eval_source", "training.sft.source")
 """Keys that may name a data set."""
 
 
@@ -47,10 +47,10 @@ def code_keys(
     reward_parts: Iterable[str], num_tools: int, sets: Iterable[str], sources: Iterable[str] = ()
 ) -> tuple[str, ...]:
     """Keys that may name user code in a job with these reward parts, tools, evaluation sets and task sources."""
-    of_sources = (f"task.sources.{name}.{key}" for name in sources for key in OF_SOURCE)
+    of_sources = (f"task.sources.{name}.{key}" for name in sources for key in SOURCE_CODE_KEYS)
     parts = (f"reward.parts.{name}.function" for name in reward_parts)
     of_sets = (f"evaluation.sets.{name}.{key}" for name in sets for key in ("source", "reward"))
-    return (*CODE, *parts, *(f"{TOOLS_KEY}.{i}" for i in range(num_tools)), *of_sets, *of_sources)
+    return (*CODE_KEYS, *parts, *(f"{TOOLS_KEY}.{i}" for i in range(num_tools)), *of_sets, *of_sources)
 
 
 def _code_keys(config: RunConfig) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ def copied_keys(config: RunConfig) -> tuple[str, ...]:
     return tuple(
         key
         for key in _code_keys(config)
-        if key in RULES or key.endswith(".sampler.name") or session_files.is_temporary(Path(_named(config, key)[0]))
+        if key in RULE_KEYS or key.endswith(".sampler.name") or session_files.is_temporary(Path(_named(config, key)[0]))
     )
 
 
@@ -75,7 +75,7 @@ def data_files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
     """(key, kind, path) of each data set of the job that is a file or folder."""
     of_sets = (f"evaluation.sets.{name}.source" for name in config.evaluation.sets)
     of_tasks = (f"task.sources.{name}.{key}" for name in config.task.sources for key in ("source", "eval_source"))
-    for key in (*SOURCES, *of_sets, *of_tasks):
+    for key in (*DATA_KEYS, *of_sets, *of_tasks):
         kind, path = data_file(_get(config, key))
         if path is not None:
             yield key, kind, path
@@ -97,7 +97,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 def with_absolute_models(config: RunConfig) -> RunConfig:
     """Make the paths of a job's model folders absolute."""
-    for key in MODELS:
+    for key in MODEL_KEYS:
         if (path := _get(config, key)) and Path(path).is_dir():
             config = _set(config, key, str(Path(path).resolve()))
     return config
@@ -180,7 +180,7 @@ def with_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[Run
     for key in _code_keys(config) if keys is None else keys:
         file, name = _named(config, key)
         if file:
-            prefix = key.split(".")[-2 if key in CODE else 0] + "_"
+            prefix = key.split(".")[-2 if key in CODE_KEYS else 0] + "_"
             sent_as = prefix + Path(file).name.removeprefix(prefix)
             with raised_as(ConfigError, f"{key} = {_get(config, key)!r}: cannot be read", OSError, UnicodeDecodeError):
                 text = Path(file).read_text()

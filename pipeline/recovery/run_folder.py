@@ -36,7 +36,7 @@ OTHER_HOST_S = 600
 """Seconds without an event after which a process of another machine, which cannot be seen from here, is taken for
 dead."""
 ELSEWHERE = "free space or set runs_dir to another folder"
-PATHS = (*user_files.MODELS, "workload.run")
+PATHS = (*user_files.MODEL_KEYS, "workload.run")
 """Keys of a job that may name a file in the run's folder, besides those of user code."""
 REMOVED = (
     ("cluster", "delta_versions"),

@@ -153,7 +153,7 @@ class RunApi:
             "page": page_of_rows.page,
             "pages": page_of_rows.num_pages,
             "total": page_of_rows.total,
-            "note": self._reader.texts_note,
+            "note": self._reader.token_ids_note,
             "groups": self._groups(stored, page_of_rows.items, where),
         }
 
@@ -177,7 +177,7 @@ class RunApi:
         stored = self._need(branch)
         if not (stored.columns["group"] == group).any():
             raise ConfigError(f"no stored group {group}")
-        return {"note": self._reader.texts_note, "groups": self._groups(stored, np.asarray([group]), "")}
+        return {"note": self._reader.token_ids_note, "groups": self._groups(stored, np.asarray([group]), "")}
 
     def _groups(self, stored: StoredSnapshot, ids: listing.Positions, where: str) -> list[dict[str, Any]]:
         matching = listing.selection_mask(stored.columns, where)
@@ -219,7 +219,7 @@ class RunApi:
             "error": t.error,
             "text": text[:limit],
             "cut": len(text) > limit or t.num_tokens > limit + 1,
-            "segments": [_strip_part(span) for span in t.spans],
+            "segments": [_plain_span(span) for span in t.spans],
         }
 
     def _messages_of(self, trajectory: Trajectory, limit: int) -> list[dict[str, Any]]:
@@ -285,7 +285,7 @@ class RunApi:
         columns = stored.columns
         siblings = listing.members(columns, columns["group"][[position]])[int(columns["group"][position])]
         around = {
-            "note": self._reader.texts_note,
+            "note": self._reader.token_ids_note,
             "siblings": [
                 {"trajectory": int(columns["trajectory"][i]), "reward": _plain(float(columns["reward"][i]))}
                 for i in siblings.tolist()
@@ -372,7 +372,7 @@ def _shown(evaluation: Evaluation) -> dict[str, Any]:
     return values | means | {"lines": evaluation.figures.lines(evaluation.samples)}
 
 
-def _strip_part(span: Span) -> list[Any]:
+def _plain_span(span: Span) -> list[Any]:
     """[version, instance, tokens] of a segment; [NO_VERSION, role, tokens, seconds] of given tokens."""
     if isinstance(span, EnvSpan):
         return [int(NO_VERSION), span.role, len(span.tokens), span.seconds]

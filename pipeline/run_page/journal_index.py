@@ -95,7 +95,7 @@ class JournalIndex:
     """The index of a run's journal so far. members_per_group: number of trajectories per group."""
 
     def __init__(self, members_per_group: int) -> None:
-        self._members = members_per_group
+        self._members_per_group = members_per_group
         self.lanes: dict[str, Lane] = {}
         self.training = StepFunction()
         """1 while a step is being trained."""
@@ -191,8 +191,8 @@ class JournalIndex:
 
     def _arrived(self, event: JsonObject, now: float) -> None:
         for group in event["groups"]:
-            first = group["group"] * self._members
-            for id in range(first, first + self._members):
+            first = group["group"] * self._members_per_group
+            for id in range(first, first + self._members_per_group):
                 self._mark(id, now, ARRIVED)
                 self._move(id, WAITING)
 

@@ -32,7 +32,7 @@ from staleflow.stores.trajectories.repository import MAIN
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, IdDetokenizer
 
-KEPT = 2
+MAX_CACHED_BRANCHES = 2
 """Branches whose columns stay in memory: a comparison reads two; 100,000 trajectories take some 30 MiB each."""
 
 
@@ -94,7 +94,7 @@ class JournalFollower:
     group."""
 
     def __init__(self, members_per_group: int) -> None:
-        self._members = members_per_group
+        self._members_per_group = members_per_group
         self.index = JournalIndex(members_per_group)
         self._files: list[tuple[int, int, int]] = []
         """(inode, bytes read, lines read) of each file of the journals; no inode of a compressed one."""
@@ -107,7 +107,7 @@ class JournalFollower:
         is_same_files = all(now in (0, before) or not before for before, now in zip(known, inodes, strict=False))
         if len(inodes) < len(known) or not is_same_files:
             self._files.clear()
-            self.index = JournalIndex(self._members)
+            self.index = JournalIndex(self._members_per_group)
         for i, (journal, file) in enumerate(listed):
             if i == len(self._files):
                 self._files.append((inodes[i], 0, 0))
@@ -181,7 +181,7 @@ class RunReader:
                 known = before.records if before is not None and store.follows(before.store.snapshot) else []
                 before = StoredSnapshot(store, branch, [*known, *store.steps(len(known))])
             self._stored[branch] = before
-            while len(self._stored) > KEPT:
+            while len(self._stored) > MAX_CACHED_BRANCHES:
                 del self._stored[next(iter(self._stored))]
             return before
 
@@ -191,7 +191,7 @@ class RunReader:
         return make_display_detokenizer(self.config)
 
     @property
-    def texts_note(self) -> str:
+    def token_ids_note(self) -> str:
         """Why token ids are shown instead of text; empty if text is shown."""
         if not isinstance(self.texts, IdDetokenizer):
             return ""

@@ -16,9 +16,9 @@ from staleflow.pipeline.coordination.commands import Discard
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.stores.errors import ActorFailed, ActorLost
 from staleflow.stores.trajectories.records import StepRecord
-from staleflow.stores.weights.retention import KEPT
+from staleflow.stores.weights.retention import NUM_LATEST_KEPT
 
-MAX_UNCOMMITTED = KEPT - 1
+MAX_UNCOMMITTED = NUM_LATEST_KEPT - 1
 """Maximum trained steps that are not stored: one less than the resume points that are kept."""
 COMMIT_NAMES = {"end": "the run's end", "refusal": "that an instance is out of service"}
 """Names of the kinds of commits that are not steps, for messages."""

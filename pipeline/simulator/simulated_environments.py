@@ -30,25 +30,27 @@ class _Episode:
 
 
 class SimulatedEnvironments:
-    """The environments of a simulated run. after: schedules a call in so many seconds. on_result: receives results of
-    steps."""
+    """The environments of a simulated run.
+
+    schedule_after: schedules a call after a number of seconds. on_result: receives results of steps.
+    """
 
     def __init__(
         self,
         config: RunConfig,
         workload: Workload,
         *,
-        after: Callable[[float, Callable[[], None]], None],
+        schedule_after: Callable[[float, Callable[[], None]], None],
         on_result: Callable[[EnvironmentEvent], None],
     ) -> None:
-        self._members = config.oversampled_group_size
+        self._members_per_group = config.oversampled_group_size
         self._workload = workload
         self._episodes = factories.make_episodes(config, workload)
         self._limits = config.environment
         self._max_tokens = config.rollout.max_new_tokens
         self._turn_tokens = config.rollout.turn_tokens or config.rollout.max_new_tokens
-        self._reward_s, self._act_s = config.simulation.reward_s, config.simulation.environment_overhead_s
-        self._after = after
+        self._reward_s, self._overhead_s = config.simulation.reward_s, config.simulation.environment_overhead_s
+        self._schedule_after = schedule_after
         self._on_result = on_result
         self._open: dict[TrajectoryId, _Episode] = {}
         self._failures: Counter[TrajectoryId] = Counter()
@@ -59,7 +61,7 @@ class SimulatedEnvironments:
     def remaining_tokens(self, trajectory: TrajectoryId, tokens: int) -> int:
         """Tokens that a trajectory samples until its turn ends. tokens: its length after the prompt, observations
         included."""
-        turns = self._workload.turns(*divmod(abs(trajectory), self._members))
+        turns = self._workload.turns(*divmod(abs(trajectory), self._members_per_group))
         return max(1, min(remaining_tokens(turns, tokens), self._turn_tokens, self._max_tokens - tokens))
 
     def begun(self, trajectory: TrajectoryId) -> None:
@@ -85,7 +87,7 @@ class SimulatedEnvironments:
         episode = self._open.pop(trajectory)
         episode.waits = False
         self._failures.pop(trajectory, None)
-        self._leave(episode)
+        self._free_slot(episode)
 
     def _serve(self) -> None:
         while self._free and self._queue:
@@ -97,11 +99,11 @@ class SimulatedEnvironments:
         self._free -= 1
         episode.in_step = True
         seconds, event = self._outcome(episode, command, tokens)
-        self._after(seconds, lambda: self._end(episode, event))
+        self._schedule_after(seconds, lambda: self._end(episode, event))
 
     def _outcome(self, episode: _Episode, command: StepEnvironment, tokens: int) -> tuple[float, EnvironmentEvent]:
         trajectory, route_number, limits = episode.trajectory, command.route_number, self._limits
-        group, member = divmod(abs(trajectory), self._members)
+        group, member = divmod(abs(trajectory), self._members_per_group)
         cut = command.truncated or tokens >= self._max_tokens or episode.turns >= limits.max_turns - 1
         attempt = self._failures[trajectory]
         answer = self._episodes.answer(group, member, episode.turns, attempt=attempt, truncated=cut)
@@ -123,14 +125,14 @@ class SimulatedEnvironments:
             trajectory=trajectory, route_number=route_number, tokens=tokens + answer.tokens
         )
 
-    def _leave(self, episode: _Episode) -> None:
+    def _free_slot(self, episode: _Episode) -> None:
         """Give the place of an episode to the next one, if it has one."""
         self._free += episode.in_step
         episode.in_step = False
         self._serve()
 
     def _end(self, episode: _Episode, event: EnvironmentEvent) -> None:
-        self._leave(episode)
+        self._free_slot(episode)
         if not episode.waits:
             return
         episode.waits = False
@@ -146,8 +148,8 @@ class SimulatedEnvironments:
             self._on_result(event)
         elif self._barrier is not None:
             self._barrier.hold(event)
-        elif self._act_s:
-            self._after(self._act_s, lambda: self._emit_if_open(event))
+        elif self._overhead_s:
+            self._schedule_after(self._overhead_s, lambda: self._emit_if_open(event))
         else:
             self._on_result(event)
 
@@ -156,7 +158,7 @@ class SimulatedEnvironments:
             for event in events:
                 self._emit_if_open(event)
 
-        self._after(self._act_s, tell)
+        self._schedule_after(self._overhead_s, tell)
 
     def _emit_if_open(self, event: EnvironmentStepped) -> None:
         """Report a result, unless the trajectory's environment was closed meanwhile."""

@@ -91,7 +91,7 @@ class SimulatedInstance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
+class ResponseCost:
     """One trained response, with fields as in TrainedStep. alone_s: its seconds on an instance of its own."""
 
     sampled: int
@@ -117,10 +117,10 @@ class SimulatedRun:
         self._cost = config.rollout.cost
         self._cost_alone = factories.cost_with_drafts(config, 1, 0.0)
         self._observe = observe
-        self._members = config.oversampled_group_size
+        self._members_per_group = config.oversampled_group_size
         self._has_environment = config.has_environment  # which may look a user's file up
         self.coordinator: Coordinator = factories.make_coordinator(config, validate_every_event=validate_every_event)
-        self._faults = generator(config.seed, Stream.FAULTS)
+        self._fault_rng = generator(config.seed, Stream.FAULTS)
         self._now = 0.0
         self._heap: list[tuple[float, int, Callable[[], None], bool]] = []
         self._num_pending = 0  # entries of the heap that are neither ticks nor faults
@@ -137,12 +137,12 @@ class SimulatedRun:
         self._environments = SimulatedEnvironments(
             config,
             workload,
-            after=lambda seconds, action: self._schedule(self._now + seconds, action),
+            schedule_after=lambda seconds, action: self._schedule(self._now + seconds, action),
             on_result=self._on_environment_event,
         )
         self._evaluations = SimulatedEvaluations(config, workload)
         self._tracker = TimeTracker(
-            self._cost, self._members, on_pull=config.rollout.on_pull,
+            self._cost, self._members_per_group, on_pull=config.rollout.on_pull,
             initial_draft_length=config.rollout.engine.speculation.initial_length,
         )  # fmt: skip
         self.trace = Trace(step_times=self._tracker.finished_steps)
@@ -154,7 +154,7 @@ class SimulatedRun:
         self._schedule(self._simulation.report_s, self._tick, recurring=True)
         if self._simulation.mean_loss_interval_s:
             self._schedule(
-                self._faults.exponential(self._simulation.mean_loss_interval_s),
+                self._fault_rng.exponential(self._simulation.mean_loss_interval_s),
                 self._lose_random_instance,
                 recurring=True,
             )
@@ -323,7 +323,7 @@ class SimulatedRun:
                     InstanceSlept(instance=instance.id, step=command.step),
                 )
             case Pull():
-                slow = self._faults.random() < self._simulation.slow_pull_share
+                slow = self._fault_rng.random() < self._simulation.slow_pull_share
                 seconds = self._simulation.pull_s * (self._simulation.slow_pull_factor if slow else 1.0)
                 if self._config.served_versions:  # loaded beside the versions being served
                     loaded_s = self._now + seconds
@@ -337,12 +337,12 @@ class SimulatedRun:
 
     def _workload_index(self, trajectory: TrajectoryId) -> tuple[int, int]:
         """(group, member) of a trajectory's response in the workload."""
-        return divmod(abs(trajectory), self._members)
+        return divmod(abs(trajectory), self._members_per_group)
 
     def _drop_evaluation(self) -> None:
         """Count the tokens of an ended evaluation, and drop its trajectories."""
         for trajectory in [t for t in self._tokens if is_evaluation(t)]:
-            self.trace.evaluated_tokens += self._response(trajectory, self._tokens.pop(trajectory)).sampled
+            self.trace.evaluated_tokens += self._response_cost(trajectory, self._tokens.pop(trajectory)).sampled
             self._env_tokens.pop(trajectory, None)
             self._environments.ended(trajectory)
 
@@ -372,7 +372,7 @@ class SimulatedRun:
         self._handle(event)
 
     def _train(self, command: Train) -> None:
-        responses = [self._response(t, self._tokens.pop(t)) for t in command.trajectories]
+        responses = [self._response_cost(t, self._tokens.pop(t)) for t in command.trajectories]
         tokens, prefilled = sum(r.sampled for r in responses), sum(r.prefilled for r in responses)
         seconds = train_seconds(self._config, tokens + prefilled)
         step = TrainedStep(
@@ -391,7 +391,7 @@ class SimulatedRun:
         self.trace.ended[reason] = self.trace.ended.get(reason, 0) + len(responses)
         self._schedule(self._now + seconds, lambda: self._publish(command.step + 1))
 
-    def _response(self, trajectory: TrajectoryId, tokens: int) -> Response:
+    def _response_cost(self, trajectory: TrajectoryId, tokens: int) -> ResponseCost:
         """The cost of a response of `tokens` tokens, tool output included, on an instance of its own."""
         group, member = self._workload_index(trajectory)
         context = prompt = self._workload.prompt_tokens(group)
@@ -408,7 +408,7 @@ class SimulatedRun:
             sampled += count
             tools += observation_tokens
             context += count + observation_tokens
-        return Response(sampled=sampled, prefilled=prompt + tools, context_tokens=context_tokens, alone_s=alone_s)
+        return ResponseCost(sampled=sampled, prefilled=prompt + tools, context_tokens=context_tokens, alone_s=alone_s)
 
     # -- instances -----------------------------------------------------------------------------------------------
 
@@ -438,7 +438,7 @@ class SimulatedRun:
 
     def _lose_random_instance(self) -> None:
         if self._instances:
-            instance = list(self._instances.values())[int(self._faults.integers(len(self._instances)))]
+            instance = list(self._instances.values())[int(self._fault_rng.integers(len(self._instances)))]
             running = {t for t, _ in instance.engine.progress(self._now)}
             delivered = self._delivered.pop(instance.id, {})
             self._tokens |= {t: max(n, self._tokens.get(t, 0)) for t, n in delivered.items() if t in running}
@@ -448,7 +448,7 @@ class SimulatedRun:
             self._handle(InstanceLost(instance=instance.id, why="drawn at random"))
             self._schedule(self._now + self._simulation.replace_s, lambda: self._join(instance.index, attempt))
         self._schedule(
-            self._now + self._faults.exponential(self._simulation.mean_loss_interval_s),
+            self._now + self._fault_rng.exponential(self._simulation.mean_loss_interval_s),
             self._lose_random_instance,
             recurring=True,
         )

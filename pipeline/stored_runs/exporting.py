@@ -22,7 +22,7 @@ from staleflow.pipeline.stored_runs.pool import Pool, cache_per_process, open_st
 from staleflow.pipeline.stored_runs.response_texts import decode_row, make_detokenizer
 from staleflow.pipeline.stored_runs.stored_trajectories import read_windows, select_positions
 from staleflow.stores.errors import ConfigError, StaleflowError, StoreError
-from staleflow.stores.files import claim_folder, publish
+from staleflow.stores.files import publish, require_writable_folder
 from staleflow.stores.trajectories import dataframes
 from staleflow.stores.trajectories.dataframes import RowTexts
 from staleflow.stores.trajectories.reader import UnreadableRow
@@ -117,7 +117,7 @@ def _select_rows(
     if not len(rows):
         none = f"no trajectory matches where = {where!r}" if where else "no trajectory is stored yet"
         raise ConfigError(f"{run_dir}: {none}")
-    claim_folder(out.parent, "--out")
+    require_writable_folder(out.parent, "--out")
     return store, rows
 
 

@@ -28,14 +28,14 @@ def run_folder(source: str | Path) -> Path:
     if not is_url(text):
         require_run(Path(source))
         return Path(source)
-    from staleflow.stores.trajectories.storage import check_endpoint, name_url
+    from staleflow.stores.trajectories.storage import check_endpoint, write_url_file
     from staleflow.stores.trajectories.versioned import VersionedStore
 
     parent = tempfile.TemporaryDirectory(prefix="staleflow-", ignore_cleanup_errors=True)
     atexit.register(parent.cleanup)
     folder = Path(parent.name) / text.rstrip("/").rpartition("/")[2]
     folder.mkdir()
-    name_url(folder / "store", text)
+    write_url_file(folder / "store", text)
     try:
         check_endpoint()
         store = VersionedStore.pinned(folder / "store")

@@ -41,7 +41,7 @@ from staleflow.pipeline.stored_runs.repeated_steps import (
     train_step,
 )
 from staleflow.stores.errors import ConfigError, StoreError, raised_as
-from staleflow.stores.files import claim_folder, publish, replace_text
+from staleflow.stores.files import publish, replace_text, require_writable_folder
 from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.records import batch_fingerprint, entry_of
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -175,7 +175,7 @@ def make_plan(
     if not select_consumed_rows(store, where):
         matches = f" matches where = {where!r}" if where else " is stored yet"
         raise ConfigError(f"{run_dir}: no trajectory that was trained on{matches}")
-    claim_folder(out.parent, "--out")
+    require_writable_folder(out.parent, "--out")
     if config.training.kl.reference:
         find_model(config.training.kl.reference, "training.kl.reference")
     inspect_model(config)  # last: it loads torch, which takes seconds

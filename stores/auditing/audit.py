@@ -20,8 +20,8 @@ from staleflow.stores.auditing.row_checks import RowCheckResult, RowRange, check
 from staleflow.stores.auditing.weight_counts import Refusal, WeightCounts
 from staleflow.stores.errors import StoreError, StoreUnavailable
 from staleflow.stores.trajectories.columns import Rows
-from staleflow.stores.trajectories.reader import NUM_ROWS, SPAN_COLUMNS, StoreReader
-from staleflow.stores.trajectories.records import EMPTY, BatchDigest, StepRecord
+from staleflow.stores.trajectories.reader import ROW_COUNT_ARRAY, SPAN_COLUMNS, StoreReader
+from staleflow.stores.trajectories.records import EMPTY_LEDGER, BatchDigest, StepRecord
 
 CHECKS = ("arrays", "bound", "once", "conservation", "fingerprints")
 COUNTS = ("num_steps", "num_trajectories", "num_tokens", "max_staleness")
@@ -103,12 +103,14 @@ class AuditReport:
         return {**asdict(self), "clean": self.clean, **unknown}
 
 
-def in_turn(function: Callable[..., RowCheckResult], calls: Iterable[tuple[Any, ...]]) -> Iterator[RowCheckResult]:
+def run_sequentially(
+    function: Callable[..., RowCheckResult], calls: Iterable[tuple[Any, ...]]
+) -> Iterator[RowCheckResult]:
     """Call functions one after another in this process."""
     return (function(*call) for call in calls)
 
 
-def audit(store: StoreReader, run: Runner = in_turn, max_tokens: int = MAX_TOKENS) -> AuditReport:
+def audit(store: StoreReader, run: Runner = run_sequentially, max_tokens: int = MAX_TOKENS) -> AuditReport:
     """Run all checks over the current state of a whole store.
 
     Args:
@@ -123,10 +125,10 @@ def audit(store: StoreReader, run: Runner = in_turn, max_tokens: int = MAX_TOKEN
     findings = list(_array_findings(store))
     try:
         # Without what is large: the audit keeps the records of all commits.
-        commits = [replace(r, ledger=EMPTY, metrics={}, weight_checks=()) for r in _records(store)]
+        commits = [replace(r, ledger=EMPTY_LEDGER, metrics={}, weight_checks=()) for r in _records(store)]
         conservation_findings = list(_conservation(store))
         consumption = single_consumption.ConsumedRows()
-        for rows in _all_rows(store, single_consumption.READ):
+        for rows in _all_rows(store, single_consumption.READ_COLUMNS):
             consumption.add(rows)
         refused = weight_counts.refusals(_records(store))
         bound_findings, digests = _read_tokens(store, commits, consumption, run, max_tokens, refused)
@@ -147,7 +149,7 @@ def audit(store: StoreReader, run: Runner = in_turn, max_tokens: int = MAX_TOKEN
         )
     trained = [c.step for c in commits if c.kind == "step"]
     findings += bound_findings
-    findings += consumption.findings(store.header, trained, _all_rows(store, single_consumption.READ))
+    findings += consumption.findings(store.header, trained, _all_rows(store, single_consumption.READ_COLUMNS))
     findings += conservation_findings
     findings += _fingerprints(commits, digests)
     published = {commit.step + 1: commit.weight_fingerprint for commit in commits if commit.kind == "step"}
@@ -176,14 +178,14 @@ def _rows(store: StoreReader, start: int, stop: int, names: Sequence[str]) -> It
 
 
 def _all_rows(store: StoreReader, names: Sequence[str]) -> Iterator[Rows]:
-    return _rows(store, 0, store.array_lengths()[NUM_ROWS], names)
+    return _rows(store, 0, store.array_lengths()[ROW_COUNT_ARRAY], names)
 
 
 def _damage(store: StoreReader) -> Iterator[Finding]:
     """Every corrupt chunk, with the number of trajectories lost with it. All others can still be read."""
     damage = list(store.damage())
     num_damaged = [0] * len(damage)
-    num_rows, countable = store.array_lengths()[NUM_ROWS], True
+    num_rows, countable = store.array_lengths()[ROW_COUNT_ARRAY], True
     try:
         for first in range(0, num_rows, ROWS_AT_ONCE):
             table = store.table(first, first + ROWS_AT_ONCE, (*SPAN_COLUMNS, "text_offset", "text_bytes"))
@@ -235,11 +237,13 @@ def _array_findings(store: StoreReader) -> Iterator[Finding]:
 
 
 def _conservation(store: StoreReader) -> Iterator[Finding]:
-    num_rows = store.array_lengths()[NUM_ROWS]
+    num_rows = store.array_lengths()[ROW_COUNT_ARRAY]
     counted = conservation.Conservation()
     offset = 0
     for record in _records(store):
-        for rows in _rows(store, *slice(offset, offset + record.num_rows).indices(num_rows)[:2], conservation.READ):
+        for rows in _rows(
+            store, *slice(offset, offset + record.num_rows).indices(num_rows)[:2], conservation.READ_COLUMNS
+        ):
             counted.add(rows)
         offset += record.num_rows
         yield from counted.ends(record)

@@ -16,7 +16,7 @@ from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectory import outcome_key
 
 CHECK = "conservation"
-READ = ("trajectory", "fate", "reason")
+READ_COLUMNS = ("trajectory", "fate", "reason")
 """Columns of the rows that the check reads."""
 Ints = npt.NDArray[np.int64]
 
@@ -30,7 +30,7 @@ class Conservation:
         self._last: StepRecord | None = None
 
     def add(self, rows: Rows) -> None:
-        """Add rows of the next commit, with the columns READ."""
+        """Add rows of the next commit, with the columns READ_COLUMNS."""
         self._stored.add(rows["trajectory"])
         pairs = np.stack([rows["fate"], rows["reason"]], axis=1)
         kinds, first, counts = np.unique(pairs, axis=0, return_index=True, return_counts=True)

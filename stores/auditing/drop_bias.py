@@ -58,7 +58,7 @@ class Contrast:
     """Two-sided, of Welch's t-test."""
 
     @property
-    def sure(self) -> str:
+    def p_text(self) -> str:
         return "p < .001" if self.p < 0.001 else f"p = {self.p:.3f}"
 
 
@@ -115,7 +115,7 @@ class DropBias:
         lines = []
         for kind in self.others:
             contrasts = [
-                f"{words(contrast.factor)} ({contrast.sure})"
+                f"{words(contrast.factor)} ({contrast.p_text})"
                 for name, words in IN_WORDS.items()
                 if (contrast := getattr(kind, name)) is not None
             ]

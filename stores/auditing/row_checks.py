@@ -74,7 +74,7 @@ def check_rows(store: StoreReader, eta: int, rows: RowRange) -> RowCheckResult:
     number = rows.start
     try:
         for block in read_blocks(store, rows.start, rows.stop, rows.max_tokens):
-            result.findings += _wrong_rows(block, eta)
+            result.findings += _check_rows(block, eta)
             if rows.refused:
                 result.findings += _refused_tokens(block, number, rows.refused)
             number += len(block.rows)
@@ -182,7 +182,7 @@ def _block_ranges(rows: Rows, max_tokens: int) -> Iterator[tuple[int, int]]:
 def _read(store: StoreReader, rows: Rows) -> RowBlock:
     tokens, start, text, text_start = store.extent(rows)
     mask = store.masks(start, start + len(tokens["ids"]))
-    spans = _agreeing(rows, tokens["versions"], start, text, text_start)
+    spans = _read_spans(rows, tokens["versions"], start, text, text_start)
     if spans is None:
         # Something contradicts something: the reader of single rows says what, if it is of consequence.
         ended = store.unpacked(rows, tokens, start, text, text_start)
@@ -214,7 +214,7 @@ def _are_in_order(rows: Rows) -> bool:
     )
 
 
-def _agreeing(rows: Rows, versions: npt.NDArray[np.int32], start: int, text: bytes, text_start: int) -> Spans | None:
+def _read_spans(rows: Rows, versions: npt.NDArray[np.int32], start: int, text: bytes, text_start: int) -> Spans | None:
     """The spans of rows that lie one after another, if everything about them is in order; None if anything is not,
     or if they lie otherwise."""
     offsets, prompt_lengths, responses = (rows[name] for name in SPAN_COLUMNS)
@@ -246,7 +246,7 @@ def _agreeing(rows: Rows, versions: npt.NDArray[np.int32], start: int, text: byt
     return spans if np.array_equal(versions[offset : offset + len(expected)], expected) else None
 
 
-def _wrong_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
+def _check_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
     """Check v_traj <= step <= v_traj + eta if consumed, and that no token is older than v_traj or newer than step; and
     that tokens which were not sampled have no version, no logprob and no gradient, and the others a finite logprob."""
     rows, spans = block.rows, block.spans

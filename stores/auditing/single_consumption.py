@@ -18,7 +18,7 @@ from staleflow.stores.trajectories.records import RunHeader
 from staleflow.stores.trajectory import Fate
 
 CHECK = "once"
-READ = ("trajectory", "group", "fate", "step", "v_traj")
+READ_COLUMNS = ("trajectory", "group", "fate", "step", "v_traj")
 """Columns that are read of each row."""
 Ints = npt.NDArray[np.int64]
 CONSUMED = FATES.index(Fate.CONSUMED)
@@ -41,7 +41,7 @@ class ConsumedRows:
         """[N, 5]: step, group, trajectories of it, first and last row of them."""
 
     def add(self, rows: Rows) -> None:
-        """Add the next rows, with the columns READ."""
+        """Add the next rows, with the columns READ_COLUMNS."""
         self._repeated_ids.update(self._stored.add(rows["trajectory"]).tolist())
         consumed = is_consumed(rows)
         (indices,) = np.nonzero(consumed)

@@ -17,7 +17,7 @@ import zarr
 
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.errors import StoreError
-from staleflow.stores.trajectories.reader import stored_chunk
+from staleflow.stores.trajectories.reader import elements_per_file
 from staleflow.stores.trajectories.repository import MAIN, branch_names, first_line, repository_at
 from staleflow.stores.trajectories.versioned import VersionedStore
 
@@ -79,7 +79,7 @@ def _earlier(repository: Any, branch: str, seen: set[str]) -> Iterator[Finding]:
 
 def _difference(earlier_array: Any, newest_array: Any, number: int) -> str:
     """What is wrong with a chunk that was replaced later; empty if it holds the beginning of its successor."""
-    size = stored_chunk(earlier_array)
+    size = elements_per_file(earlier_array)
     start, stop = number * size, min(earlier_array.shape[0], (number + 1) * size)
     try:
         if np.array_equal(earlier_array[start:stop], newest_array[start:stop]):

@@ -20,9 +20,9 @@ from staleflow.stores.trajectory import EndedTrajectory
 TOKEN_CHUNKS = 16
 """Chunks of the store per dask chunk: one task per MiB of tokens costs less than one per chunk."""
 
-COLUMNS = {**{column.name: column.shown_dtype for column in shown_columns()}, "error": "str"}
+SCALAR_TYPES = {**{column.name: column.shown_dtype for column in shown_columns()}, "error": "str"}
 """Scalar columns and their types: those of stores/trajectories/columns.py, and the reward function's error."""
-ARRAYS = {
+ARRAY_TYPES = {
     "prompt_ids": "int32", "response_ids": "int32", "logprobs": "float32", "versions": "int32", "sampled": "bool",
 }  # fmt: skip
 """Columns with one array per row. response_ids are all tokens after the prompt, given ones included, and the others are
@@ -40,7 +40,7 @@ def require(module: str) -> Any:
 
 
 def record(row: EndedTrajectory) -> dict[str, Any]:
-    """A trajectory as plain values and numpy arrays, by the names of COLUMNS and ARRAYS."""
+    """A trajectory as plain values and numpy arrays, by the names of SCALAR_TYPES and ARRAY_TYPES."""
     t = row.trajectory
     return {
         **{column.name: column.shown_value(row) for column in shown_columns()},
@@ -82,9 +82,9 @@ def to_pandas(rows: Iterable[EndedTrajectory], read_texts: ReadTexts | None = No
     rows = list(rows)
     records = [record(row) for row in rows]
     columns: dict[str, Any] = {
-        name: pandas.Series([r[name] for r in records], dtype=dtype) for name, dtype in COLUMNS.items()
+        name: pandas.Series([r[name] for r in records], dtype=dtype) for name, dtype in SCALAR_TYPES.items()
     }
-    for name in ARRAYS:
+    for name in ARRAY_TYPES:
         columns[name] = pandas.Series([r[name] for r in records], dtype=object)
     if read_texts is not None:
         decoded = read_texts(rows)
@@ -203,8 +203,10 @@ def to_xarray(
 def arrow_schema(text_columns: dict[str, str]) -> Any:
     """The pyarrow schema of `arrow_table`. text_columns: names of the columns of texts and messages."""
     arrow = require("pyarrow")
-    fields = [(name, arrow.type_for_alias("string" if dtype == "str" else dtype)) for name, dtype in COLUMNS.items()]
-    lists = [(name, arrow.list_(arrow.type_for_alias(dtype))) for name, dtype in ARRAYS.items()]
+    fields = [
+        (name, arrow.type_for_alias("string" if dtype == "str" else dtype)) for name, dtype in SCALAR_TYPES.items()
+    ]
+    lists = [(name, arrow.list_(arrow.type_for_alias(dtype))) for name, dtype in ARRAY_TYPES.items()]
     # Not a map: the datasets library does not support maps.
     parts = ("reward_parts", arrow.list_(arrow.struct([("name", arrow.string()), ("value", arrow.float64())])))
     message_fields = [
@@ -232,6 +234,6 @@ def arrow_table(rows: list[EndedTrajectory], text_columns: dict[str, str], decod
         for row, texts_of_row in zip(rows, decoded_texts, strict=True)
     ]
     schema = arrow_schema(text_columns)
-    if len(schema) != len({*COLUMNS, *ARRAYS, *text_columns.values(), "reward_parts"}):
+    if len(schema) != len({*SCALAR_TYPES, *ARRAY_TYPES, *text_columns.values(), "reward_parts"}):
         raise StoreError(f"text columns cannot be called {', '.join(text_columns.values())}")
     return arrow.Table.from_pydict({name: [r[name] for r in records] for name in schema.names}, schema=schema)

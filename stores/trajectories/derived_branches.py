@@ -19,7 +19,13 @@ import numpy.typing as npt
 import zarr
 
 from staleflow.stores.errors import ConfigError, StoreError
-from staleflow.stores.trajectories.reader import RESCORED, SPAN_COLUMNS, StoreReader, num_rows, stored_chunk
+from staleflow.stores.trajectories.reader import (
+    RECOMPUTED_LOGPROBS,
+    SPAN_COLUMNS,
+    StoreReader,
+    elements_per_file,
+    num_rows,
+)
 from staleflow.stores.trajectories.repository import INCOMPLETE, MAIN, branch_names, repository_at
 from staleflow.stores.trajectory import NO_VERSION
 
@@ -81,7 +87,7 @@ def _change_masks(root: Any, loss_mask: npt.NDArray[np.bool_]) -> None:
     starts = (table["offset"] + table["prompt_tokens"])[rows]
     ends = starts + table["response_tokens"][rows]
     mask, versions = root["tokens/mask"], root["tokens/versions"]
-    file_elements = stored_chunk(mask)
+    file_elements = elements_per_file(mask)
     for first in range(0, int(mask.shape[0]), file_elements):
         inside = (starts < first + file_elements) & (ends > first) & (starts < ends)
         if not inside.any():
@@ -97,17 +103,18 @@ def _change_masks(root: Any, loss_mask: npt.NDArray[np.bool_]) -> None:
 def derive_logprobs(
     store: StoreReader, path: Path, name: str, logprobs: npt.NDArray[np.float32], lineage: Mapping[str, Any]
 ) -> str:
-    """Create branch `name` from the snapshot that `store` reads, with logprobs RESCORED in addition to the stored ones.
-    Returns the new snapshot. Raises StoreError; then no branch is left. logprobs: [T], may be memory-mapped."""
+    """Create branch `name` from the snapshot that `store` reads, with the array RECOMPUTED_LOGPROBS beside the stored
+    logprobs. Returns the new snapshot. Raises StoreError; then no branch is left. logprobs: [T], may be
+    memory-mapped."""
 
     def change(root: Any) -> None:
         tokens = root["tokens/logprobs"]
         if tokens.shape != logprobs.shape:
             raise StoreError(f"{path}: {tokens.shape[0]} tokens, but logprobs for {len(logprobs)}")
-        if RESCORED in root:
-            del root[RESCORED]
+        if RECOMPUTED_LOGPROBS in root:
+            del root[RECOMPUTED_LOGPROBS]
         array = root.create_array(
-            RESCORED, shape=tokens.shape, chunks=tokens.chunks, shards=tokens.shards, dtype="float32",
+            RECOMPUTED_LOGPROBS, shape=tokens.shape, chunks=tokens.chunks, shards=tokens.shards, dtype="float32",
             compressors=tokens.compressors, fill_value=0, dimension_names=("tokens_rescored",),
         )  # fmt: skip
         for first in range(0, len(logprobs), COPIED_AT_ONCE):

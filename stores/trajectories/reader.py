@@ -48,13 +48,13 @@ FORMAT = "columns"
 """The layout of stores, in their attributes. A new column does not change it."""
 SPAN_COLUMNS = ("offset", "prompt_tokens", "response_tokens")
 """Columns that say where the tokens of a row are."""
-NUM_ROWS = "rows/trajectory"
+ROW_COUNT_ARRAY = "rows/trajectory"
 """The array whose length is the number of rows."""
 TokenRange = tuple[dict[str, npt.NDArray[Any]], int, bytes, int]
 """Tokens by name and where they begin in the store, texts and where they begin."""
 BLOCK_ROWS = 4096
 """Rows read together."""
-RESCORED = "tokens/rescored"
+RECOMPUTED_LOGPROBS = "tokens/rescored"
 """float32 [T], on branches with logprobs: of each sampled token under another model, nats; 0 elsewhere."""
 
 
@@ -293,7 +293,7 @@ class StoreReader:
         """All chunks that cannot be read. Reads the whole store."""
         root = self._read_root()
         for name in array_names(root):
-            length, size = root[name].shape[0], stored_chunk(root[name])
+            length, size = root[name].shape[0], elements_per_file(root[name])
             for number in range(-(-length // size)):
                 try:
                     self._slice(root, name, number * size, min(length, (number + 1) * size))
@@ -327,7 +327,7 @@ class StoreReader:
 
     def _position(self, root: Any, trajectory: TrajectoryId) -> int | None:
         """The position of a trajectory's row."""
-        (positions,) = np.nonzero(self._column(root, NUM_ROWS) == trajectory)
+        (positions,) = np.nonzero(self._column(root, ROW_COUNT_ARRAY) == trajectory)
         return int(positions[0]) if len(positions) else None
 
     def numbers(self, start: int, stop: int, names: Iterable[str] | None = None) -> Rows:
@@ -393,13 +393,13 @@ class StoreReader:
     def rescored(self, trajectory: TrajectoryId) -> npt.NDArray[np.float32] | None:
         """[T] logprobs of a response under another model, nats; None on branches without them (derived_branches.py)."""
         root = self._read_root()
-        if RESCORED not in root:
+        if RECOMPUTED_LOGPROBS not in root:
             return None
         position = self._position(root, trajectory)
         assert position is not None, "the trajectory is stored"
         row = self._rows(root, position, position + 1, SPAN_COLUMNS)[0]
         start = int(row["offset"] + row["prompt_tokens"])
-        return self._slice(root, RESCORED, start, start + int(row["response_tokens"]))
+        return self._slice(root, RECOMPUTED_LOGPROBS, start, start + int(row["response_tokens"]))
 
     def array_lengths(self) -> dict[str, int]:
         """Length of each array by name, which an audit compares with the records."""
@@ -464,7 +464,7 @@ class StoreReader:
         except Exception as error:  # zarr, numcodecs and icechunk each raise their own for a damaged chunk
             if bucket_fails(Path(self._where), error):
                 raise failure(Path(self._where), f"{name} cannot be read", error) from error
-            size = stored_chunk(array)
+            size = elements_per_file(array)
             for number in range(start // size, -(-stop // size)):  # find the damaged one
                 try:
                     array[number * size : min(stop, (number + 1) * size)]
@@ -496,7 +496,7 @@ def check_format(format: object, where: str) -> None:
 
 def num_rows(root: Any) -> int:
     """Number of stored trajectories."""
-    return int(root[NUM_ROWS].shape[0])
+    return int(root[ROW_COUNT_ARRAY].shape[0])
 
 
 def array_names(root: Any) -> list[str]:
@@ -504,10 +504,10 @@ def array_names(root: Any) -> list[str]:
     be absent."""
     columns = [column.array for column in COLUMNS]
     always = [f"tokens/{name}" for name in TOKEN_ARRAYS]
-    return [*always, *(name for name in (*columns, "text", "commits", "records", RESCORED) if name in root)]
+    return [*always, *(name for name in (*columns, "text", "commits", "records", RECOMPUTED_LOGPROBS) if name in root)]
 
 
-def stored_chunk(array: Any) -> int:
+def elements_per_file(array: Any) -> int:
     """Number of elements along the first dimension of an array that are stored in one file."""
     return int((array.shards or array.chunks)[0])
 

@@ -88,7 +88,7 @@ class LedgerState:
         return sum(b - a for a, b in self.live)
 
 
-EMPTY = LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
+EMPTY_LEDGER = LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
 """The ledger of a run that has started nothing."""
 
 

@@ -15,7 +15,7 @@ import icechunk
 
 from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable, raised_as
 from staleflow.stores.files import publish
-from staleflow.stores.trajectories.storage import bucket_storage, check_endpoint, name_url, storage_at, url_of
+from staleflow.stores.trajectories.storage import bucket_storage, check_endpoint, storage_at, url_of, write_url_file
 
 if "ICECHUNK_LOG" not in os.environ:
     # At each opening it warns that several committers on a local disk lose commits; a run has only one.
@@ -54,7 +54,7 @@ def creating_repository(path: Path, url: str = "") -> Iterator[Any]:
     uses. url: of a store in a bucket. Raises Icechunk's errors, OSError, ConfigError, StoreError."""
     if url:
         yield _unused(url)
-        name_url(path, url)
+        write_url_file(path, url)
         return
     tmp_path = path.with_name(f".{path.name}.part")
     if tmp_path.exists():

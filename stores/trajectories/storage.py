@@ -18,7 +18,7 @@ import icechunk
 from staleflow.stores.files import replace_text
 from staleflow.stores.s3_url import split_url
 
-ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 """Environment variables that name another server than Amazon's; the first that is set counts."""
 LISTENS_S = 5.0
 """Seconds within which a server that is not Amazon's must take a connection."""
@@ -30,7 +30,7 @@ def url_of(path: Path) -> str:
     return path.read_text("utf-8").strip() if path.is_file() else ""
 
 
-def name_url(path: Path, url: str) -> None:
+def write_url_file(path: Path, url: str) -> None:
     """Write the file at a path that names the URL of a store. Raises StoreError."""
     replace_text(path, f"{url}\n", "free space or move runs_dir")
 
@@ -67,4 +67,4 @@ def bucket_storage(url: str) -> Any:
 
 
 def _endpoint() -> str:
-    return next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), "")
+    return next((os.environ[name] for name in ENDPOINT_VARIABLES if os.environ.get(name)), "")

@@ -27,7 +27,7 @@ class StoredIds:
         self._read = read
         self._earlier = np.zeros(0, np.int64)
         """Of those commits that were read."""
-        self._ours = bytearray()
+        self._added_flags = bytearray()
         """A byte per id, set for what was added here."""
 
     def among(self, ids: Sequence[int]) -> list[int]:
@@ -43,13 +43,13 @@ class StoredIds:
         seen: set[int] = set()
         twice = []
         for id, earlier in zip(ids, stored, strict=True):
-            if earlier or id in seen or (id < len(self._ours) and self._ours[id]):
+            if earlier or id in seen or (id < len(self._added_flags) and self._added_flags[id]):
                 twice.append(id)
             seen.add(id)
         return twice
 
     def add(self, ids: Sequence[int]) -> None:
         """Add the ids of a commit."""
-        self._ours.extend(bytes(max(0, max(ids, default=-1) + 1 - len(self._ours))))
+        self._added_flags.extend(bytes(max(0, max(ids, default=-1) + 1 - len(self._added_flags))))
         for id in ids:
-            self._ours[id] = 1
+            self._added_flags[id] = 1

@@ -37,8 +37,8 @@ from staleflow.stores.trajectories.column_chunks import CODEC as CHUNK_CODEC
 from staleflow.stores.trajectories.column_chunks import append_all
 from staleflow.stores.trajectories.columns import COLUMNS, Column
 from staleflow.stores.trajectories.layout import COMMIT_AT, COMMIT_COLUMNS, KINDS, TOKEN_ARRAYS
-from staleflow.stores.trajectories.reader import FORMAT, NUM_ROWS, StoreReader, num_rows, stored_chunk
-from staleflow.stores.trajectories.records import CODEC, EMPTY, RunHeader, StepRecord, entry_of
+from staleflow.stores.trajectories.reader import FORMAT, ROW_COUNT_ARRAY, StoreReader, elements_per_file, num_rows
+from staleflow.stores.trajectories.records import CODEC, EMPTY_LEDGER, RunHeader, StepRecord, entry_of
 from staleflow.stores.trajectories.repository import (
     CREATED,
     MAIN,
@@ -160,7 +160,7 @@ class VersionedStore(StoreReader):
         if refused:
             store = cls.open(path)
             last = store.steps(-1)
-            ledger = last[0].ledger if last else EMPTY
+            ledger = last[0].ledger if last else EMPTY_LEDGER
             store.commit(StepRecord(kind="refusal", step=num_steps, ledger=ledger, weight_checks=refused), [])
         return undone
 
@@ -243,7 +243,7 @@ class VersionedStore(StoreReader):
         row_ranges = np.stack([ends - table[:, COMMIT_AT["rows"]], ends], axis=1)
 
         def read(start: int, stop: int) -> npt.NDArray[np.int64]:
-            return self._slice(root, NUM_ROWS, start, stop)
+            return self._slice(root, ROW_COUNT_ARRAY, start, stop)
 
         return StoredIds(np.concatenate([ids, row_ranges], axis=1), read)
 
@@ -253,7 +253,7 @@ class VersionedStore(StoreReader):
 
     def _append(self, root: Any, record: StepRecord, ended: Sequence[EndedTrajectory]) -> tuple[StepRecord, str]:
         """Append a commit's rows and its record. Returns the record as stored, and its entry in the chain."""
-        file_elements = stored_chunk(root["tokens/ids"])
+        file_elements = elements_per_file(root["tokens/ids"])
         start = -(-int(root["tokens/ids"].shape[0]) // file_elements) * file_elements
         packed = layout.pack(ended, start, int(root["text"].shape[0]))
         end = start + packed.num_tokens
@@ -267,7 +267,7 @@ class VersionedStore(StoreReader):
             if not self._has_columns:
                 before = num_rows(root)
                 for column in COLUMNS:
-                    _require_column(root, column, before)
+                    _ensure_column(root, column, before)
             appended |= {column.array: packed.rows[column.name] for column in COLUMNS}
         if packed.text:
             appended["text"] = np.frombuffer(packed.text, np.uint8)
@@ -322,13 +322,13 @@ def create_arrays(root: Any, header: Any, columns: Iterable[Column] = COLUMNS) -
     for name, dtype in TOKEN_ARRAYS.items():
         _array(root, f"tokens/{name}", (0,), (TOKEN_CHUNK,), dtype, file=TOKEN_FILE)
     for column in columns:
-        _require_column(root, column, 0)
+        _ensure_column(root, column, 0)
     _array(root, "text", (0,), (TEXT_CHUNK,), "uint8")
     _array(root, "commits", (0, len(COMMIT_COLUMNS)), (COMMIT_CHUNK, len(COMMIT_COLUMNS)), "int64")
     _array(root, "records", (0,), (TEXT_CHUNK,), "uint8")
 
 
-def _require_column(root: Any, column: Column, count: int) -> None:
+def _ensure_column(root: Any, column: Column, count: int) -> None:
     """Create the array of a column that was added after the store was created. count: number of rows in the store."""
     if column.array not in root:
         _array(root, column.array, (count,), (ROW_CHUNK,), column.dtype, fill=column.fill)

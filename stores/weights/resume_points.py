@@ -26,7 +26,7 @@ from pathlib import Path
 from staleflow.stores.errors import StoreError, raised_as
 from staleflow.stores.files import remove, replacing, replacing_folder
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.stores.weights.retention import KEPT, kept_versions
+from staleflow.stores.weights.retention import NUM_LATEST_KEPT, kept_versions
 
 RENAME_S = 5.0
 """Seconds to wait for the lock of another writer; after that it is ignored."""
@@ -77,7 +77,7 @@ class ResumePoints:
 
     def latest(self) -> list[PolicyVersion]:
         """The versions of the latest points, oldest first: those that a run may be resumed from without loss."""
-        return self.versions()[-KEPT:]
+        return self.versions()[-NUM_LATEST_KEPT:]
 
     def complete_versions(self) -> list[PolicyVersion]:
         """The versions whose resume point is complete.

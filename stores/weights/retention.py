@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-KEPT = 3
+NUM_LATEST_KEPT = 3
 """Number of latest resume points that are kept. The trainer may be two steps ahead of the last commit: one being
 committed, one waiting."""
 
@@ -16,5 +16,5 @@ def kept_versions(versions: Sequence[int], keep_every: int) -> list[int]:
         versions: Versions that have a resume point, oldest first.
         keep_every: Versions between two points that are kept for good.
     """
-    latest = versions[-KEPT:]
+    latest = versions[-NUM_LATEST_KEPT:]
     return [version for version in versions if version in latest or (keep_every and version % keep_every == 0)]

@@ -37,7 +37,7 @@ from staleflow.stores.in_flight.spool_entries import (
 )
 from staleflow.stores.in_flight.stop_criteria import NO_STOP
 from staleflow.stores.staleness.ledger_entries import Ending
-from staleflow.stores.trajectories.records import EMPTY, LedgerState, StepRecord
+from staleflow.stores.trajectories.records import EMPTY_LEDGER, LedgerState, StepRecord
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
     EndedTrajectory,
@@ -494,7 +494,7 @@ class TrajectoryServer:
     @property
     def _last_ledger(self) -> LedgerState:
         if self._last_record is None:
-            return EMPTY
+            return EMPTY_LEDGER
         return self._last_record.ledger
 
     def _texts(self, responses: Iterable[Sequence[int]]) -> list[str]:

@@ -68,16 +68,16 @@ class TemplateBridge:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._known_as: dict[str, str] = {}
+        self._role_cache: dict[str, str] = {}
         """The roles that the template knows messages of each role as, once that was tried."""
 
     def check(self, roles: Collection[str]) -> None:
         for role in roles:
-            self._known(role)
+            self._template_role(role)
 
     def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
         with raised_as(ConfigError, f"turn {number}", ConfigError):
-            chat = [message._replace(role=self._known(message.role)) for message in messages]
+            chat = [message._replace(role=self._template_role(message.role)) for message in messages]
             bridge = list(self._tokenizer.ids(self._after(SAYS, chat)))
         if turn and bridge and self._tokenizer.is_special(turn[-1]) and self._tokenizer.is_special(bridge[0]):
             return bridge[1:]  # the model has closed its turn itself, perhaps by another token that ends responses
@@ -90,17 +90,17 @@ class TemplateBridge:
         text = self._tokenizer.chat_text([Message("user", ASKS), Message("assistant", content), *messages])
         _, answer, after = text.partition(content)
         if not answer:
-            raise ConfigError(f"{_WHOSE} leaves out what the assistant says in earlier turns; {_REMEDY}")
+            raise ConfigError(f"{_SUBJECT} leaves out what the assistant says in earlier turns; {_REMEDY}")
         return after
 
-    def _known(self, role: str) -> str:
+    def _template_role(self, role: str) -> str:
         """The role that the template knows messages of this role as. Raises ConfigError if they cannot follow a turn in
         it without a change to what comes before them."""
-        if role not in self._known_as:
+        if role not in self._role_cache:
             known = "user" if role in OBSERVED or not self._holds(role) else role
             self._try(known)
-            self._known_as[role] = known
-        return self._known_as[role]
+            self._role_cache[role] = known
+        return self._role_cache[role]
 
     def _holds(self, role: str) -> bool:
         """Return True if the template renders messages of this role at all."""
@@ -123,10 +123,10 @@ class TemplateBridge:
                 why = f"drops the <think> parts of earlier turns when a message of role {role} follows"
             else:
                 why = f"renders earlier turns in another way when a message of role {role} follows"
-            raise ConfigError(f"{_WHOSE} {why}, so the model would not go on from what it sampled; {_REMEDY}")
+            raise ConfigError(f"{_SUBJECT} {why}, so the model would not go on from what it sampled; {_REMEDY}")
 
 
-_WHOSE = "task.chat = true: the chat template"
+_SUBJECT = "task.chat = true: the chat template"
 _REMEDY = "put a template that only appends into the model's folder (chat_template.jinja), or set task.chat = false"
 
 
@@ -135,17 +135,17 @@ class RendererBridge:
     template."""
 
     def __init__(self, renderer: Any, otherwise: TemplateBridge) -> None:
-        self._renderer, self._otherwise = renderer, otherwise
+        self._renderer, self._fallback = renderer, otherwise
 
     def check(self, roles: Collection[str]) -> None:
         prompt = list(self._renderer.render_ids([{"role": "user", "content": ASKS}], add_generation_prompt=True))
         for role in roles:
             if self._bridge_tokens(prompt, prompt[:1], [Message(role, "Zq hears")]) is None:
-                self._otherwise.check([role])
+                self._fallback.check([role])
 
     def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
         bridged = self._bridge_tokens(before, turn, messages)
-        return self._otherwise.ids(before, turn, messages, number) if bridged is None else bridged
+        return self._fallback.ids(before, turn, messages, number) if bridged is None else bridged
 
     def _bridge_tokens(
         self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message]

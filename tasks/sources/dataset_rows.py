@@ -86,7 +86,7 @@ class JsonLines:
             raise ConfigError(f"{where}: cannot be read: {error}") from error
         self._path = path
         self._rows: list[dict[str, Any]] = []
-        self._lines: list[int] = []
+        self._line_numbers: list[int] = []
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -95,7 +95,7 @@ class JsonLines:
             if not isinstance(row, dict):
                 raise ConfigError(f'{path}, line {number}: must be an object, such as {{"prompt": ..., "answer": ...}}')
             self._rows.append(row)
-            self._lines.append(number)
+            self._line_numbers.append(number)
         self.names = tuple(dict.fromkeys(name for row in self._rows for name in row))
 
     def __len__(self) -> int:
@@ -108,7 +108,7 @@ class JsonLines:
         return (row.get(name, MISSING) for row in self._rows)
 
     def place(self, index: int) -> str:
-        return f"{self._path}, line {self._lines[index]}"
+        return f"{self._path}, line {self._line_numbers[index]}"
 
 
 class ParquetRows:
@@ -272,7 +272,7 @@ class RowSource:
                     )
                 raise ConfigError(
                     f"{self._rows.place(index)}: no {name!r}; set task.columns.{key}, to one of "
-                    f"{nearest(name, self._rows.names)}"
+                    f"{format_columns(name, self._rows.names)}"
                 )
             yield field
 
@@ -285,7 +285,7 @@ def _at(record: Record, name: str) -> Any:
     return _at(record[head], rest) if rest and isinstance(record.get(head), Mapping) else MISSING
 
 
-def nearest(name: str, names: Collection[str]) -> str:
+def format_columns(name: str, names: Collection[str]) -> str:
     """The end of an error message about an unknown column: the existing columns, and a similar name if there is one."""
     near = difflib.get_close_matches(name, names, n=1)
     return ", ".join(names) + (f"; did you mean {near[0]}?" if near else "")

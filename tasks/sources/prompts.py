@@ -26,7 +26,7 @@ from staleflow.tasks.rendering.task_source import (
 from staleflow.tasks.rendering.turn_params import split_params
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 from staleflow.tasks.sources.filtered_source import EVALUATED, FilteredSource
-from staleflow.tasks.sources.task_sources import SourceSettings, labelled
+from staleflow.tasks.sources.task_sources import SourceSettings, label_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,10 +175,10 @@ class TokenizedPrompts:
 
     def __init__(self, settings: PromptSettings, tokenizer: ChatTokenizer | None = None) -> None:
         """tokenizer: the model's tokenizer; loaded by default."""
-        self._task = settings.source.task
+        self._task_config = settings.source.task
         self._observation_template = settings.source.limits.template
         """Text inserted around observations without a chat template."""
-        if self._task.system and not self._task.chat:
+        if self._task_config.system and not self._task_config.chat:
             raise ConfigError("task.system: only a chat template has a place for it; set task.chat = true")
         self._settings = settings
         self._concurrency = settings.source.concurrency
@@ -210,7 +210,10 @@ class TokenizedPrompts:
         """The encoder of messages between two turns of an episode."""
         if self._bridge is None:
             self._bridge = make_bridge(
-                self._tokenizer, self._settings.tokenizer, chat=self._task.chat, template=self._observation_template
+                self._tokenizer,
+                self._settings.tokenizer,
+                chat=self._task_config.chat,
+                template=self._observation_template,
             )
         return self._bridge
 
@@ -233,14 +236,14 @@ class TokenizedPrompts:
 
     def _ids(self, task: Task) -> tuple[int, ...]:
         params, prompt = split_params(task.prompt)
-        template = self._task.template
+        template = self._task_config.template
         if params.token_ids is not None:
             return params.token_ids
-        if self._task.chat:
+        if self._task_config.chat:
             *before, last = (Message("user", prompt),) if isinstance(prompt, str) else prompt
             messages = [*before, last._replace(content=template.format(prompt=last.content))]
-            if self._task.system and messages[0].role != "system":
-                messages.insert(0, Message("system", self._task.system))
+            if self._task_config.system and messages[0].role != "system":
+                messages.insert(0, Message("system", self._task_config.system))
             return self._tokenizer.chat_ids(messages, params.tools)
         if not isinstance(prompt, str) and len(prompt) == 1 and prompt[0].role == "user":
             prompt = prompt[0].content
@@ -256,9 +259,9 @@ class TokenizedPrompts:
     def may_be_too_long(self, task: Task) -> bool:
         """Whether a prompt may have too many tokens, judged without encoding it: a token has at least one byte."""
         max_tokens = self._max_tokens if self._settings.max_prompt_tokens is None else self._settings.max_prompt_tokens
-        if self._task.chat or not isinstance(task.prompt, str):
+        if self._task_config.chat or not isinstance(task.prompt, str):
             return True
-        return len(task.prompt.encode()) + len(self._task.template.encode()) > max_tokens
+        return len(task.prompt.encode()) + len(self._task_config.template.encode()) > max_tokens
 
     @property
     def _max_tokens(self) -> int:
@@ -299,9 +302,9 @@ class TokenizedPrompts:
         if params.token_ids is not None:
             return list(params.token_ids)
         conversation = [m for m in rest if isinstance(m, Message)]
-        if self._task.chat:
-            if self._task.system and conversation[0].role != "system":
-                conversation.insert(0, Message("system", self._task.system))
+        if self._task_config.chat:
+            if self._task_config.system and conversation[0].role != "system":
+                conversation.insert(0, Message("system", self._task_config.system))
             return list(self._tokenizer.chat_ids(conversation, params.tools))
         templates = {"assistant": "{observation}"}
         texts = (
@@ -341,7 +344,7 @@ class MixedPrompts:
         return [self._labelled(task, source) for task in self.by_source[source].held_out(count)]
 
     def _labelled(self, task: Task, source: int) -> Task:
-        return replace(task, source=source, record=labelled(self._names[source], task.record))
+        return replace(task, source=source, record=label_record(self._names[source], task.record))
 
     @property
     def held_out_notice(self) -> str:

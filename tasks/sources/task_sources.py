@@ -54,13 +54,13 @@ class UserSource:
         self._num_drawn = self._num_overlapping = 0
         make = user_code.load(reference, key)
         with raised_as(ConfigError, f"{self._where}: cannot be created", Exception, describe=with_type):
-            self._environment = make(dict(options), seed)
-            self.score = self._environment.score
+            self._user_object = make(dict(options), seed)
+            self.score = self._user_object.score
         self.task(0)
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
         with DRAW_LOCK, raised_as(ConfigError, f"{self._where}: record {index}", Exception, describe=with_type):
-            record = self._environment.record(index, held_out)
+            record = self._user_object.record(index, held_out)
         if not isinstance(record, Mapping) or "prompt" not in record:
             raise ConfigError(f"{self._where}: record {index} must be a dict with a `prompt`, not {record!r}")
         try:
@@ -122,7 +122,7 @@ class EvaluationRecord(LabelledRecord):
     """A record of a separate source of evaluation prompts, which is scored by its own verifier."""
 
 
-def labelled(name: str, record: Record) -> LabelledRecord:
+def label_record(name: str, record: Record) -> LabelledRecord:
     """Label the record of one of several task sources."""
     kind = EvaluationRecord if isinstance(record, EvaluationRecord) else LabelledRecord
     return kind.named(name, record)

@@ -311,7 +311,7 @@ def test_files_named_by_a_job_are_packed_with_it(
 
 def test_a_run_keeps_its_rules_when_its_folder_moves(user_file: Path, tmp_path: Path) -> None:
     config = user_files.with_absolute_paths(job(f"rollout.routing={user_file}:First", f"runs_dir={tmp_path}/runs"))
-    kept, code = user_files.with_code(config, user_files.RULES)
+    kept, code = user_files.with_code(config, user_files.RULE_KEYS)
     kept = user_files.with_code_in(kept, config.run_dir / "code", code)
     run_dir = prepare_run_dir(kept, code)
     user_file.write_text("")

@@ -24,7 +24,7 @@ from staleflow.stores.trajectories.repository import repository_at
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
-from staleflow.stores.weights.retention import KEPT
+from staleflow.stores.weights.retention import NUM_LATEST_KEPT
 from tests.commands import command
 from tests.runtime.test_run import ENVIRONMENT, check, run, staleflow
 from tests.support import forking
@@ -62,7 +62,7 @@ def test_a_run_with_all_processes_killed_resumes_and_passes_the_audit(job: Path)
     before = check(folder, len(VersionedStore.open(folder / "store").steps()))
     trained = len(before.steps())
     assert trained >= 3
-    assert len(ResumePoints(folder / "resume").versions()) <= KEPT
+    assert len(ResumePoints(folder / "resume").versions()) <= NUM_LATEST_KEPT
 
     resumed = staleflow("resume", folder, "--set", f"steps={trained + 3}", "-v")
     assert resumed.returncode == 0, resumed.stderr

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from benchmarks.admission_rules import OverProvision, PipelineDepth, WindowedFifo
 from staleflow.cli.simulate import command, parse_sweeps
-from staleflow.pipeline.api.simulating import SimulatedVariant, sweep_rows
+from staleflow.pipeline.api.simulating import JobVariant, sweep_rows
 from staleflow.pipeline.config import actor_settings, knob_tree, loading
 from staleflow.pipeline.config.factories import ledger_eta
 from staleflow.pipeline.config.schema import RunConfig
@@ -568,6 +568,6 @@ def test_a_killed_simulation_gives_a_one_line_error(tmp_path: Path, monkeypatch:
         CliRunner().invoke(command, [str(path), "--sweep", "staleness.eta=0,1"], catch_exceptions=False)
 
 
-def killed(variant: SimulatedVariant) -> None:
+def killed(variant: JobVariant) -> None:
     """Kill a simulation as the OOM killer does."""
     os.kill(os.getpid(), signal.SIGKILL)

@@ -30,7 +30,7 @@ from staleflow.stores.id_sets import IdSet, merge_ids
 from staleflow.stores.trajectories.columns import COLUMNS, FATES, empty_rows, select_columns
 from staleflow.stores.trajectories.layout import COMMIT_AT
 from staleflow.stores.trajectories.records import (
-    EMPTY,
+    EMPTY_LEDGER,
     LedgerState,
     RunHeader,
     StepRecord,
@@ -335,7 +335,7 @@ def test_conservation_findings_match_an_implementation_with_sets(
             num_started=started, num_ended={"consumed:none": 3 * step}, live=tuple(live), next_step=0, version=0
         )
         record = StepRecord(kind="step", step=step, ledger=ledger)
-        rows = empty_rows(len(ids), select_columns(conservation.READ))
+        rows = empty_rows(len(ids), select_columns(conservation.READ_COLUMNS))
         rows["trajectory"], rows["fate"], rows["reason"] = ids, 0, 0
         kept.add(rows)
         found += kept.ends(record)
@@ -377,7 +377,7 @@ def test_consumption_findings_match_an_implementation_with_dicts(
 ) -> None:
     consumed, tables = ConsumedRows(), []
     for block in blocks:
-        rows = empty_rows(len(block), select_columns(single_consumption.READ))
+        rows = empty_rows(len(block), select_columns(single_consumption.READ_COLUMNS))
         rows["v_traj"] = np.arange(len(block)) % 2
         for i, (id, group, fate, step) in enumerate(block):
             for name, value in (("trajectory", id), ("group", group), ("fate", FATES.index(fate)), ("step", step)):
@@ -523,7 +523,7 @@ def test_tasks_cover_all_rows_and_are_as_small_as_allowed(
     sizes: list[tuple[int, int]], num_rows: int, most_tokens: int, most_commits: int
 ) -> None:
     commits = [
-        StepRecord(kind="step", step=i, ledger=EMPTY, num_rows=rows, num_tokens=tokens)
+        StepRecord(kind="step", step=i, ledger=EMPTY_LEDGER, num_rows=rows, num_tokens=tokens)
         for i, (rows, tokens) in enumerate(sizes)
     ]
     with pytest.MonkeyPatch.context() as patch:

@@ -20,7 +20,7 @@ from staleflow.tasks.environments.episode import EpisodeStart, record_of
 from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Message
-from staleflow.tasks.sources.task_sources import labelled
+from staleflow.tasks.sources.task_sources import label_record
 from tests.support.games import GAMES, act, host_episode, play_episode, settings, step_summaries
 from tests.tasks.chat_models import MODELS
 
@@ -292,7 +292,7 @@ async def test_tasks_of_several_sources_use_the_environment_or_scorer_of_each(ga
     tasks = {}
     for name, source in config.task.sources.items():
         task = actor_settings.source_settings(config, source).build().task(0)
-        tasks[name] = replace(task, record=labelled(name, task.record))
+        tasks[name] = replace(task, record=label_record(name, task.record))
     async with host_episode(episode_settings) as (episodes, _):
         await episodes.check()
         assert step_summaries([await act(episodes, tasks["guess"], "8", task=0)]) == higher_summaries("lower")
