@@ -115,12 +115,10 @@ class DaskWorkers:
             self.waiting.pop(name, None)
         return await self._create(worker, name, role, cls, args, max(1.0, deadline - now_s()))
 
-    async def place_beside(
-        self, neighbour: PlacedActor, name: str, role: str, cls: type[Any], *args: Any
-    ) -> PlacedActor:
+    async def place_beside(self, actor: PlacedActor, name: str, role: str, cls: type[Any], *args: Any) -> PlacedActor:
         """Create a light actor on the worker of another actor."""
-        where = (neighbour.worker, neighbour.address, neighbour.host)
-        self.roles_by_worker[neighbour.worker].append(role)
+        where = (actor.worker, actor.address, actor.host)
+        self.roles_by_worker[actor.worker].append(role)
         return await self._create(where, name, role, cls, args, self.start_s)
 
     async def _create(

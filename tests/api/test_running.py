@@ -400,4 +400,4 @@ def test_functions_are_accepted_wherever_a_mapping_names_code() -> None:
     )
     assert job.reward.parts["near"].function.endswith("reward.py:reward")
     assert job.reward.parts["near"].weight == 0.5
-    assert job.training.advantage.name.endswith("near.py:near")
+    assert job.training.advantage.name.endswith("answer_distance.py:answer_distance")

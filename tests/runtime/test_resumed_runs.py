@@ -159,7 +159,7 @@ def test_finished_and_partial_responses_of_a_killed_run_continue(body: Body) -> 
     assert f"resumed {int(record.metrics['taken_up'])} in-flight responses" in note
     routed = {c.trajectory for c in second.commands("Route")}
     assert not routed & {m.trajectory for m in members if m.sampled}, "a finished response was sampled again"
-    before = {t.id: t for t in first.workers.actor("server")._flight.live.values() if t.segments}
+    before = {t.id: t for t in first.workers.actor("server")._in_flight.live.values() if t.segments}
     for row in second.store.ended():
         t = row.trajectory
         if t.id in before:

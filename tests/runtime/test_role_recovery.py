@@ -293,7 +293,7 @@ SHAPES = {
     "scoring_items": LONG,
     "record_rewards": LONG,
     "batch": LONG,
-    "retire": (*LONG, "batch.extra_groups=1", "batch.extra_members=1"),
+    "discard": (*LONG, "batch.extra_groups=1", "batch.extra_members=1"),
     "commit": LONG,
     "held_out_notice": LONG,
 }

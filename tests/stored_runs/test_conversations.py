@@ -151,7 +151,7 @@ def test_logprobs_are_compared_at_sampled_tokens_only(run: StoredRun, monkeypatc
     row = stored[0]
 
     class Model:
-        def rows(self, packed: list[object], chosen: range) -> dict[int, np.ndarray]:
+        def row_logprobs(self, packed: list[object], chosen: range) -> dict[int, np.ndarray]:
             return {i: r.trajectory.logprobs - np.float32(0.25) for i, r in enumerate(stored[: len(packed)])}
 
     monkeypatch.setattr(logprob_recompute, "_logprob_model", lambda settings: Model())

@@ -154,10 +154,8 @@ class InProcessWorkers:
         self._processes.append(process)
         return await self._create(process, name, role, cls, args)
 
-    async def place_beside(
-        self, neighbour: PlacedActor, name: str, role: str, cls: type[Any], *args: Any
-    ) -> PlacedActor:
-        return await self._create(neighbour.future, name, role, cls, args)
+    async def place_beside(self, actor: PlacedActor, name: str, role: str, cls: type[Any], *args: Any) -> PlacedActor:
+        return await self._create(actor.future, name, role, cls, args)
 
     def release_light_actor(self, name: str) -> None:
         del self.placed[name]

@@ -487,13 +487,15 @@ class PlayedTrainer:
         self._tuned.append(step)
         return {"loss": 1.0}
 
-    async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion, recorded: str) -> PublishedStep:
+    async def publish_initial(
+        self, probe_tokens: tuple[int, ...], version: PolicyVersion, recorded_fingerprint: str
+    ) -> PublishedStep:
         self._world.tuned.append(self._tuned)
-        self._probe, self._version = probe, version
+        self._probe, self._version = probe_tokens, version
         with self._world.training():
             await self._follow("published")
         result = self._publish({})
-        return dataclasses.replace(result, matches_record=recorded in ("", result.fingerprint))
+        return dataclasses.replace(result, matches_record=recorded_fingerprint in ("", result.fingerprint))
 
     async def train(
         self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
@@ -610,10 +612,10 @@ class PlayedParameterServer:
     async def bytes_read(self) -> int:
         return 0
 
-    async def prune(self, used: tuple[PolicyVersion, ...], newest: PolicyVersion) -> None:
+    async def prune(self, used_versions: tuple[PolicyVersion, ...], newest_version: PolicyVersion) -> None:
         await asyncio.sleep(self._world.prune_s)
-        later = {version for version in self._here if version >= newest}
-        self._here.intersection_update({*used, *later, max(self._here, default=0)})
+        later = {version for version in self._here if version >= newest_version}
+        self._here.intersection_update({*used_versions, *later, max(self._here, default=0)})
 
     async def close(self) -> None:
         """Do nothing."""

@@ -622,7 +622,7 @@ async def test_decoding_and_packing_run_off_the_event_loop(tmp_path: Path, monke
     assert [(item.trajectory, item.text) for item in scoring] == [(i, text(response(i, 9))) for i in ids]
     monkeypatch.setattr(server._prompts, "text", text)
     score = ScoredResponse(reward=1.0)
-    await server.record_rewards([RewardItem(i.trajectory, i.tokens, i.route_number, score) for i in scoring])
+    await server.record_rewards([RewardItem(i.trajectory, i.num_tokens, i.route_number, score) for i in scoring])
     part, _ = await asyncio.gather(server.batch(0, ids, (PolicyVersion(0),) * 2, 0), packing.open())
     assert (len(part.arrays.rows()), part.num_remaining) == (2, 0)
     await server.close()
