@@ -45,7 +45,7 @@ class BlockingResource:
         self.gate.wait()
         return []
 
-    probe = abort = events = peek = score = held_out = call
+    logprobs = abort = events = peek = score = held_out = call
 
     def close(self) -> None:
         assert self.may_close.wait(20)
@@ -71,7 +71,7 @@ CASES = {
         lambda resource, folder: Trainer(resource, str(folder / "memory"), 1, 60.0, str(folder / "resume"), 0),
         lambda actor: actor.logprobs((1, 2)),
     ),
-    "trainer rank": Case(lambda resource, folder: TrainerRank(resource, 1), lambda actor: actor.call_policy("probe")),
+    "trainer rank": Case(lambda resource, folder: TrainerRank(resource, 1), lambda actor: actor.call_policy("logprobs")),
     "commands of an instance": Case(instance, lambda actor: actor.abort(())),
     "events of an instance": Case(instance, lambda actor: actor.next_events(None, 60.0), lambda a: a.flush(None)),
     "reward worker": Case(lambda resource, folder: RewardWorker(resource, 1.0), lambda actor: actor.score_texts([])),
