@@ -10,7 +10,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 AGENTS_VENV ?= .venv-agents
 AGENTS_STAMP := $(AGENTS_VENV)/.installed
 # Processes that share the tests; most tests start several of their own.
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # A test run starts hundreds of processes: what is compiled once need not be compiled by each.

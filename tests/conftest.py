@@ -75,13 +75,6 @@ HEAVIEST = (
 at the end."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Start one fork server for all processes that share the whole test suite, before these start."""
-    is_controller = "PYTEST_XDIST_WORKER" not in os.environ and config.getoption("numprocesses", None)
-    if is_controller and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        os.environ[forking.SHARED_ADDRESS] = forking.served()
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     folder = config.rootpath / "tests"
     ranks = {folder / name: rank for rank, name in enumerate(HEAVIEST)}

@@ -27,8 +27,6 @@ from staleflow.pipeline.processes.local_cluster import worker_environment
 
 ADDRESS = "STALEFLOW_TESTS_FORK_SERVER"
 """Environment variable with the address of the server, which processes forked by it share unless it is empty."""
-SHARED_ADDRESS = "STALEFLOW_TESTS_SHARED_FORK_SERVER"
-"""Environment variable with the address of the server shared by all processes of a test run."""
 ENTER = ("nsenter", "--mount", "--net", "--target")
 """Prefix of a command that runs in the network and mounts of the process whose id follows."""
 if TYPE_CHECKING:
@@ -157,7 +155,7 @@ def run(command: Sequence[Any], *, timeout: float | None = None, **how: Any) -> 
 
 def served() -> str:
     """Return the address of the server, which is started if it is not running."""
-    return os.environ.get(ADDRESS) or os.environ.get(SHARED_ADDRESS) or _start()
+    return os.environ.get(ADDRESS) or _start()
 
 
 @functools.cache

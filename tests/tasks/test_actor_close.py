@@ -71,7 +71,9 @@ CASES = {
         lambda resource, folder: Trainer(resource, str(folder / "memory"), 1, 60.0, str(folder / "resume"), 0),
         lambda actor: actor.logprobs((1, 2)),
     ),
-    "trainer rank": Case(lambda resource, folder: TrainerRank(resource, 1), lambda actor: actor.call_policy("logprobs")),
+    "trainer rank": Case(
+        lambda resource, folder: TrainerRank(resource, 1), lambda actor: actor.call_policy("logprobs")
+    ),
     "commands of an instance": Case(instance, lambda actor: actor.abort(())),
     "events of an instance": Case(instance, lambda actor: actor.next_events(None, 60.0), lambda a: a.flush(None)),
     "reward worker": Case(lambda resource, folder: RewardWorker(resource, 1.0), lambda actor: actor.score_texts([])),
