@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.routing_rules import ROUTING_RULES
 from staleflow.pipeline.config import actor_settings, loading
-from staleflow.pipeline.simulator.analysis import SimulationStats, measure
+from staleflow.pipeline.simulator.analysis import SimulationStats, compute_stats
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 
 JOB = "examples/longtail.toml"
@@ -105,7 +105,7 @@ def section(results: list[dict[str, Any]]) -> list[str]:
 
 def run(overrides: tuple[str, ...]) -> SimulationStats:
     config = loading.load(JOB, overrides)
-    return measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run())
+    return compute_stats(config, SimulatedRun(config, actor_settings.make_workload(config)).run())
 
 
 def main() -> None:
@@ -145,7 +145,7 @@ def _strategy(name: str, runs: list[SimulationStats], base: float) -> dict[str, 
     truncated = mean(m.commands.get("Interrupt", 0) / m.ended["consumed"] for m in runs) if "truncated" in name else 0.0
     return {
         "part": "strategies", "settings": name, "ratio": mean(m.steady_tokens_per_s for m in runs) / base,
-        "of_roofline": mean(m.of_bound for m in runs),
+        "of_roofline": mean(m.share_of_bound for m in runs),
         "reprefilled": mean(m.reprefilled_tokens / m.sampled_tokens for m in runs),
         "discarded": mean(m.dropped / (m.dropped + m.ended["consumed"]) for m in runs), "truncated": truncated,
     }  # fmt: skip

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.routing_rules import ROUTING_RULES
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.simulator.analysis import measure
+from staleflow.pipeline.simulator.analysis import compute_stats
 from staleflow.pipeline.simulator.baselines import Credits, with_admission
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
@@ -174,7 +174,7 @@ def asynchronous(name: str, system: str, train_s: float, steps: int, *, quick: b
     config = job(JOBS[name], tables, SYSTEMS[system], SMALL if quick else {})
     if rule := RULES.get(system):
         config = with_admission(config, rule)
-    m = measure(config, simulated(config))
+    m = compute_stats(config, simulated(config))
     dropped = {reason: n for reason, n in m.ended.items() if reason != "consumed" and not reason.endswith("run_ended")}
     return {
         "part": "asynchronous", "job": name, "system": system, "step_s": m.step_s, "train_s": train_s,
@@ -198,7 +198,7 @@ def prefix(routing: str, kv_tokens: int, steps: int, *, affinity: bool, quick: b
     }
     config = job(tables, SMALL if quick else {})
     trace = simulated(config)
-    m = measure(config, trace)
+    m = compute_stats(config, trace)
     new = sum(instance.work.prefilled for instance in trace.instances)
     context = new + m.cached_tokens + m.reprefilled_tokens
     return {

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.simulated import MODELS, UNTUNED, WORKLOADS, Row, job
 from staleflow.pipeline.config import actor_settings
-from staleflow.pipeline.simulator.analysis import measure
+from staleflow.pipeline.simulator.analysis import compute_stats
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 
 STEPS = 30
@@ -49,7 +49,7 @@ def cases() -> Iterator[Case]:
 def run(case: Case, steps: int) -> dict[str, Any]:
     size, model, workload, eta, seed, rule = case
     config = job(model, workload, size, Row(rule, "", eta, RULES[rule]), steps, seed)
-    measures = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run())
+    measures = compute_stats(config, SimulatedRun(config, actor_settings.make_workload(config)).run())
     return {
         "instances": size, "model": model, "workload": workload, "eta": eta, "seed": seed, "rule": rule,
         "tokens_per_s": measures.steady_tokens_per_s,

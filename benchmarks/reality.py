@@ -26,7 +26,7 @@ from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.jobs.execution import execute
 from staleflow.pipeline.profiling.latencies import measure_latencies
 from staleflow.pipeline.runtime.run_listener import RunListener
-from staleflow.pipeline.simulator.analysis import SimulationStats, measure
+from staleflow.pipeline.simulator.analysis import SimulationStats, compute_stats
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
 
@@ -59,7 +59,7 @@ def real(config: RunConfig) -> dict[str, Any]:
 
 def simulated(config: RunConfig) -> tuple[SimulationStats, Trace]:
     trace = SimulatedRun(config, actor_settings.make_workload(config)).run()
-    return measure(config, trace), trace
+    return compute_stats(config, trace), trace
 
 
 def compare(summary: dict[str, Any], m: SimulationStats, trace: Trace) -> None:

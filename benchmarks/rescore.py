@@ -70,7 +70,7 @@ def plain_loop(config: RunConfig, function: str) -> tuple[float, float]:
     """Seconds to read, decode and score everything on one core: all in all, and without importing what that needs."""
     imported = time.perf_counter()
     reward = make_reward(function, actor_settings.source_settings(config).build())
-    prompts = actor_settings.prompt_settings(config, held_out=config.held_out, longest_prompt=None).build()
+    prompts = actor_settings.prompt_settings(config, held_out=config.num_held_out_prompts, longest_prompt=None).build()
     begin = time.perf_counter()
     for row in VersionedStore.open(config.run_dir / "store").ended():
         text = prompts.text(row.trajectory.response_tokens.tolist())

@@ -30,7 +30,7 @@ from benchmarks.admission_rules import OverProvision, PipelineDepth, WindowedFif
 from benchmarks.routing_rules import ROUTING_RULES
 from staleflow.pipeline.config import actor_settings, knob_tree, loading
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.simulator.analysis import measure
+from staleflow.pipeline.simulator.analysis import compute_stats
 from staleflow.pipeline.simulator.baselines import (
     Backlog,
     Credits,
@@ -177,7 +177,7 @@ def job(model: str, workload: str, size: int, row: Row, steps: int, seed: int = 
         knob_tree.apply_override(tree, override)
     tree["simulation"]["train_s"] = least_work_s(loading.from_tree(tree)) / TRAINER_SHARE
     config = loading.from_tree(tree)
-    if config.turns:  # both have the GPUs of both
+    if config.shares_gpus:  # both have the GPUs of both
         tree["rollout"]["instances"] *= 2
         tree["simulation"]["train_s"] /= 2
         config = loading.from_tree(tree)
@@ -212,14 +212,15 @@ def run_row(model: str, workload: str, size: int, row: Row, steps: int, seed: in
     gc.disable()  # a run makes millions of objects and no circles; one collection after it is enough
     begin_s = time.process_time()
     config = job(model, workload, size, row, steps, seed)
-    m = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run())
+    m = compute_stats(config, SimulatedRun(config, actor_settings.make_workload(config)).run())
     gc.collect()
     total = sum(m.staleness.values())
     return {
         "model": model, "workload": workload, "instances": size, "system": row.system, "knob": row.knob, "eta": row.eta,
         "seed": seed, "keeps_bound": row.keeps_bound, "bound_kept": m.bound_kept, "step_s": m.step_s,
         "steady_tokens_per_s": m.steady_tokens_per_s,
-        "train_s": m.bound.train_s, "work_s": m.bound.work_s, "longest_s": m.bound.longest_s, "of_bound": m.of_bound,
+        "train_s": m.bound.train_s, "work_s": m.bound.work_s, "longest_s": m.bound.longest_s,
+        "of_bound": m.share_of_bound,
         "trainer_idle": m.trainer_idle, "rollout_idle": m.rollout_idle,
         "staleness": {str(k): v / total for k, v in m.staleness.items()}, "ended": m.ended,
         "wasted_share": m.wasted_tokens / max(1, m.sampled_tokens), "preemptions": m.preemptions,

@@ -124,7 +124,7 @@ def print_table(rows: list[tuple[str, SimulationStats]]) -> None:
             f"{m.steady_tokens_per_s:,.0f}",
             f"{m.steady_tokens_per_s / first:.2f}",
             f"{m.step_s:.1f}",
-            f"{m.of_bound:.0%}",
+            f"{m.share_of_bound:.0%}",
             f"{m.trainer_idle:.0%}",
             f"{m.rollout_idle:.0%}",
             histogram + ("" if m.bound_kept else "  (bound not kept)"),

@@ -40,7 +40,7 @@ def command(run: str, other: str, port: int | None, host: str, no_browser: bool,
 
     reader, *others = (RunReader(open_run(name).path) for name in (run, other) if name)
     for page_reader in (reader, *others):
-        page_reader.stored()  # reports a store that cannot be read before anything is served
+        page_reader.read_snapshot()  # reports a store that cannot be read before anything is served
     listening = listen(host, PORT if port is None else port, exactly=port is not None)
     url_host = f"[{host}]" if ":" in host else host
     address = f"http://{url_host}:{listening.getsockname()[1]}/"

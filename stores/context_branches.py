@@ -28,7 +28,7 @@ SampledTokens = npt.NDArray[np.bool_]
 class ContextBranch(NamedTuple):
     """A point where a conversation continues from an earlier position. Positions are in prompt + response."""
 
-    at: int
+    start: int
     """Position of the branch's first own token."""
     after: int
     """Position behind the last token that the branch keeps, with that token's context; 0 if it keeps none."""
@@ -47,13 +47,13 @@ def ranges(branches: Sequence[ContextBranch], end: int) -> list[tuple[int, int]]
     """
     parts: list[tuple[int, int]] = []
     newest = len(branches) - 1
-    while newest >= 0 and branches[newest].at > end:
+    while newest >= 0 and branches[newest].start > end:
         newest -= 1
     while newest >= 0:
-        parts.append((branches[newest].at, end))
+        parts.append((branches[newest].start, end))
         end = branches[newest].after
         newest -= 1
-        while newest >= 0 and branches[newest].at >= end:  # the token at end - 1 is of an earlier one
+        while newest >= 0 and branches[newest].start >= end:  # the token at end - 1 is of an earlier one
             newest -= 1
     parts.append((0, end))
     return [part for part in reversed(parts) if part[0] < part[1]]
@@ -82,8 +82,8 @@ def training_sequences(branches: Sequence[ContextBranch], trained: SampledTokens
     [([0, 1], [False, True]), ([0, 2, 3], [False, False, True])]
     """
     remaining = trained.copy()
-    ends = [*(branch.at for branch in branches), len(trained)]
-    starts = [0, *(branch.at for branch in branches)]
+    ends = [*(branch.start for branch in branches), len(trained)]
+    starts = [0, *(branch.start for branch in branches)]
     sequences: list[tuple[Places, SampledTokens]] = []
     for number in reversed(range(len(ends))):
         positions = np.flatnonzero(remaining[starts[number] : ends[number]])
@@ -110,7 +110,7 @@ def longest_shared_prefix(
     (2, 4)
     """
     best, position = 0, 0
-    ends = [*(branch.at for branch in branches), len(tokens)]
+    ends = [*(branch.start for branch in branches), len(tokens)]
     for number, end in reversed(list(enumerate(ends))):
         context_positions = places(branches[:number], end)[: len(wanted)]
         other = np.flatnonzero(tokens[context_positions] != wanted[: len(context_positions)])

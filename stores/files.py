@@ -86,7 +86,7 @@ def replacing_folder(path: Path, remedy: str, *, failures: Failures = ()) -> Ite
         with _part(path, folder=True) as tmp_path:
             yield tmp_path
             if not path.exists():
-                publish(tmp_path, path)
+                flush_and_rename(tmp_path, path)
                 return
             _flush_all(tmp_path)
             old = tmp_path.with_suffix(".old")
@@ -101,7 +101,7 @@ def replacing_folder(path: Path, remedy: str, *, failures: Failures = ()) -> Ite
                 old.rename(tmp_path)  # removed under this name: what is called old is whole
 
 
-def publish(tmp_path: Path, path: Path) -> None:
+def flush_and_rename(tmp_path: Path, path: Path) -> None:
     """Flush a finished file or folder to disk and rename it to `path`. Raises OSError, also if it would replace a
     folder that is not empty."""
     _flush_all(tmp_path)

@@ -21,7 +21,7 @@ from staleflow.pipeline.api.stored_run import Run, open_run
 from staleflow.pipeline.config import actor_settings, knob_tree
 from staleflow.pipeline.processes.local_cluster import context_without_main
 from staleflow.pipeline.recovery.run_folder import load_job as stored_job
-from staleflow.pipeline.simulator.analysis import SimulationStats, explanation, measure
+from staleflow.pipeline.simulator.analysis import SimulationStats, compute_stats, explanation
 from staleflow.pipeline.simulator.baselines import other_systems, with_admission
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
@@ -68,15 +68,15 @@ class SimulationResult:
             "overrides": list(self.variant.overrides),
             **asdict(measures),
             "bound_s": measures.bound.step_s,
-            "of_bound": measures.of_bound,
+            "of_bound": measures.share_of_bound,
             "diagnosis": None if measures.diagnosis is None else measures.diagnosis.as_dict(),
         }
 
     def __str__(self) -> str:
         m = self.measures
         return (
-            f"{self.label}: {m.steady_tokens_per_s:,.0f} tokens/s, {m.step_s:.1f} s a step, {m.of_bound:.0%} of the "
-            f"bound, trainer idle {m.trainer_idle:.0%}, rollout idle {m.rollout_idle:.0%}"
+            f"{self.label}: {m.steady_tokens_per_s:,.0f} tokens/s, {m.step_s:.1f} s a step, {m.share_of_bound:.0%} of "
+            f"the bound, trainer idle {m.trainer_idle:.0%}, rollout idle {m.rollout_idle:.0%}"
         )
 
     def __repr__(self) -> str:
@@ -200,4 +200,4 @@ def simulate_variants(rows: Sequence[JobVariant]) -> Iterator[SimulationResult]:
 def _simulated(variant: JobVariant) -> SimulationResult:
     """Simulate one variant. Picklable, to run in a worker process."""
     trace = SimulatedRun(variant.job, actor_settings.make_workload(variant.job)).run()
-    return SimulationResult(variant=variant, measures=measure(variant.job, trace), trace=trace)
+    return SimulationResult(variant=variant, measures=compute_stats(variant.job, trace), trace=trace)

@@ -45,7 +45,7 @@ def run_header(config: RunConfig) -> RunHeader:
         groups_per_step=config.batch.groups_per_step,
         group_size=config.batch.group_size,
         members_started=config.oversampled_group_size,
-        held_out=config.held_out,
+        held_out=config.num_held_out_prompts,
         url=config.store_url,
         job=knob_tree.to_toml(config) if config.store else "",
         sources=tuple(config.task.sources),
@@ -58,7 +58,7 @@ def source_settings(config: RunConfig, task: TaskConfig | None = None) -> Source
     from staleflow.tasks.settings.endpoint_settings import EndpointSettings
     from staleflow.tasks.sources.task_sources import SourceSettings
 
-    task = task or next(iter(config.task.named.values()))
+    task = task or next(iter(config.task.sources_by_name.values()))
     if not config.has_texts:
         return SourceSettings(task=TaskConfig(source="emulated"), seed=config.seed)
     return SourceSettings(
@@ -124,7 +124,7 @@ def episode_settings(config: RunConfig) -> EpisodeSettings:
         )
     if config.reward.parts or config.reward.function != "task":
         raise ConfigError(
-            f"{config.reward.named}: task.source = {config.task.source!r} rewards its episodes itself; set "
+            f"{config.reward.setting}: task.source = {config.task.source!r} rewards its episodes itself; set "
             'reward.function = "task", and return the reward from the environment'
         )
     return EpisodeSettings(source=source_settings(config))
@@ -138,7 +138,7 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
     return ScoringSettings(
         source=source_settings(config),
         reward=config.reward,
-        sets=tuple(evaluation_set for evaluation_set in evaluation_sets(config) if not evaluation_set.main),
+        sets=tuple(evaluation_set for evaluation_set in evaluation_sets(config) if not evaluation_set.uses_run_reward),
         sources=tuple(
             SourceReward(name=name, source=source_settings(config, task), function=task.reward)
             for name, task in config.task.sources.items()
@@ -160,8 +160,8 @@ def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
     """The sets of prompts on which this job evaluates the model."""
     from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 
-    source_numbers = {name or HELD_OUT: number for number, name in enumerate(config.task.named)}
-    tasks = list(config.task.named.values())
+    source_numbers = {name or HELD_OUT: number for number, name in enumerate(config.task.sources_by_name)}
+    tasks = list(config.task.sources_by_name.values())
     return tuple(
         EvaluationSet(
             name=name,
@@ -172,8 +172,8 @@ def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
             ),
             columns=tasks[0].columns,
             seed=config.seed,
-            main=name in source_numbers,
-            task_source=source_numbers.get(name, 0),
+            uses_run_reward=name in source_numbers,
+            task_source_number=source_numbers.get(name, 0),
             answer_pattern=tasks[source_numbers.get(name, 0)].answer_pattern,
         )
         for name, settings in config.evaluation_sets.items()
@@ -229,7 +229,7 @@ def _with_tools(config: RunConfig, source: SourceSettings) -> SourceSettings:
 def max_prompt_tokens(config: RunConfig, context: int) -> int | None:
     """Length in tokens above which this job replaces a prompt; None if it replaces none. context: the model's context
     length in tokens."""
-    if not config.has_texts or not any(task.skip_long for task in config.task.named.values()):
+    if not config.has_texts or not any(task.skip_long for task in config.task.sources_by_name.values()):
         return None
     return min(context, config.rollout.engine.kv_tokens) - config.rollout.max_new_tokens
 
@@ -241,8 +241,8 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
 
     longest_prompt = max_prompt_tokens(config, context)
     return ServerSettings(
-        prompts=prompt_settings(config, context, held_out=config.held_out, longest_prompt=longest_prompt),
-        reward=config.reward.named,
+        prompts=prompt_settings(config, context, held_out=config.num_held_out_prompts, longest_prompt=longest_prompt),
+        reward=config.reward.setting,
         group_size=config.batch.group_size,
         members_started=config.oversampled_group_size,
         advantage=config.training.advantage,
@@ -308,7 +308,7 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
             train_s=config.simulation.train_s,
             s_per_token=config.simulation.train_s_per_token,
             time_scale=config.rollout.engine.time_scale,
-            switch_s=config.simulation.switch_s if config.turns else 0.0,
+            switch_s=config.simulation.switch_s if config.shares_gpus else 0.0,
         )
     from staleflow.tasks.training.policy import TrainerSettings
 
@@ -321,8 +321,8 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
         temperature=config.rollout.temperature,
         max_length=config.rollout.max_new_tokens,
         seed=config.seed,
-        examples=example_settings(config, config.held_out),
-        shares_device=config.turns,
+        examples=example_settings(config, config.num_held_out_prompts),
+        shares_device=config.shares_gpus,
     )
 
 
@@ -347,8 +347,8 @@ def engine_settings(
         "seed": engine_seed(config.seed, index, attempt, earlier_starts),
         "keep": config.rollout.on_pull == "keep",
         "lora": config.training.lora,
-        "adapters": config.served_versions,
-        "turns": config.turns,
+        "adapters": config.num_served_versions,
+        "turns": config.shares_gpus,
         "cost": instance_cost(config, index),
         "drafting": draft_settings(config),
         "members": config.oversampled_group_size,

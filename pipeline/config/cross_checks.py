@@ -154,7 +154,7 @@ def _check_sources(config: RunConfig) -> Iterator[str]:
 
 def _check_texts(config: RunConfig) -> Iterator[str]:
     """Check that templates can be filled, and that patterns find an answer."""
-    for name, task in config.task.named.items():
+    for name, task in config.task.sources_by_name.items():
         yield from _check_template(task, f"task.sources.{name}" if name else "task")
     if "{observation}" not in config.environment.template:
         yield (f"environment.template must contain {{observation}}, it is {shown(config.environment.template)}")
@@ -269,7 +269,7 @@ def _check_virtual(config: RunConfig) -> Iterator[str]:
 
 def _check_turns(config: RunConfig) -> Iterator[str]:
     """Check what cannot be combined with the layout "turns"."""
-    if not config.turns:
+    if not config.shares_gpus:
         return
     layout_text, training = 'cluster.layout = "turns"', config.training
     if config.cluster.kind != "local":
@@ -277,7 +277,7 @@ def _check_turns(config: RunConfig) -> Iterator[str]:
             f'{layout_text} needs cluster.kind = "local": the queue of a cluster gives each GPU to one role; use '
             '"separate"'
         )
-    if config.served_versions:
+    if config.num_served_versions:
         yield f'{layout_text}: rollout.on_pull = "adapter" keeps the model\'s own weights on the GPUs; use "separate"'
     if training.ranks > 1 and not training.offload:
         yield f"{layout_text}: training.ranks = {training.ranks} needs training.offload = true"

@@ -31,7 +31,7 @@ class EvaluationConfig:
         {}, "sets by name, besides that of task.eval_prompts, which is called held-out"
     )
 
-    def held_out(self, num_prompts: int) -> int:
+    def num_held_out_prompts(self, num_prompts: int) -> int:
         """Number of prompts held out of the job's own source. num_prompts: task.eval_prompts."""
         return max(
             [

@@ -89,8 +89,8 @@ def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> Strate
         evaluation_share=config.evaluation.max_slot_share,
         affinity=CacheAffinity(costs) if config.has_environment and rollout.cache_affinity else None,
         mixture=_mixture(config),
-        serves_many_versions=config.served_versions > 0,
-        shares_gpus=config.turns,
+        serves_many_versions=config.num_served_versions > 0,
+        shares_gpus=config.shares_gpus,
     )
 
 

@@ -100,11 +100,11 @@ class DataFacts:
     """The value of task.source."""
     columns: Columns | None = None
     """Columns of the prompts and answers; None if the source has no columns."""
-    numbers: bool = False
+    has_number_answers: bool = False
     """Whether answers are numbers."""
-    gold: bool = False
+    has_gold_mark: bool = False
     """Whether answers follow the mark GOLD."""
-    messages: bool = False
+    has_message_prompts: bool = False
     """Whether prompts are lists of chat messages."""
     has_environment: bool = False
     """Whether the source is an environment of several turns."""
@@ -144,7 +144,9 @@ def write_first_job(folder: Path, inputs: InitInputs, say: Callable[[str], None]
         raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}; name another folder") from error
     with contextlib.chdir(folder):
         config = loading.load(JOB)
-        prompts = actor_settings.prompt_settings(config, held_out=config.held_out, longest_prompt=None).build()
+        prompts = actor_settings.prompt_settings(
+            config, held_out=config.num_held_out_prompts, longest_prompt=None
+        ).build()
         tokens = prompts.encode(prompts.task(0))
         unknown = 0
         if Path(config.model.path).is_dir():
@@ -248,9 +250,10 @@ def _inspect_data(folder: Path, inputs: InitInputs) -> DataFacts:
     return DataFacts(
         source=f"{kind}:{_job_path(folder, name)}",
         columns=columns,
-        numbers=bool(answers) and all(re.fullmatch(NUMBER, answer.rpartition(GOLD)[2].strip()) for answer in answers),
-        gold=gold,
-        messages=not isinstance(tasks.task(0).prompt, str),
+        has_number_answers=bool(answers)
+        and all(re.fullmatch(NUMBER, answer.rpartition(GOLD)[2].strip()) for answer in answers),
+        has_gold_mark=gold,
+        has_message_prompts=not isinstance(tasks.task(0).prompt, str),
     )
 
 
@@ -308,9 +311,9 @@ def _about_reward(data: DataFacts) -> str:
 def _reward(data: DataFacts) -> str:
     """The text of reward.py."""
     assert data.columns is not None
-    expected = 'str(record["answer"])' + (f'.rpartition("{GOLD}")[2]' if data.gold else "")
+    expected = 'str(record["answer"])' + (f'.rpartition("{GOLD}")[2]' if data.has_gold_mark else "")
     body = f"    expected = {expected}\n    return float(answer.strip() == expected.strip())\n"
-    if data.numbers:
+    if data.has_number_answers:
         body = (
             f'    expected = {expected}.replace(",", "")\n'
             '    return float(answer.replace(",", "").strip() == expected.strip())\n'
@@ -333,16 +336,16 @@ def _job(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
     """The text of the job file. Raises ConfigError."""
     tokenizer = load_chat_tokenizer(inputs.model) if inputs.model else None
     chat = tokenizer is not None and tokenizer.has_chat_template
-    if data.messages and not chat:
+    if data.has_message_prompts and not chat:
         raise ConfigError(f"--data {inputs.data}: prompts are messages, and {inputs.model} has no chat template")
     tokens = 48
     if inputs.model:
         bare = {"model": {"path": inputs.model}, "rollout": {"max_new_tokens": 1}}
-        tokens = min(MAX_TOKENS, inspect_model(loading.from_tree(bare, "--model")).context // 2)
+        tokens = min(MAX_TOKENS, inspect_model(loading.from_tree(bare, "--model")).context_length // 2)
     pattern, template = "", "{prompt}"
     if not inputs.model:
         pattern = r"so(-?\d+)\."
-    elif not inputs.data or data.numbers:
+    elif not inputs.data or data.has_number_answers:
         pattern = f"({NUMBER})"
     elif data.columns is not None and data.columns.answer:
         pattern, template = r"Answer:\s*(.+)", "{prompt}\n\nEnd with a line that says: Answer: ..."

@@ -14,11 +14,11 @@ from staleflow.stores.errors import ConfigError
 class ModelFacts:
     """Facts about a run's model, with a nonce of the run.
 
-    context: tokens that the model can attend to. eos: ids of the tokens that end a response; none for an emulated
+    context_length: tokens that the model can attend to. eos: ids of the tokens that end a response; none for an emulated
     engine. nonce: random text that distinguishes runs of the same name.
     """
 
-    context: int
+    context_length: int
     eos: tuple[int, ...]
     nonce: str
 
@@ -37,10 +37,10 @@ def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
                 'task.multi_turn = "yes", or choose another'
             )
         if not config.has_texts:
-            return ModelFacts(context=2**31, eos=(), nonce=secrets.token_hex(4))
+            return ModelFacts(context_length=2**31, eos=(), nonce=secrets.token_hex(4))
     folder = find_model(config.model.path, key)
     if config.emulated and folder is not None:
-        return ModelFacts(context=read_context(folder, config.model.path), eos=(), nonce=secrets.token_hex(4))
+        return ModelFacts(context_length=read_context(folder, config.model.path), eos=(), nonce=secrets.token_hex(4))
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     path = str(folder or config.model.path)
@@ -72,4 +72,4 @@ def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
             f"rollout.engine.kv_tokens = {config.rollout.engine.kv_tokens} is too small for a prompt and a response of "
             f"{config.rollout.max_new_tokens} tokens; set it to at least {2 * config.rollout.max_new_tokens}"
         )
-    return ModelFacts(context=context, eos=tuple(sorted(eos_ids)), nonce=secrets.token_hex(4))
+    return ModelFacts(context_length=context, eos=tuple(sorted(eos_ids)), nonce=secrets.token_hex(4))

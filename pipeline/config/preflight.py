@@ -84,7 +84,7 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
     user_files.check(config)
     if not here and _elsewhere(config, unchecked):
         return unchecked
-    for name, job in config.by_source.items():
+    for name, job in config.jobs_by_source.items():
         try:
             _try_source(job, folder, unchecked)
         except ConfigError as error:
@@ -97,7 +97,7 @@ def _try_source(config: RunConfig, folder: Path | None, unchecked: list[str]) ->
     from staleflow.tasks.sources.examples import Examples
 
     task, prompts = _first_prompt(config, folder, unchecked)
-    examples = actor_settings.example_settings(config, config.held_out)
+    examples = actor_settings.example_settings(config, config.num_held_out_prompts)
     if examples is not None and prompts is not None:
         Examples(examples, prompts).rows(0)
     environments = actor_settings.episode_settings(config) if config.has_environment else None
@@ -210,7 +210,7 @@ def _model(config: RunConfig, unchecked: list[str], *, here: bool) -> Path | Non
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt: the model's "
             f"context is {format_context(read_architecture(folder, subject))}"
         )
-    if any(task.chat for task in config.task.named.values()) and chat_template(folder) == "":
+    if any(task.chat for task in config.task.sources_by_name.values()) and chat_template(folder) == "":
         raise ConfigError(
             f"task.chat = true: the tokenizer in {folder} has no chat template; add chat_template.jinja there, or set "
             "task.chat = false and write the turns into task.template"
@@ -255,7 +255,7 @@ def _elsewhere(config: RunConfig, unchecked: list[str]) -> bool:
     for key, reference in (
         *(
             (f"task.sources.{name}.source" if name else "task.source", t.source)
-            for name, t in config.task.named.items()
+            for name, t in config.task.sources_by_name.items()
         ),
         ("reward.function", config.reward.function),
         *rewards,
@@ -281,7 +281,9 @@ def _first_prompt(config: RunConfig, folder: Path | None, notes: list[str]) -> t
         return actor_settings.source_settings(config).build().task(0), None
     context = read_context(folder, f"model.path = {config.model.path!r}")
     longest_prompt = actor_settings.max_prompt_tokens(config, context)
-    settings = actor_settings.prompt_settings(config, context, held_out=config.held_out, longest_prompt=longest_prompt)
+    settings = actor_settings.prompt_settings(
+        config, context, held_out=config.num_held_out_prompts, longest_prompt=longest_prompt
+    )
     tokenizer = FileTokenizer(folder)
     prompts = TokenizedPrompts(settings, ChatTokenizer(tokenizer))
     first = prompts.task(0)
@@ -372,4 +374,4 @@ def _try_reward(config: RunConfig, task: Task) -> None:
         if "took longer" in errors[-1]
         else "fix it, or set reward.max_error_share = 1 to run all the same"
     )
-    raise ConfigError(f"{config.reward.named}: fails on the first prompt: {errors[0]}; {remedy}")
+    raise ConfigError(f"{config.reward.setting}: fails on the first prompt: {errors[0]}; {remedy}")

@@ -242,7 +242,7 @@ class RunConfig:
     def __repr__(self) -> str:
         """One line: all settings are thousands of characters, which `staleflow config explain` prints."""
         model = "no model" if self.emulated else self.model.path
-        sources = ", ".join(task.source for task in self.task.named.values())
+        sources = ", ".join(task.source for task in self.task.sources_by_name.values())
         return f"<Job {self.name}: {self.steps} steps, eta {self.staleness.eta}, {model}, {sources}>"
 
     @property
@@ -276,7 +276,7 @@ class RunConfig:
         return not self.emulated or self.workload.prompts == "task"
 
     @property
-    def by_source(self) -> dict[str, RunConfig]:
+    def jobs_by_source(self) -> dict[str, RunConfig]:
         """A copy of the job for each of its task sources alone, by the source's name; with a single source the job
         itself, under the empty name."""
         if not self.task.sources:
@@ -303,7 +303,7 @@ class RunConfig:
             return self.task.multi_turn == "yes"
         if self.environment.tools:
             return True
-        return any(_has_turns(task.source) for task in self.task.named.values())
+        return any(_has_turns(task.source) for task in self.task.sources_by_name.values())
 
     @property
     def evaluation_sets(self) -> dict[str, EvaluationSetConfig]:
@@ -311,15 +311,15 @@ class RunConfig:
         run is evaluated only if [evaluation] says so."""
         evaluates = not self.emulated or self.evaluation.every > 0
         held_out_sets: dict[str, EvaluationSetConfig] = {}
-        for name, task in self.task.named.items():
+        for name, task in self.task.sources_by_name.items():
             prompts = task.eval_prompts if evaluates else 0
             held_out_sets |= held_out_set(prompts, task.eval_source, task.eval_options, name or HELD_OUT)
         return held_out_sets | self.evaluation.sets
 
     @property
-    def held_out(self) -> int:
+    def num_held_out_prompts(self) -> int:
         """Number of prompts of task.source, or task.eval_source, that are held out of training."""
-        return self.evaluation.held_out(self.task.eval_prompts)
+        return self.evaluation.num_held_out_prompts(self.task.eval_prompts)
 
     @property
     def reward_actors(self) -> tuple[str, ...]:
@@ -330,12 +330,12 @@ class RunConfig:
         return tuple(f"reward-{i}" for i in range(self.reward.workers))
 
     @property
-    def turns(self) -> bool:
+    def shares_gpus(self) -> bool:
         """Whether trainer and rollout instances use the same GPUs in turns."""
         return self.cluster.layout == "turns"
 
     @property
-    def served_versions(self) -> int:
+    def num_served_versions(self) -> int:
         """Number of versions that an instance serves side by side: eta + 1 adapters, which are all that the bound
         allows; 0 for full weights."""
         return self.staleness.eta + 1 if self.rollout.on_pull == "adapter" else 0

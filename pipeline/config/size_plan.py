@@ -55,7 +55,7 @@ def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
         max_length=max_length,
         num_gpus=num_gpus,
         own_gpu=num_gpus > 1,
-        turns=config.turns,
+        turns=config.shares_gpus,
     )
 
 
@@ -66,7 +66,7 @@ def gpu_bytes(config: RunConfig) -> tuple[int, int]:
         return 0, 0
     job = sized_job(config, 2)
     trainer = 0 if config.training.lora.rank else sum(trainer_parts(shape, job.training).values())
-    engine, sleeping = sum(engine_parts(shape, job.engine).values()), CONTEXT_BYTES if config.turns else 0
+    engine, sleeping = sum(engine_parts(shape, job.engine).values()), CONTEXT_BYTES if config.shares_gpus else 0
     return trainer and trainer + sleeping, engine + sleeping
 
 
@@ -83,7 +83,7 @@ def change_that_fits(config: RunConfig, num_gpus: int, device_bytes: int) -> str
     """The smallest change with which a job fits on GPUs that are too small for it, for messages; empty if they are
     large enough, or no such change is known. device_bytes: memory of the largest GPU."""
     rank_bytes, instance_bytes = gpu_bytes(config)
-    shared = num_gpus == 1 and not config.turns
+    shared = num_gpus == 1 and not config.shares_gpus
     needed = rank_bytes + instance_bytes if shared else max(rank_bytes, instance_bytes)
     shape = _shape(config)
     if shape is None or not device_bytes or needed <= device_bytes:
@@ -95,7 +95,7 @@ def change_that_fits(config: RunConfig, num_gpus: int, device_bytes: int) -> str
 def split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
     """One line that proposes how many GPUs instances and ranks should get, and why; empty for too few GPUs, and in
     turns."""
-    if config.turns:
+    if config.shares_gpus:
         return ""
     job, shape = sized_job(config, num_gpus), _shape(config)
     ranks = (2**power for power in range(11))
@@ -146,7 +146,7 @@ def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
     if not config.training.lora.rank and (num_points := num_resume_points(config)):
         point_gb = STATE_BYTES * model.parameters / GB
         lines.append(f"disk, by the end: {num_points} resume points of {point_gb:.1f} GB, {num_points * point_gb:.1f}")
-    placed = place(hosts, run_roles(config), share=len(devices) == 1, turns=config.turns)
+    placed = place(hosts, run_roles(config), share=len(devices) == 1, turns=config.shares_gpus)
     lacks_gpus = isinstance(placed, Shortage)
     lines += ["", placed.line if isinstance(placed, Shortage) else placement_text(hosts, placed.assignments)]
     lines += ["", verdict(plan)]
@@ -214,7 +214,7 @@ def place_locally(config: RunConfig, devices: Sequence[Device]) -> tuple[Mapping
     if not devices:
         return {}, ""
     host = Host(name=THIS_MACHINE, devices=tuple(devices))
-    placed = place([host], run_roles(config, *gpu_bytes(config)), share=len(devices) == 1, turns=config.turns)
+    placed = place([host], run_roles(config, *gpu_bytes(config)), share=len(devices) == 1, turns=config.shares_gpus)
     if isinstance(placed, Shortage):
         sizes = [device.memory_bytes for device in devices]
         remedy = change_that_fits(config, len(devices), max(sizes)) or (

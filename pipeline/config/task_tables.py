@@ -57,7 +57,7 @@ class TaskTableConfig(SampledTaskConfig):
         return [name for name in names if getattr(self, name) != getattr(default, name)]
 
     @property
-    def named(self) -> dict[str, SampledTaskConfig]:
+    def sources_by_name(self) -> dict[str, SampledTaskConfig]:
         """The task sources by name; a single one under the empty name."""
         return {**self.sources} if self.sources else {"": self}
 

@@ -109,7 +109,7 @@ def with_multi_turn(config: RunConfig) -> RunConfig:
     if config.task.multi_turn != "auto" or not config.has_texts:
         return config
     try:
-        sources = (task.source for task in config.task.named.values())
+        sources = (task.source for task in config.task.sources_by_name.values())
         plays = bool(config.environment.tools) or any(is_environment(source, "task.source") for source in sources)
     except ConfigError:
         return config

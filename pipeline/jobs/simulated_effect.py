@@ -14,7 +14,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.profiling.diagnosis import Cause, Diagnosis, diagnose_trainer
 from staleflow.pipeline.profiling.run_profile import Profile
 from staleflow.pipeline.recovery.run_folder import load_job
-from staleflow.pipeline.simulator.analysis import measure
+from staleflow.pipeline.simulator.analysis import compute_stats
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.stores.errors import StaleflowError
 
@@ -125,4 +125,4 @@ def _tokens_per_s(config: RunConfig, max_cpu_s: float) -> float:
             raise _SimulationTooLong
 
     trace = SimulatedRun(config, actor_settings.make_workload(config), observe=check_cpu_time).run()
-    return measure(config, trace).steady_tokens_per_s
+    return compute_stats(config, trace).steady_tokens_per_s

@@ -95,7 +95,7 @@ def compute(config: RunConfig) -> Fingerprints:
 def _of_several(config: RunConfig) -> Fingerprints:
     """Fingerprints of a job with several task sources: each one's, under its name."""
     combined = Fingerprints(reward={}, data={}, template={})
-    for name, job in config.by_source.items():
+    for name, job in config.jobs_by_source.items():
         fingerprints = compute(job)
         for part in PARTS:
             getattr(combined, part).update(

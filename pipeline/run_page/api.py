@@ -55,7 +55,7 @@ class RunApi:
 
     def run(self, branch: str) -> dict[str, Any]:
         """Facts about the run as a whole."""
-        config, stored = self._reader.config, self._reader.stored(branch)
+        config, stored = self._reader.config, self._reader.read_snapshot(branch)
         evaluations = self._reader.evaluations()
         state = self._reader.state()
         summary = self._reader.summary() if state != "running" else {}
@@ -90,7 +90,7 @@ class RunApi:
     def steps(self, branch: str, first: int, *, other: bool = False) -> dict[str, Any]:
         """Values of the charts for the steps from index `first` on. other: whether of the second run's main branch."""
         if other:
-            stored = self._other.stored() if self._other else None
+            stored = self._other.read_snapshot() if self._other else None
             return series(stored.records if stored else (), max(0, first))
         stored = self._need(branch)
         return {
@@ -116,9 +116,9 @@ class RunApi:
             ]
         }
 
-    def beside(self) -> dict[str, Any]:
+    def result_tables(self) -> dict[str, Any]:
         """The results of both runs side by side, as tables of text; none before both have stored a step."""
-        first, second = self._reader.stored(), self._other.stored() if self._other else None
+        first, second = self._reader.read_snapshot(), self._other.read_snapshot() if self._other else None
         if self._other is None or first is None or second is None:
             return {"tables": []}
         runs = [
@@ -193,7 +193,7 @@ class RunApi:
             groups.append(
                 {
                     "group": id,
-                    "prompt": self._reader.texts.text(prompt[: TEXT_SHOWN + 1], special=True)[:TEXT_SHOWN],
+                    "prompt": self._reader.detokenizer.text(prompt[: TEXT_SHOWN + 1], special=True)[:TEXT_SHOWN],
                     "prompt_cut": len(prompt) > TEXT_SHOWN,
                     "members": [
                         {**self._member(row, limit), "matches": bool(matching[position])}
@@ -208,7 +208,7 @@ class RunApi:
             return {"trajectory": int(row.trajectory), "damaged": row.error}
         t = row.trajectory
         # Decoding stops soon after the limit: a token is rarely less than a character.
-        text = self._reader.texts.text(t.response_tokens[: limit + 1].tolist(), special=True)
+        text = self._reader.detokenizer.text(t.response_tokens[: limit + 1].tolist(), special=True)
         return {
             **plain(make_facts(row)),
             "response_tokens": t.num_sampled,
@@ -229,7 +229,7 @@ class RunApi:
             if limit <= 0:
                 break
             ids = trajectory.response_tokens[span.start : min(span.stop, span.start + limit + 1)]
-            text = self._reader.texts.text(ids.tolist(), special=True)[:limit]
+            text = self._reader.detokenizer.text(ids.tolist(), special=True)[:limit]
             messages.append({"role": span.role, "sampled": span.sampled, "seconds": span.seconds, "text": text})
             limit -= len(text)
         return messages
@@ -259,7 +259,7 @@ class RunApi:
             if isinstance(row, UnreadableRow):
                 texts_by_trajectory[int(row.trajectory)] = {"damaged": row.error}
                 continue
-            t, decode = row.trajectory, self._reader.texts.text
+            t, decode = row.trajectory, self._reader.detokenizer.text
             texts_by_trajectory[int(t.id)] = {
                 "prompt": decode(t.prompt_tokens[-PROMPT_EXCERPT:].tolist(), special=True)[-PROMPT_EXCERPT:],
                 "response": decode(t.response_tokens[:EXCERPT].tolist(), special=True)[:EXCERPT],
@@ -293,7 +293,7 @@ class RunApi:
         }
         if isinstance(row, UnreadableRow):
             return {"trajectory": id, "damaged": row.error, **around}
-        view = make_trajectory_view(row, self._reader.texts, stored.store.rescored(TrajectoryId(id)))
+        view = make_trajectory_view(row, self._reader.detokenizer, stored.store.recomputed_logprobs(TrajectoryId(id)))
         with self._reader.journal() as journal:
             story, read_share = journal.story(id), journal.read_share
         ratios = [None if t.ratio is None else _plain(round(t.ratio, 5)) for t in view.tokens]
@@ -347,7 +347,7 @@ class RunApi:
         }
 
     def _need(self, branch: str) -> StoredSnapshot:
-        stored = self._reader.stored(branch)
+        stored = self._reader.read_snapshot(branch)
         if stored is None:
             raise ConfigError("nothing is stored yet: the first step has not ended")
         return stored

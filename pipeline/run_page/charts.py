@@ -20,9 +20,9 @@ class Chart:
     title: str
     names: tuple[str, ...]
     hint: str = ""
-    eta: bool = False
+    shows_eta: bool = False
     """Whether the staleness bound is drawn."""
-    held_out: bool = False
+    shows_held_out: bool = False
     """Whether rewards on held-out prompts are drawn."""
     many_turns: bool = False
     """Whether the chart is left out for a run whose trajectories all have one turn."""
@@ -30,7 +30,7 @@ class Chart:
     def plain(self) -> dict[str, Any]:
         """The chart as plain values for the page, with unit and descriptions."""
         return {
-            "title": self.title, "hint": self.hint, "eta": self.eta, "held_out": self.held_out,
+            "title": self.title, "hint": self.hint, "eta": self.shows_eta, "held_out": self.shows_held_out,
             "unit": "" if self.names[0].startswith(SOURCE_PREFIX) else STEP_METRICS[self.names[0]].unit,
             "lines": [
                 {"name": name, "label": self._label(name), "doc": self._doc(name)}
@@ -40,7 +40,7 @@ class Chart:
 
     def _label(self, name: str) -> str:
         """A line's label; a line alone needs none besides the title."""
-        if len(self.names) == 1 and not self.held_out:
+        if len(self.names) == 1 and not self.shows_held_out:
             return ""
         if name.startswith(SOURCE_PREFIX):
             return name.removeprefix(SOURCE_PREFIX).rpartition("/")[0]
@@ -52,12 +52,14 @@ class Chart:
 
 
 CHARTS = (
-    Chart(title="reward", names=("reward",), held_out=True, hint="batch, and held-out prompts with standard error"),
+    Chart(
+        title="reward", names=("reward",), shows_held_out=True, hint="batch, and held-out prompts with standard error"
+    ),
     Chart(title="response length", names=("response_mean", "response_max"), hint="of the batch"),
     Chart(
         title="staleness",
         names=("staleness_mean", "staleness_max", "staleness_in_flight", "staleness_in_queue"),
-        eta=True,
+        shows_eta=True,
         hint="dashed: eta, the bound",
     ),
     Chart(title="importance ratio", names=("ratio_mean",), hint="to the behaviour policy; 1 is on-policy"),

@@ -75,7 +75,7 @@ def application(run_api: RunApi, names: frozenset[str]) -> ASGIApp:
         api("run", lambda r: run_api.run(_branch(r))),
         api("steps", lambda r: run_api.steps(_branch(r), _int(r, "first", 0), other=_text(r, "run") == "other")),
         api("settings", lambda r: run_api.settings()),
-        api("beside", lambda r: run_api.beside()),
+        api("beside", lambda r: run_api.result_tables()),
         api("audit", lambda r: run_api.audit()),
         api(
             "groups",

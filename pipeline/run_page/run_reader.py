@@ -169,7 +169,7 @@ class RunReader:
             self._job = (modified_ns, load_job(self.run_dir))
         return self._job[1]
 
-    def stored(self, branch: str = MAIN) -> StoredSnapshot | None:
+    def read_snapshot(self, branch: str = MAIN) -> StoredSnapshot | None:
         """The current state of the store; None if the run has stored nothing yet. Raises ConfigError, StoreError."""
         path = self.run_dir / "store"
         if not path.exists():
@@ -186,14 +186,14 @@ class RunReader:
             return before
 
     @cached_property
-    def texts(self) -> Detokenizer:
+    def detokenizer(self) -> Detokenizer:
         """The detokenizer of the run."""
         return make_display_detokenizer(self.config)
 
     @property
     def token_ids_note(self) -> str:
         """Why token ids are shown instead of text; empty if text is shown."""
-        if not isinstance(self.texts, IdDetokenizer):
+        if not isinstance(self.detokenizer, IdDetokenizer):
             return ""
         if self.config.emulated:
             return "the engine was emulated, its tokens have no text: token ids are shown"
@@ -221,7 +221,7 @@ class RunReader:
 
     def state(self) -> str:
         """ "starting", "running", "finished", "ended early" or "interrupted"."""
-        stored = self.stored()
+        stored = self.read_snapshot()
         if stored is not None and stored.records and stored.records[-1].kind == "end":
             return "finished" if len(stored.steps) >= self.config.steps else "ended early"
         if in_use(self.run_dir):

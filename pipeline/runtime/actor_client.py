@@ -54,7 +54,7 @@ class ActorClient:
     def __init__(self, config: RunConfig, workers: Workers) -> None:
         self._config = config
         self._workers = workers
-        self._device_turns = DeviceTurns(shared=config.turns)
+        self._device_turns = DeviceTurns(shared=config.shares_gpus)
         self._loss_times: dict[str, list[float]] = {}
         """Seconds of the run at which each role was lost."""
         self._loss_futures: dict[str, set[asyncio.Future[Any]]] = defaultdict(set)

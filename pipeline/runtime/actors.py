@@ -221,7 +221,7 @@ class Actors(WeightPublisher):
             resumed: Whether it opens the existing store and reads the spool, instead of creating a store.
         """
         settings = actor_settings.server_settings(
-            self._config, self._run_dir / "store", self._facts.context, resumed=resumed
+            self._config, self._run_dir / "store", self._facts.context_length, resumed=resumed
         )
 
         def failed(cause: str) -> None:

@@ -92,7 +92,7 @@ class EvaluationDriver:
         if not self._sets:
             return
         self._items = await self._actors.ask("server", "evaluation_items", deadline="train_s")
-        tasks = {name or HELD_OUT: task for name, task in self._config.task.named.items()}
+        tasks = {name or HELD_OUT: task for name, task in self._config.task.sources_by_name.items()}
         for name, evaluation_set in self._sets.items():
             num_prompts = len({item.prompt for item in self._items if item.set_name == name})
             key, source = f"evaluation.sets.{name}.prompts", evaluation_set.source

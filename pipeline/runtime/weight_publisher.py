@@ -58,7 +58,7 @@ class WeightPublisher(ActorClient):
         self._trained_fingerprints: dict[PolicyVersion, str] = {}
         self._num_pending_saves: Counter[PolicyVersion] = Counter()
         """Number of checkpoints that are being saved, by version."""
-        self.verification = WeightVerification(config, facts.context)
+        self.verification = WeightVerification(config, facts.context_length)
 
     def publish(self, published: PublishedStep) -> None:
         """Record a published version, which instances can pull from now on."""

@@ -79,7 +79,7 @@ class SimulationStats:
     """What limits the job; None without steps."""
 
     @property
-    def of_bound(self) -> float:
+    def share_of_bound(self) -> float:
         """Lower bound on the step time as a share of the step time; 1 is optimal."""
         return self.bound.step_s / self.step_s if self.step_s else 0.0
 
@@ -88,7 +88,7 @@ class SimulationStats:
         return sum(n for reason, n in self.ended.items() if reason != "consumed" and not reason.endswith("run_ended"))
 
 
-def measure(config: RunConfig, trace: Trace) -> SimulationStats:
+def compute_stats(config: RunConfig, trace: Trace) -> SimulationStats:
     """Compute the statistics of the steady part of a run; see `find_steady_steps`."""
     eta = min(max_versions_behind(config), config.staleness.eta)  # without a bound: what its work was drawn for
     first, last = find_steady_steps(len(trace.steps), eta)
@@ -171,7 +171,8 @@ def explanation(config: RunConfig, m: SimulationStats) -> list[str]:
     b = m.bound
     lines = [m.diagnosis.line] if m.diagnosis is not None else []
     lines += [
-        f"a step takes {m.step_s:.1f} s; the physical bound is {b.step_s:.1f} s ({m.of_bound:.0%} of it is reached)",
+        f"a step takes {m.step_s:.1f} s; the physical bound is {b.step_s:.1f} s "
+        f"({m.share_of_bound:.0%} of it is reached)",
         f"  {b.train_s:8.1f} s  training" + _mark(b, b.train_s),
         f"  {b.work_s:8.1f} s  decode and prefill work of a batch, {b.running} trajectories per instance"
         + _mark(b, b.work_s),

@@ -26,7 +26,7 @@ class SimulatedEvaluations:
         """Whether an evaluation is running or due."""
         return self._is_running or self._is_due
 
-    def published(self, version: int) -> EvaluationRequested | None:
+    def request_after_publish(self, version: int) -> EvaluationRequested | None:
         """The request that follows a published version, if it is due and no evaluation is running."""
         self._is_due |= self._size > 0 and self._schedule.is_due(version)
         return self._next()

@@ -158,7 +158,7 @@ class SimulatedRun:
                 self._lose_random_instance,
                 recurring=True,
             )
-        self._handle_if_any(self._evaluations.published(0))
+        self._handle_if_any(self._evaluations.request_after_publish(0))
         while not self.coordinator.finished or self._evaluations.pending:
             time_s, _, action, recurring = heapq.heappop(self._heap)
             self._num_pending -= not recurring
@@ -203,7 +203,7 @@ class SimulatedRun:
 
     def _publish(self, version: int) -> None:
         self._handle(VersionPublished(version=PolicyVersion(version)))
-        self._handle_if_any(self._evaluations.published(version))
+        self._handle_if_any(self._evaluations.request_after_publish(version))
 
     def _tick(self) -> None:
         self._quiet_ticks = 0 if self._num_pending else self._quiet_ticks + 1
@@ -325,7 +325,7 @@ class SimulatedRun:
             case Pull():
                 slow = self._fault_rng.random() < self._simulation.slow_pull_share
                 seconds = self._simulation.pull_s * (self._simulation.slow_pull_factor if slow else 1.0)
-                if self._config.served_versions:  # loaded beside the versions being served
+                if self._config.num_served_versions:  # loaded beside the versions being served
                     loaded_s = self._now + seconds
                 else:
                     loaded_s = instance.engine.load(self._now, seconds, keep=self._config.rollout.on_pull == "keep")
@@ -499,4 +499,4 @@ def train_seconds(config: RunConfig, tokens: int) -> float:
     """Seconds of a training step over `tokens` tokens, prompts included; in turns, until the trainer has freed the
     GPUs."""
     simulation = config.simulation
-    return simulation.train_s + simulation.train_s_per_token * tokens + config.turns * simulation.switch_s
+    return simulation.train_s + simulation.train_s_per_token * tokens + config.shares_gpus * simulation.switch_s

@@ -284,7 +284,7 @@ class _PartialTrainer:
     def __init__(self, plan: BisectionPlan, store: VersionedStore, policy: Policy, folder: Path) -> None:
         """folder: for the state at the earlier version and for weights to evaluate."""
         self._plan, self._store, self._policy, self._folder = plan, store, policy, folder
-        self._context = inspect_model(plan.offline.config).context
+        self._context = inspect_model(plan.offline.config).context_length
         self._published = {r.step + 1: r.weight_fingerprint for r in store.steps() if r.kind == "step"}
         self.table: Table = store.table()
         self._trained: Mask = self.table["fate"] == unlearning.CONSUMED_CODE

@@ -22,7 +22,7 @@ from staleflow.pipeline.stored_runs.pool import Pool, cache_per_process, open_st
 from staleflow.pipeline.stored_runs.response_texts import decode_row, make_detokenizer
 from staleflow.pipeline.stored_runs.stored_trajectories import read_windows, select_positions
 from staleflow.stores.errors import ConfigError, StaleflowError, StoreError
-from staleflow.stores.files import publish, require_writable_folder
+from staleflow.stores.files import flush_and_rename, require_writable_folder
 from staleflow.stores.trajectories import dataframes
 from staleflow.stores.trajectories.dataframes import RowTexts
 from staleflow.stores.trajectories.reader import UnreadableRow
@@ -86,9 +86,9 @@ def export(
             size = sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
             if to == "jsonl":
                 _join_files(files, tmp_path / "whole")
-                publish(tmp_path / "whole", out)
+                flush_and_rename(tmp_path / "whole", out)
             else:
-                publish(tmp_path, out)
+                flush_and_rename(tmp_path, out)
                 (out / LOCK).unlink()  # after the rename: without its lock file a folder can be locked by others
     except OSError as error:
         if isinstance(error, StaleflowError):
@@ -111,7 +111,7 @@ def _select_rows(
         raise ConfigError(f"--to {to}: unknown format; choose one of {', '.join(FORMATS)}")
     _refuse_existing(out)
     if to != "jsonl":
-        dataframes.require("pyarrow.parquet")
+        dataframes.import_offline_module("pyarrow.parquet")
     store = VersionedStore.open(run_dir / "store", branch=branch)
     rows = select_positions(store, where)
     if not len(rows):
@@ -214,7 +214,7 @@ def _write_lines(to: str, file: Path, read: Iterator[tuple[list[EndedTrajectory]
     with file.open("w") as out:
         for rows, texts in read:
             for row, text in zip(rows, texts, strict=True):
-                record = dataframes.record(row)
+                record = dataframes.plain_row(row)
                 line = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in record.items()}
                 line |= {**dataclasses.asdict(text), "reward_parts": row.trajectory.reward_parts}
                 out.write(json.dumps(line, separators=(",", ":")) + "\n")
@@ -223,7 +223,7 @@ def _write_lines(to: str, file: Path, read: Iterator[tuple[list[EndedTrajectory]
 
 
 def _write_parquet(to: str, file: Path, read: Iterator[tuple[list[EndedTrajectory], list[RowTexts]]]) -> int:
-    parquet = dataframes.require("pyarrow.parquet")
+    parquet = dataframes.import_offline_module("pyarrow.parquet")
     written = 0
     with parquet.ParquetWriter(file, dataframes.arrow_schema(TEXT_COLUMNS[to]), compression="zstd") as out:
         for rows, texts in read:

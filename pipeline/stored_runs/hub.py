@@ -108,8 +108,8 @@ def model_card(run_dir: Path, *, title: str, step: int | None = None) -> str:
 
 def _facts(config: RunConfig, store: VersionedStore, checkpoint: Path) -> Iterator[tuple[str, str]]:
     """Rows of the card's first table."""
-    yield "data", ", ".join(f"`{without_folders(task.source)}`" for task in config.task.named.values())
-    yield "reward", f"`{without_folders(config.reward.named)}`"
+    yield "data", ", ".join(f"`{without_folders(task.source)}`" for task in config.task.sources_by_name.values())
+    yield "reward", f"`{without_folders(config.reward.setting)}`"
     report = audit(store)
     yield "stored by the run", f"{report.num_trajectories:,} responses, {report.num_tokens:,} tokens with prompts"
     yield "staleness bound", f"{config.staleness.eta} versions; largest in the run {report.max_staleness}"

@@ -115,20 +115,20 @@ def rescore(
     num_scored = int((table["response_tokens"] > 0).sum())
     if errors and len(errors) >= num_scored:
         raise ConfigError(
-            f"{config.reward.named}: it failed on all {num_scored} responses, so nothing is stored; on trajectory "
+            f"{config.reward.setting}: it failed on all {num_scored} responses, so nothing is stored; on trajectory "
             f"{min(errors)}: {errors[min(errors)]}"
         )
     consumed = table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value)
     estimate = estimate_advantages(config, table, consumed, rewards, valid)
     trained_before = consumed & (table["loss_mask"] > 0)
     lineage = {
-        "reward": "; ".join(filter(None, (reward, *changes))) or config.reward.named,
+        "reward": "; ".join(filter(None, (reward, *changes))) or config.reward.setting,
         "code": hashlib.sha256("".join(code.values()).encode()).hexdigest() if code else "",
         "advantage": config.training.advantage.name,
         "answer_pattern": config.task.answer_pattern,
         "branch": MAIN,
     }
-    new_rewards = derived_branches.Rewards(
+    new_rewards = derived_branches.BranchRewards(
         rewards=rewards, advantages=estimate, loss_mask=valid & consumed, errors=errors
     )
     snapshot = derived_branches.derive(store, path, branch, new_rewards, lineage)
@@ -181,7 +181,7 @@ def _replace_reward(config: RunConfig, reward: str) -> RunConfig:
     if reward:
         sources = {name: dataclasses.replace(task, reward=reward) for name, task in config.task.sources.items()}
         config = dataclasses.replace(config, task=dataclasses.replace(config.task, sources=sources))
-    for job in config.by_source.values():
+    for job in config.jobs_by_source.values():
         make_reward(job.reward.function, actor_settings.source_settings(job).build(), job.reward.parts)
     make_detokenizer(config)
     return config

@@ -41,9 +41,9 @@ class ServingPlan:
             engine,
             load_chat_tokenizer(config.model.path),
             key,
-            chat=next(iter(config.task.named.values())).chat,
+            chat=next(iter(config.task.sources_by_name.values())).chat,
             template=config.environment.template,
-            max_context=min(self.facts.context, config.rollout.engine.kv_tokens),
+            max_context=min(self.facts.context_length, config.rollout.engine.kv_tokens),
             max_new_tokens=config.rollout.max_new_tokens,
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from staleflow.pipeline.stored_runs.stored_trajectories import StoredTrajectory
 from staleflow.stores.errors import ConfigError
-from staleflow.stores.trajectories.dataframes import require
+from staleflow.stores.trajectories.dataframes import import_offline_module
 from staleflow.stores.trajectories.reader import StoreReader
 from staleflow.stores.trajectories.records import StepRecord, batch_fingerprint
 
@@ -47,7 +47,7 @@ def read_batch(store: StoreReader, step: int) -> ConsumedBatch:
 def metrics_table(steps: Iterable[StepRecord]) -> Any:
     """A pandas.DataFrame of metrics with one row per step; NaN where a step lacks a metric. Raises ConfigError if
     pandas is not installed."""
-    pandas = require("pandas")
+    pandas = import_offline_module("pandas")
     rows = list(steps)
     index = pandas.Index([row.step for row in rows], name="step", dtype="int64")
     return pandas.DataFrame([row.metrics for row in rows], index=index, dtype="float64")

@@ -20,7 +20,7 @@ TABLE_ROWS = 512
 def pandas_table(store: StoreReader, where: str, detokenizer: Detokenizer | None) -> Any:
     """Make a pandas.DataFrame with one row per trajectory that `where` selects. Raises ConfigError, StoreError.
     detokenizer: for the columns `prompt` and `response`; None leaves them out."""
-    dataframes.require("pandas")
+    dataframes.import_offline_module("pandas")
     rows = list(read_rows(store, where))
     frame = dataframes.to_pandas(rows)
     if detokenizer is not None:
@@ -32,7 +32,7 @@ def pandas_table(store: StoreReader, where: str, detokenizer: Detokenizer | None
 def hugging_face_dataset(store: StoreReader, where: str, detokenizer: Detokenizer) -> Any:
     """Make a datasets.Dataset in memory of the trajectories that `where` selects, with the columns of an export. Raises
     ConfigError, StoreError."""
-    arrow = dataframes.require("pyarrow")
+    arrow = dataframes.import_offline_module("pyarrow")
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as error:

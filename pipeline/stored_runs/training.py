@@ -41,7 +41,7 @@ from staleflow.pipeline.stored_runs.repeated_steps import (
     train_step,
 )
 from staleflow.stores.errors import ConfigError, StoreError, raised_as
-from staleflow.stores.files import publish, replace_text, require_writable_folder
+from staleflow.stores.files import flush_and_rename, replace_text, require_writable_folder
 from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.records import batch_fingerprint, entry_of
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -210,7 +210,7 @@ def train(plan: OfflinePlan, report: Report, *, shared: bool = False) -> Offline
             raise
         result = _train_and_evaluate(plan, out, tmp_path, report, shared=shared)
         try:
-            publish(tmp_path, out)
+            flush_and_rename(tmp_path, out)
         except OSError as error:
             raise StoreError(f"{out}: cannot be created: {error}; the training's results are in {tmp_path}") from error
         (out / LOCK).unlink()  # after the rename: without its lock file a folder can be locked by others
@@ -227,7 +227,7 @@ def _train_and_evaluate(
 ) -> OfflineTrainingResult:
     _prepare(tmp_path, plan)
     with creation_lock:  # this imports transformers
-        context = inspect_model(plan.config).context
+        context = inspect_model(plan.config).context_length
         changes = source_fingerprints.changes(
             source_fingerprints.read(Path(plan.path).parent), source_fingerprints.compute(plan.run_job)
         )

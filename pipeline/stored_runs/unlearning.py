@@ -107,7 +107,7 @@ def make_plan(run_dir: Path, out: Path, where: str, branch: str) -> tuple[Offlin
     lineage = {"without": where, "advantage": plan.config.training.advantage.name, "branch": MAIN}
     if not _branch_exists(path, branch, {**lineage, "parent": store.snapshot}):
         loss_mask = (table["loss_mask"] > 0) & ~removed
-        new_rewards = derived_branches.Rewards(
+        new_rewards = derived_branches.BranchRewards(
             rewards=table["reward"], advantages=advantages, loss_mask=loss_mask, errors=None
         )
         derived_branches.derive(store, path, branch, new_rewards, lineage)

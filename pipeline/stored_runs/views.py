@@ -21,7 +21,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory, EnvSpan, TrajectoryId
-from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, pieces
+from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, split_by_token
 
 Order = Literal["worst", "best", "longest"]
 ORDERS: dict[Order, tuple[str, int]] = {
@@ -115,7 +115,7 @@ def view(
 
         model_logprobs = [*response_logprobs(logprob_settings(config, model), rows)]
     else:
-        model_logprobs = [store.rescored(row.trajectory.id) for row in rows]
+        model_logprobs = [store.recomputed_logprobs(row.trajectory.id) for row in rows]
     detokenizer = make_display_detokenizer(config)
     return [
         make_trajectory_view(row, detokenizer, logprobs) for row, logprobs in zip(rows, model_logprobs, strict=True)
@@ -137,7 +137,7 @@ def make_trajectory_view(
     tokens = tuple(
         TokenView(id=i, text=text, version=int(v), instance=origin, logprob=float(p), ratio=r)
         for i, text, v, origin, p, r in zip(
-            ids, pieces(detokenizer, ids), t.versions, origins, logprobs, ratios, strict=True
+            ids, split_by_token(detokenizer, ids), t.versions, origins, logprobs, ratios, strict=True
         )
     )
     return TrajectoryView(

@@ -246,8 +246,8 @@ def _conservation(store: StoreReader) -> Iterator[Finding]:
         ):
             counted.add(rows)
         offset += record.num_rows
-        yield from counted.ends(record)
-    yield from counted.rest(num_rows, offset)
+        yield from counted.check_commit(record)
+    yield from counted.check_store_end(num_rows, offset)
 
 
 def _read_tokens(

@@ -39,7 +39,7 @@ class Conservation:
             if -len(FATES) <= fate < len(FATES) and -len(REASONS) <= reason < len(REASONS):
                 self._counts[outcome_key(FATES[fate], REASONS[reason])] += int(counts[i])
 
-    def ends(self, record: StepRecord) -> Iterator[Finding]:
+    def check_commit(self, record: StepRecord) -> Iterator[Finding]:
         """Check a commit after all of its rows have been added."""
         self._last = record
         where, ledger = f"{record.kind} {record.step}", record.ledger
@@ -70,7 +70,7 @@ class Conservation:
             message = f"the ledger counted {ledger.num_ended}, the rows are {dict(self._counts)}"
             yield Finding(check=CHECK, where=where, message=message)
 
-    def rest(self, num_rows: int, counted: int) -> Iterator[Finding]:
+    def check_store_end(self, num_rows: int, counted: int) -> Iterator[Finding]:
         """Check the end of the store, after the last commit. counted: number of rows in the records."""
         if self._last is None:
             return

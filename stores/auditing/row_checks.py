@@ -233,7 +233,9 @@ def _read_spans(rows: Rows, versions: npt.NDArray[np.int32], start: int, text: b
     if not np.array_equal(np.bincount(spans.rows, spans.sizes, len(rows)), responses):
         return None
     if any(
-        branch.after >= branch.at for row_branches in spans.branches(prompt_lengths).values() for branch in row_branches
+        branch.after >= branch.start
+        for row_branches in spans.branches(prompt_lengths).values()
+        for branch in row_branches
     ):
         return None
     # Prompts, of version -1, and spans in the order in which they are stored.

@@ -50,7 +50,7 @@ class Column:
     """Members of the enumeration, by stored index."""
 
     @property
-    def array(self) -> str:
+    def array_name(self) -> str:
         """Name of the column's array in a store."""
         return f"rows/{self.name}"
 

@@ -29,7 +29,7 @@ ARRAY_TYPES = {
 theirs: behaviour logprobs, nats, 0 of given ones; versions, -1 of given ones; whether each was sampled."""
 
 
-def require(module: str) -> Any:
+def import_offline_module(module: str) -> Any:
     """Import a module of the offline extra. Raises ConfigError, which says how to install it."""
     try:
         return importlib.import_module(module)
@@ -39,7 +39,7 @@ def require(module: str) -> Any:
         ) from error
 
 
-def record(row: EndedTrajectory) -> dict[str, Any]:
+def plain_row(row: EndedTrajectory) -> dict[str, Any]:
     """A trajectory as plain values and numpy arrays, by the names of SCALAR_TYPES and ARRAY_TYPES."""
     t = row.trajectory
     return {
@@ -78,9 +78,9 @@ def to_pandas(rows: Iterable[EndedTrajectory], read_texts: ReadTexts | None = No
     Raises:
         ConfigError: pandas is not installed.
     """
-    pandas = require("pandas")
+    pandas = import_offline_module("pandas")
     rows = list(rows)
-    records = [record(row) for row in rows]
+    records = [plain_row(row) for row in rows]
     columns: dict[str, Any] = {
         name: pandas.Series([r[name] for r in records], dtype=dtype) for name, dtype in SCALAR_TYPES.items()
     }
@@ -111,9 +111,9 @@ def to_dask(
     Raises:
         ConfigError: dask.dataframe or pandas is not installed.
     """
-    require("pandas")
-    dataframe = require("dask.dataframe")
-    dask = require("dask")
+    import_offline_module("pandas")
+    dataframe = import_offline_module("dask.dataframe")
+    dask = import_offline_module("dask")
     starts = range(0, max(count, 1), block_rows)
     # By default dask.dataframe would convert the token arrays to strings.
     with dask.config.set({"dataframe.convert-string": False}):
@@ -185,7 +185,7 @@ def to_xarray(
     Raises:
         ConfigError: xarray or dask.array is not installed.
     """
-    xarray, array = require("xarray"), require("dask.array")
+    xarray, array = import_offline_module("xarray"), import_offline_module("dask.array")
     offsets, sizes = row_coordinates["offset"], row_coordinates["prompt_tokens"] + row_coordinates["response_tokens"]
     # The tokens of a commit are adjacent.
     starts = np.flatnonzero(np.concatenate([[True], offsets[1:] != (offsets + sizes)[:-1]])[: len(offsets)])
@@ -202,7 +202,7 @@ def to_xarray(
 
 def arrow_schema(text_columns: dict[str, str]) -> Any:
     """The pyarrow schema of `arrow_table`. text_columns: names of the columns of texts and messages."""
-    arrow = require("pyarrow")
+    arrow = import_offline_module("pyarrow")
     fields = [
         (name, arrow.type_for_alias("string" if dtype == "str" else dtype)) for name, dtype in SCALAR_TYPES.items()
     ]
@@ -224,10 +224,10 @@ def arrow_schema(text_columns: dict[str, str]) -> Any:
 def arrow_table(rows: list[EndedTrajectory], text_columns: dict[str, str], decoded_texts: list[RowTexts]) -> Any:
     """Make a pyarrow.Table of trajectories and their texts. text_columns: column names for `prompt`, `response`,
     `messages`."""
-    arrow = require("pyarrow")
+    arrow = import_offline_module("pyarrow")
     records = [
         {
-            **record(row),
+            **plain_row(row),
             **{name: getattr(texts_of_row, attribute) for attribute, name in text_columns.items()},
             "reward_parts": [{"name": n, "value": v} for n, v in row.trajectory.reward_parts.items()],
         }

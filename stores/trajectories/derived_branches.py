@@ -34,7 +34,7 @@ COPIED_AT_ONCE = 16 * 65_536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rewards:
+class BranchRewards:
     """The columns that a branch replaces, with one element per row in stored order. errors: by trajectory id; None
     leaves those of the rows."""
 
@@ -62,7 +62,7 @@ def check_branch_name(path: Path, name: str) -> None:
         raise ConfigError(f"{path}: a branch cannot be called {name!r}; taken: {names}; nothing stored is overwritten")
 
 
-def derive(store: StoreReader, path: Path, name: str, new: Rewards, lineage: Mapping[str, Any]) -> str:
+def derive(store: StoreReader, path: Path, name: str, new: BranchRewards, lineage: Mapping[str, Any]) -> str:
     """Create branch `name` with other rewards from the snapshot that `store` reads. Returns the new snapshot. Raises
     StoreError; then no branch is left."""
 

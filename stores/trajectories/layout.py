@@ -104,7 +104,7 @@ def fingerprint_rows(tokens: Mapping[str, npt.NDArray[Any]], rows: Rows, text: b
     """
     digest = hashlib.blake2b(digest_size=16)
     arrays = {name: np.asarray(tokens[name], dtype) for name, dtype in TOKEN_ARRAYS.items()}
-    arrays |= {c.array: np.asarray(rows[c.name], c.dtype) for c in COLUMNS if (rows[c.name] != c.fill).any()}
+    arrays |= {c.array_name: np.asarray(rows[c.name], c.dtype) for c in COLUMNS if (rows[c.name] != c.fill).any()}
     arrays["text"] = np.frombuffer(text, np.uint8)
     for name, values in arrays.items():
         little = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))

@@ -38,9 +38,9 @@ from staleflow.stores.trajectories.repository import (
     MAIN,
     branch_names,
     bucket_fails,
-    failure,
     first_line,
     repository_at,
+    store_error,
 )
 from staleflow.stores.trajectory import EndedTrajectory, Fate, TrajectoryId
 
@@ -131,7 +131,7 @@ class ArrayCache:
         try:
             yield
         except Exception as error:  # json, zarr and icechunk each raise their own for damaged metadata
-            raise failure(Path(self._where), f"{name} cannot be read", error) from error
+            raise store_error(Path(self._where), f"{name} cannot be read", error) from error
 
 
 class StoreReader:
@@ -374,10 +374,12 @@ class StoreReader:
         """Columns of the rows at start <= position < stop: the fill value of those that the store does not have."""
         columns = list(columns)
         try:
-            arrays = read_all(root.store, [column.array for column in columns], start, stop)
+            arrays = read_all(root.store, [column.array_name for column in columns], start, stop)
         except Exception:  # noqa: BLE001  a damaged chunk or a short array: read one by one, they are named
-            arrays = {c.array: self._slice(root, c.array, start, stop) for c in columns if c.array in root}
-        return {c.name: arrays.get(c.array, np.full(stop - start, c.fill, c.dtype)) for c in columns}
+            arrays = {
+                c.array_name: self._slice(root, c.array_name, start, stop) for c in columns if c.array_name in root
+            }
+        return {c.name: arrays.get(c.array_name, np.full(stop - start, c.fill, c.dtype)) for c in columns}
 
     def to_dask(self, block_rows: int = 512) -> Any:
         """A dask.dataframe with one row per trajectory, tokens included, read in blocks on the workers."""
@@ -390,7 +392,7 @@ class StoreReader:
         attributes: dict[str, str | int] = {"run": header.run, "snapshot": self.snapshot, "eta": header.eta}
         return dataframes.to_xarray(self.columns(), self.table(names=SPAN_COLUMNS), self._read_root(), attributes)
 
-    def rescored(self, trajectory: TrajectoryId) -> npt.NDArray[np.float32] | None:
+    def recomputed_logprobs(self, trajectory: TrajectoryId) -> npt.NDArray[np.float32] | None:
         """[T] logprobs of a response under another model, nats; None on branches without them (derived_branches.py)."""
         root = self._read_root()
         if RECOMPUTED_LOGPROBS not in root:
@@ -463,7 +465,7 @@ class StoreReader:
             return np.asarray(array[start:stop])
         except Exception as error:  # zarr, numcodecs and icechunk each raise their own for a damaged chunk
             if bucket_fails(Path(self._where), error):
-                raise failure(Path(self._where), f"{name} cannot be read", error) from error
+                raise store_error(Path(self._where), f"{name} cannot be read", error) from error
             size = elements_per_file(array)
             for number in range(start // size, -(-stop // size)):  # find the damaged one
                 try:
@@ -485,7 +487,7 @@ class StoreReader:
                 self._root = ArrayCache(self._repository.readonly_session(snapshot_id=self._at_snapshot), self._where)
             return self._root
         except icechunk.IcechunkError as error:
-            raise failure(Path(self._where), "the store cannot be read", error) from error
+            raise store_error(Path(self._where), "the store cannot be read", error) from error
 
 
 def check_format(format: object, where: str) -> None:
@@ -502,7 +504,7 @@ def num_rows(root: Any) -> int:
 def array_names(root: Any) -> list[str]:
     """Names of the arrays that a store has. Columns added after it was created, and logprobs under other weights, may
     be absent."""
-    columns = [column.array for column in COLUMNS]
+    columns = [column.array_name for column in COLUMNS]
     always = [f"tokens/{name}" for name in TOKEN_ARRAYS]
     return [*always, *(name for name in (*columns, "text", "commits", "records", RECOMPUTED_LOGPROBS) if name in root)]
 

@@ -14,7 +14,7 @@ from typing import Any
 import icechunk
 
 from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable, raised_as
-from staleflow.stores.files import publish
+from staleflow.stores.files import flush_and_rename
 from staleflow.stores.trajectories.storage import bucket_storage, check_endpoint, storage_at, url_of, write_url_file
 
 if "ICECHUNK_LOG" not in os.environ:
@@ -36,7 +36,7 @@ def repository_at(path: Path) -> Any:
     try:
         return open_repository(path)
     except (icechunk.IcechunkError, OSError) as error:
-        raise failure(path, "the store cannot be opened", error) from error
+        raise store_error(path, "the store cannot be opened", error) from error
 
 
 def open_repository(path: Path) -> Any:
@@ -60,7 +60,7 @@ def creating_repository(path: Path, url: str = "") -> Iterator[Any]:
     if tmp_path.exists():
         shutil.rmtree(tmp_path)
     yield icechunk.Repository.create(storage_at(tmp_path), config=_config())
-    publish(tmp_path, path)
+    flush_and_rename(tmp_path, path)
 
 
 def check_bucket(url: str, *, new: bool) -> None:
@@ -137,7 +137,7 @@ def bucket_fails(path: Path, error: BaseException) -> bool:
     return bool(url_of(path)) and (("object store" in text and "NoSuchKey" not in text) or "snapshot not found" in text)
 
 
-def failure(path: Path, problem: str, error: BaseException) -> StoreError:
+def store_error(path: Path, problem: str, error: BaseException) -> StoreError:
     """Build a one-line error about the store at `path`: what cannot be done, and why."""
     if bucket_fails(path, error):
         return StoreUnavailable(f"{path}: {problem}: {url_of(path)} does not take requests: {first_line(error)}")

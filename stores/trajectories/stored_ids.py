@@ -30,7 +30,7 @@ class StoredIds:
         self._added_flags = bytearray()
         """A byte per id, set for what was added here."""
 
-    def among(self, ids: Sequence[int]) -> list[int]:
+    def find_stored(self, ids: Sequence[int]) -> list[int]:
         """Those of `ids` that are stored already or occur twice, in order."""
         if not ids:
             return []

@@ -44,11 +44,11 @@ from staleflow.stores.trajectories.repository import (
     MAIN,
     branch_names,
     creating_repository,
-    failure,
     first_line,
     lock_head,
     open_repository,
     snapshot_of,
+    store_error,
 )
 from staleflow.stores.trajectories.storage import url_of
 from staleflow.stores.trajectories.stored_ids import StoredIds
@@ -125,7 +125,7 @@ class VersionedStore(StoreReader):
         except (icechunk.IcechunkError, OSError, KeyError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise failure(path, "the store cannot be opened", error) from error
+            raise store_error(path, "the store cannot be opened", error) from error
 
     @classmethod
     def rewind(cls, path: Path, num_steps: int, *, undo_end: bool = False) -> int:
@@ -156,7 +156,7 @@ class VersionedStore(StoreReader):
                     repository.create_branch(f"undone-{head}", head)
                     repository.reset_branch(MAIN, snapshot.id)
         except (icechunk.IcechunkError, OSError) as error:
-            raise failure(path, f"cannot be set back to its first {num_steps} steps", error) from error
+            raise store_error(path, f"cannot be set back to its first {num_steps} steps", error) from error
         if refused:
             store = cls.open(path)
             last = store.steps(-1)
@@ -223,7 +223,7 @@ class VersionedStore(StoreReader):
         root = zarr.open_group(session.store, mode="r+")
         if self._stored is None:
             self._stored, self._entry = self._stored_ids(root), self._last_entry(root)
-        if twice := self._stored.among([e.trajectory.id for e in ended]):
+        if twice := self._stored.find_stored([e.trajectory.id for e in ended]):
             raise StoreError(f"{self._where}: trajectory {twice[0]} would be stored twice")
         filled, entry = self._append(root, record, ended)
         numbers = {"kind": record.kind, "step": record.step, "rows": filled.num_rows, "tokens": filled.num_tokens}
@@ -268,7 +268,7 @@ class VersionedStore(StoreReader):
                 before = num_rows(root)
                 for column in COLUMNS:
                     _ensure_column(root, column, before)
-            appended |= {column.array: packed.rows[column.name] for column in COLUMNS}
+            appended |= {column.array_name: packed.rows[column.name] for column in COLUMNS}
         if packed.text:
             appended["text"] = np.frombuffer(packed.text, np.uint8)
         filled = replace(
@@ -330,8 +330,8 @@ def create_arrays(root: Any, header: Any, columns: Iterable[Column] = COLUMNS) -
 
 def _ensure_column(root: Any, column: Column, count: int) -> None:
     """Create the array of a column that was added after the store was created. count: number of rows in the store."""
-    if column.array not in root:
-        _array(root, column.array, (count,), (ROW_CHUNK,), column.dtype, fill=column.fill)
+    if column.array_name not in root:
+        _array(root, column.array_name, (count,), (ROW_CHUNK,), column.dtype, fill=column.fill)
 
 
 def _array(

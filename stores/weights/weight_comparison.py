@@ -25,7 +25,7 @@ class WeightPart:
     """The tensor or array that the engine computes with."""
     published: Any = None
     """The same part of the published weights."""
-    unknown: str = ""
+    incomparable_reason: str = ""
     """Why the two cannot be compared, if they cannot."""
 
 
@@ -33,8 +33,8 @@ def compare_parts(parts: Iterable[WeightPart]) -> WeightReport:
     """Compare parts with the values they should be equal to."""
     verified, unknown, differing = 0, Counter[str](), list[str]()
     for part in parts:
-        if part.unknown:
-            unknown[part.unknown] += 1
+        if part.incomparable_reason:
+            unknown[part.incomparable_reason] += 1
         elif equal_bits(part.loaded, part.published):
             verified += 1
         else:
@@ -54,7 +54,9 @@ def compare_by_name(loaded: Mapping[str, Any], published: Mapping[str, Any]) -> 
             name=name,
             loaded=loaded.get(name),
             published=published.get(name),
-            unknown="" if name in loaded and name in published else "not in both the model and what is published",
+            incomparable_reason=""
+            if name in loaded and name in published
+            else "not in both the model and what is published",
         )
         for name in sorted({*loaded, *published})
     )

@@ -80,7 +80,7 @@ FOLDER_PREFIX = "staleflow-"
 """Prefix of the folders in shared memory, by which those that a killed run left behind are found and removed."""
 
 
-def sweep(parent: Path) -> list[Path]:
+def remove_unused_folders(parent: Path) -> list[Path]:
     """Remove the folders below `parent` that no process uses any more, and return them. Safe while other runs start."""
     removed = []
     for owner in parent.glob(f"{FOLDER_PREFIX}*/{OWNER}"):
@@ -113,7 +113,8 @@ def _owned(folder: Path) -> int | None:
 
 
 class WeightFolder:
-    """The published versions on one host. While this object exists, `sweep` does not remove the folder."""
+    """The published versions on one host. While this object exists, `remove_unused_folders` does not remove the
+    folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -172,7 +173,7 @@ class WeightFolder:
         return replacing(path, remedy, failures=(SafetensorError,), flush=False)
 
 
-def checkpoint(
+def save_checkpoint(
     model: Any,
     tokenizer: Any,
     folder: Path,

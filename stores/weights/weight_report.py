@@ -80,7 +80,7 @@ class WeightCheck:
         return "contradicted" if self.refused else self.weights.outcome
 
 
-def total(reports: Iterable[WeightReport]) -> WeightReport:
+def sum_reports(reports: Iterable[WeightReport]) -> WeightReport:
     """Sum the reports of all workers of an engine."""
     reports = tuple(reports)
     unknown = Counter[str]()

@@ -44,7 +44,7 @@ class EvaluationTrajectories:
                 group=group,
                 prompt_tokens=np.asarray(item.tokens, np.int32),
                 at_s=now,
-                source=item.eval_set.task_source,
+                source=item.eval_set.task_source_number,
             )
             for group, item in items.items()
         ]

@@ -17,7 +17,7 @@ from staleflow.stores.errors import ActorLost, ConfigError, WeightsRefused, rais
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_hash import fingerprint
-from staleflow.stores.weights.weight_report import WeightReport, total
+from staleflow.stores.weights.weight_report import WeightReport, sum_reports
 from staleflow.tasks.engines import adapters
 from staleflow.tasks.engines.base import Engine, EngineLoad, LoadResult, Request
 from staleflow.tasks.engines.engine_settings import VllmSettings
@@ -304,7 +304,7 @@ class VllmEngine(EngineThread):
             reports: list[WeightReport] = self._engine.collective_rpc("compared_weights", args=(str(weights),))
             return reports
 
-        return total(self._call(compare).result() if self._settings.tensor_parallel > 1 else compare())
+        return sum_reports(self._call(compare).result() if self._settings.tensor_parallel > 1 else compare())
 
 
 def make_engine(settings: VllmSettings) -> Any:

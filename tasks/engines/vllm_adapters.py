@@ -20,7 +20,7 @@ import torch
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_comparison import WeightPart, compare_parts
-from staleflow.stores.weights.weight_report import WeightReport, total
+from staleflow.stores.weights.weight_report import WeightReport, sum_reports
 from staleflow.tasks.engines import adapters
 from staleflow.tasks.engines.adapters import LoraConfig
 
@@ -93,7 +93,7 @@ class VllmAdapters:
     def compare_version(self, version: PolicyVersion, file: Path) -> WeightReport:
         """Compare the contents of a version's slot on each worker with its file."""
         args = (self._adapters[version].lora_int_id, str(file), self._config.scaling)
-        return total(self._engine.collective_rpc("compared_adapter", args=args))
+        return sum_reports(self._engine.collective_rpc("compared_adapter", args=args))
 
 
 class AdapterExtension:
@@ -124,5 +124,9 @@ class AdapterExtension:
                     padded = torch.zeros_like(loaded)
                     padded[:rows, :columns] = tensors[key].to(loaded) * factor
                     parts[key] = WeightPart(name=key, loaded=loaded, published=padded)
-        missing = (WeightPart(name=key, unknown="no layer of the engine has it") for key in tensors if key not in parts)
+        missing = (
+            WeightPart(name=key, incomparable_reason="no layer of the engine has it")
+            for key in tensors
+            if key not in parts
+        )
         return compare_parts([*parts.values(), *missing])

@@ -54,12 +54,12 @@ def parts(model: Any, tensors: Tensors) -> Iterator[WeightPart]:
             continue
         parameter = getattr(modules.get(path), leaf, None)
         if parameter is None:
-            yield WeightPart(name=name, unknown="the engine has no layer of that name")
+            yield WeightPart(name=name, incomparable_reason="the engine has no layer of that name")
             continue
         slices = _matching_slices(modules[path], parameter, leaf, fused_index, tensor)
         if isinstance(slices, str):
             num_covered[id(parameter)] = parameter.numel()
-            yield WeightPart(name=name, unknown=slices)
+            yield WeightPart(name=name, incomparable_reason=slices)
             continue
         loaded, published = slices
         is_vocabulary = isinstance(modules[path], VocabParallelEmbedding)  # the rest is padding
@@ -72,11 +72,11 @@ def parts(model: Any, tensors: Tensors) -> Iterator[WeightPart]:
         yield from _expert_parts(path, modules[path], experts_of_layer)
     for name, parameter in model.named_parameters():
         if num_covered.get(id(parameter), 0) < parameter.numel():
-            yield WeightPart(name=name, unknown="not all of a parameter is published")
+            yield WeightPart(name=name, incomparable_reason="not all of a parameter is published")
     for path, module in modules.items():
         for leaf in DERIVED_TENSORS:
             if getattr(module, leaf, None) is not None:
-                yield WeightPart(name=f"{path}.{leaf}", unknown="derived from other weights")
+                yield WeightPart(name=f"{path}.{leaf}", incomparable_reason="derived from other weights")
 
 
 def _weight_part(name: str, loaded: torch.Tensor, published: torch.Tensor) -> WeightPart:
@@ -84,7 +84,7 @@ def _weight_part(name: str, loaded: torch.Tensor, published: torch.Tensor) -> We
     value."""
     if loaded.dtype != published.dtype:
         if torch.promote_types(loaded.dtype, published.dtype) != loaded.dtype:
-            return WeightPart(name=name, unknown=f"kept as {str(loaded.dtype).removeprefix('torch.')}")
+            return WeightPart(name=name, incomparable_reason=f"kept as {str(loaded.dtype).removeprefix('torch.')}")
         published = published.to(loaded.dtype)
     return WeightPart(name=name, loaded=loaded, published=published)
 
@@ -160,7 +160,8 @@ def _expert_parts(path: str, layer: Any, tensors: Tensors) -> Iterator[WeightPar
     if type(method) is not UnquantizedFusedMoEMethod or not (packed or as_loaded) or tensors.keys() - known:
         for name in tensors:
             yield WeightPart(
-                name=f"{path}.{name}", unknown=f"the layout of experts of {type(kernel).__name__} is unknown here"
+                name=f"{path}.{name}",
+                incomparable_reason=f"the layout of experts of {type(kernel).__name__} is unknown here",
             )
         return
     rank, rows = layer.moe_config.tp_rank, layer.moe_config.intermediate_size_per_partition
@@ -171,7 +172,7 @@ def _expert_parts(path: str, layer: Any, tensors: Tensors) -> Iterator[WeightPar
             continue
         gate, down, up = (tensors.get(f"{names[expert, w].removeprefix('experts.')}weight") for w in ("w1", "w2", "w3"))
         if gate is None or down is None or up is None:
-            yield WeightPart(name=f"{path}[{expert}]", unknown="not all of an expert is published")
+            yield WeightPart(name=f"{path}[{expert}]", incomparable_reason="not all of an expert is published")
             continue
         w13, w2 = layer.w13_weight[local_expert], layer.w2_weight[local_expert]
         pieces = {

@@ -141,7 +141,7 @@ def load_detokenizer(folder: Path) -> FileDetokenizer | None:
     return None if needs_transformers else FileDetokenizer(tokenizer)
 
 
-def pieces(detokenizer: Detokenizer, tokens: Sequence[int]) -> list[str]:
+def split_by_token(detokenizer: Detokenizer, tokens: Sequence[int]) -> list[str]:
     """Split the decoded text into the part that each token adds. A character of several tokens belongs to the last of
     them."""
     parts = []

@@ -77,7 +77,7 @@ class RewardConfig:
     )
 
     @property
-    def named(self) -> str:
+    def setting(self) -> str:
         """The reward functions by their names in the job file."""
         return f"reward.parts = {', '.join(self.parts)}" if self.parts else f"reward.function = {self.function!r}"
 

@@ -87,13 +87,15 @@ class EvaluationItems:
                 digest=short_digest(repr(task.identity)),
             )
             for number, task in enumerate(self._tasks(eval_set))
-            for record in (task.record if eval_set.main else EvaluationRecord.named(eval_set.name, task.record),)
+            for record in (
+                task.record if eval_set.uses_run_reward else EvaluationRecord.named(eval_set.name, task.record),
+            )
             for sample in numbers
         ]
 
     def _tasks(self, eval_set: EvaluationSet) -> list[Task]:
         if not eval_set.config.source:
-            return self._prompts.held_out(eval_set.config.prompts, eval_set.task_source)
+            return self._prompts.held_out(eval_set.config.prompts, eval_set.task_source_number)
         return distinct_held_out(eval_set.build(), eval_set.config.prompts)
 
 

@@ -22,9 +22,9 @@ class EvaluationSet:
     """Without a source: the held-out prompts of the run's own."""
     columns: Columns = Columns()
     seed: int = 0
-    main: bool = False
+    uses_run_reward: bool = False
     """Whether the run's own reward scores it."""
-    task_source: int = 0
+    task_source_number: int = 0
     """Without a source: the number of the run's task source that its prompts are of."""
 
     answer_pattern: str = ""

@@ -326,9 +326,11 @@ class MixedPrompts:
                 else load_chat_tokenizer(settings.tokenizer)
             )
         self._names = [source.name for source in settings.sources]
-        self.by_source = [TokenizedPrompts(settings.for_source(source), tokenizer) for source in settings.sources]
-        held_out = [prompts.held_out_set for prompts in self.by_source]
-        for number, prompts in enumerate(self.by_source):
+        self.prompts_by_source = [
+            TokenizedPrompts(settings.for_source(source), tokenizer) for source in settings.sources
+        ]
+        held_out = [prompts.held_out_set for prompts in self.prompts_by_source]
+        for number, prompts in enumerate(self.prompts_by_source):
             prompts.exclude(frozenset().union(*held_out[:number], *held_out[number + 1 :]))
 
     def task(self, index: int, source: int = 0) -> Task:
@@ -337,11 +339,11 @@ class MixedPrompts:
 
     def tasks(self, indices: Sequence[int], source: int = 0) -> list[Task]:
         """Training prompts of a source."""
-        return [self._labelled(task, source) for task in self.by_source[source].tasks(indices)]
+        return [self._labelled(task, source) for task in self.prompts_by_source[source].tasks(indices)]
 
     def held_out(self, count: int, source: int = 0) -> list[Task]:
         """The first `count` held-out prompts of a source without duplicates; may be fewer."""
-        return [self._labelled(task, source) for task in self.by_source[source].held_out(count)]
+        return [self._labelled(task, source) for task in self.prompts_by_source[source].held_out(count)]
 
     def _labelled(self, task: Task, source: int) -> Task:
         return replace(task, source=source, record=label_record(self._names[source], task.record))
@@ -349,20 +351,20 @@ class MixedPrompts:
     @property
     def held_out_notice(self) -> str:
         """One line on training prompts that turned out to be held out; empty if there were none so far."""
-        notices = zip(self._names, (prompts.held_out_notice for prompts in self.by_source), strict=True)
+        notices = zip(self._names, (prompts.held_out_notice for prompts in self.prompts_by_source), strict=True)
         return "; ".join(f"task {name}: {notice}" for name, notice in notices if notice)
 
     def encode(self, task: Task) -> tuple[int, ...]:
         """Token ids of a prompt. Raises ConfigError if prompt and response exceed the context or the engine's cache."""
-        return self.by_source[task.source].encode(task)
+        return self.prompts_by_source[task.source].encode(task)
 
     def text(self, tokens: Sequence[int]) -> str:
-        return self.by_source[0].text(tokens)
+        return self.prompts_by_source[0].text(tokens)
 
     def bridge_tokens(
         self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int, source: int = 0
     ) -> list[int]:
-        return self.by_source[source].bridge_tokens(before, turn, messages, number)
+        return self.prompts_by_source[source].bridge_tokens(before, turn, messages, number)
 
     def render(self, messages: Sequence[Message], source: int = 0) -> list[int]:
-        return self.by_source[source].render(messages)
+        return self.prompts_by_source[source].render(messages)

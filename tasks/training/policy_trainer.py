@@ -272,7 +272,7 @@ class PolicyTrainer:
         weights, tokenizer = weight_folder.read(published), AutoTokenizer.from_pretrained(path)
         if config.rank:
             base = load_model(path, self.settings.dtype, "cpu", attention="sdpa")
-            weight_folder.checkpoint(
+            weight_folder.save_checkpoint(
                 base,
                 tokenizer,
                 folder,
@@ -282,7 +282,7 @@ class PolicyTrainer:
             return
         names = {*self.model.state_dict()}
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in names}
-        weight_folder.checkpoint(self.model, tokenizer, folder, {**buffers, **weights})
+        weight_folder.save_checkpoint(self.model, tokenizer, folder, {**buffers, **weights})
 
     def save_state(self, path: Path) -> None:
         """Write the state that the next step depends on: trained weights, optimizer, random state."""

@@ -210,8 +210,8 @@ def test_engine_settings_that_cannot_serve_adapters_are_rejected(
 
 def test_eta_plus_one_adapters_are_served(tmp_path: Path) -> None:
     adapters = (ADAPTER, "training.lora.rank=8", "staleness.eta=3")
-    assert load(tmp_path).served_versions == 0
-    assert load(tmp_path, GOOD, *adapters).served_versions == 4
+    assert load(tmp_path).num_served_versions == 0
+    assert load(tmp_path, GOOD, *adapters).num_served_versions == 4
     for engine in ENGINES.names:
         config = load(tmp_path, GOOD, *adapters, f"rollout.engine.name={engine}")
         settings = actor_settings.engine_settings(config, 0, (1,))

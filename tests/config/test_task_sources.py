@@ -38,7 +38,7 @@ def read(folder: Path, text: str, *overrides: str) -> RunConfig:
 def test_each_table_is_a_source_by_its_name(tmp_path: Path) -> None:
     config = read(tmp_path, TWO, "task.sources.b.ratio=0.5", "task.sources.b.sampler.name=uniform")
     assert {name: task.ratio for name, task in config.task.sources.items()} == {"a": 3, "b": 0.5}
-    jobs = config.by_source
+    jobs = config.jobs_by_source
     assert [job.rollout.max_new_tokens for job in jobs.values()] == [32, 8]
     assert [job.reward.function for job in jobs.values()] == ["task", "mine.py:score"]
     assert list(config.evaluation_sets) == ["a", "b"]
@@ -62,7 +62,7 @@ def test_an_environment_among_several_sources_keeps_its_reward_and_tools(tmp_pat
         "reward.function=math_verify",
     )
     assert config.has_environment
-    a, b = config.by_source.values()
+    a, b = config.jobs_by_source.values()
     assert (a.reward.function, b.reward.function) == ("math_verify", "task")
     assert (len(a.environment.tools), len(b.environment.tools)) == (1, 0)
     scoring = actor_settings.scoring_settings(config)

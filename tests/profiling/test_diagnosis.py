@@ -15,7 +15,7 @@ from staleflow.pipeline.profiling.diagnosis import Cause, compute_sizes, diagnos
 from staleflow.pipeline.profiling.run_profile import profile_run
 from staleflow.pipeline.profiling.step_times import StepTimes
 from staleflow.pipeline.recovery.run_folder import load_job
-from staleflow.pipeline.simulator.analysis import measure
+from staleflow.pipeline.simulator.analysis import compute_stats
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from tests.support.bodies import Body
 from tests.support.scripted import World
@@ -61,7 +61,7 @@ def simulated_config(*overrides: str) -> RunConfig:
 @pytest.mark.parametrize("cause", PLANTED, ids=lambda cause: cause.value)
 def test_a_planted_cause_is_found_in_a_simulation_and_its_advice_helps(cause: Cause) -> None:
     config = simulated_config(*PLANTED[cause])
-    measures = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run())
+    measures = compute_stats(config, SimulatedRun(config, actor_settings.make_workload(config)).run())
     diagnosis = measures.diagnosis
     assert diagnosis is not None
     assert (diagnosis.cause, diagnosis.line) == (cause, diagnosis.line)
@@ -69,7 +69,7 @@ def test_a_planted_cause_is_found_in_a_simulation_and_its_advice_helps(cause: Ca
     assert f"bottleneck: {cause.value} (trainer" in diagnosis.short
     halved = [f"{key}={_value(config, key) / 2}" for key in diagnosis.halved_keys]
     cured = simulated_config(*PLANTED[cause], *(f"{key}={value}" for key, value in diagnosis.change), *halved)
-    then = measure(cured, SimulatedRun(cured, actor_settings.make_workload(cured)).run())
+    then = compute_stats(cured, SimulatedRun(cured, actor_settings.make_workload(cured)).run())
     gain = then.steady_tokens_per_s / measures.steady_tokens_per_s
     if cause is Cause.MANY_INSTANCES:  # instances reported as unnecessary are unnecessary
         assert gain > 0.97
@@ -89,7 +89,7 @@ def test_diagnose_returns_none_without_steps() -> None:
 
 def test_a_synchronous_run_is_advised_to_use_staleflow_admission() -> None:
     config = simulated_config("staleness.admission=synchronous")
-    diagnosis = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
+    diagnosis = compute_stats(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
     assert diagnosis is not None
     assert (diagnosis.cause, diagnosis.advice) == (Cause.BOUND, 'staleness.admission = "staleflow"')
 
@@ -141,7 +141,7 @@ def test_a_planted_cause_is_found_by_the_driver(tmp_path: Path, cause: Cause) ->
 def test_a_simulation_predicts_the_effect_of_the_advice(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=14", *PLANTED[Cause.FEW_INSTANCES])
     config = load_job(run)
-    diagnosis = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
+    diagnosis = compute_stats(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
     assert diagnosis is not None
     expected = simulate_change(run, profile_run(run), diagnosis, max_cpu_s=60.0)
     assert expected.ratio == pytest.approx(1.9, abs=0.2)
@@ -168,7 +168,7 @@ def test_many_instances_is_not_diagnosed_if_a_simulation_needs_them(tmp_path: Pa
     """Five instances would sample as much on average, but the tails need eight to keep the trainer busy."""
     run = stored_simulation(tmp_path, "steps=14", "rollout.instances=8", "simulation.train_s=5.0")
     config = load_job(run)
-    found = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
+    found = compute_stats(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
     assert found is not None
     assert found.cause is Cause.MANY_INSTANCES
     profile = profile_run(run)
@@ -186,7 +186,7 @@ def test_many_instances_is_not_diagnosed_if_a_simulation_needs_them(tmp_path: Pa
 def test_a_simulation_over_its_time_budget_is_left_to_the_user(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=4", *PLANTED[Cause.FEW_INSTANCES])
     config = load_job(run)
-    diagnosis = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
+    diagnosis = compute_stats(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
     assert diagnosis is not None
     for profile, budget_s in ((profile_run(run), 0.0), (None, 60.0)):
         expected = simulate_change(run, profile, diagnosis, budget_s)

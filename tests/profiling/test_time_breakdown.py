@@ -28,7 +28,7 @@ from staleflow.pipeline.profiling.run_profile import profile_run, write_profile
 from staleflow.pipeline.profiling.step_times import sum_steady_steps, sum_steps
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.pipeline.recovery.run_folder import load_job
-from staleflow.pipeline.simulator.analysis import measure
+from staleflow.pipeline.simulator.analysis import compute_stats
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
@@ -37,7 +37,7 @@ from tests.support.simulated_store import stored_simulation
 
 
 def rate(config: RunConfig) -> float:
-    return measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).steady_tokens_per_s
+    return compute_stats(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).steady_tokens_per_s
 
 
 @pytest.mark.parametrize(

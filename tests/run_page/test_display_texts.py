@@ -15,7 +15,7 @@ from staleflow.tasks.rendering.chat_tokenizer import (
     IdDetokenizer,
     load_chat_tokenizer,
     load_detokenizer,
-    pieces,
+    split_by_token,
 )
 from tests.support.stored_runs import byte_tokenizer
 
@@ -33,7 +33,7 @@ def test_the_detokenizer_of_the_file_matches_transformers(tmp_path: Path, tiny_m
         for ids in lists:
             for special in (True, False):
                 assert alone.text(ids, special=special) == whole.text(ids, special=special)
-            assert pieces(alone, ids) == pieces(whole, ids)
+            assert split_by_token(alone, ids) == split_by_token(whole, ids)
 
 
 @pytest.mark.parametrize(

@@ -88,12 +88,12 @@ def test_a_list_reads_no_tokens_and_excerpts_only_the_listed_ones(tmp_path: Path
 def test_a_live_run_is_followed_by_reading_its_latest_records(tmp_path: Path, read: Counter[str]) -> None:
     run = run_of(tmp_path, 3)
     reader = RunReader(run.run_dir)
-    first = reader.stored()
+    first = reader.read_snapshot()
     assert first is not None
-    assert reader.stored() is first
+    assert reader.read_snapshot() is first
     read.clear()
     run.train([("late", [Response("a", 1.0), Response("b", 0.0)]) for _ in range(8)])
-    later = reader.stored()
+    later = reader.read_snapshot()
     assert later is not None
     assert [r.step for r in later.steps] == [0, 1, 2, 3]
     assert later.records[:3] == first.records

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.stores.trajectories.derived_branches import Rewards, derive
+from staleflow.stores.trajectories.derived_branches import BranchRewards, derive
 from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.run_page.page_client import Page
 from tests.support.stored_runs import Response, StoredRun
@@ -175,7 +175,7 @@ def test_an_invalid_request_gets_a_one_line_error(page: Page, endpoint: str, que
 
 
 def test_two_branches_are_compared_and_a_group_is_shown_under_both(run: StoredRun, page: Page) -> None:
-    new = Rewards(
+    new = BranchRewards(
         rewards=np.asarray([1.0, 0.0, 0.0, 1.0], np.float32),
         advantages=np.asarray([0.5, -0.5, -0.5, 0.5], np.float32),
         loss_mask=np.ones(4, np.bool_),

@@ -56,7 +56,7 @@ def seeds_of(resumption: Resumption | None, tmp_path: Path, instances: int) -> d
     async def scenario() -> RecordingWorkers:
         cluster = RecordingWorkers()
         config = loading.from_tree({"model": {"path": "x"}, "rollout": {"max_new_tokens": 8}})
-        actors = Actors(config, cast(Workers, cluster), tmp_path, ModelFacts(context=64, eos=(1,), nonce="n"))
+        actors = Actors(config, cast(Workers, cluster), tmp_path, ModelFacts(context_length=64, eos=(1,), nonce="n"))
         try:
             await actors.place_all(0.0, resumption)
         except ActorLost:

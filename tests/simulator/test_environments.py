@@ -14,7 +14,7 @@ from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import Command, Route, StepEnvironment
 from staleflow.pipeline.coordination.events import EnvironmentFailed, EnvironmentStepped, Event
-from staleflow.pipeline.simulator.analysis import explanation, measure
+from staleflow.pipeline.simulator.analysis import compute_stats, explanation
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
 from staleflow.tasks.emulation.batch_simulator import SimulatedBatch
@@ -127,7 +127,7 @@ def test_only_a_failed_or_hung_episode_is_restarted() -> None:
         assert failed.total() > 20
         assert trace.ended["consumed"] == config.steps * config.trajectories_per_step
         assert set(trace.ended) <= {"consumed", "aborted:run_ended", "aborted:surplus_group"}
-        assert measure(config, trace).wasted_tokens > 0
+        assert compute_stats(config, trace).wasted_tokens > 0
         if "simulation__hung_step_share" in faults:
             assert waits == pytest.approx([2.0] * len(waits))
 
@@ -214,7 +214,7 @@ def test_cache_affinity_reduces_prefill() -> None:
     measured = {}
     for affinity in (True, False):
         config = agents(**long, rollout__cache_affinity=affinity)
-        m = measure(config, run(config))
+        m = compute_stats(config, run(config))
         measured[affinity] = m
         prefilled = sum(i.work.prefilled for i in run(config).instances)
         assert m.cached_tokens + m.reprefilled_tokens > 2 * prefilled

@@ -8,7 +8,7 @@ import pytest
 
 from staleflow.pipeline.coordination.commands import Command
 from staleflow.pipeline.coordination.events import EnvironmentStepped, Event, TrajectoryInterrupted, TrajectorySampled
-from staleflow.pipeline.simulator.analysis import explanation, measure
+from staleflow.pipeline.simulator.analysis import compute_stats, explanation
 from staleflow.pipeline.simulator.baselines import OneStep, with_admission
 from staleflow.pipeline.strategies.admission import Admission, Synchronous
 from tests.simulator.test_environments import agents
@@ -33,7 +33,7 @@ def test_sampled_tokens_are_either_trained_or_wasted(acts: bool, command_s: floa
     make = agents if acts else job
     config = make(batch__extra_groups=1, batch__extra_members=1, steps=12, simulation__message_s=command_s)
     trace = run(config, observe=observe)
-    measures = measure(config, trace)
+    measures = compute_stats(config, trace)
     trained = sum(step.tokens for step in trace.steps)
     assert measures.sampled_tokens >= told > trained
     assert 0 < measures.wasted_tokens == measures.sampled_tokens - trained
@@ -50,7 +50,7 @@ def test_tokens_of_lost_instances_are_counted() -> None:
     )  # fmt: skip
     trace = run(config)
     assert trace.losses > 5
-    measures = measure(config, trace)
+    measures = compute_stats(config, trace)
     assert measures.sampled_tokens >= sum(step.tokens for step in trace.steps)
 
 
@@ -58,7 +58,7 @@ def test_tokens_of_lost_instances_are_counted() -> None:
 def test_a_rule_independent_of_eta_is_measured_by_its_versions(admission: Admission, eta: int) -> None:
     greedy = {"rollout__synchronization": "greedy"}  # staggered asks for eta
     own, asked = (with_admission(job(staleness__eta=e, steps=24, **greedy), admission) for e in (eta, 3))
-    first, second = (measure(config, run(config)) for config in (own, asked))
+    first, second = (compute_stats(config, run(config)) for config in (own, asked))
     assert (first.finished_s, first.steady_tokens_per_s) == (second.finished_s, second.steady_tokens_per_s)
-    assert (first.of_bound, first.bound) == (second.of_bound, second.bound)
+    assert (first.share_of_bound, first.bound) == (second.share_of_bound, second.bound)
     assert any(f"divided by eta + 1 = {eta + 1}" in line for line in explanation(asked, second))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.pipeline.config import actor_settings, loading
-from staleflow.pipeline.simulator.analysis import measure
+from staleflow.pipeline.simulator.analysis import compute_stats
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from tests.support.simulated_store import JOB, stored_simulation
 
@@ -21,11 +21,12 @@ def test_groups_that_a_run_filtered_are_sampled_and_filtered_again(tmp_path: Pat
     recorded = ("workload.kind=recorded", f"workload.run={json.dumps(str(run))}")
     again = loading.load(JOB, (f"runs_dir={tmp_path}", *changes, *recorded))
     first, second = (
-        measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()) for config in (own, again)
+        compute_stats(config, SimulatedRun(config, actor_settings.make_workload(config)).run())
+        for config in (own, again)
     )
     filtered = [item.ended["filtered:no_signal"] for item in (first, second)]
     assert filtered[1] == pytest.approx(filtered[0], rel=0.15)
     assert second.tokens_per_s == pytest.approx(first.tokens_per_s, rel=0.15)
-    every = measure(keep := loading.load(JOB, (*changes, *recorded, "batch.filtering=keep_all")),
+    every = compute_stats(keep := loading.load(JOB, (*changes, *recorded, "batch.filtering=keep_all")),
                     SimulatedRun(keep, actor_settings.make_workload(keep)).run())  # fmt: skip
     assert every.tokens_per_s > 1.3 * second.tokens_per_s

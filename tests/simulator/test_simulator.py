@@ -25,7 +25,7 @@ from staleflow.pipeline.config.factories import ledger_eta
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import Command, Discard, Route, Score, StepEnvironment, Train
 from staleflow.pipeline.coordination.events import Event, TrajectoryInterrupted
-from staleflow.pipeline.simulator.analysis import bound_of, explanation, measure
+from staleflow.pipeline.simulator.analysis import bound_of, compute_stats, explanation
 from staleflow.pipeline.simulator.baselines import (
     Backlog,
     Baseline,
@@ -275,11 +275,11 @@ def test_a_run_is_not_faster_than_its_physical_bound() -> None:
     for admission, eta in (("synchronous", 0), ("staleflow", 1), ("staleflow", 3)):
         config = job(staleness__admission=admission, staleness__eta=eta, steps=16)
         trace = run(config)
-        measures = measure(config, trace)
+        measures = compute_stats(config, trace)
         # Averages over the same steps; a window of steps can use at most what was prepared before it.
         whole = bound_of(config, trace.steps)
         assert trace.finished_s >= whole.step_s * len(trace.steps) * 0.999
-        assert 0 < measures.of_bound <= 1.15
+        assert 0 < measures.share_of_bound <= 1.15
         assert any("<- the roofline" in line for line in explanation(config, measures))
 
 
@@ -506,7 +506,7 @@ BIMODAL: dict[str, Any] = {
 def test_every_rule_of_a_job_keeps_the_bound(admission: str, eta: int) -> None:
     config = job(**BIMODAL, staleness__admission=admission, staleness__eta=eta, simulation__mean_loss_interval_s=4.0)
     witness = Witness(eta)
-    measures = measure(config, run(config, observe=witness, validate_every_event=True))
+    measures = compute_stats(config, run(config, observe=witness, validate_every_event=True))
     assert witness.steps == list(range(30))
     assert measures.bound_kept
     assert max(measures.staleness) <= eta
@@ -514,7 +514,7 @@ def test_every_rule_of_a_job_keeps_the_bound(admission: str, eta: int) -> None:
 
 def test_backlog_exceeds_the_bound_and_reports_it() -> None:
     config = with_admission(job(**BIMODAL, staleness__eta=1), Backlog(eta=1))
-    measures = measure(config, run(config))
+    measures = compute_stats(config, run(config))
     assert ledger_eta(config) == 30
     assert max(measures.staleness) > 1
     assert not measures.bound_kept

@@ -114,7 +114,7 @@ def test_an_export_has_messages_and_a_mask_of_sampled_tokens(run: StoredRun, tmp
         assert (got["turns"], got["given_tokens"], got["response_tokens"]) == (len(t.turns), t.num_given, t.num_sampled)
         np.testing.assert_array_equal(got["sampled"], t.sampled)
         np.testing.assert_array_equal(got["versions"], t.versions)
-        assert dataframes.record(row)["tool_s"] == got["tool_s"]
+        assert dataframes.plain_row(row)["tool_s"] == got["tool_s"]
 
 
 def test_a_reward_function_gets_the_last_turn_and_all_turns_in_the_record(run: StoredRun, tmp_path: Path) -> None:

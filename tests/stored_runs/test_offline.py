@@ -150,10 +150,10 @@ def test_partial_characters_belong_to_the_token_that_completes_them() -> None:
         def text(self, tokens: Any, *, special: bool = False) -> str:
             return bytes(tokens).decode(errors="replace")
 
-    from staleflow.tasks.rendering.chat_tokenizer import pieces
+    from staleflow.tasks.rendering.chat_tokenizer import split_by_token
 
     tokens = list("a\u00e9\u4f60b".encode())
-    told = pieces(Bytes(), tokens)
+    told = split_by_token(Bytes(), tokens)
     assert "".join(told) == "a\u00e9\u4f60b"
     assert told == ["a", "", "\u00e9", "", "", "\u4f60", "b"]
 
@@ -252,7 +252,7 @@ def test_logprob_statistics_match_their_definitions(stored: Path, pool: Pool) ->
     assert store.lineage["logprobs"] == last and len(store.lineage["weights"]) == 64
     rows = [row for row in store.ended() if row.staleness == 1]
     (found,) = (row for row in result.by_staleness if row.staleness == 1)
-    kept = [store.rescored(row.trajectory.id) for row in rows]
+    kept = [store.recomputed_logprobs(row.trajectory.id) for row in rows]
     ratios = [
         np.exp(new.astype(np.float64) - row.trajectory.logprobs)
         for new, row in zip(kept, rows, strict=True)

@@ -172,7 +172,7 @@ def test_a_killed_rescoring_leaves_no_branch(stored: Path, tmp_path: Path) -> No
 def test_an_invalid_rescoring_leaves_no_branch(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = stored / "store"
     store = VersionedStore.open(path)
-    short = derived_branches.Rewards(
+    short = derived_branches.BranchRewards(
         rewards=np.zeros(1, np.float32), advantages=np.zeros(1, np.float32), loss_mask=np.zeros(1, bool), errors={}
     )
     with pytest.raises(StoreError, match="rewards for 1"):

@@ -367,7 +367,7 @@ def test_logprobs_of_several_threads_equal_those_of_one(
     rows = list(store.ended())
     expected = logprob_recompute.response_logprobs(logprob_recompute.logprob_settings(config, str(tiny_model)), rows)
     for row, logprobs in zip(rows, expected, strict=True):
-        result = store.rescored(row.trajectory.id)
+        result = store.recomputed_logprobs(row.trajectory.id)
         assert result is not None
         np.testing.assert_allclose(result, logprobs, atol=1e-5)
     assert list(threaded_pool.client.run(_num_logprob_models).values()) == [1]

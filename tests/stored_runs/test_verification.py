@@ -28,7 +28,7 @@ from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import remove
 from staleflow.stores.trajectories import layout, versioned
 from staleflow.stores.trajectories.columns import COLUMNS
-from staleflow.stores.trajectories.derived_branches import Rewards, derive
+from staleflow.stores.trajectories.derived_branches import BranchRewards, derive
 from staleflow.stores.trajectories.layout import TOKEN_ARRAYS
 from staleflow.stores.trajectories.records import StepRecord, batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -144,7 +144,7 @@ def reward_rescoring_branch(run: Path) -> None:
     store = VersionedStore.open(run / "store")
     columns = store.columns()
     lengths = columns["response_tokens"].astype(np.float32)
-    new = Rewards(rewards=lengths, advantages=lengths - lengths.mean(), loss_mask=columns["loss_mask"], errors={})
+    new = BranchRewards(rewards=lengths, advantages=lengths - lengths.mean(), loss_mask=columns["loss_mask"], errors={})
     derive(store, run / "store", "other", new, {"reward": "length"})
 
 
@@ -438,7 +438,13 @@ def test_random_changes_of_store_files_are_found_or_not_read(run_copy: Path) -> 
 def read_all(path: Path) -> dict[str, bytes]:
     """Return everything in the current snapshot of a store."""
     root = VersionedStore.pinned(path)._read_root()
-    names = [*(f"tokens/{name}" for name in TOKEN_ARRAYS), *(c.array for c in COLUMNS), "text", "commits", "records"]
+    names = [
+        *(f"tokens/{name}" for name in TOKEN_ARRAYS),
+        *(c.array_name for c in COLUMNS),
+        "text",
+        "commits",
+        "records",
+    ]
     return {name: np.asarray(root[name][:]).tobytes() for name in names}
 
 

@@ -52,7 +52,7 @@ from tests.stores.plain_audit import _token_faults, conservation_of, plain_audit
 from tests.stores.store_conformance import ended, verified
 from tests.support.examples import num_examples
 
-INTEGERS = [column.array for column in COLUMNS if np.dtype(column.dtype).kind in "ib"]
+INTEGERS = [column.array_name for column in COLUMNS if np.dtype(column.dtype).kind in "ib"]
 NUMBERS = (-(2**40), -2, -1, 0, 1, 2, 3, 5, 17, 40, 2**20, 2**40)
 
 
@@ -141,7 +141,7 @@ def copy_number(root: Any, rng: random.Random) -> None:
 
 
 def change_float(root: Any, rng: random.Random) -> None:
-    column = root[rng.choice([c.array for c in COLUMNS if c.dtype == "float32"])]
+    column = root[rng.choice([c.array_name for c in COLUMNS if c.dtype == "float32"])]
     column[rng.randrange(column.shape[0])] = rng.random()
 
 
@@ -178,7 +178,7 @@ def move_rows(root: Any, rng: random.Random) -> None:
         order.insert(i, order[j])
     else:
         order[i], order[j] = order[j], order[i]
-    for name in (column.array for column in COLUMNS):
+    for name in (column.array_name for column in COLUMNS):
         values = np.asarray(root[name][:])[order]
         root[name].resize(values.shape)
         root[name][:] = values
@@ -338,7 +338,7 @@ def test_conservation_findings_match_an_implementation_with_sets(
         rows = empty_rows(len(ids), select_columns(conservation.READ_COLUMNS))
         rows["trajectory"], rows["fate"], rows["reason"] = ids, 0, 0
         kept.add(rows)
-        found += kept.ends(record)
+        found += kept.check_commit(record)
         stored |= set(ids)
         counts.update(["consumed:none"] * len(ids))
         expected += conservation_of(record, stored, counts)
@@ -348,7 +348,7 @@ def test_conservation_findings_match_an_implementation_with_sets(
 def test_a_ledger_with_huge_numbers_is_a_finding_and_uses_no_memory() -> None:
     conservation = Conservation()
     ledger = LedgerState(num_started=2**60, num_ended={}, live=((5, 2**70),), next_step=0, version=0)
-    (lost, wrong) = conservation.ends(StepRecord(kind="step", step=0, ledger=ledger))
+    (lost, wrong) = conservation.check_commit(StepRecord(kind="step", step=0, ledger=ledger))
     assert lost.message == "5 trajectories are neither stored nor in flight, first 0"
     assert f"first {2**60}" in wrong.message
 

@@ -64,7 +64,7 @@ def test_a_local_file_has_the_url_of_the_store(tmp_path: Path, rng: Any, url: st
     reopened.commit(record(1), [ended(rng, 4 + i, 1) for i in range(4)])
     assert [e.trajectory.id for e in VersionedStore.pinned(path).ended()] == list(range(8))
     assert audit(VersionedStore.open(path)).num_steps == 2
-    doubled = derived_branches.Rewards(
+    doubled = derived_branches.BranchRewards(
         rewards=np.full(8, 2.0, np.float32), advantages=np.zeros(8, np.float32), loss_mask=np.ones(8, bool), errors={}
     )
     derived_branches.derive(VersionedStore.pinned(path), path, "doubled", doubled, {})

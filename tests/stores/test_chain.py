@@ -149,28 +149,28 @@ def move_a_row(root: Any, rng: random.Random) -> str:
     """Exchange two rows of different steps."""
     a, b = rng.randrange(ROWS), ROWS + rng.randrange(ROWS)
     for column in COLUMNS:
-        values = root[column.array][:]
+        values = root[column.array_name][:]
         values[[a, b]] = values[[b, a]]
-        root[column.array][:] = values
+        root[column.array_name][:] = values
     return "step 0"
 
 
 def drop_a_row(root: Any, rng: random.Random) -> str:
     row = rng.randrange(int(root["rows/offset"].shape[0]))
     for column in COLUMNS:
-        kept = np.delete(root[column.array][:], row)
-        root[column.array].resize(kept.shape)
-        root[column.array][:] = kept
+        kept = np.delete(root[column.array_name][:], row)
+        root[column.array_name].resize(kept.shape)
+        root[column.array_name][:] = kept
     return f"step {row // ROWS}"
 
 
 def add_a_row(root: Any, rng: random.Random) -> str:
     row = rng.randrange(int(root["rows/offset"].shape[0]) - 1)
     for column in COLUMNS:
-        values = root[column.array][:]
+        values = root[column.array_name][:]
         more = np.insert(values, row + 1, values[row])
-        root[column.array].resize(more.shape)
-        root[column.array][:] = more
+        root[column.array_name].resize(more.shape)
+        root[column.array_name][:] = more
     return f"step {(row + 1) // ROWS}"
 
 
@@ -178,9 +178,9 @@ def drop_a_step(root: Any, rng: random.Random) -> str:
     """Remove a commit with its rows, and leave all others as they are."""
     step = rng.randrange(2)
     for column in COLUMNS:
-        kept = np.delete(root[column.array][:], slice(ROWS * step, ROWS * (step + 1)))
-        root[column.array].resize(kept.shape)
-        root[column.array][:] = kept
+        kept = np.delete(root[column.array_name][:], slice(ROWS * step, ROWS * (step + 1)))
+        root[column.array_name].resize(kept.shape)
+        root[column.array_name][:] = kept
     kept = np.delete(root["commits"][:], step, axis=0)
     root["commits"].resize(kept.shape)
     root["commits"][:] = kept
@@ -220,7 +220,7 @@ def without_entries(root: Any, steps: Container[int]) -> str:
 
 FORGERIES: dict[str, Callable[[Any, random.Random], str]] = {
     **{f"tokens/{name}": partial(in_tokens, name=name) for name in layout.TOKEN_ARRAYS},
-    **{c.array: partial(in_column, name=c.array) for c in COLUMNS},
+    **{c.array_name: partial(in_column, name=c.array_name) for c in COLUMNS},
     "text": in_text,
     "records": in_records,
     "commits": in_commits,

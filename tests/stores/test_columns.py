@@ -77,7 +77,7 @@ def test_columns_are_separate_arrays_of_the_declared_type(tmp_path: Path) -> Non
     store.commit(record(0), [ended(rng, i, 0, Fate.FILTERED if i == 2 else Fate.CONSUMED) for i in range(3)])
     root = store._read_root()
     for column in COLUMNS:
-        array = root[column.array]
+        array = root[column.array_name]
         assert (array.shape, array.dtype, array.fill_value) == ((3,), column.dtype, column.fill), column.name
     assert store.table()["fate"].tolist() == [0, 0, 1]
     assert store.columns()["fate"].tolist() == ["consumed", "consumed", "filtered"]
@@ -89,7 +89,7 @@ def test_a_missing_column_reads_as_its_fill_value(tmp_path: Path, name: str) -> 
     (column,) = [c for c in COLUMNS if c.name == name]
     store = VersionedStore.create(tmp_path / "s", HEADER)
     store.commit(record(0), [ended(np.random.default_rng(0), i, 0) for i in range(3)])
-    edit(tmp_path / "s", lambda root: root.__delitem__(column.array))
+    edit(tmp_path / "s", lambda root: root.__delitem__(column.array_name))
     store = VersionedStore.open(tmp_path / "s")
     assert store.columns()[name].tolist() == [column.fill] * 3
     assert len(list(store.ended())) == 3

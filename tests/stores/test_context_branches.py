@@ -51,7 +51,7 @@ def conversations(draw: st.DrawFn) -> NaiveConversation:
 @given(conversations())
 def test_the_context_of_a_branch_is_that_of_its_parent_token(conversation: NaiveConversation) -> None:
     for place, context in enumerate(conversation.contexts):
-        before = [branch for branch in conversation.branches if branch.at <= place]
+        before = [branch for branch in conversation.branches if branch.start <= place]
         assert places(before, place).tolist() == context
     assert places(conversation.branches, len(conversation.contexts)).tolist() == conversation.now
 

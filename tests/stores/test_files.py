@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.stores.errors import StoreError
-from staleflow.stores.files import publish, replace_file, replace_folder, replace_text
+from staleflow.stores.files import flush_and_rename, replace_file, replace_folder, replace_text
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.partial_file import Piece
 from staleflow.stores.weights.weight_folder import WeightFolder
@@ -103,7 +103,7 @@ def test_replace_folder_replaces_the_whole_folder(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "other").touch()
     with pytest.raises(OSError, match="not empty"):
-        publish(tmp_path / "b", tmp_path / "a")
+        flush_and_rename(tmp_path / "b", tmp_path / "a")
 
 
 def test_all_data_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from staleflow.pipeline.config import loading
 from staleflow.pipeline.jobs import summary
 from staleflow.pipeline.jobs.summary import summarize
 from staleflow.pipeline.runtime.run_report import RunReport
-from staleflow.pipeline.simulator.analysis import measure, steady_tokens_per_s
+from staleflow.pipeline.simulator.analysis import compute_stats, steady_tokens_per_s
 from staleflow.pipeline.simulator.trace import Trace, TrainedStep
 from staleflow.stores import metrics
 from staleflow.tasks.actors.trainer import Trainer
@@ -73,7 +73,7 @@ def test_summary_and_simulation_report_the_same_metrics(tmp_path: Path) -> None:
     summary = summarize(config, outcomes, tmp_path / "none")
     assert [summary[name] for name in ("tokens_per_s", "prefilled_tokens", "cached_tokens")] == [50.0, 30, 70]
     assert summary["branches"] == 7
-    measures = measure(config, simulated())
+    measures = compute_stats(config, simulated())
     assert measures.tokens_per_s == 50.0
     assert measures.steady_tokens_per_s == steady_tokens_per_s(STEPS, 0) == 700 / 10
 

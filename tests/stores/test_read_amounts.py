@@ -95,7 +95,7 @@ def test_stored_ids_detects_duplicates_in_any_commit_order() -> None:
         known = set(ids.tolist())
         for _ in range(5):
             new = rng.integers(0, 80, rng.integers(0, 6)).tolist()
-            twice = stored.among(new)
+            twice = stored.find_stored(new)
             assert bool(twice) == (bool(known & set(new)) or len(set(new)) < len(new))
             assert set(twice) <= set(new)
             if not twice:

@@ -62,7 +62,7 @@ def test_a_failed_reward_gives_no_signal(tmp_path: Path) -> None:
     rows = [ended(rng, i, 1, Fate.CONSUMED, loss_mask=True) for i in range(3)]
     store.commit(record(1), [replace(r, trajectory=replace(r.trajectory, group=GroupId(0), reward=1.0)) for r in rows])
     for name, mask in (("failed", [True, True, False]), ("scored", [True, True, True])):
-        new = derived_branches.Rewards(
+        new = derived_branches.BranchRewards(
             rewards=np.asarray([1.0, 1.0, 0.0], np.float32),
             advantages=np.zeros(3, np.float32),
             loss_mask=np.asarray(mask),

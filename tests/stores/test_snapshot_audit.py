@@ -14,7 +14,7 @@ from staleflow.stores.auditing.audit import audit
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories import derived_branches
-from staleflow.stores.trajectories.derived_branches import Rewards
+from staleflow.stores.trajectories.derived_branches import BranchRewards
 from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
@@ -46,7 +46,7 @@ def history_findings(store: VersionedStore) -> list[Finding]:
 
 def test_a_valid_store_has_no_findings(store: VersionedStore) -> None:
     count = len(store.table()["trajectory"])
-    new = Rewards(rewards=np.ones(count, np.float32), advantages=np.zeros(count, np.float32),
+    new = BranchRewards(rewards=np.ones(count, np.float32), advantages=np.zeros(count, np.float32),
                   loss_mask=np.ones(count, bool), errors={})  # fmt: skip
     derived_branches.derive(store, store.path, "other", new, {})
     VersionedStore.rewind(store.path, 2)

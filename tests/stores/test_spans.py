@@ -135,7 +135,7 @@ def test_a_derived_branch_masks_tokens_by_its_loss_mask(tmp_path: Path) -> None:
     store = valid_store(tmp_path / "s")
     trained = np.arange(18) % 2 == 1
     zeros = np.zeros(18, np.float32)
-    new = derived_branches.Rewards(rewards=zeros, advantages=zeros, loss_mask=trained, errors={})
+    new = derived_branches.BranchRewards(rewards=zeros, advantages=zeros, loss_mask=trained, errors={})
     derived_branches.derive(store, tmp_path / "s", "other", new, {})
     branch = VersionedStore.open(tmp_path / "s", branch="other")
     assert [f for f in audit(branch).findings if f.check == "arrays"] == []

@@ -260,7 +260,7 @@ def set_int(root: Any, row: int, column: str, value: int) -> None:
 
 def lose_row(root: Any) -> None:
     for column in COLUMNS:
-        array = root[column.array]
+        array = root[column.array_name]
         kept = np.delete(np.asarray(array[:]), 5, axis=0)
         array.resize(kept.shape)
         array[:] = kept
@@ -274,7 +274,7 @@ def truncate(root: Any) -> None:
 def repeat_row(root: Any) -> None:
     for column in COLUMNS:
         if column.name not in ("reward", "advantage"):
-            root[column.array][6] = root[column.array][2]
+            root[column.array_name][6] = root[column.array_name][2]
 
 
 def forge(root: Any) -> None:

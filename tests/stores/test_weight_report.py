@@ -10,7 +10,7 @@ import torch
 
 from staleflow.stores.weights import weight_report
 from staleflow.stores.weights.weight_comparison import WeightPart, compare_by_name, compare_parts
-from staleflow.stores.weights.weight_report import NO_PARTS, WeightReport, total
+from staleflow.stores.weights.weight_report import NO_PARTS, WeightReport, sum_reports
 
 
 def test_the_docstring_example_is_correct() -> None:
@@ -51,6 +51,8 @@ def test_a_contradiction_of_one_worker_contradicts_the_engine() -> None:
         WeightReport(verified=3),
         WeightReport(verified=2, not_verified={"packed": 2}, contradicted=1, names=("q",)),
     )
-    assert total([first, second]) == WeightReport(verified=5, not_verified={"packed": 2}, contradicted=1, names=("q",))
-    assert total([first, second]).outcome == "contradicted"
-    assert total([]).outcome == "not verified"
+    assert sum_reports([first, second]) == WeightReport(
+        verified=5, not_verified={"packed": 2}, contradicted=1, names=("q",)
+    )
+    assert sum_reports([first, second]).outcome == "contradicted"
+    assert sum_reports([]).outcome == "not verified"

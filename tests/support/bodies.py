@@ -232,7 +232,7 @@ class Stage:
         self.actors.publish(trainer._publish({}))
 
 
-FACTS = ModelFacts(context=1000, eos=(1,), nonce="0")
+FACTS = ModelFacts(context_length=1000, eos=(1,), nonce="0")
 
 
 class Body:
@@ -265,7 +265,7 @@ class Body:
         resume."""
         config = config or self.config(*overrides)
         world = world or World()
-        world.turns = config.turns
+        world.turns = config.shares_gpus
         run = Run(config=config, world=world, workers=InProcessWorkers(world.actors, faults, hosts))
         virtual_time.run(self._drive(run, meanwhile, resumption))
         return run

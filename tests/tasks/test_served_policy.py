@@ -192,5 +192,5 @@ def test_runs_that_cannot_be_served_give_a_one_line_error(tmp_path: Path) -> Non
 
 def test_default_max_new_tokens_of_a_served_model_is_half_its_context(tiny_model: Path) -> None:
     plan = make_serving_plan(str(tiny_model))
-    assert plan.config.rollout.max_new_tokens == min(512, plan.facts.context // 2)
+    assert plan.config.rollout.max_new_tokens == min(512, plan.facts.context_length // 2)
     assert make_serving_plan(str(tiny_model), ("rollout.max_new_tokens=3",)).config.rollout.max_new_tokens == 3

@@ -396,7 +396,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     living = WeightFolder(tmp_path / "staleflow-living-2")
     subprocess.run([sys.executable, "-c", script], check=False)
-    assert [p.name for p in weight_folder.sweep(tmp_path)] == ["staleflow-dead-1"]
+    assert [p.name for p in weight_folder.remove_unused_folders(tmp_path)] == ["staleflow-dead-1"]
     assert [p.name for p in tmp_path.iterdir()] == ["staleflow-living-2"]
     living.remove()
 
@@ -416,7 +416,7 @@ def test_a_folder_removed_during_its_creation_is_created_again(
             path.rmdir()
             swept.append(path)
         else:
-            swept.extend(weight_folder.sweep(tmp_path))
+            swept.extend(weight_folder.remove_unused_folders(tmp_path))
             real(*args, **options)
 
     monkeypatch.setattr(owner, step, disturbed)
@@ -424,7 +424,7 @@ def test_a_folder_removed_during_its_creation_is_created_again(
     assert swept == [path]
     published = folder.publish(PolicyVersion(1), tensors(1))
     assert fingerprint(weight_folder.read(folder.path(PolicyVersion(1)))) == published
-    assert weight_folder.sweep(tmp_path) == []
+    assert weight_folder.remove_unused_folders(tmp_path) == []
     assert (path / weight_folder.OWNER).exists(), "else files of a killed run would not be removed"
     folder.remove()
 
