@@ -67,7 +67,7 @@ def main() -> None:
 
 def figures(summary: dict[str, Any], store: VersionedStore) -> dict[str, Any]:
     """The columns of one run, means over its steps, and its rewards by step."""
-    steps = [record.metrics for record in store.steps() if record.kind == "step"]
+    steps = [record.metrics for record in store.commits() if record.kind == "step"]
     columns = store.columns()
     trained = columns["fate"] == Fate.CONSUMED.value
     return {

@@ -119,7 +119,7 @@ def shares(run_dir: Path) -> list[str]:
     print(*named, sep="\n")
     if not named:
         findings.append("failing: no note of the run names it")
-    states = store.steps()[-1].ledger.sources
+    states = store.commits()[-1].ledger.sources
     if states[2].num_trained or drawn[2] > 64 + in_flight + drawn.total() / 8:
         findings.append(f"failing: {drawn[2]} of {drawn.total()} groups were drawn from it")
     return findings

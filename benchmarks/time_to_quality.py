@@ -65,7 +65,7 @@ def main() -> None:
 
 def figures(store: VersionedStore) -> dict[str, Any]:
     """The reward of a run's batches over time, and the lag of what it trained on."""
-    steps = [record.metrics for record in store.steps() if record.kind == "step"]
+    steps = [record.metrics for record in store.commits() if record.kind == "step"]
     return {
         "elapsed_s": [m["elapsed_s"] for m in steps],
         "reward": [m["reward"] for m in steps],

@@ -141,7 +141,7 @@ def balance(run_dir: Path, records: Path) -> Balance:
                 pass
     store = VersionedStore.open(run_dir / "store")
     stored = {int(row.trajectory.id): row.trajectory for row in store.ended()}
-    last = store.steps(-1)[0].ledger
+    last = store.commits(-1)[0].ledger
     live = {t for a, b in last.live for t in range(a, b)} | {t for t in streams if t >= last.num_started}
     counts: Counter[str] = Counter()
     discarded: Counter[str] = Counter()

@@ -63,7 +63,7 @@ class Prompts:
 def prompts(run_dir: Path) -> Prompts:
     """Compare the store's groups with the source, whose prompt number i is the number i."""
     store = VersionedStore.open(run_dir / "store")
-    records = iter(store.steps())
+    records = iter(store.commits())
     record, left = None, 0
     fates: dict[int, Counter[str]] = defaultdict(Counter)
     wrong: set[int] = set()

@@ -102,7 +102,7 @@ def kept(run_dir: Path) -> Kept:
 def _hows(run_dir: Path) -> dict[int, str]:
     """How each stored trajectory was lost; empty if it was not."""
     store = VersionedStore.open(run_dir / "store")
-    kinds = [record.kind for record in store.steps() for _ in range(record.num_rows)]
+    kinds = [record.kind for record in store.commits() for _ in range(record.num_rows)]
     hows = {}
     for kind, row in zip(kinds, store.ended(), strict=True):
         given_up = row.reason is AbortReason.RUN_ENDED and kind != "end"
@@ -159,7 +159,7 @@ def _sets(overrides: tuple[str, ...]) -> list[str]:
 
 
 def _trained(run_dir: Path) -> int:
-    return sum(record.kind == "step" for record in VersionedStore.open(run_dir / "store").steps())
+    return sum(record.kind == "step" for record in VersionedStore.open(run_dir / "store").commits())
 
 
 @contextlib.contextmanager

@@ -120,7 +120,7 @@ class RunData:
 
     def commits(self) -> list[StepRecord]:
         """All commits, oldest first: training steps, resumes, and ends of the run. Empty if nothing is stored yet."""
-        return self._store().steps() if self._has_store() else []
+        return self._store().commits() if self._has_store() else []
 
     def metrics(self) -> pandas.DataFrame:
         """The metrics of the training steps.

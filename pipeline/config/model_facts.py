@@ -14,8 +14,8 @@ from staleflow.stores.errors import ConfigError
 class ModelFacts:
     """Facts about a run's model, with a nonce of the run.
 
-    context_length: tokens that the model can attend to. eos: ids of the tokens that end a response; none for an emulated
-    engine. nonce: random text that distinguishes runs of the same name.
+    context_length: tokens that the model can attend to. eos: ids of the tokens that end a response; none for an
+    emulated engine. nonce: random text that distinguishes runs of the same name.
     """
 
     context_length: int

@@ -179,7 +179,7 @@ def prepare(config: RunConfig) -> Resumption:
         points = ResumePoints(run_dir / "resume")
         points.claim()  # before the others are removed: a trainer of the start before may still be writing one
         points.remove_after(version)
-        records = [r for r in VersionedStore.open(run_dir / "store").steps() if r.kind == "step"]
+        records = [r for r in VersionedStore.open(run_dir / "store").commits() if r.kind == "step"]
         _archive_start(run_dir)
     except StoreError:
         raise

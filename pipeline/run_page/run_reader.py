@@ -179,7 +179,7 @@ class RunReader:
             before = self._stored.pop(branch, None)
             if before is None or before.store.snapshot != store.snapshot:
                 known = before.records if before is not None and store.follows(before.store.snapshot) else []
-                before = StoredSnapshot(store, branch, [*known, *store.steps(len(known))])
+                before = StoredSnapshot(store, branch, [*known, *store.commits(len(known))])
             self._stored[branch] = before
             while len(self._stored) > MAX_CACHED_BRANCHES:
                 del self._stored[next(iter(self._stored))]

@@ -285,7 +285,7 @@ class _PartialTrainer:
         """folder: for the state at the earlier version and for weights to evaluate."""
         self._plan, self._store, self._policy, self._folder = plan, store, policy, folder
         self._context = inspect_model(plan.offline.config).context_length
-        self._published = {r.step + 1: r.weight_fingerprint for r in store.steps() if r.kind == "step"}
+        self._published = {r.step + 1: r.weight_fingerprint for r in store.commits() if r.kind == "step"}
         self.table: Table = store.table()
         self._trained: Mask = self.table["fate"] == unlearning.CONSUMED_CODE
         self.same_weights = False

@@ -84,7 +84,7 @@ def verify_offline(
         if len(lines) != record.steps - record.start:
             message = f"it has {len(lines)} lines; {record.steps - record.start} steps were trained"
             findings.append(Finding(check=CHECK, where=HISTORY, message=message))
-    run_steps = [r for r in store.steps() if r.kind == "step" and r.step < record.start]
+    run_steps = [r for r in store.commits() if r.kind == "step" and r.step < record.start]
     findings += _find_other_batches(store, record.where, run_steps)
     result, sample = RepetitionResult(), list[int]()
     checkpoint = (folder / "checkpoints" / f"step-{record.steps:06d}").resolve()

@@ -40,7 +40,7 @@ def read_facts(run_dir: Path, store: StoreReader | None, name: str, view: Mappin
     facts = {} if fingerprints is None else asdict(fingerprints)
     reward, data = (json.dumps(facts[part], sort_keys=True) if facts.get(part) else "" for part in ("reward", "data"))
     reward += view.get("branch", "")  # its rewards are others
-    steps = [] if store is None else [record.metrics for record in store.steps() if record.kind == "step"]
+    steps = [] if store is None else [record.metrics for record in store.commits() if record.kind == "step"]
     return RunFacts(
         name=name,
         settings=settings,

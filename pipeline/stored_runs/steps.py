@@ -33,7 +33,7 @@ class ConsumedBatch:
 
 def read_batch(store: StoreReader, step: int) -> ConsumedBatch:
     """The batch of a training step. Raises ConfigError if the step is not stored, StoreError if it cannot be read."""
-    record = next((r for r in store.steps() if r.kind == "step" and r.step == step), None)
+    record = next((r for r in store.commits() if r.kind == "step" and r.step == step), None)
     if record is None:
         raise ConfigError(f"{store.path}: no commit of step {step}")
     rows = list(store.ended(step=step))

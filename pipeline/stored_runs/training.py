@@ -301,7 +301,7 @@ class _Training:
         self.policy = policy
         self.errors: dict[int, str] = {}
         self.history: list[dict[str, float]] = []
-        self._published = {r.step: r.weight_fingerprint for r in self._store.steps() if r.kind == "step"}
+        self._published = {r.step: r.weight_fingerprint for r in self._store.commits() if r.kind == "step"}
         self._are_equal: list[bool] = []
         self._points = ResumePoints(tmp_path / "resume")
         origin = make_chain_origin(self._store, plan.branch, plan.where, plan.epochs, plan.start, tmp_path / "job.toml")
@@ -358,7 +358,7 @@ class _Training:
         """A line if the run's own steps were computed with other numerics than those of this process; else empty."""
         from staleflow.tasks.training.numerics import numerics
 
-        inputs = [record.inputs for record in self._store.steps() if record.step < self._plan.start]
+        inputs = [record.inputs for record in self._store.commits() if record.step < self._plan.start]
         own = [values["numerics"] for values in inputs if "numerics" in values]
         if {*own} <= {numerics()}:
             return ""

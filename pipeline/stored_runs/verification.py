@@ -138,7 +138,7 @@ def verify_run(
         unverified.append(
             f"{num_without_entry} of {chain.num_commits} commits: an earlier version stored them, without a chain"
         )
-    step_records = [record for record in store.steps() if record.kind == "step"] if not chain.findings else []
+    step_records = [record for record in store.commits() if record.kind == "step"] if not chain.findings else []
     if gap := next((number for number, record in enumerate(step_records) if record.step != number), None):
         findings.append(Finding(check="chain", where=f"step {gap}", message="is missing"))
         step_records = []

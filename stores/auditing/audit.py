@@ -167,7 +167,7 @@ def audit(store: StoreReader, run: Runner = run_sequentially, max_tokens: int = 
 
 def _records(store: StoreReader) -> Iterator[StepRecord]:
     start = 0
-    while records := store.steps(start, start + RECORDS_AT_ONCE):
+    while records := store.commits(start, start + RECORDS_AT_ONCE):
         yield from records
         start += len(records)
 

@@ -1,6 +1,6 @@
 """Reads a store at a snapshot, or the current state of a branch: commits, trajectories, columns, damage.
 
-What is asked for is read and nothing else: `summary` reads a few numbers per commit, `steps` the records of commits
+What is asked for is read and nothing else: `summary` reads a few numbers per commit, `commits` the records of commits
 but no row, columns come in the range that is asked for.
 """
 
@@ -159,7 +159,7 @@ class StoreReader:
 
     # -- commits -------------------------------------------------------------------------------------------------
 
-    def steps(self, start: int = 0, stop: int | None = None) -> list[StepRecord]:
+    def commits(self, start: int = 0, stop: int | None = None) -> list[StepRecord]:
         """The commits at start <= number < stop, all by default, oldest first. As in slices, negative numbers count
         from the end. Reads no trajectories."""
         root = self._read_root()

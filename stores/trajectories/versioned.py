@@ -151,7 +151,7 @@ class VersionedStore(StoreReader):
                     undone += kind == "step"
                     ended |= kind == "end"
                 if undone or (ended and undo_end):
-                    refused = _refusals_after(cls.open(path).steps(), num_steps)
+                    refused = _refusals_after(cls.open(path).commits(), num_steps)
                     head = repository.lookup_branch(MAIN)
                     repository.create_branch(f"undone-{head}", head)
                     repository.reset_branch(MAIN, snapshot.id)
@@ -159,7 +159,7 @@ class VersionedStore(StoreReader):
             raise store_error(path, f"cannot be set back to its first {num_steps} steps", error) from error
         if refused:
             store = cls.open(path)
-            last = store.steps(-1)
+            last = store.commits(-1)
             ledger = last[0].ledger if last else EMPTY_LEDGER
             store.commit(StepRecord(kind="refusal", step=num_steps, ledger=ledger, weight_checks=refused), [])
         return undone

@@ -127,7 +127,7 @@ class TrajectoryServer:
         if existing_store is None:
             self._spool.clear()
         else:
-            self._recover(existing_store.steps(-1))
+            self._recover(existing_store.commits(-1))
 
     # -- a stored run --------------------------------------------------------------------------------------------
 

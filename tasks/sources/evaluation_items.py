@@ -88,7 +88,7 @@ class EvaluationItems:
             )
             for number, task in enumerate(self._tasks(eval_set))
             for record in (
-                task.record if eval_set.uses_run_reward else EvaluationRecord.named(eval_set.name, task.record),
+                task.record if eval_set.uses_run_reward else EvaluationRecord.with_label(eval_set.name, task.record),
             )
             for sample in numbers
         ]

@@ -111,7 +111,7 @@ class LabelledRecord(dict[str, Any]):
     label = ""
 
     @classmethod
-    def named(cls, name: str, record: Record) -> Self:
+    def with_label(cls, name: str, record: Record) -> Self:
         """The record with a label."""
         labelled = cls(record)
         labelled.label = name
@@ -125,7 +125,7 @@ class EvaluationRecord(LabelledRecord):
 def label_record(name: str, record: Record) -> LabelledRecord:
     """Label the record of one of several task sources."""
     kind = EvaluationRecord if isinstance(record, EvaluationRecord) else LabelledRecord
-    return kind.named(name, record)
+    return kind.with_label(name, record)
 
 
 class SplitSource:

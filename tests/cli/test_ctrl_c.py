@@ -63,7 +63,7 @@ def test_the_first_interrupt_ends_a_run_in_order_and_it_can_be_resumed(tmp_path:
             assert "staleflow resume runs/job" in shown.text
             assert "staleflow store show" in shown.text
         store = VersionedStore.open(folder / "runs" / "job" / "store")
-        assert store.steps()[-1].kind == "end"
+        assert store.commits()[-1].kind == "end"
         assert audit(store).findings == ()
 
 

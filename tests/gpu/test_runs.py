@@ -47,7 +47,7 @@ def test_a_run_completes_and_its_weights_are_verified(gpu_job: Path, layout: str
     end = run(gpu_job, *CUDA, f"cluster.layout={layout}", f"model.dtype={dtype}", f"staleness.eta={eta}", "steps=3")
     store = check(end.run_dir, 3)
     assert sum(entry.fate is Fate.CONSUMED for entry in store.ended()) == 3 * ROWS_PER_STEP
-    mismatches = [record.metrics["mismatch_max"] for record in store.steps() if "mismatch_max" in record.metrics]
+    mismatches = [record.metrics["mismatch_max"] for record in store.commits() if "mismatch_max" in record.metrics]
     assert 0 < max(mismatches) < (1e-2 if dtype == "float32" else 0.3)
 
 

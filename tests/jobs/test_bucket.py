@@ -58,7 +58,7 @@ def test_a_killed_run_resumes_and_commands_accept_its_url(tmp_path: Path) -> Non
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert (folder / "store").read_text() == f"{url}\n"
-    trained = sum(r.kind == "step" for r in VersionedStore.open(folder / "store").steps())
+    trained = sum(r.kind == "step" for r in VersionedStore.open(folder / "store").commits())
     resumed = staleflow("resume", folder, "--set", f"steps={trained + 2}")
     assert resumed.returncode == 0, resumed.stderr
     check(folder, trained + 2)

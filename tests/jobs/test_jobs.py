@@ -213,10 +213,10 @@ def test_a_cancelled_job_can_be_resumed_and_two_jobs_share_no_worker(
         assert "stops at its next step" in cluster("cancel", id).stdout
     for id, name in ((one, "one"), (two, "two")):
         assert cluster.until(id, "stopped")["why"] == "cancelled"
-        records = VersionedStore.open(tmp_path / "runs" / name / "store").steps()
+        records = VersionedStore.open(tmp_path / "runs" / name / "store").commits()
         assert records[-1].kind == "end"
     assert "has ended already" in cluster("cancel", one).stdout
-    trained = sum(r.kind == "step" for r in VersionedStore.open(tmp_path / "runs" / "one" / "store").steps())
+    trained = sum(r.kind == "step" for r in VersionedStore.open(tmp_path / "runs" / "one" / "store").commits())
     resumed = staleflow(
         "resume", tmp_path / "runs" / "one", "--set", f"steps={trained + 2}", "--set", "cluster.kind=file",
         "--set", f"cluster.scheduler_file={cluster.file}",
@@ -315,7 +315,7 @@ def run_with_waiting_job(cluster: Cluster, folder: Path, alone: int, beside: int
     assert summary["losses"] == []
     assert [start["end"] for start in summary["starts"]] == ["done"]
     check(folder / "runs" / "two", 2)
-    steps = [r.metrics for r in check(folder / "runs" / "one", alone + beside).steps() if r.kind == "step"]
+    steps = [r.metrics for r in check(folder / "runs" / "one", alone + beside).commits() if r.kind == "step"]
 
     def rate(first: int, last: int) -> float:
         tokens = sum(step["response_tokens"] for step in steps[first:last])

@@ -59,8 +59,8 @@ def test_a_run_with_all_processes_killed_resumes_and_passes_the_audit(job: Path)
         while time.monotonic() < deadline:
             os.killpg(process.pid, 0)
             time.sleep(0.05)
-    before = check(folder, len(VersionedStore.open(folder / "store").steps()))
-    trained = len(before.steps())
+    before = check(folder, len(VersionedStore.open(folder / "store").commits()))
+    trained = len(before.commits())
     assert trained >= 3
     assert len(ResumePoints(folder / "resume").versions()) <= NUM_LATEST_KEPT
 
@@ -70,7 +70,7 @@ def test_a_run_with_all_processes_killed_resumes_and_passes_the_audit(job: Path)
     for logged in ("rollout-0 joins", f"step {trained + 2}/", "resume point of version", "checkpoint written"):
         assert resumed.stderr.count(logged) >= 1, resumed.stderr
     store = check(folder, trained + 3)
-    (record,) = [r for r in store.steps() if r.kind == "resume"]
+    (record,) = [r for r in store.commits() if r.kind == "resume"]
     assert record.num_rows == 0, "nothing was given up"
     took, kept_tokens, restarted = (
         int(record.metrics[name]) for name in ("taken_up", "taken_up_tokens", "started_again")
@@ -80,7 +80,7 @@ def test_a_run_with_all_processes_killed_resumes_and_passes_the_audit(job: Path)
     assert took > 0
     lost = [e for e in store.ended() if e.reason is AbortReason.RUN_ENDED]
     assert all(e.fate is Fate.ABORTED and len(e.trajectory.prompt_tokens) for e in lost)
-    assert sorted(e.trajectory.id for e in store.ended()) == list(range(store.steps()[-1].ledger.num_started))
+    assert sorted(e.trajectory.id for e in store.ended()) == list(range(store.commits()[-1].ledger.num_started))
     shown = command("replay", folder)
     assert "the same commands" in shown.stdout
 
@@ -97,7 +97,7 @@ def test_a_stopped_run_loses_no_step_unless_its_resume_points_are_missing(job: P
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
     config = resumption.load(folder)
-    first = VersionedStore.open(folder / "store").steps()
+    first = VersionedStore.open(folder / "store").commits()
     trained = sum(r.kind == "step" for r in first)
     points = ResumePoints(folder / "resume")
     assert points.versions()[-1] == trained
@@ -110,8 +110,8 @@ def test_a_stopped_run_loses_no_step_unless_its_resume_points_are_missing(job: P
     end = staleflow("resume", folder, "--set", f"steps={trained + 1}")
     assert end.returncode == 0, end.stderr
     store = check(folder, trained + 1)
-    assert [r.kind for r in store.steps()].count("end") == 1, "what the first end gave up has gone on"
-    assert sorted(e.trajectory.id for e in store.ended()) == list(range(store.steps()[-1].ledger.num_started))
+    assert [r.kind for r in store.commits()].count("end") == 1, "what the first end gave up has gone on"
+    assert sorted(e.trajectory.id for e in store.ended()) == list(range(store.commits()[-1].ledger.num_started))
     assert {e.step for e in store.ended() if e.reason is AbortReason.RUN_ENDED} <= {trained + 1}
 
 
@@ -132,7 +132,7 @@ def test_a_run_killed_between_its_last_step_and_its_end_is_completed(job: Path) 
     resumed = staleflow("resume", end.run_dir)
     assert resumed.returncode == 0, resumed.stderr
     check(end.run_dir, 2)
-    assert VersionedStore.open(end.run_dir / "store").steps()[-1].kind == "end"
+    assert VersionedStore.open(end.run_dir / "store").commits()[-1].kind == "end"
     summary = json.loads((end.run_dir / "summary.json").read_text())
     before, after = summary["evaluations"]
     assert (before["version"], after["version"]) == (0, 2)
@@ -160,7 +160,7 @@ def test_an_incomplete_resume_point_is_skipped(stored: Path, tmp_path: Path) -> 
     assert (undone.version, undone.earlier_starts) == (2, 1)
     (folder / "events.jsonl").write_text("")  # as of a run that continued from there
     assert resumption.prepare(config).earlier_starts == 2
-    assert sum(r.kind == "step" for r in VersionedStore.open(folder / "store").steps()) == 2
+    assert sum(r.kind == "step" for r in VersionedStore.open(folder / "store").commits()) == 2
 
 
 def test_a_run_killed_before_its_first_resume_point_starts_again(stored: Path, tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_run_killed_before_its_first_resume_point_starts_again(stored: Path, t
     rarely = dataclasses.replace(config, training=dataclasses.replace(config.training, resume_every=2))
     assert resumption.resume_version(rarely) == 0
     assert resumption.prepare(rarely).version == 0
-    assert VersionedStore.open(folder / "store").steps() == []
+    assert VersionedStore.open(folder / "store").commits() == []
 
 
 def test_a_run_whose_store_is_missing_does_not_start_again(stored: Path, tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_weight_checks_are_counted_while_a_run_is_in_progress(tmp_path: Path) ->
     (run.run_dir / ".running").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     page = Page(run.run_dir)
     assert page.ask("run")["notes"] == []
-    (record,) = run.store.steps()
+    (record,) = run.store.commits()
     checks = [
         WeightCheck(
             instance=InstanceId("rollout-0"), version=PolicyVersion(1), fingerprint="", drift=0.0, limit=1.0,

@@ -80,7 +80,7 @@ def check_example(player: Path, folder: Path, *overrides: str) -> list[dict[str,
     assert any(len(r.trajectory.turns) > 1 for r in consumed if r.trajectory.versions.max() == 0)
     trained_on = sum(row.trajectory.num_sampled for row in rows if row.loss_mask)
     assert int(store.to_xarray().mask.sum()) == trained_on
-    return [record.metrics for record in store.steps() if record.kind == "step"]
+    return [record.metrics for record in store.commits() if record.kind == "step"]
 
 
 def test_a_run_of_the_example_stores_the_played_games(

@@ -50,12 +50,12 @@ SHAPES = {
 
 def rewound_store(store: MemoryStore, num_steps: int) -> MemoryStore:
     """Return a store as `prepare` rewinds it to this number of steps; unchanged if it has no more steps and no end."""
-    records = store.steps()
+    records = store.commits()
     if sum(r.kind == "step" for r in records) <= num_steps and not (records and records[-1].kind == "end"):
         return store
     kept, rows = MemoryStore(store.header), list(store.ended())
-    for record in store.steps():
-        if sum(r.kind == "step" for r in kept.steps()) == num_steps:
+    for record in store.commits():
+        if sum(r.kind == "step" for r in kept.commits()) == num_steps:
             break
         kept.commit(record, rows[: record.num_rows])
         rows = rows[record.num_rows :]
@@ -65,7 +65,7 @@ def rewound_store(store: MemoryStore, num_steps: int) -> MemoryStore:
 def resumption_of(run: Run, undone: int) -> Resumption:
     """Return the resumption of a killed run whose latest resume points are lost, as `prepare` does."""
     key = str(run.config.run_dir / "store")
-    trained = sum(r.kind == "step" for r in run.world.stores[key].steps())
+    trained = sum(r.kind == "step" for r in run.world.stores[key].commits())
     version = max(0, trained - undone)
     run.world.stores[key] = rewound_store(run.world.stores[key], version)
     steps = tuple(s for s in run.outcomes.steps if s["step"] < version)

@@ -70,7 +70,7 @@ def test_a_run_trains_and_stores_its_steps(job: Path, memory_folder: Path) -> No
     end = run(job, "staleness.eta=2", "training.checkpoint_every=2", f"cluster.shared_memory={memory_folder}")
     store = check(end.run_dir, 5)
     assert len(list(store.ended())) == 5 * 16
-    assert {r.kind for r in store.steps()} == {"step", "end"}
+    assert {r.kind for r in store.commits()} == {"step", "end"}
     summary: dict[str, Any] = json.loads((end.run_dir / "summary.json").read_text())
     assert [e["version"] for e in summary["evaluations"]] == [0, 5]
     assert sum(summary["staleness_histogram"].values()) == 80
@@ -84,7 +84,7 @@ def test_a_run_trains_and_stores_its_steps(job: Path, memory_folder: Path) -> No
         "step-000005",
     ]
     assert not list(memory_folder.iterdir())
-    fingerprints = [r.weight_fingerprint for r in store.steps() if r.kind == "step"]
+    fingerprints = [r.weight_fingerprint for r in store.commits() if r.kind == "step"]
     assert len(set(fingerprints)) >= 3  # the policy moved wherever a batch had signal
 
     shown = command("store", "show", end.run_dir, "--trajectory", 3, "--json")
@@ -190,7 +190,7 @@ def test_a_full_disk_stops_the_run_and_keeps_the_stored_steps(job: Path) -> None
     with pytest.raises(StoreError, match=r"could not be stored.*free space or move runs_dir"):
         asyncio.run(run_and_strike(job, ("task.eval_prompts=0", "steps=500"), "server", strike))
     store = VersionedStore.open(job.parent / "runs" / "job" / "store")
-    assert store.steps()
+    assert store.commits()
     assert audit(store).findings == ()
 
 

@@ -21,7 +21,7 @@ ONE = (
 
 def fingerprints(job: Path, *overrides: str) -> list[str]:
     end = run(job, *ONE, *overrides)
-    return [record.weight_fingerprint for record in check(end.run_dir, 3).steps() if record.kind == "step"]
+    return [record.weight_fingerprint for record in check(end.run_dir, 3).commits() if record.kind == "step"]
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def test_one_of_two_processes_runs_a_name_and_a_copy_resumes_without_the_origina
     assert f"in use by process {process.pid}" in second.stderr
     assert (folder / "config.toml").read_bytes() == written
 
-    trained = sum(r.kind == "step" for r in VersionedStore.open(folder / "store").steps())
+    trained = sum(r.kind == "step" for r in VersionedStore.open(folder / "store").commits())
     copy = tmp_path / "elsewhere" / "copy"
     shutil.copytree(folder, copy)
     before = contents(folder)

@@ -30,12 +30,12 @@ def test_a_run_with_vllm_trains_and_verifies_every_weight(job: Path, on_pull: st
     end = run(job, *VLLM, f"rollout.on_pull={on_pull}", "staleness.eta=2", "rollout.logprob_drift_limit=1e-4")
     store = check(end.run_dir, 5)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
-    checks = [item for record in store.steps() for item in record.weight_checks]
+    checks = [item for record in store.commits() for item in record.weight_checks]
     assert {item.outcome for item in checks} == {"verified"}
     assert len({item.version for item in checks}) > 2
     # No two implementations agree to the last bit.
     assert all(0 < item.drift < item.limit for item in checks)
-    for record in store.steps():
+    for record in store.commits():
         assert record.metrics.keys() <= STEP_METRICS.keys()
     assert not end.summary["alarms"]
 
@@ -50,7 +50,7 @@ def test_experts_and_shards_are_verified_by_part_at_every_pull(
         shutil.copy(file, model)
     shards = f"rollout.engine.tensor_parallel={tensor_parallel}"
     end = run(job, *VLLM, "deadlines.call_s=120", "rollout.instances=1", f"model.path={model}", shards)
-    checks = [item for record in check(end.run_dir, 5).steps() for item in record.weight_checks]
+    checks = [item for record in check(end.run_dir, 5).commits() for item in record.weight_checks]
     assert [item.version for item in checks] == list(range(6))
     assert all(item.outcome == "verified" and item.weights.verified >= 32 * tensor_parallel for item in checks)
 

@@ -21,7 +21,7 @@ def test_a_run_with_environments_is_stored_and_passes_the_audit(tmp_path: Path) 
     rows = list(run.store.ended())
     store = VersionedStore.create(tmp_path / "s", run.store.header)
     left = iter(rows)
-    for record in run.store.steps():
+    for record in run.store.commits():
         store.commit(record, list(itertools.islice(left, record.num_rows)))
     store = VersionedStore.open(tmp_path / "s")
     for stored, row in zip(store.ended(), rows, strict=True):
@@ -36,7 +36,7 @@ def test_a_run_with_environments_is_stored_and_passes_the_audit(tmp_path: Path) 
     columns = store.columns()
     consumed = columns["fate"] == "consumed"
     assert columns["turns"][consumed].max() > 1
-    steps = [r for r in store.steps() if r.kind == "step"]
+    steps = [r for r in store.commits() if r.kind == "step"]
     for record in steps:
         batch = consumed & (columns["step"] == record.step)
         for name in ("given_tokens", "response_tokens"):

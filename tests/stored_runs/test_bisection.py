@@ -132,7 +132,7 @@ def test_training_without_a_part_gives_the_weights_of_unlearning_it(stored: Path
     offline, _ = unlearning.make_plan(copy, tmp_path / "unlearned", where, "without")
     result = training.train(offline, lambda _: None)
     assert fingerprint(load_file(Path(result.checkpoint) / "model.safetensors")) == weights
-    assert weights != next(record.weight_fingerprint for record in store.steps() if record.step == 2)
+    assert weights != next(record.weight_fingerprint for record in store.commits() if record.step == 2)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_a_row_without_a_result_stores_nothing(
 
 
 def test_the_batch_of_a_step_has_its_recorded_fingerprint(stored: Path, run_copy: Path) -> None:
-    for record in VersionedStore.open(stored / "store").steps():
+    for record in VersionedStore.open(stored / "store").commits():
         if record.kind == "step":
             store = VersionedStore.open(stored / "store", at_step=record.step)
             batch = [(row.trajectory, row.advantage) for row in store.ended(step=record.step)]
@@ -107,7 +107,7 @@ def test_the_batch_of_a_step_has_its_recorded_fingerprint(stored: Path, run_copy
     edit(run_copy / "store", change_logprob)
     store = VersionedStore.open(run_copy / "store")
     batch = [(row.trajectory, row.advantage) for row in store.ended(step=0)]
-    assert batch_fingerprint(batch) != store.steps()[0].batch_fingerprint
+    assert batch_fingerprint(batch) != store.commits()[0].batch_fingerprint
 
 
 def test_worst_best_and_longest_rows_are_selected(stored: Path) -> None:
@@ -362,7 +362,7 @@ def test_several_ranks_train_offline_as_one_rank(stored: Path, tmp_path: Path) -
     # not compared: all others are off by the rounding of six updates, each half of 2^-23, and the gradients themselves
     # by that of their sums.
     assert np.mean(off > 1e-6) < 1e-3
-    records = [r.metrics for r in VersionedStore.open(stored / "store").steps() if r.kind == "step"]
+    records = [r.metrics for r in VersionedStore.open(stored / "store").commits() if r.kind == "step"]
     history = [json.loads(line) for line in (tmp_path / "two" / "history.jsonl").read_text().splitlines()]
     for run, again in zip(records, history, strict=True):
         assert again["grad_norm"] == pytest.approx(run["grad_norm"], rel=1e-5)

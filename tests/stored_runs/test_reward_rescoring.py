@@ -72,7 +72,7 @@ def test_rescoring_writes_a_branch_and_leaves_the_original_unchanged(stored: Pat
     assert repeated.returncode == 2
     assert "nothing stored is overwritten" in repeated.stderr
     with pytest.raises(StoreError, match="read-only"):
-        branch.commit(VersionedStore.open(stored / "store").steps()[0], [])
+        branch.commit(VersionedStore.open(stored / "store").commits()[0], [])
 
 
 def test_rows_that_cannot_be_scored_are_recorded_and_the_others_are_scored(stored: Path) -> None:

@@ -106,7 +106,7 @@ def test_unlearned_weights_equal_training_without_the_rows(
     assert not are_equal(weights, load_file(run_copy / "checkpoints" / "step-000003" / "model.safetensors"))
     assert [(h["weights"], h["batch"]) for h in history] == [(h["weights"], h["batch"]) for h in whole[start:]]
     assert len(whole) == steps
-    published = [record.weight_fingerprint for record in VersionedStore.open(run_copy / "store").steps()]
+    published = [record.weight_fingerprint for record in VersionedStore.open(run_copy / "store").commits()]
     assert [h["weights"] for h in whole[:start]] == published[:start]
 
     verified = verify_offline(tmp_path / "out", steps=ALL)

@@ -192,7 +192,7 @@ def test_a_run_of_an_earlier_version_is_readable_and_not_verified(
         patch.setattr(layout, "fingerprint_rows", lambda *_: "")
         patch.setattr(VersionedStore, "_last_entry", lambda *_: "")
         patch.setattr(versioned, "entry_of", lambda _: "")
-        store_again(run_copy, VersionedStore.open(run_copy / "store").steps())
+        store_again(run_copy, VersionedStore.open(run_copy / "store").commits())
     result = verify_run(run_copy)
     assert not result.verified and not result.findings and not result.repeated_steps
     assert result.unverified == (
@@ -241,7 +241,7 @@ def test_a_forged_batch_with_a_new_chain_gives_other_weights(
     affect the weights."""
     rows = list(VersionedStore.open(run_copy / "store").ended())
     forged = [change(row) if row.fate is Fate.CONSUMED else row for row in rows]
-    store = store_again(run_copy, VersionedStore.open(run_copy / "store").steps(), forged)
+    store = store_again(run_copy, VersionedStore.open(run_copy / "store").commits(), forged)
     assert not check_chain(store).findings
     trained = {f"step {row.step}" for row in (*rows, *forged) if row.fate is Fate.CONSUMED and row.advantage}
     result = verify_run(run_copy, steps=ALL)
@@ -252,7 +252,7 @@ def test_a_forged_batch_with_a_new_chain_gives_other_weights(
 
 def test_records_without_fingerprints_inputs_or_steps_are_not_verified(run_copy: Path) -> None:
     """With a new chain: weights that no step published, no inputs, and a missing step."""
-    records = VersionedStore.open(run_copy / "store").steps()
+    records = VersionedStore.open(run_copy / "store").commits()
     store_again(run_copy, [replace(record, weight_fingerprint="") for record in records])
     result = verify_run(run_copy, steps=ALL)
     assert not result.repeated_steps and ("weights", "step 0") in finding_places(result)
@@ -449,7 +449,7 @@ def read_all(path: Path) -> dict[str, bytes]:
 
 
 def test_the_first_record_has_the_inputs_of_the_weights(stored: Path) -> None:
-    records: list[StepRecord] = [r for r in VersionedStore.open(stored / "store").steps() if r.kind == "step"]
+    records: list[StepRecord] = [r for r in VersionedStore.open(stored / "store").commits() if r.kind == "step"]
     assert {*records[0].inputs} == {"weights", "settings", "user_code", "staleflow", "sources", "numerics"}
     assert records[0].inputs["numerics"].startswith("torch ")
     assert all(not record.inputs for record in records[1:])

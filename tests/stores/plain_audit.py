@@ -19,7 +19,7 @@ def plain_audit(store: StoreReader) -> AuditReport:
     """Run all checks over the whole store."""
     findings: list[Finding] = []
     try:
-        records = store.steps()
+        records = store.commits()
         rows = list(store.ended())
         table = store.table()
         turns = list(zip(*(table[name].tolist() for name in ("turns", "given_tokens", "tool_s")), strict=True))
@@ -77,7 +77,7 @@ def _array_findings(store: StoreReader) -> Iterable[Finding]:
     """Check that array lengths agree with each other and with the step records."""
     lengths = store.array_lengths()
     try:
-        records = store.steps()
+        records = store.commits()
     except (StoreError, ValueError) as error:
         yield Finding(
             check="arrays",

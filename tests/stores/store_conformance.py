@@ -130,7 +130,7 @@ class TrajectoryStoreTests:
     def test_an_empty_store(self, store: TrajectoryStore) -> None:
         assert replace(store.header, url="") == HEADER
         assert list(store.ended()) == []
-        assert store.steps() == []
+        assert store.commits() == []
         assert store.get(TrajectoryId(0)) is None
 
     def test_committed_rows_are_read_back_bit_for_bit(self, store: TrajectoryStore, rng: Any) -> None:
@@ -158,7 +158,7 @@ class TrajectoryStoreTests:
         rows = [ended(rng, i, 0) for i in range(4)]
         store.commit(record(0), rows)
         store.commit(record(1, "end"), [])
-        first, last = store.steps()
+        first, last = store.commits()
         assert first.ledger == record(0).ledger
         assert first.metrics == {"reward": 0.5}
         assert first.weight_checks == (verified("rollout-0", 0, "w-1"),)
@@ -181,4 +181,4 @@ class TrajectoryStoreTests:
         with pytest.raises(StoreError):
             store.commit(record(1), [ended(rng, 0, 1)])
         assert len(list(store.ended())) == 1
-        assert len(store.steps()) == 1
+        assert len(store.commits()) == 1

@@ -159,7 +159,7 @@ def test_a_commit_that_fails_at_any_request_can_be_retried(tmp_path: Path, rng: 
     proxy.expired = ""
     check_causes(causes)
     assert ids(tmp_path / "store") == list(range(8))
-    assert [r.step for r in VersionedStore.open(tmp_path / "store").steps()] == [0, 1]
+    assert [r.step for r in VersionedStore.open(tmp_path / "store").commits()] == [0, 1]
 
 
 def test_a_commit_with_a_lost_reply_is_not_applied_twice(tmp_path: Path, rng: Any, proxy: FailingProxy) -> None:
@@ -171,7 +171,7 @@ def test_a_commit_with_a_lost_reply_is_not_applied_twice(tmp_path: Path, rng: An
     store.commit(record(1), rows[1])
     store.commit(record(2), [ended(rng, 8, 2)])
     assert ids(tmp_path / "store") == list(range(9))
-    assert [r.step for r in VersionedStore.open(tmp_path / "store").steps()] == [0, 1, 2]
+    assert [r.step for r in VersionedStore.open(tmp_path / "store").commits()] == [0, 1, 2]
 
 
 def test_a_commit_of_another_process_is_not_taken_for_a_lost_reply(

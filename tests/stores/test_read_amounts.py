@@ -55,9 +55,9 @@ def test_summary_and_steps_read_no_row(tmp_path: Path, read: Counter[str]) -> No
     store = VersionedStore.open(tmp_path / "s")
     result = store.summary()
     assert (result.num_steps, result.num_rows, result.ended) == (20, 160, False)
-    assert result.last == result.last_trained == store.steps(-1)[0] == store.steps()[19]
-    assert len(store.steps(5, 8)) == 3
-    assert store.steps(-2) == store.steps()[-2:]
+    assert result.last == result.last_trained == store.commits(-1)[0] == store.commits()[19]
+    assert len(store.commits(5, 8)) == 3
+    assert store.commits(-2) == store.commits()[-2:]
     assert set(read) == {"commits", "records"}
     read.clear()
     store.summary()

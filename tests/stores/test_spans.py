@@ -252,7 +252,7 @@ def test_branch_positions_are_computed_from_the_spans() -> None:
 
 def test_batch_hashes_of_a_range_match_the_recorded_ones(tmp_path: Path) -> None:
     store = valid_store(tmp_path / "store")
-    recorded = {r.step: r.batch_fingerprint for r in store.steps() if r.batch_fingerprint}
+    recorded = {r.step: r.batch_fingerprint for r in store.commits() if r.batch_fingerprint}
     everything = RowRange(start=0, stop=store.summary().num_rows, steps=frozenset(recorded), max_tokens=1000)
     assert recorded
     assert hash_batches(StoreReader.at(store.path, store.snapshot), everything) == recorded

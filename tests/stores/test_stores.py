@@ -72,12 +72,12 @@ class TestVersionedStore(TrajectoryStoreTests):
             store.commit(record(step), [ended(rng, step, step)])
         store.commit(record(4, "end"), [])
         assert VersionedStore.rewind(path, 4) == 0
-        assert [r.kind for r in VersionedStore.open(path).steps()][-1] == "end"
+        assert [r.kind for r in VersionedStore.open(path).commits()][-1] == "end"
         assert VersionedStore.rewind(path, 4, undo_end=True) == 0
-        assert [(r.kind, r.step) for r in VersionedStore.open(path).steps()][-1] == ("step", 3)
+        assert [(r.kind, r.step) for r in VersionedStore.open(path).commits()][-1] == ("step", 3)
         VersionedStore.open(path).commit(record(4, "resume"), [])
         assert VersionedStore.rewind(path, 4, undo_end=True) == 0
-        assert [r.kind for r in VersionedStore.open(path).steps()][-1] == "resume"
+        assert [r.kind for r in VersionedStore.open(path).commits()][-1] == "resume"
         opened = icechunk.Repository.open(icechunk.local_filesystem_storage(str(path)))
         (ended_once,) = opened.list_branches() - {"main"}
         assert VersionedStore.rewind(path, 2) == 2
@@ -99,7 +99,7 @@ class TestVersionedStore(TrajectoryStoreTests):
             store.commit(record(step), [ended(rng, step, step)])
             store.commit(replace(record(step + 1, "refusal"), weight_checks=(check,) if step == 1 else ()), [])
         assert VersionedStore.rewind(tmp_path / "s", 1) == 2
-        first, last = VersionedStore.open(tmp_path / "s").steps()
+        first, last = VersionedStore.open(tmp_path / "s").commits()
         assert (last.kind, last.num_rows) == ("refusal", 0)
         assert first.ledger.num_ended == last.ledger.num_ended == {"consumed:none": 4}
         assert [item.refused for item in last.weight_checks] == ["its logprobs differ"]
@@ -174,7 +174,7 @@ class TestVersionedStore(TrajectoryStoreTests):
                     last = int(process.stdout.readline())
                 os.kill(process.pid, signal.SIGKILL)
             store = VersionedStore.open(folder)
-            steps = [r.step for r in store.steps()]
+            steps = [r.step for r in store.commits()]
             assert steps == list(range(len(steps)))
             assert len(steps) >= last + 1
             assert [e.trajectory.id for e in store.ended()] == list(range(4 * len(steps)))
@@ -194,7 +194,7 @@ class TestVersionedStore(TrajectoryStoreTests):
         folder = tmp_path / "s"
         assert subprocess.run([sys.executable, "-c", script, str(folder)], timeout=60).returncode == 9
         assert not folder.exists()
-        assert VersionedStore.create(folder, HEADER).steps() == []
+        assert VersionedStore.create(folder, HEADER).commits() == []
         assert [p.name for p in tmp_path.iterdir()] == ["s"]
         with pytest.raises(StoreError, match="cannot be created: there is one already"):
             VersionedStore.create(folder, HEADER)
@@ -378,7 +378,7 @@ def test_a_flipped_bit_in_text_gives_a_one_line_error(tmp_path: Path) -> None:
     edit(tmp_path / "t", lambda root: flip("records", int(root["commits"][2, COMMIT_AT["record_offset"]]))(root))
     worse = VersionedStore.open(tmp_path / "t")
     with pytest.raises(StoreError, match="the record of step 2 is corrupt"):
-        worse.steps()
+        worse.commits()
     assert not audit(worse).clean
 
 

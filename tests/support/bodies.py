@@ -114,7 +114,7 @@ class Run(RunListener):
 
     @property
     def records(self) -> list[StepRecord]:
-        return self.store.steps()
+        return self.store.commits()
 
     @property
     def entries(self) -> list[journal.JournalEntry]:

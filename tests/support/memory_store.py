@@ -22,7 +22,7 @@ class TrajectoryStore(Protocol):
         num_rows and num_tokens of the record are set here. Raises StoreError, and then nothing was stored."""
         ...
 
-    def steps(self, first: int = 0) -> list[StepRecord]:
+    def commits(self, first: int = 0) -> list[StepRecord]:
         """Return the commits from number `first` on, oldest first; negative numbers count from the end."""
         ...
 
@@ -53,7 +53,7 @@ class MemoryStore:
         self._steps.append(replace(record, num_rows=len(ended), num_tokens=num_tokens))
         return str(len(self._steps))
 
-    def steps(self, first: int = 0) -> list[StepRecord]:
+    def commits(self, first: int = 0) -> list[StepRecord]:
         return self._steps[first:]
 
     def entry(self, step: int) -> str:

@@ -300,10 +300,10 @@ async def test_a_commit_retried_after_a_failure_stores_the_step(
     assert (await server.recoverable()).ledger.next_step == 0
     begin_s = time.monotonic()
     assert 0 <= (await server.commit(record_of_step()))["commit_s"] <= time.monotonic() - begin_s
-    (stored,) = server._store.steps()
+    (stored,) = server._store.commits()
     assert (stored.step, stored.num_rows) == (0, 3)
     assert await server.commit(record_of_step()) == {"commit_s": 0.0, **stored.metrics}
-    assert len(server._store.steps()) == 1, "a repeated one is in the store once"
+    assert len(server._store.commits()) == 1, "a repeated one is in the store once"
     assert not server._step_batches._batches, "stored rows are not kept"
 
 

@@ -421,7 +421,7 @@ async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path:
                          next_step=1, version=0)  # fmt: skip
     await second.commit(StepRecord(kind="step", step=0, ledger=ledger))
     await second.commit(StepRecord(kind="step", step=0, ledger=ledger))
-    (record,) = world.stores[str(tmp_path / "store")].steps()
+    (record,) = world.stores[str(tmp_path / "store")].commits()
     assert (record.num_rows, record.ledger.live) == (3, ((2, 4), (5, 8)))
     third = server_class(world)(replace(settings, resumed=True), 30.0)
     assert repr(third._in_flight) == repr(second._in_flight)

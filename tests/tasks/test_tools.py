@@ -272,7 +272,7 @@ async def test_an_evaluation_set_uses_its_source_and_reward_with_tools(
     assert episode_settings.scoring is not None
     (own,) = episode_settings.scoring.sets
     task = own.build().task(0, held_out=True)
-    record = pickle.loads(pickle.dumps(EvaluationRecord.named("other", task.record)))
+    record = pickle.loads(pickle.dumps(EvaluationRecord.with_label("other", task.record)))
     async with host_episode(episode_settings) as (episodes, _):
         key = EpisodeKey(task=-1, held_out=True)
         first = await episodes.step(key, record, ["<calculator>2+2</calculator>"], truncated=False)
