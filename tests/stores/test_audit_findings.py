@@ -572,13 +572,13 @@ def test_a_planted_fault_gives_its_finding(fault: Fault) -> None:
 
 READS = (
     "array_lengths",
+    "commits",
     "damage",
     "extent",
     "fingerprint_rows",
     "masks",
     "numbers",
     "record_texts",
-    "steps",
     "table",
     "unpacked",
 )

@@ -29,7 +29,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     columns = VersionedStore._columns
 
     def counted_columns(self: VersionedStore, root: Any, first: int, last: int, wanted: Any) -> Any:
-        counts.update({column.array: last - first for column in wanted})
+        counts.update({column.array_name: last - first for column in wanted})
         return columns(self, root, first, last, wanted)
 
     monkeypatch.setattr(VersionedStore, "_slice", counted)
