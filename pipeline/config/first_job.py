@@ -246,13 +246,13 @@ def _inspect_data(folder: Path, inputs: InitInputs) -> DataFacts:
     tasks = RowSource(rows, columns, f"--data {inputs.data}")
     records = [tasks.task(i).record for i in range(min(SAMPLE, len(rows)))]
     answers = [str(record["answer"]) for record in records] if columns.answer else []
-    gold = bool(answers) and all(GOLD in answer for answer in answers)
+    has_gold_mark = bool(answers) and all(GOLD in answer for answer in answers)
     return DataFacts(
         source=f"{kind}:{_job_path(folder, name)}",
         columns=columns,
         has_number_answers=bool(answers)
         and all(re.fullmatch(NUMBER, answer.rpartition(GOLD)[2].strip()) for answer in answers),
-        has_gold_mark=gold,
+        has_gold_mark=has_gold_mark,
         has_message_prompts=not isinstance(tasks.task(0).prompt, str),
     )
 
