@@ -52,7 +52,7 @@ def command(run: str, at: int, since: int | None, as_json: bool, cluster: Cluste
     if result.cause is None:
         click.echo(f"no cause found: {result.reason}")
         return
-    click.echo(f"smallest part that prevents it: {result.cause.left_out}, {result.cause.rows} rows")
+    click.echo(f"smallest part tried that prevents it: {result.cause.left_out}, {result.cause.rows} rows")
     click.echo(f"  staleflow store show {run} --where '{result.cause.where}'")
     click.echo(f"  staleflow unlearn {run} --where '{result.cause.where}'")
 

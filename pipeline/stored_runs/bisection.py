@@ -90,7 +90,7 @@ class Bisection:
     trials: tuple[Trial, ...]
     """All parts that were left out, in order."""
     cause: Trial | None
-    """The preventing part with the fewest rows."""
+    """Of the parts that prevent the loss, the one with the fewest rows."""
     reason: str
     """Why there is no cause; empty if there is one."""
 
@@ -218,6 +218,9 @@ def bisect(plan: BisectionPlan, report: Report, *, shared: bool = False) -> Bise
         tempfile.TemporaryDirectory(prefix="staleflow-") as folder,
         open_policy(config, config, config.steps, held_out, shared=shared) as policy,
     ):
+        seconds = sum(c.metrics.get("train_s", 0.0) for c in store.commits() if plan.since <= c.step < plan.at)
+        steps = format_steps(range(plan.since, plan.at))
+        report({"say": f"training {steps} again for each part; the run's trainer took {seconds:.0f} s for them"})
         trainer = _PartialTrainer(plan, store, policy, Path(folder))
         since = trainer.evaluate(plan.since)
         unchanged = trainer.train(np.zeros(len(trainer.table["step"]), bool))
@@ -344,7 +347,10 @@ class _PartialTrainer:
         for step in range(offline.start, since):
             self._step(step, nothing, self.table["advantage"])
         if since and self._policy.apply_to_weights(fingerprint) != self._published[since]:
-            raise StoreError(f"the weights of version {since} are not those that the run published; see `verify`")
+            raise StoreError(
+                f"the weights of version {since}, trained again here, are not those that the run published; "
+                "use a machine like the run's (`staleflow verify` compares them)"
+            )
         if self._is_sharded:
             self._point.mkdir()
         self._policy.begin_save(self._point)
@@ -354,9 +360,9 @@ class _PartialTrainer:
         (positions,) = np.nonzero(self._trained & (self.table["step"] == step) & ~removed)
         if not len(positions):
             return
-        batch = [
-            dataclasses.replace(row, advantage=float(advantage))
-            for row, advantage in zip(read_batch_rows(self._store, positions), advantages[positions], strict=True)
-            if isinstance(row, EndedTrajectory)
-        ]
+        batch = []
+        for row, advantage in zip(read_batch_rows(self._store, positions), advantages[positions], strict=True):
+            if not isinstance(row, EndedTrajectory):
+                raise StoreError(f"step {step}: trajectory {row.trajectory} cannot be read: {row.error}")
+            batch.append(dataclasses.replace(row, advantage=float(advantage)))
         train_step(self._policy, step, batch)

@@ -23,7 +23,7 @@ GROUPS, SIZE = 40, 8
 def joined(*, room: int = 200, at_random: bool = False) -> Bench:
     bench = Bench(eta=4, groups=8, size=SIZE)
     if at_random:
-        bench.coordinator._route_planner._routing = Random(np.random.default_rng(0))  # type: ignore[assignment]  # as of a file of a user
+        bench.coordinator._route_planner._routing = Random(np.random.default_rng(0))  # type: ignore[assignment]  # a user's rule
     for instance in (A, B, C):
         bench.join(instance, max_running=room)
     return bench

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,13 +16,15 @@ from safetensors.numpy import load_file
 
 import staleflow
 from staleflow.pipeline.runtime.evaluation_results import read_evaluations
-from staleflow.pipeline.stored_runs import bisection, training, unlearning
+from staleflow.pipeline.stored_runs import bisection, repeated_steps, training, unlearning
 from staleflow.pipeline.stored_runs.bisection import Bisection, RowSubset, Trial, halve, search
 from staleflow.pipeline.stored_runs.repeated_steps import open_policy
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.reward_statistics import paired_difference
+from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import EndedTrajectory
 from staleflow.stores.weights.weight_hash import fingerprint
 from tests.commands import command
 from tests.conftest import JOB, REWARDS
@@ -184,8 +187,22 @@ def test_the_command_prints_each_part_and_how_to_unlearn_the_smallest(
     assert ("not verified: the training repeated here gives other weights" in end.stdout) is not found
     assert "  without step 1      32 rows  0.750  +0.750 (p 0.004)  prevents it" in lines
     if found:
-        assert lines[-3] == "smallest part that prevents it: group 9, 4 rows"
+        assert lines[-3] == "smallest part tried that prevents it: group 9, 4 rows"
         assert lines[-1] == f"  staleflow unlearn {stored} --where 'group == 9'"
     else:
         assert lines[-1] == "no cause found: no part alone prevents it"
     assert json.loads(command("bisect", stored, "--at", 3, "--json").stdout)["since"] == 1
+
+
+def test_a_row_that_cannot_be_read_ends_the_bisection(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left out, it would change the training that all parts are compared with."""
+    plan, read = bisection.make_plan(stored, 0, 3), repeated_steps.read_batch_rows
+
+    def damaged(store: VersionedStore, positions: npt.NDArray[np.int64]) -> list[EndedTrajectory | UnreadableRow]:
+        first, *others = read(store, positions)
+        trajectory = first.trajectory.id if isinstance(first, EndedTrajectory) else first.trajectory
+        return [UnreadableRow(trajectory=trajectory, error="a chunk is damaged"), *others]
+
+    monkeypatch.setattr(bisection, "read_batch_rows", damaged)
+    with pytest.raises(StoreError, match=r"step 0: trajectory \d+ cannot be read: a chunk is damaged"):
+        bisection.bisect(plan, lambda _: None)
