@@ -396,7 +396,7 @@ class Run(RunData):
             report: Called with {"say": text} for each part.
 
         Returns:
-            The parts that were left out with their rewards, and the smallest that prevents the loss if there is one.
+            The parts that were left out with their rewards, and the smallest that prevents the drop if there is one.
 
         Raises:
             ConfigError: The versions are not those of the run, or there are no held-out prompts to measure on.

@@ -2,7 +2,7 @@
 
 Two versions are given, the later of which has a lower reward on held-out prompts. The steps between them are trained
 again from the earlier one, each time without one part of their rows, and the weights that result are evaluated on the
-same prompts with the same random numbers. A part *prevents* the loss if most of the reward comes back without it, and
+same prompts with the same random numbers. A part *prevents* the drop if most of the reward comes back without it, and
 the difference from the unchanged training is significant. Parts are halved as long as a half prevents it: steps first,
 then groups, those with the largest gradients first.
 
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 P_LIMIT = 0.01
 """p-value below which a difference from the unchanged training counts. Some twenty parts are tried."""
-MIN_SHARE = 0.5
-"""Share of the lost reward that has to come back without a part that prevents the loss."""
+MIN_RECOVERED_SHARE = 0.5
+"""Share of the lost reward that has to come back without a part for it to count."""
 Table = dict[str, npt.NDArray[Any]]
 Mask = npt.NDArray[np.bool_]
 
@@ -83,14 +83,14 @@ class Bisection:
     """Mean reward on held-out prompts at the earlier version."""
     reward_at: float
     """The same of the unchanged training at the later version."""
-    loss: PairedDifference | None
-    """Difference of the two, over the prompts; None for too few prompts."""
+    reward_change: PairedDifference | None
+    """Later minus earlier reward, over the prompts; None for too few prompts."""
     same_weights: bool
     """Whether the unchanged training gives the weights that the run published, bit for bit."""
     trials: tuple[Trial, ...]
     """All parts that were left out, in order."""
     cause: Trial | None
-    """Of the parts that prevent the loss, the one with the fewest rows."""
+    """Of the parts that prevent the drop, the one with the fewest rows."""
     reason: str
     """Why there is no cause; empty if there is one."""
 
@@ -160,7 +160,7 @@ class RowSubset:
 
 
 def search(table: Mapping[str, npt.NDArray[Any]], since: int, at: int, leave_out: Callable[[RowSubset], Trial]) -> None:
-    """Try parts of the rows, from large to small, until no smaller one prevents the loss.
+    """Try parts of the rows, from large to small, until no smaller one prevents the drop.
 
     Args:
         table: Columns of the rows that steps since <= step < at trained on.
@@ -224,29 +224,29 @@ def bisect(plan: BisectionPlan, report: Report, *, shared: bool = False) -> Bise
         trainer = _PartialTrainer(plan, store, policy, Path(folder))
         since = trainer.evaluate(plan.since)
         unchanged = trainer.train(np.zeros(len(trainer.table["step"]), bool))
-        loss = paired_difference(since, unchanged)
+        reward_change = paired_difference(since, unchanged)
         result = Bisection(
             since=plan.since,
             at=plan.at,
             reward_since=_mean(since),
             reward_at=_mean(unchanged),
-            loss=loss,
+            reward_change=reward_change,
             same_weights=trainer.same_weights,
             trials=(),
             cause=None,
             reason="",
         )
-        if loss is None:
+        if reward_change is None:
             return dataclasses.replace(result, reason="there are too few held-out prompts")
-        if loss.mean >= 0 or loss.p >= P_LIMIT:
+        if reward_change.mean >= 0 or reward_change.p >= P_LIMIT:
             reason = f"the reward is not significantly lower at version {plan.at} than at {plan.since}"
             return dataclasses.replace(result, reason=reason)
-        trials = _Trials(trainer, unchanged, loss, report)
-        search(trainer.window, plan.since, plan.at, trials.leave_out)
-        preventing = [trial for trial in trials.done if trial.prevents]
+        runner = _TrialRunner(trainer, unchanged, reward_change, report)
+        search(trainer.window, plan.since, plan.at, runner.leave_out)
+        preventing = [trial for trial in runner.trials if trial.prevents]
         cause = min(preventing, key=lambda trial: trial.rows, default=None)
-        reason = "" if cause else "no part alone prevents the loss, only all steps together"
-        return dataclasses.replace(result, trials=tuple(trials.done), cause=cause, reason=reason)
+        reason = "" if cause else "no part alone prevents the drop, only all steps together"
+        return dataclasses.replace(result, trials=tuple(runner.trials), cause=cause, reason=reason)
 
 
 def _mean(rewards: Mapping[str, Sequence[float]]) -> float:
@@ -254,29 +254,29 @@ def _mean(rewards: Mapping[str, Sequence[float]]) -> float:
 
 
 @dataclass(slots=True)
-class _Trials:
+class _TrialRunner:
     """Leaves out parts, and compares each result with the unchanged training."""
 
     trainer: _PartialTrainer
     unchanged: Mapping[str, Sequence[float]]
-    loss: PairedDifference
+    reward_change: PairedDifference
     report: Report
-    done: list[Trial] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
 
     def leave_out(self, part: RowSubset) -> Trial:
-        removed = self.trainer.rows_of(part.where)
+        removed = self.trainer.trained_rows(part.where)
         rewards = self.trainer.train(removed)
         difference = paired_difference(self.unchanged, rewards)
-        is_large = difference is not None and difference.mean >= -MIN_SHARE * self.loss.mean
+        recovers = difference is not None and difference.mean >= -MIN_RECOVERED_SHARE * self.reward_change.mean
         trial = Trial(
             left_out=part.label,
             where=part.where,
             rows=int(removed.sum()),
             reward=_mean(rewards),
             difference=difference,
-            prevents=is_large and difference is not None and difference.p < P_LIMIT,
+            prevents=recovers and difference is not None and difference.p < P_LIMIT,
         )
-        self.done.append(trial)
+        self.trials.append(trial)
         self.report({"say": f"without {trial.left_out}: {trial.reward:.3f}" + (", prevents it" * trial.prevents)})
         return trial
 
@@ -294,7 +294,7 @@ class _PartialTrainer:
         self.same_weights = False
         self._is_sharded = plan.offline.config.training.ranks > 1
         self._point = folder / ("point" if self._is_sharded else "point.pt")
-        self._begin()
+        self._restore_earlier_version()
 
     @property
     def window(self) -> Table:
@@ -303,7 +303,7 @@ class _PartialTrainer:
         rows = self._trained & (step >= self._plan.since) & (step < self._plan.at)
         return {name: self.table[name][rows] for name in ("step", "group", "staleness", "advantage", "response_tokens")}
 
-    def rows_of(self, where: str) -> Mask:
+    def trained_rows(self, where: str) -> Mask:
         """Mask of the trained rows that a selection names."""
         return self._trained & Selection(where).mask(self._store.columns())
 
@@ -316,7 +316,7 @@ class _PartialTrainer:
             )
         self._policy.load_state(self._point)
         for step in range(self._plan.since, self._plan.at):
-            self._step(step, removed, advantages)
+            self._train_step(step, removed, advantages)
         if not removed.any():
             weights = self._policy.apply_to_weights(fingerprint)
             self.same_weights = weights == self._published[self._plan.at]
@@ -335,7 +335,7 @@ class _PartialTrainer:
             raise ConfigError("bisect: every held-out prompt was trained on")
         return {str(i): [s.reward] for i, s in enumerate(scores[False]) if not s.error}
 
-    def _begin(self) -> None:
+    def _restore_earlier_version(self) -> None:
         """Load the state at the earlier version, and keep a copy. Raises StoreError if its weights are others."""
         offline, since = self._plan.offline, self._plan.since
         if offline.start:
@@ -345,7 +345,7 @@ class _PartialTrainer:
                 self._policy.fine_tune(step)
         nothing = np.zeros(len(self.table["step"]), bool)
         for step in range(offline.start, since):
-            self._step(step, nothing, self.table["advantage"])
+            self._train_step(step, nothing, self.table["advantage"])
         if since and self._policy.apply_to_weights(fingerprint) != self._published[since]:
             raise StoreError(
                 f"the weights of version {since}, trained again here, are not those that the run published; "
@@ -356,7 +356,7 @@ class _PartialTrainer:
         self._policy.begin_save(self._point)
         self._policy.end_save()
 
-    def _step(self, step: int, removed: Mask, advantages: npt.NDArray[np.float32]) -> None:
+    def _train_step(self, step: int, removed: Mask, advantages: npt.NDArray[np.float32]) -> None:
         (positions,) = np.nonzero(self._trained & (self.table["step"] == step) & ~removed)
         if not len(positions):
             return

@@ -55,7 +55,7 @@ def trials() -> list[Trial]:
 def leaving_out(
     table: dict[str, np.ndarray], is_cause: Callable[[dict[str, np.ndarray]], np.ndarray], trials: list[Trial]
 ) -> Callable[[RowSubset], Trial]:
-    """Replace the training: a part prevents the loss if no row that causes it remains."""
+    """Replace the training: a part prevents the drop if no row that causes it remains."""
 
     def leave_out(part: RowSubset) -> Trial:
         removed = Selection(part.where).mask(table)
@@ -129,7 +129,7 @@ def test_training_without_a_part_gives_the_weights_of_unlearning_it(stored: Path
     store, config = VersionedStore.open(copy / "store"), plan.offline.config
     with open_policy(config, config, config.steps, store.header.held_out, shared=False) as policy:
         trainer = bisection._PartialTrainer(plan, store, policy, tmp_path)
-        rewards = trainer.train(trainer.rows_of(where))
+        rewards = trainer.train(trainer.trained_rows(where))
         weights = policy.apply_to_weights(fingerprint)
     assert len(rewards) == 12
     offline, _ = unlearning.make_plan(copy, tmp_path / "unlearned", where, "without")
@@ -176,8 +176,8 @@ def test_the_command_prints_each_part_and_how_to_unlearn_the_smallest(
     )
     group = Trial(left_out="group 9", where="group == 9", rows=4, reward=0.75, difference=difference, prevents=found)
     result = Bisection(
-        since=1, at=3, reward_since=0.8, reward_at=0.25, loss=difference, same_weights=found, trials=(step, group),
-        cause=group if found else None, reason="" if found else "no part alone prevents it",
+        since=1, at=3, reward_since=0.8, reward_at=0.25, reward_change=difference, same_weights=found,
+        trials=(step, group), cause=group if found else None, reason="" if found else "no part alone prevents it",
     )  # fmt: skip
     monkeypatch.setattr(staleflow.Run, "bisect", lambda self, at, **_: result)
     end = command("bisect", stored, "--at", 3)
