@@ -144,7 +144,7 @@ class ParameterServer:
     def _remove_fetch_task(self, version: PolicyVersion, fetch_task: asyncio.Task[None]) -> None:
         del self._fetch_tasks[version]
         if not fetch_task.cancelled():
-            fetch_task.exception()  # whoever waits for it raises it
+            fetch_task.exception()  # its error is raised where it is awaited
 
     # -- fetching ------------------------------------------------------------------------------------------------
 

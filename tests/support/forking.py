@@ -32,7 +32,7 @@ ENTER = ("nsenter", "--mount", "--net", "--target")
 if TYPE_CHECKING:
 
     class _Process(subprocess.Popen[Any]):
-        """subprocess.Popen with those of its private parts that a forked process has its own way of."""
+        """subprocess.Popen with the private methods that a forked process replaces."""
 
         _waitpid_lock: threading.Lock
 
