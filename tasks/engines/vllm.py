@@ -147,7 +147,7 @@ class VllmEngine(EngineThread):
             lora_request=None if self._adapters is None else self._adapters.request(version),
             priority=priority,
         )
-        # Outputs are taken from the core directly (_take): vLLM's processing of them for display costs a tenth of a
+        # Outputs are taken from the core directly (_step): vLLM's processing of them for display costs a tenth of a
         # small model's step.
         core.add_request(core_request)
 

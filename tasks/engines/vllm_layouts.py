@@ -32,6 +32,9 @@ ParameterName = tuple[str, Any]
 
 UNCHANGED_EXPERT_BACKENDS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 """Kernels that use stacked experts without changing their layout."""
+STACKED_EXPERTS = {"w13_weight", "w13_bias", "w2_weight", "w2_bias"}
+"""vLLM's names for the tensors of gpt-oss's experts. Each holds all experts of a layer, transposed, and gate and up
+alternate."""
 DERIVED_TENSORS = ("W_UK_T", "W_UV")
 """Tensors that multi-head latent attention derives from its weights and computes with."""
 
@@ -47,7 +50,7 @@ def parts(model: Any, tensors: Tensors) -> Iterator[WeightPart]:
     num_covered: dict[int, int] = {}
     experts: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in sorted(tensors.items()):
-        target, fused_index = _parameter_name(model, name)
+        target, fused_index = _parameter_name(model, modules, name)
         path, _, leaf = target.rpartition(".")
         if (layer := _experts_path(modules, target)) is not None:
             experts.setdefault(layer, {})[target.removeprefix(f"{modules[layer].layer_name}.")] = tensor
@@ -89,15 +92,16 @@ def _weight_part(name: str, loaded: torch.Tensor, published: torch.Tensor) -> We
     return WeightPart(name=name, loaded=loaded, published=published)
 
 
-def _parameter_name(model: Any, name: str) -> ParameterName:
-    """Map a checkpoint tensor's name to its vLLM parameter, by the mappings that the model declares."""
+def _parameter_name(model: Any, modules: Mapping[str, Any], name: str) -> ParameterName:
+    """Map a checkpoint tensor's name to its vLLM parameter, by the mappings that the model declares. A tensor of
+    stacked experts keeps its name: what the model declares as fused are layers of the same names outside of them."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     fused_index: Any = None
     if mapper is not None:
         marker = torch.empty(0)
         name = next((mapped for mapped, _ in mapper.apply([(name, marker)])), name)
         fused_index = getattr(marker, "shard_id", None)
-    if fused_index is None:
+    if fused_index is None and _experts_path(modules, name) is None:
         *front, module, leaf = name.split(".") if "." in name else ("", name)
         for fused_name, part_names in getattr(model, "packed_modules_mapping", {}).items():
             if module in part_names and fused_name != module:
@@ -133,6 +137,9 @@ def _matching_slices(
         shard = module.shard_indices
         shard_rows = tensor[shard.org_vocab_start_index : shard.org_vocab_end_index]
         return parameter[: len(shard_rows)], shard_rows
+    if leaf == "sinks":  # one for each head
+        count, first = len(parameter), module.qkv_proj.tp_rank * len(parameter)
+        return parameter, tensor[first : first + count]
     if size > 1 and kind is ColumnParallelLinear:
         return parameter, tensor[rank * len(parameter) : (rank + 1) * len(parameter)]
     if size > 1 and kind is RowParallelLinear and leaf == "weight":
@@ -155,9 +162,16 @@ def _expert_parts(path: str, layer: Any, tensors: Tensors) -> Iterator[WeightPar
     kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
     packed = isinstance(kernel, CPUUnquantizedExperts) and not kernel._use_zentorch
     as_loaded = getattr(method, "unquantized_backend", None) in UNCHANGED_EXPERT_BACKENDS
-    names = {(expert, shard): name for _, name, expert, shard in layer.get_expert_mapping()}
-    known = {f"{name.removeprefix('experts.')}weight" for name in names.values()}
-    if type(method) is not UnquantizedFusedMoEMethod or not (packed or as_loaded) or tensors.keys() - known:
+    names = {
+        (expert, shard): f"{name.removeprefix('experts.')}weight"
+        for _, name, expert, shard in layer.get_expert_mapping()
+    }
+    stacked = tensors.keys() == STACKED_EXPERTS
+    if (
+        type(method) is not UnquantizedFusedMoEMethod
+        or not (packed or as_loaded)
+        or not (stacked or tensors.keys() <= {*names.values()})
+    ):
         for name in tensors:
             yield WeightPart(
                 name=f"{path}.{name}",
@@ -170,28 +184,29 @@ def _expert_parts(path: str, layer: Any, tensors: Tensors) -> Iterator[WeightPar
         local_expert = layer._map_global_expert_id_to_local_expert_id(expert)
         if local_expert < 0:  # another worker's
             continue
-        gate, down, up = (tensors.get(f"{names[expert, w].removeprefix('experts.')}weight") for w in ("w1", "w2", "w3"))
-        if gate is None or down is None or up is None:
-            yield WeightPart(name=f"{path}[{expert}]", incomparable_reason="not all of an expert is published")
-            continue
-        w13, w2 = layer.w13_weight[local_expert], layer.w2_weight[local_expert]
-        pieces = {
-            "gate": (w13[:rows], gate[shard_rows]),
-            "up": (w13[rows : 2 * rows], up[shard_rows]),
-            "down": (w2, down[:, shard_rows]),
-        }
-        if packed:
-            pieces = {
-                "gate and up": (
-                    w13,
-                    _pack_for_kernel(
-                        kernel, torch.cat([_pad_to_kernel(kernel, half[shard_rows]) for half in (gate, up)])
-                    ),
-                ),
-                "down": (w2, _pack_for_kernel(kernel, _pad_to_kernel(kernel, down[:, shard_rows].T).T)),
+        if stacked:
+            both_rows = slice(2 * rank * rows, 2 * (rank + 1) * rows)
+            gate_and_up, down = tensors["w13_weight"][expert].T[both_rows], tensors["w2_weight"][expert].T
+            biases = {
+                "w13_bias": tensors["w13_bias"][expert][both_rows],
+                # Workers add up their results.
+                "w2_bias": tensors["w2_bias"][expert] if rank == 0 else torch.zeros_like(tensors["w2_bias"][expert]),
             }
-        for label, (loaded, published) in pieces.items():
-            yield _weight_part(f"{path}[{expert}] {label}", loaded, published)
+            for name, bias in biases.items():
+                yield _weight_part(f"{path}[{expert}] {name}", getattr(layer, name)[local_expert], bias)
+        else:
+            gate, up, down = (tensors.get(names[expert, shard]) for shard in ("w1", "w3", "w2"))
+            if gate is None or up is None or down is None:
+                yield WeightPart(name=f"{path}[{expert}]", incomparable_reason="not all of an expert is published")
+                continue
+            halves = (half[shard_rows] for half in (gate, up))
+            gate_and_up = torch.cat([_pad_to_kernel(kernel, half) if packed else half for half in halves])
+        down = down[:, shard_rows]
+        if packed:
+            gate_and_up = _pack_for_kernel(kernel, gate_and_up)
+            down = _pack_for_kernel(kernel, _pad_to_kernel(kernel, down.T).T)
+        yield _weight_part(f"{path}[{expert}] gate and up", layer.w13_weight[local_expert], gate_and_up)
+        yield _weight_part(f"{path}[{expert}] down", layer.w2_weight[local_expert], down)
 
 
 def _pad_to_kernel(kernel: Any, rows: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, meta
 
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_comparison import compare_parts
@@ -71,7 +71,10 @@ class FileTransfer(WeightTransferEngine[EmptyInitInfo, PublishedFile]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: PublishedFile) -> None:
-        self.model.load_weights(checkpoint_tensors(self.model_config.model, update_info.path).items())
+        tensors = checkpoint_tensors(self.model_config.model, update_info.path)
+        if self.model_config.hf_config.model_type == "gpt_oss":
+            tensors = split_experts(tensors)
+        self.model.load_weights(tensors.items())
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -84,6 +87,16 @@ def checkpoint_tensors(model: str, path: str) -> dict[str, torch.Tensor]:
     """Read the tensors of a published file, and rename them as in the model's checkpoints, which vLLM knows. A trainer
     publishes them as transformers has them in memory, with all experts of a layer in one tensor."""
     return dict(revert_weight_conversion(_cached_empty_model(model), weight_folder.read(Path(path))))
+
+
+def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Give each expert of gpt-oss tensors of its own. vLLM copies those that hold all experts itself, so its postponed
+    loading would not see them."""
+    split: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        layer, marker, leaf = name.rpartition(".experts.")
+        split |= {f"{layer}{marker}{i}.{leaf}": tensor[i] for i in range(len(tensor))} if marker else {name: tensor}
+    return split
 
 
 @functools.cache
@@ -131,6 +144,14 @@ def pack_experts_after_each_load() -> None:
     UnquantizedFusedMoEMethod._setup_kernel = setup_and_pack
 
 
+def load_attention_sinks_in_place() -> None:
+    """Exclude attention sinks (gpt-oss) from vLLM's postponed loading: the model copies them itself, and a load would
+    write them into a tensor that is thrown away."""
+    for names in (meta.SKIP_TENSORS, meta.SKIP_LOAD_TENSORS):
+        names.add("sinks")
+
+
 compute_with_weights_themselves()
+load_attention_sinks_in_place()
 pack_experts_after_each_load()
 WeightTransferEngineFactory.register_engine(BACKEND, FileTransfer)

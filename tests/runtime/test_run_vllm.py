@@ -40,7 +40,7 @@ def test_a_run_with_vllm_trains_and_verifies_every_weight(job: Path, on_pull: st
     assert not end.summary["alarms"]
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"])
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_experts_and_shards_are_verified_by_part_at_every_pull(
     job: Path, tiny_model: Path, tmp_path: Path, name: str, tensor_parallel: int
@@ -52,7 +52,8 @@ def test_experts_and_shards_are_verified_by_part_at_every_pull(
     end = run(job, *VLLM, "deadlines.call_s=120", "rollout.instances=1", f"model.path={model}", shards)
     checks = [item for record in check(end.run_dir, 5).commits() for item in record.weight_checks]
     assert [item.version for item in checks] == list(range(6))
-    assert all(item.outcome == "verified" and item.weights.verified >= 32 * tensor_parallel for item in checks)
+    assert all(item.outcome == "verified" and item.weights.verified >= 30 * tensor_parallel for item in checks)
+    assert all(item.drift < 1e-5 for item in checks)
 
 
 def test_adapters_of_all_versions_within_the_bound_are_served(job: Path, tiny_model: Path) -> None:
