@@ -20,11 +20,11 @@ class CacheAffinity:
     ) -> bool:
         """Whether the trajectory goes to the instance with its cached context.
 
-                Args:
-        cached_load: Load of the instance that has the context.
-                    preferred_load: Load of the instance that routing prefers.
-                    kv_tokens: Length of the context.
-                    remaining_tokens: Tokens that the trajectory is expected to sample still.
+        Args:
+            cached_load: Load of the instance that has the context.
+            preferred_load: Load of the instance that routing prefers.
+            kv_tokens: Length of the context.
+            remaining_tokens: Tokens that the trajectory is expected to sample still.
         """
 
         def step_s(load: InstanceLoad) -> float:

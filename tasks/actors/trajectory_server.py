@@ -319,13 +319,13 @@ class TrajectoryServer:
     async def add_observations(self, items: list[ObservationItem]) -> list[ObservationReceipt]:
         """Add observations after their turns. An observation is refused if there is no room for tokens after it, or if
         its environment was replayed and replied differently."""
-        max_new_tokens = await self._evaluation_trajectories.max_new_tokens(
-            GroupId(i.trajectory // self._in_flight.group_size) for i in items
-        )
-        awaited = [
-            self._in_flight.awaits_environment(item.trajectory, item.num_tokens, item.route_number) for item in items
+        trajectories = [
+            self._in_flight.live[i.trajectory]
+            if self._in_flight.awaits_environment(i.trajectory, i.num_tokens, i.route_number)
+            else None
+            for i in items
         ]
-        trajectories = [self._in_flight.live[i.trajectory] if a else None for i, a in zip(items, awaited, strict=True)]
+        max_new_tokens = await self._evaluation_trajectories.max_new_tokens(t.group for t in trajectories if t)
         default_max_tokens = self._settings.prompts.response_tokens
         encoded = await asyncio.to_thread(
             lambda: [

@@ -127,8 +127,9 @@ def test_curriculum_advances_when_a_stage_is_learned_or_has_its_groups() -> None
     assert tasks[:10] != tasks[10:20]
     assert max(tasks) == 14
     assert sum(task < 10 for task in tasks[100:]) == pytest.approx(20, abs=12)
-    _, state = draw_tasks(Curriculum(tasks=TASKS, stages=4, most_groups=50), 120, lambda task: 0.0)
-    assert state["stage"] == [2]
+    for most_groups, groups, stage in ((1, 1, 1), (50, 49, 0), (50, 120, 2)):
+        _, state = draw_tasks(Curriculum(tasks=TASKS, stages=4, most_groups=most_groups), groups, lambda task: 0.0)
+        assert state["stage"] == [stage]
 
 
 def test_a_task_at_an_edge_of_the_window_is_inside() -> None:
@@ -144,8 +145,8 @@ def test_a_curriculum_stage_ends_at_just_the_mean_reward_that_is_set() -> None:
 
 def test_a_task_in_flight_is_drawn_again_only_if_all_are() -> None:
     sampler = DifficultyWindow(tasks=3)
-    chosen = {sampler.choose(Draw(number=n, seed=1, in_flight={0, 2}), {}) for n in range(20)}
-    assert chosen == {1}
+    chosen = {sampler.choose(Draw(number=n, seed=1, in_flight={0, 2, 3}), {}) for n in range(20)}
+    assert chosen == {1}, "task 3 was in the source before a resume"
     chosen = {sampler.choose(Draw(number=n, seed=1, in_flight={0, 1, 2}), {}) for n in range(40)}
     assert chosen == {0, 1, 2}
 

@@ -43,8 +43,13 @@ from tests.support.segments import delivery, sampled_segment
 RUN = virtual_time.run
 
 ZERO, ONE = TrajectoryId(0), TrajectoryId(1)
+EVALUATION = TrajectoryId(2 * group_of(0, 0, 1))
+"""The first response of the first evaluation, in a run with two trajectories per group."""
 V0 = PolicyVersion(0)
-EVALUATED = ("rollout.engine.name=transformers", "model.path=none", "task.eval_prompts=1")
+EVALUATED = (
+    "rollout.engine.name=transformers", "model.path=none", "task.eval_prompts=0", "evaluation.sets.short.prompts=1",
+    "evaluation.sets.short.max_new_tokens=10",
+)  # fmt: skip
 LONG_S = 500.0
 """Virtual seconds after which no more event can happen without a thread."""
 
@@ -72,7 +77,7 @@ class ServerScene:
     async def create(cls, server_class: type[TrajectoryServer], folder: Path) -> ServerScene:
         config = Body(folder).config("rollout.max_new_tokens=100", *EVALUATED)
         settings = actor_settings.server_settings(config, folder / "store", 128)
-        scene = cls(server_class, settings, server_class(settings, 0.0))
+        scene = cls(server_class, settings, server_class(replace(settings, serves_drafts=True), 0.0))
         await scene.server.draw(0, 2)
         return scene
 
@@ -135,7 +140,7 @@ async def restarted(scene: ServerScene) -> None:
 
 async def evaluated(scene: ServerScene) -> None:
     """Start sampling a response of an evaluation."""
-    await scene.server.requests((route_item(group_of(0, 0, 1) * scene.settings.members_started),))
+    await scene.server.requests((route_item(EVALUATION),))
     assert len(scene.server._in_flight.live) == 5
 
 
@@ -261,6 +266,9 @@ async def test_an_observation_receipt_counts_all_tokens_of_the_trajectory(tmp_pa
     assert await scene.server.add_observations([repeated]) == [ObservationReceipt(9, "differs")]
     (receipt,) = await scene.server.add_observations([SAID])
     assert receipt.num_tokens == scene.server._in_flight.live[ZERO].num_tokens > 9
+    await scene.sample(EVALUATION)
+    of_evaluation = replace(SAID, trajectory=EVALUATION)
+    assert await scene.server.add_observations([of_evaluation]) == [ObservationReceipt(9, "full")], "its limit is 10"
 
 
 @both_stores
@@ -305,6 +313,8 @@ async def test_a_commit_retried_after_a_failure_stores_the_step(
     assert await server.commit(record_of_step()) == {"commit_s": 0.0, **stored.metrics}
     assert len(server._store.commits()) == 1, "a repeated one is in the store once"
     assert not server._step_batches._batches, "stored rows are not kept"
+    (new,) = (await server.other_responses((TrajectoryId(3),), frozenset())).responses
+    assert new.responses == ((2, tuple(response(2, 9))),), "the stored response of its group"
 
 
 @both_stores

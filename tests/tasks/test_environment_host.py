@@ -183,6 +183,7 @@ async def test_available_outcomes_are_returned_at_once() -> None:
     await asyncio.sleep(1.0)
     begin = asyncio.get_running_loop().time()
     assert len(await host.next_outcomes(60.0)) == 1
+    assert not host._keys, "the environment of an episode that has ended is not kept"
     assert asyncio.get_running_loop().time() == begin
     await host.close()
 

@@ -189,6 +189,14 @@ def test_a_branch_after_a_turn_has_the_bridge_of_that_turn(tmp_path: Path) -> No
     assert went_on == make_encoder(result).encode(t, observation_item(t, TurnParams(), Message("user", "two")), 1000)
 
 
+def test_replayed_observations_must_have_the_stored_tokens(tmp_path: Path) -> None:
+    result = prompts(tmp_path)
+    item = observation_item(t := after_two_turns(result), TurnParams(), Message("user", "three"))
+    for text, differs in (("two", False), ("2", True)):
+        replayed = replace(item, replayed=((Message("user", text),),))
+        assert (make_encoder(result).encode(t, replayed, 1000) == "differs") is differs
+
+
 def test_a_rerendered_conversation_keeps_the_shared_prefix(tmp_path: Path) -> None:
     result = prompts(tmp_path)
     t = after_two_turns(result)
