@@ -104,7 +104,9 @@ class Spool:
 
     def append(self, entries: Sequence[Entry]) -> bool:
         """Append entries in one write. Returns False if they could not be written."""
-        if self._failed or not (self._size or self._begin_part()):
+        if not (self._size or self._failed):
+            self._begin_part()
+        if self._failed:
             return False
         data = b"".join(add_frame(encode(entry)) for entry in entries)
         try:
@@ -152,21 +154,19 @@ class Spool:
                 path.unlink()
         self._parts, self._stored_by, self._size = {}, {}, 0
 
-    def _begin_part(self) -> bool:
-        """Begin a new part, unless the current one is empty. Returns False if it cannot be written."""
+    def _begin_part(self) -> None:
+        """Begin a new part, unless the current one is empty."""
         if self._size == len(HEADER) and not self._failed:
-            return True
+            return
         number = max(self._parts, default=0) + 1
         self._parts[number] = set()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._path(number).unlink(missing_ok=True)
-            self._write(HEADER)
+            self._path(number).write_bytes(HEADER)
         except OSError as error:
             self._fail(error)
-            return False
-        self._size, self._failed = len(HEADER), False
-        return True
+        else:
+            self._size, self._failed = len(HEADER), False
 
     def _write(self, data: bytes) -> None:
         """Append to the newest part; it is opened each time, so that nothing has to be closed."""

@@ -207,6 +207,7 @@ def test_parts_are_removed_once_every_resume_point_includes_them(tmp_path: Path)
         needed = {group for group in range(step + 1) if group + 1 >= max(0, step - 2)}
         assert groups_in(tmp_path / "spool") == needed
         assert len(list((tmp_path / "spool").iterdir())) <= 5
+        assert len(spool._stored_by) <= 5
     spool.append([drawn(20)])
     spool.mark_stored(20, [GroupId(19), GroupId(20)])
     spool.rotate(oldest_point=None)
@@ -271,6 +272,7 @@ def test_a_part_that_cannot_begin_is_logged_and_the_next_one_continues(
     spool = Spool(folder, group_size=3)
     with caplog.at_level(logging.WARNING):
         assert [spool.append([drawn(group)]) for group in (0, 1)] == [False, False]
+        spool.rotate(oldest_point=0)
     assert [record.message.partition("; ")[0] for record in caplog.records] == [
         f"{folder} cannot be written: File exists"
     ]
