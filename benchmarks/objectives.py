@@ -105,7 +105,7 @@ def random_rows(seed: int) -> list[Row]:
     """Rows of pairs with one prompt each, some of whose tokens come from a tool."""
     rng = np.random.default_rng(seed)
     rows = []
-    for _ in range(ROWS // 2):
+    for group in range(ROWS // 2):
         prompt = rng.integers(3, VOCABULARY, int(rng.integers(4, 20))).astype(np.int32)
         for better in (True, False):
             length = int(rng.integers(2, LONGEST))
@@ -117,6 +117,7 @@ def random_rows(seed: int) -> list[Row]:
                     sampled=np.arange(length) % 7 != 5,
                     advantage=1.0 if better else -1.0,
                     staleness=1,
+                    group=group,
                 )
             )
     return rows

@@ -287,7 +287,7 @@ class EndedTrajectory:
     """The training step that consumed it; for other fates the step that was next when it ended."""
     advantage: float = 0.0
     loss_mask: bool = True
-    """Whether its tokens carried gradient."""
+    """Whether it was scored, so that a loss applies to it."""
 
     @property
     def staleness(self) -> int:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 RUNS = "runs"
 """The folder that runs are in by default."""
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Called with (trajectories done, trajectories in all) as work goes on; first with (0, 0), when the input is checked
 and workers start."""
 
@@ -156,7 +156,7 @@ class Run(RunData):
         changes: Overrides | None = None,
         workers: int = 2,
         client: Client | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> RescoreResult:
         """Score the stored responses again, and store the rewards and the resulting advantages on a new branch.
 
@@ -197,7 +197,7 @@ class Run(RunData):
         branch: str = "",
         workers: int = 2,
         client: Client | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> RecomputeResult:
         """Compute logprobs of the stored responses under other weights, and their distance from the sampling policies.
 
@@ -262,7 +262,7 @@ class Run(RunData):
         where: str = "",
         workers: int = 2,
         client: Client | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> ExportResult:
         """Export trajectories of this branch, as texts and tokens, for other tools.
 

@@ -12,10 +12,10 @@ from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, Traj
 class DiscardedTrajectory:
     """A trajectory that has just ended without being trained on.
 
-        Args:
-    running_instance: The instance that must stop it.
-    cached_instance: The instance that may have its context cached.
-            environment_open: Whether its environment must be closed.
+    Args:
+        running_instance: The instance that must stop it.
+        cached_instance: The instance that may have its context cached.
+        environment_open: Whether its environment must be closed.
     """
 
     ending: Ending

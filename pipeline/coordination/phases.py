@@ -7,7 +7,7 @@
      +-------------------------------------------+  ENVIRONMENT_STEPPED, RESTARTED
 
 With an environment a trajectory is IN_ENVIRONMENT after each turn, the last one included; without, it is SCORING once.
-GIVEN_UP leads to ENDED from every other phase. `NEXT_PHASE` has all transitions; any other is a bug, and raises. Late
+DISCARDED leads to ENDED from every other phase. `NEXT_PHASE` has all transitions; any other is a bug, and raises. Late
 events are no bugs: the coordinator recognises them by their route number and ignores them before it looks here.
 """
 
@@ -37,10 +37,10 @@ class Transition(Enum):
 
     ROUTED = "routed"
     SAMPLED = "sampled"
-    TRUNCATED = "cut off"
+    TRUNCATED = "truncated"
     """Interrupted, to be scored with the tokens it has."""
     TURN_SAMPLED = "sampled for a turn"
-    ENVIRONMENT_STEPPED = "answered"
+    ENVIRONMENT_STEPPED = "answered by its environment"
     """Its environment has returned an observation; the next turn follows."""
     RESTARTED = "restarted"
     """Its environment has failed; it restarts from its prompt."""
@@ -49,7 +49,7 @@ class Transition(Enum):
     INSTANCE_LOST = "instance lost"
     SCORED = "scored"
     CONSUMED = "consumed"
-    DISCARDED = "given up"
+    DISCARDED = "discarded"
     """Aborted or filtered."""
 
     __hash__ = object.__hash__

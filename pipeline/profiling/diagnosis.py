@@ -55,7 +55,7 @@ class Cause(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSizes:
-    """JobSizes of a job that determine its speed.
+    """The sizes of a job that determine its speed.
 
     Args:
         eta: Number of versions that work may lag behind under its admission rule.

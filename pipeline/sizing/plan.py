@@ -32,7 +32,7 @@ class SizedJob:
     """The settings of a job that determine its memory.
 
     Args:
-        longest: Tokens of its longest sequence, prompt included.
+        max_length: Tokens of its longest sequence, prompt included.
         num_gpus: GPUs of trainer and instances together.
         own_gpu: Whether trainer and instances have separate GPUs.
         turns: Whether they use the same GPUs in turns.

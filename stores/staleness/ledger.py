@@ -11,8 +11,8 @@ A reservation guarantees a group an entry by its deadline, not in a particular s
 step; it keeps the reserved groups by version, each due by its deadline V + eta, and keeps that schedule feasible
 (Hall's condition for unit jobs with deadlines): for every step D, the groups due by D fit into the steps left up to D.
 In whatever order the work finishes, choosing the earliest deadline first then leaves no group without a legal step.
-docs/protocol.md has the proof. Versions in flight span at most eta + 1 values, so every operation costs O(eta), however
-many groups are live.
+docs/protocol.md has the proof. Versions in flight span at most eta + 1 values, so checking the
+condition costs O(eta), however many groups are live.
 
 Worked example, eta = 1, one group a step, version 0 published:
 
@@ -44,7 +44,7 @@ UNBOUNDED_STEPS = 2**62
 
 
 class StalenessLedger:
-    """The protocol's state. Operations are O(eta); an illegal one raises `ProtocolViolation` and changes nothing.
+    """The protocol's state. An illegal operation raises `ProtocolViolation` and changes nothing.
 
     Args:
         eta: The staleness bound, >= 0.

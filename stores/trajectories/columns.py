@@ -101,7 +101,7 @@ COLUMNS = (
     Column(name="reward", dtype="float32", meaning="its reward", value=lambda row: row.trajectory.reward),
     Column(name="advantage", dtype="float32", meaning="its advantage; 0 if it was not trained on",
            value=lambda row: row.advantage),
-    Column(name="loss_mask", dtype="bool", meaning="whether its tokens carried gradient",
+    Column(name="loss_mask", dtype="bool", meaning="whether it was scored, so that a loss applies to it",
            value=lambda row: row.loss_mask),
     Column(name="dataset_row", dtype="int64", fill=-1, value=lambda row: row.trajectory.dataset_row,
            meaning="row of the data set, or index of the generated task, that its prompt came from; -1 if unknown"),

@@ -74,9 +74,9 @@ class Trainer:
 
         Args:
             folder: of published weights.
-            resume_folder: folder of the run's resume resume_folder.
-            steps_per_resume_point: steps between two resume resume_folder; 0 for none.
-            keep_every: versions between two resume_folder that are kept for good; 0 for none.
+            resume_folder: folder of the run's resume points.
+            steps_per_resume_point: steps between two resume points; 0 for none.
+            keep_every: versions between two resume points that are kept for good; 0 for none.
             ranks: number of trainer processes; with more than one, `form_group` must be called first.
         """
         engine_handover.close_orphans()

@@ -50,8 +50,9 @@ class TokenLoss:
 
     Args:
         loss: [N, T] losses, not masked or averaged.
-        clipped: [N, T] bool, where clipping removed the gradient.
-        ratio: [N, T] the clipped ratio; None if it is the ratio to the behaviour policy.
+        clipped: [N, T] bool, where a limit changed the loss: counted in the metrics `clip_low` and `clip_high`.
+        ratio: [N, T] the ratio that is limited; it is below 1 where a token counts in `clip_low`. None: the ratio to
+            the behaviour policy.
     """
 
     loss: Tensor

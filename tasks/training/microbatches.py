@@ -43,6 +43,8 @@ class Row:
     lags: npt.NDArray[np.int16] | None = None
     """[T] versions between the one that sampled each token and the one the step begins with, at most MAX_LAG; None:
     `staleness` for all tokens."""
+    group: int = 0
+    """Id of its group, within which a loss may compare rewards (DPO)."""
     branches: tuple[ContextBranch, ...] = ()
     """Points where the response continues an earlier context; a model computes a row with branches as several sequences
     (branch_sequences.py)."""
@@ -62,6 +64,7 @@ class Row:
             staleness=row.staleness,
             trained=row.loss_mask,
             lags=_lags(row),
+            group=row.trajectory.group,
             branches=row.trajectory.branches,
         )
 
@@ -89,7 +92,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowArrays:
-    """Rows packed for transfer into ten arrays instead of five per row, since each array of a message has overhead."""
+    """Rows packed for transfer into eleven arrays, since each array of a message has overhead."""
 
     prompt_tokens: npt.NDArray[np.int32]  # [sum of P] all prompts, one after another
     response_tokens: npt.NDArray[np.int32]  # [sum of T]
@@ -100,6 +103,7 @@ class RowArrays:
     advantages: npt.NDArray[np.float32]  # [N]
     staleness: npt.NDArray[np.int64]  # [N]
     trained: npt.NDArray[np.bool_]  # [N]
+    groups: npt.NDArray[np.int64]  # [N]
     branches: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     """[K, 3] row, start and parent_end of each branch, in order"""
 
@@ -117,6 +121,7 @@ class RowArrays:
             advantages=np.asarray([e.advantage for e in consumed], np.float32),
             staleness=np.asarray([e.staleness for e in consumed], np.int64),
             trained=np.asarray([e.loss_mask for e in consumed], bool),
+            groups=np.asarray([t.group for t in trajectories], np.int64),
             branches=np.asarray(
                 [(i, *branch) for i, t in enumerate(trajectories) for branch in t.branches], np.int64
             ).reshape(-1, 3),
@@ -139,6 +144,7 @@ class RowArrays:
                 staleness=int(self.staleness[i]),
                 trained=bool(self.trained[i]),
                 lags=self.lags[starts[i, 1] : ends[i, 1]],
+                group=int(self.groups[i]),
                 branches=tuple(branches.get(i, ())),
             )
             for i in range(len(self.lengths))

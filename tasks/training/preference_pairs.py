@@ -1,4 +1,4 @@
-"""Direct preference optimization (DPO, 2305.18290): selects the best and the worst response to each prompt, and
+"""Direct preference optimization (DPO, 2305.18290): selects the best and the worst response of each group, and
 computes their contribution to the loss. Numpy, pure.
 
 The loss of a pair is -log sigmoid(m), m = beta ((s_best - r_best) - (s_worst - r_worst)), with s and r the logprobs of
@@ -19,14 +19,14 @@ from staleflow.tasks.training.microbatches import LogprobsByRow, Row
 
 
 def select_pairs(rows: Iterable[Row]) -> list[Row]:
-    """The responses with the highest and the lowest advantage to each prompt, in this order. Prompts whose advantages
-    are equal, and rows whose reward failed, are left out."""
-    by_prompt: dict[bytes, list[Row]] = {}
+    """The responses with the highest and the lowest advantage of each group, in this order. Groups whose advantages are
+    equal, and rows whose reward failed, are left out."""
+    by_group: dict[int, list[Row]] = {}
     for row in rows:
         if row.trained and row.num_sampled:
-            by_prompt.setdefault(row.prompt.tobytes(), []).append(row)
+            by_group.setdefault(row.group, []).append(row)
     pairs = list[Row]()
-    for members in by_prompt.values():
+    for members in by_group.values():
         best, worst = max(members, key=_advantage), min(members, key=_advantage)
         if best.advantage > worst.advantage:
             pairs += [best, worst]

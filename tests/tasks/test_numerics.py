@@ -120,7 +120,7 @@ def rows(count: int) -> list[Row]:
 
 def groups(members: list[Row], size: int) -> list[Row]:
     """Assign the rows to groups of this size with one prompt each."""
-    return [replace(row, prompt=members[i - i % size].prompt) for i, row in enumerate(members)]
+    return [replace(row, prompt=members[i - i % size].prompt, group=i // size) for i, row in enumerate(members)]
 
 
 @pytest.mark.parametrize("budget", [1, 30, 64, 10_000])

@@ -41,9 +41,9 @@ def loss_by_hand(policy: Any, reference: Any, pairs: list[tuple[Row, Row]]) -> t
     return torch.stack(losses).mean()
 
 
-def test_a_pair_is_the_best_and_the_worst_response_to_a_prompt() -> None:
-    """No pair if all responses have equal rewards, and none with a failed reward."""
-    group = groups(rows(12), 4)
+def test_a_pair_is_the_best_and_the_worst_response_of_a_group() -> None:
+    """No pair if all responses have equal rewards, and none with a failed reward. Two groups of one prompt are two."""
+    group = [replace(row, prompt=rows(1)[0].prompt) for row in groups(rows(12), 4)]
     advantages = (0.1, -0.5, 2.0, 9.0, 0.0, 0.0, 0.0, 0.0, -1.0, -2.0, -1.0, -2.0)
     data = [replace(row, advantage=a, trained=a != 9.0) for row, a in zip(group, advantages, strict=True)]
     pairs = select_pairs(data)
@@ -95,6 +95,6 @@ def test_each_update_weighs_its_pairs_by_the_current_weights(tiny_model: Path) -
 def test_a_step_without_pairs_changes_nothing(tiny_model: Path) -> None:
     policy_trainer = trainer(tiny_model, loss=Dpo())
     before = [p.clone() for p in policy_trainer.model.parameters()]
-    metrics = policy_trainer.step(0, rows(5))
+    metrics = policy_trainer.step(0, groups(rows(5), 1))
     assert (metrics["loss"], metrics["grad_norm"], metrics["tokens_trained"]) == (0, 0, 0)
     assert all(torch.equal(a, b) for a, b in zip(before, policy_trainer.model.parameters(), strict=True))

@@ -39,6 +39,7 @@ EMPTY_MICROBATCH = RowArrays(
     advantages=np.empty(0, np.float32),
     staleness=np.empty(0, np.int64),
     trained=np.empty(0, np.bool_),
+    groups=np.empty(0, np.int64),
 )
 
 
