@@ -64,11 +64,11 @@ def submit(
     if store:
         overrides = (*overrides, f"store={store}")
     from staleflow.pipeline.api.job_loading import load_job, new_job
-    from staleflow.pipeline.jobs import submission
+    from staleflow.pipeline.jobs import job_driver
 
     config = new_job(load_job(config_path, overrides))
     check(config, here=False)
-    print_submitted(asyncio.run(submission.submit(config, cluster)), as_json=as_json)
+    print_submitted(asyncio.run(job_driver.submit(config, cluster)), as_json=as_json)
 
 
 def print_submitted(job: dict[str, Any], *, as_json: bool) -> None:

@@ -27,7 +27,7 @@ def command(runs: tuple[str, ...], as_json: bool) -> None:
     from rich.text import Text
 
     from staleflow.pipeline.api.stored_run import compare
-    from staleflow.pipeline.stored_runs.comparison_tables import make_curve_tables, make_result_tables
+    from staleflow.pipeline.stored_runs.comparison import make_curve_tables, make_result_tables
     from staleflow.stores.printable import printable
 
     comparison = compare(runs)

@@ -33,6 +33,6 @@ def command(run: str, overrides: tuple[str, ...], as_json: bool, verbose: int, c
     if not cluster.is_named:
         execute_job(config, as_json=as_json, verbose=verbose, resume=True)
         return
-    from staleflow.pipeline.jobs import submission
+    from staleflow.pipeline.jobs import job_driver
 
-    print_submitted(asyncio.run(submission.submit(config, cluster, resume=True)), as_json=as_json)
+    print_submitted(asyncio.run(job_driver.submit(config, cluster, resume=True)), as_json=as_json)

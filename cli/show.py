@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from staleflow.pipeline.api.stored_run import Run
-    from staleflow.pipeline.stored_runs.conversations import MessageSpan
-    from staleflow.pipeline.stored_runs.steps import ConsumedBatch
-    from staleflow.pipeline.stored_runs.stored_trajectories import StoredTrajectory
+    from staleflow.pipeline.stored_runs.response_texts import MessageSpan
+    from staleflow.pipeline.stored_runs.stored_trajectories import ConsumedBatch, StoredTrajectory
     from staleflow.pipeline.stored_runs.views import Order, TrajectoryView
 
 VERSION_STYLES = ("cyan", "yellow", "green", "magenta", "blue", "red")

@@ -48,8 +48,7 @@ def command(
     from rich.progress import track
 
     from staleflow.pipeline.api.job_loading import load_job
-    from staleflow.pipeline.api.simulating import simulate_variants, variants
-    from staleflow.pipeline.api.simulation_inputs import assumptions, recorded_run
+    from staleflow.pipeline.api.simulating import assumptions, recorded_run, simulate_variants, variants
     from staleflow.pipeline.recovery.run_folder import load_job as stored_job
     from staleflow.stores.errors import ConfigError
 

@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from staleflow.pipeline.stored_runs.bisection import Bisection as Bisection
     from staleflow.pipeline.stored_runs.branch_diff import BranchDifference as BranchDifference
     from staleflow.pipeline.stored_runs.comparison import Comparison as Comparison
-    from staleflow.pipeline.stored_runs.conversations import MessageSpan as MessageSpan
     from staleflow.pipeline.stored_runs.exporting import ExportResult as ExportResult
     from staleflow.pipeline.stored_runs.logprob_recompute import LogprobComparison as LogprobComparison
     from staleflow.pipeline.stored_runs.logprob_recompute import RecomputeResult as RecomputeResult
+    from staleflow.pipeline.stored_runs.response_texts import MessageSpan as MessageSpan
     from staleflow.pipeline.stored_runs.reward_rescoring import RescoreResult as RescoreResult
-    from staleflow.pipeline.stored_runs.steps import ConsumedBatch as ConsumedBatch
+    from staleflow.pipeline.stored_runs.stored_trajectories import ConsumedBatch as ConsumedBatch
     from staleflow.pipeline.stored_runs.stored_trajectories import StoredTrajectory as StoredTrajectory
     from staleflow.pipeline.stored_runs.training import OfflineTrainingResult as OfflineTrainingResult
     from staleflow.pipeline.stored_runs.unlearning import UnlearningResult as UnlearningResult
@@ -123,12 +123,12 @@ _MODULES = {
     "Evaluation": "staleflow.pipeline.runtime.evaluation_results",
     "BranchDifference": "staleflow.pipeline.stored_runs.branch_diff",
     "Comparison": "staleflow.pipeline.stored_runs.comparison",
-    "MessageSpan": "staleflow.pipeline.stored_runs.conversations",
+    "MessageSpan": "staleflow.pipeline.stored_runs.response_texts",
     "ExportResult": "staleflow.pipeline.stored_runs.exporting",
     "LogprobComparison": "staleflow.pipeline.stored_runs.logprob_recompute",
     "RecomputeResult": "staleflow.pipeline.stored_runs.logprob_recompute",
     "RescoreResult": "staleflow.pipeline.stored_runs.reward_rescoring",
-    "ConsumedBatch": "staleflow.pipeline.stored_runs.steps",
+    "ConsumedBatch": "staleflow.pipeline.stored_runs.stored_trajectories",
     "StoredTrajectory": "staleflow.pipeline.stored_runs.stored_trajectories",
     "OfflineTrainingResult": "staleflow.pipeline.stored_runs.training",
     "Bisection": "staleflow.pipeline.stored_runs.bisection",

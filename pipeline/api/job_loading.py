@@ -3,20 +3,22 @@ and rows."""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
 from staleflow.pipeline.api.code_objects import write_code
-from staleflow.pipeline.api.overrides import Overrides, override_lines
-from staleflow.pipeline.api.rows import write_rows
-from staleflow.pipeline.config import knob_tree, loading, preflight, session_files, user_files
+from staleflow.pipeline.config import knob_tree, loading, preflight, user_files
+from staleflow.pipeline.config.knob_tree import Overrides, override_lines
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import resumption
 from staleflow.pipeline.recovery.run_folder import refuse_locked, require_unused_name
 from staleflow.stores.errors import ConfigError
+from staleflow.stores.files import replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +142,7 @@ def with_objects(source: JobSource, overrides: Overrides | None, objects: Mappin
         if key in changes:
             raise ConfigError(f"{name} and another argument both set {key}; give one of them")
         if name in ("rows", "eval_rows"):
-            path = session_files.new_folder() / f"{name}.jsonl"
+            path = user_files.new_folder() / f"{name}.jsonl"
             write_rows(value, path)
             changes |= {key: f"jsonl:{path}", key.replace("source", "options"): {}}
         elif name == "reward" and isinstance(value, Mapping):
@@ -186,4 +188,54 @@ def _plain(key: str, value: Any) -> Any:
 
 def _write_code_file(value: Callable[..., Any], name: str) -> str:
     own_name = str(getattr(value, "__name__", name))
-    return write_code(value, session_files.new_folder(), own_name if own_name.isidentifier() else name)
+    return write_code(value, user_files.new_folder(), own_name if own_name.isidentifier() else name)
+
+
+def write_rows(rows: Any, path: Path) -> None:
+    """Write rows as JSON lines.
+
+    Args:
+        rows: Mappings from column to value, a pandas.DataFrame, or a datasets.Dataset. A value is a text, a number, a
+            list or a mapping.
+        path: The file.
+
+    Raises:
+        ConfigError: There is no row, one is not a mapping, or a value cannot be written as JSON.
+        StoreError: The file cannot be written.
+    """
+    lines = []
+    for number, row in enumerate(_rows(rows)):
+        if not isinstance(row, Mapping):
+            raise ConfigError(
+                f"rows: row {number} is a {type(row).__name__}; each must be a mapping, such as "
+                '{"prompt": ..., "answer": ...}'
+            )
+        try:
+            lines.append(json.dumps({str(name): value for name, value in row.items()}, default=_json_value))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"rows: row {number} cannot be written as JSON: {error}; use plain values") from error
+    if not lines:
+        raise ConfigError("rows: there are none")
+    replace_text(path, "\n".join(lines) + "\n", "free space in the temporary folder")
+
+
+def _rows(rows: Any) -> Iterable[Any]:
+    """The rows of a table or iterable, one by one. Raises ConfigError."""
+    if type(rows).__module__.partition(".")[0] == "pandas":
+        return (
+            {name: value for name, value in row.items() if not (isinstance(value, float) and math.isnan(value))}
+            for row in rows.to_dict("records")
+        )
+    if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, Iterable):
+        raise ConfigError(
+            f"rows: a {type(rows).__name__}; expected a list of mappings, a pandas.DataFrame or a datasets.Dataset"
+        )
+    return rows
+
+
+def _json_value(value: Any) -> Any:
+    """A value of numpy, pandas or the standard library as JSON knows it. Raises TypeError."""
+    for convert in ("tolist", "isoformat"):
+        if hasattr(value, convert):
+            return getattr(value, convert)()
+    raise TypeError(f"{value!r} is a {type(value).__name__}")

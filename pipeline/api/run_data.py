@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     import xarray
 
     from staleflow.pipeline.runtime.evaluation_results import Evaluation
-    from staleflow.pipeline.stored_runs.steps import ConsumedBatch
-    from staleflow.pipeline.stored_runs.stored_trajectories import StoredTrajectory
+    from staleflow.pipeline.stored_runs.stored_trajectories import ConsumedBatch, StoredTrajectory
     from staleflow.pipeline.stored_runs.views import Order, TrajectoryView
     from staleflow.stores.trajectories.reader import Summary
     from staleflow.stores.trajectories.records import StepRecord
@@ -131,14 +130,14 @@ class RunData:
         Raises:
             ConfigError: pandas is not installed.
         """
-        from staleflow.pipeline.stored_runs.steps import metrics_table
+        from staleflow.pipeline.stored_runs.stored_trajectories import metrics_table
 
         return metrics_table(self.steps())
 
     def batch(self, step: int) -> ConsumedBatch:
         """The batch that a training step consumed, compared with what the trainer received. Raises ConfigError if the
         step is not stored."""
-        from staleflow.pipeline.stored_runs.steps import read_batch
+        from staleflow.pipeline.stored_runs.stored_trajectories import read_batch
 
         return read_batch(self._store(), step)
 
@@ -233,7 +232,7 @@ class RunData:
         Raises:
             ConfigError: The condition is wrong, or dask.dataframe is not installed.
         """
-        from staleflow.pipeline.stored_runs.dask_tables import dask_table
+        from staleflow.pipeline.stored_runs.tables import dask_table
 
         return dask_table(self._path, self._store(), where, texts=texts)
 

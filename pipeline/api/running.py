@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from staleflow.pipeline.api.job_loading import Job, JobObjects, JobSource, new_job, resumable_job, with_objects
-from staleflow.pipeline.api.overrides import Overrides
 from staleflow.pipeline.api.run_handle import Progress, RunHandle
 from staleflow.pipeline.api.run_status import RunResult
 from staleflow.pipeline.cluster.connection import ClusterAddress
+from staleflow.pipeline.config.knob_tree import Overrides
 from staleflow.pipeline.processes import local_cluster
 from staleflow.stores.errors import ConfigError
 

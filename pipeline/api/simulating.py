@@ -1,10 +1,11 @@
-"""Simulates jobs in virtual time: one job, variants of it, and admission rules of other systems."""
+"""Simulates jobs in virtual time: one job, variants of it, stored runs, and admission rules of other systems."""
 
 from __future__ import annotations
 
 import functools
 import html
 import itertools
+import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,17 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.api.job_loading import Job, JobSource, load_job, override_texts
-from staleflow.pipeline.api.overrides import Overrides
-from staleflow.pipeline.api.simulation_inputs import recorded_run
 from staleflow.pipeline.api.stored_run import Run, open_run
 from staleflow.pipeline.config import actor_settings, knob_tree
+from staleflow.pipeline.config.emulation import SimulationConfig
+from staleflow.pipeline.config.knob_tree import Overrides
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.jobs.simulated_effect import make_recorded_overrides
 from staleflow.pipeline.processes.local_cluster import context_without_main
+from staleflow.pipeline.profiling.diagnosis import max_versions_behind
+from staleflow.pipeline.profiling.run_profile import profile_run
 from staleflow.pipeline.recovery.run_folder import load_job as stored_job
-from staleflow.pipeline.simulator.analysis import SimulationStats, compute_stats, explanation
+from staleflow.pipeline.simulator.analysis import SimulationStats, compute_stats, explanation, steady_tokens_per_s
 from staleflow.pipeline.simulator.baselines import other_systems, with_admission
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
 from staleflow.stores.errors import ActorLost, ConfigError
+from staleflow.stores.metrics import tokens_per_s
+from staleflow.tasks.emulation.cost_model import CostModel
+from staleflow.tasks.emulation.workload import WorkloadConfig
 
 GREEDY_OVERRIDES = ("rollout.synchronization=greedy",)
 """What distinguishes baselines from the job besides their admission rule."""
@@ -201,3 +209,60 @@ def _simulated(variant: JobVariant) -> SimulationResult:
     """Simulate one variant. Picklable, to run in a worker process."""
     trace = SimulatedRun(variant.job, actor_settings.make_workload(variant.job)).run()
     return SimulationResult(variant=variant, measures=compute_stats(variant.job, trace), trace=trace)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """A stored run as input of simulations."""
+
+    overrides: tuple[str, ...]
+    """The run's responses and measured times, as overrides of its job."""
+    note: str
+    """What was measured, or why nothing was, in one line."""
+
+
+def recorded_run(run_dir: Path) -> RecordedRun:
+    """Read a stored run's responses and measured times for a simulation. Raises ConfigError, StoreError."""
+    steps = [step.metrics for step in open_run(run_dir).steps()]
+    try:
+        profile = profile_run(run_dir)
+    except ConfigError as error:
+        overrides = ("workload.kind=recorded", f"workload.run={json.dumps(str(run_dir))}")
+        return RecordedRun(overrides=overrides, note=f"{error}; using the job's [rollout.cost] and [simulation]")
+    job = stored_job(run_dir)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    histogram = summary["staleness_histogram"]
+    shares = " ".join(f"{n / max(1, sum(histogram.values())):.0%}" for n in histogram.values())
+    scale = job.rollout.engine.time_scale  # an emulated run may be faster than its cost model
+    wall_s = summary["seconds"]["wall_s"] * scale
+    eta = max_versions_behind(job)
+    note = (
+        f"the run itself: {steady_tokens_per_s(steps, eta) / scale:,.0f} tokens/s, "
+        f"{tokens_per_s(steps) / scale:,.0f} with warm-up and end, {wall_s:.1f} s for "
+        f"{summary['steps']} steps, staleness {', '.join(histogram)}: {shares}"
+    )
+    return RecordedRun(overrides=make_recorded_overrides(run_dir, profile), note=note)
+
+
+def assumptions(config: RunConfig) -> str:
+    """One line on the settings that a job leaves at defaults, which were measured with another model and machine, and
+    how to measure them; empty if there are none."""
+    cost, default = config.rollout.cost, CostModel()
+    assumed = []
+    if all(getattr(cost, key) == getattr(default, key) for key in ("k1", "k2", "k3", "k4", "b", "prefill")):
+        assumed.append("decode steps of a 7B model (rollout.cost)")
+    for key in ("train_s", "pull_s", "reward_s"):
+        value = getattr(config.simulation, key)
+        if value == getattr(SimulationConfig(), key):
+            assumed.append(f"simulation.{key} = {value:g}")
+    if config.workload == WorkloadConfig():
+        assumed.append(f"responses of {config.workload.median:g} tokens in the median (workload)")
+    if not assumed:
+        return ""
+    measure = "a run of some ten steps measures all: then staleflow simulate --from RUN"
+    profile = Path(f"profiles/{config.name}-run.json")
+    if (config.run_dir / "summary.json").is_file():
+        measure = f"this job has run, with all of them measured: staleflow simulate --from {config.run_dir}"
+    elif profile.is_file():
+        measure = f"there is a profile of this job: set profile={profile}"
+    return f"assumed, not measured: {', '.join(assumed)}; {measure}"

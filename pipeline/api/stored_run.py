@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from staleflow.pipeline.api.overrides import Overrides, override_lines
 from staleflow.pipeline.api.run_data import MAIN, RunData
+from staleflow.pipeline.config.knob_tree import Overrides, override_lines
 from staleflow.pipeline.recovery import run_folder
 from staleflow.pipeline.stored_runs import run_location
 from staleflow.stores.errors import ConfigError
@@ -175,7 +175,7 @@ class Run(RunData):
         Raises:
             ConfigError: Something of it is wrong; nothing was computed.
         """
-        from staleflow.pipeline.api.branch_code import reward_file
+        from staleflow.pipeline.api.code_objects import reward_file
         from staleflow.pipeline.stored_runs import reward_rescoring
         from staleflow.pipeline.stored_runs.pool import open_pool
 

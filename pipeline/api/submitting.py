@@ -1,25 +1,31 @@
-"""Submits jobs to a Dask cluster from Python. Their drivers run on the cluster, so the caller may end."""
+"""Submits jobs to a Dask cluster from Python. Their drivers run on the cluster, so the caller may end.
+
+Coroutines run in a thread with its own event loop, because a notebook's loop is already running.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import html
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import queue
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
-from staleflow.pipeline.api import own_loop
 from staleflow.pipeline.api.job_loading import JobObjects, JobSource, new_job, resumable_job, with_objects
-from staleflow.pipeline.api.overrides import Overrides
 from staleflow.pipeline.api.run_status import RunResult, RunState, RunStatus
 from staleflow.pipeline.api.stored_run import Run, open_run
 from staleflow.pipeline.cluster import job_lookup
 from staleflow.pipeline.cluster.connection import ClusterAddress
 from staleflow.pipeline.cluster.submitted_job import ENDED
 from staleflow.pipeline.config import preflight
-from staleflow.pipeline.jobs import submission
+from staleflow.pipeline.config.knob_tree import Overrides
+from staleflow.pipeline.jobs import job_driver
 from staleflow.stores.errors import ConfigError, JobFailed
 
 logger = logging.getLogger(__name__)
@@ -54,15 +60,15 @@ class SubmittedJob:
         Args:
             follow: Whether to wait for further lines until the job has ended.
         """
-        return own_loop.iterate(job_lookup.log_lines(self.cluster, self.id, follow=follow))
+        return iterate_async(job_lookup.log_lines(self.cluster, self.id, follow=follow))
 
     def cancel(self, reason: str = "cancelled") -> None:
         """Stop the job after its current step, or at once if it is waiting. It can be resumed."""
-        own_loop.call(job_lookup.cancel(self.cluster, self.id, reason))
+        run_coroutine(job_lookup.cancel(self.cluster, self.id, reason))
 
     def wait(self) -> RunStatus:
         """Wait until the job has ended. Returns its last status."""
-        return _status_of(own_loop.call(job_lookup.wait_until_ended(self.cluster, self.id)))
+        return _status_of(run_coroutine(job_lookup.wait_until_ended(self.cluster, self.id)))
 
     def result(self) -> RunResult:
         """Wait until the job has ended, and return its result. This process must be able to read the run's folder.
@@ -81,7 +87,7 @@ class SubmittedJob:
         return RunResult(run_dir=self.run_dir, stopped=stopped, summary=json.loads(path.read_text()))
 
     def _entry(self) -> dict[str, Any]:
-        return job_lookup.find_matching(own_loop.call(job_lookup.all_jobs(self.cluster)), self.id).job
+        return job_lookup.find_matching(run_coroutine(job_lookup.all_jobs(self.cluster)), self.id).job
 
     def __repr__(self) -> str:
         return f"<SubmittedJob {self.id}, {self.run_dir}>"
@@ -121,7 +127,7 @@ def submit(
     config = new_job(with_objects(job, overrides, {"rows": rows, "reward": reward, **objects}))
     for line in preflight.check_job(config, here=False):
         logger.warning(line)
-    return _job_of(own_loop.call(submission.submit(config, cluster)), cluster)
+    return _job_of(run_coroutine(job_driver.submit(config, cluster)), cluster)
 
 
 def submit_resumed(
@@ -144,7 +150,7 @@ def submit_resumed(
     """
     cluster = _cluster_of(client, scheduler, scheduler_file)
     config = resumable_job(Path(run_dir), overrides)
-    return _job_of(own_loop.call(submission.submit(config, cluster, resume=True)), cluster)
+    return _job_of(run_coroutine(job_driver.submit(config, cluster, resume=True)), cluster)
 
 
 def submitted_jobs(*, client: Any = None, scheduler: str = "", scheduler_file: str | Path = "") -> list[SubmittedJob]:
@@ -157,7 +163,7 @@ def submitted_jobs(*, client: Any = None, scheduler: str = "", scheduler_file: s
         ConfigError: The cluster cannot be reached.
     """
     cluster = _cluster_of(client, scheduler, scheduler_file)
-    return [_job_of(job, cluster) for job in own_loop.call(job_lookup.all_jobs(cluster))]
+    return [_job_of(job, cluster) for job in run_coroutine(job_lookup.all_jobs(cluster))]
 
 
 def _cluster_of(client: Any, scheduler: str, scheduler_file: str | Path) -> ClusterAddress:
@@ -192,3 +198,44 @@ def _status_of(job: Mapping[str, Any]) -> RunStatus:
         remaining_s=remaining_steps * elapsed_s / done if done and remaining_steps > 0 and state not in ENDED else None,
         message=job["why"] or (reported.get("doing", "") if state == "running" else ""),
     )
+
+
+T = TypeVar("T")
+
+
+def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end. Returns its result and raises its errors."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
+def iterate_async(items: AsyncIterator[T]) -> Iterator[T]:
+    """Yield the items of an asynchronous iterator, which is cancelled when the iteration is abandoned."""
+    ready: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
+    loop = asyncio.new_event_loop()
+
+    async def pump() -> None:
+        async for item in items:
+            ready.put((item,))
+
+    def work() -> None:
+        try:
+            loop.run_until_complete(task)
+            ready.put(None)
+        except BaseException as error:  # noqa: BLE001  raised where the items are read
+            ready.put(error)
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+
+    task = loop.create_task(pump())
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item[0]
+    finally:
+        loop.call_soon_threadsafe(task.cancel)  # changes nothing if it has ended
+        thread.join()
+        loop.close()

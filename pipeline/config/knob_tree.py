@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, time
 from typing import Any
@@ -141,3 +141,23 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"override {override}: {parent} is a value, not a table")
     node[leaf] = value
+
+
+Overrides = Mapping[str, object] | Iterable[str]
+"""Values by dotted key, such as {"training.learning_rate": 1e-4}, or "key=value" strings as `--set` takes them."""
+
+
+def override_lines(overrides: Overrides | None) -> tuple[str, ...]:
+    """Convert changes of a job to "key=value" strings. Raises ConfigError for a single string, which would be iterated
+    character by character.
+
+    >>> override_lines({"training.learning_rate": 1e-4, "reward.function": "task"})
+    ('training.learning_rate=0.0001', 'reward.function="task"')
+    """
+    if overrides is None:
+        return ()
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides = {overrides!r}: pass a mapping or a list of key=value strings")
+    if isinstance(overrides, Mapping):
+        return tuple(f"{key}={toml_value(value)}" for key, value in overrides.items())
+    return tuple(overrides)

@@ -1,9 +1,16 @@
-"""User code and data files that a job names: their paths are made absolute, checked, and sent along with the job."""
+"""User code and data files that a job names: their paths are made absolute, checked, and sent along with the job.
+
+Code and rows passed as Python objects are files in a temporary folder of this process. A run copies those that its job
+names, since the folder is deleted with the process.
+"""
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
 import importlib.util
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
@@ -11,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from staleflow.pipeline.config import session_files
 from staleflow.pipeline.config.factories import make_strategies
 from staleflow.pipeline.config.schema import TRACKERS, RunConfig
 from staleflow.stores.errors import ConfigError, raised_as
@@ -67,7 +73,7 @@ def copied_keys(config: RunConfig) -> tuple[str, ...]:
     return tuple(
         key
         for key in _code_keys(config)
-        if key in RULE_KEYS or key.endswith(".sampler.name") or session_files.is_temporary(Path(_named(config, key)[0]))
+        if key in RULE_KEYS or key.endswith(".sampler.name") or is_temporary(Path(_named(config, key)[0]))
     )
 
 
@@ -188,7 +194,7 @@ def with_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[Run
                 sent_as = f"{prefix}{sent_as}"
             config = _set_named(config, key, sent_as, name)
     for key, kind, path in data_files(config):
-        if session_files.is_temporary(path):
+        if is_temporary(path):
             code[path.name] = path.read_text("utf-8")
             config = _set(config, key, f"{kind}:{path.name}")
     return config, code
@@ -243,3 +249,20 @@ def _below(node: Any, name: str) -> Any:
     if isinstance(node, list):
         return node[int(name)]
     return node[name] if isinstance(node, Mapping) else getattr(node, name)
+
+
+def new_folder() -> Path:
+    """Create an empty folder in the temporary folder of this process. Raises OSError."""
+    return Path(tempfile.mkdtemp(dir=_session()))
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a file is deleted with this process."""
+    return _session.cache_info().currsize > 0 and path.is_relative_to(_session())
+
+
+@functools.cache
+def _session() -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="staleflow-", ignore_cleanup_errors=True)
+    atexit.register(folder.cleanup)
+    return Path(folder.name).resolve()

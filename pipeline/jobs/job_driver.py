@@ -1,8 +1,9 @@
-"""The driver of a submitted job, as a Dask task, which restarts on another worker if its worker dies.
+"""Submits jobs to a Dask cluster, where the driver is a Dask task that restarts on another worker if its worker dies.
 
 It runs in a thread of one of the workers that are assigned to its job. After a restart, and after a loss that ends the
 run, it resumes from the run's newest resume point. A job ends as done, stopped on request, or
-failed with a reason.
+failed with a reason. Driver, trainer and trajectory server must see the same run folder (runs_dir): on one machine, or
+on a shared file system.
 
 The process that submits a job imports this module too, so torch and the store are imported only when a driver runs.
 """
@@ -12,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 import tomllib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +26,22 @@ from distributed.core import Status
 
 from staleflow.pipeline.cluster import job_registry, submitted_job
 from staleflow.pipeline.cluster.connection import BUSY_SCHEDULER_S, ClusterAddress, client_security
-from staleflow.pipeline.cluster.job_lookup import find
-from staleflow.pipeline.config import loading
+from staleflow.pipeline.cluster.gang import Needs
+from staleflow.pipeline.cluster.job_lookup import find, refuse_second_job, refuse_too_few_gpus
+from staleflow.pipeline.config import knob_tree, loading, user_files
 from staleflow.pipeline.config.preflight import check_job
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.config.user_files import with_code_in
+from staleflow.pipeline.config.user_files import with_code, with_code_in
 from staleflow.pipeline.processes.dask_workers import DriverSlotTaken
-from staleflow.pipeline.recovery.run_folder import FolderInUse, create_and_lock, job_id, require_no_run, write_job_id
-from staleflow.stores.errors import ActorLost, StaleflowError
+from staleflow.pipeline.recovery.run_folder import (
+    FolderInUse,
+    create_and_lock,
+    job_id,
+    refuse_locked,
+    require_no_run,
+    write_job_id,
+)
+from staleflow.stores.errors import ActorLost, ConfigError, StaleflowError
 
 if TYPE_CHECKING:
     from staleflow.pipeline.jobs.execution import DriverWorker
@@ -182,3 +192,51 @@ def configure_for_cluster(submission: Submission, scheduler: str) -> RunConfig:
     tree["cluster"] |= {"kind": "address", "address": scheduler, "scheduler_file": ""}
     config = loading.from_tree(tree, submission.id)
     return with_code_in(config, config.run_dir / "code", submission.code)
+
+
+ARRIVAL_POLL_S = 0.02
+"""Seconds between two checks whether a submitted job's task has reached the scheduler."""
+
+
+async def submit(config: RunConfig, cluster: ClusterAddress, *, resume: bool = False) -> dict[str, Any]:
+    """Submit a job with absolute paths to a cluster. Returns its entry in the job registry, once it is in the queue.
+    Raises ConfigError if another process or job has locked the run folder."""
+    if resume:
+        refuse_locked(config.run_dir)
+    id = f"{config.name}-{secrets.token_hex(3)}"
+    user_files.check(config)
+    config, code = with_code(config)
+    submission = Submission(id=id, job_toml=knob_tree.to_toml(config), code=code, resume=resume)
+    needs = Needs.from_config(config, driver=True)
+    async with cluster.connected() as client:
+        await refuse_too_few_gpus(client, config)
+        # The registry queues the job as soon as its task has reached the scheduler: nothing is left to do then.
+        other_job = await job_registry.ask(
+            client,
+            "submit",
+            id=id,
+            name=config.name,
+            run_dir=str(config.run_dir),
+            steps=config.steps,
+            by=str(client.id),
+            needs=asdict(needs),
+            wait_s=config.deadlines.wait_s,
+        )
+        refuse_second_job(other_job)
+        # The task runs on no worker until the registry assigns workers to the job.
+        future = client.submit(
+            run_driver, submission, key=job_registry.TASK_KEY_PREFIX + id, pure=False, workers=[job_registry.NO_WORKER]
+        )
+        while not (job := await job_registry.ask(client, "check_arrival", id=id))["arrived"]:
+            if future.status in ("error", "lost", "cancelled"):
+                raise ConfigError(
+                    f"the scheduler at {client.scheduler.address} refuses the job: {await _task_error(future)}"
+                )
+            await asyncio.sleep(ARRIVAL_POLL_S)
+        return dict(job)
+
+
+async def _task_error(future: Any) -> str:
+    """The error of a failed task, in one line."""
+    error = await future.exception() if future.status == "error" else future.status
+    return str(error).partition("\n")[0]

@@ -36,7 +36,7 @@ def settings_hash(job: Path) -> str:
 
 def user_code_hash(run_dir: Path, *, branches: bool = True) -> str:
     """Hash of the user code in a run's folder; empty if there is none. branches: whether to include the rewards of
-    branches, which may have been added later (pipeline/api/branch_code.py)."""
+    branches, which may have been added later (pipeline/api/code_objects.py)."""
     folder = run_dir / "code"
     files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
     return _hash_files(folder, (path for path in files if branches or not path.name.startswith("branch_")))

@@ -21,9 +21,8 @@ from staleflow.pipeline.run_page.charts import any_many_turns, charts, in_words,
 from staleflow.pipeline.run_page.run_reader import RunReader, StoredSnapshot
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, explain_not_comparable
 from staleflow.pipeline.stored_runs.branch_diff import compare_branches
-from staleflow.pipeline.stored_runs.comparison import compare
-from staleflow.pipeline.stored_runs.comparison_tables import make_result_tables
-from staleflow.pipeline.stored_runs.conversations import message_spans
+from staleflow.pipeline.stored_runs.comparison import compare, make_result_tables
+from staleflow.pipeline.stored_runs.response_texts import message_spans
 from staleflow.pipeline.stored_runs.run_facts import read_facts
 from staleflow.pipeline.stored_runs.views import make_facts, make_trajectory_view
 from staleflow.stores.auditing.audit import audit

@@ -2,18 +2,24 @@
 
 Invariant: on the batches that a run stored, from the weights and the optimizer state that it had, the trainer gives the
 weights that the run published, bit for bit, on the same kind of machine (tasks/training/numerics.py).
+
+With several ranks, the training task leads actors on other workers. If a rank is lost, the training ends with an error;
+the same command continues it from the newest resume point, with equal weights for the same number of ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
+import filecmp
 import functools
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +27,10 @@ from safetensors import SafetensorError
 
 from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.stored_runs.checkpoint_files import compare_files
-from staleflow.pipeline.stored_runs.pool import Report, open_store_at
-from staleflow.pipeline.stored_runs.rank_tasks import lead_group
-from staleflow.stores.errors import ConfigError, StaleflowError, StoreError
+from staleflow.pipeline.recovery import certificate
+from staleflow.pipeline.stored_runs.pool import Pool, Report, open_store_at
+from staleflow.stores.errors import ActorLost, ConfigError, StaleflowError, StoreError
+from staleflow.stores.serialization import parse_json
 from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectories.selection import Selection
@@ -33,10 +39,10 @@ from staleflow.stores.trajectory import EndedTrajectory, PolicyVersion
 from staleflow.stores.weights import weight_file, weight_folder
 from staleflow.stores.weights.resume_points import LOAD_ERRORS, ResumePoints
 from staleflow.stores.weights.weight_hash import fingerprint
+from staleflow.tasks.actors.trainer_rank import DistributedPolicy, TrainerRank
 
 if TYPE_CHECKING:
-    from staleflow.tasks.training.policy import Policy
-
+    from staleflow.tasks.training.policy import Policy, TrainerSettings
 
 ADAPTER = ("adapter", "adapter_model.safetensors")
 """Where in a checkpoint an adapter's weights are, as they were published (tasks/training/lora.py)."""
@@ -306,3 +312,136 @@ class _Repeater:
         if weights != published:
             message = f"the weights are {weights}, the run published {published or 'none'}"
             raise _DifferenceFound(Difference(where, message, version - 1, was_computed))
+
+
+PATH_KEYS = ("_name_or_path", "base_model_name_or_path")
+"""Keys of JSON files that have the base model's path, which has no effect on results."""
+VERSION_KEY = "transformers_version"
+"""Key of config.json with the version of transformers that saved the checkpoint."""
+
+
+@dataclass(slots=True)
+class FileComparison:
+    """Result of comparing the files of a checkpoint."""
+
+    differences: list[str] = field(default_factory=list)
+    """One line per file that differs, is missing or is not expected."""
+    unverified: list[str] = field(default_factory=list)
+    """One line per file that has no effect on the model, or whose difference may come from another version of
+    transformers."""
+    weights_are_equal: bool = True
+
+
+def compare_files(checkpoint: Path, saved: Path) -> FileComparison:
+    """Compare the files of a checkpoint with a folder that the trainer has just saved. Raises OSError."""
+    comparison = FileComparison()
+    actual_names, expected_names = _list_files(checkpoint), _list_files(saved)
+    checkpoint_version, own_version = (
+        _read_json_values(folder / "config.json").get(VERSION_KEY) for folder in (checkpoint, saved)
+    )
+    for name in sorted(expected_names):
+        if name not in actual_names:
+            comparison.differences.append(f"{name} is missing")
+        elif not _is_equal(checkpoint / name, saved / name):
+            is_weights = name.endswith(".safetensors")
+            comparison.weights_are_equal &= not is_weights
+            line = f"{name} is not the file that the run's trainer saves"
+            if checkpoint_version == own_version:
+                comparison.differences.append(line)
+            else:
+                comparison.unverified.append(
+                    f"{line} with transformers {own_version}; it names {str(checkpoint_version)[:50]!r}"
+                )
+    for name in sorted(actual_names - expected_names):
+        if name.startswith(".") or name.endswith(".md"):
+            comparison.unverified.append(f"{name}: the run saves no such file")
+        elif not name.startswith(certificate.FILE):  # the certificate and its signature
+            comparison.differences.append(f"{name}: the run saves no such file")
+    return comparison
+
+
+def _list_files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+
+
+def _is_equal(file: Path, other: Path) -> bool:
+    if filecmp.cmp(file, other, shallow=False):
+        return True
+    values = _read_json_values(file)
+    return bool(values) and values == _read_json_values(other)
+
+
+def _read_json_values(file: Path) -> dict[str, Any]:
+    """The values of a JSON file without paths; empty for other files."""
+    try:
+        values = parse_json(file.read_bytes()) if file.suffix == ".json" else None
+    except (OSError, ValueError):
+        return {}
+    return {key: value for key, value in values.items() if key not in PATH_KEYS} if isinstance(values, dict) else {}
+
+
+WORKER_RESTART_S = 30.0
+"""Seconds that a worker may take to restart after its process has ended."""
+POLL_S = 0.5
+"""Seconds between two checks for free workers."""
+CLOSE_S = 10.0
+"""Seconds that another rank may take to leave the group. One that hangs in a step leaves after `collective_s`."""
+
+
+@contextlib.contextmanager
+def lead_group(settings: TrainerSettings, threads: int, *, shared: bool) -> Iterator[DistributedPolicy]:
+    """Create the policy of a rank group that the current Dask task leads.
+
+    Args:
+        settings: The trainer's settings.
+        threads: Number of threads of each rank.
+        shared: As in Pool.
+
+    Raises:
+        ConfigError: There are not enough workers.
+        ActorLost: A rank is lost.
+    """
+    from distributed import get_client, get_worker
+    from distributed.comm.addressing import parse_host_port
+
+    worker, client = get_worker(), get_client()
+    addresses = _follower_addresses(Pool(client, shared=shared), worker.address, settings.training.ranks)
+    futures = [
+        client.submit(TrainerRank, settings, threads, actor=True, workers=[address], pure=False)
+        for address in addresses
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.callback(client.cancel, futures)
+        try:
+            peers = [future.result() for future in futures]
+            stack.callback(_close, peers)
+            host, loop = parse_host_port(worker.address)[0], worker.loop.asyncio_loop
+            policy = DistributedPolicy(settings, threads, host, peers, loop, contextvars.copy_context())
+            stack.callback(policy.close)
+            yield policy
+        except ActorLost as error:
+            raise ActorLost(
+                f"a rank of the training was lost: {error}; the same command continues from the newest resume point"
+            ) from error
+
+
+def _close(peers: list[Any]) -> None:
+    """Close the other ranks. Errors are ignored."""
+    for peer in peers:
+        with contextlib.suppress(Exception):
+            peer.close().result(timeout=CLOSE_S)
+
+
+def _follower_addresses(pool: Pool, own_address: str, ranks: int) -> list[str]:
+    """Addresses of the workers for the other ranks. Waits up to WORKER_RESTART_S for workers that are restarting."""
+    deadline_s = time.monotonic() + WORKER_RESTART_S
+    while (
+        len(addresses := [address for address in pool.free_workers(model=True) if address != own_address]) < ranks - 1
+    ):
+        if time.monotonic() > deadline_s:
+            raise ConfigError(
+                f"training.ranks = {ranks}: {len(addresses) + 1} workers are free; start more, or set training.ranks="
+                f"{len(addresses) + 1}, which gives weights that are equal up to rounding"
+            )
+        time.sleep(POLL_S)
+    return addresses[: ranks - 1]

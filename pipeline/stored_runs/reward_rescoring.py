@@ -24,9 +24,8 @@ import numpy.typing as npt
 from staleflow.pipeline.config import actor_settings, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery.run_folder import load_job
-from staleflow.pipeline.stored_runs.conversations import make_messages
 from staleflow.pipeline.stored_runs.pool import Pool, cache_per_process, open_store_at, require_all_rows
-from staleflow.pipeline.stored_runs.response_texts import make_detokenizer
+from staleflow.pipeline.stored_runs.response_texts import make_detokenizer, make_messages
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.reader import UnreadableRow

@@ -1,16 +1,28 @@
-"""Stored trajectories as tables of pandas and datasets, with texts."""
+"""Stored trajectories as tables of pandas, datasets and dask.dataframe, with texts."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.stored_runs.exporting import TEXT_COLUMNS
-from staleflow.pipeline.stored_runs.response_texts import decode_row
+from staleflow.pipeline.stored_runs.pool import cache_per_process, open_store_at
+from staleflow.pipeline.stored_runs.response_texts import decode_row, make_display_detokenizer
 from staleflow.pipeline.stored_runs.stored_trajectories import read_rows
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories import dataframes
-from staleflow.stores.trajectories.reader import StoreReader
+from staleflow.stores.trajectories.dataframes import RowTexts
+from staleflow.stores.trajectories.reader import StoreReader, UnreadableRow
+from staleflow.stores.trajectories.selection import Selection
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import EndedTrajectory
 from staleflow.tasks.rendering.chat_tokenizer import Detokenizer
 
 TABLE_ROWS = 512
@@ -49,3 +61,49 @@ def hugging_face_dataset(store: StoreReader, where: str, detokenizer: Detokenize
 
 def _make_part(rows: list[Any], names: dict[str, str], detokenizer: Detokenizer) -> Any:
     return dataframes.arrow_table(rows, names, [decode_row(row.trajectory, detokenizer) for row in rows])
+
+
+BLOCK_ROWS = 512
+"""Number of trajectories per partition."""
+
+
+def dask_table(
+    run_dir: Path, store: VersionedStore, where: str = "", *, texts: bool = True, block_rows: int = BLOCK_ROWS
+) -> Any:
+    """A dask.dataframe with one row per trajectory. Workers read and decode its partitions.
+
+    Args:
+        run_dir: The run's folder; its job names the tokenizer. Without the tokenizer, texts are token ids.
+        store: The run's store, at the snapshot or branch to read.
+        where: Which trajectories, as an expression over columns such as "staleness <= 1 and reward > 0".
+        texts: Whether there are the columns prompt, response and messages.
+        block_rows: Number of trajectories per partition.
+
+    Raises:
+        ConfigError: `where` cannot be read, or dask.dataframe is not installed.
+    """
+    store = VersionedStore.at(store.path, store.snapshot)
+    (positions,) = np.nonzero(Selection(where).mask(store.columns()))
+    read = functools.partial(_read_rows, str(store.path), store.snapshot, positions)
+    decode = functools.partial(_decode_rows, str(run_dir.resolve())) if texts else None
+    return dataframes.to_dask(len(positions), block_rows, read, decode)
+
+
+def _read_rows(
+    path: str, snapshot: str, positions: npt.NDArray[np.int64], start: int, stop: int
+) -> list[EndedTrajectory]:
+    rows = []
+    for row in open_store_at(path, snapshot).at_positions(positions[start:stop].tolist()):
+        if isinstance(row, UnreadableRow):
+            raise StoreError(f"trajectory {row.trajectory} cannot be read: {row.error}")
+        rows.append(row)
+    return rows
+
+
+def _decode_rows(run_dir: str, rows: Sequence[EndedTrajectory]) -> list[RowTexts]:
+    return [decode_row(row.trajectory, _cached_detokenizer(run_dir)) for row in rows]
+
+
+@cache_per_process(2)
+def _cached_detokenizer(run_dir: str) -> Detokenizer:
+    return make_display_detokenizer(load_job(Path(run_dir)))

@@ -4,8 +4,8 @@ On all batches of a run, with nothing changed, it reproduces the weights that th
 fingerprints in the store prove. Other rewards (a branch), a selection of rows or other settings give another policy.
 Behavior logprobs are always the stored ones, so that the losses correct for the difference.
 
-The training is one task on a Dask worker, which leads an actor for each further rank (rank_tasks.py). If it is killed,
-the same command resumes it from its newest resume point.
+The training is one task on a Dask worker, which leads an actor for each further rank (repeated_steps.py). If it is
+killed, the same command resumes it from its newest resume point.
 """
 
 from __future__ import annotations

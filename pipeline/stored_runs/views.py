@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from staleflow.pipeline.recovery.run_folder import load_job
-from staleflow.pipeline.stored_runs.conversations import MessageSpan, message_spans
-from staleflow.pipeline.stored_runs.response_texts import make_display_detokenizer
+from staleflow.pipeline.stored_runs.response_texts import MessageSpan, make_display_detokenizer, message_spans
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore

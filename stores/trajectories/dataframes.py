@@ -63,7 +63,7 @@ class RowTexts:
 
 
 ReadTexts = Callable[[Sequence[EndedTrajectory]], list[RowTexts]]
-"""Decodes the tokens of rows. Stores have no tokenizer: pipeline/stored_runs/dask_tables.py has."""
+"""Decodes the tokens of rows. Stores have no tokenizer: pipeline/stored_runs/tables.py has."""
 TEXT_COLUMNS = ("prompt", "response", "messages")
 """Columns of tables with texts, as in RowTexts."""
 

@@ -12,8 +12,8 @@ import pytest
 from distributed import Client
 
 import staleflow
-from staleflow.pipeline.api.branch_code import file_name
-from staleflow.pipeline.api.overrides import override_lines
+from staleflow.pipeline.api.code_objects import file_name
+from staleflow.pipeline.config.knob_tree import override_lines
 from staleflow.pipeline.recovery.run_folder import FolderInUse, create_and_lock
 from staleflow.pipeline.stored_runs.pool import local_pool
 

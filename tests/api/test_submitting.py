@@ -12,7 +12,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 import staleflow
-from staleflow.pipeline.api import own_loop
+from staleflow.pipeline.api import submitting
 from staleflow.pipeline.processes import local_cluster
 from staleflow.stores.errors import ConfigError, JobFailed
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -83,7 +83,7 @@ async def test_call_runs_a_coroutine_inside_a_running_loop() -> None:
         await asyncio.sleep(0)
         return 1
 
-    assert own_loop.call(one()) == 1
+    assert submitting.run_coroutine(one()) == 1
 
 
 def test_abandoning_an_iterator_ends_the_asynchronous_one() -> None:
@@ -97,7 +97,7 @@ def test_abandoning_an_iterator_ends_the_asynchronous_one() -> None:
         finally:
             ended.append("ended")
 
-    for number in own_loop.iterate(numbers()):
+    for number in submitting.iterate_async(numbers()):
         if number == 3:
             break
     assert ended == ["ended"]
@@ -107,4 +107,4 @@ def test_abandoning_an_iterator_ends_the_asynchronous_one() -> None:
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        list(own_loop.iterate(broken()))
+        list(submitting.iterate_async(broken()))

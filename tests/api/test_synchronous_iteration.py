@@ -10,7 +10,7 @@ from typing import TypeVarTuple
 
 import pytest
 
-from staleflow.pipeline.api.own_loop import iterate
+from staleflow.pipeline.api.submitting import iterate_async
 
 Arguments = TypeVarTuple("Arguments")
 
@@ -40,7 +40,7 @@ class LateLoop(asyncio.SelectorEventLoop):
 
 def test_an_exhausted_iterator_does_not_call_a_closed_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asyncio, "new_event_loop", LateLoop)
-    assert list(iterate(numbers())) == [0, 1, 2]
+    assert list(iterate_async(numbers())) == [0, 1, 2]
 
 
 def test_abandoning_an_iterator_cancels_the_asynchronous_iterator() -> None:
@@ -54,7 +54,7 @@ def test_abandoning_an_iterator_cancels_the_asynchronous_iterator() -> None:
         finally:
             ended.set()
 
-    for item in iterate(endless()):
+    for item in iterate_async(endless()):
         assert item == 1
         break
     assert ended.wait(10.0)

@@ -339,7 +339,7 @@ def test_a_job_waiting_for_ten_minutes_does_not_slow_the_running_one(cluster: Cl
 def test_submitting_imports_neither_torch_nor_the_store() -> None:
     """These imports take seconds, and only the driver needs them."""
     script = (
-        "import sys, staleflow.cli.cluster_jobs, staleflow.pipeline.jobs.submission; "
+        "import sys, staleflow.cli.cluster_jobs, staleflow.pipeline.jobs.job_driver; "
         "print(*{m.partition('.')[0] for m in sys.modules})"
     )
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()

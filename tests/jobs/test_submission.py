@@ -12,7 +12,7 @@ from distributed import Client
 from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.cluster.connection import ClusterAddress
 from staleflow.pipeline.config import loading
-from staleflow.pipeline.jobs import submission
+from staleflow.pipeline.jobs import job_driver
 from staleflow.pipeline.recovery.run_folder import create_and_lock
 from staleflow.stores.errors import ConfigError
 from tests.cluster.test_job_registry import Jobs, jobs_on
@@ -25,7 +25,7 @@ class KilledError(BaseException):
 
 async def submit(jobs: Jobs, job: Path, *, resume: bool = False) -> dict[str, Any]:
     cluster = ClusterAddress(address=jobs.cluster.scheduler_address)
-    return await submission.submit(loading.load(job), cluster, resume=resume)
+    return await job_driver.submit(loading.load(job), cluster, resume=resume)
 
 
 @pytest.fixture

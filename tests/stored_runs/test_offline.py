@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.pipeline.api import branch_code, overrides
-from staleflow.pipeline.config import loading
+from staleflow.pipeline.api import code_objects
+from staleflow.pipeline.config import knob_tree, loading
 from staleflow.pipeline.stored_runs import exporting, logprob_recompute, stored_trajectories, training, views
 from staleflow.pipeline.stored_runs import pool as pools
 from staleflow.pipeline.stored_runs.pool import Pool, local_pool
@@ -159,7 +159,7 @@ def test_partial_characters_belong_to_the_token_that_completes_them() -> None:
 
 
 def test_docstring_examples_pass() -> None:
-    for module in (branch_code, overrides, stored_trajectories, pools, selection):
+    for module in (code_objects, knob_tree, stored_trajectories, pools, selection):
         result = doctest.testmod(module)
         assert result.attempted
         assert not result.failed

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from staleflow.pipeline.stored_runs.dask_tables import dask_table
+from staleflow.pipeline.stored_runs.tables import dask_table
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import dataframes
 from staleflow.stores.trajectories.dataframes import RowTexts

@@ -58,7 +58,7 @@ MODULES = (
     "matplotlib.pyplot",
     "staleflow.pipeline.jobs.execution",
     "staleflow.pipeline.jobs.job_driver",
-    "staleflow.pipeline.jobs.submission",
+    "staleflow.pipeline.jobs.job_driver",
     "staleflow.pipeline.stored_runs.reward_rescoring",
     "staleflow.pipeline.cluster.dashboard",
     "tensorboardX",
