@@ -22,10 +22,9 @@ from typing import Any
 from benchmarks.routing_rules import ROUTING_RULES
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.simulator.analysis import compute_stats
+from staleflow.pipeline.simulator.analysis import Trace, compute_stats
 from staleflow.pipeline.simulator.baselines import Credits, with_admission
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
-from staleflow.pipeline.simulator.trace import Trace
 from staleflow.tasks.emulation.batch_simulator import SimulatedBatch
 
 UNLIMITED: dict[str, Any] = {

@@ -45,7 +45,7 @@ import psutil
 
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.jobs.execution import execute
-from staleflow.pipeline.runtime.run_listener import RunListener
+from staleflow.pipeline.runtime.run_report import RunListener
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Segment, Trajectory

@@ -82,7 +82,7 @@ def settings(engine: str, model: str, running: int, dtype: str = "float32", **ch
 def offline(model: str, count: int, running: int) -> float:
     """vLLM's own generate, with the engine's arguments."""
     from staleflow.tasks.engines.vllm import ENVIRONMENT
-    from staleflow.tasks.engines.vllm_sizes import cache_bytes
+    from staleflow.tasks.engines.vllm_layouts import cache_bytes
 
     os.environ.update(ENVIRONMENT, TORCHDYNAMO_DISABLE="1")
     from vllm import LLM, SamplingParams

@@ -107,8 +107,7 @@ def time_training(model: str, length: int, recompute: bool, tokens: int = TOKENS
     """Time the second step of a new trainer. model: its folder."""
     import torch
 
-    from staleflow.pipeline.sizing.memory import TrainingShape, trainer_parts
-    from staleflow.pipeline.sizing.model_shape import ModelShape
+    from staleflow.pipeline.sizing.memory import ModelShape, TrainingShape, trainer_parts
 
     config = json.loads((Path(model) / "config.json").read_text())
     rows = make_rows(tokens, length, min(PROMPT, length // 4), config["vocab_size"])

@@ -19,7 +19,7 @@ os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
 
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.jobs.execution import execute
-from staleflow.pipeline.runtime.run_listener import RunListener
+from staleflow.pipeline.runtime.run_report import RunListener
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.trajectories.versioned import VersionedStore
 

@@ -24,7 +24,7 @@ from staleflow.pipeline.processes.dask_workers import connect
 from staleflow.pipeline.recovery.run_folder import prepare_run_dir
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.driver import Driver
-from staleflow.pipeline.runtime.run_listener import RunListener
+from staleflow.pipeline.runtime.run_report import RunListener
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EnvSpan
 from staleflow.tasks.engines.base import EngineLoad

@@ -25,10 +25,9 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.jobs.execution import execute
 from staleflow.pipeline.profiling.latencies import measure_latencies
-from staleflow.pipeline.runtime.run_listener import RunListener
-from staleflow.pipeline.simulator.analysis import SimulationStats, compute_stats
+from staleflow.pipeline.runtime.run_report import RunListener
+from staleflow.pipeline.simulator.analysis import SimulationStats, Trace, compute_stats
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
-from staleflow.pipeline.simulator.trace import Trace
 
 DEMO = "examples/demo.toml"
 EMULATED = (

@@ -1,13 +1,16 @@
 """The live view of a run in a terminal; in a pipe, one line per step. Reads snapshots and decides nothing.
 
-If the log is shown too (`-v`), it contains these lines and the view leaves them out.
+If the log is shown too (`-v`), it contains these lines and the view leaves them out. It is printed on the
+view's console.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -22,9 +25,9 @@ from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.jobs.execution import RunEnd
 from staleflow.pipeline.jobs.summary import format_step
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, describe_progress, explain_not_comparable
-from staleflow.pipeline.runtime.run_listener import RunListener
-from staleflow.pipeline.runtime.run_report import RunReport
+from staleflow.pipeline.runtime.run_report import RunListener, RunReport
 from staleflow.stores.metrics import tokens_per_s
+from staleflow.stores.printable import printable
 
 BAR_CELLS = 24
 """Width of a staleness buffer's bar, in characters."""
@@ -197,3 +200,32 @@ class Display(RunListener):
                 self._print(f"{e.name}, version {e.version}: {line}")
         for line in explain_not_comparable(evaluations):
             self._print(f"[yellow]{escape(line)}[/]", markup=True)
+
+
+class ConsoleHandler(logging.Handler):
+    """A log handler that prints through a rich console, which keeps the live view below the records."""
+
+    def __init__(self, console: Console, level: int) -> None:
+        super().__init__(level)
+        self._console = console
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(printable(self.format(record)), highlight=False, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def logging_to(console: Console, verbosity: int) -> Iterator[None]:
+    """Context manager: shows the log on a console. verbosity: 0 shows errors; 1 also training steps and run events
+    (INFO); 2 also single placements and pulls (DEBUG). Other libraries show at most warnings, and only if verbosity >
+    0."""
+    level = {0: logging.ERROR, 1: logging.INFO}.get(verbosity, logging.DEBUG)
+    root, ours = logging.getLogger(), logging.getLogger("staleflow")
+    handler, before = ConsoleHandler(console, level), ours.level
+    root.addHandler(handler)
+    ours.setLevel(min(level, logging.WARNING))  # a run's own log keeps warnings, shown here or not
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        ours.setLevel(before)

@@ -1,7 +1,10 @@
-"""Handling of Ctrl-C: the first ends a command cleanly, the second ends the process. SIGTERM acts as a first one."""
+"""Handling of Ctrl-C: the first ends a command cleanly, the second ends the process. SIGTERM acts as a first one.
+The exit code of a command is its own, whatever libraries or signals do later.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -137,3 +140,25 @@ def ctrl_c() -> Iterator[None]:
         if not interrupted:  # else cleaning up goes on until the process ends
             signal.signal(signal.SIGINT, before)
             signal.signal(signal.SIGTERM, terminated_before)
+
+
+class LastExit:
+    """Ends this process with `code`, if that is set, after all other functions registered with atexit; created first,
+    it is called last.
+
+    What Python would still do then can change the exit code: threads of libraries in Rust (icechunk's) abort the
+    process if they reach for the interpreter while it is taken apart, and an interrupt that was handled, but came while
+    generated code was executed, ends it by the signal.
+    """
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        atexit.register(self._exit)
+
+    def _exit(self) -> None:
+        if self.code is None:
+            return
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(self.code)

@@ -37,7 +37,7 @@ def check(config: RunConfig, *, here: bool = True) -> bool:
 
 def warm_up(config: RunConfig, verbose: int) -> None:
     """Set the environment variables that libraries read when they are imported, and let workers import them while this
-    process checks the job. Call before importing anything heavy. verbose: see cli/verbosity.py."""
+    process checks the job. Call before importing anything heavy. verbose: see cli/display.py."""
     from staleflow.pipeline.processes import local_cluster
 
     if verbose > 1:
@@ -49,7 +49,7 @@ def warm_up(config: RunConfig, verbose: int) -> None:
 
 def execute_job(config: RunConfig, *, as_json: bool, verbose: int, resume: bool) -> None:
     """Run or resume a job with a live view, and print its summary. Exits with 130 if it was stopped. Call `warm_up`
-    first. verbose: see cli/verbosity.py."""
+    first. verbose: see cli/display.py."""
     display, end = watch(config, quiet=as_json, verbose=verbose, resume=resume)
     if as_json:
         click.echo(json.dumps(end.summary, indent=2))
@@ -62,9 +62,8 @@ def execute_job(config: RunConfig, *, as_json: bool, verbose: int, resume: bool)
 def watch(config: RunConfig, *, quiet: bool, verbose: int, resume: bool) -> tuple[Display, RunEnd]:
     """Run or resume a job with a live view. Returns the view, and how the job ended. Exits with 130 if it was stopped
     before it began."""
-    from staleflow.cli.display import Display
+    from staleflow.cli.display import Display, logging_to
     from staleflow.cli.interrupts import end_at_once
-    from staleflow.cli.verbosity import logging_to
     from staleflow.pipeline.jobs.execution import execute
     from staleflow.pipeline.jobs.stopping import Interrupted, StopRequest, stopped_by_signals
 

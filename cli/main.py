@@ -14,8 +14,8 @@ from staleflow.cli.lazy import LazyGroup
 COMMANDS = {
     "init": ("staleflow.cli.init", "write a first job, with data, reward and model if you have none"),
     "run": ("staleflow.cli.run", "run a job from start to end, with live progress"),
-    "resume": ("staleflow.cli.resume", "resume a stored run where it stopped"),
-    "cluster": ("staleflow.cli.cluster", "start a Dask cluster on this machine that only you can reach"),
+    "resume": ("staleflow.cli.run:resume", "resume a stored run where it stopped"),
+    "cluster": ("staleflow.cli.cluster_jobs:cluster", "start a Dask cluster on this machine that only you can reach"),
     "submit": (
         "staleflow.cli.cluster_jobs:submit",
         "submit a job to a Dask cluster; it keeps running after you disconnect",
@@ -26,8 +26,8 @@ COMMANDS = {
     "retire": ("staleflow.cli.cluster_jobs:retire", "have a job give up one of its workers, losing nothing"),
     "cancel": ("staleflow.cli.cluster_jobs:cancel", "stop a job at its next step"),
     "train-offline": ("staleflow.cli.train_offline", "train on stored trajectories, without rollout"),
-    "unlearn": ("staleflow.cli.unlearn", "repeat a run's training without some trajectories"),
-    "bisect": ("staleflow.cli.bisect", "find which trajectories made a policy worse"),
+    "unlearn": ("staleflow.cli.train_offline:unlearn", "repeat a run's training without some trajectories"),
+    "bisect": ("staleflow.cli.train_offline:bisect", "find which trajectories made a policy worse"),
     "simulate": ("staleflow.cli.simulate", "run a job in virtual time: how long it would take, and why"),
     "profile": ("staleflow.cli.profile", "fit the cost model of simulations to a run"),
     "config": ("staleflow.cli.config", "explain a job file, or print the schema"),
@@ -56,7 +56,7 @@ def cli() -> None:
 
 def entry() -> None:
     """Entry point of the `staleflow` command: run `main`, and end this process."""
-    from staleflow.cli.exits import LastExit
+    from staleflow.cli.interrupts import LastExit
 
     last_exit = LastExit()
     try:

@@ -1,11 +1,22 @@
-"""staleflow run CONFIG"""
+"""staleflow run | resume"""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import click
 
-from staleflow.cli.dry_run import try_job
-from staleflow.cli.job import check, execute_job, store_option, warm_up
+from staleflow.cli.cluster_jobs import cluster_options, print_submitted
+from staleflow.cli.job import check, execute_job, store_option, warm_up, watch
+
+if TYPE_CHECKING:
+    from staleflow.pipeline.cluster.connection import ClusterAddress
 
 
 @click.command("run")
@@ -32,3 +43,53 @@ def command(
     warm_up(config, verbose)
     check(config)
     execute_job(config, as_json=as_json, verbose=verbose, resume=False)
+
+
+def try_job(config_path: str, overrides: tuple[str, ...], *, as_json: bool, verbose: int) -> None:
+    """Dry-run a job in a temporary folder, audit its store, and print the results. Exit code 1 if the audit has
+    findings, 130 if the run was stopped. Raises ConfigError."""
+    from staleflow.pipeline.api.dry_running import dry_job, dry_run_result
+    from staleflow.pipeline.api.job_loading import load_job
+
+    config = load_job(config_path, overrides)
+    with tempfile.TemporaryDirectory(prefix="staleflow-dry-") as folder:
+        small = dry_job(config, Path(folder))
+        warm_up(small, verbose)
+        check(dataclasses.replace(small, reward=config.reward))
+        _, end = watch(small, quiet=as_json, verbose=verbose, resume=False)
+        if end.stopped:
+            sys.exit(130)
+        result = dry_run_result(end.run_dir)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+    else:
+        size = f"{small.batch.groups_per_step} groups of {small.batch.group_size}"
+        click.echo(f"dry run of {config.name}: {result.steps} of its {config.steps} steps, each of {size} responses")
+        for line in result.lines:
+            click.echo(f"  {line}")
+        click.echo("no model sampled or was trained, and nothing is kept; `staleflow run` does both")
+    if result.findings:
+        sys.exit(1)
+
+
+@click.command("resume")
+@click.argument("run", type=click.Path())
+@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of [cluster], or steps.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON, and no progress.")
+@click.option("-v", "--verbose", count=True, help="Log each step and event; -vv each placement and pull.")
+@cluster_options
+def resume(run: str, overrides: tuple[str, ...], as_json: bool, verbose: int, cluster: ClusterAddress) -> None:
+    """Resume a stopped, killed or finished run from its newest resume point. If a cluster is named, it is submitted
+    there."""
+    from staleflow.pipeline.api.job_loading import resumable_job
+
+    config = resumable_job(Path(run), overrides)
+    if not cluster.is_named:
+        warm_up(config, verbose)
+    check(config, here=not cluster.is_named)
+    if not cluster.is_named:
+        execute_job(config, as_json=as_json, verbose=verbose, resume=True)
+        return
+    from staleflow.pipeline.jobs import job_driver
+
+    print_submitted(asyncio.run(job_driver.submit(config, cluster, resume=True)), as_json=as_json)

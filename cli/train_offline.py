@@ -1,4 +1,4 @@
-"""staleflow train-offline RUN"""
+"""staleflow train-offline | unlearn | bisect: repeat the training of a stored run"""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from staleflow.cli.stored import named_cluster, print_errors, quiet_libraries, s
 
 if TYPE_CHECKING:
     from staleflow.pipeline.cluster.connection import ClusterAddress
+    from staleflow.stores.reward_statistics import PairedDifference
 
 
 @click.command("train-offline")
@@ -92,3 +93,85 @@ def progress(*, quiet: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
                     console.print(f"step {done}/{total}  {line}", highlight=False, soft_wrap=True)
 
         yield report
+
+
+@click.command("unlearn")
+@click.argument("run", type=click.Path())
+@click.option(
+    "--where", "selection", required=True, metavar="EXPR", help='What to leave out, such as "dataset_row == 17".'
+)
+@click.option("--branch", default="unlearned", show_default=True, help="Name of the new branch.")
+@click.option("--out", default="", help="Output folder; RUN-BRANCH by default.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, and no progress.")
+@cluster_options
+def unlearn(run: str, selection: str, branch: str, out: str, as_json: bool, cluster: ClusterAddress) -> None:
+    """Repeat a run's training without the trajectories that match, from the first step that used one of them.
+
+    The weights are those of train-offline without them, bit for bit. What remains was sampled by the run's policies,
+    which had trained on them. Run a killed command again to resume it.
+    """
+    quiet_libraries()
+    from staleflow.pipeline.api.stored_run import open_run
+    from staleflow.pipeline.stored_runs.run_files import format_steps
+
+    stored = open_run(run)
+    with named_cluster(cluster) as client, progress(quiet=as_json) as report:
+        result = stored.unlearn(selection, branch=branch, out=out or None, client=client, report=report)
+    training = result.training
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+    else:
+        click.echo(f"{training.checkpoint}: trained without {result.rows} trajectories")
+        click.echo(f"  first used in step {result.first_step}; {result.never_trained} more match, never trained on")
+        click.echo(f"  branch {result.branch}: {result.recomputed} advantages of others depended on them")
+        if result.steps_left_out:
+            click.echo(f"  not trained, as nothing of them remains: {format_steps(result.steps_left_out)}")
+        begin = f"the resume point of version {result.start}" if result.start else f"the base model: {result.reason}"
+        click.echo(f"  {training.steps - result.start} of {training.steps} steps trained again, from {begin}")
+        print_errors(training.errors, "could not be read and were left out")
+    if training.errors:
+        sys.exit(1)
+
+
+@click.command("bisect")
+@click.argument("run", type=click.Path())
+@click.option("--at", type=click.IntRange(min=1), required=True, help="Version with a lower reward.")
+@click.option("--since", type=click.IntRange(min=0), help="Version before; by default the best one that was evaluated.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, and no progress.")
+@cluster_options
+def bisect(run: str, at: int, since: int | None, as_json: bool, cluster: ClusterAddress) -> None:
+    """Find which trajectories made a policy worse between two versions.
+
+    The steps between them are trained again without parts of their trajectories: stale ones, steps, groups. Each result
+    answers the held-out prompts.
+    """
+    quiet_libraries()
+    from staleflow.pipeline.api.stored_run import open_run
+
+    stored = open_run(run)
+    with named_cluster(cluster) as client, progress(quiet=as_json) as report:
+        result = stored.bisect(at, since=since, client=client, report=report)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+        return
+    click.echo(
+        f"held-out reward: version {result.since} {result.reward_since:.3f}, version {at} {result.reward_at:.3f}"
+    )
+    if not result.same_weights:
+        click.echo("not verified: the training repeated here gives other weights than the run published")
+    width = max((len(trial.left_out) for trial in result.trials), default=0)
+    for trial in result.trials:
+        line = (
+            f"  without {trial.left_out:<{width}} {trial.rows:6} rows  {trial.reward:.3f}  {_shown(trial.difference)}"
+        )
+        click.echo(line + ("  prevents it" if trial.prevents else ""))
+    if result.cause is None:
+        click.echo(f"no cause found: {result.reason}")
+        return
+    click.echo(f"smallest part tried that prevents it: {result.cause.left_out}, {result.cause.rows} rows")
+    click.echo(f"  staleflow store show {run} --where '{result.cause.where}'")
+    click.echo(f"  staleflow unlearn {run} --where '{result.cause.where}'")
+
+
+def _shown(difference: PairedDifference | None) -> str:
+    return "" if difference is None else f"{difference.mean:+.3f} (p {difference.p:.3f})"

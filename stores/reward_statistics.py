@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 LEVEL = 0.95
 """Share of intervals that contain the true mean."""
@@ -216,3 +217,24 @@ def _normal_quantile() -> float:
 def _student(mean: float, stderr: float, count: int) -> Interval:
     half = student_quantile(count - 1) * stderr
     return Interval(low=mean - half, high=mean + half)
+
+
+EQUAL_TOLERANCE = 1e-9
+"""Rewards this close count as equal: they may be sums of the same parts in another order."""
+
+
+def has_signal(rewards: npt.ArrayLike, valid: npt.ArrayLike = True) -> npt.NDArray[np.bool_]:
+    """Whether the rewards within each group differ; otherwise all its advantages are 0.
+
+    rewards: [..., N], members last. valid: the same shape, false where a reward could not be computed; such members
+    are ignored. Returns [...].
+
+    >>> has_signal([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]).tolist()
+    [True, False]
+    >>> bool(has_signal([1.0, 1.0, 0.0], [True, True, False]))
+    False
+    """
+    rewards, valid = np.asarray(rewards, np.float64), np.asarray(valid, bool)
+    highest = np.max(rewards, axis=-1, where=valid, initial=-np.inf)
+    lowest = np.min(rewards, axis=-1, where=valid, initial=np.inf)
+    return np.asarray(highest - lowest > EQUAL_TOLERANCE, bool)

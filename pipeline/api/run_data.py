@@ -1,18 +1,23 @@
-"""The data of a stored run: its steps, trajectories, tables and branches, live or finished.
+"""The data of a stored run: its steps, trajectories, tables and branches, live or finished. A run is a folder, or the
+URL of its store in a bucket.
 
 An object keeps no data: every call reads what is stored at that moment, from one snapshot of the store.
 """
 
 from __future__ import annotations
 
+import atexit
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from staleflow.pipeline.api import run_display
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import run_folder
-from staleflow.stores.errors import ConfigError
+from staleflow.pipeline.recovery.run_folder import require_run
+from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.s3_url import is_url
 from staleflow.stores.trajectory import TrajectoryId
 
 if TYPE_CHECKING:
@@ -60,7 +65,7 @@ class RunData:
     @property
     def url(self) -> str:
         """URL of the store's data in a bucket; empty if they are in the run's folder."""
-        from staleflow.stores.trajectories.storage import url_of
+        from staleflow.stores.trajectories.repository import url_of
 
         return url_of(self._path / "store")
 
@@ -250,14 +255,14 @@ class RunData:
     # -- in a notebook -------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return run_display.line(self.url or str(self._path), self._facts())
+        return format_line(self.url or str(self._path), self._facts())
 
     def _repr_html_(self) -> str:
-        return run_display.html(self.url or str(self._path), self._facts())
+        return format_html(self.url or str(self._path), self._facts())
 
     def _facts(self) -> dict[str, str]:
         summary = self._store().summary() if self._has_store() else None
-        return run_display.facts(self._branch, self._at_step, summary, live=self.live)
+        return make_display_facts(self._branch, self._at_step, summary, live=self.live)
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -284,3 +289,67 @@ def _of_step(where: str, step: int | None) -> str:
         return where
     consumed = f"fate == 'consumed' and step == {step}"
     return f"({where}) and {consumed}" if where else consumed
+
+
+def make_display_facts(branch: str, at_step: int | None, summary: Summary | None, *, live: bool) -> dict[str, str]:
+    """The displayed facts of a run, by name, in display order. summary: None before the run has a store."""
+    ended = summary is not None and summary.ended
+    last = None if summary is None else summary.last_trained
+    reward = None if last is None else last.metrics.get("reward")
+    return {
+        "branch": branch,
+        **({} if at_step is None else {"as of step": str(at_step)}),
+        "state": "finished" if ended else "live" if live else "unfinished",
+        "steps": f"{0 if summary is None else summary.num_steps:,}",
+        "trajectories": f"{0 if summary is None else summary.num_rows:,}",
+        "tokens": f"{0 if summary is None else summary.num_tokens:,}",
+        **({} if reward is None else {"reward": f"{reward:.3f}"}),
+    }
+
+
+def format_line(source: str, facts: Mapping[str, str]) -> str:
+    """A run as one line."""
+    return f"<Run {source}: {', '.join(f'{name} {value}' for name, value in facts.items())}>"
+
+
+def format_html(source: str, facts: Mapping[str, str]) -> str:
+    """A run as an HTML table."""
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts.items())
+    return f"<table><caption>{escape(source)}</caption>{rows}</table>"
+
+
+def find_run_folder(source: str | Path) -> Path:
+    """Find the folder of a run.
+
+    Args:
+        source: The run's folder, or the URL of its store.
+
+    Returns:
+        The run's folder. For a URL, a temporary folder that lasts as long as this process, with the job file that the
+        store holds and a `store` file that names the URL.
+
+    Raises:
+        ConfigError: There is no run, or nothing can be read at the URL.
+    """
+    text = str(source)
+    if not is_url(text):
+        require_run(Path(source))
+        return Path(source)
+    from staleflow.stores.trajectories.repository import check_endpoint, write_url_file
+    from staleflow.stores.trajectories.versioned import VersionedStore
+
+    parent = tempfile.TemporaryDirectory(prefix="staleflow-", ignore_cleanup_errors=True)
+    atexit.register(parent.cleanup)
+    folder = Path(parent.name) / text.rstrip("/").rpartition("/")[2]
+    folder.mkdir()
+    write_url_file(folder / "store", text)
+    try:
+        check_endpoint()
+        store = VersionedStore.pinned(folder / "store")
+    except (StoreError, OSError) as error:
+        why = str(error).rpartition(": ")[2]
+        raise ConfigError(
+            f"{text}: no store can be read there: {why}; check the URL, AWS_ENDPOINT_URL and AWS_ACCESS_KEY_ID"
+        ) from error
+    (folder / "config.toml").write_text(store.header.job, "utf-8")
+    return folder

@@ -24,8 +24,7 @@ from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.jobs.execution import execute
 from staleflow.pipeline.jobs.stopping import Interrupted, StopRequest
 from staleflow.pipeline.jobs.summary import format_step
-from staleflow.pipeline.runtime.run_listener import RunListener
-from staleflow.pipeline.runtime.run_report import RunReport
+from staleflow.pipeline.runtime.run_report import RunListener, RunReport
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.metrics import tokens_per_s
 from staleflow.stores.printable import printable

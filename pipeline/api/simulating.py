@@ -18,18 +18,22 @@ from typing import Any
 from staleflow.pipeline.api.job_loading import Job, JobSource, load_job, override_texts
 from staleflow.pipeline.api.stored_run import Run, open_run
 from staleflow.pipeline.config import actor_settings, knob_tree
-from staleflow.pipeline.config.emulation import SimulationConfig
 from staleflow.pipeline.config.knob_tree import Overrides
-from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.config.schema import RunConfig, SimulationConfig
 from staleflow.pipeline.jobs.simulated_effect import make_recorded_overrides
 from staleflow.pipeline.processes.local_cluster import context_without_main
 from staleflow.pipeline.profiling.diagnosis import max_versions_behind
 from staleflow.pipeline.profiling.run_profile import profile_run
 from staleflow.pipeline.recovery.run_folder import load_job as stored_job
-from staleflow.pipeline.simulator.analysis import SimulationStats, compute_stats, explanation, steady_tokens_per_s
+from staleflow.pipeline.simulator.analysis import (
+    SimulationStats,
+    Trace,
+    compute_stats,
+    explanation,
+    steady_tokens_per_s,
+)
 from staleflow.pipeline.simulator.baselines import other_systems, with_admission
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
-from staleflow.pipeline.simulator.trace import Trace
 from staleflow.stores.errors import ActorLost, ConfigError
 from staleflow.stores.metrics import tokens_per_s
 from staleflow.tasks.emulation.cost_model import CostModel

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from staleflow.pipeline.api import run_data
 from staleflow.pipeline.api.run_data import MAIN, RunData
 from staleflow.pipeline.config.knob_tree import Overrides, override_lines
 from staleflow.pipeline.recovery import run_folder
-from staleflow.pipeline.stored_runs import run_location
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.s3_url import is_url
 from staleflow.stores.trajectory import TrajectoryId
@@ -444,7 +444,7 @@ def open_run(source: str | Path, *, branch: str = MAIN, at_step: int | None = No
     """
     if at_step is not None and branch != MAIN:
         raise ConfigError(f"at_step = {at_step}: shows only what the run itself stored; leave out branch")
-    run = Run(run_location.run_folder(source), str(source), branch=branch, at_step=at_step)
+    run = Run(run_data.find_run_folder(source), str(source), branch=branch, at_step=at_step)
     return run if at_step is None and branch == MAIN else _opened(run)
 
 

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from staleflow.pipeline.config.run_roles import tensor_parallel, uses_gpus
-from staleflow.pipeline.config.size_plan import gpu_bytes
+from staleflow.pipeline.config.size_plan import gpu_bytes, tensor_parallel, uses_gpus
 from staleflow.pipeline.placement.devices import Device, Host, Process
 from staleflow.pipeline.placement.placement import Role, RoleKind
 

@@ -29,8 +29,7 @@ from staleflow.pipeline.cluster.gang import (
     make_hosts,
 )
 from staleflow.pipeline.cluster.worker_pool import RESTART_LIMIT_S, Claim, GpusByWorker, WorkerPool
-from staleflow.pipeline.placement.placement import Assignment, Shortage, place
-from staleflow.pipeline.placement.placement_text import placement_text
+from staleflow.pipeline.placement.placement import Assignment, Shortage, place, placement_text
 
 WAITS_FOR_RESTART = "needs the workers of its earlier driver to restart"
 """Message: why a job waits after its driver was lost."""

@@ -10,10 +10,9 @@ from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.mixture import Mixture, MixtureSource
 from staleflow.pipeline.coordination.strategy_set import StrategySet
 from staleflow.pipeline.strategies.admission import ADMISSION, LateWork
-from staleflow.pipeline.strategies.affinity import CacheAffinity
 from staleflow.pipeline.strategies.filtering import FILTERING, STRAGGLERS
 from staleflow.pipeline.strategies.migration import MIGRATION
-from staleflow.pipeline.strategies.routing import ROUTING
+from staleflow.pipeline.strategies.routing import ROUTING, CacheAffinity
 from staleflow.pipeline.strategies.samplers import SAMPLERS, InOrder
 from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
 from staleflow.stores.staleness.ledger import StalenessLedger

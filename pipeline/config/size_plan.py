@@ -1,5 +1,6 @@
-"""The memory plan of a job on given GPUs: memory of each role, whether the job fits, and the placement on this
-machine."""
+"""The roles of a job, and its memory plan on given GPUs: memory of each role, whether the job fits, and the placement
+on this machine.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +8,23 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from staleflow.pipeline.config.model_files import find_model, local_model, read_architecture
-from staleflow.pipeline.config.run_roles import run_roles, tensor_parallel, uses_gpus
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.placement.devices import GB, Device, Host, describe
-from staleflow.pipeline.placement.placement import Shortage, place
-from staleflow.pipeline.placement.placement_text import placement_text
+from staleflow.pipeline.placement.placement import Role, RoleKind, Shortage, place, placement_text
 from staleflow.pipeline.sizing.memory import (
     CONTEXT_BYTES,
     MARGIN,
     STATE_BYTES,
     EngineShape,
+    ModelShape,
     TrainingShape,
     engine_parts,
     trainer_parts,
 )
-from staleflow.pipeline.sizing.model_shape import ModelShape
-from staleflow.pipeline.sizing.plan import MemoryPlan, SizedJob, make_plan
-from staleflow.pipeline.sizing.split import StepWork, propose_split
+from staleflow.pipeline.sizing.plan import MemoryPlan, SizedJob, StepWork, make_plan, propose_split
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.weights.retention import kept_versions
+from staleflow.tasks.training.rank import rank_name
 
 THIS_MACHINE = "this machine"
 NO_CHANGE = "no change of dtype, recompute, micro-batch, cache, ranks, tensor_parallel or offload helps"
@@ -230,3 +229,31 @@ def place_locally(config: RunConfig, devices: Sequence[Device]) -> tuple[Mapping
     if idle and (proposed := split_line(config, len(devices), min(device.memory_bytes for device in devices))):
         text += f"\n{proposed}"
     return by_name, text
+
+
+def tensor_parallel(config: RunConfig) -> int:
+    """Number of GPUs of a rollout instance."""
+    return int(getattr(config.rollout.engine, "tensor_parallel", 1))
+
+
+def uses_gpus(config: RunConfig) -> bool:
+    """Whether a job uses GPUs if there are any. A job without a model (an emulated one) does so only if it sets
+    cluster.gpus."""
+    return config.model.device != "cpu" and (not config.emulated or config.cluster.gpus > 0)
+
+
+def run_roles(config: RunConfig, rank_bytes: int = 0, instance_bytes: int = 0) -> tuple[Role, ...]:
+    """The roles of a job, one per actor. rank_bytes, instance_bytes: memory of a rank or instance on each of its GPUs;
+    0 if unknown."""
+    ranks = (rank_name(number) for number in range(config.training.ranks))
+    instances = (f"rollout-{number}" for number in range(config.rollout.instances))
+    reward_kind = RoleKind.ENVIRONMENT if config.has_environment else RoleKind.LIGHT
+    return (
+        Role(name="server", kind=RoleKind.LIGHT),
+        *(Role(name=name, kind=reward_kind) for name in config.reward_actors),
+        *(Role(name=name, kind=RoleKind.RANK, num_devices=1, memory_bytes=rank_bytes) for name in ranks),
+        *(
+            Role(name=name, kind=RoleKind.INSTANCE, num_devices=tensor_parallel(config), memory_bytes=instance_bytes)
+            for name in instances
+        ),
+    )

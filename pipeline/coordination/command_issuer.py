@@ -24,12 +24,11 @@ from staleflow.pipeline.coordination.commands import (
     Train,
 )
 from staleflow.pipeline.coordination.decision_log import DecisionLog
-from staleflow.pipeline.coordination.discarded import DiscardedTrajectory
 from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.moves import Move
 from staleflow.pipeline.coordination.state import CoordinatorState
-from staleflow.pipeline.coordination.trajectories import LiveTrajectory
+from staleflow.pipeline.coordination.trajectories import DiscardedTrajectory, LiveTrajectory
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
 
 

@@ -17,7 +17,7 @@ from typing import assert_never
 
 from staleflow.pipeline.coordination.command_issuer import CommandIssuer
 from staleflow.pipeline.coordination.commands import Command
-from staleflow.pipeline.coordination.decision_log import DecisionLog, format_sampled_tokens
+from staleflow.pipeline.coordination.decision_log import CoordinatorInspection, DecisionLog, format_sampled_tokens
 from staleflow.pipeline.coordination.draft_lengths import DraftLengthPlanner
 from staleflow.pipeline.coordination.evaluation_pinning import PinPlanner
 from staleflow.pipeline.coordination.events import (
@@ -44,7 +44,6 @@ from staleflow.pipeline.coordination.events import (
 )
 from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.forecast import LengthForecast
-from staleflow.pipeline.coordination.inspection import CoordinatorInspection
 from staleflow.pipeline.coordination.moves import MovePlanner
 from staleflow.pipeline.coordination.phases import Phase, Transition
 from staleflow.pipeline.coordination.pulls import PullPlanner

@@ -14,8 +14,29 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate
 
-from staleflow.pipeline.coordination.episode_forecast import EpisodeForecast
 from staleflow.stores.trajectory import GroupId
+
+AVERAGED_EPISODES = 256
+"""Approximate number of finished episodes in the exponential moving average."""
+
+
+@dataclass(slots=True)
+class EpisodeForecast:
+    """Forecasts how many of a trajectory's next tokens are sampled; all of them in a run without environments."""
+
+    _tokens: float = 0.0
+    _observation_tokens: float = 0.0
+
+    def observe(self, tokens: int, observation_tokens: int) -> None:
+        """Add a finished episode of `tokens` tokens, of which `observation_tokens` are observations."""
+        decay = 1 - 1 / AVERAGED_EPISODES
+        self._tokens = self._tokens * decay + tokens
+        self._observation_tokens = self._observation_tokens * decay + observation_tokens
+
+    def expected_sampled_tokens(self, tokens: float) -> float:
+        """Expected number of sampled tokens among the next `tokens` of a trajectory."""
+        return tokens * (1 - self._observation_tokens / self._tokens) if self._tokens else tokens
+
 
 WINDOW_LENGTHS = 4096
 """Number of finished lengths kept: enough to contain rare long ones, few enough to follow a policy

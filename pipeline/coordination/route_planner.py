@@ -9,9 +9,8 @@ from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.state_view import StateView
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.strategies.admission import Admission
-from staleflow.pipeline.strategies.affinity import CacheAffinity
 from staleflow.pipeline.strategies.migration import InstanceLoad
-from staleflow.pipeline.strategies.routing import Candidate, Routing
+from staleflow.pipeline.strategies.routing import CacheAffinity, Candidate, Routing
 from staleflow.stores.staleness.ledger_entries import EntryState
 from staleflow.stores.trajectory import PolicyVersion
 

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from staleflow.pipeline.coordination.discarded import DiscardedTrajectory, TrainBatch
 from staleflow.pipeline.coordination.evaluations import RunningEvaluation
 from staleflow.pipeline.coordination.events import NewGroup
 from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.phases import Phase, Transition, next_phase
 from staleflow.pipeline.coordination.state_view import StateView
-from staleflow.pipeline.coordination.trajectories import LiveTrajectory, restore_members
+from staleflow.pipeline.coordination.trajectories import (
+    DiscardedTrajectory,
+    LiveTrajectory,
+    TrainBatch,
+    restore_members,
+)
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight
 from staleflow.stores.staleness.ledger_entries import Ending, EntryState

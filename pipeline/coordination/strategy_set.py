@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from staleflow.pipeline.coordination.mixture import Mixture
 from staleflow.pipeline.strategies.admission import Admission
-from staleflow.pipeline.strategies.affinity import CacheAffinity
 from staleflow.pipeline.strategies.filtering import Filtering, StragglerRule
 from staleflow.pipeline.strategies.migration import Migration
-from staleflow.pipeline.strategies.routing import Routing
+from staleflow.pipeline.strategies.routing import CacheAffinity, Routing
 from staleflow.pipeline.strategies.synchronization import Synchronization
 from staleflow.tasks.emulation.cost_model import StepCosts
 

@@ -1,4 +1,4 @@
-"""The state of a trajectory in flight. Only state.py changes it. Pure."""
+"""The state of a trajectory in flight, which only state.py changes, and the tokens that are discarded. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from staleflow.pipeline.coordination.phases import Phase
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight
+from staleflow.stores.staleness.ledger_entries import Ending
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId, is_evaluation
 
 
@@ -89,3 +90,33 @@ def restore_members(group: GroupInFlight, sampled_phase: Phase, now: float) -> l
         )
         for member in group.members
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscardedTrajectory:
+    """A trajectory that has just ended without being trained on.
+
+    Args:
+        running_instance: The instance that must stop it.
+        cached_instance: The instance that may have its context cached.
+        environment_open: Whether its environment must be closed.
+    """
+
+    ending: Ending
+    v_traj: PolicyVersion
+    route_number: int
+    running_instance: InstanceId | None
+    cached_instance: InstanceId | None
+    environment_open: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """The batch that a training step has just consumed. versions: v_traj of each member. surplus: trajectories that
+    were discarded because the batch is complete without them."""
+
+    step: int
+    groups: tuple[GroupId, ...]
+    members: tuple[TrajectoryId, ...]
+    versions: tuple[PolicyVersion, ...]
+    surplus: tuple[DiscardedTrajectory, ...]

@@ -23,8 +23,7 @@ from staleflow.pipeline.recovery.source_fingerprints import Fingerprints
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.driver import Driver
 from staleflow.pipeline.runtime.evaluation_results import read_evaluations
-from staleflow.pipeline.runtime.run_listener import RunListener, RunListeners
-from staleflow.pipeline.runtime.run_report import RunReport
+from staleflow.pipeline.runtime.run_report import RunListener, RunListeners, RunReport
 
 if TYPE_CHECKING:
     from staleflow.pipeline.jobs.reporter import Reporter

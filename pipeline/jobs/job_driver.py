@@ -127,7 +127,7 @@ async def _resume_to_end(
     """`_run_to_end` with the run folder locked."""
     from staleflow.pipeline.jobs import reporter
     from staleflow.pipeline.jobs.execution import execute
-    from staleflow.pipeline.runtime.run_listener import RunListener
+    from staleflow.pipeline.runtime.run_report import RunListener
 
     num_trained, num_resumes = -1, 0
     while True:

@@ -22,8 +22,7 @@ from staleflow.pipeline.recovery import job_record
 from staleflow.pipeline.recovery.run_folder import job_id
 from staleflow.pipeline.runtime.driver import Driver
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, describe_progress, group_by_set
-from staleflow.pipeline.runtime.run_listener import RunListener
-from staleflow.pipeline.runtime.run_report import RunReport
+from staleflow.pipeline.runtime.run_report import RunListener, RunReport
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.serialization import Codec
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from staleflow.pipeline.coordination.snapshot import Snapshot
-from staleflow.pipeline.runtime.run_listener import RunListener
-from staleflow.pipeline.runtime.run_report import RunReport
+from staleflow.pipeline.runtime.run_report import RunListener, RunReport
 from staleflow.stores.errors import StoreError
 from staleflow.stores.files import replace_file
 from staleflow.stores.serialization import Codec

@@ -15,7 +15,7 @@ from staleflow.pipeline.jobs.starts import read, sum_over_starts
 from staleflow.pipeline.profiling.diagnosis import Diagnosis
 from staleflow.pipeline.runtime.evaluation_results import explain_not_comparable, group_by_set
 from staleflow.pipeline.runtime.run_report import RunReport
-from staleflow.pipeline.runtime.training_alarms import lowest_average
+from staleflow.pipeline.runtime.step_records import lowest_average
 from staleflow.stores.auditing.drop_bias import DropBias, bias_report
 from staleflow.stores.auditing.weight_counts import WeightCounts, count_outcomes
 from staleflow.stores.files import replace_file, replace_text

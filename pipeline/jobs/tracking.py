@@ -34,7 +34,7 @@ from typing import Any, Protocol
 from staleflow.pipeline.config import knob_tree, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.runtime.evaluation_results import Evaluation
-from staleflow.pipeline.runtime.run_listener import RunListener
+from staleflow.pipeline.runtime.run_report import RunListener
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.files import replace_text
 from staleflow.stores.metrics import (

@@ -26,9 +26,8 @@ from staleflow.pipeline.cluster.gang import EXCLUSIVE_ROLES, ROLES, Needs
 from staleflow.pipeline.cluster.job_lookup import refuse_too_few_gpus
 from staleflow.pipeline.cluster.plugin import ensure
 from staleflow.pipeline.config.local_gpus import read_devices, use_devices
-from staleflow.pipeline.config.run_roles import tensor_parallel
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.config.size_plan import place_locally
+from staleflow.pipeline.config.size_plan import place_locally, tensor_parallel
 from staleflow.pipeline.processes import local_cluster
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.processes.worker_protocol import ClusterLost, NoFreeWorker, PlacedActor

@@ -20,8 +20,8 @@ from typing import Any
 
 from staleflow.pipeline.config.factories import cost_while_drafting, ledger_eta
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.profiling.draft_stats import DraftStats
 from staleflow.pipeline.profiling.fit import CostModelFit
+from staleflow.pipeline.profiling.step_samples import DraftStats
 from staleflow.pipeline.profiling.step_times import PeriodTimes, StepTimes, find_slow_instances, sum_steps
 from staleflow.pipeline.strategies.admission import Admission
 from staleflow.tasks.emulation.cost_model import CostModel

@@ -9,8 +9,8 @@ from typing import Any
 
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.coordination import journal
-from staleflow.pipeline.profiling.draft_stats import DraftStats
 from staleflow.pipeline.profiling.fit import CostModelFit
+from staleflow.pipeline.profiling.step_samples import DraftStats
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import replace_text

@@ -40,10 +40,9 @@ from staleflow.pipeline.coordination.events import (
     TrajectoryScored,
     VersionPublished,
 )
-from staleflow.pipeline.profiling.draft_stats import DraftStats
 from staleflow.pipeline.profiling.fit import CostModelFit
 from staleflow.pipeline.profiling.latencies import LatencyTracker
-from staleflow.pipeline.profiling.step_samples import StepSample, StepSamples
+from staleflow.pipeline.profiling.step_samples import DraftStats, StepSample, StepSamples
 from staleflow.pipeline.profiling.step_times import InstanceSpeed, StepTimes, find_slow_instances, sum_steps
 from staleflow.pipeline.profiling.tracked_instances import FleetCounts, ReportSums, RunningTrajectory, TrackedInstance
 from staleflow.stores.trajectory import GroupId, InstanceId, TrajectoryId, is_evaluation

@@ -10,7 +10,8 @@ Invariants:
   wait and then retry.
 - Each role, and each instance, may be lost MAX_REPLACEMENTS times within REPLACEMENT_WINDOW_S; one loss more ends the
   run. The losses of an instance's replacements count as its own; retirements do not count.
-- With shared GPUs the trainer computes only while all instances are asleep (device_turns.py).
+- With shared GPUs the trainer computes only while all instances are asleep, and no instance
+  wakes or is built meanwhile. The coordinator orders sleeps and pulls so that calls rarely wait for it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from staleflow.pipeline.config.schema import RunConfig
@@ -27,7 +29,6 @@ from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.processes.instance_handle import InstanceHandle
 from staleflow.pipeline.processes.worker_protocol import ActorArg, Workers
 from staleflow.pipeline.recovery.role_recovery import RoleRecovery
-from staleflow.pipeline.runtime.device_turns import GPU_METHODS, DeviceTurns
 from staleflow.stores.errors import ActorFailed, ActorLost
 from staleflow.stores.trajectory import InstanceId
 from staleflow.tasks.actors.actor_calls import call_actor
@@ -158,3 +159,45 @@ class ActorClient:
                 future.set_exception(ActorLost(str(lost), lost.actor))
         if len(recent_times) > MAX_REPLACEMENTS:
             raise ActorLost(f"{role} was lost {len(recent_times)} times within an hour, last: {lost}") from lost
+
+
+GPU_METHODS = frozenset({"train", "publish_initial", "fine_tune", "logprobs"})
+"""Methods of the trainer that need its GPUs. Between such calls it has freed them."""
+
+
+class DeviceTurns:
+    """Which actors are on the shared GPUs. shared: whether GPUs are shared; if not, no call waits."""
+
+    def __init__(self, *, shared: bool) -> None:
+        self.shared = shared
+        self._awake: set[str] = set()
+        self._training = False
+        self._changed = asyncio.Event()
+
+    async def mark_awake(self, instance: str) -> None:
+        """Wait until the trainer is not computing, and mark an instance as awake."""
+        while self.shared and self._training:
+            await self._wait()
+        if self.shared:
+            self._awake.add(instance)
+
+    def mark_asleep(self, instance: str) -> None:
+        """Mark an instance as asleep or gone."""
+        self._awake.discard(instance)
+        self._changed.set()
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """Context manager: waits until no instance is awake, and lets none wake inside the block."""
+        while self.shared and (self._awake or self._training):
+            await self._wait()
+        self._training = True
+        try:
+            yield
+        finally:
+            self._training = False
+            self._changed.set()
+
+    async def _wait(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()

@@ -70,8 +70,7 @@ from staleflow.pipeline.runtime.evaluation_results import explain_not_comparable
 from staleflow.pipeline.runtime.measurements import Measurements
 from staleflow.pipeline.runtime.membership import Membership
 from staleflow.pipeline.runtime.progress_watch import ProgressWatch
-from staleflow.pipeline.runtime.run_listener import RunListener
-from staleflow.pipeline.runtime.run_report import RunReport
+from staleflow.pipeline.runtime.run_report import RunListener, RunReport
 from staleflow.pipeline.runtime.scoring import ScoreQueue
 from staleflow.pipeline.runtime.step_records import StepRecords
 from staleflow.stores.metrics import with_rate

@@ -6,30 +6,40 @@ Invariants:
 - A result is written to the run's folder before it is shown. A resumed run has the results of all versions up to the
   one that it resumes from, and requests the evaluation that was due last if it has no result.
 - All tokens of a result were sampled under one version, which is checked with the trajectory server's segments.
+- checkpoints/best is the evaluated version with the highest mean reward, without version 0, the base model. Versions
+  that a resumed run trains again do not count.
+- No checkpoints/evaluated-VERSION, which keeps a version's weights, outlives its evaluation, unless the process is
+  killed; the next start cleans up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT, EvaluationSchedule
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import FinishEvaluation
 from staleflow.pipeline.coordination.events import EvaluationRequested, Event, NewGroup
 from staleflow.pipeline.runtime.actors import Actors
-from staleflow.pipeline.runtime.best_checkpoint import BestCheckpoint
 from staleflow.pipeline.runtime.evaluation_figures import PromptRewards, compute_figures
 from staleflow.pipeline.runtime.evaluation_results import (
     NO_RESPONSE,
     Evaluation,
     fewer_prompts_warning,
+    group_by_prompt,
+    read_rewards,
     write_evaluations,
+    write_rewards,
 )
-from staleflow.pipeline.runtime.evaluation_rewards import group_by_prompt, read_rewards, write_rewards
 from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.files import replace_text
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.tasks.actors.server_messages import EvaluatedResponse
 from staleflow.tasks.sources.evaluation_items import GREEDY, ItemSummary, group_of
@@ -188,3 +198,94 @@ class EvaluationDriver:
             for name in rewards
             if reward_fingerprints.get(name) == self._fingerprints(name).get("reward", "")
         }
+
+
+RECORD_FILE = "evaluation.json"
+"""In checkpoints/best: its version, evaluation set and mean reward."""
+BEST, EVALUATED_PREFIX, ROLLED_BACK = "best", "evaluated-", "best-undone"
+"""Folders of checkpoints/: the best; the prefix for versions under evaluation; a former best whose version was rolled
+back."""
+
+
+class BestScore(NamedTuple):
+    """Version and mean reward of the best checkpoint."""
+
+    version: PolicyVersion
+    reward: float
+
+
+NO_SCORE = BestScore(PolicyVersion(0), -math.inf)
+
+
+class BestCheckpoint:
+    """The best checkpoint of one run. evaluation_set: the set that selects it; empty disables."""
+
+    def __init__(self, actors: Actors, run_dir: Path, evaluation_set: str) -> None:
+        self._actors = actors
+        self._folder = run_dir / "checkpoints"
+        self._evaluation_set = evaluation_set
+        self._saves: dict[PolicyVersion, asyncio.Task[bool]] = {}
+
+    def clean_up(self, version: PolicyVersion, evaluations: Sequence[Evaluation]) -> None:
+        """Clean up the folders that an earlier start of the run has left. Call before the first evaluation.
+
+        Args:
+            version: The version the run starts from.
+            evaluations: Evaluations that are still in the store.
+        """
+        best, rolled_back = self._folder / BEST, self._folder / ROLLED_BACK
+        if (score := self._read_best_score()).version > version:
+            logger.info("%s is of version %d, which is trained again; it is %s now", best, score.version, ROLLED_BACK)
+            shutil.rmtree(rolled_back, ignore_errors=True)
+            best.rename(rolled_back)
+        for partial in self._folder.glob(f".{EVALUATED_PREFIX}*"):
+            shutil.rmtree(partial, ignore_errors=True)
+        for leftover in sorted(self._folder.glob(f"{EVALUATED_PREFIX}*")):
+            number = leftover.name.removeprefix(EVALUATED_PREFIX)
+            evaluated_version = PolicyVersion(int(number)) if number.isdecimal() else None
+            results = [result for result in evaluations if result.version == evaluated_version]
+            self._keep_or_remove(leftover, evaluated_version, results)
+
+    def start_saving(self, version: PolicyVersion) -> None:
+        """Save a version whose evaluation begins, in the background. Does nothing for version 0, or while the version
+        is being evaluated already."""
+        if self._evaluation_set and version and version not in self._saves:
+            request = self._actors.checkpoint(f"{EVALUATED_PREFIX}{version:06d}", version)
+            self._saves[version] = asyncio.ensure_future(request)
+
+    async def finish_evaluation(self, version: PolicyVersion, results: Sequence[Evaluation]) -> None:
+        """Keep or remove the saved version after its evaluation. results: none if the evaluation was abandoned."""
+        if version in self._saves:
+            await self._saves[version]
+            del self._saves[version]
+            folder = self._folder / f"{EVALUATED_PREFIX}{version:06d}"
+            await asyncio.to_thread(self._keep_or_remove, folder, version, results)
+
+    async def close(self) -> None:
+        """Cancel pending saves and delete their folders."""
+        saves, self._saves = self._saves, {}
+        for task in saves.values():
+            task.cancel()
+        await asyncio.gather(*saves.values(), return_exceptions=True)
+        for version in saves:
+            folder = self._folder / f"{EVALUATED_PREFIX}{version:06d}"
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def _keep_or_remove(self, folder: Path, version: PolicyVersion | None, results: Sequence[Evaluation]) -> None:
+        """Make a folder checkpoints/best if its version's results are the best so far; otherwise remove it."""
+        reward = next((result.mean_reward for result in results if result.name == self._evaluation_set), None)
+        if reward is None or version is None or not folder.is_dir() or reward <= self._read_best_score().reward:
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        record = {"version": version, "set": self._evaluation_set, "reward": reward}
+        replace_text(folder / RECORD_FILE, json.dumps(record) + "\n", "free space or move runs_dir")
+        shutil.rmtree(self._folder / BEST, ignore_errors=True)
+        folder.rename(self._folder / BEST)
+
+    def _read_best_score(self) -> BestScore:
+        """Read version and mean reward of checkpoints/best; NO_SCORE if there is none."""
+        try:
+            record = json.loads((self._folder / BEST / RECORD_FILE).read_text())
+            return BestScore(PolicyVersion(int(record["version"])), float(record["reward"]))
+        except (OSError, ValueError, KeyError, TypeError):  # there is none, or another program wrote the folder
+            return NO_SCORE

@@ -1,7 +1,8 @@
-"""Outcomes of a run that are not in its store."""
+"""Outcomes of a run that are not in its store, and the interface of those who follow a run."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from staleflow.pipeline.coordination.mixture import SourceCounts
@@ -43,3 +44,50 @@ class RunReport:
     """Instances whose logprobs drifted from the trainer's, importance ratios that collapsed, updates dropped."""
     notes: list[str] = field(default_factory=list)
     """Notes needed to interpret its numbers: prompts held out, changes since the run began."""
+
+
+class RunListener:
+    """Receives what happens in a run. This base class ignores it; subclasses override the methods they need."""
+
+    def line(self, text: str) -> None:
+        """Receive a line for display, such as the dashboard's address."""
+
+    def phase(self, name: str) -> None:
+        """Receive the name of an activity outside of training, such as starting actors."""
+
+    def status(self, snapshot: Snapshot, report: RunReport) -> None:
+        """Receive the state of the run, twice a second, after a new phase, and before each of the events below. report:
+        the driver's own object, which changes later."""
+
+    def step_stored(self, step: Mapping[str, float], bottleneck: str) -> None:
+        """Receive the metrics of a stored training step. bottleneck: what limits the run, in a few words."""
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """Receive the result of an evaluation."""
+
+
+class RunListeners(RunListener):
+    """Calls several listeners, in order."""
+
+    def __init__(self, *listeners: RunListener) -> None:
+        self._listeners = listeners
+
+    def line(self, text: str) -> None:
+        for listener in self._listeners:
+            listener.line(text)
+
+    def phase(self, name: str) -> None:
+        for listener in self._listeners:
+            listener.phase(name)
+
+    def status(self, snapshot: Snapshot, report: RunReport) -> None:
+        for listener in self._listeners:
+            listener.status(snapshot, report)
+
+    def step_stored(self, step: Mapping[str, float], bottleneck: str) -> None:
+        for listener in self._listeners:
+            listener.step_stored(step, bottleneck)
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        for listener in self._listeners:
+            listener.evaluated(evaluation)

@@ -1,13 +1,17 @@
-"""Builds the records that a run commits to its store: one for each step, for each refusal of weights, and for its
-end."""
+"""Builds the records that a run commits to its store, one for each step, for each refusal of weights, and for its end;
+and looks for signs of training that goes wrong in them.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.runtime.actors import Actors
-from staleflow.pipeline.runtime.training_alarms import TrainingAlarms
 from staleflow.stores.trajectories.records import LedgerState, StepRecord
 from staleflow.stores.trajectory import outcome_key
 from staleflow.tasks.actors.trainer import PublishedStep
@@ -78,3 +82,62 @@ class StepRecords:
             sources=() if mixture is None else mixture.states,
             tasks_in_flight=() if mixture is None else mixture.tasks_in_flight,
         )
+
+
+MIN_ESS = 0.3
+"""Effective sample size, as a share of the tokens, below which a step counts as collapsed. Were log ratios normal,
+their standard deviation would be 1.1 there, and a token in twenty would weigh over three times as much as the mean."""
+AVERAGED_STEPS = 3
+"""Number of steps over which the effective sample size is averaged, since one token with a wrong logprob can change
+that of a single step."""
+MIN_STANDARD_ERRORS = 2.0
+"""Number of standard errors by which the average must be below the limit."""
+
+
+def lowest_average(values: Sequence[float]) -> float | None:
+    """Lowest mean of AVERAGED_STEPS consecutive values, or of all if there are fewer; None without any.
+
+    >>> lowest_average([0.9, 0.0, 0.9, 0.9])
+    0.6
+    """
+    means = [
+        fmean(values[first : first + AVERAGED_STEPS])
+        for first in range(max(1, len(values) - AVERAGED_STEPS + 1))
+        if values
+    ]
+    return min(means, default=None)
+
+
+class TrainingAlarms:
+    """Checks the steps of one start of a run. Each kind of alarm is raised once."""
+
+    def __init__(self) -> None:
+        self._latest: deque[tuple[float, float]] = deque(maxlen=AVERAGED_STEPS)
+        """(effective sample size, its standard error) of the latest steps."""
+        self._raised_kinds: set[str] = set()
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """Alarms of a finished training step, each a line with value, limit and remedy."""
+        self._latest.append((metrics.get("ess", 1.0), metrics.get("ess_stderr", 0.0)))
+        values, errors = zip(*self._latest, strict=True)
+        ess, error = sum(values) / AVERAGED_STEPS, math.hypot(*errors) / AVERAGED_STEPS
+        alarms = []
+        if len(values) == AVERAGED_STEPS and ess + MIN_STANDARD_ERRORS * error < MIN_ESS and self._raise_once("ess"):
+            alarms.append(
+                f"step {step}: the effective sample size of the importance ratios is {ess:.2g} of the tokens, averaged "
+                f"over {AVERAGED_STEPS} steps (standard error {error:.1g}), below {MIN_ESS:g}: few tokens outweigh the "
+                "batch; lower staleness.eta or training.learning_rate, or choose a loss that bounds or masks them "
+                "(docs/losses.md)"
+            )
+        if (dropped := metrics.get("updates_dropped", 0.0)) and self._raise_once("dropped"):
+            alarms.append(
+                f"step {step}: updates dropped because their gradient was not finite: {dropped:.0f}; lower "
+                "training.learning_rate, and look for rewards and logprobs that are not finite"
+            )
+        return alarms
+
+    def _raise_once(self, kind: str) -> bool:
+        """Whether this kind of alarm has not been raised before; marks it as raised."""
+        is_new = kind not in self._raised_kinds
+        self._raised_kinds.add(kind)
+        return is_new

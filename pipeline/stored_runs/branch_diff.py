@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from staleflow.stores.errors import ConfigError
-from staleflow.stores.reward_signal import has_signal
+from staleflow.stores.reward_statistics import has_signal
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
 

@@ -13,8 +13,7 @@ import numpy as np
 from staleflow.pipeline.config.knob_tree import explain_values, toml_value
 from staleflow.pipeline.recovery import source_fingerprints
 from staleflow.pipeline.recovery.run_folder import load_job
-from staleflow.pipeline.runtime.evaluation_results import read_evaluations
-from staleflow.pipeline.runtime.evaluation_rewards import read_rewards
+from staleflow.pipeline.runtime.evaluation_results import read_evaluations, read_rewards
 from staleflow.pipeline.stored_runs.comparison import EvaluationFacts, RunFacts
 from staleflow.stores.trajectories.reader import StoreReader
 

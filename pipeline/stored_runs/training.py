@@ -412,8 +412,7 @@ def held_out_scores(
     Returns:
         For each pass, the scores in the order of the prompts; None if no prompt remains.
     """
-    from staleflow.tasks.engines.engine_builder import build_engine
-    from staleflow.tasks.engines.generate import generate_responses
+    from staleflow.tasks.engines.engine_builder import build_engine, generate_responses
     from staleflow.tasks.sources.reward_process import Scorer
 
     config = plan.config

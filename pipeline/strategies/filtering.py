@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from staleflow.stores.reward_signal import has_signal
+from staleflow.stores.reward_statistics import has_signal
 from staleflow.stores.trajectory import AbortReason
 from staleflow.tasks.settings.knobs import knob
 from staleflow.tasks.settings.registry import Registry, RegistryEntry

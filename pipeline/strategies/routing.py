@@ -1,6 +1,8 @@
 """Routing rules, which choose the instance that samples a trajectory among the instances with room, or none.
 
 Declined work stays in the queue and can still go to any instance and to a newer version.
+
+A trajectory's next turn goes to the instance that caches its context if that saves more than it costs.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from staleflow.pipeline.strategies.migration import InstanceLoad
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.emulation.cost_model import Numbers, StepCosts
 from staleflow.tasks.settings.knobs import parameter
@@ -115,3 +118,28 @@ class DeadlineRouting(Routing):
     def choose(self, candidate: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
         step_after_s = self.cost.steps_s(loads.running + 1, loads.kv_tokens + candidate.kv_tokens)
         return int(np.where(fitting, step_after_s, np.inf).argmin())
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAffinity:
+    """Compares the time of a prefill, which delays all requests of an instance, with slower decoding."""
+
+    step_costs: StepCosts
+
+    def prefers_cached(
+        self, cached_load: InstanceLoad, preferred_load: InstanceLoad, kv_tokens: int, remaining_tokens: float
+    ) -> bool:
+        """Whether the trajectory goes to the instance with its cached context.
+
+        Args:
+            cached_load: Load of the instance that has the context.
+            preferred_load: Load of the instance that routing prefers.
+            kv_tokens: Length of the context.
+            remaining_tokens: Tokens that the trajectory is expected to sample still.
+        """
+
+        def step_s(load: InstanceLoad) -> float:
+            return self.step_costs.step_s(load.running + 1, load.kv_tokens + kv_tokens)
+
+        prefill_s = self.step_costs.prefill * kv_tokens * (preferred_load.running + 1)
+        return remaining_tokens * (step_s(cached_load) - step_s(preferred_load)) <= prefill_s

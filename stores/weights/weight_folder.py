@@ -4,6 +4,9 @@ A version is published by rename, so a reader sees all of it or nothing. Whether
 published is proved by fingerprints (stores/weights/weight_hash.py), not by how the file came to its host.
 
 torch is loaded only where there are tensors: who hands a version's file on needs none.
+
+A file may arrive in pieces, in any order, which are written at their offsets on arrival. Invariants: a piece counts as
+missing until all its bytes are written. Only written bytes are read back.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
@@ -26,7 +29,6 @@ from staleflow.stores.errors import StoreError, raised_as
 from staleflow.stores.files import replace_folder, replacing
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights import weight_file
-from staleflow.stores.weights.partial_file import PIECE_BYTES, PartialFile
 from staleflow.stores.weights.weight_hash import Array, Tensors, TensorStream
 
 if TYPE_CHECKING:
@@ -110,6 +112,64 @@ def _owned(folder: Path) -> int | None:
         raise
     os.close(owner)
     return None
+
+
+PIECE_BYTES = 8 * 2**20
+"""Bytes of a piece: large enough that the overhead of a request is small, small enough to hold several in memory."""
+
+
+class Piece(NamedTuple):
+    """A piece of a file: its offset and length in bytes."""
+
+    offset: int
+    size: int
+
+
+def pieces(num_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
+    """Split a file into pieces, in order. They cover each byte once; only the last may be smaller than the others.
+
+    >>> pieces(5, 2)
+    [Piece(offset=0, size=2), Piece(offset=2, size=2), Piece(offset=4, size=1)]
+    """
+    return [Piece(start, min(piece_bytes, num_bytes - start)) for start in range(0, num_bytes, piece_bytes)]
+
+
+class PartialFile:
+    """A file of `num_bytes` bytes, received in pieces.
+
+    `write` and `read` may run in threads, one per piece. A thread that outlives its caller does no harm, because each
+    call opens the file, and each attempt at a file has a name of its own.
+    """
+
+    def __init__(self, path: Path, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> None:
+        self._path = path
+        self._num_bytes, self._piece_bytes = num_bytes, piece_bytes
+        self.missing: dict[int, Piece] = {piece.offset: piece for piece in pieces(num_bytes, piece_bytes)}
+        """Pieces that have not arrived, by offset."""
+
+    @property
+    def bytes_arrived(self) -> int:
+        """Number of bytes received."""
+        return self._num_bytes - sum(piece.size for piece in list(self.missing.values()))
+
+    def write(self, piece: Piece, data: bytes) -> None:
+        """Write a received piece. Raises OSError, such as for a full disk; the piece then counts as missing."""
+        with self._path.open("r+b", buffering=0) as file:
+            file.seek(piece.offset)
+            view = memoryview(data)
+            while view:
+                view = view[file.write(view) :]
+        self.missing.pop(piece.offset, None)
+
+    def has(self, offset: int, size: int) -> bool:
+        """Whether these bytes have been received."""
+        first_offset = offset - offset % self._piece_bytes
+        return not any(start in self.missing for start in range(first_offset, offset + size, self._piece_bytes))
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Read received bytes."""
+        with self._path.open("rb", buffering=0) as file:
+            return os.pread(file.fileno(), size, offset)
 
 
 class WeightFolder:

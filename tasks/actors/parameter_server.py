@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 from staleflow.stores.errors import ActorFailed, ActorLost, StoreError, TransferFailed, raised_as
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.stores.weights.partial_file import PIECE_BYTES, PartialFile, Piece
-from staleflow.stores.weights.weight_folder import WeightFolder
+from staleflow.stores.weights.weight_folder import PIECE_BYTES, PartialFile, Piece, WeightFolder
 from staleflow.tasks.actors.actor_calls import call_actor, remote_methods
 
 logger = logging.getLogger(__name__)

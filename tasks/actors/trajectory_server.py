@@ -47,7 +47,6 @@ from staleflow.stores.trajectory import (
 )
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.tasks.actors.actor_calls import remote_methods
-from staleflow.tasks.actors.async_spool import AsyncSpool
 from staleflow.tasks.actors.draft_corpus import MAX_TOKENS, DraftCorpus, NewResponses
 from staleflow.tasks.actors.engine_requests import build_request
 from staleflow.tasks.actors.episode_states import episode_state, newest_turn, recorded_score
@@ -74,7 +73,7 @@ from staleflow.tasks.actors.server_messages import (
 )
 from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.step_batches import StepBatches
-from staleflow.tasks.actors.store_thread import StoreThread
+from staleflow.tasks.actors.store_thread import AsyncSpool, StoreThread
 from staleflow.tasks.actors.task_cache import TaskCache
 from staleflow.tasks.engines.base import Request, SampledTokens
 from staleflow.tasks.rendering.sampled_turn import SampledTurn

@@ -19,8 +19,7 @@ from staleflow.stores.errors import ActorLost, ProtocolViolation
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.engines.base import EngineLoad, FailedRequest, PromptResponses, Request, SampledTokens
 from staleflow.tasks.engines.response_drafter import Drafter
-from staleflow.tasks.engines.running_requests import RunningRequest, RunningRequests
-from staleflow.tasks.engines.stop_strings import StopChecks
+from staleflow.tasks.engines.running_requests import RunningRequest, RunningRequests, StopChecks
 
 CLOSE_S = 10.0
 """Maximum number of seconds that `close` waits for the current step."""

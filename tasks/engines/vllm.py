@@ -25,8 +25,8 @@ from staleflow.tasks.engines.engine_thread import EngineThread
 from staleflow.tasks.engines.running_requests import RunningRequest
 from staleflow.tasks.engines.vllm_drafting import VllmSpeculation
 from staleflow.tasks.engines.vllm_drafting import arguments as speculation_arguments
+from staleflow.tasks.engines.vllm_layouts import adapted_layers, cache_bytes, checkpoint_shapes, max_sequence_length
 from staleflow.tasks.engines.vllm_scheduler import VllmScheduler, version_salt
-from staleflow.tasks.engines.vllm_sizes import adapted_layers, cache_bytes, checkpoint_shapes, max_sequence_length
 
 if TYPE_CHECKING:
     from staleflow.tasks.engines.vllm_adapters import VllmAdapters

@@ -1,7 +1,7 @@
 """Speculation in vLLM: engine arguments, our own drafts through vLLM's proposer interface, the verifier, and counts.
 
 Drafts are verified by vLLM's ordinary sampler. It samples one token at each draft position. Tokens are kept up to and
-including the first that differs from the draft; token_sampling.py explains why that is rejection sampling. vLLM's
+including the first that differs from the draft; transformers.py explains why that is rejection sampling. vLLM's
 rejection sampler is not used: its CPU build 0.32 divides logits by uninitialized memory instead of the temperature.
 
 Only the thread that calls LLMEngine.step uses this module; other threads may read the counts.

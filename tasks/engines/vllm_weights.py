@@ -32,7 +32,7 @@ from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_comparison import compare_parts
 from staleflow.stores.weights.weight_report import WeightReport
 from staleflow.tasks.engines import vllm_layouts
-from staleflow.tasks.engines.vllm_sizes import meta_model
+from staleflow.tasks.engines.vllm_layouts import meta_model
 
 BACKEND = "staleflow"
 """Name of this backend in vLLM's registry of weight transfers."""

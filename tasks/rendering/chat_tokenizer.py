@@ -1,17 +1,20 @@
-"""Encodes texts and conversations, and decodes token ids."""
+"""Encodes texts and conversations, and decodes token ids.
+
+Model families that the `renderers` package knows use its templates in code, if it is installed.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import threading
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 import numpy as np
 
 from staleflow.stores.errors import ConfigError, raised_as
-from staleflow.tasks.rendering.model_renderers import known_renderer
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.settings.user_code import error_text
 
@@ -153,3 +156,36 @@ def split_by_token(detokenizer: Detokenizer, tokens: Sequence[int]) -> list[str]
         complete = before.rstrip("\ufffd")
         parts.append("" if until.endswith("\ufffd") else until[len(complete) :])
     return parts
+
+
+PROBES = (
+    [{"role": "user", "content": "Hello there."}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there."}],
+)
+"""Conversations that a renderer must render as the tokenizer's chat template does."""
+
+
+def known_renderer(tokenizer: Any, model: str) -> Any:
+    """The renderer for a model, by its hub name or the last part of its folder. None if the package is not installed,
+    does not know the model, or renders the start of a conversation differently from the tokenizer's template."""
+    if importlib.util.find_spec("renderers") is None:
+        return None
+    from renderers import config_from_name, create_renderer
+    from renderers.base import MODEL_RENDERER_MAP
+
+    folder_name = PurePath(model).name
+    family = MODEL_RENDERER_MAP.get(model) or next(
+        (kind for name, kind in MODEL_RENDERER_MAP.items() if name.rpartition("/")[2] == folder_name), None
+    )
+    if family is None:
+        return None
+    try:
+        renderer = create_renderer(tokenizer, config_from_name(family))
+        for messages in PROBES:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            if list(renderer.render_ids(messages, add_generation_prompt=True)) != list(ids):
+                return None
+    except Exception:  # noqa: BLE001  a tokenizer that is none of that family may fail it in any way
+        return None
+    return renderer

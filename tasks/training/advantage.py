@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from staleflow.stores.errors import ConfigError, raised_as, with_type
-from staleflow.stores.reward_signal import has_signal
+from staleflow.stores.reward_statistics import has_signal
 from staleflow.tasks.settings.registry import Registry, RegistryEntry, UserCode
 from staleflow.tasks.settings.user_code import load
 

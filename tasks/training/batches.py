@@ -9,7 +9,7 @@ import numpy as np
 
 from staleflow.stores.errors import ConfigError, ProtocolViolation
 from staleflow.stores.metrics import REWARD_PART_PREFIX
-from staleflow.stores.reward_signal import has_signal
+from staleflow.stores.reward_statistics import has_signal
 from staleflow.stores.trajectory import EndedTrajectory, Fate, Trajectory
 from staleflow.tasks.training.advantage import Advantage, Overlong
 

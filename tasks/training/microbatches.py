@@ -15,8 +15,7 @@ import numpy.typing as npt
 from staleflow.stores.context_branches import ContextBranch
 from staleflow.stores.trajectory import NO_VERSION, EndedTrajectory
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
-from staleflow.tasks.training.microbatch_split import split_microbatches
-from staleflow.tasks.training.microbatch_split_by_prompt import split_by_prompt
+from staleflow.tasks.training.microbatch_split import split_by_prompt, split_microbatches
 from staleflow.tasks.training.shared_prompts import equal_indices
 
 MESSAGE_BYTES = 32 * 2**20

@@ -30,7 +30,6 @@ from staleflow.tasks.settings.seeds import Stream, generator
 from staleflow.tasks.training import lora
 from staleflow.tasks.training.blocks import enable_recomputation
 from staleflow.tasks.training.branch_sequences import BranchSequences
-from staleflow.tasks.training.host_memory import HostMemory
 from staleflow.tasks.training.logprobs import LogprobModel, split_by_row
 from staleflow.tasks.training.loss import Dpo, Tokens
 from staleflow.tasks.training.microbatches import LogprobsByRow, MicroBatch, Row, minibatches, token_weights
@@ -45,7 +44,7 @@ from staleflow.tasks.training.trainer_settings import (
     TrainingConfig,
     fine_tuning_config,
 )
-from staleflow.tasks.training.trainer_state import TrainerState, trained_parameters
+from staleflow.tasks.training.trainer_state import HostMemory, TrainerState, trained_parameters
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from staleflow.cli.display import Display
-from staleflow.cli.verbosity import logging_to
+from staleflow.cli.display import Display, logging_to
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.factories import make_coordinator
 from staleflow.pipeline.config.schema import RunConfig
@@ -24,8 +23,7 @@ from staleflow.pipeline.jobs import execution
 from staleflow.pipeline.jobs.execution import RunEnd
 from staleflow.pipeline.jobs.reporter import Reporter
 from staleflow.pipeline.runtime.evaluation_results import Evaluation
-from staleflow.pipeline.runtime.run_listener import RunListener, RunListeners
-from staleflow.pipeline.runtime.run_report import RunReport
+from staleflow.pipeline.runtime.run_report import RunListener, RunListeners, RunReport
 from tests.commands import command
 
 JOB = "examples/dryrun.toml"

@@ -19,8 +19,8 @@ from staleflow.pipeline.config import actor_settings, loading, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.tracking import Tracking
 from staleflow.pipeline.runtime.evaluation_results import Evaluation
+from staleflow.pipeline.simulator.analysis import Trace
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
-from staleflow.pipeline.simulator.trace import Trace
 from staleflow.tasks.engines import engine_settings as engines
 from staleflow.tasks.engines.engine_builder import MODULES
 from staleflow.tasks.engines.engine_settings import ENGINES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from staleflow.pipeline.config import actor_settings
-from staleflow.pipeline.coordination.episode_forecast import AVERAGED_EPISODES, EpisodeForecast
+from staleflow.pipeline.coordination.forecast import AVERAGED_EPISODES, EpisodeForecast
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from tests.simulator.test_environments import agents
 

@@ -17,8 +17,7 @@ from staleflow.pipeline.coordination.events import (
     TrajectoryInterrupted,
     TrajectoryScored,
 )
-from staleflow.pipeline.strategies.affinity import CacheAffinity
-from staleflow.pipeline.strategies.routing import UserRouting
+from staleflow.pipeline.strategies.routing import CacheAffinity, UserRouting
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel
 from tests.coordination.test_coordinator import A, B, Bench, commands_of, in_flight, member

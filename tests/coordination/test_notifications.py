@@ -12,7 +12,6 @@ from typing import Any, ClassVar, get_args
 import pytest
 
 from staleflow.pipeline.coordination.draft_lengths import DraftLengthPlanner
-from staleflow.pipeline.coordination.episode_forecast import EpisodeForecast
 from staleflow.pipeline.coordination.evaluations import MutableEvaluations
 from staleflow.pipeline.coordination.events import (
     DecodeStats,
@@ -38,8 +37,8 @@ from staleflow.pipeline.coordination.events import (
     TrajectoryScored,
     VersionPublished,
 )
-from staleflow.pipeline.coordination.forecast import LengthForecast
-from staleflow.pipeline.coordination.running_means import RunningMean, RunningMeans, TruncationCounts
+from staleflow.pipeline.coordination.forecast import EpisodeForecast, LengthForecast
+from staleflow.pipeline.coordination.state_view import RunningMean, RunningMeans, TruncationCounts
 from staleflow.stores.trajectory import GroupId, PolicyVersion, TrajectoryId
 from tests.coordination.test_coordinator import A, B, Bench, in_flight, member
 

@@ -12,7 +12,7 @@ import pytest
 
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.jobs.execution import RunEnd, execute
-from staleflow.pipeline.runtime.run_listener import RunListener
+from staleflow.pipeline.runtime.run_report import RunListener
 from staleflow.stores.trajectory import Fate
 from tests.commands import command
 from tests.conftest import JOB

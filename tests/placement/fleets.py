@@ -7,8 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from staleflow.pipeline.placement.devices import GB, Device, Host, parse_fleet, uniform_host
-from staleflow.pipeline.placement.placement import Assignment, Placement, Role, RoleKind, Shortage, place
-from staleflow.pipeline.placement.placement_text import placement_text
+from staleflow.pipeline.placement.placement import (
+    Assignment,
+    Placement,
+    Role,
+    RoleKind,
+    Shortage,
+    place,
+    placement_text,
+)
 
 
 def roles_of(

@@ -23,9 +23,10 @@ from staleflow.pipeline.runtime.evaluation_results import (
     explain_not_comparable,
     fewer_prompts_warning,
     read_evaluations,
+    read_rewards,
     write_evaluations,
+    write_rewards,
 )
-from staleflow.pipeline.runtime.evaluation_rewards import read_rewards, write_rewards
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.errors import StoreError
 from staleflow.stores.metrics import with_rate
@@ -33,7 +34,7 @@ from staleflow.stores.trajectory import PolicyVersion, TrajectoryId
 from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.engines.base import FailedRequest, SampledTokens
-from staleflow.tasks.engines.generate import generate_responses
+from staleflow.tasks.engines.engine_builder import generate_responses
 from staleflow.tasks.rendering.chat_tokenizer import load_chat_tokenizer
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from tests.support.route_items import route_item

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.config.actor_settings import make_workload
-from staleflow.pipeline.runtime.evaluation_rewards import read_rewards
+from staleflow.pipeline.runtime.evaluation_results import read_rewards
 from staleflow.stores.trajectory import is_evaluation
 from staleflow.tasks.sources.evaluation_items import group_of
 from tests.runtime.test_resumed_runs import SHAPES, kill_when, resumption_of

@@ -26,7 +26,7 @@ from staleflow.pipeline.recovery.resumption import recorded_starts
 from staleflow.pipeline.recovery.run_folder import prepare_run_dir
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.driver import Driver
-from staleflow.pipeline.runtime.run_listener import RunListener
+from staleflow.pipeline.runtime.run_report import RunListener
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.errors import RunStuck, StoreError
 from staleflow.stores.trajectories.versioned import VersionedStore

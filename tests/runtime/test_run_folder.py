@@ -33,7 +33,7 @@ from staleflow.pipeline.recovery.run_folder import (
     prepare_run_dir,
     require_no_run,
 )
-from staleflow.pipeline.runtime.run_listener import RunListener
+from staleflow.pipeline.runtime.run_report import RunListener
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.commands import command

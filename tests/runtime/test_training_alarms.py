@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from staleflow.pipeline.jobs.summary import summarize
-from staleflow.pipeline.runtime.training_alarms import AVERAGED_STEPS, MIN_ESS, TrainingAlarms
+from staleflow.pipeline.runtime.step_records import AVERAGED_STEPS, MIN_ESS, TrainingAlarms
 from tests.support.bodies import Body
 from tests.support.scripted import World
 

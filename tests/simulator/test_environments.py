@@ -14,9 +14,8 @@ from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import Command, Route, StepEnvironment
 from staleflow.pipeline.coordination.events import EnvironmentFailed, EnvironmentStepped, Event
-from staleflow.pipeline.simulator.analysis import compute_stats, explanation
+from staleflow.pipeline.simulator.analysis import Trace, compute_stats, explanation
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
-from staleflow.pipeline.simulator.trace import Trace
 from staleflow.tasks.emulation.batch_simulator import SimulatedBatch
 from staleflow.tasks.emulation.emulated_episodes import EmulatedEpisodes, StepFaults, remaining_tokens
 from staleflow.tasks.emulation.workload import Turn

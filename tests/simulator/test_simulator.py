@@ -25,7 +25,7 @@ from staleflow.pipeline.config.factories import ledger_eta
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import Command, Discard, Route, Score, StepEnvironment, Train
 from staleflow.pipeline.coordination.events import Event, TrajectoryInterrupted
-from staleflow.pipeline.simulator.analysis import bound_of, compute_stats, explanation
+from staleflow.pipeline.simulator.analysis import Trace, bound_of, compute_stats, explanation
 from staleflow.pipeline.simulator.baselines import (
     Backlog,
     Baseline,
@@ -34,7 +34,6 @@ from staleflow.pipeline.simulator.baselines import (
     with_admission,
 )
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
-from staleflow.pipeline.simulator.trace import Trace
 from staleflow.pipeline.strategies.admission import ADMISSION, ReservationAdmission, Synchronous
 from staleflow.pipeline.strategies.filtering import STRAGGLERS
 from staleflow.pipeline.strategies.routing import ROUTING

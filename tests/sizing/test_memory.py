@@ -11,13 +11,13 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from staleflow.pipeline.placement.devices import GB
 from staleflow.pipeline.sizing.memory import (
     EngineShape,
+    ModelShape,
     TrainingShape,
     activation_bytes,
     kv_bytes,
     layer_bytes,
     parameter_bytes,
 )
-from staleflow.pipeline.sizing.model_shape import ModelShape
 from staleflow.pipeline.sizing.plan import SizedJob, make_plan
 from staleflow.stores.errors import ConfigError
 

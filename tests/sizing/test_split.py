@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.pipeline.sizing.split import StepWork, propose_split
+from staleflow.pipeline.sizing.plan import StepWork, propose_split
 
 
 @given(

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from staleflow.pipeline.jobs.execution import execute
 from staleflow.pipeline.recovery import certificate, resumption
-from staleflow.pipeline.runtime.run_listener import RunListener
+from staleflow.pipeline.runtime.run_report import RunListener
 from staleflow.pipeline.stored_runs import training
 from staleflow.pipeline.stored_runs.offline_verification import verify_offline
 from staleflow.pipeline.stored_runs.verification import Verification, verify_run

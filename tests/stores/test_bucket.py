@@ -18,8 +18,7 @@ from staleflow.stores.auditing.audit import audit
 from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
 from staleflow.stores.s3_url import split_url
 from staleflow.stores.trajectories import derived_branches
-from staleflow.stores.trajectories.repository import check_bucket
-from staleflow.stores.trajectories.storage import bucket_storage
+from staleflow.stores.trajectories.repository import bucket_storage, check_bucket
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory
 from tests.stores.store_conformance import HEADER, TrajectoryStoreTests, ended, record

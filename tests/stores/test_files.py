@@ -20,8 +20,7 @@ import pytest
 from staleflow.stores.errors import StoreError
 from staleflow.stores.files import flush_and_rename, replace_file, replace_folder, replace_text
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.stores.weights.partial_file import Piece
-from staleflow.stores.weights.weight_folder import WeightFolder
+from staleflow.stores.weights.weight_folder import Piece, WeightFolder
 
 REMEDY = "free space"
 
@@ -284,13 +283,13 @@ OWN_WAYS = {
     "stores/files.py": "the one way",
     "pipeline/stored_runs/suite_process.py": "into a temporary folder; it imports nothing of this project",
     "pipeline/cluster/tls_cluster.py": "logs of processes",
-    "pipeline/stored_runs/run_location.py": "in a temporary folder of its own",
+    "pipeline/api/run_data.py": "in a temporary folder of its own",
     "pipeline/config/first_job.py": "into a folder whose files are published at the end",
     "pipeline/coordination/journal.py": "appends, and renames a whole file",
     "pipeline/jobs/tracking.py": "discards what a package prints",
     "pipeline/stored_runs/exporting.py": "inside the folder that is published at the end",
     "pipeline/stored_runs/reward_rescoring.py": "code for a worker's import, in a temporary folder of its own",
-    "pipeline/runtime/best_checkpoint.py": "renames a whole folder",
+    "pipeline/runtime/evaluation_driver.py": "renames a whole folder",
     "pipeline/recovery/resumption.py": "renames a whole file",
     "pipeline/recovery/run_journal.py": "fills a part it is given",
     "tasks/engines/vllm_adapters.py": "in a temporary folder of its own",

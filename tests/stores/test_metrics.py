@@ -13,8 +13,7 @@ from staleflow.pipeline.config import loading
 from staleflow.pipeline.jobs import summary
 from staleflow.pipeline.jobs.summary import summarize
 from staleflow.pipeline.runtime.run_report import RunReport
-from staleflow.pipeline.simulator.analysis import compute_stats, steady_tokens_per_s
-from staleflow.pipeline.simulator.trace import Trace, TrainedStep
+from staleflow.pipeline.simulator.analysis import Trace, TrainedStep, compute_stats, steady_tokens_per_s
 from staleflow.stores import metrics
 from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.training.batches import batch_metrics

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.stores.weights.partial_file import PartialFile, Piece, pieces
-from staleflow.stores.weights.weight_folder import WeightFolder
+from staleflow.stores.weights.weight_folder import PartialFile, Piece, WeightFolder, pieces
 
 
 @given(num_bytes=st.integers(0, 1000), piece_bytes=st.integers(1, 70))

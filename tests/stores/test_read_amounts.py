@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from staleflow.stores.errors import StoreError
-from staleflow.stores.trajectories.stored_ids import Ints, StoredIds
-from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectories.versioned import Ints, StoredIds, VersionedStore
 from tests.stores.store_conformance import HEADER, ended, record
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import staleflow.stores.reward_signal
+import staleflow.stores.reward_statistics
 from staleflow.pipeline.stored_runs.branch_diff import compare_branches
 from staleflow.pipeline.strategies.filtering import DropNoSignal
-from staleflow.stores.reward_signal import has_signal
+from staleflow.stores.reward_statistics import has_signal
 from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.records import RunHeader
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -34,7 +34,7 @@ GROUPS = [
 
 
 def test_the_docstring_example_is_correct() -> None:
-    assert doctest.testmod(staleflow.stores.reward_signal).failed == 0
+    assert doctest.testmod(staleflow.stores.reward_statistics).failed == 0
     assert not has_signal([]) and not has_signal([1.0])
 
 

@@ -19,10 +19,9 @@ from staleflow.pipeline.simulator.baselines import (
     OneStep,
 )
 from staleflow.pipeline.strategies.admission import Admission, ReservationAdmission, Synchronous
-from staleflow.pipeline.strategies.affinity import CacheAffinity
 from staleflow.pipeline.strategies.filtering import TruncateStragglers
 from staleflow.pipeline.strategies.migration import InstanceLoad, LargestGain, MovableTrajectory
-from staleflow.pipeline.strategies.routing import Candidate, DeadlineRouting
+from staleflow.pipeline.strategies.routing import CacheAffinity, Candidate, DeadlineRouting
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import GroupId, PolicyVersion, TrajectoryId

@@ -22,8 +22,7 @@ from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.driver import Driver
 from staleflow.pipeline.runtime.evaluation_results import Evaluation
-from staleflow.pipeline.runtime.run_listener import RunListener
-from staleflow.pipeline.runtime.run_report import RunReport
+from staleflow.pipeline.runtime.run_report import RunListener, RunReport
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectory import EnvSpan, Fate, PolicyVersion, Segment, Trajectory
 from staleflow.tasks.engines.emulated_engine import emulated_ids

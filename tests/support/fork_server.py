@@ -49,7 +49,7 @@ MODULES = (
     *ACTOR_MODULES,
     *MODEL_MODULES,
     "staleflow.cli.cluster_jobs",
-    "staleflow.cli.resume",
+    "staleflow.cli.run",
     "staleflow.cli.run",
     "staleflow.cli.store",
     "staleflow.cli.train_offline",

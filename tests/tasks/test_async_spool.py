@@ -12,7 +12,7 @@ from staleflow.stores.in_flight.spool import Spool
 from staleflow.stores.in_flight.spool_entries import Entry
 from staleflow.stores.trajectory import GroupId, PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
-from staleflow.tasks.actors.async_spool import AsyncSpool
+from staleflow.tasks.actors.store_thread import AsyncSpool
 
 
 async def test_a_commit_marks_groups_as_stored_and_rotates_the_spool(tmp_path: Path) -> None:

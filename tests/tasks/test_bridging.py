@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.bridging import PlainBridge, RendererBridge, TemplateBridge, make_bridge
-from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
-from staleflow.tasks.rendering.model_renderers import known_renderer
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, known_renderer
 from staleflow.tasks.rendering.task_source import Message
 from tests.tasks.chat_models import MODELS, chat_tokenizer
 

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from staleflow.pipeline.sizing.memory import EngineShape, TrainingShape, kv_bytes, parameter_bytes
-from staleflow.pipeline.sizing.model_shape import ModelShape
+from staleflow.pipeline.sizing.memory import EngineShape, ModelShape, TrainingShape, kv_bytes, parameter_bytes
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.tasks.engines.engine_settings import TransformersSettings

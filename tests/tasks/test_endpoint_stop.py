@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models
 from staleflow.stores.in_flight.spool_entries import ObservationDelivered, decode, encode
 from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria, find_stop
 from staleflow.tasks.endpoint.requests import ChatRequest, SamplingRule, read_chat, read_generate
-from staleflow.tasks.engines.stop_strings import StopCheck
+from staleflow.tasks.engines.running_requests import StopCheck
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, FileDetokenizer
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.rendering.turn_params import TurnParams, split_params

@@ -13,8 +13,7 @@ from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, load_chat_to
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.settings.task_config import TaskConfig
-from staleflow.tasks.sources.filtered_source import FilteredSource
-from staleflow.tasks.sources.prompts import PromptSettings, TokenizedPrompts
+from staleflow.tasks.sources.prompts import FilteredSource, PromptSettings, TokenizedPrompts
 from staleflow.tasks.sources.task_sources import SourceSettings, make_source
 
 LONG = (3, 7, 8, 28)

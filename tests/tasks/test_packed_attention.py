@@ -18,7 +18,7 @@ from staleflow.pipeline.config.model_files import context_of, format_context, re
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.engines.transformers import load_model
 from staleflow.tasks.training.blocks import one_block_per_kind
-from staleflow.tasks.training.logprobs import LogprobModel
+from staleflow.tasks.training.logprobs import LogprobModel, max_row_length
 from staleflow.tasks.training.microbatches import Row, microbatches
 from staleflow.tasks.training.packed_attention import (
     ATTENTION_NAME,
@@ -26,7 +26,6 @@ from staleflow.tasks.training.packed_attention import (
     PackingUnsupported,
     enable_packing,
 )
-from staleflow.tasks.training.rotary_limit import max_row_length
 from staleflow.tasks.training.shared_prompts import PromptBlock
 from tests.tasks.test_numerics import trainer
 from tests.tasks.test_ranks import ragged_rows

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from staleflow.stores.errors import StoreError, TransferFailed
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.stores.weights.partial_file import PartialFile
-from staleflow.stores.weights.weight_folder import WeightFolder
+from staleflow.stores.weights.weight_folder import PartialFile, WeightFolder
 from staleflow.tasks.actors.parameter_server import MAX_PIECES_IN_MEMORY, FetchProgress, ParameterServer, Source
 from tests.support import virtual_time
 from tests.support.scripted import PlayedParameterServer, World
@@ -322,7 +321,7 @@ async def test_a_full_disk_is_a_local_store_error(tmp_path: Path, monkeypatch: p
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("staleflow.stores.weights.partial_file.PartialFile.write", full)
+    monkeypatch.setattr("staleflow.stores.weights.weight_folder.PartialFile.write", full)
     with pytest.raises(StoreError, match=r"cannot be written: No space left on device; free memory"):
         await target.fetch(70, source)
     assert [p.name for p in target.folder.folder.iterdir()] == [".owner"]

@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
-from staleflow.tasks.training import microbatch_split_by_prompt, shared_prompts
+from staleflow.tasks.training import microbatch_split, shared_prompts
 from staleflow.tasks.training.logprobs import LogprobModel
 from staleflow.tasks.training.loss import LOSSES
-from staleflow.tasks.training.microbatch_split import PASS_OVERHEAD_TOKENS
-from staleflow.tasks.training.microbatch_split_by_prompt import split_by_prompt
+from staleflow.tasks.training.microbatch_split import PASS_OVERHEAD_TOKENS, split_by_prompt
 from staleflow.tasks.training.microbatches import MicroBatch, Row
 from staleflow.tasks.training.policy import TrainerSettings
 from staleflow.tasks.training.rank import SINGLE_RANK
@@ -190,7 +189,7 @@ def test_every_row_is_in_one_part_within_the_budget(
         assert any(batch)
         for part in batch:
             padded = len(part) * max((prompts[i] + rests[i] for i in part), default=0)
-            assert len(part) <= 1 or padded <= microbatch_split_by_prompt.MAX_PADDING_FACTOR * budget
+            assert len(part) <= 1 or padded <= microbatch_split.MAX_PADDING_FACTOR * budget
             assert len(part) <= 1 or count(part, same, prompts, rests) <= budget
 
 
@@ -203,12 +202,12 @@ def test_the_split_of_the_line_is_optimal(groups: list[tuple[int, list[int]]], b
     same, prompts, rests = flat(groups)
     if not same:
         return
-    line = microbatch_split_by_prompt._OrderedRows.of(same, prompts, rests)
+    line = microbatch_split._OrderedRows.of(same, prompts, rests)
 
     def price(part: Sequence[int]) -> int | None:
         tokens = count(part, same, prompts, rests)
         padded = len(part) * max(prompts[i] + rests[i] for i in part)
-        fits = tokens <= budget and padded <= microbatch_split_by_prompt.MAX_PADDING_FACTOR * budget
+        fits = tokens <= budget and padded <= microbatch_split.MAX_PADDING_FACTOR * budget
         return tokens + PASS_OVERHEAD_TOKENS if fits or len(part) == 1 else None
 
     prices: list[int] = []

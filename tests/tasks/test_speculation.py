@@ -16,8 +16,7 @@ from staleflow.stores.trajectory import InstanceId, TrajectoryId
 from staleflow.tasks.engines import response_drafter, transformers
 from staleflow.tasks.engines.base import PromptResponses, SampledTokens
 from staleflow.tasks.engines.engine_settings import Speculation, TransformersSettings
-from staleflow.tasks.engines.token_sampling import num_accepted
-from staleflow.tasks.engines.transformers import TransformersEngine
+from staleflow.tasks.engines.transformers import TransformersEngine, num_accepted
 from tests.tasks import test_engine_transformers
 from tests.tasks.brake import brake, brake_of_transformers  # noqa: F401  used by name
 from tests.tasks.engine_conformance import (
