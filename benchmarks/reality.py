@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from staleflow.cli.profile import command as profile
+from staleflow.cli.simulate import profile
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination import journal

@@ -69,7 +69,7 @@ def print_values(rows: Sequence[ExplainedValue], *, as_json: bool) -> None:
 @command.command("schema")
 def schema_command() -> None:
     """Print the JSON Schema of job files. Editors check and complete a file whose first line is `#:schema PATH`."""
-    from staleflow.pipeline.config.json_schema import json_schema
+    from staleflow.pipeline.config.knob_tree import json_schema
     from staleflow.pipeline.config.schema import RunConfig
 
     click.echo(json.dumps(json_schema(RunConfig), indent=2))

@@ -64,8 +64,7 @@ def watch(config: RunConfig, *, quiet: bool, verbose: int, resume: bool) -> tupl
     before it began."""
     from staleflow.cli.display import Display, logging_to
     from staleflow.cli.interrupts import end_at_once
-    from staleflow.pipeline.jobs.execution import execute
-    from staleflow.pipeline.jobs.stopping import Interrupted, StopRequest, stopped_by_signals
+    from staleflow.pipeline.jobs.execution import Interrupted, StopRequest, execute, stopped_by_signals
 
     display = Display(config, quiet=quiet, verbosity=verbose)
 

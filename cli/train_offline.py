@@ -1,4 +1,4 @@
-"""staleflow train-offline | unlearn | bisect: repeat the training of a stored run"""
+"""staleflow train-offline | unlearn | bisect | verify: repeat the training of a stored run"""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 @click.option("--out", default="", help="Output folder; RUN-offline by default.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, and no progress.")
 @cluster_options
-def command(
+def train_offline(
     run: str,
     branch: str,
     selection: str,
@@ -175,3 +176,59 @@ def bisect(run: str, at: int, since: int | None, as_json: bool, cluster: Cluster
 
 def _shown(difference: PairedDifference | None) -> str:
     return "" if difference is None else f"{difference.mean:+.3f} (p {difference.p:.3f})"
+
+
+@click.command("verify")
+@click.argument("source", type=click.Path(), metavar="RUN|CHECKPOINT")
+@click.option(
+    "--steps", type=click.IntRange(1), default=3, show_default=True, metavar="K", help="Random steps to repeat."
+)
+@click.option("--seed", type=int, help="Seed of the choice; by default it is another each time.")
+@click.option(
+    "--signed-by", type=click.Path(), metavar="FILE", help="The checkpoint's certificate must be signed by a key in it."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, and no progress.")
+@cluster_options
+def verify(
+    source: str, steps: int, seed: int | None, signed_by: str | None, as_json: bool, cluster: ClusterAddress
+) -> None:
+    """Check the chain of a run, and repeat random steps, which must give the published weights bit for bit.
+
+    A checkpoint is verified with the steps before it: it must have the weights that its step published. The folder of
+    an offline training is verified with the chain of the run that it trained on.
+    Exit code 1 if something contradicts the run, or if nothing could be verified.
+    """
+    quiet_libraries()
+    from staleflow.pipeline.api.stored_run import open_run
+    from staleflow.pipeline.recovery import certificate
+    from staleflow.pipeline.stored_runs import offline_verification
+    from staleflow.stores.errors import ConfigError
+    from staleflow.stores.printable import printable
+
+    checkpoint = Path(source) if (Path(source) / certificate.FILE).exists() else None
+    if checkpoint is None and (Path(source) / "config.json").exists():
+        raise ConfigError(f"{source}: it has no {certificate.FILE}; name a run, or a checkpoint that a run saved")
+    if signed_by is not None:
+        if checkpoint is None:
+            raise ConfigError(
+                f"--signed-by: {source} is no checkpoint with {certificate.FILE}, which is what is signed"
+            )
+        signer = certificate.signer_of(checkpoint, Path(signed_by))
+    run = source if checkpoint is None else certificate.run_of(checkpoint)
+    stored = None if (Path(run) / offline_verification.RECORD).exists() else open_run(run)
+    with named_cluster(cluster) as client, progress(quiet=as_json) as report:
+        if stored is None:
+            result = offline_verification.verify_offline(
+                Path(run), steps=steps, seed=seed, client=client, report=report
+            )
+        else:
+            result = stored.verify(checkpoint=checkpoint, steps=steps, seed=seed, client=client, report=report)
+    if as_json:
+        click.echo(json.dumps({**dataclasses.asdict(result), "verified": result.verified}, indent=2))
+    else:
+        for line in result.lines:
+            click.echo(printable(line))
+        if signed_by is not None:
+            click.echo(printable(f"  signed: {certificate.FILE}, by {signer}"))
+    if not result.verified:  # an empty check does not pass
+        sys.exit(1)

@@ -21,8 +21,7 @@ from staleflow.pipeline.api.run_status import RunResult, RunState, RunStatus
 from staleflow.pipeline.api.stored_run import Run, open_run
 from staleflow.pipeline.config import preflight
 from staleflow.pipeline.coordination.snapshot import Snapshot
-from staleflow.pipeline.jobs.execution import execute
-from staleflow.pipeline.jobs.stopping import Interrupted, StopRequest
+from staleflow.pipeline.jobs.execution import Interrupted, StopRequest, execute
 from staleflow.pipeline.jobs.summary import format_step
 from staleflow.pipeline.runtime.run_report import RunListener, RunReport
 from staleflow.stores.errors import ConfigError

@@ -43,8 +43,16 @@ from staleflow.pipeline.coordination.events import (
 from staleflow.pipeline.profiling.fit import CostModelFit
 from staleflow.pipeline.profiling.latencies import LatencyTracker
 from staleflow.pipeline.profiling.step_samples import DraftStats, StepSample, StepSamples
-from staleflow.pipeline.profiling.step_times import InstanceSpeed, StepTimes, find_slow_instances, sum_steps
-from staleflow.pipeline.profiling.tracked_instances import FleetCounts, ReportSums, RunningTrajectory, TrackedInstance
+from staleflow.pipeline.profiling.step_times import (
+    FleetCounts,
+    InstanceSpeed,
+    ReportSums,
+    RunningTrajectory,
+    StepTimes,
+    TrackedInstance,
+    find_slow_instances,
+    sum_steps,
+)
 from staleflow.stores.trajectory import GroupId, InstanceId, TrajectoryId, is_evaluation
 from staleflow.tasks.emulation.cost_model import CostModel
 

@@ -15,7 +15,7 @@ from staleflow.pipeline.processes.instance_handle import InstanceHandle
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.stores.errors import ActorLost, ConfigError, WeightsRefused
 from staleflow.stores.weights.weight_report import WeightCheck
-from staleflow.tasks.actors.published_weights import PublishedWeights, mean_difference
+from staleflow.tasks.actors.parameter_server import PublishedWeights, mean_difference
 from staleflow.tasks.actors.trainer import PublishedStep
 
 logger = logging.getLogger(__name__)

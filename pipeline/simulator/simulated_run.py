@@ -55,8 +55,11 @@ from staleflow.pipeline.coordination.events import (
 )
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.pipeline.simulator.analysis import InstanceTrace, Trace, TrainedStep
-from staleflow.pipeline.simulator.simulated_environments import EnvironmentEvent, SimulatedEnvironments
-from staleflow.pipeline.simulator.simulated_evaluations import SimulatedEvaluations
+from staleflow.pipeline.simulator.simulated_environments import (
+    EnvironmentEvent,
+    SimulatedEnvironments,
+    SimulatedEvaluations,
+)
 from staleflow.stores.errors import RunStuck
 from staleflow.stores.trajectory import (
     Fate,

@@ -27,7 +27,7 @@ from staleflow.stores.trajectory import InstanceId, TrajectoryId, is_evaluation
 from staleflow.stores.weights.weight_report import WeightCheck
 from staleflow.tasks.actors.actor_calls import call_actor, remote_methods
 from staleflow.tasks.actors.draft_corpus import NewResponses
-from staleflow.tasks.actors.published_weights import PublishedWeights
+from staleflow.tasks.actors.parameter_server import PublishedWeights
 from staleflow.tasks.actors.server_messages import RouteItem
 from staleflow.tasks.engines import engine_handover
 from staleflow.tasks.engines.base import Engine, EngineLoad, FailedRequest, Request, SampledTokens

@@ -362,7 +362,7 @@ class Sft(Loss):
 @LOSSES.register("dpo")
 @dataclass(frozen=True, kw_only=True)
 class Dpo(Loss):
-    """Direct preference optimization (2305.18290), with the advantages of preference_pairs.py. Its loss is computed
+    """Direct preference optimization (2305.18290), with the advantages of objective.py. Its loss is computed
     before the update, so that the loss by token is 0."""
 
     beta: float = knob(0.1, "how much the log ratio to the reference model counts", above=0)

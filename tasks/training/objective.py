@@ -1,18 +1,28 @@
 """The objective of a training step: a loss, a penalty on the distance to a reference model, and an entropy bonus. Works
-on tensors by token; averaging is done elsewhere."""
+on tensors by token; averaging is done elsewhere.
+
+Direct preference optimization (DPO, 2305.18290) takes the best and the worst response of each group. The loss of a
+pair is -log sigmoid(m), m = beta ((s_best - r_best) - (s_worst - r_worst)), with s and r the logprobs of whole
+responses under the policy and the reference. Its gradient is that of a policy gradient whose advantages are
+beta sigmoid(-m) and -beta sigmoid(-m). So a trainer that computes m before an update can train the two responses
+separately.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from staleflow.tasks.training.loss import LOSSES, MAX_LOG_RATIO, Loss, TokenLoss, Tokens, log_distance
-from staleflow.tasks.training.microbatches import Row
+from staleflow.tasks.training.microbatches import LogprobsByRow, Row
 from staleflow.tasks.training.trainer_settings import KlConfig, TrainingConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
-
 
 MAX_K3 = 10.0
 """Maximum k3 estimate of a token whose logprob is below the reference's, nats; as in verl, ROLL and slime."""
@@ -101,3 +111,50 @@ def penalty(estimator: str, logprobs: Tensor, reference: Tensor) -> Tensor:
     # The estimate is not bounded for tokens far below the reference, which are hardly ever sampled.
     value = (-distance.clamp(min=-MAX_LOG_RATIO)).exp() + distance - 1
     return value.where(distance > 0, value.clamp(max=MAX_K3))
+
+
+def select_pairs(rows: Iterable[Row]) -> list[Row]:
+    """The responses with the highest and the lowest advantage of each group, in this order. Groups whose advantages are
+    equal, and rows whose reward failed, are left out."""
+    by_group: dict[int, list[Row]] = {}
+    for row in rows:
+        if row.trained and row.num_sampled:
+            by_group.setdefault(row.group, []).append(row)
+    pairs = list[Row]()
+    for members in by_group.values():
+        best, worst = max(members, key=_advantage), min(members, key=_advantage)
+        if best.advantage > worst.advantage:
+            pairs += [best, worst]
+    return pairs
+
+
+def weight_pairs(
+    rows: Sequence[Row], indices: Sequence[int], policy: LogprobsByRow, reference: LogprobsByRow, beta: float
+) -> tuple[dict[int, Row], float]:
+    """The chosen rows with the advantages of their pairs, by row index, and the mean loss of the pairs.
+
+    Args:
+        rows: From `select_pairs`.
+        indices: Indices of whole pairs: an even index and the next one, and so on.
+        policy: Logprobs of the chosen rows under the policy.
+        reference: Logprobs under the reference model.
+        beta: Weight of a log ratio.
+    """
+    ratio = {i: _log_ratio(rows[i], policy[i], reference[i]) for i in indices}
+    weighted, losses = dict[int, Row](), []
+    for best, worst in zip(indices[::2], indices[1::2], strict=True):
+        margin = beta * (ratio[best] - ratio[worst])
+        losses.append(np.logaddexp(0.0, -margin))
+        weight = float(beta * np.exp(-np.logaddexp(0.0, margin)))
+        weighted[best] = replace(rows[best], advantage=weight)
+        weighted[worst] = replace(rows[worst], advantage=-weight)
+    return weighted, float(np.mean(losses))
+
+
+def _advantage(row: Row) -> float:
+    return row.advantage
+
+
+def _log_ratio(row: Row, policy: npt.NDArray[np.float32], reference: npt.NDArray[np.float32]) -> float:
+    """The log ratio of a whole response, nats, over the tokens that have a loss."""
+    return float((policy - reference)[row.usable].sum(dtype=np.float64))

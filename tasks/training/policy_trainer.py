@@ -33,8 +33,7 @@ from staleflow.tasks.training.branch_sequences import BranchSequences
 from staleflow.tasks.training.logprobs import LogprobModel, split_by_row
 from staleflow.tasks.training.loss import Dpo, Tokens
 from staleflow.tasks.training.microbatches import LogprobsByRow, MicroBatch, Row, minibatches, token_weights
-from staleflow.tasks.training.objective import Objective, with_finite_logprobs
-from staleflow.tasks.training.preference_pairs import select_pairs, weight_pairs
+from staleflow.tasks.training.objective import Objective, select_pairs, weight_pairs, with_finite_logprobs
 from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 from staleflow.tasks.training.rank_group import RankGroup
 from staleflow.tasks.training.step_metrics import LogprobMismatch, RowSample, TokenSums

@@ -18,7 +18,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 import staleflow
-from staleflow.pipeline.jobs.stopping import Interrupted
+from staleflow.pipeline.jobs.execution import Interrupted
 from staleflow.stores.errors import ConfigError, RunStuck
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate

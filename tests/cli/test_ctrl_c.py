@@ -199,7 +199,7 @@ def test_a_signal_during_imports_reaches_the_run(tmp_path: Path) -> None:
     (tmp_path / "early.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
     script = """
 import asyncio, socket
-from staleflow.pipeline.jobs.stopping import Interrupted, StopRequest, stopped_by_signals
+from staleflow.pipeline.jobs.execution import Interrupted, StopRequest, stopped_by_signals
 
 make_pair = socket.socketpair
 

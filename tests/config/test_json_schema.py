@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from staleflow.cli.config import command
-from staleflow.pipeline.config.json_schema import json_schema
+from staleflow.pipeline.config.knob_tree import json_schema
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.settings.knobs import build, keys_of

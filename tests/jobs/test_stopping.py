@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from staleflow.pipeline.jobs.stopping import Interrupted, StopRequest, stopped_by_signals
+from staleflow.pipeline.jobs.execution import Interrupted, StopRequest, stopped_by_signals
 
 
 async def ignore_cancellation() -> None:

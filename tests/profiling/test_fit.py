@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from staleflow.cli.profile import command
+from staleflow.cli.simulate import profile
 from staleflow.pipeline.config import knob_tree, loading
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.commands import FetchPrompts, Pull, Score, Train
@@ -189,7 +189,7 @@ def finished_run(folder: Path) -> Path:
 
 def test_a_finished_run_is_used_as_a_profile(tmp_path: Path) -> None:
     run, out = stored_simulation(tmp_path, "steps=10"), tmp_path / "p.json"
-    result = CliRunner().invoke(command, [str(run), "--out", str(out)], catch_exceptions=False)
+    result = CliRunner().invoke(profile, [str(run), "--out", str(out)], catch_exceptions=False)
     assert result.exit_code == 0
     assert "train_s" in result.output
     assert "on steps left out of the fit the error is" in result.output
@@ -219,7 +219,7 @@ def test_an_unwritable_output_is_reported_before_the_fit(tmp_path: Path) -> None
     file.write_text("")
     run = str(finished_run(tmp_path / "run"))
     with pytest.raises(ConfigError, match="choose another folder"):
-        CliRunner().invoke(command, [run, "--out", str(file / "p.json")], catch_exceptions=False)
+        CliRunner().invoke(profile, [run, "--out", str(file / "p.json")], catch_exceptions=False)
 
 
 def test_an_unfinished_or_too_short_run_is_rejected_as_a_profile(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.admission_rules import OverProvision, PipelineDepth, WindowedFifo
-from staleflow.cli.simulate import command, parse_sweeps
+from staleflow.cli.simulate import parse_sweeps, simulate
 from staleflow.pipeline.api.simulating import JobVariant, sweep_rows
 from staleflow.pipeline.config import actor_settings, knob_tree, loading
 from staleflow.pipeline.config.factories import ledger_eta
@@ -526,7 +526,7 @@ def test_simulate_prints_a_table_and_explains(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(knob_tree.to_toml(job()))
     arguments = [str(path), "--sweep", "staleness.eta=0,2", "--baselines", "--explain"]
-    result = CliRunner().invoke(command, arguments, catch_exceptions=False)
+    result = CliRunner().invoke(simulate, arguments, catch_exceptions=False)
     assert result.exit_code == 0
     for word in (
         "eta=0",
@@ -538,7 +538,7 @@ def test_simulate_prints_a_table_and_explains(tmp_path: Path) -> None:
         "the trainer waited",
     ):
         assert word in result.output
-    result = CliRunner().invoke(command, [*arguments, "--json"], catch_exceptions=False)
+    result = CliRunner().invoke(simulate, [*arguments, "--json"], catch_exceptions=False)
     rows = json.loads(result.stdout)
     assert [r["row"] for r in rows][:2] == ["eta=0", "eta=2"]
     assert all(r["tokens_per_s"] > 0 for r in rows)
@@ -554,9 +554,9 @@ def test_an_invalid_sweep_gives_a_one_line_error(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(knob_tree.to_toml(job()))
     with pytest.raises(ConfigError, match="expected key=value1,value2"):
-        CliRunner().invoke(command, [str(path), "--sweep", "staleness.eta"], catch_exceptions=False)
+        CliRunner().invoke(simulate, [str(path), "--sweep", "staleness.eta"], catch_exceptions=False)
     with pytest.raises(ConfigError, match=r"did you mean staleness\.eta"):
-        CliRunner().invoke(command, [str(path), "--sweep", "staleness.etta=1,2"], catch_exceptions=False)
+        CliRunner().invoke(simulate, [str(path), "--sweep", "staleness.etta=1,2"], catch_exceptions=False)
 
 
 def test_a_killed_simulation_gives_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,7 +564,7 @@ def test_a_killed_simulation_gives_a_one_line_error(tmp_path: Path, monkeypatch:
     path.write_text(knob_tree.to_toml(job()))
     monkeypatch.setattr("staleflow.pipeline.api.simulating._simulated", killed)
     with pytest.raises(ActorLost, match="a simulation process was killed"):
-        CliRunner().invoke(command, [str(path), "--sweep", "staleness.eta=0,1"], catch_exceptions=False)
+        CliRunner().invoke(simulate, [str(path), "--sweep", "staleness.eta=0,1"], catch_exceptions=False)
 
 
 def killed(variant: JobVariant) -> None:

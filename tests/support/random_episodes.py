@@ -41,7 +41,7 @@ from staleflow.stores.trajectory import (
 )
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_hash import fingerprint
-from staleflow.tasks.actors.published_weights import PublishedWeights
+from staleflow.tasks.actors.parameter_server import PublishedWeights
 from staleflow.tasks.actors.rollout_instance import RequestOutcome, RolloutInstance
 from staleflow.tasks.actors.server_messages import ObservationItem, RewardItem, RouteItem
 from staleflow.tasks.actors.server_settings import ServerSettings

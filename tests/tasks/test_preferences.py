@@ -13,7 +13,7 @@ import torch
 
 from staleflow.tasks.training.loss import Dpo
 from staleflow.tasks.training.microbatches import Row, minibatches
-from staleflow.tasks.training.preference_pairs import select_pairs
+from staleflow.tasks.training.objective import select_pairs
 from staleflow.tasks.training.trainer_settings import KlConfig
 from tests.tasks.test_env_tokens import flat_gradient
 from tests.tasks.test_env_tokens import rows as rows_of_many_turns

@@ -35,7 +35,7 @@ from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.stores.weights.weight_report import WeightReport
 from staleflow.tasks.actors import rollout_instance
 from staleflow.tasks.actors.engine_requests import build_request
-from staleflow.tasks.actors.published_weights import PublishedWeights
+from staleflow.tasks.actors.parameter_server import PublishedWeights
 from staleflow.tasks.actors.rollout_instance import RequestOutcome, RolloutInstance
 from staleflow.tasks.actors.server_messages import RewardItem
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
