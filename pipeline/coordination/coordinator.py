@@ -231,15 +231,15 @@ class Coordinator(CoordinatorInspection):
         trajectory = self._state.get_running(event.trajectory, event.route_number)
         if trajectory is None:
             return
-        if trajectory.being_truncated and event.tokens > 0 and self._strategies.environments:
-            self._state.finish_turn(trajectory, event.tokens, truncated=True)
-            self._issuer.step_environment(trajectory, f"truncated at {format_sampled_tokens(event)}", truncated=True)
-        elif trajectory.being_truncated and event.tokens > 0:
-            self._state.finish_sampling(trajectory, event.tokens, truncated=True)
-            self._issuer.score(trajectory, f"truncated at {format_sampled_tokens(event)}")
-        else:
+        if not trajectory.being_truncated or event.tokens == 0:
             self._state.requeue_interrupted(trajectory, event.tokens)
             self._decision_log.note(trajectory.id, f"interrupted at {format_sampled_tokens(event)}")
+        elif self._strategies.environments:
+            self._state.finish_turn(trajectory, event.tokens, truncated=True)
+            self._issuer.step_environment(trajectory, f"truncated at {format_sampled_tokens(event)}", truncated=True)
+        else:
+            self._state.finish_sampling(trajectory, event.tokens, truncated=True)
+            self._issuer.score(trajectory, f"truncated at {format_sampled_tokens(event)}")
 
     def _on_failed(self, event: TrajectoryFailed) -> None:
         trajectory = self._state.get_running(event.trajectory, event.route_number)

@@ -251,9 +251,9 @@ class DraftLengthPlanner:
         drafted_tokens = rates.mean_drafted_tokens(lengths)
         sampled_tokens = rates.mean_sampled_tokens(lengths)
         tokens = running[:, None] * (1.0 + self._cost_model.verify_share * drafted_tokens)
-        kv_tokens = np.broadcast_to((running * mean_kv_tokens)[:, None], tokens.shape)
-        self._seconds_per_token = self._step_time_model.seconds_with_drafts(tokens, kv_tokens) / sampled_tokens
-        self._seconds_per_token[:, 0] = self._step_time_model.seconds_without_drafts(running, kv_tokens[:, 0])
+        kv_tokens = running * mean_kv_tokens
+        self._seconds_per_token = self._step_time_model.seconds_with_drafts(tokens, kv_tokens[:, None]) / sampled_tokens
+        self._seconds_per_token[:, 0] = self._step_time_model.seconds_without_drafts(running, kv_tokens)
         self._best_lengths = self._seconds_per_token.argmin(axis=1)
         length_by_running = np.concatenate([[0], self._best_lengths])
         self.costs.set_rates(drafted_tokens[length_by_running], sampled_tokens[length_by_running])

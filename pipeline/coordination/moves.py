@@ -57,7 +57,7 @@ class MovePlanner:
             return []
         by_speed = self._sort_by_speed()
         moves: list[Move] = []
-        for i in range(min(len(fleet) // 2, max(1, int(len(fleet) * MAX_SOURCE_SHARE)))):
+        for i in range(max(1, int(len(fleet) * MAX_SOURCE_SHARE))):
             source, target = by_speed[-1 - i], by_speed[i]
             source_load = InstanceLoad(running=source.num_running, kv_tokens=source.kv_tokens)
             target_load = InstanceLoad(running=target.num_running, kv_tokens=target.kv_tokens)
