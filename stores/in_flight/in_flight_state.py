@@ -41,7 +41,7 @@ from staleflow.stores.in_flight.spool_entries import (
     TrajectoriesDiscarded,
     TrajectoriesRouted,
 )
-from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria
+from staleflow.stores.in_flight.stop_criteria import StopCriteria
 from staleflow.stores.trajectories.records import LedgerState
 from staleflow.stores.trajectory import (
     AUXILIARY,
@@ -113,10 +113,9 @@ class InFlightState:
     """Latest routing of each live trajectory that was routed. Deliveries of an earlier route number are refused."""
     attempts: dict[TrajectoryId, int] = field(default_factory=dict)
     """Number of times that a live trajectory was restarted from its prompt; none if never."""
-    turn_limits: dict[TrajectoryId, int] = field(default_factory=dict)
-    """Maximum tokens of the current turn, for live trajectories whose environment sets it."""
-    turn_stops: dict[TrajectoryId, StopCriteria] = field(default_factory=dict)
-    """Stop criteria of the current turn, for live trajectories whose environment sets some."""
+    turn_limits: dict[TrajectoryId, tuple[int, StopCriteria]] = field(default_factory=dict)
+    """Maximum tokens (0: as many as fit) and stop criteria of the current turn, for live trajectories that have an
+    observation."""
     batches: dict[int, tuple[Trajectory, ...]] = field(default_factory=dict)
     """Batch of each training step, in the trainer's order, until it is stored."""
     discarded: list[EndedTrajectory] = field(default_factory=list)
@@ -279,7 +278,6 @@ class InFlightState:
             routings=dict(self.routings),
             attempts=dict(self.attempts),
             turn_limits=dict(self.turn_limits),
-            turn_stops=dict(self.turn_stops),
             batches=dict(self.batches),
             discarded=list(self.discarded),
         )
@@ -354,7 +352,6 @@ class InFlightState:
         )  # fmt: skip
         self.scored.discard(t.id)
         self.turn_limits.pop(t.id, None)
-        self.turn_stops.pop(t.id, None)
         self.routings[t.id] = LatestRouting(route_number, 0)
         self.attempts[t.id] = attempt
 
@@ -392,12 +389,7 @@ class InFlightState:
             role=entry.role, tokens=entry.tokens, seconds=entry.seconds, after=entry.after, auxiliary=entry.auxiliary
         )
         self.live[t.id] = replace(t, spans=(*t.spans, observation), finish=FinishReason.UNFINISHED)
-        self.turn_limits.pop(t.id, None)
-        if entry.turn_tokens:
-            self.turn_limits[t.id] = entry.turn_tokens
-        self.turn_stops.pop(t.id, None)
-        if entry.stop != NO_STOP:
-            self.turn_stops[t.id] = entry.stop
+        self.turn_limits[t.id] = entry.turn_tokens, entry.stop
         return True
 
     def _restart(self, entry: EpisodeRestarted) -> bool:
@@ -446,7 +438,7 @@ class InFlightState:
         trajectories = [t for t in (*self.live.values(), *self.pending_commit()) if not is_evaluation(t.id)]
         scored = self.scored
         self.live, self.scored, self.routings, self.attempts, self.batches, self.discarded = {}, set(), {}, {}, {}, []
-        self.turn_limits, self.turn_stops = {}, {}
+        self.turn_limits = {}
         for t in sorted(trajectories, key=lambda t: t.id):
             all_before = all(s.version <= entry.version for s in t.segments)
             prompt_only = Trajectory(
@@ -488,7 +480,6 @@ class InFlightState:
         self.routings.pop(trajectory, None)
         self.attempts.pop(trajectory, None)
         self.turn_limits.pop(trajectory, None)
-        self.turn_stops.pop(trajectory, None)
         return self.live.pop(trajectory)
 
 

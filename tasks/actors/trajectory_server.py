@@ -241,7 +241,7 @@ class TrajectoryServer:
         requests = []
         for item in items:
             t = self._in_flight.live[item.trajectory]
-            turn_tokens, stop = self._in_flight.turn_limits.get(t.id, 0), self._in_flight.turn_stops.get(t.id, NO_STOP)
+            turn_tokens, stop = self._in_flight.turn_limits.get(t.id, (0, NO_STOP))
             if not t.has_env_steps and t.group in records:
                 params = params_of(records[t.group])
                 turn_tokens, stop = params.max_tokens, params.stop

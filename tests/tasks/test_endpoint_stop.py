@@ -174,12 +174,12 @@ def test_stop_criteria_are_part_of_the_turn_parameters_and_the_spool() -> None:
     assert isinstance(decoded, ObservationDelivered)
     assert decoded.stop == stop
     assert state.apply(decoded)
-    assert state.turn_stops == {ID: stop}
-    assert state.copy_with(resumed(0)).turn_stops == {}
+    assert state.turn_limits == {ID: (0, stop)}
+    assert state.copy_with(resumed(0)).turn_limits == {}
     state.apply(routed(0, 2))
     assert state.apply(sampled(2, 3, [0]))
     assert state.apply(replace(entry, start=4, stop=NO_STOP))
-    assert state.turn_stops == {}
+    assert state.turn_limits == {ID: (0, NO_STOP)}
 
 
 # -- sessions ----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.in_flight.spool_entries import ObservationDelivered, RewardDelivered, decode, encode
+from staleflow.stores.in_flight.stop_criteria import NO_STOP
 from staleflow.stores.trajectory import (
     EnvSpan,
     FinishReason,
@@ -126,13 +127,13 @@ def test_the_token_limit_of_a_turn_is_spooled_with_its_observation() -> None:
     read = decode(encode(entry))
     assert isinstance(read, ObservationDelivered)
     assert state.apply(read)
-    assert state.turn_limits == {ID: 5}
+    assert state.turn_limits == {ID: (5, NO_STOP)}
     assert state.copy_with(resumed(0)).turn_limits == {}
     # The observation of the next turn has none.
     state.apply(routed(0, 2))
     assert state.apply(sampled(2, 3, [0]))
     assert state.apply(replace(entry, start=4, turn_tokens=0))
-    assert state.turn_limits == {}
+    assert state.turn_limits == {ID: (0, NO_STOP)}
     plain = decode(encode(replace(entry, turn_tokens=0)))
     assert isinstance(plain, ObservationDelivered)
     assert plain.turn_tokens == 0
