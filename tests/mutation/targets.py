@@ -61,8 +61,7 @@ PACKAGES = (
         paths=("stores/in_flight",),
         tests=(
             "tests/stores/test_in_flight.py", "tests/stores/test_in_flight_turns.py", "tests/stores/test_spool.py",
-            "tests/tasks/test_observation_encoder.py", "tests/tasks/test_acknowledgements.py",
-            "tests/tasks/test_rollout_instance.py",
+            "tests/tasks/test_acknowledgements.py", "tests/tasks/test_rollout_instance.py",
         ),
     ),
     Package(

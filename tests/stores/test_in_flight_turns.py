@@ -21,7 +21,7 @@ from staleflow.stores.in_flight.spool_entries import (
     decode,
     encode,
 )
-from staleflow.stores.in_flight.stop_criteria import find_stop
+from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria, find_stop
 from staleflow.stores.trajectory import (
     EnvSpan,
     FinishReason,
@@ -72,6 +72,22 @@ def restarted(tokens: int, route_number: int, attempt: int = 0) -> EpisodeRestar
 
 
 BEGIN = (drawn(0), routed(0, 1))
+
+
+def test_the_limits_of_a_turn_are_spooled_with_its_observation() -> None:
+    state, stop = flight(), StopCriteria(("\n\n", "é"), (5, 7))
+    for entry in (*BEGIN, sampled(1, 0, [0, 0])):
+        assert state.apply(entry)
+    for limits in ({"turn_tokens": 5}, {"stop": stop}, {"turn_tokens": 5, "stop": stop}):
+        read = decode(encode(replace(observation(2), **limits)))
+        assert isinstance(read, ObservationDelivered)
+        after = state.copy_with(read)
+        assert after.turn_limits == {ID: (limits.get("turn_tokens", 0), limits.get("stop", NO_STOP))}
+        assert after.copy_with(resumed(0)).turn_limits == {}
+    # The observation of the next turn has none.
+    for later in (routed(0, 2), sampled(2, 4, [0]), observation(5)):
+        assert after.apply(later)
+    assert after.turn_limits == {ID: (0, NO_STOP)}
 
 
 def span_summary(t: Trajectory) -> list[tuple[int, int]]:

@@ -5,22 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from staleflow.stores.in_flight.spool_entries import ObservationDelivered, decode, encode
 from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria, find_stop
 from staleflow.tasks.endpoint.requests import ChatRequest, SamplingRule, read_chat, read_generate
 from staleflow.tasks.engines.running_requests import StopCheck
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, FileDetokenizer
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.rendering.turn_params import TurnParams, split_params
-from tests.stores.test_in_flight import drawn, flight, resumed, routed
-from tests.stores.test_in_flight_turns import ID, sampled
 from tests.tasks.chat_models import chat_tokenizer
 from tests.tasks.endpoint_serving import GENERATE, HELLO, answer_turns, auth_headers, chat, serving, turn
 
@@ -151,7 +146,7 @@ def test_stop_accepts_a_string_or_a_list() -> None:
     assert result.stop == StopCriteria(("END",), (3, 5))
 
 
-def test_stop_criteria_are_part_of_the_turn_parameters_and_the_spool() -> None:
+def test_stop_criteria_are_part_of_the_turn_parameters() -> None:
     stop = StopCriteria(("\n\n", "é"), (5, 7))
     text = (
         read_request(stop=list(stop.strings), stop_token_ids=list(stop.token_ids))
@@ -162,24 +157,6 @@ def test_stop_criteria_are_part_of_the_turn_parameters_and_the_spool() -> None:
     assert "stop" not in read_request(max_tokens=3).turn_params(first=True).prepend_to([])[0].content, (
         "prompts stay what they were"
     )
-
-    state = flight()
-    state.apply(drawn(0))
-    state.apply(routed(0, 1))
-    assert state.apply(sampled(1, 0, [0, 0]))
-    entry = ObservationDelivered(
-        trajectory=ID, start=2, role="user", tokens=np.asarray([7], np.int32), seconds=0.1, at_s=4.0, stop=stop
-    )
-    decoded = decode(encode(entry))
-    assert isinstance(decoded, ObservationDelivered)
-    assert decoded.stop == stop
-    assert state.apply(decoded)
-    assert state.turn_limits == {ID: (0, stop)}
-    assert state.copy_with(resumed(0)).turn_limits == {}
-    state.apply(routed(0, 2))
-    assert state.apply(sampled(2, 3, [0]))
-    assert state.apply(replace(entry, start=4, stop=NO_STOP))
-    assert state.turn_limits == {ID: (0, NO_STOP)}
 
 
 # -- sessions ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.in_flight.spool_entries import ObservationDelivered, RewardDelivered, decode, encode
-from staleflow.stores.in_flight.stop_criteria import NO_STOP
 from staleflow.stores.trajectory import (
     EnvSpan,
     FinishReason,
@@ -32,7 +31,7 @@ from staleflow.tasks.rendering.turn_params import TurnParams, role_of, split_par
 from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.sources.prompts import PromptSettings, TokenizedPrompts
 from staleflow.tasks.sources.task_sources import SourceSettings
-from tests.stores.test_in_flight import drawn, flight, resumed, routed
+from tests.stores.test_in_flight import drawn, flight, routed
 from tests.stores.test_in_flight_turns import ID, sampled
 from tests.support.segments import sampled_segment
 from tests.tasks.branching import branching_row
@@ -114,29 +113,6 @@ def test_a_single_user_message_needs_no_chat_template(tmp_path: Path) -> None:
     assert result.encode(task(Message("user", "the in"))) == result.encode(Task(prompt="the in", record={}))
     with pytest.raises(ConfigError, match=r"a prompt is a list of messages; set task\.chat = true"):
         result.encode(task(Message("system", "x"), Message("user", "y")))
-
-
-def test_the_token_limit_of_a_turn_is_spooled_with_its_observation() -> None:
-    state = flight()
-    state.apply(drawn(0))
-    state.apply(routed(0, 1))
-    assert state.apply(sampled(1, 0, [0, 0]))
-    entry = ObservationDelivered(
-        trajectory=ID, start=2, role="user", tokens=np.asarray([7], np.int32), seconds=0.1, at_s=4.0, turn_tokens=5
-    )
-    read = decode(encode(entry))
-    assert isinstance(read, ObservationDelivered)
-    assert state.apply(read)
-    assert state.turn_limits == {ID: (5, NO_STOP)}
-    assert state.copy_with(resumed(0)).turn_limits == {}
-    # The observation of the next turn has none.
-    state.apply(routed(0, 2))
-    assert state.apply(sampled(2, 3, [0]))
-    assert state.apply(replace(entry, start=4, turn_tokens=0))
-    assert state.turn_limits == {ID: (0, NO_STOP)}
-    plain = decode(encode(replace(entry, turn_tokens=0)))
-    assert isinstance(plain, ObservationDelivered)
-    assert plain.turn_tokens == 0
 
 
 def make_encoder(tokenized_prompts: TokenizedPrompts) -> ObservationEncoder:
