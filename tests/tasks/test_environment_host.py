@@ -155,36 +155,45 @@ def test_an_outcome_has_the_duration_of_its_step_and_its_end() -> None:
     assert {(item.ended, item.reward, item.seconds) for i, item in result.items() if i % 2} == {(True, 0.5, 15.0)}
 
 
+class RecordingEnvironments(Environments):
+    """Environments that record which episodes are cancelled."""
+
+    def __init__(self) -> None:
+        self.cancelled_tasks: list[int] = []
+
+    def cancel(self, keys: Iterable[EpisodeKey]) -> None:
+        self.cancelled_tasks += [key.task for key in keys]
+
+
 class DifferentServer(Server):
-    """A server whose stored observation differs from the delivered one."""
+    """A server whose stored observation differs from the delivered one. It restarts every other such episode; the
+    others have changed meanwhile."""
 
     async def add_observations(self, items: list[ObservationItem]) -> list[ObservationReceipt]:
         return [ObservationReceipt(item.num_tokens, "differs") for item in items]
 
     async def restart(self, keys: list[tuple[TrajectoryId, int, int]]) -> list[bool]:
-        return [True] * len(keys)
+        return [trajectory % 4 == 0 for trajectory, _, _ in keys]
 
 
 def test_an_episode_with_a_different_observation_is_cancelled_and_restarted() -> None:
-    cancelled: list[EpisodeKey] = []
-
-    class Recorded(Environments):
-        def cancel(self, keys: Iterable[EpisodeKey]) -> None:
-            cancelled.extend(keys)
-
-    result = run_steps(DifferentServer(), environments=Recorded())
-    assert {i: bool(item.restart_reason) for i, item in result.items()} == {i: i % 2 == 0 for i in range(90)}
-    assert sorted(key.task for key in cancelled) == list(range(0, 90, 2))
+    environments = RecordingEnvironments()
+    result = run_steps(DifferentServer(), environments=environments)
+    assert {i: bool(item.restart_reason) for i, item in result.items()} == {
+        i: i % 4 == 0 for i in range(90) if i % 4 != 2
+    }
+    assert sorted(environments.cancelled_tasks) == list(range(0, 90, 2))
 
 
 async def test_available_outcomes_are_returned_at_once() -> None:
-    host = EnvironmentHost(Environments(), call_s=5)
-    await host.start_steps(Server(), (EnvStepItem(trajectory=TrajectoryId(1), route_number=0, truncated=False),))
+    host = EnvironmentHost(environments := RecordingEnvironments(), call_s=5)
+    await host.start_steps(Server(), step_items(False, False))
     await asyncio.sleep(1.0)
     begin = asyncio.get_running_loop().time()
-    assert len(await host.next_outcomes(60.0)) == 1
-    assert not host._keys, "the environment of an episode that has ended is not kept"
+    assert [outcome.ended for outcome in await host.next_outcomes(60.0)] == [False, True]
     assert asyncio.get_running_loop().time() == begin
+    await host.close_episodes((TrajectoryId(0), TrajectoryId(1)))
+    assert environments.cancelled_tasks == [0], "the other one has ended"
     await host.close()
 
 

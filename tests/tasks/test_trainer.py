@@ -127,7 +127,20 @@ class SlowPolicy(Weights):
 
 
 async def test_training_continues_while_a_resume_point_is_written(tmp_path: Path) -> None:
-    begin_s, policy = time.monotonic(), SlowPolicy()
+    class CopyingPolicy(SlowPolicy):
+        trained = 0
+
+        def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
+            self.trained += 1
+            return super().step(step, rows)
+
+        def begin_save(self, path: Path) -> None:
+            trained = self.trained
+            time.sleep(0.1)
+            assert self.trained == trained, "it copies the state of one step"
+            super().begin_save(path)
+
+    begin_s, policy = time.monotonic(), CopyingPolicy()
     actor = Trainer(policy, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 2)
     for step in range(3):
         assert await actor.version() == step
