@@ -331,3 +331,4 @@ def test_the_ledger_state_lists_tasks_in_flight_and_counts_later_draws() -> None
     assert after.tasks_in_flight == ((0, 0, 10), (1, 1, 11), (2, 0, 12))
     assert [source.num_drawn for source in after.sources] == [2, 2], "groups 1 and 2 were drawn since"
     assert replace(after, sources=before.sources, tasks_in_flight=()) == before
+    assert state.tasks_of([GroupId(1), GroupId(7)]) == {1: (1, 11)}
