@@ -216,15 +216,14 @@ class ParameterServer:
         with raised_as(SourceFailed, f"{source.name} cannot send it", ActorLost, ActorFailed, StoreError):
             data: bytes | None = None
             while data is None:
-                remaining_s = deadline - _now()
-                if remaining_s <= 0:
+                if _now() >= deadline:
                     raise SourceFailed(f"{source.name} has sent nothing for {self._source_timeout_s:g} s")
                 data = await call_actor(
                     source.actor,
                     "read_piece",
                     version,
                     *piece,
-                    timeout_s=remaining_s + MAX_WAIT_S,
+                    timeout_s=deadline - _now() + MAX_WAIT_S,
                     actor_name=source.name,
                 )
         if len(data) != piece.size:

@@ -243,6 +243,13 @@ async def test_a_source_that_recovers_before_the_timeout_is_read_again(tmp_path:
     await recovering
 
 
+async def test_a_source_is_left_when_one_of_its_reads_fails(tmp_path: Path) -> None:
+    failing, good, target = Host(tmp_path / "a", data_of(50)), Host(tmp_path / "b", data_of(50)), Host(tmp_path / "c")
+    failing.fault = lambda number, well: (source_is_silent if number else source_dies)(number, well)
+    assert await target.fetch(50, failing, good) == data_of(50)
+    assert asyncio.get_running_loop().time() < 1.0
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_failed_fetch_names_its_sources_and_leaves_no_file(tmp_path: Path, fault: Fault) -> None:
     one, two, target = Host(tmp_path / "a", data_of(50)), Host(tmp_path / "b", data_of(50)), Host(tmp_path / "c")

@@ -206,7 +206,8 @@ OWN = (
 def test_permanent_errors_are_not_classified_as_a_lost_rank() -> None:
     """NCCL errors of ranks that share a GPU or are out of memory repeat on every attempt."""
     for message in LOST:
-        assert isinstance(trainer_rank._cause(RuntimeError(message), []), ActorLost), message
+        lost = trainer_rank._cause(RuntimeError(message), [])
+        assert isinstance(lost, ActorLost) and lost.actor == "trainer", message
     for message in OWN:
         error = RuntimeError(message)
         assert trainer_rank._cause(error, []) is error, message
@@ -234,9 +235,10 @@ async def test_an_error_of_one_rank_is_raised_while_other_ranks_wait(
     await lead.publish_initial((), PolicyVersion(0), "")
     with pytest.raises(ActorLost if error is CLOSED else ActorFailed, match=message):
         await call_actor(lead, "train", Server(), 0, (), (), timeout_s=60.0, actor_name="trainer")
-    group.barrier.abort()
     for actor in all_ranks(lead, others):
         await actor.close()
+    assert not group.barrier.broken, "closed while the other rank was still waiting"
+    group.barrier.abort()
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
