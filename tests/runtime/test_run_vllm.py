@@ -60,9 +60,15 @@ def test_adapters_of_all_versions_within_the_bound_are_served(job: Path, tiny_mo
     check_attribution(job, tiny_model, *VLLM)
 
 
+def shared_memory() -> set[Path]:
+    """What is in shared memory, but for semaphores of Dask's processes, which come and go, and for the file by which an
+    instance's workers meet: it is in the folder of temporary files, which tests have in memory."""
+    return {path for path in Path("/dev/shm").glob("[!s]*") if not path.name.startswith("vllm_dist_")}
+
+
 def test_a_killed_vllm_instance_is_replaced_and_no_trajectory_is_lost(job: Path, memory_folder: Path) -> None:
     """kill -9 under load: its trajectories continue elsewhere, and it leaves neither processes nor shared memory."""
-    before = set(Path("/dev/shm").glob("[!s]*"))  # semaphores of Dask's own processes come and go
+    before = shared_memory()
     struck: list[int] = []
 
     def strike(pid: int) -> None:
@@ -81,7 +87,7 @@ def test_a_killed_vllm_instance_is_replaced_and_no_trajectory_is_lost(job: Path,
     store = check(job.parent / "runs" / "job", 12)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 12 * 16
     assert not any(Path(f"/proc/{pid}").exists() for pid in struck)
-    assert set(Path("/dev/shm").glob("[!s]*")) <= before
+    assert shared_memory() <= before
     assert not list(memory_folder.iterdir())
 
 
