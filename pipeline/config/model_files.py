@@ -34,8 +34,8 @@ ATTENTION_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 replaced."""
 OWN_CACHE = ("minimax", "recurrent_gemma")
 """Model types that work only with a cache class of their own."""
-RECURRENT_ONLY = "cache_params: Cache"
-"""Text in the code of models that have recurrent layers only."""
+RECURRENT_STATE = "update_recurrent_state("
+"""A call in the code of models with recurrent layers, whose states are in transformers' own cache."""
 INDEXED_ATTENTION = ("update_indexer(", "compressed_sparse_attention")
 """Calls in the code of models that attend only to tokens selected by an index (sparse attention)."""
 HEADER_LENGTH = struct.Struct("<Q")
@@ -194,7 +194,7 @@ def check_attention(folder: Path, key: str) -> None:
     kind = read_architecture(folder, key).get("model_type")
     code = _code(kind) if isinstance(kind, str) else ""
     why = ""
-    if code and ATTENTION_INTERFACE not in code and RECURRENT_ONLY not in code:
+    if code and ATTENTION_INTERFACE not in code and RECURRENT_STATE not in code:
         why = "does not compute attention by transformers' interface"
     elif kind in OWN_CACHE:
         why = "computes with a cache of its own"
