@@ -47,12 +47,21 @@ def parse_json(text: str | bytes) -> Plain:
 
 
 class Codec:
-    """Encodes dataclasses as plain values, and decodes them. tagged: classes whose values include the class name.
-    sparse: fields of other classes that are omitted when they have their default."""
+    """Encodes dataclasses as plain values, and decodes them.
+
+    Args:
+        tagged: Classes whose values include the class name.
+        sparse: Fields of other classes that are omitted when they have their default.
+        removed: Fields of earlier versions of tagged classes, which are ignored.
+    """
 
     def __init__(
-        self, tagged: tuple[type, ...] = (), sparse: Mapping[type, tuple[str, ...]] = MappingProxyType({})
+        self,
+        tagged: tuple[type, ...] = (),
+        sparse: Mapping[type, tuple[str, ...]] = MappingProxyType({}),
+        removed: Mapping[type, tuple[str, ...]] = MappingProxyType({}),
     ) -> None:
+        self._removed = {kind.__name__: names for kind, names in removed.items()}
         self._converter = converter = Converter()
         for plain in (int, float, str, bool):
             converter.register_structure_hook(plain, _exact(plain))
@@ -116,6 +125,8 @@ class Codec:
             _require_dict(value)
             fields = dict(value)
             read = known.get(tag := fields.pop(TAG, None))
+            for name in self._removed.get(tag, ()):
+                fields.pop(name, None)
             if read is None:
                 expected = f"; expected {' or '.join(known)}" if len(known) < 4 else ""
                 raise ValueError(f"unknown type {tag!r}{expected}")

@@ -146,7 +146,6 @@ def route(trajectory: int, instance: str = "rollout-0", route_number: int = 0) -
         route_number=route_number,
         instance=InstanceId(instance),
         version=PolicyVersion(0),
-        cause="",
     )
 
 

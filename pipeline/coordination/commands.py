@@ -1,4 +1,4 @@
-"""The coordinator's commands: frozen, in the imperative. `cause` identifies the event that led to a command."""
+"""The coordinator's commands: frozen, in the imperative."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ class FetchPrompts:
     """Fetch the next prompts from the task source."""
 
     num_groups: int
-    cause: str
     draws: tuple[tuple[int, int], ...] = ()
     """(source, task) of each group; empty: the next tasks in order of the run's only source."""
 
@@ -28,7 +27,6 @@ class Route:
     """Number of times that this trajectory was routed; results of an earlier routing are ignored."""
     instance: InstanceId
     version: PolicyVersion
-    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +34,7 @@ class Interrupt:
     """Stop sampling and keep the tokens."""
 
     trajectory: TrajectoryId
-    route_number: int
     instance: InstanceId
-    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +42,7 @@ class Abort:
     """Stop sampling; the trajectory has ended."""
 
     trajectory: TrajectoryId
-    route_number: int
     instance: InstanceId
-    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +51,6 @@ class ReleaseCache:
 
     trajectory: TrajectoryId
     instance: InstanceId
-    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +60,6 @@ class Pull:
 
     instance: InstanceId
     version: PolicyVersion
-    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +69,6 @@ class Sleep:
 
     instance: InstanceId
     step: int
-    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +77,6 @@ class SetDraftLength:
 
     instance: InstanceId
     length: int
-    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +84,6 @@ class Score:
     """Ask a reward worker for the reward of a trajectory."""
 
     trajectory: TrajectoryId
-    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +94,6 @@ class StepEnvironment:
     trajectory: TrajectoryId
     route_number: int
     truncated: bool = False
-    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +101,6 @@ class CloseEnvironment:
     """Close the environment of a trajectory that ended before its episode. A running step is cancelled."""
 
     trajectory: TrajectoryId
-    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +111,6 @@ class Train:
     trajectories: tuple[TrajectoryId, ...]
     versions: tuple[PolicyVersion, ...]
     """v_traj, one per trajectory."""
-    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +120,6 @@ class Discard:
     endings: tuple[Ending, ...]
     versions: tuple[PolicyVersion, ...]
     """v_traj, one per trajectory; -1 if it was never routed."""
-    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +134,6 @@ class FinishEvaluation:
     version: PolicyVersion
     failed: tuple[TrajectoryId, ...] = ()
     abandoned: bool = False
-    cause: str
 
 
 Command = (

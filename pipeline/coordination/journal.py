@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast, get_args
 
-from staleflow.pipeline.coordination.commands import Command, Route
+from staleflow.pipeline.coordination.commands import Abort, Command, Interrupt, Route
 from staleflow.pipeline.coordination.coordinator import MAX_ROUTES, Coordinator
 from staleflow.pipeline.coordination.events import DecodeStats, Event, NewGroup, RunResumed
 from staleflow.stores.errors import ConfigError, ProtocolViolation, StoreError, raised_as, strerror
@@ -40,7 +40,12 @@ CODEC = Codec(
         GroupInFlight,
         MemberInFlight,
         SourceState,
-    )
+    ),
+    removed={
+        **dict.fromkeys(get_args(Command), ("cause",)),
+        Interrupt: ("cause", "route_number"),
+        Abort: ("cause", "route_number"),
+    },
 )
 OUTCOME_KEY = re.compile(f"({'|'.join(f.value for f in Fate)}):({'|'.join(r.value for r in AbortReason)})")
 """Pattern of a fate and its reason in `RunResumed`."""

@@ -447,7 +447,6 @@ class CoordinatorState(StateView):
                 DiscardedTrajectory(
                     ending=ending,
                     v_traj=trajectory.v_traj,
-                    route_number=trajectory.route_number,
                     running_instance=trajectory.instance,
                     cached_instance=self.pop_cached_instance(trajectory),
                     environment_open=trajectory.num_turns > 0 and trajectory.phase is not Phase.DONE,

@@ -104,7 +104,6 @@ class DiscardedTrajectory:
 
     ending: Ending
     v_traj: PolicyVersion
-    route_number: int
     running_instance: InstanceId | None
     cached_instance: InstanceId | None
     environment_open: bool

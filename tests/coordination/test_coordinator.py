@@ -166,7 +166,6 @@ def test_the_life_of_a_trajectory_from_draw_to_training() -> None:
     bench.join()
     (route,) = commands_of(bench.arrive(0), Route)
     assert (route.trajectory, route.instance, route.version, route.route_number) == (0, A, 0, 1)
-    assert route.cause.startswith("GroupsArrived#")
     assert [type(c) for c in bench.sampled(0)] == [Score]
     (train,) = commands_of(bench.scored(0), Train)
     assert (train.step, train.trajectories, train.versions) == (0, (0,), (0,))

@@ -91,6 +91,7 @@ class TinyBody:
         self.ended: dict[int, Fate] = {}
         self.losses = 0
         self.tokens: dict[int, int] = {}
+        self.route_numbers: dict[int, int] = {}
         """Trajectories with an environment."""
         self.playing: set[int] = set()
         """Trajectories whose environment is open."""
@@ -111,6 +112,7 @@ class TinyBody:
                 self.pending.append(GroupsArrived(groups=new))
             case Route():
                 t, e = command.trajectory, command.route_number
+                self.route_numbers[t] = e
                 self.tokens[t] = self.tokens.get(t, 0) + self.rng.randint(1, 9)
                 answer: Event = TrajectorySampled(trajectory=t, route_number=e, tokens=self.tokens[t])
                 if self.rng.random() < 0.05:
@@ -136,7 +138,7 @@ class TinyBody:
                     assert ending.trajectory not in self.ended
                     self.ended[ending.trajectory] = ending.fate
             case Interrupt():
-                t, e = command.trajectory, command.route_number
+                t, e = command.trajectory, self.route_numbers[command.trajectory]
                 self.pending.append(TrajectoryInterrupted(trajectory=t, route_number=e, tokens=self.tokens[t]))
             case Abort():
                 pass
@@ -216,22 +218,22 @@ def test_a_changed_command_is_detected(tmp_path: Path) -> None:
 WRITTEN = (
     '{"now":1.5,"event":{"type":"RunResumed","step":3,"num_ended":[["consumed:none",18]]},"commands":[]}',
     '{"now":1.5,"event":{"type":"InstanceJoined","instance":"a","version":0,"kv_capacity":500,"max_running":7},'
-    '"commands":[{"type":"FetchPrompts","num_groups":9,"cause":"InstanceJoined#1"}]}',
+    '"commands":[{"type":"FetchPrompts","num_groups":9}]}',
     '{"now":1.5,"event":{"type":"GroupsArrived","groups":[{"type":"NewGroup","group":3,"prompt_tokens":5}]},'
-    '"commands":[{"type":"Route","trajectory":54,"route_number":1,"instance":"b","version":3,"cause":"Tick#396"}]}',
+    '"commands":[{"type":"Route","trajectory":54,"route_number":1,"instance":"b","version":3}]}',
     '{"now":1.5,"event":{"type":"InstanceReported","instance":"b","progress":[[5,3],[4,2]]},"commands":[]}',
     '{"now":1.5,"event":{"type":"TrajectorySampled","trajectory":7,"route_number":1,"tokens":9},'
-    '"commands":[{"type":"Score","trajectory":7,"cause":"TrajectorySampled#7"}]}',
+    '"commands":[{"type":"Score","trajectory":7}]}',
     '{"now":1.5,"event":{"type":"TrajectoryScored","trajectory":1,"reward":1.0},'
-    '"commands":[{"type":"Train","step":0,"trajectories":[1,0],"versions":[0,0],"cause":"TrajectoryScored#87"},'
+    '"commands":[{"type":"Train","step":0,"trajectories":[1,0],"versions":[0,0]},'
     '{"type":"Discard","endings":[{"type":"Ending","trajectory":2,"group":0,"fate":"aborted","reason":"surplus_member",'
-    '"step":0}],"versions":[0],"cause":"TrajectoryScored#55"}]}',
+    '"step":0}],"versions":[0]}]}',
     '{"now":1.5,"event":{"type":"TrajectoryScored","trajectory":1,"reward":0.0,"error":"no"},"commands":[]}',
     '{"now":1.5,"event":{"type":"VersionPublished","version":1},'
-    '"commands":[{"type":"Pull","instance":"a","version":1,"cause":"Tick#138"}]}',
+    '"commands":[{"type":"Pull","instance":"a","version":1}]}',
     '{"now":1.5,"event":{"type":"PullFinished","instance":"a","version":1},'
-    '"commands":[{"type":"Interrupt","trajectory":19,"route_number":1,"instance":"b","cause":"Tick#246"},'
-    '{"type":"Abort","trajectory":4,"route_number":1,"instance":"a","cause":"TrajectoryScored#39"}]}',
+    '"commands":[{"type":"Interrupt","trajectory":19,"instance":"b"},'
+    '{"type":"Abort","trajectory":4,"instance":"a"}]}',
     '{"now":1.5,"event":{"type":"InstanceLost","instance":"b","why":"x"},"commands":[]}',
     '{"now":1.5,"event":{"type":"TrajectoryFailed","trajectory":9,"route_number":1,"error":"x"},"commands":[]}',
     '{"now":1.5,"event":{"type":"TrajectoryInterrupted","trajectory":20,"route_number":2,"tokens":7},"commands":[]}',
@@ -249,18 +251,18 @@ ADDED = (
     '{"now":1.5,"event":{"type":"InstanceReported","instance":"b","progress":[[5,3]],"delivered":[[5,2]]},"commands":[]}',
     '{"now":1.5,"event":{"type":"InstanceReported","instance":"b","progress":[[5,3]],"steps":{"type":"DecodeStats",'
     '"running":1,"kv_tokens":9,"seconds":0.5,"tokens":3,"drafts":1,"drafted_tokens":2,"accepted_tokens":1}},'
-    '"commands":[{"type":"SetDraftLength","instance":"b","length":4,"cause":"InstanceReported#7"}]}',
+    '"commands":[{"type":"SetDraftLength","instance":"b","length":4}]}',
     '{"now":1.5,"event":{"type":"InstanceLeaving","instance":"b"},"commands":[]}',
     '{"now":1.5,"event":{"type":"EnvironmentStepped","trajectory":7,"route_number":1,"tokens":9},'
-    '"commands":[{"type":"StepEnvironment","trajectory":7,"route_number":1,"cause":"TrajectorySampled#7"},'
-    '{"type":"CloseEnvironment","trajectory":8,"cause":"TrajectoryScored#9"},'
-    '{"type":"ReleaseCache","trajectory":8,"instance":"a","cause":"TrajectoryScored#9"}]}',
+    '"commands":[{"type":"StepEnvironment","trajectory":7,"route_number":1},'
+    '{"type":"CloseEnvironment","trajectory":8},'
+    '{"type":"ReleaseCache","trajectory":8,"instance":"a"}]}',
     '{"now":1.5,"event":{"type":"EvaluationRequested","evaluation":0,"groups":['
     '{"type":"NewGroup","group":-1,"prompt_tokens":5}]},"commands":['
-    '{"type":"FinishEvaluation","evaluation":0,"version":3,"cause":"TrajectoryScored#9","failed":[-8]}]}',
+    '{"type":"FinishEvaluation","evaluation":0,"version":3,"failed":[-8]}]}',
     '{"now":1.5,"event":{"type":"EnvironmentFailed","trajectory":7,"route_number":1,"error":"x"},"commands":[]}',
     '{"now":1.5,"event":{"type":"InstanceSlept","instance":"b","step":3},'
-    '"commands":[{"type":"Sleep","instance":"a","step":3,"cause":"TrajectoryScored#9"}]}',
+    '"commands":[{"type":"Sleep","instance":"a","step":3}]}',
     '{"now":1.5,"event":{"type":"RoutingContinued"},"commands":[]}',
 )
 """Lines with fields added by later versions."""
@@ -277,6 +279,18 @@ def test_the_journal_encodes_to_the_same_bytes_as_before(tmp_path: Path) -> None
         written.append(entry.now, entry.event, list(entry.commands))
     written.close()
     assert again.read_bytes() == path.read_bytes()
+
+
+def test_fields_that_commands_had_in_the_previous_version_are_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    interrupt = '{"type":"Interrupt","trajectory":19,"route_number":1,"instance":"b","cause":"Tick#246"}'
+    abort = '{"type":"Abort","trajectory":4,"route_number":1,"instance":"a","cause":"Tick#246"}'
+    path.write_text(f'{{"now":1.5,"event":{{"type":"Tick"}},"commands":[{interrupt},{abort}]}}\n')
+    (entry,) = journal.JournalReader(path)
+    one, two = InstanceId("a"), InstanceId("b")
+    assert entry.commands == (
+        Interrupt(trajectory=TrajectoryId(19), instance=two), Abort(trajectory=TrajectoryId(4), instance=one)
+    )  # fmt: skip
 
 
 def test_a_missing_journal_is_named(tmp_path: Path) -> None:
@@ -309,7 +323,7 @@ def test_a_torn_last_line_is_skipped_and_reported(tmp_path: Path) -> None:
         (b'{"now":1,"event":{"type":"Tock"},"commands":[]}', "event: unknown type 'Tock'"),
         (b'{"now":1,"event":{"type":["Tick"]},"commands":[]}', "event: unhashable"),
         (
-            b'{"now":1,"event":{"type":"FetchPrompts","num_groups":1,"cause":""},"commands":[]}',
+            b'{"now":1,"event":{"type":"FetchPrompts","num_groups":1},"commands":[]}',
             "event: unknown type 'FetchPrompts'",
         ),
         (b'{"now":1,"event":{"type":"Tick","tack":1},"commands":[]}', "event: unknown field 'tack'"),

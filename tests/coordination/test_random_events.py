@@ -60,6 +60,7 @@ class RandomRun:
         self.answered: list[Event] = []
         self.next_group = 0
         self.ended: set[TrajectoryId] = set()
+        self.route_numbers: dict[TrajectoryId, int] = {}
 
     def run(self) -> None:
         for name in NAMES[:2]:
@@ -117,13 +118,15 @@ class RandomRun:
                 new = tuple(NewGroup(group=GroupId(g), prompt_tokens=rng.randint(1, 20)) for g in groups)
                 self.pending.append(GroupsArrived(groups=new))
             case Route(trajectory=t, route_number=e):
+                self.route_numbers[t] = e
                 outcomes: list[Event] = [
                     TrajectorySampled(trajectory=t, route_number=e, tokens=rng.randint(1, 60)),
                     TrajectoryInterrupted(trajectory=t, route_number=e, tokens=rng.randint(0, 20)),
                     TrajectoryFailed(trajectory=t, route_number=e, error="x"),
                 ]
                 self.pending.append(rng.choices(outcomes, weights=[80, 14, 6])[0])
-            case Interrupt(trajectory=t, route_number=e):
+            case Interrupt(trajectory=t):
+                e = self.route_numbers[t]
                 self.pending.append(TrajectoryInterrupted(trajectory=t, route_number=e, tokens=rng.randint(0, 30)))
             case Score(trajectory=t):
                 error = "" if rng.random() < 0.9 else "no answer"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import numpy as np
@@ -38,9 +37,8 @@ def arrivals(seed: int) -> GroupsArrived:
 
 
 def routes(entries: list[JournalEntry]) -> list[Route]:
-    """All routes of the entries, without the event that caused them."""
-    commands = [command for entry in entries for command in entry.commands if isinstance(command, Route)]
-    return [dataclasses.replace(route, cause="") for route in commands]
+    """All routes of the entries."""
+    return [command for entry in entries for command in entry.commands if isinstance(command, Route)]
 
 
 def fill(bench: Bench, max_routes: int, seed: int) -> list[JournalEntry]:

@@ -241,7 +241,7 @@ def test_a_batch_sets_replan_flags_from_scoring_to_pull() -> None:
     assert state.record_reward(live(state, 1), 0.0)
     assert changes(state) == (True, [], False, False)
     (surplus,) = state.occupy(GroupId(0))
-    assert (surplus.ending.trajectory, surplus.running_instance, surplus.route_number) == (2, A, 1)
+    assert (surplus.ending.trajectory, surplus.running_instance) == (2, A)
     assert changes(state) == (True, [A], True, True)
     state.set_now(4.0)
     assert state.trainer_waited_s == 4.0

@@ -170,16 +170,14 @@ def finished_run(folder: Path) -> Path:
     (folder / "summary.json").write_text("{}")
     book = Journal(folder / "events.jsonl")
     first, second = TrajectoryId(0), TrajectoryId(1)
-    book.append(0.0, Tick(), [FetchPrompts(num_groups=1, cause="")])
+    book.append(0.0, Tick(), [FetchPrompts(num_groups=1)])
     book.append(0.5, GroupsArrived(groups=(NewGroup(group=GroupId(0), prompt_tokens=5),)), [])
-    book.append(2.0, TrajectorySampled(trajectory=first, route_number=1, tokens=9), [Score(trajectory=first, cause="")])
-    book.append(
-        2.1, TrajectorySampled(trajectory=second, route_number=1, tokens=9), [Score(trajectory=second, cause="")]
-    )
+    book.append(2.0, TrajectorySampled(trajectory=first, route_number=1, tokens=9), [Score(trajectory=first)])
+    book.append(2.1, TrajectorySampled(trajectory=second, route_number=1, tokens=9), [Score(trajectory=second)])
     book.append(2.4, TrajectoryScored(trajectory=second, reward=1.0), [])
-    train = Train(step=0, trajectories=(first, second), versions=(PolicyVersion(0), PolicyVersion(0)), cause="")
+    train = Train(step=0, trajectories=(first, second), versions=(PolicyVersion(0), PolicyVersion(0)))
     book.append(2.5, TrajectoryScored(trajectory=first, reward=1.0), [train])
-    pull = Pull(instance=InstanceId("a"), version=PolicyVersion(1), cause="")
+    pull = Pull(instance=InstanceId("a"), version=PolicyVersion(1))
     book.append(9.5, VersionPublished(version=PolicyVersion(1)), [pull])
     book.append(9.7, PullFinished(instance=InstanceId("a"), version=PolicyVersion(1)), [])
     book.append(9.8, TrajectoryScored(trajectory=first, reward=1.0), [])  # without a request: left out

@@ -202,7 +202,6 @@ def test_delivered_tokens_of_a_lost_instance_are_not_sampled_again() -> None:
                 route_number=route_number,
                 instance=instance,
                 version=PolicyVersion(0),
-                cause="",
             ),
         )
 

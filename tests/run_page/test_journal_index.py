@@ -40,7 +40,6 @@ def route(trajectory: int, instance: str, version: int = 0) -> dict[str, Any]:
         "route_number": 1,
         "instance": instance,
         "version": version,
-        "cause": "c",
     }
 
 
@@ -52,7 +51,7 @@ ARRIVED = {"type": "GroupsArrived", "groups": [{"type": "NewGroup", "group": 3, 
 
 
 def act(trajectory: int) -> dict[str, Any]:
-    return {"type": "StepEnvironment", "trajectory": trajectory, "route_number": 1, "truncated": False, "cause": "c"}
+    return {"type": "StepEnvironment", "trajectory": trajectory, "route_number": 1, "truncated": False}
 
 
 def test_the_story_of_an_episode_has_its_turns_and_environment_steps() -> None:
@@ -88,13 +87,13 @@ LIFE: tuple[Entry, ...] = (
     (0.0, joined("b"), []),
     (1.0, ARRIVED, [route(6, "a"), route(7, "a")]),
     (2.0, ended("TrajectoryInterrupted", 6), [route(6, "b")]),
-    (2.5, {"type": "Tick"}, [{"type": "Pull", "instance": "b", "version": 1, "cause": "c"}]),
+    (2.5, {"type": "Tick"}, [{"type": "Pull", "instance": "b", "version": 1}]),
     (3.0, {"type": "PullFinished", "instance": "b", "version": 1}, []),
-    (4.0, ended("TrajectorySampled", 6, 9), [{"type": "Score", "trajectory": 6, "cause": "c"}]),
+    (4.0, ended("TrajectorySampled", 6, 9), [{"type": "Score", "trajectory": 6}]),
     (5.0, {"type": "TrajectoryScored", "trajectory": 6, "reward": 0.25}, []),
     (6.0, ended("TrajectorySampled", 7, 3), []),
     (7.0, {"type": "TrajectoryScored", "trajectory": 7, "reward": 1.0},
-     [{"type": "Train", "step": 0, "trajectories": [6, 7], "versions": [0, 0], "cause": "c"}]),
+     [{"type": "Train", "step": 0, "trajectories": [6, 7], "versions": [0, 0]}]),
     (9.0, {"type": "VersionPublished", "version": 1}, []),
     (10.0, {"type": "Tick"}, []),
 )  # fmt: skip
@@ -172,8 +171,8 @@ def test_trajectories_of_a_lost_instance_wait_again() -> None:
 
 def test_a_dropped_trajectory_has_its_reason_and_late_results_are_ignored() -> None:
     ending = {"type": "Ending", "trajectory": 7, "group": 3, "fate": "aborted", "reason": "surplus_member", "step": 0}
-    retire = {"type": "Discard", "endings": [ending], "versions": [0], "cause": "c"}
-    abort = {"type": "Abort", "trajectory": 7, "route_number": 1, "instance": "a", "cause": "c"}
+    retire = {"type": "Discard", "endings": [ending], "versions": [0]}
+    abort = {"type": "Abort", "trajectory": 7, "instance": "a"}
     dropped = index(*LIFE[:3], (2.0, {"type": "Tick"}, [abort, retire]), (3.0, ended("TrajectorySampled", 7), []))
     assert [m["what"] for m in dropped.story(7)][2:] == ["sampling aborted on a", "aborted: surplus_member"]
     assert dropped.window(0.0, 3.0, 3)["instances"][0]["running"] == [0, 2, 1]
@@ -204,7 +203,7 @@ def test_the_next_start_shows_its_recovered_trajectories() -> None:
     group = {"type": "GroupInFlight", "group": 3, "prompt_tokens": 4, "members": members}
     fresh = {"type": "GroupInFlight", "group": 4, "prompt_tokens": 4,
              "members": [{"type": "MemberInFlight", "trajectory": id} for id in (8, 9)]}  # fmt: skip
-    score = {"type": "Score", "trajectory": 7, "cause": "c"}
+    score = {"type": "Score", "trajectory": 7}
     add(
         journal_index,
         (70.0, {"type": "RunResumed", "step": 0, "num_ended": [], "groups": [group, fresh]}, [score]),

@@ -74,7 +74,7 @@ def evaluate(config: RunConfig, answer: dict[str, str | None], folder: Path) -> 
             await server.deliver([_sampled(member, ids(text)) for member, text in messages.items() if text is not None])
             await reward.score(server, tuple(members))
             failed = tuple(member for member, text in messages.items() if text is None)
-            concluded = FinishEvaluation(evaluation=0, version=PolicyVersion(3), failed=failed, cause="")
+            concluded = FinishEvaluation(evaluation=0, version=PolicyVersion(3), failed=failed)
             await evaluating.finish(concluded)
             assert server._in_flight.live == {} == server._in_flight.routings
         finally:

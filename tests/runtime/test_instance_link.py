@@ -64,19 +64,19 @@ ONE = InstanceId("rollout-0")
 
 
 def route(trajectory: TrajectoryId, version: PolicyVersion = V0, route_number: int = 1) -> Route:
-    return Route(trajectory=trajectory, route_number=route_number, instance=ONE, version=version, cause="")
+    return Route(trajectory=trajectory, route_number=route_number, instance=ONE, version=version)
 
 
 def abort(trajectory: TrajectoryId) -> Abort:
-    return Abort(trajectory=trajectory, route_number=1, instance=ONE, cause="")
+    return Abort(trajectory=trajectory, instance=ONE)
 
 
 def interrupt(trajectory: TrajectoryId) -> Interrupt:
-    return Interrupt(trajectory=trajectory, route_number=1, instance=ONE, cause="")
+    return Interrupt(trajectory=trajectory, instance=ONE)
 
 
 def pull(version: PolicyVersion) -> Pull:
-    return Pull(instance=ONE, version=version, cause="")
+    return Pull(instance=ONE, version=version)
 
 
 @dataclass
