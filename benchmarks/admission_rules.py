@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from staleflow.pipeline.simulator.baselines import BASELINES, Baseline
-from staleflow.pipeline.strategies.admission import LateWork
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.staleness.ledger import StalenessLedger
+from staleflow.stores.staleness.ledger_entries import Entry, EntryState
 from staleflow.tasks.settings.knobs import knob
 
 
@@ -35,6 +36,34 @@ class PipelineDepth(Baseline):
 
     def cap(self, ledger: StalenessLedger) -> int:
         return math.ceil(self.depth * ledger.groups_started)
+
+
+class WindowedLedger(StalenessLedger):
+    """A ledger whose steps take the oldest groups of a window, which begins at the oldest group that is not taken and
+    counts those that were. window: number of groups."""
+
+    def __init__(self, window: int, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.window = window
+
+    def _has_batch(self) -> bool:
+        return super()._has_batch() and len(self._batch()) == self.groups_per_step
+
+    def _num_picked(self, step: int, finished: int) -> int:
+        return sum(self.deadline(entry.version) <= step for entry in self._batch())
+
+    def _batch(self) -> list[Entry]:
+        live = [e for e in self.entries.values() if e.state is not EntryState.QUEUED]
+        live.sort(key=lambda e: (e.version, e.group))
+        picked: list[Entry] = []
+        while live and len(picked) < self.groups_per_step:
+            last = live[0].group + self.window
+            entry = next((e for e in live if e.state is EntryState.OCCUPIED and e.group < last), None)
+            if entry is None:
+                break
+            picked.append(entry)
+            live.remove(entry)
+        return picked
 
 
 @BASELINES.register("windowed_fifo")
@@ -61,9 +90,9 @@ class WindowedFifo(Baseline):
                 f"{lag} steps, staleness.eta allows {eta}; lower ahead or raise eta"
             )
 
-    @property
-    def window(self) -> float:
-        return self.window_share * (self.ahead + 1)
+    def make_ledger(self, **sizes: Any) -> WindowedLedger:
+        window = max(1, int(self.window_share * (self.ahead + 1) * sizes["groups_per_step"]))
+        return WindowedLedger(window, **sizes)
 
     def cap(self, ledger: StalenessLedger) -> int:
         trained = ledger.next_step - ledger.version  # the batch being trained holds its places until it is published
@@ -78,7 +107,7 @@ class OverProvision(Baseline):
 
     excess: float = knob(1.0, "groups in play beyond those a step needs, as a share of them", low=0)
 
-    late_work = LateWork.TRAIN
+    waits = keeps_bound = False
 
     def cap(self, ledger: StalenessLedger) -> int:
         if ledger.version != ledger.next_step:

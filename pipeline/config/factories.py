@@ -9,13 +9,12 @@ from staleflow.pipeline.coordination.draft_lengths import DraftLengthPlanner
 from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.mixture import Mixture, MixtureSource
 from staleflow.pipeline.coordination.strategy_set import StrategySet
-from staleflow.pipeline.strategies.admission import ADMISSION, LateWork
+from staleflow.pipeline.strategies.admission import ADMISSION
 from staleflow.pipeline.strategies.filtering import FILTERING, STRAGGLERS
 from staleflow.pipeline.strategies.migration import MIGRATION
 from staleflow.pipeline.strategies.routing import ROUTING, CacheAffinity
 from staleflow.pipeline.strategies.samplers import SAMPLERS, InOrder
 from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
-from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.tasks.emulation.batch_simulator import DraftSettings
 from staleflow.tasks.emulation.cost_model import CostModel, StepCosts
 from staleflow.tasks.emulation.emulated_episodes import EmulatedEpisodes, StepFaults
@@ -122,21 +121,13 @@ def make_coordinator(config: RunConfig, *, validate_every_event: bool = False) -
     drafts = DraftLengthPlanner(cost, speculation.num_speculative_tokens if speculation.is_set_by_coordinator else 0)
     costs: StepCosts = drafts.costs if speculation.is_set_by_coordinator else cost
     strategies = make_strategies(config, costs)
-    ledger = StalenessLedger(
+    ledger = strategies.admission.make_ledger(
         eta=ledger_eta(config),
         groups_per_step=batch.groups_per_step,
         group_size=batch.group_size,
         groups_started=config.oversampled_groups,
         members_started=config.oversampled_group_size,
         num_steps=config.steps,
-        waits=strategies.admission.late_work is LateWork.WAIT,
-        window=_window(strategies, batch.groups_per_step),
     )
     forecast = LengthForecast(config.rollout.max_new_tokens)
     return Coordinator(ledger, strategies, forecast, drafts, validate_every_event=validate_every_event)
-
-
-def _window(strategies: StrategySet, groups_per_step: int) -> int:
-    """Groups, from the oldest on, that a step may choose its batch from; 0: any."""
-    share = strategies.admission.window
-    return max(1, int(share * groups_per_step)) if share else 0

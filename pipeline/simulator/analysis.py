@@ -15,7 +15,6 @@ from staleflow.pipeline.config import factories
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.profiling.diagnosis import Diagnosis, compute_sizes, diagnose, max_versions_behind
 from staleflow.pipeline.profiling.step_times import StepTimes, find_steady_steps, sum_steady_steps
-from staleflow.pipeline.strategies.admission import LateWork
 from staleflow.stores.metrics import tokens_per_s
 from staleflow.tasks.emulation.batch_simulator import WorkTotals
 
@@ -155,7 +154,7 @@ def bound_of(config: RunConfig, steps: list[TrainedStep]) -> StepTimeBound:
     cost = factories.cost_with_drafts(config, running, running * context / tokens)
     work_s = cost.k1 * context + cost.compute_s(running) / running * tokens
     work_s += cost.prefill * sum(s.prefilled for s in steps)
-    keeps_all = config.staleness.admission.late_work is LateWork.WAIT and not config.batch.stragglers.truncates
+    keeps_all = config.staleness.admission.waits and not config.batch.stragglers.truncates
     longest_s = sum(s.longest_s for s in steps) / count / intervals if keeps_all else 0.0
     return StepTimeBound(
         train_s=sum(s.finished_s - s.ready_s for s in steps) / count,

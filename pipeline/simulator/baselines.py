@@ -15,19 +15,35 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.strategies.admission import Admission, CappedAdmission, LateWork, Synchronous
+from staleflow.pipeline.strategies.admission import Admission, CappedAdmission, Synchronous
 from staleflow.stores.errors import ConfigError
-from staleflow.stores.staleness.ledger import StalenessLedger
+from staleflow.stores.staleness.ledger import UNLIMITED, StalenessLedger
 from staleflow.tasks.settings.knobs import knob, parameter
 from staleflow.tasks.settings.registry import Registry
+
+
+class DroppingLedger(StalenessLedger):
+    """A ledger whose steps begin as soon as enough groups are finished. Any number of groups can be reserved, and those
+    that are due but unfinished are aborted: the bound holds, but reserved work may be lost."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self._reservations_per_step = UNLIMITED
+
+    def ready(self) -> bool:
+        return self._has_batch()
 
 
 class Baseline(CappedAdmission):
     """An admission rule of another system."""
 
     __slots__ = ()
+
+    def make_ledger(self, **sizes: Any) -> StalenessLedger:
+        return StalenessLedger(**sizes) if self.waits else DroppingLedger(**sizes)
 
     def check(self, eta: int) -> None:
         """Raise ConfigError if the rule's settings contradict the bound."""
@@ -68,7 +84,7 @@ class Credits(Baseline):
 
     alpha: float = knob(1.0, "batches in play beyond the first; rounded up, the most versions a batch may lag", low=0)
 
-    late_work = LateWork.DROP
+    waits = False
 
     def check(self, eta: int) -> None:
         if math.ceil(self.alpha) > eta:
@@ -89,7 +105,7 @@ class Backlog(Baseline):
 
     eta: int = parameter()
 
-    late_work = LateWork.TRAIN
+    waits = keeps_bound = False
 
     def cap(self, ledger: StalenessLedger) -> int:
         return (self.eta + 1 + ledger.version - ledger.next_step) * ledger.groups_started

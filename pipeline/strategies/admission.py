@@ -1,5 +1,5 @@
 """Admission rules, which limit how much new work starts. A job names one of them. Each guarantees the staleness bound,
-and a step waits for late work. All numbers are numbers of groups.
+and a step waits for work that is due. All numbers are numbers of groups.
 
 | rule | groups in flight (reserved and finished, without the batch being trained) |
 |---|---|
@@ -13,39 +13,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from enum import Enum
+from typing import Any
 
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.tasks.settings.registry import Registry, RegistryEntry
 
 
-class LateWork(Enum):
-    """What a step does about work that is due but unfinished."""
-
-    WAIT = "wait"
-    DROP = "drop"
-    TRAIN = "train"
-    """Train on finished work of any age: the bound is not guaranteed."""
-
-
 class Admission(RegistryEntry, ABC):
     """An admission rule."""
 
     __slots__ = ()
-    late_work = LateWork.WAIT
+    keeps_bound = True
+    """Whether no trained trajectory is older than the bound allows."""
+    waits = True
+    """Whether a step waits for work that is due but unfinished."""
     reserves = False
     """Whether it starts all work that can reserve an entry."""
 
-    @property
-    def window(self) -> float:
-        """How many batches past the oldest group a step may take its batch from; 0: no limit."""
-        return 0.0
-
-    @property
-    def keeps_bound(self) -> bool:
-        """Whether no trained trajectory is older than the bound allows."""
-        return self.late_work is not LateWork.TRAIN
+    def make_ledger(self, **sizes: Any) -> StalenessLedger:
+        """Create the ledger of a run under this rule. sizes: arguments of StalenessLedger."""
+        return StalenessLedger(**sizes)
 
     def max_versions_behind(self, bound: int) -> int:
         """Number of versions that work may lag behind, at most `bound`."""

@@ -33,14 +33,15 @@ True
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.staleness.ledger_entries import BufferView, Consumption, Ending, Entry, EntryState
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 
-UNBOUNDED_STEPS = 2**62
-"""`num_steps` of a run without a planned end."""
+UNLIMITED = 2**62
+"""`num_steps` of a run without a planned end, and any other number that sets no limit."""
 
 
 class StalenessLedger:
@@ -54,11 +55,6 @@ class StalenessLedger:
             soon as it can no longer be used.
         members_started: Members started per group, as above.
         num_steps: Planned end; nothing is reserved beyond it.
-        waits: Whether a step waits for reserved work that is due. If not, the number of reservations is not limited, a
-            step begins as soon as enough groups are finished, and unfinished groups due by it are aborted. The bound
-            still holds, but invariant 2 does not. (Systems that discard stale work at the consumer behave this way.)
-        window: Number of groups, from the oldest with a reservation, among which a step must find its batch; 0: no
-            limit.
     """
 
     def __init__(
@@ -69,9 +65,7 @@ class StalenessLedger:
         group_size: int,
         groups_started: int | None = None,
         members_started: int | None = None,
-        num_steps: int = UNBOUNDED_STEPS,
-        waits: bool = True,
-        window: int = 0,
+        num_steps: int = UNLIMITED,
     ) -> None:
         self.eta = eta
         self.groups_per_step = groups_per_step
@@ -79,10 +73,8 @@ class StalenessLedger:
         self.groups_started = groups_per_step if groups_started is None else groups_started
         self.members_started = group_size if members_started is None else members_started
         self.num_steps = num_steps
-        self.waits = waits
-        self.window = window
-        # Groups that may hold reservations for one step.
-        self._reservations_per_step = self.groups_started if waits else UNBOUNDED_STEPS
+        self._reservations_per_step = self.groups_started
+        """Groups that may hold reservations for one step."""
         if eta < 0 or groups_per_step < 1 or group_size < 1 or num_steps < 0:
             raise ValueError("eta and num_steps must be >= 0, groups_per_step and group_size >= 1")
         if self.groups_started < groups_per_step or self.members_started < group_size:
@@ -108,11 +100,11 @@ class StalenessLedger:
 
     def num_reservable(self, version: PolicyVersion) -> int:
         """Number of additional groups of `version` that can reserve an entry now."""
-        count = UNBOUNDED_STEPS
         due = self.deadline(version)
-        for _, unreserved, unfilled in self._slack(due, self._horizon()):
-            count = min(count, unreserved if unfilled > 0 else 0)
-        return max(0, count) if due >= self.next_step else 0
+        if due < self.next_step:
+            return 0
+        free = (unreserved if unfilled > 0 else 0 for _, unreserved, unfilled in self._slack(due))
+        return max(0, min(free, default=0))
 
     def can_reserve(self, group: GroupId, version: PolicyVersion) -> bool:
         """Whether a member of `group` may be sampled under `version` or newer."""
@@ -123,28 +115,14 @@ class StalenessLedger:
 
     def ready(self) -> bool:
         """Whether the next step can consume its batch now without breaking more reservations than redundancy allows."""
-        if self.next_step >= self.num_steps or self.next_step > self.version:
+        if not self._has_batch():
             return False
-        num_occupied = sum(map(len, self._occupied.values()))
-        if num_occupied < self.groups_per_step:
-            return False
-        if not self.waits:
-            return True
         # After an earliest-deadline-first pick of one batch, what is due by D must fit into steps next+1 .. D,
         # except for the groups that were started in excess.
         allowance = self.groups_started - self.groups_per_step
-        due = picked = 0
-        occupied_due = 0
-        batch = self._batch() if self.window else []
-        if self.window and len(batch) < self.groups_per_step:
-            return False
-        for step in range(self.next_step, self._horizon() + 1):
-            due += self._count_at(step, reserved=True)
-            occupied_due += self._count_at(step, reserved=False)
-            picked = min(self.groups_per_step, occupied_due)
-            if self.window:
-                picked = sum(self.deadline(entry.version) <= step for entry in batch)
-            if due - picked > self.groups_started * (step - self.next_step) + allowance:
+        for step, promised, finished in self._due_counts(self.next_step):
+            left = promised - self._num_picked(step, finished)
+            if left > self.groups_started * (step - self.next_step) + allowance:
                 return False
         return True
 
@@ -337,15 +315,12 @@ class StalenessLedger:
         """Check every invariant across collections, O(live groups); raises `ProtocolViolation` at the first broken."""
         self._validate_membership()
         self._validate_counts()
-        due = occupied_due = 0
         strict = self._reservations_per_step == self.groups_per_step
-        for step in range(min(self.next_step, self.version), self._horizon() + 1):
-            due += self._count_at(step, reserved=True)
-            occupied_due += self._count_at(step, reserved=False)
+        for step, promised, finished in self._due_counts(min(self.next_step, self.version)):
             num_entries = self.groups_per_step * max(0, step - self.next_step + 1)
-            if occupied_due > num_entries or (strict and due > num_entries):
+            if finished > num_entries or (strict and promised > num_entries):
                 raise ProtocolViolation(
-                    f"{due} groups ({occupied_due} finished) are due by step {step}, which has {num_entries} entries"
+                    f"{promised} groups ({finished} finished) are due by step {step}, which has {num_entries} entries"
                 )
         for version, groups in (*self._reserved.items(), *self._occupied.items()):
             if groups and (version > self.next_step or self.deadline(version) < self.next_step):
@@ -377,21 +352,21 @@ class StalenessLedger:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
+    def _has_batch(self) -> bool:
+        """Whether the next step may begin and as many groups are finished as it takes."""
+        return (
+            self.next_step < self.num_steps
+            and self.next_step <= self.version
+            and self.num_occupied >= self.groups_per_step
+        )
+
+    def _num_picked(self, step: int, finished: int) -> int:
+        """Number of groups due by `step` in the next step's batch. finished: number of finished groups due by it."""
+        return min(self.groups_per_step, finished)
+
     def _batch(self) -> list[Entry]:
-        """The finished groups that the next step takes, as far as there are enough: the oldest versions first, or, with
-        a window, the oldest groups in it: it begins at the oldest that is not taken, and counts those that were."""
+        """The finished groups that the next step takes, as far as there are enough: the oldest versions first."""
         picked: list[Entry] = []
-        if self.window:
-            live = [e for e in self.entries.values() if e.state is not EntryState.QUEUED]
-            live.sort(key=lambda e: (e.version, e.group))
-            while live and len(picked) < self.groups_per_step:
-                last = live[0].group + self.window
-                entry = next((e for e in live if e.state is EntryState.OCCUPIED and e.group < last), None)
-                if entry is None:
-                    break
-                picked.append(entry)
-                live.remove(entry)
-            return picked
         for version in sorted(self._occupied):
             for group in self._occupied[version]:
                 if len(picked) == self.groups_per_step:
@@ -410,42 +385,35 @@ class StalenessLedger:
             return (PolicyVersion(v) for v in range(max(0, first), self.version + 1))
         return (PolicyVersion(first),)
 
-    def _count_at(self, step: int, *, reserved: bool) -> int:
-        """The number of groups due exactly at `step`: occupied ones and, if `reserved`, reserved ones."""
-        count = 0
-        for version in self._due_versions(step):
-            count += len(self._occupied.get(version, ()))
-            if reserved:
-                count += len(self._reserved.get(version, ()))
-        return count
+    def _due_counts(self, first: int) -> Iterator[tuple[int, int, int]]:
+        """For each step from `first` to the last deadline: (step, number of groups with a reservation due by it, number
+        of finished ones among them). No live group is due before `first`."""
+        promised = finished = 0
+        for step in range(first, self._horizon() + 1):
+            for version in self._due_versions(step):
+                num_occupied = len(self._occupied.get(version, ()))
+                finished += num_occupied
+                promised += num_occupied + len(self._reserved.get(version, ()))
+            yield step, promised, finished
 
-    def _count_due(self, step: int, *, reserved: bool) -> int:
-        """The number of groups due at `step` or before."""
-        return sum(self._count_at(s, reserved=reserved) for s in range(self.next_step, step + 1))
-
-    def _slack(self, due: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """For each step from `due` to `last`: (step, number of further groups due by then that can reserve an entry,
-        number of entries that finished work leaves). The two numbers differ only with redundancy, which reserves
-        more entries than there are."""
-        if due > last:
-            return
-        num_reserved = self._count_due(due - 1, reserved=True)
-        finished = self._count_due(due - 1, reserved=False)
-        for step in range(due, last + 1):
-            num_reserved += self._count_at(step, reserved=True)
-            finished += self._count_at(step, reserved=False)
-            num_steps = step - self.next_step + 1
-            yield (
-                step,
-                self._reservations_per_step * num_steps - num_reserved,
-                self.groups_per_step * num_steps - finished,
-            )
+    def _slack(self, due: int) -> Iterator[tuple[int, int, int]]:
+        """For each step from `due` to the last deadline: (step, number of further groups due by then that can reserve
+        an entry, number of entries that finished work leaves). The two numbers differ only with redundancy, which
+        reserves more entries than there are."""
+        for step, promised, finished in self._due_counts(self.next_step):
+            if step >= due:
+                num_steps = step - self.next_step + 1
+                yield (
+                    step,
+                    self._reservations_per_step * num_steps - promised,
+                    self.groups_per_step * num_steps - finished,
+                )
 
     def _shortage(self, due: int, last: int) -> str | None:
         """The reason one more group due by `due` cannot reserve an entry, judged by the steps to `last`, or None."""
         if due < self.next_step:
             return f"it would have to be trained on by step {due}, the next is {self.next_step}"
-        for step, unreserved, unfilled in self._slack(due, last):
+        for step, unreserved, unfilled in itertools.takewhile(lambda slack: slack[0] <= last, self._slack(due)):
             if unreserved <= 0:
                 num_reserved = self.groups_started * (step - self.next_step + 1) - unreserved
                 return f"{num_reserved} groups have reserved the {num_reserved + unreserved} entries up to step {step}"
@@ -490,19 +458,18 @@ class StalenessLedger:
             self.num_ended[fate, reason] = self.num_ended.get((fate, reason), 0) + count
 
     def _shed(self) -> tuple[Ending, ...]:
-        """Abort reserved groups left without a legal step; only redundancy, or steps that do not wait, leave any."""
+        """Abort reserved groups left without a legal step; only redundancy leaves any."""
         if self._reservations_per_step == self.groups_per_step:
             return ()
         endings: list[Ending] = []
-        count: int = UNBOUNDED_STEPS
-        # From the latest deadline down: the count at a deadline is the least slack at it or at any later one.
-        occupied_due = self._count_due(self._horizon(), reserved=False)
-        for step in range(self._horizon(), self.deadline(min(self._reserved, default=self.version)) - 1, -1):
-            count = min(count, self.groups_per_step * max(0, step - self.next_step + 1) - occupied_due)
-            if count <= 0:
+        oldest_due = self.deadline(min(self._reserved, default=self.version))
+        num_free = UNLIMITED
+        # From the latest deadline down: a group can use an entry only if one is free at its deadline and at all later.
+        for step, _, finished in reversed(list(self._due_counts(min(oldest_due, self.next_step)))):
+            num_free = min(num_free, self.groups_per_step * max(0, step - self.next_step + 1) - finished)
+            if num_free <= 0:
                 reason = AbortReason.TOO_STALE if step < self.next_step else AbortReason.SURPLUS_GROUP
                 for version in tuple(self._due_versions(step)):
                     for group in tuple(self._reserved.get(version, ())):
                         endings += self.abort(group, reason)
-            occupied_due -= self._count_at(step, reserved=False) if step >= self.next_step else 0
         return tuple(endings)

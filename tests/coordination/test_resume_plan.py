@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.pipeline.coordination.resume_plan import plan_resume
+from staleflow.pipeline.simulator.baselines import DroppingLedger
 from staleflow.pipeline.strategies.filtering import DropNoSignal, KeepAll
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
@@ -103,14 +104,13 @@ class RandomLedgerRun:
 def new_ledger(
     eta: int, groups: int, size: int, extra_groups: int = 0, extra_members: int = 0, *, waits: bool = True
 ) -> StalenessLedger:
-    return StalenessLedger(
+    return (StalenessLedger if waits else DroppingLedger)(
         eta=eta,
         groups_per_step=groups,
         group_size=size,
         groups_started=groups + extra_groups,
         members_started=size + extra_members,
         num_steps=30,
-        waits=waits,
     )
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import staleflow.stores.staleness.ledger
+from benchmarks.admission_rules import WindowedLedger
 from staleflow.stores.errors import ProtocolViolation
-from staleflow.stores.staleness.ledger import UNBOUNDED_STEPS, StalenessLedger
+from staleflow.stores.staleness.ledger import UNLIMITED, StalenessLedger
 from staleflow.stores.staleness.ledger_entries import Ending, Entry, EntryState
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 from tests.stores.ledger_machine import LedgerMachine
@@ -30,7 +31,7 @@ def make(
     *,
     groups_started: int | None = None,
     members_started: int | None = None,
-    num_steps: int = UNBOUNDED_STEPS,
+    num_steps: int = UNLIMITED,
 ) -> StalenessLedger:
     return StalenessLedger(
         eta=eta,
@@ -156,14 +157,22 @@ def test_a_surplus_group_that_a_later_step_can_consume_stays() -> None:
     assert ledger.consume(1).groups == (0,)
 
 
-def test_no_more_groups_are_dropped_than_were_started_in_excess() -> None:
-    ledger = make(2, batch=2, groups_started=3)
-    for group in range(3):
+@pytest.mark.parametrize(("late", "ready"), [(1, True), (2, False)])
+def test_a_step_leaves_behind_as_many_due_groups_as_were_started_in_excess(late: int, ready: bool) -> None:
+    ledger = make(1, batch=2, groups_started=3)
+    for group in range(2 + late):
         route(ledger, group, 0)
     finish(ledger, 0)
     finish(ledger, 1)
-    assert ledger.ready()
-    assert ledger.consume(0).surplus == ()  # group 2 has steps 1 and 2
+    assert ledger.consume(0).surplus == (), "the others may still be trained by step 1"
+    ledger.publish(PolicyVersion(1))
+    for group in (7, 8):
+        route(ledger, group, 1)
+        finish(ledger, group)
+    assert ledger.ready() == ready
+    if ready:
+        (ending,) = ledger.consume(1).surplus
+        assert (ending.group, ending.reason) == (2, AbortReason.TOO_STALE)
 
 
 def test_nothing_is_reserved_beyond_the_planned_end() -> None:
@@ -304,7 +313,7 @@ def test_resumed_group_takes_enough_members_of_its_own_each_once(unfinished: lis
 
 def test_a_window_limits_how_far_a_step_passes_over_unfinished_groups() -> None:
     """The window starts at the oldest group, and consumed groups within it still count."""
-    ledger = StalenessLedger(eta=2, groups_per_step=3, group_size=1, window=3)
+    ledger = WindowedLedger(3, eta=2, groups_per_step=3, group_size=1)
     for group in range(6):
         route(ledger, group, 0)
     for group in (0, 1, 4, 5):
@@ -320,7 +329,7 @@ def test_a_window_limits_how_far_a_step_passes_over_unfinished_groups() -> None:
     finish(ledger, 2)
     assert ledger.consume(1).groups == (2, 3, 5)
     ledger.validate()
-    edge = StalenessLedger(eta=2, groups_per_step=3, group_size=1, window=3)
+    edge = WindowedLedger(3, eta=2, groups_per_step=3, group_size=1)
     for group in range(6):
         route(edge, group, 0)
     for group in (0, 1, 5):

@@ -262,7 +262,7 @@ def test_settings_with_a_lag_beyond_the_bound_are_rejected(eta: int) -> None:
     for ahead, eighths in itertools.product(range(5), range(1, 9)):
         rule = WindowedFifo(ahead=ahead, window_share=eighths / 8)
         assert accepted(rule) is (ahead + math.ceil(eighths * (ahead + 1) / 8) <= eta)
-        assert rule.window == eighths * (ahead + 1) / 8
+        assert rule.make_ledger(eta=eta, groups_per_step=8, group_size=1).window == eighths * (ahead + 1)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from staleflow.pipeline.simulator.baselines import (
     Backlog,
     Baseline,
     Credits,
+    DroppingLedger,
     OneStep,
     with_admission,
 )
@@ -23,7 +24,6 @@ from staleflow.pipeline.strategies.admission import (
     ADMISSION,
     SIMULATED,
     Admission,
-    LateWork,
     ReservationAdmission,
     Synchronous,
 )
@@ -178,10 +178,8 @@ def test_migration_moves_urgent_work_first_and_stops_without_gain() -> None:
 def started_groups(rule: Admission, *, eta: int, num_steps: int = 99) -> tuple[StalenessLedger, list[int]]:
     """Run three rounds: start groups, finish half of them, train if a batch is ready. Returns the groups started in
     each."""
-    bound = num_steps if rule.late_work is LateWork.TRAIN else eta
-    ledger = StalenessLedger(
-        eta=bound, groups_per_step=4, group_size=1, num_steps=num_steps, waits=rule.late_work is LateWork.WAIT
-    )
+    bound = eta if rule.keeps_bound else num_steps
+    ledger = rule.make_ledger(eta=bound, groups_per_step=4, group_size=1, num_steps=num_steps)
     group, started, training = 0, [], False
     for _ in range(3):
         count = 0
@@ -226,7 +224,8 @@ def test_every_rule_of_a_job_keeps_the_bound() -> None:
     """They wait for late work. Rules that drop it or train it late exist in the simulator only, to imitate other
     systems."""
     rules = [ADMISSION.find(name)() for name in ADMISSION.names]
-    assert [(rule.late_work, rule.window) for rule in rules] == [(LateWork.WAIT, 0.0)] * len(rules)
+    assert all(rule.keeps_bound and rule.waits for rule in rules)
+    assert {type(rule.make_ledger(eta=1, groups_per_step=1, group_size=1)) for rule in rules} == {StalenessLedger}
     assert set(SIMULATED) == set(BASELINES.names)
 
 
@@ -250,7 +249,7 @@ def reserve_alone(ledger: StalenessLedger, group: int, version: int) -> None:
 
 
 def test_steps_that_do_not_wait_drop_groups_without_an_entry() -> None:
-    ledger = StalenessLedger(eta=0, groups_per_step=1, group_size=1, waits=False)
+    ledger = DroppingLedger(eta=0, groups_per_step=1, group_size=1)
     for group in (0, 1):
         reserve_alone(ledger, group, 0)
     (surplus,) = finish_alone(ledger, 1)
@@ -261,7 +260,7 @@ def test_steps_that_do_not_wait_drop_groups_without_an_entry() -> None:
 
 def test_steps_that_do_not_wait_drop_stale_groups_and_keep_the_bound() -> None:
     """A step that takes newer groups passes over an unfinished group at its deadline."""
-    ledger = StalenessLedger(eta=1, groups_per_step=1, group_size=1, waits=False)
+    ledger = DroppingLedger(eta=1, groups_per_step=1, group_size=1)
     for group in (0, 1):
         reserve_alone(ledger, group, 0)
     assert finish_alone(ledger, 1) == ()
