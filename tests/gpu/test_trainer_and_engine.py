@@ -25,12 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
     "gemma3_text": {"sliding_window": 64},
-    "qwen3_moe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 96,
-        "decoder_sparse_step": 1,
-    },
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "decoder_sparse_step": 1},
 }
 TOKENS = [5, 9, 20, 33, 7, 11]
 
@@ -52,36 +47,33 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def trainer(model: Path, device: str, dtype: str = "float32", **knobs: Any) -> PolicyTrainer:
-    return PolicyTrainer(
-        PolicyTrainerSettings(
-            model=str(model),
-            dtype=dtype,
-            device=device,
-            training=TrainingConfig(learning_rate=1e-3, **knobs),
-            num_steps=9,
-            temperature=1.0,
-            max_length=128,
-            seed=0,
-        )
-    )
+    settings = PolicyTrainerSettings(
+        model=str(model), dtype=dtype, device=device, training=TrainingConfig(learning_rate=1e-3, **knobs), num_steps=9,
+        temperature=1.0, max_length=128, seed=0,
+    )  # fmt: skip
+    return PolicyTrainer(settings)
+
+
+def make_engine(model: Path, device: str, dtype: str) -> TransformersEngine:
+    settings = TransformersSettings(
+        model=str(model), dtype=dtype, device=device, temperature=1.0, max_running=8, kv_tokens=1024, page_tokens=32,
+        max_batch_tokens=512, eos=(1,), seed=0,
+    )  # fmt: skip
+    return TransformersEngine(settings, InstanceId("rollout-0"))
 
 
 def rows(count: int = 8) -> tuple[Row, ...]:
     draw = np.random.default_rng(0)
-    made = []
-    for number in range(count):
+
+    def row(number: int) -> Row:
         response = draw.integers(3, 60, int(draw.integers(20, 40))).astype(np.int32)
-        made.append(
-            Row(
-                prompt=draw.integers(3, 60, 9).astype(np.int32),
-                response=response,
-                behaviour=np.full(len(response), -4, np.float32),
-                sampled=np.ones(len(response), bool),
-                advantage=float((-1) ** number),
-                staleness=0,
-            )
-        )
-    return tuple(made)
+        return Row(
+            prompt=draw.integers(3, 60, 9).astype(np.int32), response=response,
+            behaviour=np.full(len(response), -4, np.float32), sampled=np.ones(len(response), bool),
+            advantage=float((-1) ** number), staleness=0,
+        )  # fmt: skip
+
+    return tuple(row(number) for number in range(count))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -120,13 +112,7 @@ def test_offloaded_weights_train_the_same(model: Path) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_serves_the_published_weights(model: Path, tmp_path: Path, device: str, dtype: str) -> None:
-    engine = TransformersEngine(
-        TransformersSettings(
-            model=str(model), dtype=dtype, device=device, temperature=1.0, max_running=8, kv_tokens=1024,
-            page_tokens=32, max_batch_tokens=512, eos=(1,), seed=0,
-        ),
-        InstanceId("rollout-0"),
-    )  # fmt: skip
+    engine = make_engine(model, device, dtype)
     try:
         changed = load_model(str(model), dtype, device, "sdpa")
         with torch.no_grad():
@@ -163,13 +149,7 @@ def test_an_engine_has_the_logprobs_of_the_trained_policy(model: Path, tmp_path:
     training = trainer(model, device, dtype)
     for step in range(3):
         training.step(step, rows())
-    engine = TransformersEngine(
-        TransformersSettings(
-            model=str(model), dtype=dtype, device=device, temperature=1.0, max_running=8, kv_tokens=1024,
-            page_tokens=32, max_batch_tokens=512, eos=(1,), seed=0,
-        ),
-        InstanceId("rollout-0"),
-    )  # fmt: skip
+    engine = make_engine(model, device, dtype)
     try:
         trained = {name: parameter.detach().cpu() for name, parameter in training.model.named_parameters()}
         folder = WeightFolder(tmp_path / "weights")

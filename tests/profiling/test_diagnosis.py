@@ -55,7 +55,7 @@ PLANTED = {
 
 
 def simulated_config(*overrides: str) -> RunConfig:
-    return loading.load(JOB, ("steps=14", *overrides))
+    return loading.load(JOB, ("steps=10", "batch.group_size=4", *overrides))
 
 
 @pytest.mark.parametrize("cause", PLANTED, ids=lambda cause: cause.value)

@@ -35,6 +35,8 @@ from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, Traj
 from staleflow.tasks.emulation.cost_model import CostModel, tokens_per_step
 from tests.support.simulated_store import stored_simulation
 
+SMALL_GROUPS = "batch.group_size=4"
+
 
 def rate(config: RunConfig) -> float:
     return compute_stats(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).steady_tokens_per_s
@@ -43,8 +45,8 @@ def rate(config: RunConfig) -> float:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("steps=10",),
-        ("steps=10", "rollout.on_pull=interrupt", "simulation.message_s=0.05"),
+        ("steps=10", SMALL_GROUPS),
+        ("steps=10", SMALL_GROUPS, "rollout.on_pull=interrupt", "simulation.message_s=0.05"),
         ("steps=4", "batch.groups_per_step=4", "rollout.instances=1", "rollout.engine.max_running=16"),
         pytest.param(
             ("steps=10", "rollout.instances=1", "workload.sigma=0.3", "simulation.pull_s=2.0"), marks=pytest.mark.slow
@@ -52,7 +54,12 @@ def rate(config: RunConfig) -> float:
         pytest.param(
             ("steps=16", "simulation.straggler_share=0.25", "simulation.straggler_factor=4"), marks=pytest.mark.slow
         ),
-        ("steps=16", "rollout.engine.speculation.num_speculative_tokens=4", "workload.acceptance_rate=0.8"),
+        (
+            "steps=16",
+            SMALL_GROUPS,
+            "rollout.engine.speculation.num_speculative_tokens=4",
+            "workload.acceptance_rate=0.8",
+        ),
         pytest.param(
             (
                 "steps=10",
@@ -93,7 +100,7 @@ def test_the_fit_recovers_the_cost_model(tmp_path: Path) -> None:
 def test_draft_costs_are_separated_from_verification_steps(tmp_path: Path, most_running: int) -> None:
     drafting = f"rollout.engine.speculation={{num_speculative_tokens=4, disable_above={most_running}}}"
     run = stored_simulation(
-        tmp_path, "steps=16", drafting, "workload.acceptance_rate=0.75", "rollout.cost.verify_share=0.6"
+        tmp_path, SMALL_GROUPS, "steps=16", drafting, "workload.acceptance_rate=0.75", "rollout.cost.verify_share=0.6"
     )
     profile = profile_run(run)
     true, found = load_job(run).rollout.cost, profile.fit.model
@@ -114,7 +121,7 @@ def test_draft_costs_are_separated_from_verification_steps(tmp_path: Path, most_
 
 def test_acceptance_is_estimated_from_responses_without_instance_reports(tmp_path: Path) -> None:
     drafting = "rollout.engine.speculation={num_speculative_tokens=4, disable_above=64}"
-    run = stored_simulation(tmp_path, "steps=6", drafting, "workload.acceptance_rate=0.75")
+    run = stored_simulation(tmp_path, SMALL_GROUPS, "steps=6", drafting, "workload.acceptance_rate=0.75")
     config = load_job(run)
     watch = TimeTracker(config.rollout.cost, config.oversampled_group_size, initial_draft_length=4)
     for entry in journal.JournalReader(run / "events.jsonl"):
@@ -145,13 +152,15 @@ def test_requests_without_a_draft_lower_the_acceptance_and_the_draft_cost() -> N
 
 def test_the_fit_separates_prefill_from_decoding(tmp_path: Path) -> None:
     """With equal loads and short prompts they cannot be separated."""
-    run = stored_simulation(tmp_path, "steps=10", "simulation.message_s=0.05", "rollout.on_pull=interrupt")
+    run = stored_simulation(
+        tmp_path, SMALL_GROUPS, "steps=10", "simulation.message_s=0.05", "rollout.on_pull=interrupt"
+    )
     true, found = load_job(run).rollout.cost, profile_run(run).fit.model
     assert found.prefill == pytest.approx(true.prefill, rel=0.4)
 
 
 def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
-    run = stored_simulation(tmp_path, "steps=6")
+    run = stored_simulation(tmp_path, SMALL_GROUPS, "steps=6")
     config, entries = load_job(run), list(journal.JournalReader(run / "events.jsonl"))
     watch = TimeTracker(config.rollout.cost, config.oversampled_group_size)
     for entry in entries:
@@ -169,7 +178,7 @@ def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
 
 
 def test_requests_in_flight_before_a_resume_are_forgotten(tmp_path: Path) -> None:
-    run = stored_simulation(tmp_path, "steps=4")
+    run = stored_simulation(tmp_path, SMALL_GROUPS, "steps=4")
     config, entries = load_job(run), list(journal.JournalReader(run / "events.jsonl"))
     alone = TimeTracker(config.rollout.cost, config.oversampled_group_size)
     twice = TimeTracker(config.rollout.cost, config.oversampled_group_size)

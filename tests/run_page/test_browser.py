@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import threading
 from collections.abc import AsyncIterator
@@ -209,19 +210,18 @@ async def test_a_trajectory_shows_its_story_and_the_reasons_of_a_replay(run: Sto
         await page.locator(".error").wait_for()
 
 
-@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
-async def test_every_view_fits_the_width_and_has_content(run: StoredRun, viewport: dict[str, int]) -> None:
+async def test_every_view_fits_the_width_and_has_content(run: StoredRun) -> None:
     async with open_run_page(run, color_scheme="dark", has_touch=True) as (page, address):
-        await page.set_viewport_size(viewport)
-        for view in VIEWS:
+        for viewport, view in itertools.product((PHONE, DESKTOP), VIEWS):
+            await page.set_viewport_size(viewport)
             await page.goto(address + view)
             await page.locator("main h1, main .tile").first.wait_for()
             if view == "/":
                 await page.get_by_text("0.500 ± 0.000 [0.254, 0.746]").wait_for()
                 await page.get_by_text("greedy since version 0: +0.000 [0.000, 0.000], p = 1.000").wait_for()
             wide = await page.evaluate("document.documentElement.scrollWidth")
-            assert wide <= viewport["width"], view
-            assert len(await page.locator("main").inner_text()) > 60, view
+            assert wide <= viewport["width"], (view, viewport)
+            assert len(await page.locator("main").inner_text()) > 60, (view, viewport)
 
 
 async def test_a_chart_is_zoomed_by_dragging_and_a_click_opens_a_step(tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ from tests.run_page.page_client import Page
 from tests.support.stored_runs import Response, StoredRun
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> StoredRun:
-    stored = StoredRun(tmp_path)
+def stored_run(folder: Path) -> StoredRun:
+    stored = StoredRun(folder)
     stored.train([("one plus one", [Response("two", 1.0), Response("three", 0.0)])])
     stored.train(
         [("two plus two", [Response("four", 1.0, versions=(0, 1)), Response("five", 0.5, parts={"form": 0.5})])]
@@ -24,9 +23,15 @@ def run(tmp_path: Path) -> StoredRun:
     return stored
 
 
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    """The page of a run that no test changes."""
+    return Page(stored_run(tmp_path_factory.mktemp("page")).run_dir)
+
+
 @pytest.fixture
-def page(run: StoredRun) -> Page:
-    return Page(run.run_dir)
+def run(tmp_path: Path) -> StoredRun:
+    return stored_run(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +97,8 @@ def test_the_run_api_has_name_state_and_steps(page: Page) -> None:
     assert run["branches"] == ["main"]
 
 
-def test_summary_notes_are_shown_and_an_unreadable_summary_is_ignored(run: StoredRun, page: Page) -> None:
+def test_summary_notes_are_shown_and_an_unreadable_summary_is_ignored(run: StoredRun) -> None:
+    page = Page(run.run_dir)
     summary = run.run_dir / "summary.json"
     summary.write_text('{"stopped": "", "losses": ["rollout-0: killed"], "notes": ["200 prompts are held out"]}')
     assert page.ask("run")["notes"] == ["lost: rollout-0: killed", "200 prompts are held out"]
@@ -174,7 +180,8 @@ def test_an_invalid_request_gets_a_one_line_error(page: Page, endpoint: str, que
     assert len(answer.json["error"].splitlines()) == 1
 
 
-def test_two_branches_are_compared_and_a_group_is_shown_under_both(run: StoredRun, page: Page) -> None:
+def test_two_branches_are_compared_and_a_group_is_shown_under_both(run: StoredRun) -> None:
+    page = Page(run.run_dir)
     new = BranchRewards(
         rewards=np.asarray([1.0, 0.0, 0.0, 1.0], np.float32),
         advantages=np.asarray([0.5, -0.5, -0.5, 0.5], np.float32),
@@ -193,8 +200,9 @@ def test_two_branches_are_compared_and_a_group_is_shown_under_both(run: StoredRu
     assert page.ask("trajectories", where="reward == 0")["total"] == 1
 
 
-def test_a_branch_of_undone_steps_is_compared_on_common_trajectories(run: StoredRun, page: Page) -> None:
+def test_a_branch_of_undone_steps_is_compared_on_common_trajectories(run: StoredRun) -> None:
     """A resumed run has other trajectories from there on, whose rewards are not comparable."""
+    page = Page(run.run_dir)
     VersionedStore.rewind(run.run_dir / "store", 1)
     (undone,) = VersionedStore.open(run.run_dir / "store").branches()
     run.store = VersionedStore.open(run.run_dir / "store")
@@ -228,7 +236,8 @@ def test_an_audit_without_verified_weights_is_not_shown_as_clean(page: Page) -> 
     assert any(line.split() == ["bound", "holds"] for line in answer["lines"])
 
 
-def test_a_corrupt_store_is_named_by_the_audit(run: StoredRun, page: Page) -> None:
+def test_a_corrupt_store_is_named_by_the_audit(run: StoredRun) -> None:
+    page = Page(run.run_dir)
     run.train([("late", [Response("1", 1.0, versions=(0,)), Response("2", versions=(0,))])])
     run.train([("late", [Response("1", 1.0, versions=(0,)), Response("2", versions=(0,))])])
     answer = page.ask("audit")

@@ -14,6 +14,7 @@ from staleflow.pipeline.coordination.events import EvaluationRequested, Event, I
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.stores.trajectory import is_evaluation
 from tests.simulator.test_simulator import job, run
+from tests.support.examples import num_examples
 
 EVALUATED = {"evaluation__every": 2, "task__eval_prompts": 10}
 
@@ -98,7 +99,7 @@ def test_evaluations_finish_under_any_bound(eta: int, instances: int) -> None:
 
 
 @given(seed=st.integers(0, 2**16), mean_loss_interval_s=st.sampled_from([0.5, 2.0, 8.0]), eta=st.integers(0, 2))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=max(6, num_examples() // 40), deadline=None)
 def test_evaluations_survive_lost_instances(seed: int, mean_loss_interval_s: float, eta: int) -> None:
     watch, _ = run_with_evaluations(
         seed=seed, simulation__mean_loss_interval_s=mean_loss_interval_s, simulation__replace_s=0.5, staleness__eta=eta,

@@ -15,7 +15,7 @@ from tests.support.simulated_store import JOB, stored_simulation
 
 @pytest.mark.parametrize("extra", [pytest.param((), marks=pytest.mark.slow), ("batch.extra_members=1",)])
 def test_groups_that_a_run_filtered_are_sampled_and_filtered_again(tmp_path: Path, extra: tuple[str, ...]) -> None:
-    changes = ("steps=12", "batch.filtering=no_signal", "workload.signal_share=0.4", *extra)
+    changes = ("steps=12", "batch.group_size=4", "batch.filtering=no_signal", "workload.signal_share=0.4", *extra)
     own = loading.load(JOB, (f"runs_dir={tmp_path}", *changes))
     run = stored_simulation(tmp_path, *changes)
     recorded = ("workload.kind=recorded", f"workload.run={json.dumps(str(run))}")

@@ -245,7 +245,7 @@ def test_a_larger_staleness_bound_is_never_slower() -> None:
         for eta in (0, 1, 2, 3):
             config = job(
                 staleness__eta=eta, workload__kind=workload, rollout__on_pull=on_pull,
-                steps=20, batch__groups_per_step=12,
+                steps=12, batch__groups_per_step=12,
             )  # fmt: skip
             seconds.append(run(config).finished_s)
         assert all(after <= before * 1.03 for before, after in itertools.pairwise(seconds)), (

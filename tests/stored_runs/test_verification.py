@@ -174,11 +174,7 @@ def test_other_weights_on_another_kind_of_machine_are_not_a_contradiction(
         return metrics
 
     monkeypatch.setattr(PolicyTrainer, "step", inexact)
-    assert finding_places(verify_run(stored, steps=ALL)) == [
-        ("weights", "step 0"),
-        ("weights", "step 1"),
-        ("weights", "step 2"),
-    ]
+    assert finding_places(verify_run(stored, steps=ALL)) == [("weights", f"step {step}") for step in range(3)]
     monkeypatch.setattr(numerics, "numerics", lambda: "another machine")
     result = verify_run(stored, steps=ALL)
     assert not result.verified and not result.findings
@@ -348,7 +344,7 @@ def test_every_file_of_a_run_is_verified_or_listed_as_not_covered(run_copy: Path
     rng = random.Random(1)
     for name in ("config.toml", "fingerprints.json"):
         data = files[name].read_bytes()
-        for _ in range(5):
+        for _ in range(max(2, num_examples() // 50)):
             files[name].write_bytes(flip_bit(data, rng))
             try:
                 found = ("settings", name) in finding_places(verify_run(run_copy, steps=1))
@@ -420,7 +416,7 @@ def test_random_changes_of_store_files_are_found_or_not_read(run_copy: Path) -> 
     files = sorted(path for path in (run_copy / "store").rglob("*") if path.is_file() and path.stat().st_size)
     rng = random.Random(0)
     found = 0
-    for _ in range(300 if num_examples() > 1000 else 30):
+    for _ in range(max(15, num_examples() // 7)):
         file = rng.choice(files)
         data = file.read_bytes()
         file.write_bytes(flip_bit(data, rng))
@@ -441,9 +437,7 @@ def read_all(path: Path) -> dict[str, bytes]:
     names = [
         *(f"tokens/{name}" for name in TOKEN_ARRAYS),
         *(c.array_name for c in COLUMNS),
-        "text",
-        "commits",
-        "records",
+        *("text", "commits", "records"),
     ]
     return {name: np.asarray(root[name][:]).tobytes() for name in names}
 
