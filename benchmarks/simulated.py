@@ -116,10 +116,7 @@ def long_rows(swept: bool) -> list[Row]:
             "synchronous", "redundancy", 0, ("staleness.admission=synchronous", LEAST_REQUESTS, "batch.extra_groups=1")
         ),
         Row(
-            "synchronous, in turns",
-            "",
-            0,
-            ("staleness.admission=synchronous", LEAST_REQUESTS, "cluster.layout=turns"),
+            "synchronous, in turns", "", 0, ("staleness.admission=synchronous", LEAST_REQUESTS, "cluster.layout=turns")
         ),
         Row("one_step", "", 1, (LEAST_REQUESTS,), OneStep()),
     ]
@@ -186,11 +183,7 @@ def job(model: str, workload: str, size: int, row: Row, steps: int, seed: int = 
 
 def least_work_s(config: RunConfig) -> float:
     """Seconds that decoding and prefilling an average batch takes all (rollout) instances at their best rate."""
-    cost, workload, members = (
-        config.rollout.cost,
-        actor_settings.make_workload(config),
-        config.oversampled_group_size,
-    )
+    cost, workload, members = config.rollout.cost, actor_settings.make_workload(config), config.oversampled_group_size
     tokens = context = prefilled = count = 0.0
     for group in range(256):
         for member in range(members):

@@ -184,12 +184,7 @@ class Cluster:
             self.file.unlink(missing_ok=True)
         with (self.folder / "logs" / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
-                command,
-                env=self.environment,
-                cwd=self.folder,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+                command, env=self.environment, cwd=self.folder, stdout=log, stderr=log, start_new_session=True
             )
 
     def _end(self, process: Process) -> None:

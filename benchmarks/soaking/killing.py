@@ -111,13 +111,7 @@ def _hows(run_dir: Path) -> dict[int, str]:
 
 
 async def kill_all(
-    job: Path,
-    overrides: tuple[str, ...],
-    run_dir: Path,
-    times: int,
-    rng: random.Random,
-    *,
-    limit_s: float = math.inf,
+    job: Path, overrides: tuple[str, ...], run_dir: Path, times: int, rng: random.Random, *, limit_s: float = math.inf
 ) -> list[str]:
     """Run a job to its end through `times` kills of everything, fewer if they take longer than `limit_s`; returns the
     findings."""

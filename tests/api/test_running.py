@@ -113,12 +113,6 @@ def test_a_started_run_can_be_watched_stopped_and_resumed(tmp_path: Path, capsys
     assert len(resumed.run.steps()) == steps + 2
 
 
-def test_two_runs_of_one_process_run_in_parallel(tmp_path: Path) -> None:
-    handles = [staleflow.start(emulated(tmp_path), overrides=[f"name={name}"]) for name in ("one", "two")]
-    assert [handle.result().summary["steps"] for handle in handles] == [4, 4]
-    assert all(handle.run.audit().clean for handle in handles)
-
-
 def test_an_interrupt_stops_the_run_in_order(tmp_path: Path) -> None:
     main = threading.main_thread().ident
     assert main is not None
@@ -166,14 +160,19 @@ class NoNetwork:
         pass
 
 
-def test_a_local_routing_rule_is_replayed_and_a_failing_tracker_does_not_stop_the_run(
+def test_of_two_parallel_runs_one_has_a_local_routing_rule_and_a_failing_tracker(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = staleflow.run(emulated(tmp_path), routing=LastInstance, tracker=NoNetwork)
-    named = result.run.job.rollout.routing
-    assert named.name == f"{result.run_dir}/code/routing_LastInstance.py:LastInstance"
-    assert result.run.replay().difference == ""
-    assert result.summary["steps"] == 4
+    """The rule is replayed, and the tracker stops neither run."""
+    local = staleflow.start(
+        emulated(tmp_path), overrides=["name=one"], progress=True, routing=LastInstance, tracker=NoNetwork
+    )
+    results = [handle.result() for handle in (local, staleflow.start(emulated(tmp_path), overrides=["name=two"]))]
+    assert [result.summary["steps"] for result in results] == [4, 4]
+    assert all(result.run.audit().clean for result in results)
+    rule = results[0].run.job.rollout.routing
+    assert rule.name == f"{results[0].run_dir}/code/routing_LastInstance.py:LastInstance"
+    assert results[0].run.replay().difference == ""
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: tracker")]
     assert warnings == ["warning: tracker NoNetwork failed and is not called again: OSError('no network')"]
 
@@ -215,10 +214,7 @@ async def test_a_cancelled_coroutine_stops_its_run_in_order(tmp_path: Path) -> N
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     """A client of a local cluster as started in a notebook."""
-    with (
-        LocalCluster(n_workers=4, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with LocalCluster(n_workers=4, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
         yield client
 
 

@@ -44,13 +44,7 @@ def read(run: staleflow.Run) -> float:
 
 def tables(run: staleflow.Run) -> list[Any]:
     """Use objects of other libraries."""
-    return [
-        run.metrics(),
-        run.to_pandas("step > 3", texts=False),
-        run.to_dask(),
-        run.to_xarray(),
-        run.to_dataset(),
-    ]
+    return [run.metrics(), run.to_pandas("step > 3", texts=False), run.to_dask(), run.to_xarray(), run.to_dataset()]
 
 
 def prove(run: staleflow.Run, client: Client) -> bool:

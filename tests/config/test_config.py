@@ -99,10 +99,7 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("training.learning_rate=0", "learning_rate = 0.0 is out of range; it must be > 0"),
         ("training.learning_rate=nan", "learning_rate = nan must be finite"),
         ("staleness=3", "staleness must be a table, not 3"),
-        (
-            "rollout.routing=best",
-            "must be one of deadline, or your own, file.py:NAME, not 'best'",
-        ),
+        ("rollout.routing=best", "must be one of deadline, or your own, file.py:NAME, not 'best'"),
         ("training.loss.name=ppo_clap", r"did you mean 'ppo_clip'\?"),
         ("steps", "expected key=value"),
         ("model.path=", "model.path is missing"),
@@ -142,10 +139,7 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ),
         ("rollout.engine=vllm", "rollout.engine must be a table, not 'vllm'; set rollout.engine.name"),
         ("rollout.engine.time_scale=2", "time_scale: a knob of emulated; rollout.engine.name is transformers"),
-        (
-            "rollout.migration.gain=0.2",
-            "gain: a knob of largest_gain; rollout.migration.name is none, which has none",
-        ),
+        ("rollout.migration.gain=0.2", "gain: a knob of largest_gain; rollout.migration.name is none, which has none"),
         ("rollout.migration={name='largest_gain', gain=2}", "gain = 2.0 is out of range; it must be >= 0, <= 1"),
         ("rollout.routing=3", "rollout.routing must be a name, or a table with name, not 3"),
         ("training.clip_low=0.1", r"unknown key training.clip_low; did you mean training.loss.clip_low\?"),

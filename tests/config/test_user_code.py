@@ -154,14 +154,8 @@ def test_a_rule_from_a_file_gets_its_knobs_and_parameters(user_file: Path) -> No
         ("rollout.routing={mine}:Undecorated", "it declares knobs but is not a dataclass; write @dataclass above"),
         ("rollout.routing={mine}:Greedy", "unknown parameter network; available: cost, eta, rng"),
         ("rollout.routing={mine}:Broken", "cannot be constructed: RuntimeError: not today"),
-        (
-            "rollout.routing={mine}:Fullest rollout.routing.shre=1",
-            "you mean rollout.routing.share?",
-        ),
-        (
-            "rollout.routing={mine}:Fullest rollout.routing.share=2",
-            "rollout.routing.share = 2.0 is out",
-        ),
+        ("rollout.routing={mine}:Fullest rollout.routing.shre=1", "you mean rollout.routing.share?"),
+        ("rollout.routing={mine}:Fullest rollout.routing.share=2", "rollout.routing.share = 2.0 is out"),
         ("rollout.routing={mine}:First rollout.routing.a=2", "rollout.routing.a; known here: none"),
         ("rollout.routing.share=1", "the routing rule deadline has no such knob; it has none"),
         ("training.loss.a=1", "the loss decoupled_ppo has no such knob; it has clip_low, clip_high, weight_cap"),
@@ -170,10 +164,7 @@ def test_a_rule_from_a_file_gets_its_knobs_and_parameters(user_file: Path) -> No
             "training.loss.tau: a knob of kimi; training.loss.name is decoupled_ppo, which has clip_low",
         ),
         ("training.loss.name={mine}:First", "it lacks needs_proximal, token_loss"),
-        (
-            "training.loss.name={mine}:Linear training.loss.slope=0",
-            "training.loss.slope = 0.0 is out of range",
-        ),
+        ("training.loss.name={mine}:Linear training.loss.slope=0", "training.loss.slope = 0.0 is out of range"),
         ("training.advantage={mine}:none", "has no function none"),
         ("training.advantage={mine}:short", "; it must return ("),
         ("training.advantage={mine}:endless", "returned a number that is not finite"),

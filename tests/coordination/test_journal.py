@@ -58,11 +58,7 @@ SHAPES = {
     "redundant groups": ("rollout.routing=benchmarks.routing_rules:ThroughputOptimal", "batch.extra_groups=2"),
     "synchronous": ("staleness.admission=synchronous", "batch.extra_members=2"),
     "random": ("rollout.routing=benchmarks.routing_rules:Random",),
-    "deadline": (
-        "rollout.synchronization=staggered",
-        "staleness.eta=3",
-        "rollout.migration=largest_gain",
-    ),
+    "deadline": ("rollout.synchronization=staggered", "staleness.eta=3", "rollout.migration=largest_gain"),
     "moving": MOVES,
     "agents": (
         "task.multi_turn=yes",

@@ -91,10 +91,7 @@ class Run:
 
 @pytest.mark.parametrize(
     ("ratios", "usable", "in_flight", "surplus"),
-    [
-        ([3, 1], [0.9, 0.2], 256, 0.0),
-        ([0.5, 0.3, 0.15, 0.05], [0.3, 0.9, 0.0, 0.6], 32, 0.2),
-    ],
+    [([3, 1], [0.9, 0.2], 256, 0.0), ([0.5, 0.3, 0.15, 0.05], [0.3, 0.9, 0.0, 0.6], 32, 0.2)],
 )
 def test_the_ratio_holds_within_one_percent_over_ten_thousand_groups(
     ratios: list[float], usable: list[float], in_flight: int, surplus: float

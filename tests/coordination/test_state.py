@@ -190,10 +190,7 @@ def changes(state: CoordinatorState) -> tuple[bool, list[str], bool, bool]:
 
 
 NOTED: dict[str, tuple[Callable[[CoordinatorState], object], tuple[bool, list[str], bool, bool]]] = {
-    "add_groups": (
-        lambda s: s.add_groups([NewGroup(group=GroupId(9), prompt_tokens=3)]),
-        (False, [], False, True),
-    ),
+    "add_groups": (lambda s: s.add_groups([NewGroup(group=GroupId(9), prompt_tokens=3)]), (False, [], False, True)),
     "pass_time": (lambda s: s.flag_timed_decisions(), (False, [A, B], False, True)),
     "join": (lambda s: s.add_instance(InstanceId("c"), PolicyVersion(0), 9, 9), (False, [A, B, "c"], True, True)),
     "remove_instance": (lambda s: s.remove_instance(s.fleet[1]), (False, [], False, False)),
@@ -206,10 +203,7 @@ NOTED: dict[str, tuple[Callable[[CoordinatorState], object], tuple[bool, list[st
     "score": (lambda s: s.record_reward(live(s, 2), 0.5), (False, [], False, False)),
     "record_progress": (lambda s: s.record_progress(s.fleet[0], [(TrajectoryId(0), 50)]), (False, [], False, False)),
     "finish_pull": (lambda s: s.finish_pull(s.fleet[1]), (False, [B], False, False)),
-    "abort": (
-        lambda s: s.abort(GroupId(2), AbortReason.ENGINE_FAILED, TrajectoryId(6)),
-        (True, [], True, True),
-    ),
+    "abort": (lambda s: s.abort(GroupId(2), AbortReason.ENGINE_FAILED, TrajectoryId(6)), (True, [], True, True)),
     "draw": (lambda s: s.request_groups(2), (False, [], False, False)),
 }
 

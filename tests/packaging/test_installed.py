@@ -129,9 +129,7 @@ def test_version(installed: Installed, distributions: Distributions) -> None:
     assert installed.staleflow("--version").strip() == f"staleflow {distributions.wheel.name.split('-')[1]}"
 
 
-def test_a_missing_repository_file_gives_a_one_line_error_with_a_remedy(
-    installed: Installed,
-) -> None:
+def test_a_missing_repository_file_gives_a_one_line_error_with_a_remedy(installed: Installed) -> None:
     with installed.start("staleflow", "run", "examples/demo.toml") as process:
         _, error = process.communicate(timeout=MAX_S)
     remedy = "`staleflow init FOLDER` writes a first one"

@@ -94,9 +94,7 @@ def fleets() -> dict[str, Fleet]:
             hosts=parse_fleet("1xH100-80"), roles=roles_of(instance_gb=30, rank_gb=40), share=True
         ),
         "Two GPUs, in turns": Fleet(
-            hosts=parse_fleet("2xH100-80"),
-            roles=roles_of(instances=2, ranks=2, instance_gb=60, rank_gb=70),
-            turns=True,
+            hosts=parse_fleet("2xH100-80"), roles=roles_of(instances=2, ranks=2, instance_gb=60, rank_gb=70), turns=True
         ),
         "Eight GPUs: six instances, two ranks": Fleet(hosts=eight, roles=roles_of(instances=6, ranks=2)),
         "Two hosts of eight: instances of two GPUs, four ranks": tensor_parallel,
@@ -105,8 +103,7 @@ def fleets() -> dict[str, Fleet]:
             roles=roles_of(instances=22, tensor_parallel=4, ranks=40, environments=1),
         ),
         "80 and 141 GB: ranks need more than 80": Fleet(
-            hosts=parse_fleet("8xH100-80+8xH200-141"),
-            roles=roles_of(instances=8, ranks=8, instance_gb=60, rank_gb=120),
+            hosts=parse_fleet("8xH100-80+8xH200-141"), roles=roles_of(instances=8, ranks=8, instance_gb=60, rank_gb=120)
         ),
         "MIG slices: no instance of two": Fleet(hosts=[mig_host()], roles=roles_of(instances=2, tensor_parallel=2)),
         "MIG slices: instances of one": Fleet(hosts=[mig_host()], roles=roles_of(instances=5)),

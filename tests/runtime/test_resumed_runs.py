@@ -213,11 +213,7 @@ def test_a_run_killed_repeatedly_uses_every_prompt_once(body: Body, seed: int, s
     for _ in range(rng.randint(1, 4)):
         at = rng.randint(3, 90)
         run = body.run(
-            *SHAPES[shape],
-            config=config,
-            world=world,
-            resumption=resumption,
-            meanwhile=kill_after_commands(at),
+            *SHAPES[shape], config=config, world=world, resumption=resumption, meanwhile=kill_after_commands(at)
         )
         if not run.stopped_at_once:
             break

@@ -79,11 +79,7 @@ def _array_findings(store: StoreReader) -> Iterable[Finding]:
     try:
         records = store.commits()
     except (StoreError, ValueError) as error:
-        yield Finding(
-            check="arrays",
-            where="records",
-            message=f"step records cannot be read: {error}",
-        )
+        yield Finding(check="arrays", where="records", message=f"step records cannot be read: {error}")
         return
     num_rows = sum(r.num_rows for r in records)
     for name in (n for n in lengths if n.startswith("rows/")):

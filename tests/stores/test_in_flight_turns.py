@@ -36,11 +36,7 @@ ID = TrajectoryId(0)
 
 
 def sampled(
-    route_number: int,
-    first: int,
-    versions: list[int],
-    finish: FinishReason = FinishReason.STOP,
-    episode: int = 0,
+    route_number: int, first: int, versions: list[int], finish: FinishReason = FinishReason.STOP, episode: int = 0
 ) -> TokensDelivered:
     """Return a delivery of tokens first, first + 1, ... under these versions; each value encodes attempt and
     position."""

@@ -42,10 +42,7 @@ def test_rows_with_any_spans_survive_packing(rows: list[tuple[list[Span], bool]]
     ended = [
         EndedTrajectory(
             trajectory=Trajectory(
-                id=TrajectoryId(i),
-                group=GroupId(0),
-                prompt_tokens=np.arange(i, dtype=np.int32),
-                spans=tuple(spans),
+                id=TrajectoryId(i), group=GroupId(0), prompt_tokens=np.arange(i, dtype=np.int32), spans=tuple(spans)
             ),
             fate=Fate.CONSUMED,
             step=3,

@@ -590,10 +590,7 @@ class PlayedParameterServer:
         self._world, self._call_s = world, call_s
 
     async def ensure_version(
-        self,
-        version: PolicyVersion,
-        num_bytes: int,
-        sources: tuple[Source, ...],
+        self, version: PolicyVersion, num_bytes: int, sources: tuple[Source, ...]
     ) -> FetchProgress:
         if version not in self._here:
             name, actor = sources[0]

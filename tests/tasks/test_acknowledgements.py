@@ -154,10 +154,7 @@ WRITES: dict[str, tuple[Step, Step]] = {
         zero_sampled,
         lambda scene: scene.server.record_rewards([RewardItem(ZERO, 9, 1, ScoredResponse(reward=0.5))]),
     ),
-    "batch": (
-        lambda scene: scene.reward(ZERO, ONE),
-        lambda scene: scene.server.batch(0, (ZERO, ONE), (V0, V0), 0),
-    ),
+    "batch": (lambda scene: scene.reward(ZERO, ONE), lambda scene: scene.server.batch(0, (ZERO, ONE), (V0, V0), 0)),
     "discard": (zero_sampled, lambda scene: scene.server.discard((ENDING,), (V0,))),
     "commit": (lambda scene: scene.take(), lambda scene: scene.server.commit(record_of_step())),
     "resume": (restarted, lambda scene: scene.server.resume((ZERO,))),

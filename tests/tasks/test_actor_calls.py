@@ -109,13 +109,7 @@ async def test_arguments_and_results_survive_the_trip_to_a_cluster_actor() -> No
         Client(cluster, asynchronous=True) as client,
     ):
         actor = await client.submit(AnsweringActor, actor=True)
-        sent = (
-            1,
-            b"two",
-            None,
-            [delivery(3)],
-            {"a": (1.5,)},
-        )
+        sent = (1, b"two", None, [delivery(3)], {"a": (1.5,)})
         assert await call_actor(actor, "take", *sent, timeout_s=30.0, actor_name="it") == sent
         assert await call_actor(actor, "read", 5, timeout_s=30.0, actor_name="it") == b"xxxxx"
         assert await call_actor(actor, "take", timeout_s=30.0, actor_name="it") == ()
@@ -167,9 +161,7 @@ async def test_the_error_of_an_abandoned_call_is_not_logged(error: BaseException
     assert reported == []
 
 
-async def test_actors_probe_the_address_of_a_silent_actor_and_drivers_do_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_actors_probe_the_address_of_a_silent_actor_and_drivers_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor_calls, "PROBE_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"

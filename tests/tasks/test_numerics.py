@@ -145,11 +145,7 @@ def test_minibatches_split_rows_evenly() -> None:
 @pytest.mark.parametrize("name", AGGREGATION_NAMES)
 def test_token_weights(name: str) -> None:
     losses = [[1.0, 2.0], [3.0, 4.0, 5.0, 6.0]]
-    expected = {
-        "token_mean": 21 / 6,
-        "sequence_mean": (1.5 + 4.5) / 2,
-        "constant_length": 21 / (2 * 8),
-    }[name]
+    expected = {"token_mean": 21 / 6, "sequence_mean": (1.5 + 4.5) / 2, "constant_length": 21 / (2 * 8)}[name]
     weights = token_weights(name, [2, 4], 8)
     assert sum(w * x for w, row in zip(weights, losses, strict=True) for x in row) == pytest.approx(expected)
 

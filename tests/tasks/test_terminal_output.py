@@ -132,9 +132,7 @@ def test_output_is_relayed_again_after_standard_error_was_closed(monkeypatch: py
     assert shown.getvalue() == "shown\n"
 
 
-def test_episode_output_is_escaped_after_sys_stdout_was_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_episode_output_is_escaped_after_sys_stdout_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The streams were looked up once per process."""
     for _ in range(2):
         stream = io.StringIO()

@@ -257,9 +257,7 @@ async def test_a_generated_task_is_played_with_tools(tool_job: Path) -> None:
         assert (last.error, last.reward) == ("", 1.0)
 
 
-async def test_an_evaluation_set_uses_its_source_and_reward_with_tools(
-    tool_job: Path,
-) -> None:
+async def test_an_evaluation_set_uses_its_source_and_reward_with_tools(tool_job: Path) -> None:
     (tool_job.parent / "other.jsonl").write_text('{"prompt": "2 + 2?", "answer": "4"}\n')
     (tool_job.parent / "mine.py").write_text(
         "def half(answer, record):\n    return 0.5 * (answer == record['answer'])\n"
