@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -136,10 +137,12 @@ class Display(RunListener):
         self._show_evaluations(summary)
         seconds: Any = summary["seconds"]
         overhead: Any = summary["overhead"]
+        histogram: Any = summary["staleness_histogram"]
+        num_trained = sum(histogram.values())
+        staleness = ", ".join(f"{lag} ({count / num_trained:.0%})" for lag, count in histogram.items())
         self._print(
             f"{summary['trajectories_consumed']} trajectories, {summary['response_tokens']} tokens in "
-            f"{seconds.get('wall_s', 0.0):.0f} s; staleness {summary['staleness_histogram']}, "
-            f"eta {'-' if summary['eta'] is None else summary['eta']}"
+            f"{seconds.get('wall_s', 0.0):.0f} s" + (f"; staleness {staleness}" if staleness else "")
         )
         for_point = overhead["trainer_waits_for_resume_point"]
         writing = f" ({for_point:.1%} for resume points: raise training.resume_every)" if for_point >= 0.01 else ""
@@ -174,14 +177,20 @@ class Display(RunListener):
             )
         run_dir = os.path.relpath(end.run_dir)
         if end.stopped:
-            self._print(
-                f"stopped: {end.stopped}; all {summary['steps']} finished steps are stored; go on: "
-                f"staleflow resume {run_dir}"
-            )
+            stored = f"all {summary['steps']} finished steps are stored" if summary["steps"] else "no step was finished"
+            self._print(f"stopped: {end.stopped}; {stored}; go on: staleflow resume {run_dir}")
+        if not summary["steps"]:
+            return
         self._print(
-            f"see: {run_dir}/summary.png, staleflow store show {run_dir} --worst 3, staleflow store audit {run_dir}; "
-            f"retrain: staleflow train-offline {run_dir}"
+            f"see: {run_dir}/summary.png, staleflow view {run_dir}, staleflow store show {run_dir} --worst 3, "
+            f"staleflow store audit {run_dir}"
         )
+        checkpoint = Path(run_dir) / "checkpoints" / f"step-{summary['steps']:06d}"
+        if checkpoint.is_dir():
+            self._print(
+                f"model: {checkpoint}; talk to it: staleflow chat {run_dir}; train again on what is stored: "
+                f"staleflow train-offline {run_dir}"
+            )
 
     def _show_evaluations(self, summary: Mapping[str, object]) -> None:
         """Print the held-out rewards of a run, with their figures."""

@@ -38,8 +38,9 @@ RATIO_STYLES = (
     "--longest", type=click.IntRange(1), metavar="N", help="The N trajectories with the most response tokens."
 )
 @click.option(
-    "--where", "selection", default="", metavar="EXPR", help='Only trajectories that match, such as "staleness == 1".'
-)
+    "--where", "selection", default="", metavar="EXPR",
+    help='Only trajectories that match, such as "staleness == 1"; the 3 worst unless an order is given.',
+)  # fmt: skip
 @click.option("--at-step", type=int, help="The batch of this training step, from the store as of that step.")
 @click.option("--branch", default="main", show_default=True, help="Branch whose rewards or logprobs to use.")
 @click.option("--model", default="", help="Checkpoint folder or hub name: colour tokens by importance ratio under it.")
@@ -63,6 +64,8 @@ def command(
 
     counts: tuple[tuple[Order, int | None], ...] = (("worst", worst), ("best", best), ("longest", longest))
     orders = {order: count for order, count in counts if count is not None}
+    if (selection or model) and not orders and trajectory is None:
+        orders = {"worst": 3}
     if len(orders) + (trajectory is not None) > 1:
         raise ConfigError("give only one of --trajectory, --worst, --best and --longest")
     stored = open_run(run, branch=branch, at_step=at_step)
@@ -71,10 +74,6 @@ def command(
         for order, count in orders.items():
             ids = stored.sorted_ids(order, count, selection, step=at_step)
         show_trajectories(stored, ids, model, as_json)
-    elif selection or model:
-        raise ConfigError(
-            "how many trajectories, and in which order? give --worst N, --best N or --longest N, or --trajectory ID"
-        )
     elif at_step is None:
         show_steps(stored, as_json)
     elif not show_batch(stored.batch(at_step), as_json):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -41,11 +42,12 @@ def command() -> None:
 @click.argument("runs_dir", default="runs", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def ls(runs_dir: str, as_json: bool) -> None:
-    """List the runs in a folder, or the one whose store is at a URL."""
+    """List the runs in a folder, or one run by its folder or the URL of its store."""
     from staleflow.pipeline.api.stored_run import list_runs, open_run
     from staleflow.stores.s3_url import is_url
 
-    runs = [open_run(runs_dir)] if is_url(runs_dir) else list_runs(runs_dir)
+    is_run = is_url(runs_dir) or (Path(runs_dir) / "config.toml").is_file()
+    runs = [open_run(runs_dir)] if is_run else list_runs(runs_dir)
     rows = [_row(run) for run in runs]
     if as_json:
         click.echo(json.dumps(rows, indent=2))

@@ -56,7 +56,7 @@ class Selection:
         try:
             tree = ast.parse(self.text.strip(), mode="eval").body
         except (SyntaxError, ValueError) as error:
-            raise self._wrong("cannot be read") from error
+            raise self._wrong("cannot be read; write it like reward > 0 and v_min == 3") from error
         except (RecursionError, MemoryError) as error:
             raise self._wrong("is nested too deeply; split it into several") from error
         try:

@@ -158,6 +158,16 @@ def test_an_evaluation_without_scores_is_reported_and_drawn(
     shown = " ".join(capsys.readouterr().err.split())
     assert "none scored" in shown
     assert "cannot be compared" in shown
+    assert "see: " in shown
+    assert "talk to it" not in shown, "there is no checkpoint"
+    (config.run_dir / "checkpoints" / "step-000001").mkdir(parents=True)
+    Display(config, quiet=True).summarize(RunEnd(run_dir=config.run_dir, summary=summary, stopped=""))
+    assert "step-000001; talk to it: staleflow chat" in " ".join(capsys.readouterr().err.split())
+    none_trained = {**summary, "steps": 0, "staleness_histogram": {}}
+    Display(config, quiet=True).summarize(RunEnd(run_dir=config.run_dir, summary=none_trained, stopped="interrupted"))
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "no step was finished; go on: staleflow resume" in shown
+    assert "train" not in shown.partition("go on")[2]
 
 
 def test_evaluations_round_trip(tmp_path: Path) -> None:

@@ -93,6 +93,8 @@ def test_a_run_trains_and_stores_its_steps(job: Path, memory_folder: Path) -> No
     assert "the same commands" in command("replay", end.run_dir, "--trajectory", 3).stdout
     listed = json.loads(command("store", "ls", end.run_dir.parent, "--json").stdout)
     assert [(r["steps"], r["state"]) for r in listed] == [(5, "ended")]
+    assert json.loads(command("store", "ls", end.run_dir, "--json").stdout) == listed
+    assert len(json.loads(command("store", "show", end.run_dir, "--where", "reward >= 0", "--json").stdout)) == 3
     repeated = command("run", job)
     assert repeated.returncode == 2
     assert "already holds a run" in repeated.stderr
@@ -204,7 +206,7 @@ def test_ctrl_c_during_start_stops_at_once(job: Path) -> None:
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
         assert process.wait(60) == 130
-    assert "stopped: interrupted; all 0 finished steps are stored" in rest
+    assert "stopped: interrupted; no step was finished" in rest
     assert "Traceback" not in rest
 
 
