@@ -45,7 +45,10 @@ export function ticks(low, high, count, whole = false) {
 /** Numbers of an axis as text, with as many digits as tell them apart. */
 export function labelled(marks) {
   const step = marks.length > 1 ? Math.abs(marks[1] - marks[0]) : 0;
-  const exact = (count) => Math.abs(step * 10 ** count - Math.round(step * 10 ** count)) < 1e-6;
+  const exact = (count) => {
+    const whole = Math.round(step * 10 ** count);
+    return whole >= 1 && Math.abs(step * 10 ** count - whole) < 1e-6;
+  };
   const digits = step ? [0, 1, 2, 3, 4].find(exact) : undefined;
   const large = Math.max(...marks.map(Math.abs)) >= 1e4;
   return marks.map((mark) => (digits === undefined || large ? short(mark) : mark.toFixed(digits)));

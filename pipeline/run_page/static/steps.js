@@ -179,7 +179,9 @@ function tiles(run, data) {
       `of ${run.steps}`,
       h("progress", { max: run.steps, value: count, "aria-label": "steps done" }),
     ),
-    tile("reward, last 10 steps", short(mean("reward", tail)), `first 10: ${short(mean("reward", 0, 10))}`),
+    count > 10
+      ? tile("reward, last 10 steps", short(mean("reward", tail)), `first 10: ${short(mean("reward", 0, 10))}`)
+      : tile("reward, all steps", short(mean("reward", 0)), ""),
     held.length
       ? tile(
           "held-out reward, sampled",
@@ -190,7 +192,7 @@ function tiles(run, data) {
         )
       : null,
     tile("largest staleness", `${staleness}`, `eta ${run.eta}`),
-    tile("throughput, last 10 steps", short(mean("tokens_per_s", tail)), "tokens/s trained on"),
+    tile(`throughput, ${count > 10 ? "last 10" : "all"} steps`, short(mean("tokens_per_s", tail)), "tokens/s trained on"),
     tile(
       "trajectories",
       short(run.ended.consumed ?? 0),
