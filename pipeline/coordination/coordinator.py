@@ -192,8 +192,6 @@ class Coordinator(CoordinatorInspection):
             self._decision_log.note(member, "arrived")
 
     def _on_instance_joined(self, event: InstanceJoined) -> None:
-        if self._state.fleet.get(event.instance) is not None:  # it restarted before its end was noticed
-            self._remove_instance(event.instance, "it joined again")
         self._state.add_instance(event.instance, event.version, event.kv_capacity, event.max_running)
 
     def _on_instance_leaving(self, event: InstanceLeaving) -> None:

@@ -154,12 +154,10 @@ class MutableFleet(Fleet):
         version: PolicyVersion,
         kv_capacity: int,
         max_running: int,
-        num_moves: int = 0,
         *,
         asleep: bool = False,
     ) -> Instance:
-        """Add an instance that runs nothing. num_moves: unfinished moves to an
-        earlier instance of this id."""
+        """Add an instance that runs nothing."""
         if instance_id in self._by_id:
             raise ProtocolViolation(f"{instance_id} joins twice")
         if len(self._instances) == self._columns.shape[1]:
@@ -170,7 +168,6 @@ class MutableFleet(Fleet):
             kv_capacity=kv_capacity,
             max_running=max_running,
             row=len(self._instances),
-            num_moves=num_moves,
             asleep=asleep,
         )
         self._instances.append(instance)

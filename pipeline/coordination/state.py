@@ -312,11 +312,8 @@ class CoordinatorState(StateView):
     # -- instances -----------------------------------------------------------------------------------------------
 
     def add_instance(self, instance_id: InstanceId, version: PolicyVersion, kv_capacity: int, max_running: int) -> None:
-        """Add an instance that runs nothing. If it restarted under its id, moves may already be on their way to it."""
-        num_arriving = sum(trajectory.move_target == instance_id for trajectory in self._live_trajectories.values())
-        self._fleet.add_instance(
-            instance_id, version, kv_capacity, max_running, num_moves=num_arriving, asleep=self.shares_gpus
-        )
+        """Add an instance that runs nothing. A replacement of a lost instance has a new id."""
+        self._fleet.add_instance(instance_id, version, kv_capacity, max_running, asleep=self.shares_gpus)
         self._room_changed = self._routing_changed = self._all_loads_changed = True
 
     def drain(self, instance: Instance) -> list[LiveTrajectory]:

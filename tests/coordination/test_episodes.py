@@ -53,19 +53,19 @@ def bench_waiting_for_last() -> Bench:
     return bench
 
 
-def truncation_orders(bench: Bench, tokens: int) -> list[Any]:
+def truncation_orders(bench: Bench, tokens: int) -> list[Interrupt]:
     bench.tell(InstanceReported(instance=A, progress=((LAST, tokens),)))
     return commands_of(bench.tell(Tick()), Interrupt)
 
 
 def test_a_turn_that_ends_before_its_truncation_lets_the_next_turn_be_truncated() -> None:
     bench = bench_waiting_for_last()
-    assert [o.route_number for o in truncation_orders(bench, 4)] == [1]
+    assert [o.trajectory for o in truncation_orders(bench, 4)] == [LAST]
     bench.sampled(LAST, 10)
     truncations = bench.coordinator._state.truncations
     assert (truncations.num_truncated, truncations.num_truncated_in_step) == (0, 0)
     observation_event(bench, LAST, 20)
-    assert [o.route_number for o in truncation_orders(bench, 24)] == [2]
+    assert [o.trajectory for o in truncation_orders(bench, 24)] == [LAST]
     assert (truncations.num_truncated, truncations.num_truncated_in_step) == (1, 1)
     assert truncation_orders(bench, 25) == []
 
@@ -73,11 +73,11 @@ def test_a_turn_that_ends_before_its_truncation_lets_the_next_turn_be_truncated(
 @pytest.mark.parametrize("recurring", [False, True])
 def test_the_length_of_a_truncated_episode_is_not_learned(recurring: bool) -> None:
     bench = bench_waiting_for_last()
-    (order,) = truncation_orders(bench, 4)
+    assert len(truncation_orders(bench, 4)) == 1
     if recurring:
         bench.sampled(LAST, 6)
     else:
-        bench.tell(TrajectoryInterrupted(trajectory=LAST, route_number=order.route_number, tokens=6))
+        bench.tell(TrajectoryInterrupted(trajectory=LAST, route_number=1, tokens=6))
     bench.tell(TrajectoryScored(trajectory=LAST, reward=1.0))
     assert list(bench.coordinator.forecast._latest_lengths) == [5, 5, 5] + [6] * recurring
 

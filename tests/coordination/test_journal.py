@@ -86,6 +86,7 @@ class TinyBody:
         self.now = 0.0
         self.ended: dict[int, Fate] = {}
         self.losses = 0
+        self.instances: list[str] = []
         self.tokens: dict[int, int] = {}
         self.route_numbers: dict[int, int] = {}
         """Trajectories with an environment."""
@@ -164,9 +165,11 @@ class TinyBody:
             self.tell(event)
             if self.rng.random() < 0.02 and self.losses < 3:
                 self.losses += 1
-                self.tell(InstanceLost(instance=InstanceId("ab"[self.losses % 2] + "'" * (self.losses // 3)), why="x"))
-                self.join("ab"[self.losses % 2])
-            for item in (InstanceId("a"), InstanceId("b")):
+                lost, self.instances = self.instances[0], self.instances[1:]
+                for name in (lost, "unknown"):
+                    self.tell(InstanceLost(instance=InstanceId(name), why="x"))
+                self.join(f"{lost}.1")
+            for item in map(InstanceId, self.instances):
                 progress = tuple((TrajectoryId(t), self.rng.randint(1, 5)) for t in self.rng.sample(range(60), 9))
                 delivered = tuple((TrajectoryId(t), self.rng.randint(1, 5)) for t in self.rng.sample(range(60), 3))
                 self.tell(InstanceReported(instance=item, progress=progress, delivered=delivered))
@@ -176,6 +179,7 @@ class TinyBody:
 
     def join(self, name: str) -> None:
         version = self.brain.ledger.version
+        self.instances.append(name)
         self.tell(InstanceJoined(instance=InstanceId(name), version=version, kv_capacity=500, max_running=7))
 
 

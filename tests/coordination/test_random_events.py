@@ -60,6 +60,7 @@ class RandomRun:
         self.answered: list[Event] = []
         self.next_group = 0
         self.ended: set[TrajectoryId] = set()
+        self.names = [*NAMES]
         self.route_numbers: dict[TrajectoryId, int] = {}
 
     def run(self) -> None:
@@ -89,10 +90,11 @@ class RandomRun:
         return InstanceJoined(instance=name, version=version, kv_capacity=kv_capacity, max_running=max_running)
 
     def unexpected(self) -> Event:
-        rng, name = self.rng, self.rng.choice(NAMES)
+        rng, name = self.rng, self.rng.choice(self.names)
         match rng.randrange(8):
             case 0:
-                return self.joined(name)
+                self.names.append(InstanceId(f"{name}.{len(self.names)}"))
+                return self.joined(self.names[-1])
             case 1 if rng.random() < 0.4:
                 return InstanceLost(instance=name, why="killed")
             case 2 | 3:
