@@ -168,7 +168,8 @@ READS: dict[str, tuple[Step, Callable[[Any], bool]]] = {
     "held_out": (lambda scene: scene.server.held_out(1), lambda prompts: len(prompts) == 1),
     "evaluation_items": (lambda scene: scene.server.evaluation_items(), lambda items: {i.prompt for i in items} == {0}),
     "evaluated_responses": (
-        lambda scene: scene.server.evaluated_responses([GroupId(0)]), lambda responses: responses[0].num_tokens == 9
+        lambda scene: scene.server.evaluated_responses([GroupId(0), GroupId(7)]),
+        lambda responses: [response.num_tokens for response in responses] == [9, 0],
     ),
     "set_clock": (lambda scene: scene.server.set_clock(1.0), lambda nothing: nothing is None),
     "held_out_notice": (lambda scene: scene.server.held_out_notice(), lambda notice: notice == ""),
