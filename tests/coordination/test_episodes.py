@@ -17,7 +17,7 @@ from staleflow.pipeline.coordination.events import (
     TrajectoryInterrupted,
     TrajectoryScored,
 )
-from staleflow.pipeline.strategies.routing import CacheAffinity, UserRouting
+from staleflow.pipeline.strategies.routing import CacheAffinity, Candidate, UserRouting
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel
 from tests.coordination.test_coordinator import A, B, Bench, commands_of, in_flight, member
@@ -104,7 +104,8 @@ def test_a_rule_that_chooses_an_invalid_row_is_rejected_in_every_turn(turn: int)
     class Rule:
         turns = 0
 
-        def choose(self, *_: object) -> int:
+        def choose(self, work: Candidate, *_: object) -> int:
+            assert work.continued == (self.turns == 1)
             self.turns += 1
             return 7 if self.turns >= turn else 0
 
@@ -114,8 +115,8 @@ def test_a_rule_that_chooses_an_invalid_row_is_rejected_in_every_turn(turn: int)
     routes = commands_of(bench.arrive(0), Route)
     assert len(routes) == turn - 1
     if routes:
-        bench.sampled(0)
-        assert commands_of(observation_event(bench, 0, 9), Route) == []
+        bench.sampled(0, 1)
+        assert commands_of(observation_event(bench, 0, 1), Route) == []
     assert list(bench.coordinator.snapshot().refusals) == ["the routing rule chose an instance that does not fit"]
 
 
