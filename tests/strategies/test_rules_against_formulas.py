@@ -114,6 +114,9 @@ def test_a_turn_returns_to_its_cache_when_both_instances_are_equally_fast() -> N
     affinity, idle = CacheAffinity(COST), InstanceLoad(running=1, kv_tokens=0)
     assert affinity.prefers_cached(InstanceLoad(running=2, kv_tokens=0), idle, 0, 40)
     assert not affinity.prefers_cached(InstanceLoad(running=4, kv_tokens=0), idle, 0, 40)
+    # Three tokens in steps of 9.5 s rather than 7.5 s take as long as a prefill of 8 tokens that delays six requests.
+    slow, fast = InstanceLoad(running=7, kv_tokens=0), InstanceLoad(running=5, kv_tokens=0)
+    assert [affinity.prefers_cached(slow, fast, kv_tokens, 3) for kv_tokens in (7, 8)] == [False, True]
 
 
 # -- routing ---------------------------------------------------------------------------------------------------------
