@@ -94,6 +94,11 @@ class EpisodeState:
     score: ScoredResponse | None
     """The reward, if the episode has ended already."""
 
+    @property
+    def has_outcome(self) -> bool:
+        """Whether the server already has the outcome of the newest turn's environment step."""
+        return self.has_observation or self.restarted or self.score is not None
+
 
 class TurnItem(NamedTuple):
     """A request for the newest turn, with this text, of a response of `num_tokens` tokens, routed under

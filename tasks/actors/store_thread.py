@@ -100,13 +100,9 @@ class AsyncSpool:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="spool")
 
     def append(self, entries: Sequence[Entry]) -> asyncio.Future[bool]:
-        """Write entries. Returns a future of the result of `Spool.append`."""
-        loop = asyncio.get_running_loop()
-        if entries:
-            return loop.run_in_executor(self._thread, self._spool.append, entries)
-        written: asyncio.Future[bool] = loop.create_future()
-        written.set_result(True)
-        return written
+        """Write entries. Returns a future of the result of `Spool.append`, which is done after all earlier writes, even
+        without entries: a repeated call has none, but those of the first call may not be written yet."""
+        return asyncio.get_running_loop().run_in_executor(self._thread, self._spool.append, entries)
 
     async def mark_stored(self, step: int, groups: Iterable[GroupId]) -> None:
         """Forget the entries of groups that are stored; see `Spool.mark_stored`."""

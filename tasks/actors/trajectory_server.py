@@ -302,6 +302,8 @@ class TrajectoryServer:
                 limit = max_new_tokens.get(t.group) or self._settings.prompts.response_tokens(t.source)
                 state = episode_state(self._in_flight, t, route_number, tuple(turns), records[t.group], limit)
                 states.append(state)
+        if any(state is not None and state.has_outcome for state in states):
+            await self._async_spool.append([])  # the host reports outcomes, and their entries may not be written yet
         return states
 
     async def newest_turns(self, items: list[TurnItem]) -> list[SampledTurn | None]:
@@ -420,22 +422,22 @@ class TrajectoryServer:
             trajectories: group by group; empty for a step that is requested again, stored or not.
             versions: each trajectory's v_traj, as decided by the ledger.
         """
-        written = None
+        taken: list[Entry] = []
         if trajectories and step not in self._in_flight.batches:
             members, settings = [self._in_flight.live[t] for t in trajectories], self._settings
             check_batch(step, members, settings.group_size, settings.max_error_share, settings.reward)
             entry = BatchTaken(step=step, trajectories=trajectories, versions=versions)
             self._in_flight.apply(entry)
-            written = self._async_spool.append([entry])
+            taken.append(entry)
+        written = self._async_spool.append(taken)
         message = await self._step_batches.message(step, start)
-        if written is not None:
-            await written
+        await written
         return message
 
     async def discard(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
         """End trajectories without training on them. The next commit stores them with their v_traj."""
-        if self._in_flight.apply(entry := TrajectoriesDiscarded(endings=endings, versions=versions)):
-            await self._async_spool.append([entry])
+        entry = TrajectoriesDiscarded(endings=endings, versions=versions)
+        await self._async_spool.append([entry] if self._in_flight.apply(entry) else [])
 
     async def commit(self, record: StepRecord) -> dict[str, float]:
         """Commit a step: the rows it consumed, and all that ended since the last commit. Returns metrics of the batch.

@@ -28,7 +28,6 @@ async def test_a_commit_marks_groups_as_stored_and_rotates_the_spool(tmp_path: P
     spool, points = AsyncSpool(NotedSpool(tmp_path, group_size=4)), ResumePoints(tmp_path / "resume", 2)
     points.write(PolicyVersion(2), Path.touch)
     await spool.forget_committed(1, [GroupId(3)], points)
-    assert await spool.append([]), "nothing is written"
     for version in (3, 4, 5):
         points.write(PolicyVersion(version), Path.touch)
     await spool.forget_committed(2, [], points)
@@ -57,6 +56,7 @@ async def test_operations_run_in_the_order_of_the_calls(tmp_path: Path) -> None:
     entry: Any = object()
     pending: list[asyncio.Future[Any]] = [
         asyncio.ensure_future(spool.append([entry])),
+        asyncio.ensure_future(spool.append([])),
         asyncio.ensure_future(spool.mark_stored(0, [GroupId(0)])),
         asyncio.ensure_future(spool.clear()),
     ]
@@ -69,4 +69,4 @@ async def test_operations_run_in_the_order_of_the_calls(tmp_path: Path) -> None:
     await asyncio.gather(*pending)
     spool.close()
     assert early == []
-    assert done == ["append", "stored", "clear"]
+    assert done == ["append", "append", "stored", "clear"]
