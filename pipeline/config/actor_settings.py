@@ -130,6 +130,22 @@ def episode_settings(config: RunConfig) -> EpisodeSettings:
     return EpisodeSettings(source=source_settings(config))
 
 
+def unrepeatable_sources(config: RunConfig) -> frozenset[int]:
+    """Numbers of the task sources whose episodes cannot be set back on another host. May import user code. Raises
+    ConfigError."""
+    from staleflow.tasks.environments.environment_loader import traits_of
+
+    if not (config.has_texts and config.has_environment):
+        return frozenset()
+    key = "task.source"
+    sources = [task.source for task in config.task.sources_by_name.values()]
+    return frozenset(
+        number
+        for number, source in enumerate(sources)
+        if is_environment(source, key) and not traits_of(source, key).repeatable
+    )
+
+
 def scoring_settings(config: RunConfig) -> ScoringSettings:
     """Settings from which a reward worker or environment host builds the job's reward."""
     from staleflow.tasks.sources.reward_process import ScoringSettings, SourceReward

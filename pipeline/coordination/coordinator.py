@@ -254,7 +254,7 @@ class Coordinator(CoordinatorInspection):
         trajectory = self._state.get_in_environment(event.trajectory, event.route_number)
         if trajectory is not None:
             self._issuer.release_cache(trajectory.id, self._state.pop_cached_instance(trajectory))
-            num_failures = self._state.restart_episode(trajectory)
+            num_failures = self._state.restart_episode(trajectory, lost=event.lost)
             self._decision_log.note(trajectory.id, f"environment failed: {event.error}")
             if num_failures > self._strategies.max_failures:
                 self._abort_queued(trajectory, AbortReason.ENVIRONMENT_FAILED)

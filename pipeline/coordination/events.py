@@ -162,11 +162,13 @@ class EnvironmentStepped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentFailed:
-    """The environment has failed. All of the trajectory but its prompt was dropped."""
+    """The environment has failed. All of the trajectory but its prompt was dropped. lost: whether the episode was lost
+    with its host instead, and cannot be set back; this does not count as a failure."""
 
     trajectory: TrajectoryId
     route_number: int
     error: str
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ their prompts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 
 from staleflow.pipeline.coordination.events import RunResumed
@@ -21,24 +21,29 @@ from staleflow.stores.trajectory import PolicyVersion, TrajectoryId, parse_outco
 
 
 def plan_resume(
-    trial_ledger: StalenessLedger, filtering: Filtering, ledger_state: LedgerState, groups: Iterable[GroupInFlight]
+    trial_ledger: StalenessLedger,
+    filtering: Filtering,
+    ledger_state: LedgerState,
+    groups: Collection[GroupInFlight],
+    unrepeatable_sources: Collection[int] = (),
 ) -> tuple[RunResumed, tuple[TrajectoryId, ...]]:
     """Build the event that continues a run, and list the trajectories that restart from their prompts.
 
     Args:
         trial_ledger: A new ledger of the job, on which the groups are restored first; not usable afterwards.
         ledger_state: Ledger state of the store's last record.
+        unrepeatable_sources: Numbers of the task sources whose episodes cannot be set back. Those with an observation
+            restart.
     """
     num_ended = tuple(ledger_state.num_ended.items())
     trial_ledger.resume(ledger_state.next_step, {parse_outcome_key(key): count for key, count in num_ended})
-    restored_groups, restarted = [], []
-    for group in sorted(groups, key=lambda group: _restore_order(group, trial_ledger.group_size, filtering)):
-        restored = _restore_on_ledger(trial_ledger, filtering, group)
-        restored_groups.append(restored)
-        sampled_ids = {m.trajectory for m in restored.members if m.version >= 0}
-        restarted += [
-            m.trajectory for m in group.members if m.trajectory not in sampled_ids and m != _restart_member(m)
-        ]
+    repeatable = [_restart_lost_episodes(g) if g.source in unrepeatable_sources else g for g in groups]
+    restored_groups = [
+        _restore_on_ledger(trial_ledger, filtering, group)
+        for group in sorted(repeatable, key=lambda group: _restore_order(group, trial_ledger.group_size, filtering))
+    ]
+    begun = {m.trajectory for group in groups for m in group.members if m != _restart_member(m)}
+    continued = {m.trajectory for group in restored_groups for m in group.members if m.version >= 0}
     resumed = RunResumed(
         step=ledger_state.next_step,
         num_ended=num_ended,
@@ -46,7 +51,7 @@ def plan_resume(
         num_groups=ledger_state.num_started // trial_ledger.members_started if ledger_state.sources else 0,
         sources=ledger_state.sources,
     )
-    return resumed, tuple(sorted(restarted))
+    return resumed, tuple(sorted(begun - continued))
 
 
 def _restore_order(group: GroupInFlight, group_size: int, filtering: Filtering) -> tuple[int, int, int]:
@@ -89,6 +94,12 @@ def _restore_on_ledger(trial_ledger: StalenessLedger, filtering: Filtering, grou
         else:
             trial_ledger.filter(group.group, drop_reason)
     return replace(group, members=tuple(members))
+
+
+def _restart_lost_episodes(group: GroupInFlight) -> GroupInFlight:
+    """Restart the members whose environment has returned an observation and is needed for another turn."""
+    members = tuple(_restart_member(m) if m.given_tokens and not m.scored else m for m in group.members)
+    return replace(group, members=members)
 
 
 def _restart_member(member: MemberInFlight) -> MemberInFlight:

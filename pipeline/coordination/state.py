@@ -269,11 +269,12 @@ class CoordinatorState(StateView):
         self._enqueue(trajectory)
         self._routing_changed = True
 
-    def restart_episode(self, trajectory: LiveTrajectory) -> int:
-        """Queue a trajectory whose environment failed, with only its prompt. Returns its number of failures."""
+    def restart_episode(self, trajectory: LiveTrajectory, *, lost: bool) -> int:
+        """Queue a trajectory whose environment failed or was lost, with only its prompt. Returns its number of
+        failures."""
         self._enter_phase(trajectory, next_phase(trajectory.phase, Transition.RESTARTED))
         trajectory.tokens = trajectory.delivered_tokens = trajectory.num_turns = trajectory.observation_tokens = 0
-        trajectory.num_failures += 1
+        trajectory.num_failures += not lost
         self._enqueue(trajectory)
         self._routing_changed = True
         return trajectory.num_failures

@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from staleflow.pipeline.config import factories
+from staleflow.pipeline.config import actor_settings, factories
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import (
     Abort,
@@ -247,7 +247,8 @@ class Driver:
         recoverable: RecoverableWork = await self._actors.ask("server", "recoverable", deadline="start_s")
         filtering = factories.make_strategies(self._config).filtering
         ledger = factories.make_coordinator(self._config).ledger
-        resumed, restarted = plan_resume(ledger, filtering, recoverable.ledger, recoverable.groups)
+        unrepeatable = actor_settings.unrepeatable_sources(self._config)
+        resumed, restarted = plan_resume(ledger, filtering, recoverable.ledger, recoverable.groups, unrepeatable)
         recovered: RecoveredWork = await self._actors.ask("server", "resume", restarted, deadline="start_s")
         self._num_drawn = recovered.ledger.num_started // self._config.oversampled_group_size
         if recovered.num_responses or recovered.num_restarted:

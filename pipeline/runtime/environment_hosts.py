@@ -196,7 +196,10 @@ class EnvironmentHosts:
             host.outbox.put_nowait(step)
 
     def _check_failures(self, outcome: EnvStepOutcome) -> None:
-        """Raise TooManyFailedEnvironments if too many of the latest outcomes are failures."""
+        """Raise TooManyFailedEnvironments if too many of the latest outcomes are failures. Episodes that were lost with
+        their host do not count: all of them restart at once."""
+        if outcome.lost:
+            return
         self._latest_failures.append(bool(outcome.restart_reason))
         max_share = self._config.environment.max_failed_share
         if (
@@ -211,11 +214,13 @@ class EnvironmentHosts:
 
     def _make_event(self, outcome: EnvStepOutcome) -> Event:
         trajectory, route_number = outcome.trajectory, outcome.route_number
-        if outcome.restart_reason:  # only the first failure is a warning
-            level = logging.DEBUG if self._has_logged_failure else logging.WARNING
+        if outcome.restart_reason:  # only the first failure is a warning; the loss of a host has one of its own
+            level = logging.DEBUG if self._has_logged_failure or outcome.lost else logging.WARNING
             logger.log(level, "trajectory %d: environment failed: %s", trajectory, outcome.restart_reason)
-            self._has_logged_failure = True
-            return EnvironmentFailed(trajectory=trajectory, route_number=route_number, error=outcome.restart_reason)
+            self._has_logged_failure |= not outcome.lost
+            return EnvironmentFailed(
+                trajectory=trajectory, route_number=route_number, error=outcome.restart_reason, lost=outcome.lost
+            )
         if outcome.ended:
             return TrajectoryScored(
                 trajectory=trajectory, reward=outcome.reward, error=outcome.error, seconds=outcome.seconds

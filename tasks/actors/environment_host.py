@@ -69,6 +69,8 @@ class EnvStepOutcome:
     """Error of the reward function, if the episode has ended."""
     restart_reason: str = ""
     """Why the episode restarts from its prompt; empty if it does not."""
+    lost: bool = False
+    """Whether it restarts because it was lost with its host, and not because its environment failed."""
     server_lost: bool = False
     """Whether the step must be requested again when the trajectory server is back."""
     seconds: float | None = None
@@ -250,7 +252,7 @@ class EnvironmentHost:
         if result.error:
             if not await call_server("restart", (trajectory, state.num_tokens, route_number)):
                 return (await self._state_and_outcome(call_server, item))[1]
-            return item.outcome(restart_reason=result.error)
+            return item.outcome(restart_reason=result.error, lost=result.lost)
         score = ScoredResponse(reward=result.reward, parts=dict(result.parts))
         recorded_score: ScoredResponse | None = await call_server(
             "record_rewards", RewardItem(trajectory, state.num_tokens, route_number, score)

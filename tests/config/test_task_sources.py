@@ -69,6 +69,18 @@ def test_an_environment_among_several_sources_keeps_its_reward_and_tools(tmp_pat
     assert [source.name for source in scoring.sources] == ["a"]
 
 
+def test_unrepeatable_sources_are_environments_that_cannot_be_set_back(tmp_path: Path) -> None:
+    (tmp_path / "games.py").write_text(
+        "class Game:\n    def reset(self, seed): ...\n    def step(self, action): ...\n"
+        "class Replayed(Game):\n    repeatable = True\n"
+    )
+    text = TWO.replace('reward = "mine.py:score"', "")
+    file = tmp_path / "games.py"
+    for source, expected in ((f"{file}:Game", {1}), (f"{file}:Replayed", set())):
+        assert actor_settings.unrepeatable_sources(read(tmp_path, text.replace("mine.py:Numbers", source))) == expected
+    assert not actor_settings.unrepeatable_sources(read(tmp_path, text)), "it has no environment, and is not loaded"
+
+
 def test_a_source_that_cannot_be_imported_here_is_not_checked(tmp_path: Path, tiny_model: Path) -> None:
     text = TWO.replace('"x"', f'"{tiny_model}"').replace("mine.py:Numbers", "nowhere_installed:Numbers")
     (line,) = check_job(read(tmp_path, text.replace('reward = "mine.py:score"', "")), here=False)

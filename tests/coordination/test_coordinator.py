@@ -710,6 +710,14 @@ def test_release_cache_is_sent_once_when_no_turn_follows() -> None:
         assert [(f.trajectory, f.instance) for f in commands_of(received, ReleaseCache)] == [(0, A)]
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_episode_lost_with_its_host_is_not_a_failure(lost: bool) -> None:
+    bench = bench_with_environment(max_attempts=0)
+    received = bench.tell(EnvironmentFailed(trajectory=TrajectoryId(0), route_number=1, error="x", lost=lost))
+    assert [route.trajectory for route in commands_of(received, Route)] == [0] * lost
+    assert len(commands_of(received, Discard)) == (not lost)
+
+
 def test_release_cache_depends_on_where_the_next_turn_is_routed() -> None:
     bench = bench_with_environment()
     received = [*bench.tell(InstanceLeaving(instance=A)), *observation_event(bench)]

@@ -261,6 +261,7 @@ ADDED = (
     '{"type":"NewGroup","group":-1,"prompt_tokens":5}]},"commands":['
     '{"type":"FinishEvaluation","evaluation":0,"version":3,"failed":[-8]}]}',
     '{"now":1.5,"event":{"type":"EnvironmentFailed","trajectory":7,"route_number":1,"error":"x"},"commands":[]}',
+    '{"now":1.5,"event":{"type":"EnvironmentFailed","trajectory":7,"route_number":1,"error":"x","lost":true},"commands":[]}',
     '{"now":1.5,"event":{"type":"InstanceSlept","instance":"b","step":3},'
     '"commands":[{"type":"Sleep","instance":"a","step":3}]}',
     '{"now":1.5,"event":{"type":"RoutingContinued"},"commands":[]}',

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -273,6 +273,19 @@ def test_partial_groups_are_not_recovered_when_complete_groups_fill_all_entries(
     states, again = recovered(0, members_of(3, 2, -1, -1), *complete, extra_groups=1)
     assert [group for group, _ in states] == [8, 9, 3]
     assert again == (9,)
+
+
+def test_episodes_that_cannot_be_set_back_restart() -> None:
+    """Only those that need another turn after an observation, in sources whose environment is not repeatable."""
+    groups = tuple(replace(members_of(3 + source, (2, 1.0), 2, 2), source=source) for source in (0, 1))
+    groups = tuple(
+        replace(g, members=(*(replace(m, given_tokens=3) for m in g.members[:2]), g.members[2])) for g in groups
+    )
+    consumed = {outcome_key(Fate.CONSUMED, AbortReason.NONE): 8}
+    stored = LedgerState(num_started=8, num_ended=consumed, live=(), next_step=2, version=2)
+    event, restarted = plan_resume(new_ledger(1, 2, 2, 0, 1), KeepAll(), stored, groups, {1})
+    assert {g.group: [m.version for m in g.members] for g in event.groups} == {3: [2, 2, 2], 4: [2, -1, 2]}
+    assert restarted == (13,)
 
 
 def test_a_run_of_several_sources_continues_drawing_after_its_started_groups() -> None:

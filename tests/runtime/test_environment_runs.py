@@ -12,10 +12,13 @@ import pytest
 from staleflow.pipeline.coordination.commands import StepEnvironment
 from staleflow.pipeline.coordination.events import EnvironmentStepped
 from staleflow.pipeline.profiling.latencies import measure_latencies
+from staleflow.pipeline.runtime import environment_hosts
 from staleflow.pipeline.runtime.environment_hosts import NUM_LATEST_OUTCOMES
 from staleflow.stores.errors import TooManyFailedEnvironments
 from staleflow.stores.trajectory import AbortReason, EnvSpan
 from staleflow.tasks.actors.environment_host import FAILED_BEFORE
+from staleflow.tasks.episodes.emulated_host import EmulatedEnvironments
+from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault, Moment
 
@@ -161,6 +164,29 @@ def test_a_failure_with_a_lost_outcome_is_counted_once(body: Body, actor: str, m
 def test_a_hung_environment_affects_only_its_episode(body: Body) -> None:
     run = body.checked_run(*AGENTS, "simulation.hung_step_share=0.05", "environment.step_timeout_s=8")
     assert any("is never answered" in event.error for _, event in run.events("EnvironmentFailed"))
+
+
+def test_episodes_lost_with_their_host_are_not_failures(body: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Episodes that cannot be set back start again, more often than rollout.max_attempts allows failures, and a single
+    failure would end the run."""
+    step = EmulatedEnvironments.step
+
+    async def once_begun(self: Any, key: EpisodeKey, record: Any, turns: Any, **more: Any) -> HostedStepResult:
+        begun = self.__dict__.setdefault("begun", set())
+        if len(turns) > 1 and key not in begun:
+            return HostedStepResult(ended=True, error="start it again", lost=True)
+        begun.add(key)
+        return await step(self, key, record, turns, **more)
+
+    monkeypatch.setattr(EmulatedEnvironments, "step", once_begun)
+    monkeypatch.setattr(environment_hosts, "NUM_LATEST_OUTCOMES", 1)
+    faults = [Fault(actor="environment-0", method="next_outcomes", nth=nth, dies="after") for nth in (5, 11, 17)]
+    rules = ("environment.max_failed_share=0", "rollout.max_attempts=0", "workload.tool_s=0.5")
+    run = body.checked_run(*AGENTS, *rules, faults=faults)
+    assert len(run.outcomes.losses) == 3
+    assert run.events("EnvironmentFailed")
+    assert all(event.lost for _, event in run.events("EnvironmentFailed"))
+    assert AbortReason.ENVIRONMENT_FAILED not in {row.reason for row in run.store.ended()}
 
 
 def test_environments_that_always_fail_end_the_run(body: Body) -> None:
