@@ -141,15 +141,17 @@ class RolloutInstance:
             self._engine.submit(unfinished)
             return [r for r in requests if isinstance(r, SampledTokens)]
 
-        # Added on the event loop, where `next_events` removes them: with two threads one could be lost.
-        self._ended_turns += await self._command(submit)
+        ended_turns = await self._command(submit)
+        # Added on the event loop without waiting in between: `next_events` replaces the list while a call waits.
+        self._ended_turns += ended_turns
         if self._fetches_drafts:
             await self._fetch_draft_responses(server)
 
     async def interrupt(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[RequestOutcome]:
-        """Stop sampling trajectories, and send their tokens to the server. If sending fails, the tokens are sent with
-        the next delivery or the next call."""
-        self._interrupted += await self._command(self._engine.interrupt, trajectories)
+        """Stop sampling trajectories, and send their tokens to the server. If sending fails, the next interrupt sends
+        and reports them too."""
+        interrupted = await self._command(self._engine.interrupt, trajectories)
+        self._interrupted += interrupted
         outcomes = await self._deliver(server, self._interrupted)
         self._interrupted = []
         return outcomes
@@ -255,10 +257,13 @@ class RolloutInstance:
         return 0 < self._spool_s <= now - self._last_spool_s
 
     async def _spool(self, server: Any) -> None:
-        """Send the tokens of running responses to the server."""
+        """Send the tokens of running responses to the server. Does nothing while weights are loaded, which may take
+        longer than a call."""
         loop = asyncio.get_running_loop()
-        self._last_spool_s = loop.time()
         running: list[SampledTokens] = await loop.run_in_executor(self._event_thread, self._engine.peek)
+        if self._pending_pull is not None and not self._pending_pull.done():
+            return
+        self._last_spool_s = loop.time()
         num_tokens = await self._send(server, [s for s in running if _response_end(s) > s.start])
         self._delivered_tokens = {
             s.trajectory: (s.route_number, num_tokens[s.trajectory]) for s in running if s.trajectory in num_tokens

@@ -226,6 +226,47 @@ async def test_a_delivered_response_of_a_lost_instance_is_not_continued(tmp_path
     assert (await second.report()).running == 0
 
 
+async def test_an_ended_turn_is_reported_once_when_another_is_routed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second route is still with the engine when the outcome of the first is fetched."""
+    server = make_server(World(length=lambda _: 9), tmp_path)
+    await server.draw(0, 1)
+    await server.requests((route_item(0, 1), route_item(1, 1)))
+    await server.deliver([whole_response(TrajectoryId(i)) for i in (0, 1)])
+    instance = make_instance(World())
+    await instance.route(server, (route_item(0, 2),))
+    command = instance._command
+
+    async def slow_command(*args: Any) -> Any:
+        await asyncio.sleep(1.0)
+        return await command(*args)
+
+    monkeypatch.setattr(instance, "_command", slow_command)
+    second = asyncio.ensure_future(instance.route(server, (route_item(1, 2),)))
+    await asyncio.sleep(0.5)
+    assert [o.trajectory for o in await instance.next_events(server, 0.1)] == [0]
+    await second
+    assert [o.trajectory for o in await instance.next_events(server, 0.1)] == [1]
+
+
+async def test_an_interrupt_reports_only_its_own_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two interrupts run at the same time, and the first ends while the engine stops the requests of the second."""
+    server = make_server(World(), tmp_path)
+    await server.draw(0, 1)
+    instance = make_instance(World(length=lambda _: 90))
+    await instance.route(server, (route_item(0, 1), route_item(1, 1)))
+    command, durations_s = instance._command, iter((1.0, 2.0))
+
+    async def slow_command(*args: Any) -> Any:
+        await asyncio.sleep(next(durations_s))
+        return await command(*args)
+
+    monkeypatch.setattr(instance, "_command", slow_command)
+    outcomes = await asyncio.gather(*(instance.interrupt(server, (TrajectoryId(i),)) for i in (0, 1)))
+    assert [[o.trajectory for o in each] for each in outcomes] == [[0], [1]]
+
+
 async def test_tokens_of_a_superseded_route_are_dropped(tmp_path: Path) -> None:
     """Two instances sample the trajectory; the server accepts tokens of the newest route only."""
     world = World(length=lambda _: 9)
@@ -591,6 +632,40 @@ async def test_tokens_wait_for_an_abandoned_pull_and_for_nothing_after_it() -> N
     assert (outcome.trajectory, outcome.num_tokens) == (0, 9)
     assert len(delivered) == 1
     await instance.close()
+
+
+async def test_a_delivery_does_not_wait_for_a_load_that_takes_longer_than_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load begins while the tokens to deliver are collected. They are delivered once the weights are checked."""
+    world = World(length=lambda _: 90, tokens_per_s=0.5)
+    server = make_server(world, tmp_path)
+    instance = make_instance(world, "one", 1.0)
+    await server.draw(0, 1)
+    await instance.route(server, (route_item(0, 1),))
+    peek, load = instance.engine.peek, instance._load
+
+    async def slow_peek() -> list[SampledTokens]:
+        await asyncio.sleep(1.0)
+        return peek()
+
+    async def slow_load(*args: Any) -> Any:
+        await asyncio.sleep(100.0)
+        return load(*args)
+
+    monkeypatch.setattr(instance.engine, "peek", slow_peek)
+    monkeypatch.setattr(instance, "_load", slow_load)
+    assert await instance.next_events(server, 2.0) == []  # the delivery is due a second after this
+    events = asyncio.ensure_future(instance.next_events(server, 0.25))
+    await asyncio.sleep(0.5)
+    published = replace(PUBLISHED, fingerprint=world.fingerprint(1))
+    pull = asyncio.ensure_future(instance.pull(published, world.path(1)))
+    assert await events == []
+    await instance.flush(server)
+    assert not pull.done() and server._in_flight.live[TrajectoryId(0)].num_tokens == 0
+    assert not (await pull).refused
+    assert await instance.next_events(server, 0.25) == []
+    assert server._in_flight.live[TrajectoryId(0)].num_tokens > 50
 
 
 def whole_response(trajectory: TrajectoryId) -> SampledTokens:
