@@ -33,6 +33,7 @@ from staleflow.pipeline.recovery.role_recovery import RoleRecovery
 from staleflow.pipeline.runtime.weight_publisher import WeightPublisher
 from staleflow.pipeline.runtime.weight_verification import PROBE_PROMPTS, make_unusable_engine_error
 from staleflow.stores.errors import (
+    ActorFailed,
     ActorLost,
     ActorSilent,
     WeightsRefused,
@@ -77,7 +78,6 @@ class Actors(WeightPublisher):
         version = PolicyVersion(0) if resumption is None else resumption.version
         self._num_earlier_starts = 0 if resumption is None else resumption.earlier_starts
         self._resumed = resumption is not None
-        place_scorer = self.place_environment if config.has_environment else self.place_reward
 
         def store_exists() -> bool:  # a lost server may have created it at the start of the run
             return (resumption is not None or "server" in self._loss_times) and (self._run_dir / "store").exists()
@@ -85,7 +85,10 @@ class Actors(WeightPublisher):
         await gather_or_cancel(
             self._place_at_start("server", run_time_s, lambda: self.place_server(run_time_s, resumed=store_exists())),
             self._place_at_start("trainer", run_time_s, self.place_trainer),
-            *(self._place_at_start(name, run_time_s, partial(place_scorer, name)) for name in config.reward_actors),
+            *(
+                self._place_at_start(name, run_time_s, partial(self.place_reward_actor, name))
+                for name in config.reward_actors
+            ),
             *(self._place_instance_at_start(i, run_time_s) for i in range(config.rollout.instances)),
         )
         weight_holders = (workers.placed["trainer"], *(i.placed for i in self.instances.values()))
@@ -177,6 +180,22 @@ class Actors(WeightPublisher):
         loading = f" (loading {self._config.model.path})" if loads_model else ""
         return f"{len(names) - len(missing)} of {len(names)} ready, waiting for {shown_names}{more}{loading}"
 
+    async def place_reward_actor(self, name: str) -> None:
+        """Place a reward worker or environment host. Raises ConfigError if it cannot load the job's code."""
+        await (self.place_environment(name) if self._config.has_environment else self.place_reward(name))
+
+    async def replace_reward_actor(self, name: str, elapsed_s: Callable[[], float]) -> None:
+        """Place a reward worker or environment host that was lost, again if its replacement is lost while it is placed.
+        Raises ActorLost if it is lost too often, and as Workers.place does."""
+        while True:
+            try:
+                await self.place_reward_actor(name)
+                return
+            except (ActorLost, ActorFailed) as lost:
+                if lost.actor != name:
+                    raise
+                self.record_loss(name, lost, elapsed_s())
+
     async def place_reward(self, name: str) -> None:
         """Place a reward worker, which loads the reward function. Raises ConfigError if that fails."""
         settings, call_s = actor_settings.scoring_settings(self._config), self._config.deadlines.call_s
@@ -198,7 +217,11 @@ class Actors(WeightPublisher):
         if name in self._workers.placed:
             logger.info("%s leaves %s, which another job waits for", name, self._workers.placed[name].address)
             await self._workers.release_shared(name)
-        await (self.place_environment(name) if self._config.has_environment else self.place_reward(name))
+        await self.place_reward_actor(name)
+
+    def has_other_reward_actor(self, name: str) -> bool:
+        """Whether a reward worker or environment host besides `name` is placed."""
+        return any(other in self._workers.placed for other in self._config.reward_actors if other != name)
 
     def reward_actor_at(self, address: str) -> str:
         """Name of the reward worker or environment host at a Dask worker's address; empty if there is none."""

@@ -171,7 +171,7 @@ class EnvironmentHosts:
             if host.placement != placement:
                 return
             self._actors.record_loss(host.name, lost, self._elapsed_s())
-            await self._actors.place_environment(host.name)
+            await self._actors.replace_reward_actor(host.name, self._elapsed_s)
             self._resend_pending(host)
 
     async def move(self, name: str) -> None:

@@ -1,8 +1,8 @@
 """Scores sampled responses with the run's reward workers.
 
 Invariants:
-- Every queued response gets a score, or its reward worker is being replaced. The responses of a lost worker are scored
-  again.
+- Every queued response gets a score, or all reward workers are being replaced. The responses of a lost worker are
+  scored again, by any of them.
 - A response waits for the rest of its group, at most MAX_HOLD_S: a group is not used before all members have rewards,
   and one call for several responses is cheaper than several calls.
 - A reward worker whose process does not answer is detected within twice deadlines.call_s, however long a score takes,
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.events import TrajectoryScored
+from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
 from staleflow.pipeline.runtime.actor_client import SERVER
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.stores import errors
@@ -134,6 +135,17 @@ class ScoreQueue:
             batch.append(self._queue.get_nowait())
         return batch
 
+    async def _replace(self, name: str) -> None:
+        """Replace a lost reward worker as soon as there is a Dask worker for it. Raises NoFreeWorker if there was none
+        for start_s, and no other reward worker is left."""
+        while True:
+            try:
+                return await self._actors.replace_reward_actor(name, self._elapsed_s)
+            except NoFreeWorker as error:
+                if not self._actors.has_other_reward_actor(name):
+                    raise
+                logger.warning("the run continues without %s: %s", name, error)
+
     async def _score_on(self, name: str) -> None:
         """Send batches to one reward worker. If it is lost, replace it and score its batch again."""
         while True:
@@ -148,10 +160,10 @@ class ScoreQueue:
             except (errors.ActorLost, errors.ActorFailed) as lost:
                 if lost.actor != name:
                     raise
-                self._actors.record_loss(name, lost, self._elapsed_s())
-                await self._actors.place_reward(name)
                 for trajectory in batch:
                     self._queue.put_nowait(trajectory)
+                self._actors.record_loss(name, lost, self._elapsed_s())
+                await self._replace(name)
                 continue
             for trajectory, reward, error in scores:
                 if error:  # only the first is a warning; each is stored with its trajectory

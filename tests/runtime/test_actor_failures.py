@@ -292,6 +292,36 @@ def test_a_reward_worker_released_for_another_job_moves_without_a_loss(body: Bod
     assert run.workers.names.count("server") == 1
 
 
+@pytest.mark.parametrize("method", ["__init__", "check"])
+def test_a_reward_worker_whose_replacement_dies_while_it_is_placed_is_replaced(body: Body, method: str) -> None:
+    faults = [Fault(actor="reward-0", method=m, nth=2, dies="before") for m in ("score", method)]
+    assert len(body.checked_run(faults=faults).outcomes.losses) == 2
+
+
+def test_a_lost_reward_workers_batch_is_scored_by_another_while_it_waits_for_a_worker(
+    body: Body, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits = [
+        Fault(actor="reward-0", method="__init__", nth=nth, error=NoFreeWorker("no free worker")) for nth in (2, 3)
+    ]
+    run = body.checked_run(
+        "reward.workers=2", "steps=6", faults=[Fault(actor="reward-0", method="score", nth=2, dies="before"), *waits]
+    )
+    assert caplog.text.count("the run continues without reward-0: no free worker") == 2
+    assert run.workers.names.count("reward-0") == 2
+    scores = [c for c in run.workers.calls if c.method == "score"]
+    lost = [c for c in scores if c.actor == "reward-0"][1]
+    again_s = min(c.at_s for c in scores if c.actor == "reward-1" and set(lost.args[1]) & set(c.args[1]))
+    assert again_s - lost.at_s < CREATE_S
+
+
+def test_a_run_without_a_reward_worker_ends(body: Body) -> None:
+    waits = Fault(actor="reward-0", method="__init__", nth=2, error=NoFreeWorker("no free worker"))
+    run = body.run(faults=[Fault(actor="reward-0", method="score", nth=2, dies="before"), waits])
+    assert str(run.raised()) == "no free worker"
+    run.check_kept()
+
+
 def test_a_reward_worker_lost_repeatedly_ends_the_run(body: Body) -> None:
     run = body.run(faults=[Fault(actor="reward-0", method="score", nth=0, dies="before")])
     assert str(run.raised()).startswith("reward-0 was lost 4 times within an hour, last: reward-0 is gone")

@@ -108,6 +108,15 @@ def test_a_lost_environment_host_is_replaced_and_called_again(body: Body, method
     assert run.workers.names.count("environment-0") == 2
 
 
+@pytest.mark.parametrize("method", ["__init__", "check"])
+def test_an_environment_host_whose_replacement_dies_while_it_is_placed_is_replaced(body: Body, method: str) -> None:
+    faults = [
+        Fault(actor="environment-0", method="next_outcomes", nth=3, dies="before"),
+        Fault(actor="environment-0", method=method, nth=2, dies="before"),
+    ]
+    assert len(body.checked_run(*AGENTS, faults=faults).outcomes.losses) == 2
+
+
 def test_an_environment_host_that_times_out_is_replaced(body: Body) -> None:
     run = body.checked_run(
         *AGENTS, faults=[Fault(actor="environment-0", method="next_outcomes", nth=3, silent="before")]
