@@ -2,10 +2,10 @@
 
 Invariants:
 - Every call has a deadline. The call of a lost actor raises ActorLost, which names the deadline if one was missed.
-- If a call passes an actor as an argument (ActorArg), its deadline is extended by call_s. The nested call then times
-  out first, and the nested actor, not the caller, is reported lost. The deadline of a commit is extended too: the
-  trajectory server itself stops retrying after commit_s and names the cause. A slow actor that answers again is not
-  treated as lost.
+- If a call passes an actor as an argument (ActorArg), its deadline call_s is extended by another call_s. The nested call
+  then times out first, and the nested actor, not the caller, is reported lost. The deadline of a commit is extended
+  too: the trajectory server itself stops retrying after commit_s and names the cause. A slow actor that answers again
+  is not treated as lost.
 - The trainer and the trajectory server have state. If they are lost they are restored (role_recovery.py), and callers
   wait and then retry.
 - Each role, and each instance, may be lost MAX_REPLACEMENTS times within REPLACEMENT_WINDOW_S; one loss more ends the
@@ -77,7 +77,8 @@ class ActorClient:
 
         Args:
             deadline: Key of the deadline that limits the call, by default call_s. Errors name it.
-            within_s: Overrides the seconds of that deadline; then errors name the key only if `deadline` is given.
+            within_s: Overrides the seconds of that deadline. Without `deadline` these are never extended, and errors
+                name no key.
         """
         num_false_losses = 0
         while True:
@@ -119,7 +120,7 @@ class ActorClient:
         key = deadline or "call_s"
         limit_name = f"deadlines.{key}" if deadline or within_s is None else ""
         allowed_s: float = getattr(self._config.deadlines, key) if within_s is None else within_s
-        if key == "commit_s" or (key == "call_s" and any(isinstance(arg, ActorArg) for arg in args)):
+        if key == "commit_s" or (limit_name and key == "call_s" and any(isinstance(arg, ActorArg) for arg in args)):
             allowed_s += self._config.deadlines.call_s
         arguments = [self.actor(arg.name) if isinstance(arg, ActorArg) else arg for arg in args]
         request = call_actor(

@@ -170,7 +170,7 @@ class Membership:
 
         async def flush(instance: InstanceHandle) -> None:
             with contextlib.suppress(errors.ActorLost, errors.ActorFailed):
-                await self._actors.ask(instance.placed.name, "flush", SERVER, within_s=FLUSH_TIMEOUT_S)
+                await self._actors.ask_once(instance.placed.name, "flush", SERVER, within_s=FLUSH_TIMEOUT_S)
 
         await asyncio.gather(*(flush(instance) for instance in self._actors.instances.values()))
 

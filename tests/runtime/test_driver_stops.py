@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from staleflow.pipeline.runtime.membership import FLUSH_TIMEOUT_S
 from staleflow.stores.trajectory import AbortReason
 from tests.support.bodies import Body, Run
 from tests.support.driver_runs import (
@@ -69,6 +70,22 @@ def test_a_stop_outside_training_ends_the_run_within_a_second(body: Body) -> Non
     assert run.outcomes.stopped == "terminated"
     assert [r.kind for r in run.records] == ["end"]
     assert run.ended_s - when < 1.1
+    run.check_kept()
+
+
+def test_a_stop_waits_for_a_silent_instance_for_the_flush_timeout_only(body: Body) -> None:
+    when = 0.0
+
+    async def meanwhile(run: Run) -> None:
+        nonlocal when
+        await until(run, lambda: "route" in run.workers.methods("rollout-0"))
+        when = asyncio.get_running_loop().time()
+        run.driver.stop("terminated")
+
+    faults = [Fault(actor="rollout-0", method="flush", silent="before")]
+    run = body.run("deadlines.call_s=60", world=World(length=lambda _: 90), faults=faults, meanwhile=meanwhile)
+    assert run.error is None
+    assert run.ended_s - when < FLUSH_TIMEOUT_S + 1.1
     run.check_kept()
 
 
