@@ -172,25 +172,30 @@ class EngineThread(ABC):
 
     def _submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            previous = self._requests.get_by_trajectory(request.trajectory)
-            if previous is not None:
-                if previous.request.route_number == request.route_number:
-                    continue  # a repeated request
-                self._stop([request.trajectory])
-            running = RunningRequest(request, stop_check=self._stop_checks.make_check(request))
-            if running.has_stopped:  # its instance was lost before it could report the end of the turn
-                self._end(running.sampled_tokens(FinishReason.STOP))
-                continue
-            with self._condition:
-                key = self._requests.add(running)
-            if self._drafter is not None:
-                self._drafter.begin(key, request.trajectory, request.prompt_tokens, request.tokens)
             try:
-                self._admit(running)
+                self._begin(request)
             except Exception as error:  # noqa: BLE001  such as a prompt longer than the model can attend to
                 with self._condition:
-                    self._leave(running)
-                self._fail(running, str(error))
+                    if (running := self._requests.get_by_trajectory(request.trajectory)) is not None:
+                        self._leave(running)
+                self._fail(request, str(error))
+
+    def _begin(self, request: Request) -> None:
+        """Start a request, in place of an earlier one of its trajectory. An error means that it has failed."""
+        previous = self._requests.get_by_trajectory(request.trajectory)
+        if previous is not None:
+            if previous.request.route_number == request.route_number:
+                return  # a repeated request
+            self._stop([request.trajectory])
+        running = RunningRequest(request, stop_check=self._stop_checks.make_check(request))
+        if running.has_stopped:  # its instance was lost before it could report the end of the turn
+            self._end(running.sampled_tokens(FinishReason.STOP))
+            return
+        with self._condition:
+            key = self._requests.add(running)
+        if self._drafter is not None:
+            self._drafter.begin(key, request.trajectory, request.prompt_tokens, request.tokens)
+        self._admit(running)
 
     def _stop(self, trajectories: Iterable[TrajectoryId]) -> list[RunningRequest]:
         """Stop requests and return them; unknown ones are ignored."""
@@ -254,7 +259,6 @@ class EngineThread(ABC):
             self._ended.append(event)
             self._condition.notify_all()
 
-    def _fail(self, running: RunningRequest, error: str) -> None:
+    def _fail(self, request: Request, error: str) -> None:
         """Return a request that cannot be continued, by `events`."""
-        request = running.request
         self._end(FailedRequest(trajectory=request.trajectory, route_number=request.route_number, error=error))

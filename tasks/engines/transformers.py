@@ -154,7 +154,7 @@ class TransformersEngine(EngineThread):
         for row in self._scheduler.failed_rows:
             self._leave(row.running)
             message = f"rollout.engine.kv_tokens = {self._settings.kv_tokens} is too small for {len(row.tokens)} tokens"
-            self._fail(row.running, message)
+            self._fail(row.running.request, message)
         self._scheduler.failed_rows.clear()
 
     def _admit(self, running: RunningRequest) -> None:

@@ -260,7 +260,7 @@ class VllmEngine(EngineThread):
                         running.sampled_tokens(FinishReason.STOP if ended_by_stop else FinishReason.LENGTH)
                     )
                 else:
-                    self._fail(running, f"vLLM ended it: {output.finish_reason}")
+                    self._fail(running.request, f"vLLM ended it: {output.finish_reason}")
             self._scheduler_statistics = self._scheduler.statistics()
             if self._ended:
                 self._condition.notify_all()

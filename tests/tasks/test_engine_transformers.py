@@ -14,7 +14,7 @@ from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.tasks.engines.base import Engine
-from staleflow.tasks.engines.engine_settings import TransformersSettings
+from staleflow.tasks.engines.engine_settings import Speculation, TransformersSettings
 from staleflow.tasks.engines.transformers import TransformersEngine, load_model
 from tests.tasks.adapter_conformance import LORA, SERVED, AdapterEngineTests
 from tests.tasks.brake import brake, brake_of_transformers, check_brake  # noqa: F401  used by name
@@ -286,6 +286,34 @@ def test_a_context_larger_than_the_cache_fails_alone(tiny_model: Path) -> None:
     assert ended[0].error == "rollout.engine.kv_tokens = 64 is too small for 80 tokens"
     assert "is too small for 65 tokens" in ended[1].error
     assert len(tokens_of(ended[2])) == 9
+
+
+@pytest.mark.parametrize("part", ["stop check", "drafter"])
+def test_a_request_that_cannot_be_started_fails_alone(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Whatever raises; the other requests of the call are sampled."""
+    torch.set_num_threads(1)
+    speculation = Speculation(num_speculative_tokens=2)
+    with closing(TransformersEngine(settings(tiny_model, speculation=speculation), InstanceId("i"))) as engine:
+        errors = [RuntimeError("it broke")]
+
+        def fail_once(*_: object) -> None:
+            if errors:
+                raise errors.pop()
+
+        owner, method = (engine._stop_checks, "make_check") if part == "stop check" else (engine._drafter, "begin")
+        monkeypatch.setattr(owner, method, fail_once)
+        engine.submit([request(0), request(1)])
+        ended: dict[int, Any] = {}
+        for _ in range(40):
+            ended |= {event.trajectory: event for event in engine.events(0.5)}
+            if len(ended) == 2:
+                break
+        assert ended.keys() == {0, 1}
+        assert ended[0].error == "it broke"
+        assert tokens_of(ended[1])
+        assert engine.load_statistics().running == 0
 
 
 class TestServedAdapters(AdapterEngineTests):
