@@ -2,10 +2,10 @@
 
 Invariants:
 - Every call has a deadline. The call of a lost actor raises ActorLost, which names the deadline if one was missed.
-- If a call passes an actor as an argument (ActorArg), its deadline call_s is extended by another call_s. The nested call
-  then times out first, and the nested actor, not the caller, is reported lost. The deadline of a commit is extended
-  too: the trajectory server itself stops retrying after commit_s and names the cause. A slow actor that answers again
-  is not treated as lost.
+- If a call passes an actor as an argument (ActorArg), its deadline call_s is extended by call_s. The nested call then
+  times out first, and the nested actor, not the caller, is reported lost. The deadline of a commit is extended too: the
+  trajectory server itself stops retrying after commit_s and names the cause. A slow actor that answers again is not
+  treated as lost.
 - The trainer and the trajectory server have state. If they are lost they are restored (role_recovery.py), and callers
   wait and then retry.
 - Each role, and each instance, may be lost MAX_REPLACEMENTS times within REPLACEMENT_WINDOW_S; one loss more ends the

@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 class EpisodeTruncated(Exception):
     """Raised by `ask` when the episode ends before the coroutine: the last turn was truncated by the token limit, or no
-    further turn is allowed. The coroutine may catch it and return a reward; otherwise the reward is
-    `session.reward`."""
+    further turn is allowed. Its text is the truncated turn, empty if there is none. The coroutine may catch it and
+    return a reward; otherwise the reward is `session.reward`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,14 +165,19 @@ class CoroutineEpisode(AskingEpisode):
         assert self._session is not None
         self._session._answer(text, truncated=truncated)
         next_ = await self._next_request(self._session._next_prompt)
-        if not isinstance(next_, EnvStepResult) and (truncated or last):
-            self._session._answer("", truncated=True)
-            next_ = await self._next_request(self._session._next_prompt)
-            if not isinstance(next_, EnvStepResult):
-                raise EpisodeFailed("play asked again after EpisodeTruncated; return a reward then, or do not catch it")
         if isinstance(next_, EnvStepResult):
             return next_
+        if truncated or last:
+            return await self.end_early()
         return EnvStepResult(messages=(Message(OBSERVED, next_),) if isinstance(next_, str) else next_)
+
+    async def end_early(self) -> EnvStepResult:
+        assert self._session is not None
+        self._session._answer("", truncated=True)
+        result = await self._next_request(self._session._next_prompt)
+        if not isinstance(result, EnvStepResult):
+            raise EpisodeFailed("play asked again after EpisodeTruncated; return a reward then, or do not catch it")
+        return result
 
     def _result_after(self, error: BaseException) -> EnvStepResult | None:
         if not isinstance(error, EpisodeTruncated):

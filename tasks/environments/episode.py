@@ -59,6 +59,10 @@ class Episode(Protocol):
         here. last: no further turn can be taken."""
         ...
 
+    async def end_early(self) -> EnvStepResult:
+        """End the episode before its next turn, because no tokens are left for it. Returns the result so far."""
+        ...
+
     async def close(self) -> None:
         """Release the environment's resources after its end."""
         ...
@@ -100,6 +104,9 @@ class CallEpisode:
 
     async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
         return await self._environment.call(self._start, text)
+
+    async def end_early(self) -> EnvStepResult:
+        raise EpisodeFailed("it has a single turn")
 
     async def close(self) -> None:
         """Do nothing: there is nothing to release."""

@@ -36,7 +36,7 @@ ORDER = struct.Struct("<cq")
 FORK, KILL = b"f", b"k"
 ENDED = struct.Struct("<qi")
 """Message from the server: an episode's number, and the exit status of its process."""
-BEGIN, STEP, CLOSE = "begin", "step", "close"
+BEGIN, STEP, END_EARLY, CLOSE = "begin", "step", "end_early", "close"
 """Requests to an episode's process."""
 LAST_S = 10.0
 """Most seconds that the server spends on killing the remaining processes before it ends."""
@@ -244,6 +244,8 @@ async def _serve(connection: socket.socket, environment: Environment) -> None:
             elif episode is not None and method == STEP:
                 text, truncated, last = args
                 result = await episode.step(text, truncated=truncated, last=last)
+            elif episode is not None and method == END_EARLY:
+                result = await episode.end_early()
             elif episode is not None and method == CLOSE:
                 await episode.close()
         except EpisodeFailed as failed:

@@ -21,6 +21,7 @@ from staleflow.tasks.environments.episode import EnvStepResult, EpisodeFailed, E
 from staleflow.tasks.environments.fork_server import (
     BEGIN,
     CLOSE,
+    END_EARLY,
     ENDED,
     FORK,
     KILL,
@@ -206,6 +207,10 @@ class ForkedEpisode:
 
     async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
         result: EnvStepResult = await self._request(STEP, text, truncated, last)
+        return result
+
+    async def end_early(self) -> EnvStepResult:
+        result: EnvStepResult = await self._request(END_EARLY)
         return result
 
     async def close(self) -> None:

@@ -52,7 +52,7 @@ class GymEpisode:
 
     async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
         if truncated:
-            return final_result(self._reward)
+            return await self.end_early()
         self._num_steps += 1
         label = f"step {self._num_steps}"
         result = await self._call(f"{label} raised", self._game.step, text)
@@ -65,6 +65,9 @@ class GymEpisode:
         if terminated or env_truncated or last:
             return final_result(self._reward, info.get("parts"), label=f"the reward of {label}")
         return EnvStepResult(messages=observation_messages(observation, f"the observation of {label}"))
+
+    async def end_early(self) -> EnvStepResult:
+        return final_result(self._reward)
 
     async def close(self) -> None:
         close = getattr(self._game, "close", None)

@@ -222,20 +222,25 @@ class AgentEpisode(AskingEpisode):
     async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
         session = self._session
         assert session is not None
-        if self._turn is not None:
-            turn, self._turn = self._turn, None
-            session.answer(turn)
-        elif not truncated:
+        if self._turn is None:
             raise EpisodeFailed("the agent cannot be told a turn without its token ids")
+        turn, self._turn = self._turn, None
+        session.answer(turn)
         if truncated or last:
-            self._limited = True
-            limit = "rollout.max_new_tokens" if truncated else "environment.max_turns"
-            session.refuse(RequestError(400, f"the episode is at its limit, {limit}", "context_length_exceeded"))
-            assert self._running is not None
-            await asyncio.wait({self._running})
-            return self._end()
+            return await self._end_at("rollout.max_new_tokens" if truncated else "environment.max_turns")
         request = await self._messages(session)
         return request if isinstance(request, EnvStepResult) else EnvStepResult(messages=request)
+
+    async def end_early(self) -> EnvStepResult:
+        return await self._end_at("rollout.max_new_tokens")
+
+    async def _end_at(self, limit: str) -> EnvStepResult:
+        """Refuse further requests, and wait for the agent's end. limit: the setting that allows no further turn."""
+        assert self._session is not None and self._running is not None
+        self._limited = True
+        self._session.refuse(RequestError(400, f"the episode is at its limit, {limit}", "context_length_exceeded"))
+        await asyncio.wait({self._running})
+        return self._end()
 
     def kill(self) -> None:
         if self._session is not None:

@@ -248,11 +248,13 @@ class EpisodeHost:
         self, key: EpisodeKey, record: Record, hosted: HostedEpisode, previous: asyncio.Task[HostedStepResult]
     ) -> HostedStepResult:
         await asyncio.wait({previous})
+        assert hosted.episode is not None
         spent_s, waited_s, queued_s = hosted.spent_s, 0.0, time.monotonic()
         try:
             async with self._slots:
                 waited_s = time.monotonic() - queued_s
-                answer = await self._step(key, record, hosted, hosted.turns[-1], hosted.num_turns, truncated=True)
+                result = await self._timed(hosted, hosted.episode.end_early(), "the early end")
+                answer = await self._hosted_result(key, record, result)
         except EpisodeFailed as error:
             answer = _failed(str(error))
         answer = replace(answer, seconds=hosted.spent_s - spent_s, waited_s=waited_s)
@@ -341,6 +343,10 @@ class EpisodeHost:
             hosted, hosted.episode.step(text, truncated=truncated, last=last), f"step {number}"
         )
         hosted.num_turns = number
+        return await self._hosted_result(key, record, result)
+
+    async def _hosted_result(self, key: EpisodeKey, record: Record, result: EnvStepResult) -> HostedStepResult:
+        """Return an environment's result to the caller, with the score of its answer if it has one."""
         if result.answer is not None:
             return await self._scored(key, result.answer, record)
         return HostedStepResult(messages=result.messages, ended=result.ended, reward=result.reward, parts=result.parts)

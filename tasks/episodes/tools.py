@@ -226,18 +226,20 @@ def _json_call(text: str, tools: Mapping[str, Tool]) -> ToolCall:
 
 class ToolEpisode:
     """An episode of a task with a verifier. Turns with tool calls are followed by the results of the calls. The first
-    turn without tool calls is the answer, which is scored; so is a truncated turn, and the last allowed one."""
+    turn without tool calls is the answer, which is scored; so are a truncated turn and the last possible one."""
 
     def __init__(self, record: Record, tools: Mapping[str, Tool], config: EnvironmentConfig) -> None:
         self._record, self._tools, self._limits = record, tools, config
+        self._last_turn = ""
 
     async def begin(self) -> Prompt:
         return prompt_of(self._record["prompt"])
 
     async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
+        self._last_turn = text
         calls = [] if truncated or last else tool_calls(text, self._tools)
         if not calls:
-            return EnvStepResult(ended=True, answer=text)
+            return await self.end_early()
         end = time.monotonic() + self._limits.tool_timeout_s
         results = []
         for number, call in enumerate(calls):
@@ -254,6 +256,9 @@ class ToolEpisode:
             if number >= MAX_CALLS_PER_TURN:
                 break
         return EnvStepResult(messages=tuple(results))
+
+    async def end_early(self) -> EnvStepResult:
+        return EnvStepResult(ended=True, answer=self._last_turn)
 
     async def close(self) -> None:
         """Do nothing: there is nothing to release."""

@@ -213,6 +213,18 @@ async def graceful(session, task):
         return 0.5, {"cut": 1}
 
 
+async def counting(session, task):
+    from staleflow.tasks.environments.coroutine_environments import EpisodeTruncated
+
+    turns = []
+    try:
+        while True:
+            turns.append(await session.ask("more"))
+    except EpisodeTruncated as truncated:
+        turns.append(str(truncated))
+    return turns.count("a")
+
+
 async def hasty(session, task):
     await session.ask("go")
     first = asyncio.ensure_future(session.ask("one"))

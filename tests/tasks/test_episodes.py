@@ -253,6 +253,15 @@ async def test_a_coroutine_may_return_a_reward_when_its_episode_is_truncated(gam
         assert [await episodes.end(key, task.record) for _ in range(2)][1].reward == 0.5
 
 
+@pytest.mark.parametrize("isolation", ["auto", "process"])
+async def test_an_episode_that_ends_early_gets_no_turn_twice(games: Path, isolation: str) -> None:
+    """Its observation does not fit, so there is no further turn. A truncated turn is part of the episode."""
+    async with host_episode(settings(f"{games}:counting", isolation=isolation)) as (episodes, task):
+        await act(episodes, task, "a")
+        assert (await episodes.end(EpisodeKey(task=0), task.record)).reward == 1.0
+        assert (await act(episodes, task, "a", cut=True, member=1)).reward == 1.0
+
+
 async def test_held_out_tasks_may_use_another_environment(games: Path) -> None:
     made = settings(f"{games}:Guess")
     source = replace(made.source, task=replace(made.source.task, eval_source=f"{games}:AsyncMoody"))

@@ -236,6 +236,9 @@ async def test_a_task_with_a_verifier_is_played_with_tools(tool_job: Path) -> No
         assert first.messages == (Message("tool", "<result>144</result>"),)
         assert second.messages == (Message("tool", "144"),)
         assert (last.ended, last.reward, last.error) == (True, 1.0, "")
+        await answers(episodes, ["so 144 <calculator>1"], task, member=4)
+        early = await episodes.end(EpisodeKey(task=0, member=4), task.record)
+        assert (early.ended, early.reward) == (True, 1.0), "the last turn is scored"
         (wrong,) = await answers(episodes, ["so 143"], task, member=1)
         assert (wrong.ended, wrong.reward) == (True, 0.0)
         (cut,) = await answers(episodes, ["so 144 <calculator>..."], task, member=2)
