@@ -81,7 +81,8 @@ def signer_of(checkpoint: Path, allowed_signers: Path) -> str:
         StoreError: None of these keys signed this certificate.
     """
     signed, signature = checkpoint / FILE, checkpoint / SIGNATURE
-    for file, remedy in ((signature, f"sign {FILE} with `ssh-keygen -Y sign -n file -f KEY`"), (allowed_signers, "")):
+    sign = f"sign {FILE} with `ssh-keygen -Y sign -n file -f KEY`"
+    for file, remedy in ((signed, ""), (signature, sign), (allowed_signers, "")):
         if not file.is_file():
             raise ConfigError(f"{file}: no such file" + (f"; {remedy}" if remedy else ""))
     key = ("-f", str(allowed_signers), "-s", str(signature))

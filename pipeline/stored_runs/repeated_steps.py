@@ -214,9 +214,13 @@ class _Repeater:
         self._steps = list(offline_steps(store, plan.where, plan.epochs, plan.ranges[0].parts[0].config.steps))
         self._total = sum(part.stop - part.start for steps_range in plan.ranges for part in steps_range.parts)
         self.result = RepetitionResult()
+        self._origin = ""
+        """The resume point that steps are repeated from, for messages: the chain has no hash of its optimizer state."""
 
     def repeat(self, steps_range: RepeatedRange) -> None:
         """Repeat a range of steps. Raises _DifferenceFound."""
+        version = steps_range.parts[0].start
+        self._origin = f", repeated from the resume point of version {version}" if steps_range.resume_point else ""
         with tempfile.TemporaryDirectory(prefix="staleflow-") as folder:
             points, point = (
                 ResumePoints(Path(folder)),
@@ -301,7 +305,10 @@ class _Repeater:
         batch = [row for row in read_batch_rows(self._store, positions) if isinstance(row, EndedTrajectory)]
         if batch_fingerprint((row.trajectory, row.advantage) for row in batch) != self._plan.batches[step]:
             raise _DifferenceFound(Difference(where, "its batch is not the one that the trainer received", step, False))
-        metrics = train_step(policy, schedule, batch)
+        try:
+            metrics = train_step(policy, schedule, batch)
+        except IndexError as error:  # a forged token that is not in the vocabulary
+            raise _DifferenceFound(Difference(where, f"no training on its batch: {error}", step, False)) from error
         self._compare(policy.apply_to_weights(fingerprint), step + 1, where, was_computed=True)
         self.result.steps.append(step)
         self._report({"done": len(self.result.steps), "total": self._total, "metrics": metrics})
@@ -310,7 +317,7 @@ class _Repeater:
         """Compare the fingerprint of weights with that of the version. Raises _DifferenceFound."""
         published = self._plan.weights.get(version, "")
         if weights != published:
-            message = f"the weights are {weights}, the run published {published or 'none'}"
+            message = f"the weights are {weights}, the run published {published or 'none'}{self._origin}"
             raise _DifferenceFound(Difference(where, message, version - 1, was_computed))
 
 

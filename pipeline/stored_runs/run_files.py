@@ -26,12 +26,12 @@ NOT_COVERED = {
     "`staleflow replay` checks them": ("events*",),
     "it has only what is not committed": ("spool",),
     "no weights are computed from them": (
-        "evaluations*", "job.json", "job.log", "job.txt", "rows.jsonl", "starts.json", "summary.*", "tensorboard",
+        "evaluations*", "job.json", "job.log", "job.txt", "rows.jsonl", "starts.json", "summary.*", "tensorboard", ".*",
     ),
 }  # fmt: skip
 """Names of files that are not covered, by the reason."""
-COVERED = ("config*.toml", "fingerprints.json", "code", "store", "checkpoints", "resume", ".*")
-"""Names of all other files: all or some of each are covered. Those with a dot are locks."""
+COVERED = ("config*.toml", "fingerprints.json", "code", "store", "checkpoints", "resume")
+"""Names of all other files: all or some of each are covered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,7 @@ undoes steps continue the chain from the commit that they go back to; nothing be
 
 Invariants:
 - Equal newest entries mean equal records and rows from the chain's first commit on: every stored number, token and
-  text. A finding names the commit whose
-  record or rows differ.
+  text. A finding names the commit whose record or rows differ, or the last one if rows follow that it does not have.
 - A commit that was stored before there was a chain has no entry. It is counted apart, and never as verified.
 
 What a chain alone does not prove: whoever can write the store can also write another chain. A signed entry excludes
@@ -24,7 +23,7 @@ from dataclasses import dataclass, field
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.errors import StoreError, StoreUnavailable
 from staleflow.stores.serialization import parse_json
-from staleflow.stores.trajectories.reader import StoreReader
+from staleflow.stores.trajectories.reader import ROW_COUNT_ARRAY, StoreReader
 from staleflow.stores.trajectories.records import CODEC, StepRecord, entry_of
 
 CHECK = "chain"
@@ -70,6 +69,8 @@ def check_chain(store: StoreReader) -> ChainReport:
                 report.entries[record.step] = entry
         if store.newest_entry != (entry if report.num_entries else ""):
             report.findings.append(_finding(before, "is not what was committed: its snapshot names another entry"))
+        if (stored := store.array_lengths()[ROW_COUNT_ARRAY]) > num_rows:
+            report.findings.append(_finding(before, f"no commit has the rows after it, {num_rows} to {stored - 1}"))
     except StoreUnavailable:
         raise
     except StoreError as error:

@@ -4,11 +4,10 @@ their place, also with a new chain; what cannot be checked does not pass."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from staleflow.pipeline.stored_runs import training
 from staleflow.pipeline.stored_runs.offline_verification import verify_offline
 from staleflow.pipeline.stored_runs.verification import Verification, verify_run
 from staleflow.stores.auditing.chain import check_chain
-from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.errors import StoreError
 from staleflow.stores.files import remove
 from staleflow.stores.trajectories import layout, versioned
 from staleflow.stores.trajectories.columns import COLUMNS
@@ -100,18 +99,20 @@ def test_a_checkpoint_is_verified_with_its_steps(run_copy: Path, tmp_path: Path)
 
 
 @pytest.mark.slow  # a separate run
-def test_a_run_resumed_with_other_settings_after_a_lost_resume_point_is_verified(job: Path) -> None:
+def test_a_run_resumed_twice_with_other_settings_after_lost_resume_points_is_verified(job: Path) -> None:
     from tests.runtime.test_run import run
 
     folder = run(job, "steps=3", "task.eval_prompts=0", "training.schedule='linear'").run_dir
-    newest = max((folder / "resume").glob("v*"))
-    newest.unlink()  # so that a step is undone, and trained again on other rows
-    changed = resumption.load(folder, ("steps=5", "training.schedule_steps=9"))
-    asyncio.run(execute(changed, RunListener(), resume=True))
+    for steps in (5, 7):
+        max((folder / "resume").glob("v*")).unlink()  # so that a step is undone, and trained again on other rows
+        changed = resumption.load(folder, (f"steps={steps}", f"training.schedule_steps={steps + 4}"))
+        asyncio.run(execute(changed, RunListener(), resume=True))
     result = verify_run(folder, steps=ALL)
-    assert result.verified and result.repeated_steps == (0, 1, 2, 3, 4)
-    (undone,) = VersionedStore.open(folder / "store").branches()
-    assert not check_chain(VersionedStore.open(folder / "store", branch=undone)).findings
+    assert result.verified and result.repeated_steps == tuple(range(7))
+    undone = VersionedStore.open(folder / "store").branches()
+    assert len(undone) == 2
+    for branch in undone:
+        assert not check_chain(VersionedStore.open(folder / "store", branch=branch)).findings
 
 
 def test_offline_training_continues_the_chain_of_its_run(run_copy: Path, tmp_path: Path) -> None:
@@ -223,13 +224,17 @@ def token(row: EndedTrajectory) -> EndedTrajectory:
     return with_first_segment(row, lambda segment: replace(segment, tokens=segment.tokens[::-1].copy()))
 
 
+def unknown_token(row: EndedTrajectory) -> EndedTrajectory:
+    return with_first_segment(row, lambda segment: replace(segment, tokens=segment.tokens + np.int32(2**30)))
+
+
 def with_first_segment(row: EndedTrajectory, change: Callable[[Segment], Segment]) -> EndedTrajectory:
     first, *rest = row.trajectory.spans
     assert isinstance(first, Segment)
     return replace(row, trajectory=replace(row.trajectory, spans=(change(first), *rest)))
 
 
-@pytest.mark.parametrize("change", [reward, logprob, token])
+@pytest.mark.parametrize("change", [reward, logprob, token, unknown_token])
 def test_a_forged_batch_with_a_new_chain_gives_other_weights(
     run_copy: Path, change: Callable[[EndedTrajectory], EndedTrajectory]
 ) -> None:
@@ -362,51 +367,6 @@ def test_every_file_of_a_run_is_verified_or_listed_as_not_covered(run_copy: Path
         remove(run_copy / name)
     point.write_bytes(data)
     assert verify_run(run_copy, steps=ALL).verified, "no part of it is needed"
-
-
-class Forger:
-    """Changes one random file of a run, all files equally likely, and restores it."""
-
-    def __init__(self, run: Path, seed: int) -> None:
-        self._rng = random.Random(seed)
-        self._files = sorted(path for path in run.rglob("*") if path.is_file())
-
-    @contextlib.contextmanager
-    def forged(self) -> Iterator[tuple[list[Path], str]]:
-        """Change a file; yields the changed files and the kind of change."""
-        file, other = self._rng.sample(self._files, 2)
-        kind = self._rng.choice(("bit", "delete", "cut", "swap") if file.stat().st_size else ("delete", "swap"))
-        data, other_data = file.read_bytes(), other.read_bytes()
-        if kind == "swap":
-            file.write_bytes(other_data)
-            other.write_bytes(data)
-        elif kind == "delete":
-            file.unlink()
-        else:
-            file.write_bytes(flip_bit(data, self._rng) if kind == "bit" else data[: self._rng.randrange(len(data))])
-        try:
-            yield [file, other] if kind == "swap" else [file], kind
-        finally:
-            file.write_bytes(data)
-            other.write_bytes(other_data)
-
-
-def test_random_changes_of_any_file_are_found_or_not_covered(run_copy: Path) -> None:
-    """Incomplete resume points are ignored, and some files of the store are used by earlier snapshots only."""
-    checkpoint, contents = run_copy / "checkpoints" / "step-000003", read_all(run_copy / "store")
-    forger, num_found = Forger(run_copy, seed=10), 0
-    for _ in range(10):
-        with forger.forged() as (files, kind):
-            try:
-                result = verify_run(run_copy, checkpoint, steps=ALL)
-                found = not result.verified or bool(result.unverified)
-            except (ConfigError, StoreError):  # it cannot be read
-                found = True
-            for name in () if found else [str(file.relative_to(run_copy)) for file in files]:
-                assert name.startswith(("store/", "resume/", *NOT_COVERED)), (name, kind)
-                assert not name.startswith("store/") or read_all(run_copy / "store") == contents, (name, kind)
-            num_found += found
-    assert num_found > 2
 
 
 def test_random_changes_of_store_files_are_found_or_not_read(run_copy: Path) -> None:
