@@ -4,7 +4,8 @@ Two versions are given, the later of which has a lower reward on held-out prompt
 again from the earlier one, each time without one part of their rows, and the weights that result are evaluated on the
 same prompts with the same random numbers. A part *prevents* the drop if most of the reward comes back without it, and
 the difference from the unchanged training is significant. Parts are halved as long as a half prevents it: steps first,
-then groups, those with the largest gradients first.
+then groups, those with the largest gradients first. The smallest part is a cause only if random groups with as many
+rows do not prevent it: a training differs by chance, too, and what harms in all rows is undone by leaving out any.
 
 Invariant: only the rows that are named differ between two trainings. Advantages of other rows are estimated again where
 they depended on them (unlearning.py), and each step keeps its learning rate.
@@ -49,6 +50,9 @@ P_LIMIT = 0.01
 """p-value below which a difference from the unchanged training counts. Some twenty parts are tried."""
 MIN_RECOVERED_SHARE = 0.5
 """Share of the lost reward that has to come back without a part for it to count."""
+NUM_CONTROLS = 4
+"""Random parts left out to test a cause. If half of all parts prevent a drop, a wrong cause is named in one of 16
+cases."""
 Table = dict[str, npt.NDArray[Any]]
 Mask = npt.NDArray[np.bool_]
 
@@ -159,7 +163,9 @@ class RowSubset:
     where: str
 
 
-def search(table: Mapping[str, npt.NDArray[Any]], since: int, at: int, leave_out: Callable[[RowSubset], Trial]) -> None:
+def search(
+    table: Mapping[str, npt.NDArray[Any]], since: int, at: int, leave_out: Callable[[RowSubset], Trial]
+) -> tuple[Trial | None, str]:
     """Try parts of the rows, from large to small, until no smaller one prevents the drop.
 
     Args:
@@ -167,21 +173,35 @@ def search(table: Mapping[str, npt.NDArray[Any]], since: int, at: int, leave_out
         since: The first step.
         at: The step after the last.
         leave_out: Repeats the training without a part.
+
+    Returns:
+        The smallest part that prevents the drop, and an empty text; or None, and the reason why it is not the cause.
     """
     window = f"step >= {since} and step < {at}"
-    if np.unique(table["staleness"]).size > 1:
-        leave_out(RowSubset("stale trajectories", f"staleness > 0 and {window}"))
+    preventing: list[Trial] = []
+
+    def prevents(part: RowSubset) -> bool:
+        trial = leave_out(part)
+        preventing.extend([trial] * trial.prevents)
+        return trial.prevents
 
     def without_steps(steps: Sequence[int]) -> bool:
-        return leave_out(RowSubset(format_steps(steps), f"step >= {steps[0]} and step <= {steps[-1]}")).prevents
+        return prevents(RowSubset(format_steps(steps), f"step >= {steps[0]} and step <= {steps[-1]}"))
 
     def without_groups(groups: Sequence[int]) -> bool:
-        words = f"group {groups[0]}" if len(groups) == 1 else f"{len(groups)} groups"
-        where = f"group == {groups[0]}" if len(groups) == 1 else f"group in ({', '.join(map(str, groups))})"
-        return leave_out(RowSubset(words, where)).prevents
+        label = f"group {groups[0]}" if len(groups) == 1 else f"{len(groups)} groups"
+        return prevents(_group_part(groups, label))
 
+    if np.unique(table["staleness"]).size > 1:
+        prevents(RowSubset("stale trajectories", f"staleness > 0 and {window}"))
     steps = halve(list(range(since, at)), without_steps)
     halve(_groups_by_influence(table, steps), without_groups)
+    if not preventing:
+        return None, "no part alone prevents the drop, only all steps together"
+    cause = min(preventing, key=lambda trial: trial.rows)
+    if any(leave_out(part).prevents for part in random_parts(table, cause)):
+        return None, f"{cause.left_out} prevents the drop, but so do random groups with as many rows"
+    return cause, ""
 
 
 def halve(items: Sequence[int], prevents: Callable[[Sequence[int]], bool]) -> list[int]:
@@ -204,6 +224,25 @@ def _groups_by_influence(table: Mapping[str, npt.NDArray[Any]], steps: Sequence[
     groups, index = np.unique(table["group"][rows], return_inverse=True)
     influence = np.bincount(index, np.abs(table["advantage"][rows]) * table["response_tokens"][rows])
     return [int(group) for group in groups[np.argsort(-influence, kind="stable")]]
+
+
+def random_parts(table: Mapping[str, npt.NDArray[Any]], cause: Trial) -> list[RowSubset]:
+    """Random groups with as many rows as a part, of groups without a row of it where these are enough."""
+    in_cause = np.isin(table["group"], table["group"][Selection(cause.where).mask(table)])
+    others = table["group"][~in_cause] if np.sum(~in_cause) >= cause.rows else table["group"]
+    groups, sizes = np.unique(others, return_counts=True)
+    parts, rng = [], np.random.default_rng(0)
+    for _ in range(NUM_CONTROLS):
+        order = rng.permutation(len(groups))
+        count = int(np.searchsorted(np.cumsum(sizes[order]), cause.rows)) + 1
+        label = f"{count} random groups" if count > 1 else "a random group"
+        parts.append(_group_part(sorted(groups[order[:count]].tolist()), label))
+    return parts
+
+
+def _group_part(groups: Sequence[int], label: str) -> RowSubset:
+    where = f"group == {groups[0]}" if len(groups) == 1 else f"group in ({', '.join(map(str, groups))})"
+    return RowSubset(label, where)
 
 
 # -- on the worker ---------------------------------------------------------------------------------------------------
@@ -242,10 +281,7 @@ def bisect(plan: BisectionPlan, report: Report, *, shared: bool = False) -> Bise
             reason = f"the reward is not significantly lower at version {plan.at} than at {plan.since}"
             return dataclasses.replace(result, reason=reason)
         runner = _TrialRunner(trainer, unchanged, reward_change, report)
-        search(trainer.window, plan.since, plan.at, runner.leave_out)
-        preventing = [trial for trial in runner.trials if trial.prevents]
-        cause = min(preventing, key=lambda trial: trial.rows, default=None)
-        reason = "" if cause else "no part alone prevents the drop, only all steps together"
+        cause, reason = search(trainer.window, plan.since, plan.at, runner.leave_out)
         return dataclasses.replace(result, trials=tuple(runner.trials), cause=cause, reason=reason)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,15 @@ from safetensors.numpy import load_file
 import staleflow
 from staleflow.pipeline.runtime.evaluation_results import read_evaluations
 from staleflow.pipeline.stored_runs import bisection, repeated_steps, training, unlearning
-from staleflow.pipeline.stored_runs.bisection import Bisection, RowSubset, Trial, halve, search
+from staleflow.pipeline.stored_runs.bisection import (
+    NUM_CONTROLS,
+    Bisection,
+    RowSubset,
+    Trial,
+    halve,
+    random_parts,
+    search,
+)
 from staleflow.pipeline.stored_runs.repeated_steps import open_policy
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.reward_statistics import paired_difference
@@ -75,10 +84,10 @@ def leaving_out(
 @pytest.mark.parametrize("member", [0, 3, 5])
 def test_search_finds_the_one_group_that_is_the_cause(step: int, member: int, trials: list[Trial]) -> None:
     table, cause = rows(range(20, 33)), (step - 20) * GROUPS + member
-    search(table, 20, 33, leaving_out(table, lambda table: table["group"] == cause, trials))
-    smallest = min((trial for trial in trials if trial.prevents), key=lambda trial: trial.rows)
+    smallest, reason = search(table, 20, 33, leaving_out(table, lambda table: table["group"] == cause, trials))
+    assert smallest is not None and not reason
     assert (smallest.where, smallest.rows, smallest.left_out) == (f"group == {cause}", SIZE, f"group {cause}")
-    assert len(trials) <= 1 + 2 * 4 + 2 * 3
+    assert len(trials) <= 1 + 2 * 4 + 2 * 3 + NUM_CONTROLS
 
 
 def test_search_finds_stale_rows_and_ends_where_no_half_prevents_the_loss(trials: list[Trial]) -> None:
@@ -90,6 +99,25 @@ def test_search_finds_stale_rows_and_ends_where_no_half_prevents_the_loss(trials
     search(table, 0, 8, leaving_out(table, lambda _: both, trials))
     preventing = [trial for trial in trials if trial.prevents]
     assert [(trial.where, trial.rows) for trial in preventing] == [("step >= 0 and step <= 3", 4 * GROUPS * SIZE)]
+
+
+def test_a_part_is_no_cause_if_random_groups_prevent_the_drop_as_well(trials: list[Trial]) -> None:
+    table = rows(range(8))
+    unchanged = leaving_out(table, lambda table: table["group"] == 0, trials)
+    cause, reason = search(table, 0, 8, lambda part: replace(unchanged(part), prevents=True))
+    assert cause is None and reason == "group 5 prevents the drop, but so do random groups with as many rows"
+    assert trials[-1].left_out == "a random group" and trials[-1].where != "group == 5"
+    cause, reason = search(table, 0, 8, lambda part: replace(unchanged(part), prevents=False))
+    assert cause is None and reason == "no part alone prevents the drop, only all steps together"
+
+
+@pytest.mark.parametrize("groups", [1, 5, 24, 40, 48])
+def test_random_parts_have_the_rows_of_as_many_other_groups(groups: int, trials: list[Trial]) -> None:
+    table = rows(range(8))
+    part = leaving_out(table, lambda table: table["group"] == 0, trials)(RowSubset("", f"group < {groups}"))
+    masks = [Selection(control.where).mask(table) for control in random_parts(table, part)]
+    assert len(masks) == NUM_CONTROLS and {int(mask.sum()) for mask in masks} == {part.rows}
+    assert groups > 24 or not any((mask & (table["group"] < groups)).any() for mask in masks)
 
 
 @given(st.integers(1, 40), st.data())
