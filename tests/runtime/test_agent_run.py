@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.agent_game import HigherOrLower
 from staleflow.pipeline.runtime import instance_link
+from staleflow.pipeline.stored_runs.verification import verify_run
 from staleflow.stores.trajectory import NO_VERSION, EnvSpan, Fate, Segment, Trajectory
 from staleflow.tasks.settings.seeds import task_seed
 from tests.runtime.test_run import check, run
+from tests.stored_runs.in_process import repeat_in_this_process  # noqa: F401  used by name
 
 JOB = Path("examples/agent.toml")
 STEPS = 3
@@ -54,6 +56,7 @@ def check_example(player: Path, folder: Path, *overrides: str) -> list[dict[str,
     )
     end = run(JOB, *small, *overrides)
     store = check(end.run_dir, STEPS)
+    assert verify_run(end.run_dir, steps=STEPS).verified
     tokenizer, model = AutoTokenizer.from_pretrained(player), AutoModelForCausalLM.from_pretrained(player)
     rows = list(store.ended())
     consumed = [row for row in rows if row.fate is Fate.CONSUMED]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from staleflow.pipeline.stored_runs.verification import verify_run
 from staleflow.stores.trajectory import Fate
 from staleflow.tasks.engines.transformers import forward_logprobs, load_model
 from tests.runtime.test_run import check, run
@@ -29,6 +30,7 @@ def check_attribution(job: Path, model: Path, *overrides: str) -> None:
     end = run(job, *ADAPTER, *overrides)
     store = check(end.run_dir, 5)
     assert not end.summary["alarms"]
+    assert verify_run(end.run_dir, steps=5).verified
     saved = {int(path.name.removeprefix("step-")): path for path in (end.run_dir / "checkpoints").iterdir()}
     models = {v: load_model(str(path), "float32", "cpu", "sdpa") for v, path in (saved | {0: model}).items()}
     probe = list(range(3, 12))
