@@ -363,8 +363,8 @@ def page(stored: dict[str, Any]) -> str:
         "",
         "What works for each family of causal language models, tried on tiny random models by `make models` "
         f"({', '.join(' '.join(package) for package in packages)}; {processor[1]} processor; float32 unless a check "
-        "says otherwise). A family is a `model_type` of transformers. Not tried: other families, GPUs, vLLM, more than "
-        "one rank, real weights.",
+        "says otherwise). A family is a `model_type` of transformers. Not tried: other families, GPUs, more than one "
+        "rank, real weights; with vLLM [six families](engines.md#vllm).",
         "",
         *(f"- **{column}**: {meaning}" for column, meaning in COLUMNS.items()),
         "",
