@@ -55,6 +55,8 @@ def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
         num_gpus=num_gpus,
         own_gpu=num_gpus > 1,
         turns=config.shares_gpus,
+        is_vllm=engine.name == "vllm",
+        start_s=config.deadlines.start_s,
     )
 
 
@@ -140,8 +142,8 @@ def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
     job = sized_job(config, len(devices))
     model = ModelShape.of(read_architecture(folder, label), label)
     plan = make_plan(model, job, min(sizes))
-    lines = [f"on {describe(devices)}: {job.instances} instances of {job.engine.tensor_parallel}, "
-             f"{job.training.ranks} ranks", *memory_table(plan)]  # fmt: skip
+    lines = [f"on {describe(devices)}: rollout.instances = {job.instances}, GPUs of each = "
+             f"{job.engine.tensor_parallel}, training.ranks = {job.training.ranks}", *memory_table(plan)]  # fmt: skip
     if not config.training.lora.rank and (num_points := num_resume_points(config)):
         point_gb = STATE_BYTES * model.parameters / GB
         lines.append(f"disk, by the end: {num_points} resume points of {point_gb:.1f} GB, {num_points * point_gb:.1f}")
@@ -183,7 +185,7 @@ def verdict(plan: MemoryPlan) -> str:
     if plan.changes is None:
         return f"does not fit; {NO_CHANGE}"
     if not plan.changes:
-        return f"fits; to use the memory that is left: {proposed}"
+        return f"fits; proposed: {proposed}"
     return f"does not fit; it does with {_changes(plan)}; then: {proposed}"
 
 

@@ -39,6 +39,8 @@ class SizedJob:
         num_gpus: GPUs of trainer and instances together.
         own_gpu: Whether trainer and instances have separate GPUs.
         turns: Whether they use the same GPUs in turns.
+        is_vllm: Whether the engine is vLLM, which has tensor_parallel and options.
+        start_s: The job's deadlines.start_s.
     """
 
     training: TrainingShape
@@ -48,6 +50,8 @@ class SizedJob:
     num_gpus: int
     own_gpu: bool = True
     turns: bool = False
+    is_vllm: bool = True
+    start_s: float = 0.0
 
     @property
     def needed_gpus(self) -> int:
@@ -110,7 +114,7 @@ def _candidates(job: SizedJob) -> Iterator[tuple[SizedJob, dict[str, object]]]:
         "rollout.engine.kv_tokens": [job.max_length] if job.max_length < engine.kv_tokens else [],
         "training.ranks": [2**power for power in range(1, 11) if training.ranks < 2**power <= num_free_gpus],
         "rollout.engine.tensor_parallel": [
-            degree for degree in (2, 4, 8) if job.own_gpu and engine.tensor_parallel < degree
+            degree for degree in (2, 4, 8) if job.is_vllm and job.own_gpu and engine.tensor_parallel < degree
         ],
         "training.offload": [] if training.offload else [True],
     }
@@ -152,7 +156,8 @@ def _changed(job: SizedJob, changes: Mapping[str, object]) -> SizedJob:
 
 
 def _proposed(model: ModelShape, job: SizedJob, device_bytes: int) -> dict[str, object]:
-    """What uses the memory that is left: cache, running requests, tokens of a pass, vLLM's share, the deadline."""
+    """What uses the memory that is left: cache, running requests, tokens of a pass, vLLM's share; and the deadline if
+    the weights take longer to load."""
     engine = dataclasses.replace(job.engine, kv_tokens=0, batch_tokens=max(job.engine.batch_tokens, PREFILL_TOKENS))
     usable = device_bytes * (1 - MARGIN)
     free_bytes = usable - sum(engine_parts(model, engine).values())
@@ -168,13 +173,16 @@ def _proposed(model: ModelShape, job: SizedJob, device_bytes: int) -> dict[str, 
     engine = dataclasses.replace(engine, kv_tokens=kv_tokens)
     parts = engine_parts(model, engine)
     share = (sum(parts.values()) - GRAPH_BYTES) / device_bytes
-    return {
+    proposed: dict[str, object] = {
         "rollout.engine.kv_tokens": kv_tokens,
         "rollout.engine.max_running": max(1, min(MAX_RUNNING, kv_tokens // job.max_length)),
         "rollout.engine.max_batch_tokens": engine.batch_tokens,
-        "rollout.engine.options.gpu_memory_utilization": round(min(share, 0.95), 2),
-        "deadlines.start_s": round(START_S + 4 * model.parameters / LOAD_BYTES_S),
     }
+    if job.is_vllm:
+        proposed["rollout.engine.options.gpu_memory_utilization"] = round(min(share, 0.95), 2)
+    if (start_s := round(START_S + 4 * model.parameters / LOAD_BYTES_S)) > job.start_s:
+        proposed["deadlines.start_s"] = start_s
+    return proposed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,23 @@ def test_the_plan_has_memory_parts_placement_and_proposals(job: Path) -> None:
     assert end.returncode == 0
     assert "weights, gradients, optimizer" in end.stdout
     assert "| t0 r0 r1 r2 r3 r4 r5 .. |" in end.stdout
-    assert "fits; to use the memory that is left: rollout.engine.kv_tokens = " in end.stdout
+    assert "fits; proposed: rollout.engine.kv_tokens = " in end.stdout
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("start_s", [1, 180])
+def test_the_proposed_settings_are_valid_for_the_engine_and_shorten_no_deadline(
+    job_of_8b: Path, engine: str, start_s: int
+) -> None:
+    settings = f"rollout.engine.name={engine}", f"deadlines.start_s={start_s}"
+    end = command(
+        "config", "explain", job_of_8b, "--gpus", "8xH100-80", *(part for s in settings for part in ("--set", s))
+    )
+    line = next(line for line in end.stdout.splitlines() if "; then: " in line)
+    values = [value.replace(" ", "") for value in line.partition("; then: ")[2].split("; ")]
+    planned = loading.load(job_of_8b, (*settings, *values))
+    assert planned.deadlines.start_s >= start_s, line
+    assert ("gpu_memory_utilization" in line) == (engine == "vllm"), line
 
 
 @pytest.mark.parametrize(

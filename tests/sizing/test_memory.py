@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -190,3 +191,10 @@ def test_a_planned_change_makes_the_model_fit() -> None:
             for memory_gb in (24, 80, 141):
                 plan = make_plan(shape(name), job(num_gpus), memory_gb * GB)
                 assert plan.changes is None or set(plan.proposed)
+
+
+def test_several_gpus_for_an_instance_are_proposed_for_vllm_only() -> None:
+    """The transformers engine has no tensor_parallel."""
+    large = dataclasses.replace(job(64), is_vllm=False)
+    assert "rollout.engine.tensor_parallel" in (make_plan(shape("32B"), job(64), 48 * GB).changes or {})
+    assert make_plan(shape("32B"), large, 48 * GB).changes is None
