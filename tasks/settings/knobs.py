@@ -101,10 +101,11 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
 
 
-def unknown_choice(value: object, choices: Sequence[str], *, user_code: bool) -> str:
-    """Return an error text for a value that is not among the choices, to follow its key in a message."""
-    near = difflib.get_close_matches(str(value), choices, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+def unknown_choice(value: object, choices: Sequence[str], *, user_code: bool, meant: str = "") -> str:
+    """Return an error text for a value that is not among the choices, to follow its key in a message. meant: the
+    setting that may be meant; by default a similar choice."""
+    near = [meant] if meant else [repr(c) for c in difflib.get_close_matches(str(value), choices, n=1)]
+    hint = f"; did you mean {near[0]}?" if near else ""
     or_own = ", or your own, file.py:NAME" if user_code else ""
     return f"must be one of {', '.join(choices)}{or_own}, not {shown(value)}{hint}"
 

@@ -77,6 +77,8 @@ class UserCode(RegistryEntry):
         return True
 
 
+REGISTRIES: list[Registry[Any]] = []
+"""Registries of job files, among which a name is looked up that one of them does not have."""
 T = TypeVar("T", bound=RegistryEntry)
 C = TypeVar("C", bound=type[Any])
 
@@ -103,6 +105,8 @@ class Registry(Generic[T]):
         self.user_code = user_code
         self.elsewhere = dict(elsewhere or {})
         self._entries: dict[str, type[T]] = {}
+        if "." in key:  # a job file has the key, unlike those of a command's options
+            REGISTRIES.append(self)
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -219,7 +223,9 @@ class Choice(Knob):
             return ""
         if isinstance(value, str) and value in registry.elsewhere:
             return f"= {shown(value)} {registry.elsewhere[value]}"
-        return unknown_choice(value, registry.names, user_code=user_code)
+        others = [r for r in REGISTRIES if isinstance(value, str) and value in r]
+        meant = f"{others[0].key} = {value!r}" if len(others) == 1 else ""
+        return unknown_choice(value, registry.names, user_code=user_code, meant=meant)
 
     def read(self, value: object, hint: Any, where: str, key: str, root: type[Any]) -> Any:
         """Return the entry selected by a name, or by a table with `name` and knobs. Raises ConfigError."""
