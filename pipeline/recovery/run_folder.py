@@ -59,7 +59,9 @@ def require_no_run(run_dir: Path) -> None:
     events = run_dir / "events.jsonl"
     has_data = any((run_dir / name).exists() for name in ("store", "checkpoints", "resume"))
     if has_data or (events.is_file() and events.stat().st_size):
-        raise ConfigError(f"{run_dir} already holds a run; set another name=..., or remove it")
+        raise ConfigError(
+            f"{run_dir} already holds a run; set another name=..., remove it, or `staleflow resume {run_dir}`"
+        )
 
 
 def require_unused_name(run_dir: Path) -> None:
@@ -251,7 +253,9 @@ def _locked(run_dir: Path) -> TextIO:
             file.seek(0)
             holder = file.read().strip() or "another process"
             file.close()
-            raise FolderInUse(f"{run_dir}: in use by {holder}; wait until it ends, or stop it") from None
+            raise FolderInUse(
+                f"{run_dir}: in use by {holder}; wait until it ends, stop it, or set another name=... for a new run"
+            ) from None
         except OSError as error:
             file.close()
             raise StoreError(f"{path}: cannot be locked: {error}; use a file system that supports locks") from error

@@ -111,7 +111,7 @@ def test_a_second_run_of_a_name_is_rejected_before_it_writes(light_job: Path, st
     with lock_folder(folder):
         before = contents(folder)
         second = loading.load(light_job, ("staleness.eta=4",))
-        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on .* another name=... for a new run$"):
             asyncio.run(execute(second, RunListener()))
         assert contents(folder) == before
 
