@@ -208,10 +208,12 @@ class RunHandle:
         except BaseException as error:  # noqa: BLE001  raised by `result`
             self._error = error
         finally:
+            checked = self._checked.is_set()
             self._ended.set()
             self._checked.set()
             _running.discard(self)
-            self._progress.print(str(self._result if self._result is not None else self._error))
+            if checked:  # else the error is raised at once
+                self._progress.print(str(self._result if self._result is not None else self._error))
 
     async def _execute(self) -> RunResult:
         with self._stop, self._printing_warnings():

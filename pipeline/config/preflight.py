@@ -88,7 +88,8 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
         try:
             _try_source(job, folder, unchecked)
         except ConfigError as error:
-            raise ConfigError(f"task {name!r}: {error}" if name else str(error)) from error
+            message = user_files.name_rows(str(error))
+            raise ConfigError(f"task {name!r}: {message}" if name else message) from error
     return unchecked
 
 
@@ -374,4 +375,6 @@ def _try_reward(config: RunConfig, task: Task) -> None:
         if "took longer" in errors[-1]
         else "fix it, or set reward.max_error_share = 1 to run all the same"
     )
+    if errors[0].startswith(f"{ConfigError.__name__}: "):  # our own, which has a remedy
+        raise ConfigError(f"{config.reward.setting}: {errors[0].partition(': ')[2]}")
     raise ConfigError(f"{config.reward.setting}: fails on the first prompt: {errors[0]}; {remedy}")

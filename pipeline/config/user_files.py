@@ -10,6 +10,7 @@ import atexit
 import dataclasses
 import functools
 import importlib.util
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
@@ -259,6 +260,16 @@ def new_folder() -> Path:
 def is_temporary(path: Path) -> bool:
     """Whether a file is deleted with this process."""
     return _session.cache_info().currsize > 0 and path.is_relative_to(_session())
+
+
+def name_rows(message: str) -> str:
+    """A message in which rows passed as Python objects have the name of their argument and their index, not their
+    temporary file and line."""
+    if not _session.cache_info().currsize:
+        return message
+    file = rf"{re.escape(str(_session()))}/\w+/(\w+)\.jsonl"
+    message = re.sub(rf"{file}, line (\d+)", lambda found: f"{found[1]}[{int(found[2]) - 1}]", message)
+    return re.sub(rf"[\w.]+ = 'jsonl:{file}'", r"\1", message)
 
 
 @functools.cache

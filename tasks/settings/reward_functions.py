@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from staleflow.stores.errors import ConfigError
 from staleflow.tasks.settings import extensions, user_code
 from staleflow.tasks.settings.knobs import Knob
 
+NO_ANSWER = "no answer to compare with; set task.columns.answer, or reward.function to your own"
+"""Message of rewards that compare with the record's answer if it has none."""
 GROUP = "staleflow.rewards"
 """The group of entry points that add rewards."""
 
@@ -26,6 +29,8 @@ def math_verify_reward(answer: str, record: Mapping[str, Any]) -> float:
     """1 if the answer is mathematically equal to the record's, by the `math-verify` package."""
     from math_verify import parse, verify
 
+    if "answer" not in record:
+        raise ConfigError(NO_ANSWER)
     gold = str(record["answer"])
     return float(verify(parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$"), parse(answer)))
 

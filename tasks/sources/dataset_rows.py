@@ -22,6 +22,7 @@ from staleflow.tasks.rendering.task_source import (
     require_text,
 )
 from staleflow.tasks.settings.dataset_columns import Columns
+from staleflow.tasks.settings.reward_functions import NO_ANSWER
 
 HELD_OUT_SHARE = 0.1
 """Maximum share of a data set's rows, at its end, that is held out for evaluation (but at least one row)."""
@@ -197,21 +198,20 @@ class RowSource:
     """
 
     def __init__(self, rows: Rows, columns: Columns, where: str, use: Use = Use.BOTH) -> None:
-        """where: the data set's key and name in the job file, for messages. Raises ConfigError for too few rows, or a
-        row without a prompt or an answer."""
+        """where: the data set's key and name in the job file, for messages. A single row is trained on and held out.
+        Raises ConfigError for no rows, or a row without a prompt or an answer."""
         count = len(rows)
         self._rows, self._columns, self._where = rows, columns, where
         num_held_out = {Use.BOTH: max(1, int(count * HELD_OUT_SHARE)), Use.TRAINING: 0, Use.EVALUATION: count}[use]
         self._held_out_rows = range(count - num_held_out, count)
-        self._train: Sequence[int] = range(count - num_held_out)
+        self._train: Sequence[int] = range(count - num_held_out) or range(count)
         self.num_held_out = num_held_out
         self.held_out_notice = ""
         if count:  # all rows are checked before anything is computed
             collections.deque(self._prompts(), maxlen=0)
             collections.deque(self._column(columns.answer, "answer") if columns.answer else (), maxlen=0)
-        if count < (2 if use is Use.BOTH else 1):
-            remedy = "at least 2 are needed, one to train on and one to hold out" if use is Use.BOTH else "add some"
-            raise ConfigError(f"{where}: {count} rows; {remedy}")
+        else:
+            raise ConfigError(f"{where}: 0 rows; add some")
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
         rows = self._held_out_rows if held_out else self._train
@@ -228,11 +228,15 @@ class RowSource:
         repeated = {row for row, prompt in enumerate(self._prompts()) if prompt in prompts}.intersection(self._train)
         if not repeated:
             return self
-        theirs = f"a held-out row (the last {self.num_held_out} rows)" if evaluation is None else "task.eval_source"
         if len(repeated) == len(self._train):
+            if evaluation is None and not num_held_out:
+                return self  # no row is evaluated
+            theirs, remedy = "task.eval_source", ""
+            if evaluation is None:
+                theirs = f"a held-out row (the last {self.num_held_out} of {len(self._rows)})"
+                remedy = ", or set task.eval_prompts = 0"
             raise ConfigError(
-                f"{self._where}: each of the {len(self._train)} training rows has the prompt of {theirs}; add rows "
-                "with other prompts"
+                f"{self._where}: each training row has the prompt of {theirs}; add rows with other prompts{remedy}"
             )
         other = copy.copy(self)
         other._train = [row for row in self._train if row not in repeated]
@@ -248,7 +252,7 @@ class RowSource:
     def score(self, answer: str, record: Record) -> float:
         """1 if the texts are equal up to white space, else 0."""
         if not self._columns.answer:
-            raise ValueError('task.columns.answer = "" leaves nothing to compare with; set reward.function to your own')
+            raise ConfigError(NO_ANSWER)
         return float(" ".join(answer.split()) == " ".join(str(record["answer"]).split()))
 
     def _prompts(self) -> Iterator[Prompt]:

@@ -300,15 +300,22 @@ def test_invalid_arguments_give_a_one_line_error(tmp_path: Path, arguments: dict
     assert "\n" not in str(error.value)
 
 
-def test_missing_columns_of_rows_are_reported_with_the_existing_ones(job: Path) -> None:
-    rows = [{"question": "1+1=", "solution": "2"}]
-    with pytest.raises(ConfigError, match=r"question, solution"):
-        staleflow.start(job, rows=rows)
-
-
-def test_a_row_without_a_column_of_the_others_is_named(job: Path) -> None:
-    with pytest.raises(ConfigError, match=r"line 2: no 'answer', which other rows have; add it to this one$"):
-        staleflow.start(job, rows=[{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2="}])
+@pytest.mark.parametrize(
+    ("objects", "message"),
+    [
+        ({"rows": [{"question": "1+1=", "solution": "2"}]}, r"^rows\[0\]: no 'prompt'; .* question, solution$"),
+        ({"rows": [ROWS[0], {"prompt": "2+2="}]}, r"^rows\[1\]: no 'answer', which other rows have; add "),
+        ({"rows": ROWS, "eval_rows": [{"prompt": ""}]}, r"^eval_rows\[0\]: prompt is empty"),
+        ({"rows": ROWS[:1] * 2}, r"^rows: each training row has the prompt of a held-out row"),
+        ({"rows": [{"prompt": "1+" * 500, "answer": "2"}, *ROWS]}, r"^rows\[0\]: a prompt has \d+ tokens"),
+    ],
+)  # fmt: skip
+def test_an_invalid_row_is_named_by_its_index_and_printed_nowhere(
+    job: Path, capfd: pytest.CaptureFixture[str], objects: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        staleflow.run(job, **objects)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_an_agent_with_a_wrong_signature_is_rejected_once(job: Path) -> None:

@@ -111,7 +111,7 @@ DATA = (
          prepare=(rewrite("data.jsonl", lambda t: t + '{"question": "1", "answer": "2"}\n'),)),
     Case(name="data: a row that is no object", command="run job.toml", says=("data.jsonl, line 21", "object"),
          prepare=(rewrite("data.jsonl", lambda t: t + "[1]\n"),)),
-    Case(name="data: no rows", command="run job.toml", says=("data.jsonl", "0 rows; at least 2"),
+    Case(name="data: no rows", command="run job.toml", says=("data.jsonl", "0 rows; add some"),
          prepare=(write_text("data.jsonl", "\n\n"),)),
     Case(name="data: held-out prompts only", command="run job.toml", says=("data.jsonl", "held-out"),
          prepare=(write_text("data.jsonl", ROW * 2),)),
@@ -195,6 +195,10 @@ REWARDS = (
     Case(name="reward: a bug", command=f"run job.toml {MINE}",
          prepare=(write_reward("return record['solution'] == answer"),),
          says=("reward.function", "KeyError: 'solution'", "reward.max_error_share")),
+    *(Case(name=f"reward: no answers, {function}", says=("set task.columns.answer, or reward.function to your own",),
+           command=f"run job.toml --set 'task.columns.answer=\"\"' --set reward.function={function}",
+           prepare=(rewrite("data.jsonl", lambda t: t.replace("answer", "sol")),))
+      for function in ("task", "math_verify")),
     Case(name="reward: a text", command=f"run job.toml {MINE}", prepare=(write_reward("return 'good'"),),
          says=("reward.function", "good")),
     Case(name="reward: not a number", command=f"run job.toml {MINE}", prepare=(write_reward("return float('nan')"),),
@@ -339,7 +343,7 @@ RESUMES = (
     Case(name="resume: no resume point", command="resume runs/finished --set steps=9",
          says=("no complete resume point",), prepare=(remove("runs/finished/resume"),)),
     Case(name="run: a name that is taken", command="run job.toml --set name=finished",
-         says=("runs/finished already holds a run", "set another name=")),
+         says=("runs/finished already holds a run", "set another name=", "`staleflow resume ")),
     Case(name="submit: a name that is taken", says=("runs/finished already holds a run",),
          command="submit job.toml --scheduler tcp://127.0.0.1:9 --set name=finished"),
 )  # fmt: skip

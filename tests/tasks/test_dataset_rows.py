@@ -89,7 +89,7 @@ def test_scoring_without_an_answer_column_needs_a_reward_function(write: Write, 
     source = source_of(write(tmp_path, ROWS), Columns(prompt="question", answer=""))
     record = source.task(1).record
     assert "answer" not in record
-    with pytest.raises(ValueError, match=r"set reward\.function to your own"):
+    with pytest.raises(ConfigError, match=r"^no answer to compare with; set task\.columns\.answer, or reward\.f"):
         source.score("2", record)
 
 
@@ -146,7 +146,7 @@ def test_evaluation_prompts_are_all_rows_of_their_source(write: Write, tmp_path:
     assert prompts(excluding_held_out, 20) == [*(f"{i} + {i}" for i in range(20) if i != 4), "0 + 0"]
     assert excluding_held_out.held_out_notice.endswith("are not trained on: they repeat prompts of task.eval_source")
     same = SourceSettings(task=replace(task, source=evaluation), seed=0).build()
-    with pytest.raises(ConfigError, match=r"each of the 3 training rows has the prompt of task\.eval_source"):
+    with pytest.raises(ConfigError, match=r"each training row has the prompt of task\.eval_source; add rows with"):
         same.excluding_held_out(0)
 
 

@@ -174,8 +174,15 @@ def test_rows_with_a_held_out_prompt_are_not_trained(tmp_path: Path) -> None:
     unique = rows_of(write_rows(tmp_path / "unique.jsonl", rows))
     assert prompts_of(unique.excluding_held_out(5), 40) == prompts_of(unique, 40)
     assert unique.excluding_held_out(5).held_out_notice == ""
-    with pytest.raises(ConfigError, match="each of the 9 training rows has the prompt of a held-out row"):
-        rows_of(write_rows(tmp_path / "one.jsonl", ["same"] * 10)).excluding_held_out(1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 10])
+def test_rows_of_one_prompt_are_trained_on_if_none_are_held_out(tmp_path: Path, count: int) -> None:
+    source = rows_of(write_rows(tmp_path / "one.jsonl", ["same"] * count))
+    assert prompts_of(source.excluding_held_out(0), 2) == ["same", "same"]
+    message = rf"held-out row \(the last 1 of {count}\); add rows with other prompts, or set task\.eval_prompts = 0$"
+    with pytest.raises(ConfigError, match=message):
+        source.excluding_held_out(1)
 
 
 def test_held_out_prompts_trained_by_a_user_source_are_counted(tmp_path: Path) -> None:
