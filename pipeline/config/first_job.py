@@ -24,13 +24,14 @@ from typing import Any
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.knob_tree import toml_value
 from staleflow.pipeline.config.model_facts import inspect_model
+from staleflow.pipeline.config.model_files import find_model
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.chat_tokenizer import load_chat_tokenizer
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.knobs import names_user_code
-from staleflow.tasks.settings.reward_functions import reward_fault
+from staleflow.tasks.settings.reward_functions import REWARDS, reward_fault
 from staleflow.tasks.settings.source_kinds import SourceType, is_environment, kind_of, open_source
 from staleflow.tasks.sources.dataset_rows import SAVED, RowSource, format_columns
 
@@ -58,6 +59,8 @@ ANSWER_COLUMNS = (
 GOLD = "####"
 """The mark before the final result in answers of GSM8K and similar data sets."""
 NUMBER = r"-?\d+(?:[.,]\d+)*"
+EXACT = "exact"
+"""The name of the reward "task" for rows on the command line."""
 SAMPLE = 50
 """Number of rows that are read to see whether answers are numbers."""
 RATES, MIN_RATE = ((50e6, 3e-4), (1.5e9, 1e-5)), 1e-6
@@ -117,6 +120,8 @@ def write_first_job(folder: Path, inputs: InitInputs, say: Callable[[str], None]
             "the tiny model knows nothing but sums; bring a model for your data: --model FOLDER_OR_NAME, such as "
             "HuggingFaceTB/SmolLM2-135M-Instruct"
         )
+    if inputs.model:
+        find_model(inputs.model, "--model")  # first: transformers would ask the hub for each file, several times
     data = _inspect_data(folder, inputs) if inputs.data else DataFacts(source=f"jsonl:{SUMS}", columns=Columns())
     own_reward = not inputs.reward and data.columns is not None
     files = {JOB: "the job; its comments say what each line is for"}
@@ -243,6 +248,12 @@ def _inspect_data(folder: Path, inputs: InitInputs) -> DataFacts:
     if not prompt:
         raise ConfigError(f"--data {inputs.data}: which column is the prompt? --prompt-column {' or '.join(names)}")
     columns = Columns(prompt=prompt, answer=answer if answer != prompt else "")
+    if not columns.answer and inputs.reward in (EXACT, *REWARDS):
+        others = " or ".join(name for name in names if name != prompt) or "NAME"
+        raise ConfigError(
+            f"--data {inputs.data}: --reward {inputs.reward} compares with an answer; which column is it? "
+            f"--answer-column {others}"
+        )
     tasks = RowSource(rows, columns, f"--data {inputs.data}")
     records = [tasks.task(i).record for i in range(min(SAMPLE, len(rows)))]
     answers = [str(record["answer"]) for record in records] if columns.answer else []
@@ -288,7 +299,7 @@ def _function(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
     """The reward function as the job file names it. Raises ConfigError."""
     if not inputs.reward:
         return f"{REWARD}:reward" if data.columns is not None else "task"
-    if inputs.reward == "exact":
+    if inputs.reward == EXACT:
         return "task"
     if fault := reward_fault(inputs.reward):
         raise ConfigError(f"--reward {fault}")
@@ -304,7 +315,7 @@ def _function(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
 
 def _about_reward(data: DataFacts) -> str:
     if data.columns is not None and not data.columns.answer:
-        return "how a response is scored: no column looks like an answer, so short ones are best; edit it"
+        return "how a response is scored: short ones are best, for want of an answer column (--answer-column); edit it"
     return "how a response is scored: 1 for the right answer, else 0; edit it as you like"
 
 

@@ -59,6 +59,8 @@ def find_model(path: str, key: str = "model.path") -> Path | None:
     if "/" in path and Path(path).parent.is_dir():
         raise ConfigError(f"{subject}: no such folder{_neighbours(Path(path))}")
     if (folder := local_model(path)) is None:
+        if "/" not in path:
+            raise ConfigError(f"{subject}: no such folder; a model of the hub is OWNER/NAME")
         _ask_hub(path, subject)
     return folder
 

@@ -134,9 +134,13 @@ def test_data_in_the_folder_is_named_relative_to_it(
         (("--data", "rows.jsonl", "--model", "{model}", "--prompt-column", "questoin"),
          r"--prompt-column questoin: --data rows\.jsonl has only question, solution; did you mean question\?$"),
         (("--data", "odd.jsonl", "--model", "{model}"), r"which column is the prompt\? --prompt-column a or b"),
+        (("--data", "sol.jsonl", "--model", "{model}", "--reward", "exact"),
+         r"sol\.jsonl: --reward exact compares with an answer; which column is it\? --answer-column sol or id$"),
+        (("--data", "sol.jsonl", "--model", "{model}", "--reward", "math_verify"), r"--answer-column sol or id$"),
         (("--data", "rows.csv", "--model", "{model}"), r"--data rows\.csv: unknown kind of file; bring one of \.jso"),
         (("--data", "talk.jsonl", "--model", "{model}"), r"prompts are messages, and .* has no chat template"),
-        (("--model", "./none"), r"no such folder|cannot be loaded"),
+        (("--model", "./none"), r"^--model = '\./none': no such folder"),
+        (("--model", "nomodel"), r"^--model = 'nomodel': no such folder; a model of the hub is OWNER/NAME$"),
         (("--reward", "best",), r"--reward must be one of task, math_verify, or your own, file\.py:NAME, not .best"),
         (("--reward", "none.py:f"), r"--reward = 'none\.py:f': cannot be loaded"),
     ],
@@ -146,6 +150,7 @@ def test_each_mistake_gives_a_one_line_error_and_leaves_no_file(
 ) -> None:
     write(working_folder / "rows.jsonl", ROWS)
     write(working_folder / "odd.jsonl", [{"a": "1", "b": "2"}] * 2)
+    write(working_folder / "sol.jsonl", [{"question": "1", "sol": "2", "id": 3}] * 2)
     write(working_folder / "talk.jsonl", [{"messages": [{"role": "user", "content": "1"}], "answer": "1"}] * 2)
     (working_folder / "rows.csv").write_text("a,b\n")
     with pytest.raises(ConfigError, match=message) as caught:
