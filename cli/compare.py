@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 
 import click
 
-from staleflow.cli.stored import quiet_libraries
+from staleflow.cli.stored import print_json, quiet_libraries
 
 
 @click.command("compare")
@@ -32,7 +30,7 @@ def command(runs: tuple[str, ...], as_json: bool) -> None:
 
     comparison = compare(runs)
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(comparison), indent=2))
+        print_json(comparison)
         return
     for job, names in comparison.jobs.items():
         if len(names) > 1:

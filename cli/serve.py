@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import secrets
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from staleflow.cli.stored import announce, quiet_libraries
+from staleflow.cli.stored import announce, print_json, quiet_libraries
 
 PORT = 8798
 set_option = click.option(
@@ -154,7 +152,7 @@ def evaluate(
     announce(f"{', '.join(names)} by lm-eval on {plan.label}")
     figures = run_suite(settings, python)
     if as_json:
-        click.echo(json.dumps([asdict(figure) for figure in figures]))
+        print_json(figures)
         return
     for figure in figures:
         click.echo(figure.line)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from staleflow.cli.stored import quiet_libraries
+from staleflow.cli.stored import print_json, quiet_libraries
 from staleflow.stores.printable import printable
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def show_trajectories(run: Run, ids: list[int], model: str, as_json: bool) -> No
     quiet_libraries()
     views = run.view(ids, model=model)
     if as_json:
-        click.echo(json.dumps([_plain(view) for view in views], indent=2))
+        print_json([_plain(view) for view in views])
     elif not views:
         click.echo("no trajectory matches")
     for view in views if not as_json else ():
@@ -103,7 +102,7 @@ def show_steps(run: Run, as_json: bool) -> None:
 
     commits = run.commits()
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(commit) for commit in commits], indent=2))
+        print_json(commits)
         return
     batch = run.job.batch
     click.echo(f"{run.name}: {batch.groups_per_step} groups of {batch.group_size} per step, {run.bound}")
@@ -137,7 +136,7 @@ def show_batch(batch: ConsumedBatch, as_json: bool) -> bool:
             "metrics": batch.record.metrics,
             "trajectories": rows,
         }
-        click.echo(json.dumps(value, indent=2))
+        print_json(value)
         return batch.intact
     click.echo(
         f"step {batch.record.step}: {len(rows)} trajectories; "

@@ -148,7 +148,7 @@ def profile(run: str, out: str | None, as_json: bool) -> None:
 
     require_run(Path(run))
     path = Path(out or f"profiles/{Path(run).resolve().name}-run.json")
-    require_writable_folder(path.parent, "--out")
+    require_writable_folder(path.parent)
     profile = profile_run(Path(run))
     write_profile(path, profile)
     if as_json:

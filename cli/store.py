@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from staleflow.cli.lazy import LazyGroup
-from staleflow.cli.stored import named_cluster, quiet_libraries, worker_options
+from staleflow.cli.stored import named_cluster, print_json, quiet_libraries, worker_options
 
 if TYPE_CHECKING:
     from staleflow.pipeline.api.stored_run import Run
@@ -50,7 +49,7 @@ def ls(runs_dir: str, as_json: bool) -> None:
     runs = [open_run(runs_dir)] if is_run else list_runs(runs_dir)
     rows = [_row(run) for run in runs]
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        print_json(rows)
         return
     if not rows:
         click.echo(f"no runs in {runs_dir}")
@@ -104,7 +103,7 @@ def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, cluste
         result = stored.audit(full=full, memory_mib=memory, workers=workers, client=client)
     bias = stored.drop_bias() if result.readable else None
     if as_json:
-        click.echo(json.dumps({**result.as_dict(), "bias": None if bias is None else bias.as_dict()}, indent=2))
+        print_json({**result.as_dict(), "bias": None if bias is None else bias.as_dict()})
     elif result.clean and not result.num_steps:
         click.echo(f"{run}: {result.verdict}")
     else:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,6 +10,7 @@ import click
 from staleflow.cli.stored import (
     named_cluster,
     print_errors,
+    print_json,
     progress_bar,
     quiet_libraries,
     selection_option,
@@ -48,7 +47,7 @@ def rescore(
             reward=reward, changes=changes, branch=branch, workers=workers, client=client, progress=progress
         )
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+        print_json(result)
     else:
         click.echo(
             f"branch {branch}: {result.scored} responses of {result.rows} trajectories scored; mean reward of those "
@@ -71,7 +70,7 @@ def diff(run: str, first: str, second: str, as_json: bool) -> None:
 
     result = open_run(run).diff(first, second)
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+        print_json(result)
         return
     click.echo(
         f"{result.trajectories} trajectories trained on: {result.changed} rewards differ, mean {result.mean[0]:.3f} in "
@@ -112,7 +111,7 @@ def recompute_logprobs(
             model, branch=branch, where=selection, workers=workers, client=client, progress=progress
         )
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+        print_json(result)
     else:
         click.echo(f"logprobs of {result.rows} responses of {run} under {model}")
         click.echo(
@@ -166,7 +165,7 @@ def export(
     with named_cluster(cluster) as client, progress_bar("written", quiet=as_json, first_line=first_line) as progress:
         result = stored.export(to, out or None, where=selection, workers=workers, client=client, progress=progress)
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+        print_json(result)
     else:
         files = f"{result.files} file{'s' if result.files != 1 else ''}"
         click.echo(f"{result.path}: {result.rows} trajectories, {result.bytes / 2**20:.1f} MiB in {files}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -63,6 +65,11 @@ def quiet_libraries() -> None:
     from staleflow.pipeline.processes.local_cluster import set_process_environment
 
     set_process_environment(threads=1)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON; dataclasses become objects."""
+    click.echo(json.dumps(value, indent=2, default=dataclasses.asdict))
 
 
 def announce(line: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from staleflow.cli.cluster_jobs import cluster_options
-from staleflow.cli.stored import named_cluster, print_errors, quiet_libraries, selection_option
+from staleflow.cli.stored import named_cluster, print_errors, print_json, quiet_libraries, selection_option
 
 if TYPE_CHECKING:
     from staleflow.pipeline.cluster.connection import ClusterAddress
@@ -55,7 +54,7 @@ def train_offline(
             out or None, overrides=overrides, where=selection, epochs=epochs, client=client, report=report
         )
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+        print_json(result)
     else:
         click.echo(f"{result.checkpoint}: {result.steps} steps on {result.rows} trajectories")
         if result.before and result.after:
@@ -120,7 +119,7 @@ def unlearn(run: str, selection: str, branch: str, out: str, as_json: bool, clus
         result = stored.unlearn(selection, branch=branch, out=out or None, client=client, report=report)
     training = result.training
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+        print_json(result)
     else:
         click.echo(f"{training.checkpoint}: trained without {result.rows} trajectories")
         click.echo(f"  first used in step {result.first_step}; {result.never_trained} more match, never trained on")
@@ -153,7 +152,7 @@ def bisect(run: str, at: int, since: int | None, as_json: bool, cluster: Cluster
     with named_cluster(cluster) as client, progress(quiet=as_json) as report:
         result = stored.bisect(at, since=since, client=client, report=report)
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+        print_json(result)
         return
     click.echo(
         f"held-out reward: version {result.since} {result.reward_since:.3f}, version {at} {result.reward_at:.3f}"
@@ -224,7 +223,7 @@ def verify(
         else:
             result = stored.verify(checkpoint=checkpoint, steps=steps, seed=seed, client=client, report=report)
     if as_json:
-        click.echo(json.dumps({**dataclasses.asdict(result), "verified": result.verified}, indent=2))
+        print_json({**dataclasses.asdict(result), "verified": result.verified})
     else:
         for line in result.lines:
             click.echo(printable(line))

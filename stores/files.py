@@ -26,31 +26,21 @@ NAME_CHARS = 50
 Failures = tuple[type[Exception], ...]
 
 
-def replace_file(
-    path: Path, write: Callable[[Path], object], remedy: str, *, failures: Failures = (), flush: bool = True
-) -> None:
-    """Call `write` with a temporary path, and rename the file to `path` when it is complete.
+@contextlib.contextmanager
+def replacing(path: Path, remedy: str, *, failures: Failures = (), flush: bool = True) -> Iterator[Path]:
+    """Context manager: yields a temporary path, and renames the file to `path` if the block ends without an error.
 
-    A path that is no regular file (a pipe, /dev/stdout) is written to directly.
+    A path that is no regular file (a pipe, /dev/stdout) is written to directly. Errors of this package pass through.
 
     Args:
         path: The file to replace.
-        write: Writes the file at the path that it is called with.
         remedy: What to do about a disk that is full or not writable, for the message.
-        failures: Exceptions besides OSError that `write` raises when it cannot write.
+        failures: Exceptions besides OSError that the block raises when it cannot write.
         flush: False for a file in memory, which is lost with the machine anyway.
 
     Raises:
         StoreError: `path` is unchanged then.
     """
-    with replacing(path, remedy, failures=failures, flush=flush) as tmp_path:
-        write(tmp_path)
-
-
-@contextlib.contextmanager
-def replacing(path: Path, remedy: str, *, failures: Failures = (), flush: bool = True) -> Iterator[Path]:
-    """Context manager like `replace_file`: yields the temporary path, and renames the file if the block ends without an
-    error. Errors of this package pass through."""
     with _failures_as_store_error(path, remedy, failures):
         path = path.resolve()  # a symbolic link is kept
         if path.exists() and not path.is_file():
@@ -66,8 +56,9 @@ def replacing(path: Path, remedy: str, *, failures: Failures = (), flush: bool =
 
 
 def replace_text(path: Path, text: str, remedy: str) -> None:
-    """Write a text as UTF-8 with `replace_file`."""
-    replace_file(path, lambda tmp_path: tmp_path.write_text(text, encoding="utf-8"), remedy)
+    """Write a text as UTF-8 with `replacing`."""
+    with replacing(path, remedy) as tmp_path:
+        tmp_path.write_text(text, encoding="utf-8")
 
 
 def replace_folder(path: Path, write: Callable[[Path], object], remedy: str, *, failures: Failures = ()) -> None:
@@ -109,10 +100,9 @@ def flush_and_rename(tmp_path: Path, path: Path) -> None:
     _flush(path.parent)
 
 
-def require_writable_folder(folder: Path, option: str) -> None:
-    """Create a folder and check that it is writable, before long work. Raises ConfigError. option: the option that
-    names the folder, for the message."""
-    remedy = f"choose another folder with {option}"
+def require_writable_folder(folder: Path) -> None:
+    """Create the folder of --out and check that it is writable, before long work. Raises ConfigError."""
+    remedy = "choose another folder with --out"
     with raised_as(ConfigError, f"{folder}: cannot be written", OSError, remedy=remedy, describe=strerror):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

@@ -16,7 +16,7 @@ trained on, filtered and aborted, and the groups in flight.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from staleflow.pipeline.strategies.samplers import Draw, Sampler
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight
@@ -48,19 +48,12 @@ class MixtureSource:
 
 @dataclass(slots=True, kw_only=True)
 class _SourceProgress:
-    """A source, its counts and its groups in flight. Fields with names of `SourceState` mean the same."""
+    """A source, its counts and its groups in flight."""
 
     source: MixtureSource
     target_share: float
     """Its ratio over the sum of all ratios."""
-    num_drawn: int = 0
-    num_trained: int = 0
-    num_filtered: int = 0
-    num_aborted: int = 0
-    credit: float = 0.0
-    usable_share: float = 1.0
-    num_useless: int = 0
-    sampler_state: dict[str, list[float]] = field(default_factory=dict)
+    state: SourceState = field(default_factory=SourceState)
     tasks_in_flight: dict[GroupId, int] = field(default_factory=dict)
     """Task of each group that has arrived and not ended."""
     requested_tasks: list[int] = field(default_factory=list)
@@ -75,12 +68,12 @@ class _SourceProgress:
     @property
     def failing(self) -> bool:
         """Whether its latest groups could all not be trained on."""
-        return self.num_useless >= MAX_USELESS_GROUPS
+        return self.state.num_useless >= MAX_USELESS_GROUPS
 
     @property
     def expected_trained(self) -> float:
         """Expected number of groups that will be trained on, of the groups in flight and requested."""
-        return (len(self.tasks_in_flight) + len(self.requested_tasks)) * max(MIN_USABLE_SHARE, self.usable_share)
+        return (len(self.tasks_in_flight) + len(self.requested_tasks)) * max(MIN_USABLE_SHARE, self.state.usable_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,19 +137,7 @@ class Mixture:
     @property
     def states(self) -> tuple[SourceState, ...]:
         """State of each source, as it is stored. Prompts that were requested and have not arrived are not included."""
-        return tuple(
-            SourceState(
-                num_drawn=s.num_drawn,
-                num_trained=s.num_trained,
-                num_filtered=s.num_filtered,
-                num_aborted=s.num_aborted,
-                credit=s.credit,
-                usable_share=s.usable_share,
-                num_useless=s.num_useless,
-                sampler={name: list(numbers) for name, numbers in s.sampler_state.items()},
-            )
-            for s in self._sources
-        )
+        return tuple(_copy(s.state) for s in self._sources)
 
     @property
     def tasks_in_flight(self) -> tuple[tuple[int, int, int], ...]:
@@ -200,17 +181,13 @@ class Mixture:
             in_flight: The run's groups in flight, some of which may have been drawn later.
         """
         for source, state in zip(self._sources, states, strict=bool(states)):
-            source.num_drawn, source.num_trained = state.num_drawn, state.num_trained
-            source.num_filtered, source.num_aborted = state.num_filtered, state.num_aborted
-            source.credit, source.usable_share = state.credit, state.usable_share
-            source.num_useless = state.num_useless
-            source.sampler_state = {name: list(numbers) for name, numbers in state.sampler.items()}
+            source.state = _copy(state)
             if source.failing:
                 self._notices.append(f"{_failing_notice(source)}, before the resume")
         for group in in_flight:
             self.count_arrived(group.group, group.source, group.task)
             if group.group < num_groups:  # the stored state counts it as drawn
-                self._sources[group.source].num_drawn -= 1
+                self._sources[group.source].state.num_drawn -= 1
 
     def draw(self, num_groups: int) -> tuple[tuple[int, int], ...]:
         """Choose the next prompts: (source, task) of each. They count as requested until they arrive."""
@@ -220,12 +197,12 @@ class Mixture:
             source = self._sources[number]
             task = source.source.sampler.choose(
                 Draw(
-                    number=source.num_drawn + len(source.requested_tasks),
+                    number=source.state.num_drawn + len(source.requested_tasks),
                     seed=self._seed,
                     source=number,
                     in_flight={*source.tasks_in_flight.values(), *source.requested_tasks},
                 ),
-                source.sampler_state,
+                source.state.sampler,
             )
             source.requested_tasks.append(task)
             draws.append((number, task))
@@ -238,7 +215,7 @@ class Mixture:
             source.requested_tasks.remove(task)
         source.tasks_in_flight[group] = task
         self._source_of[group] = source
-        source.num_drawn += 1
+        source.state.num_drawn += 1
 
     def record_rewards(self, group: GroupId, rewards: Sequence[float]) -> None:
         """Record the rewards of a complete group, without those that could not be computed."""
@@ -255,10 +232,10 @@ class Mixture:
             source = self._remove_group(group)
             if source.failing:
                 self._notices.append(f"task {source.source.name!r}: a group of it was trained on again")
-            source.num_trained += 1
-            source.usable_share += USABLE_SHARE_WEIGHT * (1 - source.usable_share)
-            source.num_useless = 0
-            source.credit -= 1
+            source.state.num_trained += 1
+            source.state.usable_share += USABLE_SHARE_WEIGHT * (1 - source.state.usable_share)
+            source.state.num_useless = 0
+            source.state.credit -= 1
             self._add_credit()
 
     def count_ended(self, endings: Mapping[GroupId, tuple[Fate, AbortReason]]) -> None:
@@ -268,10 +245,10 @@ class Mixture:
                 continue
             source = self._remove_group(group)
             was_failing, filtered = source.failing, fate is Fate.FILTERED
-            source.num_filtered += filtered
-            source.num_aborted += not filtered
-            source.usable_share *= 1 - USABLE_SHARE_WEIGHT
-            source.num_useless += filtered or reason in FAILURES
+            source.state.num_filtered += filtered
+            source.state.num_aborted += not filtered
+            source.state.usable_share *= 1 - USABLE_SHARE_WEIGHT
+            source.state.num_useless += filtered or reason in FAILURES
             if source.failing and not was_failing:
                 self._notices.append(f"{_failing_notice(source)}, the latest for the reason {reason.value}")
 
@@ -281,7 +258,7 @@ class Mixture:
         """The number of the source to draw from."""
         failing = [n for n, s in enumerate(self._sources) if s.failing]
         healthy = [n for n, s in enumerate(self._sources) if not s.failing] or failing
-        total_drawn = sum(s.num_drawn + len(s.requested_tasks) for s in self._sources)
+        total_drawn = sum(s.state.num_drawn + len(s.requested_tasks) for s in self._sources)
         if len(healthy) < len(self._sources) and total_drawn % PROBE_PERIOD == PROBE_PERIOD - 1:
             return failing[total_drawn // PROBE_PERIOD % len(failing)]
         healthy_share = sum(self._sources[n].target_share for n in healthy)
@@ -289,7 +266,7 @@ class Mixture:
 
         def lag(number: int) -> float:
             source = self._sources[number]
-            return source.credit + source.target_share / healthy_share * num_expected - source.expected_trained
+            return source.state.credit + source.target_share / healthy_share * num_expected - source.expected_trained
 
         return max(healthy, key=lambda number: (lag(number), -number))
 
@@ -298,21 +275,25 @@ class Mixture:
         healthy_share = sum(s.target_share for s in self._sources if not s.failing)
         for source in self._sources:
             if source.failing:
-                source.credit = min(float(MAX_USELESS_GROUPS), source.credit + source.target_share)
+                source.state.credit = min(float(MAX_USELESS_GROUPS), source.state.credit + source.target_share)
             else:
-                source.credit += source.target_share / healthy_share
+                source.state.credit += source.target_share / healthy_share
 
     def _remove_group(self, group: GroupId) -> _SourceProgress:
         """Remove a group from the groups in flight, and update its sampler. Returns its source."""
         source = self._source_of.pop(group)
         task, reward = source.tasks_in_flight.pop(group), source.mean_rewards.pop(group, None)
-        source.source.sampler.learn(task, reward, source.sampler_state)
+        source.source.sampler.learn(task, reward, source.state.sampler)
         return source
+
+
+def _copy(state: SourceState) -> SourceState:
+    return replace(state, sampler={name: list(numbers) for name, numbers in state.sampler.items()})
 
 
 def _failing_notice(source: _SourceProgress) -> str:
     """A line that says that a source is failing, and how rarely it is drawn from."""
     return (
         f"task {source.source.name!r} gets one draw in {PROBE_PERIOD} until one of its groups can be trained on; none "
-        f"of its latest {source.num_useless} could be"
+        f"of its latest {source.state.num_useless} could be"
     )

@@ -17,7 +17,7 @@ from typing import TypeVar
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.runtime.run_report import RunListener, RunReport
 from staleflow.stores.errors import StoreError
-from staleflow.stores.files import replace_file
+from staleflow.stores.files import replacing
 from staleflow.stores.serialization import Codec
 
 CODEC = Codec()
@@ -91,7 +91,8 @@ class StartRecords(RunListener):
     def _write(self) -> None:
         text = json.dumps([CODEC.encode(start) for start in (*self._earlier_starts, self._current)], indent=1) + "\n"
         # Not flushed to disk, since that would slow each step; the file survives the end of this process anyway.
-        replace_file(self._path, lambda tmp_path: tmp_path.write_text(text), "free space or move runs_dir", flush=False)
+        with replacing(self._path, "free space or move runs_dir", flush=False) as tmp_path:
+            tmp_path.write_text(text)
 
 
 def read(run_dir: Path) -> list[Start]:

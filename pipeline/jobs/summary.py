@@ -18,7 +18,7 @@ from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.pipeline.runtime.step_records import lowest_average
 from staleflow.stores.auditing.drop_bias import DropBias, bias_report
 from staleflow.stores.auditing.weight_counts import WeightCounts, count_outcomes
-from staleflow.stores.files import replace_file, replace_text
+from staleflow.stores.files import replace_text, replacing
 from staleflow.stores.metrics import STEP_METRICS, axis_title, tokens_per_s
 
 REMEDY = "free space or move runs_dir; the run itself is stored"
@@ -48,7 +48,8 @@ def write_report(config: RunConfig, report: RunReport, run_dir: Path) -> dict[st
         summary["diagnosis"] = make_diagnosis_entry(*diagnosis_and_effect)
     replace_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n", REMEDY)
     if report.steps:
-        replace_file(run_dir / "summary.png", lambda tmp_path: draw_summary(config, report, tmp_path), REMEDY)
+        with replacing(run_dir / "summary.png", REMEDY) as tmp_path:
+            draw_summary(config, report, tmp_path)
     return summary
 
 
@@ -227,6 +228,6 @@ def draw_summary(config: RunConfig, report: RunReport, path: Path) -> None:
     figure.savefig(path, dpi=110, format="png")
 
 
-def _smooth(values: list[float], window: int = 10) -> list[float]:
-    """Means over the latest `window` values."""
-    return [sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+def _smooth(values: list[float]) -> list[float]:
+    """Means over the latest 10 values."""
+    return [sum(values[max(0, i - 9) : i + 1]) / min(i + 1, 10) for i in range(len(values))]

@@ -55,9 +55,9 @@ class Host:
     processes: tuple[Process, ...] | None = None
 
 
-def parse_fleet(text: str, option: str = "--gpus") -> tuple[Host, ...]:
+def parse_fleet(text: str) -> tuple[Host, ...]:
     """Parse a text that describes hosts, each with one link domain; docs/placement.md has the format. Raises
-    ConfigError. option: the option with the text, for messages.
+    ConfigError.
 
     >>> [len(host.devices) for host in parse_fleet("2x8xH100-80")]
     [8, 8]
@@ -66,10 +66,10 @@ def parse_fleet(text: str, option: str = "--gpus") -> tuple[Host, ...]:
     for part in text.split("+"):
         match = FORM.fullmatch(part.strip())
         if match is None or not int(match["count"]) or match["hosts"] == "0":
-            raise ConfigError(f"{option} {text}: {part.strip()!r} is not GPUs; write them as {EXAMPLES}")
+            raise ConfigError(f"--gpus {text}: {part.strip()!r} is not GPUs; write them as {EXAMPLES}")
         num_hosts, count = int(match["hosts"] or 1), int(match["count"])
         if num_hosts * count > MAX_DEVICES:
-            raise ConfigError(f"{option} {text}: {num_hosts * count} GPUs; it must be at most {MAX_DEVICES}")
+            raise ConfigError(f"--gpus {text}: {num_hosts * count} GPUs; it must be at most {MAX_DEVICES}")
         for number in range(len(hosts), len(hosts) + num_hosts):
             hosts.append(uniform_host(f"node-{number}", count, match["model"], int(match["memory_gb"])))
     return tuple(hosts)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from staleflow.pipeline.coordination.journal import PART_BYTES, Journal
 from staleflow.stores.errors import StoreError
-from staleflow.stores.files import replace_file
+from staleflow.stores.files import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +43,13 @@ class RunJournal(Journal):
 
 def compress(part: Path) -> None:
     """Replace a closed part by a compressed one. Never raises: a part that cannot be compressed is left as it is."""
-
-    def write(target: Path) -> None:
-        with part.open("rb") as source, gzip.open(target, "wb", compresslevel=GZIP_LEVEL) as packed:
-            shutil.copyfileobj(source, packed, COPY_BYTES)
-
     try:
-        replace_file(part.with_name(f"{part.name}.gz"), write, "it stays uncompressed")
+        with (
+            replacing(part.with_name(f"{part.name}.gz"), "it stays uncompressed") as target,
+            part.open("rb") as source,
+            gzip.open(target, "wb", compresslevel=GZIP_LEVEL) as packed,
+        ):
+            shutil.copyfileobj(source, packed, COPY_BYTES)
         part.unlink()
     except (StoreError, OSError) as error:
         logger.warning("%s", error)

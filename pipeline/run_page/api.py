@@ -342,7 +342,7 @@ class RunApi:
             "second": second,
             **asdict(compare_branches(self._reader.run_dir, first, second)),
             "lineage": {branch.branch: branch.store.lineage for branch in (first_rows, second_rows)},
-            "by_step": listing.mean_by_step([first_rows.columns, second_rows.columns], "reward"),
+            "by_step": listing.mean_reward_by_step([first_rows.columns, second_rows.columns]),
         }
 
     def _need(self, branch: str) -> StoredSnapshot:

@@ -169,14 +169,14 @@ def members(columns: Columns, groups: Positions) -> dict[int, Positions]:
     return {int(group): positions[columns["group"][positions] == group] for group in groups}
 
 
-def mean_by_step(branches: Sequence[Columns], name: str) -> dict[str, Any]:
-    """Mean of a column over the batch of each step, for each branch: {"step": [S], "means": [[S] per branch]}. The mean
+def mean_reward_by_step(branches: Sequence[Columns]) -> dict[str, Any]:
+    """Mean reward over the batch of each step, for each branch: {"step": [S], "means": [[S] per branch]}. The mean
     is None for a step that a branch does not have."""
     last = max((int(c["step"].max()) for c in branches if len(c["step"])), default=-1)
     means = []
     for columns in branches:
         trained = (columns["fate"] == Fate.CONSUMED.value) & (columns["loss_mask"] > 0)
-        steps, values = columns["step"][trained], columns[name][trained].astype(np.float64)
+        steps, values = columns["step"][trained], columns["reward"][trained].astype(np.float64)
         count = np.bincount(steps, minlength=last + 1)
         total = np.bincount(steps, values, last + 1)
         means.append([float(t / n) if n else None for t, n in zip(total, count, strict=True)])

@@ -117,7 +117,7 @@ def _select_rows(
     if not len(rows):
         none = f"no trajectory matches where = {where!r}" if where else "no trajectory is stored yet"
         raise ConfigError(f"{run_dir}: {none}")
-    require_writable_folder(out.parent, "--out")
+    require_writable_folder(out.parent)
     return store, rows
 
 

@@ -175,7 +175,7 @@ def make_plan(
     if not select_consumed_rows(store, where):
         matches = f" matches where = {where!r}" if where else " is stored yet"
         raise ConfigError(f"{run_dir}: no trajectory that was trained on{matches}")
-    require_writable_folder(out.parent, "--out")
+    require_writable_folder(out.parent)
     if config.training.kl.reference:
         find_model(config.training.kl.reference, "training.kl.reference")
     inspect_model(config)  # last: it loads torch, which takes seconds

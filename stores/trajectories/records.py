@@ -44,9 +44,9 @@ class RunHeader:
         return f"staleness bound eta = {self.eta}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SourceState:
-    """Counts of the groups of one task source at a commit, and the state of its sampler."""
+    """Counts of the groups of one task source, and the state of its sampler."""
 
     num_drawn: int = 0
     """Groups whose prompts have arrived."""

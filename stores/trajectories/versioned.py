@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -316,12 +316,12 @@ def _packed_record(
     }
 
 
-def create_arrays(root: Any, header: Any, columns: Iterable[Column] = COLUMNS) -> None:
+def create_arrays(root: Any, header: Any) -> None:
     """Create the arrays of an empty store. header: the encoded header."""
     root.attrs.update({"format": FORMAT, "header": header})
     for name, dtype in TOKEN_ARRAYS.items():
         _array(root, f"tokens/{name}", (0,), (TOKEN_CHUNK,), dtype, file=TOKEN_FILE)
-    for column in columns:
+    for column in COLUMNS:
         _ensure_column(root, column, 0)
     _array(root, "text", (0,), (TEXT_CHUNK,), "uint8")
     _array(root, "commits", (0, len(COMMIT_COLUMNS)), (COMMIT_CHUNK, len(COMMIT_COLUMNS)), "int64")

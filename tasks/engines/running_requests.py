@@ -276,14 +276,14 @@ class StopChecks:
             with self._loading:
                 self._detokenizer = self._detokenizer or self._load(self._model)
 
-    def make_check(self, request: Request, sampled: Sequence[int] = ()) -> StopCheck | None:
-        """Create the check for a request that has sampled these tokens so far; None if it has no stop strings."""
+    def make_check(self, request: Request) -> StopCheck | None:
+        """Create the check for a request; None if it has no stop strings."""
         if not request.stop.strings:
             return None
         self.prepare([request])
         assert self._detokenizer is not None
         earlier = request.tokens[len(request.tokens) - request.num_turn_tokens :]
-        return StopCheck(self._detokenizer, request.stop.strings, [*earlier, *sampled])
+        return StopCheck(self._detokenizer, request.stop.strings, earlier)
 
 
 def _load_detokenizer(model: str) -> Detokenizer:

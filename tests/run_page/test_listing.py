@@ -129,7 +129,7 @@ def test_the_mean_of_a_step_is_over_its_trained_trajectories() -> None:
     table = columns()
     table["reward"] = np.nan_to_num(table["reward"])
     table["step"][table["step"] == 3] = 4
-    result = listing.mean_by_step([table, table], "reward")
+    result = listing.mean_reward_by_step([table, table])
     trained = (table["fate"] == "consumed") & (table["step"] == 1)
     assert result["means"][0][1] == pytest.approx(float(table["reward"][trained].mean()))
     assert result["means"][1][3] is None

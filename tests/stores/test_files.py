@@ -14,15 +14,22 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from staleflow.stores.errors import StoreError
-from staleflow.stores.files import flush_and_rename, replace_file, replace_folder, replace_text
+from staleflow.stores.files import flush_and_rename, replace_folder, replace_text, replacing
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.weight_folder import Piece, WeightFolder
 
 REMEDY = "free space"
+
+
+def replace_file(path: Path, write: Callable[[Path], object], remedy: str, **options: Any) -> None:
+    """Replace a file with what `write` writes to a temporary path."""
+    with replacing(path, remedy, **options) as tmp_path:
+        write(tmp_path)
 
 
 def failing_writer(error: Exception) -> Callable[[Path], None]:
@@ -188,7 +195,9 @@ def test_a_temporary_file_about_to_be_removed_by_another_writer_is_not_used(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from staleflow.stores.files import replace_file, replace_folder
+from typing import Any
+from staleflow.stores.files import replace_folder
+from tests.stores.test_files import replace_file
 
 def write(part):
     (part / "half" if part.is_dir() else part).write_text("half")
@@ -217,6 +226,7 @@ def test_temporary_files_of_a_killed_writer_are_removed_by_the_next(tmp_path: Pa
 KILLED_AT = """
 import os, signal, sys
 from pathlib import Path
+from typing import Any
 from staleflow.stores.files import replace_folder
 
 at, renames = int(sys.argv[1]), []
@@ -292,6 +302,7 @@ OWN_WAYS = {
     "pipeline/runtime/evaluation_driver.py": "renames a whole folder",
     "pipeline/recovery/resumption.py": "renames a whole file",
     "pipeline/recovery/run_journal.py": "fills a part it is given",
+    "stores/in_flight/spool.py": "begins a part, and appends to it",
     "tasks/engines/vllm_adapters.py": "in a temporary folder of its own",
     "tasks/training/emulated_trainer.py": "fills a part it is given",
     "tasks/training/lora.py": "fills a folder that its caller publishes",
