@@ -20,15 +20,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from staleflow.pipeline.config import actor_settings, local_gpus, size_plan, user_files
-from staleflow.pipeline.config.model_files import (
-    check_attention,
-    check_files,
-    find_model,
-    format_context,
-    read_architecture,
-    read_context,
-)
+from staleflow.pipeline.config import actor_settings, local_gpus, model_files, size_plan, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer, chat_template, check_same_tokens
@@ -204,12 +196,12 @@ def _model(config: RunConfig, unchecked: list[str], *, here: bool) -> Path | Non
     if folder is None:
         return None
     if config.rollout.engine.name == "transformers":
-        check_attention(folder, subject)
-    context = read_context(folder, subject)
+        model_files.check_attention(folder, subject)
+    context = model_files.read_context(folder, subject)
     if context <= config.rollout.max_new_tokens:
         raise ConfigError(
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt: the model's "
-            f"context is {format_context(read_architecture(folder, subject))}"
+            f"context is {model_files.format_context(model_files.read_architecture(folder, subject))}"
         )
     if any(task.chat for task in config.task.sources_by_name.values()) and chat_template(folder) == "":
         raise ConfigError(
@@ -232,7 +224,7 @@ def _check_reference(config: RunConfig, model: Path | None, unchecked: list[str]
 def _checked_folder(key: str, path: str, unchecked: list[str], *, here: bool) -> Path | None:
     """The folder of a model whose files are whole, if it is on this machine. Raises ConfigError."""
     try:
-        folder = find_model(path, key)
+        folder = model_files.find_model(path, key)
     except ConfigError as error:
         if here:
             raise
@@ -241,7 +233,7 @@ def _checked_folder(key: str, path: str, unchecked: list[str], *, here: bool) ->
     if folder is None:
         unchecked.append(f"not checked: {key} = {path!r} has yet to be fetched from the hub")
         return None
-    check_files(folder, f"{key} = {path!r}")
+    model_files.check_files(folder, f"{key} = {path!r}")
     return folder
 
 
@@ -280,7 +272,7 @@ def _first_prompt(config: RunConfig, folder: Path | None, notes: list[str]) -> t
 
     if folder is None:
         return actor_settings.source_settings(config).build().task(0), None
-    context = read_context(folder, f"model.path = {config.model.path!r}")
+    context = model_files.read_context(folder, f"model.path = {config.model.path!r}")
     longest_prompt = actor_settings.max_prompt_tokens(config, context)
     settings = actor_settings.prompt_settings(
         config, context, held_out=config.num_held_out_prompts, longest_prompt=longest_prompt

@@ -7,20 +7,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from staleflow.pipeline.config.knob_tree import toml_value
 from staleflow.pipeline.config.model_files import find_model, local_model, read_architecture
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.placement.devices import GB, Device, Host, describe
 from staleflow.pipeline.placement.placement import Role, RoleKind, Shortage, place, placement_text
-from staleflow.pipeline.sizing.memory import (
-    CONTEXT_BYTES,
-    MARGIN,
-    STATE_BYTES,
-    EngineShape,
-    ModelShape,
-    TrainingShape,
-    engine_parts,
-    trainer_parts,
-)
+from staleflow.pipeline.sizing import memory
 from staleflow.pipeline.sizing.plan import MemoryPlan, SizedJob, StepWork, make_plan, propose_split
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.weights.retention import kept_versions
@@ -36,14 +28,14 @@ def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
     max_length = config.workload.prompt_tokens + config.rollout.max_new_tokens
     batch_tokens = config.batch.groups_per_step * config.batch.group_size * max_length
     return SizedJob(
-        training=TrainingShape(
+        training=memory.TrainingShape(
             ranks=training.ranks,
             dtype=config.model.dtype,
             microbatch_tokens=min(training.microbatch_tokens, batch_tokens),
             recompute=training.recompute_activations,
             offload=training.offload,
         ),
-        engine=EngineShape(
+        engine=memory.EngineShape(
             tensor_parallel=tensor_parallel(config),
             dtype=config.model.dtype,
             kv_tokens=engine.kv_tokens,
@@ -66,16 +58,19 @@ def gpu_bytes(config: RunConfig) -> tuple[int, int]:
     if (shape := _shape(config)) is None:
         return 0, 0
     job = sized_job(config, 2)
-    trainer = 0 if config.training.lora.rank else sum(trainer_parts(shape, job.training).values())
-    engine, sleeping = sum(engine_parts(shape, job.engine).values()), CONTEXT_BYTES if config.shares_gpus else 0
+    trainer = 0 if config.training.lora.rank else sum(memory.trainer_parts(shape, job.training).values())
+    engine, sleeping = (
+        sum(memory.engine_parts(shape, job.engine).values()),
+        memory.CONTEXT_BYTES if config.shares_gpus else 0,
+    )
     return trainer and trainer + sleeping, engine + sleeping
 
 
-def _shape(config: RunConfig) -> ModelShape | None:
+def _shape(config: RunConfig) -> memory.ModelShape | None:
     """The sizes of a job's model; None if its config.json is not on this machine, or is not one of a decoder."""
     folder = local_model(config.model.path) if config.model.path and not config.emulated else None
     try:
-        return None if folder is None else ModelShape.of(read_architecture(folder, config.model.path), "")
+        return None if folder is None else memory.ModelShape.of(read_architecture(folder, config.model.path), "")
     except ConfigError:
         return None
 
@@ -119,9 +114,9 @@ def split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
     )
 
 
-def _rank_fits(shape: ModelShape, job: SizedJob, ranks: int, device_bytes: int) -> bool:
-    parts = trainer_parts(shape, dataclasses.replace(job.training, ranks=ranks))
-    return not device_bytes or sum(parts.values()) <= device_bytes * (1 - MARGIN)
+def _rank_fits(shape: memory.ModelShape, job: SizedJob, ranks: int, device_bytes: int) -> bool:
+    parts = memory.trainer_parts(shape, dataclasses.replace(job.training, ranks=ranks))
+    return not device_bytes or sum(parts.values()) <= device_bytes * (1 - memory.MARGIN)
 
 
 def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
@@ -140,12 +135,12 @@ def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
             "no GPU whose memory is known; `staleflow config explain JOB --gpus 8xH100-80` plans for others"
         )
     job = sized_job(config, len(devices))
-    model = ModelShape.of(read_architecture(folder, label), label)
+    model = memory.ModelShape.of(read_architecture(folder, label), label)
     plan = make_plan(model, job, min(sizes))
     lines = [f"on {describe(devices)}: rollout.instances = {job.instances}, GPUs of each = "
              f"{job.engine.tensor_parallel}, training.ranks = {job.training.ranks}", *memory_table(plan)]  # fmt: skip
     if not config.training.lora.rank and (num_points := num_resume_points(config)):
-        point_gb = STATE_BYTES * model.parameters / GB
+        point_gb = memory.STATE_BYTES * model.parameters / GB
         lines.append(f"disk, by the end: {num_points} resume points of {point_gb:.1f} GB, {num_points * point_gb:.1f}")
     placed = place(hosts, run_roles(config), share=len(devices) == 1, turns=config.shares_gpus)
     lacks_gpus = isinstance(placed, Shortage)
@@ -176,7 +171,10 @@ def memory_table(plan: MemoryPlan) -> list[str]:
     lines = [f"{'GB of a GPU':<{width}}  {'rank':>10}  {'instance':>10}"]
     lines += [f"{name:<{width}}  {format_cell(trainer, name)}  {format_cell(engine, name)}".rstrip() for name in names]
     total = f"{sum(trainer.values()) / GB:10.1f}  {sum(engine.values()) / GB:10.1f}"
-    return [*lines, f"{'together':<{width}}  {total}   of {plan.usable_bytes / GB:.1f} ({MARGIN:.0%} are left free)"]
+    return [
+        *lines,
+        f"{'together':<{width}}  {total}   of {plan.usable_bytes / GB:.1f} ({memory.MARGIN:.0%} are left free)",
+    ]
 
 
 def verdict(plan: MemoryPlan) -> str:
@@ -190,12 +188,7 @@ def verdict(plan: MemoryPlan) -> str:
 
 
 def _changes(plan: MemoryPlan) -> str:
-    return ", ".join(f"{key} = {_toml(value)}" for key, value in (plan.changes or {}).items())
-
-
-def _toml(value: object) -> str:
-    """Format a value as in a TOML job file."""
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+    return ", ".join(f"{key} = {toml_value(value)}" for key, value in (plan.changes or {}).items())
 
 
 def usable_devices(config: RunConfig, devices: Sequence[Device]) -> tuple[Device, ...]:

@@ -15,33 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import assert_never
 
+from staleflow.pipeline.coordination import events
 from staleflow.pipeline.coordination.command_issuer import CommandIssuer
 from staleflow.pipeline.coordination.commands import Command
 from staleflow.pipeline.coordination.decision_log import CoordinatorInspection, DecisionLog, format_sampled_tokens
 from staleflow.pipeline.coordination.draft_lengths import DraftLengthPlanner
 from staleflow.pipeline.coordination.evaluation_pinning import PinPlanner
-from staleflow.pipeline.coordination.events import (
-    EnvironmentFailed,
-    EnvironmentStepped,
-    EvaluationRequested,
-    Event,
-    GroupsArrived,
-    InstanceJoined,
-    InstanceLeaving,
-    InstanceLost,
-    InstanceReported,
-    InstanceSlept,
-    PullFinished,
-    RoutingContinued,
-    RunResumed,
-    StopRequested,
-    Tick,
-    TrajectoryFailed,
-    TrajectoryInterrupted,
-    TrajectorySampled,
-    TrajectoryScored,
-    VersionPublished,
-)
 from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.moves import MovePlanner
@@ -99,7 +78,7 @@ class Coordinator(CoordinatorInspection):
         )
         self._issuer = CommandIssuer(self._state, forecast, self._decision_log)
 
-    def handle(self, event: Event, now: float, max_routes: int = MAX_ROUTES) -> list[Command]:  # noqa: PLR0912, PLR0915  one case per event
+    def handle(self, event: events.Event, now: float, max_routes: int = MAX_ROUTES) -> list[Command]:  # noqa: PLR0912, PLR0915  one case per event
         """Decide the commands that follow from `event`, received at `now` seconds. Raises `ProtocolViolation` with the
         story of the trajectory.
 
@@ -112,44 +91,44 @@ class Coordinator(CoordinatorInspection):
         self._state.set_now(now)
         try:
             match event:  # the most frequent events first
-                case InstanceReported():
+                case events.InstanceReported():
                     self._on_instance_reported(event)
-                case TrajectorySampled():
+                case events.TrajectorySampled():
                     self._on_sampled(event)
-                case TrajectoryScored():
+                case events.TrajectoryScored():
                     self._on_scored(event)
-                case EnvironmentStepped():
+                case events.EnvironmentStepped():
                     self._on_environment_stepped(event)
-                case TrajectoryInterrupted():
+                case events.TrajectoryInterrupted():
                     self._on_interrupted(event)
-                case GroupsArrived():
+                case events.GroupsArrived():
                     self._on_groups_arrived(event)
-                case Tick():
+                case events.Tick():
                     self._on_tick()
-                case RoutingContinued():
+                case events.RoutingContinued():
                     pass
-                case PullFinished():
+                case events.PullFinished():
                     self._on_pull_finished(event)
-                case InstanceSlept():
+                case events.InstanceSlept():
                     self._on_instance_slept(event)
-                case VersionPublished():
+                case events.VersionPublished():
                     self._on_version_published(event)
-                case TrajectoryFailed():
+                case events.TrajectoryFailed():
                     self._on_failed(event)
-                case EnvironmentFailed():
+                case events.EnvironmentFailed():
                     self._on_environment_failed(event)
-                case InstanceJoined():
+                case events.InstanceJoined():
                     self._on_instance_joined(event)
-                case InstanceLost():
+                case events.InstanceLost():
                     self._remove_instance(event.instance, event.why)
-                case InstanceLeaving():
+                case events.InstanceLeaving():
                     self._on_instance_leaving(event)
-                case RunResumed():
+                case events.RunResumed():
                     self._on_run_resumed(event)
-                case EvaluationRequested():
+                case events.EvaluationRequested():
                     for member in self._state.begin_evaluation(event.evaluation, event.groups):
                         self._decision_log.note(member, f"arrived for evaluation {event.evaluation}")
-                case StopRequested():
+                case events.StopRequested():
                     self._on_stop_requested()
                 case _:
                     assert_never(event)
@@ -166,7 +145,7 @@ class Coordinator(CoordinatorInspection):
 
     # -- handling events -----------------------------------------------------------------------------------------
 
-    def _on_run_resumed(self, event: RunResumed) -> None:
+    def _on_run_resumed(self, event: events.RunResumed) -> None:
         self._state.resume(event.step, {parse_outcome_key(key): count for key, count in event.num_ended})
         if self._state.mixture is not None:
             self._state.mixture.restore(event.sources, event.num_groups, event.groups)
@@ -187,14 +166,14 @@ class Coordinator(CoordinatorInspection):
                     else:
                         self._issuer.score(trajectory, "scored again")
 
-    def _on_groups_arrived(self, event: GroupsArrived) -> None:
+    def _on_groups_arrived(self, event: events.GroupsArrived) -> None:
         for member in self._state.add_groups(event.groups):
             self._decision_log.note(member, "arrived")
 
-    def _on_instance_joined(self, event: InstanceJoined) -> None:
+    def _on_instance_joined(self, event: events.InstanceJoined) -> None:
         self._state.add_instance(event.instance, event.version, event.kv_capacity, event.max_running)
 
-    def _on_instance_leaving(self, event: InstanceLeaving) -> None:
+    def _on_instance_leaving(self, event: events.InstanceLeaving) -> None:
         """Interrupt the trajectories of an instance, which continue elsewhere with the tokens they have."""
         instance = self._state.fleet.get(event.instance)
         if instance is None:
@@ -202,7 +181,7 @@ class Coordinator(CoordinatorInspection):
         for trajectory in self._state.drain(instance):
             self._issuer.interrupt(trajectory, event.instance, f"{event.instance} leaves")
 
-    def _on_instance_reported(self, event: InstanceReported) -> None:
+    def _on_instance_reported(self, event: events.InstanceReported) -> None:
         instance = self._state.fleet.get(event.instance)
         if instance is None:
             return
@@ -210,7 +189,7 @@ class Coordinator(CoordinatorInspection):
         if event.steps is not None:
             self._draft_lengths.observe(event.instance, instance.draft_length, event.steps)
 
-    def _on_sampled(self, event: TrajectorySampled) -> None:
+    def _on_sampled(self, event: events.TrajectorySampled) -> None:
         trajectory = self._state.get_running(event.trajectory, event.route_number)
         if trajectory is None:
             return
@@ -225,7 +204,7 @@ class Coordinator(CoordinatorInspection):
             self.forecast.observe(trajectory.group, event.tokens)
         self._issuer.score(trajectory, f"sampled, {format_sampled_tokens(event)}")
 
-    def _on_interrupted(self, event: TrajectoryInterrupted) -> None:
+    def _on_interrupted(self, event: events.TrajectoryInterrupted) -> None:
         trajectory = self._state.get_running(event.trajectory, event.route_number)
         if trajectory is None:
             return
@@ -239,18 +218,18 @@ class Coordinator(CoordinatorInspection):
             self._state.finish_sampling(trajectory, event.tokens, truncated=True)
             self._issuer.score(trajectory, f"truncated at {format_sampled_tokens(event)}")
 
-    def _on_failed(self, event: TrajectoryFailed) -> None:
+    def _on_failed(self, event: events.TrajectoryFailed) -> None:
         trajectory = self._state.get_running(event.trajectory, event.route_number)
         if trajectory is not None:
             self._retry(trajectory, Transition.FAILED, f"failed: {event.error}")
 
-    def _on_environment_stepped(self, event: EnvironmentStepped) -> None:
+    def _on_environment_stepped(self, event: events.EnvironmentStepped) -> None:
         trajectory = self._state.get_in_environment(event.trajectory, event.route_number)
         if trajectory is not None:
             self._decision_log.note(trajectory.id, f"observation of {event.tokens - trajectory.tokens} tokens")
             self._state.add_observation(trajectory, event.tokens)
 
-    def _on_environment_failed(self, event: EnvironmentFailed) -> None:
+    def _on_environment_failed(self, event: events.EnvironmentFailed) -> None:
         trajectory = self._state.get_in_environment(event.trajectory, event.route_number)
         if trajectory is not None:
             self._issuer.release_cache(trajectory.id, self._state.pop_cached_instance(trajectory))
@@ -259,7 +238,7 @@ class Coordinator(CoordinatorInspection):
             if num_failures > self._strategies.max_failures:
                 self._abort_queued(trajectory, AbortReason.ENVIRONMENT_FAILED)
 
-    def _on_scored(self, event: TrajectoryScored) -> None:
+    def _on_scored(self, event: events.TrajectoryScored) -> None:
         trajectory = self._state.live_trajectories.get(event.trajectory)
         if trajectory is None or trajectory.phase not in {Phase.SCORING, Phase.IN_ENVIRONMENT}:
             return
@@ -288,16 +267,16 @@ class Coordinator(CoordinatorInspection):
         else:
             self._issuer.discard(self._state.occupy(group))
 
-    def _on_pull_finished(self, event: PullFinished) -> None:
+    def _on_pull_finished(self, event: events.PullFinished) -> None:
         instance = self._state.fleet.get(event.instance)
         if instance is not None and event.version == instance.version:
             self._state.finish_pull(instance)
 
-    def _on_instance_slept(self, event: InstanceSlept) -> None:
+    def _on_instance_slept(self, event: events.InstanceSlept) -> None:
         if event.step == self._issuer.pending_step:
             self._state.finish_sleep(event.instance)
 
-    def _on_version_published(self, event: VersionPublished) -> None:
+    def _on_version_published(self, event: events.VersionPublished) -> None:
         self._state.publish(event.version)
         self._draft_lengths.decay_statistics()
 

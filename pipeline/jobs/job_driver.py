@@ -33,14 +33,7 @@ from staleflow.pipeline.config.preflight import check_job
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.user_files import with_code, with_code_in
 from staleflow.pipeline.processes.dask_workers import DriverSlotTaken
-from staleflow.pipeline.recovery.run_folder import (
-    FolderInUse,
-    create_and_lock,
-    job_id,
-    refuse_locked,
-    require_no_run,
-    write_job_id,
-)
+from staleflow.pipeline.recovery import run_folder
 from staleflow.stores.errors import ActorLost, ConfigError, StaleflowError
 
 if TYPE_CHECKING:
@@ -165,16 +158,16 @@ async def lock_for_job(config: RunConfig, submission: Submission) -> AsyncIterat
     with contextlib.ExitStack() as lock:
         while True:
             try:
-                lock.enter_context(create_and_lock(run_dir))
+                lock.enter_context(run_folder.create_and_lock(run_dir))
                 break
-            except FolderInUse:
+            except run_folder.FolderInUse:
                 # An earlier driver of this job, whose worker is leaving the cluster, unlocks it at its end.
-                if job_id(run_dir) != submission.id or time.monotonic() > deadline:
+                if run_folder.job_id(run_dir) != submission.id or time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(LOCK_RETRY_S)
-        if not submission.resume and job_id(run_dir) != submission.id:
-            require_no_run(run_dir)
-        write_job_id(run_dir, submission.id, submission.code)
+        if not submission.resume and run_folder.job_id(run_dir) != submission.id:
+            run_folder.require_no_run(run_dir)
+        run_folder.write_job_id(run_dir, submission.id, submission.code)
         yield
 
 
@@ -202,7 +195,7 @@ async def submit(config: RunConfig, cluster: ClusterAddress, *, resume: bool = F
     """Submit a job with absolute paths to a cluster. Returns its entry in the job registry, once it is in the queue.
     Raises ConfigError if another process or job has locked the run folder."""
     if resume:
-        refuse_locked(config.run_dir)
+        run_folder.refuse_locked(config.run_dir)
     id = f"{config.name}-{secrets.token_hex(3)}"
     user_files.check(config)
     config, code = with_code(config)

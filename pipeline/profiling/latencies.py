@@ -5,17 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterable, Iterator
 
+from staleflow.pipeline.coordination import events
 from staleflow.pipeline.coordination.commands import Command, FetchPrompts, Pull, Score, StepEnvironment, Train
-from staleflow.pipeline.coordination.events import (
-    EnvironmentFailed,
-    EnvironmentStepped,
-    Event,
-    GroupsArrived,
-    PullFinished,
-    Tick,
-    TrajectoryScored,
-    VersionPublished,
-)
 from staleflow.pipeline.coordination.journal import JournalEntry
 
 MIN_WARM_LATENCIES = 3
@@ -33,7 +24,7 @@ class LatencyTracker:
         self._is_warm = False
         self._ticks: tuple[int, float, float] = (0, 0.0, 0.0)  # (count, time of the first, time of the last)
 
-    def observe(self, now: float, event: Event, commands: Iterable[Command]) -> None:
+    def observe(self, now: float, event: events.Event, commands: Iterable[Command]) -> None:
         """Update from an event handled at `now`, and the commands that followed."""
         setting, key = _completed_latency(event, self._pending_commands)
         if key in self._pending_commands:
@@ -46,10 +37,10 @@ class LatencyTracker:
                 self._sums[setting] = count + 1, seconds + max(0.0, now - issued_s - environment_s)
             else:
                 self._warmup.setdefault(setting, []).append(max(0.0, now - issued_s - environment_s))
-        if isinstance(event, Tick):
+        if isinstance(event, events.Tick):
             count, first_s, _ = self._ticks
             self._ticks = count + 1, first_s if count else now, now
-        self._is_warm = self._is_warm or isinstance(event, VersionPublished)
+        self._is_warm = self._is_warm or isinstance(event, events.VersionPublished)
         self._pending_commands.update(dict.fromkeys(_command_keys(commands), (now, self._is_warm)))
 
     @property
@@ -79,9 +70,9 @@ def measure_latencies(entries: Iterable[JournalEntry]) -> dict[str, float]:
     return tracker.means
 
 
-def _environment_s(event: Event) -> float | None:
+def _environment_s(event: events.Event) -> float | None:
     """Seconds that the environment of a step or score took; None if unknown."""
-    return event.seconds if isinstance(event, (EnvironmentStepped, TrajectoryScored)) else None
+    return event.seconds if isinstance(event, (events.EnvironmentStepped, events.TrajectoryScored)) else None
 
 
 def _command_keys(commands: Iterable[Command]) -> Iterator[tuple[Hashable, ...]]:
@@ -100,21 +91,23 @@ def _command_keys(commands: Iterable[Command]) -> Iterator[tuple[Hashable, ...]]
                 yield "train", command.step + 1
 
 
-def _completed_latency(event: Event, pending: Container[tuple[Hashable, ...]]) -> tuple[str, tuple[Hashable, ...]]:
+def _completed_latency(
+    event: events.Event, pending: Container[tuple[Hashable, ...]]
+) -> tuple[str, tuple[Hashable, ...]]:
     """The latency that an event completes: (its setting in [simulation], key of the command)."""
     match event:
-        case TrajectoryScored():
+        case events.TrajectoryScored():
             step_key = ("act", event.trajectory)
             return "reward_s", step_key if step_key in pending else ("score", event.trajectory)
-        case EnvironmentStepped():
+        case events.EnvironmentStepped():
             return "environment_overhead_s", ("act", event.trajectory)
-        case EnvironmentFailed():
+        case events.EnvironmentFailed():
             return "", ("act", event.trajectory)
-        case PullFinished():
+        case events.PullFinished():
             return "pull_s", ("pull", event.instance, event.version)
-        case GroupsArrived():
+        case events.GroupsArrived():
             return "fetch_prompts_s", ("draw",)
-        case VersionPublished():
+        case events.VersionPublished():
             return "train_s", ("train", event.version)
         case _:
             return "", ()

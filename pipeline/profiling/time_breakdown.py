@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from staleflow.pipeline.coordination import events
 from staleflow.pipeline.coordination.commands import (
     Abort,
     Command,
@@ -21,24 +22,6 @@ from staleflow.pipeline.coordination.commands import (
     SetDraftLength,
     StepEnvironment,
     Train,
-)
-from staleflow.pipeline.coordination.events import (
-    DecodeStats,
-    EnvironmentFailed,
-    EnvironmentStepped,
-    EvaluationRequested,
-    Event,
-    GroupsArrived,
-    InstanceJoined,
-    InstanceLost,
-    InstanceReported,
-    PullFinished,
-    RunResumed,
-    TrajectoryFailed,
-    TrajectoryInterrupted,
-    TrajectorySampled,
-    TrajectoryScored,
-    VersionPublished,
 )
 from staleflow.pipeline.profiling.fit import CostModelFit
 from staleflow.pipeline.profiling.latencies import LatencyTracker
@@ -101,10 +84,10 @@ class TimeTracker:
         self.latency_tracker = LatencyTracker()
         self._reported_draft_stats, self._sampled_draft_stats = DraftStats(), DraftStats()
 
-    def observe(self, now: float, event: Event, commands: Iterable[Command]) -> None:
+    def observe(self, now: float, event: events.Event, commands: Iterable[Command]) -> None:
         """Update from an event handled at `now`, and the commands that followed."""
         commands = tuple(commands)
-        if isinstance(event, RunResumed):
+        if isinstance(event, events.RunResumed):
             self._reset_in_flight(now)
         self._advance_to(now)
         self._apply_event(event)
@@ -173,31 +156,31 @@ class TimeTracker:
 
     # -- events and commands -------------------------------------------------------------------------------------
 
-    def _apply_event(self, event: Event) -> None:  # noqa: PLR0912, PLR0915  one case per event
+    def _apply_event(self, event: events.Event) -> None:  # noqa: PLR0912, PLR0915  one case per event
         match event:
-            case GroupsArrived():
+            case events.GroupsArrived():
                 for group in event.groups:
                     self._prompt_tokens[group.group] = group.prompt_tokens
                     first = group.group * self._group_size
                     self._queued.update(TrajectoryId(first + i) for i in range(self._group_size))
-            case EvaluationRequested():
+            case events.EvaluationRequested():
                 for group in event.groups:
                     self._prompt_tokens[group.group] = group.prompt_tokens
                     self._queued.add(TrajectoryId(group.group * self._group_size))
-            case RunResumed():
+            case events.RunResumed():
                 for resumed_group in event.groups:
                     self._prompt_tokens[resumed_group.group] = resumed_group.prompt_tokens
                     for member in resumed_group.members:
                         if not member.sampled and not member.scored:
                             self._queued.add(member.trajectory)
                             self._tokens[member.trajectory] = member.tokens
-            case InstanceJoined():
+            case events.InstanceJoined():
                 instance = TrackedInstance(
                     event.instance, event.kv_capacity, event.max_running, self._initial_draft_length, self._now
                 )
                 self._instances[event.instance] = instance
                 self._fleet_counts.add(instance, 1)
-            case InstanceLost():
+            case events.InstanceLost():
                 lost_instance = self._instances.pop(event.instance, None)
                 if lost_instance is not None:
                     self._fleet_counts.add(lost_instance, -1)
@@ -205,30 +188,30 @@ class TimeTracker:
                         del self._instance_of[trajectory]
                         self._tokens[trajectory] = state.delivered_tokens
                         self._queued.add(trajectory)
-            case InstanceReported():
+            case events.InstanceReported():
                 self._apply_report(event)
-            case TrajectorySampled():
+            case events.TrajectorySampled():
                 self._end_turn(event)
-            case TrajectoryInterrupted():
+            case events.TrajectoryInterrupted():
                 if self._remove_from_instance(event.trajectory, event.route_number, event):
                     self._tokens[event.trajectory] = event.tokens
                     self._queued.add(event.trajectory)
-            case TrajectoryFailed():
+            case events.TrajectoryFailed():
                 failed_on = self._instance_of.get(event.trajectory)
                 delivered_tokens = 0 if failed_on is None else failed_on.running[event.trajectory].delivered_tokens
                 if self._remove_from_instance(event.trajectory, event.route_number, None):
                     self._tokens[event.trajectory] = delivered_tokens
                     self._queued.add(event.trajectory)
-            case EnvironmentStepped():
+            case events.EnvironmentStepped():
                 self._end_environment_step(event.trajectory, event.route_number, event.tokens)
-            case EnvironmentFailed():
+            case events.EnvironmentFailed():
                 self._end_environment_step(event.trajectory, event.route_number, 0)
-            case TrajectoryScored():
+            case events.TrajectoryScored():
                 self._scoring.discard(event.trajectory)
                 self._in_environment.pop(event.trajectory, None)
-            case PullFinished() if event.instance in self._instances:
+            case events.PullFinished() if event.instance in self._instances:
                 self._set_pulling(self._instances[event.instance], pulling=False)
-            case VersionPublished():
+            case events.VersionPublished():
                 self._training = False
                 if not self.finished_steps:  # processes were still warming up
                     self._samples.end_warmup()
@@ -279,7 +262,7 @@ class TimeTracker:
         self._cached_turns.pop(trajectory, None)
         self._tokens.pop(trajectory, None)
 
-    def _end_turn(self, event: TrajectorySampled) -> None:
+    def _end_turn(self, event: events.TrajectorySampled) -> None:
         instance = self._instance_of.get(event.trajectory)
         if self._remove_from_instance(event.trajectory, event.route_number, event) and instance is not None:
             self._cached_turns[event.trajectory] = instance.name, instance.num_pulls, event.tokens
@@ -328,7 +311,7 @@ class TimeTracker:
         self,
         trajectory: TrajectoryId,
         route_number: int | None,
-        sampled: TrajectorySampled | TrajectoryInterrupted | None,
+        sampled: events.TrajectorySampled | events.TrajectoryInterrupted | None,
     ) -> bool:
         """Remove a trajectory from its instance, and add a sample if its tokens are known.
 
@@ -351,7 +334,7 @@ class TimeTracker:
         self,
         instance: TrackedInstance,
         state: RunningTrajectory,
-        sampled: TrajectorySampled | TrajectoryInterrupted,
+        sampled: events.TrajectorySampled | events.TrajectoryInterrupted,
         *,
         for_evaluation: bool,
     ) -> None:
@@ -385,7 +368,7 @@ class TimeTracker:
         prefilled_tokens = instance.prefilled_tokens - state.prefilled_tokens
         self._samples.add_response(StepSample(computed, kv_tokens, seconds, steps, prefilled_tokens, instance.name))
 
-    def _apply_report(self, event: InstanceReported) -> None:
+    def _apply_report(self, event: events.InstanceReported) -> None:
         instance = self._instances.get(event.instance)
         if instance is None:
             return
@@ -404,7 +387,7 @@ class TimeTracker:
                 state.delivered_tokens = max(state.delivered_tokens, tokens)
         self._fleet_counts.add(instance, 1)
 
-    def _add_step_sample(self, instance: TrackedInstance, stats: DecodeStats) -> None:
+    def _add_step_sample(self, instance: TrackedInstance, stats: events.DecodeStats) -> None:
         """Add a sample of the steps since the instance's previous report, if it decoded all the time between them."""
         sums = ReportSums(
             self._now,

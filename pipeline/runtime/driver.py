@@ -27,6 +27,7 @@ from typing import Any
 
 from staleflow.pipeline.config import actor_settings, factories
 from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination import events
 from staleflow.pipeline.coordination.commands import (
     Abort,
     CloseEnvironment,
@@ -45,16 +46,6 @@ from staleflow.pipeline.coordination.commands import (
     Train,
 )
 from staleflow.pipeline.coordination.coordinator import Coordinator
-from staleflow.pipeline.coordination.events import (
-    Event,
-    GroupsArrived,
-    NewGroup,
-    RoutingContinued,
-    RunResumed,
-    StopRequested,
-    Tick,
-    VersionPublished,
-)
 from staleflow.pipeline.coordination.mixture import SourceCounts
 from staleflow.pipeline.coordination.resume_plan import plan_resume
 from staleflow.pipeline.processes.background import Background
@@ -124,7 +115,7 @@ class Driver:
         self._measurements = Measurements(config, 0.0 if resumption is None else resumption.elapsed_s)
         self._coordinator: Coordinator = factories.make_coordinator(config)
         self._journal = RunJournal(run_dir / "events.jsonl")
-        self._inbox: asyncio.Queue[Event | PublishedStep | BaseException] = asyncio.Queue()
+        self._inbox: asyncio.Queue[events.Event | PublishedStep | BaseException] = asyncio.Queue()
         self._background = Background(self._inbox.put_nowait)
         self._commit_queue = CommitQueue(actors, config.deadlines, self._on_commit, self._begin_phase)
         actors.verification.on_refused = self._commit_refusal
@@ -232,7 +223,7 @@ class Driver:
         """KV tokens that each instance has cached between turns."""
         return {str(name): instance.kept_tokens for name, instance in self._actors.instances.items()}
 
-    async def _resume(self) -> RunResumed | None:
+    async def _resume(self) -> events.RunResumed | None:
         """Restore steps, evaluations and in-flight work of a resumed run. Returns the event that reports them; None for
         a new run."""
         if self._resumption is None:
@@ -242,7 +233,7 @@ class Driver:
         self.report.evaluations += keep_up_to_version(evaluations, self._resumption.version)
         return await self._restore_in_flight()
 
-    async def _restore_in_flight(self) -> RunResumed:
+    async def _restore_in_flight(self) -> events.RunResumed:
         """Plan which in-flight work of the stored run continues within the bound, and resume it on the server."""
         recoverable: RecoverableWork = await self._actors.ask("server", "recoverable", deadline="start_s")
         filtering = factories.make_strategies(self._config).filtering
@@ -304,7 +295,7 @@ class Driver:
                     await self._abort_in_flight()
             self._progress_watch.observe(item)
             self._handle(item)
-            if isinstance(item, VersionPublished):
+            if isinstance(item, events.VersionPublished):
                 self._evaluation_driver.request_if_due(item.version)
             if self._stop_reason and not self._coordinator.training:
                 break
@@ -312,12 +303,12 @@ class Driver:
         await self._abort_in_flight()
         self._commit_queue.put(self._step_records.make_end_record())
 
-    async def _next_item(self) -> Event | PublishedStep | BaseException:
+    async def _next_item(self) -> events.Event | PublishedStep | BaseException:
         """Wait for the next event, published step or error. Ticks arrive even if nothing else does."""
         if self._coordinator.has_more_routes:
             await asyncio.sleep(0)  # let calls that wait for the event loop run first
             if self._inbox.empty():
-                return RoutingContinued()
+                return events.RoutingContinued()
         if not self._inbox.empty():
             return self._inbox.get_nowait()
         item = await self._inbox.get()
@@ -329,9 +320,9 @@ class Driver:
         sampled tokens are first delivered to the trajectory server, so that a resumed run continues with them."""
         if self._stop_reason and any(self._coordinator.num_running_by_instance().values()):
             await self._membership.flush_all()
-        self._handle(StopRequested(why=self.report.stopped or "all steps are trained"))
+        self._handle(events.StopRequested(why=self.report.stopped or "all steps are trained"))
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         elapsed_s = self._measurements.elapsed_s
         scaled_s = elapsed_s * self._config.rollout.engine.time_scale
         with self._measurements.decision_timer():
@@ -341,7 +332,7 @@ class Driver:
         if (mixture := self._coordinator.mixture) is not None:
             for line in mixture.take_notices():
                 self._note(line)
-        if isinstance(event, VersionPublished) and (bottleneck := self._measurements.bottleneck) is not None:
+        if isinstance(event, events.VersionPublished) and (bottleneck := self._measurements.bottleneck) is not None:
             self.report.bottlenecks[event.version - 1] = bottleneck.short
         for command in commands:
             kind = type(command).__name__
@@ -378,11 +369,11 @@ class Driver:
             drawn_groups = await self._actors.ask("server", "draw", self._num_drawn, command.num_groups, command.draws)
             self._num_drawn += command.num_groups
             groups = [
-                NewGroup(group=g.group, prompt_tokens=g.num_prompt_tokens, source=g.source, task=g.task)
+                events.NewGroup(group=g.group, prompt_tokens=g.num_prompt_tokens, source=g.source, task=g.task)
                 for g in drawn_groups
             ]
             for first in range(0, len(groups), GROUPS_PER_EVENT):
-                self._inbox.put_nowait(GroupsArrived(groups=tuple(groups[first : first + GROUPS_PER_EVENT])))
+                self._inbox.put_nowait(events.GroupsArrived(groups=tuple(groups[first : first + GROUPS_PER_EVENT])))
                 await asyncio.sleep(0)  # so that other calls run between these events
 
     async def _train(self, command: Train) -> None:
@@ -391,7 +382,7 @@ class Driver:
         self._measurements.finish_training(published.metrics, self._actors.instances.values())
         self._inbox.put_nowait(published)
 
-    def _record_step(self, published: PublishedStep) -> Event:
+    def _record_step(self, published: PublishedStep) -> events.Event:
         """Queue the step's commit with the ledger as it is now, then announce the new version."""
         self._actors.publish(published)
         self._measurements.start_waiting()
@@ -401,7 +392,7 @@ class Driver:
             self._background.spawn(self._checkpoint(published.version), "checkpoint")
         served_versions = {PolicyVersion(view.version) for view in self._coordinator.snapshot().instances}
         self._background.spawn(self._actors.prune(served_versions), "prune")
-        return VersionPublished(version=published.version)
+        return events.VersionPublished(version=published.version)
 
     async def _checkpoint(self, version: PolicyVersion) -> None:
         if not await self._actors.checkpoint(f"step-{version:06d}", version):
@@ -444,7 +435,7 @@ class Driver:
         """Send ticks to the coordinator, update the status, and measure staleness, every TICK_S."""
         while True:
             await asyncio.sleep(TICK_S)
-            self._inbox.put_nowait(Tick())
+            self._inbox.put_nowait(events.Tick())
             snapshot = self._coordinator.snapshot()
             self.report.instances = self._membership.summary_line
             self.report.environments = self._environment_hosts.views

@@ -15,26 +15,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from staleflow.pipeline.config.schema import DeadlineConfig
-from staleflow.pipeline.coordination.commands import (
-    Abort,
-    Command,
-    Interrupt,
-    Pull,
-    ReleaseCache,
-    Route,
-    SetDraftLength,
-    Sleep,
-)
-from staleflow.pipeline.coordination.events import (
-    DecodeStats,
-    Event,
-    InstanceReported,
-    InstanceSlept,
-    PullFinished,
-    TrajectoryFailed,
-    TrajectoryInterrupted,
-    TrajectorySampled,
-)
+from staleflow.pipeline.coordination import commands, events
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.processes.instance_handle import InstanceHandle
 from staleflow.pipeline.runtime.actor_client import SERVER
@@ -60,7 +41,7 @@ class InstanceLink:
         actors: Actors,
         deadlines: DeadlineConfig,
         time_scale: float,
-        emit: Callable[[Event], None],
+        emit: Callable[[events.Event], None],
         *,
         reports_decode_stats: bool = False,
     ) -> None:
@@ -82,12 +63,12 @@ class InstanceLink:
     async def _send(self) -> None:
         """Execute commands in order. Consecutive ones of one kind are sent together, except pulls."""
         outbox = self._instance.outbox
-        next_command: Command | None = None
+        next_command: commands.Command | None = None
         while True:
             command = next_command or await outbox.get()
             next_command = None
             batch = [command]
-            if not isinstance(command, Pull):
+            if not isinstance(command, commands.Pull):
                 while not outbox.empty():
                     following = outbox.get_nowait()
                     if type(following) is not type(command):
@@ -96,43 +77,45 @@ class InstanceLink:
                     batch.append(following)
             await self._execute(batch)
 
-    async def _execute(self, batch: list[Command]) -> None:
+    async def _execute(self, batch: list[commands.Command]) -> None:
         match batch[0]:
-            case Route():
+            case commands.Route():
                 items = tuple(
                     RouteItem(trajectory=c.trajectory, route_number=c.route_number, version=c.version)
                     for c in batch
-                    if isinstance(c, Route)
+                    if isinstance(c, commands.Route)
                 )
                 await self._actors.ask(self._name, "route", SERVER, items)
-            case Abort() | ReleaseCache():
-                ids = tuple(c.trajectory for c in batch if isinstance(c, Abort | ReleaseCache))
+            case commands.Abort() | commands.ReleaseCache():
+                ids = tuple(c.trajectory for c in batch if isinstance(c, commands.Abort | commands.ReleaseCache))
                 await self._actors.ask(self._name, "abort", ids)
-            case SetDraftLength():
+            case commands.SetDraftLength():
                 await self._actors.ask(
-                    self._name, "set_draft_length", [c.length for c in batch if isinstance(c, SetDraftLength)][-1]
+                    self._name,
+                    "set_draft_length",
+                    [c.length for c in batch if isinstance(c, commands.SetDraftLength)][-1],
                 )
-            case Interrupt():
-                ids = tuple(c.trajectory for c in batch if isinstance(c, Interrupt))
+            case commands.Interrupt():
+                ids = tuple(c.trajectory for c in batch if isinstance(c, commands.Interrupt))
                 for outcome in await self._actors.ask(self._name, "interrupt", SERVER, ids):
                     draft_counts = {
                         "drafted_tokens": outcome.drafted_tokens,
                         "accepted_tokens": outcome.accepted_tokens,
                     }
                     self._emit(
-                        TrajectoryInterrupted(
+                        events.TrajectoryInterrupted(
                             trajectory=outcome.trajectory,
                             route_number=outcome.route_number,
                             tokens=outcome.num_tokens,
                             **draft_counts,
                         )
                     )
-            case Pull(instance=instance, version=version):
+            case commands.Pull(instance=instance, version=version):
                 await self._actors.pull(self._instance, version)
-                self._emit(PullFinished(instance=instance, version=version))
-            case Sleep(instance=instance, step=step):
+                self._emit(events.PullFinished(instance=instance, version=version))
+            case commands.Sleep(instance=instance, step=step):
                 await self._actors.put_to_sleep(self._instance)
-                self._emit(InstanceSlept(instance=instance, step=step))
+                self._emit(events.InstanceSlept(instance=instance, step=step))
 
     async def _receive_results(self) -> None:
         """Emit the results of finished requests."""
@@ -143,14 +126,14 @@ class InstanceLink:
             )
             for outcome in outcomes:
                 draft_counts = {"drafted_tokens": outcome.drafted_tokens, "accepted_tokens": outcome.accepted_tokens}
-                event: Event = TrajectorySampled(
+                event: events.Event = events.TrajectorySampled(
                     trajectory=outcome.trajectory,
                     route_number=outcome.route_number,
                     tokens=outcome.num_tokens,
                     **draft_counts,
                 )
                 if outcome.error:
-                    event = TrajectoryFailed(
+                    event = events.TrajectoryFailed(
                         trajectory=outcome.trajectory, route_number=outcome.route_number, error=outcome.error
                     )
                 self._emit(event)
@@ -176,14 +159,14 @@ class InstanceLink:
             instance.load = load
             reported_stats = decode_stats if self._reports_decode_stats else None
             self._emit(
-                InstanceReported(
+                events.InstanceReported(
                     instance=instance.id, progress=load.progress, delivered=load.delivered, steps=reported_stats
                 )
             )
 
-    def _decode_stats(self, previous_load: EngineLoad, load: EngineLoad) -> DecodeStats:
+    def _decode_stats(self, previous_load: EngineLoad, load: EngineLoad) -> events.DecodeStats:
         """The decode steps between two reports of the engine."""
-        return DecodeStats(
+        return events.DecodeStats(
             running=max(0, load.running - load.waiting),
             kv_tokens=load.kv_tokens,
             seconds=(load.busy_s - previous_load.busy_s) * self._time_scale,

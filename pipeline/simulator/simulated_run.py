@@ -15,6 +15,7 @@ from functools import partial
 
 from staleflow.pipeline.config import factories
 from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination import events
 from staleflow.pipeline.coordination.commands import (
     Abort,
     CloseEnvironment,
@@ -33,26 +34,6 @@ from staleflow.pipeline.coordination.commands import (
     Train,
 )
 from staleflow.pipeline.coordination.coordinator import Coordinator
-from staleflow.pipeline.coordination.events import (
-    DecodeStats,
-    EnvironmentFailed,
-    EnvironmentStepped,
-    Event,
-    GroupsArrived,
-    InstanceJoined,
-    InstanceLost,
-    InstanceReported,
-    InstanceSlept,
-    NewGroup,
-    PullFinished,
-    RoutingContinued,
-    StopRequested,
-    Tick,
-    TrajectoryInterrupted,
-    TrajectorySampled,
-    TrajectoryScored,
-    VersionPublished,
-)
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.pipeline.simulator.analysis import InstanceTrace, Trace, TrainedStep
 from staleflow.pipeline.simulator.simulated_environments import (
@@ -112,7 +93,7 @@ class SimulatedRun:
         workload: Workload,
         *,
         validate_every_event: bool = False,
-        observe: Callable[[float, Event, list[Command]], None] | None = None,
+        observe: Callable[[float, events.Event, list[Command]], None] | None = None,
     ) -> None:
         self._config = config
         self._simulation = config.simulation
@@ -168,7 +149,7 @@ class SimulatedRun:
             self._now = max(self._now, time_s)
             action()
             self._reschedule()
-        self._handle(StopRequested(why="all steps are trained"))
+        self._handle(events.StopRequested(why="all steps are trained"))
         self._close()
         return self.trace
 
@@ -181,15 +162,15 @@ class SimulatedRun:
         self._num_pending += not recurring
         heapq.heappush(self._heap, (at_s, self._order, action, recurring))
 
-    def _emit_after(self, seconds: float, event: Event) -> None:
+    def _emit_after(self, seconds: float, event: events.Event) -> None:
         self._schedule(self._now + seconds, lambda: self._handle(event))
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         self._decide(event)
         while self.coordinator.has_more_routes:
-            self._decide(RoutingContinued())
+            self._decide(events.RoutingContinued())
 
-    def _decide(self, event: Event) -> None:
+    def _decide(self, event: events.Event) -> None:
         commands = self.coordinator.handle(event, self._now)
         self.trace.num_events += 1
         self._tracker.observe(self._now, event, commands)
@@ -200,12 +181,12 @@ class SimulatedRun:
             self.trace.commands[name] = self.trace.commands.get(name, 0) + 1
             self._execute(command)
 
-    def _handle_if_any(self, event: Event | None) -> None:
+    def _handle_if_any(self, event: events.Event | None) -> None:
         if event is not None:
             self._handle(event)
 
     def _publish(self, version: int) -> None:
-        self._handle(VersionPublished(version=PolicyVersion(version)))
+        self._handle(events.VersionPublished(version=PolicyVersion(version)))
         self._handle_if_any(self._evaluations.request_after_publish(version))
 
     def _tick(self) -> None:
@@ -224,19 +205,19 @@ class SimulatedRun:
                 )
                 delivered = progress if delivers else ()
                 self._handle(
-                    InstanceReported(instance=instance.id, progress=progress, delivered=delivered, steps=steps)
+                    events.InstanceReported(instance=instance.id, progress=progress, delivered=delivered, steps=steps)
                 )
                 if delivers:
                     self._delivered[instance.id] = dict(progress)
             instance.trace.max_kept_tokens = max(instance.trace.max_kept_tokens, instance.engine.kept_tokens)
-        self._handle(Tick())
+        self._handle(events.Tick())
         self._schedule(self._now + self._simulation.report_s, self._tick, recurring=True)
 
-    def _decode_stats(self, instance: SimulatedInstance) -> DecodeStats:
+    def _decode_stats(self, instance: SimulatedInstance) -> events.DecodeStats:
         """Decode steps of an instance since the last call."""
         before, now = instance.reported, instance.engine.work_by(self._now)
         instance.reported = now
-        return DecodeStats(
+        return events.DecodeStats(
             running=instance.engine.num_decoding,
             kv_tokens=instance.engine.kv_tokens,
             seconds=now.decode_s + now.prefill_s + now.pull_s - before.decode_s - before.prefill_s - before.pull_s,
@@ -262,14 +243,16 @@ class SimulatedRun:
                 self._next_group = groups.stop
                 draws = command.draws or [(0, -1)] * command.num_groups
                 new = tuple(
-                    NewGroup(group=GroupId(g), prompt_tokens=self._workload.prompt_tokens(g), source=source, task=task)
+                    events.NewGroup(
+                        group=GroupId(g), prompt_tokens=self._workload.prompt_tokens(g), source=source, task=task
+                    )
                     for g, (source, task) in zip(groups, draws, strict=True)
                 )
-                self._emit_after(self._simulation.fetch_prompts_s, GroupsArrived(groups=new))
+                self._emit_after(self._simulation.fetch_prompts_s, events.GroupsArrived(groups=new))
             case Score():
                 reward = self._workload.reward(*self._workload_index(command.trajectory))
                 self._emit_after(
-                    self._simulation.reward_s, TrajectoryScored(trajectory=command.trajectory, reward=reward)
+                    self._simulation.reward_s, events.TrajectoryScored(trajectory=command.trajectory, reward=reward)
                 )
             case StepEnvironment():
                 self._environments.step(command, self._tokens[command.trajectory])
@@ -312,7 +295,7 @@ class SimulatedRun:
                     self._tokens[command.trajectory] = stopped.tokens
                     self._emit_after(
                         max(0.0, instance.engine.clock - self._now) + self._simulation.message_s,
-                        TrajectoryInterrupted(
+                        events.TrajectoryInterrupted(
                             trajectory=command.trajectory,
                             route_number=stopped.route_number,
                             tokens=stopped.tokens,
@@ -323,7 +306,7 @@ class SimulatedRun:
                 idle_s = max(0.0, instance.engine.clock - self._now)
                 self._emit_after(
                     idle_s + self._simulation.switch_s + self._simulation.message_s,
-                    InstanceSlept(instance=instance.id, step=command.step),
+                    events.InstanceSlept(instance=instance.id, step=command.step),
                 )
             case Pull():
                 slow = self._fault_rng.random() < self._simulation.slow_pull_share
@@ -335,7 +318,7 @@ class SimulatedRun:
                 instance.version = command.version
                 self._emit_after(
                     loaded_s - self._now + self._simulation.message_s,
-                    PullFinished(instance=instance.id, version=command.version),
+                    events.PullFinished(instance=instance.id, version=command.version),
                 )
 
     def _workload_index(self, trajectory: TrajectoryId) -> tuple[int, int]:
@@ -367,10 +350,10 @@ class SimulatedRun:
 
     def _on_environment_event(self, event: EnvironmentEvent) -> None:
         match event:
-            case EnvironmentStepped():
+            case events.EnvironmentStepped():
                 self._env_tokens[event.trajectory] = event.tokens - self._tokens[event.trajectory]
                 self._tokens[event.trajectory] = event.tokens
-            case EnvironmentFailed():
+            case events.EnvironmentFailed():
                 del self._tokens[event.trajectory]
         self._handle(event)
 
@@ -436,7 +419,9 @@ class SimulatedRun:
         self._instances[name] = instance
         self.trace.instances.append(instance.trace)
         self._handle(
-            InstanceJoined(instance=name, version=version, kv_capacity=engine.kv_tokens, max_running=engine.max_running)
+            events.InstanceJoined(
+                instance=name, version=version, kv_capacity=engine.kv_tokens, max_running=engine.max_running
+            )
         )
 
     def _lose_random_instance(self) -> None:
@@ -448,7 +433,7 @@ class SimulatedRun:
             self._retire_instance(instance)
             self.trace.losses += 1
             attempt = self.trace.losses
-            self._handle(InstanceLost(instance=instance.id, why="drawn at random"))
+            self._handle(events.InstanceLost(instance=instance.id, why="drawn at random"))
             self._schedule(self._now + self._simulation.replace_s, lambda: self._join(instance.index, attempt))
         self._schedule(
             self._now + self._fault_rng.exponential(self._simulation.mean_loss_interval_s),
@@ -469,7 +454,7 @@ class SimulatedRun:
             self._tokens[TrajectoryId(ended.trajectory)] = ended.tokens
             self._emit_after(
                 self._simulation.message_s,
-                TrajectorySampled(
+                events.TrajectorySampled(
                     trajectory=TrajectoryId(ended.trajectory),
                     route_number=ended.route_number,
                     tokens=ended.tokens,

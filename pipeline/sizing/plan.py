@@ -9,17 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from staleflow.pipeline.sizing.memory import (
-    CONTEXT_BYTES,
-    GRAPH_BYTES,
-    MARGIN,
-    EngineShape,
-    ModelShape,
-    TrainingShape,
-    engine_parts,
-    kv_bytes,
-    trainer_parts,
-)
+from staleflow.pipeline.sizing import memory
 from staleflow.tasks.emulation.cost_model import CostModel
 
 MAX_RUNNING = 256
@@ -43,8 +33,8 @@ class SizedJob:
         start_s: The job's deadlines.start_s.
     """
 
-    training: TrainingShape
-    engine: EngineShape
+    training: memory.TrainingShape
+    engine: memory.EngineShape
     instances: int
     max_length: int
     num_gpus: int
@@ -73,10 +63,10 @@ class MemoryPlan:
 
     @property
     def usable_bytes(self) -> int:
-        return int(self.device_bytes * (1 - MARGIN))
+        return int(self.device_bytes * (1 - memory.MARGIN))
 
 
-def make_plan(model: ModelShape, job: SizedJob, device_bytes: int) -> MemoryPlan:
+def make_plan(model: memory.ModelShape, job: SizedJob, device_bytes: int) -> MemoryPlan:
     """Plan the memory of a job on GPUs of one size."""
     changes = None
     for candidate, changed in _candidates(job):
@@ -87,19 +77,19 @@ def make_plan(model: ModelShape, job: SizedJob, device_bytes: int) -> MemoryPlan
         job_that_fits = job
     return MemoryPlan(
         device_bytes=device_bytes,
-        trainer=trainer_parts(model, job.training),
-        engine=engine_parts(model, job.engine),
+        trainer=memory.trainer_parts(model, job.training),
+        engine=memory.engine_parts(model, job.engine),
         changes=changes,
         proposed=_proposed(model, job_that_fits, device_bytes) if changes is not None else {},
     )
 
 
-def _fits(model: ModelShape, job: SizedJob, device_bytes: int) -> bool:
-    trainer = sum(trainer_parts(model, job.training).values())
-    engine = sum(engine_parts(model, job.engine).values())
-    usable = device_bytes * (1 - MARGIN)
+def _fits(model: memory.ModelShape, job: SizedJob, device_bytes: int) -> bool:
+    trainer = sum(memory.trainer_parts(model, job.training).values())
+    engine = sum(memory.engine_parts(model, job.engine).values())
+    usable = device_bytes * (1 - memory.MARGIN)
     if job.turns:
-        return max(trainer, engine) + CONTEXT_BYTES <= usable
+        return max(trainer, engine) + memory.CONTEXT_BYTES <= usable
     return max(trainer, engine) <= usable if job.own_gpu else trainer + engine <= usable
 
 
@@ -155,24 +145,24 @@ def _changed(job: SizedJob, changes: Mapping[str, object]) -> SizedJob:
     )
 
 
-def _proposed(model: ModelShape, job: SizedJob, device_bytes: int) -> dict[str, object]:
+def _proposed(model: memory.ModelShape, job: SizedJob, device_bytes: int) -> dict[str, object]:
     """What uses the memory that is left: cache, running requests, tokens of a pass, vLLM's share; and the deadline if
     the weights take longer to load."""
     engine = dataclasses.replace(job.engine, kv_tokens=0, batch_tokens=max(job.engine.batch_tokens, PREFILL_TOKENS))
-    usable = device_bytes * (1 - MARGIN)
-    free_bytes = usable - sum(engine_parts(model, engine).values())
+    usable = device_bytes * (1 - memory.MARGIN)
+    free_bytes = usable - sum(memory.engine_parts(model, engine).values())
     if job.turns:
-        free_bytes -= CONTEXT_BYTES
+        free_bytes -= memory.CONTEXT_BYTES
     elif not job.own_gpu:
-        free_bytes -= sum(trainer_parts(model, job.training).values())
-    if free_bytes < job.engine.kv_tokens * kv_bytes(model, engine.dtype, engine.tensor_parallel):
+        free_bytes -= sum(memory.trainer_parts(model, job.training).values())
+    if free_bytes < job.engine.kv_tokens * memory.kv_bytes(model, engine.dtype, engine.tensor_parallel):
         engine = dataclasses.replace(engine, batch_tokens=job.engine.batch_tokens)
         kv_tokens = job.engine.kv_tokens
     else:
-        kv_tokens = int(free_bytes) // kv_bytes(model, engine.dtype, engine.tensor_parallel) // 1024 * 1024
+        kv_tokens = int(free_bytes) // memory.kv_bytes(model, engine.dtype, engine.tensor_parallel) // 1024 * 1024
     engine = dataclasses.replace(engine, kv_tokens=kv_tokens)
-    parts = engine_parts(model, engine)
-    share = (sum(parts.values()) - GRAPH_BYTES) / device_bytes
+    parts = memory.engine_parts(model, engine)
+    share = (sum(parts.values()) - memory.GRAPH_BYTES) / device_bytes
     proposed: dict[str, object] = {
         "rollout.engine.kv_tokens": kv_tokens,
         "rollout.engine.max_running": max(1, min(MAX_RUNNING, kv_tokens // job.max_length)),

@@ -12,15 +12,8 @@ from typing import Any
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.recovery import certificate
 from staleflow.pipeline.recovery.run_folder import load_job
+from staleflow.pipeline.stored_runs import repeated_steps
 from staleflow.pipeline.stored_runs.pool import Report
-from staleflow.pipeline.stored_runs.repeated_steps import (
-    JobPart,
-    RepeatedRange,
-    RepetitionPlan,
-    RepetitionResult,
-    read_batch_rows,
-    select_consumed_rows,
-)
 from staleflow.pipeline.stored_runs.run_files import format_steps
 from staleflow.pipeline.stored_runs.training import make_chain_origin
 from staleflow.pipeline.stored_runs.verification import (
@@ -86,7 +79,7 @@ def verify_offline(
             findings.append(Finding(check=CHECK, where=HISTORY, message=message))
     run_steps = [r for r in store.commits() if r.kind == "step" and r.step < record.start]
     findings += _find_other_batches(store, record.where, run_steps)
-    result, sample = RepetitionResult(), list[int]()
+    result, sample = repeated_steps.RepetitionResult(), list[int]()
     checkpoint = (folder / "checkpoints" / f"step-{record.steps:06d}").resolve()
     if (checkpoint / certificate.FILE).exists():
         checkpoint_certificate = certificate.read(checkpoint)
@@ -111,17 +104,17 @@ def verify_offline(
             run_job = dataclasses.replace(config, seed=load_job(Path(path).parent).seed)
             resume_points = ResumePoints(Path(path).parent / "resume")
             start = record.start if record.start in resume_points.complete_versions() else 0
-            part = JobPart(
+            part = repeated_steps.JobPart(
                 config=config, run_job=run_job, num_steps=config.steps * record.epochs, start=start,
                 stop=max(sample) + 1,
             )  # fmt: skip
-            plan = RepetitionPlan(
+            plan = repeated_steps.RepetitionPlan(
                 path=path,
                 snapshot=record.snapshot,
                 where=record.where,
                 epochs=record.epochs,
                 ranges=(
-                    RepeatedRange(
+                    repeated_steps.RepeatedRange(
                         resume_point=str(resume_points.path(PolicyVersion(start))) if start else "", parts=(part,)
                     ),
                 ),
@@ -204,9 +197,9 @@ def _read_training(folder: Path) -> tuple[_OfflineRecord, list[bytes], list[_His
 
 def _find_other_batches(store: VersionedStore, where: str, run_steps: Sequence[StepRecord]) -> Iterator[Finding]:
     """Compare what would be trained in the steps before the first one that was, with what the run trained."""
-    rows_by_step = select_consumed_rows(store, where) if run_steps else {}
+    rows_by_step = repeated_steps.select_consumed_rows(store, where) if run_steps else {}
     for record in run_steps:
-        batch = read_batch_rows(store, rows_by_step[record.step]) if record.step in rows_by_step else []
+        batch = repeated_steps.read_batch_rows(store, rows_by_step[record.step]) if record.step in rows_by_step else []
         rows = [row for row in batch if isinstance(row, EndedTrajectory)]
         if batch_fingerprint((row.trajectory, row.advantage) for row in rows) != record.batch_fingerprint:
             message = "its batch is not the run's, and it was not trained again"

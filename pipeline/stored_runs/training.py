@@ -32,14 +32,8 @@ from staleflow.pipeline.recovery import certificate, source_fingerprints, start_
 from staleflow.pipeline.recovery.certificate import Certificate
 from staleflow.pipeline.recovery.run_folder import LOCK, load_job, lock_folder
 from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluation, fewer_prompts_warning
+from staleflow.pipeline.stored_runs import repeated_steps
 from staleflow.pipeline.stored_runs.pool import Pool, Report, creation_lock, open_store_at, run_reporting
-from staleflow.pipeline.stored_runs.repeated_steps import (
-    offline_steps,
-    open_policy,
-    read_batch_rows,
-    select_consumed_rows,
-    train_step,
-)
 from staleflow.stores.errors import ConfigError, StoreError, raised_as
 from staleflow.stores.files import flush_and_rename, replace_text, require_writable_folder
 from staleflow.stores.trajectories.reader import UnreadableRow
@@ -172,7 +166,7 @@ def make_plan(
     if config.emulated:
         raise ConfigError(f"{run_dir}: an emulated run has nothing to train a model on")
     store = VersionedStore.open(run_dir / "store", branch=branch)
-    if not select_consumed_rows(store, where):
+    if not repeated_steps.select_consumed_rows(store, where):
         matches = f" matches where = {where!r}" if where else " is stored yet"
         raise ConfigError(f"{run_dir}: no trajectory that was trained on{matches}")
     require_writable_folder(out.parent)
@@ -235,9 +229,13 @@ def _train_and_evaluate(
         report({"say": line})
     before = _evaluate(plan, plan.config.model.path, 0, context, report)
     num_steps, held_out = plan.config.steps * plan.epochs, open_store_at(plan.path, plan.snapshot).header.held_out
-    with open_policy(plan.config, plan.run_job, num_steps, held_out, shared=shared) as policy:
+    with repeated_steps.open_policy(plan.config, plan.run_job, num_steps, held_out, shared=shared) as policy:
         training = _Training(plan, tmp_path, policy)
-        steps = list(offline_steps(open_store_at(plan.path, plan.snapshot), plan.where, plan.epochs, plan.config.steps))
+        steps = list(
+            repeated_steps.offline_steps(
+                open_store_at(plan.path, plan.snapshot), plan.where, plan.epochs, plan.config.steps
+            )
+        )
         report({"total": len(steps)})
         for step in range(0 if training.version else plan.config.training.sft.steps):
             policy.fine_tune(step)
@@ -329,11 +327,11 @@ class _Training:
         number for the learning rate."""
         from staleflow.tasks.training.numerics import numerics
 
-        rows = read_batch_rows(self._store, positions)
+        rows = repeated_steps.read_batch_rows(self._store, positions)
         self.errors |= {int(row.trajectory): row.error for row in rows if isinstance(row, UnreadableRow)}
         batch = [row for row in rows if isinstance(row, EndedTrajectory)]
         started_s = time.monotonic()
-        metrics = train_step(self.policy, schedule_step, batch)
+        metrics = repeated_steps.train_step(self.policy, schedule_step, batch)
         metrics |= {"step": float(number), "train_s": time.monotonic() - started_s}
         weights = self.policy.apply_to_weights(fingerprint)
         is_equal = self._plan.exact and weights == self._published.get(schedule_step)
@@ -438,7 +436,7 @@ def held_out_scores(
     ):
         report({"say": line})
     if num_held_out < count:
-        rows = np.concatenate(list(select_consumed_rows(store, plan.where).values()))
+        rows = np.concatenate(list(repeated_steps.select_consumed_rows(store, plan.where).values()))
         trained = {prompts.task(int(g)).prompt for g in np.unique(store.columns()["group"][rows])}
         untrained = [task for task in tasks if task.prompt not in trained]
         if not version and len(untrained) < len(tasks):

@@ -27,20 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from staleflow.stores.in_flight.spool_entries import (
-    BatchTaken,
-    Entry,
-    EpisodeEntry,
-    EpisodeRestarted,
-    EvaluationEnded,
-    GroupDrawn,
-    InFlightResumed,
-    ObservationDelivered,
-    RewardDelivered,
-    TokensDelivered,
-    TrajectoriesDiscarded,
-    TrajectoriesRouted,
-)
+from staleflow.stores.in_flight import spool_entries
 from staleflow.stores.in_flight.stop_criteria import StopCriteria
 from staleflow.stores.trajectories.records import LedgerState
 from staleflow.stores.trajectory import (
@@ -121,11 +108,11 @@ class InFlightState:
     discarded: list[EndedTrajectory] = field(default_factory=list)
     """Trajectories that ended without being trained on, until they are stored."""
 
-    def apply(self, entry: Entry) -> bool:
+    def apply(self, entry: spool_entries.Entry) -> bool:
         """Apply an entry. Returns False if it changes nothing because it is late, repeated, or about an ended
         trajectory."""
-        t = self.live.get(entry.trajectory) if isinstance(entry, EpisodeEntry) else None
-        if isinstance(entry, EpisodeEntry) and t is not None and entry.attempt != self.attempt(t.id):
+        t = self.live.get(entry.trajectory) if isinstance(entry, spool_entries.EpisodeEntry) else None
+        if isinstance(entry, spool_entries.EpisodeEntry) and t is not None and entry.attempt != self.attempt(t.id):
             if entry.attempt < self.attempt(t.id):
                 return False
             self._restart_from_prompt(t, entry.attempt, self.route_number(t.id))
@@ -133,27 +120,27 @@ class InFlightState:
             return True
         return self._apply(entry)
 
-    def _apply(self, entry: Entry) -> bool:
+    def _apply(self, entry: spool_entries.Entry) -> bool:
         match entry:
-            case TokensDelivered():
+            case spool_entries.TokensDelivered():
                 return self._deliver(entry)
-            case ObservationDelivered():
+            case spool_entries.ObservationDelivered():
                 return self._observe(entry)
-            case EpisodeRestarted():
+            case spool_entries.EpisodeRestarted():
                 return self._restart(entry)
-            case RewardDelivered():
+            case spool_entries.RewardDelivered():
                 return self._reward(entry)
-            case TrajectoriesRouted():
+            case spool_entries.TrajectoriesRouted():
                 return self._route(entry)
-            case GroupDrawn():
+            case spool_entries.GroupDrawn():
                 return self._add_drawn(entry)
-            case BatchTaken():
+            case spool_entries.BatchTaken():
                 return self._take_batch(entry)
-            case TrajectoriesDiscarded():
+            case spool_entries.TrajectoriesDiscarded():
                 return self._discard(entry)
-            case InFlightResumed():
+            case spool_entries.InFlightResumed():
                 return self._resume(entry)
-            case EvaluationEnded():
+            case spool_entries.EvaluationEnded():
                 return self._end_evaluation()
 
     def attempt(self, trajectory: TrajectoryId) -> int:
@@ -254,7 +241,7 @@ class InFlightState:
                     by_group.setdefault(GroupId(i // self.group_size), []).append(TrajectoryId(i))
         return by_group
 
-    def add_members(self, members: Iterable[TrajectoryId], drawn: GroupDrawn) -> None:
+    def add_members(self, members: Iterable[TrajectoryId], drawn: spool_entries.GroupDrawn) -> None:
         """Add trajectories of one group, with no tokens but the prompt."""
         for member in members:
             group = GroupId(member // self.group_size)
@@ -268,7 +255,7 @@ class InFlightState:
                 task=drawn.task,
             )
 
-    def copy_with(self, entry: Entry) -> InFlightState:
+    def copy_with(self, entry: spool_entries.Entry) -> InFlightState:
         """Return a copy of the state with `entry` applied. Does not change the state."""
         copied = InFlightState(
             group_size=self.group_size,
@@ -319,7 +306,7 @@ class InFlightState:
 
     # -- entries -------------------------------------------------------------------------------------------------
 
-    def _add_drawn(self, entry: GroupDrawn) -> bool:
+    def _add_drawn(self, entry: spool_entries.GroupDrawn) -> bool:
         if is_evaluation(entry.group):
             member = TrajectoryId(entry.group * self.group_size)
             if member in self.live:
@@ -332,7 +319,7 @@ class InFlightState:
         self.add_members(self.members_of(entry.group), entry)
         return True
 
-    def _route(self, entry: TrajectoriesRouted) -> bool:
+    def _route(self, entry: spool_entries.TrajectoriesRouted) -> bool:
         changed = False
         for member, route_number in entry.routed:
             t = self.live.get(member)
@@ -355,7 +342,7 @@ class InFlightState:
         self.routings[t.id] = LatestRouting(route_number, 0)
         self.attempts[t.id] = attempt
 
-    def _deliver(self, entry: TokensDelivered) -> bool:
+    def _deliver(self, entry: spool_entries.TokensDelivered) -> bool:
         t = self.live.get(entry.trajectory)
         routing = self.routings.get(entry.trajectory, LatestRouting(0, 0))
         if t is None or not self.accepts(t.id, entry.route_number) or t.finish is not FinishReason.UNFINISHED:
@@ -379,7 +366,7 @@ class InFlightState:
         self.live[entry.trajectory] = replace(t, spans=tuple(spans), finish=entry.finish, timings=timings)
         return True
 
-    def _observe(self, entry: ObservationDelivered) -> bool:
+    def _observe(self, entry: spool_entries.ObservationDelivered) -> bool:
         t = self.live.get(entry.trajectory)
         if t is None or t.finish is FinishReason.UNFINISHED or t.num_tokens != entry.start:
             return False
@@ -392,14 +379,14 @@ class InFlightState:
         self.turn_limits[t.id] = entry.turn_tokens, entry.stop
         return True
 
-    def _restart(self, entry: EpisodeRestarted) -> bool:
+    def _restart(self, entry: spool_entries.EpisodeRestarted) -> bool:
         t = self.live.get(entry.trajectory)
         if t is None or entry.route_number < self.route_number(t.id) or t.id in self.scored:
             return False
         self._restart_from_prompt(t, self.attempt(t.id) + 1, entry.route_number + 1)
         return True
 
-    def _reward(self, entry: RewardDelivered) -> bool:
+    def _reward(self, entry: spool_entries.RewardDelivered) -> bool:
         t = self.live.get(entry.trajectory)
         if t is None or t.num_tokens != entry.tokens:
             return False
@@ -414,14 +401,14 @@ class InFlightState:
         self.scored.add(entry.trajectory)
         return True
 
-    def _take_batch(self, entry: BatchTaken) -> bool:
+    def _take_batch(self, entry: spool_entries.BatchTaken) -> bool:
         if entry.step in self.batches or any(t not in self.live for t in entry.trajectories):
             return False
         placed = zip(entry.trajectories, entry.versions, strict=True)
         self.batches[entry.step] = tuple(replace(self._drop(t), v_traj=v) for t, v in placed)
         return True
 
-    def _discard(self, entry: TrajectoriesDiscarded) -> bool:
+    def _discard(self, entry: spool_entries.TrajectoriesDiscarded) -> bool:
         discarded = False
         for ending, version in zip(entry.endings, entry.versions, strict=True):
             if ending.trajectory in self.live:
@@ -433,7 +420,7 @@ class InFlightState:
                 discarded = True
         return discarded
 
-    def _resume(self, entry: InFlightResumed) -> bool:
+    def _resume(self, entry: spool_entries.InFlightResumed) -> bool:
         from_prompt = set(entry.from_prompt)
         trajectories = [t for t in (*self.live.values(), *self.pending_commit()) if not is_evaluation(t.id)]
         scored = self.scored

@@ -24,21 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from staleflow.stores.in_flight.spool_entries import (
-    BatchTaken,
-    Entry,
-    EpisodeRestarted,
-    EvaluationEnded,
-    GroupDrawn,
-    InFlightResumed,
-    ObservationDelivered,
-    RewardDelivered,
-    TokensDelivered,
-    TrajectoriesDiscarded,
-    TrajectoriesRouted,
-    decode,
-    encode,
-)
+from staleflow.stores.in_flight import spool_entries
 from staleflow.stores.trajectory import GroupId, TrajectoryId
 
 logger = logging.getLogger(__name__)
@@ -87,7 +73,7 @@ class Spool:
         """Whether the current part cannot be written: nothing is appended until the next one begins."""
         self._has_warned = False
 
-    def read(self) -> Iterator[Entry]:
+    def read(self) -> Iterator[spool_entries.Entry]:
         """Read all entries, oldest first. Skips parts that cannot be read."""
         for path in sorted(self.folder.glob("part-*.log")):
             groups = self._parts.setdefault(int(path.stem[len("part-") :]), set())
@@ -96,19 +82,19 @@ class Spool:
                     if file.read(len(HEADER)) != HEADER:
                         continue
                     for data in read_frames(file):
-                        entry = decode(data)
+                        entry = spool_entries.decode(data)
                         groups |= self._groups(entry)
                         yield entry
             except (OSError, ValueError) as error:
                 logger.warning("%s: the rest cannot be read: %s", path, error)
 
-    def append(self, entries: Sequence[Entry]) -> bool:
+    def append(self, entries: Sequence[spool_entries.Entry]) -> bool:
         """Append entries in one write. Returns False if they could not be written."""
         if not (self._size or self._failed):
             self._begin_part()
         if self._failed:
             return False
-        data = b"".join(add_frame(encode(entry)) for entry in entries)
+        data = b"".join(add_frame(spool_entries.encode(entry)) for entry in entries)
         try:
             self._write(data)
         except OSError as error:
@@ -189,19 +175,24 @@ class Spool:
     def _path(self, number: int) -> Path:
         return self.folder / f"part-{number:08d}.log"
 
-    def _groups(self, entry: Entry) -> set[GroupId]:
+    def _groups(self, entry: spool_entries.Entry) -> set[GroupId]:
         match entry:
-            case GroupDrawn():
+            case spool_entries.GroupDrawn():
                 return {entry.group}
-            case TokensDelivered() | ObservationDelivered() | EpisodeRestarted() | RewardDelivered():
+            case (
+                spool_entries.TokensDelivered()
+                | spool_entries.ObservationDelivered()
+                | spool_entries.EpisodeRestarted()
+                | spool_entries.RewardDelivered()
+            ):
                 return {self._group(entry.trajectory)}
-            case TrajectoriesRouted():
+            case spool_entries.TrajectoriesRouted():
                 return {self._group(trajectory) for trajectory, _ in entry.routed}
-            case BatchTaken():
+            case spool_entries.BatchTaken():
                 return {self._group(trajectory) for trajectory in entry.trajectories}
-            case TrajectoriesDiscarded():
+            case spool_entries.TrajectoriesDiscarded():
                 return {ending.group for ending in entry.endings}
-            case InFlightResumed() | EvaluationEnded():
+            case spool_entries.InFlightResumed() | spool_entries.EvaluationEnded():
                 return set()
 
     def _group(self, trajectory: TrajectoryId) -> GroupId:

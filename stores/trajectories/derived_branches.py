@@ -19,13 +19,7 @@ import numpy.typing as npt
 import zarr
 
 from staleflow.stores.errors import ConfigError, StoreError
-from staleflow.stores.trajectories.reader import (
-    RECOMPUTED_LOGPROBS,
-    SPAN_COLUMNS,
-    StoreReader,
-    elements_per_file,
-    num_rows,
-)
+from staleflow.stores.trajectories import reader
 from staleflow.stores.trajectories.repository import INCOMPLETE, MAIN, branch_names, repository_at
 from staleflow.stores.trajectory import NO_VERSION
 
@@ -62,14 +56,14 @@ def check_branch_name(path: Path, name: str) -> None:
         raise ConfigError(f"{path}: a branch cannot be called {name!r}; taken: {names}; nothing stored is overwritten")
 
 
-def derive(store: StoreReader, path: Path, name: str, new: BranchRewards, lineage: Mapping[str, Any]) -> str:
+def derive(store: reader.StoreReader, path: Path, name: str, new: BranchRewards, lineage: Mapping[str, Any]) -> str:
     """Create branch `name` with other rewards from the snapshot that `store` reads. Returns the new snapshot. Raises
     StoreError; then no branch is left."""
 
     def change(root: Any) -> None:
         count = len(new.rewards)
-        if num_rows(root) != count:
-            raise StoreError(f"{path}: {num_rows(root)} rows, but rewards for {count}")
+        if reader.num_rows(root) != count:
+            raise StoreError(f"{path}: {reader.num_rows(root)} rows, but rewards for {count}")
         root["rows/reward"][:] = new.rewards
         root["rows/advantage"][:] = new.advantages
         _change_masks(root, new.loss_mask)
@@ -82,12 +76,12 @@ def derive(store: StoreReader, path: Path, name: str, new: BranchRewards, lineag
 
 def _change_masks(root: Any, loss_mask: npt.NDArray[np.bool_]) -> None:
     """Give the tokens of rows whose loss mask becomes another their new mask, file by file."""
-    table = {name: np.asarray(root[f"rows/{name}"][:]) for name in ("loss_mask", *SPAN_COLUMNS)}
+    table = {name: np.asarray(root[f"rows/{name}"][:]) for name in ("loss_mask", *reader.SPAN_COLUMNS)}
     rows = np.flatnonzero(table["loss_mask"] != loss_mask)
     starts = (table["offset"] + table["prompt_tokens"])[rows]
     ends = starts + table["response_tokens"][rows]
     mask, versions = root["tokens/mask"], root["tokens/versions"]
-    file_elements = elements_per_file(mask)
+    file_elements = reader.elements_per_file(mask)
     for first in range(0, int(mask.shape[0]), file_elements):
         inside = (starts < first + file_elements) & (ends > first) & (starts < ends)
         if not inside.any():
@@ -101,7 +95,7 @@ def _change_masks(root: Any, loss_mask: npt.NDArray[np.bool_]) -> None:
 
 
 def derive_logprobs(
-    store: StoreReader, path: Path, name: str, logprobs: npt.NDArray[np.float32], lineage: Mapping[str, Any]
+    store: reader.StoreReader, path: Path, name: str, logprobs: npt.NDArray[np.float32], lineage: Mapping[str, Any]
 ) -> str:
     """Create branch `name` from the snapshot that `store` reads, with the array RECOMPUTED_LOGPROBS beside the stored
     logprobs. Returns the new snapshot. Raises StoreError; then no branch is left. logprobs: [T], may be
@@ -111,10 +105,10 @@ def derive_logprobs(
         tokens = root["tokens/logprobs"]
         if tokens.shape != logprobs.shape:
             raise StoreError(f"{path}: {tokens.shape[0]} tokens, but logprobs for {len(logprobs)}")
-        if RECOMPUTED_LOGPROBS in root:
-            del root[RECOMPUTED_LOGPROBS]
+        if reader.RECOMPUTED_LOGPROBS in root:
+            del root[reader.RECOMPUTED_LOGPROBS]
         array = root.create_array(
-            RECOMPUTED_LOGPROBS, shape=tokens.shape, chunks=tokens.chunks, shards=tokens.shards, dtype="float32",
+            reader.RECOMPUTED_LOGPROBS, shape=tokens.shape, chunks=tokens.chunks, shards=tokens.shards, dtype="float32",
             compressors=tokens.compressors, fill_value=0, dimension_names=("tokens_rescored",),
         )  # fmt: skip
         for first in range(0, len(logprobs), COPIED_AT_ONCE):
@@ -124,7 +118,7 @@ def derive_logprobs(
 
 
 def _commit_branch(
-    store: StoreReader,
+    store: reader.StoreReader,
     path: Path,
     name: str,
     kind: str,

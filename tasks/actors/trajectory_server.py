@@ -22,19 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+from staleflow.stores.in_flight import spool_entries
 from staleflow.stores.in_flight.in_flight_state import InFlightState
 from staleflow.stores.in_flight.spool import Spool
-from staleflow.stores.in_flight.spool_entries import (
-    BatchTaken,
-    Entry,
-    EpisodeRestarted,
-    GroupDrawn,
-    InFlightResumed,
-    RewardDelivered,
-    TokensDelivered,
-    TrajectoriesDiscarded,
-    TrajectoriesRouted,
-)
 from staleflow.stores.in_flight.stop_criteria import NO_STOP
 from staleflow.stores.staleness.ledger_entries import Ending
 from staleflow.stores.trajectories.records import EMPTY_LEDGER, LedgerState, StepRecord
@@ -46,31 +36,13 @@ from staleflow.stores.trajectory import (
     TrajectoryId,
 )
 from staleflow.stores.weights.resume_points import ResumePoints
+from staleflow.tasks.actors import in_flight_recovery, server_messages
 from staleflow.tasks.actors.actor_calls import remote_methods
 from staleflow.tasks.actors.draft_corpus import MAX_TOKENS, DraftCorpus, NewResponses
 from staleflow.tasks.actors.engine_requests import build_request
 from staleflow.tasks.actors.episode_states import episode_state, newest_turn, recorded_score
 from staleflow.tasks.actors.evaluation_trajectories import EvaluationTrajectories
-from staleflow.tasks.actors.in_flight_recovery import (
-    rebuild_in_flight,
-    recovered_work,
-    resume_record,
-    started_trajectories,
-)
 from staleflow.tasks.actors.observation_encoder import ObservationEncoder, RenderError, observation_entry
-from staleflow.tasks.actors.server_messages import (
-    DrawnGroup,
-    EpisodeState,
-    EvaluatedResponse,
-    ObservationItem,
-    ObservationReceipt,
-    RecoverableWork,
-    RecoveredWork,
-    RewardItem,
-    RouteItem,
-    ScoringItem,
-    TurnItem,
-)
 from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.step_batches import StepBatches
 from staleflow.tasks.actors.store_thread import AsyncSpool, StoreThread
@@ -134,33 +106,35 @@ class TrajectoryServer:
         """Recover the work that was in flight when the run's previous trajectory server ended."""
         if records:
             self._last_record = records[-1]
-        rebuild_in_flight(self._in_flight, self._spool, self._last_ledger, self._task_cache, self._now())
+        in_flight_recovery.rebuild_in_flight(
+            self._in_flight, self._spool, self._last_ledger, self._task_cache, self._now()
+        )
 
-    async def recoverable(self) -> RecoverableWork:
+    async def recoverable(self) -> server_messages.RecoverableWork:
         """Return the in-flight work that a resumed run can recover after the store's last record. Changes nothing."""
-        return RecoverableWork(
+        return server_messages.RecoverableWork(
             ledger=self._last_ledger, groups=self._in_flight.copy_with(self._resume_entry(())).group_summaries()
         )
 
-    async def resume(self, from_prompt: tuple[TrajectoryId, ...]) -> RecoveredWork:
+    async def resume(self, from_prompt: tuple[TrajectoryId, ...]) -> server_messages.RecoveredWork:
         """Recover in-flight work after the store's last record. Idempotent. from_prompt: trajectories that restart from
         their prompts."""
-        started = started_trajectories(self._in_flight)
+        started = in_flight_recovery.started_trajectories(self._in_flight)
         resumed = self._resume_entry(from_prompt)
         self._in_flight.apply(resumed)
         self._step_batches.forget_all()
         if not await self._async_spool.append([resumed]):
             # Otherwise a later resumption would recover entries that this one has undone.
             await self._async_spool.clear()
-        work = recovered_work(self._in_flight, started, self._last_ledger)
-        record = resume_record(self._in_flight, work)
+        work = in_flight_recovery.recovered_work(self._in_flight, started, self._last_ledger)
+        record = in_flight_recovery.resume_record(self._in_flight, work)
         if record is None:
             return work
         await self._commit(record, [])
         return replace(work, ledger=record.ledger)
 
-    def _resume_entry(self, from_prompt: tuple[TrajectoryId, ...]) -> InFlightResumed:
-        return InFlightResumed(
+    def _resume_entry(self, from_prompt: tuple[TrajectoryId, ...]) -> spool_entries.InFlightResumed:
+        return spool_entries.InFlightResumed(
             version=PolicyVersion(self._last_ledger.next_step), from_prompt=from_prompt, at_s=self._now()
         )
 
@@ -168,7 +142,7 @@ class TrajectoryServer:
 
     async def draw(
         self, first_group: int, num_groups: int, draws: tuple[tuple[int, int], ...] = ()
-    ) -> list[DrawnGroup]:
+    ) -> list[server_messages.DrawnGroup]:
         """Draw the prompts of `num_groups` groups, numbered from `first_group` on. Returns their lengths.
 
         draws: (source, task) of each; empty: the only source's tasks with the groups' numbers.
@@ -177,7 +151,7 @@ class TrajectoryServer:
         prompts = await self._task_cache.draw(first_group, source_tasks)
         now = self._now()
         drawn = [
-            GroupDrawn(
+            spool_entries.GroupDrawn(
                 group=GroupId(group),
                 prompt_tokens=prompt.tokens,
                 at_s=now,
@@ -189,7 +163,7 @@ class TrajectoryServer:
         ]
         await self._async_spool.append([entry for entry in drawn if self._in_flight.apply(entry)])
         return [
-            DrawnGroup(
+            server_messages.DrawnGroup(
                 group=entry.group, num_prompt_tokens=len(entry.prompt_tokens), source=entry.source, task=entry.task
             )
             for entry in drawn
@@ -204,7 +178,7 @@ class TrajectoryServer:
         """Return the items of each evaluation, one per response."""
         return await self._task_cache.item_summaries()
 
-    async def evaluated_responses(self, groups: list[GroupId]) -> list[EvaluatedResponse]:
+    async def evaluated_responses(self, groups: list[GroupId]) -> list[server_messages.EvaluatedResponse]:
         """Return the state of an evaluation's responses."""
         return await self._evaluation_trajectories.responses(groups)
 
@@ -224,7 +198,7 @@ class TrajectoryServer:
 
     # -- trajectories --------------------------------------------------------------------------------------------
 
-    async def requests(self, items: tuple[RouteItem, ...]) -> list[Request | SampledTokens]:
+    async def requests(self, items: tuple[server_messages.RouteItem, ...]) -> list[Request | SampledTokens]:
         """Return the engine requests of routed trajectories that are still live. If the turn of one has ended, return a
         delivery without tokens for it. Deliveries under earlier route numbers are ignored from now on."""
         evaluation_items, applied = await self._evaluation_trajectories.begin(
@@ -236,7 +210,9 @@ class TrajectoryServer:
             live = [self._in_flight.live[item.trajectory] for item in items if item.trajectory in self._in_flight.live]
             records = await self._task_cache.records(t.group for t in live)
         items = tuple(item for item in items if item.trajectory in self._in_flight.live)
-        entry = TrajectoriesRouted(routed=tuple((i.trajectory, i.route_number) for i in items), at_s=self._now())
+        entry = spool_entries.TrajectoriesRouted(
+            routed=tuple((i.trajectory, i.route_number) for i in items), at_s=self._now()
+        )
         changed = self._in_flight.apply(entry)
         requests = []
         for item in items:
@@ -257,10 +233,10 @@ class TrajectoryServer:
         returned number is less than was delivered.
         """
         now = self._now()
-        accepted: list[Entry] = []
+        accepted: list[spool_entries.Entry] = []
         num_tokens = {}
         for item in sampled:
-            entry = TokensDelivered(
+            entry = spool_entries.TokensDelivered(
                 trajectory=item.trajectory,
                 route_number=item.route_number,
                 start=item.start,
@@ -283,7 +259,9 @@ class TrajectoryServer:
         instance has already."""
         return self._draft_corpus.new_responses(running, known_responses)
 
-    async def episode_states(self, requested: list[tuple[TrajectoryId, int]]) -> list[EpisodeState | None]:
+    async def episode_states(
+        self, requested: list[tuple[TrajectoryId, int]]
+    ) -> list[server_messages.EpisodeState | None]:
         """Return the episode states of trajectories whose turns have ended; None for one that is no longer live.
         requested: (trajectory, route number)."""
         trajectories = [self._in_flight.live.get(trajectory) for trajectory, _ in requested]
@@ -294,7 +272,7 @@ class TrajectoryServer:
         texts = await asyncio.to_thread(
             lambda: [self._texts(u.tolist() for u in t.turns) if t else [] for t in trajectories]
         )
-        states: list[EpisodeState | None] = []
+        states: list[server_messages.EpisodeState | None] = []
         for t, (_, route_number), turns in zip(trajectories, requested, texts, strict=True):
             if t is None:
                 states.append(None)
@@ -306,7 +284,7 @@ class TrajectoryServer:
             await self._async_spool.append([])  # the host reports outcomes, and their entries may not be written yet
         return states
 
-    async def newest_turns(self, items: list[TurnItem]) -> list[SampledTurn | None]:
+    async def newest_turns(self, items: list[server_messages.TurnItem]) -> list[SampledTurn | None]:
         """Return the newest turns of trajectories, with the tokens and logprobs that are stored; None for a trajectory
         whose turn has been followed by another turn or an observation."""
         awaited = [
@@ -317,7 +295,9 @@ class TrajectoryServer:
         ]
         return await asyncio.to_thread(lambda: [None if t is None else newest_turn(t, text) for t, text in turns])
 
-    async def add_observations(self, items: list[ObservationItem]) -> list[ObservationReceipt]:
+    async def add_observations(
+        self, items: list[server_messages.ObservationItem]
+    ) -> list[server_messages.ObservationReceipt]:
         """Add observations after their turns. An observation is refused if there is no room for tokens after it, or if
         its environment was replayed and replied differently."""
         trajectories = [
@@ -336,22 +316,22 @@ class TrajectoryServer:
                 for t, item in zip(trajectories, items, strict=True)
             ]
         )
-        accepted: list[Entry] = []
-        receipts: list[ObservationReceipt] = []
+        accepted: list[spool_entries.Entry] = []
+        receipts: list[server_messages.ObservationReceipt] = []
         for item, result in zip(items, encoded, strict=True):
             if result is None or not self._in_flight.awaits_environment(
                 item.trajectory, item.num_tokens, item.route_number
             ):
-                receipts.append(ObservationReceipt(item.num_tokens, "late"))
+                receipts.append(server_messages.ObservationReceipt(item.num_tokens, "late"))
             elif isinstance(result, str):
-                receipts.append(ObservationReceipt(item.num_tokens, result))
+                receipts.append(server_messages.ObservationReceipt(item.num_tokens, result))
             elif isinstance(result, RenderError):
-                receipts.append(ObservationReceipt(item.num_tokens, "not rendered", result.error))
+                receipts.append(server_messages.ObservationReceipt(item.num_tokens, "not rendered", result.error))
             else:
                 entry = observation_entry(item, result, self._in_flight.attempt(item.trajectory), self._now())
                 if self._in_flight.apply(entry):
                     accepted.append(entry)
-                receipts.append(ObservationReceipt(item.num_tokens + len(result.tokens)))
+                receipts.append(server_messages.ObservationReceipt(item.num_tokens + len(result.tokens)))
         await self._async_spool.append(accepted)
         return receipts
 
@@ -359,10 +339,10 @@ class TrajectoryServer:
         """Restart trajectories whose environments have failed: drop all their tokens but the prompts. Returns the
         trajectories that were restarted; those that have changed since the failure are not. failed: (trajectory, tokens
         of its response, latest route number)."""
-        accepted: list[Entry] = []
+        accepted: list[spool_entries.Entry] = []
         restarted: list[bool] = []
         for trajectory, tokens, route_number in failed:
-            entry = EpisodeRestarted(
+            entry = spool_entries.EpisodeRestarted(
                 trajectory=trajectory,
                 tokens=tokens,
                 route_number=route_number,
@@ -376,7 +356,7 @@ class TrajectoryServer:
         await self._async_spool.append(accepted)
         return restarted
 
-    async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[ScoringItem]:
+    async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[server_messages.ScoringItem]:
         """Return the responses to score of the trajectories that are still live."""
         live = [t for i in trajectories if (t := self._in_flight.live.get(i)) is not None]
         states = [(t.num_tokens, self._in_flight.route_number(t.id)) for t in live]
@@ -384,18 +364,18 @@ class TrajectoryServer:
         records = [by_group[t.group] for t in live]
         texts = await asyncio.to_thread(self._texts, (t.response_tokens.tolist() for t in live))
         return [
-            ScoringItem(t.id, *state, text, record)
+            server_messages.ScoringItem(t.id, *state, text, record)
             for t, state, text, record in zip(live, states, texts, records, strict=True)
         ]
 
-    async def record_rewards(self, scored: list[RewardItem]) -> list[ScoredResponse | None]:
+    async def record_rewards(self, scored: list[server_messages.RewardItem]) -> list[ScoredResponse | None]:
         """Record the rewards of live trajectories whose tokens have not changed since they were scored. Returns the
         recorded reward of each, which is the first one, or None if there is none."""
         now = self._now()
-        accepted: list[Entry] = []
+        accepted: list[spool_entries.Entry] = []
         rewards: list[ScoredResponse | None] = []
         for item in scored:
-            entry = RewardDelivered(
+            entry = spool_entries.RewardDelivered(
                 trajectory=item.trajectory,
                 tokens=item.num_tokens,
                 reward=item.score.reward,
@@ -426,7 +406,7 @@ class TrajectoryServer:
         if trajectories and step not in self._in_flight.batches:
             members, settings = [self._in_flight.live[t] for t in trajectories], self._settings
             check_batch(step, members, settings.group_size, settings.max_error_share, settings.reward)
-            entry = BatchTaken(step=step, trajectories=trajectories, versions=versions)
+            entry = spool_entries.BatchTaken(step=step, trajectories=trajectories, versions=versions)
             self._in_flight.apply(entry)
             taken.append(entry)
         written = self._async_spool.append(taken)
@@ -436,7 +416,7 @@ class TrajectoryServer:
 
     async def discard(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
         """End trajectories without training on them. The next commit stores them with their v_traj."""
-        entry = TrajectoriesDiscarded(endings=endings, versions=versions)
+        entry = spool_entries.TrajectoriesDiscarded(endings=endings, versions=versions)
         await self._async_spool.append([entry] if self._in_flight.apply(entry) else [])
 
     async def commit(self, record: StepRecord) -> dict[str, float]:

@@ -27,7 +27,7 @@ from staleflow.tasks.engines.transformers import forward_logprobs, load_model, r
 from staleflow.tasks.rendering.chat_tokenizer import load_tokenizer
 from staleflow.tasks.rendering.file_tokenizer import check_same_tokens
 from staleflow.tasks.settings.seeds import Stream, generator
-from staleflow.tasks.training import lora
+from staleflow.tasks.training import lora, trainer_settings
 from staleflow.tasks.training.blocks import enable_recomputation
 from staleflow.tasks.training.branch_sequences import BranchSequences
 from staleflow.tasks.training.logprobs import LogprobModel, split_by_row
@@ -37,12 +37,6 @@ from staleflow.tasks.training.objective import Objective, select_pairs, weight_p
 from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 from staleflow.tasks.training.rank_group import RankGroup
 from staleflow.tasks.training.step_metrics import LogprobMismatch, RowSample, TokenSums
-from staleflow.tasks.training.trainer_settings import (
-    ExampleRows,
-    PolicyTrainerSettings,
-    TrainingConfig,
-    fine_tuning_config,
-)
 from staleflow.tasks.training.trainer_state import HostMemory, TrainerState, trained_parameters
 
 logger = logging.getLogger(__name__)
@@ -65,7 +59,7 @@ class PolicyTrainer:
     is mostly rounded away. With dtype bfloat16 forward and backward run under autocast.
     """
 
-    def __init__(self, settings: PolicyTrainerSettings, rank: Rank = SINGLE_RANK) -> None:
+    def __init__(self, settings: trainer_settings.PolicyTrainerSettings, rank: Rank = SINGLE_RANK) -> None:
         """Load the model. rank: rank of this process; the call waits for the others."""
         self.settings = settings
         training = settings.training
@@ -109,7 +103,7 @@ class PolicyTrainer:
             self.model, self.optimizer, self._rng, self.rank_group, adapter_only=training.lora.rank > 0
         )
         self._warned_unmeasured = False
-        self._examples: ExampleRows | None = None
+        self._examples: trainer_settings.ExampleRows | None = None
         self._host_memory = HostMemory(self.device)
         self.sleep()
 
@@ -222,7 +216,7 @@ class PolicyTrainer:
                 self._examples = self.settings.examples.build()
             assert self._examples is not None, "training.sft without examples"
             rows = self._examples.rows(step)
-        with self._training_with(fine_tuning_config(self.settings.training)):
+        with self._training_with(trainer_settings.fine_tuning_config(self.settings.training)):
             metrics = self.step(step, rows)
         if step + 1 == config.steps:
             self._examples = None
@@ -230,7 +224,7 @@ class PolicyTrainer:
         return metrics
 
     @contextmanager
-    def _training_with(self, training: TrainingConfig) -> Iterator[None]:
+    def _training_with(self, training: trainer_settings.TrainingConfig) -> Iterator[None]:
         """Train with other settings in the block."""
         settings, objective = self.settings, self.objective
         self.settings, self.objective = replace(settings, training=training), Objective.of(training)
