@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from staleflow.tasks.sources.examples import ExampleSettings
     from staleflow.tasks.sources.prompts import PromptSettings
     from staleflow.tasks.sources.reward_process import ScoringSettings
-    from staleflow.tasks.sources.task_sources import SourceSettings
+    from staleflow.tasks.sources.task_sources import NamedSource, SourceSettings
     from staleflow.tasks.training.policy import PolicySettings
 
 
@@ -148,18 +148,15 @@ def unrepeatable_sources(config: RunConfig) -> frozenset[int]:
 
 def scoring_settings(config: RunConfig) -> ScoringSettings:
     """Settings from which a reward worker or environment host builds the job's reward."""
-    from staleflow.tasks.sources.reward_process import ScoringSettings, SourceReward
+    from staleflow.tasks.sources.reward_process import ScoringSettings
 
     environments = _environments(config)
     return ScoringSettings(
         source=source_settings(config),
         reward=config.reward,
         sets=tuple(evaluation_set for evaluation_set in evaluation_sets(config) if not evaluation_set.uses_run_reward),
-        sources=tuple(
-            SourceReward(name=name, source=source_settings(config, task), function=task.reward)
-            for name, task in config.task.sources.items()
-            if name not in environments  # which reward their episodes themselves
-        ),
+        # Environments reward their episodes themselves.
+        sources=tuple(source for source in _named_sources(config) if source.name not in environments),
     )
 
 
@@ -205,7 +202,7 @@ def prompt_settings(
         context: Tokens the model can attend to. The default means no limit, for prompts read from a store.
         held_out, longest_prompt: As in the store's RunHeader.
     """
-    from staleflow.tasks.sources.prompts import NamedSource, PromptSettings
+    from staleflow.tasks.sources.prompts import PromptSettings
 
     return PromptSettings(
         tokenizer=config.model.path,
@@ -218,16 +215,23 @@ def prompt_settings(
         sets=evaluation_sets(config),
         workload=None if config.has_texts else make_workload(config),
         random_responses=config.emulated and config.has_texts,
-        sources=tuple(
-            NamedSource(
-                name=name,
-                settings=_with_tools(config, source_settings(config, task)),
-                held_out=task.eval_prompts,
-                max_new_tokens=task.max_new_tokens or config.rollout.max_new_tokens,
-            )
-            for name, task in config.task.sources.items()
-            if config.has_texts
-        ),
+        sources=_named_sources(config) if config.has_texts else (),
+    )
+
+
+def _named_sources(config: RunConfig) -> tuple[NamedSource, ...]:
+    """The task sources of a job that has several."""
+    from staleflow.tasks.sources.task_sources import NamedSource
+
+    return tuple(
+        NamedSource(
+            name=name,
+            settings=_with_tools(config, source_settings(config, task)),
+            held_out=task.eval_prompts,
+            max_new_tokens=task.max_new_tokens or config.rollout.max_new_tokens,
+            reward=task.reward,
+        )
+        for name, task in config.task.sources.items()
     )
 
 

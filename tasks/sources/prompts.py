@@ -30,7 +30,7 @@ from staleflow.tasks.rendering.task_source import (
 )
 from staleflow.tasks.rendering.turn_params import split_params
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
-from staleflow.tasks.sources.task_sources import SourceSettings, label_record
+from staleflow.tasks.sources.task_sources import NamedSource, SourceSettings, label_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,18 +39,6 @@ class HeldOut:
 
     tokens: tuple[int, ...]
     record: Record
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedSource:
-    """One of several task sources."""
-
-    name: str
-    settings: SourceSettings
-    held_out: int
-    """Number of its held-out prompts excluded from training."""
-    max_new_tokens: int
-    """Maximum number of tokens of a response to a prompt of this source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

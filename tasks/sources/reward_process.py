@@ -27,7 +27,13 @@ from staleflow.tasks.rendering.reward_values import InvalidReward, describe_erro
 from staleflow.tasks.rendering.task_source import Reward
 from staleflow.tasks.settings.task_config import RewardConfig
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
-from staleflow.tasks.sources.task_sources import LabelledRecord, SourceSettings, extract_answer, make_reward
+from staleflow.tasks.sources.task_sources import (
+    LabelledRecord,
+    NamedSource,
+    SourceSettings,
+    extract_answer,
+    make_reward,
+)
 
 START_S = 600.0
 """Seconds the scoring process may take to import what it needs: at a load of 20 on two cores reasoning-gym takes more
@@ -39,15 +45,6 @@ writing them never blocks, so the writer always gets to read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceReward:
-    """The reward of one of several task sources. function: as reward.function; empty: the run's."""
-
-    name: str
-    source: SourceSettings
-    function: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringSettings:
     """Settings of the reward, from which the scoring process builds it."""
 
@@ -55,7 +52,7 @@ class ScoringSettings:
     reward: RewardConfig
     sets: Sequence[EvaluationSet] = ()
     """Evaluation sets with a reward of their own."""
-    sources: Sequence[SourceReward] = ()
+    sources: Sequence[NamedSource] = ()
     """In place of `source`: several task sources."""
 
 
@@ -234,15 +231,13 @@ def _rewards(settings: ScoringSettings) -> dict[str, tuple[Reward, str]]:
     if not settings.sources:
         built = settings.source.build()
         rewards[""] = make_reward(reward.function, built, reward.parts), settings.source.task.answer_pattern
-    for source_settings in settings.sources:
-        source = source_settings.source.build()
-        if source_settings.function:
-            reward_function = make_reward(
-                source_settings.function, source, key=f"task.sources.{source_settings.name}.reward"
-            )
+    for named in settings.sources:
+        source = named.settings.build()
+        if named.reward:
+            reward_function = make_reward(named.reward, source, key=f"task.sources.{named.name}.reward")
         else:
             reward_function = make_reward(reward.function, source, reward.parts)
-        rewards[source_settings.name] = reward_function, source_settings.source.task.answer_pattern
+        rewards[named.name] = reward_function, named.settings.task.answer_pattern
     for eval_set in settings.sets:
         source = eval_set.build() if eval_set.config.source else built
         reward_function = make_reward(eval_set.config.reward, source, key=f"evaluation.sets.{eval_set.name}.reward")

@@ -208,6 +208,20 @@ class SourceSettings:
         return make_source(source, options, self.seed, self.task.columns, use, self.limits, self.endpoint)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedSource:
+    """One of several task sources."""
+
+    name: str
+    settings: SourceSettings
+    held_out: int
+    """Number of its held-out prompts excluded from training."""
+    max_new_tokens: int
+    """Maximum number of tokens of a response to a prompt of this source."""
+    reward: str
+    """Its reward, as reward.function; empty: the run's."""
+
+
 def make_source(
     source: str,
     options: Mapping[str, Any],
