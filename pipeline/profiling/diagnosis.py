@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from staleflow.pipeline.config.factories import cost_while_drafting, ledger_eta
@@ -165,11 +166,11 @@ def sum_recent_steps(step_times: Sequence[StepTimes], eta: int) -> StepTimes:
 
 
 def _diagnose_waiting(times: StepTimes, sizes: JobSizes, share: float) -> Diagnosis:
+    diagnosis = partial(Diagnosis, share=share)
     waiting_times, waits = times.waiting, f"the trainer waits {share:.0%} of the time"
     if waiting_times.share(waiting_times.scoring_s) >= MAIN_SHARE:
-        return Diagnosis(
+        return diagnosis(
             cause=Cause.REWARD,
-            share=share,
             finding=f"{waits}, {waiting_times.share(waiting_times.scoring_s):.0%} of that for rewards",
             advice="make the reward function faster, or raise reward.workers",
             halved_keys=("simulation.reward_s",),
@@ -179,9 +180,8 @@ def _diagnose_waiting(times: StepTimes, sizes: JobSizes, share: float) -> Diagno
     slow_names, factor = find_slow_instances(times.speeds)
     if slow_names:
         names = f"{slow_names[0]} takes" if len(slow_names) == 1 else f"{', '.join(slow_names)} take"
-        return Diagnosis(
+        return diagnosis(
             cause=Cause.SLOW_INSTANCE,
-            share=share,
             finding=f"{waits}, and {names} {factor:.1f} times as long for a token as the others",
             advice="check what else runs on that machine, or leave it out",
             change=(("simulation.straggler_share", 0.0),),
@@ -191,9 +191,8 @@ def _diagnose_waiting(times: StepTimes, sizes: JobSizes, share: float) -> Diagno
             ),
         )
     if waiting_times.share(waiting_times.pull_s) >= MAIN_SHARE:
-        return Diagnosis(
+        return diagnosis(
             cause=Cause.WEIGHTS,
-            share=share,
             finding=f"{waits}, and instances load weights {waiting_times.share(waiting_times.pull_s):.0%} of that",
             advice="pull less often (rollout.synchronization), publish bfloat16 instead of float32 (model.dtype), or "
             "use a faster network if there are several hosts",
@@ -201,18 +200,16 @@ def _diagnose_waiting(times: StepTimes, sizes: JobSizes, share: float) -> Diagno
         )
     runs = f"instances run {waiting_times.running:.0f} of {sizes.max_running}"
     if waiting_times.share(waiting_times.out_of_memory_s) >= MAIN_SHARE:
-        return Diagnosis(
+        return diagnosis(
             cause=Cause.KV_MEMORY,
-            share=share,
             finding=f"{waits}, and KV memory is full ({runs})",
             advice=f"raise rollout.engine.kv_tokens above {sizes.kv_tokens}",
             change=(("rollout.engine.kv_tokens", 2 * sizes.kv_tokens),),
         )
     instance_gain, version_gain = compute_sampling_gains(waiting_times, sizes)
     if instance_gain >= version_gain or not sizes.admission.keeps_bound:
-        return Diagnosis(
+        return diagnosis(
             cause=Cause.FEW_INSTANCES,
-            share=share,
             finding=f"{waits} for responses ({runs})",
             advice=f"add an instance (rollout.instances = {sizes.instances + 1})",
             change=(("rollout.instances", sizes.instances + 1),),
@@ -220,12 +217,9 @@ def _diagnose_waiting(times: StepTimes, sizes: JobSizes, share: float) -> Diagno
     finding = f"{waits} for the longest responses, and instances have room ({runs})"
     if not sizes.admission.reserves:
         change: tuple[tuple[str, float | str], ...] = (("staleness.admission", "staleflow"),)
-        return Diagnosis(
-            cause=Cause.BOUND, share=share, finding=finding, advice='staleness.admission = "staleflow"', change=change
-        )
-    return Diagnosis(
+        return diagnosis(cause=Cause.BOUND, finding=finding, advice='staleness.admission = "staleflow"', change=change)
+    return diagnosis(
         cause=Cause.BOUND,
-        share=share,
         finding=finding,
         advice=f"fewer instances, or one more version of staleness (staleness.eta = {sizes.eta + 1})",
         change=(("staleness.eta", sizes.eta + 1),),

@@ -115,8 +115,7 @@ PACKAGES = (
         ),
         tests=SERVERS,
         own={
-            "async_spool": ("tests/tasks/test_async_spool.py",),
-            "store_thread": ("tests/tasks/test_store_thread.py",),
+            "store_thread": ("tests/tasks/test_async_spool.py", "tests/tasks/test_store_thread.py"),
             **dict.fromkeys(
                 ("actor_client", "actors", "weight_publisher"),
                 (*RUNTIME, "tests/runtime/test_membership.py", "tests/runtime/test_device_turns.py"),
