@@ -6,23 +6,7 @@ Commands count as executed when they are issued, so the state changes in the sam
 
 from __future__ import annotations
 
-from staleflow.pipeline.coordination.commands import (
-    Abort,
-    CloseEnvironment,
-    Command,
-    Discard,
-    FetchPrompts,
-    FinishEvaluation,
-    Interrupt,
-    Pull,
-    ReleaseCache,
-    Route,
-    Score,
-    SetDraftLength,
-    Sleep,
-    StepEnvironment,
-    Train,
-)
+from staleflow.pipeline.coordination import commands
 from staleflow.pipeline.coordination.decision_log import DecisionLog
 from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.forecast import LengthForecast
@@ -39,14 +23,14 @@ class CommandIssuer:
         self._state = state
         self._forecast = forecast
         self._decision_log = decision_log
-        self._commands: list[Command] = []
-        self._pending_train: Train | None = None
+        self._commands: list[commands.Command] = []
+        self._pending_train: commands.Train | None = None
         """The step whose batch is consumed, until all instances sleep."""
 
-    def pop_commands(self) -> list[Command]:
+    def pop_commands(self) -> list[commands.Command]:
         """Return the commands issued since the previous call."""
-        commands, self._commands = self._commands, []
-        return commands
+        new_commands, self._commands = self._commands, []
+        return new_commands
 
     @property
     def pending_step(self) -> int | None:
@@ -58,7 +42,7 @@ class CommandIssuer:
     def fetch_prompts(self, num_groups: int) -> None:
         """Request the prompts of new groups."""
         draws = self._state.request_groups(num_groups)
-        self._commands.append(FetchPrompts(num_groups=num_groups, draws=draws))
+        self._commands.append(commands.FetchPrompts(num_groups=num_groups, draws=draws))
 
     def consume_batch(self) -> None:
         """Consume the batch of the next step and train on it; if GPUs are shared, once all instances sleep."""
@@ -67,7 +51,7 @@ class CommandIssuer:
             self._decision_log.note(member, f"consumed by step {batch.step}")
         for group in batch.groups:
             self._forecast.remove_group(group)
-        self._pending_train = Train(step=batch.step, trajectories=batch.members, versions=batch.versions)
+        self._pending_train = commands.Train(step=batch.step, trajectories=batch.members, versions=batch.versions)
         if self._state.shares_gpus:
             self._put_to_sleep(batch.step)
         self.train_pending()
@@ -85,19 +69,19 @@ class CommandIssuer:
             if not instance.asleep:
                 for trajectory in self._state.start_sleep(instance):
                     self.interrupt(trajectory, instance.id, f"{instance.id} sleeps during step {step}")
-                self._commands.append(Sleep(instance=instance.id, step=step))
+                self._commands.append(commands.Sleep(instance=instance.id, step=step))
 
     # -- instances -----------------------------------------------------------------------------------------------
 
     def pull(self, instance: Instance) -> None:
         """Have an instance load the published version."""
         self._state.start_pull(instance)
-        self._commands.append(Pull(instance=instance.id, version=instance.version))
+        self._commands.append(commands.Pull(instance=instance.id, version=instance.version))
 
     def set_draft_length(self, instance: Instance, length: int) -> None:
         """Set the maximum draft length of an instance."""
         self._state.set_draft_length(instance, length)
-        self._commands.append(SetDraftLength(instance=instance.id, length=length))
+        self._commands.append(commands.SetDraftLength(instance=instance.id, length=length))
 
     # -- trajectories --------------------------------------------------------------------------------------------
 
@@ -108,7 +92,7 @@ class CommandIssuer:
         self._state.route(trajectory, instance)
         self._decision_log.note(trajectory.id, f"routed to {instance.id} at version {instance.version}")
         self._commands.append(
-            Route(
+            commands.Route(
                 trajectory=trajectory.id,
                 route_number=trajectory.route_number,
                 instance=instance.id,
@@ -119,14 +103,16 @@ class CommandIssuer:
     def score(self, trajectory: LiveTrajectory, note: str) -> None:
         """Request the reward of a trajectory. note: line for its story."""
         self._decision_log.note(trajectory.id, note)
-        self._commands.append(Score(trajectory=trajectory.id))
+        self._commands.append(commands.Score(trajectory=trajectory.id))
 
     def step_environment(self, trajectory: LiveTrajectory, note: str, *, truncated: bool = False) -> None:
         """Send the latest turn of a trajectory to its environment. truncated: whether the turn was truncated."""
         self._decision_log.note(trajectory.id, note)
         self._state.count_turn(trajectory)
         self._commands.append(
-            StepEnvironment(trajectory=trajectory.id, route_number=trajectory.route_number, truncated=truncated)
+            commands.StepEnvironment(
+                trajectory=trajectory.id, route_number=trajectory.route_number, truncated=truncated
+            )
         )
 
     def move(self, move: Move) -> None:
@@ -137,31 +123,33 @@ class CommandIssuer:
     def interrupt(self, trajectory: LiveTrajectory, instance_id: InstanceId, note: str) -> None:
         """Interrupt a running trajectory. note: line for its story."""
         self._decision_log.note(trajectory.id, note)
-        self._commands.append(Interrupt(trajectory=trajectory.id, instance=instance_id))
+        self._commands.append(commands.Interrupt(trajectory=trajectory.id, instance=instance_id))
 
     def discard(self, discarded: tuple[DiscardedTrajectory, ...]) -> None:
         """Stop trajectories that have left the state, and record in the store how they ended."""
         self.stop(discarded)
         if discarded:
             endings, versions = tuple(t.ending for t in discarded), tuple(t.v_traj for t in discarded)
-            self._commands.append(Discard(endings=endings, versions=versions))
+            self._commands.append(commands.Discard(endings=endings, versions=versions))
 
     def stop(self, discarded: tuple[DiscardedTrajectory, ...]) -> None:
         """Stop the sampling and the environments of trajectories that have left the state, and release their caches."""
         for trajectory in discarded:
             ending = trajectory.ending
             if trajectory.running_instance is not None:
-                self._commands.append(Abort(trajectory=ending.trajectory, instance=trajectory.running_instance))
+                self._commands.append(
+                    commands.Abort(trajectory=ending.trajectory, instance=trajectory.running_instance)
+                )
             self.release_cache(ending.trajectory, trajectory.cached_instance)
             if trajectory.environment_open:
-                self._commands.append(CloseEnvironment(trajectory=ending.trajectory))
+                self._commands.append(commands.CloseEnvironment(trajectory=ending.trajectory))
             self._forecast.remove_group(ending.group)
             self._decision_log.note(ending.trajectory, f"{ending.fate.value}: {ending.reason.value}")
 
     def release_cache(self, trajectory: TrajectoryId, instance_id: InstanceId | None) -> None:
         """Drop the cached context of a trajectory on an instance; None: it has none."""
         if instance_id is not None:
-            self._commands.append(ReleaseCache(trajectory=trajectory, instance=instance_id))
+            self._commands.append(commands.ReleaseCache(trajectory=trajectory, instance=instance_id))
 
     # -- evaluations ---------------------------------------------------------------------------------------------
 
@@ -170,7 +158,7 @@ class CommandIssuer:
         evaluation, discarded = self._state.close_evaluation()
         self.stop(discarded)
         self._commands.append(
-            FinishEvaluation(
+            commands.FinishEvaluation(
                 evaluation=evaluation.number,
                 version=evaluation.evaluated_version,
                 failed=tuple(evaluation.failed_trajectories),

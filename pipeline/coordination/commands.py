@@ -136,19 +136,8 @@ class FinishEvaluation:
     abandoned: bool = False
 
 
+InstanceCommand = Route | Interrupt | Abort | ReleaseCache | Pull | Sleep | SetDraftLength
+"""A command that is sent to a rollout instance."""
 Command = (
-    FetchPrompts
-    | Route
-    | Interrupt
-    | Abort
-    | ReleaseCache
-    | Pull
-    | Sleep
-    | SetDraftLength
-    | Score
-    | StepEnvironment
-    | CloseEnvironment
-    | Train
-    | Discard
-    | FinishEvaluation
+    InstanceCommand | FetchPrompts | Score | StepEnvironment | CloseEnvironment | Train | Discard | FinishEvaluation
 )

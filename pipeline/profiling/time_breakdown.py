@@ -10,19 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from staleflow.pipeline.coordination import events
-from staleflow.pipeline.coordination.commands import (
-    Abort,
-    Command,
-    Discard,
-    FinishEvaluation,
-    Pull,
-    Route,
-    Score,
-    SetDraftLength,
-    StepEnvironment,
-    Train,
-)
+from staleflow.pipeline.coordination import commands, events
 from staleflow.pipeline.profiling.fit import CostModelFit
 from staleflow.pipeline.profiling.latencies import LatencyTracker
 from staleflow.pipeline.profiling.step_samples import DraftStats, StepSample, StepSamples
@@ -84,16 +72,16 @@ class TimeTracker:
         self.latency_tracker = LatencyTracker()
         self._reported_draft_stats, self._sampled_draft_stats = DraftStats(), DraftStats()
 
-    def observe(self, now: float, event: events.Event, commands: Iterable[Command]) -> None:
+    def observe(self, now: float, event: events.Event, new_commands: Iterable[commands.Command]) -> None:
         """Update from an event handled at `now`, and the commands that followed."""
-        commands = tuple(commands)
+        new_commands = tuple(new_commands)
         if isinstance(event, events.RunResumed):
             self._reset_in_flight(now)
         self._advance_to(now)
         self._apply_event(event)
-        for command in commands:
+        for command in new_commands:
             self._apply_command(command)
-        self.latency_tracker.observe(now, event, commands)
+        self.latency_tracker.observe(now, event, new_commands)
 
     def start(self, now: float) -> None:
         """Start measuring at `now` seconds on the coordinator's clock."""
@@ -219,36 +207,36 @@ class TimeTracker:
                 self.finished_steps.append(self._step)
                 self._step = StepTimes()
 
-    def _apply_command(self, command: Command) -> None:  # noqa: PLR0912  one case per command
+    def _apply_command(self, command: commands.Command) -> None:  # noqa: PLR0912  one case per command
         match command:
-            case Route():
+            case commands.Route():
                 instance = self._instances.get(command.instance)
                 self._queued.discard(command.trajectory)
                 if instance is not None:
                     self._add_to_instance(instance, command)
-            case Abort():
+            case commands.Abort():
                 self._remove_from_instance(command.trajectory, None, None)
-            case Score():
+            case commands.Score():
                 self._queued.discard(command.trajectory)
                 self._tokens.pop(command.trajectory, None)
                 self._scoring.add(command.trajectory)
-            case StepEnvironment():
+            case commands.StepEnvironment():
                 self._queued.discard(command.trajectory)
                 self._in_environment[command.trajectory] = command.route_number
-            case Pull() if command.instance in self._instances:
+            case commands.Pull() if command.instance in self._instances:
                 self._set_pulling(self._instances[command.instance], pulling=True)
-            case SetDraftLength() if command.instance in self._instances:
+            case commands.SetDraftLength() if command.instance in self._instances:
                 instance = self._instances[command.instance]
                 instance.draft_length, instance.num_length_changes = command.length, instance.num_length_changes + 1
-            case Train():
+            case commands.Train():
                 self._training = True
                 for trajectory in command.trajectories:
                     self._cached_turns.pop(trajectory, None)
                     self._prompt_tokens.pop(GroupId(trajectory // self._group_size), None)
-            case Discard():
+            case commands.Discard():
                 for ending in command.endings:
                     self._remove(ending.trajectory)
-            case FinishEvaluation():
+            case commands.FinishEvaluation():
                 for group in [group for group in self._prompt_tokens if is_evaluation(group)]:
                     del self._prompt_tokens[group]
                     self._remove(TrajectoryId(group * self._group_size))
@@ -288,7 +276,7 @@ class TimeTracker:
             instance.prefilled_tokens += instance.kv_tokens
         self._fleet_counts.add(instance, 1)
 
-    def _add_to_instance(self, instance: TrackedInstance, command: Route) -> None:
+    def _add_to_instance(self, instance: TrackedInstance, command: commands.Route) -> None:
         self._remove_from_instance(command.trajectory, None, None)
         self._fleet_counts.add(instance, -1)
         instance.advance_to(self._now)

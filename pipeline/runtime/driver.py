@@ -27,24 +27,7 @@ from typing import Any
 
 from staleflow.pipeline.config import actor_settings, factories
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.coordination import events
-from staleflow.pipeline.coordination.commands import (
-    Abort,
-    CloseEnvironment,
-    Command,
-    Discard,
-    FetchPrompts,
-    FinishEvaluation,
-    Interrupt,
-    Pull,
-    ReleaseCache,
-    Route,
-    Score,
-    SetDraftLength,
-    Sleep,
-    StepEnvironment,
-    Train,
-)
+from staleflow.pipeline.coordination import commands, events
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.mixture import SourceCounts
 from staleflow.pipeline.coordination.resume_plan import plan_resume
@@ -326,45 +309,45 @@ class Driver:
         elapsed_s = self._measurements.elapsed_s
         scaled_s = elapsed_s * self._config.rollout.engine.time_scale
         with self._measurements.decision_timer():
-            commands = self._coordinator.handle(event, scaled_s)
-        self._journal.append(scaled_s, event, commands)
-        self._measurements.observe(elapsed_s, event, commands)
+            new_commands = self._coordinator.handle(event, scaled_s)
+        self._journal.append(scaled_s, event, new_commands)
+        self._measurements.observe(elapsed_s, event, new_commands)
         if (mixture := self._coordinator.mixture) is not None:
             for line in mixture.take_notices():
                 self._note(line)
         if isinstance(event, events.VersionPublished) and (bottleneck := self._measurements.bottleneck) is not None:
             self.report.bottlenecks[event.version - 1] = bottleneck.short
-        for command in commands:
+        for command in new_commands:
             kind = type(command).__name__
             self.report.commands[kind] = self.report.commands.get(kind, 0) + 1
-        for command in commands:
+        for command in new_commands:
             self._execute(command)
 
-    def _execute(self, command: Command) -> None:
+    def _execute(self, command: commands.Command) -> None:
         match command:
-            case Route() | Abort() | ReleaseCache() | Interrupt() | Pull() | Sleep() | SetDraftLength():
+            case _ if isinstance(command, commands.InstanceCommand):
                 instance = self._actors.instances.get(command.instance)
                 if instance is not None:  # else its InstanceLost event is queued
                     instance.outbox.put_nowait(command)
-                if isinstance(command, Route) and is_evaluation(command.trajectory):
+                if isinstance(command, commands.Route) and is_evaluation(command.trajectory):
                     self._evaluation_driver.best.start_saving(command.version)
-            case FetchPrompts():
+            case commands.FetchPrompts():
                 self._background.spawn(self._draw(command), "draw")
-            case Score():
+            case commands.Score():
                 self._score_queue.put(command.trajectory)
-            case StepEnvironment() | CloseEnvironment():
+            case commands.StepEnvironment() | commands.CloseEnvironment():
                 self._environment_hosts.put(command)
-            case Discard():
+            case commands.Discard():
                 self._commit_queue.put(command)
-            case FinishEvaluation():
+            case commands.FinishEvaluation():
                 self._background.spawn(self._finish_evaluation(command), "evaluation")
-            case Train():
+            case commands.Train():
                 self._measurements.start_training()
                 self._background.spawn(self._train(command), "train")
 
     # -- executing commands --------------------------------------------------------------------------------------
 
-    async def _draw(self, command: FetchPrompts) -> None:
+    async def _draw(self, command: commands.FetchPrompts) -> None:
         async with self._draw_lock:  # groups start in the order of their numbers
             drawn_groups = await self._actors.ask("server", "draw", self._num_drawn, command.num_groups, command.draws)
             self._num_drawn += command.num_groups
@@ -376,7 +359,7 @@ class Driver:
                 self._inbox.put_nowait(events.GroupsArrived(groups=tuple(groups[first : first + GROUPS_PER_EVENT])))
                 await asyncio.sleep(0)  # so that other calls run between these events
 
-    async def _train(self, command: Train) -> None:
+    async def _train(self, command: commands.Train) -> None:
         await self._commit_queue.wait_for_room()
         published = await self._actors.train(command.step, command.trajectories, command.versions)
         self._measurements.finish_training(published.metrics, self._actors.instances.values())
@@ -443,7 +426,7 @@ class Driver:
             self._measurements.observe_snapshot(snapshot)
             self._listener.status(snapshot, self.report)
 
-    async def _finish_evaluation(self, command: FinishEvaluation) -> None:
+    async def _finish_evaluation(self, command: commands.FinishEvaluation) -> None:
         results = await self._evaluation_driver.finish(command)
         self._listener.status(self._coordinator.snapshot(), self.report)
         for result in results:

@@ -15,24 +15,7 @@ from functools import partial
 
 from staleflow.pipeline.config import factories
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.coordination import events
-from staleflow.pipeline.coordination.commands import (
-    Abort,
-    CloseEnvironment,
-    Command,
-    Discard,
-    FetchPrompts,
-    FinishEvaluation,
-    Interrupt,
-    Pull,
-    ReleaseCache,
-    Route,
-    Score,
-    SetDraftLength,
-    Sleep,
-    StepEnvironment,
-    Train,
-)
+from staleflow.pipeline.coordination import commands, events
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.pipeline.simulator.analysis import InstanceTrace, Trace, TrainedStep
@@ -93,7 +76,7 @@ class SimulatedRun:
         workload: Workload,
         *,
         validate_every_event: bool = False,
-        observe: Callable[[float, events.Event, list[Command]], None] | None = None,
+        observe: Callable[[float, events.Event, list[commands.Command]], None] | None = None,
     ) -> None:
         self._config = config
         self._simulation = config.simulation
@@ -171,12 +154,12 @@ class SimulatedRun:
             self._decide(events.RoutingContinued())
 
     def _decide(self, event: events.Event) -> None:
-        commands = self.coordinator.handle(event, self._now)
+        new_commands = self.coordinator.handle(event, self._now)
         self.trace.num_events += 1
-        self._tracker.observe(self._now, event, commands)
+        self._tracker.observe(self._now, event, new_commands)
         if self._observe is not None:
-            self._observe(self._now, event, commands)
-        for command in commands:
+            self._observe(self._now, event, new_commands)
+        for command in new_commands:
             name = type(command).__name__
             self.trace.commands[name] = self.trace.commands.get(name, 0) + 1
             self._execute(command)
@@ -229,16 +212,17 @@ class SimulatedRun:
 
     # -- commands --------------------------------------------------------------------------------------------
 
-    def _execute(self, command: Command) -> None:
+    def _execute(self, command: commands.Command) -> None:
         match command:
-            case Route() | Abort() | ReleaseCache() | Interrupt() | Pull() | Sleep() | SetDraftLength():
-                if isinstance(command, Route):  # before the message arrives, because the trajectory may end before that
+            case _ if isinstance(command, commands.InstanceCommand):
+                # Before the message arrives, because the trajectory may end before that.
+                if isinstance(command, commands.Route):
                     self._environments.begun(command.trajectory)
                 if self._simulation.message_s:
                     self._schedule(self._now + self._simulation.message_s, lambda: self._on_instance(command))
                 else:
                     self._on_instance(command)
-            case FetchPrompts():
+            case commands.FetchPrompts():
                 groups = range(self._next_group, self._next_group + command.num_groups)
                 self._next_group = groups.stop
                 draws = command.draws or [(0, -1)] * command.num_groups
@@ -249,24 +233,24 @@ class SimulatedRun:
                     for g, (source, task) in zip(groups, draws, strict=True)
                 )
                 self._emit_after(self._simulation.fetch_prompts_s, events.GroupsArrived(groups=new))
-            case Score():
+            case commands.Score():
                 reward = self._workload.reward(*self._workload_index(command.trajectory))
                 self._emit_after(
                     self._simulation.reward_s, events.TrajectoryScored(trajectory=command.trajectory, reward=reward)
                 )
-            case StepEnvironment():
+            case commands.StepEnvironment():
                 self._environments.step(command, self._tokens[command.trajectory])
-            case CloseEnvironment():
+            case commands.CloseEnvironment():
                 self._environments.close_environment(command.trajectory)
-            case Train():
+            case commands.Train():
                 self._train(command)
-            case FinishEvaluation():
+            case commands.FinishEvaluation():
                 self.trace.evaluations.append((int(command.version), self._now, command.abandoned))
                 self._drop_evaluation()
                 self._schedule(
                     self._now, lambda: self._handle_if_any(self._evaluations.concluded(abandoned=command.abandoned))
                 )
-            case Discard():
+            case commands.Discard():
                 for ending in command.endings:
                     reason = outcome_key(ending.fate, ending.reason)
                     self.trace.ended[reason] = self.trace.ended.get(reason, 0) + 1
@@ -274,22 +258,22 @@ class SimulatedRun:
                     self._env_tokens.pop(ending.trajectory, None)
                     self._environments.ended(ending.trajectory)
 
-    def _on_instance(self, command: Route | Abort | ReleaseCache | Interrupt | Pull | Sleep | SetDraftLength) -> None:
+    def _on_instance(self, command: commands.InstanceCommand) -> None:
         instance = self._instances.get(command.instance)
         if instance is None:  # lost, and reported as such
             return
         self._advance(instance)
         self._touched[instance.id] = instance
         match command:
-            case Route():
+            case commands.Route():
                 self._sample(instance, command)
-            case Abort():
+            case commands.Abort():
                 instance.engine.remove(self._now, command.trajectory)
-            case ReleaseCache():
+            case commands.ReleaseCache():
                 instance.engine.forget(command.trajectory)
-            case SetDraftLength():
+            case commands.SetDraftLength():
                 instance.engine.set_draft_length(self._now, command.length)
-            case Interrupt():
+            case commands.Interrupt():
                 stopped = instance.engine.remove(self._now, command.trajectory)
                 if stopped is not None:
                     self._tokens[command.trajectory] = stopped.tokens
@@ -302,13 +286,13 @@ class SimulatedRun:
                             **stopped.drafts.counts(),
                         ),
                     )
-            case Sleep():
+            case commands.Sleep():
                 idle_s = max(0.0, instance.engine.clock - self._now)
                 self._emit_after(
                     idle_s + self._simulation.switch_s + self._simulation.message_s,
                     events.InstanceSlept(instance=instance.id, step=command.step),
                 )
-            case Pull():
+            case commands.Pull():
                 slow = self._fault_rng.random() < self._simulation.slow_pull_share
                 seconds = self._simulation.pull_s * (self._simulation.slow_pull_factor if slow else 1.0)
                 if self._config.num_served_versions:  # loaded beside the versions being served
@@ -332,7 +316,7 @@ class SimulatedRun:
             self._env_tokens.pop(trajectory, None)
             self._environments.ended(trajectory)
 
-    def _sample(self, instance: SimulatedInstance, command: Route) -> None:
+    def _sample(self, instance: SimulatedInstance, command: commands.Route) -> None:
         group, member = self._workload_index(command.trajectory)
         tokens = self._tokens.get(command.trajectory, 0)
         turns = self._workload.turns(group, member)
@@ -357,7 +341,7 @@ class SimulatedRun:
                 del self._tokens[event.trajectory]
         self._handle(event)
 
-    def _train(self, command: Train) -> None:
+    def _train(self, command: commands.Train) -> None:
         responses = [self._response_cost(t, self._tokens.pop(t)) for t in command.trajectories]
         tokens, prefilled = sum(r.sampled for r in responses), sum(r.prefilled for r in responses)
         seconds = train_seconds(self._config, tokens + prefilled)
