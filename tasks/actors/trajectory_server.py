@@ -402,7 +402,7 @@ class TrajectoryServer:
             trajectories: group by group; empty for a step that is requested again, stored or not.
             versions: each trajectory's v_traj, as decided by the ledger.
         """
-        taken: list[Entry] = []
+        taken: list[spool_entries.Entry] = []
         if trajectories and step not in self._in_flight.batches:
             members, settings = [self._in_flight.live[t] for t in trajectories], self._settings
             check_batch(step, members, settings.group_size, settings.max_error_share, settings.reward)
