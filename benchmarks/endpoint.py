@@ -361,7 +361,7 @@ async def _serve(load: InstanceLoad) -> Measured:
             await asyncio.sleep(load.policy_s)
             turn = SampledTurn(prompt_tokens=ids, tokens=(5,) * TOKENS, logprobs=(-0.5,) * TOKENS, text=SAYS)
             ids = (*ids, *turn.tokens, 6)
-            session.answer(turn)
+            session.send_turn(turn)
 
     telling = asyncio.gather(*(tell(session) for session in found))
     keys = [session.key for session in found]

@@ -14,7 +14,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 RETRY_AFTER_S = 1
-"""Seconds after which a client that was refused for the number of connections is told to try again."""
+"""Seconds in the Retry-After header of the error when too many connections are open."""
 LINGER_S = 2.0
 """Seconds between an error response and closing the connection, in which input is read and dropped. Closing at once
 would reset the connection, and a client that is still writing would never read the error."""
@@ -57,12 +57,12 @@ def timed_protocol(head_s: float, max_connections: int) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:
-            """Answer input that is not HTTP with an error as JSON, like all errors of the endpoint."""
+            """Reply to input that is not HTTP with an error as JSON, like all errors of the endpoint."""
             self._cancel_timer()
             if self.cycle is not None and not self.cycle.response_complete:  # the bad input is in this request's body
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()
-            self._refuse(400, "this is no HTTP/1.1: the head or the chunks of a request cannot be read", "invalid_http")
+            self._refuse(400, "not HTTP/1.1: the head or the chunks of a request cannot be parsed", "invalid_http")
 
         def _cancel_timer(self) -> None:
             if self._timer is not None:

@@ -13,36 +13,36 @@ from staleflow.stores.in_flight.stop_criteria import find_stop
 from staleflow.tasks.endpoint.requests import ChatMessage, ChatRequest, FunctionCall, RequestError
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 
-PIECE = 24
-"""Characters of a streamed piece. What is streamed was sampled as a whole before."""
+CHUNK_CHARS = 24
+"""Characters in each event of a streamed reply. The complete turn has been sampled before streaming begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnReply:
-    """A turn as an agent receives it. number: index of the turn in its episode, from 0. created_s: Unix time."""
+    """A turn as an agent receives it. index: index of the turn in its episode, from 0. created_s: Unix time."""
 
     id: str
-    number: int
+    index: int
     created_s: int
     turn: SampledTurn
     message: ChatMessage
-    finish: str
+    finish_reason: str
 
 
-def reply_of(id: str, number: int, created_s: int, turn: SampledTurn, request: ChatRequest) -> TurnReply:
+def build_reply(id: str, index: int, created_s: int, turn: SampledTurn, request: ChatRequest) -> TurnReply:
     """Build the reply to a request: the turn's text up to a stop string, and its tool calls if the request defines
     tools."""
     content, calls = turn.text, tuple[FunctionCall, ...]()
     if (stop := find_stop(content, request.stop.strings)) is not None:
         content = content[: stop[1] if request.include_stop else stop[0]]
-    if request.calls_tools:
+    if request.with_tool_calls:
         content, calls = parse_tool_calls(content)
     message = ChatMessage(role="assistant", content=content, calls=calls)
     finish = "length" if turn.truncated else "tool_calls" if calls else "stop"
-    return TurnReply(id=id, number=number, created_s=created_s, turn=turn, message=message, finish=finish)
+    return TurnReply(id=id, index=index, created_s=created_s, turn=turn, message=message, finish_reason=finish)
 
 
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def parse_tool_calls(text: str) -> tuple[str, tuple[FunctionCall, ...]]:
@@ -53,7 +53,7 @@ def parse_tool_calls(text: str) -> tuple[str, tuple[FunctionCall, ...]]:
     ('Now.', (FunctionCall(name='add', arguments='{"a": 1}'),))
     """
     calls = []
-    for body in _CALL.findall(text):
+    for body in _TOOL_CALL.findall(text):
         try:
             call = json.loads(body)
         except (ValueError, RecursionError):
@@ -67,7 +67,7 @@ def parse_tool_calls(text: str) -> tuple[str, tuple[FunctionCall, ...]]:
                 arguments=arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
             )
         )
-    return (_CALL.sub("", text).strip() if calls else text), tuple(calls)
+    return (_TOOL_CALL.sub("", text).strip() if calls else text), tuple(calls)
 
 
 def render_tool_calls(message: ChatMessage) -> str:
@@ -79,70 +79,70 @@ def render_tool_calls(message: ChatMessage) -> str:
     return "\n".join(filter(None, (message.content, *calls)))
 
 
-def completion(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
-    """Build the body of a reply of /v1/chat/completions."""
+def completion_body(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
+    """Build the body of a reply to a request to /v1/chat/completions."""
     turn = reply.turn
     choice: dict[str, Any] = {
         "index": 0,
         "message": {"role": "assistant", "content": _content(reply), **_calls(reply)},
-        "finish_reason": reply.finish,
-        "logprobs": {"content": _logprobs(turn)} if request.with_logprobs or request.with_ids else None,
+        "finish_reason": reply.finish_reason,
+        "logprobs": {"content": _logprobs(turn)} if request.with_logprobs or request.with_token_ids else None,
     }
     reply_body = _head(request, reply, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
-    if request.with_ids:
+    if request.with_token_ids:
         choice["token_ids"] = list(turn.tokens)
         reply_body["prompt_token_ids"] = list(turn.prompt_tokens)
     return reply_body
 
 
-def generate_reply(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
-    """Build the body of a reply of /inference/v1/generate."""
+def generate_body(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
+    """Build the body of a reply to a request to /inference/v1/generate."""
     turn = reply.turn
     choice = {
         "index": 0,
         "token_ids": list(turn.tokens),
         "logprobs": {"content": _logprobs(turn)},
-        "finish_reason": reply.finish,
+        "finish_reason": reply.finish_reason,
     }
     head = {"request_id": reply.id} | _head(request, reply, "generate")
     return head | {"prompt_token_ids": list(turn.prompt_tokens), "choices": [choice], "usage": _usage(turn)}
 
 
-def chunks(request: ChatRequest, reply: TurnReply) -> Iterator[str]:
-    """Yield a reply of /v1/chat/completions as server-sent events."""
+def stream_events(request: ChatRequest, reply: TurnReply) -> Iterator[str]:
+    """Yield a reply to a request to /v1/chat/completions as server-sent events."""
     head = _head(request, reply, "chat.completion.chunk")
     turn = reply.turn
 
     def event(delta: dict[str, Any], finish: str | None = None, **more: Any) -> str:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, **more}
-        return _event({**head, "choices": [choice]})
+        return _server_sent_event({**head, "choices": [choice]})
 
     yield event({"role": "assistant", "content": ""})
     content = reply.message.content
-    for start in range(0, len(content), PIECE):
-        yield event({"content": content[start : start + PIECE]})
-    for number, call in enumerate(_calls(reply).get("tool_calls", ())):
-        yield event({"tool_calls": [{"index": number, **call}]})
+    for start in range(0, len(content), CHUNK_CHARS):
+        yield event({"content": content[start : start + CHUNK_CHARS]})
+    for index, call in enumerate(_calls(reply).get("tool_calls", ())):
+        yield event({"tool_calls": [{"index": index, **call}]})
     more: dict[str, Any] = {}
-    if request.with_logprobs or request.with_ids:
+    if request.with_logprobs or request.with_token_ids:
         more["logprobs"] = {"content": _logprobs(turn)}
-    if request.with_ids:
+    if request.with_token_ids:
         more["token_ids"] = list(turn.tokens)
         head["prompt_token_ids"] = list(turn.prompt_tokens)
-    yield event({}, reply.finish, **more)
+    yield event({}, reply.finish_reason, **more)
     if request.with_usage:
-        yield _event({**head, "choices": [], "usage": _usage(turn)})
+        yield _server_sent_event({**head, "choices": [], "usage": _usage(turn)})
     yield "data: [DONE]\n\n"
 
 
-def refusal(refused: RequestError) -> dict[str, Any]:
+def error_body(error: RequestError) -> dict[str, Any]:
     """Build the body of the reply to a refused request."""
-    kind = "invalid_request_error" if refused.status < 500 else "server_error"
-    return {"error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}}
+    error_type = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": error.message, "type": error_type, "param": None, "code": error.code}}
 
 
-def _head(request: ChatRequest, reply: TurnReply, kind: str) -> dict[str, Any]:
-    head: dict[str, Any] = {"id": reply.id, "object": kind, "created": reply.created_s, "model": request.model}
+def _head(request: ChatRequest, reply: TurnReply, object_type: str) -> dict[str, Any]:
+    head: dict[str, Any] = {"id": reply.id, "object": object_type, "created": reply.created_s, "model": request.model}
     return head | ({"overridden": dict(request.overridden)} if request.overridden else {})
 
 
@@ -153,7 +153,7 @@ def _content(reply: TurnReply) -> str | None:
 def _calls(reply: TurnReply) -> dict[str, Any]:
     calls = [
         {
-            "id": f"call_{reply.number}_{i}",
+            "id": f"call_{reply.index}_{i}",
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
@@ -174,5 +174,5 @@ def _usage(turn: SampledTurn) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def _event(value: dict[str, Any]) -> str:
+def _server_sent_event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"

@@ -16,11 +16,12 @@ from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.rendering.turn_params import TurnParams
 
-MAX_SHOWN_LENGTH = 60
+MAX_SHOWN_CHARS = 60
+"""Maximum characters of a request's value that an error message shows."""
 MAX_MESSAGES = 10_000
 MAX_STOPS = 16
 """Stop strings of a request. OpenAI's own limit is 4; each is searched for after each token."""
-MAX_STOP_LENGTH = 200
+MAX_STOP_CHARS = 200
 """Characters of a stop string."""
 MAX_STOP_IDS = 128
 """Token ids that end a turn, in addition to the job's."""
@@ -57,13 +58,14 @@ class SamplingRule(Enum):
 
 
 AUXILIARY = "auxiliary"
-"""Boolean field of a request: the turn is not trained on."""
+"""Field of a request's body. If it is true, the turn is not trained on."""
 AUXILIARY_HEADER = "x-auxiliary"
-"""Header with the same meaning; its value is 1 or true."""
+"""Header with the same meaning as AUXILIARY; its value is 1 or true."""
 
 
 class RequestError(Exception):
-    """The error of a refused request. retry_s: seconds after which the client may retry; None: never."""
+    """A request is refused: HTTP status, message and code of the error. retry_s: seconds after which the client may
+    retry; None: never."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_request", retry_s: float | None = None) -> None:
         super().__init__(message)
@@ -110,8 +112,10 @@ class ChatRequest:
     """A request for a turn, with messages or with token ids.
 
     Args:
+        tools: Definitions of tools as JSON; empty if there are none.
         stop: Stop criteria in addition to the model's end tokens.
         include_stop: Whether the reply includes the stop string that ended the turn.
+        with_tool_calls: Whether the reply returns the tool calls in the sampled text as such.
         auxiliary: The turn is not trained on.
         overridden: Sampling parameters that are overridden: by name, the value that applies.
         temperature: Temperature of this turn, 0 for greedy; None: the engine's.
@@ -125,11 +129,11 @@ class ChatRequest:
     max_tokens: int = 0
     stop: StopCriteria = NO_STOP
     include_stop: bool = False
-    calls_tools: bool = True
+    with_tool_calls: bool = True
     stream: bool = False
     with_usage: bool = False
     with_logprobs: bool = False
-    with_ids: bool = False
+    with_token_ids: bool = False
     auxiliary: bool = False
     num_bytes: int = 0
     overridden: Mapping[str, Any] = field(default_factory=dict)
@@ -160,63 +164,64 @@ def to_model_message(message: ChatMessage) -> Message:
     return Message("system" if message.role == "developer" else message.role, message.content)
 
 
-def read_json(body: bytes) -> Mapping[str, Any]:
+def parse_json(body: bytes) -> Mapping[str, Any]:
     """Parse the body of a request as a JSON object. Raises RequestError."""
     try:
         parsed = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the body is not JSON: {_short(str(error))}") from error
+        raise RequestError(400, f"the body is not JSON: {_shorten(str(error))}") from error
     if not isinstance(parsed, dict):
-        raise RequestError(400, f"the body must be a JSON object, not {_short(parsed)}")
+        raise RequestError(400, f"the body must be a JSON object, not {_shorten(parsed)}")
     return parsed
 
 
-def read_chat(body: Mapping[str, Any], *, temperature: float, sampling: SamplingRule) -> ChatRequest:
-    """Parse a request of /v1/chat/completions. Raises RequestError. temperature: the engine's. sampling: how to handle
-    other sampling parameters."""
+def parse_chat(body: Mapping[str, Any], *, temperature: float, sampling: SamplingRule) -> ChatRequest:
+    """Parse the body of a request to /v1/chat/completions. Raises RequestError. temperature: the engine's. sampling:
+    how to handle other sampling parameters."""
     unread_fields = dict(body)
-    model = _text(unread_fields.pop("model", None), "model")
-    messages = _messages(unread_fields.pop("messages", None))
-    tools = _tools(unread_fields.pop("tools", None))
-    choice = unread_fields.pop("tool_choice", None)
-    if choice not in (None, "auto", "none"):
-        raise RequestError(400, f"tool_choice = {_short(choice)}: the policy itself decides; use auto or none")
-    options = unread_fields.pop("stream_options", None) or {}
-    if not isinstance(options, dict):
-        raise RequestError(400, f"stream_options must be an object, not {_short(options)}")
+    model = _require_text(unread_fields.pop("model", None), "model")
+    messages = _parse_messages(unread_fields.pop("messages", None))
+    tools = _parse_tools(unread_fields.pop("tools", None))
+    tool_choice = unread_fields.pop("tool_choice", None)
+    if tool_choice not in (None, "auto", "none"):
+        raise RequestError(400, f"tool_choice = {_shorten(tool_choice)}: the policy itself decides; use auto or none")
+    stream_options = unread_fields.pop("stream_options", None) or {}
+    if not isinstance(stream_options, dict):
+        raise RequestError(400, f"stream_options must be an object, not {_shorten(stream_options)}")
     response_format = unread_fields.pop("response_format", None)
     if response_format not in (None, {"type": "text"}):
-        raise RequestError(400, "response_format: answers are what the policy samples, so only text")
+        raise RequestError(400, "response_format: the policy samples only text; leave it out")
     if unread_fields.pop("top_logprobs", None) not in (None, 0):
         raise RequestError(400, "top_logprobs: logprobs of other tokens are not kept; use 0")
-    stream = _flag(unread_fields, "stream")
-    with_logprobs, with_ids = _flag(unread_fields, "logprobs"), _flag(unread_fields, "return_token_ids")
-    auxiliary = _flag(unread_fields, AUXILIARY)
-    max_tokens = _max_tokens(unread_fields, ("max_completion_tokens", "max_tokens"))
-    stop, include_stop = _stop(unread_fields), _flag(unread_fields, "include_stop_str_in_output")
-    requested_temperature, overridden = _sampling(unread_fields, temperature, sampling)
+    stream = _pop_bool(unread_fields, "stream")
+    with_logprobs, with_token_ids = _pop_bool(unread_fields, "logprobs"), _pop_bool(unread_fields, "return_token_ids")
+    auxiliary = _pop_bool(unread_fields, AUXILIARY)
+    max_tokens = _pop_max_tokens(unread_fields, ("max_completion_tokens", "max_tokens"))
+    stop, include_stop = _pop_stop(unread_fields), _pop_bool(unread_fields, "include_stop_str_in_output")
+    requested_temperature, overridden = _pop_sampling(unread_fields, temperature, sampling)
     _refuse_unknown(unread_fields)
     return ChatRequest(
         model=model, messages=messages, tools=tools, max_tokens=max_tokens, stop=stop, include_stop=include_stop,
-        calls_tools=choice != "none" and bool(tools), stream=stream, with_usage=bool(options.get("include_usage")),
-        with_logprobs=with_logprobs, with_ids=with_ids, auxiliary=auxiliary, overridden=overridden,
-        temperature=requested_temperature,
+        with_tool_calls=tool_choice != "none" and bool(tools), stream=stream,
+        with_usage=bool(stream_options.get("include_usage")), with_logprobs=with_logprobs,
+        with_token_ids=with_token_ids, auxiliary=auxiliary, overridden=overridden, temperature=requested_temperature,
     )  # fmt: skip
 
 
-def read_generate(body: Mapping[str, Any], *, temperature: float, sampling: SamplingRule) -> ChatRequest:
-    """Parse a request of /inference/v1/generate, which has token ids instead of messages. Raises RequestError."""
+def parse_generate(body: Mapping[str, Any], *, temperature: float, sampling: SamplingRule) -> ChatRequest:
+    """Parse the body of a request to /inference/v1/generate, which has token ids instead of messages. Raises
+    RequestError."""
     unread_fields = dict(body)
-    model = _text(unread_fields.pop("model", None), "model")
+    model = _require_text(unread_fields.pop("model", None), "model")
     ids = unread_fields.pop("token_ids", None)
-    if not isinstance(ids, list) or not ids or not all(_is_whole(i) and 0 <= i < 2**31 for i in ids):
-        raise RequestError(400, f"token_ids must be a list of token ids, not {_short(ids)}")
+    if not isinstance(ids, list) or not ids or not all(_is_int(i) and 0 <= i < 2**31 for i in ids):
+        raise RequestError(400, f"token_ids must be a list of token ids, not {_shorten(ids)}")
     params = unread_fields.pop("sampling_params", None)
     if not isinstance(params, dict):
-        raise RequestError(400, f"sampling_params must be an object, not {_short(params)}")
-    if _flag(unread_fields, "stream"):
-        raise RequestError(400, "stream: token ids are answered as a whole; use /v1/chat/completions to stream texts")
-    auxiliary = _flag(unread_fields, AUXILIARY)
+        raise RequestError(400, f"sampling_params must be an object, not {_shorten(params)}")
+    if _pop_bool(unread_fields, "stream"):
+        raise RequestError(400, "stream: token ids are sent in one reply; use /v1/chat/completions to stream texts")
+    auxiliary = _pop_bool(unread_fields, AUXILIARY)
     _refuse_unknown(unread_fields)
     unread_params = dict(params)
     if unread_params.pop("logprobs", None) != 1:
@@ -225,123 +230,124 @@ def read_generate(body: Mapping[str, Any], *, temperature: float, sampling: Samp
     for name in ("prompt_logprobs", "detokenize", "output_kind", "include_stop_str_in_output", "allowed_token_ids"):
         if unread_params.pop(name, None) is not None and name == "allowed_token_ids":
             raise RequestError(400, "sampling_params.allowed_token_ids: the policy may sample every token")
-    max_tokens, stop = _max_tokens(unread_params, ("max_tokens",)), _stop(unread_params, "sampling_params.")
-    requested_temperature, overridden = _sampling(unread_params, temperature, sampling)
+    max_tokens, stop = _pop_max_tokens(unread_params, ("max_tokens",)), _pop_stop(unread_params, "sampling_params.")
+    requested_temperature, overridden = _pop_sampling(unread_params, temperature, sampling)
     _refuse_unknown(unread_params, "sampling_params.")
     return ChatRequest(
-        model=model, token_ids=tuple(ids), max_tokens=max_tokens, stop=stop, with_logprobs=True, with_ids=True,
-        overridden=overridden, calls_tools=False, auxiliary=auxiliary, temperature=requested_temperature,
+        model=model, token_ids=tuple(ids), max_tokens=max_tokens, stop=stop, with_logprobs=True, with_token_ids=True,
+        overridden=overridden, with_tool_calls=False, auxiliary=auxiliary, temperature=requested_temperature,
     )  # fmt: skip
 
 
-def _refuse_unknown(unread_fields: dict[str, Any], where: str = "") -> None:
-    """Refuse fields that are unknown. IGNORED_FIELDS are dropped without a message."""
+def _refuse_unknown(unread_fields: dict[str, Any], prefix: str = "") -> None:
+    """Raise RequestError if a field is unknown. IGNORED_FIELDS are dropped without a message."""
     for name in IGNORED_FIELDS:
         unread_fields.pop(name, None)
     if unread_fields:
-        raise RequestError(400, f"{where}{_short(next(iter(unread_fields)))}: unknown field; remove it")
+        raise RequestError(400, f"{prefix}{_shorten(next(iter(unread_fields)))}: unknown field; remove it")
 
 
-def _messages(value: Any) -> tuple[ChatMessage, ...]:
+def _parse_messages(value: Any) -> tuple[ChatMessage, ...]:
     if not isinstance(value, list) or not value:
-        raise RequestError(400, f"messages must be a list of at least one message, not {_short(value)}")
+        raise RequestError(400, f"messages must be a list of at least one message, not {_shorten(value)}")
     if len(value) > MAX_MESSAGES:
-        raise RequestError(400, f"messages: {len(value)} of them; at most {MAX_MESSAGES} are read")
-    messages = tuple(_message(message, f"messages[{index}]") for index, message in enumerate(value))
+        raise RequestError(400, f"messages has {len(value)}; a request may have at most {MAX_MESSAGES}")
+    messages = tuple(_parse_message(message, f"messages[{index}]") for index, message in enumerate(value))
     if messages[-1].role == "assistant":
         raise RequestError(400, "messages: the last message must not be the assistant's")
     return messages
 
 
-def _message(value: Any, where: str) -> ChatMessage:
+def _parse_message(value: Any, path: str) -> ChatMessage:
     if not isinstance(value, dict):
-        raise RequestError(400, f"{where} must be an object, not {_short(value)}")
+        raise RequestError(400, f"{path} must be an object, not {_shorten(value)}")
     role = value.get("role")
     if role not in ROLES:
-        raise RequestError(400, f"{where}.role must be one of {', '.join(ROLES)}, not {_short(role)}")
+        raise RequestError(400, f"{path}.role must be one of {', '.join(ROLES)}, not {_shorten(role)}")
     calls = value.get("tool_calls") or []
     if not isinstance(calls, list) or (calls and role != "assistant"):
-        raise RequestError(400, f"{where}.tool_calls must be a list, of an assistant's message")
-    content = _content(value.get("content"), where, may_be_empty=role == "assistant")
-    return ChatMessage(role=role, content=content, calls=tuple(_call(c, f"{where}.tool_calls") for c in calls))
+        raise RequestError(400, f"{path}.tool_calls must be a list, of an assistant's message")
+    content = _parse_content(value.get("content"), path, may_be_empty=role == "assistant")
+    return ChatMessage(role=role, content=content, calls=tuple(_parse_call(c, f"{path}.tool_calls") for c in calls))
 
 
-def _content(value: Any, where: str, *, may_be_empty: bool) -> str:
+def _parse_content(value: Any, path: str, *, may_be_empty: bool) -> str:
     if value is None and may_be_empty:
         return ""
     if isinstance(value, list):
         parts = []
         for part in value:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise RequestError(400, f"{where}.content: only parts of type text are read, not {_short(kind)}")
+            part_type = part.get("type") if isinstance(part, dict) else None
+            if part_type != "text" or not isinstance(part.get("text"), str):
+                raise RequestError(400, f"{path}.content: only parts of type text are read, not {_shorten(part_type)}")
             parts.append(part["text"])
         value = "".join(parts)
-    return _text(value, f"{where}.content")
+    return _require_text(value, f"{path}.content")
 
 
-def _call(value: Any, where: str) -> FunctionCall:
+def _parse_call(value: Any, path: str) -> FunctionCall:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict):
-        raise RequestError(400, f"{where}: a call is {{id, type, function: {{name, arguments}}}}, not {_short(value)}")
+        raise RequestError(400, f"{path}: a call is {{id, type, function: {{name, arguments}}}}, not {_shorten(value)}")
     return FunctionCall(
-        name=_text(function.get("name"), f"{where}.function.name"),
-        arguments=_text(function.get("arguments"), f"{where}.function.arguments"),
+        name=_require_text(function.get("name"), f"{path}.function.name"),
+        arguments=_require_text(function.get("arguments"), f"{path}.function.arguments"),
     )
 
 
-def _tools(value: Any) -> str:
-    """Return definitions of tools as JSON; empty if there are none."""
+def _parse_tools(value: Any) -> str:
+    """Check the definitions of tools, and return them as JSON; empty if there are none. Raises RequestError."""
     if not value:
         return ""
     if not isinstance(value, list):
-        raise RequestError(400, f"tools must be a list, not {_short(value)}")
-    for number, tool in enumerate(value):
+        raise RequestError(400, f"tools must be a list, not {_shorten(value)}")
+    for index, tool in enumerate(value):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(400, f"tools[{number}] must be {{type: function, function: {{name, ...}}}}")
-    _text(json.dumps(value, ensure_ascii=False), "tools")  # a chat template may render any part of them
+            raise RequestError(400, f"tools[{index}] must be {{type: function, function: {{name, ...}}}}")
+    _require_text(json.dumps(value, ensure_ascii=False), "tools")  # a chat template may render any part of them
     return json.dumps(value, sort_keys=True)
 
 
-def _max_tokens(unread_fields: dict[str, Any], names: tuple[str, ...]) -> int:
+def _pop_max_tokens(unread_fields: dict[str, Any], names: tuple[str, ...]) -> int:
     """Read the token limit of the turn; 0 without one."""
     limit = 0
     for name in names:
         value = unread_fields.pop(name, None)
         if value is not None:
-            if not _is_whole(value) or value < 1:
-                raise RequestError(400, f"{name} must be a whole number of at least 1, not {_short(value)}")
+            if not _is_int(value) or value < 1:
+                raise RequestError(400, f"{name} must be a whole number of at least 1, not {_shorten(value)}")
             limit = min(limit or value, value)
     return limit
 
 
-def _stop(unread_fields: dict[str, Any], where: str = "") -> StopCriteria:
-    """Read the stop criteria of the turn. where: prefix of error messages."""
+def _pop_stop(unread_fields: dict[str, Any], prefix: str = "") -> StopCriteria:
+    """Parse the stop criteria of a request, and remove them from its fields. Raises RequestError. prefix: of the names
+    of fields in error messages."""
     strings, ids = unread_fields.pop("stop", None), unread_fields.pop("stop_token_ids", None)
     strings = [] if strings is None else [strings] if isinstance(strings, str) else strings
     if not isinstance(strings, list) or len(strings) > MAX_STOPS:
-        raise RequestError(400, f"{where}stop must be a text or a list of at most {MAX_STOPS}, not {_short(strings)}")
+        raise RequestError(400, f"{prefix}stop must be a text, or a list of up to {MAX_STOPS}, not {_shorten(strings)}")
     for string in strings:
-        if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP_LENGTH or not _can_be_sampled(string):
+        if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP_CHARS or not _can_be_sampled(string):
             raise RequestError(
-                400, f"{where}stop: each must be a text of 1 to {MAX_STOP_LENGTH} characters, not {_short(string)}"
+                400, f"{prefix}stop: each must be a text of 1 to {MAX_STOP_CHARS} characters, not {_shorten(string)}"
             )
     ids = [] if ids is None else ids
-    if not isinstance(ids, list) or len(ids) > MAX_STOP_IDS or not all(_is_whole(i) and 0 <= i < 2**31 for i in ids):
+    if not isinstance(ids, list) or len(ids) > MAX_STOP_IDS or not all(_is_int(i) and 0 <= i < 2**31 for i in ids):
         raise RequestError(
-            400, f"{where}stop_token_ids must be a list of at most {MAX_STOP_IDS} token ids, not {_short(ids)}"
+            400, f"{prefix}stop_token_ids must be a list of at most {MAX_STOP_IDS} token ids, not {_shorten(ids)}"
         )
     return StopCriteria(tuple(strings), tuple(ids))
 
 
-def _sampling(
+def _pop_sampling(
     unread_fields: dict[str, Any], temperature: float, rule: SamplingRule
 ) -> tuple[float | None, dict[str, Any]]:
-    """Read the sampling parameters from a request's fields.
+    """Parse the sampling parameters of a request, and remove them from its fields.
 
     Args:
-        unread_fields: The fields not read so far; those read here are removed.
+        unread_fields: The fields not parsed yet.
         temperature: The engine's.
         rule: What to do with parameters that differ from the engine's.
 
@@ -353,11 +359,11 @@ def _sampling(
         RequestError: A parameter is malformed, or the rule refuses it.
     """
     n = unread_fields.pop("n", None)
-    if n is not None and (not _is_whole(n) or n != 1):
-        raise RequestError(400, f"n = {_short(n)}: a turn is sampled once; use n = 1")
+    if n is not None and (not _is_int(n) or n != 1):
+        raise RequestError(400, f"n = {_shorten(n)}: a turn is sampled once; use n = 1")
     requested = unread_fields.pop("temperature", None)
     if requested is not None and (not _is_number(requested) or not 0 <= requested <= MAX_TEMPERATURE):
-        raise RequestError(400, f"temperature must be a number from 0 to {MAX_TEMPERATURE}, not {_short(requested)}")
+        raise RequestError(400, f"temperature must be a number from 0 to {MAX_TEMPERATURE}, not {_shorten(requested)}")
     overridden: dict[str, Any] = {}
     if requested is not None and float(requested) != temperature and rule is not SamplingRule.OBEY:
         overridden["temperature"] = temperature
@@ -369,7 +375,7 @@ def _sampling(
         ):
             continue
         if not (_is_number(value) or isinstance(value, (dict, list, bool))):
-            raise RequestError(400, f"{name} must be a number, not {_short(value)}")
+            raise RequestError(400, f"{name} must be a number, not {_shorten(value)}")
         if not (greedy and name in NEUTRAL_IF_GREEDY):
             overridden[name] = neutral[0] if neutral else None
     if overridden and rule is SamplingRule.OBEY:
@@ -396,20 +402,20 @@ def _format_parameters(overridden: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {'unset' if value is None else value}" for name, value in overridden.items())
 
 
-def _flag(unread_fields: dict[str, Any], name: str) -> bool:
+def _pop_bool(unread_fields: dict[str, Any], name: str) -> bool:
     value = unread_fields.pop(name, None)
     if value is not None and not isinstance(value, bool):
-        raise RequestError(400, f"{name} must be true or false, not {_short(value)}")
+        raise RequestError(400, f"{name} must be true or false, not {_shorten(value)}")
     return bool(value)
 
 
-def _text(value: Any, name: str) -> str:
+def _require_text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise RequestError(400, f"{name} must be a text, not {_short(value)}")
+        raise RequestError(400, f"{name} must be a text, not {_shorten(value)}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise RequestError(400, f"{name} is no Unicode text: {error.reason} at {error.start}") from error
+        raise RequestError(400, f"{name} is not valid Unicode: {error.reason} at character {error.start}") from error
     return value
 
 
@@ -418,7 +424,7 @@ def _can_be_sampled(text: str) -> bool:
     return "\ufffd" not in text and not any("\ud800" <= char <= "\udfff" for char in text)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -426,8 +432,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _short(value: object) -> str:
-    """Format a value of a request on one line of plain characters."""
+def _shorten(value: object) -> str:
+    """Format a value of a request for an error message: one line of at most MAX_SHOWN_CHARS characters and `...`."""
     text = repr(value) if not isinstance(value, str) else ascii(value)[1:-1]
     text = " ".join(text.split())
-    return text if len(text) <= MAX_SHOWN_LENGTH else f"{text[:MAX_SHOWN_LENGTH]}..."
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."

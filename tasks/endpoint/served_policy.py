@@ -10,15 +10,16 @@ import time
 
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import FinishReason, TrajectoryId
-from staleflow.tasks.endpoint.replies import TurnReply, render_tool_calls, reply_of
+from staleflow.tasks.endpoint.replies import TurnReply, build_reply, render_tool_calls
 from staleflow.tasks.endpoint.requests import ChatRequest, RequestError, to_model_message
 from staleflow.tasks.engines.base import Engine, FailedRequest, Request, SampledTokens
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 
 POLL_S = 0.2
+"""Seconds of one wait for the engine's events."""
 MAX_TEMPERATURES = 8
-"""Different temperatures above 0 that requests may use: the transformers engine has a cache of its own for each."""
+"""Different temperatures above 0 that requests may use: the transformers engine keeps a separate cache for each."""
 
 
 class ServedPolicy:
@@ -50,8 +51,8 @@ class ServedPolicy:
         self._chat, self._template = chat, template
         self._max_context, self._max_new_tokens = max_context, max_new_tokens
         self._temperatures: set[float] = set()
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[SampledTokens | FailedRequest]] = {}
+        self._request_ids = itertools.count()
+        self._pending: dict[int, asyncio.Future[SampledTokens | FailedRequest]] = {}
         self._loop = asyncio.get_running_loop()
         self._closed = threading.Event()
         self._failed = False
@@ -59,7 +60,7 @@ class ServedPolicy:
         threading.Thread(target=self._forward_results, name="served", daemon=True).start()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._pending)
 
     def find(self, key: str) -> ServedPolicy:
         """Return this policy if the key is correct. Raises RequestError."""
@@ -73,9 +74,9 @@ class ServedPolicy:
 
     async def request_turn(self, request: ChatRequest) -> TurnReply:
         """Sample the turn of a request. Raises RequestError."""
-        prompt_tokens = self._encoded(request)
+        prompt_tokens = self._encode(request)
         if not prompt_tokens:
-            raise RequestError(400, "the messages make no tokens: there is nothing to answer", "invalid_value")
+            raise RequestError(400, "the messages have no tokens; send at least one text", "invalid_value")
         max_tokens = min(
             request.max_tokens or self._max_new_tokens, self._max_new_tokens, self._max_context - len(prompt_tokens)
         )
@@ -94,10 +95,10 @@ class ServedPolicy:
             )
         if self._failed:
             raise RequestError(503, "the engine has ended; start the server again", "engine_failed", 60.0)
-        number = next(self._numbers)
-        answer = self._waiting[number] = self._loop.create_future()
-        sampled = Request(
-            trajectory=TrajectoryId(number),
+        request_id = next(self._request_ids)
+        future = self._pending[request_id] = self._loop.create_future()
+        engine_request = Request(
+            trajectory=TrajectoryId(request_id),
             route_number=0,
             tokens=prompt_tokens,
             max_new_tokens=max_tokens,
@@ -106,31 +107,31 @@ class ServedPolicy:
             temperature=request.temperature or None,
         )
         try:
-            self._engine.submit([sampled])
-            outcome = await answer
+            self._engine.submit([engine_request])
+            result = await future
         except asyncio.CancelledError:
-            self._engine.abort([TrajectoryId(number)])
+            self._engine.abort([TrajectoryId(request_id)])
             raise
         finally:
-            del self._waiting[number]
-        if isinstance(outcome, FailedRequest):
+            del self._pending[request_id]
+        if isinstance(result, FailedRequest):
             raise RequestError(503, "the engine failed on this request; try again", "engine_failed", 1.0)
-        tokens = tuple(int(t) for s in outcome.segments for t in s.tokens)
+        tokens = tuple(int(t) for s in result.segments for t in s.tokens)
         turn = SampledTurn(
             prompt_tokens=prompt_tokens,
             tokens=tokens,
-            logprobs=tuple(float(x) for s in outcome.segments for x in s.logprobs),
+            logprobs=tuple(float(x) for s in result.segments for x in s.logprobs),
             text=self._tokenizer.text(tokens),
-            truncated=outcome.finish is FinishReason.LENGTH,
+            truncated=result.finish is FinishReason.LENGTH,
         )
-        return reply_of(f"chatcmpl-{number}", number, int(time.time()), turn, request)
+        return build_reply(f"chatcmpl-{request_id}", request_id, int(time.time()), turn, request)
 
     def close(self) -> None:
         """Stop serving."""
         self._closed.set()
         self._engine.close()
 
-    def _encoded(self, request: ChatRequest) -> tuple[int, ...]:
+    def _encode(self, request: ChatRequest) -> tuple[int, ...]:
         """Encode the messages of a request. Raises RequestError."""
         if request.token_ids is not None:
             return request.token_ids
@@ -140,13 +141,13 @@ class ServedPolicy:
                 return self._tokenizer.chat_ids(messages, request.tools)
         except ConfigError as error:
             raise RequestError(400, str(error)) from error
-        parts = [
-            m.content if i == 0 or m.role == "assistant" else self._in_template(m.content)
+        texts = [
+            m.content if i == 0 or m.role == "assistant" else self._apply_template(m.content)
             for i, m in enumerate(messages)
         ]
-        return self._tokenizer.ids("".join(parts))
+        return self._tokenizer.ids("".join(texts))
 
-    def _in_template(self, text: str) -> str:
+    def _apply_template(self, text: str) -> str:
         return self._template.replace("{observation}", text)
 
     def _forward_results(self) -> None:
@@ -157,21 +158,21 @@ class ServedPolicy:
             except Exception:  # noqa: BLE001  a closed engine may raise anything, and one that has failed does
                 self._failed = True
                 if not self._loop.is_closed():
-                    self._loop.call_soon_threadsafe(self._give_up)
+                    self._loop.call_soon_threadsafe(self._fail_pending)
                 return
             for event in events:
                 if not self._loop.is_closed():
-                    self._loop.call_soon_threadsafe(self._settle, event)
+                    self._loop.call_soon_threadsafe(self._set_result, event)
 
-    def _give_up(self) -> None:
-        """Fail all pending requests: the engine has ended."""
-        for number, answer in self._waiting.items():
-            if not answer.done():
-                answer.set_result(
-                    FailedRequest(trajectory=TrajectoryId(number), route_number=0, error="the engine has ended")
+    def _fail_pending(self) -> None:
+        """Fail all pending requests, because the engine has ended."""
+        for request_id, future in self._pending.items():
+            if not future.done():
+                future.set_result(
+                    FailedRequest(trajectory=TrajectoryId(request_id), route_number=0, error="the engine has ended")
                 )
 
-    def _settle(self, event: SampledTokens | FailedRequest) -> None:
-        answer = self._waiting.get(event.trajectory)
-        if answer is not None and not answer.done():
-            answer.set_result(event)
+    def _set_result(self, event: SampledTokens | FailedRequest) -> None:
+        future = self._pending.get(event.trajectory)
+        if future is not None and not future.done():
+            future.set_result(event)

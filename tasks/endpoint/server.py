@@ -27,23 +27,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from staleflow.stores.errors import ConfigError, raised_as, strerror
 from staleflow.tasks.endpoint.connections import timed_protocol
 from staleflow.tasks.endpoint.endpoint_metrics import EndpointMetrics
-from staleflow.tasks.endpoint.replies import TurnReply, chunks, completion, generate_reply, refusal
+from staleflow.tasks.endpoint.replies import TurnReply, completion_body, error_body, generate_body, stream_events
 from staleflow.tasks.endpoint.requests import (
     AUXILIARY_HEADER,
     ChatRequest,
     RequestError,
     SamplingRule,
-    read_chat,
-    read_generate,
-    read_json,
+    parse_chat,
+    parse_generate,
+    parse_json,
 )
 from staleflow.tasks.endpoint.sessions import RETRY_S, Sessions
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 
 logger = logging.getLogger(__name__)
 
-UNCOUNTED = ("/health", "/metrics")
-"""Paths whose requests are not those of clients."""
+UNCOUNTED_PATHS = ("/health", "/metrics")
+"""Paths whose requests the metrics do not count, because they come from monitoring."""
 KEEP_ALIVE_S = 600
 """Seconds that a connection may be idle. Agents call tools between two requests; if the server closed the connection
 just as the next one is sent, clients would see a failure."""
@@ -52,7 +52,7 @@ CLIENT_CLOSED = 499
 START_S = 10.0
 """Seconds in which the server must listen."""
 
-Read = Callable[..., ChatRequest]
+RequestParser = Callable[..., ChatRequest]
 
 
 class TurnSource(Protocol):
@@ -81,14 +81,14 @@ class EndpointServer:
         self._settings = settings
         self._served = served
         self._sampling = SamplingRule(settings.config.sampling) if served is None else SamplingRule.OBEY
-        self._counts = EndpointMetrics()
+        self._metrics = EndpointMetrics()
         self.sessions = Sessions(branches=settings.config.changed_past == "branch")
-        self._in_flight = 0
-        self._bodies = asyncio.Semaphore(settings.config.max_requests)
-        self._stopping = False
+        self._num_in_flight = 0
+        self._read_slots = asyncio.Semaphore(settings.config.max_requests)
+        self._is_stopping = False
         self._server: uvicorn.Server | None = None
-        self._serving: asyncio.Task[None] | None = None
-        self._starting = asyncio.Lock()
+        self._serve_task: asyncio.Task[None] | None = None
+        self._start_lock = asyncio.Lock()
         self._address = ""
 
     @property
@@ -97,14 +97,14 @@ class EndpointServer:
         return f"{self._address}/v1"
 
     @property
-    def _keys(self) -> SessionLookup:
+    def _lookup(self) -> SessionLookup:
         return self.sessions if self._served is None else self._served
 
     async def start(self) -> None:
         """Start listening; does nothing if the endpoint listens already. Raises ConfigError if the address cannot be
         used."""
-        async with self._starting:
-            if self._serving is not None and not self._serving.done():
+        async with self._start_lock:
+            if self._serve_task is not None and not self._serve_task.done():
                 return
             config = self._settings.config
             listening = listening_socket(config.host, config.port)
@@ -122,111 +122,112 @@ class EndpointServer:
                 listening.close()
                 raise ConfigError(f"endpoint.tls_cert = {config.tls_cert!r}: cannot be used: {error}") from error
             self._server = server
-            self._serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+            self._serve_task = asyncio.ensure_future(server.serve(sockets=[listening]))
             host, port = listening.getsockname()[:2]
             url_host = f"[{host}]" if ":" in host else host
             self._address = f"{'https' if tls else 'http'}://{url_host}:{port}"
             if self._settings.replaces_s:
                 self.sessions.expect_predecessor_keys(self._settings.replaces_s)
             async with asyncio.timeout(START_S):
-                while not server.started and not self._serving.done():
+                while not server.started and not self._serve_task.done():
                     await asyncio.sleep(0.005)
 
     def drain(self) -> None:
         """Refuse pending and new requests with a status on which clients retry."""
-        self._stopping = True
-        self.sessions.refuse_all(_stopping())
+        self._is_stopping = True
+        self.sessions.refuse_all(_stopping_error())
 
     async def stop(self) -> None:
         """Refuse all requests, and stop listening."""
         self.drain()
-        if self._server is not None and self._serving is not None:
+        if self._server is not None and self._serve_task is not None:
             self._server.should_exit = True
-            await asyncio.wait({self._serving}, timeout=5.0)
-            self._serving.cancel()
+            await asyncio.wait({self._serve_task}, timeout=5.0)
+            self._serve_task.cancel()
 
     # -- requests ------------------------------------------------------------------------------------------------
 
     def _application(self) -> ASGIApp:
         routes = [
-            Route("/health", self._health, methods=["GET"]),
-            Route("/metrics", self._metrics, methods=["GET"]),
+            Route("/health", self._get_health, methods=["GET"]),
+            Route("/metrics", self._get_metrics, methods=["GET"]),
         ]
-        chat = self._turn_handler(read_chat, _chat_response)
-        generate = self._turn_handler(read_generate, _generate_response)
+        chat = self._turn_handler(parse_chat, _chat_response)
+        generate = self._turn_handler(parse_generate, _generate_response)
         for base in ("", "/session/{key}"):
             routes += [
                 Route(f"{base}/v1/chat/completions", chat, methods=["POST"]),
                 Route(f"{base}/inference/v1/generate", generate, methods=["POST"]),
                 Route(f"{base}/v1/inference/v1/generate", generate, methods=["POST"]),
-                Route(f"{base}/v1/models", self._models, methods=["GET"]),
-                Route(f"{base}/v1/models/{{name:path}}", self._model, methods=["GET"]),
+                Route(f"{base}/v1/models", self._list_models, methods=["GET"]),
+                Route(f"{base}/v1/models/{{name:path}}", self._get_model, methods=["GET"]),
             ]
-        handlers: dict[Any, Any] = {404: _unknown, 405: _unknown, RequestError: _refused}
+        handlers: dict[Any, Any] = {404: _handle_unknown, 405: _handle_unknown, RequestError: _handle_error}
         return _CountingApp(Starlette(routes=routes, exception_handlers=handlers), self)
 
-    async def _health(self, request: Request) -> Response:
-        if self._stopping:
+    async def _get_health(self, request: Request) -> Response:
+        if self._is_stopping:
             return JSONResponse({"status": "stopping"}, 503, {"Retry-After": f"{RETRY_S:g}"})
         return JSONResponse({"status": "ok"})
 
-    async def _metrics(self, request: Request) -> Response:
-        return PlainTextResponse(self._counts.text(sessions=len(self._keys), in_flight=self._in_flight))
+    async def _get_metrics(self, request: Request) -> Response:
+        return PlainTextResponse(self._metrics.text(sessions=len(self._lookup), in_flight=self._num_in_flight))
 
-    async def _models(self, request: Request) -> Response:
-        with self._slot():
-            self._session(request)
+    async def _list_models(self, request: Request) -> Response:
+        with self._request_slot():
+            self._find_session(request)
             return JSONResponse({"object": "list", "data": [self._model_card()]})
 
-    async def _model(self, request: Request) -> Response:
-        with self._slot():
-            self._session(request)
+    async def _get_model(self, request: Request) -> Response:
+        with self._request_slot():
+            self._find_session(request)
             return JSONResponse(self._model_card())
 
     def _model_card(self) -> dict[str, Any]:
         return {"id": self._settings.model, "object": "model", "created": 0, "owned_by": "staleflow"}
 
-    def _turn_handler(self, read: Read, to_response: Callable[[ChatRequest, TurnReply], Response]) -> Any:
-        async def answer(request: Request) -> Response:
+    def _turn_handler(self, parse: RequestParser, to_response: Callable[[ChatRequest, TurnReply], Response]) -> Any:
+        async def handle(request: Request) -> Response:
             # A session's turn always gets a slot; requests to a served policy are refused beyond the limit.
-            with self._slot(waits=self._served is None):
-                session = self._session(request)
+            with self._request_slot(unlimited=self._served is None):
+                session = self._find_session(request)
                 with _PendingBytes(session, self._settings.config.max_session_kib) as pending:
-                    async with self._bodies:
-                        body = await self._body(request, pending)
-                        parsed = read(read_json(body), temperature=self._settings.temperature, sampling=self._sampling)
+                    async with self._read_slots:
+                        body = await self._read_body(request, pending)
+                        fields = parse_json(body)
+                        parsed = parse(fields, temperature=self._settings.temperature, sampling=self._sampling)
                     auxiliary = request.headers.get(AUXILIARY_HEADER, "").lower() in ("1", "true")
                     parsed = replace(parsed, num_bytes=len(body), auxiliary=parsed.auxiliary or auxiliary)
                     del body
                     self._check_ids(parsed)
                     started_s = time.monotonic()
                     reply = await _unless_disconnected(request, session.request_turn(parsed))
-                self._counts.answered(time.monotonic() - started_s, len(reply.turn.tokens))
+                self._metrics.observe_turn(time.monotonic() - started_s, len(reply.turn.tokens))
                 return to_response(parsed, reply)
 
-        return answer
+        return handle
 
     def _check_ids(self, request: ChatRequest) -> None:
         """Raise RequestError if a token id is beyond the model's vocabulary."""
         size = self._settings.vocabulary
         if size and request.token_ids is not None and (largest := max(request.token_ids)) >= size:
-            raise RequestError(400, f"token_ids has {largest}, where the model's vocabulary has {size} tokens")
+            raise RequestError(400, f"token_ids contains {largest}; the model's vocabulary has {size} tokens")
 
-    def _session(self, request: Request) -> TurnSource:
+    def _find_session(self, request: Request) -> TurnSource:
         """Return the session of a request, by its key. Raises RequestError."""
         header = request.headers.get("authorization", "")
         session_id = request.headers.get("x-session-id", "")
         key = request.path_params.get("key") or header.removeprefix("Bearer ").strip() or session_id
         if not key:
             raise RequestError(401, "no key: send it as Authorization: Bearer KEY", "invalid_api_key")
-        keys = self._keys
-        session = keys.find(key)
-        if session_id and keys.belongs_to_other(session_id, session):
-            raise RequestError(403, "X-Session-ID names another session than the key's", "invalid_session")
+        lookup = self._lookup
+        session = lookup.find(key)
+        if session_id and lookup.belongs_to_other(session_id, session):
+            raise RequestError(403, "X-Session-ID is the id of another session than the key's", "invalid_session")
         return session
 
-    async def _body(self, request: Request, pending: _PendingBytes) -> bytes:
-        """Read a request's body, within the limits of size and time. Raises RequestError."""
+    async def _read_body(self, request: Request, pending: _PendingBytes) -> bytes:
+        """Read a request's body, up to the limits of size and time. Raises RequestError."""
         config = self._settings.config
         max_bytes = config.max_body_kib * 1024
         too_long = RequestError(
@@ -249,26 +250,26 @@ class EndpointServer:
                 408, f"the body took longer than endpoint.body_s = {config.body_s:g} s", "too_slow"
             ) from error
         except ClientDisconnect as error:
-            raise RequestError(400, "the connection was closed before the body had come") from error
+            raise RequestError(400, "the connection was closed before the body was complete") from error
         return bytes(body)
 
     @contextlib.contextmanager
-    def _slot(self, *, waits: bool = False) -> Iterator[None]:
-        """Context manager: hold a slot for a request in flight. waits: a session's turn, which always gets one. Raises
-        RequestError if none is free."""
-        if self._stopping:
-            raise _stopping()
+    def _request_slot(self, *, unlimited: bool = False) -> Iterator[None]:
+        """Context manager: hold a slot for a request in flight. Raises RequestError if none is free,
+        unless `unlimited`."""
+        if self._is_stopping:
+            raise _stopping_error()
         limit = self._settings.config.max_requests
-        if self._in_flight >= limit and not waits:
+        if self._num_in_flight >= limit and not unlimited:
             raise RequestError(429, f"endpoint.max_requests = {limit} are in flight; try again", "too_many", RETRY_S)
-        self._in_flight += 1
+        self._num_in_flight += 1
         try:
             yield
         finally:
-            self._in_flight -= 1
+            self._num_in_flight -= 1
 
     def count(self, status: int) -> None:
-        self._counts.count(status)
+        self._metrics.count(status)
 
 
 class _PendingBytes:
@@ -295,11 +296,11 @@ class _PendingBytes:
         """Raise RequestError if these bytes and the session's other requests exceed the limit."""
         other_bytes = self._session.pending_bytes - self._num_bytes
         if other_bytes and other_bytes + num_bytes > self._max_kib * 1024:
-            why = (
-                f"the session's requests that wait have {other_bytes // 1024} KiB, and with this one more than "
-                f"endpoint.max_session_kib = {self._max_kib}; try again when one is answered"
+            reason = (
+                f"the session's pending requests have {other_bytes // 1024} KiB, and with this one more than "
+                f"endpoint.max_session_kib = {self._max_kib}; try again after a reply"
             )
-            raise RequestError(429, why, "too_many", RETRY_S)
+            raise RequestError(429, reason, "too_many", RETRY_S)
 
 
 class _CountingApp:
@@ -313,22 +314,22 @@ class _CountingApp:
             return
         has_headers = False
 
-        async def counted(message: Any) -> None:
+        async def count_and_send(message: Any) -> None:
             nonlocal has_headers
             if message["type"] == "http.response.start":
                 has_headers = True
-                if scope["path"] not in UNCOUNTED:
+                if scope["path"] not in UNCOUNTED_PATHS:
                     self._server.count(message["status"])
             await send(message)
 
         try:
-            await self._app(scope, receive, counted)
+            await self._app(scope, receive, count_and_send)
             return
         except Exception:
             logger.exception("the endpoint failed on a request")
-            problem = RequestError(500, "the endpoint failed on this request; its log says why", "internal")
+            error = RequestError(500, "the endpoint failed on this request; see its log", "internal")
         if not has_headers:
-            await _refusal(problem)(scope, receive, counted)
+            await _error_response(error)(scope, receive, count_and_send)
 
 
 class QuietServer(uvicorn.Server):
@@ -360,38 +361,38 @@ async def _wait_for_disconnect(request: Request) -> None:
         pass
 
 
-def _stopping() -> RequestError:
+def _stopping_error() -> RequestError:
     return RequestError(503, "the endpoint is stopping; try again", "stopping", RETRY_S)
 
 
-def _refusal(refused: RequestError) -> Response:
-    headers = {} if refused.retry_s is None else {"Retry-After": f"{refused.retry_s:g}"}
-    return JSONResponse(refusal(refused), refused.status, headers)
+def _error_response(error: RequestError) -> Response:
+    headers = {} if error.retry_s is None else {"Retry-After": f"{error.retry_s:g}"}
+    return JSONResponse(error_body(error), error.status, headers)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _handle_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return _refusal(error)
+    return _error_response(error)
 
 
 def _chat_response(request: ChatRequest, reply: TurnReply) -> Response:
     if request.stream:
-        return Response("".join(chunks(request, reply)), media_type="text/event-stream")
-    return _json(completion(request, reply))
+        return Response("".join(stream_events(request, reply)), media_type="text/event-stream")
+    return _json(completion_body(request, reply))
 
 
 def _generate_response(request: ChatRequest, reply: TurnReply) -> Response:
-    return _json(generate_reply(request, reply))
+    return _json(generate_body(request, reply))
 
 
 def _json(value: dict[str, Any]) -> Response:
     return Response(json.dumps(value, separators=(",", ":")), media_type="application/json")
 
 
-async def _unknown(request: Request, error: Exception) -> Response:
+async def _handle_unknown(request: Request, error: Exception) -> Response:
     paths = "POST /v1/chat/completions, POST /inference/v1/generate, GET /v1/models, GET /health, GET /metrics"
     status = getattr(error, "status_code", 404)
-    return _refusal(RequestError(status, f"not offered; there are {paths}", "not_found"))
+    return _error_response(RequestError(status, f"unknown path or method; there are {paths}", "not_found"))
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

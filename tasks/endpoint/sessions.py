@@ -9,7 +9,7 @@ Invariants:
   Any other request starts a branch (stores/context_branches.py) or is refused, depending on endpoint.changed_past.
 - Auxiliary turns are sampled and returned, but not trained on, and not part of later contexts. The others are main
   turns.
-- A key is random, belongs to one session, and is void once the session is closed.
+- A key is random, belongs to one session, and becomes invalid when the session is closed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from staleflow.tasks.endpoint.replies import TurnReply, render_tool_calls, reply_of
+from staleflow.tasks.endpoint.replies import TurnReply, build_reply, render_tool_calls
 from staleflow.tasks.endpoint.requests import ChatMessage, ChatRequest, RequestError, to_model_message
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message
@@ -35,7 +35,7 @@ _KEY = re.compile(r"[0-9a-f]{16}\.[\w-]{32}", re.ASCII)
 RETRY_S = 1.0
 """Seconds after which a client should send its request again."""
 MAX_CLOSED_KEYS = 10_000
-"""Number of closed sessions whose keys are kept, to answer why they ended."""
+"""Number of closed sessions whose keys are remembered, so that a request with one is refused with the reason."""
 
 
 class _PendingRequest:
@@ -49,15 +49,16 @@ class _PendingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AnsweredTurn:
-    """A turn that the agent has received. messages: the conversation including it; empty for a request of token ids."""
+    """A turn that was sent to the agent. messages: the conversation up to and including it; empty if the request had
+    token ids."""
 
     messages: tuple[ChatMessage, ...]
     tools: str
 
 
 class AgentSession:
-    """An agent's session. Use from one event loop. branches: whether a request that changes earlier messages starts a
-    context branch; otherwise it is refused."""
+    """One agent's conversation with the policy. Use from one event loop. branches: whether a request that changes
+    earlier messages starts a context branch; otherwise it is refused."""
 
     def __init__(self, id: str, secret: str, *, branches: bool = True) -> None:
         self.id = id
@@ -77,7 +78,7 @@ class AgentSession:
         """Requests that wait until the turns of earlier requests are sampled."""
         self._next_messages: asyncio.Future[tuple[Message, ...]] = asyncio.get_running_loop().create_future()
         self._refusal: RequestError | None = None
-        """The error of all further requests, if no further turn is sampled."""
+        """The error with which further requests are refused; None while turns are sampled."""
         self.pending_bytes = 0
         """Size of the session's unanswered requests."""
 
@@ -94,10 +95,10 @@ class AgentSession:
         """Whether a text is the secret of the session's key. Compares in constant time."""
         return hmac.compare_digest(self._secret.encode(), secret.encode())
 
-    # -- the agent's side ----------------------------------------------------------------------------------------
+    # -- called for the agent's requests -------------------------------------------------------------------------
 
     async def request_turn(self, request: ChatRequest) -> TurnReply:
-        """Wait until the turn for a request is sampled, and return it. Raises RequestError."""
+        """Return the turn for a request, once it is sampled. Raises RequestError."""
         latest_request = self._latest_request
         for pending in (*self._queue, *([latest_request] if latest_request is not None else ())):
             if _is_same_turn(pending.request, request) and not _failed(pending):
@@ -144,10 +145,10 @@ class AgentSession:
             return self._first_messages(request)
         if request.auxiliary:
             return self._branch_messages(request)
-        if reason := self._difference(request):
+        if reason := self._find_mismatch(request):
             if self._branches:
                 return self._branch_messages(request)
-            raise _changed_past(reason)
+            raise _changed_past_error(reason)
         if self._last_main_turn < len(self._turns):
             return self._branch_messages(request)
         ids = None if request.token_ids is None else request.token_ids[len(self._token_ids) :]
@@ -164,11 +165,11 @@ class AgentSession:
                 "auxiliary_first",
             )
         if any(message.calls for message in request.messages):
-            raise _changed_past("messages have tool calls, but no turn was sampled in this session yet")
+            raise _changed_past_error("messages have tool calls, but no turn was sampled in this session yet")
         params = request.turn_params(first=True, ids=request.token_ids)
         return params.prepend_to([to_model_message(message) for message in request.messages])
 
-    def _difference(self, request: ChatRequest) -> str:
+    def _find_mismatch(self, request: ChatRequest) -> str:
         """Return why a request does not continue the last main turn; empty if it does."""
         main_turn = self._turns[self._last_main_turn - 1]
         if request.token_ids is not None:
@@ -181,9 +182,9 @@ class AgentSession:
             return "this session began with token_ids"
         if request.tools != main_turn.tools:
             return "tools differ from those of earlier requests"
-        for index, (earlier, present) in enumerate(zip(main_turn.messages, request.messages, strict=False)):
-            if earlier.canonical != present.canonical:
-                return f"messages[{index}], of role {present.role}, differs from the earlier request"
+        for index, (earlier, current) in enumerate(zip(main_turn.messages, request.messages, strict=False)):
+            if earlier.canonical != current.canonical:
+                return f"messages[{index}], of role {current.role}, differs from the earlier request"
         new = request.messages[len(main_turn.messages) :]
         if not new:
             num_known, num_sent = len(main_turn.messages), len(request.messages)
@@ -209,10 +210,10 @@ class AgentSession:
                 continue
             if canonical[: len(turn.messages)] == [message.canonical for message in turn.messages]:
                 best = max(best, (len(turn.messages), index))
-        count, index = best
+        num_shared, index = best
         if index:
             params = request.turn_params(first=False, after_turn=index)
-            return params.prepend_to([to_model_message(message) for message in request.messages[count:]])
+            return params.prepend_to([to_model_message(message) for message in request.messages[num_shared:]])
         params = request.turn_params(first=True, after_turn=0)
         return params.prepend_to([self._render_again(message) for message in request.messages])
 
@@ -221,7 +222,7 @@ class AgentSession:
         text = self._sampled_texts.get(message.canonical) if message.role == "assistant" else None
         return to_model_message(message)._replace(content=render_tool_calls(message) if text is None else text)
 
-    # -- the episode's side --------------------------------------------------------------------------------------
+    # -- called by the episode -----------------------------------------------------------------------------------
 
     @property
     def next_messages(self) -> asyncio.Future[tuple[Message, ...]]:
@@ -229,12 +230,12 @@ class AgentSession:
         turn."""
         return self._next_messages
 
-    def answer(self, turn: SampledTurn) -> None:
-        """Reply to the pending request with the sampled turn."""
+    def send_turn(self, turn: SampledTurn) -> None:
+        """Send the sampled turn as the reply to the pending request."""
         pending = self._latest_request
         assert pending is not None and self._next_messages.done(), "no request is pending"
-        request, number = pending.request, len(self._turns)
-        reply = reply_of(f"chatcmpl-{self.id}-{number}", number, int(time.time()), turn, request)
+        request, turn_index = pending.request, len(self._turns)
+        reply = build_reply(f"chatcmpl-{self.id}-{turn_index}", turn_index, int(time.time()), turn, request)
         messages = (*request.messages, reply.message) if request.token_ids is None else ()
         self._turns.append(_AnsweredTurn(messages=messages, tools=request.tools))
         self._sampled_texts[reply.message.canonical] = turn.text
@@ -277,7 +278,7 @@ class Sessions:
     def close(self, session: AgentSession, reason: str = "the episode has ended") -> None:
         """Close a session and make its key invalid."""
         if self._open.pop(session.id, None) is not None:
-            error = RequestError(410, f"{reason}; its key is void", "session_ended")
+            error = RequestError(410, f"{reason}; its key is no longer valid", "session_ended")
             session.refuse(error)
             self._closed[session.key] = error
             while len(self._closed) > MAX_CLOSED_KEYS:
@@ -288,10 +289,10 @@ class Sessions:
         for session in self._open.values():
             session.refuse(refusal)
 
-    def expect_predecessor_keys(self, within_s: float) -> None:
-        """For `within_s` seconds, reply to unknown keys with status 503 instead of 401: they may belong to a lost
+    def expect_predecessor_keys(self, duration_s: float) -> None:
+        """For `duration_s` seconds, reply to unknown keys with status 503 instead of 401: they may belong to a lost
         endpoint whose episodes are being restarted."""
-        self._predecessor_keys_until = self._now() + within_s
+        self._predecessor_keys_until = self._now() + duration_s
 
     def find(self, key: str) -> AgentSession:
         """Return the session of a key. Raises RequestError."""
@@ -302,9 +303,7 @@ class Sessions:
         if (error := self._closed.get(key)) is not None:
             raise error
         if self._now() < self._predecessor_keys_until and _KEY.fullmatch(key):
-            reason = (
-                "this endpoint has just taken the place of one that was lost, and does not know this key; try again"
-            )
+            reason = "this endpoint has just replaced one that was lost, and does not know this key yet; try again"
             raise RequestError(503, reason, "replaced", RETRY_S)
         raise RequestError(
             401, "no session has this key; use the one that the agent was started with", "invalid_api_key"
@@ -315,7 +314,7 @@ class Sessions:
         return id.partition(".")[0] in self._open and id.partition(".")[0] != session.id
 
 
-def _changed_past(reason: str) -> RequestError:
+def _changed_past_error(reason: str) -> RequestError:
     return RequestError(
         400,
         f"{reason}; a session continues its conversation, so send the earlier messages unchanged and append, "

@@ -225,7 +225,7 @@ class AgentEpisode(AskingEpisode):
         if self._turn is None:
             raise EpisodeFailed("the agent cannot be told a turn without its token ids")
         turn, self._turn = self._turn, None
-        session.answer(turn)
+        session.send_turn(turn)
         if truncated or last:
             return await self._end_at("rollout.max_new_tokens" if truncated else "environment.max_turns")
         request = await self._messages(session)

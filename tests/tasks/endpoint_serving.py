@@ -45,7 +45,7 @@ async def answer_turns(session: AgentSession, *turns: SampledTurn) -> list[tuple
     messages = []
     for item in turns:
         messages.append(await session.next_messages)
-        session.answer(item)
+        session.send_turn(item)
     return messages
 
 

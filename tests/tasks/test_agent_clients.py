@@ -47,7 +47,7 @@ async def serving(*texts: str) -> AsyncIterator[tuple[EndpointServer, AgentSessi
             await session.next_messages
             received.append(sampled(ids, 5 + len(text) % 7, text))
             ids = [*ids, *received[-1].tokens, 4, 5]
-            session.answer(received[-1])
+            session.send_turn(received[-1])
 
     telling = asyncio.ensure_future(tell())
     try:

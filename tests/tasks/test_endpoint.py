@@ -312,6 +312,6 @@ async def test_a_key_is_valid_for_its_session_until_it_ends() -> None:
         assert (await waiting).status_code == 410
         void = await chat(client, second, HELLO)
         assert (void.status_code, void.json()["error"]["message"]) == (
-            410, "the episode has ended; its key is void",
+            410, "the episode has ended; its key is no longer valid",
         )  # fmt: skip
         assert (await chat(client, first, HELLO)).status_code == 200

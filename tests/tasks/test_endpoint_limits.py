@@ -90,7 +90,7 @@ async def test_a_session_gets_its_turn_by_retry_after_a_disconnect() -> None:
         writer.close()
         while (await client.get("/v1/models", headers=auth_headers(session))).status_code == 429:
             await asyncio.sleep(0.01)  # until the endpoint has noticed
-        session.answer(turn("hi"))
+        session.send_turn(turn("hi"))
         result = await chat(client, session, HELLO)
         assert result.json()["choices"][0]["message"]["content"] == "hi"
         assert not session.next_messages.done()
@@ -105,7 +105,7 @@ async def test_sessions_beyond_max_requests_wait_for_their_turns() -> None:
         assert (await client.get("/health")).status_code == 200
         assert "staleflow_endpoint_in_flight 9.0" in (await client.get("/metrics")).text
         for session in sessions:
-            session.answer(turn("hi"))
+            session.send_turn(turn("hi"))
         assert [(await item).status_code for item in waiting] == [200] * 9
 
 
@@ -136,7 +136,7 @@ async def test_queued_requests_of_a_session_use_bounded_memory() -> None:
         assert b" 429 " in await send_bytes(server, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk)
         other = asyncio.ensure_future(chat(client, modest, [{"role": "user", "content": "x" * 50_000}]))
         await modest.next_messages
-        modest.answer(turn("hi"))
+        modest.send_turn(turn("hi"))
         assert (await other).status_code == 200, "one alone may be larger"
         # Requests whose clients have gone wait on, and count on.
         for item in waiting:
@@ -147,7 +147,7 @@ async def test_queued_requests_of_a_session_use_bounded_memory() -> None:
         assert (await chat(client, greedy, long[5])).status_code == 429
         for number in range(4):
             await greedy.next_messages
-            greedy.answer(turn(str(number)))
+            greedy.send_turn(turn(str(number)))
         while greedy.pending_bytes > 0:
             await asyncio.sleep(0)
         assert greedy.num_queued == 0
@@ -229,7 +229,7 @@ async def test_token_ids_beyond_the_vocabulary_are_rejected() -> None:
         body = {"model": "m", "token_ids": [1, 300], "sampling_params": {"logprobs": 1}}
         result = await client.post(GENERATE, headers=auth_headers(session), json=body)
         assert result.status_code == 400
-        why = "token_ids has 300, where the model's vocabulary has 300 tokens"
+        why = "token_ids contains 300; the model's vocabulary has 300 tokens"
         assert result.json()["error"]["message"] == why
         assert not session.next_messages.done()
     await server.stop()

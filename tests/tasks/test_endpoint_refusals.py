@@ -93,7 +93,7 @@ async def test_malformed_requests_get_one_line_errors() -> None:
         assert not session.next_messages.done()
         for method, path in (("GET", CHAT), ("DELETE", "/v1/models"), ("POST", "/v1/embeddings"), ("GET", "/")):
             assert (await client.request(method, path)).status_code in (404, 405)
-        other.answer(turn("hi"))
+        other.send_turn(turn("hi"))
         assert (await waiting).status_code == 200
 
 
@@ -115,7 +115,7 @@ async def test_oversized_slow_and_excess_requests_are_rejected() -> None:
         busy = await client.get("/v1/models", headers=auth_headers(session))
         assert (busy.status_code, busy.headers["Retry-After"]) == (429, "1")
         for item in (session, other):
-            item.answer(turn("hi"))
+            item.send_turn(turn("hi"))
         assert [(await item).status_code for item in waiting] == [200, 200]
         metrics = (await client.get("/metrics")).text
         assert 'staleflow_endpoint_requests_total{status="429"} 1.0' in metrics
@@ -153,7 +153,7 @@ async def test_a_request_to_a_finished_episode_gets_410() -> None:
         session = server.sessions.open()
         waiting = asyncio.ensure_future(chat(client, session, HELLO))
         await session.next_messages
-        session.answer(turn("hi"))
+        session.send_turn(turn("hi"))
         assert (await waiting).status_code == 200
         server.sessions.close(session)
         late = [

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria, find_stop
-from staleflow.tasks.endpoint.requests import ChatRequest, SamplingRule, read_chat, read_generate
+from staleflow.tasks.endpoint.requests import ChatRequest, SamplingRule, parse_chat, parse_generate
 from staleflow.tasks.engines.running_requests import StopCheck
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, FileDetokenizer
 from staleflow.tasks.rendering.task_source import Message
@@ -131,7 +131,7 @@ def test_stop_check_cost_per_token_is_constant() -> None:
 
 
 def read_request(**more: Any) -> ChatRequest:
-    return read_chat({"model": "m", "messages": HELLO, **more}, temperature=1.0, sampling=SamplingRule.REFUSE)
+    return parse_chat({"model": "m", "messages": HELLO, **more}, temperature=1.0, sampling=SamplingRule.REFUSE)
 
 
 def test_stop_accepts_a_string_or_a_list() -> None:
@@ -140,7 +140,7 @@ def test_stop_accepts_a_string_or_a_list() -> None:
     assert read_request(stop=["a", "b"] * 8, stop_token_ids=[7]).stop == StopCriteria(("a", "b") * 8, (7,))
     assert not read_request(stop="END", stop_token_ids=[3]).overridden
     params = {"logprobs": 1, "stop_token_ids": [3, 5], "stop": ["END"], "include_stop_str_in_output": True}
-    result = read_generate(
+    result = parse_generate(
         {"model": "m", "token_ids": [1], "sampling_params": params}, temperature=1.0, sampling=SamplingRule.REFUSE
     )
     assert result.stop == StopCriteria(("END",), (3, 5))

@@ -87,7 +87,7 @@ async def test_a_program_killed_while_waiting_ends_its_episode_with_the_reason(r
         answer = await acted(episodes, task, "a", "b")
         assert answer.ended
         assert answer.error == "the agent's command ended with exit code -9"
-        async with httpx.AsyncClient() as client:  # its key is void
+        async with httpx.AsyncClient() as client:  # its key is no longer valid
             assert (await client.send(request)).status_code == 410
         # The episode restarts with a new agent and a new key.
         assert not (await acted(episodes, task, "a", member=1)).ended
