@@ -92,7 +92,7 @@ class Environments(Protocol):
         turns: tuple[str, ...],
         *,
         truncated: bool,
-        newest: SampledTurn | None = None,
+        latest_turn: SampledTurn | None = None,
     ) -> HostedStepResult: ...
 
     async def end(self, key: EpisodeKey, record: Record) -> HostedStepResult: ...
@@ -219,14 +219,14 @@ class EnvironmentHost:
             return outcome
         key = EpisodeKey(task=state.task, held_out=state.held_out, member=state.member, attempt=state.attempt)
         self._keys[trajectory] = key
-        newest_turn: SampledTurn | None = None
+        turn: SampledTurn | None = None
         if self._environments.needs_token_ids:
             turn_item = TurnItem(trajectory, state.num_tokens, route_number, state.turns[-1] if state.turns else "")
-            newest_turn = await call_server("newest_turns", turn_item)
-            if newest_turn is None:  # another host has taken over: the agent must not see the turn
+            turn = await call_server("newest_turns", turn_item)
+            if turn is None:  # another host has taken over: the agent must not see the turn
                 return (await self._state_and_outcome(call_server, item))[1]
         truncated = item.truncated or state.is_full
-        result = await self._environments.step(key, state.record, state.turns, truncated=truncated, newest=newest_turn)
+        result = await self._environments.step(key, state.record, state.turns, truncated=truncated, latest_turn=turn)
         elapsed_s = result.seconds + result.waited_s
         if not result.ended:
             observation = ObservationItem(

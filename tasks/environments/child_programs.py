@@ -1,15 +1,15 @@
 """Programs started by episodes that run on their host's event loop. They are killed when their episode or the host
 ends.
 
-An episode in a process of its own ends with all that it started (fork_server.py). An agent or environment on the event
-loop has no such process: what it starts with `subprocess` or `asyncio.create_subprocess_exec` is a child of the host,
-among those of all other episodes. So each such episode has a process group for its programs. The leader is a shell
-that waits at a pipe, and kills the group when the pipe closes: at the end of the episode, or at that of the host's
-process, also by kill -9.
+An episode in its own process ends with all programs that it started (fork_server.py). An agent or environment on the
+event loop has no such process: a program that it starts with `subprocess` or `asyncio.create_subprocess_exec` is a
+child of the host, like the programs of all other episodes. So each such episode has a process group for its programs.
+The group's leader is a shell that reads from a pipe, and kills the group when the pipe closes: when the episode ends,
+or the host's process does, even by kill -9.
 
-Programs are recognised by the context in which they are started (contextvars), which asyncio's tasks and
-`asyncio.to_thread` hand on, and threads that an agent starts by itself do not. What forks by `os.fork`, or leaves its
-session after it has started, is not recognised either; environment.isolation = "process" ends that, too.
+Programs are assigned to episodes by the context in which they are started (contextvars). asyncio's tasks and
+`asyncio.to_thread` inherit it; threads that an agent starts itself do not. Programs forked by `os.fork`, and programs
+that move to another session later, are missed as well; environment.isolation = "process" ends those, too.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import IO, Any
 
 from staleflow.tasks.environments.terminal_output import MAX_LINE_BYTES, RelayedOutput, sanitize_line
 
-LEADER = 'while read -r group; do groups="$groups -$group"; done; kill -9 $groups 0'
-"""What the shell that leads a group does; it reads the ids of groups that are to end with its own."""
+LEADER_SCRIPT = 'while read -r group; do groups="$groups -$group"; done; kill -9 $groups 0'
+"""Script of the shell that leads a group. It reads the ids of further groups, and kills them together with its own."""
 
-_current: contextvars.ContextVar[ChildPrograms | None] = contextvars.ContextVar("child_programs", default=None)
-"""To whom the programs belong that are started in this context; None: they end by themselves."""
+_owner: contextvars.ContextVar[ChildPrograms | None] = contextvars.ContextVar("child_programs", default=None)
+"""Owner of the programs that are started in this context; None: no episode owns them."""
 
 
 class ChildPrograms:
@@ -40,24 +40,24 @@ class ChildPrograms:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._leader: subprocess.Popen[bytes] | None = None
-        self._others: set[int] = set()
-        """Groups of programs that were started in one of their own."""
+        self._other_groups: set[int] = set()
+        """Ids of the process groups of programs that lead a group."""
         self._closed = False
 
     @contextlib.contextmanager
-    def owning(self) -> Iterator[None]:
+    def as_owner(self) -> Iterator[None]:
         """Context manager: programs started inside it, also by tasks created inside it, belong to this episode."""
-        _adopt_streams()
-        _adopt_user_code()
-        with _owned_by(self):
+        _replace_streams()
+        _replace_popen()
+        with _with_owner(self):
             yield
 
-    def start(self, start: Callable[..., None], process: subprocess.Popen[Any], *, own_group: bool) -> None:
-        """Start a program in the episode's process group. Raises what Popen raises, and RuntimeError after the end of
-        the episode.
+    def start(self, popen: Callable[..., None], process: subprocess.Popen[Any], *, own_group: bool) -> None:
+        """Start a program in the episode's process group. Raises Popen's errors, and RuntimeError after the end of the
+        episode.
 
         Args:
-            start: Popen's constructor with its arguments.
+            popen: Popen's constructor with its arguments.
             own_group: Whether the program leads a process group of its own.
         """
         with self._lock:
@@ -65,13 +65,13 @@ class ChildPrograms:
                 raise RuntimeError("the episode has ended; it cannot start another program")
             leader = self._group_leader()
             if own_group:
-                start()
+                popen()
             else:
-                start(process_group=leader.pid)
+                popen(process_group=leader.pid)
             with contextlib.suppress(ProcessLookupError):
                 group = os.getpgid(process.pid)
                 if group != leader.pid:
-                    self._others.add(group)
+                    self._other_groups.add(group)
                     assert leader.stdin is not None
                     leader.stdin.write(b"%d\n" % group)
 
@@ -82,7 +82,7 @@ class ChildPrograms:
             leader, self._leader = self._leader, None
             if leader is None:
                 return
-            for group in (leader.pid, *self._others):
+            for group in (leader.pid, *self._other_groups):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(group, signal.SIGKILL)
             assert leader.stdin is not None
@@ -91,9 +91,9 @@ class ChildPrograms:
 
     def _group_leader(self) -> subprocess.Popen[bytes]:
         if self._leader is None or self._leader.poll() is not None:  # a program may kill its own group
-            with ending_by_themselves():
+            with without_owner():
                 self._leader = subprocess.Popen(
-                    ["/bin/sh", "-c", LEADER],
+                    ["/bin/sh", "-c", LEADER_SCRIPT],
                     stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                     bufsize=0, process_group=0,
                 )  # fmt: skip
@@ -101,34 +101,34 @@ class ChildPrograms:
 
 
 @contextlib.contextmanager
-def ending_by_themselves() -> Iterator[None]:
-    """Context manager: programs started inside it belong to no episode, and whoever starts them must end them."""
-    with _owned_by(None):
+def without_owner() -> Iterator[None]:
+    """Context manager: programs started inside it belong to no episode, so the code that starts them must end them."""
+    with _with_owner(None):
         yield
 
 
 @contextlib.contextmanager
-def _owned_by(owner: ChildPrograms | None) -> Iterator[None]:
-    before = _current.set(owner)
+def _with_owner(owner: ChildPrograms | None) -> Iterator[None]:
+    token = _owner.set(owner)
     try:
         yield
     finally:
-        _current.reset(before)
+        _owner.reset(token)
 
 
 class _EpisodeStream:
-    """A standard stream of this process: what is written in an episode's context is shown as user code's."""
+    """A standard stream of this process that sanitizes lines written in an episode's context, which are user code's."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
-        self._begun = ""
-        """Of a line of an episode that has not ended."""
+        self._partial_line = ""
+        """Start of an episode's line whose end has not been written yet."""
 
     def write(self, text: str) -> int:
-        if _current.get() is None:
+        if _owner.get() is None:
             return self._stream.write(text)
-        *lines, self._begun = (self._begun + text).split("\n")
-        self._begun = self._begun[:MAX_LINE_BYTES]
+        *lines, self._partial_line = (self._partial_line + text).split("\n")
+        self._partial_line = self._partial_line[:MAX_LINE_BYTES]
         if lines:
             self._stream.write("".join(f"{sanitize_line(line)}\n" for line in lines))
         return len(text)
@@ -146,9 +146,8 @@ def _output() -> RelayedOutput:
     return RelayedOutput()
 
 
-def _adopt_streams() -> None:
-    """From now on what is printed in an episode's context is shown as user code's, also if something has replaced the
-    standard streams since the last call."""
+def _replace_streams() -> None:
+    """Replace the standard streams by `_EpisodeStream`. May be called again, in case other code has replaced them."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, _EpisodeStream):
@@ -156,22 +155,22 @@ def _adopt_streams() -> None:
 
 
 @functools.cache
-def _adopt_user_code() -> None:
-    """From now on a program that is started in an episode's context is started in the episode's group. It is Popen's
-    constructor that is replaced, since user code calls Popen by itself and asyncio does so too."""
-    start = subprocess.Popen.__init__
+def _replace_popen() -> None:
+    """Replace Popen's constructor, so that programs started in an episode's context start in the episode's group. User
+    code and asyncio both call Popen."""
+    original_init = subprocess.Popen.__init__
 
-    @functools.wraps(start)
-    def started(self: subprocess.Popen[Any], *args: Any, **kwargs: Any) -> None:
-        owner = _current.get()
+    @functools.wraps(original_init)
+    def popen_init(self: subprocess.Popen[Any], *args: Any, **kwargs: Any) -> None:
+        owner = _owner.get()
         if owner is None:
-            start(self, *args, **kwargs)
+            original_init(self, *args, **kwargs)
             return
         # Positions of Popen's parameters: args, bufsize, executable, stdin, stdout, stderr.
         for name, position in (("stdout", 3), ("stderr", 4)):
             if len(args) <= position + 1 and kwargs.get(name) is None:
                 kwargs[name] = _output().fileno()
         own_group = bool(kwargs.get("start_new_session")) or kwargs.get("process_group") is not None
-        owner.start(functools.partial(start, self, *args, **kwargs), self, own_group=own_group)
+        owner.start(functools.partial(original_init, self, *args, **kwargs), self, own_group=own_group)
 
-    subprocess.Popen.__init__ = started  # type: ignore[method-assign]
+    subprocess.Popen.__init__ = popen_init  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
 """Episodes that are coroutines, `async def play(session, task) -> reward`, which ask the model for each turn.
 
-Agents are coroutines too (tasks/episodes/agents.py); `AskingEpisode` is what both kinds share.
+Agents are coroutines too (tasks/episodes/agents.py); both share `CoroutineEpisodeBase`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, ClassVar, TypeVar
 
 from staleflow.stores.errors import raised_as
 from staleflow.tasks.environments.episode import (
-    OBSERVED,
+    ENVIRONMENT_ROLE,
     EnvStepResult,
     EpisodeFailed,
     EpisodeStart,
-    error_and_line,
+    error_with_location,
     final_result,
     parse_observation,
 )
@@ -34,7 +34,7 @@ class EpisodeTruncated(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentTask:
-    """The task that a coroutine plays. rng: random numbers by the task's seed."""
+    """The task of a coroutine's episode. rng: random numbers, seeded by the task's seed."""
 
     index: int
     held_out: bool
@@ -56,30 +56,30 @@ class Session:
         self.reward: Any = 0.0
         """Reward of an episode that is truncated."""
         self._next_prompt: asyncio.Future[Prompt] = asyncio.get_running_loop().create_future()
-        self._replied: asyncio.Future[str] | None = None
+        self._turn_future: asyncio.Future[str] | None = None
 
     async def ask(self, *messages: Any) -> str:
-        """Ask the model for a turn after these messages: texts, or mappings with role and content. The first call gives
-        the prompt, which may depend on nothing but the task."""
-        if self._replied is not None:
-            raise RuntimeError("ask is called while another call of it waits; ask one thing after the other")
-        alone = len(messages) == 1 and isinstance(messages[0], str)
-        chat = [{"role": OBSERVED, "content": m} if isinstance(m, str) else m for m in messages]
-        prompt = parse_observation(messages[0] if alone else chat, "what ask is given")
-        self._replied = asyncio.get_running_loop().create_future()
+        """Ask the model for a turn after these messages: texts, or mappings with role and content. The messages of the
+        first call are the prompt, which may depend only on the task."""
+        if self._turn_future is not None:
+            raise RuntimeError("ask was called before the previous call returned; await one call after the other")
+        is_text = len(messages) == 1 and isinstance(messages[0], str)
+        chat = [{"role": ENVIRONMENT_ROLE, "content": m} if isinstance(m, str) else m for m in messages]
+        prompt = parse_observation(messages[0] if is_text else chat, "the argument of ask")
+        self._turn_future = asyncio.get_running_loop().create_future()
         self._next_prompt.set_result(prompt)
-        return await self._replied
+        return await self._turn_future
 
-    def _answer(self, text: str, *, truncated: bool) -> None:
+    def _set_turn(self, text: str, *, truncated: bool) -> None:
         """Let the waiting `ask` return, or raise EpisodeTruncated."""
-        answered = self._replied
-        assert answered is not None
+        future = self._turn_future
+        assert future is not None
         self._next_prompt = asyncio.get_running_loop().create_future()
-        self._replied = None
+        self._turn_future = None
         if truncated:
-            answered.set_exception(EpisodeTruncated(text))
+            future.set_exception(EpisodeTruncated(text))
         else:
-            answered.set_result(text)
+            future.set_result(text)
 
 
 Play = Callable[[Session, AgentTask], Awaitable[Any]]
@@ -95,7 +95,7 @@ class CoroutineEnvironment:
         return CoroutineEpisode(self._play, self._options, start)
 
 
-class AskingEpisode:
+class CoroutineEpisodeBase:
     """Base of episodes that run as a coroutine, which requests the model's turns and returns a reward.
 
     runner: the coroutine, in messages.
@@ -128,10 +128,10 @@ class AskingEpisode:
             return result
         if isinstance(error, EpisodeFailed):
             raise error
-        raise EpisodeFailed(f"{self.runner} raised: {error_and_line(error)}") from error
+        raise EpisodeFailed(f"{self.runner} raised: {error_with_location(error)}") from error
 
     def _result_after(self, error: BaseException) -> EnvStepResult | None:
-        """Return the result of an episode whose coroutine raised an error that is no failure; None if it is one."""
+        """Return the result of an episode whose coroutine raised an error. None if the error makes the episode fail."""
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -142,7 +142,7 @@ class AskingEpisode:
             self._running.cancel()
 
 
-class CoroutineEpisode(AskingEpisode):
+class CoroutineEpisode(CoroutineEpisodeBase):
     """An episode of a user's coroutine."""
 
     runner = "play"
@@ -158,25 +158,25 @@ class CoroutineEpisode(AskingEpisode):
         self._run(self._play, self._session, self._task)
         first = await self._next_request(self._session._next_prompt)
         if isinstance(first, EnvStepResult):
-            raise EpisodeFailed("play returned before it asked the model for anything; call session.ask first")
+            raise EpisodeFailed("play returned before its first call of session.ask; call it at least once")
         return first
 
     async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
         assert self._session is not None
-        self._session._answer(text, truncated=truncated)
-        next_ = await self._next_request(self._session._next_prompt)
-        if isinstance(next_, EnvStepResult):
-            return next_
+        self._session._set_turn(text, truncated=truncated)
+        request = await self._next_request(self._session._next_prompt)
+        if isinstance(request, EnvStepResult):
+            return request
         if truncated or last:
             return await self.end_early()
-        return EnvStepResult(messages=(Message(OBSERVED, next_),) if isinstance(next_, str) else next_)
+        return EnvStepResult(messages=(Message(ENVIRONMENT_ROLE, request),) if isinstance(request, str) else request)
 
     async def end_early(self) -> EnvStepResult:
         assert self._session is not None
-        self._session._answer("", truncated=True)
+        self._session._set_turn("", truncated=True)
         result = await self._next_request(self._session._next_prompt)
         if not isinstance(result, EnvStepResult):
-            raise EpisodeFailed("play asked again after EpisodeTruncated; return a reward then, or do not catch it")
+            raise EpisodeFailed("play called ask after EpisodeTruncated; return a reward then, or do not catch it")
         return result
 
     def _result_after(self, error: BaseException) -> EnvStepResult | None:
@@ -187,7 +187,7 @@ class CoroutineEpisode(AskingEpisode):
 
 
 async def without_exit(runner: str, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
-    """Await a coroutine function and return its result. Raises EpisodeFailed in place of SystemExit, which would end
-    the event loop with all other episodes."""
-    with raised_as(EpisodeFailed, f"{runner} raised", SystemExit, describe=error_and_line):
+    """Await a coroutine function and return its result. Raises EpisodeFailed instead of SystemExit, which would end the
+    event loop and all other episodes."""
+    with raised_as(EpisodeFailed, f"{runner} raised", SystemExit, describe=error_with_location):
         return await function(*args)

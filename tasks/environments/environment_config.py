@@ -17,11 +17,11 @@ class EnvironmentConfig:
     hosts: int = knob(1, "environment hosts: processes that hold episodes", low=1, high=1024)
     max_failed_share: float = knob(
         0.5,
-        "share of an environment's latest hundred answers that may be failures; beyond it the run stops",
+        "maximum share of failures among an environment's latest hundred steps; above it the run stops",
         low=0,
         high=1,
     )
-    max_turns: int = knob(16, "most turns of an episode; the last one ends it", low=1, high=10_000)
+    max_turns: int = knob(16, "maximum turns of an episode; the last one ends it", low=1, high=10_000)
     tools: list[str] = knob(
         [],
         "tools that the model may call before it answers a task of a single turn; the first turn that calls none is "
@@ -38,17 +38,17 @@ class EnvironmentConfig:
     )
     isolation: str = knob(
         "auto",
-        "where environments run: auto: coroutines on their host's event loop, all else in a process each; process: all "
-        "in a process each",
+        "where environments run: auto: coroutines on their host's event loop, other code in one process per episode; "
+        "process: all in one process per episode",
         choices=ISOLATIONS,
     )
-    concurrency: int = knob(64, "most steps of environments that a host takes at once", low=1, high=65_536)
+    concurrency: int = knob(64, "maximum number of environment steps that a host runs at once", low=1, high=65_536)
     step_timeout_s: float = knob(
-        30.0, "seconds for one step or reset of an environment; after that it is ended with an error", above=0
+        30.0, "seconds for one step or reset of an environment; a slower one ends its episode with an error", above=0
     )
     episode_timeout_s: float = knob(
-        600.0, "seconds for all steps of an episode together, without the model's; after that it is ended", above=0
+        600.0, "seconds for all environment steps of an episode together; a slower episode ends with an error", above=0
     )
     memory_mib: int = knob(
-        1024, "MiB that an environment's process may take beyond what loading it took; 0: no limit", low=0
+        1024, "MiB that an episode's process may use in addition to the loaded environment; 0: no limit", low=0
     )

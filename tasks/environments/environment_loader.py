@@ -44,37 +44,37 @@ def open_environment(
     file, which may also be that of user tools. endpoint: see ForkSettings."""
     if key == TOOLS_KEY:
         return tool_environment(load_tool(source))
-    where = f"{key} = {source!r}"
+    label = f"{key} = {source!r}"
     kind, name = kind_of(source), source.partition(":")[2]
     if kind is not None and kind.type is SourceType.AGENT:
         agents = importlib.import_module("staleflow.tasks.episodes.agents")
-        agent = kind.open(name, options, where, where=where)
+        agent = kind.open(name, options, label, label=label)
         agent.prepare()
-        runs: Environment = agents.forked_agent(agent) if endpoint is None else agents.AgentEnvironment(agent, endpoint)
-        return runs
+        env: Environment = agents.forked_agent(agent) if endpoint is None else agents.AgentEnvironment(agent, endpoint)
+        return env
     if kind is not None:
-        rows = (_rows(options, where),) if kind.takes_rows else ()
-        return GymEnvironment(kind.open(name, options, where, *rows, where=where))
+        rows = (_rows(options, label),) if kind.takes_rows else ()
+        return GymEnvironment(kind.open(name, options, label, *rows, label=label))
     loaded = user_code.load(source, key)
     if not has_turns(loaded):
         raise ConfigError(
-            f"{where}: an environment is a class with reset and step, or an async def play(session, task)"
+            f"{label}: an environment is a class with reset and step, or an async def play(session, task)"
         )
     if not isinstance(loaded, type):
         if not _accepts(loaded, "session", "task"):
-            raise ConfigError(f"{where}: must take (session, task)")
+            raise ConfigError(f"{label}: must take (session, task)")
         return CoroutineEnvironment(loaded, dict(options))
     if not _accepts(loaded, **options):
-        raise ConfigError(f"{where}: {loaded.__name__}() does not take task.options = {dict(options)}")
+        raise ConfigError(f"{label}: {loaded.__name__}() does not take task.options = {dict(options)}")
     return GymEnvironment(functools.partial(loaded, **options))
 
 
-def _rows(options: Mapping[str, Any], where: str) -> Any:
-    """The data set that the option `rows` names. Raises ConfigError."""
+def _rows(options: Mapping[str, Any], label: str) -> Any:
+    """Open the data set of the option `rows`. Raises ConfigError."""
     rows_option = options.get("rows")
     if not isinstance(rows_option, str):
-        raise ConfigError(f"{where}: task.options must have rows, its data set, such as jsonl:FILE")
-    return open_source(SourceType.ROWS, rows_option, {}, f"{where}: task.options.rows = {rows_option!r}")
+        raise ConfigError(f"{label}: task.options must have rows, its data set, such as jsonl:FILE")
+    return open_source(SourceType.ROWS, rows_option, {}, f"{label}: task.options.rows = {rows_option!r}")
 
 
 def _accepts(function: Any, *args: Any, **kwargs: Any) -> bool:
@@ -83,6 +83,6 @@ def _accepts(function: Any, *args: Any, **kwargs: Any) -> bool:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError:
         return False
-    except ValueError:  # it tells nothing about its parameters
+    except ValueError:  # a built-in function may have no signature
         return True
     return True

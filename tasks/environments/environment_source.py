@@ -47,13 +47,13 @@ class EnvironmentSource:
         except ConfigError:
             raise
         except (EpisodeFailed, ValueError) as error:
-            which = f"{'held-out ' if held_out else ''}task {index}"
-            why = error if isinstance(error, EpisodeFailed) else f"its prompt {error}"
-            raise ConfigError(f"{self._where}: {which}: {why}") from error
+            task_label = f"{'held-out ' if held_out else ''}task {index}"
+            reason = error if isinstance(error, EpisodeFailed) else f"its prompt {error}"
+            raise ConfigError(f"{self._where}: {task_label}: {reason}") from error
         return Task(prompt=prompt, record=record_of(start, prompt), seed=start.seed)
 
     def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> EnvironmentSource:
         return self
 
     def score(self, answer: str, record: Record) -> float:
-        raise ValueError("the environment itself rewards its episodes, while they run")
+        raise ValueError("an environment returns its own rewards; there is no answer to score")

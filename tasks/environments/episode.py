@@ -12,8 +12,8 @@ from staleflow.tasks.rendering.reward_values import InvalidReward, parse_reward
 from staleflow.tasks.rendering.task_source import Message, Prompt, prompt_of
 from staleflow.tasks.settings import user_code
 
-OBSERVED = "environment"
-"""Message role of an observation that is plain text."""
+ENVIRONMENT_ROLE = "environment"
+"""Message role of an observation that an environment returns as plain text."""
 MAX_ERROR_CHARS = 500
 """Maximum characters of an error; longer ones are truncated."""
 
@@ -27,8 +27,8 @@ class EpisodeFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeStart:
-    """Arguments of an episode's reset. Equal arguments give equal episodes. Held-out tasks have other seeds than
-    training tasks."""
+    """Arguments of an episode's reset. Equal arguments start equal episodes. Seeds of held-out tasks differ from those
+    of training tasks."""
 
     index: int
     held_out: bool
@@ -37,8 +37,8 @@ class EpisodeStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvStepResult:
-    """Result of one environment step. reward, parts: of the whole episode, once it has ended. answer: text to score
-    instead, in place of `reward` and `parts`."""
+    """Result of one environment step. reward, parts: reward of the whole episode and its parts, once it has ended.
+    answer: text that a verifier scores, instead of `reward` and `parts`."""
 
     messages: tuple[Message, ...] = ()
     ended: bool = False
@@ -81,9 +81,9 @@ class Environment(Protocol):
 
 
 class CallEnvironment:
-    """A coroutine function as an environment: each episode is one call, and its only turn is the argument.
+    """An environment whose episodes are single calls of a coroutine function, with the only turn as the argument.
 
-    The function raises EpisodeFailed; a call that takes too long is ended with its process.
+    The function may raise EpisodeFailed. A call that takes too long is ended by killing its process.
     """
 
     def __init__(self, call: Callable[[EpisodeStart, str], Awaitable[EnvStepResult]]) -> None:
@@ -121,47 +121,47 @@ def parse_observation(value: object, label: str) -> Prompt:
     try:
         observation = prompt_of(value)
         if isinstance(observation, str):
-            return _plain(observation)
-        return tuple(Message(_plain(message.role), _plain(message.content)) for message in observation)
+            return _to_plain_text(observation)
+        return tuple(Message(_to_plain_text(message.role), _to_plain_text(message.content)) for message in observation)
     except ValueError as error:
         raise EpisodeFailed(f"{label} {error}") from error
 
 
-def _plain(text: str) -> str:
+def _to_plain_text(text: str) -> str:
     """Return a text as a built-in string of bounded length. Raises ValueError; its message follows the value's name."""
     if len(text) > MAX_MESSAGE_CHARS:
-        raise ValueError(f"has {len(text)} characters; at most {MAX_MESSAGE_CHARS} are given to a model")
+        raise ValueError(f"has {len(text)} characters; at most {MAX_MESSAGE_CHARS} are allowed")
     try:
         return text.encode("utf-8").decode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"is no Unicode text: {error.reason} at character {error.start}") from error
+        raise ValueError(f"is not valid Unicode: {error.reason} at character {error.start}") from error
 
 
 def observation_messages(value: object, label: str) -> tuple[Message, ...]:
     """Convert an observation to messages for the model. Raises EpisodeFailed."""
     observation = parse_observation(value, label)
-    return (Message(OBSERVED, observation),) if isinstance(observation, str) else observation
+    return (Message(ENVIRONMENT_ROLE, observation),) if isinstance(observation, str) else observation
 
 
 def final_result(reward: object, parts: object = None, *, label: str = "the reward") -> EnvStepResult:
     """Build the result of an episode's last step from its reward and the reward's parts by name. Raises EpisodeFailed
     if the reward is not a number."""
     try:
-        number, reward_parts = parse_reward(reward if parts is None else (reward, parts))
+        reward_value, reward_parts = parse_reward(reward if parts is None else (reward, parts))
     except InvalidReward as refused:
         raise EpisodeFailed(str(refused).replace("the reward", label, 1)) from refused
-    return EnvStepResult(ended=True, reward=number, parts=reward_parts)
+    return EnvStepResult(ended=True, reward=reward_value, parts=reward_parts)
 
 
 def error_line(error: BaseException) -> str:
-    """Return an environment's error on one line of text."""
+    """Format an environment's error as one line of text."""
     return printable(with_type(error), MAX_ERROR_CHARS)
 
 
-def error_and_line(error: BaseException) -> str:
-    """Return an environment's error on one line of text, with the line of user code where it was raised."""
-    where = user_code.line_of(error)
-    return f"{error_line(error)} ({where})" if where else error_line(error)
+def error_with_location(error: BaseException) -> str:
+    """Format an environment's error as one line of text, with the file and line of user code that raised it."""
+    location = user_code.line_of(error)
+    return f"{error_line(error)} ({location})" if location else error_line(error)
 
 
 def record_of(start: EpisodeStart, prompt: Prompt) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Loads an environment once and forks a process for each episode: `python -m staleflow.tasks.environments.fork_server`.
 
-Loading may take seconds, forking takes milliseconds. The server has one thread, so that forking is safe, and does
-nothing but fork and kill processes and report which have ended. When its caller is gone, it kills all processes that
-are left and ends, and each episode's process dies with it. Processes that an episode has started, also in sessions of
-their own, become the server's children (it is their subreaper) when the episode's process dies, and are killed.
+Loading may take seconds, forking takes milliseconds. The server has one thread, so that forking is safe. It only forks
+and kills processes, and reports which have ended. When its caller is gone, it kills all remaining processes and ends. A
+process that an episode has started, also in another session, becomes the server's child (it is the subreaper) when the
+episode's process dies, and is killed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from typing import Any
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_loader import open_environment
-from staleflow.tasks.environments.episode import Environment, Episode, EpisodeFailed, error_and_line
+from staleflow.tasks.environments.episode import Environment, Episode, EpisodeFailed, error_with_location
 from staleflow.tasks.environments.pickled_messages import HEADER, encode_message, read_exactly, read_message
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 
-ORDER = struct.Struct("<cq")
-"""Message to the server: FORK or KILL, and an episode's number. The episode's socket is sent along with FORK."""
+COMMAND = struct.Struct("<cq")
+"""Message to the server: FORK or KILL, and an episode's number. FORK is sent together with the episode's socket."""
 FORK, KILL = b"f", b"k"
-ENDED = struct.Struct("<qi")
+EXIT_REPORT = struct.Struct("<qi")
 """Message from the server: an episode's number, and the exit status of its process."""
 BEGIN, STEP, END_EARLY, CLOSE = "begin", "step", "end_early", "close"
 """Requests to an episode's process."""
-LAST_S = 10.0
-"""Most seconds that the server spends on killing the remaining processes before it ends."""
+STOP_S = 10.0
+"""Maximum seconds in which the server kills the remaining processes before it ends."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """Options of prctl(2)."""
 
@@ -71,85 +71,85 @@ class ForkServerLoop:
     control: socket.socket
     environment: Environment
     settings: ForkSettings
-    numbers: dict[int, int] = field(default_factory=dict)
-    """The episode's number, by the id of its process."""
+    episode_by_pid: dict[int, int] = field(default_factory=dict)
+    """Numbers of running episodes, by process id."""
     reports: bytes = b""
-    """Messages on ended processes that are not sent yet. Sending never waits for the caller to read, since nothing
-    would be forked meanwhile."""
+    """EXIT_REPORT messages that are not sent yet. Sending never waits for the caller to read them, because no process
+    could be forked meanwhile."""
 
     def run(self) -> None:
         wake, wake_sender = socket.socketpair()
-        for end in (wake, wake_sender):
-            end.setblocking(False)
+        for sock in (wake, wake_sender):
+            sock.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_sender.fileno(), warn_on_full_buffer=False)
         try:
             while True:
-                ready, room, _ = select.select([self.control, wake], [self.control] if self.reports else [], [])
-                if room:
+                readable, writable, _ = select.select([self.control, wake], [self.control] if self.reports else [], [])
+                if writable:
                     self._report()
-                if wake in ready:
+                if wake in readable:
                     with contextlib.suppress(BlockingIOError):
                         wake.recv(4096)
                     self._reap()
-                if self.control in ready and not self._execute_order((wake, wake_sender)):
+                if self.control in readable and not self._execute_command((wake, wake_sender)):
                     return
         finally:
             signal.set_wakeup_fd(-1)  # its socket ends with this method, before the children do
-            for process in self.numbers:
-                _kill_group(process)
+            for pid in self.episode_by_pid:
+                _kill_group(pid)
             self._kill_all()
 
-    def _execute_order(self, sockets: tuple[socket.socket, ...]) -> bool:
-        """Carry out one order of the caller. Returns False once the caller is gone."""
-        data, descriptors, _, _ = socket.recv_fds(self.control, ORDER.size, 1)
+    def _execute_command(self, sockets: tuple[socket.socket, ...]) -> bool:
+        """Execute one command of the caller. Returns False once the caller is gone."""
+        data, fds, _, _ = socket.recv_fds(self.control, COMMAND.size, 1)
         if not data:
             return False
-        if len(data) < ORDER.size:
-            data += read_exactly(self.control.recv, ORDER.size - len(data))
-        order, number = ORDER.unpack(data)
-        if order == FORK:
-            connection = socket.socket(fileno=descriptors[0])
-            process = os.fork()
-            if process == 0:
+        if len(data) < COMMAND.size:
+            data += read_exactly(self.control.recv, COMMAND.size - len(data))
+        command, number = COMMAND.unpack(data)
+        if command == FORK:
+            connection = socket.socket(fileno=fds[0])
+            pid = os.fork()
+            if pid == 0:
                 signal.set_wakeup_fd(-1)
-                for end in (self.control, *sockets):
-                    end.close()
+                for sock in (self.control, *sockets):
+                    sock.close()
                 _run_episode(connection, self.environment, self.settings)
             connection.close()
-            self.numbers[process] = number
+            self.episode_by_pid[pid] = number
         else:
-            for process, running in self.numbers.items():
+            for pid, running in self.episode_by_pid.items():
                 if running == number:
-                    _kill_group(process)
+                    _kill_group(pid)
         return True
 
     def _reap(self) -> None:
         while True:
             try:
-                process, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
-            if process == 0:
+            if pid == 0:
                 return
-            number = self.numbers.pop(process, None)
+            number = self.episode_by_pid.pop(pid, None)
             if number is not None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process, signal.SIGKILL)
-                self.reports += ENDED.pack(number, os.waitstatus_to_exitcode(status))
-            _kill_children(set(self.numbers))  # and the children of those, once they are dead
+                    os.killpg(pid, signal.SIGKILL)
+                self.reports += EXIT_REPORT.pack(number, os.waitstatus_to_exitcode(status))
+            _kill_children(set(self.episode_by_pid))  # their children become this process's, and are killed next
 
     def _kill_all(self) -> None:
-        """Kill all children, and theirs, which become this process's once those are dead."""
-        end = time.monotonic() + LAST_S
+        """Kill all children of this process, and their children, which become its own when their parents die."""
+        deadline_s = time.monotonic() + STOP_S
         with contextlib.suppress(ChildProcessError):
-            while time.monotonic() < end:
+            while time.monotonic() < deadline_s:
                 _kill_children(set())
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
                     time.sleep(0.005)
 
     def _report(self) -> None:
-        """Send as much of the reports as the socket has room for."""
+        """Send as many bytes of the reports as the socket accepts without waiting."""
         try:
             self.reports = self.reports[self.control.send(self.reports, socket.MSG_DONTWAIT) :]
         except BlockingIOError:
@@ -158,11 +158,11 @@ class ForkServerLoop:
             self.reports = b""
 
 
-def _kill_group(process: int) -> None:
+def _kill_group(pid: int) -> None:
     """Kill an episode's process and its process group, which may not exist yet."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(process, signal.SIGKILL)
+            kill(pid, signal.SIGKILL)
 
 
 def _kill_children(episodes: set[int]) -> None:
@@ -175,7 +175,7 @@ def _kill_children(episodes: set[int]) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Linux's prctl; elsewhere nothing."""
+    """Call Linux's prctl; does nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
@@ -227,14 +227,14 @@ async def receive(connection: socket.socket) -> Any:
 
 
 async def _serve(connection: socket.socket, environment: Environment) -> None:
-    """Answer each request with (result, problem) until the other side closes. Each BEGIN starts a new episode, after
-    the one before is closed."""
+    """Reply to each request with (result, error text) until the caller closes the connection. Each BEGIN closes the
+    previous episode and starts a new one."""
     loop = asyncio.get_running_loop()
     episode: Episode | None = None
     while True:
         method, *args = await receive(connection)
         result: Any = None
-        problem = ""
+        error_text = ""
         try:
             if method == BEGIN:
                 if episode is not None:
@@ -249,10 +249,10 @@ async def _serve(connection: socket.socket, environment: Environment) -> None:
             elif episode is not None and method == CLOSE:
                 await episode.close()
         except EpisodeFailed as failed:
-            problem = str(failed)
+            error_text = str(failed)
         except MemoryError as error:
-            problem = error_and_line(error)
-        await loop.sock_sendall(connection, encode_message((result, problem)))
+            error_text = error_with_location(error)
+        await loop.sock_sendall(connection, encode_message((result, error_text)))
 
 
 def main() -> None:
@@ -264,7 +264,7 @@ def main() -> None:
     os.dup2(2, 1)
     sys.stdout = sys.stderr  # line-buffered: output before a crash is not lost
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who presses Ctrl-C means its caller, which ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller also gets Ctrl-C, and stops this process
     try:
         settings: ForkSettings = read_value(control)
         try:
@@ -273,7 +273,7 @@ def main() -> None:
             control.sendall(encode_message(str(error)))
             return
         gc.collect()
-        gc.freeze()  # what is loaded stays in pages that all processes share
+        gc.freeze()  # the loaded objects stay in memory pages that all forked processes share
         control.sendall(encode_message(""))
         ForkServerLoop(control, environment, settings).run()
     except (BrokenPipeError, ConnectionResetError, EOFError):  # the caller is gone

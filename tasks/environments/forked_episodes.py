@@ -16,18 +16,18 @@ import weakref
 from typing import Any
 
 from staleflow.stores.errors import ConfigError, raised_as
-from staleflow.tasks.environments.child_programs import ending_by_themselves
+from staleflow.tasks.environments.child_programs import without_owner
 from staleflow.tasks.environments.episode import EnvStepResult, EpisodeFailed, EpisodeStart
 from staleflow.tasks.environments.fork_server import (
     BEGIN,
     CLOSE,
+    COMMAND,
     END_EARLY,
-    ENDED,
+    EXIT_REPORT,
     FORK,
     KILL,
-    LAST_S,
-    ORDER,
     STEP,
+    STOP_S,
     ForkSettings,
     read_value,
     receive,
@@ -39,7 +39,7 @@ from staleflow.tasks.rendering.task_source import Prompt
 LOAD_S = 120.0
 """Seconds that a server may take to load its environment."""
 REPORT_S = 1.0
-"""Seconds in which the end of a process is reported after its connection has closed."""
+"""Seconds to wait for the report on a process after its connection has closed."""
 POLL_S = 0.01
 
 
@@ -52,66 +52,66 @@ class ForkServer:
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._stop: Any = None
+        self._finalizer: Any = None
         self._num_started = 0
-        self._ended: dict[int, int] = {}
-        """Exit statuses of processes, by number, until they are read."""
-        self._wanted: set[int] = set()
-        """Processes whose exit status may still be read."""
-        self._part = b""
+        self._exit_codes: dict[int, int] = {}
+        """Exit codes of ended processes, by number, until they are read."""
+        self._watched: set[int] = set()
+        """Numbers of processes whose exit codes may still be read."""
+        self._partial_report = b""
 
     def start(self) -> None:
         """Load the environment if it is not loaded yet, which may take seconds. Raises ConfigError."""
         with self._lock:
-            self._started()
+            self._ensure_started()
 
     def fork(self) -> tuple[int, socket.socket]:
         """Fork a process. Returns its number, and a connection to it. Raises ConfigError."""
         with self._lock:
             self._read_reports()
-            ours, theirs = socket.socketpair()
+            local, remote = socket.socketpair()
             try:
                 self._num_started += 1
                 for last_attempt in (False, True):
-                    control = self._started()
+                    control = self._ensure_started()
                     try:
-                        socket.send_fds(control, [ORDER.pack(FORK, self._num_started)], [theirs.fileno()])
+                        socket.send_fds(control, [COMMAND.pack(FORK, self._num_started)], [remote.fileno()])
                         break
                     except OSError:  # it died
-                        self._forget()
+                        self._reset()
                         if last_attempt:
                             raise
-                self._wanted.add(self._num_started)
+                self._watched.add(self._num_started)
             except BaseException:
-                ours.close()
+                local.close()
                 raise
             finally:
-                theirs.close()
-            return self._num_started, ours
+                remote.close()
+            return self._num_started, local
 
     def kill(self, number: int) -> None:
         """Kill a process and all that it has started, without waiting."""
         with self._lock:
-            self._wanted.discard(number)
-            self._ended.pop(number, None)
+            self._watched.discard(number)
+            self._exit_codes.pop(number, None)
             if self._control is not None:
                 with contextlib.suppress(OSError):
-                    self._control.sendall(ORDER.pack(KILL, number))
+                    self._control.sendall(COMMAND.pack(KILL, number))
 
     def exit_code(self, number: int) -> int | None:
         """Return the exit code of a process, negative if a signal ended it; None while it is unknown."""
         with self._lock:
             self._read_reports()
-            if number in self._ended:
-                self._wanted.discard(number)
-            return self._ended.pop(number, None)
+            if number in self._exit_codes:
+                self._watched.discard(number)
+            return self._exit_codes.pop(number, None)
 
-    def death(self, number: int) -> str:
+    def describe_exit(self, number: int) -> str:
         """Describe how a process ended. May wait for the server's report."""
         deadline = time.monotonic() + REPORT_S
-        while (status := self.exit_code(number)) is None and time.monotonic() < deadline:
+        while (exit_code := self.exit_code(number)) is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        return death(status)
+        return describe_exit(exit_code)
 
     def _read_reports(self) -> None:
         """Read the reports of ended processes that have arrived."""
@@ -121,68 +121,68 @@ class ForkServer:
                 data = control.recv(4096)
                 if not data:
                     break
-                self._part += data
-        complete_bytes = len(self._part) // ENDED.size * ENDED.size
-        reports, self._part = self._part[:complete_bytes], self._part[complete_bytes:]
-        self._ended |= {n: status for n, status in ENDED.iter_unpack(reports) if n in self._wanted}
+                self._partial_report += data
+        complete_bytes = len(self._partial_report) // EXIT_REPORT.size * EXIT_REPORT.size
+        reports, self._partial_report = self._partial_report[:complete_bytes], self._partial_report[complete_bytes:]
+        self._exit_codes |= {n: status for n, status in EXIT_REPORT.iter_unpack(reports) if n in self._watched}
 
     def close(self) -> None:
         with self._lock:
-            self._forget()
+            self._reset()
 
-    def _started(self) -> socket.socket:
+    def _ensure_started(self) -> socket.socket:
         if self._process is not None and self._process.poll() is not None:
-            self._forget()  # it died
+            self._reset()  # it died
         if self._control is None:
-            ours, theirs = socket.socketpair()
+            local, remote = socket.socketpair()
             threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if name not in os.environ}
             output = RelayedOutput()
             try:
-                with ending_by_themselves():
+                with without_owner():
                     process = subprocess.Popen(
                         # -P: a module in the current folder must not shadow the standard library's.
                         [sys.executable, "-P", "-m", "staleflow.tasks.environments.fork_server"],
-                        stdin=theirs.fileno(),
+                        stdin=remote.fileno(),
                         stderr=output.fileno(),
                         env={**os.environ, **threads},
                     )
             finally:
                 output.close()
-            theirs.close()
-            self._control, self._process = ours, process
-            self._stop = weakref.finalize(self, _stopped, process, ours, output)
-            ours.settimeout(LOAD_S)
+            remote.close()
+            self._control, self._process = local, process
+            self._finalizer = weakref.finalize(self, _stop_server, process, local, output)
+            local.settimeout(LOAD_S)
             try:
-                ours.sendall(encode_message(self.settings))
-                problem = read_value(ours)
+                local.sendall(encode_message(self.settings))
+                error_text = read_value(local)
             except TimeoutError as error:
-                self._forget()
+                self._reset()
                 raise ConfigError(f"{self._where}: loading it took longer than {LOAD_S:g} s") from error
             except (OSError, EOFError) as error:
-                self._forget()
-                raise ConfigError(f"{self._where}: loading it ended its process; see what it wrote above") from error
-            if problem:
-                self._forget()
-                raise ConfigError(problem)
+                self._reset()
+                raise ConfigError(f"{self._where}: its process ended while loading it; see its output above") from error
+            if error_text:
+                self._reset()
+                raise ConfigError(error_text)
         return self._control
 
     @property
     def _where(self) -> str:
         return f"{self.settings.key} = {self.settings.source!r}"
 
-    def _forget(self) -> None:
-        if self._stop is not None:
-            self._stop()
-        self._control = self._process = self._stop = None
-        self._part = b""
+    def _reset(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._control = self._process = self._finalizer = None
+        self._partial_report = b""
 
 
-def _stopped(process: subprocess.Popen[bytes], control: socket.socket, output: RelayedOutput) -> None:
-    """Stop a server, which kills its processes and their children; they would outlive a server that is killed. One that
-    hangs is killed."""
+def _stop_server(process: subprocess.Popen[bytes], control: socket.socket, output: RelayedOutput) -> None:
+    """Stop a server by closing its socket, so that it kills its processes and their children. They would outlive a
+    server that is killed, so only a server that hangs is."""
     control.close()
     try:
-        process.wait(LAST_S + 2.0)
+        process.wait(STOP_S + 2.0)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -231,22 +231,22 @@ class ForkedEpisode:
         assert connection is not None
         try:
             await asyncio.get_running_loop().sock_sendall(connection, encode_message(request))
-            result, problem = await receive(connection)
+            result, error_text = await receive(connection)
         except (EOFError, OSError) as error:
-            death = await asyncio.to_thread(self._server.death, self._number)
-            raise EpisodeFailed(f"its process {death}") from error
-        if problem:
-            raise EpisodeFailed(_with_limit(problem, self._server.settings.memory_mib))
+            exit_description = await asyncio.to_thread(self._server.describe_exit, self._number)
+            raise EpisodeFailed(f"its process {exit_description}") from error
+        if error_text:
+            raise EpisodeFailed(_with_memory_limit(error_text, self._server.settings.memory_mib))
         return result
 
 
 class Resetter:
-    """Resets environments in forked processes and returns their first observations. Thread-safe. Each reset has a
-    process to itself, which is reused for later ones."""
+    """Resets environments in forked processes and returns their first observations. Thread-safe. Concurrent resets run
+    in different processes, which are reused."""
 
-    def __init__(self, settings: ForkSettings, within_s: float) -> None:
+    def __init__(self, settings: ForkSettings, timeout_s: float) -> None:
         self._server = ForkServer(settings)
-        self._within_s = within_s
+        self._timeout_s = timeout_s
         self._idle: list[tuple[int, socket.socket]] = []
 
     def __del__(self) -> None:
@@ -260,36 +260,36 @@ class Resetter:
             number, connection = self._idle.pop()
         except IndexError:
             number, connection = self._server.fork()
-            connection.settimeout(self._within_s)
+            connection.settimeout(self._timeout_s)
         try:
             connection.sendall(encode_message((BEGIN, start)))
-            prompt, problem = read_value(connection)
+            prompt, error_text = read_value(connection)
         except (EOFError, OSError) as error:
-            why = f"reset took longer than environment.step_timeout_s = {self._within_s:g} s"
+            reason = f"reset took longer than environment.step_timeout_s = {self._timeout_s:g} s"
             if not isinstance(error, TimeoutError):
-                why = f"reset: its process {self._server.death(number)}"
+                reason = f"reset: its process {self._server.describe_exit(number)}"
             connection.close()
             self._server.kill(number)
-            raise EpisodeFailed(why) from error
+            raise EpisodeFailed(reason) from error
         self._idle.append((number, connection))
-        if problem:
-            raise EpisodeFailed(_with_limit(problem, self._server.settings.memory_mib))
+        if error_text:
+            raise EpisodeFailed(_with_memory_limit(error_text, self._server.settings.memory_mib))
         observation: Prompt = prompt
         return observation
 
 
-def death(status: int | None) -> str:
-    """Describe how a process ended. status: its exit code, negative for a signal; None if unknown."""
-    if status is None:
+def describe_exit(exit_code: int | None) -> str:
+    """Describe how a process ended. exit_code: its exit code, negative for a signal; None if unknown."""
+    if exit_code is None:
         return "died"
-    if status >= 0:
-        return f"ended with exit code {status}"
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
     try:
-        name = signal.Signals(-status).name
+        name = signal.Signals(-exit_code).name
     except ValueError:
-        name = f"signal {-status}"
+        name = f"signal {-exit_code}"
     return f"was killed by {name}"
 
 
-def _with_limit(problem: str, memory_mib: int) -> str:
-    return f"{problem} (environment.memory_mib = {memory_mib})" if "MemoryError" in problem and memory_mib else problem
+def _with_memory_limit(error: str, memory_mib: int) -> str:
+    return f"{error} (environment.memory_mib = {memory_mib})" if "MemoryError" in error and memory_mib else error

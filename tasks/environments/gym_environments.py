@@ -12,7 +12,7 @@ from staleflow.tasks.environments.episode import (
     EnvStepResult,
     EpisodeFailed,
     EpisodeStart,
-    error_and_line,
+    error_with_location,
     final_result,
     observation_messages,
     parse_observation,
@@ -37,15 +37,15 @@ class GymEpisode:
 
     def __init__(self, make: Callable[[], Any], start: EpisodeStart) -> None:
         self._make, self._start = make, start
-        self._game: Any = None
+        self._env: Any = None
         self._reward = 0.0
         self._num_steps = 0
 
     async def begin(self) -> Prompt:
-        self._game = await self._call("cannot be created", self._make)
+        self._env = await self._call("cannot be created", self._make)
         options = {"index": self._start.index, "held_out": self._start.held_out}
-        with_options = {"options": options} if _takes(self._game.reset, "options") else {}
-        result = await self._call("reset raised", self._game.reset, seed=self._start.seed, **with_options)
+        with_options = {"options": options} if _takes(self._env.reset, "options") else {}
+        result = await self._call("reset raised", self._env.reset, seed=self._start.seed, **with_options)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
             raise EpisodeFailed(f"reset must return (observation, info), not {shown(result)}")
         return parse_observation(result[0], "the first observation")
@@ -55,7 +55,7 @@ class GymEpisode:
             return await self.end_early()
         self._num_steps += 1
         label = f"step {self._num_steps}"
-        result = await self._call(f"{label} raised", self._game.step, text)
+        result = await self._call(f"{label} raised", self._env.step, text)
         if not isinstance(result, tuple) or len(result) != 5 or not isinstance(result[4], Mapping):
             raise EpisodeFailed(
                 f"{label} must return (observation, reward, terminated, truncated, info), not {shown(result)}"
@@ -70,16 +70,17 @@ class GymEpisode:
         return final_result(self._reward)
 
     async def close(self) -> None:
-        close = getattr(self._game, "close", None)
+        close = getattr(self._env, "close", None)
         if callable(close):
             await self._call("close raised", close)
 
     def kill(self) -> None:
-        """Do nothing: a plain method has returned by now, and a coroutine is cancelled with its caller."""
+        """Do nothing: plain methods run to their end before this is called, and a coroutine is cancelled with its
+        caller."""
 
     async def _call(self, label: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a user's method. Raises EpisodeFailed."""
-        with raised_as(EpisodeFailed, label, Exception, SystemExit, describe=error_and_line):
+        with raised_as(EpisodeFailed, label, Exception, SystemExit, describe=error_with_location):
             if inspect.iscoroutinefunction(function):
                 return await function(*args, **kwargs)
             result = outside_event_loop(lambda: function(*args, **kwargs))

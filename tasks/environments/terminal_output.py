@@ -16,7 +16,7 @@ from typing import IO
 from staleflow.stores.printable import printable
 
 MAX_LINE_BYTES = 4000
-"""Bytes of a line that are shown; the rest is cut."""
+"""Maximum bytes of a line; the rest is not shown."""
 DRAIN_TIMEOUT_S = 1.0
 """Seconds `wait` allows for the remaining output."""
 

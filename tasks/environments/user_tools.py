@@ -3,8 +3,8 @@
     def lookup(word: str, limit: int = 3) -> list[str]:
         "Meanings of a word."
 
-Its name, its docstring and the JSON schema of its arguments, from their type hints, are what a model is told. It may be
-`async def`. Each call runs in a process of its own, forked from one that has loaded the file
+The model sees its name, its docstring and the JSON schema of its arguments, which comes from their type hints. It may
+be `async def`. Each call runs in a process of its own, forked from one that has loaded the file
 (tasks/episodes/tools.py).
 """
 
@@ -28,11 +28,11 @@ from staleflow.tasks.settings import user_code
 TOOLS_KEY = "environment.tools"
 """The key of a job file that names tools."""
 TOOL_ROLE = "tool"
-"""Role of what a tool gives back."""
+"""Message role of a tool's result."""
 MAX_RESULT_CHARS = 20_000
-"""Characters of a result that are given back."""
-KINDS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
-"""JSON's names of the types that arguments may have."""
+"""Maximum characters of a tool's result; the rest is dropped."""
+JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+"""JSON schema's name of each type that an argument may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,32 +47,32 @@ class UserTool:
 
 def load_tool(reference: str) -> UserTool:
     """Load a tool named file.py:NAME or module:NAME. Raises ConfigError."""
-    where = f"{TOOLS_KEY}: {reference!r}"
+    label = f"{TOOLS_KEY}: {reference!r}"
     function = user_code.load(reference, TOOLS_KEY)
     if not inspect.isfunction(function):
-        raise ConfigError(f"{where}: a tool is a function, def or async def, not {type(function).__name__}")
+        raise ConfigError(f"{label}: a tool is a function, def or async def, not {type(function).__name__}")
     description = inspect.getdoc(function) or ""
     if not description.strip():
-        raise ConfigError(f"{where}: needs a docstring, which tells the model what it does")
+        raise ConfigError(f"{label}: needs a docstring, which describes the tool to the model")
     return UserTool(
-        name=function.__name__, description=description, parameters=_parameters(function, where), function=function
+        name=function.__name__, description=description, parameters=_parameters(function, label), function=function
     )
 
 
-def _parameters(function: Callable[..., Any], where: str) -> dict[str, Any]:
-    """The JSON schema of a function's arguments. Raises ConfigError."""
-    with raised_as(ConfigError, f"{where}: its type hints cannot be read", Exception, describe=error_line):
+def _parameters(function: Callable[..., Any], label: str) -> dict[str, Any]:
+    """Return the JSON schema of a function's arguments. Raises ConfigError."""
+    with raised_as(ConfigError, f"{label}: its type hints cannot be read", Exception, describe=error_line):
         hints = typing.get_type_hints(function)
     properties, required = {}, []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(f"{where}: argument {parameter} cannot be given by name; give each one a name of its own")
+            raise ConfigError(f"{label}: argument {parameter} cannot be passed by name; declare each argument by name")
         if name not in hints:
-            raise ConfigError(f"{where}: argument {name} needs a type hint, such as {name}: str")
+            raise ConfigError(f"{label}: argument {name} needs a type hint, such as {name}: str")
         schema = _schema(hints[name])
         if schema is None:
             raise ConfigError(
-                f"{where}: argument {name} has type {hints[name]}; use str, int, float, bool, list, dict, Literal, "
+                f"{label}: argument {name} has type {hints[name]}; use str, int, float, bool, list, dict, Literal, "
                 "Any, or one of them | None"
             )
         properties[name] = schema
@@ -82,62 +82,62 @@ def _parameters(function: Callable[..., Any], where: str) -> dict[str, Any]:
 
 
 def _schema(hint: Any) -> dict[str, Any] | None:
-    """The JSON schema of a type; None if it has none."""
+    """Return the JSON schema of a type; None if the type is not supported."""
     if hint is Any:
         return {}
-    if hint in KINDS:
-        return {"type": KINDS[hint]}
+    if hint in JSON_TYPES:
+        return {"type": JSON_TYPES[hint]}
     if hint is type(None):
         return {"type": "null"}
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in KINDS and not inner:  # typing.List and the like, of anything
-        return {"type": KINDS[origin]}
+    if origin in JSON_TYPES and not inner:  # typing.List and typing.Dict without element types
+        return {"type": JSON_TYPES[origin]}
     if origin is typing.Literal:
         return {"enum": list(inner)}
     schemas = [_schema(argument) for argument in inner]
-    known = [schema for schema in schemas if schema is not None]
-    if len(known) < len(schemas):
+    json_schemas = [schema for schema in schemas if schema is not None]
+    if len(json_schemas) < len(schemas):
         return None
     if origin in (types.UnionType, typing.Union):
-        return {"anyOf": known}
+        return {"anyOf": json_schemas}
     if origin is list:
-        return {"type": "array", "items": known[0]}
+        return {"type": "array", "items": json_schemas[0]}
     if origin is dict and inner[0] is str:
-        return {"type": "object", "additionalProperties": known[1]}
+        return {"type": "object", "additionalProperties": json_schemas[1]}
     return None
 
 
 def argument_error(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
     """Return an error text for the arguments of a call; empty if they match the schema."""
     properties: Mapping[str, Any] = parameters["properties"]
-    known = ", ".join(properties) or "none"
+    names = ", ".join(properties) or "none"
     if unknown := [name for name in arguments if name not in properties]:
-        return f"there is no argument {unknown[0]}; there are {known}"
+        return f"there is no argument {unknown[0]}; there are {names}"
     if missing := [name for name in parameters["required"] if name not in arguments]:
         return f"argument {missing[0]} is missing"
-    mistaken = next((name for name, value in arguments.items() if not _fits(value, properties[name])), None)
-    return "" if mistaken is None else f"argument {mistaken} must be {_describe_schema(properties[mistaken])}"
+    invalid = next((name for name, value in arguments.items() if not _matches_schema(value, properties[name])), None)
+    return "" if invalid is None else f"argument {invalid} must be {_describe_schema(properties[invalid])}"
 
 
-def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
+def _matches_schema(value: Any, schema: Mapping[str, Any]) -> bool:
     if "anyOf" in schema:
-        return any(_fits(value, option) for option in schema["anyOf"])
+        return any(_matches_schema(value, option) for option in schema["anyOf"])
     if "enum" in schema:
         return any(value == option and type(value) is type(option) for option in schema["enum"])
     match schema.get("type"):
         case None:
             return True
         case "array":
-            return isinstance(value, list) and all(_fits(item, schema.get("items", {})) for item in value)
+            return isinstance(value, list) and all(_matches_schema(item, schema.get("items", {})) for item in value)
         case "object":
             value_schema = schema.get("additionalProperties", {})
-            return isinstance(value, dict) and all(_fits(item, value_schema) for item in value.values())
+            return isinstance(value, dict) and all(_matches_schema(item, value_schema) for item in value.values())
         case "integer":
             return isinstance(value, int) and not isinstance(value, bool)
         case "number":
             return isinstance(value, (int, float)) and not isinstance(value, bool)
-        case kind:
-            return isinstance(value, {"string": str, "boolean": bool, "null": type(None)}[kind])
+        case json_type:
+            return isinstance(value, {"string": str, "boolean": bool, "null": type(None)}[json_type])
 
 
 def _describe_schema(schema: Mapping[str, Any]) -> str:
@@ -153,7 +153,7 @@ def _describe_schema(schema: Mapping[str, Any]) -> str:
     )
 
 
-def unnamed_argument(parameters: Mapping[str, Any]) -> str:
+def positional_argument(parameters: Mapping[str, Any]) -> str:
     """Return the name of the argument that a call may give without a name: the only one, or the only one without a
     default; empty if there is none."""
     for names in (list(parameters["properties"]), parameters["required"]):
@@ -163,8 +163,8 @@ def unnamed_argument(parameters: Mapping[str, Any]) -> str:
 
 
 def read_argument(text: str, schema: Mapping[str, Any]) -> Any:
-    """Parse an argument's value that is written without quotation marks."""
-    if _fits(text, schema):
+    """Parse the value of an argument from the text in a tag, where texts have no quotation marks."""
+    if _matches_schema(text, schema):
         return text
     try:
         return json.loads(text)
@@ -191,8 +191,8 @@ def tool_environment(tool: UserTool) -> CallEnvironment:
 
 def _text(result: Any) -> str:
     """Return a tool's result as text for the model. Raises EpisodeFailed."""
-    problem, errors = "it returned what JSON cannot say", (TypeError, ValueError, RecursionError)
+    problem, errors = "its result cannot be written as JSON", (TypeError, ValueError, RecursionError)
     with raised_as(EpisodeFailed, problem, *errors, describe=error_line):
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, allow_nan=False)
-    text = re.sub("[\ud800-\udfff]", "\ufffd", text)  # halves of characters, which no tokenizer reads
+    text = re.sub("[\ud800-\udfff]", "\ufffd", text)  # surrogates, which no tokenizer accepts
     return text if len(text) <= MAX_RESULT_CHARS else f"{text[:MAX_RESULT_CHARS]}... ({len(text)} characters)"

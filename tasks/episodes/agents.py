@@ -1,10 +1,11 @@
 """Episodes of agents: programs that request the model's turns over HTTP and need not know about training.
 
-An agent's first request is its task's first observation; each further one is the observation after the turn before;
-what it returns, or prints last, is the reward. `task.source` names it:
+The messages of an agent's first request are the task's first observation. Those of each further request are the
+observation after the previous turn. The value that the agent returns, or prints last, is the reward. Names in
+`task.source`:
 
-agent:path/to/agent.py:run    async def run(base_url, key, task) -> reward, or a plain function of the same
-agent:command                 task.options.command, a list: a program; its environment variables have the same
+agent:path/to/agent.py:run    async def run(base_url, key, task) -> reward, or a plain function with these arguments
+agent:command                 the program of the list task.options.command, with the arguments in environment variables
 verifiers:TASKSET             see verifiers_agents.py
 openenv:URL_OR_PACKAGE        see openenv_agents.py
 """
@@ -21,19 +22,20 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from staleflow.stores.errors import ConfigError, raised_as, strerror
 from staleflow.tasks.endpoint.requests import RequestError
 from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.endpoint.sessions import AgentSession
-from staleflow.tasks.environments.coroutine_environments import AgentTask, AskingEpisode, without_exit
+from staleflow.tasks.environments.coroutine_environments import AgentTask, CoroutineEpisodeBase, without_exit
 from staleflow.tasks.environments.episode import (
     CallEnvironment,
     EnvStepResult,
     EpisodeFailed,
     EpisodeStart,
-    error_and_line,
+    error_with_location,
     final_result,
     parse_observation,
 )
@@ -44,21 +46,21 @@ from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 
 COMMAND = "command"
-"""In place of a file: the agent is a program."""
+"""Name of an agent that is a program."""
 MAX_LINE_BYTES = 65_536
-"""Longest line, in bytes, that is read of a program's output; the reward must be on one."""
+"""Maximum bytes of a line in a program's output; a longer line is ignored, also if it has the reward."""
 POLL_S = 0.02
-"""Seconds between two looks whether a program has ended."""
-LAST_LINES = 20
-"""Lines that a program printed last which are kept, for its reward and for messages."""
+"""Seconds between two checks whether a program has ended."""
+MAX_OUTPUT_LINES = 20
+"""Number of a program's last lines that are kept, for its reward and for error messages."""
 
 
-def load_agent(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
-    """Load the agent named `agent:NAME` in a job. Raises ConfigError. where: its key and name, for messages."""
+def load_agent(name: str, options: Mapping[str, Any], label: str) -> LoadedAgent:
+    """Load the agent named `agent:NAME` in a job file. Raises ConfigError. label: its key and name, for messages."""
     if name == COMMAND:
-        return _program(options, where)
-    loaded = user_code.load(name, where.partition(" = ")[0])
-    with raised_as(ConfigError, f"{where}: an agent takes (base_url, key, task)", TypeError, ValueError):
+        return _load_program(options, label)
+    loaded = user_code.load(name, label.partition(" = ")[0])
+    with raised_as(ConfigError, f"{label}: an agent takes (base_url, key, task)", TypeError, ValueError):
         inspect.signature(loaded).bind("", "", None)
     if inspect.iscoroutinefunction(loaded):
         return LoadedAgent(
@@ -66,56 +68,45 @@ def load_agent(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent
         )
 
     async def run(args: AgentArgs) -> Any:
-        return await _in_thread(lambda: loaded(*args))
+        return await _run_in_thread(lambda: loaded(*args))
 
     return LoadedAgent(run=run, blocking=True, options=options)
 
 
-async def _in_thread(function: Callable[[], Any]) -> Any:
-    """Run a function in a new daemon thread. A few hung functions would take all threads of a pool, and one that never
-    returns must not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is None:
-            done.set_result(result)
-        else:
-            done.set_exception(error)
+async def _run_in_thread(function: Callable[[], Any]) -> Any:
+    """Run a function in a new daemon thread and return its result. A thread pool could be filled by functions that
+    hang, and would keep the process from ending."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
 
     def run() -> None:
-        result, failure = None, None
         try:
-            result = function()
+            future.set_result(function())
         except (Exception, SystemExit) as error:  # noqa: BLE001  it is raised where the result is awaited
-            failure = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
+            future.set_exception(error)
 
-    # In this context: programs that it starts belong to this episode.
+    # The thread inherits the context, so that programs that the function starts belong to this episode.
     threading.Thread(target=contextvars.copy_context().run, args=(run,), name="agent", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(future)
 
 
-def _program(options: Mapping[str, Any], where: str) -> LoadedAgent:
+def _load_program(options: Mapping[str, Any], label: str) -> LoadedAgent:
     command = options.get("command")
     if not isinstance(command, list) or not command or not all(isinstance(part, str) for part in command):
-        raise ConfigError(f'{where}: task.options.command must be a list of texts, such as ["python", "agent.py"]')
-    other_options = {name: value for name, value in options.items() if name != "command"}
+        raise ConfigError(f'{label}: task.options.command must be a list of texts, such as ["python", "agent.py"]')
+    task_options = {name: value for name, value in options.items() if name != "command"}
 
     async def run(args: AgentArgs) -> Any:
         return await _run_program(command, args)
 
-    return LoadedAgent(run=run, blocking=True, options=other_options)
+    return LoadedAgent(run=run, blocking=True, options=task_options)
 
 
 async def _run_program(command: Sequence[str], args: AgentArgs) -> Any:
-    """Run a program, and return the reward that it prints last. Raises EpisodeFailed."""
+    """Run a program, and return the reward on its last line. Raises EpisodeFailed."""
     base_url, key, task = args
-    about = {"index": task.index, "held_out": task.held_out, "seed": task.seed, "options": dict(task.options)}
-    variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, "STALEFLOW_TASK": json.dumps(about)}
+    task_fields = {"index": task.index, "held_out": task.held_out, "seed": task.seed, "options": dict(task.options)}
+    variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, "STALEFLOW_TASK": json.dumps(task_fields)}
     pipe = asyncio.subprocess.PIPE
     with raised_as(EpisodeFailed, f"the agent's command {command[0]!r} cannot be started", OSError, describe=strerror):
         process = await asyncio.create_subprocess_exec(
@@ -124,35 +115,35 @@ async def _run_program(command: Sequence[str], args: AgentArgs) -> Any:
         )  # fmt: skip
     try:
         assert process.stdout is not None and process.stderr is not None
-        reading = asyncio.gather(_last_lines(process.stdout), _last_lines(process.stderr))
-        while process.returncode is None:  # wait() also waits for its pipes, which a child that is left holds open
+        last_lines = asyncio.gather(_last_lines(process.stdout), _last_lines(process.stderr))
+        while process.returncode is None:  # wait() also waits for the pipes, which a remaining child may keep open
             await asyncio.sleep(POLL_S)
-        _end_group(process.pid)
-        output_lines, error_lines = await reading
-        status = await process.wait()
+        _kill_group(process.pid)
+        output_lines, error_lines = await last_lines
+        exit_code = await process.wait()
     finally:
-        _end_group(process.pid)
-    if status:
+        _kill_group(process.pid)
+    if exit_code:
         detail = f": {error_lines[-1]}" if error_lines else ""
-        raise EpisodeFailed(f"the agent's command ended with exit code {status}{detail}")
+        raise EpisodeFailed(f"the agent's command ended with exit code {exit_code}{detail}")
     if not output_lines:
         raise EpisodeFailed("the agent's command printed nothing; its last line must be the reward")
-    return _printed_reward(output_lines[-1])
+    return _parse_reward(output_lines[-1])
 
 
-def _end_group(leader: int) -> None:
-    """End a program and the children that it has left."""
+def _kill_group(leader: int) -> None:
+    """Kill a program and its remaining children."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
 
 async def _last_lines(stream: asyncio.StreamReader) -> list[str]:
-    """Return the last lines of a stream that are not empty, once it has ended."""
-    lines: deque[str] = deque(maxlen=LAST_LINES)
+    """Return the last non-empty lines of a stream, once it has ended."""
+    lines: deque[str] = deque(maxlen=MAX_OUTPUT_LINES)
     while True:
         try:
             line = await stream.readline()
-        except ValueError:  # too long; what was read of it is dropped
+        except ValueError:  # the line is too long, and dropped
             continue
         if not line:
             return list(lines)
@@ -160,8 +151,9 @@ async def _last_lines(stream: asyncio.StreamReader) -> list[str]:
             lines.append(text)
 
 
-def _printed_reward(line: str) -> Any:
-    """Parse a printed reward: a number, or a number and its parts by name. Raises EpisodeFailed."""
+def _parse_reward(line: str) -> Any:
+    """Parse the reward that a program printed: a number, or a JSON object with a number and its parts. Raises
+    EpisodeFailed."""
     try:
         parsed = json.loads(line)
     except (ValueError, RecursionError):
@@ -177,7 +169,7 @@ def _printed_reward(line: str) -> Any:
 
 
 class AgentEnvironment:
-    """An agent as an environment, with an endpoint. server: the endpoint; by default one is started with the first
+    """An environment whose episodes run an agent. server: the endpoint; by default one is started with the first
     episode."""
 
     def __init__(self, agent: LoadedAgent, settings: EndpointSettings, server: EndpointServer | None = None) -> None:
@@ -190,7 +182,7 @@ class AgentEnvironment:
         return AgentEpisode(self._server, start, self._agent)
 
 
-class AgentEpisode(AskingEpisode):
+class AgentEpisode(CoroutineEpisodeBase):
     """An episode of an agent that uses an endpoint."""
 
     runner = "the agent"
@@ -200,7 +192,7 @@ class AgentEpisode(AskingEpisode):
         self._server, self._start, self._agent = server, start, agent
         self._session: AgentSession | None = None
         self._turn: SampledTurn | None = None
-        self._limited = False
+        self._reached_limit = False
 
     async def begin(self) -> Prompt:
         try:
@@ -210,9 +202,9 @@ class AgentEpisode(AskingEpisode):
         session = self._session = self._server.sessions.open()
         args = (self._server.base_url, session.key, AgentTask.of(self._start, self._agent.options))
         self._run(self._agent.run, args)
-        first = await self._messages(session)
+        first = await self._next_messages(session)
         if isinstance(first, EnvStepResult):
-            raise EpisodeFailed("the agent ended before it asked the model for anything")
+            raise EpisodeFailed("the agent ended before its first request to the model")
         return first
 
     def set_turn(self, turn: SampledTurn) -> None:
@@ -223,12 +215,12 @@ class AgentEpisode(AskingEpisode):
         session = self._session
         assert session is not None
         if self._turn is None:
-            raise EpisodeFailed("the agent cannot be told a turn without its token ids")
+            raise EpisodeFailed("the agent's turn came without its token ids")
         turn, self._turn = self._turn, None
         session.send_turn(turn)
         if truncated or last:
             return await self._end_at("rollout.max_new_tokens" if truncated else "environment.max_turns")
-        request = await self._messages(session)
+        request = await self._next_messages(session)
         return request if isinstance(request, EnvStepResult) else EnvStepResult(messages=request)
 
     async def end_early(self) -> EnvStepResult:
@@ -237,8 +229,8 @@ class AgentEpisode(AskingEpisode):
     async def _end_at(self, limit: str) -> EnvStepResult:
         """Refuse further requests, and wait for the agent's end. limit: the setting that allows no further turn."""
         assert self._session is not None and self._running is not None
-        self._limited = True
-        self._session.refuse(RequestError(400, f"the episode is at its limit, {limit}", "context_length_exceeded"))
+        self._reached_limit = True
+        self._session.refuse(RequestError(400, f"the episode has reached its limit, {limit}", "context_length_exceeded"))
         await asyncio.wait({self._running})
         return self._end()
 
@@ -247,22 +239,23 @@ class AgentEpisode(AskingEpisode):
             self._server.sessions.close(self._session)
         super().kill()
 
-    async def _messages(self, session: AgentSession) -> tuple[Message, ...] | EnvStepResult:
-        """Wait for the messages of the agent's next request, or for its end. Raises EpisodeFailed."""
+    async def _next_messages(self, session: AgentSession) -> tuple[Message, ...] | EnvStepResult:
+        """Wait for the agent's next request or its end. Returns the request's messages, or the episode's result. Raises
+        EpisodeFailed."""
         messages = await self._next_request(session.next_messages)
         if isinstance(messages, EnvStepResult):
             return messages
-        observation = parse_observation([message._asdict() for message in messages], "what the agent said")
+        observation = parse_observation([message._asdict() for message in messages], "the agent's request")
         assert not isinstance(observation, str)
         return observation
 
     def _result_after(self, error: BaseException) -> EnvStepResult | None:
-        return EnvStepResult(ended=True) if self._limited else None
+        return EnvStepResult(ended=True) if self._reached_limit else None
 
 
 def forked_agent(agent: LoadedAgent) -> CallEnvironment:
-    """Build the environment of an agent in forked processes that uses an endpoint of another process. Its whole run is
-    one step, whose text is the endpoint's URL and key as JSON."""
+    """Build the environment of an agent that runs in forked processes and uses the endpoint of another process. Its
+    whole run is one step, whose text is the endpoint's URL and key as JSON."""
 
     async def run(start: EpisodeStart, text: str) -> EnvStepResult:
         base_url, key = json.loads(text)
@@ -272,7 +265,7 @@ def forked_agent(agent: LoadedAgent) -> CallEnvironment:
         except EpisodeFailed:
             raise
         except Exception as error:
-            raise EpisodeFailed(f"the agent raised: {error_and_line(error)}") from error
+            raise EpisodeFailed(f"the agent raised: {error_with_location(error)}") from error
         return final_result(reward, label="what the agent returned")
 
     return CallEnvironment(run)

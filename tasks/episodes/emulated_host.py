@@ -27,8 +27,8 @@ class EmulatedHostSettings:
 
 
 class EmulatedEnvironments:
-    """Environment steps with the results and durations of the workload. Evaluation tasks have negative numbers, and the
-    same episodes as the positive ones, as in emulated engines."""
+    """Environment steps with the results and durations of the emulated workload. Evaluation tasks have negative
+    numbers. Tasks i and -i have the same episodes, as in emulated engines."""
 
     def __init__(self, settings: EmulatedHostSettings) -> None:
         self._settings = settings
@@ -47,7 +47,7 @@ class EmulatedEnvironments:
         turns: Sequence[str],
         *,
         truncated: bool,
-        newest: SampledTurn | None = None,
+        latest_turn: SampledTurn | None = None,
     ) -> HostedStepResult:
         step = self._episodes.answer(
             abs(key.task), key.member, len(turns) - 1, attempt=key.attempt, truncated=truncated
@@ -59,8 +59,8 @@ class EmulatedEnvironments:
             waited_s = (clock() - queued_s) * scale
             await asyncio.sleep(min(step.seconds, limit_s) / scale)
         if step.seconds > limit_s:
-            late = "is never answered" if math.isinf(step.seconds) else f"takes {step.seconds:g} s"
-            error = f"step {len(turns)} {late}, environment.step_timeout_s = {limit_s:g} s"
+            duration = "never ends" if math.isinf(step.seconds) else f"takes {step.seconds:g} s"
+            error = f"step {len(turns)} {duration}, environment.step_timeout_s = {limit_s:g} s"
             return HostedStepResult(ended=True, error=error, seconds=limit_s, waited_s=waited_s)
         if step.error:
             return HostedStepResult(ended=True, error=step.error, seconds=step.seconds, waited_s=waited_s)

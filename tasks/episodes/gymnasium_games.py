@@ -11,37 +11,38 @@ from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.environments.episode import error_line
 
 MAX_NUMBERS = 100
-"""Numbers of an observation or action that are written out; a picture has more."""
-NUMBER = r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
-HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m")
-"""Text that a terminal shows in colour, which is how some environments mark where the player is."""
+"""Maximum numbers of an observation or action that are written as text; images have more."""
+NUMBER_PATTERN = r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
+COLORED_TEXT = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m")
+"""Text that a terminal shows in color. Some environments mark the player's position by it."""
 
 
-def open_game(name: str, options: Mapping[str, Any], where: str) -> Callable[[], GymnasiumGame]:
+def open_game(name: str, options: Mapping[str, Any], label: str) -> Callable[[], GymnasiumGame]:
     """Return a function that creates episodes of an environment. Raises ConfigError. options: `rules`, a text that
-    replaces the default explanation of the actions, and arguments of the environment. where: its name in the job
+    replaces the default explanation of the actions, and arguments of the environment. label: its name in the job
     file."""
     import gymnasium
 
     arguments = dict(options)
     rules = str(arguments.pop("rules", ""))
-    problem = f"{where}: cannot be made with task.options = {dict(options)}"
+    problem = f"{label}: cannot be made with task.options = {dict(options)}"
     with raised_as(ConfigError, problem, Exception, describe=error_line):
         if "render_mode" not in arguments and "ansi" in _render_modes(gymnasium.spec(name)):
             arguments["render_mode"] = "ansi"
         trial = gymnasium.make(name, **arguments)
     try:
-        for label, space in (("observations", trial.observation_space), ("actions", trial.action_space)):
-            drawn = label == "observations" and trial.render_mode == "ansi"
-            if not drawn and (why := _why_no_text(space, actions=label == "actions")):
-                raise ConfigError(f"{where}: its {label} cannot be written as text: {why}")
+        for space_name, space in (("observations", trial.observation_space), ("actions", trial.action_space)):
+            rendered = space_name == "observations" and trial.render_mode == "ansi"
+            if not rendered and (error := _text_error(space, actions=space_name == "actions")):
+                raise ConfigError(f"{label}: its {space_name} cannot be written as text: {error}")
     finally:
         trial.close()
-    return lambda: GymnasiumGame(gymnasium.make(name, **arguments), rules or f"{name}. {_how(trial.action_space)}")
+    rules = rules or f"{name}. {_describe_action(trial.action_space)}"
+    return lambda: GymnasiumGame(gymnasium.make(name, **arguments), rules)
 
 
 def _render_modes(spec: Any) -> list[str]:
-    """The ways that an environment can be shown."""
+    """Return the render modes of an environment."""
     from gymnasium.envs.registration import load_env_creator
 
     creator = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
@@ -49,7 +50,7 @@ def _render_modes(spec: Any) -> list[str]:
 
 
 class GymnasiumGame:
-    """One episode. An action that cannot be parsed costs a turn and changes nothing."""
+    """One episode of a gymnasium environment. An action that cannot be parsed takes a turn and changes nothing."""
 
     def __init__(self, env: Any, rules: str) -> None:
         self._env, self._rules = env, rules
@@ -60,10 +61,10 @@ class GymnasiumGame:
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         try:
-            chosen = action_of(self._env.action_space, action)
+            parsed = parse_action(self._env.action_space, action)
         except ValueError:
-            return f"That is no action. {_how(self._env.action_space)}", 0.0, False, False, {}
-        observation, reward, terminated, truncated, _ = self._env.step(chosen)
+            return f"This is not a valid action. {_describe_action(self._env.action_space)}", 0.0, False, False, {}
+        observation, reward, terminated, truncated, _ = self._env.step(parsed)
         return self._text(observation), float(reward), bool(terminated), bool(truncated), {}
 
     def close(self) -> None:
@@ -71,38 +72,38 @@ class GymnasiumGame:
 
     def _text(self, observation: Any) -> str:
         if self._env.render_mode != "ansi":
-            return text_of(self._env.observation_space, observation)
-        drawn = HIGHLIGHTED.sub(r"[\1]", str(self._env.render())).strip("\n")
-        if _why_no_text(self._env.observation_space, actions=False):
-            return drawn
-        return f"{drawn}\n{text_of(self._env.observation_space, observation)}"
+            return format_observation(self._env.observation_space, observation)
+        rendered = COLORED_TEXT.sub(r"[\1]", str(self._env.render())).strip("\n")
+        if _text_error(self._env.observation_space, actions=False):
+            return rendered
+        return f"{rendered}\n{format_observation(self._env.observation_space, observation)}"
 
 
-def text_of(space: Any, value: Any) -> str:
+def format_observation(space: Any, value: Any) -> str:
     """Format an observation as text."""
-    kind = _kind(space)
-    if kind == "Text":
+    space_type = _space_type(space)
+    if space_type == "Text":
         return str(value)
-    if kind == "Dict":
-        return "\n".join(f"{name}: {text_of(below, value[name])}" for name, below in space.spaces.items())
-    if kind == "Tuple":
+    if space_type == "Dict":
+        return "\n".join(f"{name}: {format_observation(part, value[name])}" for name, part in space.spaces.items())
+    if space_type == "Tuple":
         parts = zip(space.spaces, value, strict=True)
-        return ", ".join(text_of(below, part) for below, part in parts)
-    if kind == "Discrete":
+        return ", ".join(format_observation(part, part_value) for part, part_value in parts)
+    if space_type == "Discrete":
         return str(int(value))
     return " ".join(f"{number:.4g}" for number in value.reshape(-1).tolist())
 
 
-def action_of(space: Any, text: str) -> Any:
+def parse_action(space: Any, text: str) -> Any:
     """Parse the action at the end of a text. Raises ValueError if there is none, or it is not in the action space."""
     import numpy as np
 
-    kind = _kind(space)
-    if kind == "Text":
+    space_type = _space_type(space)
+    if space_type == "Text":
         action: Any = text.strip()
     else:
-        numbers = [float(number) for number in re.findall(NUMBER, text)]
-        size = 1 if kind == "Discrete" else math.prod(space.shape)
+        numbers = [float(number) for number in re.findall(NUMBER_PATTERN, text)]
+        size = 1 if space_type == "Discrete" else math.prod(space.shape)
         if len(numbers) < size:
             raise ValueError("too few numbers")
         action_values = numbers[-size:]
@@ -110,7 +111,7 @@ def action_of(space: Any, text: str) -> Any:
             raise ValueError("not whole numbers")
         action = (
             np.int64(action_values[0])
-            if kind == "Discrete"
+            if space_type == "Discrete"
             else np.asarray(action_values, space.dtype).reshape(space.shape)
         )
     if not space.contains(action):
@@ -118,34 +119,34 @@ def action_of(space: Any, text: str) -> Any:
     return action
 
 
-def _how(space: Any) -> str:
-    """How an action is written."""
-    kind = _kind(space)
-    if kind == "Discrete":
+def _describe_action(space: Any) -> str:
+    """Tell the model how to write an action."""
+    space_type = _space_type(space)
+    if space_type == "Discrete":
         return f"Answer with an action, a whole number from {space.start} to {space.start + space.n - 1}."
-    if kind == "Text":
+    if space_type == "Text":
         return f"Answer with an action, a text of at most {space.max_length} characters."
     count = math.prod(space.shape)
-    if kind == "Box":
+    if space_type == "Box":
         return f"Answer with an action, {count} numbers from {space.low.min():g} to {space.high.max():g}."
-    if kind == "MultiBinary":
+    if space_type == "MultiBinary":
         return f"Answer with an action, {count} times 0 or 1."
     return f"Answer with an action, {count} whole numbers from 0 to less than {' '.join(map(str, space.nvec.flat))}."
 
 
-def _kind(space: Any) -> str:
+def _space_type(space: Any) -> str:
     return type(space).__name__
 
 
-def _why_no_text(space: Any, *, actions: bool) -> str:
-    """Why a space has no text; empty if it has one."""
-    kind = _kind(space)
-    if kind in ("Discrete", "Text"):
+def _text_error(space: Any, *, actions: bool) -> str:
+    """Return why values of a space cannot be written as text; empty if they can."""
+    space_type = _space_type(space)
+    if space_type in ("Discrete", "Text"):
         return ""
-    if kind in ("Box", "MultiDiscrete", "MultiBinary"):
+    if space_type in ("Box", "MultiDiscrete", "MultiBinary"):
         count = math.prod(space.shape)
-        return "" if count <= MAX_NUMBERS else f"{kind} of {count} numbers; at most {MAX_NUMBERS} are written out"
-    if kind in ("Dict", "Tuple") and not actions:
-        below = space.spaces.values() if kind == "Dict" else space.spaces
-        return next((reason for subspace in below if (reason := _why_no_text(subspace, actions=actions))), "")
-    return f"a space of kind {kind}"
+        return "" if count <= MAX_NUMBERS else f"{space_type} of {count} numbers; at most {MAX_NUMBERS} are written out"
+    if space_type in ("Dict", "Tuple") and not actions:
+        subspaces = space.spaces.values() if space_type == "Dict" else space.spaces
+        return next((reason for subspace in subspaces if (reason := _text_error(subspace, actions=actions))), "")
+    return f"a space of kind {space_type}"

@@ -10,17 +10,17 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.coroutine_environments import AgentTask
 
 AgentArgs = tuple[str, str, AgentTask]
-"""(base URL, key, task): what an agent is started with."""
-Run = Callable[[AgentArgs], Coroutine[Any, Any, Any]]
+"""Arguments of an agent: (base URL, API key, task)."""
+RunAgent = Callable[[AgentArgs], Coroutine[Any, Any, Any]]
 """Runs an agent to its end, and returns its reward."""
 
 
-NAMES = {str: "a text", int: "a whole number", dict: "a table"}
-"""What types of values are called in a job file."""
+TYPE_NAMES = {str: "a text", int: "a whole number", dict: "a table"}
+"""Names of types in error messages about a job file."""
 
 
-def _nothing() -> None:
-    """There is nothing to load."""
+def _load_nothing() -> None:
+    """Do nothing: there is nothing to load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +30,22 @@ class LoadedAgent:
     Args:
         run: Coroutine function that runs one episode to its end.
         blocking: Whether each episode needs a process of its own.
-        prepare: Loads what episodes share, before processes are forked. Raises ConfigError.
+        options: The job's task.options, without those that are not for the agent.
+        prepare: Loads the objects that episodes share, before processes are forked. Raises ConfigError.
     """
 
-    run: Run
+    run: RunAgent
     blocking: bool
     options: Mapping[str, Any]
-    prepare: Callable[[], None] = _nothing
+    prepare: Callable[[], None] = _load_nothing
 
 
-def check_options(options: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]], where: str) -> None:
-    """Raise ConfigError for an unknown option of an agent, or a value of the wrong type. kinds: the types of each
-    option."""
+def check_options(options: Mapping[str, Any], option_types: Mapping[str, tuple[type, ...]], label: str) -> None:
+    """Raise ConfigError for an unknown option of an agent, or a value of the wrong type. option_types: the types of
+    each option."""
     for option, value in options.items():
-        if option not in kinds:
-            raise ConfigError(f"{where}: task.options.{option}: unknown; there are {', '.join(kinds)}")
-        if not isinstance(value, kinds[option]) or isinstance(value, bool):
-            wanted = " or ".join(NAMES[kind] for kind in kinds[option])
-            raise ConfigError(f"{where}: task.options.{option} = {value!r} must be {wanted}")
+        if option not in option_types:
+            raise ConfigError(f"{label}: task.options.{option}: unknown; there are {', '.join(option_types)}")
+        if not isinstance(value, option_types[option]) or isinstance(value, bool):
+            expected = " or ".join(TYPE_NAMES[type_] for type_ in option_types[option])
+            raise ConfigError(f"{label}: task.options.{option} = {value!r} must be {expected}")

@@ -1,4 +1,4 @@
-"""The Python tool: runs a model's code in a confined process with limits, which is always ended."""
+"""The Python tool: runs a model's code in a sandboxed process with limits on time, memory and output."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import signal
 import sys
 from pathlib import Path
 
-from staleflow.tasks.environments.child_programs import ending_by_themselves
+from staleflow.tasks.environments.child_programs import without_owner
 
 MAX_OUTPUT_BYTES = 2000
-"""Bytes of output that are given back; what writes more is stopped."""
-INSIDE = Path(__file__).with_name("sandbox_child.py")
+"""Maximum bytes of output; a process that writes more is killed."""
+PROGRAM = Path(__file__).with_name("sandbox_child.py")
 
 
-async def run_python(code: str, *, within_s: float, memory_mib: int) -> str:
-    """Run code, and return its output or a line that begins with `error:`. When this returns or is cancelled, the
-    process and its children have ended. memory_mib: memory limit; 0: 1024."""
-    with ending_by_themselves():
+async def run_python(code: str, *, timeout_s: float, memory_mib: int) -> str:
+    """Run code, and return its output, followed by a line that begins with `error:` if it was stopped. When this
+    returns or is cancelled, the process and its children have ended. memory_mib: memory limit; 0: 1024."""
+    with without_owner():
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", str(INSIDE), str(math.ceil(within_s)), str((memory_mib or 1024) * 2**20),
+            sys.executable, "-I", "-S", str(PROGRAM), str(math.ceil(timeout_s)), str((memory_mib or 1024) * 2**20),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -30,27 +30,27 @@ async def run_python(code: str, *, within_s: float, memory_mib: int) -> str:
             cwd="/",
             env={"PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-    why = ""
+    failure = ""
     output = b""
     try:
-        async with asyncio.timeout(within_s):
-            output = await _talk(process, code)
+        async with asyncio.timeout(timeout_s):
+            output = await _send_and_read(process, code)
             if len(output) > MAX_OUTPUT_BYTES:
-                why = f"error: stopped after {MAX_OUTPUT_BYTES} bytes of output"
+                failure = f"error: stopped after {MAX_OUTPUT_BYTES} bytes of output"
     except TimeoutError:
-        why = f"error: stopped after {within_s:.3g} s"
+        failure = f"error: stopped after {timeout_s:.3g} s"
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         await _reap(process)
     text = output[:MAX_OUTPUT_BYTES].decode("utf-8", "replace").rstrip()
-    if not why and process.returncode and process.returncode > 1:
-        why = "error: the process was killed"
-    return "\n".join(filter(None, (text, why))) or "(no output)"
+    if not failure and process.returncode and process.returncode > 1:
+        failure = "error: the process was killed"
+    return "\n".join(filter(None, (text, failure))) or "(no output)"
 
 
-async def _talk(process: asyncio.subprocess.Process, code: str) -> bytes:
-    """Send the code; returns the output, at most a little more than is wanted."""
+async def _send_and_read(process: asyncio.subprocess.Process, code: str) -> bytes:
+    """Send the code, and return the output. Reading stops after MAX_OUTPUT_BYTES."""
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         process.stdin.write(code.encode("utf-8", "replace"))
@@ -67,8 +67,8 @@ async def _talk(process: asyncio.subprocess.Process, code: str) -> bytes:
 
 
 async def _wait_for_exit(process: asyncio.subprocess.Process) -> None:
-    """Wait until a process has ended. What it wrote meanwhile is read: a stream that holds much stops reading its pipe,
-    and asyncio does not tell of an end before that of the pipes."""
+    """Wait until a process has ended, and drop its remaining output. asyncio reports the end only after the pipes are
+    closed, and a stream with a full buffer does not read its pipe."""
     assert process.stdout is not None
     while await process.stdout.read(2**16):
         pass
@@ -76,7 +76,7 @@ async def _wait_for_exit(process: asyncio.subprocess.Process) -> None:
 
 
 async def _reap(process: asyncio.subprocess.Process) -> None:
-    """Wait for a process that was killed, also if this is cancelled in the meantime: it takes a moment."""
+    """Wait for a process that was killed, even if this is cancelled in the meantime. The wait is short."""
     with contextlib.suppress(asyncio.CancelledError):
         await _wait_for_exit(process)
     await _wait_for_exit(process)

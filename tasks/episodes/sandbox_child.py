@@ -1,11 +1,11 @@
-"""The process inside the Python sandbox: a program that needs only the standard library.
+"""The program of the Python tool's sandbox. It uses only the standard library.
 
-    python -I -S sandboxed.py CPU_SECONDS MEMORY_BYTES < code
+    python -I -S sandbox_child.py CPU_SECONDS MEMORY_BYTES < code
 
-Before it reads the code it gives up what the system lets it give up: the network and the sight of other processes
-(namespaces), files outside of Python's own (Landlock), time, memory and files (limits). Where the system has no
-namespaces or no Landlock, an audit hook still refuses what code might do by accident. The value of a last expression is
-printed, as in an interactive session.
+Before it reads the code, it restricts its process as far as the system allows: no network and no other processes
+(namespaces), no files but Python's own (Landlock), limits of time, memory and open files. On a system without
+namespaces or Landlock an audit hook still refuses such operations, which stops accidents but no attacker. The value of
+a last expression is printed, as in an interactive session.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ NEW_USER, NEW_NETWORK, NEW_PROCESSES, NEW_IPC = 0x10000000, 0x40000000, 0x200000
 """Flags of unshare(2)."""
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 """Numbers of Landlock's system calls, which are the same on all processors."""
-READ = 0b1100
-"""Landlock's rights to read files and folders."""
+READ_RIGHTS = 0b1100
+"""Bits of Landlock's rights to read files and to list folders."""
 NO_NEW_PRIVILEGES, PARENT_DEATH_SIGNAL = 38, 1
 """Options of prctl(2)."""
 MAX_FILES, MAX_PROCESSES = 32, 16
-REFUSED = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.kill",
+REFUSED_EVENTS = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.kill",
            "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod",
            "os.chown", "os.putenv", "shutil.", "ctypes.", "pty.")  # fmt: skip
-"""Audit events that are refused, by how they begin."""
+"""Prefixes of audit events that are refused."""
 
 
 def confine(libc: Any) -> None:
-    """Enter new namespaces without network or other processes, whose processes all end with this one."""
+    """Continue in a child process in new namespaces, without network or other processes. The child ends with this
+    process."""
     if libc.unshare(NEW_USER | NEW_NETWORK | NEW_PROCESSES | NEW_IPC) != 0:
         return
-    process = os.fork()
-    if process:
-        libc.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)  # which the new namespace has unset
-        status = os.waitpid(process, 0)[1]
+    pid = os.fork()
+    if pid:
+        libc.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)  # unshare has reset it
+        status = os.waitpid(pid, 0)[1]
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     libc.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
@@ -60,11 +61,11 @@ def hide_files(libc: Any) -> None:
     stdlib = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), f"{sys.base_prefix}/lib"}
     for folder in (*stdlib, "/usr/lib", "/lib", "/lib64", "/usr/share/zoneinfo"):
         try:
-            descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+            fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
         except OSError:
             continue
-        libc.syscall(ADD_RULE, rules, 1, struct.pack("<Qi", READ, descriptor), 0)
-        os.close(descriptor)
+        libc.syscall(ADD_RULE, rules, 1, struct.pack("<Qi", READ_RIGHTS, fd), 0)
+        os.close(fd)
     libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     libc.syscall(RESTRICT_SELF, rules, 0)
     os.close(rules)
@@ -90,7 +91,7 @@ def refuse(event: str, arguments: tuple[Any, ...]) -> None:
             isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         ):
             raise PermissionError("files cannot be written here")
-    elif event.startswith(REFUSED):
+    elif event.startswith(REFUSED_EVENTS):
         raise PermissionError(f"{event} is not allowed here")
 
 
@@ -107,10 +108,10 @@ def run(code: str) -> int:
                 sys.stdout.write(f"{value!r}\n")
     except SystemExit:
         return 0
-    except BaseException as error:  # noqa: BLE001  whatever the code raises is its output
+    except BaseException as error:  # noqa: BLE001  the tool returns every error as output
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != "code":
-            trace = trace.tb_next  # what is not the code's own says nothing to whoever wrote it
+            trace = trace.tb_next  # frames of this program would confuse the code's author
         sys.stdout.write("".join(traceback.format_exception(type(error), error, trace)))
         return 1
     return 0

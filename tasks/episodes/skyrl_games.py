@@ -11,35 +11,35 @@ from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.sources.dataset_rows import Rows, RowSource
 
 
-def open_game(name: str, options: Mapping[str, Any], where: str, data: Rows) -> Callable[[], SkyRLGame]:
+def open_game(name: str, options: Mapping[str, Any], label: str, data: Rows) -> Callable[[], SkyRLGame]:
     """Return a function that creates episodes of an environment. Raises ConfigError.
 
     Args:
         options: `rows`, which names the data set, and `env_config`, settings of the environment.
-        where: Name of the environment in the job file, for messages.
+        label: Name of the environment in the job file, for messages.
         data: The data set, with the column `prompt` and columns that the environment needs, such as `reward_spec`.
     """
     import skyrl_gym
     from skyrl_gym.envs.registration import registry
 
     if name not in registry:
-        raise ConfigError(f"{where}: skyrl_gym has no environment {name!r}; there are {', '.join(sorted(registry))}")
+        raise ConfigError(f"{label}: skyrl_gym has no environment {name!r}; there are {', '.join(sorted(registry))}")
     if unknown := set(options) - {"rows", "env_config"}:
         raise ConfigError(
-            f"{where}: task.options.{min(unknown)}: unknown; there are rows, the data set, and env_config"
+            f"{label}: task.options.{min(unknown)}: unknown; there are rows, the data set, and env_config"
         )
-    rows = RowSource(data, Columns(answer=""), f"{where}: rows")
+    rows = RowSource(data, Columns(answer=""), f"{label}: rows")
 
     def make() -> SkyRLGame:
         return SkyRLGame(lambda row: skyrl_gym.make(name, env_config=options.get("env_config"), extras=row), rows)
 
-    with raised_as(ConfigError, f"{where}: cannot be made with its first row", Exception, describe=error_line):
+    with raised_as(ConfigError, f"{label}: cannot be made with its first row", Exception, describe=error_line):
         make().reset(0, {"index": 0, "held_out": False})
     return make
 
 
 class SkyRLGame:
-    """An episode of one row of the data set. Its reward is the sum of the rewards of its turns."""
+    """An episode of a skyrl-gym environment on one row of the data set. Its reward is the sum of its turns' rewards."""
 
     def __init__(self, make: Callable[[Mapping[str, Any]], Any], rows: RowSource) -> None:
         self._make, self._rows = make, rows
@@ -50,8 +50,8 @@ class SkyRLGame:
         self._env = self._make(dict(row))
         prompt = row["prompt"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        first, _ = self._env.init(messages)
-        return prompt if first == messages else first, {}
+        observation, _ = self._env.init(messages)
+        return prompt if observation == messages else observation, {}
 
     def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         result = self._env.step(action)

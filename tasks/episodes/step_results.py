@@ -23,21 +23,22 @@ class HostedStepResult:
     """Result of one environment step of a hosted episode."""
 
     messages: tuple[Message, ...] = ()
-    """The observation, for the model's next turn: roles user, tool, environment, system. Empty once the episode has
-    ended."""
+    """The observation before the model's next turn; roles are user, tool, environment and system. Empty once the
+    episode has ended."""
     ended: bool = False
     reward: float = 0.0
-    """Of the whole episode, once it has ended without an error."""
+    """Reward of the whole episode, once it has ended without an error."""
     parts: Mapping[str, float] = field(default_factory=dict)
+    """Parts of the reward, by name."""
     error: str = ""
-    """What went wrong in the environment, on one line: it raised, hung, died or returned a bad value. The episode has
-    ended then, and its reward means nothing."""
+    """One line on the environment's failure: it raised, hung, died or returned an invalid value. The episode has then
+    ended, and its reward is not used."""
     lost: bool = False
-    """Whether the error is only that this host does not have the episode, which cannot be recovered: start it again."""
+    """Whether the only error is that this host does not have the episode and cannot repeat it: it must be restarted."""
     seconds: float = 0.0
-    """The environment's time for this step, without waiting for a slot."""
+    """Seconds of the environment for this step, without the wait for a slot."""
     waited_s: float = 0.0
-    """Seconds that it waited for a slot, one of environment.concurrency."""
+    """Seconds that the step waited for one of the environment.concurrency slots."""
     replayed: tuple[tuple[Message, ...], ...] = ()
     """Observations of earlier turns that were executed again here. The caller must compare them with the stored ones,
     and restart the episode if they differ."""

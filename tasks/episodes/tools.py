@@ -1,4 +1,4 @@
-"""Tools that a model may call before it answers. They turn a task with a verifier into an episode of several turns."""
+"""Tools that a model may call before its answer. They turn a task with a verifier into an episode of several turns."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from staleflow.tasks.environments.user_tools import (
     TOOLS_KEY,
     argument_error,
     load_tool,
+    positional_argument,
     read_argument,
-    unnamed_argument,
 )
 from staleflow.tasks.episodes.calculator import calculate
 from staleflow.tasks.episodes.sandbox import run_python
@@ -39,27 +39,27 @@ class Tool:
     Args:
         description: Description for the model.
         parameters: JSON schema of the arguments.
-        argument: Name of the argument that a call may give without a name; empty if there is none.
-        run: run(argument, seconds left, config) executes a call and returns its result.
-        trial: An argument, and the result of a working tool for it.
+        argument: Name of the argument that a call may pass without a name; empty if there is none.
+        run: run(argument, timeout_s, config) executes a call and returns its result.
+        self_test: An argument, and the result of a working tool for it.
     """
 
     description: str
     parameters: Mapping[str, Any]
     argument: str
     run: Callable[[str, float, EnvironmentConfig], Awaitable[str]]
-    trial: tuple[str, str] = ("", "")
+    self_test: tuple[str, str] = ("", "")
     server: ForkServer | None = field(default=None, compare=False)
     """Forks a process for each call of a user's tool, whose `run` receives all arguments as JSON; None for built-in
     tools."""
 
 
-async def _calculator(text: str, left_s: float, config: EnvironmentConfig) -> str:
+async def _run_calculator(text: str, timeout_s: float, config: EnvironmentConfig) -> str:
     return calculate(text)
 
 
-async def _python(text: str, left_s: float, config: EnvironmentConfig) -> str:
-    return await run_python(text, within_s=left_s, memory_mib=config.memory_mib)
+async def _run_python(text: str, timeout_s: float, config: EnvironmentConfig) -> str:
+    return await run_python(text, timeout_s=timeout_s, memory_mib=config.memory_mib)
 
 
 def _text_argument_schema(argument: str, meaning: str) -> dict[str, Any]:
@@ -73,22 +73,22 @@ TOOLS = {
         description="Computes an arithmetic expression.",
         parameters=_text_argument_schema("expression", "such as 12 * 7"),
         argument="expression",
-        run=_calculator,
-        trial=("6 * 7", "42"),
+        run=_run_calculator,
+        self_test=("6 * 7", "42"),
     ),
     "python": Tool(
-        description="Runs Python code; gives back what it prints, and the value of a last expression.",
+        description="Runs Python code; returns its output, and the value of a last expression.",
         parameters=_text_argument_schema("code", "such as print(12 * 7)"),
         argument="code",
-        run=_python,
-        trial=("import math; math.gcd(12, 18)", "6"),
+        run=_run_python,
+        self_test=("import math; math.gcd(12, 18)", "6"),
     ),
 }
-"""Built-in tools, by their names in a job file (TOOL_NAMES)."""
+"""Built-in tools, by name in a job file (TOOL_NAMES)."""
 
 
 def tools_of(config: EnvironmentConfig) -> dict[str, Tool]:
-    """Load the tools of a job, by the names that models use. Starts no process. Raises ConfigError."""
+    """Load the tools of a job, by name for the model. Starts no process. Raises ConfigError."""
     tools: dict[str, Tool] = {}
     for reference in config.tools:
         name, tool = (reference, TOOLS[reference]) if reference in TOOLS else _load_user_tool(reference, config)
@@ -105,22 +105,22 @@ def _load_user_tool(reference: str, config: EnvironmentConfig) -> tuple[str, Too
     return loaded.name, Tool(
         description=loaded.description,
         parameters=loaded.parameters,
-        argument=unnamed_argument(loaded.parameters),
+        argument=positional_argument(loaded.parameters),
         run=functools.partial(_call_user_tool, server),
         server=server,
     )
 
 
-async def _call_user_tool(server: ForkServer, arguments: str, left_s: float, config: EnvironmentConfig) -> str:
-    """Call a user's tool in a process of its own, which is killed afterwards. Returns its result as text, or a line
-    that begins with `error:`."""
+async def _call_user_tool(server: ForkServer, arguments: str, timeout_s: float, config: EnvironmentConfig) -> str:
+    """Call a user's tool in a new process, which is killed afterwards. Returns the result as text, or a line that
+    begins with `error:`."""
     episode = ForkedEpisode(server, EpisodeStart(index=0, held_out=False, seed=0))
     try:
-        async with asyncio.timeout(left_s):
+        async with asyncio.timeout(timeout_s):
             await episode.begin()
             result = await episode.step(arguments, truncated=False, last=False)
     except TimeoutError:
-        return f"error: stopped after {left_s:.3g} s"
+        return f"error: stopped after {timeout_s:.3g} s"
     except EpisodeFailed as failed:
         return f"error: {failed}"
     finally:
@@ -148,7 +148,7 @@ async def check_tools(tools: Mapping[str, Tool], config: EnvironmentConfig) -> N
         if tool.server is not None:
             await asyncio.to_thread(tool.server.start)
             continue
-        argument, expected = tool.trial
+        argument, expected = tool.self_test
         output = await tool.run(argument, config.step_timeout_s, config)
         if output != expected:
             raise ConfigError(
@@ -164,16 +164,16 @@ class ToolCall:
 
     name: str = ""
     text: str = ""
-    problem: str = ""
+    error: str = ""
     tagged: bool = False
 
 
-def tool_calls(turn: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
+def parse_tool_calls(turn: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
     """Parse the tool calls in a model's turn, in order. A call is <tool_call>{"name": ..., "arguments":
     {...}}</tool_call>, or the argument in a tag with the tool's name. The last closing tag may be missing, because it
     may be a stop string.
 
-    >>> [c.text for c in tool_calls("So <calculator>1 + 1</calculator>", TOOLS)]
+    >>> [c.text for c in parse_tool_calls("So <calculator>1 + 1</calculator>", TOOLS)]
     ['1 + 1']
     """
     tags = "|".join(map(re.escape, ("tool_call", *tools)))
@@ -191,14 +191,14 @@ def _tagged_call(name: str, text: str, tool: Tool) -> ToolCall:
         problem = (
             f'call it as <tool_call>{{"name": "{name}", "arguments": {{...}}}}</tool_call>, with {arguments or "none"}'
         )
-        return ToolCall(name=name, problem=problem, tagged=True)
+        return ToolCall(name=name, error=problem, tagged=True)
     value = read_argument(text.strip(), tool.parameters["properties"][tool.argument])
     return _user_tool_call(name, {tool.argument: value}, tool, tagged=True)
 
 
 def _user_tool_call(name: str, arguments: Mapping[str, Any], tool: Tool, *, tagged: bool = False) -> ToolCall:
     if problem := argument_error(arguments, tool.parameters):
-        return ToolCall(name=name, problem=f"{name}: {problem}", tagged=tagged)
+        return ToolCall(name=name, error=f"{name}: {problem}", tagged=tagged)
     return ToolCall(name=name, text=json.dumps(arguments), tagged=tagged)
 
 
@@ -206,12 +206,12 @@ def _json_call(text: str, tools: Mapping[str, Tool]) -> ToolCall:
     try:
         call = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return ToolCall(problem=f"the call is not JSON: {error}")
+        return ToolCall(error=f"the call is not JSON: {error}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return ToolCall(problem='a call is {"name": ..., "arguments": {...}}')
+        return ToolCall(error='a call is {"name": ..., "arguments": {...}}')
     tool = tools.get(call["name"])
     if tool is None:
-        return ToolCall(problem=f"there is no tool {call['name']}; there are {', '.join(tools)}")
+        return ToolCall(error=f"there is no tool {call['name']}; there are {', '.join(tools)}")
     arguments: Any = call.get("arguments", call.get("parameters"))
     if tool.server is not None:
         kwargs = arguments if isinstance(arguments, dict) else {tool.argument: arguments} if tool.argument else {}
@@ -220,7 +220,7 @@ def _json_call(text: str, tools: Mapping[str, Tool]) -> ToolCall:
     if isinstance(argument, (int, float)) and not isinstance(argument, bool):
         argument = str(argument)
     if not isinstance(argument, str):
-        return ToolCall(problem=f'{call["name"]} takes {{"{tool.argument}": text}}')
+        return ToolCall(error=f'{call["name"]} takes {{"{tool.argument}": text}}')
     return ToolCall(name=call["name"], text=argument)
 
 
@@ -229,7 +229,7 @@ class ToolEpisode:
     turn without tool calls is the answer, which is scored; so are a truncated turn and the last possible one."""
 
     def __init__(self, record: Record, tools: Mapping[str, Tool], config: EnvironmentConfig) -> None:
-        self._record, self._tools, self._limits = record, tools, config
+        self._record, self._tools, self._config = record, tools, config
         self._last_turn = ""
 
     async def begin(self) -> Prompt:
@@ -237,23 +237,23 @@ class ToolEpisode:
 
     async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
         self._last_turn = text
-        calls = [] if truncated or last else tool_calls(text, self._tools)
+        calls = [] if truncated or last else parse_tool_calls(text, self._tools)
         if not calls:
             return await self.end_early()
-        end = time.monotonic() + self._limits.tool_timeout_s
+        deadline_s = time.monotonic() + self._config.tool_timeout_s
         results = []
-        for number, call in enumerate(calls):
-            problem = call.problem
-            if number >= MAX_CALLS_PER_TURN:
-                problem = f"a turn may call at most {MAX_CALLS_PER_TURN} tools"
-            left_s = end - time.monotonic()
-            if left_s <= 0:
-                problem = f"the calls of this turn took longer than {self._limits.tool_timeout_s:g} s"
+        for index, call in enumerate(calls):
+            error = call.error
+            if index >= MAX_CALLS_PER_TURN:
+                error = f"a turn may call at most {MAX_CALLS_PER_TURN} tools"
+            timeout_s = deadline_s - time.monotonic()
+            if timeout_s <= 0:
+                error = f"the calls of this turn took longer than {self._config.tool_timeout_s:g} s"
             result = (
-                f"error: {problem}" if problem else await self._tools[call.name].run(call.text, left_s, self._limits)
+                f"error: {error}" if error else await self._tools[call.name].run(call.text, timeout_s, self._config)
             )
             results.append(Message(TOOL_ROLE, f"<result>{result}</result>" if call.tagged else result))
-            if number >= MAX_CALLS_PER_TURN:
+            if index >= MAX_CALLS_PER_TURN:
                 break
         return EnvStepResult(messages=tuple(results))
 

@@ -1,8 +1,8 @@
 """Tasksets of the package `verifiers` (0.4) as agents. Their environments, harnesses, rewards and train clients run
 unchanged, and request token ids from the endpoint.
 
-What the model is shown is rendered by the train client, so the job's tokenizer must be one that the package `renderers`
-knows, or have a chat template.
+The train client renders the messages for the model, so the package `renderers` must know the job's tokenizer, or the
+tokenizer must have a chat template.
 """
 
 from __future__ import annotations
@@ -17,41 +17,40 @@ from staleflow.tasks.environments.episode import EpisodeFailed, error_line
 from staleflow.tasks.episodes.loaded_agent import AgentArgs, LoadedAgent, check_options
 
 OPTIONS = {"env": (dict,), "renderer": (str, dict), "tokenizer": (str,), "held_out_tasks": (int,)}
-ROLE = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
-"""What each agent of an environment is unless the job says otherwise: the package's own default is a sandbox of a
-service."""
+AGENT_DEFAULTS = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
+"""Default settings of each agent of an environment. The package's own default runs agents in a hosted sandbox."""
 NO_KEY = "STALEFLOW_NO_KEY"
-"""Variable from which the client would read a key. There is none: the key is part of the path."""
+"""Name of an environment variable that is not set. The client needs no API key, because the key is part of the URL."""
 
 
-def load_taskset(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
+def load_taskset(name: str, options: Mapping[str, Any], label: str) -> LoadedAgent:
     """Load a taskset by its id. Raises ConfigError. options: see OPTIONS and docs/agents.md."""
-    check_options(options, OPTIONS, where)
+    check_options(options, OPTIONS, label)
     if (held_out := options.get("held_out_tasks", 0)) < 0:
-        raise ConfigError(f"{where}: task.options.held_out_tasks = {held_out} must be at least 0")
-    taskset = Taskset(name, options, where)
+        raise ConfigError(f"{label}: task.options.held_out_tasks = {held_out} must be at least 0")
+    taskset = Taskset(name, options, label)
     return LoadedAgent(run=taskset.run, blocking=True, options={}, prepare=taskset.prepare)
 
 
 class Taskset:
     """A taskset and its environment, loaded once per process."""
 
-    def __init__(self, name: str, options: Mapping[str, Any], where: str) -> None:
-        self._name, self._options, self._where = name, options, where
+    def __init__(self, name: str, options: Mapping[str, Any], label: str) -> None:
+        self._name, self._options, self._label = name, options, label
         self._env: Any = None
         self._client: Any = None
         self._tasks: tuple[Any, ...] = ()
-        """All tasks, of a taskset that has an end."""
+        """All tasks of a finite taskset; empty for an endless one."""
 
     def prepare(self) -> None:
-        """Load what episodes share, unless it is loaded. Raises ConfigError."""
+        """Load the environment that episodes share, unless it is loaded. Raises ConfigError."""
         if self._env is not None:
             return
         try:
             self._load()
         except Exception as error:
             self._env = None
-            raise ConfigError(f"{self._where}: {error_line(error)}") from error
+            raise ConfigError(f"{self._label}: {error_line(error)}") from error
 
     def _load(self) -> None:
         from verifiers.v1.configs.agent import AgentConfig
@@ -59,9 +58,9 @@ class Taskset:
         from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
 
         config = dict(self._options.get("env", {}))
-        declared = env_config_type(self._name, config.get("id", "")).model_fields
-        for role in (name for name, field in declared.items() if isinstance(field.default, AgentConfig)):
-            config[role] = {**ROLE, **config.get(role, {})}
+        env_fields = env_config_type(self._name, config.get("id", "")).model_fields
+        for role in (name for name, field in env_fields.items() if isinstance(field.default, AgentConfig)):
+            config[role] = {**AGENT_DEFAULTS, **config.get(role, {})}
         config["taskset"] = {**config.get("taskset", {}), "id": self._name}
         tokenizer = self._options.get("tokenizer")
         self._client = TrainClientConfig(
@@ -85,7 +84,7 @@ class Taskset:
             episode = await self._env.run_episode(self._task(task), context)
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            detail = f"{errors[-1].type}: {errors[-1].message}" if errors else "no error is told"
+            detail = f"{errors[-1].type}: {errors[-1].message}" if errors else "no error was reported"
             raise EpisodeFailed(f"the taskset's episode failed: {' '.join(detail.split())[:500]}")
         rewards = [(name, r.value) for trace in episode.traces for name, r in trace.rewards.items() if r is not None]
         parts: dict[str, float] = {}
@@ -94,11 +93,11 @@ class Taskset:
         return sum(parts.values()), parts
 
     def _task(self, task: AgentTask) -> Any:
-        """The taskset's own task. The first ones of a finite taskset are held out, in turn; of an endless one every
-        second one."""
+        """Return the taskset's task for a task of the job. The first tasks of a finite taskset are held out, and used
+        in turn. Every second task of an endless taskset is held out."""
         if not self._tasks:
-            number = 2 * task.index + int(task.held_out)
-            return next(itertools.islice(iter(self._env.taskset), number, None))
+            index = 2 * task.index + int(task.held_out)
+            return next(itertools.islice(iter(self._env.taskset), index, None))
         default = len(self._tasks) // 10
         held_out = min(self._options.get("held_out_tasks", default), len(self._tasks) - 1)
         if held_out and task.held_out:

@@ -27,18 +27,18 @@ GROUP = "staleflow.sources"
 class SourceType(Enum):
     """Types of task sources, with the signature of the function that opens a source of the type.
 
-    In the signatures, `where` is `task.source = 'KIND:NAME'`, for messages, and `key` the part before the equals sign.
+    In the signatures, `label` is `task.source = 'KIND:NAME'`, for messages, and `key` the part before the equals sign.
     """
 
     ROWS = "rows"
-    """Rows of a data set: `(name, options, where) -> Rows`."""
+    """Rows of a data set: `(name, options, label) -> Rows`."""
     PROCEDURAL = "procedural"
     """Generated prompts with a verifier: `(name, options, seed, key) -> TaskSource`."""
     ENVIRONMENT = "environment"
-    """Episodes of several turns: `(name, options, where)` returns a function that creates objects with reset and
+    """Episodes of several turns: `(name, options, label)` returns a function that creates objects with reset and
     step."""
     AGENT = "agent"
-    """Programs that request their turns over HTTP: `(name, options, where) -> LoadedAgent`."""
+    """Programs that request their turns over HTTP: `(name, options, label) -> LoadedAgent`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,18 +76,18 @@ class SourceKind:
         """Whether an environment answers each turn of the model."""
         return self.type in (SourceType.ENVIRONMENT, SourceType.AGENT)
 
-    def check_installed(self, where: str) -> None:
-        """Raise ConfigError if a package that the kind needs is not installed. Imports none of them. where: for
+    def check_installed(self, label: str) -> None:
+        """Raise ConfigError if a package that the kind needs is not installed. Imports none of them. label: for
         messages."""
         for package in self.packages:
             if not is_installed(package):
-                raise ConfigError(f"{where}: needs the package {package}; pip install {self.install or package}")
+                raise ConfigError(f"{label}: needs the package {package}; pip install {self.install or package}")
 
-    def open(self, *arguments: Any, where: str) -> Any:
+    def open(self, *arguments: Any, label: str) -> Any:
         """Open a source of this kind: load `opener` and call it. The result depends on the type; see SourceType. Raises
         ConfigError."""
-        self.check_installed(where)
-        return user_code.load(self.opener, f"{where}: opener")(*arguments)
+        self.check_installed(label)
+        return user_code.load(self.opener, f"{label}: opener")(*arguments)
 
 
 KINDS: dict[str, SourceKind] = {
@@ -220,13 +220,13 @@ def has_turns(code: Any) -> bool:
     return inspect.iscoroutinefunction(code)
 
 
-def open_source(type: SourceType, source: str, options: Mapping[str, Any], where: str) -> Any:
-    """Open the source `KIND:NAME`, whose kind must have this type. Raises ConfigError. where: its key and name, for
+def open_source(type: SourceType, source: str, options: Mapping[str, Any], label: str) -> Any:
+    """Open the source `KIND:NAME`, whose kind must have this type. Raises ConfigError. label: its key and name, for
     messages."""
     kind = kind_of(source)
     if kind is None or kind.type is not type:
-        raise ConfigError(f"{where}: expected {forms(type)}")
-    return kind.open(source.partition(":")[2], options, where, where=where)
+        raise ConfigError(f"{label}: expected {forms(type)}")
+    return kind.open(source.partition(":")[2], options, label, label=label)
 
 
 def is_installed(package: str) -> bool:

@@ -74,17 +74,17 @@ class Rows(Protocol):
 class JsonLines:
     """The rows of a JSON lines file, all in memory."""
 
-    def __init__(self, name: str, options: Mapping[str, Any], where: str) -> None:
-        """name: path of the file. where: its key and name in the job file, for messages. Raises ConfigError, which
+    def __init__(self, name: str, options: Mapping[str, Any], label: str) -> None:
+        """name: path of the file. label: its key and name in the job file, for messages. Raises ConfigError, which
         names the line."""
         path = Path(name)
         try:
             # Not splitlines(), which also splits at characters that JSON allows within a text, such as U+2028.
             lines = path.read_text("utf-8-sig").split("\n")
         except OSError as error:
-            raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from error
+            raise ConfigError(f"{label}: cannot be read: {error.strerror or error}") from error
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{where}: cannot be read: {error}") from error
+            raise ConfigError(f"{label}: cannot be read: {error}") from error
         self._path = path
         self._rows: list[dict[str, Any]] = []
         self._line_numbers: list[int] = []
@@ -115,13 +115,13 @@ class JsonLines:
 class ParquetRows:
     """The rows of a parquet file, or of all parquet files in a folder."""
 
-    def __init__(self, name: str, options: Mapping[str, Any], where: str) -> None:
-        """name: path of the file or folder. where: its key and name in the job file, for messages. Raises
+    def __init__(self, name: str, options: Mapping[str, Any], label: str) -> None:
+        """name: path of the file or folder. label: its key and name in the job file, for messages. Raises
         ConfigError."""
         from pyarrow import ArrowException, parquet
 
         path = Path(name)
-        with raised_as(ConfigError, f"{where}: cannot be read", OSError, ArrowException, describe=_first_line):
+        with raised_as(ConfigError, f"{label}: cannot be read", OSError, ArrowException, describe=_first_line):
             self._table = parquet.read_table(path, memory_map=True)
         self._path = path
         self.names = tuple(self._table.column_names)
@@ -144,8 +144,8 @@ class DatasetRows:
     """The rows of a data set of the `datasets` package: a folder written by save_to_disk, or a name that load_dataset
     accepts."""
 
-    def __init__(self, name: str, options: Mapping[str, Any], where: str) -> None:
-        """options: `split`, train by default, and arguments of load_dataset. where: its key and name in the job file,
+    def __init__(self, name: str, options: Mapping[str, Any], label: str) -> None:
+        """options: `split`, train by default, and arguments of load_dataset. label: its key and name in the job file,
         for messages. Raises ConfigError."""
         import datasets
 
@@ -153,10 +153,10 @@ class DatasetRows:
         split = arguments.pop("split", None)
         folder = Path(name).expanduser()
         if name.startswith((".", "/", "~")) and not folder.exists():
-            raise ConfigError(f"{where}: no such folder")
+            raise ConfigError(f"{label}: no such folder")
         saved = any((folder / file).is_file() for file in SAVED)
         if saved and arguments:
-            raise ConfigError(f"{where}: a saved folder has no option {', '.join(arguments)}, only split")
+            raise ConfigError(f"{label}: a saved folder has no option {', '.join(arguments)}, only split")
         datasets.disable_progress_bars()  # they would be drawn across the live view
         try:
             dataset = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(name, **arguments)
@@ -164,15 +164,15 @@ class DatasetRows:
                 split_name = split or (SPLIT if SPLIT in dataset else next(iter(dataset)))
                 if split_name not in dataset:
                     raise ConfigError(
-                        f"{where}: no split {split_name!r}; set the option split to {' or '.join(dataset)}"
+                        f"{label}: no split {split_name!r}; set the option split to {' or '.join(dataset)}"
                     )
                 dataset = dataset[split_name]
         except ConfigError:
             raise
         except Exception as error:  # the package raises many kinds, those of the hub and of arrow too
-            raise ConfigError(f"{where}: cannot be loaded: {type(error).__name__}: {_first_line(error)}") from error
+            raise ConfigError(f"{label}: cannot be loaded: {type(error).__name__}: {_first_line(error)}") from error
         if not hasattr(dataset, "__len__"):
-            raise ConfigError(f"{where}: prompts are numbered, and a streamed data set is not; remove option streaming")
+            raise ConfigError(f"{label}: prompts are numbered, and a streamed data set is not; remove option streaming")
         self._name = name
         self._dataset = dataset
         self.names = tuple(dataset.column_names)
@@ -197,11 +197,11 @@ class RowSource:
     A record is its row, with the prompt also under `prompt` and the answer under `answer`.
     """
 
-    def __init__(self, rows: Rows, columns: Columns, where: str, use: Use = Use.BOTH) -> None:
-        """where: the data set's key and name in the job file, for messages. A single row is trained on and held out.
+    def __init__(self, rows: Rows, columns: Columns, label: str, use: Use = Use.BOTH) -> None:
+        """label: the data set's key and name in the job file, for messages. A single row is trained on and held out.
         Raises ConfigError for no rows, or a row without a prompt or an answer."""
         count = len(rows)
-        self._rows, self._columns, self._where = rows, columns, where
+        self._rows, self._columns, self._label = rows, columns, label
         num_held_out = {Use.BOTH: max(1, int(count * HELD_OUT_SHARE)), Use.TRAINING: 0, Use.EVALUATION: count}[use]
         self._held_out_rows = range(count - num_held_out, count)
         self._train: Sequence[int] = range(count - num_held_out) or range(count)
@@ -211,7 +211,7 @@ class RowSource:
             collections.deque(self._prompts(), maxlen=0)
             collections.deque(self._column(columns.answer, "answer") if columns.answer else (), maxlen=0)
         else:
-            raise ConfigError(f"{where}: 0 rows; add some")
+            raise ConfigError(f"{label}: 0 rows; add some")
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
         rows = self._held_out_rows if held_out else self._train
@@ -236,11 +236,11 @@ class RowSource:
                 theirs = f"a held-out row (the last {self.num_held_out} of {len(self._rows)})"
                 remedy = ", or set task.eval_prompts = 0"
             raise ConfigError(
-                f"{self._where}: each training row has the prompt of {theirs}; add rows with other prompts{remedy}"
+                f"{self._label}: each training row has the prompt of {theirs}; add rows with other prompts{remedy}"
             )
         other = copy.copy(self)
         other._train = [row for row in self._train if row not in repeated]
-        notice_start = f"{len(repeated)} of {len(self._rows)} rows of {self._where} are "
+        notice_start = f"{len(repeated)} of {len(self._rows)} rows of {self._label} are "
         other.held_out_notice = (
             f"{notice_start}neither trained on nor evaluated: they repeat prompts of the {self.num_held_out} held-out "
             "rows"

@@ -49,24 +49,24 @@ class UserSource:
 
     def __init__(self, reference: str, options: Mapping[str, Any], seed: int, key: str = "task.source") -> None:
         """key: key in the job file, for messages."""
-        self._where = f"{key} = {reference!r}"
+        self._label = f"{key} = {reference!r}"
         self._held_out: frozenset[Prompt] = frozenset()
         self._num_drawn = self._num_overlapping = 0
         make = user_code.load(reference, key)
-        with raised_as(ConfigError, f"{self._where}: cannot be created", Exception, describe=with_type):
+        with raised_as(ConfigError, f"{self._label}: cannot be created", Exception, describe=with_type):
             self._user_object = make(dict(options), seed)
             self.score = self._user_object.score
         self.task(0)
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
-        with DRAW_LOCK, raised_as(ConfigError, f"{self._where}: record {index}", Exception, describe=with_type):
+        with DRAW_LOCK, raised_as(ConfigError, f"{self._label}: record {index}", Exception, describe=with_type):
             record = self._user_object.record(index, held_out)
         if not isinstance(record, Mapping) or "prompt" not in record:
-            raise ConfigError(f"{self._where}: record {index} must be a dict with a `prompt`, not {record!r}")
+            raise ConfigError(f"{self._label}: record {index} must be a dict with a `prompt`, not {record!r}")
         try:
             task = Task(prompt=require_text(prompt_of(record["prompt"])), record=record)
         except ValueError as error:
-            raise ConfigError(f"{self._where}: the prompt of record {index} {error}") from error
+            raise ConfigError(f"{self._label}: the prompt of record {index} {error}") from error
         if self._held_out and not held_out:
             self._num_drawn += 1
             self._num_overlapping += task.prompt in self._held_out
@@ -83,7 +83,7 @@ class UserSource:
         if not self._num_overlapping:
             return ""
         return (
-            f"{self._where}: {self._num_overlapping} of {self._num_drawn} prompts that were trained on are also held "
+            f"{self._label}: {self._num_overlapping} of {self._num_drawn} prompts that were trained on are also held "
             "out; record(index, held_out) must return other prompts for training"
         )
 
@@ -248,13 +248,13 @@ def make_source(
         ConfigError: The source cannot be created.
     """
     key = key or ("task.eval_source" if use is Use.EVALUATION else "task.source")
-    where = f"{key} = {source!r}"
+    label = f"{key} = {source!r}"
     kind, name = kind_of(source), source.partition(":")[2]
     if kind is not None and kind.type is SourceType.PROCEDURAL:
-        opened: TaskSource = kind.open(name, options, seed, key, where=where)
+        opened: TaskSource = kind.open(name, options, seed, key, label=label)
         return opened
     if kind is not None and kind.type is SourceType.ROWS:
-        return RowSource(open_source(kind.type, source, options, where), columns or Columns(), where, use)
+        return RowSource(open_source(kind.type, source, options, label), columns or Columns(), label, use)
     if source == "emulated":
         return EmulatedSource()
     if name and is_environment(source, key):
@@ -263,7 +263,7 @@ def make_source(
         )
     if name:
         return UserSource(source, options, seed, key)
-    raise ConfigError(f"{where}: expected {all_forms()}, file.py:NAME or module:NAME")
+    raise ConfigError(f"{label}: expected {all_forms()}, file.py:NAME or module:NAME")
 
 
 def make_reward(

@@ -162,5 +162,5 @@ def test_turns_received_by_agents_equal_stored_turns_after_a_kill(job: Path, vic
         assert [event.instance for event in events if isinstance(event, InstanceLost)] == ["rollout-0"]
     else:
         assert failed
-        assert all("cannot be set back; start it again" in error for error in failed)
+        assert all("is not repeatable; start it again" in error for error in failed)
         assert "environment-0" in driver.report.losses[0]

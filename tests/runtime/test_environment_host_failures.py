@@ -82,5 +82,5 @@ def test_a_lost_environment_host_is_replaced_and_every_episode_is_whole(
         assert {span.role for span in t.spans if isinstance(span, EnvSpan)} <= {"environment"}
     entries = journal.JournalReader(job.parent / "runs" / "job" / "events.jsonl")
     failed = [e.event.error for e in entries if isinstance(e.event, EnvironmentFailed)]
-    assert all("cannot be set back; start it again" in error for error in failed)
+    assert all("is not repeatable; start it again" in error for error in failed)
     assert not (failed and repeatable)

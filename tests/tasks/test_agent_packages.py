@@ -16,7 +16,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.coroutine_environments import AgentTask
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
-from staleflow.tasks.episodes.openenv_agents import BadAction, action_of
+from staleflow.tasks.episodes.openenv_agents import BadAction, parse_action
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Task
@@ -40,7 +40,7 @@ async def played(episodes: EpisodeHost, task: Task, turns: Sequence[SampledTurn]
     texts = [turn.text for turn in turns]
     key = EpisodeKey(task=0, member=0)
     return [
-        await episodes.step(key, task.record, texts[: n + 1], truncated=False, newest=turn)
+        await episodes.step(key, task.record, texts[: n + 1], truncated=False, latest_turn=turn)
         for n, turn in enumerate(turns)
     ]
 
@@ -81,12 +81,12 @@ def test_an_option_of_a_wrong_type_is_rejected_before_the_package_is_imported(
 
 def test_action_of_parses_model_text_into_an_action() -> None:
     one = {"required": ["message"], "properties": {"message": {"type": "string"}}}
-    assert action_of('{"message": "hi"}', one) == {"message": "hi"}
-    assert action_of(" hi ", one) == {"message": "hi"}
-    assert action_of("12", one) == {"message": "12"}
-    assert action_of("12", {"required": ["n"], "properties": {"n": {"type": "integer"}}}) == {"n": 12}
+    assert parse_action('{"message": "hi"}', one) == {"message": "hi"}
+    assert parse_action(" hi ", one) == {"message": "hi"}
+    assert parse_action("12", one) == {"message": "12"}
+    assert parse_action("12", {"required": ["n"], "properties": {"n": {"type": "integer"}}}) == {"n": 12}
     with pytest.raises(BadAction, match="the fields a, b"):
-        action_of("hi", {"required": ["a", "b"]})
+        parse_action("hi", {"required": ["a", "b"]})
 
 
 @pytest.mark.slow

@@ -189,9 +189,9 @@ def settings(
 
 async def acted(episodes: EpisodeHost, task: Task, *turns: str, member: int = 0, **more: Any) -> HostedStepResult:
     """Answer an agent with the last of these turns."""
-    newest = SampledTurn(prompt_tokens=(1,) * (2 * len(turns) - 1), tokens=(2,), logprobs=(-0.5,), text=turns[-1])
+    turn = SampledTurn(prompt_tokens=(1,) * (2 * len(turns) - 1), tokens=(2,), logprobs=(-0.5,), text=turns[-1])
     key = EpisodeKey(task=int(task.record["index"]), member=member)
-    return await episodes.step(key, task.record, turns, truncated=more.pop("cut", False), newest=newest, **more)
+    return await episodes.step(key, task.record, turns, truncated=more.pop("cut", False), latest_turn=turn, **more)
 
 
 async def played(episodes: EpisodeHost, task: Task, turns: Sequence[str], **more: Any) -> list[HostedStepResult]:
@@ -263,7 +263,7 @@ async def test_an_agent_that_rewrites_its_history_starts_a_branch(agents: Path) 
 
 
 async def test_an_agent_without_requests_or_with_an_invalid_signature_is_rejected(agents: Path) -> None:
-    with pytest.raises(ConfigError, match="the agent ended before it asked the model for anything"):
+    with pytest.raises(ConfigError, match="the agent ended before its first request to the model"):
         settings(f"agent:{agents}:silent").source.build()
     with pytest.raises(ConfigError, match=r"an agent takes \(base_url, key, task\)"):
         settings(f"agent:{agents}:wrong").source.build()
@@ -274,7 +274,7 @@ async def test_an_agent_without_requests_or_with_an_invalid_signature_is_rejecte
     with pytest.raises(ConfigError, match="'no-such-program' cannot be started: No such file"):
         settings("agent:command", {"command": ["no-such-program"]}).source.build()
     async with host_episode(settings(f"agent:{agents}:unlike")) as (episodes, _):
-        with pytest.raises(ConfigError, match="reset with the same seed gives another first observation"):
+        with pytest.raises(ConfigError, match="two resets with the same seed differ"):
             await episodes.check()
 
 

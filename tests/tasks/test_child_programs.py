@@ -132,7 +132,7 @@ asyncio.run(work())
 
 def test_a_program_started_after_the_episode_end_is_rejected() -> None:
     programs = ChildPrograms()
-    with programs.owning():
+    with programs.as_owner():
         first = subprocess.Popen(SLEEP)
         assert os.getpgid(first.pid) != os.getpgid(0)
         # It may kill its process group and continue.
@@ -143,7 +143,7 @@ def test_a_program_started_after_the_episode_end_is_rejected() -> None:
         assert os.getpgid(other.pid) == os.getpgid(0)
         programs.close()
         assert second.wait() == -9
-        with programs.owning(), pytest.raises(RuntimeError, match="the episode has ended"):
+        with programs.as_owner(), pytest.raises(RuntimeError, match="the episode has ended"):
             subprocess.Popen(SLEEP)
         assert other.poll() is None
         other.kill()

@@ -39,7 +39,7 @@ class Environments:
         turns: tuple[str, ...],
         *,
         truncated: bool,
-        newest: SampledTurn | None = None,
+        latest_turn: SampledTurn | None = None,
     ) -> HostedStepResult:
         await asyncio.sleep(0)
         return (

@@ -38,8 +38,8 @@ FAULTS = {
     "text": "the reward of step 2 is '1'; it must be a number",
     "number": "the observation of step 2 must be a text or a list of messages, not 7",
     "assistant": "the observation of step 2 ends with a message of the assistant",
-    "broken": "the observation of step 2 is no Unicode text: surrogates not allowed at character 1",
-    "long": "the observation of step 2 has 2000000 characters; at most 1000000 are given to a model",
+    "broken": "the observation of step 2 is not valid Unicode: surrogates not allowed at character 1",
+    "long": "the observation of step 2 has 2000000 characters; at most 1000000 are allowed",
     "four": r"step 2 must return (observation, reward, terminated, truncated, info), not ('ok', 0.0, False, {})",
 }
 
@@ -206,7 +206,7 @@ def empty(folder: Path) -> None:
         ("Unresettable", "task 0: reset raised: ValueError: no board"),
         ("Wordless", "task 0: the first observation must be a text or a list of messages, not 7"),
         ("Plain", r"task 0: reset must return \(observation, info\), not 'no info'"),
-        ("silent", "task 0: play returned before it asked the model for anything"),
+        ("silent", "task 0: play returned before its first call of session.ask"),
         ("Absent", "has no function Absent"),
     ],
 )
@@ -225,11 +225,11 @@ def test_invalid_options_give_a_one_line_error(games: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("stubborn", "play asked again after EpisodeTruncated"),
+        ("stubborn", "play called ask after EpisodeTruncated"),
         ("hasty", "play raised: RuntimeError: ask is called while another call of it waits"),
         ("boastful", "what play returned is 'well done'; it must be a number"),
-        ("broken", "what ask is given is no Unicode text: surrogates not allowed at character 0"),
-        ("endless", "what ask is given has 2000000 characters; at most 1000000 are given to a model"),
+        ("broken", "the argument of ask is not valid Unicode: surrogates not allowed at character 0"),
+        ("endless", "the argument of ask has 2000000 characters; at most 1000000 are allowed"),
     ],
 )
 async def test_a_coroutine_fault_is_a_one_line_error(games: Path, name: str, message: str) -> None:
@@ -246,7 +246,7 @@ async def test_a_coroutine_may_return_str_subclasses(games: Path) -> None:
 
 async def test_an_environment_that_ignores_its_seed_is_rejected_before_the_run(games: Path) -> None:
     async with host_episode(settings(f"{games}:Unseeded")) as (episodes, task):
-        with pytest.raises(ConfigError, match="reset with the same seed gives another first observation"):
+        with pytest.raises(ConfigError, match="two resets with the same seed differ"):
             await episodes.check()
         assert "another first observation" in (await act(episodes, task, "a")).error
 

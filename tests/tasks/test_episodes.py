@@ -72,7 +72,7 @@ async def test_repeated_steps_return_the_same_result_and_run_once(games: Path, n
         assert (last[0].ended, last[0].reward) == (True, -1.25)
         assert last[0].replayed == ((Message("environment", "lower"),),) * 2
         after = await act(episodes, task, *"888888")
-        assert after.error == "the episode ended with turn 5; it cannot take another one"
+        assert after.error == "the episode has ended with turn 5; it cannot take another one"
 
 
 @pytest.mark.parametrize("name", ["Counted", "Moody"])
@@ -101,7 +101,7 @@ async def test_a_repeatable_environment_is_replayed_on_another_host(games: Path,
 async def test_an_unrepeatable_environment_missing_on_a_host_is_restarted(games: Path) -> None:
     async with host_episode(settings(f"{games}:Moody")) as (episodes, task):
         answer = await act(episodes, task, "a", "b")
-        assert answer.lost and answer.ended and "cannot be set back; start it again" in answer.error
+        assert answer.lost and answer.ended and "is not repeatable; start it again" in answer.error
         await act(episodes, task, "a")
         assert (await act(episodes, task, "other", "b")).lost
         assert (await act(episodes, task, "a", attempt=1)).messages == (Message("environment", "1"),)
@@ -198,7 +198,7 @@ def test_a_job_with_an_environment_has_episode_settings(games: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("Unseeded", [], "reset with the same seed gives another first observation"),
+        ("Unseeded", [], "two resets with the same seed differ"),
         ("Unresettable", [], "reset raised: ValueError: no board"),
         ("Silent", [], "task 0: its prompt is empty; a prompt must have a text that the model answers"),
         ("Guess", ["task.chat=true"], "drops the <think> parts of earlier turns when a message of role user"),

@@ -114,7 +114,7 @@ async def test_an_episode_of_a_lost_host_restarts_at_another(request_file: Path)
     await lost.close()
     answer = await acted(other, task, "a", "b")
     assert answer.lost
-    assert answer.error.endswith("its environment cannot be set back; start it again")
+    assert answer.error.endswith("its environment is not repeatable; start it again")
     assert not (await acted(other, task, "a")).ended
     _, again = await pending_request(request_file, 1)
     async with httpx.AsyncClient() as client:

@@ -129,7 +129,7 @@ def test_games_of_gymnasium() -> None:
     first, second, third, _ = [[m.content for m in answer.messages] for answer in answers]
     assert first == ["  (Left)\n[S]FFF\nFHFH\nFFFH\nHFFG\n0"]
     assert second == ["  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG\n4"]
-    assert third == ["That is no action. Answer with an action, a whole number from 0 to 3."]
+    assert third == ["This is not a valid action. Answer with an action, a whole number from 0 to 3."]
     _, answers = play_on_two_hosts(settings("gymnasium:FrozenLake-v1", is_slippery=False), list("112212"))
     assert (answers[-1].ended, answers[-1].reward) == (True, 1.0)
     task, answers = play_on_two_hosts(settings("gymnasium:CartPole-v1", rules="Balance!"), ["0", "1", "0"])
@@ -140,7 +140,7 @@ def test_games_of_gymnasium() -> None:
     task, answers = play_on_two_hosts(settings("gymnasium:Pendulum-v1"), ["torque 1.5", "-2.0", "7"])
     assert "1 numbers from -2 to 2" in str(task.prompt)
     assert [answer.ended for answer in answers] == [False] * 3
-    assert answers[2].messages[0].content.startswith("That is no action.")
+    assert answers[2].messages[0].content.startswith("This is not a valid action.")
 
 
 def test_unsuitable_gymnasium_environments_give_a_one_line_error() -> None:
@@ -153,26 +153,26 @@ def test_spaces_are_rendered_as_text_or_rejected() -> None:
     gymnasium = pytest.importorskip("gymnasium")
     import numpy as np
 
-    from staleflow.tasks.episodes.gymnasium_games import _why_no_text, action_of, text_of
+    from staleflow.tasks.episodes.gymnasium_games import _text_error, format_observation, parse_action
 
     spaces = gymnasium.spaces
     several = spaces.Dict({"at": spaces.MultiDiscrete([3, 4]), "on": spaces.MultiBinary(2), "say": spaces.Text(5)})
     value = {"at": np.array([1, 3]), "on": np.array([0, 1], np.int8), "say": "hi"}
-    assert text_of(several, value) == "at: 1 3\non: 0 1\nsay: hi"
-    assert _why_no_text(several, actions=False) == ""
-    assert _why_no_text(several, actions=True) == "a space of kind Dict"
+    assert format_observation(several, value) == "at: 1 3\non: 0 1\nsay: hi"
+    assert _text_error(several, actions=False) == ""
+    assert _text_error(several, actions=True) == "a space of kind Dict"
     picture = spaces.Box(0, 255, (84, 84, 3), np.uint8)
-    assert "Box of 21168 numbers" in _why_no_text(spaces.Tuple([picture]), actions=False)
-    assert "Sequence" in _why_no_text(spaces.Sequence(spaces.Discrete(2)), actions=False)
-    assert action_of(spaces.MultiDiscrete([3, 4]), "I take 9, 2 and 3").tolist() == [2, 3]
-    assert action_of(spaces.Discrete(3, start=5), "6 or 7") == 7
-    assert action_of(spaces.Text(5), " go ") == "go"
+    assert "Box of 21168 numbers" in _text_error(spaces.Tuple([picture]), actions=False)
+    assert "Sequence" in _text_error(spaces.Sequence(spaces.Discrete(2)), actions=False)
+    assert parse_action(spaces.MultiDiscrete([3, 4]), "I take 9, 2 and 3").tolist() == [2, 3]
+    assert parse_action(spaces.Discrete(3, start=5), "6 or 7") == 7
+    assert parse_action(spaces.Text(5), " go ") == "go"
     for space, text in (
         (spaces.Discrete(3), "none"), (spaces.Discrete(3), "3"), (spaces.Discrete(3), "1.5"),
         (spaces.Box(0, 1, (2,)), "0.5"), (spaces.Text(2), "too long"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"numbers|space"):
-            action_of(space, text)
+            parse_action(space, text)
 
 
 def test_environments_of_skyrl_gym(tmp_path: Path) -> None:

@@ -49,9 +49,9 @@ class ScriptedEnvironments:
         turns: tuple[str, ...],
         *,
         truncated: bool,
-        newest: SampledTurn | None = None,
+        latest_turn: SampledTurn | None = None,
     ) -> HostedStepResult:
-        self.told.append(newest)
+        self.told.append(latest_turn)
         await asyncio.sleep(self._after_s)
         return self._answer
 

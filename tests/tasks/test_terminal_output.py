@@ -137,6 +137,6 @@ def test_episode_output_is_escaped_after_sys_stdout_was_replaced(monkeypatch: py
     for _ in range(2):
         stream = io.StringIO()
         monkeypatch.setattr(sys, "stdout", stream)
-        with ChildPrograms().owning():
+        with ChildPrograms().as_owner():
             print("begin\x1b[2J")
         assert stream.getvalue() == "begin\\x1b[2J\n"

@@ -22,7 +22,7 @@ from staleflow.tasks.episodes.calculator import calculate
 from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
 from staleflow.tasks.episodes.sandbox import MAX_OUTPUT_BYTES, _reap, run_python
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
-from staleflow.tasks.episodes.tools import MAX_CALLS_PER_TURN, TOOLS, tool_calls
+from staleflow.tasks.episodes.tools import MAX_CALLS_PER_TURN, TOOLS, parse_tool_calls
 from staleflow.tasks.rendering.task_source import Message, Task
 from staleflow.tasks.sources.task_sources import EvaluationRecord
 from tests.support.games import host_episode
@@ -49,7 +49,7 @@ from tests.support.games import host_episode
         ("(2 ** 4000) * (2 ** 4000)", "error: the result is too large"),
         ("0 ** -1", "error: 0.0 cannot be raised to a negative power"),
         ("", "error: the expression is empty"),
-        ("two", "error: only numbers, + - * / // % **, parentheses and abs, round, sqrt, min, max are known"),
+        ("two", "error: only numbers, + - * / // % **, parentheses and abs, round, sqrt, min, max are supported"),
         (
             "__import__('os').system('ls')",
             "error: only numbers, + - * / // % **, parentheses and abs, round, sqrt, min",
@@ -82,7 +82,7 @@ def test_the_calculator_is_exact_on_whole_numbers(a: int, b: int, sign: str) -> 
 
 
 def run_code(code: str, within_s: float = 20.0, memory_mib: int = 256) -> str:
-    return asyncio.run(run_python(code, within_s=within_s, memory_mib=memory_mib))
+    return asyncio.run(run_python(code, timeout_s=within_s, memory_mib=memory_mib))
 
 
 def test_the_sandbox_returns_printed_output_and_the_last_value() -> None:
@@ -155,7 +155,7 @@ async def test_a_killed_process_with_unread_output_is_reaped() -> None:
 
 
 async def test_a_cancelled_sandbox_leaves_no_process() -> None:
-    task = asyncio.ensure_future(run_python("import time; time.sleep(1000)", within_s=100, memory_mib=256))
+    task = asyncio.ensure_future(run_python("import time; time.sleep(1000)", timeout_s=100, memory_mib=256))
     await asyncio.sleep(1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -169,12 +169,12 @@ def call(name: str, **arguments: Any) -> str:
 
 def test_tool_calls_are_parsed_in_order() -> None:
     text = f"First <calculator>1+1</calculator>, then {call('python', code='print(1)')} and <python>2"
-    assert [(c.name, c.text, c.tagged, c.problem) for c in tool_calls(text, TOOLS)] == [
+    assert [(c.name, c.text, c.tagged, c.error) for c in parse_tool_calls(text, TOOLS)] == [
         ("calculator", "1+1", True, ""),
         ("python", "print(1)", False, ""),
         ("python", "2", True, ""),
     ]
-    assert tool_calls("the answer is <b>4</b>", TOOLS) == []
+    assert parse_tool_calls("the answer is <b>4</b>", TOOLS) == []
     assert set(TOOLS) == set(TOOL_NAMES)
 
 
@@ -190,8 +190,8 @@ def test_tool_calls_are_parsed_in_order() -> None:
     ],
 )
 def test_an_invalid_tool_call_reports_its_problem(text: str, problem: str) -> None:
-    (found,) = tool_calls(text, TOOLS)
-    assert found.problem.startswith(problem) if problem else not found.problem
+    (found,) = parse_tool_calls(text, TOOLS)
+    assert found.error.startswith(problem) if problem else not found.error
 
 
 @given(
@@ -199,9 +199,9 @@ def test_an_invalid_tool_call_reports_its_problem(text: str, problem: str) -> No
 )
 def test_arbitrary_text_parses_to_valid_calls_or_problems(pieces: list[str]) -> None:
     text = "".join(pieces)
-    calls = tool_calls(text, TOOLS)
+    calls = parse_tool_calls(text, TOOLS)
     assert bool(calls) == ("<tool_call>" in text or "<python>" in text)
-    assert all(call.problem or call.name in TOOLS for call in calls)
+    assert all(call.error or call.name in TOOLS for call in calls)
 
 
 @pytest.fixture

@@ -169,8 +169,8 @@ def test_tool_failures_and_timeouts_are_reported_to_the_model(job: Path) -> None
         "error: its process ended with exit code 3",
         "error: SystemExit: 4",
         "error: MemoryError: (environment.memory_mib = 1024)",
-        "error: it returned what JSON cannot say: TypeError: Object of type set is not JSON serializable",
-        "error: it returned what JSON cannot say: ValueError: Out of range float",
+        "error: its result cannot be written as JSON: TypeError: Object of type set is not JSON serializable",
+        "error: its result cannot be written as JSON: ValueError: Out of range float",
         "\ufffd",
         "null",
     ]

@@ -1,0 +1,118 @@
+"""Builders of episodes for an environment host: of an environment, an agent, or a task with a verifier and tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from staleflow.tasks.endpoint.server import EndpointServer
+from staleflow.tasks.environments.environment_config import EnvironmentConfig
+from staleflow.tasks.environments.environment_loader import open_environment, traits_of
+from staleflow.tasks.environments.episode import Episode, start_of
+from staleflow.tasks.environments.fork_server import ForkSettings
+from staleflow.tasks.environments.forked_episodes import ForkedEpisode, ForkServer
+from staleflow.tasks.episodes.agents import AgentEpisode
+from staleflow.tasks.episodes.loaded_agent import AgentArgs, LoadedAgent
+from staleflow.tasks.episodes.tools import Tool, ToolEpisode, tools_of
+from staleflow.tasks.rendering.task_source import Record
+from staleflow.tasks.settings.source_kinds import SourceType, is_agent, open_source
+from staleflow.tasks.sources.reward_process import ScoredResponse, Scorer, ScoringSettings
+from staleflow.tasks.sources.task_sources import SourceSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeMaker:
+    """Creates episodes of an environment.
+
+    Args:
+        repeatable: See EnvironmentTraits.
+        make: Creates an episode of a task from its record.
+        score: Scores the answer of a single-turn task; None for environments.
+        close: Stops the processes that the episodes share.
+        tools: Tools that episodes of tasks with a verifier may call.
+    """
+
+    make: Callable[[Record], Episode]
+    repeatable: bool
+    score: Callable[[str, Record], ScoredResponse] | None = None
+    close: Callable[[], None] = lambda: None
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+
+
+def environment_maker(source: SourceSettings, is_eval_source: bool, endpoint: EndpointServer) -> EpisodeMaker:
+    """Build the maker of an environment's episodes, with the job's isolation. Raises ConfigError.
+
+    Args:
+        source: The task source of the job.
+        is_eval_source: Whether to use task.eval_source, the environment of held-out tasks.
+        endpoint: The endpoint of agents.
+    """
+    key = "task.eval_source" if is_eval_source else "task.source"
+    task, limits = source.task, source.limits
+    reference, options = (task.eval_source, source.eval_options) if is_eval_source else (task.source, source.options)
+    forks = ForkServer(ForkSettings(source=reference, options=dict(options), key=key, memory_mib=limits.memory_mib))
+    isolated = limits.isolation == "process"
+    if is_agent(reference):
+        return agent_maker(forks, endpoint, isolated=isolated)
+    traits = traits_of(reference, key)
+    if isolated or traits.blocking:
+        forks.start()
+        return EpisodeMaker(
+            make=lambda record: ForkedEpisode(forks, start_of(record)), repeatable=traits.repeatable, close=forks.close
+        )
+    environment = open_environment(reference, options, key)
+    return EpisodeMaker(make=lambda record: environment.episode(start_of(record)), repeatable=traits.repeatable)
+
+
+def agent_maker(forks: ForkServer, endpoint: EndpointServer, *, isolated: bool) -> EpisodeMaker:
+    """Build the maker of an agent's episodes. Raises ConfigError.
+
+    Args:
+        forks: Fork server with the agent's settings. It is started only if episodes run in processes.
+        endpoint: The endpoint of agents.
+        isolated: Whether every episode runs in its own process. If not, coroutines run on the host's event loop.
+    """
+    key, reference, options = forks.settings.key, forks.settings.source, forks.settings.options
+    agent: LoadedAgent = open_source(SourceType.AGENT, reference, options, f"{key} = {reference!r}")
+    if not (isolated or agent.blocking):
+        return EpisodeMaker(make=lambda record: AgentEpisode(endpoint, start_of(record), agent), repeatable=False)
+    forks.start()
+
+    def make(record: Record) -> Episode:
+        start = start_of(record)
+
+        async def run(args: AgentArgs) -> Any:
+            episode = ForkedEpisode(forks, start)
+            try:
+                await episode.begin()
+                result = await episode.step(json.dumps(args[:2]), truncated=False, last=False)
+            finally:
+                episode.kill()
+            return result.reward, dict(result.parts)
+
+        return AgentEpisode(endpoint, start, replace(agent, run=run))
+
+    return EpisodeMaker(make=make, repeatable=False, close=forks.close)
+
+
+def tool_maker(scoring: ScoringSettings, limits: EnvironmentConfig) -> EpisodeMaker:
+    """Build the maker of episodes of tasks with a verifier, in which the model may call tools. Raises ConfigError."""
+    tools = tools_of(limits)
+    scorer = Scorer(scoring)
+    scorer.check()
+
+    def close() -> None:
+        scorer.close()
+        for tool in tools.values():
+            if tool.server is not None:
+                tool.server.close()
+
+    return EpisodeMaker(
+        make=lambda record: ToolEpisode(record, tools, limits),
+        repeatable=True,
+        score=lambda text, record: scorer.score([(text, record)])[0],
+        close=close,
+        tools=tools,
+    )
