@@ -89,7 +89,7 @@ def environment_settings(config: RunConfig, *, is_replacement: bool = False) -> 
     settings = episode_settings(config)
     if not is_replacement:
         return settings
-    endpoint = dataclasses.replace(settings.source.endpoint, replaces_s=config.deadlines.call_s)
+    endpoint = dataclasses.replace(settings.source.endpoint, predecessor_s=config.deadlines.call_s)
     return dataclasses.replace(settings, source=dataclasses.replace(settings.source, endpoint=endpoint))
 
 

@@ -31,7 +31,7 @@ from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.knobs import names_user_code
-from staleflow.tasks.settings.reward_functions import REWARDS, reward_fault
+from staleflow.tasks.settings.reward_functions import REWARDS, reward_name_error
 from staleflow.tasks.settings.source_kinds import SourceType, is_environment, kind_of, open_source
 from staleflow.tasks.sources.dataset_rows import SAVED, RowSource, format_columns
 
@@ -301,7 +301,7 @@ def _function(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
         return f"{REWARD}:reward" if data.columns is not None else "task"
     if inputs.reward == EXACT:
         return "task"
-    if fault := reward_fault(inputs.reward):
+    if fault := reward_name_error(inputs.reward):
         raise ConfigError(f"--reward {fault}")
     if not names_user_code(inputs.reward):
         return inputs.reward

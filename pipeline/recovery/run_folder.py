@@ -141,7 +141,7 @@ def load_job(
         *tables, name = registry.key.split(".")
         rule = _value_at(tree, *tables, name)
         rule_name = rule.get("name") if isinstance(rule, dict) else rule
-        if isinstance(rule_name, str) and rule_name in registry.elsewhere:
+        if isinstance(rule_name, str) and rule_name in registry.unavailable:
             _value_at(tree, *tables).pop(name)
     for *tables, name in REMOVED:
         if isinstance(table := _value_at(tree, *tables), dict):

@@ -179,7 +179,7 @@ def _function(function: str, reference: str, source: Facts) -> Facts:
         return {"reward.function": function} | verifier | package
     if function == "math_verify":
         return {"reward.function": function, "package math-verify": _version("math-verify")}
-    if (point := extensions.installed(reward_functions.GROUP).get(function)) is not None:
+    if (point := extensions.entry_points_of(reward_functions.GROUP).get(function)) is not None:
         return {"reward.function": function, "package": extensions.package_of(point)}
     return {"reward.function": _name(function), "code": _code(function)}
 

@@ -113,7 +113,7 @@ class SimulatedEnvironments:
         group, member = divmod(abs(trajectory), self._members_per_group)
         cut = command.truncated or tokens >= self._max_tokens or episode.turns >= limits.max_turns - 1
         attempt = self._failures[trajectory]
-        answer = self._episodes.answer(group, member, episode.turns, attempt=attempt, truncated=cut)
+        answer = self._episodes.env_step(group, member, episode.turns, attempt=attempt, truncated=cut)
         episode.turns += 1
         allowed_s = min(limits.step_timeout_s, limits.episode_timeout_s - episode.spent_s)
         if answer.seconds > allowed_s:

@@ -270,7 +270,7 @@ class SimulatedRun:
             case commands.Abort():
                 instance.engine.remove(self._now, command.trajectory)
             case commands.ReleaseCache():
-                instance.engine.forget(command.trajectory)
+                instance.engine.release_cache(command.trajectory)
             case commands.SetDraftLength():
                 instance.engine.set_draft_length(self._now, command.length)
             case commands.Interrupt():
@@ -298,7 +298,8 @@ class SimulatedRun:
                 if self._config.num_served_versions:  # loaded beside the versions being served
                     loaded_s = self._now + seconds
                 else:
-                    loaded_s = instance.engine.load(self._now, seconds, keep=self._config.rollout.on_pull == "keep")
+                    keep_cache = self._config.rollout.on_pull == "keep"
+                    loaded_s = instance.engine.load(self._now, seconds, keep_cache=keep_cache)
                 instance.version = command.version
                 self._emit_after(
                     loaded_s - self._now + self._simulation.message_s,

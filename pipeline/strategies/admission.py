@@ -55,7 +55,7 @@ ADMISSION: Registry[Admission] = Registry(
     "admission rule",
     "staleness.admission",
     Admission,
-    elsewhere=dict.fromkeys(
+    unavailable=dict.fromkeys(
         SIMULATED,
         "imitates another system, for comparisons in simulations alone; use staleflow in the job, and compare with "
         "`staleflow simulate JOB --baselines` or benchmarks/simulated.py",

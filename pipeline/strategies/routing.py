@@ -97,7 +97,7 @@ ROUTING: Registry[Routing] = Registry(
     "rollout.routing",
     Routing,
     user_code=UserRouting,
-    elsewhere=dict.fromkeys(
+    unavailable=dict.fromkeys(
         ("random", "round_robin", "least_requests", "throughput_optimal"),
         "is not in this version; use deadline in the job, and replay a stored run with the version that wrote it",
     ),

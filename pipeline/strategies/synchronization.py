@@ -28,7 +28,7 @@ SYNCHRONIZATION: Registry[Synchronization] = Registry(
     "synchronization rule",
     "rollout.synchronization",
     Synchronization,
-    elsewhere=dict.fromkeys(
+    unavailable=dict.fromkeys(
         ("status", "hypothesis"),
         "is not in this version; use staggered in the job, and replay a stored run with the version that wrote it",
     ),

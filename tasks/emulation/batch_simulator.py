@@ -1,16 +1,16 @@
 """Continuous batching under a cost model, in closed form. Pure: time comes in as an argument.
 
-Between two changes of the batch, n trajectories gain a token per step and the cache grows by n per step, so any number
-of steps takes one formula (`CostModel.decode_s`): the cost of simulating a response does not depend on its length.
-Changes take effect at the next step boundary, as in a real engine. A prefill delays decoding by the time its tokens
-cost. When the cache would overflow, the newest request is preempted and prefilled again later.
+Between two changes of the batch, n trajectories gain a token per step and the cache grows by n per step, so the time of
+any number of steps is one formula (`CostModel.decode_s`): simulating a response costs the same for every length.
+Changes take effect at the next step boundary, as in a real engine. A prefill delays decoding by the time for its
+tokens. When the cache would overflow, the newest request is preempted and prefilled again later.
 
-What a finished request has computed may stay in the cache for its trajectory's next turn, until running requests need
-the memory (least recently used first) or new weights are loaded: a turn that goes on here prefills only what is new.
+The KV cache of a finished request may be kept for its trajectory's next turn, until running requests need the memory
+(least recently used first) or new weights are loaded. The next turn on the same instance then prefills only new tokens.
 
-Under speculation every request gains the same number of tokens a step, the mean at the given acceptance, and a step
-boundary is where each has gained a whole token (`CostModel.drafting`). So nothing is drawn, and without drafts the
-numbers are the same to the last bit.
+With speculation every request gains the same number of tokens per step, the mean at the acceptance rate, and a step
+boundary is where each has gained a whole token (`CostModel.drafting`). So there are no random numbers, and a draft
+length of 0 gives exactly the same numbers as no speculation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from staleflow.tasks.emulation.workload import Turn
 
 @dataclass(frozen=True, slots=True)
 class DraftedTokens:
-    """Mean numbers of draft tokens of one request: verified ones, and accepted ones."""
+    """Mean numbers of draft tokens of one request: `drafted` were verified, `accepted` of them were sampled."""
 
     drafted: float = 0.0
     accepted: float = 0.0
@@ -39,7 +39,7 @@ class DraftedTokens:
         return DraftedTokens(self.drafted - other.drafted, self.accepted - other.accepted)
 
     def counts(self) -> dict[str, int]:
-        """The numbers rounded to whole tokens, by the field names of events and SampledTokens."""
+        """Round to whole tokens. Returns them by the field names of events and SampledTokens."""
         return {"drafted_tokens": round(self.drafted), "accepted_tokens": round(self.accepted)}
 
 
@@ -48,17 +48,17 @@ class DraftSettings:
     """Speculation settings of a simulated instance."""
 
     length: int = 0
-    """Draft tokens of a step and request."""
+    """Draft tokens per request and step; 0: no speculation."""
     max_running: int = 0
-    """Requests beyond which it does not draft."""
+    """Maximum running requests with speculation; with more requests, steps have no drafts."""
     acceptance: float = 0.0
-    """As in `tokens_per_step`."""
+    """Probability that a draft token is accepted; see `tokens_per_step`."""
 
 
 @dataclass(slots=True)
 class SimulatedRequest:
-    """A request on an instance. `tokens`: number of response tokens at time `since`, including earlier ones and tool
-    output."""
+    """A request on an instance. tokens: number of response tokens at step `updated_step`, with tool output and the
+    tokens of earlier instances. turn: index of the current turn."""
 
     trajectory: int
     route_number: int
@@ -67,25 +67,27 @@ class SimulatedRequest:
     turns: Sequence[Turn]
     turn: int
     remaining: int
-    """Tokens left to sample in the present turn, as of `since`."""
-    to_prefill: int
-    ticket: int = 0
-    """Number of its last admission or tool call: events scheduled under an older one are void."""
-    since: int = 0
+    """Tokens left to sample in the current turn at `updated_step`."""
+    prefill_tokens: int
+    schedule_number: int = 0
+    """Number of the request's last scheduled event. Events with smaller numbers are not valid any longer."""
+    updated_step: int = 0
     """The instance's step count when this request was last updated."""
     drafts: DraftedTokens = field(default_factory=DraftedTokens)
-    drafts_since: DraftedTokens = field(default_factory=DraftedTokens)
-    """The instance's drafts of one request when this one was last updated."""
+    drafts_at_update: DraftedTokens = field(default_factory=DraftedTokens)
+    """The instance's total of draft tokens per request when this request was last updated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
+    """A finished request. tokens: number of response tokens. at_s: time of its end."""
+
     trajectory: int
     route_number: int
     tokens: int
     at_s: float
     drafts: DraftedTokens = DraftedTokens()
-    """Since it was submitted."""
+    """Draft tokens since the request was submitted."""
 
 
 @dataclass(slots=True)
@@ -99,57 +101,56 @@ class WorkTotals:
     prefilled: int = 0
     """Tokens prefilled for the first time: prompts and tool output."""
     reprefilled: int = 0
-    """Tokens that had been computed before: after an interrupt, a move, a pull or a preemption."""
+    """Tokens prefilled again: after an interrupt, a migration, a pull or a preemption."""
     preemptions: int = 0
     cached: int = 0
-    """Tokens of later turns' contexts that were in the cache, and not prefilled."""
+    """Context tokens of later turns that were cached, and so not prefilled."""
     computed: int = 0
-    """Tokens that were prefilled by now, for the first time or again."""
+    """All tokens prefilled until now."""
     drafts: float = 0.0
-    """Times that a request's step verified drafted tokens."""
+    """Number of verification steps, summed over requests."""
     drafted: float = 0.0
-    """Drafted tokens that were verified, and those of them that were sampled too: means."""
+    """Mean number of verified draft tokens; `accepted`: of those that were also sampled."""
     accepted: float = 0.0
 
 
 class SimulatedBatch:
-    """The running batch of one simulated instance. `clock` is the step boundary it has reached. Commands at `now` take
-    effect at the next boundary."""
+    """The running batch of one simulated instance. `clock`: time of the current step boundary. Commands at `now` take
+    effect at the first boundary after it."""
 
     def __init__(
         self, cost: CostModel, *, kv_capacity: int, max_running: int, drafting: DraftSettings | None = None
     ) -> None:
-        self._plain = cost
+        self._base_cost = cost
         self._set_drafting(drafting or DraftSettings())
-        self._drafts = DraftedTokens()  # of a request that was there all the time
+        self._drafts = DraftedTokens()  # of a request that has decoded since the start
         self._kv_capacity = kv_capacity
         self._max_running = max_running
         self.clock = 0.0
         self.work = WorkTotals()
         self._steps = 0
-        self._kv = 0  # tokens of requests that decode
-        self._kv_in_tool = 0  # tokens of requests that wait for a tool
+        self._kv = 0  # KV tokens of decoding requests
+        self._kv_in_tool = 0  # KV tokens of requests that wait for a tool
         self._decoding: dict[int, SimulatedRequest] = {}
         self._waiting: deque[SimulatedRequest] = deque()
         self._in_tool: dict[int, SimulatedRequest] = {}
-        self._cached_for_turns: OrderedDict[int, int] = (
-            OrderedDict()
-        )  # tokens kept for later turns by trajectory, oldest first
+        # Cached KV tokens for later turns, by trajectory, least recently used first.
+        self._cached_for_turns: OrderedDict[int, int] = OrderedDict()
         self._kv_cached = 0
-        self._stops: list[tuple[int, int, SimulatedRequest]] = []  # step at which a turn ends; void if it left before
-        self._returns: list[tuple[float, int, SimulatedRequest]] = []  # when a tool answers
-        self._order = 0
+        self._turn_ends: list[tuple[int, int, SimulatedRequest]] = []  # (step, schedule_number, request)
+        self._tool_results: list[tuple[float, int, SimulatedRequest]] = []  # (seconds, schedule_number, request)
+        self._num_scheduled = 0
         self._finished: list[Finished] = []
 
-    # -- reading -------------------------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------------
 
     @property
     def _cost(self) -> CostModel:
-        """The model of the steps of what decodes now."""
-        return self._drafted if self._drafts_now else self._plain
+        """Cost model of the current batch's steps, with or without drafts."""
+        return self._drafting_cost if self._is_drafting else self._base_cost
 
     @property
-    def _drafts_now(self) -> bool:
+    def _is_drafting(self) -> bool:
         return bool(self._drafting.length) and len(self._decoding) <= self._drafting.max_running
 
     @property
@@ -171,49 +172,49 @@ class SimulatedBatch:
         return self._kv_cached
 
     def next_s(self) -> float:
-        """Time of the next event, or of the earliest one not returned yet; infinite if there is none."""
-        return min(self._change_s(), self._finished[0].at_s) if self._finished else self._change_s()
+        """Time of the next change of the batch, or of the earliest end that `advance` has not returned; inf: none."""
+        return min(self._next_change_s(), self._finished[0].at_s) if self._finished else self._next_change_s()
 
-    def _change_s(self) -> float:
-        steps = self._steps_to_stop()
+    def _next_change_s(self) -> float:
+        steps = self._steps_to_turn_end()
         change_s = math.inf if steps is None else self.clock + self._cost.decode_s(len(self._decoding), self._kv, steps)
-        while self._returns and not _still_valid(self._in_tool, self._returns[0]):
-            heapq.heappop(self._returns)
-        return min(change_s, max(self.clock, self._returns[0][0])) if self._returns else change_s
+        while self._tool_results and not _still_valid(self._in_tool, self._tool_results[0]):
+            heapq.heappop(self._tool_results)
+        return min(change_s, max(self.clock, self._tool_results[0][0])) if self._tool_results else change_s
 
     def progress(self, now: float) -> tuple[tuple[int, int], ...]:
-        """(trajectory, response tokens) of all requests, at `now`."""
+        """Return (trajectory, response tokens) of all requests at `now`."""
         running = len(self._decoding)
-        passed = int(self._cost.steps_within(running, self._kv, now - self.clock)) if running else 0
-        steps = self._steps + passed
-        rows = [(d.trajectory, d.tokens + min(d.remaining, steps - d.since)) for d in self._decoding.values()]
+        num_steps = int(self._cost.steps_within(running, self._kv, now - self.clock)) if running else 0
+        steps = self._steps + num_steps
+        rows = [(d.trajectory, d.tokens + min(d.remaining, steps - d.updated_step)) for d in self._decoding.values()]
         rows += [(d.trajectory, d.tokens) for d in (*self._waiting, *self._in_tool.values())]
         return tuple(rows)
 
     def work_by(self, now: float) -> WorkTotals:
-        """The totals, including the steps that have ended by `now`."""
-        work, steps = replace(self.work), self._steps_to_stop()
+        """Return the totals, including the steps that have ended by `now`."""
+        work, steps = replace(self.work), self._steps_to_turn_end()
         if steps is not None and now > self.clock:
             running = len(self._decoding)
             steps = min(steps, int(self._cost.steps_within(running, self._kv, now - self.clock)))
-            self._count(work, steps, self._cost.decode_s(running, self._kv, steps))
+            self._add_work(work, steps, self._cost.decode_s(running, self._kv, steps))
         return work
 
     # -- time ----------------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> list[Finished]:
         """Decode up to `now`. Returns the requests that ended, in order."""
-        while (change_s := self._change_s()) <= now:
-            steps = self._steps_to_stop()
+        while (change_s := self._next_change_s()) <= now:
+            steps = self._steps_to_turn_end()
             stop_s = math.inf
             if steps is not None:
                 stop_s = self.clock + self._cost.decode_s(len(self._decoding), self._kv, steps)
             if steps is not None and stop_s <= change_s:
                 self._step(steps)
             else:
-                self._to_boundary(change_s)
-            self._settle()
-        # A command's step boundary may lie after the command; what ended there is not returned before that time.
+                self._advance_to_boundary(change_s)
+            self._process_boundary()
+        # A command's step boundary may be later than the command. Requests that end there are returned at that time.
         finished = [f for f in self._finished if f.at_s <= now]
         self._finished = self._finished[len(finished) :]
         return finished
@@ -236,14 +237,14 @@ class SimulatedBatch:
         Args:
             now: Time of the command.
             trajectory: Its id.
-            route_number: Of the routing.
+            route_number: Number of its routing.
             prompt_tokens: Length of the prompt.
-            tokens: Tokens that the response has already.
+            tokens: Number of tokens that the response already has.
             turns: The turns of the response.
-            num_env_tokens: The last of `tokens`, if no instance has computed them yet: an observation.
+            num_env_tokens: Number of the last `tokens` that are a new observation, not computed by any instance yet.
         """
         turn, remaining, done = 0, turns[0].tokens, tokens
-        while done >= remaining and turn < len(turns) - 1:  # a tool that was waited for has answered meanwhile
+        while done >= remaining and turn < len(turns) - 1:  # the tool result of this turn has arrived
             done -= remaining + turns[turn].tool_tokens
             turn += 1
             remaining = turns[turn].tokens
@@ -256,34 +257,34 @@ class SimulatedBatch:
             turns=turns,
             turn=turn,
             remaining=max(1, remaining - max(0, done)),
-            to_prefill=context,
+            prefill_tokens=context,
         )
-        self._to_boundary(now)
+        self._advance_to_boundary(now)
         if not tokens:
-            self._forget(trajectory)  # an episode that begins again
+            self._pop_cached(trajectory)  # the episode restarts
         self.work.reprefilled += prompt_tokens + tokens - num_env_tokens if tokens else 0
         self.work.prefilled += num_env_tokens + max(0, -done) if tokens else prompt_tokens
         self._waiting.append(request)
-        self._settle()
+        self._process_boundary()
 
     def set_draft_length(self, now: float, length: int) -> None:
         """Set the number of draft tokens per request and step."""
-        self._to_boundary(now)
-        self._settle()
+        self._advance_to_boundary(now)
+        self._process_boundary()
         self._set_drafting(replace(self._drafting, length=length))
 
-    def forget(self, trajectory: int) -> None:
+    def release_cache(self, trajectory: int) -> None:
         """Drop the cached context of a trajectory. Running requests are not affected."""
-        self._forget(trajectory)
+        self._pop_cached(trajectory)
 
     def remove(self, now: float, trajectory: int) -> SimulatedRequest | None:
-        """Stop a request and return it; None if it is unknown."""
-        self._to_boundary(now)
-        self._settle()
+        """Remove a request and return it; None if there is no such request."""
+        self._advance_to_boundary(now)
+        self._process_boundary()
         decoding = self._decoding.get(trajectory)
         if decoding is not None:
-            self._leave(decoding)
-            self._settle()
+            self._remove_from_batch(decoding)
+            self._process_boundary()
             return decoding
         request = self._in_tool.pop(trajectory, None)
         if request is not None:
@@ -295,51 +296,51 @@ class SimulatedBatch:
                 return waiting
         return None
 
-    def load(self, now: float, seconds: float, *, keep: bool = False) -> float:
-        """Load new weights, which takes `seconds`. Returns the time at which they are loaded. keep: keep the KV cache
-        of the old weights instead of prefilling all contexts again."""
-        self._to_boundary(now)
-        self._settle()
+    def load(self, now: float, seconds: float, *, keep_cache: bool = False) -> float:
+        """Load new weights, which takes `seconds`. Returns the time at which they are loaded. keep_cache: keep the KV
+        cache of the old weights instead of prefilling all contexts again."""
+        self._advance_to_boundary(now)
+        self._process_boundary()
         self._cached_for_turns.clear()
         self._kv_cached = 0
         self.clock += seconds
         loaded_s = self.clock
         self.work.pull_s += seconds
-        if keep:
+        if keep_cache:
             return loaded_s
         self._prefill(self._kv + self._kv_in_tool)
         self.work.reprefilled += self._kv + self._kv_in_tool
         return loaded_s
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- internal ------------------------------------------------------------------------------------------------
 
     def _set_drafting(self, drafting: DraftSettings) -> None:
         self._drafting = drafting
-        self._drafted = self._plain.drafting(drafting.length, drafting.acceptance)
+        self._drafting_cost = self._base_cost.drafting(drafting.length, drafting.acceptance)
 
-    def _steps_to_stop(self) -> int | None:
+    def _steps_to_turn_end(self) -> int | None:
         """Decode steps until a turn ends or the cache is full; None if nothing decodes."""
         if not self._decoding:
             return None
-        while not _still_valid(self._decoding, self._stops[0]):
-            heapq.heappop(self._stops)
-        steps = self._stops[0][0] - self._steps
+        while not _still_valid(self._decoding, self._turn_ends[0]):
+            heapq.heappop(self._turn_ends)
+        steps = self._turn_ends[0][0] - self._steps
         free_tokens = self._kv_capacity - self._kv - self._kv_in_tool
         if len(self._decoding) > 1:
             steps = min(steps, max(0, free_tokens // len(self._decoding)))
         return steps
 
-    def _to_boundary(self, now: float) -> None:
-        """Bring the clock to the first step boundary at or after `now`."""
+    def _advance_to_boundary(self, now: float) -> None:
+        """Advance the clock to the first step boundary at or after `now`."""
         if now <= self.clock:
             return
         if not self._decoding:
             self.clock = now
             return
-        passed = self._cost.steps_within(len(self._decoding), self._kv, now - self.clock)
-        steps = self._steps_to_stop()
+        num_steps = self._cost.steps_within(len(self._decoding), self._kv, now - self.clock)
+        steps = self._steps_to_turn_end()
         assert steps is not None
-        self._step(min(steps, math.ceil(passed - 1e-9)))
+        self._step(min(steps, math.ceil(num_steps - 1e-9)))
 
     def _step(self, steps: int) -> None:
         running = len(self._decoding)
@@ -347,48 +348,48 @@ class SimulatedBatch:
         self.clock += seconds
         self._steps += steps
         self._kv += steps * running
-        self._make_room()
-        self._count(self.work, steps, seconds)
-        if self._drafts_now:
-            real = steps / tokens_per_step(self._drafting.length, self._drafting.acceptance)
-            self._drafts += DraftedTokens(real * self._drafting.length, steps - real)
+        self._evict_cached()
+        self._add_work(self.work, steps, seconds)
+        if self._is_drafting:
+            verify_steps = steps / tokens_per_step(self._drafting.length, self._drafting.acceptance)
+            self._drafts += DraftedTokens(verify_steps * self._drafting.length, steps - verify_steps)
 
-    def _count(self, work: WorkTotals, steps: int, seconds: float) -> None:
-        """Add so many steps of what decodes, which take so long."""
+    def _add_work(self, work: WorkTotals, steps: int, seconds: float) -> None:
+        """Add `steps` steps of the current batch, which take `seconds`, to the totals."""
         running = len(self._decoding)
         work.decode_s += seconds
         work.tokens += steps * running
-        if self._drafts_now:
-            real = steps / tokens_per_step(self._drafting.length, self._drafting.acceptance)
-            work.drafts += running * real
-            work.drafted += running * real * self._drafting.length
-            work.accepted += running * (steps - real)
+        if self._is_drafting:
+            verify_steps = steps / tokens_per_step(self._drafting.length, self._drafting.acceptance)
+            work.drafts += running * verify_steps
+            work.drafted += running * verify_steps * self._drafting.length
+            work.accepted += running * (steps - verify_steps)
 
-    def _settle(self) -> None:
-        """Process a step boundary: end turns, preempt on overflow, take tool output, admit waiting requests."""
-        while self._stops and self._stops[0][0] <= self._steps:
-            stop = heapq.heappop(self._stops)
+    def _process_boundary(self) -> None:
+        """Process a step boundary: end turns, preempt on overflow, append tool output, admit waiting requests."""
+        while self._turn_ends and self._turn_ends[0][0] <= self._steps:
+            stop = heapq.heappop(self._turn_ends)
             if _still_valid(self._decoding, stop):
-                self._leave(stop[2])
+                self._remove_from_batch(stop[2])
                 self._end_turn(stop[2])
         while len(self._decoding) > 1 and self._kv + self._kv_in_tool + len(self._decoding) > self._kv_capacity:
             newest = self._decoding[next(reversed(self._decoding))]
-            self._leave(newest)
-            newest.to_prefill = newest.kv_tokens
+            self._remove_from_batch(newest)
+            newest.prefill_tokens = newest.kv_tokens
             self._waiting.appendleft(newest)
             self.work.preemptions += 1
             self.work.reprefilled += newest.kv_tokens
-        while self._returns and self._returns[0][0] <= self.clock:
-            answered = heapq.heappop(self._returns)
-            if _still_valid(self._in_tool, answered):
-                request = answered[2]
+        while self._tool_results and self._tool_results[0][0] <= self.clock:
+            event = heapq.heappop(self._tool_results)
+            if _still_valid(self._in_tool, event):
+                request = event[2]
                 del self._in_tool[request.trajectory]
                 self._kv_in_tool -= request.kv_tokens
-                answer = request.turns[request.turn - 1].tool_tokens
-                request.kv_tokens += answer
-                request.tokens += answer
-                request.to_prefill = answer
-                self.work.prefilled += answer
+                env_tokens = request.turns[request.turn - 1].tool_tokens
+                request.kv_tokens += env_tokens
+                request.tokens += env_tokens
+                request.prefill_tokens = env_tokens
+                self.work.prefilled += env_tokens
                 self._waiting.appendleft(request)
         while self._waiting and len(self._decoding) < self._max_running:
             needed = self._kv + self._kv_in_tool + self._waiting[0].kv_tokens + len(self._decoding) + 1
@@ -397,18 +398,18 @@ class SimulatedBatch:
             self._admit(self._waiting.popleft())
 
     def _admit(self, request: SimulatedRequest) -> None:
-        cached_tokens = min(self._forget(request.trajectory), request.to_prefill)
+        cached_tokens = min(self._pop_cached(request.trajectory), request.prefill_tokens)
         self.work.cached += cached_tokens
         self.work.reprefilled -= cached_tokens
-        self._prefill(request.to_prefill - cached_tokens)
-        request.since = self._steps
-        request.drafts_since = self._drafts
+        self._prefill(request.prefill_tokens - cached_tokens)
+        request.updated_step = self._steps
+        request.drafts_at_update = self._drafts
         self._kv += request.kv_tokens
-        self._make_room()
+        self._evict_cached()
         self._decoding[request.trajectory] = request
-        self._order += 1
-        request.ticket = self._order
-        heapq.heappush(self._stops, (self._steps + request.remaining, self._order, request))
+        self._num_scheduled += 1
+        request.schedule_number = self._num_scheduled
+        heapq.heappush(self._turn_ends, (self._steps + request.remaining, self._num_scheduled, request))
 
     def _prefill(self, tokens: int) -> None:
         seconds = self._cost.prefill * tokens
@@ -416,20 +417,20 @@ class SimulatedBatch:
         self.work.prefill_s += seconds
         self.work.computed += tokens
 
-    def _leave(self, decoding: SimulatedRequest) -> None:
-        """Bring a request up to date and take it out of the batch."""
-        gained = self._steps - decoding.since
+    def _remove_from_batch(self, decoding: SimulatedRequest) -> None:
+        """Update a request's counts and remove it from the batch."""
+        gained = self._steps - decoding.updated_step
         decoding.tokens += gained
         decoding.remaining -= gained
         decoding.kv_tokens += gained
-        decoding.since = self._steps
-        decoding.drafts += self._drafts - decoding.drafts_since
-        decoding.drafts_since = self._drafts
+        decoding.updated_step = self._steps
+        decoding.drafts += self._drafts - decoding.drafts_at_update
+        decoding.drafts_at_update = self._drafts
         self._kv -= decoding.kv_tokens
         del self._decoding[decoding.trajectory]
 
     def _end_turn(self, decoding: SimulatedRequest) -> None:
-        done = decoding.turns[decoding.turn]
+        finished_turn = decoding.turns[decoding.turn]
         decoding.turn += 1
         if decoding.turn == len(decoding.turns):
             self._finished.append(
@@ -447,23 +448,23 @@ class SimulatedBatch:
         decoding.remaining = decoding.turns[decoding.turn].tokens
         self._in_tool[decoding.trajectory] = decoding
         self._kv_in_tool += decoding.kv_tokens
-        self._order += 1
-        decoding.ticket = self._order
-        heapq.heappush(self._returns, (self.clock + done.tool_s, self._order, decoding))
+        self._num_scheduled += 1
+        decoding.schedule_number = self._num_scheduled
+        heapq.heappush(self._tool_results, (self.clock + finished_turn.tool_s, self._num_scheduled, decoding))
 
-    def _make_room(self) -> None:
-        """Evict what is kept for later turns, as far as running requests need the memory."""
+    def _evict_cached(self) -> None:
+        """Evict cached contexts of later turns until running requests have enough memory."""
         while self._cached_for_turns and self._kv + self._kv_in_tool + self._kv_cached > self._kv_capacity:
-            self._forget(next(iter(self._cached_for_turns)))
+            self._pop_cached(next(iter(self._cached_for_turns)))
 
-    def _forget(self, trajectory: int) -> int:
-        """Remove a trajectory's cached context; returns its tokens."""
+    def _pop_cached(self, trajectory: int) -> int:
+        """Remove a trajectory's cached context. Returns its number of tokens, 0 if there is none."""
         tokens = self._cached_for_turns.pop(trajectory, 0)
         self._kv_cached -= tokens
         return tokens
 
 
 def _still_valid(requests: dict[int, SimulatedRequest], scheduled: tuple[float, int, SimulatedRequest]) -> bool:
-    """Whether a scheduled event is still valid: its request has not left `requests` since it was scheduled."""
+    """Whether a scheduled event is still valid, that is, whether its request has been in `requests` ever since."""
     request = scheduled[2]
-    return requests.get(request.trajectory) is request and request.ticket == scheduled[1]
+    return requests.get(request.trajectory) is request and request.schedule_number == scheduled[1]

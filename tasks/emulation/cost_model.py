@@ -6,8 +6,8 @@ b + k3 * n the compute-bound part, k4 the constant part. prefill: seconds per to
 is computed again after an interrupt. A token costs the same compute in a prompt as in a large decode batch, so k3 is
 the natural estimate where prefill was not measured.
 
-A step that verifies drafted tokens computes each as `verify_share` tokens of further trajectories, without reading
-the cache once more: b + k3 * n * (1 + verify_share * length). What it brings is `tokens_per_step`.
+A step that verifies draft tokens computes each like `verify_share` tokens of further trajectories, without reading the
+cache again: b + k3 * n * (1 + verify_share * length). It samples `tokens_per_step` tokens per trajectory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from staleflow.tasks.settings.knobs import knob
 
 Numbers = npt.NDArray[np.float64]
 
-BISECTIONS = 30
+NUM_BISECTIONS = 30
+"""Halvings of the interval from 0 to 1 in `probability_at`; the error is below 1e-9."""
 
 
 def tokens_per_step(length: int, acceptance: float) -> float:
@@ -34,10 +35,9 @@ def tokens_per_step(length: int, acceptance: float) -> float:
 
 
 def probability_at(rising: Callable[[float], float], value: float) -> float:
-    """Invert an increasing function of a probability: return where it has a value, or 0 or 1 if the value is out of its
-    range."""
+    """Return the probability at which an increasing function has a value; 0 or 1 if the value is out of its range."""
     low, high = 0.0, 1.0
-    for _ in range(BISECTIONS):
+    for _ in range(NUM_BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if rising(middle) < value else (low, middle)
     return high if high == 1.0 else low
@@ -58,7 +58,7 @@ class StepCosts(Protocol):
 class CostModel:
     """The [rollout.cost] table of a job file: a decode step takes k1 * kv + max(k2, b + k3 * n) + k4 seconds.
 
-    The defaults are a published fit of a 7B model; `staleflow profile` fits them to a run of yours.
+    The defaults are a published fit of a 7B model; `staleflow profile` fits them to your own run.
     """
 
     k1: float = knob(3.35e-08, "seconds per KV token", low=0, high=10)
@@ -70,14 +70,14 @@ class CostModel:
     verify_share: float = knob(1.0, "cost of verifying a draft token, as a share of k3", low=0)
 
     def times(self, factor: float) -> CostModel:
-        """A copy of the model in which everything takes `factor` times as long."""
+        """Return a copy of the model in which every time is multiplied by `factor`."""
         return CostModel(
             k1=self.k1 * factor, k2=self.k2 * factor, k3=self.k3 * factor, k4=self.k4 * factor, b=self.b * factor,
             prefill=self.prefill * factor, verify_share=self.verify_share,
         )  # fmt: skip
 
     def compute_s(self, running: int) -> float:
-        """The part of a step that does not depend on the KV cache."""
+        """Seconds of a decode step without the attention over the KV cache."""
         return max(self.k2, self.b + self.k3 * running) + self.k4
 
     def step_s(self, running: int, kv_tokens: float) -> float:
@@ -96,16 +96,16 @@ class CostModel:
     # -- speculation ---------------------------------------------------------------------------------------------
 
     def drafting(self, length: int, acceptance: float) -> CostModel:
-        """A copy of the model for an instance that verifies `length` draft tokens of each trajectory in every step.
+        """Return the cost model of an instance that verifies `length` draft tokens per trajectory in every step.
 
-        Its steps are parts of those, in which each running trajectory gains one token in the mean. With length 0, this
-        model.
+        A step of the returned model is the share of a verification step in which each running trajectory gains one
+        token on average. With length 0, returns this model.
         """
         return self.verifying(length, tokens_per_step(length, acceptance)) if length else self
 
     def verifying(self, drafted: float, tokens_per_step: float) -> CostModel:
-        """A copy of the model with costs per sampled token, where a step verifies `drafted` draft tokens of each
-        trajectory and samples `tokens_per_step` tokens of it on average."""
+        """Return a copy of the model with costs per sampled token, for steps that verify `drafted` draft tokens and
+        sample `tokens_per_step` tokens of each trajectory on average."""
         share = 1.0 / tokens_per_step
         return CostModel(
             k1=self.k1 * share, k2=self.k2 * share, k3=self.k3 * (1.0 + self.verify_share * drafted) * share,
@@ -113,8 +113,8 @@ class CostModel:
         )  # fmt: skip
 
     def best_length(self, running: int, kv_tokens: float, max_length: int, acceptance: float) -> int:
-        """Choose the draft length from 0 to `max_length` with the fewest seconds per token, and so the highest
-        throughput. Among equals, choose the shorter."""
+        """Choose the draft length from 0 to `max_length` with the fewest seconds per token; of equal ones the
+        shortest."""
         if not running:
             return 0
         return min(range(max_length + 1), key=lambda n: self.drafting(n, acceptance).step_s(running, kv_tokens))
@@ -125,8 +125,8 @@ class CostModel:
         """Seconds of `num_steps` consecutive decode steps that start with `kv_tokens` in the cache."""
         if not running:
             return 0.0
-        grown = kv_tokens * num_steps + running * num_steps * (num_steps - 1) / 2
-        return self.k1 * grown + self.compute_s(running) * num_steps
+        kv_token_steps = kv_tokens * num_steps + running * num_steps * (num_steps - 1) / 2
+        return self.k1 * kv_token_steps + self.compute_s(running) * num_steps
 
     def steps_within(self, running: int, kv_tokens: float, seconds: float) -> float:
         """Number of decode steps, not rounded, within `seconds`: the inverse of `decode_s`."""
@@ -140,7 +140,7 @@ class CostModel:
 
 
 class DraftingCosts:
-    """Costs of decode steps of an instance that chooses the best draft length for the number of its trajectories. No
+    """Costs of decode steps of an instance whose draft length depends on its number of running trajectories. Without
     drafts until `set_rates` is called."""
 
     def __init__(self, cost: CostModel) -> None:
@@ -159,7 +159,7 @@ class DraftingCosts:
         return self._cost.prefill
 
     def step_s(self, running: int, kv_tokens: float) -> float:
-        return self._of(running).step_s(running, kv_tokens)
+        return self._model_for(running).step_s(running, kv_tokens)
 
     def steps_s(self, running: Numbers, kv_tokens: Numbers) -> Numbers:
         cost, row = self._cost, np.minimum(running, len(self._tokens_per_step) - 1).astype(np.int64)
@@ -168,8 +168,8 @@ class DraftingCosts:
         seconds: Numbers = (cost.k1 * kv_tokens + compute_s) / self._tokens_per_step[row]
         return seconds
 
-    def _of(self, running: int) -> CostModel:
-        """The model of an instance that runs so many."""
+    def _model_for(self, running: int) -> CostModel:
+        """Return the cost model of an instance with `running` trajectories."""
         row = min(running, len(self._tokens_per_step) - 1)
         model = self._models.get(row)
         if model is None:

@@ -1,7 +1,7 @@
-"""Emulated environments: what they return in emulated and simulated episodes, and how long they take. Pure.
+"""Emulated environments: results and durations of their steps in emulated and simulated episodes. Pure.
 
-An episode is a response of the workload, taken apart: each turn but the last one calls a tool. As the workload, it is a
-function of ids; only what fails also depends on how often the episode has begun.
+An episode is a response of the workload, step by step: each turn but the last one calls a tool. Like the workload, it
+is a function of ids. Failures and durations also depend on the attempt.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from staleflow.tasks.emulation.workload import Turn, Workload
 from staleflow.tasks.settings.seeds import Stream, generator
 
 ATTEMPT_STRIDE = 2**24
-"""Groups between those whose seconds two attempts of an episode take: more than a run has."""
+"""Distance of the groups whose durations successive attempts of an episode use. A run has fewer groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFaults:
-    """Shares of environment steps that fail, and that hang."""
+    """Random faults of environment steps. failed, hung: shares of steps that fail, and that hang."""
 
     failed: float = 0.0
     hung: float = 0.0
@@ -43,9 +43,9 @@ class EmulatedStepResult:
     """Length of the observation."""
     ended: bool
     reward: float = 0.0
-    """Of the whole episode, once it has ended."""
+    """Reward of the whole episode, once it has ended."""
     error: str = ""
-    """Why the environment failed; the rest means nothing then."""
+    """Why the environment failed; empty if it did not. The other fields are not used then."""
 
 
 class EmulatedEpisodes:
@@ -55,17 +55,17 @@ class EmulatedEpisodes:
         self._workload = workload
         self._faults = faults or StepFaults()
 
-    def answer(
+    def env_step(
         self, group: int, member: int, turn: int, *, attempt: int = 0, truncated: bool = False
     ) -> EmulatedStepResult:
-        """Return the result of the environment step after a turn. Turns are numbered from 0.
+        """Return the result of the environment step after a turn.
 
         Args:
             group: The trajectory's group.
-            member: Its number in the group.
-            turn: Number of the turn.
-            attempt: How often the episode began before.
-            truncated: The turn was stopped, and ends the episode.
+            member: Index of the trajectory in its group.
+            turn: Index of the turn.
+            attempt: Number of earlier attempts at the episode.
+            truncated: Whether the turn was truncated, which ends the episode.
         """
         turns = self._workload.turns(group, member)
         last = truncated or turn >= len(turns) - 1
@@ -79,12 +79,12 @@ class EmulatedEpisodes:
         return EmulatedStepResult(seconds=seconds, tokens=tokens, ended=last, reward=reward)
 
     def _seconds(self, group: int, member: int, attempt: int, turn: int) -> float:
-        """Seconds of a tool call. An episode that begins again finds other ones, those of a group far away: else what
-        was too slow once would be so forever."""
+        """Return the seconds of a tool call. A restarted episode gets those of another group. With the same ones, a
+        step that took too long once would do so in every attempt."""
         turns = self._workload.turns(group, member)
         if attempt:
-            other = self._workload.turns(group + attempt * ATTEMPT_STRIDE, member)
-            return other[turn % len(other)].tool_s
+            other_turns = self._workload.turns(group + attempt * ATTEMPT_STRIDE, member)
+            return other_turns[turn % len(other_turns)].tool_s
         return turns[turn].tool_s
 
 

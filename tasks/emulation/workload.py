@@ -18,12 +18,13 @@ from staleflow.tasks.settings.choice_names import LATENCY_NAMES, WORKLOAD_NAMES
 from staleflow.tasks.settings.knobs import knob
 from staleflow.tasks.settings.seeds import Stream, generator
 
-BLOCK = 1024
-"""Groups drawn at once, which takes microseconds per number; a group's numbers still depend on its id alone."""
+BLOCK_GROUPS = 1024
+"""Number of groups whose random numbers are drawn together, for speed. They depend only on the seed and the group."""
 MAX_TURNS_FACTOR = 10
 """Maximum turns of a trajectory, as a multiple of the mean."""
 MAX_SECONDS = 100_000.0
-"""Most seconds of anything that is simulated, a day: virtual time passes report by report."""
+"""Maximum seconds of a simulated tool call or reset, about a day. Virtual time advances in short reporting
+intervals."""
 
 
 class Turn(NamedTuple):
@@ -36,6 +37,8 @@ class Turn(NamedTuple):
 
 
 class Workload(Protocol):
+    """Lengths, turns and rewards of emulated responses."""
+
     def prompt_tokens(self, group: int) -> int: ...
 
     def turns(self, group: int, member: int) -> tuple[Turn, ...]:
@@ -93,13 +96,13 @@ class RandomWorkload:
     """A workload with lengths drawn from a distribution."""
 
     def __init__(self, config: WorkloadConfig, members: int, max_tokens: int, seed: int) -> None:
-        """members: trajectories per group. max_tokens: length at which responses are truncated."""
+        """members: number of trajectories per group. max_tokens: length at which responses are truncated."""
         self._config, self._members, self._max_tokens, self._seed = config, members, max_tokens, seed
         self._block = lru_cache(maxsize=64)(self._draw_block)
         self._turns = lru_cache(maxsize=8192)(self._draw_turns)
 
     def __reduce__(self) -> tuple[type[RandomWorkload], tuple[WorkloadConfig, int, int, int]]:
-        """Pickle as the settings: workers draw for themselves."""
+        """Pickle only the settings; the receiver draws the same numbers."""
         return RandomWorkload, (self._config, self._members, self._max_tokens, self._seed)
 
     def prompt_tokens(self, group: int) -> int:
@@ -109,35 +112,37 @@ class RandomWorkload:
         return self._turns(group, member)
 
     def _draw_turns(self, group: int, member: int) -> tuple[Turn, ...]:
-        block = self._block(group // BLOCK)
-        row = group % BLOCK
+        block = self._block(group // BLOCK_GROUPS)
+        row = group % BLOCK_GROUPS
         total = int(block["lengths"][row, member])
         if self._config.kind != "agentic":
             return (Turn(total),)
         return self._split(total, block["seeds"][row, member])
 
     def reward(self, group: int, member: int) -> float:
-        return float(self._block(group // BLOCK)["rewards"][group % BLOCK, member])
+        return float(self._block(group // BLOCK_GROUPS)["rewards"][group % BLOCK_GROUPS, member])
 
-    def _draw_block(self, number: int) -> dict[str, npt.NDArray[Any]]:
-        s = self._config
-        rng = generator(self._seed, Stream.WORKLOAD, number)
-        shape = (BLOCK, self._members)
-        group_noise, member_noise = rng.standard_normal((BLOCK, 1)), rng.standard_normal(shape)
-        z = np.sqrt(s.group_correlation) * group_noise + np.sqrt(1 - s.group_correlation) * member_noise
-        match s.kind:
+    def _draw_block(self, block_index: int) -> dict[str, npt.NDArray[Any]]:
+        config = self._config
+        rng = generator(self._seed, Stream.WORKLOAD, block_index)
+        shape = (BLOCK_GROUPS, self._members)
+        group_noise, member_noise = rng.standard_normal((BLOCK_GROUPS, 1)), rng.standard_normal(shape)
+        z = np.sqrt(config.group_correlation) * group_noise + np.sqrt(1 - config.group_correlation) * member_noise
+        match config.kind:
             case "lognormal" | "agentic":
-                lengths = s.median * np.exp(s.sigma * z)
+                lengths = config.median * np.exp(config.sigma * z)
             case "bimodal":
                 # The same normal decides between long and short, so that group_correlation keeps its meaning.
-                is_long = _normal_cdf(z) < s.long_share
-                lengths = s.median * np.where(is_long, s.long_ratio, 1.0) * np.exp(0.2 * rng.standard_normal(shape))
+                is_long = _normal_cdf(z) < config.long_share
+                lengths = (
+                    config.median * np.where(is_long, config.long_ratio, 1) * np.exp(0.2 * rng.standard_normal(shape))
+                )
             case "power_law":
-                lengths = s.median * np.maximum(1e-12, 1 - _normal_cdf(z)) ** (-1 / s.exponent)
+                lengths = config.median * np.maximum(1e-12, 1 - _normal_cdf(z)) ** (-1 / config.exponent)
             case _:
-                raise ValueError(f"unknown workload {s.kind!r}")
-        with_signal = rng.random((BLOCK, 1)) < s.signal_share
-        # Half of a group is rewarded, in random order: whether there is a signal must not depend on who finishes first.
+                raise ValueError(f"unknown workload {config.kind!r}")
+        with_signal = rng.random((BLOCK_GROUPS, 1)) < config.signal_share
+        # Half of a group has reward 1, in random order, so that rewards do not depend on which responses end first.
         halves = rng.permuted(np.broadcast_to(np.arange(self._members) % 2, shape), axis=1)
         rewards = np.where(with_signal, halves, 0)
         return {
@@ -150,16 +155,16 @@ class RandomWorkload:
         """Split `total` sampled tokens into turns, with a tool call after each but the last."""
         s = self._config
         rng = np.random.default_rng(int(seed))
-        wanted = round(s.turns) if s.fixed_turns else 1 + int(rng.poisson(s.turns - 1))
-        count = min(wanted, int(MAX_TURNS_FACTOR * s.turns), total)
+        num_turns = round(s.turns) if s.fixed_turns else 1 + int(rng.poisson(s.turns - 1))
+        count = min(num_turns, int(MAX_TURNS_FACTOR * s.turns), total)
         ends = np.sort(rng.choice(total - 1, count - 1, replace=False)) + 1 if count > 1 else np.zeros(0, np.int64)
-        parts = np.diff(np.concatenate([[0], ends, [total]]))
-        tools = self._latencies(rng.standard_normal(count))
-        tools[0] += s.reset_s
+        turn_tokens = np.diff(np.concatenate([[0], ends, [total]]))
+        tool_s = self._latencies(rng.standard_normal(count))
+        tool_s[0] += s.reset_s
         last = count - 1
         return tuple(
             Turn(int(n), 0.0 if i == last else float(t), 0 if i == last else s.tool_tokens)
-            for i, (n, t) in enumerate(zip(parts, tools, strict=True))
+            for i, (n, t) in enumerate(zip(turn_tokens, tool_s, strict=True))
         )
 
     def _latencies(self, z: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -177,8 +182,8 @@ class RandomWorkload:
 
 
 class RecordedWorkload:
-    """Prompt lengths, response lengths, turns and rewards of a stored run, group by group. Starts again after the last
-    group."""
+    """Workload with the prompt lengths, response lengths, turns and rewards of a stored run. After its last group, the
+    groups repeat."""
 
     def __init__(
         self,

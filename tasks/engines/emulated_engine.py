@@ -147,7 +147,7 @@ class EmulatedEngine:
                 version = adapters.version_for(self._served_versions, request.version)
                 context_version, cached = self._contexts.pop(request.trajectory, (version, ()))
                 if context_version != version or request.tokens[: len(cached)] != cached:
-                    self._batch.forget(request.trajectory)
+                    self._batch.release_cache(request.trajectory)
                 prior, prompt = request.num_prior, max(0, len(request.tokens) - request.num_prior)
                 running = self._plan_response(request)
                 running.version_starts.append((version, prior))
@@ -194,7 +194,7 @@ class EmulatedEngine:
             self._load_adapter(version)
             return self._load_result(version, loaded, started_s, stalled_s=0.0)
         with self._condition:
-            done_s = self._batch.load(self._begin_call(), settings.pull_s, keep=settings.keep)
+            done_s = self._batch.load(self._begin_call(), settings.pull_s, keep_cache=settings.keep)
             self._collect_ended()
             for trajectory, tokens in self._batch.progress(self._batch.clock):
                 self._running[TrajectoryId(trajectory)].version_starts.append((version, tokens))
@@ -347,7 +347,7 @@ class EmulatedEngine:
     def _forget(self, trajectory: TrajectoryId) -> None:
         """Drop the cached context of a trajectory."""
         self._contexts.pop(trajectory, None)
-        self._batch.forget(trajectory)
+        self._batch.release_cache(trajectory)
 
     def _load_result(
         self, version: PolicyVersion, published: dict[str, weight_hash.Array], started_s: float, stalled_s: float

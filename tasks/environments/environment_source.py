@@ -35,7 +35,7 @@ class EnvironmentSource:
         self._where = f"{key} = {source!r}"
         self._seed = seed
         settings = ForkSettings(
-            source=source, options=dict(options), key=key, memory_mib=limits.memory_mib, endpoint=endpoint.drawing
+            source=source, options=dict(options), key=key, memory_mib=limits.memory_mib, endpoint=endpoint.local
         )
         self._resetter = Resetter(settings, limits.step_timeout_s)
         self.task(0)

@@ -49,7 +49,7 @@ class EmulatedEnvironments:
         truncated: bool,
         latest_turn: SampledTurn | None = None,
     ) -> HostedStepResult:
-        step = self._episodes.answer(
+        step = self._episodes.env_step(
             abs(key.task), key.member, len(turns) - 1, attempt=key.attempt, truncated=truncated
         )
         limit_s, scale = self._settings.limits.step_timeout_s, self._settings.time_scale
@@ -70,7 +70,7 @@ class EmulatedEnvironments:
         )
 
     async def end(self, key: EpisodeKey, record: Record) -> HostedStepResult:
-        step = self._episodes.answer(abs(key.task), key.member, 0, attempt=key.attempt, truncated=True)
+        step = self._episodes.env_step(abs(key.task), key.member, 0, attempt=key.attempt, truncated=True)
         return HostedStepResult(ended=True, reward=step.reward)
 
     def cancel(self, keys: Iterable[EpisodeKey]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from staleflow.tasks.rendering.task_source import Record, Reward
 from staleflow.tasks.settings.knobs import shown
-from staleflow.tasks.settings.user_code import PICKLED
+from staleflow.tasks.settings.user_code import PICKLED_FILE
 
 MAX_REWARD = 3.4e38
 """Stores keep rewards in 32 bits."""
@@ -51,7 +51,7 @@ def describe_error(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((f for f in frames if not _is_own_file(f.filename)), None)
     # The file of a function that was pickled by value is not known.
-    where = "" if frame is None else frame.name if frame.filename == PICKLED else Path(frame.filename).name
+    where = "" if frame is None else frame.name if frame.filename == PICKLED_FILE else Path(frame.filename).name
     line = "" if frame is None else f" ({where}, line {frame.lineno})"
     return f"{type(error).__name__}: {error}{line}"
 

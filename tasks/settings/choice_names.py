@@ -1,4 +1,4 @@
-"""Names that a job file may use, in a module without the code they name: checking a job loads neither torch nor
+"""Names that a job file may use, apart from the code they refer to, so that checking a job loads neither torch nor
 vllm."""
 
 AGGREGATION_NAMES = ("token_mean", "sequence_mean", "constant_length")

@@ -12,4 +12,4 @@ class Columns:
     """Columns of a jsonl, parquet or datasets source. `a.b` is field b of column a."""
 
     prompt: str = knob("prompt", "column of the prompt: a text, or a list of messages with role and content")
-    answer: str = knob("answer", "column of the answer; empty: there is none, and reward.function is your own")
+    answer: str = knob("answer", "column of the answer; empty: there is none, as reward.function is your own code")

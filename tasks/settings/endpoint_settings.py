@@ -1,4 +1,4 @@
-"""The [endpoint] table of a job file, and what an endpoint must know about its job. Pure."""
+"""The [endpoint] table of a job file, and the settings of an endpoint, with values of its job. Pure."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class EndpointConfig:
     max_body_kib: int = knob(8192, "KiB of a request's body; a longer one is answered 413", low=1, high=1_048_576)
     max_session_kib: int = knob(
         32_768,
-        "KiB of all requests of one session that are read or wait for their turns; one that would exceed it is "
-        "answered 429, but a session may always have one",
+        "KiB of all pending requests of one session; one that would exceed it is answered 429, but a session may "
+        "always have one",
         low=1,
         high=1_048_576,
     )
@@ -38,8 +38,8 @@ class EndpointConfig:
     )
     max_requests: int = knob(
         1024,
-        "requests in flight, and bodies read at once; further ones are answered 429, but those of sessions wait for "
-        "their turns",
+        "requests in flight, and bodies read at once; further ones are answered 429, except those of sessions, which "
+        "wait",
         low=1,
         high=65_536,
     )
@@ -56,14 +56,13 @@ class EndpointSettings:
     model: str = "policy"
     """The model's name in replies."""
     temperature: float = 1.0
-    """That the job samples at."""
+    """The job's sampling temperature."""
     vocabulary: int = 0
-    """Number of tokens that the model knows; 0 if unknown."""
-    replaces_s: float = 0.0
-    """Seconds from its start in which unknown keys may be those of the endpoint that it replaces; 0: it replaces none.
-    """
+    """Number of tokens in the model's vocabulary; 0 if unknown."""
+    predecessor_s: float = 0.0
+    """Seconds from the start in which unknown keys may belong to the endpoint that this one replaces; 0: none."""
 
     @property
-    def drawing(self) -> EndpointSettings:
-        """A copy for processes that draw prompts, where only agents of the same process connect to the endpoint."""
+    def local(self) -> EndpointSettings:
+        """A copy for an endpoint that only agents of the same process use, such as while prompts are drawn."""
         return replace(self, config=replace(self.config, host="127.0.0.1", port=0, tls_cert="", tls_key=""))

@@ -1,4 +1,4 @@
-"""Names that installed packages add to those a job file may use, through entry points.
+"""Names that installed packages add to job files, through entry points.
 
     [project.entry-points."staleflow.rewards"]
     cosine = "my_package.rewards:cosine"
@@ -17,28 +17,28 @@ from typing import Any
 from staleflow.stores.errors import ConfigError, raised_as, with_type
 
 
-def installed(group: str) -> Mapping[str, EntryPoint]:
-    """The entry points of a group by name; an empty group name has none. Imports none of them."""
-    return _installed(group, tuple(sys.path)) if group else {}
+def entry_points_of(group: str) -> Mapping[str, EntryPoint]:
+    """Return the entry points of a group by name; none for an empty group name. Imports none of them."""
+    return _find_entry_points(group, tuple(sys.path)) if group else {}
 
 
 @functools.lru_cache(maxsize=64)
-def _installed(group: str, path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
-    """path: what is imported from; another one may have other packages."""
+def _find_entry_points(group: str, path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
+    """Find the entry points of a group. path: sys.path, part of the cache key because it determines the packages."""
     return {point.name: point for point in entry_points(group=group)}
 
 
 def load(group: str, name: str) -> Any:
-    """Import the object that a package adds under a name. Raises ConfigError, which names the package."""
-    point = installed(group)[name]
+    """Import the object that a package adds under a name. Raises ConfigError with the package's name."""
+    entry_point = entry_points_of(group)[name]
     problem, remedy = (
-        f"{group}: {name!r} of the package {package_of(point)} cannot be loaded",
+        f"{group}: {name!r} of the package {package_of(entry_point)} cannot be loaded",
         "update or uninstall that package",
     )
     with raised_as(ConfigError, problem, Exception, SystemExit, remedy=remedy, describe=with_type):
-        return point.load()
+        return entry_point.load()
 
 
-def package_of(point: EntryPoint) -> str:
-    """The package of an entry point, with its version."""
-    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
+def package_of(entry_point: EntryPoint) -> str:
+    """Return the name and version of an entry point's package."""
+    return f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist is not None else entry_point.value

@@ -23,14 +23,14 @@ from typing import Any, TypeVar, overload
 
 from staleflow.stores.errors import ConfigError
 
-NAME = r"^[A-Za-z][A-Za-z0-9_-]*$"
-"""What the names of a table of tables look like; keys are joined by dots."""
+NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9_-]*$"
+"""Regular expression of the names in a table of named tables. They have no dots, because dots join keys."""
 METADATA, PARAMETER = "knob", "parameter"
-"""Keys of a field's metadata: what holds its Knob, and what marks a field that the program fills in."""
+"""Keys of a dataclass field's metadata: its Knob, and the mark of a field that the program fills in."""
 MAX_INT = 2**63 - 1
-"""The largest whole number of a TOML file, and of what stores and seeds keep."""
-SHOWN = 60
-"""Most characters of a value that a message repeats."""
+"""The largest integer of TOML files, stores and seeds."""
+MAX_SHOWN_CHARS = 60
+"""Maximum characters of a value in an error message."""
 
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
@@ -57,7 +57,7 @@ class Knob:
         if self.choices:
             return " | ".join(self.choices)
         bounds = ((">", self.above), (">=", self.low), ("<=", self.high))
-        return ", ".join(f"{sign} {_number(bound)}" for sign, bound in bounds if bound is not None)
+        return ", ".join(f"{sign} {_format_number(bound)}" for sign, bound in bounds if bound is not None)
 
     def error(self, value: object) -> str:
         """Return an error text for a value of the right type, to follow its key in a message; empty if the value is
@@ -77,43 +77,43 @@ class Knob:
                 return f"= {value!r} is out of range; it must be {self.limits}"
         return ""
 
-    def read(self, value: object, hint: Any, where: str, key: str, root: type[Any]) -> Any:
-        """Check a value from a job file and return it. hint: its type. where, root: as of `read` below. Raises
-        ConfigError."""
+    def read(self, value: object, hint: Any, source: str, key: str, root: type[Any]) -> Any:
+        """Check a value from a job file and return it. Raises ConfigError. hint: its type. key: its dotted key. source,
+        root: see the function `read`."""
         if entry_class := entry_type(hint):
-            tables = _entries(value, f"{where}: {key}")
+            tables = _entries(value, f"{source}: {key}")
             return {
-                name: entry_class(**read(entry_class, v, where, f"{key}.{name}.", root)) for name, v in tables.items()
+                name: entry_class(**read(entry_class, v, source, f"{key}.{name}.", root)) for name, v in tables.items()
             }
-        return _checked(value, hint, self, f"{where}: {key}")
+        return _check_value(value, hint, self, f"{source}: {key}")
 
     def keys(self, key: str) -> Iterator[str]:
-        """The dotted keys at and below a field of this kind."""
+        """Yield the dotted keys of the field `key`: itself, and those of the entries it may hold."""
         yield key
 
 
 def shown(value: object) -> str:
-    """Format a value for a message: on one line and not too long."""
+    """Format a value for an error message, on one line of at most MAX_SHOWN_CHARS characters."""
     try:
         text = " ".join(repr(value).split())
-    except ValueError:  # a number of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python converts
         text = hex(value) if isinstance(value, int) else type(value).__name__
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}... ({len(text)} characters)"
 
 
-def unknown_choice(value: object, choices: Sequence[str], *, user_code: bool, meant: str = "") -> str:
-    """Return an error text for a value that is not among the choices, to follow its key in a message. meant: the
-    setting that may be meant; by default a similar choice."""
-    near = [meant] if meant else [repr(c) for c in difflib.get_close_matches(str(value), choices, n=1)]
-    hint = f"; did you mean {near[0]}?" if near else ""
-    or_own = ", or your own, file.py:NAME" if user_code else ""
-    return f"must be one of {', '.join(choices)}{or_own}, not {shown(value)}{hint}"
+def unknown_choice(value: object, choices: Sequence[str], *, user_code: bool, suggestion: str = "") -> str:
+    """Return an error text for a value that is not among the choices, to follow its key in a message. suggestion: the
+    setting to suggest; by default a similar choice."""
+    matches = [suggestion] if suggestion else [repr(c) for c in difflib.get_close_matches(str(value), choices, n=1)]
+    hint = f"; did you mean {matches[0]}?" if matches else ""
+    user_code_hint = ", or your own, file.py:NAME" if user_code else ""
+    return f"must be one of {', '.join(choices)}{user_code_hint}, not {shown(value)}{hint}"
 
 
 def names_user_code(value: object) -> bool:
     """Whether a value has the form file.py:NAME or module:NAME."""
-    where, colon, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-    return bool(where and colon) and name.isidentifier()
+    location, colon, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    return bool(location and colon) and name.isidentifier()
 
 
 @overload
@@ -155,32 +155,32 @@ def parameter(default: Any = None) -> Any:
 
 
 def spec_of(declared: dataclasses.Field[Any]) -> Knob | None:
-    """A field's Knob; None if it is not a knob."""
+    """Return the Knob of a dataclass field; None if it is not a knob."""
     return declared.metadata.get(METADATA)
 
 
 def default_of(declared: dataclasses.Field[Any]) -> Any:
-    """A knob's default value."""
+    """Return the default value of a dataclass field."""
     factory = declared.default_factory
     return declared.default if factory is dataclasses.MISSING else factory()
 
 
 def knobs(cls: object) -> dict[str, dataclasses.Field[Any]]:
-    """The knobs of a class by name; empty if it is not a dataclass."""
+    """Return the knobs of a class by name; empty if it is not a dataclass."""
     return {f.name: f for f in dataclasses.fields(cls) if spec_of(f)} if dataclasses.is_dataclass(cls) else {}
 
 
 def values(section: Any) -> dict[str, Any]:
-    """The field values of a dataclass instance by name, not copied."""
+    """Return the field values of a dataclass instance by name, not copied."""
     return {f.name: getattr(section, f.name) for f in dataclasses.fields(section)}
 
 
-def build(cls: type[T], tree: object, where: str, prefix: str = "") -> T:
+def build(cls: type[T], tree: object, source: str, prefix: str = "") -> T:
     """Create an instance of `cls` from nested plain values. Raises ConfigError as `read` does."""
-    return cls(**read(cls, tree, where, prefix))
+    return cls(**read(cls, tree, source, prefix))
 
 
-def read(cls: type[Any], tree: object, where: str, prefix: str = "", root: type[Any] | None = None) -> dict[str, Any]:
+def read(cls: type[Any], tree: object, source: str, prefix: str = "", root: type[Any] | None = None) -> dict[str, Any]:
     """Read nested plain values and check them against the knobs of a class and of its nested dataclasses.
 
     Unset keys are left out. A key in its class's REFUSED is rejected with the reason given there.
@@ -188,105 +188,105 @@ def read(cls: type[Any], tree: object, where: str, prefix: str = "", root: type[
     Args:
         cls: The class of the table.
         tree: The values.
-        where: The source, for messages.
-        prefix: Keys above the table.
-        root: The class of the whole tree, where the right place of a wrong key is looked for.
+        source: Name of the file or setting that the values come from, for messages.
+        prefix: Dotted key of the table, with a dot at the end; empty for the whole tree.
+        root: The class of the whole tree, which is searched for keys similar to an unknown one.
 
     Raises:
         ConfigError: A key or value is wrong.
     """
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{where}: {prefix.rstrip('.')} must be a table, not {shown(tree)}")
+        raise ConfigError(f"{source}: {prefix.rstrip('.')} must be a table, not {shown(tree)}")
     root, known = root or cls, keys_of(cls)
     read_values: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if why := getattr(cls, "REFUSED", {}).get(name):
-            raise ConfigError(f"{where}: {key} is not supported: {why}")
+        if reason := getattr(cls, "REFUSED", {}).get(name):
+            raise ConfigError(f"{source}: {key} is not supported: {reason}")
         if name not in known:
-            raise ConfigError(f"{where}: unknown key {shown(key)[1:-1]}; {_nearest(str(name), known, prefix, root)}")
+            raise ConfigError(f"{source}: unknown key {shown(key)[1:-1]}; {_suggest(str(name), known, prefix, root)}")
         hint, spec = known[name]
         if spec is None:
-            read_values[name] = hint(**read(hint, value, where, f"{key}.", root))
+            read_values[name] = hint(**read(hint, value, source, f"{key}.", root))
         else:
-            read_values[name] = spec.read(value, hint, where, key, root)
+            read_values[name] = spec.read(value, hint, source, key, root)
     return read_values
 
 
 def keys_of(cls: type[Any]) -> dict[str, tuple[Any, Knob | None]]:
-    """The keys of a dataclass that a job file may set: type of each by name, and its Knob unless it is a table."""
+    """Return the keys of a dataclass that a job file may set: by name, the type and the Knob; None for a table."""
     declared = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
     hints = typing.get_type_hints(cls) if declared else {}
     tables = {f.name for f in declared if dataclasses.is_dataclass(hints[f.name]) and PARAMETER not in f.metadata}
     return {f.name: (hints[f.name], spec_of(f)) for f in declared if spec_of(f) or f.name in tables}
 
 
-def _nearest(name: str, known: Mapping[str, Any], prefix: str, root: type[Any]) -> str:
-    """What may have been meant by an unknown key: a similar one of the same table, or its own name in another."""
-    if near := difflib.get_close_matches(name, known, n=1):
-        return f"did you mean {prefix}{near[0]}?"
+def _suggest(name: str, known: Mapping[str, Any], prefix: str, root: type[Any]) -> str:
+    """Suggest a replacement for an unknown key: a similar key of the same table, or the same name in another table."""
+    if matches := difflib.get_close_matches(name, known, n=1):
+        return f"did you mean {prefix}{matches[0]}?"
     if elsewhere := dict.fromkeys(key for key in all_keys(root, "") if key.rpartition(".")[2] == name):
         return f"did you mean {' or '.join(elsewhere)}?"
     return f"known here: {', '.join(known) or 'none'}"
 
 
 def all_keys(cls: type[Any], prefix: str) -> Iterator[str]:
-    """All dotted keys of a tree of dataclasses."""
+    """Yield all dotted keys of a tree of dataclasses."""
     for name, (hint, spec) in keys_of(cls).items():
         yield from all_keys(hint, f"{prefix}{name}.") if spec is None else spec.keys(f"{prefix}{name}")
 
 
 def entry_type(hint: Any) -> type[Any] | None:
-    """The dataclass of the entries of a table with named entries, dict[str, X]; None for any other type."""
+    """Return X for a table of named tables, dict[str, X] with a dataclass X; None for any other type."""
     value_type = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
     return value_type if isinstance(value_type, type) and dataclasses.is_dataclass(value_type) else None
 
 
-def _entries(tree: object, where: str) -> Mapping[str, Any]:
-    """The entries of a table of named tables. Raises ConfigError."""
+def _entries(tree: object, label: str) -> Mapping[str, Any]:
+    """Check the names in a table of named tables, and return the table. Raises ConfigError."""
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{where} must be a table of named tables, not {shown(tree)}")
+        raise ConfigError(f"{label} must be a table of named tables, not {shown(tree)}")
     for name in tree:
-        if not re.search(NAME, name):
-            raise ConfigError(f"{where}: {name!r} is no name; use letters, digits, - and _, a letter first")
+        if not re.search(NAME_PATTERN, name):
+            raise ConfigError(f"{label}: {name!r} is not a valid name; use letters, digits, - and _, a letter first")
     return tree
 
 
-def _checked(value: Any, hint: Any, spec: Knob, where: str) -> Any:
-    kind = typing.get_origin(hint) or hint
-    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_INT:
+def _check_value(value: Any, hint: Any, spec: Knob, label: str) -> Any:
+    type_ = typing.get_origin(hint) or hint
+    if type_ is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_INT:
         value = float(value)
-    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
-        raise ConfigError(f"{where} {spec.error(value)}")
-    if isinstance(value, Mapping) and kind is dict:
-        refuse_large(value, where)
+    elif type_ is float and isinstance(value, int) and not isinstance(value, bool):
+        raise ConfigError(f"{label} {spec.error(value)}")
+    if isinstance(value, Mapping) and type_ is dict:
+        refuse_large(value, label)
     if (
-        isinstance(kind, types.UnionType)
-        or not isinstance(value, kind)
-        or (isinstance(value, bool) and kind is not bool)
+        isinstance(type_, types.UnionType)
+        or not isinstance(value, type_)
+        or (isinstance(value, bool) and type_ is not bool)
     ):
-        raise ConfigError(f"{where} must be {_article(kind.__name__)}, not {shown(value)}")
-    if kind is list:
-        (each,) = typing.get_args(hint)
-        return [_checked(item, each, spec, f"{where}: each") for item in value]
+        raise ConfigError(f"{label} must be {_describe_type(type_.__name__)}, not {shown(value)}")
+    if type_ is list:
+        (item_hint,) = typing.get_args(hint)
+        return [_check_value(item, item_hint, spec, f"{label}: each") for item in value]
     if error := spec.error(value):
-        raise ConfigError(f"{where} {error}")
+        raise ConfigError(f"{label} {error}")
     return value
 
 
-def refuse_large(value: object, where: str) -> None:
+def refuse_large(value: object, label: str) -> None:
     """Raise ConfigError for an integer in a free-form table that is too large for TOML and stores."""
     if isinstance(value, Mapping):
-        for key, below in value.items():
-            refuse_large(below, f"{where}.{key}")
+        for key, nested in value.items():
+            refuse_large(nested, f"{label}.{key}")
     elif isinstance(value, list):
-        for below in value:
-            refuse_large(below, where)
+        for nested in value:
+            refuse_large(nested, label)
     elif isinstance(value, int) and abs(value) > MAX_INT:
-        raise ConfigError(f"{where} = {shown(value)} is out of range; it must be at most {MAX_INT}, in 64 bits")
+        raise ConfigError(f"{label} = {shown(value)} is out of range; it must be at most {MAX_INT}, in 64 bits")
 
 
-def _article(kind: str) -> str:
+def _describe_type(type_name: str) -> str:
     names = {
         "int": "a whole number",
         "float": "a number",
@@ -295,8 +295,8 @@ def _article(kind: str) -> str:
         "dict": "a table",
         "list": "a list",
     }
-    return names.get(kind, kind)
+    return names.get(type_name, type_name)
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return str(int(value)) if float(value).is_integer() else f"{value:g}"

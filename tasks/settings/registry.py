@@ -1,4 +1,4 @@
-"""Registries of classes that a job file selects by name, each with settings of its own.
+"""Registries of classes that a job file selects by name, each with its own knobs.
 
     class Migration(RegistryEntry, ABC): ...
 
@@ -8,7 +8,7 @@
     @dataclass(frozen=True, slots=True)
     class LargestGain(Migration):
         cost: StepCosts = parameter()                           # filled in by Registry.make
-        gain: float = knob(0.2, "least gain", low=0, high=1)    # the job file's rollout.migration.gain
+        gain: float = knob(0.2, "minimum gain", low=0, high=1)  # the job file's rollout.migration.gain
 
     class RolloutConfig:
         migration: Migration = choice(MIGRATION, "none", "which running trajectories move")
@@ -53,7 +53,7 @@ class RegistryEntry:
 
     __slots__ = ()
     name: str
-    """What the job file calls it."""
+    """Name of the entry in a job file."""
 
     def needs(self, name: str) -> bool:
         """Whether the entry has a parameter of this name."""
@@ -69,7 +69,7 @@ class UserCode(RegistryEntry):
 
     name: str
     knobs: Mapping[str, Any] = field(default_factory=dict)
-    """As set in the job file, not checked."""
+    """Values of the knobs in the job file, not checked."""
     code: Any = parameter()
     """The object that the user's class constructs, or the function; None until `Registry.make` has loaded it."""
 
@@ -86,8 +86,12 @@ C = TypeVar("C", bound=type[Any])
 class Registry(Generic[T]):
     """Registered classes of one kind, from which a job file selects by name.
 
-    user_code: the class of entries that user code stands behind; None if it is not allowed. elsewhere: by name, what to
-    do instead of naming an entry that no job may select.
+    Args:
+        label: What the classes are, for messages.
+        key: Key of the choice in a job file.
+        contract: Base class of the entries.
+        user_code: Class of the entries that load user code; None if it is not allowed.
+        unavailable: Names that exist but that no job may select, each with the rest of the error message.
     """
 
     def __init__(
@@ -97,13 +101,13 @@ class Registry(Generic[T]):
         contract: type[Any],  # type[T] would refuse an abstract class
         *,
         user_code: type[UserCode] | None = None,
-        elsewhere: Mapping[str, str] | None = None,
+        unavailable: Mapping[str, str] | None = None,
     ) -> None:
         self.label = label
         self.key = key
         self.contract = contract
         self.user_code = user_code
-        self.elsewhere = dict(elsewhere or {})
+        self.unavailable = dict(unavailable or {})
         self._entries: dict[str, type[T]] = {}
         if "." in key:  # a job file has the key, unlike those of a command's options
             REGISTRIES.append(self)
@@ -133,7 +137,7 @@ class Registry(Generic[T]):
         return add
 
     def find(self, name: str) -> type[T]:
-        """The class registered as `name`. Raises ValueError, listing the registered names."""
+        """Return the class registered as `name`. Raises ValueError, listing the registered names."""
         if name not in self._entries:
             raise ValueError(f"no {self.label} {name!r}; choose from {', '.join(self.names)}")
         return self._entries[name]
@@ -152,48 +156,49 @@ class Registry(Generic[T]):
         return configured
 
     def _make_user_code(self, entry: Any, values: Mapping[str, Any]) -> T:
-        where = f"{self.key} = {entry.name!r}"
+        label = f"{self.key} = {entry.name!r}"
         code: Any = user_code.load(entry.name, self.key, entry.kind)
         if any(isinstance(member, dataclasses.Field) for member in vars(code).values()):
-            raise ConfigError(f"{where}: it declares knobs but is not a dataclass; write @dataclass above the class")
-        knobs = read(code, entry.knobs, where, f"{self.key}.")
+            raise ConfigError(f"{label}: it declares knobs but is not a dataclass; write @dataclass above the class")
+        knobs = read(code, entry.knobs, label, f"{self.key}.")
         if entry.kind == "class":
-            code = self._constructed(code, {**values, **knobs}, values, where)
+            code = self._construct(code, {**values, **knobs}, values, label)
         configured: T = dataclasses.replace(entry, code=code)
         return configured
 
-    def _constructed(self, cls: Any, known: Mapping[str, Any], values: Mapping[str, Any], where: str) -> Any:
-        """An object of a user's class."""
+    def _construct(self, cls: Any, arguments: Mapping[str, Any], values: Mapping[str, Any], label: str) -> Any:
+        """Construct a user's class with those of `arguments` that it takes. Raises ConfigError. values: the arguments
+        that are not knobs."""
         optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         try:
-            wanted = inspect.signature(cls).parameters
-            for expected in wanted.values():
-                if expected.name not in known and expected.default is expected.empty and expected.kind not in optional:
+            signature = inspect.signature(cls).parameters
+            for param in signature.values():
+                if param.name not in arguments and param.default is param.empty and param.kind not in optional:
                     raise ConfigError(
-                        f"{where}: unknown parameter {expected.name}; available: {', '.join(values) or 'nothing'}"
+                        f"{label}: unknown parameter {param.name}; available: {', '.join(values) or 'nothing'}"
                     )
-            configured = cls(**{name: known[name] for name in wanted if name in known})
+            configured = cls(**{name: arguments[name] for name in signature if name in arguments})
         except ConfigError:
             raise
         except (Exception, SystemExit) as error:  # user code
-            raise ConfigError(f"{where}: cannot be constructed: {with_type(error)}") from error
+            raise ConfigError(f"{label}: cannot be constructed: {with_type(error)}") from error
         if missing := self.missing(configured):
-            raise ConfigError(f"{where}: it lacks {', '.join(missing)}; docs/extending.md has an example")
+            raise ConfigError(f"{label}: it lacks {', '.join(missing)}; docs/extending.md has an example")
         return configured
 
     def missing(self, entry: object) -> list[str]:
-        """Members of the contract that a class or object lacks."""
+        """Return the members of the contract that a class or object lacks."""
         members = (*inspect.get_annotations(self.contract), *vars(self.contract))
         return [m for m in members if not m.startswith("_") and not _has(self.contract, m) and not _has(entry, m)]
 
 
 def parameters(entry: RegistryEntry) -> list[dataclasses.Field[Any]]:
-    """The fields of an entry that `Registry.make` fills in."""
+    """Return the fields of an entry that `Registry.make` fills in."""
     return [f for f in dataclasses.fields(entry) if PARAMETER in f.metadata]  # type: ignore[arg-type]
 
 
 def _has(entry: object, name: str) -> bool:
-    """Whether there is such a member that is not abstract, without computing a property of user code."""
+    """Whether an object has a member that is not abstract. Does not evaluate properties, which may be user code."""
     try:
         return not getattr(inspect.getattr_static(entry, name), "__isabstractmethod__", False)
     except AttributeError:
@@ -213,7 +218,7 @@ class Choice(Knob):
 
     @property
     def has_common_knobs(self) -> bool:
-        """Whether all entries share knobs, which would be reset by giving a name in place of the table."""
+        """Whether all entries share knobs. A name in place of the table would reset them, so it is not allowed."""
         return bool(keys_of(self.registry.contract))
 
     def error(self, value: object) -> str:
@@ -221,38 +226,38 @@ class Choice(Knob):
         registry, user_code = self.registry, self.registry.user_code is not None
         if isinstance(value, str) and (value in registry or (user_code and names_user_code(value))):
             return ""
-        if isinstance(value, str) and value in registry.elsewhere:
-            return f"= {shown(value)} {registry.elsewhere[value]}"
+        if isinstance(value, str) and value in registry.unavailable:
+            return f"= {shown(value)} {registry.unavailable[value]}"
         others = [r for r in REGISTRIES if isinstance(value, str) and value in r]
-        meant = f"{others[0].key} = {value!r}" if len(others) == 1 else ""
-        return unknown_choice(value, registry.names, user_code=user_code, meant=meant)
+        suggestion = f"{others[0].key} = {value!r}" if len(others) == 1 else ""
+        return unknown_choice(value, registry.names, user_code=user_code, suggestion=suggestion)
 
-    def read(self, value: object, hint: Any, where: str, key: str, root: type[Any]) -> Any:
+    def read(self, value: object, hint: Any, source: str, key: str, root: type[Any]) -> Any:
         """Return the entry selected by a name, or by a table with `name` and knobs. Raises ConfigError."""
         table = {"name": value} if isinstance(value, str) and not self.has_common_knobs else value
         if not isinstance(table, Mapping):
             expected = "a table" if self.has_common_knobs else "a name, or a table with name"
             remedy = f"; set {key}.name" if isinstance(value, str) else ""
-            raise ConfigError(f"{where}: {key} must be {expected}, not {shown(value)}{remedy}")
+            raise ConfigError(f"{source}: {key} must be {expected}, not {shown(value)}{remedy}")
         name, knobs = table.get("name", self.default), {k: v for k, v in table.items() if k != "name"}
         if error := self.error(name):
-            raise ConfigError(f"{where}: {key if table is not value else f'{key}.name'} {error}")
+            raise ConfigError(f"{source}: {key if table is not value else f'{key}.name'} {error}")
         if name not in self.registry:
-            refuse_large(knobs, f"{where}: {key}")
+            refuse_large(knobs, f"{source}: {key}")
             return self.registry.user_code(name=name, knobs=knobs)  # type: ignore[misc]  # `error` has checked
         entry = self.registry.find(name)
         for knob in knobs:
             if knob not in keys_of(entry):
-                raise ConfigError(f"{where}: {key}.{knob}: {self._unknown(str(knob), name, key)}")
-        return entry(**read(entry, knobs, where, f"{key}.", root))
+                raise ConfigError(f"{source}: {key}.{knob}: {self._unknown(str(knob), name, key)}")
+        return entry(**read(entry, knobs, source, f"{key}.", root))
 
     def _unknown(self, knob: str, name: str, key: str) -> str:
-        """Why an entry has no such knob, and what may be meant."""
+        """Return an error text for a knob that the entry `name` does not have, with a suggestion."""
         registry, known = self.registry, keys_of(self.registry.find(name))
         if other_names := registry.with_knob(knob):
             return f"a knob of {', '.join(other_names)}; {key}.name is {name}, which has {', '.join(known) or 'none'}"
-        near = difflib.get_close_matches(knob, ("name", *known), n=1)
-        hint = f"did you mean {key}.{near[0]}?" if near else f"it has {', '.join(known) or 'none'}"
+        matches = difflib.get_close_matches(knob, ("name", *known), n=1)
+        hint = f"did you mean {key}.{matches[0]}?" if matches else f"it has {', '.join(known) or 'none'}"
         return f"the {registry.label} {name} has no such knob; {hint}"
 
     def keys(self, key: str) -> Iterator[str]:
@@ -264,5 +269,5 @@ class Choice(Knob):
 def choice(registry: Registry[T], default: str, doc: str) -> T:
     """Declare a field whose value is an entry of a registry."""
     spec = Choice(doc=doc, registry=registry, default=default)
-    made: T = field(default=registry.find(default)(), metadata={METADATA: spec})
-    return made
+    declared: T = field(default=registry.find(default)(), metadata={METADATA: spec})
+    return declared

@@ -1,8 +1,8 @@
-"""Rewards that a job may name. Pure: their packages are loaded when they score.
+"""Reward functions that a job file may name. Pure: their packages are loaded when they score.
 
-A reward takes the answer, a text, and the record of its prompt, and returns a number, or a number and its parts by
-name. If it has a parameter `source`, it gets the source of its prompt. A package adds one as an entry point of the
-group `staleflow.rewards`, which names its function.
+A reward function takes the answer, a text, and the record of its prompt, and returns a number, or a number and its
+parts by name. A parameter `source` receives the source of the prompt. A package adds a function as an entry point of
+the group `staleflow.rewards`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from staleflow.tasks.settings.knobs import Knob
 NO_ANSWER = "no answer to compare with; set task.columns.answer, or reward.function to your own"
 """Message of rewards that compare with the record's answer if it has none."""
 GROUP = "staleflow.rewards"
-"""The group of entry points that add rewards."""
+"""Name of the entry point group for reward functions."""
 
 
 def task_reward(answer: str, record: Mapping[str, Any], source: Any) -> Any:
-    """The reward of task.source's own verifier."""
+    """Return the reward of task.source's verifier."""
     return source.score(answer, record)
 
 
 def math_verify_reward(answer: str, record: Mapping[str, Any]) -> float:
-    """1 if the answer is mathematically equal to the record's, by the `math-verify` package."""
+    """Return 1 if the answer is mathematically equal to the record's, as checked by the `math-verify` package, else
+    0."""
     from math_verify import parse, verify
 
     if "answer" not in record:
@@ -36,15 +37,15 @@ def math_verify_reward(answer: str, record: Mapping[str, Any]) -> float:
 
 
 REWARDS: dict[str, Callable[..., Any]] = {"task": task_reward, "math_verify": math_verify_reward}
-"""Our own rewards by name."""
+"""Built-in reward functions by name."""
 
 
 def reward_names() -> tuple[str, ...]:
     """Names of the built-in rewards and of those that installed packages add. Imports none of the latter."""
-    return (*REWARDS, *(name for name in extensions.installed(GROUP) if name not in REWARDS))
+    return (*REWARDS, *(name for name in extensions.entry_points_of(GROUP) if name not in REWARDS))
 
 
-def reward_fault(name: str) -> str:
+def reward_name_error(name: str) -> str:
     """Return an error text for an invalid name of a reward, to follow its key in a message; empty if it is valid. Loads
     nothing."""
     return Knob(doc="", choices=reward_names(), user_code=True).error(name)
@@ -55,8 +56,8 @@ def load_reward(name: str, key: str) -> Callable[..., Any]:
     file."""
     if name in REWARDS:
         return REWARDS[name]
-    if name in extensions.installed(GROUP):
-        added: Callable[..., Any] = extensions.load(GROUP, name)
-        return added
+    if name in extensions.entry_points_of(GROUP):
+        reward: Callable[..., Any] = extensions.load(GROUP, name)
+        return reward
     function: Callable[..., Any] = user_code.load(name, key)
     return function

@@ -21,7 +21,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.settings import extensions, user_code
 
 GROUP = "staleflow.sources"
-"""The group of entry points that add kinds."""
+"""Name of the entry point group for kinds."""
 
 
 class SourceType(Enum):
@@ -46,10 +46,10 @@ class SourceKind:
     """A kind of task source."""
 
     syntax: str
-    """How a job file names a source, such as `textarena:GAME`."""
+    """Form of a source's name in a job file, such as `textarena:GAME`."""
     type: SourceType
     opener: str
-    """The function that opener a source, as module:function; see SourceType."""
+    """The function that opens a source, as module:function; see SourceType for its signature."""
     packages: tuple[str, ...] = ()
     """Packages that must be installed where the source is opened."""
     install: str = ""
@@ -121,7 +121,7 @@ KINDS: dict[str, SourceKind] = {
             packages=("datasets",),
             install="'staleflow[datasets]'",
         ),
-        # Games use Python's global random numbers, and may use the network. Each gets a process of its own.
+        # Games use Python's global random numbers, and may use the network. Each episode runs in its own process.
         SourceKind(
             syntax="textarena:GAME",
             type=SourceType.ENVIRONMENT,
@@ -171,13 +171,13 @@ KINDS: dict[str, SourceKind] = {
 
 
 def forms(*types: SourceType) -> str:
-    """The syntax of the built-in kinds of these types, for messages."""
+    """Return the syntax of the built-in kinds of these types, for messages."""
     return ", ".join(kind.syntax for kind in KINDS.values() if kind.type in types)
 
 
 def all_forms() -> str:
-    """The syntax of all kinds, for messages; those of installed packages as `KIND:NAME`."""
-    added = "".join(f"{name}:NAME, " for name in extensions.installed(GROUP) if name not in KINDS)
+    """Return the syntax of all kinds, for messages; kinds of installed packages as `KIND:NAME`."""
+    added = "".join(f"{name}:NAME, " for name in extensions.entry_points_of(GROUP) if name not in KINDS)
     return (
         f"{forms(SourceType.PROCEDURAL, SourceType.ROWS)}, {added}an environment of many turns "
         f"({forms(SourceType.ENVIRONMENT)}), an agent that asks over HTTP ({forms(SourceType.AGENT)})"
@@ -185,16 +185,16 @@ def all_forms() -> str:
 
 
 def kind_of(source: str) -> SourceKind | None:
-    """The kind of a source such as `KIND:NAME`; None if it names user code, or is empty. Raises ConfigError if the
+    """Return the kind of a source `KIND:NAME`; None if the source is user code, or empty. Raises ConfigError if the
     package of the kind cannot be loaded."""
     name, _, rest = source.partition(":")
-    if not rest or name in KINDS or name not in extensions.installed(GROUP):
+    if not rest or name in KINDS or name not in extensions.entry_points_of(GROUP):
         return KINDS.get(name) if rest else None
     kind = extensions.load(GROUP, name)
     if not isinstance(kind, SourceKind) or kind.name != name:
         raise ConfigError(
-            f"{GROUP}: {name!r} of the package {extensions.package_of(extensions.installed(GROUP)[name])} must be a "
-            f"SourceKind whose syntax begins with {name}:, not {kind!r}"
+            f"{GROUP}: {name!r} of {extensions.package_of(extensions.entry_points_of(GROUP)[name])} must be a SourceKind "
+            f"whose syntax begins with {name}:, not {kind!r}"
         )
     return kind
 
@@ -233,5 +233,5 @@ def is_installed(package: str) -> bool:
     """Whether a package can be imported. Does not import it."""
     try:
         return importlib.util.find_spec(package) is not None
-    except ValueError:  # its entry in sys.modules has no spec
+    except ValueError:  # the module in sys.modules has no spec
         return False

@@ -24,8 +24,8 @@ class TaskConfig:
     )
     multi_turn: str = knob(
         "auto",
-        "whether an environment replies to each turn of the model, so that a trajectory may have many; auto: as "
-        "task.source does. Of an emulated run: yes, if the workload's tools run outside of the instances",
+        "whether a trajectory may have several turns, with an environment step after each; auto: if task.source is an "
+        "environment. In an emulated run yes means that the workload's tools run outside of the instances",
         choices=("auto", "yes", "no"),
     )
     columns: Columns = Columns()
@@ -38,7 +38,7 @@ class TaskConfig:
         "", "regular expression whose first group is the answer in a response; empty: the whole response"
     )
     skip_long: bool = knob(
-        False, "replace prompts too long for the model's context or the KV cache by others, counted; else the run stops"
+        False, "replace prompts too long for the model's context or the KV cache by others; otherwise the run stops"
     )
     eval_prompts: int = knob(200, "held-out prompts of the evaluations before and after training; 0: none", low=0)
     eval_source: str = knob(
@@ -49,7 +49,7 @@ class TaskConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardPart:
-    """One function of a weighted sum."""
+    """One reward function of a weighted sum."""
 
     function: str = knob("task", "as reward.function", choices=reward_names(), user_code=True)
     weight: float = knob(1.0, "factor of its result in the reward; may be negative")
@@ -73,7 +73,7 @@ class RewardConfig:
         10.0, "seconds allowed to score one response; after that its process is killed and an error recorded", above=0
     )
     max_error_share: float = knob(
-        0.5, "share of a batch whose scoring may fail; beyond it the run stops", low=0, high=1
+        0.5, "maximum share of a batch whose scoring fails; above it the run stops", low=0, high=1
     )
 
     @property
@@ -96,9 +96,9 @@ class EvaluationSetConfig:
     )
     prompts: int = knob(100, "prompts, the first of its source; duplicates are left out", low=1)
     samples: int = knob(1, "responses sampled per prompt", low=0, high=1000)
-    greedy: bool = knob(True, "whether each prompt is answered greedily too, once")
+    greedy: bool = knob(True, "whether one more response per prompt is sampled greedily")
     temperature: float = knob(0.0, "sampling temperature of the samples; 0: rollout.temperature", low=0, high=10)
-    max_new_tokens: int = knob(0, "most tokens in a response; 0: rollout.max_new_tokens, and never more", low=0)
+    max_new_tokens: int = knob(0, "maximum tokens of a response, at most rollout.max_new_tokens; 0: that value", low=0)
 
     @property
     def responses_per_prompt(self) -> int:

@@ -29,7 +29,7 @@ from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.choice_names import REWARD_TOKEN
 from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
-from staleflow.tasks.settings.reward_functions import load_reward, reward_fault
+from staleflow.tasks.settings.reward_functions import load_reward, reward_name_error
 from staleflow.tasks.settings.source_kinds import SourceType, all_forms, is_agent, is_environment, kind_of, open_source
 from staleflow.tasks.settings.task_config import RewardPart, TaskConfig
 from staleflow.tasks.sources.dataset_rows import RowSource, Use
@@ -285,7 +285,7 @@ def make_reward(
 
 def _load_reward(function: str, source: TaskSource, key: str) -> Reward:
     """Load a reward of the registry, path/to/file.py:name, or module:name. key: of the job file, for messages."""
-    if fault := reward_fault(function):
+    if fault := reward_name_error(function):
         raise ConfigError(f"{key} {fault}")
     reward = load_reward(function, key)
     parameters = inspect.signature(reward).parameters

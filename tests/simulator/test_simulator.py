@@ -153,7 +153,7 @@ def test_weight_updates_prefill_running_requests_again_or_keep_their_cache() -> 
             instance.submit(0.0, i, 1, 10, 0, (Turn(50),))
         instance.advance(0.1)
         tokens = sum(n for _, n in instance.progress(0.1))
-        loaded_s = instance.load(0.1, 1.0, keep=keep)
+        loaded_s = instance.load(0.1, 1.0, keep_cache=keep)
         assert loaded_s >= 1.1
         assert instance.work.reprefilled <= again * (10 + tokens)
         assert (instance.work.reprefilled > 0) is not keep
