@@ -134,9 +134,8 @@ class RandomWorkload:
             case "bimodal":
                 # The same normal decides between long and short, so that group_correlation keeps its meaning.
                 is_long = _normal_cdf(z) < config.long_share
-                lengths = (
-                    config.median * np.where(is_long, config.long_ratio, 1) * np.exp(0.2 * rng.standard_normal(shape))
-                )
+                medians = config.median * np.where(is_long, config.long_ratio, 1.0)
+                lengths = medians * np.exp(0.2 * rng.standard_normal(shape))
             case "power_law":
                 lengths = config.median * np.maximum(1e-12, 1 - _normal_cdf(z)) ** (-1 / config.exponent)
             case _:

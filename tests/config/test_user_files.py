@@ -87,7 +87,7 @@ def test_reward_parts_are_written_explained_and_checked_by_name(folder: Path) ->
         ("reward.parts.a.weight=much", r"reward\.parts\.a\.weight must be a number"),
         ("reward.parts.a=1", r"reward\.parts\.a must be a table"),
         ("reward.parts=1", r"reward\.parts must be a table of named tables"),
-        ('reward.parts={"a b"={}}', r"reward\.parts: 'a b' is no name; use letters, digits, - and _"),
+        ('reward.parts={"a b"={}}', r"reward\.parts: 'a b' is not a valid name; use letters, digits, - and _"),
     ):
         with pytest.raises(ConfigError, match=message):
             job(override)
