@@ -154,7 +154,7 @@ def test_python_tool_code_ends_when_the_host_is_killed() -> None:
 import asyncio
 from staleflow.tasks.episodes.sandbox import run_python
 
-asyncio.run(run_python("import time; time.sleep(10000)", within_s=10000, memory_mib=0))
+asyncio.run(run_python("import time; time.sleep(10000)", timeout_s=10000, memory_mib=0))
 """
     with subprocess.Popen([sys.executable, "-c", script]) as host:
         inside: list[psutil.Process] = []
