@@ -237,7 +237,7 @@ def test_recoveries_are_reported_by_fault() -> None:
             False,
         ),
         ("exit 1: /runs/soak/store: step 3 could not be stored: No space left on device; free space", False),
-        ("failed: the process that ran it is gone", False),
+        ("failed: the process of its driver is gone", False),
         ("exit -9: step 12/1000000  reward 1.000", False),
         ("exit 0: see: summary.png", False),
         ("stopped: cancelled", False),

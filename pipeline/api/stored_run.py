@@ -140,9 +140,7 @@ class Run(RunData):
         from staleflow.pipeline.jobs.replaying import replay_run
 
         if is_url(self._source):
-            raise ConfigError(
-                f"{self._source}: only the store is in a bucket; name the run's folder, which has all else"
-            )
+            raise ConfigError(f"{self._source}: a bucket has only the store; name the run's folder")
         return replay_run(self._path, None if trajectory is None else TrajectoryId(trajectory))
 
     # -- new results ---------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """TLS certificates for one Dask cluster, in a folder with the Dask configuration that uses them.
 
-Dask runs whatever code reaches its scheduler or a worker. With these files only holders of the folder reach them: every
-connection is encrypted, and both sides show a certificate that the folder's own authority has signed.
+Dask executes any code that is sent to its scheduler or a worker. With these files only processes that can read the
+folder can connect: every connection is encrypted, and both ends need a certificate signed by the folder's authority.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from staleflow.stores.errors import ConfigError, StoreError
 
 AUTHORITY, CERTIFICATE, KEY, CONFIGURATION = "ca.pem", "cert.pem", "key.pem", "dask.yaml"
-"""Files of the folder. The authority's own key is thrown away: nobody can sign another certificate."""
+"""Names of the folder's files. The authority's key is not stored, so that no other certificate can be signed."""
 VALID_DAYS = 365
 
 
@@ -24,15 +24,15 @@ def create_certificates(folder: Path, hosts: Sequence[str], scheduler: str) -> N
     """Create a folder with a certificate authority, one certificate with its key, and a Dask configuration.
 
     Args:
-        folder: where the files go; readable by this user only.
-        hosts: names and addresses of the scheduler's host, besides localhost.
-        scheduler: address that clients and workers connect to, such as tls://head:8786.
+        folder: Folder for the files; only this user can read it.
+        hosts: Names and addresses of the scheduler's host, besides localhost.
+        scheduler: Address to which clients and workers connect, such as tls://head:8786.
 
     Raises:
-        ConfigError: the folder exists already, or the package `cryptography` is missing.
-        StoreError: the folder cannot be written.
+        ConfigError: The folder exists, or the package `cryptography` is missing.
+        StoreError: The folder cannot be written.
     """
-    files = _signed(hosts)
+    files = _create_files(hosts)
     try:
         folder.mkdir(parents=True, mode=0o700)
         for name, data in {**files, CONFIGURATION: _configuration(folder.resolve(), scheduler)}.items():
@@ -50,18 +50,18 @@ def has_certificates(folder: Path) -> bool:
 
 
 def scheduler_address(folder: Path) -> str:
-    """The scheduler's address in the folder's Dask configuration. Raises ConfigError."""
+    """Read the scheduler's address in the folder's Dask configuration. Raises ConfigError."""
     for line in (folder / CONFIGURATION).read_text("utf-8").splitlines():
         key, _, value = line.partition(": ")
         if key == "scheduler-address":
             return value.strip()
-    raise ConfigError(f"{folder / CONFIGURATION}: no scheduler-address; name another folder to have it made anew")
+    raise ConfigError(f"{folder / CONFIGURATION}: no scheduler-address; name another folder, which is then created")
 
 
 def _configuration(folder: Path, scheduler: str) -> bytes:
-    """Dask's settings, as YAML. Everything that connects shows the same certificate."""
+    """Return Dask's settings as YAML. Scheduler, workers and clients use the same certificate."""
     pair = [f"cert: {folder / CERTIFICATE}", f"key: {folder / KEY}"]
-    sides = [line for side in ("scheduler", "worker", "client") for line in (f"      {side}:", *_indented(pair, 8))]
+    roles = [line for role in ("scheduler", "worker", "client") for line in (f"      {role}:", *_indented(pair, 8))]
     lines = [
         f"scheduler-address: {scheduler}",
         "distributed:",
@@ -70,7 +70,7 @@ def _configuration(folder: Path, scheduler: str) -> bytes:
         "    require-encryption: true",
         "    tls:",
         f"      ca-file: {folder / AUTHORITY}",
-        *sides,
+        *roles,
     ]
     return "\n".join([*lines, ""]).encode()
 
@@ -79,8 +79,8 @@ def _indented(lines: Sequence[str], spaces: int) -> list[str]:
     return [" " * spaces + line for line in lines]
 
 
-def _signed(hosts: Sequence[str]) -> Mapping[str, bytes]:
-    """The authority, the certificate and its key, as PEM by file name. Raises ConfigError."""
+def _create_files(hosts: Sequence[str]) -> Mapping[str, bytes]:
+    """Create the authority, the certificate and its key. Returns PEM texts by file name. Raises ConfigError."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization

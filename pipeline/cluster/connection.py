@@ -18,19 +18,19 @@ from staleflow.pipeline.cluster.plugin import ensure
 from staleflow.pipeline.cluster.port_probe import PORT, PortState, probe_port, resolve
 from staleflow.stores.errors import ConfigError
 
-UNREACHABLE = (OSError, TimeoutError, ValueError, RuntimeError, MemoryError)
-"""Exceptions raised if no scheduler answers: RuntimeError if only the client uses TLS, MemoryError if the answer is not
-a message of Dask's."""
+CONNECT_ERRORS = (OSError, TimeoutError, ValueError, RuntimeError, MemoryError)
+"""Exceptions raised if no scheduler replies: RuntimeError if only the client uses TLS, MemoryError if the reply is not
+a Dask message."""
 CONNECT_S = 7.0
-"""Seconds within which a scheduler must answer: with the start of a command they are less than ten."""
+"""Seconds within which a scheduler must reply, so that a command fails in less than ten seconds."""
 BUSY_SCHEDULER_S = 60.0
-"""The same for a scheduler that is known to exist, and may be busy."""
+"""Additional seconds for a scheduler that exists and may be busy."""
 PROBE_AFTER_S = 1.5
-"""Seconds without an answer after which the port is probed: something else may listen there."""
+"""Seconds without a reply after which the port is probed, because another server may listen there."""
 CLOSE_S = 1.0
-"""Seconds a client that is given up may take to close."""
+"""Seconds that a client may take to close after a failed connection."""
 FILE_POLL_S = 0.1
-"""Seconds between two looks for a scheduler file that is not there yet."""
+"""Seconds between two checks for a scheduler file that does not exist yet."""
 SCHEMES = ("tcp", "tls", "ws", "wss", "inproc", "ucx")
 HOST_AND_PORT_SCHEMES = ("tcp", "tls")
 """Those of `SCHEMES` whose addresses have a host and a port that can be probed."""
@@ -38,8 +38,8 @@ HOST_AND_PORT_SCHEMES = ("tcp", "tls")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterAddress:
-    """How the command line or a job file names a Dask cluster: by address, by scheduler file, or by Dask's
-    configuration. security: Dask's security object for TLS."""
+    """The address of a Dask cluster from the command line or a job file: an address, a scheduler file, or, if both are
+    empty, Dask's configuration. security: Dask's security object for TLS."""
 
     address: str = ""
     scheduler_file: str = ""
@@ -47,7 +47,7 @@ class ClusterAddress:
 
     @classmethod
     def of_client(cls, client: Any) -> ClusterAddress:
-        """The cluster of a Dask client. Raises ConfigError if the object is not a client."""
+        """Return the cluster of a Dask client. Raises ConfigError if the object is not a connected client."""
         address = getattr(getattr(client, "scheduler", None), "address", "")
         if not address:
             raise ConfigError(f"client: a {type(client).__name__}; expected a distributed.Client that is connected")
@@ -62,18 +62,18 @@ class ClusterAddress:
         self,
         *,
         direct_to_workers: bool = False,
-        file_within_s: float = 0.0,
+        file_timeout_s: float = 0.0,
         within_s: float | None = None,
     ) -> Any:
         """Connect an asynchronous client, and register the job registry on its scheduler. It does not become the
         default client of this process. Raises ConfigError with a one-line message if the scheduler does not answer.
 
         Args:
-            file_within_s: Seconds for a scheduler file to appear.
+            file_timeout_s: Seconds for a scheduler file to appear.
             within_s: Seconds for the scheduler to answer; `CONNECT_S` if None.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + file_within_s
+        deadline = loop.time() + file_timeout_s
         while self.scheduler_file and not Path(self.scheduler_file).is_file() and loop.time() < deadline:
             await asyncio.sleep(FILE_POLL_S)
         address = self._address()
@@ -82,7 +82,7 @@ class ClusterAddress:
             return await _connect(address, CONNECT_S if within_s is None else within_s, options)
         except ConfigError:
             raise
-        except UNREACHABLE as error:
+        except CONNECT_ERRORS as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ConfigError(f"no scheduler at {address}: {reason}") from error
 
@@ -98,7 +98,7 @@ class ClusterAddress:
     @contextlib.contextmanager
     def blocking(self) -> Iterator[Any]:
         """Context manager: yields a synchronous client. Raises ConfigError as `client` does."""
-        asyncio.run(self._require_answer())  # a synchronous client would wait for ever if there is no scheduler
+        asyncio.run(self._require_answer())  # a synchronous client would wait forever if there is no scheduler
         with Client(self._address(), timeout=CONNECT_S, security=self.security) as client:
             yield client
 
@@ -107,7 +107,7 @@ class ClusterAddress:
             pass
 
     def _address(self) -> str:
-        """The scheduler's address. Raises ConfigError if none is named, or what is named cannot be right."""
+        """Return the scheduler's address. Raises ConfigError if none is named, or the address is not valid."""
         if not self.is_named:
             raise ConfigError("no cluster given; name it with --scheduler, --scheduler-file or DASK_SCHEDULER_ADDRESS")
         address = self.address
@@ -129,7 +129,7 @@ class ClusterAddress:
             if not 0 < port < 2**16:
                 raise ValueError(f"there is no port {port}")
         except ValueError as error:
-            raise ConfigError(f"{address!r} is no scheduler address ({error}); one is tcp://HOST:{PORT}") from error
+            raise ConfigError(f"{address!r} is not a scheduler's address ({error}); use tcp://HOST:{PORT}") from error
         has_tls = self.security is not None or dask.config.get("distributed.comm.tls.ca-file")
         if scheme == "tls" and not has_tls:
             raise ConfigError(f"{address} requires TLS; pass --tls-ca-file, --tls-cert and --tls-key")
@@ -137,46 +137,46 @@ class ClusterAddress:
 
 
 async def _connect(address: str, within_s: float, options: dict[str, Any]) -> Any:
-    """A client of the scheduler at an address. If none answers soon, probes the port: a scheduler may be
-    busy, and gets `BUSY_SCHEDULER_S` more. Raises ConfigError, and what Dask raises."""
+    """Connect a client to the scheduler at an address. Without a quick reply, probes the port; a busy scheduler gets
+    `BUSY_SCHEDULER_S` more. Raises ConfigError and Dask's errors."""
     scheme, _ = parse_address(address)
     host, port = parse_host_port(address) if scheme in HOST_AND_PORT_SCHEMES else ("", 0)
-    until = asyncio.get_running_loop().time() + within_s
-    if host and (why := await resolve(host)):
-        raise ConfigError(f"no scheduler at {address}: {why}")
+    deadline_s = asyncio.get_running_loop().time() + within_s
+    if host and (reason := await resolve(host)):
+        raise ConfigError(f"no scheduler at {address}: {reason}")
     client = Client(address, asynchronous=True, timeout=within_s + BUSY_SCHEDULER_S, **options)
-    starting = asyncio.ensure_future(_started(client, address))
+    start_task = asyncio.ensure_future(_wait_for_start(client, address))
     port_state = PortState()
     try:
-        await asyncio.wait({starting}, timeout=PROBE_AFTER_S)
-        if host and (not starting.done() or starting.exception() is not None):
+        await asyncio.wait({start_task}, timeout=PROBE_AFTER_S)
+        if host and (not start_task.done() or start_task.exception() is not None):
             port_state = await probe_port(host, port, tls=scheme == "tls")
-            if port_state.mistake:
-                raise ConfigError(f"no scheduler at {address}: {port_state.mistake}")
-        async with asyncio.timeout_at(until + (BUSY_SCHEDULER_S if port_state.dask else 0.0)):
-            return await starting
+            if port_state.error:
+                raise ConfigError(f"no scheduler at {address}: {port_state.error}")
+        async with asyncio.timeout_at(deadline_s + (BUSY_SCHEDULER_S if port_state.dask else 0.0)):
+            return await start_task
     except BaseException as error:
-        starting.cancel()
-        await asyncio.wait({starting, asyncio.ensure_future(client.close())}, timeout=CLOSE_S)
+        start_task.cancel()
+        await asyncio.wait({start_task, asyncio.ensure_future(client.close())}, timeout=CLOSE_S)
         if isinstance(error, TimeoutError):
             raise ConfigError(f"no scheduler at {address}: {port_state.why} (waited {within_s:g} s)") from error
         raise
 
 
-async def _started(client: Any, address: str) -> Any:
+async def _wait_for_start(client: Any, address: str) -> Any:
     try:
         await client
     except (TypeError, AttributeError, KeyError, AssertionError) as error:
         raise ConfigError(
-            f"no scheduler at {address}: another part of Dask answers there, such as a worker, or a scheduler "
-            f"of a version that this one does not understand ({error})"
+            f"no scheduler at {address}: another Dask process listens there, such as a worker, or a scheduler of an "
+            f"incompatible version ({error})"
         ) from error
     await ensure(client)
     return client
 
 
 def _address_in(scheduler_file: str) -> str:
-    """The address in a scheduler file. Raises ConfigError."""
+    """Read the address in a scheduler file. Raises ConfigError."""
     try:
         content = json.loads(Path(scheduler_file).read_text())
     except OSError as error:
@@ -192,7 +192,8 @@ def _address_in(scheduler_file: str) -> str:
 
 
 def security_of(ca_file: str, cert: str, key: str) -> Any:
-    """Dask's security object from PEM files; None without any, when Dask's own configuration applies."""
+    """Create Dask's security object from PEM files; None without files, so that Dask's configuration applies. Raises
+    ConfigError."""
     if not (ca_file or cert or key):
         return None
     for option, path in (("--tls-ca-file", ca_file), ("--tls-cert", cert), ("--tls-key", key)):

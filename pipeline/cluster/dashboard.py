@@ -1,7 +1,7 @@
 """The staleflow page of the Dask dashboard, with JSON routes and Prometheus metrics, in the scheduler process.
 
-A view only: it reads what runs have reported to the job registry and decides nothing. While nobody looks at the page,
-it costs the scheduler's event loop nothing.
+It only reads the reports of runs in the job registry. While no browser shows the page, it takes no time of the
+scheduler's event loop.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from staleflow.pipeline.cluster.submitted_job import Job
 from staleflow.stores.metrics import GAUGES, METRICS, PROMETHEUS_PREFIX, STEP_METRICS, Kind
 
 REFRESH_MS = 500
-"""Milliseconds between refreshes: as often as runs report."""
+"""Milliseconds between refreshes, as between two reports of a run."""
 LAG_COLORS = ("#1b7837", "#7fbf7b", "#f6c244", "#f08a24", "#d6301f")
 """Colours by version lag: green for the newest version, red for four versions behind or more."""
 EMPTY_COLOR = "#ececec"
@@ -53,7 +53,7 @@ STATE_COLOURS = {
     "waiting": "#b07d00", "running": "#1b7837", "done": "#1b5e9e", "stopped": "#666666", "failed": "#d6301f",
 }  # fmt: skip
 MIN_PLOT_WIDTH = 330
-"""Minimum width of a plot, pixels: on a phone plots are placed one below the other."""
+"""Minimum width of a plot, pixels. On a narrow screen the plots are placed one below the other."""
 PLOT_STYLE = {"flex": f"1 1 {MIN_PLOT_WIDTH}px"}
 
 
@@ -142,10 +142,10 @@ def last_metrics(job: Job) -> Mapping[str, float]:
 
 
 def page(registry: JobRegistry, extra: Mapping[str, Any], doc: Any) -> None:
-    """Fill the Bokeh document of one viewer with the job in its address (?job=ID), or with `default_job`."""
+    """Fill the Bokeh document of one browser with the job in its URL (?job=ID), or with `default_job`."""
     arguments = doc.session_context.request.arguments if doc.session_context else {}
     (job_id,) = arguments.get("job", [b""])
-    view = View(registry, job_id.decode())
+    view = DashboardView(registry, job_id.decode())
     view.update()
     doc.title = "Dask: staleflow"
     doc.add_root(view.root)
@@ -154,8 +154,8 @@ def page(registry: JobRegistry, extra: Mapping[str, Any], doc: Any) -> None:
     doc.add_periodic_callback(view.update, REFRESH_MS)
 
 
-class View:
-    """Plots and tables of one viewer's page. job_id: empty or unknown shows `default_job`."""
+class DashboardView:
+    """Plots and tables of the page in one browser. job_id: the job to show; `default_job` if empty or unknown."""
 
     def __init__(self, registry: JobRegistry, job_id: str) -> None:
         self._registry = registry
@@ -164,9 +164,9 @@ class View:
         """Time and tokens sampled by instance, when these last changed."""
         self._rates: dict[str, float] = {}
         """Tokens per second by instance, between the last two changes."""
-        self._head = Div(sizing_mode="stretch_width")
-        self._slots = ColumnDataSource({name: [] for name in ("x", "y", "colour", "line", "what")})
-        self._lanes = ColumnDataSource({name: [] for name in ("y", "right", "kv", "colour", "label", "text")})
+        self._headline = Div(sizing_mode="stretch_width")
+        self._buffer_cells = ColumnDataSource({name: [] for name in ("x", "y", "colour", "line", "what")})
+        self._instance_bars = ColumnDataSource({name: [] for name in ("y", "right", "kv", "colour", "label", "text")})
         self._decisions = ColumnDataSource({name: [] for name in ("at", "who", "what", "cause")})
         self._buffers = self._buffer_plot()
         self._instances = self._instance_plot()
@@ -179,7 +179,7 @@ class View:
             ],
         )  # fmt: skip
         self.root = column(
-            self._head,
+            self._headline,
             row(self._buffers, self._instances, sizing_mode="stretch_width", styles={"flex-wrap": "wrap"}),
             table,
             sizing_mode="stretch_width",
@@ -200,10 +200,10 @@ class View:
             fill_color="colour",
             line_color="line",
             line_width=2,
-            source=self._slots,
+            source=self._buffer_cells,
         )
         plot.add_tools(HoverTool(tooltips="@what"))
-        plot.xaxis.axis_label = "place"
+        plot.xaxis.axis_label = "entry"
         plot.xaxis.ticker = integer_ticker()
         plot.yaxis.axis_label = "step"
         plot.grid.visible = False
@@ -215,9 +215,9 @@ class View:
             height=240, toolbar_location=None, styles=PLOT_STYLE,
             sizing_mode="stretch_width", y_range=["none"], x_range=Range1d(0, 1.8),
         )  # fmt: skip
-        plot.hbar(y="y", right="right", height=0.5, color="colour", source=self._lanes)
-        plot.scatter(x="kv", y="y", marker="dash", angle=1.5708, size=26, color="#222222", source=self._lanes)
-        plot.text(x=1.02, y="y", text="text", text_baseline="middle", text_font_size="11px", source=self._lanes)
+        plot.hbar(y="y", right="right", height=0.5, color="colour", source=self._instance_bars)
+        plot.scatter(x="kv", y="y", marker="dash", angle=1.5708, size=26, color="#222222", source=self._instance_bars)
+        plot.text(x=1.02, y="y", text="text", text_baseline="middle", text_font_size="11px", source=self._instance_bars)
         plot.xaxis.axis_label = "share of max_running, of kv_tokens, of environment.concurrency"
         return plot
 
@@ -228,9 +228,9 @@ class View:
         jobs = self._registry.jobs
         job = jobs.get(self._job_id) or default_job(list(jobs.values()))
         if job is None:
-            self._head.text = "<h3>No job yet.</h3><code>staleflow submit job.toml</code>"
+            self._headline.text = "<h3>No job yet.</h3><code>staleflow submit job.toml</code>"
             return
-        self._head.text = headline(job, list(jobs.values()))
+        self._headline.text = headline(job, list(jobs.values()))
         status = job.status
         if status:
             self._show_buffers(status)
@@ -264,7 +264,7 @@ class View:
                 slots["what"].append(f"step {buffer['step']}: empty")
                 row += 1
             widest = max(widest, row)
-        self._slots.data = slots
+        self._buffer_cells.data = slots
         steps = [b["step"] for b in status["buffers"]] or [0]
         self._buffers.x_range.update(start=0, end=widest)
         self._buffers.y_range.update(start=max(steps) + 0.6, end=min(steps) - 0.6)
@@ -272,20 +272,20 @@ class View:
 
     def _show_instances(self, status: Mapping[str, Any]) -> None:
         now, tokens = time.monotonic(), status.get("tokens_sampled", {})
-        before_s, before = self._last_token_counts
-        if tokens != before:
+        previous_s, previous = self._last_token_counts
+        if tokens != previous:
             self._rates = {
-                name: max(0.0, (tokens[name] - before.get(name, tokens[name])) / max(now - before_s, 1e-9))
+                name: max(0.0, (tokens[name] - previous.get(name, tokens[name])) / max(now - previous_s, 1e-9))
                 for name in tokens
             }
             self._last_token_counts = (now, dict(tokens))
-        retained = {name: f" and {count} kept" for name, count in status.get("kept_tokens", {}).items() if count}
+        cached = {name: f" and {count} cached" for name, count in status.get("kept_tokens", {}).items() if count}
         lanes, hosts = status["instances"], status.get("environments", ())
         names = [*(lane["instance"] for lane in lanes), *(host["host"] for host in hosts)]
         if names and self._instances.y_range.factors != names[::-1]:
             self._instances.y_range.factors = names[::-1]
         lag = [status["version"] - lane["version"] for lane in lanes]
-        self._lanes.data = {
+        self._instance_bars.data = {
             "y": names,
             "right": [
                 *(lane["num_running"] / max(1, lane["max_running"]) for lane in lanes),
@@ -296,7 +296,7 @@ class View:
             "label": names,
             "text": [
                 f"v{lane['version']} (-{n}){' pulling' if lane['pulling'] else ''}, {lane['num_running']} running, "
-                f"{lane['kv_tokens']} KV{retained.get(lane['instance'], '')}, "
+                f"{lane['kv_tokens']} KV{cached.get(lane['instance'], '')}, "
                 f"samples {self._rates.get(lane['instance'], 0.0):.0f} {GAUGES['instance_tokens_per_s'].unit}"
                 for lane, n in zip(lanes, lag, strict=True)
             ]
@@ -308,7 +308,7 @@ def headline(job: Job, jobs: list[Job]) -> str:
     """HTML at the top of the page: one line about the job, and links to all jobs."""
     step = last_metrics(job)
     parts = [
-        f"<b>{escaped(job.id)}</b>",
+        f"<b>{escape_html(job.id)}</b>",
         f"<b style='color:{STATE_COLOURS[job.state]}'>{job.state}</b>",
         f"step <b>{len(job.history)}</b> of {job.steps}",
     ]
@@ -317,45 +317,45 @@ def headline(job: Job, jobs: list[Job]) -> str:
         parts.append(f"staleness {step['staleness_mean']:.2f}, at most {step['staleness_max']:.0f}")
         parts.append(f"{step['tokens_per_s']:.0f} {STEP_METRICS['tokens_per_s'].unit}")
     if job.status.get("doing") and job.state == "running":
-        parts.append(escaped(job.status["doing"]))
+        parts.append(escape_html(job.status["doing"]))
     if job.status.get("num_acting") and job.state == "running":
         parts.append(f"{job.status['num_acting']} wait for their environment")
     if job.status.get("limit") and job.state == "running":
-        parts.append(escaped(job.status["limit"]))
+        parts.append(escape_html(job.status["limit"]))
     if job.why:
-        parts.append(escaped(job.why))
+        parts.append(escape_html(job.why))
     if Path(job.run_dir).is_dir():
         parts.append(f"<a href='staleflow/run/{quote(job.id)}' target='_blank'>run page</a>")
     line = " &nbsp;·&nbsp; ".join(parts)
     if len(jobs) > 1:
-        links = (link(other, chosen=other is job) for other in reversed(jobs))
+        links = (link(other, displayed=other is job) for other in reversed(jobs))
         line += "<div style='font-size:13px; padding-top:4px'>jobs: " + " ".join(links) + "</div>"
     return f"<div style='font-size:15px; padding:6px 0'>{line}</div>"
 
 
-def link(job: Job, *, chosen: bool) -> str:
-    """HTML of a link to a job's page. chosen: whether it is the displayed job, whose link is filled."""
+def link(job: Job, *, displayed: bool) -> str:
+    """HTML of a link to a job's page. displayed: whether it is the displayed job, whose link is filled."""
     colour = STATE_COLOURS[job.state]
-    appearance = f"background:{colour}; color:white; font-weight:bold" if chosen else f"color:{colour}"
+    style = f"background:{colour}; color:white; font-weight:bold" if displayed else f"color:{colour}"
     return (
-        f"<a href='staleflow?job={escaped(job.id)}' style='{appearance}; border:1px solid {colour}; border-radius:4px; "
+        f"<a href='staleflow?job={escape_html(job.id)}' style='{style}; border:1px solid {colour}; border-radius:4px; "
         f"padding:1px 6px; margin-right:4px; text-decoration:none; display:inline-block'"
-        f"{' aria-current=page' if chosen else ''}>{escaped(job.id)}</a>"
+        f"{' aria-current=page' if displayed else ''}>{escape_html(job.id)}</a>"
     )
 
 
 def default_job(jobs: list[Job]) -> Job | None:
-    """The job to show by default: the newest running one, else the newest with steps, else the newest."""
+    """Return the job to show by default: the newest running one, else the newest with steps, else the newest."""
     running = [job for job in jobs if job.state == "running"]
     return next(reversed(running or [job for job in jobs if job.history] or jobs), None)
 
 
 def integer_ticker() -> Any:
-    """A ticker with integer ticks only."""
+    """Create a ticker with integer ticks only."""
     return BasicTicker(min_interval=1, mantissas=[1, 2, 5])
 
 
-def escaped(text: str) -> str:
+def escape_html(text: str) -> str:
     from html import escape
 
     return escape(str(text), quote=True)

@@ -1,4 +1,4 @@
-"""Detects drivers of submitted jobs that have stopped reporting, so that their jobs can be started again."""
+"""Detects drivers of submitted jobs that do not report any more, so that their jobs can be started again."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class DriverWatch:
                     self._on_silent(job)
 
     def silent_drivers(self, now: float, awake_since: float) -> list[Job]:
-        """Submitted jobs whose driver counts as lost and can be ended by a nanny, since it might otherwise run beside
-        its successor. awake_since: time since which heartbeats could be received."""
+        """Return the submitted jobs whose driver counts as lost. Only drivers with a nanny, which can end them, because
+        otherwise two drivers could run at once. awake_since: time since which heartbeats could be received."""
         clients, workers = self._scheduler.clients, self._scheduler.workers
         return [
             job

@@ -1,11 +1,11 @@
 """Chooses the worker processes for a job, all at once or none (gang scheduling).
 
-Each rollout instance and each rank of the trainer needs a worker of its own. The light roles (the driver of a submitted
-job, the trajectory server, the reward workers) can share one worker. A role that some worker of the cluster declares as
-a Dask resource is restricted to workers that declare it, so the light roles may need several workers. A reward worker
-gets a worker of its own if one is free that can take neither rollout nor trainer and that no other job waits for.
+Each rollout instance and each rank of the trainer needs its own worker. The light roles (the driver of a submitted job,
+the trajectory server, the reward workers) can share one worker. A role that some worker of the cluster declares as a
+Dask resource is restricted to workers that declare it, so the light roles may need several workers. A reward worker
+gets its own worker if a free one can take neither rollout nor trainer, and no other job waits for it.
 
-These are pure functions; the worker pool knows which workers are free.
+All functions are pure; the worker pool tracks which workers are free.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Resources = Mapping[str, Mapping[str, float]]
 """The Dask resources that each worker declares, by its address."""
 Gang = dict[str, tuple[str, ...]]
 """The roles of each chosen worker, by address."""
-Kind = frozenset[str]
+RoleSet = frozenset[str]
 """The set of roles that a worker may take. Workers with the same set are interchangeable."""
-Kinds = dict[str, Kind]
-"""The kind of each worker, by address."""
+RoleSets = dict[str, RoleSet]
+"""The role set of each worker, by address."""
 
 
 ROLE_KINDS = {
@@ -44,7 +44,7 @@ ROLE_KINDS = {
     "server": RoleKind.LIGHT,
     DRIVER: RoleKind.LIGHT,
 }
-"""The kind of each role for the placement on GPUs (placement.py)."""
+"""The role_set of each role for the placement on GPUs (placement.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class Needs:
 
     @classmethod
     def from_config(cls, config: RunConfig, *, driver: bool) -> Needs:
-        """The needs of a job."""
+        """Return the needs of a job. driver: whether its driver runs on a worker, too."""
         is_on_gpus = uses_gpus(config)
         rank_bytes, instance_bytes = gpu_bytes(config) if is_on_gpus else (0, 0)
         return cls(
@@ -101,7 +101,7 @@ class Needs:
         return ranks + [self.heavy_role(ROLLOUT, f"{ROLLOUT}-{n}") for n in range(self.instances)]
 
     def heavy_role(self, role: str, name: str) -> Role:
-        """The role of a rank (`trainer`) or an instance (`rollout`), with its name and its GPUs."""
+        """Return the role of a rank (`trainer`) or an instance (`rollout`) for the placement on GPUs."""
         num_devices, memory_bytes = (
             (self.instance_gpus, self.instance_bytes) if role == ROLLOUT else (1, self.rank_bytes)
         )
@@ -121,7 +121,7 @@ class Needs:
 
 def choose_workers(
     needs: Needs,
-    kinds: Kinds,
+    role_sets: RoleSets,
     free: Iterable[str],
     driver_worker: str = "",
     engine_workers: Sequence[str] = (),
@@ -130,60 +130,60 @@ def choose_workers(
 ) -> Gang | None:
     """Choose the workers for a job; None if the free workers do not suffice.
 
-    kinds: the roles that each worker may take, for all workers. free: addresses of free workers; earlier ones are
+    role_sets: the roles that each worker may take, for all workers. free: addresses of free workers; earlier ones are
     preferred. driver_worker: the free worker on which the job's driver runs already. engine_workers: addresses of more
     workers, on which engines of this job are loaded. They are preferred for rollout instances and get another role only
     if the free workers do not suffice. with_surplus: whether reward workers also get workers of their own.
     """
-    workers_of_kind: dict[Kind, list[str]] = defaultdict(list)
+    workers_by_set: dict[RoleSet, list[str]] = defaultdict(list)
     for address in (*free, *engine_workers):
         if address != driver_worker:
-            workers_of_kind[kinds[address]].append(address)
-    counts = Counter({kind: len(addresses) for kind, addresses in workers_of_kind.items()})
-    assignment = _assign_roles(needs, counts, kinds[driver_worker] if driver_worker else None)
+            workers_by_set[role_sets[address]].append(address)
+    counts = Counter({role_set: len(addresses) for role_set, addresses in workers_by_set.items()})
+    assignment = _assign_roles(needs, counts, role_sets[driver_worker] if driver_worker else None)
     if assignment is None:
         return None
-    unassigned = {kind: iter(addresses) for kind, addresses in workers_of_kind.items()}
+    unassigned = {role_set: iter(addresses) for role_set, addresses in workers_by_set.items()}
     gang = {driver_worker: assignment.pop(0)[1]} if driver_worker else {}
-    gang |= {next(unassigned[kind]): roles for kind, roles in assignment}
-    unassigned_kinds = _sort_by_flexibility(unassigned)
-    unused = [address for kind in unassigned_kinds if "rollout" in kind for address in unassigned[kind]]
+    gang |= {next(unassigned[role_set]): roles for role_set, roles in assignment}
+    unassigned_sets = _sort_by_flexibility(unassigned)
+    unused = [address for role_set in unassigned_sets if "rollout" in role_set for address in unassigned[role_set]]
     unused.sort(key=lambda address: address not in engine_workers)
     gang |= dict.fromkeys(unused[: needs.instances], (ROLLOUT,))
     if not with_surplus:
         return gang
     spare_workers = [
         address
-        for kind in unassigned_kinds
-        if "reward" in kind and not kind & set(EXCLUSIVE_ROLES)
-        for address in unassigned[kind]
+        for role_set in unassigned_sets
+        if "reward" in role_set and not role_set & set(EXCLUSIVE_ROLES)
+        for address in unassigned[role_set]
     ]
     return gang | dict.fromkeys(spare_workers[: needs.rewards], ("reward",))
 
 
-def is_large_enough(needs: Needs, kinds: Kinds) -> bool:
+def is_large_enough(needs: Needs, role_sets: RoleSets) -> bool:
     """Whether a job could run if all of these workers were free."""
-    return _assign_roles(needs, Counter(kinds.values())) is not None
+    return _assign_roles(needs, Counter(role_sets.values())) is not None
 
 
-def describe_shortage(needs: Needs, kinds: Kinds, free: Sequence[str]) -> str:
+def describe_shortage(needs: Needs, role_sets: RoleSets, free: Sequence[str]) -> str:
     """Describe which workers a job is waiting for, for messages; empty if all workers may have the same roles.
 
     Names the roles of which one more worker would suffice, or else how many free workers there are for each role.
     """
-    if len(set(kinds.values())) < 2:
+    if len(set(role_sets.values())) < 2:
         return ""
     sufficient_roles = [
         role
         for role in ROLES
-        if choose_workers(needs, kinds | {role: frozenset((role,))}, [*free, role], with_surplus=False) is not None
+        if choose_workers(needs, role_sets | {role: frozenset((role,))}, [*free, role], with_surplus=False) is not None
     ]
     if sufficient_roles:
         return f"one more with resource {' or '.join(f'{role}=1' for role in sufficient_roles)} would be enough"
-    return "of these " + ", ".join(f"{role} {sum(role in kinds[address] for address in free)}" for role in ROLES)
+    return "of these " + ", ".join(f"{role} {sum(role in role_sets[address] for address in free)}" for role in ROLES)
 
 
-def roles_by_worker(workers: Resources) -> Kinds:
+def roles_by_worker(workers: Resources) -> RoleSets:
     """The roles that each worker may have, by address."""
     declared = {role for resources in workers.values() for role in resources}
     limited = (set(ROLES) if declared & set(ROLES) else set()) | (declared & {DRIVER})
@@ -193,7 +193,7 @@ def roles_by_worker(workers: Resources) -> Kinds:
     }
 
 
-def make_hosts(gpus: Mapping[str, WorkerGpus], kinds: Kinds, free: Iterable[str]) -> list[Host]:
+def make_hosts(gpus: Mapping[str, WorkerGpus], role_sets: RoleSets, free: Iterable[str]) -> list[Host]:
     """The hosts of a cluster with all GPUs that their workers report, and with the free workers as processes."""
     devices: dict[str, dict[str, Device]] = defaultdict(dict)
     processes: dict[str, list[Process]] = defaultdict(list)
@@ -202,7 +202,7 @@ def make_hosts(gpus: Mapping[str, WorkerGpus], kinds: Kinds, free: Iterable[str]
     for address in free:
         if address in gpus:
             worker_gpus = gpus[address]
-            role_kinds = frozenset(ROLE_KINDS[role].value for role in kinds[address])
+            role_kinds = frozenset(ROLE_KINDS[role].value for role in role_sets[address])
             uuids = tuple(device.uuid for device in worker_gpus.devices)
             processes[worker_gpus.host].append(Process(name=address, devices=uuids, kinds=role_kinds))
     return [
@@ -221,67 +221,68 @@ def describe_workers(workers: Resources) -> str:
     >>> describe_workers({"a": {"trainer": 1}, "b": {"rollout": 1}, "c": {"rollout": 1}})
     'the cluster has 3; declared: server 0, reward 0, rollout 2, trainer 1'
     """
-    kinds = roles_by_worker(workers).values()
-    counts = {role: sum(role in kind for kind in kinds) for role in (DRIVER, *ROLES)}
+    role_sets = roles_by_worker(workers).values()
+    counts = {role: sum(role in role_set for role_set in role_sets) for role in (DRIVER, *ROLES)}
     declared = ", ".join(f"{role} {count}" for role, count in counts.items() if count < len(workers))
     return f"the cluster has {len(workers)}" + (f"; declared: {declared}" if declared else "")
 
 
 def _assign_roles(
-    needs: Needs, counts: Counter[Kind], driver_kind: Kind | None = None
-) -> list[tuple[Kind, tuple[str, ...]]] | None:
-    """The kind and roles of each worker to be used, without rollout instances; None if the workers do not suffice."""
-    if driver_kind is not None:
-        return _assign(["server", "reward"], [(driver_kind, (DRIVER,))], counts, needs)
+    needs: Needs, counts: Counter[RoleSet], driver_set: RoleSet | None = None
+) -> list[tuple[RoleSet, tuple[str, ...]]] | None:
+    """The role set and roles of each worker to be used, without rollout instances; None if the workers do not
+    suffice."""
+    if driver_set is not None:
+        return _assign(["server", "reward"], [(driver_set, (DRIVER,))], counts, needs)
     return _assign(["server", DRIVER, "reward"] if needs.driver else ["server", "reward"], [], counts, needs)
 
 
 def _assign(
-    roles: Sequence[str], assigned_workers: list[tuple[Kind, tuple[str, ...]]], available: Counter[Kind], needs: Needs
-) -> list[tuple[Kind, tuple[str, ...]]] | None:
+    roles: Sequence[str], assigned: list[tuple[RoleSet, tuple[str, ...]]], available: Counter[RoleSet], needs: Needs
+) -> list[tuple[RoleSet, tuple[str, ...]]] | None:
     """Assign the light roles, then the trainer's ranks, such that enough workers are left for rollout instances.
 
-    Each light role goes to a worker in `assigned_workers` or to an available one. Tries all possibilities, which are
-    few since there are few kinds. None if no assignment is possible.
+    Each light role goes to a worker in `assigned` or to an available one. Tries all possibilities, which are
+    few since there are few role sets. None if no assignment is possible.
     """
     if not roles:
         ranks = _ranks(available, needs)
-        return None if ranks is None else [*assigned_workers, *ranks]
+        return None if ranks is None else [*assigned, *ranks]
     role, *other_roles = roles
-    for i, (kind, assigned) in enumerate(assigned_workers):
-        if role in kind:
+    for i, (role_set, worker_roles) in enumerate(assigned):
+        if role in role_set:
             assignment = _assign(
                 other_roles,
-                [*assigned_workers[:i], (kind, (*assigned, role)), *assigned_workers[i + 1 :]],
+                [*assigned[:i], (role_set, (*worker_roles, role)), *assigned[i + 1 :]],
                 available,
                 needs,
             )
             if assignment is not None:
                 return assignment
-    for kind in _sort_by_flexibility(available):
-        if role in kind and available[kind]:
-            assignment = _assign(other_roles, [*assigned_workers, (kind, (role,))], available - Counter([kind]), needs)
+    for role_set in _sort_by_flexibility(available):
+        if role in role_set and available[role_set]:
+            assignment = _assign(other_roles, [*assigned, (role_set, (role,))], available - Counter([role_set]), needs)
             if assignment is not None:
                 return assignment
     return None
 
 
-def _sort_by_flexibility(kinds: Iterable[Kind]) -> list[Kind]:
-    """Kinds in the order in which workers are used: those that may take the fewest roles first."""
-    return sorted(kinds, key=lambda kind: (len(kind), sorted(kind)))
+def _sort_by_flexibility(role_sets: Iterable[RoleSet]) -> list[RoleSet]:
+    """Sort role sets in the order in which workers are used: those that may take the fewest roles first."""
+    return sorted(role_sets, key=lambda role_set: (len(role_set), sorted(role_set)))
 
 
-def _ranks(available: Counter[Kind], needs: Needs) -> list[tuple[Kind, tuple[str, ...]]] | None:
+def _ranks(available: Counter[RoleSet], needs: Needs) -> list[tuple[RoleSet, tuple[str, ...]]] | None:
     """Workers for the trainer's ranks, such that enough are left for the rollout instances; None if there are not."""
-    spare = sum(n for kind, n in available.items() if "rollout" in kind) - needs.instances
+    spare = sum(n for role_set, n in available.items() if "rollout" in role_set) - needs.instances
     if spare < 0:
         return None
-    rank_kinds: list[Kind] = []
-    for kind in _sort_by_flexibility(available):
-        if "trainer" in kind:
-            count = min(available[kind], needs.ranks - len(rank_kinds))
-            if "rollout" in kind:
+    rank_sets: list[RoleSet] = []
+    for role_set in _sort_by_flexibility(available):
+        if "trainer" in role_set:
+            count = min(available[role_set], needs.ranks - len(rank_sets))
+            if "rollout" in role_set:
                 count = min(count, spare)
                 spare -= count
-            rank_kinds += [kind] * count
-    return [(kind, ("trainer",)) for kind in rank_kinds] if len(rank_kinds) == needs.ranks else None
+            rank_sets += [role_set] * count
+    return [(role_set, ("trainer",)) for role_set in rank_sets] if len(rank_sets) == needs.ranks else None

@@ -21,55 +21,55 @@ DAY_S = 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The job that a name or id refers to. note: why this one, if several match; else empty."""
+    """The job that a name or id refers to. note: why this job was chosen, if several match; otherwise empty."""
 
     job: dict[str, Any]
     note: str = ""
 
 
-def find_matching(jobs: Sequence[dict[str, Any]], word: str) -> Match:
-    """The job with this id, name, or beginning of an id. If several match, one that has not ended, or else the newest.
-    Raises ConfigError if none matches.
+def find_matching(jobs: Sequence[dict[str, Any]], name_or_id: str) -> Match:
+    """Find the job with this id, name, or beginning of an id. Of several, choose one that has not ended, or else the
+    newest. Raises ConfigError if none matches.
 
     >>> jobs = [{"id": "far-1", "name": "far", "state": "running"}, {"id": "far-2", "name": "far", "state": "done"}]
-    >>> matching(jobs, "far").note
+    >>> find_matching(jobs, "far").note
     '2 jobs match far; far-1 is the one that has not ended'
     """
-    matches = _all_matching(jobs, word)
+    matches = _all_matching(jobs, name_or_id)
     live = [j for j in matches if j["state"] not in submitted_job.ENDED]
     chosen = (live or matches)[-1]  # the registry lists them in the order of their submission
     if len(matches) == 1:
         return Match(chosen)
-    which = "the one that has not ended" if len(live) == 1 else "the newest" + (" that has not ended" if live else "")
-    return Match(chosen, f"{len(matches)} jobs match {word}; {chosen['id']} is {which}")
+    choice = "the one that has not ended" if len(live) == 1 else "the newest" + (" that has not ended" if live else "")
+    return Match(chosen, f"{len(matches)} jobs match {name_or_id}; {chosen['id']} is {choice}")
 
 
-def find_unambiguous(jobs: Sequence[dict[str, Any]], word: str) -> dict[str, Any]:
-    """As `matching`, but raises ConfigError if several matching jobs have not ended. For operations that cannot be
-    undone."""
-    live = [j["id"] for j in _all_matching(jobs, word) if j["state"] not in submitted_job.ENDED]
+def find_unambiguous(jobs: Sequence[dict[str, Any]], name_or_id: str) -> dict[str, Any]:
+    """Find a job like `find_matching`, but raise ConfigError if several matching jobs have not ended. For operations
+    that cannot be undone."""
+    live = [j["id"] for j in _all_matching(jobs, name_or_id) if j["state"] not in submitted_job.ENDED]
     if len(live) > 1:
-        raise ConfigError(f"{word!r} is {len(live)} jobs that have not ended: {', '.join(live)}; name one by its id")
-    return find_matching(jobs, word).job
+        raise ConfigError(f"{name_or_id!r}: {len(live)} jobs have not ended: {', '.join(live)}; name one by its id")
+    return find_matching(jobs, name_or_id).job
 
 
-def _all_matching(jobs: Sequence[dict[str, Any]], word: str) -> list[dict[str, Any]]:
+def _all_matching(jobs: Sequence[dict[str, Any]], name_or_id: str) -> list[dict[str, Any]]:
     matches = (
-        [j for j in jobs if j["id"] == word]
-        or [j for j in jobs if j["name"] == word]
-        or [j for j in jobs if word and j["id"].startswith(word)]
+        [j for j in jobs if j["id"] == name_or_id]
+        or [j for j in jobs if j["name"] == name_or_id]
+        or [j for j in jobs if name_or_id and j["id"].startswith(name_or_id)]
     )
     if not matches:
         raise ConfigError(
-            f"{word!r} is not a job of this cluster; `staleflow jobs --all` lists them; one that an earlier scheduler "
-            "had is known by its run's folder, as in `staleflow status runs/NAME`"
+            f"{name_or_id!r} is not a job of this cluster; `staleflow jobs --all` lists them; for a job of an earlier "
+            "scheduler name its run's folder, as in `staleflow status runs/NAME`"
         )
     return matches
 
 
 def refuse_second_job(other: dict[str, Any]) -> None:
-    """Raise ConfigError if another job uses the run folder of a submitted one, since both would write to it. other: the
-    registry's reply to the submission."""
+    """Raise ConfigError if another job uses the run folder of a submitted one, because both would write to it. other:
+    the registry's reply to the submission."""
     if other:
         raise ConfigError(
             f"{other['run_dir']}: {other['id']} is {other['state']} and has this folder; wait until it ends, or "
@@ -81,29 +81,29 @@ async def refuse_too_few_gpus(client: Any, config: RunConfig) -> None:
     """Raise ConfigError if all workers of a cluster together have too few GPUs for a job, or none with enough
     memory."""
     needs = asdict(Needs.from_config(config, driver=True))
-    while (answer := await job_registry.ask(client, "gpu_shortage", needs=needs)) is None:
+    while (reply := await job_registry.ask(client, "gpu_shortage", needs=needs)) is None:
         await asyncio.sleep(POLL_S)
-    why, sizes = answer
-    if why:
+    shortage, sizes = reply
+    if shortage:
         remedy = change_that_fits(config, len(sizes), max(sizes, default=0)) or (
             "start more workers, or lower rollout.instances, training.ranks, rollout.engine.tensor_parallel or "
             "cluster.gpus"
         )
-        raise ConfigError(f"cluster: the run {why}; {remedy}")
+        raise ConfigError(f"cluster: the run {shortage}; {remedy}")
 
 
 def recent_jobs(jobs: Sequence[dict[str, Any]], now_s: float) -> list[dict[str, Any]]:
-    """The jobs that have not ended, or ended within the last day. now_s: Unix time."""
+    """Return the jobs that have not ended, or ended within the last day. now_s: Unix time."""
     return [j for j in jobs if j["state"] not in submitted_job.ENDED or now_s - j["reported_at"] < DAY_S]
 
 
-async def find(client: Any, word: str) -> dict[str, Any]:
-    """Find a job of the cluster by name or id, as `matching` does. Raises ConfigError."""
-    return find_matching(await job_registry.ask(client, "jobs"), word).job
+async def find(client: Any, name_or_id: str) -> dict[str, Any]:
+    """Find a job of the cluster by name or id, as `find_matching` does. Raises ConfigError."""
+    return find_matching(await job_registry.ask(client, "jobs"), name_or_id).job
 
 
 async def all_jobs(cluster: ClusterAddress) -> list[dict[str, Any]]:
-    """The jobs of a cluster, in order of submission. Raises ConfigError if it cannot be reached."""
+    """Return the jobs of a cluster, in order of submission. Raises ConfigError if it cannot be reached."""
     async with cluster.connected() as client:
         jobs: list[dict[str, Any]] = await job_registry.ask(client, "jobs")
         return jobs
@@ -131,21 +131,21 @@ async def wait_until_ended(cluster: ClusterAddress, id: str) -> dict[str, Any]:
         return job
 
 
-async def cancel(cluster: ClusterAddress, word: str, reason: str = "cancelled") -> tuple[dict[str, Any], str]:
-    """Stop a job after its current step, or at once if it is waiting. Returns it, and its state before. Raises
-    ConfigError."""
+async def cancel(cluster: ClusterAddress, name_or_id: str, reason: str = "cancelled") -> tuple[dict[str, Any], str]:
+    """Stop a job after its current step, or at once if it is waiting. Returns the job and its state before the request.
+    Raises ConfigError."""
     async with cluster.connected() as client:
-        job = find_unambiguous(await job_registry.ask(client, "jobs"), word)
+        job = find_unambiguous(await job_registry.ask(client, "jobs"), name_or_id)
         state = await job_registry.ask(client, "stop", id=job["id"], why=reason)
         return await find(client, job["id"]), str(state)
 
 
-async def retire(cluster: ClusterAddress, word: str, worker: str) -> str:
-    """Request that a running job gives up one of its workers. Returns the job's id. Raises ConfigError if the job is
+async def retire(cluster: ClusterAddress, name_or_id: str, worker: str) -> str:
+    """Request that a running job releases one of its workers. Returns the job's id. Raises ConfigError if the job is
     not running."""
     async with cluster.connected() as client:
-        job = find_unambiguous(await job_registry.ask(client, "jobs"), word)["id"]
+        job = find_unambiguous(await job_registry.ask(client, "jobs"), name_or_id)["id"]
         state = await job_registry.ask(client, "retire", id=job, worker=worker)
     if state != "running":
-        raise ConfigError(f"{job} is {state}: only a running job can give up a worker")
+        raise ConfigError(f"{job} is {state}: only a running job can release a worker")
     return str(job)

@@ -2,11 +2,12 @@
 
 Invariants, besides those of worker_pool.py:
 - A waiting job has no workers; an admitted job got all that it needs at once.
-- Jobs are admitted in the order in which they were added. A job is not admitted before an earlier one for which all
-  workers of the cluster together would be enough, so each of those is admitted once the jobs before it have ended. A
-  job for which they would not be enough keeps its position and does not block later ones.
-- A job may get more workers than it needs, for reward workers of their own, while no other job waits. When a job waits
-  that could start with them, they are listed in `surplus_to_return`; they stay with their job until it calls
+- Jobs are admitted in the order in which they were added. A job for which all workers of the cluster together are
+enough
+  is admitted before all later jobs, once the jobs before it have ended. A job for which they are not enough keeps its
+  position and does not block later ones.
+- While no other job waits, a job may get more workers than it needs, one for each reward worker. If a job waits that
+  could start with these, they are listed in `surplus_to_return`. They stay with their job until it calls
   `return_worker`.
 - When a running job loses a worker, no job is admitted until it is replaced. After `RESTART_LIMIT_S` without one, a
   resumed driver releases all of the job's workers, and the job waits again at its earlier position. A worker is
@@ -32,9 +33,9 @@ from staleflow.pipeline.cluster.worker_pool import RESTART_LIMIT_S, Claim, GpusB
 from staleflow.pipeline.placement.placement import Assignment, Shortage, place, placement_text
 
 WAITS_FOR_RESTART = "needs the workers of its earlier driver to restart"
-"""Message: why a job waits after its driver was lost."""
+"""Reason shown for a job that waits after its driver was lost."""
 WAITS_FOR_GPU_REPORT = "needs new workers to report their GPUs"
-"""Message: why a job that uses GPUs waits for new workers."""
+"""Reason shown for a job that waits for new workers to report their GPUs."""
 
 
 @dataclass(slots=True)
@@ -46,13 +47,13 @@ class QueueEntry:
     needs: Needs
     wait_s: float
     waiting_since_s: float
-    """Time when it began to wait."""
+    """Time at which it began to wait."""
     num_workers: int = 0
-    """Number of workers that it was admitted with, including workers lost since; 0 while it waits."""
+    """Number of workers at its admission, including workers lost since; 0 while it waits."""
     incomplete_since_s: float | None = None
-    """Time when its driver first asked for a lost worker and none was free; None if it has all its workers."""
+    """Time at which its driver first requested a replacement and none was free; None if it has all its workers."""
     reason: str = ""
-    """Message: why it waits."""
+    """Why it waits, as shown to users."""
 
 
 class JobQueue(WorkerPool):
@@ -78,7 +79,7 @@ class JobQueue(WorkerPool):
     # -- GPUs ----------------------------------------------------------------------------------------------------
 
     def visible_devices(self, id: str) -> dict[str, str]:
-        """Value of CUDA_VISIBLE_DEVICES for each worker of a job, by address; empty if the job uses no GPU."""
+        """Return the value of CUDA_VISIBLE_DEVICES for each worker of a job, by address; empty if it uses no GPU."""
         return {
             address: ",".join(device.visible for uuid in claim.devices for device in self._devices(address, uuid))
             for address, claim in self.claims.items()
@@ -86,20 +87,20 @@ class JobQueue(WorkerPool):
         }
 
     def placement_text(self, id: str) -> str:
-        """The job's roles on hosts and GPUs, as several lines of text; empty if the job uses no GPU."""
+        """Return the job's roles on hosts and GPUs as several lines of text; empty if it uses no GPU."""
         if not self.visible_devices(id):
             return ""
         assignments: dict[str, Assignment] = {}
         for address, claim in self.claims.items():
             if claim.job == id and claim.devices:
-                number = sum(name.startswith(claim.roles[0]) for name in assignments)
-                assignments[f"{claim.roles[0]}-{number}"] = self._assignment_of(address, claim)
-        hosts = make_hosts(self.gpus, self._known_kinds(), ())
+                index = sum(name.startswith(claim.roles[0]) for name in assignments)
+                assignments[f"{claim.roles[0]}-{index}"] = self._assignment_of(address, claim)
+        hosts = make_hosts(self.gpus, self._role_sets_of_all(), ())
         return placement_text(hosts, assignments, [uuid for uuid, job in self._used_gpus().items() if job != id])
 
     def claim_gpus(self, id: str, role: str, avoid: Sequence[str] = (), *, dry_run: bool = False) -> str:
-        """Give a running job a worker with GPUs for a role, in place of a lost worker or in addition. Returns the
-        worker's address; empty if none fits.
+        """Assign a worker with GPUs to a role of a running job, in place of a lost worker or in addition. Returns the
+        worker's address; empty if none is suitable.
 
         Args:
             avoid: Workers that may not be chosen.
@@ -118,7 +119,7 @@ class JobQueue(WorkerPool):
         if replaced_assignments := [*lost_assignments, *(pair for pair in avoided_assignments if pair[0] == role)]:
             previous[role] = replaced_assignments[0][1]
         hosts = make_hosts(
-            self.gpus, self._known_kinds(), [address for address in self.free_workers if address not in avoid]
+            self.gpus, self._role_sets_of_all(), [address for address in self.free_workers if address not in avoid]
         )
         placement = place(hosts, [entry.needs.heavy_role(role, role)], used_gpus=self._used_gpus(), previous=previous)
         if isinstance(placement, Shortage):
@@ -155,8 +156,8 @@ class JobQueue(WorkerPool):
                 self._restart_claimed(address)
 
     def requeue(self, id: str, now: float) -> None:
-        """Have a job wait again at its position, and release its workers. It must have no actors left on them,
-        except engines of a reservation, whose workers are restarted."""
+        """Make a job wait again at its position, and release its workers. No actors may be left on them, except engines
+        of a reservation, whose workers are restarted."""
         entry = self.entries[id]
         for address in self._engine_workers & set(self.workers_of(id)):
             self._restart_claimed(address)
@@ -165,7 +166,7 @@ class JobQueue(WorkerPool):
         self._release(id)
 
     def requeue_after_driver_loss(self, id: str, now: float) -> list[str]:
-        """Have a job wait again whose driver was lost. Returns its former workers; each must be restarted or
+        """Make a job whose driver was lost wait again. Returns its former workers, each of which must be restarted or
         reserved (`reserve_or_restart`)."""
         former_workers = list(self.workers_of(id))
         for address in former_workers:
@@ -239,7 +240,7 @@ class JobQueue(WorkerPool):
         """Remove workers that have not restarted within RESTART_LIMIT_S, and cancel reservations of that age."""
         for address in [a for a, (_, since) in self._disconnected.items() if now - since > RESTART_LIMIT_S]:
             self._remove_disconnected(address)
-            self._kinds = None
+            self._role_sets = None
         for address in [a for a, (_, since) in self._reservations.items() if now - since > RESTART_LIMIT_S]:
             self._cancel_reservation(address)
 
@@ -273,8 +274,8 @@ class JobQueue(WorkerPool):
         return False
 
     def claim_worker(self, id: str, address: str, role: str) -> bool:
-        """Give a running job a worker that replaces a lost one. Returns False if the worker belongs to another job or
-        has left. Idempotent."""
+        """Assign a worker to a running job in place of a lost one. Returns False if the worker belongs to another job
+        or has left. Idempotent."""
         claim, entry = self.claims.get(address), self.entries.get(id)
         if entry is None or not entry.num_workers or (claim is not None and claim.job != id):
             return False
@@ -329,5 +330,5 @@ class JobQueue(WorkerPool):
 
 
 def find_driver_worker(gang: Gang) -> str:
-    """Address of the worker that runs a job's driver; empty if no worker does."""
+    """Return the address of the worker that runs a job's driver; empty if there is none."""
     return next((address for address, roles in gang.items() if DRIVER in roles), "")

@@ -1,10 +1,10 @@
 """The job registry on a Dask scheduler: its jobs, and which worker belongs to which job.
 
 pipeline/cluster/job_queue.py decides which job gets workers; this module passes it the events of the cluster and
-carries out its decisions. The driver of a submitted job is a Dask task that is restricted to a worker that does not
-exist until the job is admitted, so a waiting job runs nothing. It starts on one of the job's workers. If its client
-disconnects, the job's workers are restarted, and the job waits again. Workers that run only an engine are kept, so that
-the engine need not be loaded again.
+executes its decisions. The driver of a submitted job is a Dask task. Until the job is admitted, the task is restricted
+to a worker that does not exist, so a waiting job runs nothing. Then it starts on one of the job's workers. If its
+client disconnects, the job's workers are restarted, and the job waits again. Workers that run only an engine are kept,
+so that the engine need not be loaded again.
 
 All calls run one after another on the scheduler's event loop, so nothing needs a lock. The registry is in the
 scheduler's memory; data that must survive the scheduler is in the run folder.
@@ -40,13 +40,13 @@ OPERATION = "staleflow"
 MAX_JOBS = 200
 """Number of jobs above which the oldest ended ones are dropped."""
 NO_WORKER = "tcp://0.0.0.0:1"
-"""The address that the driver of a waiting job is restricted to: no worker has it."""
+"""The address to which the driver of a waiting job is restricted; no worker has it."""
 FIRE_AND_FORGET = "fire-and-forget"
-"""The client in whose name Dask keeps tasks that no client waits for."""
-DRIVER_GONE = "the process that ran it is gone"
-SUBMITTER_GONE = "the process that submitted it was gone before it had sent it"
-SERVE_S = 1.0
-"""Seconds between two checks whether a waiting job can start. It is also checked after each event."""
+"""Name of the client for which Dask keeps tasks that no real client waits for."""
+DRIVER_GONE = "the process of its driver is gone"
+SUBMITTER_GONE = "the process that submitted it was gone before its task had arrived"
+ADMISSION_CHECK_S = 1.0
+"""Seconds between two checks whether waiting jobs can start, in addition to the check after each event."""
 
 
 class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
@@ -78,8 +78,8 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             self._driver_watch.cancel()
 
     def dispatch(self, verb: str, **arguments: Any) -> Any:
-        """Dispatch a client's call to a method. Raises ValueError for an unknown verb, which only a newer client
-        sends."""
+        """Call the method for a client's request. Raises ValueError for an unknown verb, which only a client of another
+        version sends."""
         verbs: dict[str, Callable[..., Any]] = {
             "submit": self.submit, "check_arrival": self.check_arrival, "queue": self.queue, "begin": self.begin,
             "check_admission": self.check_admission, "end": self.end,
@@ -91,45 +91,46 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             "surplus_to_return": self.surplus_to_return, "return_worker": self.return_worker,
         }  # fmt: skip
         if verb not in verbs:
-            raise ValueError(f"the scheduler's staleflow has no call {verb!r}; install the same version everywhere")
+            raise ValueError(f"staleflow on the scheduler has no call {verb!r}; install the same version everywhere")
         return verbs[verb](**arguments)
 
     # -- workers -------------------------------------------------------------------------------------------------
 
     def claim(self, id: str, address: str, role: str) -> bool:
-        """Give a running job a worker that replaces a lost one. Returns False if the worker belongs to another job or
-        has left. Idempotent."""
+        """Assign a worker to a running job in place of a lost one. Returns False if the worker belongs to another job
+        or has left. Idempotent."""
         return self.job_queue.claim_worker(id, address, role)
 
     def workers_of(self, id: str) -> Gang:
-        """The workers of a job and their roles."""
+        """Return the workers of a job and their roles."""
         return self.job_queue.workers_of(id)
 
     def unavailable(self, owner: str) -> list[str]:
-        """Workers that a job cannot use. owner: id of the job; empty for a process that belongs to no job."""
+        """Return the workers that a job cannot use. owner: id of the job; empty for a process that belongs to no
+        job."""
         return self.job_queue.unavailable_workers(owner)
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         self.job_queue.add_worker(worker, scheduler.workers[worker].resources, time.monotonic())
         self._spawn(self._request_gpu_report(worker))
-        self._serve()
+        self._admit_jobs()
 
     async def _request_gpu_report(self, address: str) -> None:
-        """Have a worker report its GPUs. A Dask worker plugin could do the same, but it ends workers that cannot import
-        this package."""
-        until = time.monotonic() + REPORT_LIMIT_S
-        while address in self._scheduler.workers and time.monotonic() < until:
+        """Make a worker report its GPUs. A Dask worker plugin could do this too, but would end workers that cannot
+        import this package."""
+        deadline_s = time.monotonic() + REPORT_LIMIT_S
+        while address in self._scheduler.workers and time.monotonic() < deadline_s:
             try:
                 async with asyncio.timeout(REPORT_LIMIT_S):
                     reply = await self._scheduler.rpc(address).run(function=pickle.dumps(report_gpus))
                 if reply["status"] == "OK":
                     return
-            except (ImportError, AttributeError) as error:  # it has no staleflow, or another version
+            except (ImportError, AttributeError) as error:  # the worker has no staleflow, or another version
                 logger.info("%s did not report its GPUs: %s", address, error)
                 break
-            except Exception as error:  # noqa: BLE001  it has just started, and may answer in a moment
+            except Exception as error:  # noqa: BLE001  the worker has just started, and may reply soon
                 logger.info("%s did not report its GPUs yet: %s", address, error)
-            await asyncio.sleep(SERVE_S)
+            await asyncio.sleep(ADMISSION_CHECK_S)
         self.report_gpus(address, [])
 
     def report_gpus(self, address: str, devices: Sequence[Mapping[str, Any]]) -> None:
@@ -137,26 +138,28 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         if (worker := self._scheduler.workers.get(address)) is not None:
             gpus = WorkerGpus(host=worker.host, devices=tuple(Device(**device) for device in devices))
             self.job_queue.set_gpus(address, gpus)
-            self._serve()
+            self._admit_jobs()
 
     def gpu_shortage(self, needs: Mapping[str, Any]) -> tuple[str, list[int]] | None:
-        """Return (why all workers together have too few GPUs for a job, empty if they have enough; memory of each GPU
-        in bytes), or None if some workers have not reported yet. needs: arguments of `Needs`."""
+        """Check whether all workers together have enough GPUs for a job. Returns the shortage as text, empty if there
+        is none, and the memory of each GPU in bytes; None if some workers have not reported yet. needs: arguments of
+        `Needs`."""
         if self.job_queue.awaits_gpu_reports(time.monotonic()):
             return None
         sizes = [device.memory_bytes for device in self.job_queue.devices()]
         return self.job_queue.gpu_shortage(Needs(**needs)), sizes
 
     def visible_devices(self, id: str) -> Plain:
-        """Value of CUDA_VISIBLE_DEVICES for each worker of a job, by address; empty if the job uses no GPU."""
+        """Return the value of CUDA_VISIBLE_DEVICES for each worker of a job, by address; empty if it uses no GPU."""
         return dict(self.job_queue.visible_devices(id))
 
     def placement_text(self, id: str) -> str:
-        """The job's roles on hosts and GPUs, as several lines of text; empty if the job uses no GPU."""
+        """Return the job's roles on hosts and GPUs as several lines of text; empty if it uses no GPU."""
         return self.job_queue.placement_text(id)
 
     def claim_gpus(self, id: str, role: str, avoid: Sequence[str], peek: bool = False) -> str:
-        """Give a running job a worker with its GPUs. Returns the worker's address; empty if there is none."""
+        """Assign a worker with free GPUs to a running job. Returns the worker's address; empty if there is none. peek:
+        only find the worker."""
         return self.job_queue.claim_gpus(id, role, avoid, dry_run=peek)
 
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
@@ -166,7 +169,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
                 job.driver_worker == worker and not job.client and job.state not in ENDED
             ):  # its driver had not begun, so its workers run nothing
                 self._requeue(job)
-        self._serve()
+        self._admit_jobs()
 
     def remove_client(self, scheduler: Any, client: str) -> None:
         """Handle the disconnection of a driver. Unless its job has ended, the workers that it had not released are
@@ -194,13 +197,11 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
                 )
             )
             self._spawn(self._reserve_engine_workers(engine_workers))
-        self._serve()
+        self._admit_jobs()
 
     def _restart_silent_driver(self, job: Job) -> None:
-        """Restart the worker of a driver that counts as lost; Dask restarts the driver elsewhere."""
-        job.log(
-            f"its driver on {job.driver_worker} has not reported for {driver_watch.LEASE_S:g} s; it is started again"
-        )
+        """Restart the worker of a driver that counts as lost; Dask restarts the driver on another worker."""
+        job.log(f"its driver on {job.driver_worker} has not reported for {driver_watch.LEASE_S:g} s and is restarted")
         self._spawn(worker_restarts.restart_workers(self._scheduler, [job.driver_worker]))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -210,7 +211,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         task.add_done_callback(self._tasks.discard)
 
     async def _reserve_engine_workers(self, addresses: Sequence[str]) -> None:
-        """Reserve the workers that answer and have an engine; restart the others."""
+        """Reserve the workers that reply and have an engine; restart the others."""
         engine_flags = await asyncio.gather(
             *(worker_restarts.has_engine(self._scheduler, address) for address in addresses)
         )
@@ -220,7 +221,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         without_engine = [
             address for address, has_engine in zip(addresses, engine_flags, strict=True) if not has_engine
         ]
-        self._serve()
+        self._admit_jobs()
         await worker_restarts.restart_workers(self._scheduler, without_engine)
 
     # -- waiting and starting ------------------------------------------------------------------------------------
@@ -268,17 +269,17 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         return job.to_plain() | {"arrived": job.state in ENDED or id in self.job_queue.entries}
 
     def _queue_if_arrived(self, job: Job) -> None:
-        """Add a submitted job to the queue if its task has arrived. Idempotent. From then on the submitting process may
-        end: Dask keeps the task."""
+        """Add a submitted job to the queue if its task has arrived. Idempotent. The submitting process may end after
+        that, because Dask keeps the task."""
         if job.needs is None or job.state in ENDED or job.id in self.job_queue.entries or self._task(job) is None:
             return
         self._scheduler.client_desires_keys(keys=[TASK_KEY_PREFIX + job.id], client=FIRE_AND_FORGET)
         job.client = ""
         self.job_queue.add_job(job.id, job.run_dir, job.needs, job.wait_s, time.monotonic())
-        self._serve()
+        self._admit_jobs()
 
     def queue(self, id: str, needs: Mapping[str, Any], wait_s: float, driver: str) -> None:
-        """Let a run whose driver runs elsewhere wait for workers of this cluster, at the end of the queue. Idempotent.
+        """Add a run whose driver is no task of this cluster to the end of the queue. Idempotent.
 
         Args:
             needs: Arguments of `Needs`.
@@ -288,7 +289,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         job = self.jobs[id]
         job.client = driver
         self.job_queue.add_job(id, job.run_dir, Needs(**needs), wait_s, time.monotonic())
-        self._serve()
+        self._admit_jobs()
 
     def begin(self, id: str, address: str, driver: str) -> bool:
         """Whether a job's driver may run on this worker. If not, rescheduling it moves it to the right one or makes it
@@ -304,7 +305,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         """Return the state of a job, and whether it has all its workers. driver_worker: address of the worker that
         runs the driver; if the job has lost it, the driver must be rescheduled."""
         job = self.jobs[id]
-        self._serve()
+        self._admit_jobs()
         is_complete = id in self.job_queue.entries and self.job_queue.replace_lost_workers(
             id, time.monotonic(), job.driver_worker
         )
@@ -323,10 +324,10 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         self.job_queue.remove_job(id)
         if id in self.jobs:
             self.jobs[id].driver_worker = ""
-        self._serve()
+        self._admit_jobs()
 
-    def _serve(self) -> None:
-        """Start the jobs that can start, and log why the others wait."""
+    def _admit_jobs(self) -> None:
+        """Admit the jobs that can start, and log why the others wait."""
         admitted, expired = self.job_queue.admit_ready(time.monotonic())
         for id, gang in admitted.items():
             job = self.jobs[id]
@@ -347,23 +348,23 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         waiting_ids = [entry.id for entry in self.job_queue.entries.values() if not entry.num_workers]
         self._reset_no_worker_timeout(waiting_ids)
         if self._timer is None and waiting_ids:
-            self._timer = asyncio.get_running_loop().call_later(SERVE_S, self._on_timer)
+            self._timer = asyncio.get_running_loop().call_later(ADMISSION_CHECK_S, self._on_timer)
 
     def _reset_no_worker_timeout(self, ids: Iterable[str]) -> None:
         """Restart Dask's timeout of these jobs' tasks: if distributed.scheduler.no-workers-timeout is set, Dask fails
         tasks that have waited longer for a worker."""
         for id in ids:
             unrunnable, task = self._scheduler.unrunnable, self._scheduler.tasks.get(TASK_KEY_PREFIX + id)
-            if task in unrunnable:  # must stay ordered by time
+            if task in unrunnable:  # reinsert the task: the dict must stay ordered by time
                 del unrunnable[task]
                 unrunnable[task] = time.monotonic()
 
     def _on_timer(self) -> None:
         self._timer = None
-        self._serve()
+        self._admit_jobs()
 
     def _requeue(self, job: Job) -> None:
-        """Have a job wait again without workers. If its driver is a task, it starts when the job is admitted."""
+        """Make a job wait again without workers. If its driver is a task, it starts when the job is admitted."""
         job.driver_worker, job.state, job.client = "", "waiting", ""
         if self.job_queue.entries[job.id].num_workers:
             self.job_queue.requeue(job.id, time.monotonic())
@@ -385,11 +386,11 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             self._queue_if_arrived(self.jobs[id])
 
     def _task(self, job: Job) -> Any:
-        """The Dask task that drives a job; None if there is none."""
+        """Return the Dask task of a job's driver; None if there is none."""
         return self._scheduler.tasks.get(TASK_KEY_PREFIX + job.id)
 
     def _restrict_driver(self, job: Job) -> None:
-        """Restrict a job's driver to its worker, or to none, and have Dask start it there if it waits."""
+        """Restrict a job's driver to its worker, or to none, and make Dask start it there if it waits."""
         task = self._task(job)
         if task is not None:
             task.worker_restrictions = {job.driver_worker or NO_WORKER}
@@ -410,7 +411,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
                 job.reported_at = time.time()
                 if not job.client:
                     self.job_queue.remove_job(job.id)
-                    asyncio.get_running_loop().call_soon(self._serve)
+                    asyncio.get_running_loop().call_soon(self._admit_jobs)
 
     # -- jobs ----------------------------------------------------------------------------------------------------
 
@@ -442,12 +443,12 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         """Request that a job stops after its current step. A waiting job ends at once. Returns the job's state."""
         job = self.jobs[id]
         state, job.stop = job.state, job.stop or why
-        # Otherwise it is a run on its own local cluster.
+        # A job that is not queued is a run on its own local cluster.
         is_queued = self.job_queue.is_waiting(id) or self._task(job) is not None or job.needs is not None
         has_driver = job.client and (job.needs is None or id in self.job_queue.entries)
         if is_queued and not has_driver and not job.driver_worker and state not in ENDED:
             self._end(job, "stopped", why)
-            self._serve()
+            self._admit_jobs()
         return state
 
     def request_retirement(self, id: str, worker: str) -> str:
@@ -467,17 +468,17 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         return addresses
 
     def surplus_to_return(self, id: str) -> list[str]:
-        """Workers that a job does not need and should return so that another job can start."""
+        """Return the workers that a job does not need and should release so that another job can start."""
         return self.job_queue.surplus_to_return.get(id, [])
 
     def return_worker(self, id: str, address: str) -> bool:
         """Release a worker that a running job does not need. Returns False if the job needs it."""
         is_returned = self.job_queue.return_worker(id, address)
-        self._serve()
+        self._admit_jobs()
         return is_returned
 
     def all_jobs(self) -> list[Plain]:
-        """All jobs as plain values, in order of submission."""
+        """Return all jobs as plain values, in order of submission."""
         return [job.to_plain() for job in self.jobs.values()]
 
     def lines(self, id: str, after: int) -> tuple[int, list[str]]:

@@ -16,14 +16,15 @@ def open_dask_ports() -> list[str]:
     """Find sockets of Dask schedulers, workers and nannies that listen beyond this machine and accept plain TCP.
 
     Returns:
-        Addresses, `IP:PORT`, of those among the processes that this user may look into, and on the scheduler's usual
-        port.
+        Addresses, `IP:PORT`, of such sockets on the scheduler's usual port, and of processes that this user may
+        inspect.
     """
-    return asyncio.run(_open_ports(_listening()))
+    return asyncio.run(_open_ports(_list_candidates()))
 
 
-def _listening() -> list[tuple[str, int]]:
-    """(IP, port) of the candidates: sockets of processes whose command says dask, and the scheduler's usual port."""
+def _list_candidates() -> list[tuple[str, int]]:
+    """Return (IP, port) of the sockets to probe: of processes whose command names dask, and the scheduler's usual
+    port."""
     candidates = set()
     for connection in psutil.net_connections("tcp"):
         if connection.status != psutil.CONN_LISTEN or ip_address(connection.laddr.ip).is_loopback:
@@ -46,7 +47,7 @@ def _is_dask(pid: int) -> bool:
 
 
 async def _open_ports(candidates: list[tuple[str, int]]) -> list[str]:
-    """Those that greet as Dask does, without TLS."""
+    """Return the candidates that send Dask's greeting without TLS, as `IP:PORT`."""
     hosts = {"0.0.0.0": "127.0.0.1", "::": "::1"}
     replies = await asyncio.gather(*(probe_port(hosts.get(ip, ip), port, tls=False) for ip, port in candidates))
     return [f"{ip}:{port}" for (ip, port), reply in zip(candidates, replies, strict=True) if reply.dask]

@@ -8,8 +8,8 @@ from staleflow.pipeline.cluster.job_registry import JobRegistry
 from staleflow.stores.errors import ConfigError
 
 
-class BoardPlugin(JobRegistry):
-    """The registry as a plugin, registered once per scheduler by the first client that needs it."""
+class JobRegistryPlugin(JobRegistry):
+    """The job registry and its dashboard page as a plugin. The first client that needs it registers it."""
 
     async def start(self, scheduler: Any) -> None:
         await super().start(scheduler)
@@ -24,7 +24,7 @@ async def ensure(client: Any) -> None:
     """Register the job registry on the scheduler of an asynchronous client, unless it is registered. Raises ConfigError
     if the scheduler cannot import this package."""
     try:
-        await client.register_plugin(BoardPlugin())
+        await client.register_plugin(JobRegistryPlugin())
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"the scheduler at {client.scheduler.address} cannot load staleflow ({error}); install this version there"

@@ -1,8 +1,7 @@
 """Run pages linked from the dashboard: a `staleflow view` process for each requested run.
 
-They listen on the scheduler's machine only, as `staleflow view` does unless told otherwise, so the link works for a
-browser that reaches the dashboard there, or through a forwarded port; others are told the command. A page ends with the
-scheduler.
+They listen only on the scheduler's machine, so the link works for a browser on that machine or with a forwarded port.
+Other browsers get a text with the command. A page's process ends with the scheduler.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from staleflow.pipeline.cluster.job_registry import JobRegistry
 START_S = 60.0
 """Seconds a page may take to start."""
 COMMAND = (sys.executable, "-P", "-m", "staleflow.cli.main", "view")
-"""-P: a module in the current folder must not stand for a library."""
+"""Command of a run page. -P: a module in the current folder must not replace a library."""
 
 
 class RunPages(SchedulerPlugin):  # type: ignore[misc]  # untyped
@@ -35,7 +34,8 @@ class RunPages(SchedulerPlugin):  # type: ignore[misc]  # untyped
         self._lock = asyncio.Lock()
 
     async def port(self, run_dir: Path) -> int:
-        """The port of a run's page, which is started if it is not running. Raises OSError if it does not start."""
+        """Return the port of a run's page, which is started if it is not running. Raises OSError if it does not
+        start."""
         async with self._lock:
             process, port = self._pages.get(run_dir, (None, 0))
             if process is None or process.returncode is not None:
@@ -77,18 +77,18 @@ class RunPage(web.RequestHandler):
         run_dir = Path(job.run_dir)
         command = f"staleflow view {run_dir}"
         if not (run_dir / "config.toml").is_file():
-            self._say(404, f"The folder {run_dir} cannot be seen from the scheduler's machine. Where it can: {command}")
+            self._write_message(404, f"The scheduler's machine cannot read {run_dir}. On a machine that can: {command}")
         elif not is_local(self.request.host_name):
-            self._say(403, f"The run's page can be reached from the scheduler's machine only. There: {command}")
+            self._write_message(403, f"The run's page is only available on the scheduler's machine. There: {command}")
         else:
             try:
                 port = await self._pages.port(run_dir)
             except OSError as error:
-                self._say(500, str(error))
+                self._write_message(500, str(error))
                 return
             self.redirect(f"http://{self.request.host_name}:{port}/")
 
-    def _say(self, status: int, line: str) -> None:
+    def _write_message(self, status: int, line: str) -> None:
         self.set_status(status)
         self.write(f"<!doctype html><meta charset=utf-8><title>staleflow</title><p>{html.escape(line)}")
 

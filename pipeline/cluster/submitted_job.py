@@ -32,7 +32,7 @@ class Job:
     stop: str = ""
     """Reason of a request to stop; empty if there is none."""
     retirements: list[str] = field(default_factory=list)
-    """Workers that it is asked to retire; empty once its driver has read them."""
+    """Addresses of workers that the job should retire; empty once its driver has read them."""
     status: Plain = field(default_factory=dict)
     history: dict[int, Plain] = field(default_factory=dict)
     """Metrics of each training step."""
@@ -53,6 +53,6 @@ class Job:
         self.num_lines += 1
 
     def to_plain(self) -> Plain:
-        """The job as plain values, with the metrics of its last step instead of its history."""
+        """Convert the job to plain values, with the metrics of its last step instead of its history."""
         names = ("id", "name", "run_dir", "steps", "submitted_at", "state", "why", "stop", "status", "reported_at")
         return {name: getattr(self, name) for name in names} | {"last": next(reversed(self.history.values()), {})}

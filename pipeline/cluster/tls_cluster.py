@@ -19,15 +19,15 @@ from staleflow.stores.errors import ActorLost, ConfigError
 START_S = 120.0
 """Seconds within which the scheduler must answer and all workers must have joined."""
 POLL_S = 0.2
-END_S = 10.0
+STOP_S = 10.0
 """Seconds that a process may take to end before it is killed."""
 DASHBOARD = ("--dashboard-address", "127.0.0.1:8787")
-"""Dask serves its pages over HTTP without TLS, on all networks unless it is told otherwise."""
+"""Option of the scheduler. Dask serves its pages over HTTP without TLS, by default on all networks."""
 WORKER_OPTIONS = (
     "--nthreads", "1", "--memory-limit", "0", "--no-dashboard", "--dashboard-address", "127.0.0.1:0",
 )  # fmt: skip
-"""As docs/clusters.md has them: one role each, no limit that kills a worker which holds a model, and a server of pages
-that listens on this machine alone: there is one even with --no-dashboard."""
+"""Options of a worker, as in docs/clusters.md: one thread, no memory limit that would kill a worker with a model, and a
+page server that only this machine reaches. Dask starts that server even with --no-dashboard."""
 
 
 WAIT_SCRIPT = """
@@ -91,21 +91,21 @@ def tls_cluster(
     """Context manager: runs a scheduler and workers.
 
     Args:
-        folder: certificates and Dask configuration; created if it does not exist.
-        host: name or address of this machine that others reach it at.
-        port: the scheduler's.
-        num_workers: worker processes.
-        announce: receives a line when something takes long.
+        folder: Folder of certificates and Dask configuration; created if it does not exist.
+        host: Name or address at which other machines reach this one.
+        port: Port of the scheduler.
+        num_workers: Number of worker processes.
+        announce: Called with a line of text before a long wait.
 
     Raises:
-        ConfigError: the folder is of another address, or the port is taken.
-        ActorLost: a process ended while the others started.
+        ConfigError: The folder is for another address, or the port is in use.
+        ActorLost: A process ended while the others started.
     """
     address = f"tls://{f'[{host}]' if ':' in host else host}:{port}"
     if not has_certificates(folder):
         create_certificates(folder, [host], address)
-    elif (known := scheduler_address(folder)) != address:
-        raise ConfigError(f"{folder}: its certificates are for {known}, not {address}; name another folder")
+    elif (known_address := scheduler_address(folder)) != address:
+        raise ConfigError(f"{folder}: its certificates are for {known_address}, not {address}; name another folder")
     environment = {**os.environ, "DASK_CONFIG": str(folder.resolve()), "OMP_NUM_THREADS": "1"}
     commands = [
         ("scheduler", ["scheduler", "--host", address.rpartition(":")[0], "--port", str(port), *DASHBOARD]),
@@ -125,7 +125,7 @@ def tls_cluster(
 def _process(
     arguments: Sequence[str], environment: Mapping[str, str], folder: Path, name: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A `dask` command in a session of its own, whose output goes to a log in the folder, until the block ends."""
+    """Context manager: runs a `dask` command in a new session, with its output in a log of the folder."""
     with log_file(folder, name).open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "dask", *arguments], env=dict(environment), stdout=log, stderr=log,
@@ -138,11 +138,11 @@ def _process(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started."""
+    """Stop a process and its child processes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(END_S)
+        process.wait(STOP_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from staleflow.pipeline.cluster.gang import (
     Gang,
-    Kinds,
     Needs,
+    RoleSets,
     WorkerGpus,
     choose_workers,
     describe_shortage,
@@ -41,8 +41,8 @@ GpusByWorker = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A worker's job, and the roles that it has there. run_dir: the job's run folder. devices: UUIDs of the GPUs that
-    the job may use on this worker."""
+    """The job to which a worker belongs, and the roles of the worker. run_dir: the job's run folder. devices: UUIDs of
+    the GPUs that the job may use on this worker."""
 
     job: str
     run_dir: str
@@ -65,7 +65,7 @@ class WorkerPool:
         self._pending_restarts: list[str] = []
         """Workers that `take_pending_restarts` has not returned yet."""
         self._disconnected: dict[str, tuple[Mapping[str, float], float]] = {}
-        self._kinds: Kinds | None = None
+        self._role_sets: RoleSets | None = None
         self.gpus: dict[str, WorkerGpus] = {}
         """The GPUs that workers report, including workers that have just left."""
         self._unreported_since: dict[str, float] = {}
@@ -86,7 +86,7 @@ class WorkerPool:
             self._remove_disconnected(previous_address)
         if unreported_since is not None:
             self._unreported_since[address] = unreported_since
-        self._kinds = None
+        self._role_sets = None
 
     def set_gpus(self, address: str, gpus: WorkerGpus) -> None:
         """Store the GPUs that a worker has reported."""
@@ -112,7 +112,7 @@ class WorkerPool:
         self.needs_restart.pop(address, None)
         self._reservations.pop(address, None)
         self._engine_workers.discard(address)
-        self._kinds = None
+        self._role_sets = None
 
     def _remove_disconnected(self, address: str) -> None:
         del self._disconnected[address]
@@ -120,7 +120,7 @@ class WorkerPool:
 
     @property
     def free_workers(self) -> list[str]:
-        """Workers that any job can get."""
+        """Workers that no job has, and that need no restart."""
         return [
             address
             for address in self.workers
@@ -133,12 +133,13 @@ class WorkerPool:
         return [address for address in addresses if address in self.needs_restart]
 
     def unavailable_workers(self, owner: str) -> list[str]:
-        """Workers that a job cannot use. owner: id of the job; empty for a process that belongs to no job."""
+        """Return the workers that a job cannot use. owner: id of the job; empty for a process that belongs to no
+        job."""
         other_workers = [a for a, claim in self.claims.items() if claim.job != owner]
         return [*other_workers, *self.needs_restart, *self._reservations]
 
     def workers_of(self, id: str) -> Gang:
-        """The workers of a job and their roles."""
+        """Return the workers of a job and their roles."""
         return {address: claim.roles for address, claim in self.claims.items() if claim.job == id}
 
     # -- claims --------------------------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ class WorkerPool:
         return [address for address, (claim, _) in self._reservations.items() if claim.job == id]
 
     def _restart_claimed(self, address: str) -> None:
-        """Take a worker from its job, and mark it for restart."""
+        """Remove a worker from its job, and mark it for restart."""
         self.needs_restart[address] = self.claims.pop(address)
         self._pending_restarts.append(address)
 
@@ -161,13 +162,13 @@ class WorkerPool:
         self.needs_restart[address], _ = self._reservations.pop(address)
         self._pending_restarts.append(address)
 
-    def _known_kinds(self) -> Kinds:
-        """Kinds of all workers, including workers that have just left and may restart."""
-        if self._kinds is None:
-            self._kinds = roles_by_worker(
+    def _role_sets_of_all(self) -> RoleSets:
+        """Return the role sets of all workers, including workers that have just left and may restart."""
+        if self._role_sets is None:
+            self._role_sets = roles_by_worker(
                 {a: resources for a, (resources, _) in self._disconnected.items()} | self.workers
             )
-        return self._kinds
+        return self._role_sets
 
     # -- GPUs ----------------------------------------------------------------------------------------------------
 
@@ -177,13 +178,13 @@ class WorkerPool:
         return needs.instance_gpus > 0 and (bool(self.gpus) or needs.gpus > 0)
 
     def devices(self) -> list[Device]:
-        """All GPUs of the cluster."""
+        """Return all GPUs of the cluster."""
         return list(
             {device.uuid: device for worker_gpus in self.gpus.values() for device in worker_gpus.devices}.values()
         )
 
     def gpu_shortage(self, needs: Needs) -> str:
-        """One line that says why all workers together have too few GPUs for a job; empty if they have enough, or if
+        """Return why all workers together have too few GPUs for a job, on one line; empty if they have enough, or if
         there are no workers yet."""
         if not self.workers or not self.uses_gpus(needs):
             return ""
@@ -199,7 +200,7 @@ class WorkerPool:
         return [device for device in self.gpus[address].devices if device.uuid == uuid]
 
     def _assignments_of(self, id: str) -> dict[str, Assignment]:
-        """Current assignments of a job's roles, by the names of `Needs.heavy_roles`; reserved workers are included."""
+        """Return the current assignments of a job's heavy roles by name, including those of reserved workers."""
         claims = [*self.claims.items(), *((address, claim) for address, (claim, _) in self._reservations.items())]
         assignments: dict[str, Assignment] = {}
         counts = Counter[str]()
@@ -213,7 +214,7 @@ class WorkerPool:
         return Assignment(host=self.gpus[address].host, devices=claim.devices, process=address)
 
     def _used_gpus(self, free: Sequence[str] = ()) -> dict[str, str]:
-        """UUIDs of the GPUs that jobs have, with the jobs' ids. free: workers whose GPUs are left out."""
+        """Return the ids of the jobs that have GPUs, by UUID of the GPU. free: workers whose GPUs are left out."""
         reserved_claims = {address: claim for address, (claim, _) in self._reservations.items()}
         return {
             uuid: claim.job
@@ -226,7 +227,7 @@ class WorkerPool:
     def _place(
         self, needs: Needs, workers: Sequence[str], *, used_gpus: Mapping[str, str], id: str = ""
     ) -> Placement | Shortage:
-        hosts = make_hosts(self.gpus, self._known_kinds(), workers)
+        hosts = make_hosts(self.gpus, self._role_sets_of_all(), workers)
         is_shared = sum(len(host.devices) for host in hosts) == 1
         return place(hosts, needs.heavy_roles, used_gpus=used_gpus, previous=self._assignments_of(id), share=is_shared)
 
@@ -236,11 +237,11 @@ class WorkerPool:
     ) -> tuple[Gang, GpusByWorker] | None:  # fmt: skip
         """Choose a job's workers among the free ones, and their GPUs; None if they are not enough. id: the job.
         used_gpus: GPUs in use, by default those of all workers that are not in `free` or `engine_workers`. Other
-        arguments: see `choose`."""
-        kinds = self._known_kinds()
+        arguments: see `choose_workers`."""
+        role_sets = self._role_sets_of_all()
         free = sorted(free, key=lambda address: address in self.gpus)  # light roles prefer workers without GPUs
         if not self.uses_gpus(needs):
-            gang = choose_workers(needs, kinds, free, driver_worker, engine_workers, with_surplus=with_surplus)
+            gang = choose_workers(needs, role_sets, free, driver_worker, engine_workers, with_surplus=with_surplus)
             return None if gang is None else (gang, {})
         candidates = [address for address in (*engine_workers, *free) if address != driver_worker]
         used_gpus = self._used_gpus([*free, *engine_workers]) if used_gpus is None else used_gpus
@@ -250,7 +251,7 @@ class WorkerPool:
         devices = {assignment.process: assignment.devices for assignment in placement.assignments.values()}
         light_gang = choose_workers(
             needs.light_needs,
-            kinds,
+            role_sets,
             [address for address in free if address not in devices],
             driver_worker,
             with_surplus=with_surplus,
@@ -261,17 +262,17 @@ class WorkerPool:
         return light_gang | roles, devices
 
     def _describe_shortage(self, needs: Needs, free: list[str]) -> str:
-        """Message: which workers or GPUs a job waits for; empty if only the number of workers is too small."""
+        """Describe which workers or GPUs a job waits for; empty if only the number of workers is too small."""
         if not self.uses_gpus(needs):
-            return describe_shortage(needs, self._known_kinds(), free)
+            return describe_shortage(needs, self._role_sets_of_all(), free)
         placement = self._place(needs, free, used_gpus=self._used_gpus(free))
         return placement.line if isinstance(placement, Shortage) else "no worker process is left for the light roles"
 
     def _is_large_enough(self, needs: Needs) -> bool:
         """Whether all workers of the cluster, including workers that have just left, are enough for a job."""
-        kinds = self._known_kinds()
+        role_sets = self._role_sets_of_all()
         return (
-            self._select(needs, list(kinds), used_gpus={}) is not None
+            self._select(needs, list(role_sets), used_gpus={}) is not None
             if self.uses_gpus(needs)
-            else is_large_enough(needs, kinds)
+            else is_large_enough(needs, role_sets)
         )

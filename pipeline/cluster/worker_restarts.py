@@ -18,16 +18,16 @@ seconds."""
 
 
 async def has_engine(scheduler: Any, address: str) -> bool:
-    """Whether a worker answers and has an engine without an actor."""
+    """Whether a worker replies and has an engine without an actor."""
     with contextlib.suppress(Exception):
         async with asyncio.timeout(EXIT_S):
-            answer = await scheduler.rpc(address).run(function=pickle.dumps(require_orphan))
-            return bool(answer["status"] == "OK")
+            reply = await scheduler.rpc(address).run(function=pickle.dumps(require_orphan))
+            return bool(reply["status"] == "OK")
     return False
 
 
 async def restart_workers(scheduler: Any, addresses: Sequence[str]) -> None:
-    """Restart workers. Returns when they have left, or do not answer."""
+    """Restart workers. Returns when they have left the cluster, or do not reply."""
     if not addresses:
         return
     # Workers with a nanny exit at once. An orderly shutdown would let their tasks run for four more seconds.
@@ -42,8 +42,8 @@ async def restart_workers(scheduler: Any, addresses: Sequence[str]) -> None:
 
 
 async def _exit_process(scheduler: Any, address: str) -> None:
-    """End a worker's process, which its nanny then starts again. Returns once the worker has left, or does not
-    answer."""
+    """End a worker's process, which its nanny then restarts. Returns once the worker has left the cluster, or does not
+    reply."""
     with contextlib.suppress(Exception):
         async with asyncio.timeout(EXIT_S):
             with contextlib.suppress(OSError):  # the connection closes when the process exits

@@ -13,33 +13,33 @@ T = TypeVar("T")
 
 
 class Background:
-    """Tasks of one run that run beside its main loop. failed: called with the error of each task that fails."""
+    """Background tasks of one run. on_failure: called with the error of each task that fails."""
 
-    def __init__(self, failed: Callable[[BaseException], None]) -> None:
-        self._failed = failed
+    def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
+        self._failed = on_failure
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[asyncio.Task[None]]:
         return iter(tuple(self._tasks))
 
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Start a task. what: its name in the log if it fails."""
+    def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        """Start a task. name: its name in the log if it fails."""
 
-        def ended(task: asyncio.Task[None]) -> None:
+        def on_done(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
                 logger.debug("%s failed", name, exc_info=error)
                 self._failed(error)
 
-        task = asyncio.ensure_future(work)
+        task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(ended)
+        task.add_done_callback(on_done)
 
 
-async def gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:
+async def gather_or_cancel(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
     """Run all coroutines concurrently. Returns their results in order. At the first failure, cancels the others and
     raises it."""
-    tasks = [asyncio.ensure_future(w) for w in work]
+    tasks = [asyncio.ensure_future(w) for w in coroutines]
     try:
         return await asyncio.gather(*tasks)
     except BaseException:

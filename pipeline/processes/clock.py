@@ -1,7 +1,7 @@
 """The only clock of pipeline/runtime: the time of the running event loop, in seconds.
 
-On the loops that Python brings it is the monotonic clock. On a loop whose time is virtual every deadline, pause and
-measured duration here follows that loop's time, so that a minute of waiting is tested in microseconds.
+On Python's own event loops this is the monotonic clock. On a loop with virtual time every deadline, pause and measured
+duration follows the virtual time, so that tests need not wait.
 """
 
 from __future__ import annotations
@@ -10,5 +10,5 @@ import asyncio
 
 
 def now_s() -> float:
-    """Seconds since an arbitrary moment; never decreases. Call only inside a running event loop."""
+    """Return seconds since an arbitrary moment; never decreases. Call only inside a running event loop."""
     return asyncio.get_running_loop().time()

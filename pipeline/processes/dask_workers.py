@@ -1,11 +1,11 @@
 """Places actors on the workers of a Dask cluster. Implements `Workers` of pipeline/processes/worker_protocol.py.
 
-Dask's resources only filter placement and are released when a constructor returns, so exclusivity is kept here, in a
-slot table: a rollout instance or a trainer has its worker process to itself, because all plain work in a process
-shares one interpreter. Light actors (server, reward) share one with each other where workers are scarce: when the
-heavy ones need the free ones that are left, or when other runs may want them; parameter servers always run beside
-another actor. On a cluster that other runs use too, a worker belongs to one run at a time: the registry on the
-scheduler (pipeline/cluster/job_registry.py) gives a run all the workers it needs at once, and records which.
+Dask's resources only filter placement and are released when a constructor returns. So this module itself keeps a table
+of the roles on each worker. A rollout instance or a trainer rank has a worker process to itself, because all Python
+code of a process shares one interpreter. Light actors (server, reward) share a worker if the heavy roles need the
+remaining ones, or other runs use the cluster. Parameter servers always share the worker of another actor. On a cluster
+that other runs use too, a worker belongs to one run at a time: the registry on the scheduler
+(pipeline/cluster/job_registry.py) gives a run all its workers at once, and records them.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from staleflow.stores.errors import ActorLost, ActorSilent, ConfigError, Stalefl
 
 logger = logging.getLogger(__name__)
 
-RETIRE_TRIES = 5
-"""How often the scheduler is asked, a second apart, to let a worker go: it refuses while it counts an actor as there,
-which it may for a moment after that was released."""
-ADMITTED_POLL_S = 0.5
-"""Seconds between two questions of a run that waits whether it has its workers."""
-RESUME = "what is stored is whole, `staleflow resume` goes on with it"
-CREATING_S = 1.0
-"""Seconds between two looks whether a worker is there on which an actor is being created."""
-_BECOMING_CURRENT = threading.Lock()
-"""Locked while a client is made current: Dask sets its global scheduler meanwhile, and two that overlap, of two actors
-or runs of this process, would leave it set, so that whatever Dask computes later would look for a client."""
-FILE_S = 10.0
-"""Seconds a scheduler file may take to appear: a run may be started together with its cluster."""
+MAX_RETIRE_ATTEMPTS = 5
+"""Maximum requests to the scheduler to retire a worker, one per second. It refuses while it counts an actor on the
+worker, which it may still do shortly after the actor was released."""
+ADMISSION_POLL_S = 0.5
+"""Seconds between two checks whether a waiting run has its workers."""
+RESUME_HINT = "the stored data is complete; `staleflow resume` continues the run"
+WORKER_CHECK_S = 1.0
+"""Seconds between two checks whether the worker on which an actor is being created is still there."""
+_CURRENT_CLIENT_LOCK = threading.Lock()
+"""Held while a client is made current. Dask sets its global scheduler in the meantime. If two actors or runs of this
+process overlapped, it would stay set, and later Dask computations in this process would look for a client."""
+FILE_TIMEOUT_S = 10.0
+"""Maximum seconds until a scheduler file appears: a run may be started together with its cluster."""
 
 
 class DriverSlotTaken(StaleflowError):
@@ -67,28 +67,28 @@ class DaskWorkers:
     generation: int = 0
     placed: dict[str, PlacedActor] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
-    """Addresses of workers that lost an actor. A hung worker is still listed by the scheduler; it is not chosen again.
-    """
+    """Addresses of workers that lost an actor. The scheduler still lists a hung one, but it is not chosen again."""
     restarts: set[asyncio.Future[None]] = field(default_factory=set)
     job: str = ""
-    """Id under which the registry on the scheduler knows the run."""
+    """The run's id in the job registry on the scheduler."""
     own_worker: str = ""
-    """Address of the worker that this process is, if the driver runs as a task of the cluster."""
+    """Address of this process as a worker, if the driver runs as a task of the cluster; else empty."""
     num_heavy: int = 0
-    """Workers that the run's rollout instances and trainer need."""
-    choosing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Number of workers that the run's rollout instances and trainer need."""
+    choose_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     shared: bool = False
     """Whether other runs may use the cluster, so that workers have to be claimed."""
     scheduler_id: str = ""
-    """Dask's id of the scheduler, another one for each process; empty until it was asked."""
+    """Dask's id of the scheduler process; empty until the first request."""
     visible: Mapping[str, str] = field(default_factory=dict)
-    """The GPUs of each role on a local cluster, as CUDA_VISIBLE_DEVICES has them, by the role's name."""
+    """Values of CUDA_VISIBLE_DEVICES on a local cluster, by actor name."""
     on_gpus: bool = False
-    """Whether the run computes on GPUs of a shared cluster: then the registry chooses its workers, and their GPUs."""
+    """Whether the run uses GPUs of a shared cluster, so that the registry chooses its workers and GPUs."""
     placement_text: str = ""
-    """What `visible` says, for people."""
+    """The placement on hosts and GPUs as text for the user."""
     waiting: dict[str, str] = field(default_factory=dict)
-    """Actors that have no worker yet, by name, and what each needs: shown to whoever watches the run."""
+    """Actors that have no worker yet, by name, with a description of the worker that each needs, for status
+    displays."""
 
     @property
     def dashboard(self) -> str:
@@ -101,8 +101,8 @@ class DaskWorkers:
         deadline = now_s() + self.start_s
         try:
             while (worker := await self._take_slot(role)) is None:
-                left_s = deadline - now_s()
-                if left_s < 0:
+                remaining_s = deadline - now_s()
+                if remaining_s < 0:
                     raise NoFreeWorker(
                         f"cluster: no free worker for {name} after {self.start_s:g} s (deadlines.start_s); the run "
                         "needs one worker process for each rollout instance and each rank of the trainer, with "
@@ -116,18 +116,18 @@ class DaskWorkers:
 
     async def place_beside(self, actor: PlacedActor, name: str, role: str, cls: type[Any], *args: Any) -> PlacedActor:
         """Create a light actor on the worker of another actor."""
-        where = (actor.worker, actor.address, actor.host)
+        slot = (actor.worker, actor.address, actor.host)
         self.roles_by_worker[actor.worker].append(role)
-        return await self._create(where, name, role, cls, args, self.start_s)
+        return await self._create(slot, name, role, cls, args, self.start_s)
 
     async def _create(
-        self, where: tuple[str, str, str], name: str, role: str, cls: type[Any], args: tuple[Any, ...], within_s: float
+        self, slot: tuple[str, str, str], name: str, role: str, cls: type[Any], args: tuple[Any, ...], within_s: float
     ) -> PlacedActor:
-        """Create an actor in the slot reserved for it. The slot is free again if that fails; a worker on which it took
-        too long may hang, and is not used again."""
-        worker, address, _ = where
+        """Create an actor in its reserved slot: name, address and host of a worker. If this fails, the slot is free
+        again; after a timeout the worker is not used again, because it may hang."""
+        worker, address, _ = slot
         try:
-            return await self._created(where, name, role, cls, args, within_s)
+            return await self._submit_actor(slot, name, role, cls, args, within_s)
         except TimeoutError:
             self.roles_by_worker[worker].remove(role)
             self.lost.add(address)
@@ -138,17 +138,17 @@ class DaskWorkers:
             self.roles_by_worker[worker].remove(role)
             raise
 
-    async def _created(
+    async def _submit_actor(
         self, where: tuple[str, str, str], name: str, role: str, cls: type[Any], args: tuple[Any, ...], within_s: float
     ) -> PlacedActor:
         worker, address, host = where
         if self.on_gpus:
             visible = (await job_registry.ask(self.client, "visible_devices", id=self.job)).get(address, "")
         else:
-            visible = self.visible.get(name.partition(".")[0])  # a replacement takes the GPUs of the instance before it
+            visible = self.visible.get(name.partition(".")[0])  # a replacement gets the GPUs of the lost instance
         if visible is not None:
-            await self._restrict(name, address, visible, within_s)
-        self.generation += 1  # in the key: one cannot be used again while anyone holds the old future
+            await self._set_visible_gpus(name, address, visible, within_s)
+        self.generation += 1  # part of the key, which cannot be reused while a future of the lost actor exists
         future = self.client.submit(
             cls,
             *args,
@@ -171,8 +171,8 @@ class DaskWorkers:
         logger.debug("%s placed on %s (%s)", name, worker, address)
         return self.placed[name]
 
-    async def _restrict(self, name: str, address: str, visible: str, within_s: float) -> None:
-        """Have a worker use the GPUs of the role that is to be created there, and no other. Raises ActorLost."""
+    async def _set_visible_gpus(self, name: str, address: str, visible: str, within_s: float) -> None:
+        """Let a worker use only the GPUs of the actor that will be created there. Raises ActorLost."""
         try:
             async with asyncio.timeout(within_s):
                 await self.client.run(use_devices, visible, workers=[address])
@@ -183,13 +183,13 @@ class DaskWorkers:
         logger.debug("%s has GPUs %s", name, visible or "none")
 
     async def _wait_for_actor(self, future: Any, name: str, address: str) -> Any:
-        """The actor that is being created on a worker. Raises ActorLost if the worker leaves meanwhile: Dask would wait
-        for it to come back, which it never does under this address."""
-        # The handle belongs to the client that is current where it arrives, in this task; a process may have several.
-        with _BECOMING_CURRENT, self.client.as_current():
+        """Wait for an actor that is being created on a worker. Raises ActorLost if the worker leaves in the meantime:
+        Dask would wait for a worker at this address, where none ever returns."""
+        # An actor's handle uses the client that is current in the task that receives it; a process may have several.
+        with _CURRENT_CLIENT_LOCK, self.client.as_current():
             pending = asyncio.ensure_future(future)
         try:
-            while not (await asyncio.wait({pending}, timeout=CREATING_S))[0]:
+            while not (await asyncio.wait({pending}, timeout=WORKER_CHECK_S))[0]:
                 if address not in (await self._identity(-1))["workers"]:
                     raise ActorLost(f"{name} could not start on {address}: the worker is gone", name)
             return await pending
@@ -211,14 +211,14 @@ class DaskWorkers:
             await job_registry.ask(self.client, "return_worker", id=self.job, address=address)
 
     def mark_lost(self, name: str) -> None:
-        """Remove a lost actor. Its process is not used again, because it may hang or still hold memory. Unless an actor
-        that cannot be replaced runs there too, its nanny restarts it."""
+        """Remove a lost actor. Its process is not used again, because it may hang or still hold memory. The nanny
+        restarts it, unless another actor than a parameter server runs there too."""
         lost = self.placed[name]
         self.release_light_actor(name)
         self.lost.add(lost.address)
-        beside = [p for p in self.placed.values() if p.address == lost.address]
-        if all(p.role == "parameters" for p in beside):
-            for other in beside:
+        neighbors = [p for p in self.placed.values() if p.address == lost.address]
+        if all(p.role == "parameters" for p in neighbors):
+            for other in neighbors:
                 self.release_light_actor(other.name)
             restart = asyncio.ensure_future(self._restart(lost.address))
             self.restarts.add(restart)
@@ -226,21 +226,21 @@ class DaskWorkers:
 
     async def retire(self, name: str) -> None:
         """Release a closed actor, and let its process leave the cluster for good. Never raises."""
-        leaving = self.placed[name]
-        self.lost.add(leaving.address)
-        leave = [p for p in self.placed.values() if p.address == leaving.address]
-        for other in leave:
+        retiring = self.placed[name]
+        self.lost.add(retiring.address)
+        actors = [p for p in self.placed.values() if p.address == retiring.address]
+        for other in actors:
             self.release_light_actor(other.name)
-        # The scheduler keeps a worker as long as anybody wants an actor there: so does each handle of it, also those
-        # that others were given, until they are collected.
+        # The scheduler keeps a worker while any handle of an actor on it exists, also handles in other actors that are
+        # not garbage-collected yet.
         with contextlib.suppress(Exception):
-            await self.client.cancel([p.future for p in leave], force=True)
-        for _ in range(RETIRE_TRIES):
+            await self.client.cancel([p.future for p in actors], force=True)
+        for _ in range(MAX_RETIRE_ATTEMPTS):
             with contextlib.suppress(Exception):
-                if await self.client.retire_workers([leaving.address]):
+                if await self.client.retire_workers([retiring.address]):
                     return
             await asyncio.sleep(1.0)
-        logger.warning("%s does not leave the cluster; nothing of the run is on it any more", leaving.address)
+        logger.warning("%s does not leave the cluster; the run does not use it any more", retiring.address)
 
     async def has_spare_worker(self, role: str) -> bool:
         """Whether there is a free worker for `role` that no other run waits for."""
@@ -251,7 +251,7 @@ class DaskWorkers:
         if self.on_gpus and role in EXCLUSIVE_ROLES:
             claim = {"id": self.job, "role": role, "avoid": list(self.lost), "peek": True}
             return bool(await job_registry.ask(self.client, "claim_gpus", **claim))
-        async with self.choosing:
+        async with self.choose_lock:
             workers = await self._workers()
             claimed = await job_registry.ask(self.client, "workers_of", id=self.job) if self.shared else {}
             return bool(self._free(role, {a: w for a, w in workers.items() if a not in claimed}))
@@ -263,7 +263,7 @@ class DaskWorkers:
 
     async def _take_slot(self, role: str) -> tuple[str, str, str] | None:
         """Reserve a slot for `role`: (name, address, host) of its worker, or None if no worker is free."""
-        async with self.choosing:
+        async with self.choose_lock:
             worker = await self._choose(role)
             if worker is not None:
                 self.roles_by_worker.setdefault(worker[0], []).append(role)
@@ -272,33 +272,34 @@ class DaskWorkers:
     async def _choose(self, role: str) -> tuple[str, str, str] | None:
         workers = await self._workers()
         claimed = await job_registry.ask(self.client, "workers_of", id=self.job) if self.shared else {}
-        mine = [(a, w) for a, w in workers.items() if role in claimed.get(a, ())]
+        candidates = [(a, w) for a, w in workers.items() if role in claimed.get(a, ())]
         if role in EXCLUSIVE_ROLES:
-            mine = [(a, w) for a, w in mine if not self.roles_by_worker.get(str(w["name"]))]
-            if self.on_gpus and not mine:
+            candidates = [(a, w) for a, w in candidates if not self.roles_by_worker.get(str(w["name"]))]
+            if self.on_gpus and not candidates:
                 claim = {"id": self.job, "role": role, "avoid": list(self.lost)}
                 address = await job_registry.ask(self.client, "claim_gpus", **claim)
-                mine = [(a, w) for a, w in workers.items() if a == address]
-                if not mine:
+                candidates = [(a, w) for a, w in workers.items() if a == address]
+                if not candidates:
                     return None
-        free = mine or self._free(role, {a: w for a, w in workers.items() if a not in claimed or self._in_use(w)})
+        free = candidates or self._free(role, {a: w for a, w in workers.items() if a not in claimed or self._in_use(w)})
         for address, worker in sorted(free, key=lambda item: (self._num_roles(item[1]), str(item[1]["name"]))):
             if await self._claim(address, role):
                 return str(worker["name"]), address, str(worker["host"])
         return None
 
     def _free(self, role: str, workers: dict[str, Any]) -> list[tuple[str, Any]]:
-        """Workers that may take a role, where the run was given none for it: a local cluster's, or a lost one's."""
+        """Return the free workers for a role for which the run has no claimed worker, as on a local cluster or after a
+        loss."""
         declared = any(set(w["resources"]) & set(ROLES) for w in workers.values())
-        able = {a: w for a, w in workers.items() if not declared or w["resources"].get(role, 0) > 0}
-        free = [(a, w) for a, w in able.items() if not self._in_use(w)]
+        capable = {a: w for a, w in workers.items() if not declared or w["resources"].get(role, 0) > 0}
+        free = [(a, w) for a, w in capable.items() if not self._in_use(w)]
         if role not in EXCLUSIVE_ROLES:
-            # Light roles share a worker where other runs need some too, or the heavy roles need the rest.
+            # Light roles share a worker if other runs use the cluster, or the heavy roles need the remaining workers.
             exclusive = [r for roles in self.roles_by_worker.values() for r in roles if r in EXCLUSIVE_ROLES]
-            wanted = 0 if declared else self.num_heavy - len(exclusive)
-            if len(free) <= wanted or (self.shared and not declared):
-                roles_of = [(a, w, set(self.roles_by_worker.get(str(w["name"]), ()))) for a, w in able.items()]
-                free = [(a, w) for a, w, roles in roles_of if roles and not roles & set(EXCLUSIVE_ROLES)] or free
+            num_needed = 0 if declared else self.num_heavy - len(exclusive)
+            if len(free) <= num_needed or (self.shared and not declared):
+                with_roles = [(a, w, set(self.roles_by_worker.get(str(w["name"]), ()))) for a, w in capable.items()]
+                free = [(a, w) for a, w, roles in with_roles if roles and not roles & set(EXCLUSIVE_ROLES)] or free
         return free
 
     def _num_roles(self, worker: Any) -> int:
@@ -308,18 +309,18 @@ class DaskWorkers:
         return self._num_roles(worker) > 0
 
     async def _claim(self, address: str, role: str) -> bool:
-        """Claim a worker for this run. False if another run holds it."""
+        """Claim a worker for this run. Returns False if it belongs to another run."""
         return not self.shared or bool(
             await job_registry.ask(self.client, "claim", id=self.job, address=address, role=role)
         )
 
     async def wait_for_workers(self, config: RunConfig, announce: Callable[[str], None], own_worker: str = "") -> str:
-        """Wait until the run has all the workers it needs on a shared cluster; it holds none before that. Returns why
-        the run must stop instead; empty if it need not.
+        """Wait until the run has all its workers on a shared cluster; it has none before that. Returns the reason if
+        the run must stop instead; otherwise empty.
 
         Args:
-            announce: Called with lines that say what the run waits for.
-            own_worker: Address of the worker that this process is; no heavy actor is placed there.
+            announce: Called with one line for each new reason of the wait.
+            own_worker: Address of this process if it is a worker; no heavy actor is placed there.
 
         Raises:
             ConfigError: The run has waited for longer than allowed.
@@ -338,7 +339,7 @@ class DaskWorkers:
                 wait_s=config.deadlines.wait_s,
                 driver=str(self.client.id),
             )
-        announced = ""
+        announced_reason = ""
         while (
             await self._identity(0)
             and not (job := await job_registry.ask(self.client, "check_admission", id=self.job))["admitted"]
@@ -349,10 +350,10 @@ class DaskWorkers:
                 return str(job["stop"])
             if own_worker and job["driver_worker"] != own_worker:
                 raise DriverSlotTaken("this worker no longer belongs to the run")
-            if job["why"] != announced:
-                announced = job["why"]
-                announce(f"waiting: {announced}")
-            await asyncio.sleep(ADMITTED_POLL_S)
+            if job["why"] != announced_reason:
+                announced_reason = job["why"]
+                announce(f"waiting: {announced_reason}")
+            await asyncio.sleep(ADMISSION_POLL_S)
         if own_worker:
             self.roles_by_worker[str((await self._workers())[own_worker]["name"])] = ["driver"]
         self.placement_text = await job_registry.ask(self.client, "placement_text", id=self.job)
@@ -360,15 +361,16 @@ class DaskWorkers:
         return ""
 
     async def _identity(self, n_workers: int) -> dict[str, Any]:
-        """What the scheduler says of itself and of so many workers, -1 for all. Raises ClusterLost if it is not the one
-        that the run began with: Dask's client connects to whatever answers at its address."""
+        """Return the scheduler's description of itself and of up to `n_workers` workers, -1 for all. Raises ClusterLost
+        if it is another scheduler than at the start, because Dask's client reconnects to any scheduler at the
+        address."""
         try:
             info: dict[str, Any] = await self.client.scheduler.identity(n_workers=n_workers)
         except OSError as error:
-            raise ClusterLost(f"cluster: the scheduler does not answer any more ({error}); {RESUME}") from error
+            raise ClusterLost(f"cluster: the scheduler does not answer any more ({error}); {RESUME_HINT}") from error
         self.scheduler_id = self.scheduler_id or str(info["id"])
         if info["id"] != self.scheduler_id:
-            raise ClusterLost(f"cluster: the scheduler was started anew, without what ran on its workers; {RESUME}")
+            raise ClusterLost(f"cluster: the scheduler was restarted, so the run's actors are gone; {RESUME_HINT}")
         return info
 
     async def _workers(self) -> dict[str, Any]:
@@ -382,7 +384,7 @@ class DaskWorkers:
             restart.cancel()
         for name in list(self.placed):
             self.release_light_actor(name)
-        if self.shared and not self.own_worker:  # else the driver may resume the run on them, and releases them itself
+        if self.shared and not self.own_worker:  # else the driver releases its workers itself
             with contextlib.suppress(Exception):
                 await job_registry.ask(self.client, "end", id=self.job)
         with contextlib.suppress(Exception):
@@ -393,7 +395,7 @@ class DaskWorkers:
 
 
 def _cluster_of(config: RunConfig, security: Any) -> ClusterAddress:
-    """The cluster that a job names, which is none of this machine alone."""
+    """Return the address of a job's cluster, which is not a local one."""
     if config.cluster.kind == "file":
         return ClusterAddress(scheduler_file=config.cluster.scheduler_file, security=security)
     return ClusterAddress(address=config.cluster.address, security=security)
@@ -402,7 +404,7 @@ def _cluster_of(config: RunConfig, security: Any) -> ClusterAddress:
 async def check_gpus(config: RunConfig, security: Any = None) -> None:
     """Raise ConfigError if the cluster that a job names has too few GPUs for it."""
     if config.cluster.kind != "local":
-        client = await _cluster_of(config, security).client(file_within_s=FILE_S)
+        client = await _cluster_of(config, security).client(file_timeout_s=FILE_TIMEOUT_S)
         try:
             await refuse_too_few_gpus(client, config)
         finally:
@@ -435,7 +437,7 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
             raise
     else:
         client = await _cluster_of(config, security).client(
-            direct_to_workers=True, file_within_s=FILE_S, within_s=within_s
+            direct_to_workers=True, file_timeout_s=FILE_TIMEOUT_S, within_s=within_s
         )
     return DaskWorkers(
         client=client,

@@ -10,7 +10,7 @@ from staleflow.pipeline.processes.worker_protocol import PlacedActor
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from staleflow.tasks.engines.base import EngineLoad
 
-COUNTS = ("prefilled_tokens", "cached_tokens", "drafted_tokens", "accepted_tokens")
+TOKEN_COUNTS = ("prefilled_tokens", "cached_tokens", "drafted_tokens", "accepted_tokens")
 """Fields of EngineLoad that are counted since start, and metrics of a step of the same names."""
 
 
@@ -24,29 +24,29 @@ class InstanceHandle:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     version: PolicyVersion = PolicyVersion(0)
     fetched_version: PolicyVersion | None = None
-    """The version that it fetches while it pulls; else None."""
+    """The version that the instance is fetching; None if it does not pull."""
     is_loading: bool = False
-    """Whether its engine loads weights, during which it samples nothing."""
+    """Whether its engine is loading weights, and so does not sample."""
     fingerprint: str = ""
-    """Fingerprint of the weights it holds; empty until its first pull."""
+    """Fingerprint of its engine's weights; empty until its first pull."""
     drift: float = 0.0
-    """Largest difference of its probe's logprobs from the trainer's after the latest pull, nats."""
+    """Maximum difference between its logprobs and the trainer's on the probe after the latest pull, nats."""
     assigned_s: float = 0.0
     """Seconds in which it had trajectories to sample."""
     busy_s: float = 0.0
     """Seconds in which its engine worked."""
     tokens_sampled: int = 0
     initial_load: EngineLoad | None = None
-    """Its load in its first report; what it did before, such as an evaluation, does not count."""
+    """Its load in its first report. Work before that, such as an evaluation, is not counted."""
     load: EngineLoad | None = None
     """Its load in its latest report."""
 
     @property
     def counts(self) -> dict[str, int]:
-        """Token counts of its engine since the engine's start, by the names COUNTS, as last reported."""
+        """Token counts of its engine since the engine's start, by the names TOKEN_COUNTS, as last reported."""
         if self.initial_load is None or self.load is None:
-            return dict.fromkeys(COUNTS, 0)
-        return {name: getattr(self.load, name) - getattr(self.initial_load, name) for name in COUNTS}
+            return dict.fromkeys(TOKEN_COUNTS, 0)
+        return {name: getattr(self.load, name) - getattr(self.initial_load, name) for name in TOKEN_COUNTS}
 
     @property
     def kept_tokens(self) -> int:

@@ -60,8 +60,8 @@ OWN_PROCESS_NAMES = ("Dask Worker process", "staleflow")
 def worker_environment(threads: int) -> dict[str, str]:
     """Environment variables of a worker process. threads: size of each thread pool.
 
-    Dask makes workers return freed memory at once. Training and sampling reuse the same buffers, and the resulting page
-    faults made a step four times slower on the demo; so the malloc thresholds are raised.
+    Dask makes workers return freed memory to the system at once. Training and sampling allocate the same buffers again,
+    and the page faults made a step of the demo four times slower. So the malloc thresholds are raised.
     """
     pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     malloc_thresholds = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
@@ -81,7 +81,7 @@ def set_process_environment(threads: int) -> None:
 
 
 def modules(*, emulated: bool) -> tuple[str, ...]:
-    """Modules that the workers of a run import in addition to WORKER_MODULES."""
+    """Return the modules that the workers of a run import in addition to WORKER_MODULES."""
     return ACTOR_MODULES if emulated else (*ACTOR_MODULES, *MODEL_MODULES)
 
 
@@ -137,7 +137,7 @@ def _patch_preparation_data() -> None:
 
 
 def _forkserver_pid() -> int | None:
-    """Process id of the fork server; None if none has been started."""
+    """Return the process id of the fork server; None if none has been started."""
     pid: int | None = getattr(forkserver, "_forkserver")._forkserver_pid  # noqa: B009  mypy does not know it
     return pid
 
@@ -215,7 +215,7 @@ def log_level() -> int:
 def _close_http_server(local: Any) -> None:
     """Close the HTTP server of a local cluster's scheduler: Dask starts one even without a dashboard, on port 8787."""
     local.scheduler.services.pop("dashboard").stop()
-    local.scheduler_info["services"].pop("dashboard", None)  # what clients make the dashboard's address from
+    local.scheduler_info["services"].pop("dashboard", None)  # clients derive the dashboard's address from this entry
 
 
 @contextlib.contextmanager

@@ -9,18 +9,18 @@ import importlib
 import os
 import signal
 
-if "STALEFLOW_PRELOAD" in os.environ:  # this is the server; it was started with SIGINT held back
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C means its caller, which ends it; its workers inherit that
+if "STALEFLOW_PRELOAD" in os.environ:  # this process is the fork server, and was started with SIGINT blocked
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C; workers inherit this
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-gc.disable()  # collections while modules are made take a quarter of the time that importing takes
-os.environ.pop("PYTHONSAFEPATH", None)  # set for this process only; what workers start is as the caller has it
+gc.disable()  # collections would take a quarter of the time of the imports
+os.environ.pop("PYTHONSAFEPATH", None)  # only for this process; child processes of workers get the caller's setting
 for module in filter(None, os.environ.pop("STALEFLOW_PRELOAD", "").split(",")):
-    with contextlib.suppress(Exception):  # a worker that needs it imports it again, and tells what is wrong
+    with contextlib.suppress(Exception):  # a worker that needs the module imports it again and reports the error
         importlib.import_module(module)
 with contextlib.suppress(ImportError):
     import numpy as np
 
-    os.register_at_fork(after_in_child=np.random.seed)  # `random` does so by itself; torch's default seed is fixed
+    os.register_at_fork(after_in_child=np.random.seed)  # `random` reseeds itself; torch's default seed is fixed
 gc.collect()
 gc.freeze()  # a collection in a worker would copy all of these pages
 gc.enable()

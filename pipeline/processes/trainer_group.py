@@ -1,4 +1,4 @@
-"""Places the processes of a trainer, which are one actor for the rest of a run.
+"""Places the processes of a trainer, which the rest of a run uses as one actor.
 
 Invariants:
 - The leading rank has the trainer's name and receives all calls to the trainer. The other ranks are called by it alone,
@@ -31,17 +31,17 @@ class AskOnce(Protocol):
 
 
 def follower_names(config: RunConfig) -> list[str]:
-    """Names of the trainer's ranks other than the leading one."""
+    """Return the names of the trainer's ranks other than the leading one."""
     return [rank_name(number) for number in range(1, config.training.ranks)]
 
 
 def role_of(name: str) -> str:
-    """The name under which the loss of an actor is recorded and recovered: all ranks count as the trainer."""
+    """Return the name under which the loss of an actor is recorded and recovered: all ranks count as the trainer."""
     return TRAINER if name.startswith(f"{TRAINER}-") else name
 
 
 def list_members(name: str, placed: Iterable[str]) -> list[str]:
-    """The placed actors that are lost together with the actor of this name."""
+    """Return the names of the placed actors that are lost together with the actor of this name."""
     return [other for other in placed if other == name or role_of(other) == name]
 
 

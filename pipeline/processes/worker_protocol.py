@@ -25,8 +25,8 @@ class NoFreeWorker(ConfigError):
 
 
 class ClusterLost(StaleflowError, ConnectionError):
-    """The cluster's scheduler is gone or was restarted, and with it everything the run had on the workers. No actor can
-    be placed any more; the run can only be resumed."""
+    """The cluster's scheduler is gone or was restarted, and all actors of the run with it. No actor can be placed any
+    more; the run can only be resumed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,17 +16,19 @@ from staleflow.stores.serialization import Codec, parse_json
 from staleflow.stores.trajectory import PolicyVersion
 
 FILE = "certificate.json"
-"""In the checkpoint's folder."""
+"""File name of the certificate in the checkpoint's folder."""
 SIGNATURE = f"{FILE}.sig"
-"""Its signature, beside it, as ssh-keygen names it."""
+"""File name of the certificate's signature, as ssh-keygen writes it."""
 OFFLINE = "offline.json"
-"""The record of an offline training, in its folder."""
+"""File name of the record in the folder of an offline training."""
 ENTRY = re.compile("[0-9a-f]{64}")
+"""Form of a hash chain's entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """Origin of a checkpoint. store: URL of the run's store; empty if the store is in the run's folder."""
+    """Origin of a checkpoint. store: URL of the run's store; empty if the store is in the run's folder. entry: entry of
+    the run's hash chain, 64 hex digits."""
 
     run: str
     store: str
@@ -47,7 +49,7 @@ def run_of(checkpoint: Path) -> str:
     if (folder / "config.toml").is_file() or (folder / OFFLINE).is_file():
         return str(folder)
     if not is_url(certificate.store):
-        raise ConfigError(f"{checkpoint}: it is not in its run's folder; put it into checkpoints/ of {certificate.run}")
+        raise ConfigError(f"{checkpoint}: not in its run's folder; move it into checkpoints/ of {certificate.run}")
     return certificate.store
 
 
@@ -70,11 +72,12 @@ def read(checkpoint: Path) -> Certificate:
 
 
 def signer_of(checkpoint: Path, allowed_signers: Path) -> str:
-    """The principal whose key signed a checkpoint's certificate (`ssh-keygen -Y sign -n file`).
+    """Verify the signature of a checkpoint's certificate (`ssh-keygen -Y sign -n file`). Returns the signer's
+    principal.
 
     Args:
-        checkpoint: Its folder, with the signature beside the certificate.
-        allowed_signers: File of principals and public keys, as of ssh-keygen.
+        checkpoint: The checkpoint's folder, which contains the certificate and its signature.
+        allowed_signers: File of principals and public keys in the format of ssh-keygen.
 
     Raises:
         ConfigError: There is no signature, no such file, or no ssh-keygen.
@@ -89,8 +92,8 @@ def signer_of(checkpoint: Path, allowed_signers: Path) -> str:
     with raised_as(ConfigError, "ssh-keygen", OSError, remedy="install OpenSSH", describe=strerror):
         principals = _ssh_keygen(b"", "find-principals", *key)
         principal = next(iter(principals.stdout.decode(errors="replace").splitlines()), "")
-        check = _ssh_keygen(signed.read_bytes(), "verify", *key, "-n", "file", "-I", principal)
-    if not principal or principals.returncode or check.returncode:
+        verification = _ssh_keygen(signed.read_bytes(), "verify", *key, "-n", "file", "-I", principal)
+    if not principal or principals.returncode or verification.returncode:
         raise StoreError(f"{signature}: no key of {allowed_signers} signed this {FILE}; it may have been changed")
     return principal
 

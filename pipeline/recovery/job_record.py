@@ -1,7 +1,7 @@
 """A job's state and log in the run's folder, where they outlive the scheduler.
 
-The driver writes here what it reports to the job registry on its scheduler (pipeline/cluster/job_registry.py), which
-keeps it only in memory. Waiting jobs have no folder yet, so they are not recorded here.
+The driver writes its reports to the run's folder and to the job registry on its scheduler
+(pipeline/cluster/job_registry.py), which keeps them only in memory. Waiting jobs have no folder yet, so no record.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.cluster.submitted_job import ENDED
-from staleflow.pipeline.recovery.run_folder import ELSEWHERE, is_locked
+from staleflow.pipeline.recovery.run_folder import DISK_REMEDY, is_locked
 from staleflow.stores.errors import ConfigError, StoreError, raised_as, strerror
 from staleflow.stores.files import replace_text
 
@@ -22,7 +22,7 @@ RECORD, LOG = "job.json", "job.log"
 POLL_S = 0.5
 """Seconds between two polls of a log that is followed."""
 LOCK_CHECK_EVERY = 10
-"""Check the run's lock only on every LOCK_CHECK_EVERY-th poll, because the check briefly takes the lock."""
+"""Number of polls per check of the run's lock, which is checked rarely because the check takes the lock."""
 DEFAULT_RECORD: dict[str, Any] = {
     "id": "", "name": "", "run_dir": "", "steps": 0, "submitted_at": 0.0, "state": "waiting", "why": "", "stop": "",
     "status": {}, "reported_at": 0.0, "last": {},
@@ -32,13 +32,13 @@ DEFAULT_RECORD: dict[str, Any] = {
 
 def write(run_dir: Path, changes: Mapping[str, Any], lines: Sequence[str]) -> None:
     """Update a job's record and append lines to its log. changes: new values by key. Raises StoreError."""
-    before = read(run_dir) if has_record(run_dir) else DEFAULT_RECORD | {"submitted_at": time.time()}
-    record = before | {"name": run_dir.name, "run_dir": str(run_dir), "reported_at": time.time()} | dict(changes)
-    with raised_as(StoreError, f"{run_dir / LOG}: cannot be written", OSError, remedy=ELSEWHERE, describe=strerror):
+    previous = read(run_dir) if has_record(run_dir) else DEFAULT_RECORD | {"submitted_at": time.time()}
+    record = previous | {"name": run_dir.name, "run_dir": str(run_dir), "reported_at": time.time()} | dict(changes)
+    with raised_as(StoreError, f"{run_dir / LOG}: cannot be written", OSError, remedy=DISK_REMEDY, describe=strerror):
         if lines:
             with (run_dir / LOG).open("a", encoding="utf-8") as file:
                 file.write("".join(f"{' '.join(line.splitlines())}\n" for line in lines))
-    replace_text(run_dir / RECORD, json.dumps(record), ELSEWHERE)
+    replace_text(run_dir / RECORD, json.dumps(record), DISK_REMEDY)
 
 
 def has_record(run_dir: Path) -> bool:
@@ -51,7 +51,7 @@ def read(run_dir: Path) -> dict[str, Any]:
     with raised_as(ConfigError, f"{run_dir / RECORD}: cannot be read", OSError, ValueError):
         record = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
     if not isinstance(record, dict):
-        raise ConfigError(f"{run_dir / RECORD}: is no record of a job")
+        raise ConfigError(f"{run_dir / RECORD}: not the record of a job")
     return DEFAULT_RECORD | record | {"run_dir": str(run_dir)}
 
 
@@ -72,7 +72,7 @@ async def read_log(run_dir: Path, *, follow: bool = False) -> AsyncIterator[str]
 
 
 def log_lines(run_dir: Path, after: int = 0) -> list[str]:
-    """The complete lines of the log from index `after` on."""
+    """Return the complete lines of the log from index `after` on."""
     try:
         text = (run_dir / LOG).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

@@ -20,7 +20,7 @@ from staleflow.stores.trajectories.records import RunHeader
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
 
-MAY_CHANGE = (
+CHANGEABLE_KEYS = (
     "steps",
     "rollout.instances",
     "rollout.max_instances",
@@ -35,8 +35,8 @@ MAY_CHANGE = (
     "training.resume_every",
     "training.schedule_steps",
 )
-"""Keys that `staleflow resume --set` may change: where and how long a run runs, not what it computes up to there. How
-many ranks train changes a later step's rounding, not its weights so far."""
+"""Keys that `staleflow resume --set` may change: where and how long a run runs, not the result of its stored steps. The
+number of ranks changes only the rounding of later steps."""
 REMEDY = "free space or move the run's folder"
 
 
@@ -46,10 +46,11 @@ class Resumption:
 
     Args:
         fingerprint: Fingerprint of the weights of `version`, as recorded by its step; empty for the base model.
-        steps: Metrics of the steps before.
+        version: The version from which training continues.
+        steps: Metrics of the earlier steps.
         elapsed_s: Seconds that the run took up to this point.
         earlier_starts: Number of earlier starts with recorded events.
-        drift_limit: The steps' probe_limit; 0 if none is stored.
+        drift_limit: Metric probe_limit of the last step; 0 if none is stored.
     """
 
     version: PolicyVersion
@@ -61,14 +62,15 @@ class Resumption:
 
 
 def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
-    """Load the job of a run to resume. Overrides may change only keys in MAY_CHANGE. If the number of steps changes, a
-    decaying schedule keeps its length, because the learning rate would jump otherwise. Raises ConfigError."""
+    """Load the job of a run to resume. Overrides may change only keys in CHANGEABLE_KEYS. If the number of steps
+    changes, a decaying schedule keeps its length, because the learning rate would jump otherwise. Raises
+    ConfigError."""
     require_run(run_dir)
     for override in overrides:
         key = override.partition("=")[0]
-        if not key.startswith(MAY_CHANGE):
+        if not key.startswith(CHANGEABLE_KEYS):
             raise ConfigError(
-                f"override {override}: cannot be changed when resuming; these can: {', '.join(MAY_CHANGE)}"
+                f"override {override}: cannot be changed when resuming; these can: {', '.join(CHANGEABLE_KEYS)}"
             )
     if run_dir.resolve().name.startswith("."):
         raise ConfigError(f"{run_dir}: the name of a run's folder must not begin with a dot; rename it")
@@ -82,7 +84,7 @@ def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
 
 
 def schedule_note(config: RunConfig) -> str:
-    """One line if the learning rate reaches its end before the run does; otherwise empty."""
+    """Return a note if the schedule of the learning rate ends before the run does; otherwise empty."""
     training = config.training
     if training.schedule == "constant" or not 0 < training.schedule_steps < config.steps:
         return ""
@@ -94,13 +96,12 @@ def schedule_note(config: RunConfig) -> str:
 
 
 def resume_version(config: RunConfig) -> PolicyVersion:
-    """Find the version from which a run resumes: that of its newest complete resume point which is not after the store.
-
-    0 if nothing is stored, or so few steps that the first resume point may not have been complete.
+    """Find the version from which a run resumes: that of its newest complete resume point which the store has reached.
+    It is 0 if nothing is stored, or so few steps that the first resume point may not have been complete.
 
     Raises:
-        ConfigError: There is no such point, the store belongs to another job, or nothing is left to do. A run killed
-            after its last step still has its final evaluation to do.
+        ConfigError: There is no such point, the store belongs to another job, or the run is complete. A run that was
+            killed after its last step is not complete without its final evaluation.
     """
     from staleflow.stores.trajectories.versioned import VersionedStore
 
@@ -118,7 +119,7 @@ def resume_version(config: RunConfig) -> PolicyVersion:
         )
     points = [v for v in ResumePoints(run_dir / "resume").complete_versions() if v <= num_trained]
     every = config.training.resume_every
-    # A second point waits for the first one.
+    # The trainer writes the second point only after the first one is complete.
     has_first_point = num_trained <= 2 * every and (run_dir / "resume").is_dir()
     if num_trained and not points and not has_first_point:
         raise ConfigError(
@@ -129,21 +130,22 @@ def resume_version(config: RunConfig) -> PolicyVersion:
 
 
 def _refuse_lost_store(run_dir: Path) -> None:
-    """Raise ConfigError if a run's store is missing though the run has trained: it is created before any training."""
+    """Raise ConfigError if a run's store is missing although the run has trained. A store is created before
+    training."""
     store = run_dir / "store"
     points = ResumePoints(run_dir / "resume").versions() if (run_dir / "resume").is_dir() else []
     checkpoints = sorted(path.name for path in run_dir.glob("checkpoints/*"))
     if store.is_symlink():
-        reason = f"is a link to {store.readlink()}, which is not there; mount it"
+        reason = f"is a link to {store.readlink()}, which does not exist; mount it"
     elif points:
-        reason = f"is gone, though there is a resume point of version {max(points)}; put it back"
+        reason = f"is missing, but there is a resume point of version {max(points)}; restore it"
     elif checkpoints:
-        reason = f"is gone, though there is a checkpoint, {checkpoints[-1]}; put it back"
+        reason = f"is missing, but there is a checkpoint, {checkpoints[-1]}; restore it"
     elif (run_dir / "summary.json").exists():
-        reason = "is gone, though the run has ended; put it back"
+        reason = "is missing, but the run has ended; restore it"
     else:
         return
-    raise ConfigError(f"{store}: it {reason}, or train anew under another name: staleflow run ... --set name=...")
+    raise ConfigError(f"{store}: {reason}, or train again under another name: staleflow run ... --set name=...")
 
 
 def check_header(config: RunConfig, header: RunHeader) -> None:
@@ -164,8 +166,8 @@ def check_header(config: RunConfig, header: RunHeader) -> None:
 
 
 def prepare(config: RunConfig) -> Resumption:
-    """Prepare a run's folder for resuming, and return where to resume. Undoes the steps after the resume point.
-    Requires the folder's lock. Raises as `resume_version` does."""
+    """Prepare a run's folder for resuming, and return the point to resume from. Undoes the steps after it. Requires the
+    folder's lock. Raises as `resume_version` does."""
     from staleflow.stores.trajectories.versioned import VersionedStore
 
     run_dir, version = config.run_dir, resume_version(config)
@@ -174,10 +176,10 @@ def prepare(config: RunConfig) -> Resumption:
         write_job(config)
         return Resumption(version=version, earlier_starts=_latest_number(run_dir))
     try:
-        # The spool has all in-flight work that was aborted at the stop: the resumed run continues with it.
+        # The spool contains the in-flight work that was aborted at the stop, and the resumed run continues it.
         VersionedStore.rewind(run_dir / "store", version, undo_end=(run_dir / "spool").is_dir())
         points = ResumePoints(run_dir / "resume")
-        points.claim()  # before the others are removed: a trainer of the start before may still be writing one
+        points.claim()  # before points are removed: a trainer of an earlier start may still be writing one
         points.remove_after(version)
         records = [r for r in VersionedStore.open(run_dir / "store").commits() if r.kind == "step"]
         _archive_start(run_dir)
@@ -197,9 +199,9 @@ def prepare(config: RunConfig) -> Resumption:
 
 
 def recorded_starts(run_dir: Path) -> list[tuple[Path, Path]]:
-    """(job file, recorded events) of each start of the run, oldest first."""
-    numbered = [(run_dir / f"config.{number}.toml", run_dir / f"events.{number}.jsonl") for number in _numbers(run_dir)]
-    return [*numbered, (run_dir / "config.toml", run_dir / "events.jsonl")]
+    """Return the paths (job file, recorded events) of each start of the run, oldest first."""
+    earlier = [(run_dir / f"config.{number}.toml", run_dir / f"events.{number}.jsonl") for number in _numbers(run_dir)]
+    return [*earlier, (run_dir / "config.toml", run_dir / "events.jsonl")]
 
 
 def _numbers(run_dir: Path) -> list[int]:
@@ -207,22 +209,22 @@ def _numbers(run_dir: Path) -> list[int]:
 
 
 def _latest_number(run_dir: Path) -> int:
-    """The number of the latest earlier start; 0 if there is none."""
+    """Return the number of the latest earlier start; 0 if there is none."""
     return max(_numbers(run_dir), default=0)
 
 
 def _archive_start(run_dir: Path) -> None:
-    """Rename the journal of the previous start, and copy its job file, since each start is replayed with its own. Safe
-    to repeat after an interruption: the file that gives the start its number is renamed last."""
+    """Rename the journal of the previous start, and copy its job file, which a replay of that start needs. Safe to
+    repeat after an interruption, because the file that determines the start's number is renamed last."""
     events = run_dir / "events.jsonl"
     number = _latest_number(run_dir) + 1
-    before = run_dir / f"events.{number}.jsonl"
-    if not journal.list_files(events) and not journal.list_files(before):
+    archived_events = run_dir / f"events.{number}.jsonl"
+    if not journal.list_files(events) and not journal.list_files(archived_events):
         return
     replace_text(run_dir / f"config.{number}.toml", (run_dir / "config.toml").read_text(), REMEDY)
     for part in journal.list_closed_parts(events).values():
-        part.rename(run_dir / part.name.replace(events.name, before.name, 1))
+        part.rename(run_dir / part.name.replace(events.name, archived_events.name, 1))
     if events.is_file():
-        events.rename(before)
-    else:  # killed while one part was closed and the next was not yet begun
-        before.touch()
+        events.rename(archived_events)
+    else:  # the run was killed after closing a part and before creating the next one
+        archived_events.touch()

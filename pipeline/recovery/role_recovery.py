@@ -2,15 +2,15 @@
 trajectory server from its store and spool.
 
 Invariants:
-- While a role is being restored no other calls are sent to it, even if its actor is placed, since its state is not
+- While a role is being restored, no other calls are sent to it, not even to a placed actor, because its state is not
   complete yet.
 - A role is restored once for each loss, even if several calls notice it: they wait for the same restoration, and are
   repeated then. So all calls to the trajectory server may be repeated.
-- A restored trajectory server has all data that the one before it acknowledged (stores/in_flight/spool.py).
-- A restored trainer has the weights that were published last, by their fingerprint. It repeats the steps since its
-  resume point, on the same rows in the same order. If that gives other weights, because kernels are not deterministic,
-  the run ends with an error. Resuming it repeats those steps, so that the store has one history.
-- A process of a role that answers nothing for deadlines.silent_s is lost, even if a call with a longer deadline runs.
+- A restored trajectory server has all data that the lost one acknowledged (stores/in_flight/spool.py).
+- A restored trainer has the last published weights, as their fingerprint proves. It repeats the steps since its resume
+  point, on the same rows in the same order. If this gives other weights, because kernels are not deterministic, the run
+  ends with an error. Resuming it trains those steps again, so that the store has one history.
+- A role's process that does not reply for deadlines.silent_s is lost, even during a call with a longer deadline.
 - The trainer's ranks are one role: the loss of one rank is the loss of all (trainer_group.py).
 - A loss counts like any other: too many within an hour end the run, and so does one without a free worker.
 """
@@ -141,7 +141,7 @@ class RoleRecovery:
             self._failed[role] = error
 
     async def _restore(self, role: str, lost: ActorLost, elapsed_s: Callable[[], float]) -> None:
-        """Place a role again until it comes back. lost: the loss of its actor. Raises ActorLost."""
+        """Place a role again until it is restored. Raises ActorLost if it cannot be. lost: the loss of its actor."""
         while True:
             resume_point = self._newest_resume_point(max(self._actors.trained_fingerprints, default=PolicyVersion(0)))
             if role == "trainer" and resume_point is None:
@@ -163,15 +163,15 @@ class RoleRecovery:
                 lost = next_loss
 
     def _newest_resume_point(self, version: PolicyVersion) -> PolicyVersion | None:
-        """The version of the newest complete resume point up to `version`; the base model is one. None if the run
-        writes none."""
+        """Return the version of the newest complete resume point up to `version`, 0 for the base model. None if the run
+        writes no resume points."""
         if version and not self._resume_every:
             return None
         return max((v for v in self._resume_points.complete_versions() if v <= version), default=PolicyVersion(0))
 
     async def _restore_trainer(self, resume_point: PolicyVersion) -> None:
-        """Place a trainer, and have it repeat the steps after the resume point. If nothing was published yet, the start
-        of the run continues with it."""
+        """Place a trainer that repeats the steps after the resume point. If no version was published yet, the run's
+        start continues with the new trainer."""
         actors = self._actors
         placed = await actors.place_trainer()
         if not actors.trained_fingerprints:

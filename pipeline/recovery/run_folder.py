@@ -1,14 +1,15 @@
 """A run's folder. It is self-contained, and used by one process at a time.
 
-runs/NAME/ holds config.toml (resolved), fingerprints.json, code/ (user code that decides or trains, all that was given
-as a Python object, and all user code of a submitted job), rows.jsonl (rows that were given as Python objects), store/,
+runs/NAME/ contains config.toml (with all values), fingerprints.json, code/ (user code of rules and training, code
+passed as Python objects, and all user code of a submitted job), rows.jsonl (rows passed as Python objects), store/,
 events.jsonl, evaluations.json, evaluations/ (rewards by prompt), checkpoints/, resume/ (the latest resume points),
-tensorboard/, summary.json, summary.png, job.json and job.log (its state and log); a submitted job's also job.txt (its
-id). A resumed run keeps the job file and the events of each earlier start as config.N.toml and events.N.jsonl.
+tensorboard/, summary.json, summary.png, job.json and job.log (the job's state and log), and for a submitted job job.txt
+(its id). A resumed run keeps the job file and the events of each earlier start as config.N.toml and events.N.jsonl.
 
-Two guarantees. Nothing in the folder is written before its lock is held. And a run uses the folder it is given, even
-after a move: paths in config.toml that point into the folder's place at the time of writing are read as paths into its
-present place.
+Invariants:
+- Nothing in the folder is written without its lock.
+- A folder can be moved: paths in config.toml into the folder's location at the time of writing are read as paths into
+  its current location.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ from staleflow.stores.files import replace_text
 from staleflow.tasks.settings.source_kinds import kind_of
 
 LOCK = ".running"
-"""The lock file in a run's folder; it contains the holder's name."""
-OTHER_HOST_S = 600
-"""Seconds without an event after which a process of another machine, which cannot be seen from here, is taken for
-dead."""
-ELSEWHERE = "free space or set runs_dir to another folder"
-PATHS = (*user_files.MODEL_KEYS, "workload.run")
-"""Keys of a job that may name a file in the run's folder, besides those of user code."""
-REMOVED = (
+"""Name of the lock file in a run's folder, which contains the process that has the lock."""
+OTHER_HOST_TIMEOUT_S = 600
+"""Seconds without an event after which a process of another machine counts as dead, because its process id cannot be
+checked from here."""
+DISK_REMEDY = "free space or set runs_dir to another folder"
+PATH_KEYS = (*user_files.MODEL_KEYS, "workload.run")
+"""Keys of a job whose values may be paths into the run's folder, besides those of user code."""
+REMOVED_KEYS = (
     ("cluster", "delta_versions"),
     ("simulation", "colocated"),
     ("simulation", "gpus_per_instance"),
     ("simulation", "trainer_gpus"),
 )
-"""Keys that jobs of stored runs may have and that are ignored: they changed no result, and are gone."""
-RULES = (ROUTING, SYNCHRONIZATION)
-"""Kinds of rules of which jobs of stored runs may name one that is gone. It decided where and when work ran."""
+"""Removed keys that jobs of stored runs may have. They are ignored, because they changed no result."""
+RULE_REGISTRIES = (ROUTING, SYNCHRONIZATION)
+"""Registries of rules whose removed names jobs of stored runs may have. These rules decided where and when work ran."""
 
 
 class FolderInUse(ConfigError):
@@ -54,19 +55,19 @@ class FolderInUse(ConfigError):
 
 
 def require_no_run(run_dir: Path) -> None:
-    """Raise ConfigError if the folder has a run, since nothing stored is ever overwritten. Files of a run that was
+    """Raise ConfigError if the folder has a run, because stored data is never overwritten. Files of a run that was
     killed before it had a store do not count."""
     events = run_dir / "events.jsonl"
     has_data = any((run_dir / name).exists() for name in ("store", "checkpoints", "resume"))
     if has_data or (events.is_file() and events.stat().st_size):
         raise ConfigError(
-            f"{run_dir} already holds a run; set another name=..., remove it, or `staleflow resume {run_dir}`"
+            f"{run_dir}: already has a run; set another name=..., remove it, or `staleflow resume {run_dir}`"
         )
 
 
 def require_unused_name(run_dir: Path) -> None:
-    """Raise ConfigError if another process uses the folder, or as `require_no_run`. For commands that have not locked
-    the folder yet."""
+    """Raise ConfigError if another process uses the folder, or it has a run. For commands that have not locked the
+    folder yet."""
     refuse_locked(run_dir)
     require_no_run(run_dir)
 
@@ -83,23 +84,23 @@ def is_locked(run_dir: Path) -> bool:
 def refuse_locked(run_dir: Path) -> None:
     """Raise FolderInUse if another process uses the folder."""
     if (run_dir / LOCK).is_file():
-        _locked(run_dir).close()
+        _open_lock_file(run_dir).close()
 
 
 def require_run(run_dir: Path) -> None:
     """Raise ConfigError unless the folder has a run."""
-    if str(run_dir).startswith("s3:"):  # a path has lost a slash of the URL
+    if str(run_dir).startswith("s3:"):  # Path has removed one slash of the URL
         url = str(run_dir).replace("s3:", "s3:/", 1)
-        raise ConfigError(f"{url}: only the store is in a bucket; name the run's folder, which has all else")
+        raise ConfigError(f"{url}: a bucket has only the store; name the run's folder")
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"{run_dir}: no such run; `staleflow store ls` lists runs")
 
 
 def prepare_run_dir(config: RunConfig, code: Mapping[str, str] | None = None) -> Path:
-    """Create a new run's folder with its job file and a copy of the user's code by file name. Requires the folder's
-    lock. Raises ConfigError as `require_no_run`, StoreError."""
+    """Create a new run's folder with its job file and a copy of the user's code. Requires the folder's lock. Raises
+    ConfigError if it has a run, StoreError if it cannot be written. code: contents by file name."""
     require_no_run(config.run_dir)
-    _make(config.run_dir)
+    _create_folder(config.run_dir)
     write_code(config.run_dir, code or {})
     write_job(config)
     return config.run_dir
@@ -107,11 +108,11 @@ def prepare_run_dir(config: RunConfig, code: Mapping[str, str] | None = None) ->
 
 def write_job(config: RunConfig) -> None:
     """Write a job to its run's folder atomically. Raises StoreError."""
-    replace_text(config.run_dir / "config.toml", knob_tree.to_toml(config), ELSEWHERE)
+    replace_text(config.run_dir / "config.toml", knob_tree.to_toml(config), DISK_REMEDY)
 
 
 def find_checkpoint(run_dir: Path, step: int | None = None) -> Path:
-    """The checkpoint of a step of a run; None: the newest. Raises ConfigError if there is none."""
+    """Return the folder of a run's checkpoint. Raises ConfigError if there is none. step: None for the newest one."""
     checkpoints = sorted((run_dir / "checkpoints").glob("step-*"))
     if not checkpoints:
         raise ConfigError(f"{run_dir}: the run has no checkpoint; let it end, or set training.checkpoint_every")
@@ -129,25 +130,25 @@ def load_job(
     Args:
         run_dir: The run's folder.
         overrides: `key=value` each.
-        file: Another for the job of an earlier start.
-        exact_rules: Whether a job that names a rule of `RULES` that is gone is refused, as its decisions cannot be
-            repeated. Otherwise the default rule is read in its place.
+        file: Name of the job file; config.N.toml for an earlier start.
+        exact_rules: Whether to refuse a job with a removed rule of `RULE_REGISTRIES`, because its decisions cannot be
+            repeated. If not, the default rule replaces it.
 
     Raises:
         ConfigError: There is no such file, or it is not a valid job.
     """
     tree = loading.read_tree(run_dir / file)
-    for registry in () if exact_rules else RULES:
+    for registry in () if exact_rules else RULE_REGISTRIES:
         *tables, name = registry.key.split(".")
         rule = _value_at(tree, *tables, name)
         rule_name = rule.get("name") if isinstance(rule, dict) else rule
         if isinstance(rule_name, str) and rule_name in registry.unavailable:
             _value_at(tree, *tables).pop(name)
-    for *tables, name in REMOVED:
+    for *tables, name in REMOVED_KEYS:
         if isinstance(table := _value_at(tree, *tables), dict):
             table.pop(name, None)
-    new_dir, stored_path = run_dir.resolve(), (tree.get("runs_dir", "runs"), tree.get("name", "run"))
-    is_job = all(isinstance(part, str) for part in stored_path)  # else it is no job, as is said below
+    new_dir, path_parts = run_dir.resolve(), (tree.get("runs_dir", "runs"), tree.get("name", "run"))
+    is_job = all(isinstance(part, str) for part in path_parts)  # if not, loading raises the error below
     tools = _value_at(tree, "environment", "tools")
     num_tools = len(tools) if isinstance(tools, list) else 0
     code = user_files.code_keys(
@@ -156,24 +157,24 @@ def load_job(
         _names(tree, "evaluation", "sets"),
         _names(tree, "task", "sources"),
     )
-    for path in (*PATHS, *code) if is_job else ():
+    for path in (*PATH_KEYS, *code) if is_job else ():
         *tables, key = path.split(".")
         section = _value_at(tree, *tables)
         index = int(key) if isinstance(section, list) else key
         if isinstance(value := _value_at(section, key), str):
-            section[index] = _moved(value, str(Path(*stored_path)), str(new_dir))
+            section[index] = _move_path(value, str(Path(*path_parts)), str(new_dir))
     config = loading.from_tree_with_overrides(tree, overrides, str(run_dir / file))
     return user_files.in_run_dir(config, new_dir)
 
 
 def _names(tree: Mapping[str, Any], *path: str) -> list[str]:
-    """Names of what an unchecked job describes by name, such as the parts of its reward."""
+    """Return the names in a table of an unchecked job, such as those of the parts of its reward."""
     table = _value_at(tree, *path)
     return list(table) if isinstance(table, dict) else []
 
 
 def _value_at(tree: Any, *path: str) -> Any:
-    """What is at a path of an unchecked job; None if there is nothing."""
+    """Return the value at a path of keys in an unchecked job; None if there is none."""
     for name in path:
         if isinstance(tree, list):
             tree = tree[int(name)] if name.isdigit() and int(name) < len(tree) else None
@@ -182,24 +183,24 @@ def _value_at(tree: Any, *path: str) -> Any:
     return tree
 
 
-def _moved(value: str, before: str, here: str) -> str:
-    """A job's value, with a path inside the folder `before` moved to the folder `here`.
+def _move_path(value: str, old_dir: str, new_dir: str) -> str:
+    """Replace the folder `old_dir` by `new_dir` in a job's value, if the value is a path inside it.
 
-    >>> _moved("/runs/one/code/mine.py:f", "/runs/one", "/runs/two")
+    >>> _move_path("/runs/one/code/mine.py:f", "/runs/one", "/runs/two")
     '/runs/two/code/mine.py:f'
-    >>> _moved("jsonl:/runs/one-more/p.jsonl", "/runs/one", "/runs/two")
+    >>> _move_path("jsonl:/runs/one-more/p.jsonl", "/runs/one", "/runs/two")
     'jsonl:/runs/one-more/p.jsonl'
     """
     source = kind_of(value)
     kind = "" if source is None else f"{source.name}:"
     file = value.removeprefix(kind)
-    return f"{kind}{here}{file[len(before) :]}" if file == before or file.startswith(f"{before}/") else value
+    return f"{kind}{new_dir}{file[len(old_dir) :]}" if file == old_dir or file.startswith(f"{old_dir}/") else value
 
 
 @contextlib.contextmanager
 def create_and_lock(run_dir: Path) -> Iterator[None]:
     """Lock a run's folder, creating it if necessary. Raises as `lock_folder` does."""
-    _make(run_dir)
+    _create_folder(run_dir)
     with lock_folder(run_dir):
         yield
 
@@ -208,7 +209,7 @@ def create_and_lock(run_dir: Path) -> Iterator[None]:
 def lock_folder(run_dir: Path) -> Iterator[None]:
     """Lock a folder. Raises FolderInUse, naming the other process, if one uses it. The lock ends with this process in
     any case."""
-    with _locked(run_dir) as file:
+    with _open_lock_file(run_dir) as file:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
@@ -216,16 +217,16 @@ def lock_folder(run_dir: Path) -> Iterator[None]:
             yield
         finally:
             with contextlib.suppress(OSError):
-                file.truncate(0)  # this process may go on, and is not to be taken for one that uses the folder
+                file.truncate(0)  # this process may continue without using the folder
 
 
 def in_use(run_dir: Path) -> bool:
-    """Whether a live process has a folder's lock, according to the lock file; trying to take the lock could make a
-    starting run fail. A process of another machine counts as dead after OTHER_HOST_S seconds without an event."""
+    """Whether a live process has a folder's lock, according to the lock file. Taking the lock instead could make a
+    starting run fail. A process of another machine counts as dead after OTHER_HOST_TIMEOUT_S without an event."""
     try:
         _, process, _, host = (run_dir / LOCK).read_text().split()
         if host != socket.gethostname():
-            return time.time() - (run_dir / "events.jsonl").stat().st_mtime < OTHER_HOST_S
+            return time.time() - (run_dir / "events.jsonl").stat().st_mtime < OTHER_HOST_TIMEOUT_S
         os.kill(int(process), 0)
     except PermissionError:
         return True
@@ -234,8 +235,8 @@ def in_use(run_dir: Path) -> bool:
     return True
 
 
-def _locked(run_dir: Path) -> TextIO:
-    """The folder's lock file, locked while it is open."""
+def _open_lock_file(run_dir: Path) -> TextIO:
+    """Open and lock the folder's lock file, which stays locked while it is open. Raises FolderInUse, StoreError."""
     path = run_dir / LOCK
     while True:
         with raised_as(
@@ -246,7 +247,7 @@ def _locked(run_dir: Path) -> TextIO:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
-            file.close()  # recreated meanwhile: a lock on a deleted file excludes no one
+            file.close()  # the file was recreated in the meantime, and a lock on a deleted file protects nothing
         except FileNotFoundError:
             file.close()
         except BlockingIOError:
@@ -261,7 +262,7 @@ def _locked(run_dir: Path) -> TextIO:
             raise StoreError(f"{path}: cannot be locked: {error}; use a file system that supports locks") from error
 
 
-def _make(run_dir: Path) -> None:
+def _create_folder(run_dir: Path) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -269,23 +270,24 @@ def _make(run_dir: Path) -> None:
 
 
 def job_id(run_dir: Path) -> str:
-    """Id of the last job submitted to continue the run; empty if there was none."""
+    """Return the id of the last job submitted for the run; empty if there was none."""
     owner = run_dir / "job.txt"
     return owner.read_text().strip() if owner.is_file() else ""
 
 
 def write_job_id(run_dir: Path, id: str, code: Mapping[str, str]) -> None:
-    """Record that the run now belongs to this job, and store the code sent with it. Raises StoreError."""
-    replace_text(run_dir / "job.txt", f"{id}\n", ELSEWHERE)
+    """Record the id of the job that runs the run, and store the code sent with it. Raises StoreError. code: contents by
+    file name."""
+    replace_text(run_dir / "job.txt", f"{id}\n", DISK_REMEDY)
     write_code(run_dir, code)
 
 
 def write_code(run_dir: Path, code: Mapping[str, str]) -> None:
     """Store user code and rows, by file name, in the run's folder. Raises StoreError."""
     for name, text in code.items():
-        replace_text(user_files.copied_path(run_dir / "code", name), text, ELSEWHERE)
+        replace_text(user_files.copied_path(run_dir / "code", name), text, DISK_REMEDY)
 
 
 def list_runs(runs_dir: Path) -> list[Path]:
-    """Folders below `runs_dir` that hold a run, sorted by name."""
+    """Return the folders in `runs_dir` that have a run, sorted by name."""
     return sorted(p.parent for p in runs_dir.glob("*/config.toml"))

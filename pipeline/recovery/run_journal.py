@@ -1,7 +1,7 @@
 """The journal of a run. Closed parts are compressed in a separate thread, never on the driver's event loop.
 
-What a killed run left uncompressed is compressed by the run's next start. A part that cannot be compressed stays as it
-is, and is read all the same.
+Parts that a killed run left uncompressed are compressed at the run's next start. A part that cannot be compressed stays
+uncompressed, and is read in the same way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 COPY_BYTES = 2**20
 GZIP_LEVEL = 6
-"""Compression level. Events are compressed to a fifteenth of their size; 64 MiB take one or two seconds."""
+"""Compression level. It reduces events to a fifteenth of their size, and 64 MiB take one or two seconds."""
 
 
 class RunJournal(Journal):

@@ -1,8 +1,8 @@
-"""Inputs of a run's weights besides its batches, which the first step of each start stores.
+"""Inputs that determine a run's weights besides its batches. The first step of each start stores them.
 
-Names and values: `weights`, the fingerprint of the version that the start begins with; `settings`, `user_code` and
-`staleflow`, hashes of the job file, of the user code in the run's folder and of this package's sources; `sources`, the
-hash of the fingerprints of reward, data and template; `numerics`, in words, what the trainer computes with.
+By name: `weights`, the fingerprint of the start's first version; `settings`, `user_code` and `staleflow`, hashes of the
+job file, of the user code in the run's folder and of this package's sources; `sources`, the hash of the fingerprints of
+reward, data and template; `numerics`, a description of the trainer's hardware and libraries.
 """
 
 from __future__ import annotations
@@ -18,8 +18,13 @@ from staleflow.pipeline.recovery.source_fingerprints import Fingerprints
 
 
 def start_inputs(run_dir: Path, weights: str, fingerprints: Fingerprints | None) -> dict[str, str]:
-    """All of these inputs except `numerics`, which the trainer reports. weights: fingerprint of the first version.
-    fingerprints: of reward, data and template; None if unknown."""
+    """Return all inputs of a start by name, except `numerics`, which the trainer reports.
+
+    Args:
+        run_dir: The run's folder.
+        weights: Fingerprint of the start's first version.
+        fingerprints: Fingerprints of reward, data and template; None if unknown.
+    """
     return {
         "weights": weights,
         "settings": settings_hash(run_dir / "config.toml"),
@@ -45,7 +50,7 @@ def user_code_hash(run_dir: Path, *, branches: bool = True) -> str:
 def package_hash() -> str:
     """Hash of the sources of this package."""
     folder = Path(__file__).parents[2]
-    # Each by itself: a checkout has links to its folders, which rglob does not follow.
+    # Search each folder separately: in a checkout they are links, which rglob does not follow.
     return _hash_files(folder, (path for part in folder.iterdir() if part.is_dir() for path in part.rglob("*.py")))
 
 

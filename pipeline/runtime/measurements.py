@@ -14,7 +14,7 @@ from staleflow.pipeline.coordination.commands import Command
 from staleflow.pipeline.coordination.events import Event
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.processes.clock import now_s
-from staleflow.pipeline.processes.instance_handle import COUNTS, InstanceHandle
+from staleflow.pipeline.processes.instance_handle import TOKEN_COUNTS, InstanceHandle
 from staleflow.pipeline.profiling.diagnosis import Diagnosis, compute_sizes, diagnose, sum_recent_steps
 from staleflow.pipeline.profiling.run_profile import Profile, make_latency_settings
 from staleflow.pipeline.profiling.step_times import sum_steady_steps
@@ -42,7 +42,7 @@ class Measurements:
         self._decide_s = 0.0
         self._started_cpu_s = 0.0
         self._counts: dict[InstanceId, dict[str, int]] = {}
-        """Counts of each instance's engine at the end of the last step, by the names COUNTS."""
+        """Counts of each instance's engine at the end of the last step, by the names TOKEN_COUNTS."""
         self.start()
 
     def start(self) -> None:
@@ -157,7 +157,7 @@ class Measurements:
             name: float(
                 sum(counts[name] - previous_counts.get(i, {}).get(name, 0) for i, counts in self._counts.items())
             )
-            for name in COUNTS
+            for name in TOKEN_COUNTS
         }
         return counts_since | {"kept_tokens": float(sum(i.kept_tokens for i in instances))}
 

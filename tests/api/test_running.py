@@ -183,7 +183,7 @@ def test_an_existing_run_name_is_rejected_at_once(tmp_path: Path) -> None:
     handle.stop()
     handle.wait()
     (first / "events.jsonl").write_text("something\n")
-    with pytest.raises(ConfigError, match="already holds a run"):
+    with pytest.raises(ConfigError, match="already has a run"):
         staleflow.start(emulated(tmp_path))
 
 

@@ -258,7 +258,7 @@ def test_a_run_in_a_bucket_is_opened_by_its_url(
             assert [t.response for t in opened.trajectories("reward > 0")] == ["1"]
             assert opened.audit().clean
             assert RunReader(opened.path).state() == "interrupted", "the page reads it, too"
-        with pytest.raises(staleflow.ConfigError, match=r"only the store is in a bucket; name the run's folder"):
+        with pytest.raises(staleflow.ConfigError, match=r"a bucket has only the store; name the run's folder"):
             staleflow.open_run(url).replay()
         assert staleflow.open_run(url).branch("main").source == url
         with pytest.raises(staleflow.ConfigError, match="no store can be read there"):

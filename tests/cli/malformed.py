@@ -343,8 +343,8 @@ RESUMES = (
     Case(name="resume: no resume point", command="resume runs/finished --set steps=9",
          says=("no complete resume point",), prepare=(remove("runs/finished/resume"),)),
     Case(name="run: a name that is taken", command="run job.toml --set name=finished",
-         says=("runs/finished already holds a run", "set another name=", "`staleflow resume ")),
-    Case(name="submit: a name that is taken", says=("runs/finished already holds a run",),
+         says=("runs/finished: already has a run", "set another name=", "`staleflow resume ")),
+    Case(name="submit: a name that is taken", says=("runs/finished: already has a run",),
          command="submit job.toml --scheduler tcp://127.0.0.1:9 --set name=finished"),
 )  # fmt: skip
 

@@ -113,8 +113,8 @@ def test_the_port_of_the_dashboard_is_recognized() -> None:
 def test_server_that_accepts_but_never_replies_times_out() -> None:
     with listener(lambda connected: None) as port:
         assert connection_error(ClusterAddress(address=f"tcp://127.0.0.1:{port}"), 1.0) == (
-            f"no scheduler at tcp://127.0.0.1:{port}: what listens there does not answer; it may be busy, or no "
-            "scheduler (waited 1 s)"
+            f"no scheduler at tcp://127.0.0.1:{port}: the server there does not reply; it may be busy, or not "
+            "a scheduler (waited 1 s)"
         )
 
 
@@ -151,12 +151,12 @@ def test_a_host_that_cannot_be_resolved_is_named(monkeypatch: pytest.MonkeyPatch
     ("address", "message"),
     [
         ("http://localhost:8787/status", "the address of a web page.*tcp://HOST:8786"),
-        ("localhost", "is no scheduler address .*missing port.*; one is tcp://HOST:8786"),
-        ("tcp://localhost:http", "is no scheduler address"),
+        ("localhost", "is not a scheduler.s address .*missing port.*; use tcp://HOST:8786"),
+        ("tcp://localhost:http", "is not a scheduler.s address"),
         ("tcp://localhost:99999", "there is no port 99999"),
         ("smtp://localhost:25", "unknown protocol smtp"),
-        ("tcp://", "is no scheduler address"),
-        ("8786", "is no scheduler address"),
+        ("tcp://", "is not a scheduler.s address"),
+        ("8786", "is not a scheduler.s address"),
         ("tls://127.0.0.1:8786", "requires TLS; pass --tls-ca-file, --tls-cert and --tls-key"),
     ],
 )
@@ -241,7 +241,7 @@ def test_valid_addresses_connect() -> None:
 
 
 def test_a_scheduler_that_greets_late_receives_only_a_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port_probe, "SPEAKS_FIRST_S", 0.1)
+    monkeypatch.setattr(port_probe, "GREETING_S", 0.1)
     heard: list[bytes] = []
 
     def greet_late(connected: socket.socket) -> None:
@@ -254,7 +254,7 @@ def test_a_scheduler_that_greets_late_receives_only_a_greeting(monkeypatch: pyte
 
     with listener(greet_late) as port:
         result = asyncio.run(look(port))
-    assert (result.mistake, result.dask) == ("", True)
+    assert (result.error, result.dask) == ("", True)
     assert heard == [port_probe._greeting()]
 
 

@@ -14,7 +14,7 @@ from distributed import Scheduler
 
 from staleflow.pipeline.cluster.job_lookup import find_matching, find_unambiguous, recent_jobs
 from staleflow.pipeline.cluster.job_registry import JobRegistry
-from staleflow.pipeline.cluster.plugin import BoardPlugin
+from staleflow.pipeline.cluster.plugin import JobRegistryPlugin
 from staleflow.stores.errors import ConfigError
 from tests.commands import command
 
@@ -53,7 +53,7 @@ def test_of_several_matching_jobs_the_live_or_newest_is_chosen(word: str, id: st
 def test_destructive_commands_need_an_unambiguous_job() -> None:
     assert find_unambiguous(JOBS, "one")["id"] == "one-cc"
     assert find_unambiguous(JOBS, "far")["id"] == "far-bb"
-    with pytest.raises(ConfigError, match="'two' is 2 jobs that have not ended: two-ff, two-gg; name one by its id"):
+    with pytest.raises(ConfigError, match="'two': 2 jobs have not ended: two-ff, two-gg; name one by its id"):
         find_unambiguous(JOBS, "two")
     for word in ("", "three"):
         with pytest.raises(ConfigError, match="is not a job of this cluster"):
@@ -69,7 +69,7 @@ def test_ended_jobs_are_listed_for_a_day() -> None:
 @pytest.fixture
 def registry() -> Iterator[tuple[JobRegistry, str]]:
     """A scheduler's registry in a thread; yields the registry and the address."""
-    plugin, address, over = BoardPlugin(), "", asyncio.Event()
+    plugin, address, over = JobRegistryPlugin(), "", asyncio.Event()
     ready, loop = threading.Event(), asyncio.new_event_loop()
 
     async def serve() -> None:
@@ -131,5 +131,5 @@ def test_a_running_job_is_asked_once_to_release_a_worker(registry: tuple[JobRegi
     for id, state in (("old-cc", "done"), ("two-bb", "waiting")):
         refused = command("retire", id, "tcp://host:1234", "--scheduler", address)
         assert (refused.returncode, refused.stdout) == (2, "")
-        assert f"{id} is {state}: only a running job can give up a worker" in refused.stderr
+        assert f"{id} is {state}: only a running job can release a worker" in refused.stderr
         assert jobs.take_retirements(id) == [], "else it would release a worker as soon as it runs"

@@ -154,7 +154,7 @@ async def test_a_job_larger_than_the_cluster_waits_for_workers() -> None:
 async def test_a_job_waits_longer_than_no_workers_timeout() -> None:
     async with jobs_on(2) as jobs:
         scheduler = jobs.cluster.scheduler
-        scheduler.no_workers_timeout = 2.5 * job_registry.SERVE_S
+        scheduler.no_workers_timeout = 2.5 * job_registry.ADMISSION_CHECK_S
         await jobs.submit("one", 0.1)
         other = jobs.client.submit(abs, -1, workers=[job_registry.NO_WORKER])
         while other.status != "error":  # it is not that Dask lets tasks wait
@@ -237,7 +237,7 @@ async def test_a_run_whose_process_is_gone_has_failed_and_frees_its_workers() ->
             received = {"name": "told", "steps": 1, "run_dir": "/runs/told", "by": theirs.id}
             await job_registry.ask(theirs, "submit", id="told", **received)  # and nothing more
         for id in ("run", "waits", "told"):
-            assert (await jobs.until(id, "failed"))["why"] == "the process that ran it is gone"
+            assert (await jobs.until(id, "failed"))["why"] == "the process of its driver is gone"
         async with asyncio.timeout(60):
             while await job_registry.ask(jobs.client, "unavailable", owner=""):
                 await asyncio.sleep(0.05)

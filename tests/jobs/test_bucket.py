@@ -76,7 +76,7 @@ def test_a_killed_run_resumes_and_commands_accept_its_url(tmp_path: Path) -> Non
     for verb in ("resume", "replay"):
         refused = command(verb, url)
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-        assert "only the store is in a bucket; name the run's folder" in refused.stderr
+        assert "a bucket has only the store; name the run's folder" in refused.stderr
     missing = command("store", "audit", f"{URL}/nothing")
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
 

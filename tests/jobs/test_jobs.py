@@ -354,8 +354,8 @@ def test_invalid_input_to_each_command_gives_a_one_line_error(job: Path, cluster
         assert (answer.returncode, answer.stdout) == (2, "")
         assert (
             answer.stderr
-            == "staleflow: 'no-such-job' is not a job of this cluster; `staleflow jobs --all` lists them; one that an "
-            "earlier scheduler had is known by its run's folder, as in `staleflow status runs/NAME`\n"
+            == "staleflow: 'no-such-job' is not a job of this cluster; `staleflow jobs --all` lists them; for a job of "
+            "an earlier scheduler name its run's folder, as in `staleflow status runs/NAME`\n"
         )
     assert "no jobs" in cluster("jobs").stdout
     nowhere = command("submit", job, "--scheduler", "tcp://127.0.0.1:9")

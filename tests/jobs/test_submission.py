@@ -66,7 +66,7 @@ async def test_a_submitter_killed_before_it_sent_the_driver_leaves_no_waiting_jo
         (left,) = await registered_jobs(jobs)
         assert (left["state"], left["why"]) == (
             "failed",
-            "the process that submitted it was gone before it had sent it",
+            "the process that submitted it was gone before its task had arrived",
         )
 
 

@@ -97,7 +97,7 @@ def test_a_run_trains_and_stores_its_steps(job: Path, memory_folder: Path) -> No
     assert len(json.loads(command("store", "show", end.run_dir, "--where", "reward >= 0", "--json").stdout)) == 3
     repeated = command("run", job)
     assert repeated.returncode == 2
-    assert "already holds a run" in repeated.stderr
+    assert "already has a run" in repeated.stderr
 
 
 async def run_and_interfere(

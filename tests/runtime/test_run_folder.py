@@ -222,11 +222,11 @@ def test_a_folder_without_results_is_reused_and_others_are_rejected(light_job: P
     assert load_job(folder).seed == 5
     for name in ("store", "checkpoints", "resume"):
         (folder / name).mkdir()
-        with pytest.raises(ConfigError, match="already holds a run; set another name="):
+        with pytest.raises(ConfigError, match="already has a run; set another name="):
             require_no_run(folder)
         (folder / name).rmdir()
     (folder / "events.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match="already holds a run"):
+    with pytest.raises(ConfigError, match="already has a run"):
         require_no_run(folder)
 
 
@@ -365,7 +365,7 @@ def test_a_second_job_of_a_name_is_rejected_before_it_writes(light_job: Path, re
         async with job_driver.lock_for_job(config, submission("job-c")):
             pytest.fail("there is a run already")
 
-    with pytest.raises(ConfigError, match="already holds a run"):
+    with pytest.raises(ConfigError, match="already has a run"):
         asyncio.run(third())
     del before[run_folder.LOCK]
     assert {name: text for name, text in contents(config.run_dir).items() if name != run_folder.LOCK} == before

@@ -142,7 +142,7 @@ async def test_a_role_without_a_matching_worker_is_named_after_start_s() -> None
 
 
 @pytest.mark.parametrize(
-    ("id", "why"), [("Scheduler-2", "was started anew"), ("", r"does not answer any more \(Timed out.* 30 s\)")]
+    ("id", "why"), [("Scheduler-2", "was restarted"), ("", r"does not answer any more \(Timed out.* 30 s\)")]
 )
 async def test_placement_fails_once_the_scheduler_is_lost(id: str, why: str) -> None:
     """A new scheduler does not know the run and would never give it a worker."""
@@ -152,7 +152,7 @@ async def test_placement_fails_once_the_scheduler_is_lost(id: str, why: str) -> 
         waits = asyncio.ensure_future(placing.place("rollout-1", "rollout", object))
         await asyncio.sleep(5.0)
         client.id = id
-        with pytest.raises(ClusterLost, match=rf"^cluster: the scheduler {why}.*`staleflow resume` goes on with it$"):
+        with pytest.raises(ClusterLost, match=rf"^cluster: the scheduler {why}.*`staleflow resume` continues the run$"):
             await waits
         assert asyncio.get_running_loop().time() - begin < 6.0
         assert placing.waiting == {}
